@@ -22,9 +22,11 @@ class Behind:
 
     door: Server
     replicas: list[Server]
+    key: str = ""
 
     def states(self) -> list[dict[str, Any]]:
-        return self.door.get("/replicas").json()["replicas"]
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        return self.door.get("/replicas", **headers).json()["replicas"]
 
     def num_up(self) -> int:
         return sum(one["is_up"] for one in self.states())
@@ -50,12 +52,14 @@ def door_of(*arguments: str, log: Path) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def behind(folder: Path, path: Path, *settings: str, arguments: tuple[str, ...] = (), number: int = 2,
-           ) -> Iterator[Behind]:
-    """Args: settings: of the replicas; arguments: of the door."""
+           key: str = "") -> Iterator[Behind]:
+    """Args: settings: of the replicas; arguments: of the door; key: of both."""
+    if key:
+        settings, arguments = (*settings, f"api_keys={key}"), (*arguments, "--api-key", key)
     with contextlib.ExitStack() as stack:
         replicas = [stack.enter_context(running(folder, path / f"engine{index}", *settings)) for index in range(number)]
         urls = [one for replica in replicas for one in ("--replica-url", replica.url)]
         door = stack.enter_context(door_of(*urls, *arguments, log=path / "door"))
-        found = Behind(door, replicas)
+        found = Behind(door, replicas, key)
         eventually(lambda: found.num_up() == number)
         yield found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -100,6 +101,14 @@ def test_the_index_says_what_the_next_request_hits(seed: int) -> None:
         assert play.hits.cached[name] == predicted, name
         found += predicted > 0
     assert 30 < found < 115  # neither always nor never
+
+
+def test_an_engine_without_a_prefix_cache_has_no_index() -> None:
+    play = Play(0)
+    play.index.started(type("Info", (), {"limits": replace(LIMITS, enable_prefix_caching=False)})())
+    play.send([1] * 32)
+    play.run()
+    assert play.index.changes("", 0).added == []
 
 
 def test_a_new_engine_has_an_empty_cache() -> None:

@@ -17,5 +17,5 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Behind]:
-    with behind(folder, tmp_path_factory.mktemp("logs")) as found:
+    with behind(folder, tmp_path_factory.mktemp("logs"), "enable_prefix_caching=1") as found:
         yield found

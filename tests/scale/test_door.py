@@ -90,17 +90,19 @@ def test_a_response_is_found_where_it_is_and_continued_there(two: Behind) -> Non
         assert answer.status_code == 200, answer.text
     assert two.door.client.delete(f"{two.door.url}/v1/responses/{first['id']}").json()["deleted"]
     assert two.door.get(f"/v1/responses/{first['id']}").status_code == 404
-    assert two.door.post("/v1/responses", body | {"previous_response_id": "resp_none"}).status_code == 404
+    unknown = body | {"previous_response_id": "resp_none"}
+    assert two.door.post("/v1/responses", unknown).json() == two.replicas[0].post("/v1/responses", unknown).json()
 
 
 def test_an_abort_reaches_the_replica_that_has_the_request(folder: Path, tmp_path: Path) -> None:
     with behind(folder, tmp_path, "seconds_per_step=0.05") as two, httpx.Client(timeout=60) as client:
         with client.stream("POST", two.door.url + "/v1/completions", json=ask(40, 400, stream=True),
                            headers={"X-Request-Id": "mine"}) as response:
-            next(response.iter_lines())
+            lines = response.iter_lines()
+            next(lines)
             told = two.door.post("/abort_requests", {"request_ids": ["mine", "unknown"]}).json()
             assert told == {"aborted": ["mine"], "not_found": ["unknown"]}
-            rest = [line for line in response.iter_lines() if line]
+            rest = [line for line in lines if line]
         assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "abort"
 
 
@@ -128,7 +130,7 @@ def test_a_body_that_is_too_large_is_refused_at_the_door(two: Behind) -> None:
 
 
 def test_keys_pass_through_and_others_are_refused_at_the_door(folder: Path, tmp_path: Path) -> None:
-    with behind(folder, tmp_path, "api_keys=good", arguments=("--api-key", "good"), number=1) as one:
+    with behind(folder, tmp_path, number=1, key="good") as one:
         key = {"Authorization": "Bearer good"}
         assert one.door.post("/v1/completions", ask(40, 2), **key).status_code == 200
         assert one.door.post("/v1/completions", ask(40, 2)).status_code == 401
@@ -146,18 +148,13 @@ def test_without_replicas_there_is_an_error_and_no_waiting(tmp_path: Path) -> No
 
 def test_a_queue_that_would_take_too_long_is_refused_with_the_time(folder: Path, tmp_path: Path) -> None:
     """Two slots, and a measured rate of starts: the predicted wait decides, not the length of a queue."""
-    with behind(folder, tmp_path, "seconds_per_step=0.05", "max_num_seqs=2", number=1,
-                arguments=("--max-wait", "1")) as one:
-        refused: list[httpx.Response] = []
-
-        def is_refused() -> bool:
-            refused.append(one.door.post("/v1/completions", ask(40, 1)))
-            return refused[-1].status_code == 503
-
-        with ThreadPoolExecutor(16) as pool:  # each of 20 steps of 50 ms, two at a time
-            flood = [pool.submit(httpx.post, one.door.url + "/v1/completions", json=ask(40, 20), timeout=60)
-                     for _ in range(16)]
-            eventually(is_refused)
-            assert {answer.result().status_code for answer in flood} == {200}
-        assert "predicted" in refused[-1].json()["error"]["message"]
-        assert 1 <= int(refused[-1].headers["retry-after"]) <= 60
+    with (behind(folder, tmp_path, "seconds_per_step=0.05", "max_num_seqs=2", number=1,
+                 arguments=("--max-wait", "1")) as one, ThreadPoolExecutor(16) as pool):
+        # Each of 20 steps of 50 ms, two at a time.
+        flood = [pool.submit(httpx.post, one.door.url + "/v1/completions", json=ask(40, 20), timeout=60)
+                 for _ in range(16)]
+        eventually(lambda: one.door.get("/load").json()["predicted_wait_s"] > 1)
+        refused = one.door.post("/v1/completions", ask(40, 1))
+        assert refused.status_code == 503 and "predicted" in refused.json()["error"]["message"]
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        assert {answer.result().status_code for answer in flood} == {200}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -26,8 +27,6 @@ def ask(number: int, count: int = LONG, **more: Any) -> dict[str, Any]:
 
 def stream_of(two: Behind, body: dict[str, Any], begun: threading.Event | None = None) -> tuple[list[int], str]:
     """The tokens of a stream, and "done", or the code of the error that ended it."""
-    import json
-
     tokens: list[int] = []
     with (httpx.Client(timeout=60) as client,
           client.stream("POST", two.door.url + "/v1/completions", json=body | {"stream": True}) as response):
@@ -52,7 +51,7 @@ def stream_of(two: Behind, body: dict[str, Any], begun: threading.Event | None =
 def test_streams_with_output_end_with_an_error_and_others_go_elsewhere(folder: Path, tmp_path: Path) -> None:
     with behind(folder, tmp_path, SLOW) as two, ThreadPoolExecutor(16) as pool:
         begun = [threading.Event() for _ in range(6)]
-        streams = [pool.submit(stream_of, two, ask(number, 500), event) for number, event in enumerate(begun)]
+        streams = [pool.submit(stream_of, two, ask(number, 250), event) for number, event in enumerate(begun)]
         wholes = [pool.submit(httpx.post, two.door.url + "/v1/completions", json=ask(50 + number), timeout=60)
                   for number in range(6)]
         for event in begun:
@@ -63,8 +62,8 @@ def test_streams_with_output_end_with_an_error_and_others_go_elsewhere(folder: P
         ends = [one.result() for one in streams]
         assert {end for _, end in ends} == {"done", "replica_lost"}
         for number, (tokens, end) in enumerate(ends):
-            assert tokens == counted(40 + number, 500)[: len(tokens)] and tokens
-            assert (len(tokens) == 500) == (end == "done")
+            assert tokens == counted(40 + number, 250)[: len(tokens)] and tokens
+            assert (len(tokens) == 250) == (end == "done")
         for number, one in enumerate(wholes):
             assert one.result().json()["choices"][0]["token_ids"] == counted(90 + number, LONG)
         assert "slotwise:router_rerouted_requests_total 0" not in two.door.get("/metrics").text

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
-from live_server import Server, eventually
+from live_server import Server, eventually, running
 
 from slotwise.routing.prompt import PIECE, digests, written
 
 PROMPT = [40 + number % 9 for number in range(300)]
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running(folder, tmp_path_factory.mktemp("log") / "engine", "enable_prefix_caching=1") as started:
+        yield started
 
 
 def test_a_router_is_told_load_and_limits(server: Server) -> None:

@@ -55,6 +55,7 @@ class PrefixIndex(Observer):
     instance: str = field(default_factory=lambda: secrets.token_hex(8))  # versions of another one mean nothing
     piece_tokens: float = 0.0  # mean tokens of a piece; 0: no prompt yet
     _block_size: int = 1
+    _shares: bool = False  # the engine has a prefix cache
     _version: int = 0
     _changes: deque[tuple[int, bool]] = field(default_factory=lambda: deque(maxlen=MAX_CHANGES))  # piece, is it added
     _block_of: dict[int, int] = field(default_factory=dict)  # by piece
@@ -70,7 +71,7 @@ class PrefixIndex(Observer):
             piece_bytes: bytes of a piece.
         """
         num_bytes, pieces = prefix
-        if not pieces:
+        if not pieces or not self._shares:
             return
         share = num_tokens / num_bytes
         kept = self.piece_tokens or share * piece_bytes
@@ -91,7 +92,7 @@ class PrefixIndex(Observer):
 
     def started(self, info: EngineInfo) -> None:
         """A new engine has an empty cache."""
-        self._block_size = info.limits.block_size
+        self._block_size, self._shares = info.limits.block_size, info.limits.enable_prefix_caching
         for piece in self._block_of:
             self._changed(piece, is_added=False)
         self._block_of.clear()

@@ -1,21 +1,28 @@
 """Times a process from its start until it serves, and until steps of every size are captured; weights are generated.
 
-The batch is filled, then loses a row in every step, so that every size occurs.
+The batch is filled, then loses a row in every step, so that every size occurs.  What the graphs take of the device's
+memory is predicted by the function that leaves room for them beside the cache, and measured.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu import absent
 from benchmarks.gpu.figures import tell
-from benchmarks.gpu.setup import asked, load
+from benchmarks.gpu.setup import Setup, asked, load
 from torch import Tensor
 
+from slotwise.engine.engine import Engine
 from slotwise.kernels.interface import Graph, Kernels
+from slotwise.runner.profile import bytes_beside_torch, measured_graph
+
+BLOCK_SIZE = 64  # tokens
 
 
 class Counted:
@@ -37,28 +44,48 @@ class Counted:
 def main(started: float) -> None:
     """`started` is the start of the process, in seconds of the monotonic clock that all processes share."""
     setup = asked(__doc__)
+    with contextlib.nullcontext() if setup.device == "cuda" else absent.counted_memory():
+        _main(setup, started)
+
+
+def _main(setup: Setup, started: float) -> None:
     counted: list[Counted] = []
 
     def wrap(kernels: Kernels) -> Kernels:
-        counted.append(Counted(kernels))
+        counted.append(Counted(kernels if setup.device == "cuda" else absent.Capturing(kernels)))
         return counted[-1]
 
-    model = load(setup, wrap)
+    model, rows = load(setup, wrap), max(setup.rows)
     figures = {"weights_seconds": time.monotonic() - started}
+    began = time.monotonic()
+    of_one = measured_graph(model.ready(), BLOCK_SIZE, rows, setup.longest)
+    started += time.monotonic() - began  # of the check, not of a start
+    before_engine = counted[0].recordings
     engine, _ = model.engine(setup.engine_config())
     figures["ready_seconds"] = time.monotonic() - started
-    rows = max(setup.rows)
+    device, earlier = counted[0].device, counted[0].recordings - before_engine
+    before = bytes_beside_torch(device)
+    figures["first_token_seconds"] = _shrink(engine, setup, rows) - started
+    sizes = {counted[0].graph_size(size, 1)[0] for size in range(1, rows + 1)} - {0}
+    number = counted[0].recordings - before_engine
+    tell(start=figures | {
+        "recorded_seconds": time.monotonic() - started, "recordings": number, "sizes": len(sizes)})
+    tell(graphs={"captured": number - earlier, "predicted_bytes": (number - earlier) * of_one,
+                 "measured_bytes": bytes_beside_torch(device) - before})
+
+
+def _shrink(engine: Engine, setup: Setup, rows: int) -> float:
+    """Fills the batch, which loses a row in every step; returns when the first token came, in monotonic seconds."""
+    first = 0.0
     for row in range(rows):
         engine.handle(setup.request(f"row-{row}", 8, row + 2, seed=row))
     while engine.has_work:
         record = engine.step()
         if record.failure:
             raise RuntimeError(record.failure)
-        if any(record.token_ids) and "first_token_seconds" not in figures:
-            figures["first_token_seconds"] = time.monotonic() - started
-    sizes = {counted[0].graph_size(size, 1)[0] for size in range(1, rows + 1)} - {0}
-    tell(start=figures | {
-        "recorded_seconds": time.monotonic() - started, "recordings": counted[0].recordings, "sizes": len(sizes)})
+        if any(record.token_ids) and not first:
+            first = time.monotonic()
+    return first
 
 
 def _process_started() -> float:

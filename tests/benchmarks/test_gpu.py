@@ -64,14 +64,18 @@ def test_all_of_it_can_be_rehearsed_where_little_but_torch_is_installed(tmp_path
     assert result["status"] == "completed" and result["environment"]["packages"]["torch"]
     assert result["targets"] == [], "nobody is to take a rehearsal for a measurement"
     found = {name: part["figures"] for name, part in result["parts"].items()}
-    assert list(found) == ["kernels", "parity", "serve", "shares", "steps", "trace", "peer", "start"]
-    assert "skipped" in found["serve"]["server"]  # its packages are hidden here
+    assert list(found) == ["kernels", "parity", "serve", "ranks", "shares", "steps", "trace", "peer", "start"]
+    assert "skipped" in found["serve"]["server"] and "skipped" in found["ranks"]["ranks"]  # packages are hidden here
     assert all(figures["seconds"] > 0 for figures in found["shares"]["shares"].values())
     assert found["kernels"]["tests"]["passed"] and found["parity"]["tests"]["passed"]
     assert list(found["steps"]["decode"]) == [str(rows) for rows in REHEARSAL.rows]
     assert 0 <= found["steps"]["idle"]["share"] < 1
     assert found["trace"]["trace"]["output_tokens"] == found["peer"]["transformers"]["output_tokens"]
     assert found["start"]["start"]["ready_seconds"] < found["start"]["start"]["recorded_seconds"]
+    graphs = found["start"]["graphs"]
+    assert found["start"]["start"]["recordings"] == found["start"]["start"]["sizes"] == 4  # of 1, 2, 4 and 8 rows
+    assert graphs["captured"] == 3, "the first was captured before the engine was ready"
+    assert graphs["measured_bytes"] == graphs["predicted_bytes"] > 0 and "3 graphs: predicted" in run.stdout
 
 
 @pytest.mark.slow
@@ -80,6 +84,14 @@ def test_the_part_of_the_server(tmp_path):
     assert run.returncode == 0, run.stdout + run.stderr
     server = result["parts"]["serve"]["figures"]["server"]
     assert server["streams"] == 48 and server["left"] == 16 and server["preemptions"] > 0
+
+
+@pytest.mark.slow
+def test_the_part_of_ranks(tmp_path):
+    run, result = check(tmp_path, "--rehearse", "--parts", "ranks", "--seconds", "600")
+    assert run.returncode == 0, run.stdout + run.stderr
+    ranks = result["parts"]["ranks"]["figures"]["ranks"]
+    assert ranks["by"] == "gloo" and ranks["with_the_same_tokens"] == ranks["requests"] == 8
 
 
 @pytest.mark.slow

@@ -5,34 +5,21 @@ from __future__ import annotations
 import product_paths
 import pytest
 import torch
+from kernels.mixtures import CLAMPED, numbers, weights
 from kernels.paged import distance
-from torch import Tensor
 
 from slotwise.kernels.cpu import paths
 from slotwise.kernels.cpu.kernels import CpuKernels
-from slotwise.kernels.interface import ClampedSwiGLU, ExpertWeights, Kernels, Mixture, Routing
+from slotwise.kernels.interface import Kernels, Mixture, Routing
 from slotwise.kernels.reference import ReferenceKernels, route
 
 REFERENCE = ReferenceKernels()
 HIDDEN, INNER = 96, 64
-CLAMPED = ClampedSwiGLU(1.702, 1.0)
 CLOSE = {torch.float32: 3e-6, torch.bfloat16: 2e-2}
 
 
-def numbers(kind: torch.dtype, *size: int, seed: int = 0) -> Tensor:
-    return torch.randn(*size, generator=torch.Generator().manual_seed(seed + sum(size))).to(kind)
-
-
-def weights(kind: torch.dtype, count: int, *, with_bias: bool = False) -> list[ExpertWeights]:
-    return [
-        ExpertWeights(
-            numbers(kind, 2 * INNER, HIDDEN, seed=i) / 8, numbers(kind, HIDDEN, INNER, seed=i) / 8,
-            *((numbers(kind, 2 * INNER, seed=i), numbers(kind, HIDDEN, seed=i)) if with_bias else ()))
-        for i in range(count)]
-
-
 def mixture(kernels: Kernels, kind: torch.dtype, routing: Routing, activation="silu", *, with_bias=False) -> Mixture:
-    return kernels.experts(weights(kind, routing.num_experts, with_bias=with_bias), routing, activation)
+    return kernels.experts(weights(kind, routing.num_experts, HIDDEN, INNER, with_bias=with_bias), routing, activation)
 
 
 @pytest.mark.parametrize("is_normalised", [True, False])
@@ -40,7 +27,7 @@ def test_the_contract_is_the_formula(is_normalised):
     routing = Routing(5, 2, is_normalised)
     x, logits = numbers(torch.float32, 7, HIDDEN), numbers(torch.float32, 7, 5)
     actual = mixture(REFERENCE, torch.float32, routing)(x, logits)
-    experts = weights(torch.float32, 5)
+    experts = weights(torch.float32, 5, HIDDEN, INNER)
     for token in range(7):
         shares = logits[token].softmax(0)
         best = shares.topk(2)
@@ -98,7 +85,7 @@ def test_a_token_does_not_depend_on_the_tokens_beside_it(threads):
 def test_equal_logits_choose_the_first_experts_and_weights_of_others_are_not_read():
     """What is not read may be anything: NaN here."""
     kind, routing = torch.float32, Routing(6, 2, True)
-    experts = weights(kind, 6)
+    experts = weights(kind, 6, HIDDEN, INNER)
     for each in experts[2:]:
         each.gate_up.fill_(float("nan"))
     x = numbers(kind, 5, HIDDEN)

@@ -184,14 +184,10 @@ def _record(path: Path, memory: HugePages, most: int) -> _Recording:
 def _open(path: Path, memory: HugePages) -> _Mapped | None:
     """The panels of a file; None: there is none, or it is damaged, which is logged."""
     try:
-        size = path.stat().st_size
+        data = _map(path, path.stat().st_size)
     except FileNotFoundError:
         return None
-    index = None
-    if size > LENGTH + DIGEST:
-        storage: Any = torch.UntypedStorage.from_file(str(path), False, size)
-        data = torch.tensor([], dtype=torch.uint8).set_(storage)
-        index = _index_of(data.numpy().data)
+    index = _index_of(data.numpy().data)
     if index is None:
         logger.warning("packed weights in %s are damaged: they are packed anew", path)
         path.unlink()
@@ -199,8 +195,18 @@ def _open(path: Path, memory: HugePages) -> _Mapped | None:
     return _Mapped(path, data, index, memory)
 
 
+def _map(path: Path, size: int) -> Tensor:
+    """A file's bytes; none of one that is too small to be whole, or that cannot be mapped."""
+    data = torch.tensor([], dtype=torch.uint8)
+    if size > LENGTH + DIGEST:
+        with contextlib.suppress(RuntimeError):  # of torch, for every fault
+            storage: Any = torch.UntypedStorage.from_file(str(path), False, size)
+            data = data.set_(storage)
+    return data
+
+
 def _index_of(data: memoryview) -> list[dict[str, Any]] | None:
-    """The index of a file that is whole."""
+    """The index of a file; None: it is not whole."""
     body = data[:-DIGEST]
     if hashlib.sha256(body).digest() != data[-DIGEST:]:
         return None

@@ -119,7 +119,7 @@ class Forwarding:
             if turned_away is not None:
                 await send(self._exchange, turned_away)
                 return
-        raise _lost()
+        raise replica_lost()
 
     def _leave(self) -> None:
         self._gone = True
@@ -142,7 +142,7 @@ class Forwarding:
         if self._gone:
             raise ClientGone from error
         if self._exchange.status:
-            raise _lost() from error
+            raise replica_lost() from error
 
     async def _attempt(self, upstream: Upstream) -> None:
         exchange = self._exchange
@@ -213,7 +213,8 @@ async def whole_events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
         yield pending
 
 
-def _lost() -> ApiError:
+def replica_lost() -> ApiError:
+    """The error of a request whose replica failed, and that no other one may serve."""
     return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the replica that served this request was lost",
                     code="replica_lost")
 

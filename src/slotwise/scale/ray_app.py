@@ -27,7 +27,7 @@ from starlette.responses import Response, StreamingResponse
 from slotwise.routing.autoscale import Load, replicas_for
 from slotwise.routing.prompt import RoutedRequest
 from slotwise.routing.replica import Replica
-from slotwise.scale.forward import ATTEMPTS, EVENT_STREAM, NOT_FORWARDED, NOT_RETURNED, whole_events
+from slotwise.scale.forward import ATTEMPTS, EVENT_STREAM, NOT_FORWARDED, NOT_RETURNED, replica_lost, whole_events
 from slotwise.scale.process import ServeProcess
 from slotwise.scale.ray_router import ASKED_AT, STATE, RoutingOnRay
 from slotwise.scale.ray_settings import RaySettings
@@ -41,7 +41,6 @@ MAX_ONGOING = 1024  # requests of a replica: its own admission control bounds th
 STATS_EVERY = 0.5  # seconds
 START = 900.0  # seconds that a replica has to load its model
 LOAD = "load"  # of autoscaling statistics
-NEVER = object()  # the end of a stream
 
 
 class Head(NamedTuple):
@@ -165,7 +164,7 @@ class Entrance:
         try:
             body = await _body(request)
         except ApiError as error:
-            return Response(error.body(), error.status, dict(_text(error.headers())), "application/json")
+            return _answer(error)
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in request.headers.raw
                    if name not in NOT_FORWARDED and not name.startswith(b"sec-fetch-")}
         prompt = prompt_of(body, headers.get("authorization", ""), dict(request.headers.raw))
@@ -175,27 +174,24 @@ class Entrance:
             parts = self._replicas.remote(prompt, call)
             try:
                 head = await anext(parts)
-                first = await anext(parts, NEVER)
+                first = await anext(parts, None)
             except (RayError, aiohttp.ClientError, OSError):
                 continue
             return StreamingResponse(_content(parts, first, head, request.url.path), head.status, head.headers)
-        return Response(LOST.body(), LOST.status, dict(_text(LOST.headers())), "application/json")
-
-
-LOST = ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the replica that served this request was lost", code="replica_lost")
+        return _answer(replica_lost())
 
 
 async def _content(parts: Any, first: Any, head: Head, path: str) -> AsyncIterator[bytes]:
     """The content of a response; an error ends a stream whose replica is lost."""
     try:
-        if first is not NEVER:
+        if first is not None:
             yield first
             async for part in parts:
                 yield part
     except (RayError, aiohttp.ClientError, OSError):
         if not head.headers.get("content-type", "").startswith(EVENT_STREAM):
             raise
-        yield error_format(path).last(LOST, "")
+        yield error_format(path).last(replica_lost(), "")
     except (asyncio.CancelledError, GeneratorExit):
         parts.cancel()
         raise
@@ -215,8 +211,9 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
-def _text(headers: list[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
-    return [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
+def _answer(error: ApiError) -> Response:
+    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in error.headers()}
+    return Response(error.body(), error.status, headers, "application/json")
 
 
 # -- the application ---------------------------------------------------------------------------------------------------

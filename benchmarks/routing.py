@@ -22,9 +22,8 @@ from typing import Any
 
 from slotwise.bench.results import environment, write_json
 from slotwise.engine.config import EngineConfig
-from slotwise.engine.messages import Command
 from slotwise.routing.routers import ROUTERS
-from slotwise.simulate.figures import Figures, figures
+from slotwise.simulate.figures import figures
 from slotwise.simulate.machines import ModelShape, setup_of
 from slotwise.simulate.routed import RoutedServers
 from slotwise.simulate.simulator import Server, Setup, simulate
@@ -68,12 +67,14 @@ def setup() -> Setup:
     return replace(found, limits=limits)
 
 
-def served(workload: Workload, replicas: int, router: str) -> Figures:
+def served(workload: Workload, replicas: int, router: str) -> dict[str, float]:
     """Returns the figures of a workload on replicas behind a router."""
     routed = RoutedServers(ROUTERS[router](0), replicas)
-    servers = [Server(setup(), observers=[told]) for told in routed.observers]
-    traffic: Iterator[tuple[float, Command]] = traffic_of(workload)
-    return figures(list(simulate(traffic, servers, choose=routed.choose).values()))
+    servers = [Server(setup(), observers=[told], replica=number) for number, told in enumerate(routed.observers)]
+    requests = list(simulate(traffic_of(workload), servers, choose=routed.choose).values())
+    firsts = [one.ttft for one in requests if one.ttft is not None]
+    found = figures(requests).as_json()
+    return found | {"ttft_mean": statistics.fmean(firsts), "unanswered": len(requests) - len(firsts)}
 
 
 def compared(trace: Path, replicas: int, number: int, seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
@@ -84,7 +85,7 @@ def compared(trace: Path, replicas: int, number: int, seeds: Sequence[int]) -> I
             for router in ROUTERS_COMPARED:
                 began = time.process_time()
                 found = served(workload, replicas, router)
-                yield {"replicas": replicas, "prefixes": kind, "seed": seed, "router": router, **found.as_json(),
+                yield {"replicas": replicas, "prefixes": kind, "seed": seed, "router": router, **found,
                        "cpu_seconds": round(time.process_time() - began, 1)}
 
 

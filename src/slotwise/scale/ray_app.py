@@ -27,7 +27,16 @@ from starlette.responses import Response, StreamingResponse
 from slotwise.routing.autoscale import Load, replicas_for
 from slotwise.routing.prompt import RoutedRequest
 from slotwise.routing.replica import Replica
-from slotwise.scale.forward import ATTEMPTS, EVENT_STREAM, NOT_FORWARDED, NOT_RETURNED, replica_lost, whole_events
+from slotwise.scale.forward import (
+    ATTEMPTS,
+    ELSEWHERE,
+    EVENT_STREAM,
+    NOT_FORWARDED,
+    NOT_RETURNED,
+    Answer,
+    replica_lost,
+    whole_events,
+)
 from slotwise.scale.process import ServeProcess
 from slotwise.scale.ray_router import ASKED_AT, STATE, RoutingOnRay
 from slotwise.scale.ray_settings import RaySettings
@@ -44,10 +53,11 @@ LOAD = "load"  # of autoscaling statistics
 
 
 class Head(NamedTuple):
-    """The head of a replica's response."""
+    """The head of a replica's response; `status` 0: its server does not answer."""
 
-    status: int
-    headers: dict[str, str]
+    replica: str
+    status: int = 0
+    headers: dict[str, str] = {}
 
 
 class Call(NamedTuple):
@@ -62,7 +72,6 @@ class Call(NamedTuple):
 # -- a replica ---------------------------------------------------------------------------------------------------------
 
 
-@serve.deployment(max_ongoing_requests=MAX_ONGOING)
 class EngineReplica:
     """One `slotwise serve`, as a child of Ray's actor."""
 
@@ -93,14 +102,24 @@ class EngineReplica:
         if process := getattr(self, "_process", None):
             process.kill()
 
-    async def forward(self, prompt: Prompt, call: Call) -> AsyncIterator[Head | bytes]:
-        """Sends a request to the server; yields the head of the response, then its content."""
+    async def forward(self, prompt: Prompt, call: Call, without: frozenset[str]) -> AsyncIterator[Head | bytes]:
+        """Sends a request to the server; yields the head of the response, then its content.
+
+        Args:
+            without: replicas that have failed it, for the router.
+        """
+        name = serve.get_replica_context().replica_id.to_full_id_str()
         headers = call.headers | ({"x-slotwise-prefix": prompt.header} if prompt.pieces else {})
-        async with self._http().request(call.method, self._process.url + call.target, data=call.body or None,
-                                        headers=headers, allow_redirects=False) as response:
+        try:
+            response = await self._http().request(call.method, self._process.url + call.target, data=call.body or None,
+                                                  headers=headers, allow_redirects=False)
+        except (aiohttp.ClientError, OSError):
+            yield Head(name)
+            return
+        async with response:
             kept = {name.lower(): value for name, value in response.headers.items()}
-            yield Head(response.status, {name: value for name, value in kept.items()
-                                         if name == "content-type" or name.encode() not in NOT_RETURNED})
+            yield Head(name, response.status, {name: value for name, value in kept.items()
+                                               if name == "content-type" or name.encode() not in NOT_RETURNED})
             is_stream = response.content_type == EVENT_STREAM
             async for part in whole_events(response.content) if is_stream else response.content.iter_any():
                 yield part
@@ -153,7 +172,6 @@ def _authorization() -> dict[str, str]:
 # -- the entrance ------------------------------------------------------------------------------------------------------
 
 
-@serve.deployment(max_ongoing_requests=8 * MAX_ONGOING)
 class Entrance:
     """Reads requests, and sends each to a replica: once more if that is lost before anything was sent back."""
 
@@ -170,15 +188,23 @@ class Entrance:
         prompt = prompt_of(body, headers.get("authorization", ""), dict(request.headers.raw))
         query = f"?{request.url.query}" if request.url.query else ""
         call = Call(request.method, request.url.path + query, headers, body)
+        without: frozenset[str] = frozenset()
+        answer = _answer(replica_lost())
         for _ in range(ATTEMPTS):
-            parts = self._replicas.remote(prompt, call)
+            parts = self._replicas.remote(prompt, call, without)
             try:
-                head = await anext(parts)
+                head: Head = await anext(parts)
                 first = await anext(parts, None)
             except (RayError, aiohttp.ClientError, OSError):
                 continue
-            return StreamingResponse(_content(parts, first, head, request.url.path), head.status, head.headers)
-        return _answer(replica_lost())
+            without |= {head.replica}
+            if head.status in (HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.SERVICE_UNAVAILABLE):
+                answer = Response(first or b"", head.status, head.headers)
+                if Answer(head.status, [], b"", first or b"").code in ELSEWHERE:
+                    continue
+            if head.status:
+                return StreamingResponse(_content(parts, first, head, request.url.path), head.status, head.headers)
+        return answer
 
 
 async def _content(parts: Any, first: Any, head: Head, path: str) -> AsyncIterator[bytes]:
@@ -236,8 +262,8 @@ class ScaleByWait:
 def app(given: Mapping[str, Any]) -> serve.Application:
     """Builds the application.  Args: given: see `ray_settings.RaySettings`.  Raises ValueError for wrong ones."""
     settings = RaySettings.of(given)
-    replicas = EngineReplica.options(
-        ray_actor_options={"num_cpus": settings.num_cpus, "num_gpus": settings.num_gpus},
+    replicas = serve.deployment(
+        max_ongoing_requests=MAX_ONGOING, ray_actor_options={"num_cpus": settings.num_cpus, "num_gpus": settings.num_gpus},
         graceful_shutdown_timeout_s=settings.shutdown_timeout_s, health_check_period_s=2.0,
         request_router_config=RequestRouterConfig(
             request_router_class=RoutingOnRay, request_router_kwargs={"router": settings.router},
@@ -246,5 +272,5 @@ def app(given: Mapping[str, Any]) -> serve.Application:
             min_replicas=settings.min_replicas, max_replicas=settings.max_replicas,
             policy=AutoscalingPolicy(policy_function=ScaleByWait,
                                      policy_kwargs={"target_wait_s": settings.target_wait_s})),
-    ).bind(settings)
-    return Entrance.bind(replicas)
+    )(EngineReplica).bind(settings)
+    return serve.deployment(max_ongoing_requests=8 * MAX_ONGOING)(Entrance).bind(replicas)

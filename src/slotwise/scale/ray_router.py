@@ -23,7 +23,7 @@ STATE, ASKED_AT = "state", "asked_at"  # of routing statistics: a ReplicaState a
 
 
 class RoutingOnRay(RequestRouter):  # type: ignore[misc]
-    """The first argument of a routed call is a `Prompt`."""
+    """The arguments of a routed call are a `Prompt`, what is sent, and the names of replicas that have failed it."""
 
     def initialize_state(self, router: str = "product", seed: int = 0) -> None:
         self._router: Router = ROUTERS[router](seed)
@@ -34,13 +34,14 @@ class RoutingOnRay(RequestRouter):  # type: ignore[misc]
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """The chosen replica first, then all others."""
-        views = [self._view(one) for one in candidate_replicas]
         request = self._request(pending_request)
-        if request is None or not views:
+        if request is None or pending_request is None or not candidate_replicas:
             return [candidate_replicas]
-        chosen = views.index(self._router.choose(request, views))
-        others = [one for index, one in enumerate(candidate_replicas) if index != chosen]
-        return [[candidate_replicas[chosen]], others] if others else [[candidate_replicas[chosen]]]
+        views = {self._view(one).name: one for one in candidate_replicas}
+        allowed = [name for name in views if name not in pending_request.args[2]] or list(views)
+        chosen = self._router.choose(request, [self._known[name] for name in allowed]).name
+        others = [one for name, one in views.items() if name != chosen and name in allowed]
+        return [[views[chosen]], others] if others else [[views[chosen]]]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         request, view = self._request(pending_request), self._known.get(replica_id.to_full_id_str())

@@ -40,7 +40,7 @@ class RaySettings:
         Raises:
             ValueError: one line that names the setting that is unknown or wrong.
         """
-        kinds = {one.name: type(one.default) for one in fields(cls)}
+        kinds: dict[str, type] = {one.name: type(one.default) for one in fields(cls)}
         found: dict[str, Any] = {}
         for name, value in given.items():
             if name not in kinds:

@@ -169,6 +169,8 @@ class Loaded:
         groups = cache_groups(config, decoder, self._draft)
         masks = Masks(grammars, decoder.config.vocab_size, forces=drafts)
         runner = _runner(decoder, self._draft, limits, groups, masks)
+        caches = runner if isinstance(runner, Prefault) and self._ranks is None else None
+        info.gives_back = caches is not None
         if self._ranks is not None:
             decoder.group.warm_up(decoder.config.dtype)
             self._ranks.allocate(limits)
@@ -179,7 +181,8 @@ class Loaded:
         proposer = proposer_of(info.speculation, times)
         scheduler = Scheduler(limits, scheduling.discipline(), scheduling.policy(times), times, proposer)
         engine = Engine(scheduler, runner, time.monotonic_ns, eos_ids, depth=depth, scheduling=scheduling,
-                        grammars=grammars, experts=ExpertLoad(ends) if (ends := decoder.expert_ends) else None)
+                        grammars=grammars, experts=ExpertLoad(ends) if (ends := decoder.expert_ends) else None,
+                        caches=caches)
         info.learned = times.learned() if times.is_trained else None
         info.roofline = self.roofline(glance(decoder))
         return engine, info

@@ -21,6 +21,7 @@ from slotwise.compose.sampling_defaults import announce
 from slotwise.engine.client import EngineClient
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import EngineInfo, Loading
+from slotwise.engine.sleep import Sleep
 from slotwise.engine.supervisor import Supervisor
 from slotwise.observe import lines, step_time
 from slotwise.observe.load import report
@@ -94,7 +95,8 @@ async def _serve(
         announce(settings.sampling_defaults)  # now: a start that fails says one line
         cores.leave_to(first.process.pid)
         with step_time.kept(config, info) as step_times:
-            app = build_app(engine_client, tokenizer, chat, settings, step_times, form)
+            app = build_app(engine_client, tokenizer, chat, settings, step_times, form,
+                            Sleep(engine_client, supervisor))
             settle()
             async with _observed(app.api, traces, settings):
                 await serve(app, listener, lambda url: _greet(url, info, settings, time.monotonic() - first.started))

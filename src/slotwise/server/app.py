@@ -17,8 +17,9 @@ from starlette.routing import Match, Route, Router
 from starlette.types import Receive, Scope, Send
 
 from slotwise.engine.client import EngineClient
+from slotwise.engine.sleep import Sleep
 from slotwise.observe.step_time import StepTimeModel
-from slotwise.server import admin, explain, messages_output, pages, queue_position
+from slotwise.server import admin, explain, lifecycle, messages_output, pages, queue_position
 from slotwise.server.browsers import WITH_A_BODY, check_json, check_one_host, is_local, is_preflight
 from slotwise.server.completions import chat_completions, completions
 from slotwise.server.connections import ALWAYS
@@ -88,6 +89,9 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("GET", "/admin/scheduling", admin.scheduling),
     ("PUT", "/admin/scheduling", admin.reschedule),
     ("POST", "/what_if", admin.what_if),
+    ("POST", lifecycle.SLEEP, lifecycle.sleep),
+    ("POST", lifecycle.WAKE_UP, lifecycle.wake_up),
+    ("GET", "/is_sleeping", lifecycle.is_sleeping),
     ("GET", "/timeline", timeline),
     ("GET", "/events", events),
     ("GET", "/explain/{request_id:path}", explain.of_request),
@@ -95,7 +99,7 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
 )
 OPEN_TO_ALL = ("/", "/docs", "/health", "/ping", "/timeline")  # the pages hold no data; the last prompts for a key
 ERROR_FORMATS = {messages_output.MESSAGES: messages_output.ERRORS, RESPONSES: ERRORS}  # by the beginnings of paths
-ADMIN = ("/admin/", "/what_if")  # routes below these are the operator's: they change how the server works, or ask
+ADMIN = ("/admin/", "/what_if", lifecycle.SLEEP, lifecycle.WAKE_UP)  # beginnings of the operator's routes
 MAX_ROUTES = 2000  # characters of the routes that an error lists
 REJECTIONS = ("context_length_exceeded", "tokenizer_busy")  # codes of errors that count as refused admissions
 
@@ -104,15 +108,16 @@ logger = logging.getLogger(__name__)
 
 def build_app(engine_client: EngineClient, tokenizer: Tokenizer, chat_template: Template | None,
               settings: ServerSettings, step_times: StepTimeModel | None = None,
-              output_format: OutputFormat = UNPARSED) -> App:
+              output_format: OutputFormat = UNPARSED, sleep: Sleep | None = None) -> App:
     """The application over an engine that is ready.
 
     Args:
         step_times: a model fitted earlier; None: an empty one.
         output_format: how the model's outputs are parsed.
+        sleep: of the engine; None: it cannot sleep here.
     """
     prompts = Prompts(tokenizer, chat_template, lambda: engine_client.info)
-    return App(Api(engine_client, prompts, settings, step_times or StepTimeModel(), output_format))
+    return App(Api(engine_client, prompts, settings, step_times or StepTimeModel(), output_format, sleep))
 
 
 class App:

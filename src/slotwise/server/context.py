@@ -10,6 +10,7 @@ from http import HTTPStatus
 from slotwise.core.slo import SLO
 from slotwise.engine.admission_control import AdmissionControl
 from slotwise.engine.client import QUEUE_FULL, EngineClient, Refused
+from slotwise.engine.sleep import Sleep
 from slotwise.engine.tenant_capacity import TenantCapacity
 from slotwise.observe.batched_observer import BatchedObserver
 from slotwise.observe.metrics import Metrics
@@ -48,15 +49,18 @@ class Api:
     Args:
         step_times: a step-time model, possibly fitted earlier.
         output_format: how the model's outputs are parsed.
+        sleep: of the engine; None: it cannot sleep here.
     """
 
     def __init__(self, engine_client: EngineClient, prompts: Prompts, settings: ServerSettings,
-                 step_times: StepTimeModel, output_format: OutputFormat = UNPARSED) -> None:
+                 step_times: StepTimeModel, output_format: OutputFormat = UNPARSED,
+                 sleep: Sleep | None = None) -> None:
         limits = engine_client.info.limits
         self.keys = Keys(settings.all_keys, settings.admin_api_key)
         self.browsers = Browsers(settings)
         self.bodies = Bodies(settings)
         self.tiers = Tiers(settings.tiers, self.keys)
+        self.sleep = sleep
         self.engine_client = engine_client
         self.prompts = prompts
         self.settings = settings
@@ -71,7 +75,8 @@ class Api:
         self.quotas = Quotas(self.tiers.quota, self.admission_control, self.refused)
         self.subscribers = Subscribers()
         self.step_times = step_times
-        self.metrics.extra_gauges["step_time_model_error"] = lambda: step_times.error
+        self.metrics.extra_gauges |= {
+            "step_time_model_error": lambda: step_times.error, "sleep_level": lambda: self.sleep_level}
         self.traces: Traces | None = None  # set by `trace`
         self.batched_observer = BatchedObserver([self.recorder, self.metrics, self.step_times])
         tokenizer = prompts.tokenizer
@@ -89,6 +94,11 @@ class Api:
         self.request_log = RequestLog(settings, prompts.tokenizer)
         self.seeds = random.Random(settings.seed)  # of requests without one
         self.serials = itertools.count()  # tracing ids may repeat; the engine's names may not
+
+    @property
+    def sleep_level(self) -> int:
+        """How deeply the model sleeps; 0 while it is awake."""
+        return 0 if self.sleep is None else self.sleep.level
 
     def check_capacity(self, slo: SLO, num_requests: int = 1, num_tokens: int = 0) -> None:
         """Raises ApiError when this many more do not fit the queue or their tier's bound, or the engine is closed.

@@ -15,6 +15,7 @@ from torch import Tensor
 LARGE = 2 << 20  # bytes of a huge page, where there are any
 WEIGHTS_AT_ONCE = 16 * LARGE  # bytes; those that nothing is written to take no memory
 POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; Python has no name for it
+DONT_NEED = 4  # MADV_DONTNEED of Linux, after which private pages are zeros
 _C = ctypes.CDLL(None)
 
 
@@ -46,6 +47,17 @@ def populate(address: int, size: int) -> bool:
     start = address // mmap.PAGESIZE * mmap.PAGESIZE
     asked = ctypes.c_void_p(start), ctypes.c_size_t(address + size - start), ctypes.c_int(POPULATE_WRITE)
     return bool(_C.madvise(*asked) == 0) if hasattr(_C, "madvise") else False
+
+
+def discard(address: int, size: int) -> None:
+    """Give the memory of `size` bytes at `address`, of pages of their own, back to the system: they are zeros again.
+
+    Raises:
+        OSError: the system cannot.
+    """
+    asked = ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_int(DONT_NEED)
+    if not hasattr(_C, "madvise") or _C.madvise(*asked):
+        raise OSError("the system does not take the memory of the cache back")
 
 
 class HugePages:

@@ -1,0 +1,74 @@
+"""Routes that end the model's work for a while, with vLLM's names and meanings."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from http import HTTPStatus
+from urllib.parse import parse_qsl
+
+from slotwise.engine.client import EngineError
+from slotwise.engine.sleep import LEVELS, Busy, Sleep
+from slotwise.server.context import Api
+from slotwise.server.errors import ApiError, bad_request
+from slotwise.server.http_exchange import HttpExchange
+
+SLEEP, WAKE_UP = "/sleep", "/wake_up"
+MAX_QUERY = 256  # characters
+ELSEWHERE = {  # parameters of vLLM's that have no meaning here
+    "mode": "running requests finish within --shutdown-timeout, and are aborted then",
+    "tags": "the whole model wakes up"}
+
+
+async def sleep(api: Api, exchange: HttpExchange) -> None:
+    """Give memory back: the cache's at level 1, by default, and the weights' as well at level 2."""
+    given = _query(exchange, "level").get("level", "1")
+    if given not in map(str, LEVELS):
+        raise bad_request(f"level: 1 or 2, not {given!r:.40}", "level")
+    with _errors():
+        await _sleep_of(api).fall_asleep(int(given), api.settings.shutdown_timeout)
+    await is_sleeping(api, exchange)
+
+
+async def wake_up(api: Api, exchange: HttpExchange) -> None:
+    """Serve again after a sleep; the response comes when requests are taken."""
+    _query(exchange)
+    with _errors():
+        await _sleep_of(api).wake_up()
+    await is_sleeping(api, exchange)
+
+
+async def is_sleeping(api: Api, exchange: HttpExchange) -> None:
+    """Whether the model sleeps, and at which level."""
+    await exchange.respond_json({"is_sleeping": bool(api.sleep_level), "level": api.sleep_level})
+
+
+def _sleep_of(api: Api) -> Sleep:
+    """Raises ApiError where the engine cannot sleep."""
+    if api.sleep is None:
+        raise ApiError(HTTPStatus.NOT_IMPLEMENTED, "this server does not own its engine", code="not_supported")
+    return api.sleep
+
+
+@contextlib.contextmanager
+def _errors() -> Iterator[None]:
+    """Turns errors of a change into responses."""
+    try:
+        yield
+    except ValueError as error:
+        raise bad_request(str(error), str(error).partition(":")[0]) from error
+    except Busy as error:
+        raise ApiError(HTTPStatus.CONFLICT, str(error), code="busy") from error
+    except EngineError as error:
+        raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, str(error), code="engine_error") from error
+
+
+def _query(exchange: HttpExchange, *known: str) -> dict[str, str]:
+    """The parameters of a request's query.  Raises ApiError for one that is not `known`."""
+    query = exchange.scope["query_string"].decode("latin-1")
+    if len(query) > MAX_QUERY:
+        raise bad_request(f"the query has more than {MAX_QUERY} characters")
+    found = dict(parse_qsl(query, keep_blank_values=True))
+    for name in found.keys() - set(known):
+        raise bad_request(f"{name:.40}: not supported: {ELSEWHERE.get(name, 'there is no such parameter')}", name[:40])
+    return found

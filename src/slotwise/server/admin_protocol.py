@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -50,6 +50,14 @@ class WhatIfRequest(msgspec.Struct, kw_only=True):
     ttft_ms: Milliseconds | None = None  # goodput: most milliseconds to the first token; by default any
     tpot_ms: Milliseconds | None = None  # goodput: most milliseconds per token after it; by default any
     request_id: str | None = None  # also tell when this request would have had its first and its last token
+
+
+class LoadModelRequest(msgspec.Struct, kw_only=True):
+    """The model that is to be served in the place of this one."""
+
+    model: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]  # absolute path of a folder or a GGUF file
+    # What clients call it; by default the names of `--served-model-name`, else `model`.
+    served_model_name: Annotated[str, msgspec.Meta(min_length=1, max_length=256)] | None = None
 
 
 class AbortRequest(msgspec.Struct, kw_only=True):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
+from typing import NamedTuple
 
 from slotwise.core.slo import SLO
 from slotwise.engine.admission_control import AdmissionControl
@@ -43,6 +45,25 @@ MAX_NUMBERS = 1 << 24  # of the vectors of all responses: some 350 MB as JSON
 MAX_QUERIES, MAX_QUERIES_OF_ONE = 63, 16  # of queue positions that wait, of all clients and of one
 
 
+LoadModel = Callable[[str, str], Awaitable[str]]
+"""Serves the model in a folder or a file, by a name or "", in the place of this one; returns its name."""
+
+
+class Clients(NamedTuple):
+    """What the server keeps of its clients, whatever model it serves."""
+
+    keys: Keys
+    browsers: Browsers
+    bodies: Bodies
+    subscribers: Subscribers
+    responses: ResponseStore
+
+    @classmethod
+    def of(cls, settings: ServerSettings) -> Clients:
+        keys = Keys(settings.all_keys, settings.admin_api_key)
+        return cls(keys, Browsers(settings), Bodies(settings), Subscribers(), ResponseStore())
+
+
 class Api:
     """All components, built on an engine that is ready.
 
@@ -50,17 +71,19 @@ class Api:
         step_times: a step-time model, possibly fitted earlier.
         output_format: how the model's outputs are parsed.
         sleep: of the engine; None: it cannot sleep here.
+        clients: of the model before; None: this is the first.
     """
 
     def __init__(self, engine_client: EngineClient, prompts: Prompts, settings: ServerSettings,
                  step_times: StepTimeModel, output_format: OutputFormat = UNPARSED,
-                 sleep: Sleep | None = None) -> None:
+                 sleep: Sleep | None = None, clients: Clients | None = None) -> None:
         limits = engine_client.info.limits
-        self.keys = Keys(settings.all_keys, settings.admin_api_key)
-        self.browsers = Browsers(settings)
-        self.bodies = Bodies(settings)
+        self.clients = clients if clients is not None else Clients.of(settings)
+        self.keys, self.browsers, self.bodies, self.subscribers, self.responses = self.clients
         self.tiers = Tiers(settings.tiers, self.keys)
         self.sleep = sleep
+        self.is_over = False  # another model is served
+        self.load_model: LoadModel | None = None  # set by what exchanges models
         self.engine_client = engine_client
         self.prompts = prompts
         self.settings = settings
@@ -73,7 +96,6 @@ class Api:
         self.recorder.add_reader(self.metrics)
         self.recorder.started(engine_client.info)
         self.quotas = Quotas(self.tiers.quota, self.admission_control, self.refused)
-        self.subscribers = Subscribers()
         self.step_times = step_times
         self.metrics.extra_gauges |= {
             "step_time_model_error": lambda: step_times.error, "sleep_level": lambda: self.sleep_level}
@@ -88,7 +110,6 @@ class Api:
         self.position_queries = Turns(MAX_QUERIES, MAX_QUERIES_OF_ONE)
         self.prompt_entries = TenantCapacity("log-probabilities of prompts are held", MAX_HELD)
         self.vector_numbers = TenantCapacity("numbers of vectors are held", MAX_NUMBERS)
-        self.responses = ResponseStore()
         self.formatting = asyncio.Lock()  # see server.logprobs
         self.num_exchanges = 0  # in progress, of any kind
         self.request_log = RequestLog(settings, prompts.tokenizer)

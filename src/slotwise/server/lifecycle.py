@@ -9,11 +9,15 @@ from urllib.parse import parse_qsl
 
 from slotwise.engine.client import EngineError
 from slotwise.engine.sleep import LEVELS, Busy, Sleep
+from slotwise.server.admin_protocol import LoadModelRequest
 from slotwise.server.context import Api
 from slotwise.server.errors import ApiError, bad_request
 from slotwise.server.http_exchange import HttpExchange
+from slotwise.server.protocol import decode
+from slotwise.server.unknown_fields import warn_of_unknown_fields
 
-SLEEP, WAKE_UP = "/sleep", "/wake_up"
+SLEEP, WAKE_UP, LOAD_MODEL = "/sleep", "/wake_up", "/v1/load_model"
+MAX_BODY = 16 << 10  # bytes
 MAX_QUERY = 256  # characters
 ELSEWHERE = {  # parameters of vLLM's that have no meaning here
     "mode": "running requests finish within --shutdown-timeout, and are aborted then",
@@ -36,6 +40,18 @@ async def wake_up(api: Api, exchange: HttpExchange) -> None:
     with _errors():
         await _sleep_of(api).wake_up()
     await is_sleeping(api, exchange)
+
+
+async def load_model(api: Api, exchange: HttpExchange) -> None:
+    """Serve another model in the place of this one, once running requests have finished."""
+    async with api.bodies.reading(exchange, MAX_BODY) as body:
+        request = decode(LoadModelRequest, body)
+        warn_of_unknown_fields(exchange, LoadModelRequest, body)
+    if api.load_model is None:
+        raise ApiError(HTTPStatus.NOT_IMPLEMENTED, "this server does not own its engine", code="not_supported")
+    with _errors():
+        name = await api.load_model(request.model, request.served_model_name or "")
+    await exchange.respond_json({"model": name})
 
 
 async def is_sleeping(api: Api, exchange: HttpExchange) -> None:

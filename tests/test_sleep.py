@@ -159,6 +159,23 @@ def test_the_load_of_experts_is_told_over_http(server: Live) -> None:
         assert layer["imbalance_lately"] >= 1
 
 
+@pytest.mark.slow
+def test_ranks_end_with_their_engine_and_start_again(tmp_path: Path) -> None:
+    folder = checkpoints.make("llama3", tmp_path / "model", tokenizer=True)
+    with serving(str(folder), "--admin-api-key", "root", "--served-model-name", "m", "--dtype", "float32",
+                 "--tensor-parallel-size", "2", "--kv-cache-memory", "20M", log=tmp_path / "log") as live:
+        expected = complete(live, PROMPTS[0])["choices"][0]["token_ids"]
+        (engine,) = engines(live)
+        ranks = children(engine, b"slotwise.compose.rank_worker")
+        assert len(ranks) == 1
+        told = post(live, "/sleep?level=1")
+        assert told.status_code == 400 and "one rank" in told.json()["error"]["message"]
+        assert post(live, "/sleep?level=2").status_code == 200
+        eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in (engine, *ranks)))
+        assert post(live, "/wake_up").status_code == 200
+        assert complete(live, PROMPTS[0])["choices"][0]["token_ids"] == expected
+
+
 @pytest.mark.parametrize("level", [1, 2])
 def test_an_offline_model_sleeps(mixture: Path, level: int) -> None:
     llm = LLM(mixture, dtype="float32", max_num_seqs=8, kv_cache_memory_bytes=200 << 20, disable_log_stats=False)

@@ -52,13 +52,13 @@ class Engine:
         scheduling: the settings that `scheduler` was built with; None: first come, first served.
         grammars: compiles the grammars of requests; None: those with one are rejected.
         experts: counts the tokens of experts; None: the model has none.
-        caches: those of the executor, if their memory can be given back.
+        memory: what can be given back while nothing runs, if anything can.
     """
 
     def __init__(
         self, scheduler: Scheduler, executor: Executor, clock: Clock, eos_ids: tuple[int, ...] = (), *, depth: int = 0,
         scheduling: Scheduling | None = None, grammars: GrammarCompiler | None = None,
-        experts: ExpertCounts | None = None, caches: Returnable | None = None,
+        experts: ExpertCounts | None = None, memory: Returnable | None = None,
     ) -> None:
         self._scheduler = scheduler
         self.executor = executor
@@ -69,7 +69,7 @@ class Engine:
         self._order = scheduling.order if scheduling else DEFAULT_ORDER
         self._grammars = grammars
         self._experts = experts
-        self._caches = caches
+        self._memory = memory
         self._counted = 0  # nanoseconds, when the tokens of experts were counted last
         self._compiled: list[Compiled] = []  # not yet in a record, as the three below
         self._configured: Scheduling | None = None
@@ -120,17 +120,17 @@ class Engine:
             for request in self._scheduler.requests() if (name := request.request_id) in asked]))
 
     def give_back(self) -> str:
-        """Gives the memory of the cache back to the system while nothing runs; returns why it could not, or "".
+        """Gives memory back to the system while nothing runs; returns why it could not, or "".
 
         Blocks keep their entries in the prefix cache: the caller sees to it that no later request finds them, by
         another salt.
         """
-        if self._caches is None:
+        if self._memory is None:
             return NOT_GIVEN_BACK
         if self.has_work:
             return "requests are running"
         try:
-            self._caches.give_back()
+            self._memory.give_back()
         except OSError as error:
             return str(error)
         return ""

@@ -26,10 +26,10 @@ class Executor(Protocol):
 
 
 class Returnable(Protocol):
-    """Caches whose memory can be given back while no request is in a step."""
+    """Memory, that of caches at least, which can be given back while no request is in a step."""
 
     def give_back(self) -> None:
-        """Returns the memory to the system; the contents are lost.  Raises OSError: it cannot."""
+        """Returns it to the system; the contents of caches are lost.  Raises OSError: it cannot."""
         ...
 
 

@@ -15,7 +15,6 @@ from typing import Protocol
 from slotwise.core.step import StepPlan, StepResult
 from slotwise.engine.executor import Executor
 from slotwise.kernels.cpu.openmp import roam
-from slotwise.runner import memory
 
 REST = 2.0  # times the time worked, after each layer
 
@@ -71,7 +70,6 @@ class Prefault:
         self._touched = 0
         for cache in self._caches:
             cache.give_back()
-        memory.give_back()
 
     def _reach(self, block: int) -> None:
         """Pre-fault for `block` in use.  Starts a thread once half of the distance is used up: few are started."""

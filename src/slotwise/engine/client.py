@@ -16,6 +16,7 @@ from typing import Any
 
 from slotwise.engine.delivery import deliver
 from slotwise.engine.generation import Generation
+from slotwise.engine.give_back import GiveBackAnswer
 from slotwise.engine.heartbeat import HeartbeatMonitor
 from slotwise.engine.ipc import EngineConnection
 from slotwise.engine.messages import (
@@ -99,7 +100,7 @@ class EngineClient:
         self._idle.set()
         self._lost = asyncio.Event()
         self._queries = QueuePositionQueries()
-        self._given_back: asyncio.Future[str] | None = None
+        self._given_back = GiveBackAnswer()
         self._unsent = UnsentCommands()
 
     # -- attaching engines ---------------------------------------------------------------------------------------
@@ -187,9 +188,8 @@ class EngineClient:
         """
         if self._connection is None or not self.healthy:
             raise EngineError(self.trouble)
-        self._given_back = asyncio.get_running_loop().create_future()
         self._connection.send(GiveBack())
-        if objection := await self._given_back:
+        if objection := await self._given_back.wait():
             raise EngineError(objection)
 
     async def _end_all(self, timeout: float) -> None:
@@ -315,7 +315,7 @@ class EngineClient:
         elif isinstance(report, QueuePositionAnswer):
             self._queries.answered(report)
         elif isinstance(report, GivenBack):
-            self._answer_give_back(report.objection)
+            self._given_back.answered(report)
         elif isinstance(report, Loading):
             self._on_loading(report)
         elif isinstance(report, EngineInfo) and self._starting is not None and not self._starting.done():
@@ -325,10 +325,6 @@ class EngineClient:
                 changed = CheckpointChanged()
                 self._starting.set_exception(changed)
                 self.give_up(str(changed))
-
-    def _answer_give_back(self, objection: str) -> None:
-        if self._given_back is not None and not self._given_back.done():
-            self._given_back.set_result(objection)
 
     def _started(self, info: EngineInfo, starting: asyncio.Future[EngineInfo]) -> None:
         """Takes in that an engine is ready: observers and the engine know all there is before any request comes."""
@@ -374,8 +370,8 @@ class EngineClient:
         self._unsent.clear()
         if self._starting is not None and not self._starting.done():
             self._starting.set_exception(EngineError(message))
-        self._answer_give_back(self.trouble)
-        self._queries.give_up(Refused(ENGINE_DEAD, self.trouble))
+        for waiting in (self._queries, self._given_back):
+            waiting.give_up(Refused(ENGINE_DEAD, self.trouble))
         lost = dict.fromkeys(self._live, "error") | self._leaving
         for generation in self._live.values():
             generation.end("error", message)

@@ -18,6 +18,7 @@ from slotwise.server.unknown_fields import warn_of_unknown_fields
 
 SLEEP, WAKE_UP, LOAD_MODEL = "/sleep", "/wake_up", "/v1/load_model"
 MAX_BODY = 16 << 10  # bytes
+ELSEWHERE_OWNED = "this server does not start its engine, so it cannot end it"
 MAX_QUERY = 256  # characters
 ELSEWHERE = {  # parameters of vLLM's that have no meaning here
     "mode": "running requests finish within --shutdown-timeout, and are aborted then",
@@ -48,7 +49,7 @@ async def load_model(api: Api, exchange: HttpExchange) -> None:
         request = decode(LoadModelRequest, body)
         warn_of_unknown_fields(exchange, LoadModelRequest, body)
     if api.load_model is None:
-        raise ApiError(HTTPStatus.NOT_IMPLEMENTED, "this server does not own its engine", code="not_supported")
+        raise bad_request(ELSEWHERE_OWNED, code="not_supported")
     with _errors():
         name = await api.load_model(request.model, request.served_model_name or "")
     await exchange.respond_json({"model": name})
@@ -62,7 +63,7 @@ async def is_sleeping(api: Api, exchange: HttpExchange) -> None:
 def _sleep_of(api: Api) -> Sleep:
     """Raises ApiError where the engine cannot sleep."""
     if api.sleep is None:
-        raise ApiError(HTTPStatus.NOT_IMPLEMENTED, "this server does not own its engine", code="not_supported")
+        raise bad_request(ELSEWHERE_OWNED, code="not_supported")
     return api.sleep
 
 

@@ -123,6 +123,7 @@ def _operation(method: str, path: str, schemas: dict[type, Json]) -> Json:
     takes_body = method in ("POST", "PUT") and path not in WITHOUT_A_BODY
     statuses = AT_ANY_ROUTE + WITH_A_BODY * takes_body + WHEN_GENERATING * (path in GENERATING)
     statuses += (HTTPStatus.TOO_MANY_REQUESTS,) * (path in BOUNDED_BY_CLIENT)
+    statuses += (HTTPStatus.CONFLICT,) * (path in (SLEEP, WAKE_UP, LOAD_MODEL))
     errors = schemas[MessagesErrorBody if path.startswith(MESSAGES) else ErrorBody]
     operation: Json = {"responses": {
         "200": {"description": "OK", "content": _answer(path)},

@@ -10,6 +10,8 @@ from slotwise.server import body_precheck
 from slotwise.server.errors import bad_request
 from slotwise.server.protocol import ChatRequest, Int, Milliseconds, TemplateSource
 
+Path = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs", "tools")
 
 
@@ -55,9 +57,8 @@ class WhatIfRequest(msgspec.Struct, kw_only=True):
 class LoadModelRequest(msgspec.Struct, kw_only=True):
     """The model that is to be served in the place of this one."""
 
-    model: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]  # absolute path of a folder or a GGUF file
-    # What clients call it; by default the names of `--served-model-name`, else `model`.
-    served_model_name: Annotated[str, msgspec.Meta(min_length=1, max_length=256)] | None = None
+    model: Path  # the absolute path of a checkpoint's folder or of a GGUF file
+    served_model_name: Name | None = None  # for clients; by default the names of `--served-model-name`, else `model`
 
 
 class AbortRequest(msgspec.Struct, kw_only=True):

@@ -56,6 +56,7 @@ class PrefixIndex(Observer):
     piece_tokens: float = 0.0  # mean tokens of a piece; 0: no prompt yet
     _block_size: int = 1
     _shares: bool = False  # the engine has a prefix cache
+    _salt: str = ""  # that all prompts have
     _version: int = 0
     _changes: deque[tuple[int, bool]] = field(default_factory=lambda: deque(maxlen=MAX_CHANGES))  # piece, is it added
     _block_of: dict[int, int] = field(default_factory=dict)  # by piece
@@ -93,6 +94,15 @@ class PrefixIndex(Observer):
     def started(self, info: EngineInfo) -> None:
         """A new engine has an empty cache."""
         self._block_size, self._shares = info.limits.block_size, info.limits.enable_prefix_caching
+        self._clear()
+
+    def salted(self, salt: str) -> None:
+        """All prompts have this salt from here on: what was cached under another is never found."""
+        if salt != self._salt:
+            self._salt = salt
+            self._clear()
+
+    def _clear(self) -> None:
         for piece in self._block_of:
             self._changed(piece, is_added=False)
         self._block_of.clear()

@@ -57,7 +57,7 @@ class Head(NamedTuple):
 
     replica: str
     status: int = 0
-    headers: dict[str, str] = {}
+    headers: dict[str, str] | None = None
 
 
 class Call(NamedTuple):
@@ -215,7 +215,7 @@ async def _content(parts: Any, first: Any, head: Head, path: str) -> AsyncIterat
             async for part in parts:
                 yield part
     except (RayError, aiohttp.ClientError, OSError):
-        if not head.headers.get("content-type", "").startswith(EVENT_STREAM):
+        if not (head.headers or {}).get("content-type", "").startswith(EVENT_STREAM):
             raise
         yield error_format(path).last(replica_lost(), "")
     except (asyncio.CancelledError, GeneratorExit):
@@ -263,7 +263,8 @@ def app(given: Mapping[str, Any]) -> serve.Application:
     """Builds the application.  Args: given: see `ray_settings.RaySettings`.  Raises ValueError for wrong ones."""
     settings = RaySettings.of(given)
     replicas = serve.deployment(
-        max_ongoing_requests=MAX_ONGOING, ray_actor_options={"num_cpus": settings.num_cpus, "num_gpus": settings.num_gpus},
+        max_ongoing_requests=MAX_ONGOING,
+        ray_actor_options={"num_cpus": settings.num_cpus, "num_gpus": settings.num_gpus},
         graceful_shutdown_timeout_s=settings.shutdown_timeout_s, health_check_period_s=2.0,
         request_router_config=RequestRouterConfig(
             request_router_class=RoutingOnRay, request_router_kwargs={"router": settings.router},

@@ -5,9 +5,10 @@ from __future__ import annotations
 from functools import cache
 
 from slotwise.engine.client import EngineClient
+from slotwise.engine.sleep import Sleep
 from slotwise.observe.step_time import StepTimeModel
-from slotwise.server import admin, explain, pages, queue_position
-from slotwise.server.asgi import OPEN_TO_ALL, App, Endpoint
+from slotwise.server import admin, explain, lifecycle, pages, queue_position
+from slotwise.server.asgi import OPEN_TO_ALL, Endpoint
 from slotwise.server.completions import chat_completions, completions
 from slotwise.server.context import Api
 from slotwise.server.embeddings import embeddings
@@ -73,6 +74,10 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("GET", "/admin/scheduling", admin.scheduling),
     ("PUT", "/admin/scheduling", admin.reschedule),
     ("POST", "/what_if", admin.what_if),
+    ("POST", lifecycle.SLEEP, lifecycle.sleep),
+    ("POST", lifecycle.WAKE_UP, lifecycle.wake_up),
+    ("GET", "/is_sleeping", lifecycle.is_sleeping),
+    ("POST", lifecycle.LOAD_MODEL, lifecycle.load_model),
     ("GET", "/timeline", timeline),
     ("GET", "/events", events),
     ("GET", "/explain/{request_id:path}", explain.of_request),
@@ -80,14 +85,17 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
 )
 
 
-def build_app(engine_client: EngineClient, tokenizer: Tokenizer, chat_template: Template | None,
+def build_api(engine_client: EngineClient, tokenizer: Tokenizer, chat_template: Template | None,
               settings: ServerSettings, step_times: StepTimeModel | None = None,
-              output_format: OutputFormat = UNPARSED) -> App[Api]:
-    """The application over an engine that is ready.
+              output_format: OutputFormat = UNPARSED, sleep: Sleep | None = None, before: Api | None = None) -> Api:
+    """What answers requests over an engine that is ready.
 
     Args:
         step_times: a model fitted earlier; None: an empty one.
         output_format: how the model's outputs are parsed.
+        sleep: of the engine; None: it cannot sleep here.
+        before: of the model that was served until now, whose clients go on.
     """
     prompts = Prompts(tokenizer, chat_template, lambda: engine_client.info)
-    return App(Api(engine_client, prompts, settings, step_times or StepTimeModel(), output_format), ROUTES)
+    clients = None if before is None else before.clients
+    return Api(engine_client, prompts, settings, step_times or StepTimeModel(), output_format, sleep, clients)

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route, Router
 from starlette.types import Receive, Scope, Send
 
-from slotwise.server import messages_output
+from slotwise.server import lifecycle, messages_output
 from slotwise.server.browsers import WITH_A_BODY, Browsers, check_json, check_one_host, is_local, is_preflight
 from slotwise.server.connections import ALWAYS
 from slotwise.server.errors import OPENAI, ApiError, ClientGone, ErrorFormat
@@ -29,7 +29,7 @@ from slotwise.server.unsupported import why_not_served
 
 OPEN_TO_ALL = ("/", "/docs", "/health", "/ping", "/timeline")  # the pages hold no data; the last prompts for a key
 ERROR_FORMATS = {messages_output.MESSAGES: messages_output.ERRORS, RESPONSES: ERRORS}  # by the beginnings of paths
-ADMIN = ("/admin/", "/what_if")  # routes below these are the operator's: they change how the server works, or ask
+ADMIN = ("/admin/", "/what_if", lifecycle.SLEEP, lifecycle.WAKE_UP, lifecycle.LOAD_MODEL)  # the operator's
 MAX_ROUTES = 2000  # characters of the routes that an error lists
 REJECTIONS = ("context_length_exceeded", "tokenizer_busy")  # codes of errors that count as refused admissions
 
@@ -66,7 +66,7 @@ Served = TypeVar("Served", bound=Service)
 
 
 class App(Generic[Served]):
-    """An ASGI application.
+    """An ASGI application; `api` may be exchanged for that of another model.
 
     Args:
         routes: each a method, a path and an endpoint.
@@ -90,7 +90,8 @@ class App(Generic[Served]):
         exchange.error_format = error_format(scope["path"])
         scope["exchange"] = exchange
         scope["app"] = self  # so that the router raises what it cannot answer
-        self.api.num_exchanges += 1
+        api = self.api
+        api.num_exchanges += 1
         try:
             if given := headers.get(b"x-request-id"):
                 exchange.request_id = checked_request_id(given.decode("latin-1"), "X-Request-Id")
@@ -121,8 +122,8 @@ class App(Generic[Served]):
                 self.api.refused(answer.code)
             await exchange.respond_error(answer)
         finally:
-            self.api.num_exchanges -= 1
-            self.api.request_log.ended(exchange)
+            api.num_exchanges -= 1
+            api.request_log.ended(exchange)
             del scope["exchange"]  # else they refer to each other, and the collector that frees them runs rarely
 
     def _methods_of(self, scope: Scope) -> ApiError:

@@ -60,8 +60,8 @@ async def replica(api: Api, exchange: HttpExchange) -> None:
     accepts = client.healthy and not client.draining and not api.sleep_level and not api.is_over
     state = ReplicaState(
         index.instance, changes.version, changes.is_whole, changes.added, changes.removed,
-        accepts, client.scheduling.max_num_seqs, client.info.limits.max_num_batched_tokens, timelines.num_running, timelines.num_waiting,
-        rate.requests if rate.measured else 0.0, index.piece_tokens,
+        accepts, client.scheduling.max_num_seqs, client.info.limits.max_num_batched_tokens,
+        timelines.num_running, timelines.num_waiting, rate.requests if rate.measured else 0.0, index.piece_tokens,
         api.step_times.prediction() if api.step_times.is_trained else None, api.settings.model_names)
     await exchange.respond_json(state)
 

@@ -13,7 +13,8 @@ from slotwise.engine.messages import Add
 from slotwise.engine.scheduling import Scheduling
 from slotwise.policies.settings import Ordering
 from slotwise.simulate.pace import CostPace
-from slotwise.simulate.simulator import NoEnd, Server, Setup, SimulatedRequest, simulate
+from slotwise.simulate.requests import SimulatedRequest
+from slotwise.simulate.simulator import NoEnd, Server, Setup, simulate
 
 LIMITS = SchedulerLimits(max_model_len=64, num_blocks=64, block_size=4, max_num_seqs=1, max_num_batched_tokens=64)
 

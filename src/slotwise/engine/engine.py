@@ -14,13 +14,14 @@ sleep before the next `step`, when the last plan had no rows and waits for the c
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+from slotwise.core.decode_run import DecodeRun, Outputs
 from slotwise.core.events import Admitted, Committed, Event, Finished, Preempted, Rejected
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.request import Request
 from slotwise.core.scheduler import Scheduler
-from slotwise.core.step import StepPlan, StepResult, TokenLogprobs
+from slotwise.core.step import RowKind, StepPlan, StepResult, TokenLogprobs
 from slotwise.engine.executor import Executor
 from slotwise.engine.grammars import POLL, Compiled, GrammarCompiler
 from slotwise.engine.messages import (
@@ -147,6 +148,31 @@ class Engine:
         self._scheduler.commit(plan, result, ended * 1e-9)
         self._idle_until = plan.stop.reopens_at if plan.stop and not plan.slots else 0.0
         return self._record(plan, result, started, ended)
+
+    def decode_run(self) -> DecodeRun | None:
+        """Returns the coming steps in which there is nothing to decide, from now on; None: the next is none of them."""
+        if self.depth or self._grammars is not None:
+            return None
+        return self._scheduler.decode_run(self.clock() * 1e-9)
+
+    def take(self, run: DecodeRun, times: Sequence[tuple[int, int]], outputs: Outputs) -> Iterator[StepRecord]:
+        """Takes the first steps of a run, planned and ended at `times` in nanoseconds, and yields their records.
+
+        Must be read to its end.
+        """
+        self._idle_until = 0.0
+        rows = len(run.requests)
+        counts, kinds = (1,) * rows, (RowKind.DECODE,) * rows
+        seconds = [(started * 1e-9, ended * 1e-9) for started, ended in times]
+        for index, (step, changes) in enumerate(self._scheduler.commit_run(run, seconds, outputs)):
+            started, ended = times[index]
+            self._planned.append(started)
+            record = StepRecord(
+                step, started, ended, run.request_ids, run.slots, tuple([start + index for start in run.starts]),
+                counts, token_ids=outputs.steps[index], refused=run.refused, stop=run.stop,
+                ended=ends(self._scheduler.pop_events()), released_slots=changes.released_slots,
+                new_blocks=changes.new_blocks, saves=changes.copies.saves, loads=changes.copies.loads, kinds=kinds)
+            yield self._stamped(record)
 
     def _take_compiled(self, grammars: GrammarCompiler, now: float) -> None:
         """Lets requests with compiled grammars be admitted, and rejects those with grammars that cannot be compiled."""

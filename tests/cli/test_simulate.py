@@ -42,7 +42,8 @@ def test_a_log_is_a_machine_with_its_settings(log: Path, tmp_path: Path):
 
 
 def test_a_draft_model_makes_few_streams_faster(log: Path, tmp_path: Path):
-    workload = ["--num-prompts", "4", "--input-lengths", "fixed:8", "--output-lengths", "fixed:80"]
+    workload = ["--num-prompts", "4", "--input-lengths", "fixed:8", "--output-lengths", "fixed:80",
+                "--arrivals", "at-once"]
     machine = ["simulate", "--machine", "xeon", "--model", str(builtin.path()), *workload]
     throughput = []
     for given in ([], ["--acceptance", "0.9,0.9,0.8"], ["--acceptance", "0.9,0.9,0.8", "--draft-ms", "1"]):

@@ -156,14 +156,29 @@ class Server:
             observer.commanded(command, round(at * 1e9))
         self._inbox.append((at, command))
 
-    def step(self) -> None:
-        """Handles what was sent until its next step, then runs that."""
-        plans_at = self.next_at
-        if self._run is not None and round(plans_at * 1e9) * 1e-9 >= self._run.run.until:
+    def run_until(self, at: float, most: int) -> int:
+        """Takes the steps that are planned before `at`, in seconds, at most `most`.  Returns their number."""
+        number = 0
+        while number < most and (plans_at := self.next_at) < at:
+            self._step(plans_at)
+            number += 1
+            while self._run is not None and number < most and (
+                    plans_at := self.machine.now + self._pace.between()) < at:
+                if _on_clock(plans_at) >= self._run.run.until:
+                    self._end_run()
+                    break
+                self.machine.now = plans_at
+                self._step_in_run(self._run)
+                number += 1
+        return number
+
+    def _step(self, plans_at: float) -> None:
+        """Handles what was sent until the next step, then takes that; it may be the first of a run."""
+        if self._run is not None and _on_clock(plans_at) >= self._run.run.until:
             self._end_run()
         while self._inbox and self._inbox[0][0] <= plans_at:
-            at, command = self._inbox.popleft()
-            self.machine.now = max(self.machine.now, at)
+            sent_at, command = self._inbox.popleft()
+            self.machine.now = max(self.machine.now, sent_at)
             self.engine.handle(command)
         self.machine.now = max(self.machine.now, plans_at)
         if self._run is None and self._takes_runs and (run := self.engine.decode_run()) is not None:
@@ -212,6 +227,11 @@ class Server:
             self._ends.append(self.machine.now)
 
 
+def _on_clock(seconds: float) -> float:
+    """Returns the time as the engine's clock shows it, which counts nanoseconds."""
+    return round(seconds * 1e9) * 1e-9
+
+
 class Fleet:
     """Servers behind a router: a request goes to the one with the fewest unfinished ones, the first of several."""
 
@@ -222,13 +242,12 @@ class Fleet:
         self.requests: dict[str, SimulatedRequest] = {}
 
     def run_until(self, at: float) -> None:
-        """Take all steps that are planned before `at`, in seconds."""
+        """Take all steps that are planned before `at`, in seconds; servers meet only where requests are routed."""
         while self._queue and self._queue[0][0] < at:
-            _, index = heappop(self._queue)
-            if not self._left:
+            if self._left < 1:
                 raise NoEnd
-            self._left -= 1
-            self._servers[index].step()
+            _, index = heappop(self._queue)
+            self._left -= self._servers[index].run_until(at, self._left)
             self._expect(index)
 
     def _expect(self, index: int) -> None:
@@ -255,7 +274,7 @@ class Fleet:
 
 
 def simulate(
-    arrivals: Iterable[tuple[float, Command]], servers: Sequence[Server], max_steps: int = 10_000_000,
+    arrivals: Iterable[tuple[float, Command]], servers: Sequence[Server], max_steps: int = 100_000_000,
 ) -> dict[str, SimulatedRequest]:
     """Simulates `arrivals`, (seconds, command) in order, until all requests have ended.
 

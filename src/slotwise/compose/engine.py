@@ -13,6 +13,7 @@ import torch
 from slotwise.compose.choices import check_model, chosen, joined
 from slotwise.compose.draft_model import DraftCheckpoint
 from slotwise.compose.machine import glance, measure_machine, roofline
+from slotwise.compose.packed_weights import packed_weights
 from slotwise.compose.sizes import cache_groups, sized, step_tokens
 from slotwise.compose.vocabulary import Vocabulary
 from slotwise.core.limits import SchedulerLimits
@@ -41,6 +42,7 @@ from slotwise.observe.step_time import load_or_learn
 from slotwise.runner import memory
 from slotwise.runner.draft_cache import DraftPositions
 from slotwise.runner.draft_model import DraftModel
+from slotwise.runner.expert_load import ExpertLoad
 from slotwise.runner.input_batch import SlotTable
 from slotwise.runner.kv_offload import HostBlocks
 from slotwise.runner.model_runner import ModelRunner
@@ -162,7 +164,7 @@ class Loaded:
             threads=torch.get_num_threads(), product_path=self.product_path,
             batch_invariant=not kernels.batch_dependence(decoder.config.dtype), checkpoint=self._checkpoint,
             hidden_size=decoder.config.hidden_size, tensor_parallel_size=decoder.group.size,
-            speculation=self._speculation(config))
+            speculation=self._speculation(config), expert_layers=tuple(decoder.expert_ends))
         grammars = Grammars(self._vocabulary.result() if self._vocabulary is not None else None)
         drafts = info.speculation is not None and info.speculation.method != NONE
         groups = cache_groups(config, decoder, self._draft)
@@ -178,7 +180,7 @@ class Loaded:
         proposer = proposer_of(info.speculation, times)
         scheduler = Scheduler(limits, scheduling.discipline(), scheduling.policy(times), times, proposer)
         engine = Engine(scheduler, runner, time.monotonic_ns, eos_ids, depth=depth, scheduling=scheduling,
-                        grammars=grammars)
+                        grammars=grammars, experts=ExpertLoad(ends) if (ends := decoder.expert_ends) else None)
         info.learned = times.learned() if times.is_trained else None
         info.roofline = self.roofline(glance(decoder))
         return engine, info
@@ -251,10 +253,11 @@ def load(
         _check_memory(num_bytes, kernels.device)
 
     with _threads(packing):
-        decoder = load_model(
-            config.model, kernels=kernels, dtype=config.dtype, generation=generation,
-            max_positions=config.max_model_len, progress=read, admit=admit, group=group,
-            adapters=(config.max_cpu_loras, config.max_lora_rank) if config.enable_lora else None)
+        with packed_weights(config, kernels, folder, described):
+            decoder = load_model(
+                config.model, kernels=kernels, dtype=config.dtype, generation=generation,
+                max_positions=config.max_model_len, progress=read, admit=admit, group=group,
+                adapters=(config.max_cpu_loras, config.max_lora_rank) if config.enable_lora else None)
         draft = None if draft_model is None else draft_model.load(
             described, kernels, config.max_model_len, read, admit)
     return Loaded(config.model, device, decoder, warming, checkpoint=checkpoint, vocabulary=vocabulary, draft=draft,

@@ -45,6 +45,7 @@ class CudaKernels:
     name = "cuda"
     kinds: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
     mixture_refusal = ""
+    packed_experts_refusal = "device cuda multiplies no packed weights of experts"
     adapter_refusal = ""
     records_drafts = True  # attention reads from memory which tokens are a row's
 
@@ -157,11 +158,11 @@ class CudaKernels:
         return self.linear(weight, bias)
 
     def experts(
-        self, weights: Iterable[ExpertWeights], routing: Routing, activation: Activation | ClampedSwiGLU,
+        self, weights: Iterable[ExpertWeights], routing: Routing, activation: Activation | ClampedSwiGLU, ends: Tensor,
     ) -> Mixture:
         """Products of all experts in one launch each (`experts.py`)."""
         stacked, activate = experts.stack(weights, routing.num_experts, self.device), activated(self, activation)
-        return lambda x, logits: experts.mixture(x, logits, stacked, routing, activate)
+        return lambda x, logits: experts.mixture(x, logits, stacked, routing, ends, activate)
 
     def adapters(self, num_places: int, max_rank: int, kind: torch.dtype) -> AdapterProducts:
         """By the grouped products of experts (`low_rank.py`)."""

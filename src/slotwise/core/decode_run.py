@@ -78,14 +78,18 @@ class DecodeRun:
                 stops = (index for index, token in enumerate(tokens) if token in request.stop_ids)
                 self.length = min(self.length, 1 + next(stops, self.length))
 
-    def commit(self, number: int, outputs: Outputs) -> Iterator[Changes]:
-        """Take the first `number` steps; the caller finishes the `ended` of each before the next."""
+    def commit(self, number: int, outputs: Outputs, *, each: bool) -> Iterator[tuple[int, Changes]]:
+        """Take the first `number` steps; yields the index of each and what it changes.  The caller ends the `ended`.
+
+        Args:
+            each: else only of the first and the last.
+        """
         kv, last = self._table.kv, number - 1
         extended, full = self._extended(number), self._full(number)
         for request, tokens in zip(self.requests, outputs.rows, strict=True):
             request.tokens += tokens[:last]
             request.num_scheduled += number
-        for index in range(number):
+        for index in range(number) if each else sorted({0, last, *extended, *full}):
             new_blocks: list[NewBlocks] = []
             for row in extended.get(index, ()):
                 new_blocks += kv.extend(self.requests[row], self.starts[row] + index + 1) or ()
@@ -94,7 +98,8 @@ class DecodeRun:
                 self.requests[row].num_computed = self.starts[row] + index + 1
                 kv.advance(self.requests[row])
             ended = self._last(number, outputs) if index == last else ()
-            yield Changes(released, tuple(new_blocks), copies, ended)
+            if each or index in (0, last):
+                yield index, Changes(released, tuple(new_blocks), copies, ended)
 
     def _last(self, number: int, outputs: Outputs) -> list[Ended]:
         """Append the tokens of the last step.  Returns the requests that these end."""

@@ -425,19 +425,20 @@ class Scheduler:
         return run if run.length and now < run.until else None
 
     def commit_run(
-        self, run: DecodeRun, times: Sequence[tuple[float, float]], outputs: Outputs,
+        self, run: DecodeRun, times: Sequence[tuple[float, float]], outputs: Outputs, *, each: bool,
     ) -> Iterator[tuple[int, Changes]]:
-        """Take the steps of a run, planned and ended at `times`; yields after each its number and what it changed."""
-        counts = (1,) * len(run.requests)
-        for index, changes in enumerate(run.commit(len(times), outputs)):
-            planned, ended = times[index]
-            if self._chunking.needs_step_times or self._table.policy.needs_step_times:
+        """Take the steps of a run, planned and ended at `times`; yields as `DecodeRun.commit`."""
+        counts, policy = (1,) * len(run.requests), self._table.policy
+        if self._chunking.needs_step_times or policy.needs_step_times:
+            for index, (planned, ended) in enumerate(times):
                 self.times.step(run.work(index), planned, ended)
-            self._table.policy.served(run.requests, counts, outputs.steps[index])
+        for tokens in outputs.steps:
+            policy.served(run.requests, counts, tokens)
+        for index, changes in run.commit(len(times), outputs, each=each):
             for request, reason in changes.ended:
-                self._end(request, reason, ended)
-            self._steps += 1
-            yield self._steps - 1, changes
+                self._end(request, reason, times[index][1])
+            yield self._steps + index, changes
+        self._steps += len(times)
 
     # -- committing a step ---------------------------------------------------------------------------------------
 

@@ -160,16 +160,24 @@ class Engine:
             return None
         return self._scheduler.decode_run(self.clock() * 1e-9)
 
-    def take(self, run: DecodeRun, times: Sequence[tuple[int, int]], outputs: Outputs) -> Iterator[StepRecord]:
+    def take(
+        self, run: DecodeRun, times: Sequence[tuple[int, int]], outputs: Outputs, *, each: bool = True,
+    ) -> Iterator[StepRecord]:
         """Takes the first steps of a run, planned and ended at `times` in nanoseconds, and yields their records.
 
         Must be read to its end.
+
+        Args:
+            each: the record of every step; else only those of the first and the last.
         """
         self._idle_until = 0.0
         rows = len(run.requests)
         counts, kinds = (1,) * rows, (RowKind.DECODE,) * rows
         seconds = [(started * 1e-9, ended * 1e-9) for started, ended in times]
-        for index, (step, changes) in enumerate(self._scheduler.commit_run(run, seconds, outputs)):
+        first: int | None = None
+        for step, changes in self._scheduler.commit_run(run, seconds, outputs, each=each):
+            first = step if first is None else first
+            index = step - first
             started, ended = times[index]
             self._planned.append(started)
             record = StepRecord(

@@ -108,7 +108,7 @@ def gaps_of(requests: Iterable[SimulatedRequest]) -> Distribution:
         clock, spans = request.clock, request.spans
         if not spans:
             continue
-        _, changes = clocks.setdefault(id(clock), (clock, array("q", bytes(8 * (len(clock) + 1)))))
+        _, changes = clocks.setdefault(id(clock), (clock, array("i", bytes(4 * (len(clock) + 1)))))
         for first, last in zip(spans[::2], spans[1::2], strict=True):
             changes[first + 1] += 1
             changes[last + 1] -= 1

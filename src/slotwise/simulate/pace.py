@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Protocol
 
-from slotwise.core.roofline import Cost, Roofline
+from slotwise.core.roofline import Roofline
 from slotwise.core.step_time import StepTimeModel, Work
 
 
@@ -73,12 +73,11 @@ class RooflinePace:
     def step(self, work: Work) -> float:
         """The keys and values that a prompt's chunk reads before it are not counted: weights are more."""
         roofline, machine = self.roofline, self.roofline.machine
-        cost = Cost(
-            roofline.weight_bytes + work.context * roofline.position_bytes,
-            2 * (work.tokens * roofline.token_weights + work.rows * roofline.head_weights)
-            + int(work.context + work.pairs) * roofline.pair_operations)
-        return self.overhead + max(cost.bytes / (machine.bytes_per_second * self.memory_share),
-                                   cost.operations / (machine.operations_per_second * self.compute_share))
+        read = roofline.weight_bytes + work.context * roofline.position_bytes
+        operations = 2 * (work.tokens * roofline.token_weights + work.rows * roofline.head_weights) + int(
+            work.context + work.pairs) * roofline.pair_operations
+        return self.overhead + max(read / (machine.bytes_per_second * self.memory_share),
+                                   operations / (machine.operations_per_second * self.compute_share))
 
     predicted = step
 

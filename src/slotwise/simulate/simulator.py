@@ -81,10 +81,6 @@ class RunInProgress:
         self.times: list[tuple[int, int]] = []  # nanoseconds: planned, ended
         self.ends: list[float] = []  # seconds
 
-    @property
-    def is_whole(self) -> bool:
-        return len(self.times) == self.run.length
-
 
 class Server:
     """One server on a virtual clock.
@@ -160,41 +156,40 @@ class Server:
         """Takes the steps that are planned before `at`, in seconds, at most `most`.  Returns their number."""
         number = 0
         while number < most and (plans_at := self.next_at) < at:
-            self._step(plans_at)
-            number += 1
-            while self._run is not None and number < most and (
-                    plans_at := self.machine.now + self._pace.between()) < at:
-                if _on_clock(plans_at) >= self._run.run.until:
-                    self._end_run()
-                    break
-                self.machine.now = plans_at
-                self._step_in_run(self._run)
+            if self._run is None or _on_clock(plans_at) >= self._run.run.until:
+                self._end_run()
+                self._begin(plans_at)
+            if self._run is not None:
+                number += self._go_on(self._run, plans_at, at, most - number)
+            else:
+                self._take_in(self.engine.step())
                 number += 1
         return number
 
-    def _step(self, plans_at: float) -> None:
-        """Handles what was sent until the next step, then takes that; it may be the first of a run."""
-        if self._run is not None and _on_clock(plans_at) >= self._run.run.until:
-            self._end_run()
+    def _begin(self, plans_at: float) -> None:
+        """Handles what was sent until the next step, which may be the first of a run."""
         while self._inbox and self._inbox[0][0] <= plans_at:
             sent_at, command = self._inbox.popleft()
             self.machine.now = max(self.machine.now, sent_at)
             self.engine.handle(command)
-        self.machine.now = max(self.machine.now, plans_at)
-        if self._run is None and self._takes_runs and (run := self.engine.decode_run()) is not None:
+        self.machine.now = plans_at
+        if self._takes_runs and (run := self.engine.decode_run()) is not None:
             self._run = RunInProgress(run, self.machine.rows(run))
-        if self._run is not None:
-            self._step_in_run(self._run)
-        else:
-            self._take_in(self.engine.step())
 
-    def _step_in_run(self, run: RunInProgress) -> None:
-        started = self.machine.clock()
-        self.machine.run(run.run.work(len(run.times)))
-        run.times.append((started, self.machine.clock()))
-        run.ends.append(self.machine.now)
-        if run.is_whole:
-            self._end_run()
+    def _go_on(self, running: RunInProgress, plans_at: float, at: float, most: int) -> int:
+        """Takes steps of a run, the first planned at `plans_at`, as `run_until` does."""
+        run, times, ends, pace = running.run, running.times, running.ends, self._pace
+        before = len(times)
+        while len(times) - before < most and plans_at < at and (started := round(plans_at * 1e9)) * 1e-9 < run.until:
+            ended = plans_at + pace.step(run.work(len(times)))
+            times.append((started, round(ended * 1e9)))
+            ends.append(ended)
+            self.machine.now = ended
+            if len(times) == run.length:
+                self._end_run()
+                break
+            plans_at = ended + pace.between()
+        return len(times) - before
 
     def _end_run(self) -> None:
         """Let the scheduler and the observers know the steps of a run: they are to decide, or to be asked."""
@@ -206,7 +201,8 @@ class Server:
         for request_id in run.run.request_ids:
             self._requests[request_id].add_tokens(first, first + number - 1)
         outputs = Outputs(run.rows, self.machine.steps(run.rows, number))
-        for record in self.engine.take(run.run, run.times, outputs):
+        is_watched = len(self._observers) > 1 or run.run.stop is not None  # admission control times the queue
+        for record in self.engine.take(run.run, run.times, outputs, each=is_watched):
             self._tell(record)
 
     def _take_in(self, record: StepRecord) -> None:

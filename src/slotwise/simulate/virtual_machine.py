@@ -9,7 +9,7 @@ from math import inf
 
 from slotwise.core.decode_run import DecodeRun
 from slotwise.core.step import StepPlan, StepResult
-from slotwise.core.step_time import Work, work_of
+from slotwise.core.step_time import work_of
 from slotwise.simulate.drafts import Verifier
 from slotwise.simulate.pace import Pace
 
@@ -95,7 +95,3 @@ class VirtualMachine:
         if not self._outputs:
             return [(_FILLERS,) * len(rows)] * number
         return [tuple([(token,) for token in step]) for step in islice(zip(*rows, strict=True), number)]
-
-    def run(self, work: Work) -> None:
-        """Pass the time of a step of a run."""
-        self.now += self._pace.step(work)

@@ -122,9 +122,13 @@ class Server:
     @property
     def next_at(self) -> float:
         """When its next step is planned; infinite while it has nothing to do."""
-        if self.engine.has_work:
-            return self.machine.now + max(self._pace.between(), self.engine.wait())
-        return max(self.machine.now, self._inbox[0][0]) if self._inbox else inf
+        if not self.engine.has_work:
+            return max(self.machine.now, self._inbox[0][0]) if self._inbox else inf
+        soon = self.machine.now + self._pace.between()
+        if not (wait := self.engine.wait()):
+            return soon
+        woken = self._inbox[0][0] if self._inbox else inf  # a command ends the wait
+        return max(soon, min(self.machine.now + wait, woken))
 
     def load(self, now: float) -> int:
         """Requests unfinished at `now`, as its router knows them."""
@@ -235,6 +239,7 @@ class Fleet:
         self._servers = servers
         self._left = max_steps
         self._queue: list[tuple[float, int]] = []  # a heap: when each server that has work plans its next step
+        self._expected = [inf] * len(servers)  # the same by server; other entries of the heap are out of date
         self.requests: dict[str, SimulatedRequest] = {}
 
     def run_until(self, at: float) -> None:
@@ -242,13 +247,16 @@ class Fleet:
         while self._queue and self._queue[0][0] < at:
             if self._left < 1:
                 raise NoEnd
-            _, index = heappop(self._queue)
+            planned, index = heappop(self._queue)
+            if planned != self._expected[index]:
+                continue
             self._left -= self._servers[index].run_until(at, self._left)
             self._expect(index)
 
     def _expect(self, index: int) -> None:
-        if (next_at := self._servers[index].next_at) < inf:
-            heappush(self._queue, (next_at, index))
+        self._expected[index] = self._servers[index].next_at
+        if self._expected[index] < inf:
+            heappush(self._queue, (self._expected[index], index))
 
     def route(self, at: float, command: Command) -> None:
         """Send a command: a request to one server, what concerns it to the same, other commands to all."""
@@ -260,12 +268,11 @@ class Fleet:
         else:
             chosen = range(len(servers)) if known is None else (known.replica,)
         for index in chosen:
-            was_idle = servers[index].next_at == inf
             if isinstance(command, Add):
                 self.requests[command.request_id] = servers[index].ask(at, command)
             else:
                 servers[index].send(at, command)
-            if was_idle:
+            if servers[index].next_at != self._expected[index]:
                 self._expect(index)
 
 

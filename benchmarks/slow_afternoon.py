@@ -1,6 +1,6 @@
 """A slow afternoon, its explanation, the what-if, the change while the server runs, and the afternoon after.
 
-A server of few slots gets a mix of many short and few long answers at nearly the load that it can bear, under the first
+A server of few slots gets a mix of many short and few long answers at the load that it can just bear, under the default
 policy.  From its event log come the explanation of a request that waited long, and the replays under other policies.
 The best of them is set by `PUT /admin/scheduling`, and the same traffic, with other prompts, comes again.  All figures
 are those of the log, which is what the engine saw.
@@ -38,10 +38,10 @@ from slotwise.workload.requests import Recipe, Workload, generate
 
 SLOTS = 4
 LENGTHS = Uniform(20, 120), LogNormal(24, 1.2, 400)  # prompts, outputs
-LOAD = 0.9  # of the requests a second that a closed loop is served
+LOAD = 1.0  # of the requests a second that a closed loop is served: the queue grows now and then
 POLICIES = ("shortest", "deadline")
 KEY = "operator"
-TTFT = 1.0  # seconds; the objective
+TTFT = 0.25  # seconds; the objective
 
 
 def slow_requests(found: Mapping[str, SimulatedRequest]) -> list[str]:
@@ -101,7 +101,7 @@ def run(asked: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="*", help="a checkpoint (default: the built-in model)")
-    parser.add_argument("--seconds", type=float, default=40.0, help="of an afternoon")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of an afternoon")
     parser.add_argument("--trial", type=int, default=60, help="requests of the closed loop that finds the load")
     parser.add_argument("--json", required=True, type=Path)
     asked = parser.parse_args()

@@ -108,15 +108,20 @@ class Windows(NamedTuple):
 # -- measured ----------------------------------------------------------------------------------------------------------
 
 
-def seen(outcomes: Sequence[Outcome]) -> Figures:
-    """Returns the figures of what clients measured."""
+def seen(outcomes: Sequence[Outcome]) -> tuple[Figures, float]:
+    """Returns the figures of what clients measured, and the tokens of an event.
+
+    Gaps are those between events: where the server writes two tokens at once, a gap spans both.
+    """
     failed = [outcome for outcome in outcomes if outcome.status != COMPLETED]
     if failed:
         raise RuntimeError(f"{len(failed)} requests were not served: {failed[0].error}")
-    return figures([SimulatedRequest.measured(one.sent, one.token_times, one.ended, "length") for one in outcomes])
+    found = figures([SimulatedRequest.measured(one.sent, one.token_times, one.ended, "length") for one in outcomes])
+    of_event = sum(one.num_output for one in outcomes) / sum(len(one.token_times) for one in outcomes)
+    return replace(found, output_throughput=found.output_throughput * of_event), of_event
 
 
-def measured(target: Target, vocab_size: int, case: Case) -> Figures:
+def measured(target: Target, vocab_size: int, case: Case) -> tuple[Figures, float]:
     """Sends the requests of all tenants at once, each with its key."""
     def run(key: str, workload: Workload) -> list[Outcome]:
         phrasing = Phrasing(vocab_size, hidden_lengths=True)
@@ -165,7 +170,7 @@ def run(asked: argparse.Namespace) -> dict[str, Any]:
         fitted = Case("fitted", asked.rates[-1], (windows.conversations(asked.rates[-1], FIT_SEED),))
         measured(target, vocab_size, fitted)
         Path(folder, "fitted").write_bytes(Path(folder, "log").read_bytes())
-        runs: list[list[Figures]] = [[] for _ in cases]
+        runs: list[list[tuple[Figures, float]]] = [[] for _ in cases]
         for number in range(asked.repeats):
             for place, case in enumerate(cases):
                 runs[place].append(measured(target, vocab_size, case.repeated(number)))
@@ -176,7 +181,8 @@ def run(asked: argparse.Namespace) -> dict[str, Any]:
         "handling_ms": recording.handling * 1e3,
         "windows": [{
             "case": case.name, "rate": case.rate, "seed": case.tenants[0].seed, "requests": case.num_requests,
-            "figures": compared(predicted(case, setup, recording.handling), runs[place])}
+            "tokens_per_event": statistics.median(of_event for _, of_event in runs[place]),
+            "figures": compared(predicted(case, setup, recording.handling), [found for found, _ in runs[place]])}
             for place, case in enumerate(cases)]}
 
 

@@ -25,6 +25,10 @@ class Pace(Protocol):
         """Returns what a scheduler expects a step to take; called any number of times."""
         ...
 
+    def least(self, work: Work) -> float:
+        """Returns a lower bound of this step and of any with longer contexts; 0 where there is none to tell."""
+        ...
+
     def between(self) -> float:
         """Returns the time from the end of a step to the plan of the next, while there is work."""
         ...
@@ -41,6 +45,9 @@ class CostPace:
 
     predicted = step
 
+    def least(self, work: Work) -> float:
+        return 0.0
+
     def between(self) -> float:
         return 0.0
 
@@ -55,7 +62,7 @@ class LearnedPace:
     def step(self, work: Work) -> float:
         return self.times.typical(work._replace(longest=0))
 
-    predicted = step
+    predicted = least = step  # no coefficient is negative
 
     def between(self) -> float:
         return self.gap
@@ -79,7 +86,7 @@ class RooflinePace:
         return self.overhead + max(read / (machine.bytes_per_second * self.memory_share),
                                    operations / (machine.operations_per_second * self.compute_share))
 
-    predicted = step
+    predicted = least = step
 
     def between(self) -> float:
         return 0.0

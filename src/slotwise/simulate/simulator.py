@@ -13,8 +13,10 @@ step in progress nothing that ends later than the request arrives.
 
 from __future__ import annotations
 
+import gc
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import inf
@@ -36,6 +38,7 @@ from slotwise.simulate.virtual_machine import VirtualMachine
 from slotwise.speculation.proposer import proposer_of
 from slotwise.speculation.settings import Speculation
 
+NEARLY = 0.999  # of a sum of lower bounds: it is added up in another order
 MODEL = "simulated"  # the name of the model in what observers are told
 
 
@@ -129,6 +132,15 @@ class Server:
             return soon
         woken = self._inbox[0][0] if self._inbox else inf  # a command ends the wait
         return max(soon, min(self.machine.now + wait, woken))
+
+    @property
+    def quiet_until(self) -> float:
+        """Until when none of its requests ends, as far as that is known: not before its next step."""
+        if (running := self._run) is None:
+            return self.next_at
+        left = running.run.length - len(running.times)
+        least = left * self._pace.least(running.run.work(len(running.times))) * NEARLY
+        return max(self.next_at, min(self.machine.now + least, running.run.until))
 
     def load(self, now: float) -> int:
         """Requests unfinished at `now`, as its router knows them."""
@@ -233,30 +245,35 @@ def _on_clock(seconds: float) -> float:
 
 
 class Fleet:
-    """Servers behind a router: a request goes to the one with the fewest unfinished ones, the first of several."""
+    """Servers behind a router: a request goes to the one with the fewest unfinished ones, the first of several.
+
+    Servers meet only there.  So a server is left alone until one of its requests may end, or one is sent to it.
+    """
 
     def __init__(self, servers: Sequence[Server], max_steps: int) -> None:
         self._servers = servers
         self._left = max_steps
-        self._queue: list[tuple[float, int]] = []  # a heap: when each server that has work plans its next step
-        self._expected = [inf] * len(servers)  # the same by server; other entries of the heap are out of date
+        self._queue: list[tuple[float, int]] = []  # a heap: until when each server that has work is left alone
+        self._alone_until = [inf] * len(servers)  # the same by server; other entries of the heap are out of date
         self.requests: dict[str, SimulatedRequest] = {}
 
     def run_until(self, at: float) -> None:
-        """Take all steps that are planned before `at`, in seconds; servers meet only where requests are routed."""
+        """Take the steps that are planned before `at`, in seconds, of all servers whose requests may have ended."""
         while self._queue and self._queue[0][0] < at:
+            until, index = heappop(self._queue)
             if self._left < 1:
                 raise NoEnd
-            planned, index = heappop(self._queue)
-            if planned != self._expected[index]:
-                continue
-            self._left -= self._servers[index].run_until(at, self._left)
-            self._expect(index)
+            if until == self._alone_until[index]:
+                self._run(index, at)
 
-    def _expect(self, index: int) -> None:
-        self._expected[index] = self._servers[index].next_at
-        if self._expected[index] < inf:
-            heappush(self._queue, (self._expected[index], index))
+    def _run(self, index: int, at: float) -> None:
+        self._left -= self._servers[index].run_until(at, self._left)
+        self._leave_alone(index)
+
+    def _leave_alone(self, index: int) -> None:
+        self._alone_until[index] = until = self._servers[index].quiet_until
+        if until < inf:
+            heappush(self._queue, (until, index))
 
     def route(self, at: float, command: Command) -> None:
         """Send a command: a request to one server, what concerns it to the same, other commands to all."""
@@ -268,12 +285,12 @@ class Fleet:
         else:
             chosen = range(len(servers)) if known is None else (known.replica,)
         for index in chosen:
+            self._run(index, at)
             if isinstance(command, Add):
                 self.requests[command.request_id] = servers[index].ask(at, command)
             else:
                 servers[index].send(at, command)
-            if servers[index].next_at != self._expected[index]:
-                self._expect(index)
+            self._leave_alone(index)
 
 
 def simulate(
@@ -286,11 +303,24 @@ def simulate(
     """
     fleet = Fleet(servers, max_steps)
     try:
-        for at, command in arrivals:
-            fleet.run_until(at)
-            fleet.route(at, command)
-        fleet.run_until(inf)
+        with _no_collector():
+            for at, command in arrivals:
+                fleet.run_until(at)
+                fleet.route(at, command)
+            fleet.run_until(inf)
     except NoEnd:
         unfinished = sum(not request.reason for request in fleet.requests.values())
         raise NoEnd(f"after {max_steps} steps {unfinished} requests are to end, and more may come") from None
     return fleet.requests
+
+
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """Keeps Python's collector of circular garbage from looking at millions of objects, of which none is such."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from slotwise.core.host_cache import Copies
 from slotwise.core.request import Request
 from slotwise.core.request_table import RequestTable
-from slotwise.core.step import Decision, NewBlocks, Stop
+from slotwise.core.step import Decision, NewBlocks, RowKind, Stop
 from slotwise.core.step_time import Work
 
 Ended = tuple[Request, str]  # and its finish reason
@@ -59,6 +59,7 @@ class DecodeRun:
         self.request_ids = tuple([request.request_id for request in requests])
         self.slots = tuple([request.slot for request in requests])
         self.starts = tuple([request.num_scheduled for request in requests])
+        self.counts, self.kinds = (1,) * len(requests), (RowKind.DECODE,) * len(requests)
         self.refused, self.stop = tuple(refused), stop
         self.until = table.waiting.next_moment if table.waiting else float("inf")  # seconds
         self._table = table

@@ -428,12 +428,12 @@ class Scheduler:
         self, run: DecodeRun, times: Sequence[tuple[float, float]], outputs: Outputs, *, each: bool,
     ) -> Iterator[tuple[int, Changes]]:
         """Take the steps of a run, planned and ended at `times`; yields as `DecodeRun.commit`."""
-        counts, policy = (1,) * len(run.requests), self._table.policy
+        policy = self._table.policy
         if self._chunking.needs_step_times or policy.needs_step_times:
             for index, (planned, ended) in enumerate(times):
                 self.times.step(run.work(index), planned, ended)
         for tokens in outputs.steps:
-            policy.served(run.requests, counts, tokens)
+            policy.served(run.requests, run.counts, tokens)
         for index, changes in run.commit(len(times), outputs, each=each):
             for request, reason in changes.ended:
                 self._end(request, reason, times[index][1])

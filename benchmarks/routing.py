@@ -71,7 +71,7 @@ def served(workload: Workload, replicas: int, router: str) -> dict[str, float]:
     """Returns the figures of a workload on replicas behind a router."""
     routed = RoutedServers(ROUTERS[router](0), replicas)
     servers = [Server(setup(), observers=[told], replica=number) for number, told in enumerate(routed.observers)]
-    requests = list(simulate(traffic_of(workload), servers, choose=routed.choose).values())
+    requests = list(simulate(traffic_of(workload), servers, routed=routed).values())
     firsts = [one.ttft for one in requests if one.ttft is not None]
     found = figures(requests).as_json()
     return found | {"ttft_mean": statistics.fmean(firsts), "unanswered": len(requests) - len(firsts)}

@@ -54,6 +54,10 @@ class RoutedServers:
         told.index.expect(command.request_id, (length, pieces), length, size)
         return int(found.name)
 
+    def refused(self, request_id: str) -> None:
+        """The server of a request has not accepted it."""
+        self._fleet.finished(request_id)
+
     def later(self, at: float, event: Event) -> None:
         heappush(self._events, (at, next(self._order), event))
 

@@ -75,13 +75,12 @@ class Play:
     def send(self, prompt: list[int]) -> str:
         name, self.sent = f"r{self.sent}", self.sent + 1
         params = SamplingParams(max_tokens=self.rng.randint(1, 12), ignore_eos=True)
-        self.server.send(self.server.machine.now, Add(name, prompt, params, 0))
+        self.server.ask(self.server.machine.now, Add(name, prompt, params, 0))
         self.index.expect(name, (len(prompt), pieces_of(prompt)), len(prompt), BLOCK)
         return name
 
     def run(self) -> None:
-        while self.server.next_at < float("inf"):
-            self.server.step()
+        self.server.run_until(float("inf"), 100_000)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -139,13 +138,13 @@ def test_a_router_that_missed_changes_gets_the_whole_index() -> None:
 def test_texts_and_tokens_of_different_lengths_are_matched_by_their_shares() -> None:
     play = Play(0)
     prompt = [2] * 32
-    play.server.send(0.0, Add("a", prompt, SamplingParams(max_tokens=1), 0))
+    play.server.ask(0.0, Add("a", prompt, SamplingParams(max_tokens=1), 0))
     play.index.expect("a", (1000, tuple(range(3))), 32, 256)  # a piece is 8.2 tokens
     play.run()
     assert sorted(play.index.changes("", 0).added) == [0, 1, 2]
     assert play.index.piece_tokens == pytest.approx(32 * 256 / 1000)
     short = Play(0)
-    short.server.send(0.0, Add("b", [1, 2], SamplingParams(max_tokens=1), 0))
+    short.server.ask(0.0, Add("b", [1, 2], SamplingParams(max_tokens=1), 0))
     short.index.expect("b", (600, (7, 8)), 2, 256)  # less than a block is never cached
     short.run()
     assert short.index.changes("", 0).added == []

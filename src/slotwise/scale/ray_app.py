@@ -10,7 +10,10 @@ server, which aborts the generation.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
+import urllib.error
+import urllib.request
 from collections.abc import AsyncIterator, Mapping
 from http import HTTPStatus
 from typing import Any, NamedTuple
@@ -46,6 +49,7 @@ from slotwise.server.errors import ApiError
 from slotwise.server.replica import ReplicaState
 
 MAX_BODY = 4 << 20  # bytes, as a server has it
+KEPT = ("content-type", "x-request-id")  # headers that are passed on, other than by a front door
 MAX_ONGOING = 1024  # requests of a replica: its own admission control bounds them
 STATS_EVERY = 0.5  # seconds
 START = 900.0  # seconds that a replica has to load its model
@@ -84,9 +88,6 @@ class EngineReplica:
 
     def _wait_until_ready(self) -> None:
         """Raises RuntimeError: the server has ended, or is not ready in time."""
-        import urllib.error
-        import urllib.request
-
         ends = time.monotonic() + START
         while time.monotonic() < ends:
             if self._process.status is not None:
@@ -119,7 +120,7 @@ class EngineReplica:
         async with response:
             kept = {name.lower(): value for name, value in response.headers.items()}
             yield Head(name, response.status, {name: value for name, value in kept.items()
-                                               if name == "content-type" or name.encode() not in NOT_RETURNED})
+                                               if name in KEPT or name.encode() not in NOT_RETURNED})
             is_stream = response.content_type == EVENT_STREAM
             async for part in whole_events(response.content) if is_stream else response.content.iter_any():
                 yield part
@@ -142,7 +143,7 @@ class EngineReplica:
         return {STATE: msgspec.json.encode(state).decode(), ASKED_AT: asked_at}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """The used share of this replica, of which `scale` knows what it calls for."""
+        """The load of this replica, for `ScaleByWait`."""
         report = (await self._state()).report()
         self._view.told(report, time.time())
         load = Load(self._view.wait(RoutedRequest("")), (report.num_running + report.num_waiting) / report.slots)
@@ -163,8 +164,6 @@ class EngineReplica:
 
 def _authorization() -> dict[str, str]:
     """The key of this process' own requests; a client's own takes its place."""
-    import os
-
     keys = os.environ.get("SLOTWISE_ADMIN_API_KEY") or os.environ.get("SLOTWISE_API_KEY", "").partition(",")[0]
     return {"authorization": f"Bearer {keys.strip()}"} if keys.strip() else {}
 
@@ -183,8 +182,8 @@ class Entrance:
             body = await _body(request)
         except ApiError as error:
             return _answer(error)
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in request.headers.raw
-                   if name not in NOT_FORWARDED and not name.startswith(b"sec-fetch-")}
+        headers = {name: value for name, value in request.headers.items() if not name.startswith("sec-fetch-")
+                   and (name in KEPT or name.encode("latin-1") not in NOT_FORWARDED)}
         prompt = prompt_of(body, headers.get("authorization", ""), dict(request.headers.raw))
         query = f"?{request.url.query}" if request.url.query else ""
         call = Call(request.method, request.url.path + query, headers, body)

@@ -7,20 +7,20 @@ from dataclasses import replace
 import product_paths
 import pytest
 import torch
+from kernels.mixtures import CLAMPED, numbers, weights
 from kernels.paged import distance
 from kernels.quantised import random_matrix
 from torch import Tensor
 
 from slotwise.kernels.cpu import paths
 from slotwise.kernels.cpu.kernels import CpuKernels
-from slotwise.kernels.interface import ClampedSwiGLU, ExpertWeights, Kernels, Mixture, Routing
+from slotwise.kernels.interface import ExpertWeights, Kernels, Mixture, Routing
 from slotwise.kernels.matrix import E4M3, Format, QuantisedMatrix, Rows, Weight, stacked
 from slotwise.kernels.reference import ReferenceKernels, route
 from slotwise.model.quantization.gguf_blocks import BLOCK_TYPES
 
 REFERENCE = ReferenceKernels()
 HIDDEN, INNER = 96, 64
-CLAMPED = ClampedSwiGLU(1.702, 1.0)
 CLOSE = {torch.float32: 3e-6, torch.bfloat16: 2e-2}
 WIDE = 256  # as many numbers as a K-quant's block
 FORMATS = {name: (BLOCK_TYPES[name].format,) for name in ("Q4_K", "Q6_K", "Q8_0", "MXFP4")} | {
@@ -28,18 +28,6 @@ FORMATS = {name: (BLOCK_TYPES[name].format,) for name in ("Q4_K", "Q6_K", "Q8_0"
     "8-bit floats": (Format(8, 128, torch.float32, levels=E4M3),),
     "gates in another format": (BLOCK_TYPES["Q4_K"].format, BLOCK_TYPES["Q6_K"].format)}
 """Of gates and what they gate; of down products the first."""
-
-
-def numbers(kind: torch.dtype, *size: int, seed: int = 0) -> Tensor:
-    return torch.randn(*size, generator=torch.Generator().manual_seed(seed + sum(size))).to(kind)
-
-
-def weights(kind: torch.dtype, count: int, *, with_bias: bool = False) -> list[ExpertWeights]:
-    return [
-        ExpertWeights(
-            numbers(kind, 2 * INNER, HIDDEN, seed=i) / 8, numbers(kind, HIDDEN, INNER, seed=i) / 8,
-            *((numbers(kind, 2 * INNER, seed=i), numbers(kind, HIDDEN, seed=i)) if with_bias else ()))
-        for i in range(count)]
 
 
 def no_ends(experts: int) -> Tensor:
@@ -50,7 +38,8 @@ def mixture(
     kernels: Kernels, kind: torch.dtype, routing: Routing, activation="silu", *, with_bias=False, ends=None,
 ) -> Mixture:
     ends = no_ends(routing.num_experts) if ends is None else ends
-    return kernels.experts(weights(kind, routing.num_experts, with_bias=with_bias), routing, activation, ends)
+    packed = weights(kind, routing.num_experts, HIDDEN, INNER, with_bias=with_bias)
+    return kernels.experts(packed, routing, activation, ends)
 
 
 @pytest.mark.parametrize("is_normalised", [True, False])
@@ -58,7 +47,7 @@ def test_the_contract_is_the_formula(is_normalised):
     routing = Routing(5, 2, is_normalised)
     x, logits = numbers(torch.float32, 7, HIDDEN), numbers(torch.float32, 7, 5)
     actual = mixture(REFERENCE, torch.float32, routing)(x, logits)
-    experts = weights(torch.float32, 5)
+    experts = weights(torch.float32, 5, HIDDEN, INNER)
     for token in range(7):
         shares = logits[token].softmax(0)
         best = shares.topk(2)
@@ -116,7 +105,7 @@ def test_a_token_does_not_depend_on_the_tokens_beside_it(threads):
 def test_equal_logits_choose_the_first_experts_and_weights_of_others_are_not_read():
     """What is not read may be anything: NaN here."""
     kind, routing = torch.float32, Routing(6, 2, True)
-    experts = weights(kind, 6)
+    experts = weights(kind, 6, HIDDEN, INNER)
     for each in experts[2:]:
         each.gate_up.fill_(float("nan"))
     x = numbers(kind, 5, HIDDEN)

@@ -148,6 +148,7 @@ class Loaded:
         config = config.sized(step_tokens(decoder, stalls_are_bounded=config.bounds_stalls))
         if self._ranks is not None:
             self._ranks.wait()
+            self._ranks.measure(config)
         limits, used = sized(config, decoder, self._draft)
         progress("kernels", 0, 1)
         self._warming.finish()
@@ -209,7 +210,7 @@ class Loaded:
         unread = decoder.adapters.bytes if decoder.adapters is not None else 0  # none of them is loaded yet
         weights = 0 if decoder.kernels.device.type == "cuda" else used.weights // ranks - unread
         runtime = used.runtime + ranks * (max(0, memory.resident_bytes() - weights) + memory.STEPS_LEAVE)
-        return MemoryUse(used.weights, used.workspace, used.cache, used.host, runtime)
+        return MemoryUse(used.weights, used.workspace, used.cache, used.host, runtime, used.graphs)
 
 
 def load(

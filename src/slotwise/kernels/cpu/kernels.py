@@ -34,6 +34,7 @@ from slotwise.kernels.cpu.packing import Packing
 from slotwise.kernels.cpu.reading import READ
 from slotwise.kernels.cpu.rotary import ROTARY_STORE
 from slotwise.kernels.cpu.threads import RUN_SHARED, WORK
+from slotwise.kernels.gates import activated, in_two_steps
 from slotwise.kernels.interface import (
     Activation,
     AttentionShape,
@@ -44,9 +45,7 @@ from slotwise.kernels.interface import (
     QKNorm,
     RaggedBatch,
     Routing,
-    activated,
     cache_kind,
-    in_two_steps,
 )
 from slotwise.kernels.matrix import Format, QuantisedMatrix, Weight
 

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import pytest
 
 from slotwise import LLM, AsyncEngineArgs, AsyncLLM, AsyncLLMEngine, RequestOutput, RequestOutputKind, SamplingParams
-from slotwise.engine.client import EngineError
 from slotwise.engine.config import ConfigError
 from slotwise.engine.messages import StepRecord
 from slotwise.engine.observer import Observer
+from slotwise.engine.refusals import EngineError
 
 pytestmark = pytest.mark.slow
 

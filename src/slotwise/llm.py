@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tqdm import tqdm
 
 from slotwise.compose.engine import load
-from slotwise.engine.config import ConfigError
 from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Finish, StepRecord
 from slotwise.inputs import Parsed, PromptType, as_batch, parsed
@@ -31,6 +30,7 @@ from slotwise.offline.embedding import EmbeddingJob
 from slotwise.offline.frontend import Frontend, template_variables
 from slotwise.offline.job import Choice, Job
 from slotwise.offline.methods import VllmMethods, check_call
+from slotwise.offline.residents import BASE, Held
 from slotwise.offline.tokenizer import OfflineTokenizer
 from slotwise.outputs import EmbeddingRequestOutput, RequestOutput
 from slotwise.pooling_params import PoolingParams
@@ -69,8 +69,6 @@ class LLM(VllmMethods):
             from slotwise.observe import log_file  # needs msgspec, which may not be installed
 
             log_file.check(event_log)
-        if event_log and self._arguments.config.enable_lora:
-            raise ConfigError("an event log does not have the adapters of requests yet: leave out event_log")
         loaded = load(self._arguments.config)
         engine, self.info = loaded.engine(self._arguments.config)
         self._engine: Engine | Logged = engine
@@ -146,8 +144,8 @@ class LLM(VllmMethods):
                   priority: int | Sequence[int] | None, lora_request: Adapted) -> list[RequestOutput]:
         params = _for_each("sampling_params", sampling_params, len(prompts))
         priorities = _for_each("priority", priority, len(prompts))
-        with self._adapters.held(_for_each("lora_request", lora_request, len(prompts))) as numbers:
-            jobs = [self._job(*each) for each in zip(prompts, params, priorities, numbers, strict=True)]
+        with self._adapters.held(_for_each("lora_request", lora_request, len(prompts))) as adapters:
+            jobs = [self._job(*each) for each in zip(prompts, params, priorities, adapters, strict=True)]
             self._run(jobs, use_tqdm, "Generating")
         return [job.output for job in jobs]
 
@@ -218,7 +216,7 @@ class LLM(VllmMethods):
         """
         return self._frontend.rendered(conversation, {}).ids or []
 
-    def _job(self, prompt: Parsed, params: SamplingParams | None, priority: int | None, adapter: int = 0) -> Job:
+    def _job(self, prompt: Parsed, params: SamplingParams | None, priority: int | None, adapter: Held = BASE) -> Job:
         return self._frontend.job(self.info, prompt, params, str(next(self._names)), priority or 0, adapter)
 
     def stream(self, prompt: PromptType, sampling_params: SamplingParams | None = None) -> Iterator[str]:

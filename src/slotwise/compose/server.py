@@ -21,13 +21,16 @@ from slotwise.compose.sampling_defaults import announce
 from slotwise.engine.client import EngineClient
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import EngineInfo, Loading
+from slotwise.engine.refusals import EngineError
 from slotwise.engine.supervisor import Supervisor
+from slotwise.errors import printable
 from slotwise.observe import lines, step_time
 from slotwise.observe.load import report
 from slotwise.observe.log_file import LogFile
 from slotwise.observe.traces import Traces
 from slotwise.server.app import build_app
 from slotwise.server.context import Api
+from slotwise.server.errors import ApiError
 from slotwise.server.output_parsing import output_format
 from slotwise.server.serve import listen, serve
 from slotwise.server.settings import ServerSettings
@@ -95,6 +98,7 @@ async def _serve(
         cores.leave_to(first.process.pid)
         with step_time.kept(config, info) as step_times:
             app = build_app(engine_client, tokenizer, chat, settings, step_times, form)
+            await _load_adapters(app.api)
             settle()
             async with _observed(app.api, traces, settings):
                 await serve(app, listener, lambda url: _greet(url, info, settings, time.monotonic() - first.started))
@@ -103,6 +107,15 @@ async def _serve(
             chat.close()
         await supervisor.end()
     return 1 if engine_client.hopeless.is_set() else 0
+
+
+async def _load_adapters(api: Api) -> None:
+    """Loads the adapters of `--lora-modules`.  Raises EngineError for one that cannot be served."""
+    for module in api.settings.lora_modules:
+        try:
+            await api.models.load(module)
+        except ApiError as error:
+            raise EngineError(f"--lora-modules {printable(module.name)}: {error}") from error
 
 
 @contextlib.asynccontextmanager

@@ -21,6 +21,7 @@ from slotwise.core.limits import SchedulerLimits
 from slotwise.core.request import Request
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.step import StepPlan, StepResult, TokenLogprobs
+from slotwise.engine.adapters import AdapterStore
 from slotwise.engine.executor import Executor
 from slotwise.engine.grammars import POLL, Compiled, GrammarCompiler
 from slotwise.engine.messages import (
@@ -49,11 +50,13 @@ class Engine:
         depth: steps that may be in flight while the next is planned, 0 or 1.
         scheduling: the settings that `scheduler` was built with; None: first come, first served.
         grammars: compiles the grammars of requests; None: those with one are rejected.
+        adapters: of requests; None: they have none.
     """
 
     def __init__(
         self, scheduler: Scheduler, executor: Executor, clock: Clock, eos_ids: tuple[int, ...] = (), *, depth: int = 0,
         scheduling: Scheduling | None = None, grammars: GrammarCompiler | None = None,
+        adapters: AdapterStore | None = None,
     ) -> None:
         self._scheduler = scheduler
         self.executor = executor
@@ -63,6 +66,8 @@ class Engine:
         self._in_flight: deque[tuple[StepPlan, int]] = deque()
         self._order = scheduling.order if scheduling else DEFAULT_ORDER
         self._grammars = grammars
+        self.adapters = adapters
+        self._unloading: set[int] = set()  # adapters that are forgotten when no request has them
         self._compiled: list[Compiled] = []  # not yet in a record, as the three below
         self._configured: Scheduling | None = None
         self._taken: list[int] = []
@@ -102,6 +107,18 @@ class Engine:
         else:
             self._configured = command.scheduling
             self._configure(command.scheduling, now)
+
+    def unload_adapter(self, number: int) -> None:
+        """Forgets an adapter as soon as no request has it."""
+        self._unloading.add(number)
+        self._unload()
+
+    def _unload(self) -> None:
+        assert self.adapters is not None
+        needed = {request.adapter for request in self._scheduler.requests()}
+        for number in self._unloading - needed:
+            self.adapters.unload(number)
+        self._unloading &= needed
 
     def queue_positions(self, query: QueuePositionQuery) -> QueuePositionAnswer:
         """Returns the positions of the unfinished requests of `query`; changes nothing."""
@@ -218,6 +235,8 @@ class Engine:
         if self._grammars is not None:
             for end in record.ended:
                 self._grammars.release(end.request_id)
+        if self._unloading:
+            self._unload()
         record.num_running = self._scheduler.num_running
         record.num_waiting = self._scheduler.num_waiting
         record.num_free_blocks = self._scheduler.num_free_blocks

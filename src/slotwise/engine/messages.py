@@ -55,6 +55,7 @@ class Add(Struct, tag="add"):
     pooling: PoolingParams | None = None  # one vector is wanted, and no tokens
     prediction: tuple[int, ...] = ()  # what its client expects the output to be, from which drafts are taken
     adapter: int = 0  # number of a loaded adapter; 0: the base model
+    adapter_name: str = ""  # by which its client named it
 
 
 class Finish(Struct, tag="finish"):
@@ -73,11 +74,32 @@ class Configure(Struct, tag="configure"):
 Command = Add | Finish | Configure
 
 
+class LoadAdapter(Struct, tag="load_adapter"):
+    """Loads an adapter beside the steps, under a number that was never used.  No command: it changes no plan."""
+
+    number: int
+    path: str  # a folder
+
+
+class UnloadAdapter(Struct, tag="unload_adapter"):
+    """Forgets a loaded adapter as soon as no request has it; no `Add` that names it follows.  No command, likewise."""
+
+    number: int
+
+
 class QueuePositionQuery(Struct, tag="locate"):
     """Asks for queue positions.  No command: it changes nothing and is not replayed."""
 
     number: int  # repeated in the answer
     request_ids: tuple[str, ...]
+
+
+class AdapterLoaded(Struct, tag="adapter"):
+    """Answers a `LoadAdapter`; may arrive between the parts of a step."""
+
+    number: int
+    objection: str = ""  # why it cannot be loaded, in one line; "": it is
+    digest: str = ""  # of its files
 
 
 class Loading(Struct, tag="loading"):
@@ -126,6 +148,7 @@ class EngineInfo(Struct, tag="ready"):
     checkpoint: str = ""  # digest of the model's files when they were read
     hidden_size: int = 0  # numbers of a hidden state, and so of a vector
     tensor_parallel_size: int = 1  # processes that share every layer
+    max_adapters: int = 0  # in memory; 0: requests have none
 
     @property
     def identity(self) -> tuple[object, ...]:
@@ -247,4 +270,5 @@ class EngineFailed(Struct, tag="failed"):
     message: str
 
 
-Report = Loading | EngineInfo | Heartbeat | StepOutputs | StepRecord | QueuePositionAnswer | EngineFailed
+Report = (
+    Loading | EngineInfo | Heartbeat | StepOutputs | StepRecord | QueuePositionAnswer | AdapterLoaded | EngineFailed)

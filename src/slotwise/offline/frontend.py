@@ -16,6 +16,7 @@ from slotwise.inputs import Parsed
 from slotwise.offline.arguments import Arguments
 from slotwise.offline.embedding import EmbeddingJob
 from slotwise.offline.job import Job
+from slotwise.offline.residents import BASE, Held
 from slotwise.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestMetrics, RequestOutput
 from slotwise.pooling_params import PoolingParams
 from slotwise.sampling_params import SamplingParams
@@ -45,7 +46,7 @@ class Frontend:
         return SamplingParams(**self.defaults.given)
 
     def job(self, info: EngineInfo, prompt: Parsed, params: SamplingParams | None, request_id: str,
-            priority: int = 0, adapter: int = 0) -> Job:
+            priority: int = 0, adapter: Held = BASE) -> Job:
         """A request that the engine can run.
 
         Raises:

@@ -27,6 +27,7 @@ from slotwise.server.embeddings import embeddings
 from slotwise.server.errors import OPENAI, ApiError, ClientGone, ErrorFormat
 from slotwise.server.events import events
 from slotwise.server.http_exchange import HttpExchange, checked_request_id
+from slotwise.server.lora import LOAD, UNLOAD, load_adapter, unload_adapter
 from slotwise.server.messages import count_tokens, messages
 from slotwise.server.openapi import document
 from slotwise.server.parsers.registry import UNPARSED, OutputFormat
@@ -72,6 +73,8 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", "/v1/embeddings", embeddings),
     ("GET", "/v1/models", admin.models),
     ("GET", "/v1/models/{model:path}", admin.model),
+    ("POST", LOAD, load_adapter),
+    ("POST", UNLOAD, unload_adapter),
     ("POST", "/tokenize", admin.tokenize),
     ("POST", "/detokenize", admin.detokenize),
     ("POST", "/abort_requests", admin.abort_requests),
@@ -94,7 +97,7 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
 )
 OPEN_TO_ALL = ("/", "/docs", "/health", "/ping", "/timeline")  # the pages hold no data; the last prompts for a key
 ERROR_FORMATS = {messages_output.MESSAGES: messages_output.ERRORS, RESPONSES: ERRORS}  # by the beginnings of paths
-ADMIN = ("/admin/", "/what_if")  # routes below these are the operator's: they change how the server works, or ask
+ADMIN = ("/admin/", "/what_if", LOAD, UNLOAD)  # beginnings of routes for the operator: they change the server, or ask
 MAX_ROUTES = 2000  # characters of the routes that an error lists
 REJECTIONS = ("context_length_exceeded", "tokenizer_busy")  # codes of errors that count as refused admissions
 

@@ -16,6 +16,7 @@ from slotwise.server.admin_protocol import AbortRequest, DetokenizeRequest, Toke
 from slotwise.server.embeddings_protocol import EmbeddingRequest
 from slotwise.server.errors import TRY_LATER, ErrorBody
 from slotwise.server.events import SWITCHES
+from slotwise.server.lora import LOAD, UNLOAD, LoadAdapterRequest, UnloadAdapterRequest
 from slotwise.server.messages_output import MESSAGES, MessagesErrorBody
 from slotwise.server.messages_protocol import CountTokensRequest, MessagesRequest
 from slotwise.server.protocol import (
@@ -34,7 +35,8 @@ BODIES: dict[str, type] = {
     "/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest,
     "/v1/responses": ResponsesRequest, "/v1/messages": MessagesRequest, "/v1/messages/count_tokens": CountTokensRequest,
     "/v1/embeddings": EmbeddingRequest, "/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest,
-    "/abort_requests": AbortRequest, "/what_if": WhatIfRequest}
+    "/abort_requests": AbortRequest, "/what_if": WhatIfRequest,
+    LOAD: LoadAdapterRequest, UNLOAD: UnloadAdapterRequest}
 STREAMING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 OTHER_TEXT = {"/": "text/html", "/docs": "text/html", "/metrics": "text/plain", "/timeline": "text/html",
               "/events": "application/x-ndjson"}

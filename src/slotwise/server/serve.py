@@ -141,7 +141,8 @@ def _about_admin(settings: ServerSettings) -> list[str]:
     if settings.admin_api_key:
         return []
     clients = "no client" if settings.all_keys else "clients on this machine only"
-    return [f"{' and '.join(ADMIN)} answer {clients}: --admin-api-key opens them to one key"]
+    *first, last = ADMIN
+    return [f"{', '.join(first)} and {last} answer {clients}: --admin-api-key opens them to one key"]
 
 
 def _tls(settings: ServerSettings) -> Tls | None:

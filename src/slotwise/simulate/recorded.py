@@ -111,7 +111,7 @@ class _Reader:
     def _arrival(self, entry: event_log.Request) -> Add:
         prompt: Sequence[int] = entry.prompt or [OWN + entry.number] * entry.num_prompt
         return Add(entry.id, list(prompt), entry.params, entry.seed, entry.output_tokens, entry.salt,
-                   entry.queue_timeout, slo=entry.slo, pooling=entry.pooling)
+                   entry.queue_timeout, slo=entry.slo, pooling=entry.pooling, adapter=entry.adapter)
 
     def _step(self, step: event_log.Step) -> None:
         found = self.recording

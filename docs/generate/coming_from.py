@@ -85,8 +85,8 @@ VLLM_OPTIONS = (  # options of `vllm serve`; those that Slotwise has by the same
 VLLM_ROUTES = (
     "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model}", "/tokenize", "/detokenize",
     "/health", "/ping", "/version", "/metrics", "/load", "/v1/embeddings", "/v1/responses", "/v1/messages", "/score",
-    "/rerank", "/pooling", "/classify", "/v1/audio/transcriptions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/sleep", "/wake_up",
-    "/invocations")
+    "/rerank", "/pooling", "/classify", "/v1/audio/transcriptions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/sleep",
+    "/wake_up", "/invocations")
 
 LLAMA_CPP = (
     Elsewhere("`-m model.gguf`", "The first argument, `MODEL`: the file"),
@@ -131,7 +131,8 @@ OLLAMA = (
     Elsewhere("Modelfile: `TEMPLATE`", "`--chat-template`", "Jinja, not Go's templates."),
     Elsewhere("Modelfile: `FROM`", "The first argument, `MODEL`: a folder, a GGUF file or a hub id", "Also a GGUF file "
               "of Ollama's own store, whose name is a digest."),
-    Elsewhere("Modelfile: `ADAPTER`", "`--enable-lora` and `--lora-modules`", "In the format of PEFT; requests name it."),
+    Elsewhere("Modelfile: `ADAPTER`", "`--enable-lora` and `--lora-modules`", "In the format of PEFT; requests name "
+              "it."),
     Elsewhere("`OLLAMA_HOST`", "`--host` and `--port`", "Port 8000 by default, not 11434."),
     Elsewhere("`OLLAMA_ORIGINS`", "`--allowed-origins`"),
     Elsewhere("`OLLAMA_MODELS`", "The environment variable `HF_HOME`", "The hub's own cache of models."),

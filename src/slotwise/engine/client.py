@@ -159,7 +159,7 @@ class EngineClient:
             for generation in list(self._live.values()):
                 generation.finish("abort")
 
-    # -- scheduling ----------------------------------------------------------------------------------------------
+    # -- scheduling and adapters ---------------------------------------------------------------------------------
 
     @property
     def scheduling(self) -> Scheduling:
@@ -179,8 +179,6 @@ class EngineClient:
         self._scheduling = scheduling
         self._send(Configure(scheduling))
         return scheduling
-
-    # -- adapters ------------------------------------------------------------------------------------------------
 
     async def load_adapter(self, number: int, path: str) -> str:
         """Loads an adapter beside the steps, under a new number.  Returns a digest of its files.

@@ -61,6 +61,12 @@ async def metrics(api: Api, exchange: HttpExchange) -> None:
     await exchange.respond(api.metrics.exposition(), content_type=PROMETHEUS)
 
 
+async def experts(api: Api, exchange: HttpExchange) -> None:
+    """Tokens of each expert of each layer, since the engine started and lately; no layers without experts."""
+    api.batched_observer.flush()
+    await exchange.respond_json({"layers": api.metrics.experts.table()})
+
+
 def model_card(api: Api, name: str) -> dict[str, object]:
     """What the list of models tells of one; `root` of an adapter is its folder.  Raises ApiError: there is none."""
     info, adapter = api.engine_client.info, api.models.adapter(name)

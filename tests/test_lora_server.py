@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -27,7 +28,7 @@ TOKENS = 12
 ROOT = {"Authorization": "Bearer root"}
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 HELLO = [{"role": "user", "content": "import os"}]
-SIZES = ("--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "8", "--kv-cache-memory", "16777216")
+SIZES = ("--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "8", "--kv-cache-memory", "50331648")
 
 
 class World:
@@ -177,6 +178,39 @@ def test_adapters_come_and_go_while_streams_run(world: World, server: Live) -> N
         assert tokens(server, "a", prompt) == world.expected["a"][2]
         assert streams[0].result() == longer
         assert streams[1].result()[:TOKENS] == world.expected["base"][2]
+
+
+def labels(server: Live) -> dict[str, str]:
+    (line,) = [line for line in server.client.get("/metrics").text.splitlines()
+               if line.startswith("slotwise:lora_requests_info{")]
+    return dict(re.findall(r'(\w+)="([^"]*)"', line))
+
+
+def test_what_tells_of_adapters(world: World, server: Live, log: Path) -> None:
+    """With two adapters in the steps a third one's request waits, and metrics, its explanation and the log say so."""
+    load(server, "c", world.paths["b"])
+    begun = [threading.Event(), threading.Event()]
+    seen: list[dict[str, str]] = []
+    with ThreadPoolExecutor(3) as pool:
+        streams = [pool.submit(stream, server, name, world.prompts[0], event, 1900)
+                   for name, event in zip(("a", "b"), begun, strict=True)]
+        for event in begun:
+            assert event.wait(60)
+        body = {"model": "c", "prompt": world.prompts[1], "max_tokens": 2, "request_id": "third"}
+        third = pool.submit(server.client.post, "/v1/completions", json=body)
+        while not third.done():
+            seen.append(labels(server))
+        assert third.result().status_code == 200
+        for one in streams:
+            one.result()
+    told = {"model_name": "base", "max_lora": "2", "running_lora_adapters": "a,b", "waiting_lora_adapters": "c"}
+    assert told in seen
+    explanation = server.client.get("/explain/third").json()["requests"][0]
+    assert explanation["adapter"] == "c"
+    assert any(part["reason"] == "no_adapter_slot" for part in explanation["parts"])
+    assert re.search("id third; .*; adapter c", log.read_text())
+    assert labels(server)["running_lora_adapters"] == labels(server)["waiting_lora_adapters"] == ""
+    unload(server, "c")
 
 
 def refusal(answer: httpx.Response, status: int) -> str:

@@ -100,6 +100,17 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints.make("llama2", tmp_path_factory.mktemp("plain") / "base", tokenizer=True)
 
 
+def test_vectors_are_those_of_merged_weights(plain, tmp_path):
+    path = lora.write(tmp_path / "a", plain, seed=1)
+    prompts = [{"prompt_token_ids": prompt} for prompt in checkpoints.prompts([9, 30])]
+    whole = make_llm(lora.merged(tmp_path / "merged", plain, path), enable_lora=False)
+    requests = [None, LoRARequest("a", 1, str(path))]
+    found = make_llm(plain).embed(prompts, use_tqdm=False, lora_request=requests)
+    for each, llm in zip(range(2), (make_llm(plain, enable_lora=False), whole), strict=True):
+        expected = llm.embed(prompts, use_tqdm=False)[each].outputs.embedding
+        assert found[each].outputs.embedding == pytest.approx(expected, abs=1e-5)
+
+
 def test_adapters_in_use_stay_and_idle_ones_make_room(plain, tmp_path):
     paths = [lora.write(tmp_path / str(number), plain, seed=number) for number in range(3)]
     requests = [LoRARequest(str(number), number + 1, str(path)) for number, path in enumerate(paths)]

@@ -67,7 +67,7 @@ class Frontend:
             output, wanted, engine_params, seed, self.tokenizer, info.eos_token_ids, salt, priority, adapter)
 
     def embedding_job(self, info: EngineInfo, prompt: Parsed, params: PoolingParams | None, request_id: str,
-                      most: int | None) -> EmbeddingJob:
+                      most: int | None, adapter: Held = BASE) -> EmbeddingJob:
         """A prompt whose vector is wanted.
 
         Args:
@@ -89,7 +89,7 @@ class Frontend:
         self._check_prompt(info, ids, 0)
         output = EmbeddingRequestOutput(
             request_id, EmbeddingOutput(), ids, finished=False, metrics=RequestMetrics(time.monotonic()))
-        return EmbeddingJob(output, pooling, self._salt(prompt))
+        return EmbeddingJob(output, pooling, self._salt(prompt), adapter)
 
     def _salt(self, prompt: Parsed) -> str:
         return f"{self._resets}:{prompt.salt}" if self._resets or prompt.salt else ""

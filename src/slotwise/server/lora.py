@@ -28,12 +28,12 @@ class LoadAdapterRequest(msgspec.Struct, kw_only=True):
     lora_path: str  # a folder of the server's machine, in the format of PEFT
     load_inplace: bool | None = None  # it replaces the adapter of this name; requests that have that one keep it
     base_model_name: str | None = None  # what /v1/models tells as its parent; by default the served model
-    is_3d_lora_weight: Any = None
+    is_3d_lora_weight: Any = None  # refused: factors of experts are not supported
 
 
 class UnloadAdapterRequest(msgspec.Struct, kw_only=True):
     lora_name: str  # of a loaded adapter
-    lora_int_id: Any = None
+    lora_int_id: Any = None  # refused: the name says which
 
 
 async def load_adapter(api: Api, exchange: HttpExchange) -> None:

@@ -14,10 +14,11 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from typing import Any, TypeVar
 
 from slotwise.engine.client import EngineClient
 from slotwise.engine.messages import EngineInfo
@@ -31,6 +32,7 @@ MAX_NAME = 200  # characters of a name, and of those that an error repeats
 CONFIG = "adapter_config.json"
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +60,7 @@ class ServedModels(Observer):
         self._adapters: dict[str, ServedAdapter] = {}
         self._loading: set[str] = set()  # names
         self._numbers = itertools.count(1)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
     def adapters(self) -> tuple[ServedAdapter, ...]:
@@ -107,16 +109,13 @@ class ServedModels(Observer):
         """
         self._check_name(module.name, in_place=in_place)
         self._loading.add(module.name)
-        task = asyncio.create_task(self._load(module))  # goes on when its client leaves
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        loading = self._spawn(self._load(module))  # goes on when its client leaves
         try:
-            await asyncio.shield(task)
+            return await asyncio.shield(loading)
         except AdapterError as error:
             raise bad_request(f"lora_path: {error}", "lora_path", "adapter_not_loaded") from error
         except Refused as refused:
             raise from_refusal(refused) from refused
-        return self._adapters[module.name]
 
     def unload(self, name: str) -> ServedAdapter:
         """Takes the name from an adapter; requests that have it go on, and then its memory is free.
@@ -133,9 +132,7 @@ class ServedModels(Observer):
     def started(self, info: EngineInfo) -> None:
         """The next engine is ready, and has no adapters yet."""
         if self._adapters:
-            task = asyncio.create_task(self._load_again())
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._spawn(self._load_again())
 
     # -- one by one ----------------------------------------------------------------------------------------------
 
@@ -156,18 +153,25 @@ class ServedModels(Observer):
             raise bad_request(f"lora_name: {most} adapters are loaded, and --max-cpu-loras allows no more: unload one, "
                               "or start with more", "lora_name", "too_many_adapters")
 
-    async def _load(self, module: LoraModule) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)  # which keeps it alive
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _load(self, module: LoraModule) -> ServedAdapter:
         number, began = next(self._numbers), time.monotonic()
         try:
             digest = await self._client.load_adapter(number, module.path)
             before = self._adapters.pop(module.name, None)
-            self._adapters[module.name] = ServedAdapter(module, number, digest)
+            adapter = self._adapters[module.name] = ServedAdapter(module, number, digest)
             if before is not None:
                 self._retire(before)
         finally:
             self._loading.discard(module.name)
         logger.info("the adapter %s is loaded from %s after %.2f s", printable(module.name), printable(module.path),
                     time.monotonic() - began)
+        return adapter
 
     async def _load_again(self) -> None:
         for adapter in self.adapters:

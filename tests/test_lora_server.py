@@ -143,6 +143,14 @@ def test_the_list_of_models_has_adapters_with_their_parents(world: World, server
         assert unknown.status_code == 404 and "'base' or 'a' or 'b'" in unknown.json()["error"]["message"]
 
 
+def test_a_server_without_adapters_says_so(tmp_path: Path) -> None:
+    with serving("--max-num-seqs", "2", "--max-model-len", "128", log=tmp_path / "log") as plain:
+        answer = plain.client.post(LOAD, json={"lora_name": "a", "lora_path": str(tmp_path)})
+        assert "--enable-lora" in refusal(answer, 400)
+        assert "there is no adapter" in refusal(plain.client.post(UNLOAD, json={"lora_name": "a"}), 404)
+        assert "lora_requests_info" not in plain.client.get("/metrics").text
+
+
 def stream(server: Live, model: str, prompt: list[int], begun: threading.Event, count: int) -> list[int]:
     body = {"model": model, "prompt": prompt, "max_tokens": count, "temperature": 0, "stream": True,
             "ignore_eos": True, "return_token_ids": True}

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-from http import HTTPStatus
 from typing import Any
 
 import msgspec
 
 from slotwise.server.admin import model_card
 from slotwise.server.context import Api
-from slotwise.server.errors import ApiError
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.protocol import decode
-from slotwise.server.served_models import missing
 from slotwise.server.settings import LoraModule
 from slotwise.server.unknown_fields import warn_of_unknown_fields
 from slotwise.server.unsupported import refuse
@@ -42,10 +38,7 @@ async def load_adapter(api: Api, exchange: HttpExchange) -> None:
         request = decode(LoadAdapterRequest, body)
         warn_of_unknown_fields(exchange, LoadAdapterRequest, body)
     refuse(request)
-    path = os.path.abspath(request.lora_path)
-    if why := await asyncio.to_thread(missing, path):
-        raise ApiError(HTTPStatus.NOT_FOUND, f"lora_path: {why}", "lora_path", "adapter_not_found")
-    module = LoraModule(request.lora_name, path, request.base_model_name or "")
+    module = LoraModule(request.lora_name, os.path.abspath(request.lora_path), request.base_model_name or "")
     adapter = await api.models.load(module, in_place=bool(request.load_inplace))
     await exchange.respond_json(model_card(api, adapter.name))
 

@@ -162,6 +162,8 @@ class ServedModels(Observer):
     async def _load(self, module: LoraModule) -> ServedAdapter:
         number, began = next(self._numbers), time.monotonic()
         try:
+            if why := await asyncio.to_thread(missing, module.path):
+                raise ApiError(HTTPStatus.NOT_FOUND, f"lora_path: {why}", "lora_path", "adapter_not_found")
             digest = await self._client.load_adapter(number, module.path)
             before = self._adapters.pop(module.name, None)
             adapter = self._adapters[module.name] = ServedAdapter(module, number, digest)

@@ -154,14 +154,13 @@ def test_a_server_without_adapters_says_so(tmp_path: Path) -> None:
 def stream(server: Live, model: str, prompt: list[int], begun: threading.Event, count: int) -> list[int]:
     body = {"model": model, "prompt": prompt, "max_tokens": count, "temperature": 0, "stream": True,
             "ignore_eos": True, "return_token_ids": True}
-    found: list[int] = []
-    with httpx.Client(timeout=120) as client, client.stream("POST", server.url + "/v1/completions", json=body) as lines:
-        for line in lines.iter_lines():
-            if line.startswith("data: {"):
-                for choice in json.loads(line[6:])["choices"]:
-                    found += choice.get("token_ids") or []
-                begun.set()
-    return found
+    sent = b""
+    with httpx.Client(timeout=120) as client, client.stream("POST", server.url + "/v1/completions", json=body) as answer:
+        for part in answer.iter_bytes():
+            sent += part
+            begun.set()
+    events = [json.loads(line[6:]) for line in sent.split(b"\n") if line.startswith(b"data: {")]
+    return [token for event in events for choice in event["choices"] for token in choice.get("token_ids") or ()]
 
 
 def test_adapters_come_and_go_while_streams_run(world: World, server: Live) -> None:

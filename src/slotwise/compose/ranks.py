@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from slotwise import child, spawn
-from slotwise.compose.rank_messages import Allocate, Failed, Join, Known, Run, decode_report, encode
+from slotwise.compose.rank_messages import Allocate, Failed, Join, Known, Measure, Run, decode_report, encode
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.step import StepPlan, StepResult
 from slotwise.engine.config import EngineConfig
@@ -83,6 +83,7 @@ class Ranks:
         self._on_lost = on_lost
         self._losing = threading.Lock()
         self._looked = 0.0  # monotonic seconds
+        self._measures = kernels.name != "cpu"
         descriptor = shared_file(size_of(size, max(CHUNK, LOGIT * -(-vocab_size // size))))
         self._memory = SharedMemory(descriptor, size)
         store = None if kernels.name == "cpu" else store_of(0, size)
@@ -115,6 +116,11 @@ class Ranks:
             if isinstance(report, Failed):
                 raise RankLostError(f"rank {rank.number}: {report.message}")
         threading.Thread(target=_watch, args=(weakref.ref(self),), name="ranks", daemon=True).start()
+
+    def measure(self, config: EngineConfig) -> None:
+        """Has all ranks run the largest steps, where a device measures what they take, as this rank does next."""
+        if self._measures:
+            self._send(encode(Measure(config)))
 
     def allocate(self, limits: SchedulerLimits) -> None:
         """Has all ranks make their caches."""

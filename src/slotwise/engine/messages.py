@@ -118,11 +118,12 @@ class MemoryUse(Struct, frozen=True):
     cache: int = 0
     host: int = 0  # host memory for blocks that the cache evicts
     runtime: int = 0  # the rest of the process: interpreter, libraries and their buffers, compiled kernels
+    graphs: int = 0  # captured steps on a GPU, all that may be captured; elsewhere they are part of `runtime`
 
     @property
     def total(self) -> int:
         """The sum; on the CPU the most that the process takes."""
-        return self.weights + self.workspace + self.cache + self.host + self.runtime
+        return self.weights + self.workspace + self.cache + self.host + self.runtime + self.graphs
 
 
 class EngineInfo(Struct, tag="ready"):

@@ -155,7 +155,8 @@ def stream(server: Live, model: str, prompt: list[int], begun: threading.Event, 
     body = {"model": model, "prompt": prompt, "max_tokens": count, "temperature": 0, "stream": True,
             "ignore_eos": True, "return_token_ids": True}
     sent = b""
-    with httpx.Client(timeout=120) as client, client.stream("POST", server.url + "/v1/completions", json=body) as answer:
+    with httpx.Client(timeout=120) as client, client.stream(
+            "POST", server.url + "/v1/completions", json=body) as answer:
         for part in answer.iter_bytes():
             sent += part
             begun.set()

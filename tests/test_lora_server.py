@@ -47,7 +47,7 @@ class World:
     def arguments(self) -> list[str]:
         module = json.dumps({"name": "b", "path": str(self.paths["b"]), "base_model_name": "parent"})
         return [str(self.base), *SIZES, "--served-model-name", "base", "--enable-lora", "--max-loras", "2",
-                "--max-cpu-loras", "3", "--lora-modules", f"a={self.paths['a']}", module, "--admin-api-key", "root",
+                "--max-cpu-loras", "4", "--lora-modules", f"a={self.paths['a']}", module, "--admin-api-key", "root",
                 "--enable-log-requests"]
 
 
@@ -240,9 +240,11 @@ def test_what_cannot_be_loaded(world: World, server: Live, tmp_path: Path) -> No
     for missing in ("org/name", str(tmp_path / "none"), "/etc/passwd", "\0", str(tmp_path)):
         assert "lora_path" in refusal(admin(server, LOAD, lora_name="c", lora_path=missing), 404)
     assert "there is no adapter 'c'" in refusal(admin(server, UNLOAD, lora_name="c"), 404)
-    load(server, "c", world.paths["b"])
-    assert "--max-cpu-loras" in refusal(admin(server, LOAD, lora_name="d", lora_path=path), 400)
-    unload(server, "c")
+    for name in ("c", "d"):
+        load(server, name, world.paths["b"])
+    assert "--max-cpu-loras" in refusal(admin(server, LOAD, lora_name="e", lora_path=path), 400)
+    for name in ("c", "d"):
+        unload(server, name)
     assert tokens(server, "a", world.prompts[0]) == before
 
 

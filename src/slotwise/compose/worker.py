@@ -25,7 +25,16 @@ from slotwise.engine.config import EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.heartbeat import HeartbeatSender
 from slotwise.engine.ipc import BlockingChannel, ChannelClosed, decode_command, encode
-from slotwise.engine.messages import Add, EngineFailed, LoadAdapter, Loading, QueuePositionQuery, UnloadAdapter
+from slotwise.engine.messages import (
+    Add,
+    EngineFailed,
+    GiveBack,
+    GivenBack,
+    LoadAdapter,
+    Loading,
+    QueuePositionQuery,
+    UnloadAdapter,
+)
 from slotwise.engine.outputs import messages_of
 from slotwise.errors import OneLineError, one_line
 from slotwise.kernels.cpu.jit.workers import call_early
@@ -124,6 +133,8 @@ def _take_in(engine: Engine, waiting: deque[bytes], channel: BlockingChannel, lo
         num_arrived += isinstance(command, Add)
         if isinstance(command, QueuePositionQuery):
             channel.send(encode(engine.queue_positions(command)))
+        elif isinstance(command, GiveBack):
+            channel.send(encode(GivenBack(engine.give_back())))
         elif isinstance(command, LoadAdapter):
             loading.load(command)
         elif isinstance(command, UnloadAdapter):

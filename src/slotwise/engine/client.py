@@ -17,8 +17,9 @@ from typing import Any
 from slotwise.engine.adapters import AdapterLoads
 from slotwise.engine.delivery import deliver
 from slotwise.engine.generation import Generation
+from slotwise.engine.give_back import GiveBackAnswer
 from slotwise.engine.heartbeat import HeartbeatMonitor
-from slotwise.engine.ipc import EngineConnection, Sent
+from slotwise.engine.ipc import EngineConnection
 from slotwise.engine.messages import (
     AdapterLoaded,
     Add,
@@ -26,7 +27,10 @@ from slotwise.engine.messages import (
     Configure,
     EngineInfo,
     Finish,
+    GiveBack,
+    GivenBack,
     Loading,
+    Query,
     QueuePositionAnswer,
     Report,
     RequestPosition,
@@ -42,6 +46,7 @@ from slotwise.engine.refusals import (
     DRAINING,
     DUPLICATE_ID,
     ENGINE_DEAD,
+    PAUSED,
     QUEUE_FULL,
     CheckpointChanged,
     EngineError,
@@ -67,6 +72,7 @@ class EngineClient:
         self.observers: list[Observer] = []
         self.failure = ""  # why the engine was lost, unless it was stopped on purpose
         self.draining = False
+        self.pause = ""  # why no request is taken for a while
         self.hopeless = asyncio.Event()  # no further engine will be started
         self._on_loading = on_loading
         self.max_live = max_live
@@ -80,6 +86,7 @@ class EngineClient:
         self._idle.set()
         self._lost = asyncio.Event()
         self._queries = QueuePositionQueries()
+        self._given_back = GiveBackAnswer()
         self._adapters = AdapterLoads()
         self._unsent = UnsentCommands()
 
@@ -151,8 +158,28 @@ class EngineClient:
         return len(self._live)
 
     async def drain(self, timeout: float) -> None:
-        """Refuses new requests, waits up to `timeout` seconds for the unfinished ones, then aborts them."""
+        """Refuses new requests for good, waits up to `timeout` seconds for the unfinished ones, then aborts them."""
         self.draining = True
+        await self._end_all(timeout)
+
+    async def pause_for(self, why: str, timeout: float) -> None:
+        """Refuses new requests with the message `why` until `pause` is ""; else like `drain`."""
+        self.pause = why
+        await self._end_all(timeout)
+
+    async def give_back(self) -> None:
+        """Has the engine give the memory of its cache back; only while no request is unfinished.
+
+        Raises:
+            EngineError: it could not, or is lost.
+        """
+        if self._connection is None or not self.healthy:
+            raise EngineError(self.trouble)
+        self._connection.send(GiveBack())
+        if objection := await self._given_back.wait():
+            raise EngineError(objection)
+
+    async def _end_all(self, timeout: float) -> None:
         try:
             await asyncio.wait_for(self._idle.wait(), timeout)
         except TimeoutError:
@@ -221,17 +248,24 @@ class EngineClient:
         """
         return await self._queries.ask(request_ids, self._ask)
 
-    def _ask(self, query: Sent) -> None:
+    def _ask(self, query: Query) -> None:
         if self._connection is None or not self.healthy:
             raise Refused(ENGINE_DEAD, self.trouble)
         self._connection.send(query)
 
+    @property
+    def refusal(self) -> Refused | None:
+        """Why no request is taken now; None while requests are."""
+        if self.draining:
+            return Refused(DRAINING, "the server is shutting down and takes no new requests")
+        if self.pause:
+            return Refused(PAUSED, self.pause)
+        return None if self.healthy else Refused(ENGINE_DEAD, self.trouble)
+
     def check_open(self) -> None:
         """Raises Refused while no request is taken; called before a request is read."""
-        if not self.healthy:
-            self._refuse(ENGINE_DEAD, self.trouble)
-        if self.draining:
-            self._refuse(DRAINING, "the server is shutting down and takes no new requests")
+        if (refusal := self.refusal) is not None:
+            self._refuse(refusal.kind, refusal.message)
 
     def _admit(self, request: Add) -> None:
         self.check_open()
@@ -281,6 +315,8 @@ class EngineClient:
             deliver(self._live, report)
         elif isinstance(report, QueuePositionAnswer):
             self._queries.answered(report)
+        elif isinstance(report, GivenBack):
+            self._given_back.answered(report)
         elif isinstance(report, AdapterLoaded):
             self._adapters.answered(report)
         elif isinstance(report, Loading):
@@ -334,7 +370,7 @@ class EngineClient:
         self._unsent.clear()
         if self._starting is not None and not self._starting.done():
             self._starting.set_exception(EngineError(message))
-        for waiting in (self._queries, self._adapters):
+        for waiting in (self._queries, self._given_back, self._adapters):
             waiting.give_up(Refused(ENGINE_DEAD, self.trouble))
         lost = dict.fromkeys(self._live, "error") | self._leaving
         for generation in self._live.values():

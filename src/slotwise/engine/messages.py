@@ -94,12 +94,26 @@ class QueuePositionQuery(Struct, tag="locate"):
     request_ids: tuple[str, ...]
 
 
+class GiveBack(Struct, tag="give_back"):
+    """Asks for the memory of the cache, whose contents nothing will find.  No command: no plan depends on it."""
+
+
+class GivenBack(Struct, tag="given_back"):
+    """Answers a `GiveBack` once no request runs."""
+
+    objection: str = ""  # why the memory was kept
+
+
 class AdapterLoaded(Struct, tag="adapter"):
     """Answers a `LoadAdapter`; may arrive between the parts of a step."""
 
     number: int
     objection: str = ""  # why it cannot be loaded, in one line; "": it is
     digest: str = ""  # of its files
+
+
+Query = QueuePositionQuery | GiveBack | LoadAdapter | UnloadAdapter
+"""What an engine is sent beside commands: no plan depends on it."""
 
 
 class Loading(Struct, tag="loading"):
@@ -149,6 +163,7 @@ class EngineInfo(Struct, tag="ready"):
     checkpoint: str = ""  # digest of the model's files when they were read
     hidden_size: int = 0  # numbers of a hidden state, and so of a vector
     tensor_parallel_size: int = 1  # processes that share every layer
+    gives_back: bool = False  # the memory of its cache can be given back while no request runs
     expert_layers: tuple[int, ...] = ()  # numbers of the layers with experts
     max_adapters: int = 0  # in memory; 0: requests have none
 
@@ -274,4 +289,5 @@ class EngineFailed(Struct, tag="failed"):
 
 
 Report = (
-    Loading | EngineInfo | Heartbeat | StepOutputs | StepRecord | QueuePositionAnswer | AdapterLoaded | EngineFailed)
+    Loading | EngineInfo | Heartbeat | StepOutputs | StepRecord | QueuePositionAnswer | GivenBack | AdapterLoaded
+    | EngineFailed)

@@ -28,6 +28,7 @@ class AdapterError(ValueError):
 
 
 DRAINING = "draining"
+PAUSED = "paused"
 ENGINE_DEAD = "engine_dead"
 QUEUE_FULL = "queue_full"
 TOO_MANY_QUERIES = "too_many_questions"

@@ -57,6 +57,8 @@ async def respond(api: Api, exchange: HttpExchange, shape: Shape, prepare: Check
         raise from_params(error) from error
     tier = slo.tier or (UNTIERED if request.service_tier is not None else "")
     salt = _salt(exchange.tenant, request.cache_salt)
+    if api.sleep is not None:
+        salt = api.sleep.salt(salt)
     prediction = await _prediction(api, exchange, request)
     with api.models.held(request.model) as adapter:
         name = api.settings.served_model_name if adapter is None else adapter.name

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -60,9 +62,10 @@ def test_chunk_rows(layer):
 
 
 @settings(max_examples=5 * EXAMPLES, deadline=None)
-@given(layers(st.one_of(decodes, chunks), 3))
-def test_mixed_steps(layer):
-    assert apart(layer) < CLOSE[layer.kind]
+@given(layers(st.one_of(decodes, chunks), 3), st.sampled_from([0, attention.SPLIT_TOKENS]))
+def test_mixed_steps(layer, split_tokens):
+    with patch.object(attention, "SPLIT_TOKENS", split_tokens):
+        assert apart(layer) < CLOSE[layer.kind]
 
 
 @pytest.mark.parametrize("group", range(1, 9))
@@ -101,11 +104,23 @@ def test_sinks_and_soft_caps(soft_cap, has_sinks, window):
 
 
 @pytest.mark.parametrize("window", [0, 18])
-def test_rows_of_a_few_tokens_can_be_split_as_well(window, monkeypatch):
-    """What verifying drafts would ask for."""
-    monkeypatch.setattr(attention, "SHORT", 3)
-    rows = [(3, 70), (2, 2), (1, 40), (4, 50)]
-    assert apart(Layer(AttentionShape(6, 1, 64, 0.2, window), 16, torch.float32, rows)) < 2e-6
+@pytest.mark.parametrize("split_tokens", [0, attention.SPLIT_TOKENS])
+def test_rows_with_drafts_are_split_as_well(window, split_tokens, monkeypatch):
+    """Rows as long as a tile holds, and one that is longer; in a step of too many tokens none is but decode rows."""
+    monkeypatch.setattr(attention, "SPLIT_TOKENS", split_tokens)
+    rows = [(3, 70), (2, 2), (1, 40), (5, 50), (6, 50)]
+    assert apart(Layer(AttentionShape(6, 2, 64, 0.2, window), 16, torch.float32, rows)) < 2e-6
+
+
+@FLOATS
+@pytest.mark.parametrize("group", [1, 3, 4, 8, 40])
+def test_as_many_queries_of_a_row_are_split_as_registers_hold(kind, group):
+    """A row of one token always is."""
+    shape, most = AttentionShape(2 * group, 2, 64, 0.1), 16 if kind == torch.float32 else 32
+    query = torch.empty(attention.SPLIT_TOKENS + 1, 2 * group, 64, dtype=kind)
+    assert attention.short_row(1, query[1:], shape) == attention.short_row(5, query, shape) == 1
+    short = attention.short_row(5, query[1:], shape)
+    assert short * group <= max(most, group) < (short + 1) * group
 
 
 @FLOATS

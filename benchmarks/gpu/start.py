@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from benchmarks.gpu import absent
 from benchmarks.gpu.figures import tell
@@ -26,19 +27,21 @@ BLOCK_SIZE = 64  # tokens
 
 
 class Counted:
-    """Kernels that count captures."""
+    """Kernels that note the graphs that are alive, and the bytes of the device that each took."""
 
     def __init__(self, kernels: Kernels) -> None:
-        self.recordings = 0
+        self.graphs: WeakKeyDictionary[Graph, int] = WeakKeyDictionary()
         self._kernels = kernels
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kernels, name)
 
     def record(self, work: Callable[[], Tensor]) -> Graph | None:
-        recording = self._kernels.record(work)
-        self.recordings += recording is not None
-        return recording
+        before = bytes_beside_torch(self._kernels.device)
+        graph = self._kernels.record(work)
+        if graph is not None:
+            self.graphs[graph] = bytes_beside_torch(self._kernels.device) - before
+        return graph
 
 
 def main(started: float) -> None:
@@ -57,21 +60,16 @@ def _main(setup: Setup, started: float) -> None:
 
     model, rows = load(setup, wrap), max(setup.rows)
     figures = {"weights_seconds": time.monotonic() - started}
-    began = time.monotonic()
-    of_one = measured_graph(model.ready(), BLOCK_SIZE, rows, setup.longest)
-    started += time.monotonic() - began  # of the check, not of a start
-    before_engine = counted[0].recordings
     engine, _ = model.engine(setup.engine_config())
     figures["ready_seconds"] = time.monotonic() - started
-    device, earlier = counted[0].device, counted[0].recordings - before_engine
-    before = bytes_beside_torch(device)
     figures["first_token_seconds"] = _shrink(engine, setup, rows) - started
-    sizes = {counted[0].graph_size(size, 1)[0] for size in range(1, rows + 1)} - {0}
-    number = counted[0].recordings - before_engine
-    tell(start=figures | {
-        "recorded_seconds": time.monotonic() - started, "recordings": number, "sizes": len(sizes)})
-    tell(graphs={"captured": number - earlier, "predicted_bytes": (number - earlier) * of_one,
-                 "measured_bytes": bytes_beside_torch(device) - before})
+    figures["recorded_seconds"] = time.monotonic() - started
+    kernels, number = counted[0], len(counted[0].graphs)
+    sizes = {kernels.graph_size(size, 1)[0] for size in range(1, rows + 1)} - {0}
+    tell(start=figures | {"recordings": number, "sizes": len(sizes)})
+    measured = sum(kernels.graphs.values())
+    predicted = number * measured_graph(model.ready(), BLOCK_SIZE, rows, setup.longest)
+    tell(graphs={"captured": number, "predicted_bytes": predicted, "measured_bytes": measured})
 
 
 def _shrink(engine: Engine, setup: Setup, rows: int) -> float:

@@ -18,8 +18,12 @@ HIDDEN, INNER = 96, 64
 CLOSE = {torch.float32: 3e-6, torch.bfloat16: 2e-2}
 
 
-def mixture(kernels: Kernels, kind: torch.dtype, routing: Routing, activation="silu", *, with_bias=False) -> Mixture:
-    return kernels.experts(weights(kind, routing.num_experts, HIDDEN, INNER, with_bias=with_bias), routing, activation)
+def mixture(
+    kernels: Kernels, kind: torch.dtype, routing: Routing, activation="silu", *, with_bias=False, ends=None,
+) -> Mixture:
+    ends = torch.zeros(routing.num_experts, dtype=torch.int64) if ends is None else ends
+    packed = weights(kind, routing.num_experts, HIDDEN, INNER, with_bias=with_bias)
+    return kernels.experts(packed, routing, activation, ends)
 
 
 @pytest.mark.parametrize("is_normalised", [True, False])
@@ -92,7 +96,8 @@ def test_equal_logits_choose_the_first_experts_and_weights_of_others_are_not_rea
     chosen, shares = route(torch.zeros(5, 6), routing)
     assert chosen.tolist() == [[0, 1]] * 5 and (shares == 0.5).all()
     for kernels in (CpuKernels(2), REFERENCE):
-        assert kernels.experts(experts, routing, "silu")(x, torch.zeros(5, 6)).isfinite().all()
+        ends = torch.zeros(6, dtype=torch.int64)
+        assert kernels.experts(experts, routing, "silu", ends)(x, torch.zeros(5, 6)).isfinite().all()
 
 
 @pytest.mark.parametrize("logits", [[-1.0, 2.0, -3.0, 0.5], [-5.0, -4.0, -6.0, -4.5], [float("-inf"), 1.0, 0.0, 2.0]])
@@ -133,6 +138,28 @@ def test_a_recorded_mixture_follows_the_tokens(kind, quantization, threads):
             assert torch.equal(graph.run(), expected)
 
 
+def test_tokens_of_each_expert_are_counted_over_all_steps():
+    """Also by runs of a recorded step, whose recording counts as one."""
+    routing, x = Routing(16, 3, True), numbers(torch.float32, 40, HIDDEN)
+    graph_logits, ends = numbers(torch.float32, 7, 16, seed=9), torch.zeros(16, dtype=torch.int64)
+    kernels = CpuKernels(2)
+    packed = mixture(kernels, torch.float32, routing, ends=ends)
+    graph = kernels.record(lambda: packed(x[:7], graph_logits))
+    seen = [graph_logits.clone()]
+    for seed, tokens in enumerate((1, 40, 5)):
+        graph_logits.copy_(numbers(torch.float32, 7, 16, seed=20 + seed))
+        graph.run()
+        logits = numbers(torch.float32, tokens, 16, seed=seed)
+        packed(x[:tokens], logits)
+        seen += [graph_logits.clone(), logits]
+    chosen = route(torch.cat(seen), routing)[0]
+    assert ends.diff(prepend=ends.new_zeros(1)).tolist() == chosen.flatten().bincount(minlength=16).tolist()
+    theirs = torch.zeros(16, dtype=torch.int64)
+    mixture(REFERENCE, torch.float32, routing, ends=theirs)(x.repeat(2, 1)[: len(chosen)], torch.cat(seen))
+    assert torch.equal(theirs, ends)
+
+
 def test_no_tokens():
-    packed = mixture(CpuKernels(2), torch.float32, Routing(4, 2, True))
-    assert packed(torch.empty(0, HIDDEN), torch.empty(0, 4)).shape == (0, HIDDEN)
+    ends = torch.zeros(4, dtype=torch.int64)
+    packed = mixture(CpuKernels(2), torch.float32, Routing(4, 2, True), ends=ends)
+    assert packed(torch.empty(0, HIDDEN), torch.empty(0, 4)).shape == (0, HIDDEN) and not ends.any()

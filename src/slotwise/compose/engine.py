@@ -41,6 +41,7 @@ from slotwise.observe.step_time import load_or_learn
 from slotwise.runner import memory
 from slotwise.runner.draft_cache import DraftPositions
 from slotwise.runner.draft_model import DraftModel
+from slotwise.runner.expert_load import ExpertLoad
 from slotwise.runner.input_batch import SlotTable
 from slotwise.runner.kv_offload import HostBlocks
 from slotwise.runner.model_runner import ModelRunner
@@ -163,7 +164,7 @@ class Loaded:
             threads=torch.get_num_threads(), product_path=self.product_path,
             batch_invariant=not kernels.batch_dependence(decoder.config.dtype), checkpoint=self._checkpoint,
             hidden_size=decoder.config.hidden_size, tensor_parallel_size=decoder.group.size,
-            speculation=self._speculation(config))
+            speculation=self._speculation(config), expert_layers=tuple(decoder.expert_ends))
         grammars = Grammars(self._vocabulary.result() if self._vocabulary is not None else None)
         drafts = info.speculation is not None and info.speculation.method != NONE
         groups = cache_groups(config, decoder, self._draft)
@@ -179,7 +180,7 @@ class Loaded:
         proposer = proposer_of(info.speculation, times)
         scheduler = Scheduler(limits, scheduling.discipline(), scheduling.policy(times), times, proposer)
         engine = Engine(scheduler, runner, time.monotonic_ns, eos_ids, depth=depth, scheduling=scheduling,
-                        grammars=grammars)
+                        grammars=grammars, experts=ExpertLoad(ends) if (ends := decoder.expert_ends) else None)
         info.learned = times.learned() if times.is_trained else None
         info.roofline = self.roofline(glance(decoder))
         return engine, info

@@ -127,6 +127,7 @@ class EngineInfo(Struct, tag="ready"):
     checkpoint: str = ""  # digest of the model's files when they were read
     hidden_size: int = 0  # numbers of a hidden state, and so of a vector
     tensor_parallel_size: int = 1  # processes that share every layer
+    expert_layers: tuple[int, ...] = ()  # numbers of the layers with experts
 
     @property
     def identity(self) -> tuple[object, ...]:
@@ -207,6 +208,7 @@ class StepRecord(Struct, tag="step", omit_defaults=True):
     pooled: tuple[bytes, ...] = ()  # of each row, as in `core.step.StepResult`
     proposing: Proposing | None = None  # what the draft model took, as in `core.step.StepResult`
     expired_blocks: tuple[FreedBlocks, ...] = ()  # applied before `new_blocks`
+    expert_tokens: tuple[tuple[int, ...], ...] = ()  # by layer and expert, since the last record that has them
 
 
 class StepOutputs(Struct, tag="outputs"):

@@ -239,11 +239,12 @@ class Kernels(Protocol):
         ...
 
     def experts(
-        self, weights: Iterable[ExpertWeights], routing: Routing, activation: Activation | ClampedSwiGLU,
+        self, weights: Iterable[ExpertWeights], routing: Routing, activation: Activation | ClampedSwiGLU, ends: Tensor,
     ) -> Mixture:
         """Pack a layer's experts, one after another.  Steps read the weights of experts that tokens choose, only.
 
-        Each takes as many bytes as two `linear`s.
+        Each takes as many bytes as two `linear`s.  A step puts its tokens in the order of their experts, and adds where
+        those of each expert end to `ends [experts]` int64, on the device: its differences count tokens by expert.
 
         Raises:
             ValueError: these kernels have no mixtures: `mixture_refusal`.

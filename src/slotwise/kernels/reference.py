@@ -171,7 +171,7 @@ class ReferenceKernels:
         return self.linear(weight, bias)
 
     def experts(
-        self, weights: Iterable[ExpertWeights], routing: Routing, activation: Activation | ClampedSwiGLU,
+        self, weights: Iterable[ExpertWeights], routing: Routing, activation: Activation | ClampedSwiGLU, ends: Tensor,
     ) -> Mixture:
         """Expert by expert, the tokens that chose it."""
         packed = [(self.linear(each.gate_up, each.gate_up_bias), self.linear(each.down, each.down_bias))
@@ -180,6 +180,7 @@ class ReferenceKernels:
 
         def mixture(x: Tensor, logits: Tensor) -> Tensor:
             chosen, shares = route(logits, routing)
+            ends.add_(chosen.flatten().bincount(minlength=routing.num_experts).cumsum(0))
             out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
             for expert in chosen.unique().tolist():
                 tokens, places = (chosen == expert).nonzero(as_tuple=True)

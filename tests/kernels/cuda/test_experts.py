@@ -25,9 +25,18 @@ def there(each: ExpertWeights) -> ExpertWeights:
     return ExpertWeights(*(None if weight is None else weight.to(DEVICE) for weight in each))
 
 
+def no_ends(routing: Routing, device: str = DEVICE) -> torch.Tensor:
+    return torch.zeros(routing.num_experts, dtype=torch.int64, device=device)
+
+
 def both(packed: list[ExpertWeights], x, logits, routing, activation="silu"):
-    ours = KERNELS.experts(map(there, packed), routing, activation)(x.to(DEVICE), logits.to(DEVICE)).cpu()
-    return ours, REFERENCE.experts(packed, routing, activation)(x, logits)
+    """The results, whose counts of tokens by expert are the same."""
+    ends, counted = no_ends(routing), no_ends(routing, "cpu")
+    mixture = KERNELS.experts(map(there, packed), routing, activation, ends)
+    ours = mixture(x.to(DEVICE), logits.to(DEVICE)).cpu()
+    theirs = REFERENCE.experts(packed, routing, activation, counted)(x, logits)
+    assert torch.equal(ends.cpu(), counted) and counted[-1] == len(x) * routing.top_k
+    return ours, theirs
 
 
 @pytest.mark.parametrize("kind", CLOSE, ids=str)
@@ -76,7 +85,7 @@ def test_a_token_that_is_not_a_number_stays_one_and_disturbs_no_other(unsound, i
         x[4] = float("nan")
     else:
         logits[4, 3 : 4 if unsound == "one logit" else 8] = float("nan")
-    mixture = KERNELS.experts(map(there, packed), routing, "silu")
+    mixture = KERNELS.experts(map(there, packed), routing, "silu", no_ends(routing))
     actual = mixture(x.to(DEVICE), logits.to(DEVICE)).cpu()
     assert actual[4].isnan().all()
     assert torch.equal(actual[:4], expected[:4]) and torch.equal(actual[5:], expected[5:])
@@ -91,5 +100,8 @@ def test_negative_and_infinite_logits(logits):
 
 
 def test_no_tokens():
-    mixture = KERNELS.experts(map(there, weights(torch.float32, 4, HIDDEN, INNER)), Routing(4, 2, True), "silu")
+    routing = Routing(4, 2, True)
+    ends = no_ends(routing)
+    mixture = KERNELS.experts(map(there, weights(torch.float32, 4, HIDDEN, INNER)), routing, "silu", ends)
     assert mixture(torch.empty(0, HIDDEN, device=DEVICE), torch.empty(0, 4, device=DEVICE)).shape == (0, HIDDEN)
+    assert not ends.any()

@@ -48,7 +48,7 @@ from slotwise.kernels.cpu.threads import run_shared
 from slotwise.kernels.interface import Linear, Routing
 
 # Arguments in words after the header: of the route, of the rows' movement, of an expert's products.
-LOGITS, ROWS, EXPERTS, TOP_K, NORMALISED, STARTS, SOURCES, PLACES, SHARES = range(HEADER, HEADER + 9)
+LOGITS, ROWS, EXPERTS, TOP_K, NORMALISED, STARTS, SOURCES, PLACES, SHARES, ENDS = range(HEADER, HEADER + 10)
 FROM, TO, OF_ROW, NUM_ROWS, SIZE, EACH, SHARE, SUMS = range(HEADER, HEADER + 8)
 (POOL, CODE, CALL, WEIGHTS, BIASES, FIRSTS, COUNT, INPUT, INPUT_BYTES, OUTPUT, OUTPUT_BYTES, BLOCKS, LONGEST,
  REST) = range(HEADER, HEADER + 14)
@@ -100,9 +100,13 @@ def _choose(words: int, token: int, kind: Real) -> None:
 
 @kernel
 def _route(words: int, kind: Real) -> None:
-    """Choose experts, then sort: `STARTS` of each expert's rows, the token of each row, and the row of each choice."""
+    """Choose experts, then sort: `STARTS` of each expert's rows, the token of each row, and the row of each choice.
+
+    Where each expert's rows end is added to `ENDS`, int64.
+    """
     tokens, experts, top_k = load(words, ROWS, INT64), load(words, EXPERTS, INT64), load(words, TOP_K, INT64)
     starts, sources, places = (load(words, STARTS, INT64), load(words, SOURCES, INT64), load(words, PLACES, INT64))
+    ends = load(words, ENDS, INT64)
     for expert in range(experts + 1):
         store(starts, expert, 0, INT32)
     for token in range(tokens):
@@ -111,7 +115,9 @@ def _route(words: int, kind: Real) -> None:
         after = load(places, choice, INT32) + 1
         store(starts, after, load(starts, after, INT32) + 1, INT32)
     for expert in range(experts):
-        store(starts, expert + 1, load(starts, expert, INT32) + load(starts, expert + 1, INT32), INT32)
+        end = load(starts, expert, INT32) + load(starts, expert + 1, INT32)
+        store(starts, expert + 1, end, INT32)
+        store(ends, expert, load(ends, expert, INT64) + end, INT64)
     for choice in range(tokens * top_k):  # each start moves on to the next expert's, and back below
         expert = load(places, choice, INT32)
         row = load(starts, expert, INT32)
@@ -216,14 +222,15 @@ class Mixture:
 
     Args:
         gates: each expert's gates and what they gate: gated by the product, or by `activate` behind it.
+        ends: `[experts]` int64, to which is added where each expert's rows end.
     """
 
     def __init__(
         self, gates: Sequence[Product], downs: Sequence[Product], activate: Linear | None, routing: Routing,
-        launcher: KernelLauncher,
+        ends: Tensor, launcher: KernelLauncher,
     ) -> None:
         self._gates, self._downs = _Grouped(gates, launcher), _Grouped(downs, launcher)
-        self._activate, self._routing, self._launcher = activate, routing, launcher
+        self._activate, self._routing, self._ends, self._launcher = activate, routing, ends, launcher
 
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
         launcher, (tokens, hidden), top_k = self._launcher, x.shape, self._routing.top_k
@@ -251,7 +258,7 @@ class Mixture:
         sources, places = (launcher.empty((tokens * routing.top_k,), torch.int32) for _ in range(2))
         shares = launcher.empty((tokens * routing.top_k,), torch.float32)
         launcher.give(logits.data_ptr(), tokens, experts, routing.top_k, int(routing.is_normalised), starts.data_ptr(),
-                      sources.data_ptr(), places.data_ptr(), shares.data_ptr())
+                      sources.data_ptr(), places.data_ptr(), shares.data_ptr(), self._ends.data_ptr())
         launcher.alone(ROUTE[logits.dtype])
         return starts, sources, places, shares
 

@@ -160,7 +160,7 @@ class CpuKernels:
         return self._packing.exact(weight, bias)
 
     def experts(
-        self, weights: Iterable[ExpertWeights], routing: Routing, activation: Activation | ClampedSwiGLU,
+        self, weights: Iterable[ExpertWeights], routing: Routing, activation: Activation | ClampedSwiGLU, ends: Tensor,
     ) -> Mixture:
         """A layer's experts; see `experts.py`."""
         gates: list[Product] = []
@@ -171,7 +171,7 @@ class CpuKernels:
             gates.append(self._packing.expert(each.gate_up, each.gate_up_bias, is_gated=is_gated))
             downs.append(self._packing.expert(each.down, each.down_bias))
         activate = None if is_gated else activated(self, activation)
-        return experts.Mixture(gates, downs, activate, routing, self.launcher)
+        return experts.Mixture(gates, downs, activate, routing, ends, self.launcher)
 
     def adapters(self, num_places: int, max_rank: int, kind: torch.dtype) -> CpuAdapters:
         """See `low_rank.py`."""

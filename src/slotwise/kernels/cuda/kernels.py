@@ -156,11 +156,11 @@ class CudaKernels:
         return self.linear(weight, bias)
 
     def experts(
-        self, weights: Iterable[ExpertWeights], routing: Routing, activation: Activation | ClampedSwiGLU,
+        self, weights: Iterable[ExpertWeights], routing: Routing, activation: Activation | ClampedSwiGLU, ends: Tensor,
     ) -> Mixture:
         """Products of all experts in one launch each (`experts.py`)."""
         stacked, activate = experts.stack(weights, routing.num_experts, self.device), activated(self, activation)
-        return lambda x, logits: experts.mixture(x, logits, stacked, routing, activate)
+        return lambda x, logits: experts.mixture(x, logits, stacked, routing, ends, activate)
 
     def adapters(self, num_places: int, max_rank: int, kind: torch.dtype) -> AdapterProducts:
         """By the grouped products of experts (`low_rank.py`)."""

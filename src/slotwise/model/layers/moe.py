@@ -3,7 +3,8 @@
     x ─► router ─► logits ─┐
     x ─────────────► experts chosen, weighted, added ─► + sigmoid(gate(x)) * shared(x)     where there is such an expert
 
-Routing, and the products that read only the weights of chosen experts, are one operation of the kernels.
+Routing, and the products that read only the weights of chosen experts, are one operation of the kernels, which also
+counts the tokens of each expert.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ class MixtureOfExperts:
     Args:
         weights: of each expert, read one after another.
         sizes: of the hidden state, and between an expert's products.
+
+    Attributes:
+        ends: `[experts]` int64, the tokens of each expert and of those before it, of all steps so far.
     """
 
     def __init__(
@@ -59,7 +63,8 @@ class MixtureOfExperts:
         first = next(each)
         of_one = packed_bytes(first.gate_up) + packed_bytes(first.down)
         of_one += (2 * intermediate + hidden) * dtype.itemsize if first.down_bias is not None else 0
-        self._experts = source.kernels.experts(itertools.chain([first], each), routing, activation)
+        self.ends = torch.zeros(routing.num_experts, dtype=torch.int64, device=source.kernels.device)
+        self._experts = source.kernels.experts(itertools.chain([first], each), routing, activation, self.ends)
         beside = router.bytes + (shared.bytes if shared else 0)
         self.bytes = beside + routing.num_experts * of_one
         self.token_bytes = beside + routing.top_k * of_one

@@ -90,8 +90,8 @@ def _attend_short(
     decode.attend_segments[(rows, kv_heads, decode.num_programs(rows, kv_heads, room))](
         partials, states, query, cache.storage, batch.block_tables, batch.block_tables.stride(0), batch.query_starts,
         batch.context_lens, shape.scale * LOG2_E, room, query if layer.sinks is None else layer.sinks,
-        **geometry, SHORT=short, BLOCK_M=packed, BLOCK_N=chosen.block_n, num_warps=chosen.num_warps,
-        num_stages=chosen.num_stages)
+        **geometry, SHORT=short, BLOCK_M=packed, BLOCK_N=chosen.block_n, num_stages=chosen.num_stages,
+        num_warps=chosen.num_warps * min(2, packed // SMALLEST_TILE))  # a tile twice as large has as many registers
     decode.combine_segments[(rows, heads, short)](
         out, partials, states, batch.query_starts, batch.context_lens, room, short, HEADS=heads,
         HEAD_DIM=shape.head_dim, BLOCK_D=geometry["BLOCK_D"], WINDOW=shape.window, SEGMENT=tuning.segment, num_warps=2)

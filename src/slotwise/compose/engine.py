@@ -13,6 +13,7 @@ import torch
 from slotwise.compose.choices import check_model, chosen, joined
 from slotwise.compose.draft_model import DraftCheckpoint
 from slotwise.compose.machine import glance, measure_machine, roofline
+from slotwise.compose.packed_weights import packed_weights
 from slotwise.compose.sizes import cache_groups, sized, step_tokens
 from slotwise.compose.vocabulary import Vocabulary
 from slotwise.core.limits import SchedulerLimits
@@ -253,10 +254,11 @@ def load(
         _check_memory(num_bytes, kernels.device)
 
     with _threads(packing):
-        decoder = load_model(
-            config.model, kernels=kernels, dtype=config.dtype, generation=generation,
-            max_positions=config.max_model_len, progress=read, admit=admit, group=group,
-            adapters=(config.max_cpu_loras, config.max_lora_rank) if config.enable_lora else None)
+        with packed_weights(config, kernels, folder, described):
+            decoder = load_model(
+                config.model, kernels=kernels, dtype=config.dtype, generation=generation,
+                max_positions=config.max_model_len, progress=read, admit=admit, group=group,
+                adapters=(config.max_cpu_loras, config.max_lora_rank) if config.enable_lora else None)
         draft = None if draft_model is None else draft_model.load(
             described, kernels, config.max_model_len, read, admit)
     return Loaded(config.model, device, decoder, warming, checkpoint=checkpoint, vocabulary=vocabulary, draft=draft,

@@ -48,10 +48,10 @@ class Routing:
 
 
 class ExpertWeights(NamedTuple):
-    """Weights of one expert."""
+    """Weights of one expert; all experts of a layer are stored in the same formats."""
 
-    gate_up: Tensor  # [2 * intermediate, hidden], gates first
-    down: Tensor  # [hidden, intermediate]
+    gate_up: Weight  # [2 * intermediate, hidden], gates first
+    down: Weight  # [hidden, intermediate]
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
 
@@ -165,6 +165,7 @@ class Kernels(Protocol):
     kinds: tuple[dtype, ...]  # of weights that are supported
     records_drafts: bool  # a graph reads from memory how many tokens each row has
     mixture_refusal: str  # why `experts` does not work, in one sentence; "" where it does
+    packed_experts_refusal: str  # likewise with quantised matrices
     adapter_refusal: str  # likewise of `adapters`
 
     def warm_up(self, kind: dtype) -> None:

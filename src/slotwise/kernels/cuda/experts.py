@@ -52,8 +52,8 @@ class Arranged(NamedTuple):
 
 
 def stack(weights: Iterable[ExpertWeights], count: int, device: torch.device) -> Stacked:
-    """Copy the weights of `count` experts, one after another."""
-    each: Iterator[ExpertWeights] = iter(weights)
+    """Copy the weights of `count` experts, which are tensors, one after another."""
+    each: Iterator[tuple[Tensor | None, ...]] = map(_tensors, weights)
     first = next(each)
     places = [None if one is None else torch.empty(count, *one.shape, dtype=one.dtype, device=device) for one in first]
     for expert, of_one in enumerate(chain([first], each)):
@@ -63,6 +63,11 @@ def stack(weights: Iterable[ExpertWeights], count: int, device: torch.device) ->
     gate_up, down, gate_up_bias, down_bias = places
     assert gate_up is not None and down is not None
     return Stacked(gate_up, down, gate_up_bias, down_bias)
+
+
+def _tensors(weights: ExpertWeights) -> tuple[Tensor | None, ...]:
+    assert isinstance(weights.gate_up, Tensor) and isinstance(weights.down, Tensor), "packed experts are refused"
+    return weights.gate_up, weights.down, weights.gate_up_bias, weights.down_bias
 
 
 def mixture(x: Tensor, logits: Tensor, weights: Stacked, routing: Routing, ends: Tensor, activate: Linear) -> Tensor:

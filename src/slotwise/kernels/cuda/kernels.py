@@ -44,6 +44,7 @@ class CudaKernels:
     name = "cuda"
     kinds: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
     mixture_refusal = ""
+    packed_experts_refusal = "device cuda multiplies no packed weights of experts"
     adapter_refusal = ""
     records_drafts = True  # attention reads from memory which tokens are a row's
 

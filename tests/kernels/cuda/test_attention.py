@@ -112,15 +112,12 @@ def test_rows_with_drafts_are_split_as_well(window, split_tokens, monkeypatch):
     assert apart(Layer(AttentionShape(6, 2, 64, 0.2, window), 16, torch.float32, rows)) < 2e-6
 
 
-@FLOATS
-@pytest.mark.parametrize("group", [1, 3, 4, 8, 40])
-def test_as_many_queries_of_a_row_are_split_as_registers_hold(kind, group):
-    """A row of one token always is."""
-    shape, most = AttentionShape(2 * group, 2, 64, 0.1), 16 if kind == torch.float32 else 32
-    query = torch.empty(attention.SPLIT_TOKENS + 1, 2 * group, 64, dtype=kind)
-    assert attention.short_row(1, query[1:], shape) == attention.short_row(5, query, shape) == 1
-    short = attention.short_row(5, query[1:], shape)
-    assert short * group <= max(most, group) < (short + 1) * group
+@pytest.mark.parametrize(("group", "short"), [(1, 16), (3, 5), (4, 4), (8, 2), (40, 1)])
+def test_a_row_of_as_many_queries_as_the_smallest_tile_holds_is_split(group, short):
+    """A row of one token always is; others only where there are few tokens."""
+    shape, few = AttentionShape(2 * group, 2, 64, 0.1), attention.SPLIT_TOKENS
+    assert attention.short_row(1, few, shape) == attention.short_row(5, few + 1, shape) == 1
+    assert attention.short_row(5, few, shape) == short
 
 
 @FLOATS

@@ -18,7 +18,6 @@ from slotwise.kernels.interface import AttentionShape, RaggedBatch
 LOG2_E = math.log2(math.e)
 SMALLEST_TILE = 16  # rows of the smallest `tl.dot`
 SPLIT_TOKENS = 128  # of a step whose rows with drafts are split, too: each token takes memory for all its segments
-SPLIT_TILE = 32  # packed queries of such a row, as registers of 16-bit types hold; half as many in float32
 
 
 def attend(
@@ -35,7 +34,7 @@ def attend(
     if not len(query):
         return out.flatten(1)
     longest = batch.max_query_len
-    layer = _Layer(shape, sinks, short_row(longest, query, shape))
+    layer = _Layer(shape, sinks, short_row(longest, len(query), shape))
     if longest > layer.short:
         _attend_long(out, query, cache, batch, layer, tuning)
     if longest <= layer.short or len(query) < len(batch.context_lens) * longest:  # else all have `longest` new tokens
@@ -51,15 +50,16 @@ class _Layer(NamedTuple):
     short: int  # new tokens of a row that is split along its context, at most
 
 
-def short_row(longest: int, query: Tensor, shape: AttentionShape) -> int:
+def short_row(longest: int, tokens: int, shape: AttentionShape) -> int:
     """The most new tokens of a row that is split along its context, in a step with rows of up to `longest`.
+
+    As many as the smallest tile holds with the query heads of a key head.
 
     With 1 partial results have a place for each row, with more one for each token: so there are few tokens then.
     """
-    if longest == 1 or len(query) > SPLIT_TOKENS:
+    if longest == 1 or tokens > SPLIT_TOKENS:
         return 1
-    tile = SPLIT_TILE // 2 if query.dtype == torch.float32 else SPLIT_TILE
-    return max(1, tile * shape.num_kv_heads // shape.num_heads)
+    return max(1, SMALLEST_TILE * shape.num_kv_heads // shape.num_heads)  # larger tiles spill registers
 
 
 def _attend_long(
@@ -90,8 +90,8 @@ def _attend_short(
     decode.attend_segments[(rows, kv_heads, decode.num_programs(rows, kv_heads, room))](
         partials, states, query, cache.storage, batch.block_tables, batch.block_tables.stride(0), batch.query_starts,
         batch.context_lens, shape.scale * LOG2_E, room, query if layer.sinks is None else layer.sinks,
-        **geometry, SHORT=short, BLOCK_M=packed, BLOCK_N=chosen.block_n, num_stages=chosen.num_stages,
-        num_warps=chosen.num_warps * min(2, packed // SMALLEST_TILE))  # a tile twice as large has as many registers
+        **geometry, SHORT=short, BLOCK_M=packed, BLOCK_N=chosen.block_n, num_warps=chosen.num_warps,
+        num_stages=chosen.num_stages)
     decode.combine_segments[(rows, heads, short)](
         out, partials, states, batch.query_starts, batch.context_lens, room, short, HEADS=heads,
         HEAD_DIM=shape.head_dim, BLOCK_D=geometry["BLOCK_D"], WINDOW=shape.window, SEGMENT=tuning.segment, num_warps=2)

@@ -21,8 +21,7 @@ from slotwise.model.quantization.gguf_blocks import BLOCK_TYPES
 
 KINDS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256)
-HEADS, KV_HEADS, BLOCK_SIZE = 8, 2, 16
-FEW_TOKENS, TOKENS = 40, 2 * attention.SPLIT_TOKENS  # with few tokens, rows with drafts are split along their contexts
+HEADS, KV_HEADS, TOKENS, BLOCK_SIZE = 8, 2, 40, 16
 OPTIONS = {  # of attention: window, soft cap, sinks
     "plain": (0, 0.0, False), "window, cap": (64, 50.0, False), "window, sinks": (64, 0.0, True)}
 HIDDEN = (576, 4096)
@@ -67,11 +66,11 @@ def launches(capability: int) -> Iterator[Launch]:
             yield _rotary("bfloat16", head_dim, torch.float8_e4m3fn)
 
 
-def _batch(tokens: int = TOKENS) -> RaggedBatch:
-    """A chunk and a decode row."""
-    longs, ints = torch.zeros(tokens, dtype=torch.int64), torch.zeros(3, dtype=torch.int32)
+def _batch() -> RaggedBatch:
+    """A chunk of TOKENS - 1 tokens and a decode row."""
+    longs, ints = torch.zeros(TOKENS, dtype=torch.int64), torch.zeros(3, dtype=torch.int32)
     tables = torch.zeros(2, 3, dtype=torch.int32)
-    return RaggedBatch(longs, longs, longs, ints, ints[:2], tables, longs[:2], tokens - 1, tokens)
+    return RaggedBatch(longs, longs, longs, ints, ints[:2], tables, longs[:2], TOKENS - 1, TOKENS)
 
 
 def _cache(shape: AttentionShape, kind: torch.dtype) -> CudaCache:
@@ -86,10 +85,9 @@ def _attention(
     tuning = default_tuning(head_dim, KINDS[kind], capability)
 
     def work() -> None:
-        sinks, cache = torch.zeros(HEADS) if has_sinks else None, _cache(shape, cached or KINDS[kind])
-        for tokens in (TOKENS, FEW_TOKENS):
-            query = torch.zeros(tokens, HEADS, head_dim, dtype=KINDS[kind])
-            attention.attend(query, cache, _batch(tokens), shape, tuning, sinks)
+        query = torch.zeros(TOKENS, HEADS, head_dim, dtype=KINDS[kind])
+        sinks = torch.zeros(HEADS) if has_sinks else None
+        attention.attend(query, _cache(shape, cached or KINDS[kind]), _batch(), shape, tuning, sinks)
 
     claims = {"attend_tiles": tuning.prefill.programs, "attend_segments": tuning.decode.programs}
     return Launch(f"head {head_dim}, {options}{', fp8 cache' if cached else ''}", kind, work, claims)

@@ -53,13 +53,12 @@ class _Layer(NamedTuple):
 def short_row(longest: int, tokens: int, shape: AttentionShape) -> int:
     """The most new tokens of a row that is split along its context, in a step with rows of up to `longest`.
 
-    As many as the smallest tile holds with the query heads of a key head.
-
-    With 1 partial results have a place for each row, with more one for each token: so there are few tokens then.
+    As many as the smallest tile holds with the query heads of a key head; larger tiles spill registers.  With 1 partial
+    results have a place for each row, with more one for each token: so there are few tokens then.
     """
     if longest == 1 or tokens > SPLIT_TOKENS:
         return 1
-    return max(1, SMALLEST_TILE * shape.num_kv_heads // shape.num_heads)  # larger tiles spill registers
+    return max(1, SMALLEST_TILE * shape.num_kv_heads // shape.num_heads)
 
 
 def _attend_long(
@@ -89,8 +88,8 @@ def _attend_short(
     states = query.new_empty(places, heads, room, 2, dtype=torch.float32)
     decode.attend_segments[(rows, kv_heads, decode.num_programs(rows, kv_heads, room))](
         partials, states, query, cache.storage, batch.block_tables, batch.block_tables.stride(0), batch.query_starts,
-        batch.context_lens, shape.scale * LOG2_E, room, query if layer.sinks is None else layer.sinks,
-        **geometry, SHORT=short, BLOCK_M=packed, BLOCK_N=chosen.block_n, num_warps=chosen.num_warps,
+        batch.context_lens, short, shape.scale * LOG2_E, room, query if layer.sinks is None else layer.sinks,
+        **geometry, BLOCK_M=packed, BLOCK_N=chosen.block_n, num_warps=chosen.num_warps,
         num_stages=chosen.num_stages)
     decode.combine_segments[(rows, heads, short)](
         out, partials, states, batch.query_starts, batch.context_lens, room, short, HEADS=heads,

@@ -45,15 +45,15 @@ def first_place(row: tl.tensor, start: tl.tensor, short: tl.tensor) -> tl.tensor
     return tl.where(short == 1, row, start)
 
 
-@jit_varying("table_stride", "room", alignments=("tables", "query_starts", "context_lens"))
+@jit_varying("table_stride", "short", "room", alignments=("tables", "query_starts", "context_lens"))
 def attend_segments(
     partials: tl.tensor, states: tl.tensor, query: tl.tensor, storage: tl.tensor, tables: tl.tensor,
-    table_stride: tl.tensor, query_starts: tl.tensor, context_lens: tl.tensor, scale: tl.tensor, room: tl.tensor,
-    sinks: tl.tensor, SHORT: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    table_stride: tl.tensor, query_starts: tl.tensor, context_lens: tl.tensor, short: tl.tensor, scale: tl.tensor,
+    room: tl.tensor, sinks: tl.tensor, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr,
     OPERAND: tl.constexpr, SEGMENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ) -> None:
-    """Each segment's own attention, for every row of at most SHORT new tokens; BLOCK_M packed queries hold them.
+    """Each segment's own attention, for every row of at most `short` new tokens; BLOCK_M packed queries hold them.
 
     Args:
         partials: `[rows or tokens, heads, room, head_dim]` float32, weighted sums of values.
@@ -63,7 +63,7 @@ def attend_segments(
     row, kv_head = tl.program_id(0), tl.program_id(1)
     start = tl.load(query_starts + row)
     length = tl.load(query_starts + row + 1) - start
-    if length > SHORT:
+    if length > short:
         return
     context_len = tl.load(context_lens + row)
     first, begin, segments = row_segments(context_len, length, WINDOW, SEGMENT)
@@ -74,7 +74,7 @@ def attend_segments(
     column = tl.arange(0, BLOCK_D)
     present = packed < length * GROUP
     inside = present[:, None] & (column < HEAD_DIM)[None, :]
-    unsplit = query_offset(packed, first_place(row, start, SHORT), kv_head, KV_HEADS, GROUP, 1)
+    unsplit = query_offset(packed, first_place(row, start, short), kv_head, KV_HEADS, GROUP, 1)
     for split in range(tl.program_id(2), segments, tl.num_programs(2)):
         segment = begin + split
         weight, largest = start_segment(

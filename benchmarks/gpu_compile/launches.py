@@ -28,7 +28,7 @@ HIDDEN = (576, 4096)
 VOCABULARIES = (50_000, 151_936)
 FP8_SINCE = 89  # compute capability
 FEW_AND_MANY = FEW, 8 * FEW  # tokens, or pairs of an expert
-NARROW_AND_WIDE, DEPTH = (4096, 65_536), 14_336  # of products: the first are split along their depth, the others whole
+OUTPUTS, WIDE, DEPTH = 4096, 32_768, 14_336  # of products: those of few tokens are split along their depth, or whole
 MIXTURE = Routing(8, 2, is_normalised=True), 512, 768  # hidden and intermediate size
 FORMATS = {name: kind.format for name, kind in BLOCK_TYPES.items()} | {
     "GPTQ": Format(4, 128, torch.float16, zero=8), "GPTQ, 8 bits": Format(8, 128, torch.float16, zero=128),
@@ -158,18 +158,18 @@ def _products(kind: str, name: str, form: Format, capability: int) -> Iterator[L
     """With matrices whose codes are nowhere: only their shapes and types count."""
     for tokens in FEW_AND_MANY:
         def work(tokens: int = tokens) -> None:
-            for outputs in NARROW_AND_WIDE:
+            for outputs in (OUTPUTS, WIDE) if tokens == FEW else (OUTPUTS,):
                 codes.multiply(torch.empty(tokens, DEPTH, dtype=KINDS[kind]), _packed(form, outputs), None)
             if tokens == FEW:
                 ids = torch.zeros(tokens, dtype=torch.int64)
-                codes.rows_of(_packed(form, NARROW_AND_WIDE[0]), ids, KINDS[kind], 1.0)
+                codes.rows_of(_packed(form, OUTPUTS), ids, KINDS[kind], 1.0)
 
         tile = codes_tile(tokens, KINDS[kind], has_table=bool(form.levels) and not form.are_floats)
         yield Launch(f"{tokens} tokens, {name}", kind, work, {"multiply_codes": tile.programs})
         if narrow.is_narrow(form, capability):
             def narrowly(tokens: int = tokens) -> None:
                 storage = torch.float8_e4m3fn if form.are_floats else torch.int8
-                for outputs in NARROW_AND_WIDE:
+                for outputs in (OUTPUTS, WIDE) if tokens == FEW else (OUTPUTS,):
                     matrix = narrow.NarrowMatrix(
                         torch.empty(outputs, DEPTH, dtype=storage), torch.empty(outputs), DEPTH)
                     narrow.multiply(torch.empty(tokens, DEPTH, dtype=KINDS[kind]), matrix, None)

@@ -101,8 +101,10 @@ def _multiply_codes(
             total = tl.dot(numbers, weight.to(OPERAND), total, input_precision="ieee")
     if BIAS:
         total += tl.load(bias + output, there, 0.0).to(tl.float32)[None, :]
-    inside, row = present[:, None] & there[None, :], tl.program_id(2).to(tl.int64) * tokens + token
-    tl.store(out + row[:, None] * OUTPUTS + output[None, :], total.to(out.dtype.element_ty), inside)
+    inside = present[:, None] & there[None, :]
+    if PART < ROW_BYTES:
+        token += tl.program_id(2).to(tl.int64) * tokens
+    tl.store(out + token[:, None] * OUTPUTS + output[None, :], total.to(out.dtype.element_ty), inside)
 
 
 @jit

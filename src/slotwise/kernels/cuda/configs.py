@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 SEGMENT = 512  # a row of 32,000 tokens is 64 programs for each key head, and as many parts in memory
-AMPERE, HOPPER = 80, 90  # compute capabilities
+AMPERE, ADA, HOPPER = 80, 89, 90  # compute capabilities
 FOLDER = Path(__file__).parent / "configs"
 
 
@@ -113,6 +113,8 @@ def _prefill(head_dim: int, capability: int) -> PrefillConfig:
     """Tiles as large as registers allow with two sums of values, one of a segment and one of those before it."""
     if head_dim > 128:
         return PrefillConfig(32, 64, 8, 2)
+    if capability == ADA and head_dim <= 32:
+        return PrefillConfig(64, 32, 8, 2)  # three stages spill there
     if capability >= HOPPER:
         return PrefillConfig(128, 64 if 32 < head_dim <= 64 else 32, 8, 3)
     return PrefillConfig(128 if 32 < head_dim <= 64 else 64, 32, 8, 3)

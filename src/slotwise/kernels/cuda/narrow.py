@@ -133,5 +133,7 @@ def _multiply_narrow(
     result *= tl.load(scales + output, there, 0.0)[None, :]
     if BIAS:
         result += tl.load(bias + output, there, 0.0).to(tl.float32)[None, :]
-    inside, row = present[:, None] & there[None, :], tl.program_id(2).to(tl.int64) * tokens + token
-    tl.store(out + row[:, None] * OUTPUTS + output[None, :], result.to(out.dtype.element_ty), inside)
+    inside = present[:, None] & there[None, :]
+    if PART < STRIDE:
+        token += tl.program_id(2).to(tl.int64) * tokens
+    tl.store(out + token[:, None] * OUTPUTS + output[None, :], result.to(out.dtype.element_ty), inside)

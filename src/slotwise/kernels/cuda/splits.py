@@ -1,4 +1,4 @@
-"""Products of few programs, split along their depth: each program adds a part, and the parts are added in order.
+"""Products of few tokens, split along their depth: each program adds a part, and the parts are added in order.
 
 A product of one token with 4,096 outputs has 128 tiles of outputs, fewer programs than a large GPU runs at once; a
 quarter of the depth for each makes it four times as many (split-K; NVIDIA's CUTLASS, 2017).  The sums of parts are
@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slotwise.kernels.cuda.configs import FEW
 from slotwise.kernels.cuda.jit import jit, jit_varying
 
 ENOUGH_PROGRAMS = 512  # of a product: some for each multiprocessor of the largest device
@@ -31,9 +32,12 @@ class Parts(NamedTuple):
 
     @classmethod
     def of(cls, out: Tensor, grid: tuple[int, int], depth: int, step: int) -> Parts:
-        """For `out [tokens, outputs]` by a grid of tiles, each of which goes along `depth` by `step`."""
+        """For `out [tokens, outputs]` by a grid of tiles, each of which goes along `depth` by `step`.
+
+        More tokens than the smallest tile holds have a tile whose registers are few enough for one part only.
+        """
         steps = -(-depth // step)
-        number = num_parts(grid[0] * grid[1], steps)
+        number = num_parts(grid[0] * grid[1], steps) if len(out) <= FEW else 1
         if number == 1:
             return cls(out, 1, depth)
         of_one = -(-steps // number)

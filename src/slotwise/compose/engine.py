@@ -43,6 +43,7 @@ from slotwise.runner import memory
 from slotwise.runner.draft_cache import DraftPositions
 from slotwise.runner.draft_model import DraftModel
 from slotwise.runner.expert_load import ExpertLoad
+from slotwise.runner.give_back import Returnable
 from slotwise.runner.input_batch import SlotTable
 from slotwise.runner.kv_offload import HostBlocks
 from slotwise.runner.model_runner import ModelRunner
@@ -171,6 +172,9 @@ class Loaded:
         groups = cache_groups(config, decoder, self._draft)
         masks = Masks(grammars, decoder.config.vocab_size, forces=drafts)
         runner = _runner(decoder, self._draft, limits, groups, masks)
+        lent = Returnable(runner, launcher_of(kernels).mapped) if (
+            isinstance(runner, Prefault) and self._ranks is None) else None
+        info.gives_back = lent is not None
         if self._ranks is not None:
             decoder.group.warm_up(decoder.config.dtype)
             self._ranks.allocate(limits)
@@ -181,7 +185,8 @@ class Loaded:
         proposer = proposer_of(info.speculation, times)
         scheduler = Scheduler(limits, scheduling.discipline(), scheduling.policy(times), times, proposer)
         engine = Engine(scheduler, runner, time.monotonic_ns, eos_ids, depth=depth, scheduling=scheduling,
-                        grammars=grammars, experts=ExpertLoad(ends) if (ends := decoder.expert_ends) else None)
+                        grammars=grammars, experts=ExpertLoad(ends) if (ends := decoder.expert_ends) else None,
+                        memory=lent)
         info.learned = times.learned() if times.is_trained else None
         info.roofline = self.roofline(glance(decoder))
         return engine, info

@@ -105,7 +105,7 @@ def default_tuning(head_dim: int, kind: torch.dtype, capability: int = AMPERE) -
     if kind == torch.float32:
         prefill = PrefillConfig(32, 16, 8, 2) if head_dim <= 128 else PrefillConfig(16, 16, 8, 2)
         return Tuning(prefill, DecodeConfig(16 if head_dim > 128 else 32, 4, 2))
-    stages = 2 if capability >= BLACKWELL and 32 < head_dim <= 64 else 3  # three spill there
+    stages = 2 if 32 < head_dim <= 64 and (capability == ADA or capability >= BLACKWELL) else 3  # three spill there
     decode = DecodeConfig(64 if head_dim <= 128 else 32, 4, stages, 2)
     return Tuning(_prefill(head_dim, capability), decode)
 

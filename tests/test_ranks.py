@@ -18,7 +18,7 @@ from slotwise.core.params import SamplingParams
 from slotwise.core.step import Decision
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.engine import Engine
-from slotwise.engine.messages import Add
+from slotwise.engine.messages import Add, Finish
 from slotwise.model.checkpoint import read_config
 from slotwise.model.errors import CheckpointError
 
@@ -31,6 +31,10 @@ SMALL = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 4, "kv_cache_
 def engine_of(folder: Path, ranks: int, **settings: object) -> Engine:
     config = EngineConfig.of(**({"model": str(folder), **SMALL, "tensor_parallel_size": ranks} | settings))
     return build_engine(config)[0]
+
+
+def staged(folder: Path, stages: int, width: int = 1, **settings: object) -> Engine:
+    return engine_of(folder, width, pipeline_parallel_size=stages, **settings)
 
 
 def tokens_of(
@@ -66,6 +70,41 @@ def test_two_ranks_give_the_tokens_of_one_process(family: str, tmp_path: Path) -
     assert tokens_of(two, asked, SAMPLED) == tokens_of(one, asked, SAMPLED)
 
 
+@pytest.mark.parametrize(("family", "stages", "width"), [
+    ("llama_bias", 2, 1), ("gemma2", 3, 1), ("qwen2_moe", 2, 2),
+    *(pytest.param(*each, marks=pytest.mark.slow) for each in (
+        ("qwen2", 2, 1), ("gpt_oss", 4, 1), ("gemma2", 2, 2), ("llama3", 3, 1), ("olmo2", 2, 1)))])
+def test_stages_give_the_tokens_of_one_process(family: str, stages: int, width: int, tmp_path: Path) -> None:
+    folder = make(family, tmp_path / "model")
+    config = read_config(folder)
+    block = 2 * 16 * 4 * config.num_layers * max(2, config.num_kv_heads) * config.head_dim  # bytes
+    few = {"max_num_batched_tokens": 24, "kv_cache_memory": 17 * block, "block_size": 16,
+           "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+    one, several = engine_of(folder, 1, **few), staged(folder, stages, width, **few)
+    assert several.depth == stages - 1
+    asked = prompts([5, 40, 17, 70, 1, 33, 61, 9])
+    preempted: list[Decision] = []
+    assert tokens_of(several, asked, LONG, preempted) == tokens_of(one, asked, LONG) and preempted
+    assert tokens_of(several, asked, SAMPLED) == tokens_of(one, asked, SAMPLED)
+
+
+def test_a_slot_that_another_request_has_taken_learns_nothing_of_the_one_before(tmp_path: Path) -> None:
+    folder, asked = make("llama2", tmp_path / "model"), prompts([30, 44, 9, 51, 26, 38])
+    alone, engine = engine_of(folder, 1), staged(folder, 2, max_num_seqs=2, max_num_batched_tokens=16)
+    expected = tokens_of(alone, asked, LONG)
+    found: dict[str, list[int]] = {}
+    for number, prompt in enumerate(asked):  # every second one is aborted with its row in flight
+        engine.handle(Add(str(number), prompt, LONG, seed=number))
+    while engine.has_work:
+        record = engine.step()
+        for name, tokens in zip(record.request_ids, record.token_ids, strict=False):
+            found[name] = found.get(name, []) + list(tokens)
+            if int(name) % 2 and len(found[name]) == 3:
+                engine.handle(Finish(name, "abort"))
+    for name, tokens in found.items():
+        assert tokens == expected[name][: len(tokens)] and len(tokens) >= (3 if int(name) % 2 else len(expected[name]))
+
+
 def test_heads_may_differ_and_be_held_twice(tmp_path: Path) -> None:
     folder = make("smollm2", tmp_path / "odd", num_attention_heads=6, num_key_value_heads=3)
     asked = prompts([5, 40])
@@ -76,6 +115,8 @@ def test_heads_may_differ_and_be_held_twice(tmp_path: Path) -> None:
     ("olmo2", {}, "norms all heads together"), ("smollm2", {}, "3 heads of queries and 1 of keys"),
     ("llama2", {"enable_lora": True}, "enable_lora is not supported"),
     ("llama2", {"overlap": 1}, "overlap is not supported"),
+    ("llama2", {"pipeline_parallel_size": 4}, "pipeline_parallel_size 4: the model has 3 layers"),
+    ("llama2", {"pipeline_parallel_size": 9}, "are 18 processes: at most 16"),
     ("llama2", {"speculative_config": {"model": "draft"}}, "draft model is not supported")])
 def test_what_ranks_cannot_share_is_refused(
     family: str, settings: dict[str, object], says: str, tmp_path: Path,
@@ -84,10 +125,11 @@ def test_what_ranks_cannot_share_is_refused(
         engine_of(make(family, tmp_path / "model"), 2, **settings)
 
 
-def test_ranks_of_plain_torch_exchange_through_gloo(tmp_path: Path) -> None:
-    folder, asked = make("mixtral", tmp_path / "model"), prompts([5, 40])
-    one, two = (engine_of(folder, ranks, device="reference") for ranks in (1, 2))
-    assert tokens_of(two, asked, GREEDY) == tokens_of(one, asked, GREEDY)
+@pytest.mark.parametrize(("stages", "width"), [(1, 2), (2, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
+def test_ranks_of_plain_torch_exchange_through_gloo(stages: int, width: int, tmp_path: Path) -> None:
+    folder, asked = make("mixtral", tmp_path / "model"), prompts([5, 40, 17])
+    one, several = engine_of(folder, 1, device="reference"), staged(folder, stages, width, device="reference")
+    assert tokens_of(several, asked, SAMPLED) == tokens_of(one, asked, SAMPLED)
 
 
 def test_a_lost_rank_fails_the_step_and_all_after_it(tmp_path: Path) -> None:

@@ -7,10 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.kernels.checked import CheckedKernels
 from slotwise.kernels.group import ALONE, Divided, Group
 from slotwise.kernels.interface import Kernels
+from slotwise.kernels.pipe import Stage
 from slotwise.kernels.select import choose, resolve
 from slotwise.model.config import ModelConfig
 from slotwise.model.families import tensor_shapes
@@ -45,6 +48,13 @@ def check_model(config: EngineConfig, folder: Path, described: ModelConfig, kern
         raise ConfigError(f"batch_invariant cannot be kept: {why}")
 
 
+def check_gpus(config: EngineConfig, gpus: int) -> None:
+    """Raises ConfigError for more ranks than `gpus`: each has one of its own."""
+    if config.num_ranks > gpus:
+        raise ConfigError(f"tensor_parallel_size {config.tensor_parallel_size} times pipeline_parallel_size "
+                          f"{config.pipeline_parallel_size} needs {config.num_ranks} GPUs, and this machine has {gpus}")
+
+
 def joined(
     config: EngineConfig, kernels: Kernels, described: ModelConfig, joining: Callable[[Kernels], Group] | None,
     on_lost: Callable[[str], None],
@@ -52,10 +62,13 @@ def joined(
     """Returns the other ranks, where this process starts them, and the group that computes the model."""
     if joining is not None:
         return None, joining(kernels)
-    if config.tensor_parallel_size == 1:
+    if config.num_ranks == 1:
         return None, ALONE
     from slotwise.compose.ranks import Ranks  # needs msgspec, which one process does without
 
-    tensor_shapes(described, Divided(config.tensor_parallel_size))  # raises where it cannot be divided
-    ranks = Ranks(config, kernels, described.vocab_size, on_lost)
+    if kernels.device.type == "cuda":
+        check_gpus(config, torch.cuda.device_count())
+    for number in range(config.pipeline_parallel_size):  # raises where the model cannot be divided
+        tensor_shapes(described, Divided(config.tensor_parallel_size, Stage(number, config.pipeline_parallel_size)))
+    ranks = Ranks(config, kernels, described, on_lost)
     return ranks, ranks.group

@@ -84,7 +84,7 @@ async def _disturb(server: Server, times: int, rng: random.Random, seen: Seen) -
         for task in load:
             task.cancel()
         await asyncio.gather(*load, return_exceptions=True)
-    _judge(seen, answers, expected, struck)
+    judge(seen, answers, expected, struck)
 
 
 async def _stream(http: aiohttp.ClientSession, server: Server, asked: list[dict[str, Any]],
@@ -120,7 +120,7 @@ async def _back(http: aiohttp.ClientSession, server: Server, body: dict[str, Any
     return BACK
 
 
-def _judge(seen: Seen, answers: list[tuple[int, Answer]], expected: list[str], struck: list[float]) -> None:
+def judge(seen: Seen, answers: list[tuple[int, Answer]], expected: list[str], struck: list[float]) -> None:
     for kind, answer in answers:
         seen.fates[answer.fate] += 1
         if answer.error:

@@ -39,9 +39,10 @@ def staged(folder: Path, stages: int, width: int = 1, **settings: object) -> Eng
 
 def tokens_of(
     engine: Engine, asked: list[list[int]], params: SamplingParams, preempted: list[Decision] | None = None,
+    cached: list[int] | None = None,
 ) -> dict[str, list[int]]:
-    """The output of each prompt; all ended well.  Notes the preemptions."""
-    preempted = [] if preempted is None else preempted
+    """The output of each prompt; all ended well.  Notes the preemptions, and the tokens found in the cache."""
+    preempted, cached = [] if preempted is None else preempted, [] if cached is None else cached
     for number, prompt in enumerate(asked):
         engine.handle(Add(str(number), prompt, params, seed=number))
     found: dict[str, list[int]] = {str(number): [] for number in range(len(asked))}
@@ -49,6 +50,7 @@ def tokens_of(
         record = engine.step()
         assert not record.failure and not record.failed, record.failure
         preempted.extend(record.preempted)
+        cached.extend(record.cached)
         for name, tokens in zip(record.request_ids, record.token_ids, strict=False):
             found[name] += tokens
     return found
@@ -84,7 +86,10 @@ def test_stages_give_the_tokens_of_one_process(family: str, stages: int, width: 
     assert several.depth == stages - 1
     asked = prompts([5, 40, 17, 70, 1, 33, 61, 9])
     preempted: list[Decision] = []
-    assert tokens_of(several, asked, LONG, preempted) == tokens_of(one, asked, LONG) and preempted
+    expected, cached = tokens_of(one, asked, LONG), list[int]()
+    assert tokens_of(several, asked, LONG, preempted) == expected and preempted
+    assert tokens_of(several, asked[4:], LONG, cached=cached) == {
+        str(at): expected[str(at + 4)] for at in range(4)} and any(cached)
     assert tokens_of(several, asked, SAMPLED) == tokens_of(one, asked, SAMPLED)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from toy import Driver, request
 
@@ -10,7 +12,8 @@ from slotwise.core.limits import SchedulerLimits
 from slotwise.core.reasons import MICRO_BATCH
 from slotwise.core.step import RowKind
 
-LIMITS = {"max_model_len": 64, "num_blocks": 64, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 16}
+LIMITS: dict[str, Any] = {
+    "max_model_len": 64, "num_blocks": 64, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 16}
 
 
 def driver_of(stages: int, prompts: list[int], **limits: int) -> Driver:

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -84,7 +85,7 @@ def test_a_stage_is_at_most_as_far_ahead_as_there_are_places(memory: PipeMemory)
 
 def test_all_waiting_ends_with_the_pipe(memory: PipeMemory) -> None:
     first, second = pipes(memory)
-    threads = [beside(lambda pipe=pipe: pipe.receive(1, HIDDEN, torch.float32)) for pipe in (first, second)]
+    threads = [beside(partial(pipe.receive, 1, HIDDEN, torch.float32)) for pipe in (first, second)]
     memory.end()
     for thread in threads:
         thread.join(60)

@@ -119,7 +119,8 @@ def _weights(models: Sequence[Decoder]) -> int:
 
 def _block_bytes(decoder: Decoder, groups: LayerGroups, block_size: int) -> int:
     """Returns the bytes of a block of the cache, in the ranks that share a memory, or in the one that has most."""
-    count, of_stages = decoder.group.pipe.stage.count, []
+    count = decoder.group.pipe.stage.count
+    of_stages: list[int] = []
     for number in range(count):
         layers = layers_of(decoder.config, Stage(number, count))
         shapes = {groups.caches[layer]: decoder.attention_shapes[layer] for layer in layers}

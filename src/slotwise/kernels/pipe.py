@@ -92,7 +92,7 @@ class TorchPipe:
 
     def send(self, x: Tensor) -> Tensor:
         x = x.contiguous()
-        work = torch.distributed.isend(x, self._after, group=self._to)  # type: ignore[attr-defined]
+        work = torch.distributed.isend(x, self._after, group=self._to)
         self._sending.append((work, x))
         while len(self._sending) > self.stage.count + 1:
             self._sending.popleft()[0].wait()
@@ -100,5 +100,5 @@ class TorchPipe:
 
     def receive(self, rows: int, hidden: int, kind: torch.dtype) -> Tensor:
         x = torch.empty(rows, hidden, dtype=kind, device=self._device)
-        torch.distributed.recv(x, self._before, group=self._from)  # type: ignore[attr-defined]
+        torch.distributed.recv(x, self._before, group=self._from)
         return x

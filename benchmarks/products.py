@@ -1,10 +1,11 @@
 """Times the four products of a layer in bfloat16 and with quantized weights, by every implementation.
 
-Caches are cold: each call reads another of a model's layers.  Prints microseconds for a layer's four products together,
-and beside those of GGUF's types the share of the measured bandwidth at which their packed bytes were read.
+Caches are cold: each call reads another of a model's layers.  Prints microseconds for a layer's four products together.
+Beside those of GGUF's types it prints at which share of the rate of reading memory their packed bytes were read; that
+rate is measured by the kernels' own threads right before and right after each figure.
 
-    python benchmarks/products.py --rows 1 16 64 512
-    python benchmarks/products.py --shape qwen3-0.6b --layers 8 --rows 1 2 4 8 --ways Q4_K Q6_K Q8_0
+    python -m benchmarks.products --rows 1 16 64 512
+    python -m benchmarks.products --shape qwen3-0.6b --layers 12 --rows 1 2 4 8 --ways blocks --output RESULT.json
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from slotwise.bench.results import environment, write_json
+from slotwise.compose.machine import read_rate
 from slotwise.kernels.cpu import paths
 from slotwise.kernels.cpu.kernels import CpuKernels
-from slotwise.kernels.cpu.launcher import KernelLauncher
 from slotwise.kernels.cpu.linear import tiled_linear
 from slotwise.kernels.cpu.linear_bf16 import bf16_linear, has_bf16_gemm
 from slotwise.kernels.cpu.linear_fp16 import fp16_linear, has_fp16_gemm
@@ -34,10 +38,15 @@ SHAPES = {  # the products of a layer, [out, in], and the number of layers
     "smollm2-135m": (((960, 576), (576, 576), (3072, 576), (576, 1536)), 30),
     "qwen3-0.6b": (((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)), 28),
 }
-READ_BYTES = 1 << 28  # to measure the bandwidth
+READ_SECONDS = 0.1  # of measuring the read rate
+ROUND_SECONDS = 0.3  # of measuring a type of GGUF
 FEW = 512  # rows, from which on one round is enough
+SEED = 0
 KERNELS = CpuKernels()
-TEAM = KernelLauncher(torch.get_num_threads())
+TEAM = KERNELS.launcher
+Inputs = dict[int, list[Tensor]]
+"""By the number of rows, what each product of a layer gets."""
+Figure = dict[str, Any]
 
 
 def today(weight: Tensor) -> Linear:
@@ -170,10 +179,11 @@ WAYS: dict[str, Callable[[Tensor], Linear]] = {way.__name__: way for way in (
     int4pack, dyn_quant)}
 
 
-def microseconds(layers: list[list[Linear]], inputs: list[Tensor], repeats: int) -> float:
-    """Returns the median over rounds of a layer's time."""
-    rounds = []
-    for _ in range(repeats + 1):
+def microseconds(layers: list[list[Linear]], inputs: list[Tensor], repeats: int, seconds: float = 0.0) -> float:
+    """Returns the median over rounds of a layer's time: `repeats` rounds at least, and for at least `seconds`."""
+    rounds: list[float] = []
+    began = time.perf_counter()
+    while len(rounds) <= repeats or time.perf_counter() < began + seconds:
         start = time.perf_counter()
         for layer in layers:
             for product, x in zip(layer, inputs, strict=True):
@@ -182,78 +192,73 @@ def microseconds(layers: list[list[Linear]], inputs: list[Tensor], repeats: int)
     return statistics.median(rounds[1:])
 
 
-def bandwidth() -> float:
-    """Bytes a second that all threads read together."""
-    numbers = torch.ones(READ_BYTES // 8, dtype=torch.int64)
-    best = 0.0
-    for _ in range(5):
-        start = time.perf_counter()
-        numbers.sum()
-        best = max(best, READ_BYTES / (time.perf_counter() - start))
-    return best
-
-
-def cells_of(layers: list[list[Linear]], inputs: dict[int, list[Tensor]], repeats: int) -> list[str]:
-    """Microseconds a layer for each number of rows, or what the implementation says about it."""
-    cells = []
-    for rows, x in inputs.items():
-        try:
-            cells.append(f"{microseconds(layers, x, repeats if rows < FEW else 1):.0f}")
-        except RuntimeError as error:
-            cells.append(str(error).splitlines()[0][:12])
-    return cells
-
-
-def print_dense(way: str, weights: list[Tensor], layers: int, inputs: dict[int, list[Tensor]], repeats: int) -> None:
-    """A line of an implementation that gets the weights in bfloat16."""
-    pack = WAYS[way]
-    products = [[pack(weight) for weight in weights] for _ in range(layers)]
-    cells = cells_of(products, inputs, repeats)
+def time_dense(way: str, weights: list[Tensor], layers: int, inputs: Inputs, repeats: int) -> list[Figure]:
+    """Times an implementation that gets the weights in bfloat16, and prints its line."""
+    products = [[WAYS[way](weight) for weight in weights] for _ in range(layers)]
     x = next(reversed(inputs.values()))[0]
     exact = x.double() @ weights[0].double().T
     error = float((products[0][0](x).double() - exact).norm() / exact.norm())
+    figures, cells = list[Figure](), list[str]()
+    for rows, tokens in inputs.items():
+        try:
+            each = microseconds(products, tokens, repeats if rows < FEW else 1)
+        except RuntimeError as refusal:
+            cells.append(str(refusal).splitlines()[0][:12])
+        else:
+            cells.append(f"{each:.0f}")
+            figures.append({"weights": way, "rows": rows, "microseconds": each, "error": error})
     print(f"{way:24}" + "".join(f"{cell:>14}" for cell in cells) + f"{error:9.4f}", flush=True)
+    return figures
 
 
-def print_blocks(
-    name: str, weights: list[Tensor], layers: int, inputs: dict[int, list[Tensor]], repeats: int, rate: float
-) -> None:
-    """A line of a type of GGUF, with the share of the bandwidth `rate` at which its bytes were read."""
+def time_blocks(name: str, weights: list[Tensor], layers: int, inputs: Inputs, repeats: int) -> list[Figure]:
+    """Times a type of GGUF, and prints its line: the share is of the mean of the read rates right before and after."""
     try:
         matrices = [blocks(name, weight) for weight in weights]
-    except ValueError as error:
-        print(f"{name:24}{error!s:>40}", flush=True)
-        return
+    except ValueError as refusal:
+        print(f"{name:24}{refusal!s:>40}", flush=True)
+        return []
     size = sum(map(KERNELS.linear_bytes, matrices))
     # Of copies: kernels pack one matrix once, and layers that share its panels would find them in the cache.
     products = [[KERNELS.linear(replace(matrix)) for matrix in matrices] for _ in range(layers)]
-    times = cells_of(products, inputs, repeats)
-    cells = [f"{each} {size / float(each) * 1e6 / rate:5.0%}" for each in times]
+    microseconds(products, next(iter(inputs.values())), 1)  # which compiles
+    figures, cells, before = list[Figure](), list[str](), read_rate(KERNELS, layers * size, READ_SECONDS)
+    for rows, tokens in inputs.items():
+        each = microseconds(products, tokens, repeats, ROUND_SECONDS)
+        after = read_rate(KERNELS, layers * size, READ_SECONDS)
+        share = size / each * 1e6 / ((before + after) / 2)
+        figures.append({"weights": name, "rows": rows, "microseconds": each, "bytes": size, "share": share,
+                        "bytes_per_second_before": before, "bytes_per_second_after": after})
+        cells.append(f"{each:.0f} {share:5.0%}")
+        before = after
     print(f"{name:24}" + "".join(f"{cell:>14}" for cell in cells), flush=True)
+    return figures
 
 
 def main() -> None:
-    """Parse the command line and print the table."""
+    """Parse the command line, print the table and write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 512])
-    parser.add_argument("--repeats", type=int, default=3, help="rounds of which the median is taken")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds of which the median is taken, at least")
     parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m")
     parser.add_argument("--layers", type=int, help="fewer than the model has")
-    parser.add_argument("--ways", nargs="+", choices=[*WAYS, *BLOCK_TYPES], metavar="WAY")
+    parser.add_argument("--ways", nargs="+", choices=[*WAYS, *BLOCK_TYPES, "blocks"], metavar="WAY",
+                        help="implementations, and types of GGUF; blocks: all of those")
+    parser.add_argument("--output", type=Path, help="write the figures here as JSON")
     asked = parser.parse_args()
-    torch.manual_seed(0)
+    torch.manual_seed(SEED)
     shapes, layers = SHAPES[asked.shape]
     layers = asked.layers or layers
     weights = [torch.randn(size).bfloat16() for size in shapes]
     inputs = {rows: [torch.randn(rows, depth).bfloat16() for _, depth in shapes] for rows in asked.rows}
-    rate = bandwidth()
-    print(f"bandwidth of {torch.get_num_threads()} threads: {rate / 1e9:.1f} GB/s")
+    ways = [*BLOCK_TYPES] if asked.ways == ["blocks"] else asked.ways or [*WAYS, *BLOCK_TYPES]
     print(f"{'microseconds a layer':24}" + "".join(f"{rows:>9} rows" for rows in asked.rows) + "    error", flush=True)
-    for way in asked.ways or [*WAYS, *BLOCK_TYPES]:
-        if way in WAYS:
-            print_dense(way, weights, layers, inputs, asked.repeats)
-        else:
-            print_blocks(way, weights, layers, inputs, asked.repeats, rate)
+    figures = [figure for way in ways for figure in (time_dense if way in WAYS else time_blocks)(
+        way, weights, layers, inputs, asked.repeats)]
+    if asked.output:
+        write_json(asked.output, {
+            "environment": environment(), "threads": KERNELS.launcher.threads, "seed": SEED, "shape": asked.shape,
+            "layers": layers, "figures": figures})
 
 
 if __name__ == "__main__":

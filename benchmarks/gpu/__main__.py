@@ -110,6 +110,9 @@ def _report(result: dict[str, Any]) -> None:
         print(f"\n{'kernel':28} {'predicted us':>13} {'measured us':>13}")
         for name, figures in found.items():
             print(f"{name:28} {figures['expected'] * 1e6:13,.0f} {figures['seconds'] * 1e6:13,.0f}")
+    if graphs := result["parts"].get("start", {}).get("figures", {}).get("graphs"):
+        predicted, measured = (graphs[f"{which}_bytes"] / 2**20 for which in ("predicted", "measured"))
+        print(f"\n{graphs['captured']} graphs: predicted {predicted:,.1f} MiB, measured {measured:,.1f} MiB")
     print(f"\n{result['status']} after {result['seconds']} s")
     for target in result["targets"]:
         found = "not measured" if target["found"] is None else f"{target['found']:.3g}"

@@ -48,12 +48,13 @@ def _measured(name: str, seconds: float) -> Part:
 
 
 PARTS = (  # correctness first
-    _tests("kernels", "tests/kernels/cuda", "tests/kernels/cuda/test_graphs.py", 100.0),
+    _tests("kernels", "tests/kernels/cuda", "tests/kernels/cuda/test_graphs.py", 90.0),
     _tests("parity", "tests/test_parity.py -k random_steps or preempted or alone",
-           "tests/runner/sampling/test_cpu.py -k greedy", 60.0),
+           "tests/runner/sampling/test_cpu.py -k greedy", 50.0),
     _measured("serve", 40.0),
+    _measured("ranks", 30.0),
     _measured("shares", 40.0),
-    _measured("steps", 100.0),
+    _measured("steps", 90.0),
     _measured("trace", 45.0),
     _measured("peer", 65.0),
     _measured("start", 30.0),

@@ -95,7 +95,8 @@ class Bench:
         sizes = EXPERTS if self.kernels.device.type == "cuda" else FEW_EXPERTS
         shapes = (2 * sizes.intermediate, sizes.hidden), (sizes.hidden, sizes.intermediate)
         weights = (ExpertWeights(*(self._random(*shape) for shape in shapes)) for _ in range(sizes.number))
-        mixture = self.kernels.experts(weights, Routing(sizes.number, sizes.top_k, is_normalised=True), "silu")
+        ends = torch.zeros(sizes.number, dtype=torch.int64, device=self.kernels.device)
+        mixture = self.kernels.experts(weights, Routing(sizes.number, sizes.top_k, is_normalised=True), "silu", ends)
         x, logits = self._random(tokens, sizes.hidden), self._random(tokens, sizes.number)
         return lambda: mixture(x, logits)
 

@@ -136,7 +136,8 @@ def _experts(kind: str) -> Iterator[Launch]:
             shapes = (routing.num_experts, 2 * intermediate, hidden), (routing.num_experts, hidden, intermediate)
             stacked = experts.Stacked(*(torch.empty(shape, dtype=KINDS[kind]) for shape in shapes), None, None)
             x, logits = (torch.empty(tokens, size, dtype=KINDS[kind]) for size in (hidden, routing.num_experts))
-            experts.mixture(x, logits, stacked, routing, lambda gate_up: pointwise.activated(gate_up, "silu"))
+            ends = torch.zeros(routing.num_experts, dtype=torch.int64)
+            experts.mixture(x, logits, stacked, routing, ends, lambda gate_up: pointwise.activated(gate_up, "silu"))
 
         tile = experts_tile(of_one * routing.num_experts, routing.num_experts, KINDS[kind])
         yield Launch(f"{of_one} tokens an expert", kind, work, {"multiply_experts": tile.programs})

@@ -5,10 +5,12 @@ from __future__ import annotations
 from docs.generate.markdown import code, listed, number, sentence, table
 
 from slotwise.observe.series import (
+    BY_LAYER,
     COUNTERS,
     GAUGES,
     HISTOGRAMS,
     LABELLED,
+    LAYER,
     PREFIX,
     STEP,
     STEP_TIME,
@@ -26,6 +28,7 @@ def metrics() -> str:
     rows = [
         *((name, "gauge", sentence(text)) for name, text in GAUGES.items()),
         ("num_requests_waiting_by_reason", "gauge", _with_label(WAITING)),
+        *((name, "gauge", _with_label(Labelled(LAYER, (), text))) for name, text in BY_LAYER.items()),
         *((name, "counter", sentence(text)) for name, text in COUNTERS.items()),
         *((name, "counter", _with_label(labelled)) for name, labelled in LABELLED.items()),
         *((name, "histogram", sentence(text)) for name, (_, text) in HISTOGRAMS.items()),

@@ -26,11 +26,13 @@ from slotwise.engine.messages import StepRecord  # noqa: E402
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
 
 
+def command(folder: Path, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "benchmarks.gpu", "--output", str(folder / "check.json"), *arguments]
+
+
 def check(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict]:
-    output = folder / "check.json"
-    command = [sys.executable, "-m", "benchmarks.gpu", "--output", str(output), *arguments]
-    run = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
-    return run, json.loads(output.read_text())
+    run = subprocess.run(command(folder, *arguments), cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+    return run, json.loads((folder / "check.json").read_text())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -56,49 +58,42 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Bare
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_all_of_it_can_be_rehearsed_where_little_but_torch_is_installed(tmp_path, monkeypatch):
+    """Killed in its second part it goes on, and does not repeat the first."""
     (tmp_path / "sitecustomize.py").write_text(BARE.format(absent=(*SERVER, "psutil", "opentelemetry")))
     monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", f"{ROOT / 'src'}{os.pathsep}{tmp_path}")
     monkeypatch.setitem(ENVIRONMENT, "PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    arguments = command(tmp_path, "--rehearse", "--seconds", "3000")
+    with subprocess.Popen(arguments, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
+        first = process.stdout.readline()
+        process.kill()
+    assert first.startswith("kernels: ok"), first
+    assert list(json.loads((tmp_path / "check.json").read_text())["parts"]) == ["kernels"]
     run, result = check(tmp_path, "--rehearse", "--seconds", "3000")
-    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.returncode == 0 and run.stdout.startswith("kernels: ok already"), run.stdout + run.stderr
     assert result["status"] == "completed" and result["environment"]["packages"]["torch"]
     assert result["targets"] == [], "nobody is to take a rehearsal for a measurement"
     found = {name: part["figures"] for name, part in result["parts"].items()}
-    assert list(found) == ["kernels", "parity", "serve", "shares", "steps", "trace", "peer", "start"]
-    assert "skipped" in found["serve"]["server"]  # its packages are hidden here
+    assert list(found) == ["kernels", "parity", "serve", "ranks", "shares", "steps", "trace", "peer", "start"]
+    assert "skipped" in found["serve"]["server"] and "skipped" in found["ranks"]["ranks"]  # packages are hidden here
     assert all(figures["seconds"] > 0 for figures in found["shares"]["shares"].values())
     assert found["kernels"]["tests"]["passed"] and found["parity"]["tests"]["passed"]
     assert list(found["steps"]["decode"]) == [str(rows) for rows in REHEARSAL.rows]
     assert 0 <= found["steps"]["idle"]["share"] < 1
     assert found["trace"]["trace"]["output_tokens"] == found["peer"]["transformers"]["output_tokens"]
     assert found["start"]["start"]["ready_seconds"] < found["start"]["start"]["recorded_seconds"]
+    graphs = found["start"]["graphs"]
+    assert graphs["captured"] == found["start"]["start"]["sizes"] == 4  # of 1, 2, 4 and 8 rows
+    assert graphs["measured_bytes"] == graphs["predicted_bytes"] > 0 and "4 graphs: predicted" in run.stdout
 
 
 @pytest.mark.slow
-def test_the_part_of_the_server(tmp_path):
-    run, result = check(tmp_path, "--rehearse", "--parts", "serve", "--seconds", "600")
+def test_the_parts_of_the_server_and_of_ranks(tmp_path):
+    run, result = check(tmp_path, "--rehearse", "--parts", "serve", "ranks", "--seconds", "600")
     assert run.returncode == 0, run.stdout + run.stderr
-    server = result["parts"]["serve"]["figures"]["server"]
+    found = {name: part["figures"] for name, part in result["parts"].items()}
+    server, ranks = found["serve"]["server"], found["ranks"]["ranks"]
     assert server["streams"] == 48 and server["left"] == 16 and server["preemptions"] > 0
-
-
-@pytest.mark.slow
-def test_a_killed_check_goes_on(tmp_path):
-    """Killed in its second part, it does not repeat the first."""
-    output = tmp_path / "check.json"
-    command = [sys.executable, "-m", "benchmarks.gpu", "--output", str(output), "--rehearse", "--parts", "parity",
-               "trace", "start"]
-    with subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
-        first = process.stdout.readline()
-        process.kill()
-    assert first.startswith("parity: ok"), first
-    assert list(json.loads(output.read_text())["parts"]) == ["parity"]
-    run, result = check(tmp_path, "--rehearse", "--parts", "parity", "trace", "start")
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout.startswith("parity: ok already") and result["status"] == "completed"
-    assert list(result["parts"]) == ["parity", "trace", "start"]
-    again, result = check(tmp_path, "--rehearse", "--parts", "parity")
-    assert again.stdout.startswith("parity: ok after") and list(result["parts"]) == ["parity"], "a completed check"
+    assert ranks["by"] == "gloo" and ranks["with_the_same_tokens"] == ranks["requests"] == 8
 
 
 CHECK = """
@@ -142,6 +137,8 @@ def test_a_check_that_is_killed_again_and_again_ends(tmp_path, kill):
     result = json.loads(output.read_text())
     assert result["status"] == "completed" and list(result["parts"]) == ["first", "second", "third"]
     assert not set(said) & set(after)
+    with begin(0.0) as process:
+        assert process.stdout.readline().startswith("first: ok after"), "a completed check begins anew"
 
 
 PARTS_ENVIRONMENT = ENVIRONMENT | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}

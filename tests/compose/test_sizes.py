@@ -14,6 +14,7 @@ from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.kernels.group import ALONE
 from slotwise.kernels.interface import AttentionShape
 from slotwise.runner import kv_offload, memory
+from slotwise.runner.graphs import MAX_GRAPHS
 
 GIB = 1 << 30
 SHAPE = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, scale=1.0)
@@ -21,8 +22,8 @@ SHAPE = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, scale=1.0)
 
 def decoder(device: str, rate: float, layer_weights: int = 7_000_000_000) -> SimpleNamespace:
     kernels = SimpleNamespace(
-        name=device, device=torch.device(device), operations_per_second=lambda kind: rate,
-        graph_size=lambda rows, context: (-(-rows // 8) * 8, context),
+        name=device, device=torch.device(device), records_drafts=True, operations_per_second=lambda kind: rate,
+        graph_size=lambda rows, context: (-(-rows // 8) * 8, 1 << 17),
         library_bytes=lambda kind: 0,
         cache_bytes_per_block=lambda block_size, shape, kind: 4096 * block_size)
     config = SimpleNamespace(
@@ -51,6 +52,7 @@ def test_beside_all_slots_a_prompt_of_a_round_length_still_fits_into_a_step():
 def gpu(monkeypatch):
     """A GPU of 140 GiB, in a host that has 64 GiB to spare."""
     monkeypatch.setattr(sizes, "measured_workspace", lambda model, draw, block_size, shapes: 4 * GIB)
+    monkeypatch.setattr(sizes, "measured_graph", lambda model, block_size, rows, longest: 0)
     monkeypatch.setattr(sizes, "draw_for", lambda kernels: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (120 * GIB, 140 * GIB))
     monkeypatch.setattr(memory, "available_bytes", lambda: 64 * GIB)
@@ -81,7 +83,7 @@ def test_what_makes_no_sense_is_refused(settings, objection):
         EngineConfig.of(model="any", **settings)
 
 
-def test_a_gpus_cache_is_what_weights_and_measured_steps_leave(monkeypatch):
+def test_a_gpus_cache_is_what_weights_and_measured_steps_leave(gpu, monkeypatch):
     seen = []
 
     def measured(model, draw, block_size, shapes):
@@ -89,8 +91,6 @@ def test_a_gpus_cache_is_what_weights_and_measured_steps_leave(monkeypatch):
         return 4 * GIB
 
     monkeypatch.setattr(sizes, "measured_workspace", measured)
-    monkeypatch.setattr(sizes, "draw_for", lambda kernels: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (120 * GIB, 140 * GIB))
     config = EngineConfig.of(model="any", max_num_seqs=250, max_num_batched_tokens=8192, max_model_len=10_000)
     limits, used = sized(config, decoder("cuda", 8e14))
     assert seen == [(8192, 250, 10_000), (256, 256, 10_000)], "a whole step of prompts, and a recorded one that decodes"
@@ -108,3 +108,22 @@ def test_a_step_with_drafts_has_room_for_their_logits(gpu, monkeypatch):
         sized(EngineConfig.of(model="any", max_num_seqs=16, max_model_len=1000, max_num_batched_tokens=512,
                               speculative_config=speculation), decoder("cuda", 8e14))
     assert [shapes[0][:2] for shapes in asked] == [(512, 16), (512, 16), (512, 16 + MAX_STEP_DRAFTS)]
+
+
+def test_a_gpus_cache_leaves_room_for_all_graphs(gpu, monkeypatch):
+    """Rows in eights, one length: 32 sizes; with adapters twice as many, and with drafts as many as are kept."""
+    asked = {"model": "any", "max_num_seqs": 250, "max_model_len": 10_000, "speculative_config": None}
+    without, _ = sized(EngineConfig.of(**asked), decoder("cuda", 8e14))
+    captured = []
+
+    def measured(model, block_size, rows, longest):
+        captured.append((block_size, rows, longest))
+        return 1 << 20
+
+    monkeypatch.setattr(sizes, "measured_graph", measured)
+    drafts = {"speculative_config": {"method": "ngram"}}
+    for more, number in (({}, 32), ({"enable_lora": True}, 64), (drafts, MAX_GRAPHS)):
+        limits, used = sized(EngineConfig.of(**asked | more), decoder("cuda", 8e14))
+        assert used.graphs == number << 20
+        assert without.num_blocks - limits.num_blocks == -(-used.graphs // (32 * 4096 * 64)) or more
+    assert set(captured) == {(sizes.BLOCK_SIZE, 256, 10_000)}

@@ -82,6 +82,14 @@ def test_a_quantisation_of_a_hub_model(
     assert "has no GGUF file" in refusal("owner/tiny:Q5_K_S")
 
 
+def test_a_hub_model_with_nothing_but_gguf_needs_a_quantisation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(module, "_download", lambda *asked: tmp_path)
+    assert "owner/tiny has no safetensors weights" in (said := refusal("owner/tiny")) and "owner/tiny:Q4_K_M" in said
+
+
 def test_a_changed_file_has_another_fingerprint(file: Path, tmp_path: Path) -> None:
     path = Path(shutil.copy(file, tmp_path / "model.gguf"))
     before = fingerprint(path)

@@ -63,3 +63,23 @@ def test_what_is_stored_is_told_and_takes_as_little(files: Callable[[str], Path]
 def test_quantised_weights_are_not_quantised_again(files: Callable[[str], Path]) -> None:
     with pytest.raises(ConfigError, match=r"quantised already \(GGUF, Q4_0\)"):
         LLM(model=str(files("Q4_0")), quantization="int8", **SMALL)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_experts_stay_packed(kind: str, tmp_path: Path) -> None:
+    """Logits are those of what they stand for, but for activations; answers do not depend on the company."""
+    sizes = {**SIZES, "moe_intermediate_size": 128, "decoder_sparse_step": 1, "num_hidden_layers": 2}
+    folder = make("qwen3_moe", tmp_path / "dense", tokenizer=True, dtype="bfloat16", **sizes)
+    file, plain = (write(folder, tmp_path / f"{name}.gguf", name) for name in (kind, "BF16"))
+    rows = list(enumerate(prompts([5, 40])))
+    exact, packed, wide = (load_model(path, kernels=kernels, dtype="float32") for path, kernels in (
+        (file, ReferenceKernels()), (file, choose("cpu")), (plain, choose("cpu"))))
+    assert packed.weight_bytes < 0.35 * wide.weight_bytes
+    found, expected = (Driver(decoder).step(rows).double() for decoder in (packed, exact))
+    assert torch.nn.functional.cosine_similarity(expected, found).min() > 0.995
+    llm = LLM(model=str(file), **SMALL)
+    asked = [{"prompt_token_ids": ids} for ids in prompts([5, 90, 33])]
+    together = llm.generate(asked, GREEDY, use_tqdm=False)
+    for prompt, crowd in zip(asked, together, strict=True):
+        [alone] = llm.generate([prompt], GREEDY, use_tqdm=False)
+        assert alone.outputs[0].token_ids == crowd.outputs[0].token_ids

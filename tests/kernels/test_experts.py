@@ -2,37 +2,44 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import product_paths
 import pytest
 import torch
+from kernels.mixtures import CLAMPED, numbers, weights
 from kernels.paged import distance
+from kernels.quantised import random_matrix
 from torch import Tensor
 
 from slotwise.kernels.cpu import paths
 from slotwise.kernels.cpu.kernels import CpuKernels
-from slotwise.kernels.interface import ClampedSwiGLU, ExpertWeights, Kernels, Mixture, Routing
+from slotwise.kernels.interface import ExpertWeights, Kernels, Mixture, Routing
+from slotwise.kernels.matrix import E4M3, Format, QuantisedMatrix, Rows, Weight, stacked
 from slotwise.kernels.reference import ReferenceKernels, route
+from slotwise.model.quantization.gguf_blocks import BLOCK_TYPES
 
 REFERENCE = ReferenceKernels()
 HIDDEN, INNER = 96, 64
-CLAMPED = ClampedSwiGLU(1.702, 1.0)
 CLOSE = {torch.float32: 3e-6, torch.bfloat16: 2e-2}
+WIDE = 256  # as many numbers as a K-quant's block
+FORMATS = {name: (BLOCK_TYPES[name].format,) for name in ("Q4_K", "Q6_K", "Q8_0", "MXFP4")} | {
+    "4 bits in another order": (Format(4, 64, torch.float16, has_minimums=True),),
+    "8-bit floats": (Format(8, 128, torch.float32, levels=E4M3),),
+    "gates in another format": (BLOCK_TYPES["Q4_K"].format, BLOCK_TYPES["Q6_K"].format)}
+"""Of gates and what they gate; of down products the first."""
 
 
-def numbers(kind: torch.dtype, *size: int, seed: int = 0) -> Tensor:
-    return torch.randn(*size, generator=torch.Generator().manual_seed(seed + sum(size))).to(kind)
+def no_ends(experts: int) -> Tensor:
+    return torch.zeros(experts, dtype=torch.int64)
 
 
-def weights(kind: torch.dtype, count: int, *, with_bias: bool = False) -> list[ExpertWeights]:
-    return [
-        ExpertWeights(
-            numbers(kind, 2 * INNER, HIDDEN, seed=i) / 8, numbers(kind, HIDDEN, INNER, seed=i) / 8,
-            *((numbers(kind, 2 * INNER, seed=i), numbers(kind, HIDDEN, seed=i)) if with_bias else ()))
-        for i in range(count)]
-
-
-def mixture(kernels: Kernels, kind: torch.dtype, routing: Routing, activation="silu", *, with_bias=False) -> Mixture:
-    return kernels.experts(weights(kind, routing.num_experts, with_bias=with_bias), routing, activation)
+def mixture(
+    kernels: Kernels, kind: torch.dtype, routing: Routing, activation="silu", *, with_bias=False, ends=None,
+) -> Mixture:
+    ends = no_ends(routing.num_experts) if ends is None else ends
+    packed = weights(kind, routing.num_experts, HIDDEN, INNER, with_bias=with_bias)
+    return kernels.experts(packed, routing, activation, ends)
 
 
 @pytest.mark.parametrize("is_normalised", [True, False])
@@ -40,7 +47,7 @@ def test_the_contract_is_the_formula(is_normalised):
     routing = Routing(5, 2, is_normalised)
     x, logits = numbers(torch.float32, 7, HIDDEN), numbers(torch.float32, 7, 5)
     actual = mixture(REFERENCE, torch.float32, routing)(x, logits)
-    experts = weights(torch.float32, 5)
+    experts = weights(torch.float32, 5, HIDDEN, INNER)
     for token in range(7):
         shares = logits[token].softmax(0)
         best = shares.topk(2)
@@ -98,14 +105,15 @@ def test_a_token_does_not_depend_on_the_tokens_beside_it(threads):
 def test_equal_logits_choose_the_first_experts_and_weights_of_others_are_not_read():
     """What is not read may be anything: NaN here."""
     kind, routing = torch.float32, Routing(6, 2, True)
-    experts = weights(kind, 6)
+    experts = weights(kind, 6, HIDDEN, INNER)
     for each in experts[2:]:
         each.gate_up.fill_(float("nan"))
     x = numbers(kind, 5, HIDDEN)
     chosen, shares = route(torch.zeros(5, 6), routing)
     assert chosen.tolist() == [[0, 1]] * 5 and (shares == 0.5).all()
     for kernels in (CpuKernels(2), REFERENCE):
-        assert kernels.experts(experts, routing, "silu")(x, torch.zeros(5, 6)).isfinite().all()
+        ends = torch.zeros(6, dtype=torch.int64)
+        assert kernels.experts(experts, routing, "silu", ends)(x, torch.zeros(5, 6)).isfinite().all()
 
 
 @pytest.mark.parametrize("logits", [[-1.0, 2.0, -3.0, 0.5], [-5.0, -4.0, -6.0, -4.5], [float("-inf"), 1.0, 0.0, 2.0]])
@@ -146,6 +154,96 @@ def test_a_recorded_mixture_follows_the_tokens(kind, quantization, threads):
             assert torch.equal(graph.run(), expected)
 
 
+def test_tokens_of_each_expert_are_counted_over_all_steps():
+    """Also by runs of a recorded step, whose recording counts as one."""
+    routing, x = Routing(16, 3, True), numbers(torch.float32, 40, HIDDEN)
+    graph_logits, ends = numbers(torch.float32, 7, 16, seed=9), torch.zeros(16, dtype=torch.int64)
+    kernels = CpuKernels(2)
+    packed = mixture(kernels, torch.float32, routing, ends=ends)
+    graph = kernels.record(lambda: packed(x[:7], graph_logits))
+    seen = [graph_logits.clone()]
+    for seed, tokens in enumerate((1, 40, 5)):
+        graph_logits.copy_(numbers(torch.float32, 7, 16, seed=20 + seed))
+        graph.run()
+        logits = numbers(torch.float32, tokens, 16, seed=seed)
+        packed(x[:tokens], logits)
+        seen += [graph_logits.clone(), logits]
+    chosen = route(torch.cat(seen), routing)[0]
+    assert ends.diff(prepend=ends.new_zeros(1)).tolist() == chosen.flatten().bincount(minlength=16).tolist()
+    theirs = torch.zeros(16, dtype=torch.int64)
+    mixture(REFERENCE, torch.float32, routing, ends=theirs)(x.repeat(2, 1)[: len(chosen)], torch.cat(seen))
+    assert torch.equal(theirs, ends)
+
+
 def test_no_tokens():
-    packed = mixture(CpuKernels(2), torch.float32, Routing(4, 2, True))
-    assert packed(torch.empty(0, HIDDEN), torch.empty(0, 4)).shape == (0, HIDDEN)
+    ends = torch.zeros(4, dtype=torch.int64)
+    packed = mixture(CpuKernels(2), torch.float32, Routing(4, 2, True), ends=ends)
+    assert packed(torch.empty(0, HIDDEN), torch.empty(0, 4)).shape == (0, HIDDEN) and not ends.any()
+
+
+
+def packed_weights(name: str, kind: torch.dtype, count: int) -> list[ExpertWeights]:
+    def matrix(outputs: int, depth: int, seed: int, kinds: tuple[Format, ...]) -> Weight:
+        parts = [random_matrix(each, outputs // len(kinds), depth, seed=seed, is_ordered="order" in name)
+                 for each in kinds]
+        return stacked([_without_nan(part) if part.format.are_floats else part for part in parts])
+
+    formats = FORMATS[name]
+    return [ExpertWeights(matrix(2 * WIDE, WIDE, expert, formats), matrix(WIDE, WIDE, expert + count, formats[:1]),
+                          numbers(kind, 2 * WIDE, seed=expert), numbers(kind, WIDE, seed=expert))
+            for expert in range(count)]
+
+
+def _without_nan(matrix: QuantisedMatrix) -> QuantisedMatrix:
+    def read(first: int, end: int) -> Rows:
+        rows = matrix.read(first, end)
+        return rows._replace(codes=rows.codes & 0xFE)
+
+    return replace(matrix, read=read)
+
+
+def skip_where_refused(kernels: CpuKernels, name: str, kind: torch.dtype) -> None:
+    for each in FORMATS[name]:
+        if why := kernels.format_refusal(each, kind):
+            pytest.skip(why)
+
+
+@pytest.mark.parametrize("activation", ["silu", CLAMPED])
+@pytest.mark.parametrize("name", FORMATS)
+def test_packed_experts_multiply_as_products_of_their_own(name, activation):
+    """Bit for bit: a token of one expert is that expert's MLP."""
+    kind, kernels, experts = torch.bfloat16, CpuKernels(2), packed_weights(name, torch.bfloat16, 5)
+    skip_where_refused(kernels, name, kind)
+    x, logits = numbers(kind, 40, WIDE), numbers(kind, 40, 5)
+    together = kernels.experts(experts, Routing(5, 1, True), activation, no_ends(5))(x, logits)
+    for expert, each in enumerate(experts):
+        own = x[logits.argmax(1) == expert]
+        if activation == "silu":
+            inner = kernels.gated(each.gate_up, each.gate_up_bias)(own)
+        else:
+            inner = kernels.clamped_swiglu(kernels.linear(each.gate_up, each.gate_up_bias)(own), activation)
+        assert torch.equal(together[logits.argmax(1) == expert], kernels.linear(each.down, each.down_bias)(inner))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_packed_experts_are_close_to_what_they_stand_for(name):
+    kind, kernels, experts = torch.bfloat16, CpuKernels(2), packed_weights(name, torch.bfloat16, 6)
+    skip_where_refused(kernels, name, kind)
+    x, logits = numbers(kind, 30, WIDE), numbers(kind, 30, 6)
+    ours, theirs = (each.experts(experts, Routing(6, 3, False), CLAMPED, no_ends(6))(x, logits)
+                    for each in (kernels, REFERENCE))
+    assert distance(ours, theirs) < CLOSE[kind]
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "gates in another format"])
+def test_a_recorded_mixture_of_packed_experts_follows_the_tokens(name):
+    kernels, routing, kind = CpuKernels(2), Routing(8, 2, True), torch.float32
+    packed = kernels.experts(packed_weights(name, kind, 8), routing, "silu", no_ends(8))
+    x, logits = torch.zeros(9, WIDE, dtype=kind), torch.zeros(9, 8, dtype=kind)
+    graph = kernels.record(lambda: packed(x, logits))
+    for seed in range(4):
+        x.copy_(numbers(kind, 9, WIDE, seed=seed))
+        logits.copy_(numbers(kind, 9, 8, seed=seed) * 3)
+        expected = packed(x, logits).clone()
+        assert torch.equal(graph.run(), expected)
+        assert all(torch.equal(packed(x[i : i + 1], logits[i : i + 1])[0], expected[i]) for i in range(9))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from slotwise.engine.config import QUANTIZATIONS
 from slotwise.kernels.cpu import linear_int, paths, quantize, tiles
+from slotwise.kernels.cpu.gemm_int import ASKED, STEPS_OF_A_GROUP
 from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.kernels.cpu.launcher import KernelLauncher
 from slotwise.kernels.cpu.linear_int import int_linear
@@ -159,6 +160,15 @@ def test_kernels_quantise_what_they_are_asked_to(quantization):
     assert kernels.linear_bytes(weight) < exact.linear_bytes(weight)
     with pytest.raises(ValueError, match="quantization must be"):
         CpuKernels(2, "int3")
+
+
+@BITS
+def test_every_line_of_a_panel_is_prefetched(bits):
+    step = RECORD[bits] // STEPS_OF_A_GROUP
+    for share in (step, step // 2, step // 3):  # of one tile, of each of two, of three
+        places = [at * share + share * line // ASKED[bits] for at in range(100) for line in range(ASKED[bits])]
+        assert {place // 64 for place in places} >= set(range(places[-1] // 64))
+
 
 
 @BITS

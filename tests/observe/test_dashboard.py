@@ -16,10 +16,13 @@ from slotwise.observe.metrics import Metrics
 
 promtool = pytest.mark.skipif(not shutil.which("promtool"), reason="needs promtool, of Prometheus")
 
+MIXTURE = engine()
+MIXTURE.expert_layers = (0, 2)
+
 
 def test_what_is_named_is_shown_from_the_start_with_its_labels() -> None:
     shown: dict[str, set[str]] = {}
-    for family in text_string_to_metric_families(Metrics("toy", engine(), Timelines()).exposition().decode()):
+    for family in text_string_to_metric_families(Metrics("toy", MIXTURE, Timelines()).exposition().decode()):
         for sample in family.samples:
             shown.setdefault(sample.name, {"instance"}).update(sample.labels)
     shown["slotwise:admission_rejections_total"] = {"model_name", "instance", "reason"}  # none until there is one
@@ -31,7 +34,7 @@ def test_what_is_named_is_shown_from_the_start_with_its_labels() -> None:
 
 def test_everything_shown_is_described() -> None:
     page = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text()
-    families = text_string_to_metric_families(Metrics("toy", engine(), Timelines()).exposition().decode())
+    families = text_string_to_metric_families(Metrics("toy", MIXTURE, Timelines()).exposition().decode())
     names = {family.name + "_total" * (family.type == "counter") for family in families}
     described = set(re.findall(r"`(?:slotwise:)?([a-z0-9_]+)(?:\{[a-z_]+\})?`", page))
     assert {name.removeprefix("slotwise:") for name in names} <= described

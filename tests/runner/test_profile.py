@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
 import checkpoints
 import torch
 from hypothesis import given
@@ -11,7 +15,7 @@ from slotwise.kernels.checked import CheckedKernels
 from slotwise.kernels.reference import ReferenceKernels
 from slotwise.kernels.sampling import draw
 from slotwise.model.load import load_model
-from slotwise.runner.profile import batch_of_nothing, measured_workspace
+from slotwise.runner.profile import CAPTURES, batch_of_nothing, measured_graph, measured_workspace
 
 BLOCK = 4
 
@@ -47,3 +51,78 @@ def test_the_largest_steps_are_run_and_added_up(tmp_path, monkeypatch):
     total = measured_workspace(decoder, watched, BLOCK, [(50, 7, 90), (8, 8, 90)])
     assert total == (700 - 100) + (500 - 300)
     assert drawn == [(7, 1024), (7, 1024), (8, 1024), (8, 1024)]
+
+
+class Captured:
+    """A graph where none can be captured."""
+
+    def __init__(self, result: torch.Tensor) -> None:
+        self.result = result
+
+
+def test_a_graph_takes_what_is_gone_after_many_but_for_the_workspace(tmp_path, monkeypatch):
+    """The device gives memory in pieces of 2 MiB; torch's own is none of a graph's.  Nothing stays captured."""
+    alive, shapes, piece, ours = weakref.WeakSet(), [], 2 << 20, 700_000
+
+    class Capturing(ReferenceKernels):
+        def record(self, work):
+            result = work()
+            shapes.append(result.shape)
+            alive.add(graph := Captured(result))
+            return graph
+
+    def free_and_total(device):
+        taken = -(-len(alive) * ours // piece) * piece
+        return (1 << 40) - taken - torch.cuda.memory_reserved(device), 1 << 40
+
+    for name in ("empty_cache", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda *device: None)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5000 * len(shapes))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", free_and_total)
+    decoder = load_model(checkpoints.make("qwen2", tmp_path), kernels=CheckedKernels(Capturing()))
+    found = measured_graph(decoder, BLOCK, 8, 90)
+    assert abs(found - ours) <= piece // CAPTURES and not alive
+    assert shapes == [(8, 1024)] * (1 + CAPTURES)
+
+
+class Paired:
+    """A rank on a thread: what it gives is there once both ranks have come."""
+
+    size = 2
+
+    def __init__(self, rank: int, given: list, barrier: threading.Barrier) -> None:
+        self.rank, self._given, self._barrier = rank, given, barrier
+
+    def _all(self, x: torch.Tensor) -> list[torch.Tensor]:
+        self._given[self.rank] = x
+        self._barrier.wait(60)
+        parts = list(self._given)
+        self._barrier.wait(60)
+        return parts
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self._all(x)
+        return first + second
+
+    def gather(self, x: torch.Tensor, widths: list[int]) -> torch.Tensor:
+        parts = self._all(x)
+        return x if self.rank else torch.cat(parts, 1)
+
+
+def test_ranks_measure_together(tmp_path, monkeypatch):
+    """Each exchange of one rank has its counterpart on the other, and none is left."""
+    folder = checkpoints.make("qwen2", tmp_path)
+    given, barrier = [None, None], threading.Barrier(2)
+    decoders = [load_model(folder, kernels=ReferenceKernels(), group=Paired(rank, given, barrier)) for rank in (0, 1)]
+    for name, value in {"empty_cache": None, "reset_peak_memory_stats": None, "synchronize": None,
+                        "memory_allocated": 2, "max_memory_allocated": 9}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *device, value=value: value)
+    with ThreadPoolExecutor(2) as pool:
+        totals = list(pool.map(lambda decoder: measured_workspace(decoder, draw, BLOCK, [(50, 7, 90), (8, 8, 90)]),
+                               decoders))
+    assert totals == [14, 14] and not barrier.n_waiting
+
+
+def test_nothing_is_taken_where_nothing_is_captured(tmp_path):
+    decoder = load_model(checkpoints.make("qwen2", tmp_path), kernels=ReferenceKernels())
+    assert measured_graph(decoder, BLOCK, 8, 90) == 0

@@ -33,6 +33,9 @@ ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
                  "checkpoint; on a CPU float16 becomes bfloat16)"}),
     ("--quantization", {"choices": QUANTIZATIONS, "default": "none", "help": "type to which weights are quantized "
                         "when they are loaded; activations are quantized to int8 in each step (default: none)"}),
+    ("--packed-weights-cache", {
+        "default": 0.0, "metavar": "GIB", "help": "on a CPU: disk space for the weights of quantized checkpoints as "
+        "they are repacked, so that the next start maps them: docs/gguf.md (default: 0, none)"}),
     ("--kv-cache-dtype", {"choices": KV_CACHE_DTYPES, "default": "auto", "help": "type of cached keys and values; "
                           "int8 on the CPU and fp8 on a GPU hold about twice the tokens in the same memory (default: "
                           "auto, the type in which they are computed)"}),

@@ -14,6 +14,7 @@ from slotwise.compose.choices import check_model, chosen, joined
 from slotwise.compose.draft_model import DraftCheckpoint
 from slotwise.compose.executors import leading
 from slotwise.compose.machine import glance, measure_machine, roofline
+from slotwise.compose.packed_weights import packed_weights
 from slotwise.compose.sizes import cache_groups, sized, step_tokens
 from slotwise.compose.vocabulary import Vocabulary
 from slotwise.core.roofline import Machine, Roofline
@@ -35,6 +36,7 @@ from slotwise.model.load import describe, load_model
 from slotwise.model.locate import locate
 from slotwise.observe.step_time import load_or_learn
 from slotwise.runner import memory
+from slotwise.runner.expert_load import ExpertLoad
 from slotwise.runner.sampling.grammars import Grammars
 from slotwise.runner.sampling.masks import Masks
 from slotwise.speculation.proposer import proposer_of
@@ -133,6 +135,7 @@ class Loaded:
         config = config.sized(step_tokens(decoder, stalls_are_bounded=config.bounds_stalls))
         if self._ranks is not None:
             self._ranks.wait()
+            self._ranks.measure(config)
         limits, used = sized(config, decoder, self._draft)
         progress("kernels", 0, 1)
         self._warming.finish()
@@ -149,8 +152,8 @@ class Loaded:
             threads=torch.get_num_threads(), product_path=self.product_path,
             batch_invariant=not kernels.batch_dependence(decoder.config.dtype), checkpoint=self._checkpoint,
             hidden_size=decoder.config.hidden_size, tensor_parallel_size=decoder.group.size,
-            pipeline_parallel_size=limits.stages,
-            speculation=self._speculation(config))
+            pipeline_parallel_size=limits.stages, speculation=self._speculation(config),
+            expert_layers=tuple(decoder.expert_ends))
         grammars = Grammars(self._vocabulary.result() if self._vocabulary is not None else None)
         drafts = info.speculation is not None and info.speculation.method != NONE
         groups = cache_groups(config, decoder, self._draft)
@@ -168,7 +171,7 @@ class Loaded:
         proposer = proposer_of(info.speculation, times)
         scheduler = Scheduler(limits, scheduling.discipline(), scheduling.policy(times), times, proposer)
         engine = Engine(scheduler, runner, time.monotonic_ns, eos_ids, depth=depth, scheduling=scheduling,
-                        grammars=grammars)
+                        grammars=grammars, experts=ExpertLoad(ends) if (ends := decoder.expert_ends) else None)
         info.learned = times.learned() if times.is_trained else None
         info.roofline = self.roofline(glance(decoder))
         return engine, info
@@ -198,7 +201,7 @@ class Loaded:
         held = decoder.weight_bytes + (0 if self._draft is None else self._draft.weight_bytes)
         weights = 0 if decoder.kernels.device.type == "cuda" else held - unread
         runtime = used.runtime + ranks * (max(0, memory.resident_bytes() - weights) + memory.STEPS_LEAVE)
-        return MemoryUse(used.weights, used.workspace, used.cache, used.host, runtime)
+        return MemoryUse(used.weights, used.workspace, used.cache, used.host, runtime, used.graphs)
 
 
 def load(
@@ -242,10 +245,11 @@ def load(
         _check_memory(num_bytes, kernels.device)
 
     with _threads(packing):
-        decoder = load_model(
-            config.model, kernels=kernels, dtype=config.dtype, generation=generation,
-            max_positions=config.max_model_len, progress=read, admit=admit, group=group,
-            adapters=(config.max_cpu_loras, config.max_lora_rank) if config.enable_lora else None)
+        with packed_weights(config, kernels, folder, described):
+            decoder = load_model(
+                config.model, kernels=kernels, dtype=config.dtype, generation=generation,
+                max_positions=config.max_model_len, progress=read, admit=admit, group=group,
+                adapters=(config.max_cpu_loras, config.max_lora_rank) if config.enable_lora else None)
         draft = None if draft_model is None else draft_model.load(
             described, kernels, config.max_model_len, read, admit)
     return Loaded(config.model, device, decoder, warming, checkpoint=checkpoint, vocabulary=vocabulary, draft=draft,

@@ -10,11 +10,13 @@ from slotwise.compose.engine import Loaded, load
 from slotwise.compose.executors import following
 from slotwise.compose.rank_groups import Rank, RankMemory, group_of, store_of
 from slotwise.compose.rank_messages import Join, Known
-from slotwise.compose.sizes import cache_groups
+from slotwise.compose.sizes import cache_groups, sized
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.step import StepPlan
+from slotwise.engine.config import EngineConfig
 from slotwise.kernels.group import Group
 from slotwise.kernels.interface import Kernels
+from slotwise.kernels.select import resolve
 from slotwise.runner.stage_runner import FirstStageRunner, StageRunner
 
 
@@ -30,9 +32,17 @@ class Follower:
             return group_of(kernels, rank, memory, store_of(join.port, rank.size) if join.port else None)
 
         self._config = join.config
-        if torch.cuda.is_available():
+        if resolve(join.config.device) == "cuda":
             torch.cuda.set_device(join.rank)
         self._loaded: Loaded = load(join.config, joining=group)
+
+    def measure(self, config: EngineConfig) -> None:
+        """Runs the steps by which rank 0 sizes an engine, and with it exchanges what they sum.
+
+        Raises:
+            MemoryError: the settings need more memory than this rank's device has.
+        """
+        sized(config, self._loaded.ready())
 
     def allocate(self, limits: SchedulerLimits) -> None:
         """Makes caches and slots, in place of those before."""

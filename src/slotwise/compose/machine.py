@@ -43,12 +43,12 @@ def measure_machine(
     Each is repeated for `seconds`.  A product's fastest run counts: other processes slow a run, and none makes it
     faster.
     """
-    return Machine(_read_rate(decoder, caches, seconds), max(_product_rate(decoder, size, seconds) for size in sizes))
+    rate = read_rate(decoder.kernels, decoder.step_weight_bytes, seconds, caches)
+    return Machine(rate, max(_product_rate(decoder, size, seconds) for size in sizes))
 
 
-def _read_rate(decoder: Decoder, caches: int, seconds: float) -> float:
-    """Bytes per second: weights that the last cache holds are read from there, others from memory."""
-    kernels, size = decoder.kernels, decoder.step_weight_bytes
+def read_rate(kernels: Kernels, size: int, seconds: float, caches: int = CACHES) -> float:
+    """Bytes per second of reading `size` bytes of weights: from the last cache if it holds them, else from memory."""
     if kernels.device.type == "cuda":
         size = CUDA_READ
     elif size > last_cache_bytes():

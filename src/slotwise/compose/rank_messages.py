@@ -20,6 +20,12 @@ class Join(Struct, tag="join"):
     port: int  # of torch.distributed's store; 0: the ranks exchange through the shared memory
 
 
+class Measure(Struct, tag="measure"):
+    """Run the largest steps for an engine of these settings, whose sums rank 0 takes part in."""
+
+    config: EngineConfig
+
+
 class Allocate(Struct, tag="allocate"):
     """Make caches and slots for an engine of these limits, in place of those before."""
 
@@ -56,5 +62,5 @@ class Failed(Struct, tag="failed"):
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode_order = msgspec.msgpack.Decoder(Join | Allocate | Run | Collect).decode
+decode_order = msgspec.msgpack.Decoder(Join | Measure | Allocate | Run | Collect).decode
 decode_report = msgspec.msgpack.Decoder(Loaded | Failed).decode

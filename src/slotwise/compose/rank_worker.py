@@ -13,7 +13,17 @@ import time
 
 from slotwise import spawn
 from slotwise.compose.garbage import hold_off, settle
-from slotwise.compose.rank_messages import Allocate, Collect, Failed, Join, Loaded, Run, decode_order, encode
+from slotwise.compose.rank_messages import (
+    Allocate,
+    Collect,
+    Failed,
+    Join,
+    Loaded,
+    Measure,
+    Run,
+    decode_order,
+    encode,
+)
 from slotwise.compose.worker import end
 from slotwise.engine.ipc import BlockingChannel, ChannelClosed
 from slotwise.errors import one_line
@@ -62,7 +72,9 @@ def _serve(channel: BlockingChannel) -> None:
     while True:
         for message in channel.receive(None):
             order = decode_order(message)
-            if isinstance(order, Allocate):
+            if isinstance(order, Measure):
+                follower.measure(order.config)
+            elif isinstance(order, Allocate):
                 follower.allocate(order.limits)
             elif isinstance(order, Run):
                 began = time.monotonic_ns()

@@ -23,7 +23,7 @@ import torch
 
 from slotwise import child, spawn
 from slotwise.compose.rank_groups import Rank, RankFiles, RankMemory, group_of, store_of
-from slotwise.compose.rank_messages import Allocate, Collect, Failed, Join, Known, Run, decode_report, encode
+from slotwise.compose.rank_messages import Allocate, Collect, Failed, Join, Known, Measure, Run, decode_report, encode
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.step import RankSpan, StepPlan
 from slotwise.engine.config import EngineConfig
@@ -81,6 +81,7 @@ class Ranks:
         self._on_lost = on_lost
         self._losing = threading.Lock()
         self._looked = 0.0  # monotonic seconds
+        self._measures = kernels.name != "cpu" and first.stages == 1
         files = RankFiles.made(config, described)
         self._memory = RankMemory(files.of_stages[0], files.boxes, first)
         store = None if kernels.name == "cpu" else store_of(0, first.size)
@@ -114,6 +115,11 @@ class Ranks:
             if isinstance(report, Failed):
                 raise RankLostError(f"rank {rank.number}: {report.message}")
         threading.Thread(target=_watch, args=(weakref.ref(self),), name="ranks", daemon=True).start()
+
+    def measure(self, config: EngineConfig) -> None:
+        """Has all ranks run the largest steps, where a device measures what they take, as this rank does next."""
+        if self._measures:
+            self._send(encode(Measure(config)))
 
     def allocate(self, limits: SchedulerLimits) -> None:
         """Has all ranks make their caches."""

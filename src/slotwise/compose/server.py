@@ -171,9 +171,10 @@ def _greet(url: str, info: EngineInfo, settings: ServerSettings, seconds: float)
             "seconds": round(seconds, 1), "slots": limits.max_num_seqs, "blocks": limits.num_blocks,
             "block_size": limits.block_size, "max_num_batched_tokens": limits.max_num_batched_tokens,
             "max_model_len": limits.max_model_len, "weights_bytes": used.weights, "cache_bytes": used.cache,
-            "workspace_bytes": used.workspace, "host_bytes": used.host,
+            "workspace_bytes": used.workspace, "graph_bytes": used.graphs, "host_bytes": used.host,
             "runtime_bytes": used.runtime, "memory_bytes": used.total})
         return
+    captured = f", {used.graphs / MB:,.0f} MB for captured steps" if used.graphs else ""
     evicted = f", {used.host / MB:,.0f} MB of host memory for evicted blocks" if used.host else ""
     print(
         f"{name} on {_places(info)} ({info.weights}, {info.product_path} products): {limits.max_num_seqs} slots, "
@@ -181,5 +182,5 @@ def _greet(url: str, info: EngineInfo, settings: ServerSettings, seconds: float)
         f"tokens, sequences of up to {limits.max_model_len}\n"
         f"Memory at most: {used.weights / MB:,.0f} MB of weights, {used.cache / MB:,.0f} MB of cache "
         f"({info.cache_dtype}), {used.workspace / MB:,.0f} MB for a step, {used.runtime / MB:,.0f} MB for the runtime"
-        f"{evicted}\n"
+        f"{captured}{evicted}\n"
         f"Ready after {seconds:.1f} s on {url}  (try {url}/v1/models)", flush=True)

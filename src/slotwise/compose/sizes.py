@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -20,7 +21,8 @@ from slotwise.model.families import weight_bytes
 from slotwise.model.stages import layers_of
 from slotwise.runner import kv_offload, memory
 from slotwise.runner.draft_model import ALL_LOGITS, CATCH_UP
-from slotwise.runner.profile import measured_workspace
+from slotwise.runner.graphs import num_graphs
+from slotwise.runner.profile import measured_graph, measured_workspace
 from slotwise.runner.prompt_logprobs import workspace_rows
 from slotwise.speculation.settings import NONE
 
@@ -29,6 +31,14 @@ BURST_SECONDS = 0.5  # where steps are that long only when hardly any stream wai
 STEP_SIZES = (512, 256, 128)  # tokens; fewer would read the weights too often for the tokens they compute
 GPU_STEP_SIZES = (8192, 4096, 2048)  # products reach their rate at a few thousand tokens
 BLOCK_SIZE = 64  # tokens; as in the measurements of benchmarks/results/kernels-cpu.md
+
+
+class _Room(NamedTuple):
+    """Bytes of memory."""
+
+    workspace: int  # of steps
+    graphs: int
+    budget: int  # what the cache may take
 
 
 def step_tokens(decoder: Decoder, *, stalls_are_bounded: bool) -> int:
@@ -67,15 +77,15 @@ def sized(
     useful = config.max_num_seqs * CacheGroups(groups.windows, block_size, config.step_tokens).most_blocks(longest)
     size = _on_gpu if kernels.device.type == "cuda" else _on_host
     asked = config.offloading_bytes
-    workspace, budget = size(config, models, longest, kv_offload.staging_bytes(asked // per_block, per_block))
-    num_blocks = memory.num_blocks(per_block, useful, budget)
-    beside = 0 if kernels.device.type == "cuda" else workspace + num_blocks * per_block
+    room = size(config, models, longest, kv_offload.staging_bytes(asked // per_block, per_block))
+    num_blocks = memory.num_blocks(per_block, useful, room.budget)
+    beside = 0 if kernels.device.type == "cuda" else room.workspace + num_blocks * per_block
     num_host_blocks = memory.num_host_blocks(per_block, asked, beside)
     library = kernels.library_bytes(decoder.config.dtype)
     limits = config.limits(model_tokens, num_blocks, block_size, num_host_blocks, groups.windows)
     return limits, MemoryUse(
-        _weights(models), workspace, (num_blocks + 1) * per_block,
-        num_host_blocks * per_block, library)
+        _weights(models), room.workspace, (num_blocks + 1) * per_block, num_host_blocks * per_block, library,
+        room.graphs)
 
 
 def cache_groups(config: EngineConfig, decoder: Decoder, draft: Decoder | None) -> LayerGroups:
@@ -86,8 +96,8 @@ def cache_groups(config: EngineConfig, decoder: Decoder, draft: Decoder | None) 
     return layer_groups(decoder.attention_shapes, min(config.max_model_len or model_tokens, model_tokens))
 
 
-def _on_host(config: EngineConfig, models: Sequence[Decoder], longest: int, staging: int) -> tuple[int, int]:
-    """Returns bytes of workspace and cache budget, from the computed size of the largest step plus `staging`.
+def _on_host(config: EngineConfig, models: Sequence[Decoder], longest: int, staging: int) -> _Room:
+    """Returns the room by the computed size of the largest step plus `staging`; graphs are part of the runtime.
 
     A draft model's passes and the target's forward pass take their workspace in turn.
     """
@@ -99,7 +109,7 @@ def _on_host(config: EngineConfig, models: Sequence[Decoder], longest: int, stag
           for draft in drafts), 0)
     others = workspace + decoder.kernels.library_bytes(decoder.config.dtype)
     asked, share = config.kv_cache_memory, config.gpu_memory_utilization
-    return workspace, memory.cache_budget(_weights(models), others, asked, share)
+    return _Room(workspace, 0, memory.cache_budget(_weights(models), others, asked, share))
 
 
 def _ranks(decoder: Decoder) -> int:
@@ -140,21 +150,23 @@ def _most_drafts(config: EngineConfig) -> int:
     return MAX_STEP_DRAFTS if config.speculative_config and config.speculative_config.method != NONE else 0
 
 
-def _on_gpu(config: EngineConfig, models: Sequence[Decoder], longest: int, staging: int) -> tuple[int, int]:
-    """Returns bytes of workspace and cache budget, from the measured size of the largest steps plus `staging`."""
+def _on_gpu(config: EngineConfig, models: Sequence[Decoder], longest: int, staging: int) -> _Room:
+    """Returns the room by the measured size of the largest steps plus `staging`, and that of their graphs."""
     decoder, *drafts = models
     kernels, rows, tokens = decoder.kernels, config.max_num_seqs, config.largest_step(longest)
     recorded = max(rows, kernels.graph_size(rows, longest)[0])
     sampled = min(rows + _most_drafts(config), tokens)
     shapes = [(tokens, sampled, longest), (recorded, recorded, longest)]
     block_size = config.block_size or BLOCK_SIZE
-    if num_ranks(decoder.group) > 1:  # a step that is measured needs all of them
-        workspace = sum(decoder.workspace_bytes(tokens, rows) for tokens, rows, _ in shapes) + staging
-    else:
-        workspace = measured_workspace(decoder, draw_for(kernels), block_size, shapes) + staging
+    is_divided = decoder.group.pipe.stage.count > 1  # then no stage can run a step by itself
+    workspace = staging + (sum(decoder.workspace_bytes(*shape[:2]) for shape in shapes) if is_divided
+                           else measured_workspace(decoder, draw_for(kernels), block_size, shapes))
     for draft in drafts:
         shapes = [(CATCH_UP + rows, max(ALL_LOGITS, rows), longest), (recorded, recorded, longest)]
         workspace += measured_workspace(draft, draw_for(kernels), block_size, shapes)
     free, total = torch.cuda.mem_get_info(kernels.device)
+    number = num_graphs(kernels, rows, longest, drafts=_most_drafts(config) > 0, adapters=config.enable_lora)
+    graphs = 0 if is_divided else number * sum(
+        measured_graph(model, block_size, recorded, longest) for model in models)
     asked, share = config.kv_cache_memory, config.gpu_memory_utilization
-    return workspace, memory.gpu_cache_budget(free, total, workspace, asked, share)
+    return _Room(workspace, graphs, memory.gpu_cache_budget(free, total, workspace + graphs, asked, share))

@@ -48,6 +48,7 @@ ENGINE: dict[str, Range] = {  # the numbers of `EngineConfig`
     "kv_cache_memory": whole(1, BYTES),
     "gpu_memory_utilization": real(0.001, 1),
     "kv_offloading_size": real(0, (1 << 20) - 1),  # GiB
+    "packed_weights_cache": real(0, (1 << 20) - 1),  # GiB
     "max_loras": whole(1, SLOTS),
     "max_lora_rank": whole(1, 4096),
     "max_cpu_loras": whole(1, 4096),
@@ -77,6 +78,7 @@ class EngineConfig:
     device: str = "auto"
     dtype: str = "auto"  # the checkpoint's
     quantization: str = "none"  # type to which the weights of products are converted as they are loaded
+    packed_weights_cache: float = 0.0  # GiB of disk for quantised weights as they are repacked; 0: none
     kv_cache_dtype: str = "auto"  # of keys and values: auto, as computed; int8 (CPU) or fp8 (GPU)
     batch_invariant: bool = False  # no start unless a request's tokens depend neither on its batch nor on its chunks
     max_model_len: int | None = None  # tokens of a sequence; None: the model's own, if the cache holds it

@@ -21,7 +21,7 @@ from slotwise.core.limits import SchedulerLimits
 from slotwise.core.request import Request
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.step import StepPlan, StepResult, TokenLogprobs
-from slotwise.engine.executor import Executor
+from slotwise.engine.executor import Executor, ExpertCounts
 from slotwise.engine.grammars import POLL, Compiled, GrammarCompiler
 from slotwise.engine.messages import (
     Add,
@@ -36,6 +36,7 @@ from slotwise.engine.messages import (
 from slotwise.engine.scheduling import DEFAULT_ORDER, Scheduling
 
 NO_STEP = -1  # a record of what happened between steps
+EXPERTS_EVERY = 1_000_000_000  # nanoseconds between two records with the tokens of experts, while there is work
 NO_PROBABILITIES = "the model gave no valid probabilities for the next token"  # of a row that failed alone
 
 Clock = Callable[[], int]
@@ -49,11 +50,13 @@ class Engine:
         depth: steps that may be in flight while the next is planned: 0, 1, or one fewer than `limits.stages`.
         scheduling: the settings that `scheduler` was built with; None: first come, first served.
         grammars: compiles the grammars of requests; None: those with one are rejected.
+        experts: counts the tokens of experts; None: the model has none.
     """
 
     def __init__(
         self, scheduler: Scheduler, executor: Executor, clock: Clock, eos_ids: tuple[int, ...] = (), *, depth: int = 0,
         scheduling: Scheduling | None = None, grammars: GrammarCompiler | None = None,
+        experts: ExpertCounts | None = None,
     ) -> None:
         self._scheduler = scheduler
         self.executor = executor
@@ -63,6 +66,8 @@ class Engine:
         self._in_flight: deque[tuple[StepPlan, int]] = deque()
         self._order = scheduling.order if scheduling else DEFAULT_ORDER
         self._grammars = grammars
+        self._experts = experts
+        self._counted = 0  # nanoseconds, when the tokens of experts were counted last
         self._compiled: list[Compiled] = []  # not yet in a record, as the three below
         self._configured: Scheduling | None = None
         self._taken: list[int] = []
@@ -218,10 +223,19 @@ class Engine:
         if self._grammars is not None:
             for end in record.ended:
                 self._grammars.release(end.request_id)
+        if self._experts is not None and not record.failure:  # a device that failed may be lost
+            record.expert_tokens = self._expert_tokens(self._experts, record.ended_ns)
         record.num_running = self._scheduler.num_running
         record.num_waiting = self._scheduler.num_waiting
         record.num_free_blocks = self._scheduler.num_free_blocks
         return record
+
+    def _expert_tokens(self, experts: ExpertCounts, now: int) -> tuple[tuple[int, ...], ...]:
+        """Returns the tokens of experts that no record has; () while the last count is recent and work remains."""
+        if self.has_work and now - self._counted < EXPERTS_EVERY:
+            return ()
+        self._counted = now
+        return experts.pop(is_idle=not self._in_flight)
 
 
 def ends(events: list[Event], error: str = NO_PROBABILITIES) -> tuple[RowEnd, ...]:

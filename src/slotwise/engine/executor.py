@@ -25,6 +25,18 @@ class Executor(Protocol):
         ...
 
 
+class ExpertCounts(Protocol):
+    """Counts the tokens of each expert of a model with mixtures of experts."""
+
+    def pop(self, *, is_idle: bool) -> tuple[tuple[int, ...], ...]:
+        """Returns the tokens of each expert of each layer since the last call; () if there are none.
+
+        Args:
+            is_idle: no step is in flight: nothing may be left out.
+        """
+        ...
+
+
 NextToken = Callable[[Sequence[int]], int]
 """A toy model: returns the token that follows a sequence."""
 

@@ -106,11 +106,12 @@ class MemoryUse(Struct, frozen=True):
     cache: int = 0
     host: int = 0  # host memory for blocks that the cache evicts
     runtime: int = 0  # the rest of the process: interpreter, libraries and their buffers, compiled kernels
+    graphs: int = 0  # captured steps on a GPU, all that may be captured; elsewhere they are part of `runtime`
 
     @property
     def total(self) -> int:
         """The sum; on the CPU the most that the process takes."""
-        return self.weights + self.workspace + self.cache + self.host + self.runtime
+        return self.weights + self.workspace + self.cache + self.host + self.runtime + self.graphs
 
 
 class EngineInfo(Struct, tag="ready"):
@@ -137,6 +138,7 @@ class EngineInfo(Struct, tag="ready"):
     hidden_size: int = 0  # numbers of a hidden state, and so of a vector
     tensor_parallel_size: int = 1  # processes that share every layer of a stage
     pipeline_parallel_size: int = 1  # stages that the layers are divided into
+    expert_layers: tuple[int, ...] = ()  # numbers of the layers with experts
 
     @property
     def identity(self) -> tuple[object, ...]:
@@ -218,6 +220,7 @@ class StepRecord(Struct, tag="step", omit_defaults=True):
     proposing: Proposing | None = None  # what the draft model took, as in `core.step.StepResult`
     expired_blocks: tuple[FreedBlocks, ...] = ()  # applied before `new_blocks`
     ranks: tuple[RankSpan, ...] = ()  # as in `core.step.StepResult`
+    expert_tokens: tuple[tuple[int, ...], ...] = ()  # by layer and expert, since the last record that has them
 
 
 class StepOutputs(Struct, tag="outputs"):

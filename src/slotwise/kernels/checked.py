@@ -79,12 +79,13 @@ class CheckedKernels:
         return self._product(pack, "exact_linear", weight, bias, len(weight))
 
     def experts(
-        self, weights: Iterable[ExpertWeights], routing: Routing, activation: Activation | ClampedSwiGLU,
+        self, weights: Iterable[ExpertWeights], routing: Routing, activation: Activation | ClampedSwiGLU, ends: Tensor,
     ) -> Mixture:
         """A mixture that checks its arguments."""
         if not 0 < routing.top_k <= routing.num_experts:
             raise KernelArgumentError(f"experts: {routing.top_k} of {routing.num_experts} experts")
-        mixture = self._kernels.experts(weights, routing, activation)
+        self._check("experts: ends", ends, (routing.num_experts,), (torch.int64,))
+        mixture = self._kernels.experts(weights, routing, activation, ends)
 
         def checked(x: Tensor, logits: Tensor) -> Tensor:
             self._check("experts: x", x, tuple(x.shape[:2]), FLOATS)

@@ -48,10 +48,10 @@ class Routing:
 
 
 class ExpertWeights(NamedTuple):
-    """Weights of one expert."""
+    """Weights of one expert; all experts of a layer are stored in the same formats."""
 
-    gate_up: Tensor  # [2 * intermediate, hidden], gates first
-    down: Tensor  # [hidden, intermediate]
+    gate_up: Weight  # [2 * intermediate, hidden], gates first
+    down: Weight  # [hidden, intermediate]
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
 
@@ -165,6 +165,7 @@ class Kernels(Protocol):
     kinds: tuple[dtype, ...]  # of weights that are supported
     records_drafts: bool  # a graph reads from memory how many tokens each row has
     mixture_refusal: str  # why `experts` does not work, in one sentence; "" where it does
+    packed_experts_refusal: str  # likewise with quantised matrices
     adapter_refusal: str  # likewise of `adapters`
 
     def warm_up(self, kind: dtype) -> None:
@@ -212,10 +213,7 @@ class Kernels(Protocol):
         ...
 
     def format_refusal(self, format: Format, kind: dtype) -> str:
-        """Why products with matrices of a quantised format are not supported, in one sentence; "" where they are.
-
-        In a model that computes in `kind`.
-        """
+        """Why a model of `kind` cannot have matrices of a quantised format, in one sentence; "" where it can."""
         ...
 
     def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
@@ -242,11 +240,12 @@ class Kernels(Protocol):
         ...
 
     def experts(
-        self, weights: Iterable[ExpertWeights], routing: Routing, activation: Activation | ClampedSwiGLU,
+        self, weights: Iterable[ExpertWeights], routing: Routing, activation: Activation | ClampedSwiGLU, ends: Tensor,
     ) -> Mixture:
         """Pack a layer's experts, one after another.  Steps read the weights of experts that tokens choose, only.
 
-        Each takes as many bytes as two `linear`s.
+        Each takes as many bytes as two `linear`s.  A step puts its tokens in the order of their experts, and adds where
+        those of each expert end to `ends [experts]` int64, on the device: its differences count tokens by expert.
 
         Raises:
             ValueError: these kernels have no mixtures: `mixture_refusal`.
@@ -349,16 +348,3 @@ class Kernels(Protocol):
         (GPT-OSS), after the soft cap and whatever the window.
         """
         ...
-
-
-def in_two_steps(kernels: Kernels, weight: Weight, bias: Tensor | None, activation: Activation = "silu") -> Linear:
-    """`gated` for kernels without a fused one: the product, then the activation."""
-    product, multiply = kernels.linear(weight, bias), activated(kernels, activation)
-    return lambda x: multiply(product(x))
-
-
-def activated(kernels: Kernels, activation: Activation | ClampedSwiGLU) -> Linear:
-    """`[tokens, 2 * intermediate] -> [tokens, intermediate]`: gates, and what they gate."""
-    if isinstance(activation, ClampedSwiGLU):
-        return lambda gate_up: kernels.clamped_swiglu(gate_up, activation)
-    return {"silu": kernels.silu_mul, "gelu_tanh": kernels.gelu_mul}[activation]

@@ -142,6 +142,12 @@ Weight = Tensor | QuantisedMatrix | StackedMatrix
 """What a product multiplies with: `[outputs, depth]`."""
 
 
+def formats_of(weight: Weight) -> tuple[Format, ...]:
+    """Those of its parts; none of plain numbers."""
+    parts = weight.parts if isinstance(weight, StackedMatrix) else () if isinstance(weight, Tensor) else (weight,)
+    return tuple(part.format for part in parts)
+
+
 def stacked(parts: Sequence[QuantisedMatrix]) -> QuantisedMatrix | StackedMatrix:
     """Matrices of one depth, one behind the other along their outputs: one matrix where all have one format.
 

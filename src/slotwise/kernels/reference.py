@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slotwise.kernels.gates import activated, in_two_steps
 from slotwise.kernels.group import embed_part
 from slotwise.kernels.interface import (
     CACHE_KINDS,
@@ -27,10 +28,8 @@ from slotwise.kernels.interface import (
     QKNorm,
     RaggedBatch,
     Routing,
-    activated,
     as_bytes,
     cache_kind,
-    in_two_steps,
 )
 from slotwise.kernels.low_rank import ReferenceAdapters
 from slotwise.kernels.matrix import Format, QuantisedMatrix, Weight
@@ -105,7 +104,7 @@ class ReferenceKernels:
     name = "reference"
     kinds: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
     records_drafts = False
-    mixture_refusal = adapter_refusal = ""
+    mixture_refusal = packed_experts_refusal = adapter_refusal = ""
 
     def __init__(self, device: str = "cpu", kv_cache_dtype: str = "auto") -> None:
         """Raises ValueError if `kv_cache_dtype` is not in `CACHE_KINDS`."""
@@ -172,7 +171,7 @@ class ReferenceKernels:
         return self.linear(weight, bias)
 
     def experts(
-        self, weights: Iterable[ExpertWeights], routing: Routing, activation: Activation | ClampedSwiGLU,
+        self, weights: Iterable[ExpertWeights], routing: Routing, activation: Activation | ClampedSwiGLU, ends: Tensor,
     ) -> Mixture:
         """Expert by expert, the tokens that chose it."""
         packed = [(self.linear(each.gate_up, each.gate_up_bias), self.linear(each.down, each.down_bias))
@@ -181,6 +180,7 @@ class ReferenceKernels:
 
         def mixture(x: Tensor, logits: Tensor) -> Tensor:
             chosen, shares = route(logits, routing)
+            ends.add_(chosen.flatten().bincount(minlength=routing.num_experts).cumsum(0))
             out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
             for expert in chosen.unique().tolist():
                 tokens, places = (chosen == expert).nonzero(as_tuple=True)

@@ -62,10 +62,10 @@ class TimedKernels:
         return self._timed_product(self._kernels.exact_linear(weight, bias))
 
     def experts(
-        self, weights: Iterable[ExpertWeights], routing: Routing, activation: Activation | ClampedSwiGLU,
+        self, weights: Iterable[ExpertWeights], routing: Routing, activation: Activation | ClampedSwiGLU, ends: Tensor,
     ) -> Mixture:
         """A timed mixture: nearly all of it are products."""
-        mixture = self._kernels.experts(weights, routing, activation)
+        mixture = self._kernels.experts(weights, routing, activation, ends)
         return lambda x, logits: self._timed(PRODUCTS, lambda: mixture(x, logits))
 
     def head(self, weight: Weight) -> Linear:

@@ -20,6 +20,7 @@ from slotwise.model.adapters import Adapters
 from slotwise.model.cache_groups import by_layer
 from slotwise.model.config import ModelConfig
 from slotwise.model.families import compose
+from slotwise.model.layers.moe import MixtureOfExperts
 from slotwise.model.layers.rope import RotaryTable
 from slotwise.model.layers.share import heads_of
 from slotwise.model.layers.source import Source
@@ -65,6 +66,14 @@ class Decoder:
     def step_weight_bytes(self) -> int:
         """Bytes of weights that a step of one token reads: of experts only those that a token chooses."""
         return self._network.token_bytes
+
+    @property
+    def expert_ends(self) -> dict[int, Tensor]:
+        """By layer with experts: tokens of each expert and of those before it, of all steps so far, `[experts]`; of
+        the layers that are held here.
+        """
+        return {number: layer.mlp.ends for number, layer in zip(self.layers, self._network.layers, strict=True)
+                if isinstance(layer.mlp, MixtureOfExperts)}
 
     def reach(self, num_positions: int) -> None:
         """Compute the rotary tables for `num_positions` positions.  Call before a captured step runs again."""

@@ -1,8 +1,9 @@
-"""A digest that tells whether a checkpoint's files have changed, without reading the weights."""
+"""Digests of a checkpoint: whether its files have changed, without reading the weights, and of all their content."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from pathlib import Path
 
 from slotwise.gguf.model import parts_of
@@ -18,8 +19,7 @@ def fingerprint(checkpoint: Path) -> str:
     Raises:
         OSError: a file cannot be read.
     """
-    configs = [checkpoint / name for name in CONFIGS]
-    weights = parts_of(checkpoint) if checkpoint.is_file() else sorted(checkpoint.glob("*.safetensors"))
+    configs, weights = _files(checkpoint)
     digest = hashlib.blake2b(digest_size=16)
     for path in [*configs, *weights]:
         if not path.is_file():
@@ -30,3 +30,23 @@ def fingerprint(checkpoint: Path) -> str:
             digest.update(repr((path.name, about.st_size, 0 if is_config else about.st_mtime_ns)).encode())
             digest.update(file.read(MAX_CONFIG_BYTES if is_config else HEADER_BYTES))
     return digest.hexdigest()
+
+
+def content_digest(checkpoint: Path) -> str:
+    """Returns a digest of all that the configs and the weights' files hold, at the speed of SHA-256.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    digest = hashlib.sha256()
+    for path in itertools.chain(*_files(checkpoint)):
+        if path.is_file():
+            with path.open("rb") as file:
+                digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _files(checkpoint: Path) -> tuple[list[Path], list[Path]]:
+    """Configs, which may be missing, and weights."""
+    weights = parts_of(checkpoint) if checkpoint.is_file() else sorted(checkpoint.glob("*.safetensors"))
+    return [checkpoint / name for name in CONFIGS], weights

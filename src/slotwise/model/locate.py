@@ -36,7 +36,11 @@ def locate(model: str | Path) -> Path:
                               "such as owner/name")
     repository, quantisation = found["repository"], found["quantisation"]
     if not quantisation:
-        return checkpoint_in(_download(repository, _HUB_FILES, _HUB_SKIPPED))
+        folder = _download(repository, _HUB_FILES, _HUB_SKIPPED)
+        if not any(folder.glob("*.safetensors")):
+            raise CheckpointError(f"the hub's {repository} has no safetensors weights: if it holds models in GGUF, "
+                                  f"name one by its quantisation, as {repository}:Q4_K_M")
+        return checkpoint_in(folder)
     names = sorted({quantisation, quantisation.upper(), quantisation.lower()})
     patterns = tuple(pattern for name in names for pattern in (
         f"*[-.]{name}.gguf", f"*[-.]{name}-*-of-*.gguf", f"{name}.gguf", f"{name}/*.gguf"))

@@ -28,6 +28,17 @@ class Cut(NamedTuple):
         return (rows, *shape[1:]) if self.columns is None else (rows, len(self.columns), *shape[2:])
 
 
+def matrix_size(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Outputs and depth of the quantised matrix that a tensor of `shape` is.
+
+    `[matrices, depth, outputs]` is one as well: all matrices, transposed, one behind the other along their outputs.
+    """
+    if len(shape) == len(("matrices", "depth", "outputs")):
+        return shape[0] * shape[2], shape[1]
+    outputs, depth = shape
+    return outputs, depth
+
+
 WHOLE = Cut()
 Cuts = Mapping[str, Cut]
 """Parts of tensors, by name; what is not named is whole."""
@@ -56,7 +67,10 @@ class StoredTensor(Protocol):
         ...
 
     def rows(self, first: int, end: int) -> Tensor:
-        """Rows `first ... end - 1` along the first dimension, of the type that they are stored as; not for matrices."""
+        """Rows `first ... end - 1` along the first dimension, of the type that they are stored as.
+
+        Not of a quantised tensor of two dimensions.
+        """
         ...
 
     @property
@@ -65,7 +79,7 @@ class StoredTensor(Protocol):
         ...
 
     def matrix(self) -> QuantisedMatrix:
-        """The whole, where it has a format."""
+        """The whole, where it has a format, as `matrix_size` says."""
         ...
 
 

@@ -121,8 +121,8 @@ class Weights:
 
     def _pieces(self, name: str, cut: Cut) -> Iterator[Tensor]:
         """A tensor's numbers, of a quantised matrix some outputs at a time: dequantised they are many bytes."""
-        if self._tensors[name].format is None:
-            tensor = self._tensors[name]
+        tensor = self._tensors[name]
+        if tensor.format is None or len(tensor.shape) > MATRIX:
             parts = [tensor.rows(rows.start, rows.stop) for rows in cut.rows] or [_whole(tensor)]
             columns = cut.columns
             yield from parts if columns is None else [part[:, columns.start : columns.stop] for part in parts]

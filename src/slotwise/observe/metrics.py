@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 from slotwise.engine.observer import Observer
 from slotwise.observe import step_view
 from slotwise.observe.event_log import Entry, Refusal, Request, Step
+from slotwise.observe.expert_load import ExpertLoad
 from slotwise.observe.fold import Changes, Timelines
 from slotwise.observe.prompt_choices import PromptChoices
 from slotwise.observe.request_timeline import RequestTimeline
@@ -37,7 +38,7 @@ from slotwise.observe.vllm_metrics import as_vllm
 
 if TYPE_CHECKING:
     from slotwise.core.roofline import Roofline
-    from slotwise.engine.messages import EngineInfo
+    from slotwise.engine.messages import EngineInfo, StepRecord
 
 NS = 1e-9
 LATELY = 256  # steps over which the roofline fraction is computed
@@ -86,10 +87,16 @@ class Metrics(Collector, Observer):
     def started(self, info: EngineInfo) -> None:
         """Another engine is ready."""
         self._info = info
+        self.experts = ExpertLoad(info.expert_layers)
         self._slots = info.scheduling.max_num_seqs
         self._last_end = 0  # of a step with rows
         self._choices = PromptChoices()
         self.counters["engine_starts_total"] += 1
+
+    def stepped(self, record: StepRecord) -> None:
+        """Counts what records have and entries have not."""
+        if record.expert_tokens:
+            self.experts.add(record.expert_tokens)
 
     def write(self, entry: Entry, changes: Changes) -> None:
         """Counts an entry that made these changes.  Never waits."""
@@ -260,8 +267,11 @@ class Metrics(Collector, Observer):
             yield shown.gauge(name, value())
         for name, count in self.counters.items():
             yield shown.counter(name, count)
-        for name, counts in (self.labelled | {"request_wait_seconds_total": self.wait_seconds}).items():
+        elsewhere = {"request_wait_seconds_total": self.wait_seconds, "expert_tokens_total": self.experts.tokens}
+        for name, counts in (self.labelled | elsewhere).items():
             yield shown.labelled(name, counts)
+        yield shown.by_layer("expert_imbalance", self.experts.imbalance)
+        yield shown.by_layer("idle_experts", self.experts.idle)
         for name, histogram in self._histograms.items():
             yield shown.histogram(name, histogram)
         yield shown.step_time(self._step_times.items())

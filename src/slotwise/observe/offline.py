@@ -22,14 +22,15 @@ class Logged:
         self._info = info
         self._recorder = Recorder(Ring(capacity=1))
         self._recorder.started(info)
+        self._metrics: Metrics | None = None
         if file is not None:
             self._recorder.write_to(file)
 
     def metrics(self, model_name: str) -> Metrics:
         """Metrics that count from now on, under vLLM's names, too: scripts look them up."""
-        metrics = Metrics(model_name, self._info, self._recorder.timelines, has_vllm_names=True)
-        self._recorder.add_reader(metrics)
-        return metrics
+        self._metrics = Metrics(model_name, self._info, self._recorder.timelines, has_vllm_names=True)
+        self._recorder.add_reader(self._metrics)
+        return self._metrics
 
     @property
     def has_work(self) -> bool:
@@ -46,4 +47,6 @@ class Logged:
     def step(self) -> StepRecord:
         record = self._engine.step()
         self._recorder.stepped(record)
+        if self._metrics is not None:
+            self._metrics.stepped(record)
         return record

@@ -106,6 +106,8 @@ LABELLED = {
     "rank_busy_seconds_total": Labelled(
         "rank", (), "Seconds in which each rank worked on steps, where several processes compute the model; waits of a "
         "pipeline's stage for the one before it are not counted."),
+    "expert_tokens_total": Labelled(
+        "layer", (), "Tokens times the experts that each chose, by layer with experts; padding and drafts count, too."),
     "stalled_row_steps_total": Labelled(
         "reason", STALLS, "Running requests without a row in a step, summed over steps, by reason."),
 }
@@ -118,6 +120,12 @@ GAUGES = {
     "step_time_model_error": "Median of |predicted - taken| / taken over the latest steps of the step-time model.",
     "engine_healthy": "1 while an engine is attached and responsive, else 0.",
 }
+BY_LAYER = {  # gauges labelled with the layer, of models with mixtures of experts
+    "expert_imbalance": "Tokens of the layer's busiest expert per mean of its experts, over the latest minute of work: "
+                        "1 where all have equally many, 0 before the first.",
+    "idle_experts": "Experts of the layer that no token chose in the latest minute of work.",
+}
+LAYER = "layer"
 WAITING = Labelled("reason", WAITS[1:], "Requests that wait for a slot in the last planned step, by reason.")
 
 
@@ -167,6 +175,9 @@ class Shown:
     def waiting(self, counts: Mapping[str, int]) -> Metric:
         shown = {reason: counts.get(reason, 0) for reason in dict.fromkeys((*WAITING.values, *counts))}
         return self._filled(GaugeMetricFamily, "num_requests_waiting_by_reason", WAITING.help, [WAITING.label], shown)
+
+    def by_layer(self, name: str, values: Mapping[str, float]) -> Metric:
+        return self._filled(GaugeMetricFamily, name, BY_LAYER[name], [LAYER], values)
 
     def counter(self, name: str, value: float) -> Metric:
         return self._filled(CounterMetricFamily, name, COUNTERS[name], [], {"": value})

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slotwise.kernels.interface import Graph, GroupTables, LayerCache, RaggedBatch
+from slotwise.kernels.interface import Graph, GroupTables, Kernels, LayerCache, RaggedBatch
 from slotwise.model.decoder import Decoder, Returned
 from slotwise.runner.input_batch import SlotTable
 from slotwise.runner.staging import viewer
@@ -40,6 +40,21 @@ class _Size(NamedTuple):
     tokens: int
     context: int  # the longest
     is_adapted: bool  # a row has an adapter
+
+
+def num_graphs(kernels: Kernels, max_rows: int, longest: int, *, drafts: bool, adapters: bool) -> int:
+    """The most graphs that `DecodeGraphs` captures for up to `max_rows` rows of up to `longest` tokens of context."""
+    counts = {(rows, rows) for rows in range(1, max_rows + 1)}
+    if drafts and kernels.records_drafts:
+        counts |= {(rows, tokens) for rows in range(1, min(max_rows, MAX_TOKENS) + 1)
+                   for tokens in range(rows, MAX_TOKENS + 1)}
+    sizes = set()
+    for rows, tokens in counts:
+        context = 1
+        while context <= longest and (size := kernels.graph_size(tokens, context))[0]:
+            sizes.add((rows + size[0] - tokens, *size))
+            context = size[1] + 1
+    return min(MAX_GRAPHS, (1 + adapters) * len(sizes))
 
 
 class DecodeGraphs:

@@ -106,7 +106,7 @@ def gpu_cache_budget(free: int, total: int, workspace: int, asked: int | None, s
 
     Args:
         free, total: bytes of the device.
-        workspace: bytes that steps take.
+        workspace: bytes that steps and their graphs take.
         asked: bytes of cache, as set; None: what is left of `share`.
         share: of the device, for everything on it; None: GPU_SHARE.
 
@@ -117,7 +117,7 @@ def gpu_cache_budget(free: int, total: int, workspace: int, asked: int | None, s
     budget = asked if asked is not None else int(total * share) - (total - free) - workspace
     if budget < 1 or budget + workspace > free:
         raise MemoryError(
-            f"a cache of {gib(max(budget, 0))} beside {gib(workspace)} of workspace for a step does not fit the GPU: "
+            f"a cache of {gib(max(budget, 0))} beside {gib(workspace)} for steps and graphs does not fit the GPU: "
             f"{gib(free)} of its {gib(total)} are free once the weights are loaded, and gpu_memory_utilization is "
             f"{share:g}: change it or kv_cache_memory, make steps smaller with max_num_batched_tokens or max_num_seqs, "
             "or end what else uses the GPU")

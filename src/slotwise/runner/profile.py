@@ -1,16 +1,19 @@
-"""Measures the workspace of steps, by running the largest ones before the cache is allocated."""
+"""Measures the memory that steps and their graphs take, by running the largest ones before the cache is allocated."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from slotwise.kernels.interface import RaggedBatch
+from slotwise.kernels.interface import LayerCache, RaggedBatch
 from slotwise.kernels.sampling import Draw
 from slotwise.model.decoder import Decoder
 from slotwise.runner.prompt_logprobs import rows_at_a_time
 from slotwise.runner.sampling.gpu import logprobs_of
 from slotwise.runner.staging import sender
+
+CAPTURES = 16  # a device gives memory in pieces larger than a small graph
 
 
 @torch.inference_mode()
@@ -23,10 +26,7 @@ def measured_workspace(decoder: Decoder, draw: Draw, block_size: int, shapes: li
     Args:
         shapes: tokens, rows and the longest context of each.
     """
-    device = decoder.kernels.device
-    caches = [decoder.kernels.allocate_cache(1, block_size, shape, decoder.config.dtype)
-              for shape in decoder.attention_shapes]
-    total = 0
+    device, caches, total = decoder.kernels.device, _caches(decoder, block_size), 0
     for num_tokens, num_rows, context in shapes:
         batch = batch_of_nothing(num_tokens, num_rows, context, block_size, device)
         for _ in range(2):  # the first may need more, to compile and to autotune
@@ -45,6 +45,46 @@ def measured_workspace(decoder: Decoder, draw: Draw, block_size: int, shapes: li
         total += largest
     torch.cuda.empty_cache()
     return total
+
+
+@torch.inference_mode()
+def measured_graph(decoder: Decoder, block_size: int, num_rows: int, longest: int) -> int:
+    """Bytes of the device that one captured decode step takes, beside the workspace that all of them share.
+
+    A step is captured `CAPTURES` times.  Graphs of other sizes have as many kernels, and so take as much.  0 where
+    nothing is captured.
+
+    Args:
+        longest: tokens of context.
+    """
+    kernels, caches = decoder.kernels, _caches(decoder, block_size)
+    batch = batch_of_nothing(num_rows, num_rows, longest, block_size, kernels.device)
+
+    def step() -> Tensor:
+        return decoder.logits(decoder.hidden(batch, caches))
+
+    graphs = [kernels.record(step)]  # the first takes the workspace, and loads what they share
+    if graphs[0] is None:
+        return 0
+    before = bytes_beside_torch(kernels.device)
+    graphs += [kernels.record(step) for _ in range(CAPTURES)]
+    taken = bytes_beside_torch(kernels.device) - before
+    graphs.clear()
+    torch.cuda.empty_cache()
+    return max(0, -(-taken // CAPTURES))
+
+
+def bytes_beside_torch(device: torch.device) -> int:
+    """Bytes of a device that are in use and not torch's: those of graphs, kernels, libraries and other processes."""
+    torch.cuda.synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
+
+
+def _caches(decoder: Decoder, block_size: int) -> list[LayerCache]:
+    """A cache of one block for each layer."""
+    return [decoder.kernels.allocate_cache(1, block_size, shape, decoder.config.dtype)
+            for shape in decoder.attention_shapes]
 
 
 def batch_of_nothing(

@@ -61,6 +61,12 @@ async def metrics(api: Api, exchange: HttpExchange) -> None:
     await exchange.respond(api.metrics.exposition(), content_type=PROMETHEUS)
 
 
+async def experts(api: Api, exchange: HttpExchange) -> None:
+    """Tokens of each expert of each layer, since the engine started and lately; no layers without experts."""
+    api.batched_observer.flush()
+    await exchange.respond_json({"layers": api.metrics.experts.table()})
+
+
 def _model(api: Api, name: str) -> dict[str, object]:
     return {
         "id": name, "object": "model", "created": STARTED, "owned_by": "slotwise",

@@ -84,6 +84,7 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("GET", "/openapi.json", openapi),
     ("GET", "/metrics", admin.metrics),
     ("GET", "/load", admin.load),
+    ("GET", "/experts", admin.experts),
     ("GET", "/admin/scheduling", admin.scheduling),
     ("PUT", "/admin/scheduling", admin.reschedule),
     ("POST", "/what_if", admin.what_if),

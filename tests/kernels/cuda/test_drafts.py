@@ -10,6 +10,8 @@ from typing import cast
 import checkpoints
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from kernels.cuda.device import DEVICE, KERNELS
 from kernels.cuda.ragged import moved
 from kernels.paged import distance
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from slotwise.model.decoder import Decoder
 from slotwise.model.load import load_model
-from slotwise.runner.graphs import DecodeGraphs
+from slotwise.runner.graphs import DecodeGraphs, num_graphs
 from slotwise.runner.input_batch import SlotTable
 
 SIZES = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
@@ -82,3 +84,16 @@ def test_a_cold_start_captures_one_graph_for_each_size(monkeypatch) -> None:
             logits = steps.logits(decode_batch([rows + 3] * rows, 64))
             assert logits is not None and len(logits) == rows
     assert captured == [1, 2, 4, 8, 16, 24, 32, 40]
+    assert num_graphs(KERNELS, 40, 4 * BLOCK, drafts=False, adapters=False) == len(captured), "as memory is kept for"
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 12), st.integers(0, 20), st.integers(1, 9000)), min_size=1, max_size=30))
+def test_no_more_graphs_are_captured_than_memory_is_kept_for(steps) -> None:
+    sizes = set()
+    for rows, drafts, context in steps:
+        padded, longest = KERNELS.graph_size(rows + drafts, context)
+        sizes.add((padded - drafts, padded, longest))
+    assert len(sizes) <= num_graphs(KERNELS, 12, 9000, drafts=True, adapters=False)
+    plain = {size for size in sizes if size[0] == size[1]}
+    assert len(plain) <= num_graphs(KERNELS, 12, 9000, drafts=False, adapters=False) == 3 * 5

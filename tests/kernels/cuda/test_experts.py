@@ -8,38 +8,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.cuda.device import DEVICE, EXAMPLES, KERNELS, interpreted
 from kernels.cuda.ragged import REFERENCE
+from kernels.mixtures import CLAMPED, numbers, weights
 from kernels.paged import distance
 
-from slotwise.kernels.interface import ClampedSwiGLU, ExpertWeights, Routing
+from slotwise.kernels.interface import ExpertWeights, Routing
 from slotwise.kernels.reference import route
 
 with interpreted():
     from slotwise.kernels.cuda import experts
 
 HIDDEN, INNER = 48, 40  # neither is a multiple of a tile
-CLAMPED = ClampedSwiGLU(1.702, 1.0)
 CLOSE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2 if DEVICE == "cuda" else 4e-2}
-
-
-def numbers(kind: torch.dtype, *size: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*size, generator=torch.Generator().manual_seed(seed + sum(size))).to(kind)
-
-
-def weights(kind: torch.dtype, count: int, *, with_bias: bool = False) -> list[ExpertWeights]:
-    return [
-        ExpertWeights(
-            numbers(kind, 2 * INNER, HIDDEN, seed=i) / 8, numbers(kind, HIDDEN, INNER, seed=i) / 8,
-            *((numbers(kind, 2 * INNER, seed=i), numbers(kind, HIDDEN, seed=i)) if with_bias else ()))
-        for i in range(count)]
 
 
 def there(each: ExpertWeights) -> ExpertWeights:
     return ExpertWeights(*(None if weight is None else weight.to(DEVICE) for weight in each))
 
 
+def no_ends(routing: Routing, device: str = DEVICE) -> torch.Tensor:
+    return torch.zeros(routing.num_experts, dtype=torch.int64, device=device)
+
+
 def both(packed: list[ExpertWeights], x, logits, routing, activation="silu"):
-    ours = KERNELS.experts(map(there, packed), routing, activation)(x.to(DEVICE), logits.to(DEVICE)).cpu()
-    return ours, REFERENCE.experts(packed, routing, activation)(x, logits)
+    """The results, whose counts of tokens by expert are the same."""
+    ends, counted = no_ends(routing), no_ends(routing, "cpu")
+    mixture = KERNELS.experts(map(there, packed), routing, activation, ends)
+    ours = mixture(x.to(DEVICE), logits.to(DEVICE)).cpu()
+    theirs = REFERENCE.experts(packed, routing, activation, counted)(x, logits)
+    assert torch.equal(ends.cpu(), counted) and counted[-1] == len(x) * routing.top_k
+    return ours, theirs
 
 
 @pytest.mark.parametrize("kind", CLOSE, ids=str)
@@ -50,7 +47,8 @@ def both(packed: list[ExpertWeights], x, logits, routing, activation="silu"):
 def test_the_contract(kind, tokens, routing, activation, with_bias):
     """By small and large tiles, with experts that no token chose."""
     x, logits = numbers(kind, tokens, HIDDEN), numbers(kind, tokens, routing.num_experts)
-    ours, theirs = both(weights(kind, routing.num_experts, with_bias=with_bias), x, logits, routing, activation)
+    packed = weights(kind, routing.num_experts, HIDDEN, INNER, with_bias=with_bias)
+    ours, theirs = both(packed, x, logits, routing, activation)
     assert distance(ours, theirs) < CLOSE[kind]
 
 
@@ -70,7 +68,7 @@ def test_pairs_lie_in_the_order_of_their_experts(tokens, sizes, is_normalised, l
 
 
 def test_weights_of_experts_that_no_token_chose_are_not_read():
-    routing, packed = Routing(6, 2, True), weights(torch.float32, 6)
+    routing, packed = Routing(6, 2, True), weights(torch.float32, 6, HIDDEN, INNER)
     for each in packed[2:]:
         each.gate_up.fill_(float("nan"))
     ours, theirs = both(packed, numbers(torch.float32, 5, HIDDEN), torch.zeros(5, 6), routing)
@@ -80,14 +78,14 @@ def test_weights_of_experts_that_no_token_chose_are_not_read():
 @pytest.mark.parametrize("unsound", ["x", "logits", "one logit"])
 @pytest.mark.parametrize("is_normalised", [True, False])
 def test_a_token_that_is_not_a_number_stays_one_and_disturbs_no_other(unsound, is_normalised):
-    routing, packed = Routing(8, 2, is_normalised), weights(torch.float32, 8)
+    routing, packed = Routing(8, 2, is_normalised), weights(torch.float32, 8, HIDDEN, INNER)
     x, logits = numbers(torch.float32, 9, HIDDEN), numbers(torch.float32, 9, 8)
     expected, _ = both(packed, x, logits, routing)
     if unsound == "x":
         x[4] = float("nan")
     else:
         logits[4, 3 : 4 if unsound == "one logit" else 8] = float("nan")
-    mixture = KERNELS.experts(map(there, packed), routing, "silu")
+    mixture = KERNELS.experts(map(there, packed), routing, "silu", no_ends(routing))
     actual = mixture(x.to(DEVICE), logits.to(DEVICE)).cpu()
     assert actual[4].isnan().all()
     assert torch.equal(actual[:4], expected[:4]) and torch.equal(actual[5:], expected[5:])
@@ -96,10 +94,14 @@ def test_a_token_that_is_not_a_number_stays_one_and_disturbs_no_other(unsound, i
 @pytest.mark.parametrize("logits", [[-1.0, 2.0, -3.0, 0.5], [-5.0, -4.0, -6.0, -4.5], [float("-inf"), 1.0, 0.0, 2.0]])
 def test_negative_and_infinite_logits(logits):
     routing = Routing(4, 2, False)
-    ours, theirs = both(weights(torch.float32, 4), numbers(torch.float32, 1, HIDDEN), torch.tensor([logits]), routing)
+    packed, x = weights(torch.float32, 4, HIDDEN, INNER), numbers(torch.float32, 1, HIDDEN)
+    ours, theirs = both(packed, x, torch.tensor([logits]), routing)
     assert distance(ours, theirs) < CLOSE[torch.float32]
 
 
 def test_no_tokens():
-    mixture = KERNELS.experts(map(there, weights(torch.float32, 4)), Routing(4, 2, True), "silu")
+    routing = Routing(4, 2, True)
+    ends = no_ends(routing)
+    mixture = KERNELS.experts(map(there, weights(torch.float32, 4, HIDDEN, INNER)), routing, "silu", ends)
     assert mixture(torch.empty(0, HIDDEN, device=DEVICE), torch.empty(0, 4, device=DEVICE)).shape == (0, HIDDEN)
+    assert not ends.any()

@@ -16,7 +16,7 @@ from numba import types
 from slotwise.kernels.cpu.block_layout import Layout
 from slotwise.kernels.cpu.jit.compiler import kernel
 from slotwise.kernels.cpu.jit.intrinsic import FLOAT, INT, KIND, ElementType, intrinsic
-from slotwise.kernels.cpu.launcher import HEADER
+from slotwise.kernels.cpu.linear import DEPTH, THREADS, X
 from slotwise.kernels.cpu.llvm import BYTE, SHORT, SINGLE, WORD, all_of, behind, call, fast, read, spread, write
 from slotwise.kernels.cpu.simd import FLOAT32, INT32, INT64, ZERO, Real, bytes_of, fill, float_of, load, store
 
@@ -25,9 +25,7 @@ LIMIT = 127.0  # of a quantised activation
 INFINITE, NO_NUMBER = 0x7F800000, 0x7FC00000  # bits of a float32
 WITHOUT_PLACES = 1.5 * 2**23
 
-# Arguments of a product, in words after the header.
-(X, WEIGHT, BIAS, OUT, TOKENS, DEPTH, OUTPUTS, STORED, STRIDE, BLOCK, SCRATCH, SCRATCH_BYTES, THREADS, TABLE, ORDER,
- ZERO_AND_FACTOR) = range(HEADER, HEADER + 16)
+STRIDE, TABLE, ORDER, ZERO_AND_FACTOR = range(THREADS + 1, THREADS + 5)  # arguments behind those of every product
 
 
 def _quantise_unit(

@@ -7,21 +7,30 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slotwise.kernels.cpu.block_layout import COLUMNS, NIBBLE, PLANES, Layout
+from slotwise.kernels.cpu.memory import Panels
 from slotwise.kernels.matrix import QuantisedMatrix, Rows
 
 QUAD = 4
 CHUNK = 1 << 23  # weights unpacked at once
 
 
-def pack(matrix: QuantisedMatrix, layout: Layout, *, is_gated: bool = False) -> Tensor:
+def pack(matrix: QuantisedMatrix, layout: Layout, memory: Panels, *, is_gated: bool = False) -> Tensor:
     """`matrix` as panels: `[panels, records, bytes]` uint8.
 
     Args:
+        memory: where the panels will lie.
         is_gated: its outputs are gates, then as many of what they gate: a panel becomes half of either.
     """
     halves = 2 if is_gated else 1
+    panels = -(-(matrix.outputs // halves) // (COLUMNS // halves))
+    what = f"{type(layout).__name__} of {matrix.outputs} x {matrix.depth}{' in halves' * is_gated}"
+    return memory.filled(what, (panels, layout.records(matrix.depth), layout.record_bytes),
+                         lambda target: _fill(target, matrix, layout, halves))
+
+
+def _fill(panels: Tensor, matrix: QuantisedMatrix, layout: Layout, halves: int) -> None:
+    """Packs into `panels`, of which each has columns of every one of the `halves` of the outputs."""
     columns, outputs = COLUMNS // halves, matrix.outputs // halves
-    panels = torch.empty((-(-outputs // columns), layout.records(matrix.depth), layout.record_bytes), dtype=torch.uint8)
     many = max(1, CHUNK // (COLUMNS * matrix.depth))
     inputs = None if matrix.order is None else matrix.order.argsort()
     for first in range(0, len(panels), many):
@@ -34,7 +43,6 @@ def pack(matrix: QuantisedMatrix, layout: Layout, *, is_gated: bool = False) -> 
                 rows = rows._replace(codes=rows.codes[:, inputs])
             parts.append(_parts(rows, matrix, layout, columns))
         _write(target, [torch.cat(pieces, dim=-2) for pieces in zip(*parts, strict=True)])
-    return panels
 
 
 def _write(target: Tensor, pieces: list[Tensor]) -> None:

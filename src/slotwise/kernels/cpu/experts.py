@@ -2,30 +2,33 @@
 
     route      alone      chosen experts and their shares; tokens sorted by expert: a counting sort
     gather     together   rows of x in that order                       [tokens * top_k, hidden]
-    products   each expert that has tokens: the product of `linear.py`'s kinds that its weights are packed for
+    products   each expert that has tokens: the product that its weights are packed for, quantised ones, too
     combine    together   a token's results times its shares, added     [tokens, hidden]
 
     tokens       a: 2 0     b: 1 2         (experts, the best first)
     sorted       0: a       1: b      2: a b
     starts       0          1         2          4
 
-All experts of a layer have one shape, so their products differ in addresses and in the number of tokens: a kernel on
-the calling thread fills in both and starts the product on all threads, expert by expert.  Weights of experts without
-tokens are not read.  Nothing depends on tokens in Python, so a graph can hold all of it.  A token's result depends on
-its own row alone: products do not depend on the rows beside it, and its shares are added in the order of its experts.
+All experts of a layer have one shape and one format.  A kernel on the calling thread takes the arguments of each
+expert's product from a table, fills in the addresses of its rows and their number, and starts it on all threads, expert
+by expert.  Weights of experts without tokens are not read.  Nothing depends on tokens in Python, so a graph can hold
+all of it.  A token's result depends on its own row alone: products do not depend on the rows beside it, and its shares
+are added in the order of its experts.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from slotwise.kernels.cpu.block_activations import ZERO_AND_FACTOR
 from slotwise.kernels.cpu.jit.compiler import kernel, specialised
 from slotwise.kernels.cpu.launcher import HEADER, THREAD_COUNTER, KernelLauncher
-from slotwise.kernels.cpu.linear import BIAS, BLOCK, MULTIPLY_ADDRESS, OUT, TOKENS, WEIGHT, Packed, Product, X
+from slotwise.kernels.cpu.linear import BLOCK, OUT, SCRATCH, TOKENS, PackedPart, X
 from slotwise.kernels.cpu.memory import aligned
 from slotwise.kernels.cpu.simd import (
     BFLOAT16,
@@ -48,11 +51,11 @@ from slotwise.kernels.cpu.threads import run_shared
 from slotwise.kernels.interface import Linear, Routing
 
 # Arguments in words after the header: of the route, of the rows' movement, of an expert's products.
-LOGITS, ROWS, EXPERTS, TOP_K, NORMALISED, STARTS, SOURCES, PLACES, SHARES = range(HEADER, HEADER + 9)
+LOGITS, ROWS, EXPERTS, TOP_K, NORMALISED, STARTS, SOURCES, PLACES, SHARES, ENDS = range(HEADER, HEADER + 10)
 FROM, TO, OF_ROW, NUM_ROWS, SIZE, EACH, SHARE, SUMS = range(HEADER, HEADER + 8)
-(POOL, CODE, CALL, WEIGHTS, BIASES, FIRSTS, COUNT, INPUT, INPUT_BYTES, OUTPUT, OUTPUT_BYTES, BLOCKS, LONGEST,
- REST) = range(HEADER, HEADER + 14)
-FIXED = MULTIPLY_ADDRESS + 1 - X  # arguments of a product, all given; those that differ by expert are overwritten
+(POOL, CODE, CALL, CALLS, FIRSTS, COUNT, INPUT, INPUT_BYTES, OUTPUT, OUTPUT_BYTES, BLOCKS, LONGEST,
+ MEMORY) = range(HEADER, HEADER + 13)
+GIVEN = ZERO_AND_FACTOR + 1 - X  # arguments of a product, of the kind that has most
 
 INDEX_BITS = 16  # of an expert's number in a key
 MAX_EXPERTS = 1 << INDEX_BITS
@@ -100,9 +103,13 @@ def _choose(words: int, token: int, kind: Real) -> None:
 
 @kernel
 def _route(words: int, kind: Real) -> None:
-    """Choose experts, then sort: `STARTS` of each expert's rows, the token of each row, and the row of each choice."""
+    """Choose experts, then sort: `STARTS` of each expert's rows, the token of each row, and the row of each choice.
+
+    Where each expert's rows end is added to `ENDS`, int64.
+    """
     tokens, experts, top_k = load(words, ROWS, INT64), load(words, EXPERTS, INT64), load(words, TOP_K, INT64)
     starts, sources, places = (load(words, STARTS, INT64), load(words, SOURCES, INT64), load(words, PLACES, INT64))
+    ends = load(words, ENDS, INT64)
     for expert in range(experts + 1):
         store(starts, expert, 0, INT32)
     for token in range(tokens):
@@ -111,7 +118,9 @@ def _route(words: int, kind: Real) -> None:
         after = load(places, choice, INT32) + 1
         store(starts, after, load(starts, after, INT32) + 1, INT32)
     for expert in range(experts):
-        store(starts, expert + 1, load(starts, expert, INT32) + load(starts, expert + 1, INT32), INT32)
+        end = load(starts, expert, INT32) + load(starts, expert + 1, INT32)
+        store(starts, expert + 1, end, INT32)
+        store(ends, expert, load(ends, expert, INT64) + end, INT64)
     for choice in range(tokens * top_k):  # each start moves on to the next expert's, and back below
         expert = load(places, choice, INT32)
         row = load(starts, expert, INT32)
@@ -165,13 +174,12 @@ def _products(words: int) -> None:
         if rows > 0:
             for i in range(HEADER):
                 store(call, i, 0, INT64)
-            for i in range(FIXED):
-                store(call, X + i, load(words, REST + i, INT64), INT64)
+            for i in range(GIVEN):
+                store(call, X + i, load(load(words, CALLS, INT64), expert * GIVEN + i, INT64), INT64)
             store(call, X, load(words, INPUT, INT64) + first * load(words, INPUT_BYTES, INT64), INT64)
             store(call, OUT, load(words, OUTPUT, INT64) + first * load(words, OUTPUT_BYTES, INT64), INT64)
-            store(call, WEIGHT, load(load(words, WEIGHTS, INT64), expert, INT64), INT64)
-            store(call, BIAS, load(load(words, BIASES, INT64), expert, INT64), INT64)
             store(call, TOKENS, rows, INT64)
+            store(call, SCRATCH, load(words, MEMORY, INT64), INT64)
             store(call, BLOCK, load(load(words, BLOCKS, INT64), min(rows, longest), INT64), INT64)
             run_shared(load(words, POOL, INT64), load(words, CODE, INT64), call)
 
@@ -183,31 +191,53 @@ COMBINE = {dtype: specialised(_combine, kind) for dtype, kind in _KINDS.items()}
 PRODUCTS = specialised(_products)
 
 
-class _Grouped:
-    """The products of rows sorted by expert with each expert's weights."""
+class _Columns:
+    """The products of rows sorted by expert with a part of each expert's weights, to columns of the results.
 
-    def __init__(self, products: Sequence[Product], launcher: KernelLauncher) -> None:
-        self._launcher = launcher
-        self._parts = [product.packed for product in products]
-        self._packed: Packed = self._parts[0]
-        self._weights = torch.tensor([part.panels.data_ptr() for part in self._parts])
-        self._biases = torch.tensor([0 if part.bias is None else part.bias.data_ptr() for part in self._parts])
+    Args:
+        at: the first of the columns, of `width`.
+    """
+
+    def __init__(self, parts: Sequence[PackedPart], at: int, width: int, launcher: KernelLauncher) -> None:
+        self._parts, self._at, self._width, self._launcher = parts, at, width, launcher
         self._call, self._call_at = aligned(HEADER + 32, np.int64)
         self._blocks: dict[int, Tensor] = {}  # by the most rows: rows of a block for each number of rows
 
+    @functools.cached_property
+    def _calls(self) -> Tensor:
+        """`[experts, GIVEN]`: each one's arguments; made at the first product, for a kernel's address needs it."""
+        calls = [part.arguments(self._launcher, 0, 0, 1, self._width) for part in self._parts]
+        return torch.tensor([(*call, *[0] * (GIVEN - len(call))) for call in calls])
+
+    def multiply(self, x: Tensor, out: Tensor, starts: Tensor, most: int) -> None:
+        """`x [rows, depth]`; an expert has at most `most` rows."""
+        launcher, part, size = self._launcher, self._parts[0], 1 << (most - 1).bit_length()
+        if size not in self._blocks:
+            self._blocks[size] = torch.tensor([part.block_rows(max(1, rows)) for rows in range(size + 1)])
+        launcher.give(
+            launcher.pool.address, part.kernel(x.dtype).address, self._call_at, self._calls.data_ptr(),
+            starts.data_ptr(), len(self._parts), x.data_ptr(), part.depth * x.itemsize,
+            out.data_ptr() + self._at * out.itemsize, self._width * out.itemsize, self._blocks[size].data_ptr(), size,
+            launcher.scratch(launcher.threads * part.floats))
+        launcher.lead(PRODUCTS)
+
+
+class _Grouped:
+    """The products of rows sorted by expert with each expert's weights, which are parts along the outputs."""
+
+    def __init__(self, experts: Sequence[Sequence[PackedPart]], launcher: KernelLauncher) -> None:
+        self._launcher, at = launcher, 0
+        self._width = sum(part.stored for part in experts[0])
+        self._columns: list[_Columns] = []
+        for parts in zip(*experts, strict=True):
+            self._columns.append(_Columns(parts, at, self._width, launcher))
+            at += parts[0].stored
+
     def __call__(self, x: Tensor, starts: Tensor, most: int) -> Tensor:
         """`x [rows, depth]`; an expert has at most `most` rows."""
-        launcher, packed = self._launcher, self._packed
-        size = 1 << (most - 1).bit_length()
-        if size not in self._blocks:
-            self._blocks[size] = torch.tensor([packed.block_rows(max(1, rows)) for rows in range(size + 1)])
-        out = launcher.empty((len(x), packed.stored), x.dtype)
-        launcher.give(
-            launcher.pool.address, packed.code.address, self._call_at, self._weights.data_ptr(),
-            self._biases.data_ptr(), starts.data_ptr(), len(self._parts), x.data_ptr(), packed.depth * x.itemsize,
-            out.data_ptr(), packed.stored * x.itemsize, self._blocks[size].data_ptr(), size,
-            *packed.arguments(launcher))
-        launcher.lead(PRODUCTS)
+        out = self._launcher.empty((len(x), self._width), x.dtype)
+        for columns in self._columns:
+            columns.multiply(x, out, starts, most)
         return out
 
 
@@ -216,14 +246,15 @@ class Mixture:
 
     Args:
         gates: each expert's gates and what they gate: gated by the product, or by `activate` behind it.
+        ends: `[experts]` int64, to which is added where each expert's rows end.
     """
 
     def __init__(
-        self, gates: Sequence[Product], downs: Sequence[Product], activate: Linear | None, routing: Routing,
-        launcher: KernelLauncher,
+        self, gates: Sequence[Sequence[PackedPart]], downs: Sequence[Sequence[PackedPart]], activate: Linear | None,
+        routing: Routing, ends: Tensor, launcher: KernelLauncher,
     ) -> None:
         self._gates, self._downs = _Grouped(gates, launcher), _Grouped(downs, launcher)
-        self._activate, self._routing, self._launcher = activate, routing, launcher
+        self._activate, self._routing, self._ends, self._launcher = activate, routing, ends, launcher
 
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
         launcher, (tokens, hidden), top_k = self._launcher, x.shape, self._routing.top_k
@@ -251,7 +282,7 @@ class Mixture:
         sources, places = (launcher.empty((tokens * routing.top_k,), torch.int32) for _ in range(2))
         shares = launcher.empty((tokens * routing.top_k,), torch.float32)
         launcher.give(logits.data_ptr(), tokens, experts, routing.top_k, int(routing.is_normalised), starts.data_ptr(),
-                      sources.data_ptr(), places.data_ptr(), shares.data_ptr())
+                      sources.data_ptr(), places.data_ptr(), shares.data_ptr(), self._ends.data_ptr())
         launcher.alone(ROUTE[logits.dtype])
         return starts, sources, places, shares
 

@@ -28,6 +28,7 @@ from slotwise.kernels.cpu.gemm_finish import FLOATS, added, finish_row, for_eith
 from slotwise.kernels.cpu.jit.intrinsic import ElementType
 from slotwise.kernels.cpu.llvm import (
     BYTE,
+    LINE,
     SHORT,
     SINGLE,
     WORD,
@@ -48,7 +49,8 @@ HEIGHTS = range(1, 7) if AVX512 else range(1, 3)  # of a tile, as registers allo
 TALLEST = HEIGHTS[-1]
 RUN = {8: 2, 4: 8}  # quads whose pairs are added in 16 bits
 STEPS_OF_A_GROUP = GROUP // 8  # two quads at once
-ASKED = 2  # lines prefetched with each
+ASKED = {bits: -(-RECORD[bits] // STEPS_OF_A_GROUP // LINE) for bits in RECORD}
+"""Lines prefetched with each, by bits: a line left out is waited for, and no stream of misses tells the processor."""
 
 BYTES_64, _SHORTS, WORDS = (ir.VectorType(kind, lanes) for kind, lanes in ((BYTE, 64), (SHORT, 32), (WORD, 16)))
 
@@ -101,8 +103,8 @@ def _add_two_quads(
     builder: ir.IRBuilder, rows: int, bits: int, panel: Panel, place: ir.Value, sums: Sequence[ir.Value], add: Add
 ) -> list[ir.Value]:
     """`sums`, two vectors a row, after all products of the two quads at `place` in the group; prefetches meanwhile."""
-    for line in range(ASKED):
-        part = builder.udiv(builder.mul(panel.step, number(line)), number(ASKED))
+    for line in range(ASKED[bits]):
+        part = builder.udiv(builder.mul(panel.step, number(line)), number(ASKED[bits]))
         prefetch(builder, builder.add(panel.asked, builder.add(builder.mul(place, panel.step), part)))
     weights = builder.add(panel.weights, builder.mul(place, number(128 * bits // 4)))
     x, sums = builder.add(panel.x, builder.mul(place, number(8))), list(sums)

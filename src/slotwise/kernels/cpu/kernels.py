@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -28,12 +28,13 @@ from slotwise.kernels.cpu.cache import CpuCache, head_block_elements, padded
 from slotwise.kernels.cpu.graph import PROGRAM, Arena, Graph, GraphRecorder
 from slotwise.kernels.cpu.jit.compiler import Compiled, compile_all
 from slotwise.kernels.cpu.launcher import KernelLauncher
-from slotwise.kernels.cpu.linear import Product
+from slotwise.kernels.cpu.linear import PackedPart
 from slotwise.kernels.cpu.low_rank import CpuAdapters
 from slotwise.kernels.cpu.packing import Packing
 from slotwise.kernels.cpu.reading import READ
 from slotwise.kernels.cpu.rotary import ROTARY_STORE
 from slotwise.kernels.cpu.threads import RUN_SHARED, WORK
+from slotwise.kernels.gates import activated, in_two_steps
 from slotwise.kernels.interface import (
     Activation,
     AttentionShape,
@@ -44,9 +45,7 @@ from slotwise.kernels.interface import (
     QKNorm,
     RaggedBatch,
     Routing,
-    activated,
     cache_kind,
-    in_two_steps,
 )
 from slotwise.kernels.matrix import Format, QuantisedMatrix, Weight
 
@@ -63,7 +62,7 @@ class CpuKernels:
     device = torch.device("cpu")
     kinds: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
     records_drafts = True
-    mixture_refusal = adapter_refusal = ""
+    mixture_refusal = packed_experts_refusal = adapter_refusal = ""
 
     def __init__(
         self, threads: int | None = None, quantization: str = "none", kv_cache_dtype: str = "auto",
@@ -161,18 +160,18 @@ class CpuKernels:
         return self._packing.exact(weight, bias)
 
     def experts(
-        self, weights: Iterable[ExpertWeights], routing: Routing, activation: Activation | ClampedSwiGLU,
+        self, weights: Iterable[ExpertWeights], routing: Routing, activation: Activation | ClampedSwiGLU, ends: Tensor,
     ) -> Mixture:
         """A layer's experts; see `experts.py`."""
-        gates: list[Product] = []
-        downs: list[Product] = []
+        gates: list[Sequence[PackedPart]] = []
+        downs: list[Sequence[PackedPart]] = []
         is_gated = False
         for each in weights:
             is_gated = activation == "silu" and self._packing.can_gate(each.gate_up)
             gates.append(self._packing.expert(each.gate_up, each.gate_up_bias, is_gated=is_gated))
             downs.append(self._packing.expert(each.down, each.down_bias))
         activate = None if is_gated else activated(self, activation)
-        return experts.Mixture(gates, downs, activate, routing, self.launcher)
+        return experts.Mixture(gates, downs, activate, routing, ends, self.launcher)
 
     def adapters(self, num_places: int, max_rank: int, kind: torch.dtype) -> CpuAdapters:
         """See `low_rank.py`."""

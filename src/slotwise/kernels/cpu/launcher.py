@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slotwise.kernels.cpu.jit.compiler import Compiled
-from slotwise.kernels.cpu.memory import HugePages, aligned
+from slotwise.kernels.cpu.memory import HugePages, Panels, aligned
 from slotwise.kernels.cpu.openmp import torch_threads
 from slotwise.kernels.cpu.threads import LEAD, thread_pool
 
@@ -53,6 +53,7 @@ class KernelLauncher:
         self.recorder: Recorder | None = None
         self.pool = thread_pool(threads)
         self.weights = HugePages()
+        self.panels: Panels = self.weights  # of quantised matrices: elsewhere while `packed_file.py` has them
         self.is_beside_torch = False
         self._all: Threads = self.pool
         self._block, self._address = aligned(HEADER + MAX_ARGUMENTS, np.int64)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -53,13 +54,55 @@ class Packed:
         """The product with these weights."""
         return Product(self, launcher)
 
-    def arguments(self, launcher: KernelLauncher, x: int = 0, out: int = 0, tokens: int = 0) -> tuple[int, ...]:
-        """The arguments of the product of `tokens` rows at `x` to `out`; valid until the launcher's next kernel."""
+    def kernel(self, kind: torch.dtype) -> Compiled:
+        """The kernel; weights are packed for one type of activations."""
+        return self.code
+
+    def arguments(
+        self, launcher: KernelLauncher, x: int, out: int, tokens: int, stride: int = 0,
+    ) -> tuple[int, ...]:
+        """The arguments of the product of `tokens` rows at `x` to `out`; valid until the launcher's next kernel.
+
+        Args:
+            stride: numbers of a row of the result: these kernels know those of their own only.
+        """
         bias, multiply = self.bias, self.multiply
         return (
             x, self.panels.data_ptr(), 0 if bias is None else bias.data_ptr(), out, tokens, self.depth, self.outputs,
             self.stored, self.block_rows(tokens), launcher.scratch(launcher.threads * self.floats),
             self.floats * 4, launcher.threads, 0 if multiply is None else multiply.address)
+
+
+class PackedPart(Protocol):
+    """Packed weights of some outputs of a product: `Packed`, or the panels of `linear_blocks.py`."""
+
+    @property
+    def depth(self) -> int: ...
+
+    @property
+    def stored(self) -> int:
+        """Numbers per token in the result."""
+        ...
+
+    @property
+    def floats(self) -> int:
+        """Of scratch memory per thread."""
+        ...
+
+    @property
+    def block_rows(self) -> Callable[[int], int]:
+        """Rows prepared at once, for a number of tokens."""
+        ...
+
+    def kernel(self, kind: torch.dtype) -> Compiled:
+        """The kernel for activations of `kind`."""
+        ...
+
+    def arguments(
+        self, launcher: KernelLauncher, x: int, out: int, tokens: int, stride: int = 0,
+    ) -> tuple[int, ...]:
+        """The kernel's arguments, in the order of the words above."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,36 +10,33 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from slotwise.kernels.cpu.block_activations import (
-    BIAS,
-    BLOCK,
-    DEPTH,
-    FACTS,
-    OUT,
-    OUTPUTS,
-    SCRATCH,
-    SCRATCH_BYTES,
-    STORED,
-    STRIDE,
-    TABLE,
-    THREADS,
-    TOKENS,
-    WEIGHT,
-    quantise_rows,
-)
+from slotwise.kernels.cpu.block_activations import FACTS, STRIDE, TABLE, quantise_rows
 from slotwise.kernels.cpu.block_layout import COLUMNS, LARGEST_UNIT, STEP, Layout, layout_of, levels_of
 from slotwise.kernels.cpu.block_packing import pack
 from slotwise.kernels.cpu.gemm_blocks import HEIGHTS, TALLEST, block_gemm
 from slotwise.kernels.cpu.jit.compiler import Compiled, kernel, specialised
 from slotwise.kernels.cpu.launcher import THREAD_COUNTER, KernelLauncher
-from slotwise.kernels.cpu.linear import in_panels
+from slotwise.kernels.cpu.linear import (
+    BIAS,
+    BLOCK,
+    DEPTH,
+    OUT,
+    OUTPUTS,
+    SCRATCH,
+    SCRATCH_BYTES,
+    STORED,
+    THREADS,
+    TOKENS,
+    WEIGHT,
+    in_panels,
+)
 from slotwise.kernels.cpu.simd import BFLOAT16, FLOAT32, INT64, Real, Whole, bytes_of, fetch_add, load, store
 from slotwise.kernels.cpu.work_queue import NOTHING, pop, rows_of_a_block, upcoming
 from slotwise.kernels.interface import Linear
@@ -140,19 +137,53 @@ class PackedBlocks:
     outputs: int  # of the panels
     stored: int  # numbers per token in the result: half of the outputs where these are gates and what they gate
     path: str
+    threads: int
+
+    def kernel(self, kind: torch.dtype) -> Compiled:
+        """The kernel for activations of `kind`."""
+        return compiled(self.layout, kind, self.path)
+
+    @property
+    def floats(self) -> int:
+        """Of scratch memory per thread."""
+        return (HELD + self._most * self._row_bytes + 63) // 64 * 16
+
+    @property
+    def block_rows(self) -> Callable[[int], int]:
+        """Rows quantised at once, for a number of tokens."""
+        return lambda tokens: rows_of_a_block(tokens, self._most, self.threads)
+
+    @property
+    def _row_bytes(self) -> int:
+        """Of a quantised row."""
+        layout = self.layout
+        return layout.records(self.depth) * layout.record // layout.unit * (layout.unit + FACTS)
+
+    @property
+    def _most(self) -> int:
+        """Rows quantised at once."""
+        return max(TALLEST, BLOCK_BYTES // self._row_bytes // TALLEST * TALLEST)
+
+    def arguments(
+        self, launcher: KernelLauncher, x: int, out: int, tokens: int, stride: int = 0,
+    ) -> tuple[int, ...]:
+        """The arguments of the product of `tokens` rows at `x` to `out`; valid until the launcher's next kernel.
+
+        Args:
+            stride: numbers of a row of the result; 0: as many as this product gives.
+        """
+        floats = self.floats
+        return (
+            x, self.panels.data_ptr(), self.bias.data_ptr(), out, tokens, self.depth, self.outputs, self.stored,
+            rows_of_a_block(tokens, self._most, self.threads), launcher.scratch(launcher.threads * floats), floats * 4,
+            launcher.threads, stride or self.stored, self.table.data_ptr(),
+            0 if self.order is None else self.order.data_ptr(), self.zero_and_factor)
 
     def multiply(self, x: Tensor, out: Tensor, at: int, launcher: KernelLauncher) -> None:
         """`x [tokens, depth]`, contiguous, to the columns of `out` from `at` on."""
-        tokens, layout = len(x), self.layout
-        row_bytes = layout.records(self.depth) * layout.record // layout.unit * (layout.unit + FACTS)
-        most = max(TALLEST, BLOCK_BYTES // row_bytes // TALLEST * TALLEST)
-        floats = (HELD + most * row_bytes + 63) // 64 * 16
-        launcher.give(
-            x.data_ptr(), self.panels.data_ptr(), self.bias.data_ptr(), out.data_ptr() + at * out.itemsize, tokens,
-            self.depth, self.outputs, self.stored, out.shape[1], rows_of_a_block(tokens, most, launcher.threads),
-            launcher.scratch(launcher.threads * floats), floats * 4, launcher.threads, self.table.data_ptr(),
-            0 if self.order is None else self.order.data_ptr(), self.zero_and_factor)
-        launcher.together(compiled(layout, x.dtype, self.path))
+        launcher.give(*self.arguments(
+            launcher, x.data_ptr(), out.data_ptr() + at * out.itemsize, len(x), out.shape[1]))
+        launcher.together(self.kernel(x.dtype))
 
 
 def blocks_linear(parts: Sequence[PackedBlocks], launcher: KernelLauncher) -> Linear:
@@ -171,7 +202,7 @@ def blocks_linear(parts: Sequence[PackedBlocks], launcher: KernelLauncher) -> Li
 
 
 def pack_blocks(
-    matrix: QuantisedMatrix, bias: Tensor | None, path: str, *, is_gated: bool = False
+    matrix: QuantisedMatrix, bias: Tensor | None, path: str, launcher: KernelLauncher, *, is_gated: bool = False
 ) -> PackedBlocks:
     """Pack `matrix` once for many products.
 
@@ -182,7 +213,7 @@ def pack_blocks(
         ValueError: products with its format are not supported.
     """
     layout, levels = layout_of(matrix.format), levels_of(matrix.format)
-    panels = pack(matrix, layout, is_gated=is_gated)
+    panels = pack(matrix, layout, launcher.panels, is_gated=is_gated)
     added = torch.zeros(matrix.outputs) if bias is None else bias.float()
     table = torch.tensor((*levels.table, *[0] * (16 - len(levels.table))), dtype=torch.uint8)
     (factor_bits,) = struct.unpack("<I", struct.pack("<f", levels.factor))
@@ -190,4 +221,4 @@ def pack_blocks(
         panels, in_panels(added, COLUMNS, is_gated=is_gated), table,
         None if matrix.order is None else matrix.order.argsort().to(torch.int32), levels.zero << 32 | factor_bits,
         layout, matrix.depth, len(panels) * COLUMNS if is_gated else matrix.outputs,
-        matrix.outputs // 2 if is_gated else matrix.outputs, path)
+        matrix.outputs // 2 if is_gated else matrix.outputs, path, launcher.threads)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import mmap
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -48,6 +50,18 @@ def populate(address: int, size: int) -> bool:
     return bool(_C.madvise(*asked) == 0) if hasattr(_C, "madvise") else False
 
 
+Fill = Callable[[Tensor], None]
+"""Writes all of a tensor."""
+
+
+class Panels(Protocol):
+    """Where panels of packed weights lie."""
+
+    def filled(self, what: str, size: tuple[int, ...], fill: Fill) -> Tensor:
+        """A tensor of bytes, of `size`, as `fill` fills it; `what` names all that this depends on but the weights."""
+        ...
+
+
 class HugePages:
     """Tensors one behind the other in huge pages; memory is given back with the last tensor that lies in it.
 
@@ -57,12 +71,22 @@ class HugePages:
     def __init__(self) -> None:
         self._free = torch.empty(0, dtype=torch.uint8)
 
-    def copy(self, tensor: Tensor) -> Tensor:
-        """A contiguous copy of `tensor`, whose address is a multiple of 64."""
-        size = tensor.nbytes
-        needed = -(-size // 64) * 64
+    def empty(self, *size: int) -> Tensor:
+        """Bytes `size` uint8, contiguous, at an address that is a multiple of 64."""
+        number = math.prod(size)
+        needed = -(-number // 64) * 64
         if len(self._free) < needed:
             pages = untouched_pages(max(WEIGHTS_AT_ONCE, -(-needed // LARGE) * LARGE))
             self._free = torch.frombuffer(pages, dtype=torch.uint8)
-        place, self._free = self._free[:size], self._free[needed:]
-        return place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        place, self._free = self._free[:number], self._free[needed:]
+        return place.view(size)
+
+    def filled(self, what: str, size: tuple[int, ...], fill: Fill) -> Tensor:
+        """As `Panels` says: filled now."""
+        panels = self.empty(*size)
+        fill(panels)
+        return panels
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """A copy of `tensor`, likewise."""
+        return self.empty(tensor.nbytes).view(tensor.dtype).view(tensor.shape).copy_(tensor)

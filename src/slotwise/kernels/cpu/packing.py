@@ -25,7 +25,7 @@ from slotwise.kernels.cpu import (
 )
 from slotwise.kernels.cpu.jit.compiler import Compiled
 from slotwise.kernels.cpu.launcher import KernelLauncher
-from slotwise.kernels.cpu.linear import Product
+from slotwise.kernels.cpu.linear import PackedPart, Product
 from slotwise.kernels.interface import Linear
 from slotwise.kernels.matrix import Format, QuantisedMatrix, StackedMatrix, Weight
 
@@ -113,20 +113,31 @@ class Packing:
         own = self._own(weight)
         return None if own is None else own(weight, bias, self._launcher, is_gated=True)
 
-    def can_gate(self, weight: Tensor) -> bool:
-        """Whether `gated` packs this tensor."""
+    def can_gate(self, weight: Weight) -> bool:
+        """Whether `gated` packs this weight."""
+        if not isinstance(weight, Tensor):
+            return isinstance(weight, QuantisedMatrix)
         return bool(self._bits) or self._own(weight) is not None
 
-    def expert(self, weight: Tensor, bias: Tensor | None, *, is_gated: bool = False) -> Product:
-        """One product of an expert, on no path but our own kernels'.  `is_gated` needs `can_gate`."""
+    def expert(self, weight: Weight, bias: Tensor | None, *, is_gated: bool = False) -> Sequence[PackedPart]:
+        """One product of an expert, on no path but our own kernels', in parts along its outputs.
+
+        `is_gated` needs `can_gate`.
+        """
+        if isinstance(weight, StackedMatrix):
+            return self._stacked(weight, bias)
+        if isinstance(weight, QuantisedMatrix) and not weight.format.are_floats:
+            return [self._blocks(weight, bias, is_gated=is_gated)]
         if is_gated:
             product = self.gated(weight, bias)
+        elif isinstance(weight, QuantisedMatrix):
+            product = self._of_floats(weight, bias)
         elif self._bits:
             product = self.linear(weight, bias)
         else:
             product = (self._own(weight) or linear.tiled_linear)(weight, bias, self._launcher)
         assert isinstance(product, Product)
-        return product
+        return [product.packed]
 
     def embedding(self, table: QuantisedMatrix, kind: torch.dtype, scale: float) -> Callable[[Tensor], Tensor]:
         """Rows of the panels that a head of the same table reads."""
@@ -148,8 +159,7 @@ class Packing:
         if isinstance(weight, QuantisedMatrix):
             return self._of_blocks([self._table(weight) if bias is None else self._blocks(weight, bias)])
         if isinstance(weight, StackedMatrix):
-            biases = [None] * len(weight.parts) if bias is None else bias.split([part.outputs for part in weight.parts])
-            return self._of_blocks([self._blocks(*each) for each in zip(weight.parts, biases, strict=True)])
+            return self._of_blocks(self._stacked(weight, bias))
         if bits:
             return linear_int.int_linear(weight, bias, bits, self._quantised, self._launcher)
         if self._path_of(weight.dtype) == "onednn":
@@ -173,6 +183,11 @@ class Packing:
         """The product with matrices in panels, one behind the other along their outputs."""
         return linear_blocks.blocks_linear(parts, self._launcher)
 
+    def _stacked(self, weight: StackedMatrix, bias: Tensor | None) -> list[linear_blocks.PackedBlocks]:
+        """Matrices in panels, one behind the other along their outputs."""
+        biases = [None] * len(weight.parts) if bias is None else bias.split([part.outputs for part in weight.parts])
+        return [self._blocks(*each) for each in zip(weight.parts, biases, strict=True)]
+
     def _table(self, matrix: QuantisedMatrix) -> linear_blocks.PackedBlocks:
         """A matrix without bias in panels, packed once however often it is asked for."""
         packed = self._tables.get(matrix)
@@ -183,7 +198,7 @@ class Packing:
     def _blocks(self, matrix: QuantisedMatrix, bias: Tensor | None, *, is_gated: bool = False
                 ) -> linear_blocks.PackedBlocks:
         """A matrix in panels, whose kernel `kernels_of_blocks` names from now on."""
-        packed = linear_blocks.pack_blocks(matrix, bias, self._quantised, is_gated=is_gated)
+        packed = linear_blocks.pack_blocks(matrix, bias, self._quantised, self._launcher, is_gated=is_gated)
         self._layouts.add(packed.layout)
         return packed
 

@@ -52,8 +52,8 @@ class Arranged(NamedTuple):
 
 
 def stack(weights: Iterable[ExpertWeights], count: int, device: torch.device) -> Stacked:
-    """Copy the weights of `count` experts, one after another."""
-    each: Iterator[ExpertWeights] = iter(weights)
+    """Copy the weights of `count` experts, which are tensors, one after another."""
+    each: Iterator[tuple[Tensor | None, ...]] = map(_tensors, weights)
     first = next(each)
     places = [None if one is None else torch.empty(count, *one.shape, dtype=one.dtype, device=device) for one in first]
     for expert, of_one in enumerate(chain([first], each)):
@@ -65,17 +65,22 @@ def stack(weights: Iterable[ExpertWeights], count: int, device: torch.device) ->
     return Stacked(gate_up, down, gate_up_bias, down_bias)
 
 
-def mixture(x: Tensor, logits: Tensor, weights: Stacked, routing: Routing, activate: Linear) -> Tensor:
-    """`[tokens, hidden] -> [tokens, hidden]`; `logits [tokens, experts]`."""
+def _tensors(weights: ExpertWeights) -> tuple[Tensor | None, ...]:
+    assert isinstance(weights.gate_up, Tensor) and isinstance(weights.down, Tensor), "packed experts are refused"
+    return weights.gate_up, weights.down, weights.gate_up_bias, weights.down_bias
+
+
+def mixture(x: Tensor, logits: Tensor, weights: Stacked, routing: Routing, ends: Tensor, activate: Linear) -> Tensor:
+    """`[tokens, hidden] -> [tokens, hidden]`; `logits [tokens, experts]`; adds to `ends [experts]` where each ends."""
     x = x.contiguous()
     if not len(x):
         return torch.empty_like(x)
     chosen, shares = route(logits.contiguous(), routing)
     arranged = in_order(chosen, routing.num_experts)
+    ends += arranged.starts[1:]
     hidden = activate(multiply(x, weights.gate_up, weights.gate_up_bias, arranged, routing.top_k, is_first=True))
     results = multiply(hidden, weights.down, weights.down_bias, arranged, routing.top_k, is_first=False)
-    out = torch.empty_like(x)
-    tokens, size = x.shape
+    out, (tokens, size) = torch.empty_like(x), x.shape
     _combine[(tokens, triton.cdiv(size, COLUMNS))](
         out, results, shares, SIZE=size, TOP_K=routing.top_k, BLOCK=COLUMNS, num_warps=4)
     return out

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +60,7 @@ class Graphs:
         self._device = device
         self._stream: torch.cuda.Stream | None = None  # captures need one of their own
         self._pool: Any = None
+        self._alive = weakref.WeakSet[GraphRecording]()
         self._works = True
 
     def record(self, work: Callable[[], Tensor]) -> GraphRecording | None:
@@ -75,7 +77,9 @@ class Graphs:
             return None
         del held
         alias.copy_(result)
-        return GraphRecording(graph, alias)
+        recording = GraphRecording(graph, alias)
+        self._alive.add(recording)
+        return recording
 
     def _capture(self, work: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """A graph, and its result, to be kept as long as the pool is to keep its memory.
@@ -83,7 +87,9 @@ class Graphs:
         `torch.cuda.graph` would wait for the device and collect garbage first, which takes a server too long.
         """
         if self._stream is None:
-            self._stream, self._pool = torch.cuda.Stream(self._device), torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream(self._device)
+        if not self._alive:
+            self._pool = torch.cuda.graph_pool_handle()  # torch gives up a pool with its last graph
         graph = torch.cuda.CUDAGraph()
         collects = gc.isenabled()
         gc.disable()  # it could free device memory, which is not allowed in a capture

@@ -14,6 +14,7 @@ from slotwise.kernels.cuda.cache import CudaCache, bytes_per_block
 from slotwise.kernels.cuda.low_rank import CudaAdapters
 from slotwise.kernels.cuda.rotary import rotary_store
 from slotwise.kernels.cuda.tile import INTERPRETED
+from slotwise.kernels.gates import activated, in_two_steps
 from slotwise.kernels.group import embed_part
 from slotwise.kernels.interface import (
     Activation,
@@ -26,10 +27,8 @@ from slotwise.kernels.interface import (
     QKNorm,
     RaggedBatch,
     Routing,
-    activated,
     as_bytes,
     cache_kind,
-    in_two_steps,
 )
 from slotwise.kernels.low_rank import AdapterProducts
 from slotwise.kernels.matrix import Format, QuantisedMatrix, StackedMatrix, Weight
@@ -45,6 +44,7 @@ class CudaKernels:
     name = "cuda"
     kinds: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
     mixture_refusal = ""
+    packed_experts_refusal = "device cuda multiplies no packed weights of experts"
     adapter_refusal = ""
     records_drafts = True  # attention reads from memory which tokens are a row's
 
@@ -157,11 +157,11 @@ class CudaKernels:
         return self.linear(weight, bias)
 
     def experts(
-        self, weights: Iterable[ExpertWeights], routing: Routing, activation: Activation | ClampedSwiGLU,
+        self, weights: Iterable[ExpertWeights], routing: Routing, activation: Activation | ClampedSwiGLU, ends: Tensor,
     ) -> Mixture:
         """Products of all experts in one launch each (`experts.py`)."""
         stacked, activate = experts.stack(weights, routing.num_experts, self.device), activated(self, activation)
-        return lambda x, logits: experts.mixture(x, logits, stacked, routing, activate)
+        return lambda x, logits: experts.mixture(x, logits, stacked, routing, ends, activate)
 
     def adapters(self, num_places: int, max_rank: int, kind: torch.dtype) -> AdapterProducts:
         """By the grouped products of experts (`low_rank.py`)."""

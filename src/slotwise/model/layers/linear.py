@@ -18,7 +18,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from slotwise.kernels.interface import Activation, activated
+from slotwise.kernels.gates import activated
+from slotwise.kernels.interface import Activation
 from slotwise.kernels.interface import Linear as PackedLinear
 from slotwise.kernels.matrix import Weight
 from slotwise.model.layers.source import NO_CUTS, Source

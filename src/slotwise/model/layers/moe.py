@@ -3,7 +3,8 @@
     x ─► router ─► logits ─┐
     x ─────────────► experts chosen, weighted, added ─► + sigmoid(gate(x)) * shared(x)     where there is such an expert
 
-Routing, and the products that read only the weights of chosen experts, are one operation of the kernels.
+Routing, and the products that read only the weights of chosen experts, are one operation of the kernels, which also
+counts the tokens of each expert.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor
 
 from slotwise.kernels.interface import Activation, ClampedSwiGLU, ExpertWeights, Kernels, Routing
+from slotwise.kernels.matrix import QuantisedMatrix, Weight, formats_of, reordered
+from slotwise.model.errors import CheckpointError
 from slotwise.model.layers.linear import Linear
 from slotwise.model.layers.mlp import GatedMLP
 from slotwise.model.layers.share import mlp_share
@@ -41,6 +44,9 @@ class MixtureOfExperts:
     Args:
         weights: of each expert, read one after another.
         sizes: of the hidden state, and between an expert's products.
+
+    Attributes:
+        ends: `[experts]` int64, the tokens of each expert and of those before it, of all steps so far.
     """
 
     def __init__(
@@ -59,7 +65,8 @@ class MixtureOfExperts:
         first = next(each)
         of_one = packed_bytes(first.gate_up) + packed_bytes(first.down)
         of_one += (2 * intermediate + hidden) * dtype.itemsize if first.down_bias is not None else 0
-        self._experts = source.kernels.experts(itertools.chain([first], each), routing, activation)
+        self.ends = torch.zeros(routing.num_experts, dtype=torch.int64, device=source.kernels.device)
+        self._experts = source.kernels.experts(itertools.chain([first], each), routing, activation, self.ends)
         beside = router.bytes + (shared.bytes if shared else 0)
         self.bytes = beside + routing.num_experts * of_one
         self.token_bytes = beside + routing.top_k * of_one
@@ -73,6 +80,7 @@ class MixtureOfExperts:
 
 def _part(weights: ExpertWeights, own: range, rank: int) -> ExpertWeights:
     """The columns `own` between an expert's products; the bias behind them is that of rank 0, for it is added once."""
+    assert isinstance(weights.gate_up, Tensor) and isinstance(weights.down, Tensor), "ranks have plain weights"
     half, at = len(weights.gate_up) // 2, slice(own.start, own.stop)
     gate_up = [None if whole is None else torch.cat((whole[:half][at], whole[half:][at]))
                for whole in (weights.gate_up, weights.gate_up_bias)]
@@ -85,14 +93,23 @@ def _part(weights: ExpertWeights, own: range, rank: int) -> ExpertWeights:
 def separate_experts(
     source: Source, name: str, parts: tuple[str, str, str], sizes: tuple[int, int], count: int,
 ) -> Iterator[ExpertWeights]:
-    """Experts whose weights are tensors of their own; `parts` are the names of gate, what it gates, and down."""
+    """Experts whose weights are tensors of their own; `parts` are the names of gate, what it gates, and down.
+
+    Raises:
+        CheckpointError: they are stored in different formats.
+    """
     hidden, intermediate = sizes
     gate, up, down = parts
+    formats = set()
     for expert in range(count):
         at = f"{name}.{expert}"
-        yield ExpertWeights(
-            source.tensor({f"{at}.{part}.weight": (intermediate, hidden) for part in (gate, up)}),
-            source.tensor({f"{at}.{down}.weight": (hidden, intermediate)}))
+        gate_up = source.weight({f"{at}.{part}.weight": (intermediate, hidden) for part in (gate, up)})
+        weights = ExpertWeights(gate_up, source.weight({f"{at}.{down}.weight": (hidden, intermediate)}))
+        formats.add((formats_of(weights.gate_up), formats_of(weights.down)))
+        if len(formats) > 1:
+            raise CheckpointError(f"{at} is stored in another format than the experts before it, which is not "
+                                  "supported: serve a checkpoint that has one for all experts of a layer")
+        yield weights
 
 
 def stacked_experts(
@@ -109,11 +126,19 @@ def stacked_experts(
 def interleaved_experts(source: Source, name: str, sizes: tuple[int, int], count: int) -> Iterator[ExpertWeights]:
     """Experts of gpt-oss: transposed, with biases, each gate beside what it gates."""
     hidden, intermediate = sizes
-    gate_up = source.tensor({f"{name}.gate_up_proj": (count, hidden, 2 * intermediate)})
+    gate_up = source.weight({f"{name}.gate_up_proj": (count, hidden, 2 * intermediate)})
     gate_up_bias = source.tensor({f"{name}.gate_up_proj_bias": (count, 2 * intermediate)})
-    down = source.tensor({f"{name}.down_proj": (count, intermediate, hidden)})
+    down = source.weight({f"{name}.down_proj": (count, intermediate, hidden)})
     down_bias = source.tensor({f"{name}.down_proj_bias": (count, hidden)})
-    order = torch.arange(2 * intermediate).view(-1, 2).T.flatten()  # gates first
+    order, in_place = torch.arange(2 * intermediate).view(-1, 2).T.flatten(), torch.arange(hidden)  # gates first
     for expert in range(count):
-        yield ExpertWeights(gate_up[expert].T[order], down[expert].T.contiguous(), gate_up_bias[expert][order],
-                            down_bias[expert])
+        yield ExpertWeights(_transposed(gate_up, expert, order), _transposed(down, expert, in_place),
+                            gate_up_bias[expert][order], down_bias[expert])
+
+
+def _transposed(weight: Weight, expert: int, order: Tensor) -> Weight:
+    """The outputs `order` of an expert in a tensor `[experts, depth, outputs]`: `[len(order), depth]`."""
+    if isinstance(weight, Tensor):
+        return weight[expert].T[order]
+    assert isinstance(weight, QuantisedMatrix)
+    return reordered(weight, expert * len(order) + order)

@@ -17,7 +17,7 @@ from slotwise.kernels.interface import Kernels, Linear
 from slotwise.kernels.matrix import Format, QuantisedMatrix, Rows, Weight, stacked
 from slotwise.kernels.reference import ReferenceKernels
 from slotwise.model.adapters import Adapters
-from slotwise.model.stored import WHOLE, Cuts, Read, Shapes
+from slotwise.model.stored import WHOLE, Cuts, Read, Shapes, matrix_size
 
 NO_CUTS: Cuts = {}
 
@@ -89,8 +89,8 @@ class Listing(Source):
     def _record(self, *names: str, cuts: Cuts = NO_CUTS) -> Weight:
         if not all(name in self._formats for name in names):
             return self._empty(names, cuts)
-        sizes = {name: (self.shapes[name][0], self.shapes[name][1]) for name in names}
-        return stacked([QuantisedMatrix(self._formats[name], *size, _unreadable) for name, size in sizes.items()])
+        return stacked([QuantisedMatrix(self._formats[name], *matrix_size(self.shapes[name]), _unreadable)
+                        for name in names])
 
     def _empty(self, names: Collection[str], cuts: Cuts) -> Tensor:
         sizes = [cuts.get(name, WHOLE).size(self.shapes[name]) for name in names]

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from slotwise.kernels.matrix import Format, QuantisedMatrix
+from slotwise.kernels.matrix import Format, QuantisedMatrix, Rows, stacked
 from slotwise.model.errors import CheckpointError
-from slotwise.model.quantization.mxfp4 import GROUP, MXFP4, MXFP4Scheme
+from slotwise.model.quantization.mxfp4 import FORMAT, GROUP, MXFP4, MXFP4Scheme
 from slotwise.model.quantization.scheme import FLOATS, Layer, Part, Quantization, Scheme, Shape
 from slotwise.model.stored import StoredTensor, TensorSource
 
@@ -52,31 +52,42 @@ class QuantisedTensor:
 
 @dataclass(frozen=True, slots=True)
 class MXFP4Experts:
-    """The experts of gpt-oss, `[experts, depth, outputs]`: dequantised as they are read, exactly."""
+    """The experts of gpt-oss, `[experts, depth, outputs]`."""
 
     name: str
     where: str  # the checkpoint, for messages
     shape: Shape
     blocks: StoredTensor  # [experts, outputs, depth / 32, 16]
     scales: StoredTensor
-    kind: str = "BF16"  # what `rows` gives
-    format: None = None
+    kind: str = "MXFP4"
+    format: Format = FORMAT
 
     @property
     def nbytes(self) -> int:
         return self.blocks.nbytes + self.scales.nbytes
 
     def rows(self, first: int, end: int) -> Tensor:
-        """Experts `first ... end - 1`."""
-        _, depth, outputs = self.shape
-        parts = [{"blocks": self.blocks.rows(at, at + 1)[0], "scales": self.scales.rows(at, at + 1)[0]}
-                 for at in range(first, min(end, self.shape[0]))]
-        layers = [Layer(self.name, self.where, outputs, depth, part) for part in parts]
-        return torch.stack([MXFP4Scheme("blocks", "scales").matrix(layer).dequantised().bfloat16().t()
-                            for layer in layers])
+        """Experts `first ... end - 1` as plain numbers: bfloat16 holds them exactly."""
+        experts = range(first, min(end, self.shape[0]))
+        return torch.stack([self._expert(place).dequantised().bfloat16().t() for place in experts])
 
     def matrix(self) -> QuantisedMatrix:
-        raise TypeError(f"{self.name} is read as plain numbers")
+        """All experts, one behind the other along their outputs."""
+        whole = stacked([self._expert(place) for place in range(self.shape[0])])
+        assert isinstance(whole, QuantisedMatrix)
+        return whole
+
+    def _expert(self, place: int) -> QuantisedMatrix:
+        """One of them, `[outputs, depth]`, of which only the outputs that are asked for are read."""
+        _, depth, outputs = self.shape
+
+        def read(first: int, end: int) -> Rows:
+            parts = {"blocks": self.blocks.rows(place, place + 1)[0, first:end],
+                     "scales": self.scales.rows(place, place + 1)[0, first:end]}
+            layer = Layer(self.name, self.where, end - first, depth, parts)
+            return MXFP4Scheme("blocks", "scales").matrix(layer).read(0, end - first)
+
+        return QuantisedMatrix(FORMAT, outputs, depth, read)
 
 
 def _experts(source: TensorSource, tensors: dict[str, StoredTensor], name: str, shape: Shape) -> list[str]:

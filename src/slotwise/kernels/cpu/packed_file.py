@@ -1,0 +1,231 @@
+"""Packed weights on disk: the panels of a quantised checkpoint in one file, mapped when it is loaded again.
+
+    panels, in the order in which they are packed      each at a multiple of 64 bytes
+    [{"what": ..., "size": [...], "at": ...}, ...]     JSON: what each is, its dimensions, and where it begins
+    bytes of the JSON                                  8 bytes
+    sha256 of all that precedes                        32 bytes
+
+A file's name is a digest of the checkpoint's content and of the code that packs, so a file never has to be changed: it
+is written to a temporary name while weights are packed for the first time, synchronised, and renamed.  It is read by
+processes of the user who wrote it, who share its pages, and only if its own digest is right.
+
+The folder holds a bounded number of bytes: the files that were used longest ago go first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from slotwise import folders
+from slotwise.kernels.cpu.jit import store
+from slotwise.kernels.cpu.launcher import KernelLauncher
+from slotwise.kernels.cpu.memory import Fill, HugePages
+
+SUFFIX = ".panels"
+LINE = 64  # bytes: panels begin at multiples of it
+LENGTH, DIGEST = 8, 32  # bytes at the end of a file
+UNFINISHED = ".unfinished-"  # how the names of files begin that are being written
+HOUR = 3600  # seconds after which such a file is one that a killed process has left behind
+
+logger = logging.getLogger(__name__)
+
+
+class _Recording:
+    """Packs into memory, and writes what was packed to a file."""
+
+    def __init__(self, path: Path, memory: HugePages, most: int) -> None:
+        self._path, self._memory, self._most = path, memory, most
+        descriptor, name = tempfile.mkstemp(prefix=UNFINISHED, dir=path.parent)
+        self._unfinished = Path(name)
+        self._file: BinaryIO | None = os.fdopen(descriptor, "wb")
+        self._digest, self._at = hashlib.sha256(), 0
+        self._index: list[dict[str, Any]] = []
+
+    def filled(self, what: str, size: tuple[int, ...], fill: Fill) -> Tensor:
+        panels = self._memory.filled(what, size, fill)
+        self._index.append({"what": what, "size": size, "at": self._at})
+        self._write(panels.view(-1).numpy().data, bytes(-panels.nbytes % LINE))
+        return panels
+
+    def finish(self) -> None:
+        index = json.dumps(self._index).encode()
+        self._write(index, len(index).to_bytes(LENGTH, "little"))
+        self._write(self._digest.digest())
+        if self._file is None:
+            return
+        if not self._index:
+            self.abandon("are none that are multiplied as blocks")
+        elif self._at > self._most:
+            self.abandon(f"take {self._at:,} bytes, more than the {self._most:,} they may")
+        else:
+            self._rename(self._file)
+
+    def abandon(self, why: str) -> None:
+        """Remove the file."""
+        if self._file is not None:
+            logger.warning("packed weights are not kept: they %s", why)
+            self._file.close()
+            self._file = None
+            with contextlib.suppress(OSError):
+                self._unfinished.unlink()
+
+    def _rename(self, file: BinaryIO) -> None:
+        try:
+            file.flush()
+            os.fsync(file.fileno())
+            make_room(self._path.parent, self._most - self._at)
+            os.replace(self._unfinished, self._path)
+            file.close()
+            self._file = None
+        except OSError as error:
+            self.abandon(f"cannot be written: {error.strerror}")
+
+    def _write(self, *pieces: bytes | memoryview) -> None:
+        if self._file is None:
+            return
+        if self._at > self._most:
+            self.abandon(f"take more than the {self._most:,} bytes they may")
+            return
+        try:
+            for piece in pieces:
+                self._file.write(piece)
+                self._digest.update(piece)
+                self._at += len(piece)
+        except OSError as error:
+            self.abandon(f"cannot be written: {error.strerror}")
+
+
+class _Mapped:
+    """Panels of a file.
+
+    Args:
+        data: the file's bytes, uint8.
+        index: its JSON.
+    """
+
+    def __init__(self, path: Path, data: Tensor, index: list[dict[str, Any]], memory: HugePages) -> None:
+        self._path, self._data, self._memory = path, data, memory
+        self._index = iter(index)
+
+    def filled(self, what: str, size: tuple[int, ...], fill: Fill) -> Tensor:
+        found = next(self._index, None)
+        if found is None or found["what"] != what or tuple(found["size"]) != size:
+            self._refuse()
+            return self._memory.filled(what, size, fill)
+        at = found["at"]
+        return self._data[at : at + torch.Size(size).numel()].view(size)
+
+    def finish(self) -> None:
+        if next(self._index, None) is not None:
+            self._refuse()
+        with contextlib.suppress(OSError):
+            os.utime(self._path)
+
+    def _refuse(self) -> None:
+        """Packs the rest anew: the file is that of a model that was built otherwise, as without adapters."""
+        logger.warning("packed weights in %s are not those of this model: the file is removed", self._path)
+        self._index = iter(())
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+
+
+def home() -> Path:
+    """The folder of packed weights; it may not exist."""
+    return folders.cache() / "slotwise" / "packed-weights"
+
+
+@contextmanager
+def kept(launcher: KernelLauncher, key: str, most: int) -> Iterator[None]:
+    """Takes the panels that are packed meanwhile from the file of `key`, or writes that file; `most` bytes for all.
+
+    Without a folder that is safe, or where it cannot be written, weights are packed as ever, which a warning says.
+    """
+    folder = home()
+    path = folder / f"{key}{SUFFIX}"
+    if why := store.objection(folder):
+        logger.warning("packed weights are not kept: %s", why)
+        yield
+        return
+    memory = launcher.weights
+    try:
+        panels = _open(path, memory) or _record(path, memory, most)
+    except OSError as error:
+        logger.warning("packed weights are not kept: %s: %s", folder, error.strerror)
+        yield
+        return
+    launcher.panels = panels
+    try:
+        yield
+        panels.finish()
+    finally:
+        launcher.panels = memory
+        if isinstance(panels, _Recording):
+            panels.abandon("were not all packed")
+
+
+def _record(path: Path, memory: HugePages, most: int) -> _Recording:
+    store.make(path.parent)
+    return _Recording(path, memory, most)
+
+
+def _open(path: Path, memory: HugePages) -> _Mapped | None:
+    """The panels of a file; None: there is none, or it is damaged, which is logged."""
+    try:
+        data = _map(path, path.stat().st_size)
+    except FileNotFoundError:
+        return None
+    index = _index_of(data.numpy().data)
+    if index is None:
+        logger.warning("packed weights in %s are damaged: they are packed anew", path)
+        path.unlink()
+        return None
+    return _Mapped(path, data, index, memory)
+
+
+def _map(path: Path, size: int) -> Tensor:
+    """A file's bytes; none of one that is too small to be whole, or that cannot be mapped."""
+    data = torch.tensor([], dtype=torch.uint8)
+    if size > LENGTH + DIGEST:
+        with contextlib.suppress(RuntimeError):  # of torch, for every fault
+            storage: Any = torch.UntypedStorage.from_file(str(path), False, size)
+            data = data.set_(storage)
+    return data
+
+
+def _index_of(data: memoryview) -> list[dict[str, Any]] | None:
+    """The index of a file; None: it is not whole."""
+    body = data[:-DIGEST]
+    if hashlib.sha256(body).digest() != data[-DIGEST:]:
+        return None
+    end = len(body) - LENGTH
+    size = int.from_bytes(body[end:], "little")
+    found: list[dict[str, Any]] = json.loads(bytes(body[end - size : end]))  # as it was written, by the digest
+    return found
+
+
+def make_room(folder: Path, most: int) -> None:
+    """Remove the files used longest ago until at most `most` bytes are left, and what killed processes left behind."""
+    now = time.time()
+    for each in folder.glob(f"{UNFINISHED}*"):
+        if each.stat().st_mtime < now - HOUR:
+            each.unlink(missing_ok=True)
+    found = sorted(((each.stat(), each) for each in folder.glob(f"*{SUFFIX}")), key=lambda pair: pair[0].st_mtime)
+    total = sum(about.st_size for about, _ in found)
+    for about, each in found:
+        if total <= most:
+            return
+        each.unlink(missing_ok=True)
+        total -= about.st_size

@@ -47,7 +47,7 @@ def leading(
     kernels, vocab_size = decoder.kernels, decoder.config.vocab_size
     caches, slots = _caches(decoder, limits, groups), _slots(decoder, limits, groups)
     draft_caches = [] if draft is None else _allocated(draft, limits, draft.attention_shapes)
-    is_divided = decoder.group.pipe.stage.count > 1
+    is_divided = decoder.group.pipe.stage.total > 1
     known = _slots(decoder, limits, groups) if is_divided else slots  # of what is sampled
     sampler: Sampling = (
         Sampler(limits.max_num_seqs, vocab_size, launcher_of(kernels), masks) if kernels.name == "cpu"
@@ -76,7 +76,7 @@ def following(
 ) -> tuple[SlotTable, Executor | StageRunner]:
     """The slots and the runner of a rank that samples nothing."""
     caches, slots, stage = _caches(decoder, limits, groups), _slots(decoder, limits, groups), decoder.group.pipe.stage
-    if stage.count == 1:
+    if stage.total == 1:
         return slots, ModelRunner(decoder, caches.by_layer, slots, SilentSampler())
     runner = StageRunner(decoder, caches.by_layer, slots)
     if not stage.is_first:

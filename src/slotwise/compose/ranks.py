@@ -131,7 +131,7 @@ class Ranks:
 
     def collect(self) -> None:
         """Has the other ranks of the first stage compute the end of the oldest plan, where it is one of several."""
-        if self.group.pipe.stage.count > 1:
+        if self.group.pipe.stage.total > 1:
             self._send(encode(Collect()), [rank for rank in self._others if rank.rank.stage.is_first])
 
     def check(self) -> None:

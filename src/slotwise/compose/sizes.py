@@ -120,7 +120,7 @@ def _ranks(decoder: Decoder) -> int:
 def _weights(models: Sequence[Decoder]) -> int:
     """Returns the bytes of all ranks' weights in the memory of one device: none of a stage has more than its first."""
     held, decoder = sum(model.weight_bytes for model in models), models[0]
-    width, count = decoder.group.size, decoder.group.pipe.stage.count
+    width, count = decoder.group.size, decoder.group.pipe.stage.total
     if decoder.kernels.device.type == "cuda" or count == 1:
         return _ranks(decoder) * held
     return width * sum(weight_bytes(decoder.config, decoder.kernels, {}, Divided(width, Stage(number, count)))
@@ -129,7 +129,7 @@ def _weights(models: Sequence[Decoder]) -> int:
 
 def _block_bytes(decoder: Decoder, groups: LayerGroups, block_size: int) -> int:
     """Returns the bytes of a block of the cache, in the ranks that share a memory, or in the one that has most."""
-    count = decoder.group.pipe.stage.count
+    count = decoder.group.pipe.stage.total
     of_stages: list[int] = []
     for number in range(count):
         layers = layers_of(decoder.config, Stage(number, count))
@@ -142,7 +142,7 @@ def _block_bytes(decoder: Decoder, groups: LayerGroups, block_size: int) -> int:
 def _handed_on(decoder: Decoder, tokens: int) -> int:
     """Returns the bytes of hidden states between a stage and the next."""
     of_step = tokens * decoder.config.hidden_size * decoder.config.dtype.itemsize
-    return PLACES * of_step if decoder.group.pipe.stage.count > 1 else 0
+    return PLACES * of_step if decoder.group.pipe.stage.total > 1 else 0
 
 
 def _most_drafts(config: EngineConfig) -> int:
@@ -158,7 +158,7 @@ def _on_gpu(config: EngineConfig, models: Sequence[Decoder], longest: int, stagi
     sampled = min(rows + _most_drafts(config), tokens)
     shapes = [(tokens, sampled, longest), (recorded, recorded, longest)]
     block_size = config.block_size or BLOCK_SIZE
-    is_divided = decoder.group.pipe.stage.count > 1  # then no stage can run a step by itself
+    is_divided = decoder.group.pipe.stage.total > 1  # then no stage can run a step by itself
     workspace = staging + (sum(decoder.workspace_bytes(*shape[:2]) for shape in shapes) if is_divided
                            else measured_workspace(decoder, draw_for(kernels), block_size, shapes))
     for draft in drafts:

@@ -184,9 +184,9 @@ class Proposing(NamedTuple):
 class RankSpan(NamedTuple):
     """When a rank of a model that several processes compute worked on a step; monotonic nanoseconds."""
 
-    rank: int
-    started_ns: int
-    ended_ns: int
+    rank: int  # its number; 0 samples
+    started_ns: int  # where it waits for a stage before it, when that one's result arrived
+    ended_ns: int  # its part of the step was done
 
 
 class StepResult(NamedTuple):

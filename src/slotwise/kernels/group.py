@@ -41,7 +41,7 @@ class Group(Protocol):
 
 def num_ranks(group: Group) -> int:
     """The ranks of all stages together."""
-    return group.size * group.pipe.stage.count
+    return group.size * group.pipe.stage.total
 
 
 class Alone:

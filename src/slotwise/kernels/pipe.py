@@ -24,7 +24,7 @@ class Stage(NamedTuple):
     """The place of a process among the stages."""
 
     number: int = 0
-    count: int = 1
+    total: int = 1
 
     @property
     def is_first(self) -> bool:
@@ -32,7 +32,7 @@ class Stage(NamedTuple):
 
     @property
     def is_last(self) -> bool:
-        return self.number == self.count - 1
+        return self.number == self.total - 1
 
 
 WHOLE = Stage()
@@ -94,7 +94,7 @@ class TorchPipe:
         x = x.contiguous()
         work = torch.distributed.isend(x, self._after, group=self._to)
         self._sending.append((work, x))
-        while len(self._sending) > self.stage.count + 1:
+        while len(self._sending) > self.stage.total + 1:
             self._sending.popleft()[0].wait()
         return x
 

@@ -19,7 +19,7 @@ def layers_of(config: ModelConfig, stage: Stage) -> range:
     Raises:
         CheckpointError: the model has fewer layers than there are stages.
     """
-    number, count = config.num_layers, stage.count
+    number, count = config.num_layers, stage.total
     if count == 1:
         return range(number)
     if number < count:

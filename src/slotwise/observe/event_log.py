@@ -43,7 +43,6 @@ NO_STEP = -1
 MAX_VERSION = 32  # characters of a version that an error repeats
 MAX_LINE = 1 << 26  # bytes
 LOST = "lost"  # the state of an engine
-
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # of a request, or a count
 Ns = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]

@@ -80,7 +80,8 @@ def test_stages_give_the_tokens_of_one_process(family: str, stages: int, width: 
     folder = make(family, tmp_path / "model")
     config = read_config(folder)
     block = 2 * 16 * 4 * config.num_layers * max(2, config.num_kv_heads) * config.head_dim  # bytes
-    few = {"max_num_batched_tokens": 24, "kv_cache_memory": (18 if any(config.windows) else 12) * block, "block_size": 16,
+    memory = (18 if any(config.windows) else 12) * block
+    few = {"max_num_batched_tokens": 24, "kv_cache_memory": memory, "block_size": 16,
            "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
     one, several = engine_of(folder, 1, **few), staged(folder, stages, width, **few)
     assert several.depth == stages - 1

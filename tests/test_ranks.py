@@ -13,6 +13,7 @@ import pytest
 from checkpoints import make, prompts
 from live import Live, serving
 
+from slotwise.compose.choices import check_gpus
 from slotwise.compose.engine import build_engine
 from slotwise.core.params import SamplingParams
 from slotwise.core.step import Decision
@@ -132,6 +133,13 @@ def test_what_ranks_cannot_share_is_refused(
         engine_of(make(family, tmp_path / "model"), 2, **settings)
 
 
+def test_more_ranks_than_gpus_are_refused() -> None:
+    config = EngineConfig(model="any", tensor_parallel_size=2, pipeline_parallel_size=2)
+    check_gpus(config, 4)
+    with pytest.raises(ConfigError, match=r"needs 4 GPUs, and this machine has 1$"):
+        check_gpus(config, 1)
+
+
 @pytest.mark.parametrize(("stages", "width"), [(1, 2), (2, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
 def test_ranks_of_plain_torch_exchange_through_gloo(stages: int, width: int, tmp_path: Path) -> None:
     folder, asked = make("mixtral", tmp_path / "model"), prompts([5, 40, 17])
@@ -139,8 +147,9 @@ def test_ranks_of_plain_torch_exchange_through_gloo(stages: int, width: int, tmp
     assert tokens_of(several, asked, SAMPLED) == tokens_of(one, asked, SAMPLED)
 
 
-def test_a_lost_rank_fails_the_step_and_all_after_it(tmp_path: Path) -> None:
-    engine = engine_of(make("llama2", tmp_path / "model"), 2)
+@pytest.mark.parametrize(("stages", "width"), [(1, 2), (2, 1)])
+def test_a_lost_rank_fails_the_step_and_all_after_it(stages: int, width: int, tmp_path: Path) -> None:
+    engine = staged(make("llama2", tmp_path / "model"), stages, width)
     (rank,) = engine.executor.ranks.processes  # type: ignore[attr-defined]
     engine.handle(Add("a", [1, 2, 3], dataclasses.replace(GREEDY, max_tokens=100), seed=0))
     engine.step()

@@ -117,8 +117,8 @@ ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
                                        "every layer together, each with a share of the weights, the heads and the "
                                        "threads: docs/parallel.md (default: 1)"}),
     ("--pipeline-parallel-size", {"default": 1, "metavar": "N", "help": "stages that the model's layers are divided "
-                                         "into, each of as many processes as above, which compute steps at once "
-                                         "(default: 1)"}),
+                                         "into, which compute different steps at once, each with the processes of "
+                                         "--tensor-parallel-size: docs/parallel.md (default: 1)"}),
     ("--seed", {"default": 0, "help": "seed of requests without one (default: 0)"}),
 )
 

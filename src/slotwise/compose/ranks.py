@@ -30,6 +30,7 @@ from slotwise.engine.config import EngineConfig
 from slotwise.engine.ipc import BlockingChannel, ChannelClosed, pair
 from slotwise.errors import OneLineError
 from slotwise.kernels.cpu.openmp import places
+from slotwise.kernels.cpu.shared_group import SharedMemory
 from slotwise.kernels.interface import Kernels
 from slotwise.model.config import ModelConfig
 
@@ -47,8 +48,8 @@ class _Rank:
 
     def __init__(self, rank: Rank, threads: int, files: RankFiles) -> None:
         self.rank, self.number = rank, rank.number
-        number, shared = rank.number, (files.of_stages[rank.stage.number], files.boxes)
-        self.memory = RankMemory(*shared, rank)
+        number, of_stage = rank.number, files.of_stages[rank.stage.number]
+        self.memory = SharedMemory(of_stage, rank.width)
         ours, theirs = pair()
         self.channel = BlockingChannel(ours)
         where = places()[number * threads : (number + 1) * threads]
@@ -61,7 +62,7 @@ class _Rank:
         with theirs, _everywhere():
             self.process: subprocess.Popen[bytes] = spawn.start(
                 child.python("slotwise.compose.rank_worker", str(theirs.fileno())), env=environment,
-                pass_fds=[theirs.fileno(), *shared], stdin=subprocess.DEVNULL)
+                pass_fds=[theirs.fileno(), of_stage, files.boxes], stdin=subprocess.DEVNULL)
         self.beats, self.heard = -1, time.monotonic()
 
 
@@ -157,7 +158,7 @@ class Ranks:
             self.lost = why
         self._memory.boxes.end()
         for rank in self._others:
-            rank.memory.stage.end()
+            rank.memory.end()
             rank.process.kill()
         self._memory.stage.end()
         self._on_lost(why)
@@ -176,7 +177,7 @@ class Ranks:
         now, size = time.monotonic(), len(self._others) + 1
         was_paused, self._looked = now - self._looked > 2 * LOOK, now
         for rank in self._others:
-            beats = rank.memory.stage.beats(rank.rank.within)
+            beats = rank.memory.beats(rank.rank.within)
             if beats != rank.beats or was_paused:  # this process was not there to count
                 rank.beats, rank.heard = beats, now
             if (status := rank.process.poll()) is not None:

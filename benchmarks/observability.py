@@ -46,13 +46,13 @@ Figures = dict[str, list[float]]
 def serve(arguments: list[str]) -> int:
     """Runs `slotwise serve`; one signal removes all observers but admission control, another restores them."""
     from slotwise.cli import main
-    from slotwise.compose import server
+    from slotwise.compose import service
 
-    whole = server.build_app
+    whole = service.build_api
 
-    def build_app(*given: Any) -> Any:
-        app = whole(*given)
-        engine_client, admission_control = app.api.engine_client, app.api.admission_control
+    def build_api(*given: Any) -> Any:
+        api = whole(*given)
+        engine_client, admission_control = api.engine_client, api.admission_control
         everyone = list(engine_client.observers)
 
         def observe(number: int, _: object) -> None:
@@ -60,9 +60,9 @@ def serve(arguments: list[str]) -> int:
 
         for number in (BARE, OBSERVED):
             signal.signal(number, observe)
-        return app
+        return api
 
-    server.build_app = build_app
+    service.build_api = build_api
     return main(["serve", *arguments])
 
 

@@ -83,7 +83,7 @@ VLLM_ROUTES = (
     "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model}", "/tokenize", "/detokenize",
     "/health", "/ping", "/version", "/metrics", "/load", "/v1/embeddings", "/v1/responses", "/v1/messages", "/score",
     "/rerank", "/pooling", "/classify", "/v1/audio/transcriptions", "/v1/load_lora_adapter", "/sleep", "/wake_up",
-    "/invocations")
+    "/is_sleeping", "/invocations")
 
 LLAMA_CPP = (
     Elsewhere("`-m model.gguf`", "The first argument, `MODEL`: the file"),

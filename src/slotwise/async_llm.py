@@ -16,6 +16,7 @@ from slotwise.engine.client import EngineClient, EngineError, Refused
 from slotwise.engine.config import ConfigError
 from slotwise.engine.generation import AT_THE_END, Chunk, Generation
 from slotwise.engine.messages import EngineInfo
+from slotwise.engine.sleep import Sleep
 from slotwise.engine.supervisor import Supervisor
 from slotwise.inputs import PromptType, parsed
 from slotwise.observe import lines
@@ -59,6 +60,7 @@ class AsyncLLM(VllmMethods):
         self._client = EngineClient(max_live=MAX_LIVE)
         self._supervisor = Supervisor(self._client, self._launch)
         self._supervisor.launch()
+        self._sleep = Sleep(self._client, self._supervisor)
         self._reporting: asyncio.Task[None] | None = None
         self._starting: asyncio.Task[EngineInfo] | None = None
         self._running: dict[str, list[Generation]] = {}  # by the caller's id
@@ -132,6 +134,25 @@ class AsyncLLM(VllmMethods):
         for name in [request_id] if isinstance(request_id, str) else request_id:
             for stream in self._running.get(name, ()):
                 stream.finish("abort")
+
+    async def sleep(self, level: int = 1, **more: Any) -> None:
+        """As that of `LLM`."""
+        check_call(more)
+        await self._ready()
+        if self._running:
+            raise ValueError("the model cannot sleep: requests are unfinished")
+        await self._sleep.fall_asleep(level, timeout=0)
+        self._frontend.reset_prefix_cache()
+
+    async def wake_up(self, tags: None = None) -> None:
+        """As that of `LLM`.  Raises EngineError: the engine does not start, and sleeps on."""
+        check_call({"tags": tags})
+        await self._ready()
+        await self._sleep.wake_up()
+
+    async def is_sleeping(self) -> bool:
+        """Whether `sleep` was called, and `wake_up` not yet."""
+        return bool(self._sleep.level)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Ends the engine process at once; unfinished requests fail."""

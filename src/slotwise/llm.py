@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,15 +18,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tqdm import tqdm
 
-from slotwise.compose.engine import load
-from slotwise.engine.config import ConfigError
-from slotwise.engine.engine import Engine
-from slotwise.engine.messages import Finish, StepRecord
+from slotwise.engine.messages import EngineInfo, Finish, StepRecord
 from slotwise.inputs import Parsed, PromptType, as_batch, parsed
 from slotwise.lora_request import LoRARequest
 from slotwise.offline.adapters import OfflineAdapters
 from slotwise.offline.arguments import Arguments, EngineArgs
 from slotwise.offline.embedding import EmbeddingJob
+from slotwise.offline.engine import OfflineEngine
 from slotwise.offline.frontend import Frontend, template_variables
 from slotwise.offline.job import Choice, Job
 from slotwise.offline.methods import VllmMethods, check_call
@@ -37,8 +34,6 @@ from slotwise.pooling_params import PoolingParams
 from slotwise.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from slotwise.observe.metrics import Metrics
-    from slotwise.observe.offline import Logged
     from slotwise.observe.snapshot import Metric
 
 Params = SamplingParams | Sequence[SamplingParams]
@@ -65,29 +60,17 @@ class LLM(VllmMethods):
         self._frontend = Frontend(self._arguments)
         self.sampling_defaults = self._frontend.defaults
         self.tokenizer = self._frontend.tokenizer
-        if event_log:
-            from slotwise.observe import log_file  # needs msgspec, which may not be installed
-
-            log_file.check(event_log)
-        if event_log and self._arguments.config.enable_lora:
-            raise ConfigError("an event log does not have the adapters of requests yet: leave out event_log")
-        loaded = load(self._arguments.config)
-        engine, self.info = loaded.engine(self._arguments.config)
-        self._engine: Engine | Logged = engine
-        self._metrics: Metrics | None = None
-        if event_log or self._arguments.log_stats:
-            from slotwise.observe.offline import Logged
-
-            file = log_file.LogFile(event_log) if event_log else None
-            if file is not None:
-                weakref.finalize(self, file.close)
-            self._engine = logged = Logged(engine, self.info, file)
-            self._metrics = logged.metrics(self._arguments.name) if self._arguments.log_stats else None
+        self._engine = OfflineEngine(self._arguments, event_log)
         self._names = itertools.count()
         self._choices: dict[str, Choice | EmbeddingJob] = {}  # of all unfinished requests: a step serves every call's
         # Guards the engine and its requests.  Reentrant: a step may collect an abandoned iteration, which then ends.
         self._lock = threading.RLock()
-        self._adapters = OfflineAdapters(loaded.adapters, self._lock)
+        self._adapters = OfflineAdapters(self._engine.adapters, self._lock)
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine told of itself when it was ready."""
+        return self._engine.info
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
@@ -107,18 +90,41 @@ class LLM(VllmMethods):
         Raises:
             RuntimeError: they are not counted.
         """
-        if self._metrics is None:
+        if self._engine.metrics is None:
             raise RuntimeError("there are no metrics: start with LLM(disable_log_stats=False)")
         from slotwise.observe.snapshot import snapshot
 
         with self._lock:
-            return snapshot(self._metrics)
+            return snapshot(self._engine.metrics)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forgets cached prefixes: no later request finds them.  Requests that run keep the blocks they have."""
         check_call({"reset_connector": reset_connector})
         self._frontend.reset_prefix_cache()
         return True
+
+    def sleep(self, level: int = 1) -> None:
+        """Gives memory back until `wake_up`: that of the cache, and at level 2 that of the weights as well.
+
+        Raises:
+            ValueError: there is no such level, this engine has none, or requests are unfinished.
+        """
+        with self._lock:
+            if self._choices:
+                raise ValueError("the model cannot sleep: requests are unfinished")
+            self._engine.sleep(level)
+            self._frontend.reset_prefix_cache()
+
+    def wake_up(self, tags: None = None) -> None:
+        """Ends a sleep, if there is one; after level 2 the weights are read again.  Until then no request can run.
+
+        Raises:
+            ValueError: `tags` are given: the whole model wakes up.
+            CheckpointError: the model's files have changed meanwhile.
+        """
+        check_call({"tags": tags})
+        with self._lock:
+            self._engine.wake_up()
 
     def generate(
         self, prompts: PromptType | Sequence[PromptType], sampling_params: Params | None = None,

@@ -27,6 +27,8 @@ from slotwise.engine.messages import (
     EngineFailed,
     EngineInfo,
     Finish,
+    GiveBack,
+    GivenBack,
     Loading,
 )
 from slotwise.engine.observer import Observer
@@ -53,7 +55,10 @@ class Other:
             command = decode_command(message)
             if isinstance(command, Finish):
                 self.finished.append(command)
-            self.engine.handle(command)
+            if isinstance(command, GiveBack):
+                self.channel.send(encode(GivenBack(self.engine.give_back())))
+            else:
+                self.engine.handle(command)
 
     def step(self) -> None:
         self.listen()
@@ -287,6 +292,41 @@ def test_draining_waits_for_those_who_run_and_then_aborts() -> None:
         await settle()
         other.step()
         assert [(f.request_id, f.reason) for f in other.finished] == [("long", "abort")]
+
+    scenario(play)
+
+
+def test_a_pause_lets_those_who_run_finish_and_ends() -> None:
+    async def play(client: EngineClient, other: Other, notes: Notes) -> None:
+        short = client.submit(Add("short", [1], SamplingParams(max_tokens=2, ignore_eos=True), 0))
+        pausing = asyncio.create_task(client.pause_for("asleep", 60))
+        await asyncio.sleep(0)
+        with pytest.raises(Refused, match="asleep") as caught:
+            client.submit(Add("late", [1], FOREVER, 0))
+        assert caught.value.kind == "paused" and not pausing.done()
+        for _ in range(4):
+            await settle()
+            other.step()
+        await pausing
+        assert (await all_of(short))[-1].finish_reason == "length"
+        client.pause = ""
+        client.submit(Add("late", [1], FOREVER, 0))
+
+    scenario(play)
+
+
+def test_an_engine_without_such_a_cache_gives_nothing_back() -> None:
+    async def play(client: EngineClient, other: Other, notes: Notes) -> None:
+        asked = asyncio.create_task(client.give_back())
+        await settle()
+        other.step()
+        with pytest.raises(EngineError, match="device cpu"):
+            await asked
+        asked = asyncio.create_task(client.give_back())
+        await asyncio.sleep(0)
+        client.give_up("gone")
+        with pytest.raises(EngineError, match="gone"):
+            await asked
 
     scenario(play)
 

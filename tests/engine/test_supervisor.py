@@ -334,3 +334,58 @@ def test_a_supervisor_that_fails_does_not_leave_a_server_that_looks_well() -> No
         assert world.client.hopeless.is_set() and not world.client.healthy
 
     scenario(play)
+
+
+async def rested(world: World) -> None:
+    resting = asyncio.create_task(world.supervisor.rest("the model is asleep"))
+    await world.until(world.now + EXIT + 1)
+    await resting
+
+
+def test_an_engine_that_rests_ends_and_is_not_replaced() -> None:
+    async def play(world: World) -> None:
+        request = world.client.submit(Add("one", [1], FOREVER, 0))
+        await world.settle()
+        assert [command.request_id for command in world.processes[0].commands()] == ["one"]
+        await rested(world)
+        assert world.processes[0].ended and not world.processes[0].killed, "it ended by itself"
+        chunks = [chunk async for chunk in request]
+        assert chunks[-1].finish_reason == "error" and chunks[-1].message == "the model is asleep"
+        await world.until(500)
+        assert len(world.launches) == 1 and world.client.state == "down" and not world.client.hopeless.is_set()
+        waking = asyncio.create_task(world.supervisor.wake())
+        await world.settle()
+        assert await waking == INFO and world.client.healthy and world.after == [None, INFO]
+        world.processes[-1].crash()
+        await world.until(502)
+        assert world.client.healthy and len(world.launches) == 3, "a lost one is replaced again"
+
+    scenario(play)
+
+
+def test_an_engine_that_does_not_wake_up_rests_on() -> None:
+    async def play(world: World) -> None:
+        await rested(world)
+        for trouble, message in (({"starts": False}, "no memory"), ({"os_error": True}, "no more processes")):
+            world.next = trouble
+            with pytest.raises(EngineError, match=message):
+                await world.supervisor.wake()
+            assert world.client.state == "down"
+        await world.until(500)
+        assert len(world.launches) == 3, "nothing tries again by itself"
+        world.next = {}
+        await world.supervisor.wake()
+        assert world.client.healthy
+
+    scenario(play)
+
+
+def test_a_process_that_does_not_end_by_itself_is_killed_when_it_rests() -> None:
+    async def play(world: World) -> None:
+        world.next = {"polite": False}
+        world.processes[-1].crash()
+        await world.until(1)
+        await rested(world)
+        assert world.processes[-1].killed
+
+    scenario(play)

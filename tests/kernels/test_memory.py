@@ -38,6 +38,19 @@ def test_memory_is_taken_for_the_blocks_asked_for_and_what_they_hold_stays():
     assert (cache.storage[7] == 3).all() and not cache.storage[:7].any() and not cache.storage[8:].any()
 
 
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux")
+def test_what_is_given_back_takes_no_memory_and_is_zeros_again():
+    cache = CpuCache.allocate(1000, 64, SHAPE, torch.bfloat16)
+    others = resident(cache.address)
+    cache.storage.fill_(3)
+    assert resident(cache.address) - others >= 0.9 * cache.storage.nbytes
+    cache.give_back()
+    assert resident(cache.address) - others <= 2 * LARGE
+    assert not cache.storage.any()
+    cache.storage[999] = 5
+    assert (cache.storage[999] == 5).all()
+
+
 def test_a_system_that_refuses_is_no_failure():
     assert not populate(mmap.PAGESIZE, mmap.PAGESIZE)  # where nothing is mapped
 

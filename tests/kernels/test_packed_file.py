@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from kernels.quantised import random_matrix
+from kernels.test_memory import resident
 from torch import Tensor
 
 from slotwise.kernels.cpu import packed_file
 from slotwise.kernels.cpu.kernels import CpuKernels
+from slotwise.kernels.cpu.memory import discard
 from slotwise.kernels.matrix import QuantisedMatrix
 from slotwise.model.quantization.gguf_blocks import BLOCK_TYPES
 
@@ -37,6 +39,7 @@ class Model:
             self._products = [kernels.linear(first), kernels.gated(second) if gates else kernels.linear(second),
                               kernels.linear(third, torch.ones(40))]
         self.panels = kernels.launcher.panels is kernels.launcher.weights
+        self.mapped = kernels.launcher.mapped
 
     def _matrix(self, kind: str, seed: int) -> QuantisedMatrix:
         matrix = random_matrix(BLOCK_TYPES[kind].format, 40, 512, seed=seed)
@@ -64,6 +67,18 @@ def test_what_was_packed_once_is_mapped_and_nothing_is_read(home: Path) -> None:
     (file,) = home.iterdir()
     assert file.stat().st_mode & 0o077 == 0
     assert equal(first, Model("another key")) and len(list(home.iterdir())) == 2
+
+
+def test_what_is_mapped_can_be_given_back_and_is_read_again() -> None:
+    """The pages are gone, and the products are the same."""
+    Model()
+    model = Model()
+    expected = model.results()
+    (mapped,) = model.mapped
+    assert resident(mapped.data_ptr()) > 0.5 * mapped.nbytes
+    discard(mapped.data_ptr(), mapped.nbytes)
+    assert resident(mapped.data_ptr()) == 0
+    assert all(torch.equal(a, b) for a, b in zip(model.results(), expected, strict=True))
 
 
 @pytest.mark.parametrize("place", [0, 1000, -1, -20, -60])

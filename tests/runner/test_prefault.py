@@ -10,11 +10,14 @@ from slotwise.runner.prefault import Prefault
 
 class Layer:
     def __init__(self, can: bool = True) -> None:
-        self.can, self.asked = can, []
+        self.can, self.asked, self.num_given_back = can, [], 0
 
     def touch(self, first: int, end: int) -> bool:
         self.asked.append((first, end))
         return self.can
+
+    def give_back(self) -> None:
+        self.num_given_back += 1
 
 
 class Nothing:
@@ -60,3 +63,17 @@ def test_who_cannot_be_asked_is_not_asked_again():
         settled(ahead)
         ahead.submit(granting((block,)))
     assert layers[1].asked == [(0, 20)]
+
+
+def test_after_memory_was_given_back_it_is_asked_for_from_the_first_block_on():
+    """Also when the thread was at work: it ends before, and touches nothing afterwards."""
+    layers = [Layer() for _ in range(50)]
+    ahead = Prefault(Nothing(), layers, num_blocks=100, distance=20)
+    ahead.give_back()
+    assert [layer.num_given_back for layer in layers] == [1] * 50
+    touched = [len(layer.asked) for layer in layers]
+    time.sleep(0.01)
+    assert touched == [len(layer.asked) for layer in layers] and max(touched) <= 1
+    ahead.submit(granting((30,)))
+    settled(ahead)
+    assert all(layer.asked[-1] == (0, 50) for layer in layers)

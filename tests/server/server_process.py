@@ -17,8 +17,9 @@ import uvloop
 from slotwise.compose.launch import ChildProcess
 from slotwise.core.sampling_defaults import SamplingDefaults
 from slotwise.engine.client import EngineClient
+from slotwise.engine.sleep import Sleep
 from slotwise.engine.supervisor import Backoff, Supervisor
-from slotwise.server.app import build_app
+from slotwise.server.app import App, build_api
 from slotwise.server.output_parsing import output_format
 from slotwise.server.serve import listen, serve
 from slotwise.server.settings import ServerSettings
@@ -72,7 +73,8 @@ async def main(folder: Path, log: Path, *given: str) -> int:
     template = Template(source, tokenizer.special_tokens)
     form = output_format(settings.tool_call_parser, settings.reasoning_parser, settings.enable_auto_tool_choice, source,
                          tokenizer.special_by_text)
-    app = build_app(engine_client, tokenizer, template, settings, output_format=form)
+    app = App(build_api(engine_client, tokenizer, template, settings, output_format=form,
+                        sleep=Sleep(engine_client, supervisor)))
     for heavy in ("torch", "numpy", "numba", "jinja2"):
         assert heavy not in sys.modules, f"the API process has imported {heavy}"
     await serve(app, listen(settings.host, 0), lambda url: print(url, engines[-1].process.pid, flush=True))

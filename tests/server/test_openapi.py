@@ -29,6 +29,7 @@ EXAMPLES = 12  # for each operation and mode; others at every run
 CHECKS = [content_type_conformance, response_headers_conformance, response_schema_conformance, status_code_conformance]
 GAP = 0.5  # seconds of computing: ten hostile bodies in a row, each of which may cost a twentieth of one
 MAGIC = re.compile(r"\b39[6-9]\b")  # tokens at which the toy engine is told to fail
+LIFECYCLE = ("/sleep", "/wake_up", "/v1/load_model")
 REFUSALS = ("queue_full", "tokenizer_busy")
 
 
@@ -89,14 +90,24 @@ def test_whatever_is_sent_is_answered_and_a_stream_goes_on(
     with running(folder, tmp_path / "engine") as server, \
             singing(server, tokenizer.decode(counted(40, 200))) as canary:
         for operation in operations(server):
-            if operation.method == "put" or operation.path == "/events":  # one changes how the canary is batched, see
-                continue  # below; the other never ends
+            if operation.method == "put" or operation.path == "/events" or operation.path in LIFECYCLE:
+                continue  # some change how the canary is batched, or end it, see below; one never ends
             examples = EXAMPLES if operation.body else 6
             fuzz(operation, GenerationMode.POSITIVE, examples)
             if operation.body:
                 fuzz(operation, GenerationMode.NEGATIVE, examples)
         assert server.get("/health").status_code == 200
     assert canary.gap < GAP
+
+
+@pytest.mark.slow
+def test_whatever_is_asked_of_sleep_is_answered_and_the_model_wakes_up(folder: Path, tmp_path: Path) -> None:
+    with running(folder, tmp_path / "engine") as server:
+        for operation in [operation for operation in operations(server) if operation.path in LIFECYCLE]:
+            for mode in GenerationMode if operation.body else (GenerationMode.POSITIVE,):
+                fuzz(operation, mode, EXAMPLES if operation.body else 6)
+        assert server.post("/wake_up", "").status_code == 200
+        assert server.get("/health").status_code == 200
 
 
 @pytest.mark.slow

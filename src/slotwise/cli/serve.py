@@ -266,6 +266,7 @@ def _run(asked: argparse.Namespace) -> int:
     variables = environment(asked.cpu_threads, asked.cpu_bind, read_processors(processors()))
     engine = launch_engine(config, asked.log_format, variables)  # it loads while this process imports the rest
 
+    from slotwise.compose.served_model import ModelOptions
     from slotwise.compose.server import run_server
     from slotwise.server.settings import ServerSettings
 
@@ -283,7 +284,9 @@ def _run(asked: argparse.Namespace) -> int:
         reasoning_parser=asked.reasoning_parser, engine_environment=variables,
         trust_request_chat_template=asked.trust_request_chat_template, sampling_defaults=defaults,
         pooling_defaults=pooling, **network)
-    return run_server(config, settings, (asked.host, asked.port), asked.chat_template, engine)
+    options = ModelOptions(tuple(dict.fromkeys(asked.served_model_name)), asked.chat_template,
+                           asked.override_generation_config, asked.pooler_config)
+    return run_server(config, settings, (asked.host, asked.port), options, engine)
 
 
 def _network(asked: argparse.Namespace) -> dict[str, Any]:

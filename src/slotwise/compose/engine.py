@@ -27,6 +27,7 @@ from slotwise.kernels.cpu.jit import workers
 from slotwise.kernels.cpu.openmp import roam
 from slotwise.kernels.group import Group, num_ranks
 from slotwise.kernels.interface import Kernels
+from slotwise.kernels.select import launcher_of
 from slotwise.model.adapters import Adapters
 from slotwise.model.config import ModelConfig
 from slotwise.model.decoder import Decoder
@@ -37,6 +38,8 @@ from slotwise.model.locate import locate
 from slotwise.observe.step_time import load_or_learn
 from slotwise.runner import memory
 from slotwise.runner.expert_load import ExpertLoad
+from slotwise.runner.give_back import Returnable
+from slotwise.runner.prefault import Prefault
 from slotwise.runner.sampling.grammars import Grammars
 from slotwise.runner.sampling.masks import Masks
 from slotwise.speculation.proposer import proposer_of
@@ -159,6 +162,9 @@ class Loaded:
         groups = cache_groups(config, decoder, self._draft)
         masks = Masks(grammars, decoder.config.vocab_size, forces=drafts)
         runner, slots = leading(decoder, self._draft, limits, groups, masks)
+        lent = Returnable(runner, launcher_of(kernels).mapped) if (
+            isinstance(runner, Prefault) and self._ranks is None) else None
+        info.gives_back = lent is not None
         if self._ranks is not None:
             _warm_up(decoder)
             self._ranks.allocate(limits)
@@ -171,7 +177,8 @@ class Loaded:
         proposer = proposer_of(info.speculation, times)
         scheduler = Scheduler(limits, scheduling.discipline(), scheduling.policy(times), times, proposer)
         engine = Engine(scheduler, runner, time.monotonic_ns, eos_ids, depth=depth, scheduling=scheduling,
-                        grammars=grammars, experts=ExpertLoad(ends) if (ends := decoder.expert_ends) else None)
+                        grammars=grammars, experts=ExpertLoad(ends) if (ends := decoder.expert_ends) else None,
+                        memory=lent)
         info.learned = times.learned() if times.is_trained else None
         info.roofline = self.roofline(glance(decoder))
         return engine, info

@@ -58,7 +58,11 @@ def launch_engine(config: EngineConfig, log_format: str, more: Mapping[str, str]
     """
     process = ChildProcess(
         child.python("slotwise.compose.worker", log_format), env=THREADS_STAY | child.environment() | dict(more))
-    config = replace(
-        config, model=str(Path(config.model).absolute()), generation_config=absolute(config.generation_config))
-    process.channel.sendall(frame(msgspec.msgpack.encode(config)))
+    process.channel.sendall(frame(msgspec.msgpack.encode(absolute_paths(config))))
     return process
+
+
+def absolute_paths(config: EngineConfig) -> EngineConfig:
+    """Returns `config` for a process with another current folder."""
+    return replace(
+        config, model=str(Path(config.model).absolute()), generation_config=absolute(config.generation_config))

@@ -3,37 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
-import sys
 import time
-from collections.abc import AsyncIterator
-from dataclasses import replace
 
 import uvloop
-from tqdm import tqdm
 
 from slotwise.compose.cores import Cores
-from slotwise.compose.garbage import settle
-from slotwise.compose.launch import ChildProcess, launch_engine
-from slotwise.compose.sampling_defaults import announce
-from slotwise.engine.client import EngineClient
+from slotwise.compose.exchange import Exchange
+from slotwise.compose.launch import ChildProcess
+from slotwise.compose.served_model import ModelOptions, read_model
 from slotwise.engine.config import EngineConfig
-from slotwise.engine.messages import EngineInfo, Loading
-from slotwise.engine.supervisor import Supervisor
-from slotwise.observe import lines, step_time
-from slotwise.observe.load import report
-from slotwise.observe.log_file import LogFile
-from slotwise.observe.traces import Traces
-from slotwise.server.app import build_app
-from slotwise.server.context import Api
-from slotwise.server.output_parsing import output_format
+from slotwise.engine.messages import EngineInfo
+from slotwise.observe import lines
 from slotwise.server.serve import listen, serve
 from slotwise.server.settings import ServerSettings
-from slotwise.server.templates import Template
-from slotwise.text.chat_source import find_chat_template, find_tool_template
-from slotwise.text.tokenizer import Tokenizer
 
 MB = 1e6  # bytes
 
@@ -41,13 +25,14 @@ logger = logging.getLogger(__name__)
 
 
 def run_server(
-    config: EngineConfig, settings: ServerSettings, address: tuple[str, int], template: str | None, first: ChildProcess,
+    config: EngineConfig, settings: ServerSettings, address: tuple[str, int], options: ModelOptions,
+    first: ChildProcess,
 ) -> int:
     """Serves until a signal arrives; returns the exit status.
 
     Args:
         address: host and port; port 0: any free port.
-        template: a chat template's file; None: the model's own.
+        options: for each model that is served.
         first: an engine process started with `config`; it ends with the server.
 
     Raises:
@@ -57,97 +42,21 @@ def run_server(
     lines.set_up(settings.log_format)
     try:
         with listen(*address) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(config, settings, listener, template, first))
+            return runner.run(_serve(config, settings, listener, options, first))
     finally:
         first.kill()
 
 
 async def _serve(
-    config: EngineConfig, settings: ServerSettings, listener: socket.socket, template: str | None, first: ChildProcess,
+    config: EngineConfig, settings: ServerSettings, listener: socket.socket, options: ModelOptions,
+    first: ChildProcess,
 ) -> int:
-    bar = _LoadingBar(settings.log_format)
-    traces = Traces(endpoint, settings.served_model_name) if (endpoint := settings.otlp_traces_endpoint) else None
-    engine_client, cores = EngineClient(bar), Cores()
-
-    def launch(last: EngineInfo | None) -> ChildProcess:
-        if last is None:
-            return first
-        with cores.lent():
-            return launch_engine(_like(config, last), settings.log_format, settings.engine_environment)
-
-    supervisor = Supervisor(engine_client, launch, settings.engine_timeout)
-    chat: Template | None = None
-    try:
-        supervisor.launch()
-        tokenizer = Tokenizer.load(config.model)
-        source = find_chat_template(config.model, template)
-        for_tools = find_tool_template(config.model, template)
-        form = output_format(settings.tool_call_parser, settings.reasoning_parser, settings.enable_auto_tool_choice,
-                             for_tools or source or "", tokenizer.special_by_text)
-        if form.tools or form.reasoning:
-            logger.info("tool calls are parsed as %s, reasoning as %s", form.tools or "text", form.reasoning or "text")
-        if source:
-            chat = Template(source, tokenizer.special_tokens, for_tools=for_tools)
-            await chat.check()  # the engine is loading meanwhile
-        with bar:
-            info = await supervisor.ready()
-        announce(settings.sampling_defaults)  # now: a start that fails says one line
-        cores.leave_to(first.process.pid)
-        with step_time.kept(config, info) as step_times:
-            app = build_app(engine_client, tokenizer, chat, settings, step_times, form)
-            settle()
-            async with _observed(app.api, traces, settings):
-                await serve(app, listener, lambda url: _greet(url, info, settings, time.monotonic() - first.started))
-    finally:
-        if chat is not None:
-            chat.close()
-        await supervisor.end()
+    model = read_model(config, settings, options)  # the engine is loading meanwhile
+    async with Exchange(model, options, Cores(), first) as app:
+        engine_client = app.api.engine_client
+        await serve(app, listener, lambda url: _greet(
+            url, engine_client.info, settings, time.monotonic() - first.started))
     return 1 if engine_client.hopeless.is_set() else 0
-
-
-@contextlib.asynccontextmanager
-async def _observed(api: Api, traces: Traces | None, settings: ServerSettings) -> AsyncIterator[None]:
-    """Runs traces, the load report and the event log while the server runs."""
-    if traces is not None:
-        api.trace(traces)
-    reporting = [asyncio.create_task(report(api.metrics))] if settings.log_stats else []
-    try:
-        with (LogFile(settings.event_log, overwrite=settings.overwrite_event_log) if settings.event_log
-              else contextlib.nullcontext()) as file:
-            if file is not None:
-                api.recorder.write_to(file)
-            yield
-            api.batched_observer.flush()
-    finally:
-        for task in reporting:
-            task.cancel()
-        api.close()
-        if traces is not None:
-            await asyncio.to_thread(traces.close)
-
-
-def _like(config: EngineConfig, last: EngineInfo) -> EngineConfig:
-    """Returns the config of a replacement engine: requests are validated against the first one's max_model_len."""
-    return replace(config, max_model_len=last.limits.max_model_len)
-
-
-class _LoadingBar:
-    """A progress bar of the engine's loading, shown on a terminal."""
-
-    def __init__(self, log_format: str) -> None:
-        watched = sys.stderr.isatty() and log_format == lines.TEXT
-        self._bar = tqdm(desc="Loading", unit="B", unit_scale=True, leave=False, disable=not watched)
-
-    def __call__(self, progress: Loading) -> None:
-        self._bar.total = progress.total
-        self._bar.set_description(f"Loading {progress.stage}", refresh=False)
-        self._bar.update(progress.done - self._bar.n)
-
-    def __enter__(self) -> _LoadingBar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
 
 
 def _places(info: EngineInfo) -> str:

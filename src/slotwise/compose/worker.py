@@ -24,7 +24,7 @@ from slotwise.engine.config import EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.heartbeat import HeartbeatSender
 from slotwise.engine.ipc import BlockingChannel, ChannelClosed, decode_command, encode
-from slotwise.engine.messages import Add, EngineFailed, Loading, QueuePositionQuery
+from slotwise.engine.messages import Add, EngineFailed, GiveBack, GivenBack, Loading, QueuePositionQuery
 from slotwise.engine.outputs import messages_of
 from slotwise.errors import OneLineError, one_line
 from slotwise.kernels.cpu.jit.workers import call_early
@@ -122,6 +122,8 @@ def _take_in(engine: Engine, waiting: deque[bytes], channel: BlockingChannel) ->
         num_arrived += isinstance(command, Add)
         if isinstance(command, QueuePositionQuery):
             channel.send(encode(engine.queue_positions(command)))
+        elif isinstance(command, GiveBack):
+            channel.send(encode(GivenBack(engine.give_back())))
         else:
             engine.handle(command)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from slotwise.engine.delivery import deliver
 from slotwise.engine.generation import Generation
+from slotwise.engine.give_back import GiveBackAnswer
 from slotwise.engine.heartbeat import HeartbeatMonitor
 from slotwise.engine.ipc import EngineConnection
 from slotwise.engine.messages import (
@@ -24,6 +25,8 @@ from slotwise.engine.messages import (
     Configure,
     EngineInfo,
     Finish,
+    GiveBack,
+    GivenBack,
     Loading,
     QueuePositionAnswer,
     QueuePositionQuery,
@@ -64,6 +67,7 @@ class Refused(Exception):
 
 
 DRAINING = "draining"
+PAUSED = "paused"
 ENGINE_DEAD = "engine_dead"
 QUEUE_FULL = "queue_full"
 TOO_MANY_QUERIES = "too_many_questions"
@@ -82,6 +86,7 @@ class EngineClient:
         self.observers: list[Observer] = []
         self.failure = ""  # why the engine was lost, unless it was stopped on purpose
         self.draining = False
+        self.pause = ""  # why no request is taken for a while
         self.hopeless = asyncio.Event()  # no further engine will be started
         self._on_loading = on_loading
         self.max_live = max_live
@@ -95,6 +100,7 @@ class EngineClient:
         self._idle.set()
         self._lost = asyncio.Event()
         self._queries = QueuePositionQueries()
+        self._given_back = GiveBackAnswer()
         self._unsent = UnsentCommands()
 
     # -- attaching engines ---------------------------------------------------------------------------------------
@@ -165,8 +171,28 @@ class EngineClient:
         return len(self._live)
 
     async def drain(self, timeout: float) -> None:
-        """Refuses new requests, waits up to `timeout` seconds for the unfinished ones, then aborts them."""
+        """Refuses new requests for good, waits up to `timeout` seconds for the unfinished ones, then aborts them."""
         self.draining = True
+        await self._end_all(timeout)
+
+    async def pause_for(self, why: str, timeout: float) -> None:
+        """Refuses new requests with the message `why` until `pause` is ""; else like `drain`."""
+        self.pause = why
+        await self._end_all(timeout)
+
+    async def give_back(self) -> None:
+        """Has the engine give the memory of its cache back; only while no request is unfinished.
+
+        Raises:
+            EngineError: it could not, or is lost.
+        """
+        if self._connection is None or not self.healthy:
+            raise EngineError(self.trouble)
+        self._connection.send(GiveBack())
+        if objection := await self._given_back.wait():
+            raise EngineError(objection)
+
+    async def _end_all(self, timeout: float) -> None:
         try:
             await asyncio.wait_for(self._idle.wait(), timeout)
         except TimeoutError:
@@ -228,12 +254,19 @@ class EngineClient:
             raise Refused(ENGINE_DEAD, self.trouble)
         self._connection.send(query)
 
+    @property
+    def refusal(self) -> Refused | None:
+        """Why no request is taken now; None while requests are."""
+        if self.draining:
+            return Refused(DRAINING, "the server is shutting down and takes no new requests")
+        if self.pause:
+            return Refused(PAUSED, self.pause)
+        return None if self.healthy else Refused(ENGINE_DEAD, self.trouble)
+
     def check_open(self) -> None:
         """Raises Refused while no request is taken; called before a request is read."""
-        if not self.healthy:
-            self._refuse(ENGINE_DEAD, self.trouble)
-        if self.draining:
-            self._refuse(DRAINING, "the server is shutting down and takes no new requests")
+        if (refusal := self.refusal) is not None:
+            self._refuse(refusal.kind, refusal.message)
 
     def _admit(self, request: Add) -> None:
         self.check_open()
@@ -281,6 +314,8 @@ class EngineClient:
             deliver(self._live, report)
         elif isinstance(report, QueuePositionAnswer):
             self._queries.answered(report)
+        elif isinstance(report, GivenBack):
+            self._given_back.answered(report)
         elif isinstance(report, Loading):
             self._on_loading(report)
         elif isinstance(report, EngineInfo) and self._starting is not None and not self._starting.done():
@@ -335,7 +370,8 @@ class EngineClient:
         self._unsent.clear()
         if self._starting is not None and not self._starting.done():
             self._starting.set_exception(EngineError(message))
-        self._queries.give_up(Refused(ENGINE_DEAD, self.trouble))
+        for waiting in (self._queries, self._given_back):
+            waiting.give_up(Refused(ENGINE_DEAD, self.trouble))
         lost = dict.fromkeys(self._live, "error") | self._leaving
         for generation in self._live.values():
             generation.end("error", message)

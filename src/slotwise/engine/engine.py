@@ -21,7 +21,7 @@ from slotwise.core.limits import SchedulerLimits
 from slotwise.core.request import Request
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.step import StepPlan, StepResult, TokenLogprobs
-from slotwise.engine.executor import Executor, ExpertCounts
+from slotwise.engine.executor import Executor, ExpertCounts, Returnable
 from slotwise.engine.grammars import POLL, Compiled, GrammarCompiler
 from slotwise.engine.messages import (
     Add,
@@ -37,6 +37,7 @@ from slotwise.engine.scheduling import DEFAULT_ORDER, Scheduling
 
 NO_STEP = -1  # a record of what happened between steps
 EXPERTS_EVERY = 1_000_000_000  # nanoseconds between two records with the tokens of experts, while there is work
+NOT_GIVEN_BACK = "only the cache of device cpu, with one rank, can be given back to the system"
 NO_PROBABILITIES = "the model gave no valid probabilities for the next token"  # of a row that failed alone
 
 Clock = Callable[[], int]
@@ -51,12 +52,13 @@ class Engine:
         scheduling: the settings that `scheduler` was built with; None: first come, first served.
         grammars: compiles the grammars of requests; None: those with one are rejected.
         experts: counts the tokens of experts; None: the model has none.
+        memory: what can be given back while nothing runs, if anything can.
     """
 
     def __init__(
         self, scheduler: Scheduler, executor: Executor, clock: Clock, eos_ids: tuple[int, ...] = (), *, depth: int = 0,
         scheduling: Scheduling | None = None, grammars: GrammarCompiler | None = None,
-        experts: ExpertCounts | None = None,
+        experts: ExpertCounts | None = None, memory: Returnable | None = None,
     ) -> None:
         self._scheduler = scheduler
         self.executor = executor
@@ -67,6 +69,7 @@ class Engine:
         self._order = scheduling.order if scheduling else DEFAULT_ORDER
         self._grammars = grammars
         self._experts = experts
+        self._memory = memory
         self._counted = 0  # nanoseconds, when the tokens of experts were counted last
         self._compiled: list[Compiled] = []  # not yet in a record, as the three below
         self._configured: Scheduling | None = None
@@ -115,6 +118,22 @@ class Engine:
         return QueuePositionAnswer(query.number, tuple([
             RequestPosition(name, request.state.value, request.num_output, positions.get(name))
             for request in self._scheduler.requests() if (name := request.request_id) in asked]))
+
+    def give_back(self) -> str:
+        """Gives memory back to the system while nothing runs; returns why it could not, or "".
+
+        Blocks keep their entries in the prefix cache: the caller sees to it that no later request finds them, by
+        another salt.
+        """
+        if self._memory is None:
+            return NOT_GIVEN_BACK
+        if self.has_work:
+            return "requests are running"
+        try:
+            self._memory.give_back()
+        except OSError as error:
+            return str(error)
+        return ""
 
     def _configure(self, scheduling: Scheduling, now: float) -> None:
         """Applies new settings; a policy whose settings are unchanged keeps its state."""

@@ -25,6 +25,14 @@ class Executor(Protocol):
         ...
 
 
+class Returnable(Protocol):
+    """Memory, that of caches at least, which can be given back while no request is in a step."""
+
+    def give_back(self) -> None:
+        """Returns it to the system; the contents of caches are lost.  Raises OSError: it cannot."""
+        ...
+
+
 class ExpertCounts(Protocol):
     """Counts the tokens of each expert of a model with mixtures of experts."""
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 
-from slotwise.engine.messages import Command, EngineFailed, Heartbeat, QueuePositionQuery, Report, StepRecord
+from slotwise.engine.messages import Command, EngineFailed, Heartbeat, Query, Report, StepRecord
 
 if TYPE_CHECKING:
     from slotwise.engine.heartbeat import HeartbeatMonitor
@@ -29,7 +29,7 @@ MAX_MESSAGE = 64 << 20  # bytes; a prompt of a million tokens takes about 5 MB
 BUFFER = 4 << 20  # bytes requested from the kernel for each direction
 
 encode = msgspec.msgpack.Encoder().encode
-decode_command = msgspec.msgpack.Decoder(Command | QueuePositionQuery).decode
+decode_command = msgspec.msgpack.Decoder(Command | Query).decode
 decode_report = msgspec.msgpack.Decoder(Report).decode
 
 
@@ -150,7 +150,7 @@ class EngineConnection(asyncio.Protocol):
         """Bytes of commands that the engine has not read yet."""
         return self._transport.get_write_buffer_size() if self._transport is not None else 0
 
-    def send(self, command: Command | QueuePositionQuery) -> int:
+    def send(self, command: Command | Query) -> int:
         """Never waits: unread commands stay in the transport's buffer.  Returns the bytes written."""
         if self._transport is None or self.lost:
             return 0

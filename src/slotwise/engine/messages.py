@@ -90,6 +90,19 @@ class QueuePositionQuery(Struct, tag="locate"):
     request_ids: tuple[str, ...]
 
 
+class GiveBack(Struct, tag="give_back"):
+    """Asks for the memory of the cache, whose contents nothing will find.  No command: no plan depends on it."""
+
+
+class GivenBack(Struct, tag="given_back"):
+    """Answers a `GiveBack` once no request runs."""
+
+    objection: str = ""  # why the memory was kept
+
+
+Query = QueuePositionQuery | GiveBack
+
+
 class Loading(Struct, tag="loading"):
     """Loading progress, before the engine is ready."""
 
@@ -138,6 +151,7 @@ class EngineInfo(Struct, tag="ready"):
     hidden_size: int = 0  # numbers of a hidden state, and so of a vector
     tensor_parallel_size: int = 1  # processes that share every layer of a stage
     pipeline_parallel_size: int = 1  # stages that the layers are divided into
+    gives_back: bool = False  # the memory of its cache can be given back while no request runs
     expert_layers: tuple[int, ...] = ()  # numbers of the layers with experts
 
     @property
@@ -262,4 +276,4 @@ class EngineFailed(Struct, tag="failed"):
     message: str
 
 
-Report = Loading | EngineInfo | Heartbeat | StepOutputs | StepRecord | QueuePositionAnswer | EngineFailed
+Report = Loading | EngineInfo | Heartbeat | StepOutputs | StepRecord | QueuePositionAnswer | GivenBack | EngineFailed

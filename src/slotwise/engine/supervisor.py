@@ -4,6 +4,8 @@
                  ▲                                          │      pause   1, 2, 4 ... 60 seconds, from the start
                  └──────────────── launch ◄─────────────────┘              again after an engine that served long enough
 
+    rest ─► its process ends ─► wake ─► launch
+
 An engine that does not become ready is a false start; after several in a row the supervisor gives up.  It gives up at
 once if the next engine read another model than the first.
 """
@@ -99,6 +101,7 @@ class Supervisor:
         self._heartbeat: HeartbeatMonitor | None = None
         self._ready_at = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
+        self._replacing: asyncio.Task[None] | None = None
 
     def launch(self) -> None:
         """Starts the first engine process, which loads while the caller goes on.
@@ -117,7 +120,39 @@ class Supervisor:
         assert self._process is not None, "launch() first"
         self._spawn(self._watch_heartbeat())
         info = await self._attach(self._process)
-        self._spawn(self._replace_lost())
+        self._replacing = self._spawn(self._replace_lost())
+        return info
+
+    async def rest(self, why: str) -> None:
+        """Ends the engine, in bounded time, until `wake`; its memory is free then.
+
+        Args:
+            why: the error of requests that are unfinished.
+        """
+        if self._replacing is not None:
+            self._replacing.cancel()
+            await asyncio.gather(self._replacing, return_exceptions=True)
+        alive, self._heartbeat = self._client.healthy, None
+        self._client.give_up(why)
+        if self._process is not None and not (alive and await self._ended(self._process, EXIT)):
+            await self._kill_process()
+        self._process = None
+
+    async def wake(self) -> EngineInfo:
+        """Starts the next engine after `rest`, and waits until it is ready; from then on a lost one is replaced.
+
+        Raises:
+            EngineError: it could not start; the supervisor rests still.
+        """
+        try:
+            self._process = self._launch(self._client.info)
+            info = await self._attach(self._process)
+        except OSError as error:
+            raise EngineError(f"no process could be started ({error})") from error
+        except EngineError:
+            await self._kill_process()
+            raise
+        self._replacing = self._spawn(self._replace_lost())
         return info
 
     async def end(self) -> None:
@@ -142,10 +177,11 @@ class Supervisor:
         self._client.give_up("the engine is shutting down")
         return tasks
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended_by_itself)
+        return task
 
     def _ended_by_itself(self, task: asyncio.Task[None]) -> None:
         """Declares the service hopeless when a supervising task failed: it would run without supervision."""

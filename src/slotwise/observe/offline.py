@@ -14,11 +14,10 @@ if TYPE_CHECKING:
     from slotwise.engine.messages import Command, EngineInfo, StepRecord
 
 
-class Logged:
-    """An engine that also writes its commands and steps to `file`, if there is one."""
+class Recording:
+    """Hears of commands and steps; also writes them to `file`, if there is one."""
 
-    def __init__(self, engine: Engine, info: EngineInfo, file: File | None = None) -> None:
-        self._engine = engine
+    def __init__(self, info: EngineInfo, file: File | None = None) -> None:
         self._info = info
         self._recorder = Recorder(Ring(capacity=1))
         self._recorder.started(info)
@@ -32,12 +31,36 @@ class Logged:
         self._recorder.add_reader(self._metrics)
         return self._metrics
 
+    def started(self, info: EngineInfo) -> None:
+        """Another engine of the same model is ready."""
+        self._recorder.started(info)
+        if self._metrics is not None:
+            self._metrics.started(info)
+
+    def commanded(self, command: Command) -> None:
+        """The engine is about to handle a command."""
+        self._recorder.commanded(command, time.monotonic_ns())
+
+    def stepped(self, record: StepRecord) -> None:
+        """The engine has made a step."""
+        self._recorder.stepped(record)
+        if self._metrics is not None:
+            self._metrics.stepped(record)
+
+
+class Logged:
+    """An engine whose commands and steps are also recorded."""
+
+    def __init__(self, engine: Engine, info: EngineInfo, file: File | None = None) -> None:
+        self._engine = engine
+        self._recording = Recording(info, file)
+
     @property
     def has_work(self) -> bool:
         return self._engine.has_work
 
     def handle(self, command: Command) -> None:
-        self._recorder.commanded(command, time.monotonic_ns())
+        self._recording.commanded(command)
         self._engine.handle(command)
 
     def wait(self) -> float:
@@ -46,7 +69,5 @@ class Logged:
 
     def step(self) -> StepRecord:
         record = self._engine.step()
-        self._recorder.stepped(record)
-        if self._metrics is not None:
-            self._metrics.stepped(record)
+        self._recording.stepped(record)
         return record

@@ -118,6 +118,7 @@ GAUGES = {
     "max_num_seqs": "Slots in use.",
     "roofline_fraction": "Achieved share of the roofline over the latest steps, from 0 to 1.",
     "step_time_model_error": "Median of |predicted - taken| / taken over the latest steps of the step-time model.",
+    "sleep_level": "0 while the model is awake; 1 where it sleeps without its cache, 2 where the engine has ended.",
     "engine_healthy": "1 while an engine is attached and responsive, else 0.",
 }
 BY_LAYER = {  # gauges labelled with the layer, of models with mixtures of experts

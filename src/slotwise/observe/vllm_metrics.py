@@ -43,8 +43,8 @@ ABSENT = {  # vLLM's metrics that are not served; `*` stands for any characters
     "corrupted_requests_total": "A request whose logits are not finite ends as `error` in `request_success_total`.",
     "lora_requests_info": "The server has no LoRA adapters.",
     "mm_cache_*": "The server has text models only.",
-    "engine_sleep_state": "The server has no sleep mode.",
-    "sleep_mode_operation_duration_seconds": "The server has no sleep mode.",
+    "engine_sleep_state": "`slotwise:sleep_level` is the level as a number, 0 while the model is awake.",
+    "sleep_mode_operation_duration_seconds": "The log has the times of sleeps and wake-ups.",
     "rl_weight_update_operation_duration_seconds": "Weights are never changed.",
     "kv_block_*_seconds": "Cache blocks are not timed.",
     "estimated_*_per_gpu_total": "`slotwise:roofline_seconds_total` is the time that these operations and bytes take "

@@ -11,13 +11,12 @@ CALL: dict[str, tuple[Any, ...]] = {  # arguments, with what is accepted beside 
     "lora_request": ([], [None]), "tokenization_kwargs": ({},), "mm_processor_kwargs": ({},),
     "chat_template_content_format": ("auto", "string"), "prompt_adapter_request": (), "guided_options_request": (),
     "reset_connector": (False,), "trace_headers": ({},), "data_parallel_rank": (0,), "session_id": (), "kv_hints": (),
-    "reasoning_ended": (), "reasoning_parser_kwargs": ({},),
+    "reasoning_ended": (), "reasoning_parser_kwargs": ({},), "tags": ([],),
 }
 METHODS = {  # what to do instead
     "beam_search": "set n, and choose among the outputs by cumulative_logprob",
     **dict.fromkeys(("encode", "classify", "score", "reward"), "LLM.embed gives vectors; no model here has a head"),
     **dict.fromkeys(("enqueue", "enqueue_chat", "wait_for_completion"), "generate() runs a list of prompts together"),
-    **dict.fromkeys(("sleep", "wake_up"), "end the engine to free its memory, and start another"),
     **dict.fromkeys(("collective_rpc", "apply_model"), "the model is not exposed"),
     **dict.fromkeys(("start_profile", "stop_profile"), "start with event_log=FILE, and run `slotwise timeline FILE`"),
 }

@@ -26,6 +26,10 @@ class Touchable(Protocol):
         """Allocate memory for the blocks from `first` to before `end`; False where the system cannot."""
         ...
 
+    def give_back(self) -> None:
+        """Return the memory of all blocks to the system; their contents are lost.  Raises OSError: it cannot."""
+        ...
+
 
 class Prefault:
     """An executor that passes plans on to another, and pre-faults cache pages.
@@ -41,6 +45,7 @@ class Prefault:
         self._num_blocks = num_blocks
         self._distance = distance
         self._touched = 0  # blocks, from the first on
+        self._is_leaving = False  # the thread has to end
         self._thread: threading.Thread | None = None
         self._reach(0)
 
@@ -51,6 +56,20 @@ class Prefault:
 
     def collect(self) -> StepResult:
         return self._executor.collect()
+
+    def give_back(self) -> None:
+        """Return the memory of all caches to the system; their contents are lost.  No request may be in a step.
+
+        Raises:
+            OSError: the system cannot.
+        """
+        if self._thread is not None:
+            self._is_leaving = True
+            self._thread.join()
+            self._is_leaving = False
+        self._touched = 0
+        for cache in self._caches:
+            cache.give_back()
 
     def _reach(self, block: int) -> None:
         """Pre-fault for `block` in use.  Starts a thread once half of the distance is used up: few are started."""
@@ -65,6 +84,8 @@ class Prefault:
         """Layer by layer with pauses, because steps need the processors meanwhile.  Stops for good if it cannot."""
         roam()
         for cache in self._caches:
+            if self._is_leaving:
+                return
             began = time.monotonic()
             if not cache.touch(self._touched, end):
                 self._touched = self._num_blocks

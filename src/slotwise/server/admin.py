@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from slotwise import __version__
-from slotwise.engine.client import DRAINING, ENGINE_DEAD, Refused
+from slotwise.engine.client import Refused
 from slotwise.server.admin_protocol import AbortRequest, DetokenizeRequest, TokenizeRequest, WhatIfRequest
 from slotwise.server.completions import conversation_of
 from slotwise.server.context import Api
@@ -34,14 +34,11 @@ async def health(api: Api, exchange: HttpExchange) -> None:
     state: dict[str, Any] = {
         "status": "ok", "engine": engine_client.state, "last_step_age_s": engine_client.last_step_age,
         "num_live": engine_client.num_live}
-    if engine_client.healthy and not engine_client.draining:
+    if (refusal := engine_client.refusal) is None:
         await exchange.respond_json(state)
         return
-    if engine_client.draining:
-        error = from_refusal(Refused(DRAINING, "the server is shutting down"))
-    else:
-        error = from_refusal(Refused(ENGINE_DEAD, engine_client.trouble))
-    state |= {"status": "unavailable", "error": error.content()}
+    error = from_refusal(refusal)
+    state |= {"status": "asleep" if api.sleep_level else "unavailable", "error": error.content()}
     await exchange.respond(msgspec.json.encode(state), error.status, headers=error.headers())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -10,6 +10,8 @@ from slotwise.server import body_precheck
 from slotwise.server.errors import bad_request
 from slotwise.server.protocol import ChatRequest, Int, Milliseconds, TemplateSource
 
+Path = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs", "tools")
 
 
@@ -50,6 +52,13 @@ class WhatIfRequest(msgspec.Struct, kw_only=True):
     ttft_ms: Milliseconds | None = None  # goodput: most milliseconds to the first token; by default any
     tpot_ms: Milliseconds | None = None  # goodput: most milliseconds per token after it; by default any
     request_id: str | None = None  # also tell when this request would have had its first and its last token
+
+
+class LoadModelRequest(msgspec.Struct, kw_only=True):
+    """The model that is to be served in the place of this one."""
+
+    model: Path  # the absolute path of a checkpoint's folder or of a GGUF file
+    served_model_name: Name | None = None  # for clients; by default the names of `--served-model-name`, else `model`
 
 
 class AbortRequest(msgspec.Struct, kw_only=True):

@@ -17,8 +17,9 @@ from starlette.routing import Match, Route, Router
 from starlette.types import Receive, Scope, Send
 
 from slotwise.engine.client import EngineClient
+from slotwise.engine.sleep import Sleep
 from slotwise.observe.step_time import StepTimeModel
-from slotwise.server import admin, explain, messages_output, pages, queue_position
+from slotwise.server import admin, explain, lifecycle, messages_output, pages, queue_position
 from slotwise.server.browsers import WITH_A_BODY, check_json, check_one_host, is_local, is_preflight
 from slotwise.server.completions import chat_completions, completions
 from slotwise.server.connections import ALWAYS
@@ -88,6 +89,10 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("GET", "/admin/scheduling", admin.scheduling),
     ("PUT", "/admin/scheduling", admin.reschedule),
     ("POST", "/what_if", admin.what_if),
+    ("POST", lifecycle.SLEEP, lifecycle.sleep),
+    ("POST", lifecycle.WAKE_UP, lifecycle.wake_up),
+    ("GET", "/is_sleeping", lifecycle.is_sleeping),
+    ("POST", lifecycle.LOAD_MODEL, lifecycle.load_model),
     ("GET", "/timeline", timeline),
     ("GET", "/events", events),
     ("GET", "/explain/{request_id:path}", explain.of_request),
@@ -95,28 +100,31 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
 )
 OPEN_TO_ALL = ("/", "/docs", "/health", "/ping", "/timeline")  # the pages hold no data; the last prompts for a key
 ERROR_FORMATS = {messages_output.MESSAGES: messages_output.ERRORS, RESPONSES: ERRORS}  # by the beginnings of paths
-ADMIN = ("/admin/", "/what_if")  # routes below these are the operator's: they change how the server works, or ask
+ADMIN = ("/admin/", "/what_if", lifecycle.SLEEP, lifecycle.WAKE_UP, lifecycle.LOAD_MODEL)  # the operator's
 MAX_ROUTES = 2000  # characters of the routes that an error lists
 REJECTIONS = ("context_length_exceeded", "tokenizer_busy")  # codes of errors that count as refused admissions
 
 logger = logging.getLogger(__name__)
 
 
-def build_app(engine_client: EngineClient, tokenizer: Tokenizer, chat_template: Template | None,
+def build_api(engine_client: EngineClient, tokenizer: Tokenizer, chat_template: Template | None,
               settings: ServerSettings, step_times: StepTimeModel | None = None,
-              output_format: OutputFormat = UNPARSED) -> App:
-    """The application over an engine that is ready.
+              output_format: OutputFormat = UNPARSED, sleep: Sleep | None = None, before: Api | None = None) -> Api:
+    """What answers requests over an engine that is ready.
 
     Args:
         step_times: a model fitted earlier; None: an empty one.
         output_format: how the model's outputs are parsed.
+        sleep: of the engine; None: it cannot sleep here.
+        before: of the model that was served until now, whose clients go on.
     """
     prompts = Prompts(tokenizer, chat_template, lambda: engine_client.info)
-    return App(Api(engine_client, prompts, settings, step_times or StepTimeModel(), output_format))
+    clients = None if before is None else before.clients
+    return Api(engine_client, prompts, settings, step_times or StepTimeModel(), output_format, sleep, clients)
 
 
 class App:
-    """An ASGI application."""
+    """An ASGI application; `api` may be exchanged for that of another model."""
 
     def __init__(self, api: Api) -> None:
         self.api = api
@@ -135,7 +143,8 @@ class App:
         exchange.error_format = _error_format(scope["path"])
         scope["exchange"] = exchange
         scope["app"] = self  # so that the router raises what it cannot answer
-        self.api.num_exchanges += 1
+        api = self.api
+        api.num_exchanges += 1
         try:
             if given := headers.get(b"x-request-id"):
                 exchange.request_id = checked_request_id(given.decode("latin-1"), "X-Request-Id")
@@ -165,8 +174,8 @@ class App:
                 self.api.refused(answer.code)
             await exchange.respond_error(answer)
         finally:
-            self.api.num_exchanges -= 1
-            self.api.request_log.ended(exchange)
+            api.num_exchanges -= 1
+            api.request_log.ended(exchange)
             del scope["exchange"]  # else they refer to each other, and the collector that frees them runs rarely
 
     def _methods_of(self, scope: Scope) -> ApiError:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
+from typing import NamedTuple
 
 from slotwise.core.slo import SLO
 from slotwise.engine.admission_control import AdmissionControl
 from slotwise.engine.client import QUEUE_FULL, EngineClient, Refused
+from slotwise.engine.sleep import Sleep
 from slotwise.engine.tenant_capacity import TenantCapacity
 from slotwise.observe.batched_observer import BatchedObserver
 from slotwise.observe.metrics import Metrics
@@ -42,21 +45,45 @@ MAX_NUMBERS = 1 << 24  # of the vectors of all responses: some 350 MB as JSON
 MAX_QUERIES, MAX_QUERIES_OF_ONE = 63, 16  # of queue positions that wait, of all clients and of one
 
 
+LoadModel = Callable[[str, str], Awaitable[str]]
+"""Serves the model in a folder or a file, by a name or "", in the place of this one; returns its name."""
+
+
+class Clients(NamedTuple):
+    """What the server keeps of its clients, whatever model it serves."""
+
+    keys: Keys
+    browsers: Browsers
+    bodies: Bodies
+    subscribers: Subscribers
+    responses: ResponseStore
+
+    @classmethod
+    def of(cls, settings: ServerSettings) -> Clients:
+        keys = Keys(settings.all_keys, settings.admin_api_key)
+        return cls(keys, Browsers(settings), Bodies(settings), Subscribers(), ResponseStore())
+
+
 class Api:
     """All components, built on an engine that is ready.
 
     Args:
         step_times: a step-time model, possibly fitted earlier.
         output_format: how the model's outputs are parsed.
+        sleep: of the engine; None: it cannot sleep here.
+        clients: of the model before; None: this is the first.
     """
 
     def __init__(self, engine_client: EngineClient, prompts: Prompts, settings: ServerSettings,
-                 step_times: StepTimeModel, output_format: OutputFormat = UNPARSED) -> None:
+                 step_times: StepTimeModel, output_format: OutputFormat = UNPARSED,
+                 sleep: Sleep | None = None, clients: Clients | None = None) -> None:
         limits = engine_client.info.limits
-        self.keys = Keys(settings.all_keys, settings.admin_api_key)
-        self.browsers = Browsers(settings)
-        self.bodies = Bodies(settings)
+        self.clients = clients if clients is not None else Clients.of(settings)
+        self.keys, self.browsers, self.bodies, self.subscribers, self.responses = self.clients
         self.tiers = Tiers(settings.tiers, self.keys)
+        self.sleep = sleep
+        self.is_over = False  # another model is served
+        self.load_model: LoadModel | None = None  # set by what exchanges models
         self.engine_client = engine_client
         self.prompts = prompts
         self.settings = settings
@@ -69,9 +96,9 @@ class Api:
         self.recorder.add_reader(self.metrics)
         self.recorder.started(engine_client.info)
         self.quotas = Quotas(self.tiers.quota, self.admission_control, self.refused)
-        self.subscribers = Subscribers()
         self.step_times = step_times
-        self.metrics.extra_gauges["step_time_model_error"] = lambda: step_times.error
+        self.metrics.extra_gauges |= {
+            "step_time_model_error": lambda: step_times.error, "sleep_level": lambda: self.sleep_level}
         self.traces: Traces | None = None  # set by `trace`
         self.batched_observer = BatchedObserver([self.recorder, self.metrics, self.step_times])
         tokenizer = prompts.tokenizer
@@ -83,12 +110,16 @@ class Api:
         self.position_queries = Turns(MAX_QUERIES, MAX_QUERIES_OF_ONE)
         self.prompt_entries = TenantCapacity("log-probabilities of prompts are held", MAX_HELD)
         self.vector_numbers = TenantCapacity("numbers of vectors are held", MAX_NUMBERS)
-        self.responses = ResponseStore()
         self.formatting = asyncio.Lock()  # see server.logprobs
         self.num_exchanges = 0  # in progress, of any kind
         self.request_log = RequestLog(settings, prompts.tokenizer)
         self.seeds = random.Random(settings.seed)  # of requests without one
         self.serials = itertools.count()  # tracing ids may repeat; the engine's names may not
+
+    @property
+    def sleep_level(self) -> int:
+        """How deeply the model sleeps; 0 while it is awake."""
+        return 0 if self.sleep is None else self.sleep.level
 
     def check_capacity(self, slo: SLO, num_requests: int = 1, num_tokens: int = 0) -> None:
         """Raises ApiError when this many more do not fit the queue or their tier's bound, or the engine is closed.

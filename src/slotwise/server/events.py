@@ -45,7 +45,8 @@ async def events(api: Api, exchange: HttpExchange) -> None:
         async with exchange.watched(gone.set):
             await _write_parts(exchange, view.opening() if switches["backlog"] else view.opening_now(), gone)
             while not gone.is_set():
-                is_ending = not switches["follow"] or (api.engine_client.draining and api.engine_client.state != "busy")
+                is_ending = not switches["follow"] or api.is_over or (
+                    api.engine_client.draining and api.engine_client.state != "busy")
                 api.batched_observer.flush()
                 if await _write_parts(exchange, view.more(), gone):
                     continue

@@ -12,10 +12,18 @@ import msgspec
 
 from slotwise import __version__
 from slotwise.engine.scheduling import MAX_TIERS, changes_schema
-from slotwise.server.admin_protocol import AbortRequest, DetokenizeRequest, TokenizeRequest, WhatIfRequest
+from slotwise.engine.sleep import LEVELS
+from slotwise.server.admin_protocol import (
+    AbortRequest,
+    DetokenizeRequest,
+    LoadModelRequest,
+    TokenizeRequest,
+    WhatIfRequest,
+)
 from slotwise.server.embeddings_protocol import EmbeddingRequest
 from slotwise.server.errors import TRY_LATER, ErrorBody
 from slotwise.server.events import SWITCHES
+from slotwise.server.lifecycle import LOAD_MODEL, SLEEP, WAKE_UP
 from slotwise.server.messages_output import MESSAGES, MessagesErrorBody
 from slotwise.server.messages_protocol import CountTokensRequest, MessagesRequest
 from slotwise.server.protocol import (
@@ -34,7 +42,8 @@ BODIES: dict[str, type] = {
     "/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest,
     "/v1/responses": ResponsesRequest, "/v1/messages": MessagesRequest, "/v1/messages/count_tokens": CountTokensRequest,
     "/v1/embeddings": EmbeddingRequest, "/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest,
-    "/abort_requests": AbortRequest, "/what_if": WhatIfRequest}
+    "/abort_requests": AbortRequest, "/what_if": WhatIfRequest, LOAD_MODEL: LoadModelRequest}
+WITHOUT_A_BODY = ("/ping", SLEEP, WAKE_UP)  # though they are posted
 STREAMING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 OTHER_TEXT = {"/": "text/html", "/docs": "text/html", "/metrics": "text/plain", "/timeline": "text/html",
               "/events": "application/x-ndjson"}
@@ -111,9 +120,10 @@ _IN_PATH = re.compile(r"{(\w+):path}")
 
 
 def _operation(method: str, path: str, schemas: dict[type, Json]) -> Json:
-    takes_body = method in ("POST", "PUT") and path not in ("/ping",)
+    takes_body = method in ("POST", "PUT") and path not in WITHOUT_A_BODY
     statuses = AT_ANY_ROUTE + WITH_A_BODY * takes_body + WHEN_GENERATING * (path in GENERATING)
     statuses += (HTTPStatus.TOO_MANY_REQUESTS,) * (path in BOUNDED_BY_CLIENT)
+    statuses += (HTTPStatus.CONFLICT,) * (path in (SLEEP, WAKE_UP, LOAD_MODEL))
     errors = schemas[MessagesErrorBody if path.startswith(MESSAGES) else ErrorBody]
     operation: Json = {"responses": {
         "200": {"description": "OK", "content": _answer(path)},
@@ -127,6 +137,9 @@ def _operation(method: str, path: str, schemas: dict[type, Json]) -> Json:
     if path == "/events":
         operation["parameters"] = [
             {"name": name, "in": "query", "schema": {"enum": ["0", "1"], "default": "1"}} for name in SWITCHES]
+    if path == SLEEP:
+        operation["parameters"] = [
+            {"name": "level", "in": "query", "schema": {"enum": [str(level) for level in LEVELS], "default": "1"}}]
     if named := _IN_PATH.search(path):
         operation["parameters"] = [{"name": named[1], "in": "path", "required": True, "schema": {"type": "string"}}]
     return operation

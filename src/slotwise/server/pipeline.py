@@ -58,6 +58,8 @@ async def respond(api: Api, exchange: HttpExchange, shape: Shape, prepare: Check
     tier = slo.tier or (UNTIERED if request.service_tier is not None else "")
     heading = Heading.now(shape, exchange.request_id, api.settings.served_model_name, tier)
     salt = _salt(exchange.tenant, request.cache_salt)
+    if api.sleep is not None:
+        salt = api.sleep.salt(salt)
     prediction = await _prediction(api, exchange, request)
     job = Job(request, asked.prompts, params, heading, slo, salt, exchange.received_ns, exchange.read_ns,
               exchange.traceparent, asked.repeated, asked.is_silent, asked.pooling, asked.parsing,

@@ -141,7 +141,7 @@ def _about_admin(settings: ServerSettings) -> list[str]:
     if settings.admin_api_key:
         return []
     clients = "no client" if settings.all_keys else "clients on this machine only"
-    return [f"{' and '.join(ADMIN)} answer {clients}: --admin-api-key opens them to one key"]
+    return [f"{', '.join(ADMIN[:-1])} and {ADMIN[-1]} answer {clients}: --admin-api-key opens them to one key"]
 
 
 def _tls(settings: ServerSettings) -> Tls | None:

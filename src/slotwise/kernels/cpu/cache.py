@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slotwise.kernels.cpu.memory import populate, untouched_pages
+from slotwise.kernels.cpu.memory import discard, populate, untouched_pages
 from slotwise.kernels.cpu.processor import LANES, PAIR
 from slotwise.kernels.interface import AttentionShape
 
@@ -74,6 +74,10 @@ class CpuCache:
         """Allocate memory for the blocks from `first` to before `end`; False where the system cannot."""
         per_block = self.storage[0].nbytes
         return populate(self.address + first * per_block, (end - first) * per_block)
+
+    def give_back(self) -> None:
+        """Return the memory of all blocks to the system; their contents are lost.  Raises OSError: it cannot."""
+        discard(self.address, self.storage.nbytes)
 
     def keys_and_values(self, shape: AttentionShape) -> tuple[Tensor, Tensor]:
         """Copies of both as `[blocks, block_size, kv_heads, head_dim]`, for tests and tools."""

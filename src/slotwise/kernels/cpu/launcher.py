@@ -54,6 +54,7 @@ class KernelLauncher:
         self.pool = thread_pool(threads)
         self.weights = HugePages()
         self.panels: Panels = self.weights  # of quantised matrices: elsewhere while `packed_file.py` has them
+        self.mapped: list[Tensor] = []  # bytes of the files in which panels lie
         self.is_beside_torch = False
         self._all: Threads = self.pool
         self._block, self._address = aligned(HEADER + MAX_ARGUMENTS, np.int64)

@@ -17,6 +17,7 @@ from torch import Tensor
 LARGE = 2 << 20  # bytes of a huge page, where there are any
 WEIGHTS_AT_ONCE = 16 * LARGE  # bytes; those that nothing is written to take no memory
 POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; Python has no name for it
+DONT_NEED = 4  # MADV_DONTNEED of Linux; elsewhere it is advice without effect
 _C = ctypes.CDLL(None)
 
 
@@ -48,6 +49,19 @@ def populate(address: int, size: int) -> bool:
     start = address // mmap.PAGESIZE * mmap.PAGESIZE
     asked = ctypes.c_void_p(start), ctypes.c_size_t(address + size - start), ctypes.c_int(POPULATE_WRITE)
     return bool(_C.madvise(*asked) == 0) if hasattr(_C, "madvise") else False
+
+
+def discard(address: int, size: int) -> None:
+    """Give the memory of `size` bytes at `address`, where a mapping begins, back to the system.
+
+    They are zeros again, or what the file has that was mapped.
+
+    Raises:
+        OSError: the system cannot.
+    """
+    asked = ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_int(DONT_NEED)
+    if not hasattr(_C, "madvise") or _C.madvise(*asked):
+        raise OSError("the system does not take the memory of a mapping back")
 
 
 Fill = Callable[[Tensor], None]

@@ -117,7 +117,7 @@ class _Mapped:
     """
 
     def __init__(self, path: Path, data: Tensor, index: list[dict[str, Any]], memory: HugePages) -> None:
-        self._path, self._data, self._memory = path, data, memory
+        self._path, self.data, self._memory = path, data, memory
         self._index = iter(index)
 
     def filled(self, what: str, size: tuple[int, ...], fill: Fill) -> Tensor:
@@ -126,7 +126,7 @@ class _Mapped:
             self._refuse()
             return self._memory.filled(what, size, fill)
         at = found["at"]
-        return self._data[at : at + torch.Size(size).numel()].view(size)
+        return self.data[at : at + torch.Size(size).numel()].view(size)
 
     def finish(self) -> None:
         if next(self._index, None) is not None:
@@ -167,6 +167,8 @@ def kept(launcher: KernelLauncher, key: str, most: int) -> Iterator[None]:
         yield
         return
     launcher.panels = panels
+    if isinstance(panels, _Mapped):
+        launcher.mapped.append(panels.data)
     try:
         yield
         panels.finish()

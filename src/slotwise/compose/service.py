@@ -1,0 +1,127 @@
+"""One served model in the API process: its engine, its supervisor and what answers requests.  No torch here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+from tqdm import tqdm
+
+from slotwise.compose.cores import Cores
+from slotwise.compose.garbage import settle
+from slotwise.compose.launch import ChildProcess, launch_engine
+from slotwise.compose.sampling_defaults import announce
+from slotwise.compose.served_model import ServedModel
+from slotwise.engine.client import EngineClient
+from slotwise.engine.config import EngineConfig
+from slotwise.engine.messages import EngineInfo, Loading
+from slotwise.engine.sleep import Sleep
+from slotwise.engine.supervisor import Supervisor
+from slotwise.observe import lines, step_time
+from slotwise.observe.load import report
+from slotwise.observe.log_file import LogFile
+from slotwise.observe.traces import Traces
+from slotwise.server.app import build_api
+from slotwise.server.context import Api
+from slotwise.server.settings import ServerSettings
+from slotwise.server.templates import Template
+
+
+@contextlib.asynccontextmanager
+async def service(
+    model: ServedModel, cores: Cores, first: ChildProcess | None = None, before: Api | None = None,
+) -> AsyncIterator[Api]:
+    """Starts an engine and yields what answers requests once it is ready; ends all of it afterwards.
+
+    Args:
+        first: an engine process that loads the model already.
+        before: of the model that was served until now, whose clients go on.
+
+    Raises:
+        OSError, ChatTemplateError, EngineError, TracesError: one line that says what is wrong.
+    """
+    config, settings = model.config, model.settings
+    traces = Traces(endpoint, settings.served_model_name) if (endpoint := settings.otlp_traces_endpoint) else None
+    bar = _LoadingBar(settings.log_format)
+    engine_client, started = EngineClient(bar), list[ChildProcess]()
+    if before is not None:
+        engine_client.hopeless = before.engine_client.hopeless
+
+    def launch(last: EngineInfo | None) -> ChildProcess:
+        if last is None and first is not None:
+            started.append(first)
+        else:
+            with cores.lent():
+                started.append(launch_engine(_like(config, last), settings.log_format, settings.engine_environment))
+        return started[-1]
+
+    supervisor = Supervisor(engine_client, launch, settings.engine_timeout)
+    chat: Template | None = None
+    try:
+        supervisor.launch()
+        if model.template:
+            chat = Template(model.template, model.tokenizer.special_tokens, for_tools=model.tool_template)
+            await chat.check()  # the engine is loading meanwhile
+        with bar:
+            info = await supervisor.ready()
+        announce(settings.sampling_defaults)  # now: a start that fails says one line
+        cores.leave_to(started[-1].process.pid)
+        with step_time.kept(config, info) as step_times:
+            api = build_api(
+                engine_client, model.tokenizer, chat, settings, step_times, model.form,
+                Sleep(engine_client, supervisor), before)
+            settle()
+            async with _observed(api, traces, settings):
+                yield api
+    finally:
+        if chat is not None:
+            chat.close()
+        await supervisor.end()
+
+
+@contextlib.asynccontextmanager
+async def _observed(api: Api, traces: Traces | None, settings: ServerSettings) -> AsyncIterator[None]:
+    """Runs traces, the load report and the event log while the model is served."""
+    if traces is not None:
+        api.trace(traces)
+    reporting = [asyncio.create_task(report(api.metrics))] if settings.log_stats else []
+    try:
+        with (LogFile(settings.event_log, overwrite=settings.overwrite_event_log) if settings.event_log
+              else contextlib.nullcontext()) as file:
+            if file is not None:
+                api.recorder.write_to(file)
+            yield
+            api.batched_observer.flush()
+    finally:
+        for task in reporting:
+            task.cancel()
+        api.close()
+        if traces is not None:
+            await asyncio.to_thread(traces.close)
+
+
+def _like(config: EngineConfig, last: EngineInfo | None) -> EngineConfig:
+    """Returns the config of an engine after `last`: requests are validated against the first one's max_model_len."""
+    return config if last is None else replace(config, max_model_len=last.limits.max_model_len)
+
+
+class _LoadingBar:
+    """A progress bar of the engine's loading, shown on a terminal."""
+
+    def __init__(self, log_format: str) -> None:
+        watched = sys.stderr.isatty() and log_format == lines.TEXT
+        self._bar = tqdm(desc="Loading", unit="B", unit_scale=True, leave=False, disable=not watched)
+
+    def __call__(self, progress: Loading) -> None:
+        self._bar.total = progress.total
+        self._bar.set_description(f"Loading {progress.stage}", refresh=False)
+        self._bar.update(progress.done - self._bar.n)
+
+    def __enter__(self) -> _LoadingBar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()

@@ -1,0 +1,91 @@
+"""Routes that end the model's work for a while, with vLLM's names and meanings."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from http import HTTPStatus
+from urllib.parse import parse_qsl
+
+from slotwise.engine.client import EngineError
+from slotwise.engine.sleep import LEVELS, Busy, Sleep
+from slotwise.server.admin_protocol import LoadModelRequest
+from slotwise.server.context import Api
+from slotwise.server.errors import ApiError, bad_request
+from slotwise.server.http_exchange import HttpExchange
+from slotwise.server.protocol import decode
+from slotwise.server.unknown_fields import warn_of_unknown_fields
+
+SLEEP, WAKE_UP, LOAD_MODEL = "/sleep", "/wake_up", "/v1/load_model"
+MAX_BODY = 16 << 10  # bytes
+ELSEWHERE_OWNED = "this server does not start its engine, so it cannot end it"
+MAX_QUERY = 256  # characters
+ELSEWHERE = {  # parameters of vLLM's that have no meaning here
+    "mode": "running requests finish within --shutdown-timeout, and are aborted then",
+    "tags": "the whole model wakes up"}
+
+
+async def sleep(api: Api, exchange: HttpExchange) -> None:
+    """Give memory back: the cache's at level 1, by default, and the weights' as well at level 2."""
+    given = _query(exchange, "level").get("level", "1")
+    if given not in map(str, LEVELS):
+        raise bad_request(f"level: 1 or 2, not {given!r:.40}", "level")
+    with _errors():
+        await _sleep_of(api).fall_asleep(int(given), api.settings.shutdown_timeout)
+    await is_sleeping(api, exchange)
+
+
+async def wake_up(api: Api, exchange: HttpExchange) -> None:
+    """Serve again after a sleep; the response comes when requests are taken."""
+    _query(exchange)
+    with _errors():
+        await _sleep_of(api).wake_up()
+    await is_sleeping(api, exchange)
+
+
+async def load_model(api: Api, exchange: HttpExchange) -> None:
+    """Serve another model in the place of this one, once running requests have finished."""
+    async with api.bodies.reading(exchange, MAX_BODY) as body:
+        request = decode(LoadModelRequest, body)
+        warn_of_unknown_fields(exchange, LoadModelRequest, body)
+    if api.load_model is None:
+        raise bad_request(ELSEWHERE_OWNED, code="not_supported")
+    with _errors():
+        name = await api.load_model(request.model, request.served_model_name or "")
+    await exchange.respond_json({"model": name})
+
+
+async def is_sleeping(api: Api, exchange: HttpExchange) -> None:
+    """Whether the model sleeps, and at which level."""
+    await exchange.respond_json({"is_sleeping": bool(api.sleep_level), "level": api.sleep_level})
+
+
+def _sleep_of(api: Api) -> Sleep:
+    """Raises ApiError where the engine cannot sleep."""
+    if api.sleep is None:
+        raise bad_request(ELSEWHERE_OWNED, code="not_supported")
+    return api.sleep
+
+
+@contextlib.contextmanager
+def _errors() -> Iterator[None]:
+    """Turns errors of a change into responses."""
+    try:
+        yield
+    except ValueError as error:
+        raise bad_request(str(error), str(error).partition(":")[0]) from error
+    except Busy as error:
+        raise ApiError(HTTPStatus.CONFLICT, str(error), code="busy") from error
+    except EngineError as error:
+        raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, str(error), code="engine_error") from error
+
+
+def _query(exchange: HttpExchange, *known: str) -> dict[str, str]:
+    """The parameters of a request's query.  Raises ApiError for one that is not `known`."""
+    query = exchange.scope["query_string"].decode("latin-1")
+    if len(query) > MAX_QUERY:
+        raise bad_request(f"the query has more than {MAX_QUERY} characters")
+    found = dict(parse_qsl(query, keep_blank_values=True))
+    for name in found.keys() - set(known):
+        raise bad_request(f"{name:.40}: not supported: {ELSEWHERE.get(name, 'there is no such parameter')}", name[:40])
+    return found

@@ -20,6 +20,7 @@ from typing import Any
 import aiohttp
 from benchmarks.reliability import clients, ledger
 from benchmarks.reliability.clients import Answer, HealthWatch, ask
+from benchmarks.reliability.family import command
 from benchmarks.reliability.server import Server, children, serving
 
 CLIENTS = 8
@@ -101,7 +102,8 @@ async def _stream(http: aiohttp.ClientSession, server: Server, asked: list[dict[
 
 def _strike(server: Server, rng: random.Random, seen: Seen) -> float:
     """Kills or freezes a rank; returns when.  Rank 0 is the engine process, and starts the others in order."""
-    ranks = [server.engine_pid, *sorted(children(server.engine_pid))]
+    engine = server.engine_pid
+    ranks = [engine, *(pid for pid in sorted(children(engine)) if "rank_worker" in command(pid))]
     rank = rng.randrange(len(ranks))
     sent = signal.SIGSTOP if rank and rng.random() < FROZEN else signal.SIGKILL
     seen.faults[f"{sent.name} of rank {rank}"] += 1

@@ -14,6 +14,8 @@ import torch
 from checkpoints import make, prompts
 from live import Live, serving
 
+from slotwise import LLM, StructuredOutputsParams
+from slotwise import SamplingParams as AskedParams
 from slotwise.compose.choices import check_gpus
 from slotwise.compose.engine import build_engine
 from slotwise.core.params import SamplingParams
@@ -112,6 +114,21 @@ def test_a_slot_that_another_request_has_taken_learns_nothing_of_the_one_before(
                 engine.handle(Finish(name, "abort"))
     for name, tokens in found.items():
         assert tokens == expected[name][: len(tokens)] and len(tokens) >= (3 if int(name) % 2 else len(expected[name]))
+
+
+def test_grammars_penalties_and_vectors_are_those_of_one_process() -> None:
+    settings = {"dtype": "float32", "max_num_seqs": 4, "kv_cache_memory": 8 << 20, "max_num_batched_tokens": 32}
+    one, two = (LLM(**settings, pipeline_parallel_size=stages) for stages in (1, 2))
+    asked = ["def main():", "import os\n" * 20, "x = 1", "class A:", "for i in"]
+    chosen = [
+        AskedParams(max_tokens=12, seed=3, structured_outputs=StructuredOutputsParams(regex="[a-z]{3,9} [0-9]+")),
+        AskedParams(max_tokens=12, seed=4, presence_penalty=1.0, repetition_penalty=1.3, logprobs=1)]
+    for params in chosen:
+        told = [[output.outputs[0].token_ids for output in llm.generate(asked, params, use_tqdm=False)]
+                for llm in (one, two)]
+        assert told[0] == told[1]
+    vectors = [[output.outputs.embedding for output in llm.embed(asked, use_tqdm=False)] for llm in (one, two)]
+    assert vectors[0] == vectors[1]
 
 
 def test_heads_may_differ_and_be_held_twice(tmp_path: Path) -> None:

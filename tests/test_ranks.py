@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +17,9 @@ from live import Live, serving
 
 from slotwise import LLM, StructuredOutputsParams
 from slotwise import SamplingParams as AskedParams
-from slotwise.compose.choices import check_gpus
+from slotwise.compose.choices import joined
 from slotwise.compose.engine import build_engine
+from slotwise.compose.ranks import visible_gpus
 from slotwise.core.params import SamplingParams
 from slotwise.core.step import Decision
 from slotwise.engine.config import ConfigError, EngineConfig
@@ -151,11 +153,15 @@ def test_what_ranks_cannot_share_is_refused(
         engine_of(make(family, tmp_path / "model"), 2, **settings)
 
 
-def test_more_ranks_than_gpus_are_refused() -> None:
-    config = EngineConfig(model="any", tensor_parallel_size=2, pipeline_parallel_size=2)
-    check_gpus(config, 4)
-    with pytest.raises(ConfigError, match=r"needs 4 GPUs, and this machine has 1$"):
-        check_gpus(config, 1)
+@pytest.mark.parametrize("setting", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_ranks_on_gpus_have_one_each(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for visible, expected in (("", ["0", "1"]), ("3,1,2", ["3", "1"]), ("GPU-8a,GPU-71", ["GPU-8a", "GPU-71"])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert visible_gpus(2) == expected
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    kernels = SimpleNamespace(device=torch.device("cuda"))
+    with pytest.raises(ConfigError, match="2 ranks needs as many GPUs, and torch sees 1"):
+        joined(EngineConfig.of(model="any", **{setting: 2}), kernels, None, None, print)
 
 
 @pytest.mark.parametrize(("stages", "width"), [(1, 2), (2, 1), pytest.param(2, 2, marks=pytest.mark.slow)])

@@ -48,26 +48,23 @@ def check_model(config: EngineConfig, folder: Path, described: ModelConfig, kern
         raise ConfigError(f"batch_invariant cannot be kept: {why}")
 
 
-def check_gpus(config: EngineConfig, gpus: int) -> None:
-    """Raises ConfigError for more ranks than `gpus`: each has one of its own."""
-    if config.num_ranks > gpus:
-        raise ConfigError(f"tensor_parallel_size {config.tensor_parallel_size} times pipeline_parallel_size "
-                          f"{config.pipeline_parallel_size} needs {config.num_ranks} GPUs, and this machine has {gpus}")
-
-
 def joined(
     config: EngineConfig, kernels: Kernels, described: ModelConfig, joining: Callable[[Kernels], Group] | None,
     on_lost: Callable[[str], None],
 ) -> tuple[Ranks | None, Group]:
-    """Returns the other ranks, where this process starts them, and the group that computes the model."""
+    """Returns the other ranks, where this process starts them, and the group that computes the model.
+
+    Raises:
+        ConfigError: there are fewer GPUs than ranks.
+    """
     if joining is not None:
         return None, joining(kernels)
     if config.num_ranks == 1:
         return None, ALONE
+    if kernels.device.type == "cuda" and (there := torch.cuda.device_count()) < config.num_ranks:
+        raise ConfigError(f"a model of {config.num_ranks} ranks needs as many GPUs, and torch sees {there}")
     from slotwise.compose.ranks import Ranks  # needs msgspec, which one process does without
 
-    if kernels.device.type == "cuda":
-        check_gpus(config, torch.cuda.device_count())
     for number in range(config.pipeline_parallel_size):  # raises where the model cannot be divided
         tensor_shapes(described, Divided(config.tensor_parallel_size, Stage(number, config.pipeline_parallel_size)))
     ranks = Ranks(config, kernels, described, on_lost)

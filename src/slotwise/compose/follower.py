@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from slotwise.compose.engine import Loaded, load
 from slotwise.compose.executors import following
 from slotwise.compose.rank_groups import Rank, RankMemory, group_of, store_of
@@ -16,7 +14,6 @@ from slotwise.core.step import StepPlan
 from slotwise.engine.config import EngineConfig
 from slotwise.kernels.group import Group
 from slotwise.kernels.interface import Kernels
-from slotwise.kernels.select import resolve
 from slotwise.runner.stage_runner import FirstStageRunner, StageRunner
 
 
@@ -32,8 +29,6 @@ class Follower:
             return group_of(kernels, rank, memory, store_of(join.port, rank.size) if join.port else None)
 
         self._config = join.config
-        if resolve(join.config.device) == "cuda":
-            torch.cuda.set_device(join.rank)
         self._loaded: Loaded = load(join.config, joining=group)
 
     def measure(self, config: EngineConfig) -> None:

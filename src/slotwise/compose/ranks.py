@@ -44,9 +44,13 @@ class RankLostError(OneLineError, RuntimeError):
 
 
 class _Rank:
-    """The process of another rank."""
+    """The process of another rank.
 
-    def __init__(self, rank: Rank, threads: int, files: RankFiles) -> None:
+    Args:
+        gpu: the only one that it sees; "" on a CPU.
+    """
+
+    def __init__(self, rank: Rank, threads: int, files: RankFiles, gpu: str) -> None:
         self.rank, self.number = rank, rank.number
         number, of_stage = rank.number, files.of_stages[rank.stage.number]
         self.memory = SharedMemory(of_stage, rank.width)
@@ -59,6 +63,8 @@ class _Rank:
             environment["OMP_PLACES"] = ",".join("{" + ",".join(map(str, sorted(place))) + "}" for place in where)
         else:
             environment["OMP_PROC_BIND"] = "false"
+        if gpu:
+            environment["CUDA_VISIBLE_DEVICES"] = gpu
         with theirs, _everywhere():
             self.process: subprocess.Popen[bytes] = spawn.start(
                 child.python("slotwise.compose.rank_worker", str(theirs.fileno())), env=environment,
@@ -86,8 +92,9 @@ class Ranks:
         files = RankFiles.made(config, described)
         self._memory = RankMemory(files.of_stages[0], files.boxes, first)
         store = None if kernels.name == "cpu" else store_of(0, first.size)
-        self._others = [
-            _Rank(first._replace(number=number), torch.get_num_threads(), files) for number in range(1, first.size)]
+        gpus = visible_gpus(first.size) if kernels.device.type == "cuda" else [""] * first.size
+        self._others = [_Rank(first._replace(number=number), torch.get_num_threads(), files, gpus[number])
+                        for number in range(1, first.size)]
         for other in self._others:
             other.channel.send(encode(Join(
                 replace(config, model=os.path.abspath(config.model) if os.path.exists(config.model) else config.model),
@@ -192,6 +199,12 @@ def _watch(found: weakref.ref[Ranks]) -> None:
         ranks.look()
         del ranks
         time.sleep(LOOK)
+
+
+def visible_gpus(ranks: int) -> list[str]:
+    """The GPUs of so many ranks, by the names that CUDA_VISIBLE_DEVICES has for them: the first ones."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",")[:ranks] if visible else [str(number) for number in range(ranks)]
 
 
 @contextlib.contextmanager

@@ -149,7 +149,7 @@ def test_an_engine_process_has_no_api_keys(monkeypatch: pytest.MonkeyPatch, tmp_
         monkeypatch.setenv(name, "secret")
     (tmp_path / "tiers").write_text('[[tier]]\nname = "a"\napi_keys_env = "KEYS_OF_A_TIER"\n[[tier]]\nname = "b"')
     asked = argparse.Namespace(tiers=str(tmp_path / "tiers"), max_num_seqs=8, api_key=[])
-    assert serve._tiers(asked)[0].api_keys == ("secret",)
+    assert serve.tiers_of(asked)[0].api_keys == ("secret",)
     engine = launch_engine(EngineConfig(model=str(builtin.path())), "text")
     try:
         while not (given := Path(f"/proc/{engine.process.pid}/environ").read_bytes()):  # while it is being started

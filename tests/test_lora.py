@@ -180,8 +180,8 @@ def test_damaged_and_pickled_files_are_refused(plain, llm, tmp_path):
         run(llm, [[5]], LoRARequest("a", 1, str(path)))
 
 
-def test_settings(plain):
+def test_settings(plain, tmp_path):
     with pytest.raises(ConfigError, match="max_cpu_loras 2 must be at least max_loras 3"):
         make_llm(plain, max_loras=3, max_cpu_loras=2)
     with pytest.raises(ConfigError, match="event_log"):
-        make_llm(plain, event_log="events.jsonl")
+        make_llm(plain, event_log=str(tmp_path / "events.jsonl"))

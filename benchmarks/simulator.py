@@ -3,9 +3,11 @@
     fitted window ──► event log ──► slotwise.simulate ──► predicted figures of each held-out window
     held-out windows, each several times ──► measured figures, and their own spread
 
-Lengths are those of a trace, scaled; arrivals are Poisson.  Measured times are the client's.
+Lengths are those of a trace, scaled, unless a case says otherwise.  Each repeat has prompts of its own, so that no
+repeat finds those of another in the prefix cache.  Measured times are the client's; to predicted ones is added what the
+fitted log shows, as medians, between the first byte and the engine, and between the engine and the first byte sent.
 
-usage: python -m benchmarks.simulator MODEL --trace CSV --json FILE       (about five minutes; nothing else may run)
+usage: python -m benchmarks.simulator MODEL --trace CSV --json FILE       (about nine minutes; nothing else may run)
 """
 
 from __future__ import annotations
@@ -14,81 +16,174 @@ import argparse
 import statistics
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 from benchmarks.reliability.server import serving
 
 from slotwise.bench.client import Phrasing, Target
 from slotwise.bench.measures import COMPLETED, Outcome
 from slotwise.bench.results import environment, write_json
 from slotwise.bench.serving import measure, resolve
+from slotwise.core.slo import SLO
+from slotwise.engine.messages import Command
 from slotwise.observe.event_log import read_file
 from slotwise.simulate.figures import Figures, figures
 from slotwise.simulate.recorded import read_recording
-from slotwise.simulate.simulator import Server, SimulatedRequest, simulate
+from slotwise.simulate.requests import SimulatedRequest
+from slotwise.simulate.simulator import Server, Setup, simulate
 from slotwise.simulate.traffic import traffic_of
-from slotwise.workload.arrivals import Poisson
-from slotwise.workload.requests import Workload
+from slotwise.workload.arrivals import Arrivals, Gamma, Poisson
+from slotwise.workload.lengths import LogNormal
+from slotwise.workload.prefixes import Prefixes
+from slotwise.workload.requests import NO_PREFIX, Recipe, Workload, generate
 from slotwise.workload.trace import read_trace, replay
 
 COMPARED = ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "output_throughput")
 FIT_SEED = 1
+KEYS = ("first", "second")  # of the two tenants; the first one has all requests of the other cases
+BURSTS = 3.0  # deviation of the gaps between arrivals, over their mean
+PREFIX = Prefixes(4, 96)
+# Code is completed from long prompts by few tokens: medians near those published for the Azure code trace of 2023
+# (Splitwise, Patel et al., ISCA 2024), before the scale.
+CODE = (1500.0, 13.0)
 
 
-def window(trace: Path, scale: float, rate: float, seconds: float, seed: int) -> Workload:
-    """Returns requests of the trace, different ones for each seed, that arrive at `rate` a second."""
-    count = max(1, round(rate * seconds))
-    read = read_trace(trace, scale, limit=(seed + 1) * count)
-    part = type(read)(read.name, read.times[-count:], read.lengths[-count:], scale)
-    return replay(part, Poisson(rate), seed=seed)
+class Case(NamedTuple):
+    """A held-out window: the requests of each tenant."""
+
+    name: str
+    rate: float  # requests a second, of all tenants
+    tenants: tuple[Workload, ...]
+
+    @property
+    def num_requests(self) -> int:
+        return sum(len(workload.requests) for workload in self.tenants)
+
+    def repeated(self, number: int) -> Case:
+        """Returns the window with other prompts of the same lengths."""
+        return self._replace(tenants=tuple([
+            replace(workload, seed=workload.seed + 1000 * number) for workload in self.tenants]))
 
 
-def seen(outcomes: Sequence[Outcome]) -> Figures:
-    """Returns the figures of what clients measured."""
+class Windows(NamedTuple):
+    """Cuts windows out of a trace."""
+
+    trace: Path
+    scale: float
+    seconds: float
+
+    def of_trace(self, arrivals: Arrivals, rate: float, seed: int, prefixes: Prefixes = NO_PREFIX) -> Workload:
+        """Returns requests of the trace, different ones for each seed, that arrive at `rate` a second."""
+        count = max(1, round(rate * self.seconds))
+        read = read_trace(self.trace, self.scale, limit=(seed + 1) * count)
+        part = type(read)(read.name, read.times[-count:], read.lengths[-count:], self.scale)
+        return replay(part, arrivals, prefixes=prefixes, seed=seed)
+
+    def conversations(self, rate: float, seed: int) -> Workload:
+        return self.of_trace(Poisson(rate), rate, seed)
+
+    def code(self, rate: float, seed: int) -> Workload:
+        prompt, output = (max(1.0, tokens * self.scale) for tokens in CODE)
+        return generate(Recipe(
+            max(1, round(rate * self.seconds)), LogNormal(prompt, 0.6, 900), LogNormal(output, 0.8, 100),
+            Poisson(rate)), seed)
+
+    def cases(self, rates: Sequence[float]) -> list[Case]:
+        """Returns conversations at each rate, and the other cases at the middle one."""
+        middle = sorted(rates)[len(rates) // 2]
+        seeds = iter(range(FIT_SEED + 1, 100))
+        found = [Case("conversations", rate, (self.conversations(rate, next(seeds)),)) for rate in rates]
+        bursts = self.of_trace(Gamma(middle, BURSTS), middle, next(seeds))
+        prefixes = self.of_trace(Poisson(middle), middle, next(seeds), PREFIX)
+        code = self.code(middle, next(seeds))
+        tenants = (self.conversations(middle / 2, next(seeds)), self.code(middle / 2, next(seeds)))
+        return [*found, Case("bursts", middle, (bursts,)), Case("prefixes", middle, (prefixes,)),
+                Case("code", middle, (code,)), Case("two tenants", middle, tenants)]
+
+
+# -- measured ----------------------------------------------------------------------------------------------------------
+
+
+def seen(outcomes: Sequence[Outcome]) -> tuple[Figures, float]:
+    """Returns the figures of what clients measured, and the tokens of an event.
+
+    Gaps are those between events: where the server writes two tokens at once, a gap spans both.
+    """
     failed = [outcome for outcome in outcomes if outcome.status != COMPLETED]
     if failed:
         raise RuntimeError(f"{len(failed)} requests were not served: {failed[0].error}")
-    return figures([SimulatedRequest(one.sent, list(one.token_times), one.ended, "length") for one in outcomes])
+    found = figures([SimulatedRequest.measured(one.sent, one.token_times, one.ended, "length") for one in outcomes])
+    of_event = sum(one.num_output for one in outcomes) / sum(len(one.token_times) for one in outcomes)
+    return replace(found, output_throughput=found.output_throughput * of_event), of_event
 
 
-def measured(target: Target, vocab_size: int, workload: Workload) -> Figures:
-    return seen(measure(target, workload, Phrasing(vocab_size, hidden_lengths=True), num_warmups=2).outcomes)
+def measured(target: Target, vocab_size: int, case: Case) -> tuple[Figures, float]:
+    """Sends the requests of all tenants at once, each with its key."""
+    def run(key: str, workload: Workload) -> list[Outcome]:
+        phrasing = Phrasing(vocab_size, hidden_lengths=True)
+        return measure(replace(target, api_key=key), workload, phrasing, num_warmups=2).outcomes
+
+    with ThreadPoolExecutor(len(case.tenants)) as pool:
+        return seen([one for outcomes in pool.map(run, KEYS, case.tenants) for one in outcomes])
 
 
-def compared(predicted: Figures, runs: Sequence[Figures]) -> dict[str, dict[str, float]]:
+# -- predicted ---------------------------------------------------------------------------------------------------------
+
+
+def traffic(case: Case, handling: float) -> list[tuple[float, Command]]:
+    """Returns the commands as they reach the engine, `handling` seconds after they were sent."""
+    found: list[tuple[float, Command]] = []
+    for key, workload in zip(KEYS, case.tenants, strict=False):
+        found += [(at + handling, msgspec.structs.replace(add, request_id=f"{key} {add.request_id}", slo=SLO(key)))
+                  for at, add in traffic_of(workload)]
+    return sorted(found, key=lambda one: one[0])
+
+
+def predicted(case: Case, setup: Setup, handling: float) -> Figures:
+    requests = simulate(traffic(case, handling), [Server(setup)]).values()
+    return figures([replace(request, arrived=request.arrived - handling) for request in requests])
+
+
+def compared(guess: Figures, runs: Sequence[Figures]) -> dict[str, dict[str, float]]:
     """Returns each figure predicted and measured (median of the runs), the error, and the runs' spread; relative."""
     table = {}
     for name in COMPARED:
         values = [getattr(run, name) for run in runs]
         middle = statistics.median(values)
         table[name] = {
-            "predicted": getattr(predicted, name), "measured": middle,
-            "error": getattr(predicted, name) / middle - 1, "spread": (max(values) - min(values)) / middle}
+            "predicted": getattr(guess, name), "measured": middle,
+            "error": getattr(guess, name) / middle - 1, "spread": (max(values) - min(values)) / middle}
     return table
 
 
 def run(asked: argparse.Namespace) -> dict[str, Any]:
+    windows = Windows(asked.trace, asked.scale, asked.seconds)
+    cases = [case for case in windows.cases(asked.rates) if case.name in asked.cases]
+    keys = [word for key in KEYS for word in ("--api-key", key)]
     with tempfile.TemporaryDirectory() as folder, serving(
-            asked.model, "--event-log", f"{folder}/log", "--speculative-config", '{"method": "none"}') as server:
-        target, vocab_size = resolve(Target(server.url))
-        measured(target, vocab_size, window(asked.trace, asked.scale, asked.rates[-1], asked.seconds, FIT_SEED))
-        fitted = Path(folder, "log").read_bytes()
-        windows = {rate: window(asked.trace, asked.scale, rate, asked.seconds, FIT_SEED + 1 + index)
-                   for index, rate in enumerate(asked.rates)}
-        runs: dict[float, list[Figures]] = {rate: [] for rate in asked.rates}
-        for _ in range(asked.repeats):
-            for rate, workload in windows.items():
-                runs[rate].append(measured(target, vocab_size, workload))
-        Path(folder, "fitted").write_bytes(fitted)
-        setup, _ = read_recording(read_file(f"{folder}/fitted"))
+            asked.model, "--event-log", f"{folder}/log", "--speculative-config", '{"method": "none"}', *keys) as server:
+        target, vocab_size = resolve(Target(server.url, api_key=KEYS[0]))
+        fitted = Case("fitted", asked.rates[-1], (windows.conversations(asked.rates[-1], FIT_SEED),))
+        measured(target, vocab_size, fitted)
+        Path(folder, "fitted").write_bytes(Path(folder, "log").read_bytes())
+        runs: list[list[tuple[Figures, float]]] = [[] for _ in cases]
+        for number in range(asked.repeats):
+            for place, case in enumerate(cases):
+                runs[place].append(measured(target, vocab_size, case.repeated(number)))
+        setup, recording = read_recording(read_file(f"{folder}/fitted"))
     return {
-        "version": 1, "environment": environment(), "trace": asked.trace.name, "length_scale": asked.scale,
+        "version": 2, "environment": environment(), "trace": asked.trace.name, "length_scale": asked.scale,
         "seconds": asked.seconds, "repeats": asked.repeats, "pause_ms": setup.pace.between() * 1e3,
+        "handling_ms": recording.handling * 1e3,
         "windows": [{
-            "rate": rate, "seed": workload.seed, "requests": len(workload.requests),
-            "figures": compared(figures(list(simulate(traffic_of(workload), [Server(setup)]).values())), runs[rate])}
-            for rate, workload in windows.items()]}
+            "case": case.name, "rate": case.rate, "seed": case.tenants[0].seed, "requests": case.num_requests,
+            "tokens_per_event": statistics.median(of_event for _, of_event in runs[place]),
+            "figures": compared(predicted(case, setup, recording.handling), [found for found, _ in runs[place]])}
+            for place, case in enumerate(cases)]}
 
 
 def main() -> None:
@@ -97,14 +192,17 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--scale", type=float, default=0.125)
     parser.add_argument("--rates", type=float, nargs="+", default=[2.0, 4.0, 6.0])
-    parser.add_argument("--seconds", type=float, default=28.0)
+    parser.add_argument("--seconds", type=float, default=22.0)
     parser.add_argument("--repeats", type=int, default=3)
+    names = ("conversations", "bursts", "prefixes", "code", "two tenants")
+    parser.add_argument("--cases", nargs="+", choices=names, default=names, metavar="CASE",
+                        help=f"which of {', '.join(names)} (default: all)")
     parser.add_argument("--json", required=True)
     asked = parser.parse_args()
     result = run(asked)
     write_json(asked.json, result)
     for one in result["windows"]:
-        print(f"{one['rate']:g} requests/s, seed {one['seed']}, {one['requests']} requests")
+        print(f"{one['case']}, {one['rate']:g} requests/s, seed {one['seed']}, {one['requests']} requests")
         for name, row in one["figures"].items():
             print(f"  {name:18} predicted {row['predicted']:9.4f}  measured {row['measured']:9.4f}  "
                   f"error {row['error']:+7.1%}  spread {row['spread']:6.1%}")

@@ -224,8 +224,9 @@ def simulator() -> str:
              "itl_p50": "between tokens, p50, ms", "itl_p99": "between tokens, p99, ms",
              "output_throughput": "output tokens/s"}
     result = load("simulator-cpu")
-    return table(("requests/s", "seed", "figure", "predicted>", "measured, median>", "error>", "spread of repeats>"), [
-        (f"{window['rate']:g}", str(window["seed"]), names[name], *(
+    return table(("case", "requests/s", "seed", "figure", "predicted>", "measured, median>", "error>",
+                  "spread of repeats>"), [
+        (window.get("case", "conversations"), f"{window['rate']:g}", str(window["seed"]), names[name], *(
             f"{row[which] * (1 if name == 'output_throughput' else 1e3):.1f}" for which in ("predicted", "measured")),
          f"{row['error']:+.0%}", f"{row['spread']:.0%}")
         for window in result["windows"] for name, row in window["figures"].items()])

@@ -98,3 +98,23 @@ def test_a_file_that_is_no_log(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["explain", str(tmp_path / "x")]) == 1 and "is not an entry" in capsys.readouterr().err
     assert main(["explain", str(tmp_path / "y")]) == 1
     assert len(gather([])) == 0
+
+
+def test_when_its_first_token_would_have_come_under_other_settings(
+    play: Play, path: Path, capsys: pytest.CaptureFixture[str],
+) -> None:
+    shown = told(capsys, path, "r7", "--set", "scheduling_policy=shortest", "--set", "max_num_seqs=2")
+    assert shown.startswith(told(capsys, path, "r7").rpartition("step times")[0])
+    found = re.search(r"had cmpl-r7-7 arrived under scheduling_policy shortest, max_num_seqs 2: its first token after "
+                      r"([\d.]+) s instead of ([\d.]+) s", shown.replace("\n", " "))
+    assert found is not None
+    request = next(one for one in gather(play.entries).values() if one.request.id == "cmpl-r7-7").request
+    first = next(entry.ended_ns for entry in play.entries if isinstance(entry, Step) and any(
+        tokens for number, tokens in zip(entry.numbers, entry.tokens, strict=False) if number == request.number))
+    assert float(found[2]) == pytest.approx((first - request.ns) * 1e-9, abs=0.001)
+    assert float(found[1]) > 0
+
+
+def test_a_counterfactual_is_of_one_request(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", str(path), "--set", "max_num_seqs=2"]) != 0
+    assert "name one" in capsys.readouterr().err

@@ -23,7 +23,7 @@ VALUES: list[Any] = [0, -1, 1, 2**31, 2**63, 2**70, 10**400, 0.0, 1.5, 5e-324, 1
                      True, "1", "", [], {}, b"1", 1j]
 REQUIRED = {"explain": ["log"], "replay": ["log"], "timeline": ["log"], "what-if": ["log"],
             "simulate": ["--machine=log"], "capacity": ["--machine=log", "--slo=ttft_p99=1s"],
-            "tune": ["--machine=log", "--slo=ttft_p99=1s"]}
+            "tune": ["--machine=log", "--slo=ttft_p99=1s"], "bench steps": ["--event-log=log"]}
 
 
 def commands(parser: argparse.ArgumentParser, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -65,7 +65,8 @@ def test_what_an_option_takes_is_in_its_range(
     assert action.default is None or not allowed.objection(action.default)
     for text in TEXTS:
         try:
-            value = getattr(parser.parse_args([*path, f"{option}={text}", *REQUIRED.get(path[0], [])]), action.dest)
+            given = [*path, f"{option}={text}", *REQUIRED.get(" ".join(path), [])]
+            value = getattr(parser.parse_args(given), action.dest)
         except SystemExit as end:
             refused += 1
             (line,) = capsys.readouterr().err.splitlines()

@@ -41,6 +41,19 @@ def test_a_log_is_a_machine_with_its_settings(log: Path, tmp_path: Path):
     assert result["settings"]["max_num_seqs"] == 2 and result["figures"]["served"] == 30
 
 
+def test_a_draft_model_makes_few_streams_faster(log: Path, tmp_path: Path):
+    workload = ["--num-prompts", "4", "--input-lengths", "fixed:8", "--output-lengths", "fixed:80",
+                "--arrivals", "at-once"]
+    machine = ["simulate", "--machine", "xeon", "--model", str(builtin.path()), *workload]
+    throughput = []
+    for given in ([], ["--acceptance", "0.9,0.9,0.8"], ["--acceptance", "0.9,0.9,0.8", "--draft-ms", "1"]):
+        assert main([*machine, *given, "--json", str(tmp_path / "json")]) == 0
+        throughput.append(json.loads((tmp_path / "json").read_text())["figures"]["output_throughput"])
+    assert throughput[1] > 1.3 * throughput[0] and throughput[2] < throughput[1]
+    with pytest.raises(SystemExit):
+        main([*machine, "--acceptance", "2"])
+
+
 def test_what_if_shows_what_was_measured_replayed_and_changed(log: Path, tmp_path: Path):
     steps = [entry for entry in read_file(log) if isinstance(entry, Step)]
     assert max(len(step.slots) for step in steps) == 4
@@ -58,6 +71,7 @@ def test_what_if_shows_what_was_measured_replayed_and_changed(log: Path, tmp_pat
     (["simulate", "--machine", "abacus", "--model", str(builtin.path())], "there is no machine"),
     (["simulate", "--machine", "xeon", "--model", str(builtin.path()), "--arrivals", "closed:2"], "closed loop"),
     (["simulate", "--machine", "xeon", "--model", str(builtin.path()), "--set", "slots=2"], "no scheduling setting"),
+    (["simulate", "--machine", "LOG", "--draft-ms", "2"], "--acceptance describes"),
     (["simulate", "--machine", "LOG", "--model", str(builtin.path())], "--model is for a machine of the file"),
     (["what-if", "LOG"], "--set NAME=VALUE"),
     (["what-if", "--set", "max_num_seqs=2"], "either an event log or a server"),

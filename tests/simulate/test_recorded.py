@@ -24,6 +24,8 @@ from slotwise.observe.recorder import Recorder
 from slotwise.policies.settings import POLICIES, Ordering
 from slotwise.simulate.recorded import read_recording
 from slotwise.simulate.simulator import Server, simulate
+from slotwise.speculation.proposer import proposer_of
+from slotwise.speculation.settings import Speculation
 
 MS = 1_000_000
 LIMITS = SchedulerLimits(  # requests are preempted again and again
@@ -54,7 +56,7 @@ def commands(draw: random.Random, number: int) -> list[tuple[int, Command]]:
     return sorted(found, key=lambda one: one[0])
 
 
-def recorded(seed: int, policy: str) -> list[Entry]:
+def recorded(seed: int, policy: str, speculation: Speculation | None = None) -> list[Entry]:
     """Returns the log of an engine whose steps and pauses take random times."""
     draw, file = random.Random(seed), Lines()
     now = MS
@@ -62,7 +64,8 @@ def recorded(seed: int, policy: str) -> list[Entry]:
     recorder.write_to(file)
     scheduling = Scheduling(Batching(), 5, 24, Ordering(policy), max_stall_ms=9.0)
     times = StepTimeModel()
-    scheduler = Scheduler(LIMITS, scheduling.discipline(), scheduling.policy(times), times)
+    scheduler = Scheduler(LIMITS, scheduling.discipline(), scheduling.policy(times), times,
+                          proposer_of(speculation, times))
 
     class Slow(FakeExecutor):
         def collect(self):  # type: ignore[no-untyped-def]
@@ -71,7 +74,8 @@ def recorded(seed: int, policy: str) -> list[Entry]:
             return super().collect()
 
     engine = Engine(scheduler, Slow(4, next_token), lambda: now, (EOS,), scheduling=scheduling)
-    recorder.started(EngineInfo("toy", "cpu", "none", VOCAB, LIMITS, scheduling, (EOS,)))
+    recorder.started(EngineInfo(
+        "toy", "cpu", "none", VOCAB, LIMITS, scheduling, (EOS,), speculation=speculation))
     coming = commands(draw, 40)
     while coming or engine.has_work:
         plans_at = now + draw.randrange(2 * MS) if engine.has_work else max(now, coming[0][0])
@@ -99,13 +103,17 @@ class FedPace:
     def predicted(self, work: Work) -> float:
         raise AssertionError("the scheduler learns, as the recorded one did")
 
+    def least(self, work: Work) -> float:
+        return 0.0
+
     def between(self) -> float:
         return (self.steps[self.at].planned[0] - self.steps[self.at - 1].ended_ns) * 1e-9 if self.at else 0.0
 
 
+@pytest.mark.parametrize("drafts", [None, Speculation("suffix", prompt_lookup_min=1)], ids=["plain", "suffix"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_fed_the_times_of_a_log_the_plans_are_the_same_step_for_step(policy: str):
-    entries = recorded(7, policy)
+def test_fed_the_times_of_a_log_the_plans_are_the_same_step_for_step(policy: str, drafts: Speculation | None):
+    entries = recorded(7, policy, drafts)
     steps = [entry for entry in entries if isinstance(entry, Step)]
     setup, recording = read_recording(entries)
     file = Lines()
@@ -117,9 +125,10 @@ def test_fed_the_times_of_a_log_the_plans_are_the_same_step_for_step(policy: str
     assert len(made) == len(steps) > 50
     for simulated, logged in zip(made, steps, strict=True):
         for field in ("numbers", "slots", "starts", "counts", "new_blocks", "refused", "stop", "admitted", "preempted",
-                      "ended", "num_free_blocks", "tokens"):
+                      "ended", "num_free_blocks", "tokens", "drafts"):
             assert getattr(simulated, field) == getattr(logged, field), (logged.step, field)
     assert any(step.preempted for step in steps) and any(step.refused for step in steps)
+    assert any(step.drafts for step in steps) == (drafts is not None)
     assert {name: one.reason for name, one in requests.items()} == {
         name: one.reason for name, one in recording.measured.items()}
 

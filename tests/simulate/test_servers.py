@@ -8,10 +8,11 @@ import pytest
 
 from slotwise.core.step_time import StepTimeModel, Work
 from slotwise.engine.config import EngineConfig
-from slotwise.simulate.figures import Objectives, figures, quantile
+from slotwise.simulate.figures import Distribution, Objectives, figures
 from slotwise.simulate.machines import ModelShape, described, names, setup_of
 from slotwise.simulate.pace import LearnedPace
-from slotwise.simulate.simulator import REFUSED, Server, SimulatedRequest, simulate
+from slotwise.simulate.requests import REFUSED, SimulatedRequest
+from slotwise.simulate.simulator import Server, simulate
 from slotwise.simulate.traffic import traffic_of
 from slotwise.workload import arrivals, lengths
 from slotwise.workload.requests import Recipe, Workload, generate
@@ -27,7 +28,7 @@ def workload(rate: float, number: int = 60, users: int = 0) -> Workload:
 
 
 def served(setup, rate: float, replicas: int = 1) -> dict[str, SimulatedRequest]:
-    return simulate(traffic_of(workload(rate)), [Server(setup) for _ in range(replicas)])
+    return simulate(traffic_of(workload(rate)), [Server(setup, replica=number) for number in range(replicas)])
 
 
 @pytest.mark.parametrize("name", names())
@@ -74,12 +75,12 @@ def test_what_cannot_be_simulated_is_refused_by_name():
 
 
 def test_figures_are_of_tokens_within_the_objectives():
-    good = SimulatedRequest(0.0, [1.0, 1.5, 2.0], 2.0, "length")
-    late = SimulatedRequest(1.0, [4.0, 4.5], 4.5, "stop")
+    good = SimulatedRequest.measured(0.0, [1.0, 1.5, 2.0], 2.0, "length")
+    late = SimulatedRequest.measured(1.0, [4.0, 4.5], 4.5, "stop")
     found = figures([good, late], Objectives(ttft=2.0, tpot=0.6))
     assert (found.ttft_p50, found.ttft_p99, found.itl_p50) == (1.0, 3.0, 0.5)
     assert found.output_throughput == pytest.approx(5 / 4.5) and found.goodput == pytest.approx(1 / 4.5)
-    assert quantile({}, 0.5) == 0.0
+    assert Distribution().quantile(0.5) == 0.0
 
 
 def test_a_learned_pace_takes_every_graph_as_captured():

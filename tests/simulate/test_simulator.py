@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from slotwise.batching.settings import Batching
@@ -13,7 +15,8 @@ from slotwise.engine.messages import Add
 from slotwise.engine.scheduling import Scheduling
 from slotwise.policies.settings import Ordering
 from slotwise.simulate.pace import CostPace
-from slotwise.simulate.simulator import NoEnd, Server, Setup, SimulatedRequest, simulate
+from slotwise.simulate.requests import SimulatedRequest
+from slotwise.simulate.simulator import NoEnd, Server, Setup, simulate
 
 LIMITS = SchedulerLimits(max_model_len=64, num_blocks=64, block_size=4, max_num_seqs=1, max_num_batched_tokens=64)
 
@@ -64,6 +67,15 @@ def test_a_chunk_of_a_prompt_whose_log_probabilities_are_wanted_yields_no_token(
     few = Scheduling(Batching(), 1, 4)
     lives = run([(0.0, Add("a", [5] * 10, params, 0))], few)
     assert len(lives["a"].token_times) == 3 and lives["a"].token_times[0] == pytest.approx(3 * 0.010 + 0.010)
+
+
+def test_a_request_that_fills_a_batch_ends_the_wait_for_others():
+    dynamic = Scheduling(Batching("dynamic", batch_size=2, max_wait_ms=50.0), 2, 64, Ordering())
+    limits = replace(LIMITS, max_num_seqs=2)
+    asks = [ask("first", 1.0, 4, 2), ask("second", 1.01, 4, 2), ask("alone", 2.0, 4, 2)]
+    lives = simulate(asks, [Server(Setup(limits, dynamic, CostPace(cost)))])
+    assert lives["first"].token_times[-1] == pytest.approx(1.01 + 0.018 + 0.012)
+    assert lives["alone"].token_times[-1] == pytest.approx(2.05 + 0.014 + 0.011)
 
 
 def test_a_simulation_is_bounded():

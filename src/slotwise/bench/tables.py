@@ -63,6 +63,16 @@ def latency_table(result: Mapping[str, Any]) -> RenderableType:
     return _facts(_title(result, "bench latency"), facts)
 
 
+def steps_table(result: Mapping[str, Any]) -> RenderableType:
+    facts = [
+        ("steps", f"{result['steps']:,} in {result['seconds']:.1f} s"),
+        *((f"decode, {rows} rows of 256 tokens", f"{taken:.2f} ms") for rows, taken in result["decode_ms"].items()),
+        *((f"prompt of {tokens} tokens", f"{taken:.2f} ms") for tokens, taken in result["prompt_ms"].items()),
+        ("between two steps", f"{result['pause_ms']:.3f} ms"),
+        ("error of predictions", f"{result['median_error']:.1%}, the median of the last steps")]
+    return _facts(_title(result, "bench steps"), facts)
+
+
 def roofline_table(result: Mapping[str, Any]) -> RenderableType:
     """Achieved share of the machine's limits by kind of step, and where a run's time goes."""
     machine = result["machine"]

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 MAX_WARMUPS = 1000
 ITERATIONS = 100_000
 MAX_ROWS = 8192
+SECONDS = 45.0  # of `bench steps`: with the start of the engine about a minute
 OFFLINE = Defaults(num_prompts=128)
 
 
@@ -48,6 +49,7 @@ def add(commands: Commands) -> None:
     _add_serve(kinds)
     _add_throughput(kinds)
     _add_latency(kinds)
+    _add_steps(kinds)
     _add_kernels(kinds)
 
 
@@ -119,6 +121,18 @@ def _add_latency(kinds: Commands) -> None:
     for name, default, allowed, what in counts:
         command.add_argument(name, type=Number(allowed), default=default, metavar="N",
                              help=f"{what} (default: {default})")
+
+
+def _add_steps(kinds: Commands) -> None:
+    command = add_command(kinds, "steps", "time steps of every size in this process, for `slotwise simulate`, "
+                          "`capacity` and `tune`", run_bench_steps)
+    command.add_argument("--event-log", required=True, metavar="FILE",
+                         help="write the event log here: `slotwise simulate --machine FILE` reads it")
+    add_overwrite_option(command)
+    command.add_argument("--seconds", type=Number(real(1, 3600)), default=SECONDS, metavar="S",
+                         help=f"no load begins after so many seconds (default: {SECONDS:g})")
+    _add_offline(command)
+    add_engine_options(command)
 
 
 def _add_kernels(kinds: Commands) -> None:
@@ -219,6 +233,20 @@ def run_latency(asked: argparse.Namespace) -> int:
     with progress(total=batch.num_iters, unit="iteration") as bar:
         result = about | latency(stand, batch, asked.seed, bar.show)
     return _show(latency_table(result), result, asked.output_json)
+
+
+def run_bench_steps(asked: argparse.Namespace) -> int:
+    from slotwise.bench.steps import fitted, run_steps
+    from slotwise.bench.tables import steps_table
+    from slotwise.observe.log_file import LogFile
+
+    _check_writable(asked.output_json)
+    with LogFile(asked.event_log, overwrite=asked.overwrite_event_log) as file:
+        stand, about = _stand(asked, file)
+        with progress(total=math.ceil(asked.seconds), unit="s") as bar:
+            result = about | run_steps(stand, asked.seconds, lambda passed: bar.show(int(passed)))
+    result |= fitted(Path(asked.event_log))
+    return _show(steps_table(result), result, asked.output_json)
 
 
 def run_kernels(asked: argparse.Namespace) -> int:

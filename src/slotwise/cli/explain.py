@@ -11,6 +11,7 @@ from rich.table import Table
 
 from slotwise.cli.numbers import Number
 from slotwise.cli.options import Commands, add_command
+from slotwise.cli.simulate import add_changes_option, counterfactual
 from slotwise.core.drafting import DRAFT_LIMITS
 from slotwise.core.ranges import whole
 from slotwise.observe.event_log import Entry, LogError, read_file
@@ -19,6 +20,8 @@ from slotwise.observe.fold import gather
 from slotwise.observe.request_timeline import RequestTimeline
 from slotwise.observe.step_time import StepTimeModel
 from slotwise.observe.step_view import StepView, step_view, times_of
+from slotwise.simulate.figures import Objectives
+from slotwise.simulate.what_if import what_if
 from slotwise.terminal import plain
 
 SLOWEST = 10
@@ -38,11 +41,14 @@ def add(commands: Commands) -> None:
                       help=f"the N requests that took longest, part by part (default: {SLOWEST})")
     what.add_argument("--step", type=Number(whole(0, 2**53)), metavar="N",
                       help="the rows of step N, the requests without one, and why")
+    add_changes_option(command)
 
 
 def run(asked: argparse.Namespace) -> int:
     if asked.request is not None and (asked.slowest is not None or asked.step is not None):
         raise ValueError("give a request, --slowest or --step")
+    if asked.changes and asked.request is None:
+        raise ValueError("--set tells when a request would have had its first token: name one")
     entries = list(read_file(asked.log))
     timelines, times = gather(entries), times_of(entries)
     console = Console(width=None if sys.stdout.isatty() else FILE_WIDTH)
@@ -53,8 +59,11 @@ def run(asked: argparse.Namespace) -> int:
         found = [one for one in timelines.values() if name == str(one.request.number) or one.is_named(name)]
         if not found:
             raise LogError(f"no request in {asked.log} is called {asked.request!r}")
+        counterfactuals = [_counterfactual(entries, one.request.id, asked) for one in found] if asked.changes else []
         for one in found:
             _show_explanation(console, explain(one, entries, times))
+        for sentence in counterfactuals:
+            console.print(plain(sentence))
     else:
         _show_slowest(console, asked.slowest or SLOWEST, entries, (timelines, times))
     console.print(plain(f"step times: median error {times.error:.1%} over the log's last steps", "dim"))
@@ -63,6 +72,10 @@ def run(asked: argparse.Namespace) -> int:
 
 def _ms(ns: float) -> str:
     return f"{ns * MS:,.2f}"
+
+
+def _counterfactual(entries: Sequence[Entry], request_id: str, asked: argparse.Namespace) -> str:
+    return counterfactual(what_if(entries, dict(asked.changes), Objectives(), request_id)["request"], asked.changes)
 
 
 def _show_explanation(console: Console, explanation: Explanation) -> None:

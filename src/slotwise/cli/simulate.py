@@ -9,6 +9,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -25,6 +26,7 @@ from slotwise.cli.options import (
 from slotwise.cli.workload_options import Defaults, add_seed_option, add_workload_options, workload_of
 from slotwise.core.ranges import real, whole
 from slotwise.observe.event_log import read_file
+from slotwise.simulate.drafts import DraftModel
 from slotwise.simulate.figures import Figures, Objectives, figures
 from slotwise.simulate.machines import ModelShape, described, names, setup_of
 from slotwise.simulate.recorded import read_recording
@@ -53,6 +55,7 @@ def add(commands: Commands) -> None:
     command.add_argument("--event-log", default="", metavar="FILE", help="write the simulation's event log, for "
                          "`slotwise timeline` and `slotwise explain`; of one replica")
     add_overwrite_option(command)
+    add_changes_option(command)
     _add_common(command)
     add_workload_options(command, WORKLOAD)
     add_seed_option(command)
@@ -64,6 +67,7 @@ def add(commands: Commands) -> None:
                          metavar="KEY", help="the server's admin key (default: $SLOTWISE_ADMIN_API_KEY)")
     command.add_argument("--request", default="", metavar="ID", help="also tell when this request would have had its "
                          "first token")
+    add_changes_option(command)
     _add_common(command)
 
 
@@ -74,14 +78,31 @@ def add_machine_options(command: argparse.ArgumentParser) -> None:
                          "taken")
     command.add_argument("--model", metavar="MODEL", help="with a machine's name: a checkpoint's folder or GGUF file, "
                          "of which only the config is read")
+    command.add_argument("--acceptance", type=_shares, metavar="SHARE,...", help="simulate a draft model: of a row's "
+                         "drafts the share that is right at each position where those before are, from 0 to 1; there "
+                         "are as many drafts as shares, or fewer (default: a log's, else no drafts)")
+    command.add_argument("--draft-ms", type=Number(real(0, MAX_MS)), default=None, metavar="MS",
+                         help="with --acceptance: milliseconds of a pass of the draft model (default: 0)")
     add_engine_options(command, ENGINE)
     for name in ENGINE:
         command.set_defaults(**{name.removeprefix("--").replace("-", "_"): None})
 
 
-def _add_common(command: argparse.ArgumentParser) -> None:
+def add_changes_option(command: argparse.ArgumentParser) -> None:
+    """The option whose pairs `simulate.what_if` takes as changes."""
     command.add_argument("--set", action="append", default=[], type=_change, metavar="NAME=VALUE", dest="changes",
                          help="change a scheduling setting, named as in `PUT /admin/scheduling`; repeatable")
+
+
+def _shares(text: str) -> tuple[float, ...]:
+    """The type of --acceptance."""
+    try:
+        return DraftModel(tuple(map(float, text.split(",")))).shares
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r:.80} does not read as shares from 0 to 1, as 0.8,0.7,0.6") from None
+
+
+def _add_common(command: argparse.ArgumentParser) -> None:
     command.add_argument("--ttft-ms", type=Number(real(0.001, MAX_MS)), metavar="MS",
                          help="goodput: most milliseconds to the first token (default: any)")
     command.add_argument("--tpot-ms", type=Number(real(0.001, MAX_MS)), metavar="MS",
@@ -114,7 +135,7 @@ def run(asked: argparse.Namespace) -> int:
     workload = workload_of(asked, WORKLOAD)
     traffic = traffic_of(workload)
     with ExitStack() as stack:
-        servers = [Server(setup) for _ in range(asked.replicas)]
+        servers = [Server(setup, replica=number) for number in range(asked.replicas)]
         if asked.event_log:
             servers = [_logged(asked, setup, stack)]
         requests = simulate(traffic, servers)
@@ -127,6 +148,16 @@ def run(asked: argparse.Namespace) -> int:
 
 def setup_of_machine(asked: argparse.Namespace) -> tuple[Setup, str]:
     """Returns the setup of a server on the machine, and words for the machine."""
+    setup, about = _machine(asked)
+    if asked.acceptance is None:
+        if asked.draft_ms is not None:
+            raise ValueError("--draft-ms is of the draft model that --acceptance describes")
+        return setup, about
+    model = DraftModel(asked.acceptance, (asked.draft_ms or 0.0) / MS)
+    return replace(setup, speculation=model.speculation, draft_model=model), about
+
+
+def _machine(asked: argparse.Namespace) -> tuple[Setup, str]:
     if os.path.isfile(asked.machine):
         given = [name for name in ("--model", *ENGINE) if getattr(asked, name[2:].replace("-", "_")) is not None]
         if given:
@@ -189,18 +220,19 @@ def run_what_if(asked: argparse.Namespace) -> int:
         console.print(plain(f"{answer['refused_unknown']} requests were refused meanwhile: their lengths are unknown, "
                             "and they are in no figure"))
     if "request" in answer:
-        console.print(plain(_of_request(answer["request"], asked.changes)))
+        console.print(plain(counterfactual(answer["request"], asked.changes)))
     _write(asked.json, answer)
     return 0
 
 
-def _of_request(found: Mapping[str, Any], changes: Sequence[tuple[str, Any]]) -> str:
-    """The counterfactual of one request, as a sentence."""
+def counterfactual(found: Mapping[str, Any], changes: Sequence[tuple[str, Any]]) -> str:
+    """Returns what a what-if says of one request, as a sentence."""
+    def first(run: str) -> str:
+        return "none" if (at := found[run]["first_token"]) is None else f"{at:.3f} s"
+
     settings = ", ".join(f"{name} {value}" for name, value in changes)
-    first = {run: "no first token" if (at := found[run]["first_token"]) is None else f"its first token after {at:.3f} s"
-             for run in (MEASURED, REPLAYED, WHAT_IF)}
-    return (f"had {found['id']} arrived under {settings}: {first[WHAT_IF]}; under the settings in force "
-            f"{first[REPLAYED]}, and measured {first[MEASURED]}")
+    return (f"had {found['id']} arrived under {settings}: its first token after {first(WHAT_IF)} instead of "
+            f"{first(MEASURED)} (replayed under the settings in force: {first(REPLAYED)})")
 
 
 def _asked_server(asked: argparse.Namespace, changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -75,7 +75,8 @@ class Chunking:
         table = self._table
         num_running = len(table.running)
         joining = min(len(table.waiting), max(0, self._limits.max_num_seqs - num_running))
-        contexts = [request.num_scheduled for request in table.running.values() if request.unscheduled <= 1]
+        contexts = [request.num_scheduled for request in table.running.values()
+                    if len(request.tokens) + request.pending - request.num_scheduled <= 1]
         newcomers = joining + num_running - len(contexts)
         if not contexts or not newcomers:
             return None

@@ -187,8 +187,9 @@ class Request:
         """
         all_tokens, kept, reason = self.tokens, tokens, ""
         self.pending -= 1 + num_drafts
-        if len(tokens) == 1 and tokens[0] not in self.stop_ids and len(all_tokens) + 1 < self.end and (
-                not self.expected_tokens):  # the common case
+        num_known = len(all_tokens) + 1
+        if (len(tokens) == 1 and tokens[0] not in self.stop_ids and num_known < self.end
+                and not 0 < self.expected_tokens <= num_known - self.num_prompt):  # the common case
             all_tokens.append(tokens[0])
             return tokens, ""
         for index, token in enumerate(tokens):

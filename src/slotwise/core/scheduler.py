@@ -40,14 +40,15 @@ draws a random number or iterates a set.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import repeat
 from operator import length_hint
 
 from slotwise.core.admission import Admission
 from slotwise.core.chunking import Chunking
+from slotwise.core.decode_run import Changes, DecodeRun, Outputs, is_decoding
 from slotwise.core.drafting import Drafting
-from slotwise.core.events import Committed, Event
+from slotwise.core.events import Committed, Event, Finished, Rejected
 from slotwise.core.held_outputs import outputs_of
 from slotwise.core.interfaces import Discipline, Policy, Proposer
 from slotwise.core.kv_manager import Allocation
@@ -271,25 +272,31 @@ class Scheduler:
 
     def _schedule_running(self, builder: PlanBuilder) -> None:
         """Plan all running rows but those paused or deferred, in the policy's order."""
-        policy = self._table.policy
-        running: Sequence[Request] = tuple(self._table.running.values())
-        if policy.orders_running:
-            running = sorted(running, key=lambda request: (policy.running_key(request, builder.now), request.arrival))
+        running = self._in_order(builder.now)
         if builder.paused or builder.deferred:
             left_out = builder.paused.union(request.request_id for request in builder.deferred)
             running = [request for request in running if request.request_id not in left_out]
         self._schedule_rows(running, builder)
 
+    def _in_order(self, now: float) -> Sequence[Request]:
+        """Returns the running requests in the order of a plan's rows."""
+        policy, running = self._table.policy, tuple(self._table.running.values())
+        if not policy.orders_running:
+            return running
+        return sorted(running, key=lambda request: (policy.running_key(request, now), request.arrival))
+
     def _schedule_rows(self, running: Sequence[Request], builder: PlanBuilder) -> None:
         if builder.time is not None:  # decoding rows are charged before any prefill chunk
             builder.time.add_decodes([
-                request.num_scheduled for request in running if request.unscheduled == 1
-                and request.num_known < request.end and not request.reason and not request.is_verifying])
+                request.num_scheduled for request in running
+                if (known := len(request.tokens) + request.pending) == request.num_scheduled + 1
+                and known < request.end and not request.reason and request.pending < 2])
+        drafts = self._drafting.proposer is not None
         rows = iter(running)
         for request in rows:  # `length_hint(rows)`: those behind this one
             if builder.preempted and request.state is not State.RUNNING:
                 continue  # preempted in this plan, for a row before it
-            num_known = request.num_known
+            num_known = len(request.tokens) + request.pending
             count = num_known - request.num_scheduled
             if request.pending > 1 and not request.reason:
                 builder.refuse(request, VERIFYING)
@@ -305,7 +312,7 @@ class Scheduler:
                 builder.refuse(request, TIME_BUDGET)
                 continue
             kind = DECODE if start >= request.num_at_join else PREFILL
-            if kind is DECODE and self._drafting.waits(request):
+            if drafts and kind is DECODE and self._drafting.waits(request):
                 builder.refuse(request, VERIFYING)
                 continue
             if start + count > request.capacity and not self._extend(request, start + count, builder):
@@ -398,6 +405,41 @@ class Scheduler:
             self._schedule_late(ahead, builder)
             builder.budget += len(builder.paused)
 
+    # -- decode runs ---------------------------------------------------------------------------------------------
+
+    def decode_run(self, now: float) -> DecodeRun | None:
+        """Returns the steps from `now` on in which there is nothing to decide; None: the next step is none of them."""
+        table, policy = self._table, self._table.policy
+        if (not table.running or self._in_flight or self._drafting.proposer or table.kv.is_windowed
+                or table.held_outputs or self._discipline.leaves_together or policy.isolates_prefill
+                or self._discipline.budget(self.limits) < len(table.running)
+                or any(isinstance(event, Finished | Rejected) for event in table.events)
+                or not all(map(is_decoding, reversed(table.running.values())))):
+            return None
+        waiting = PlanBuilder(self._steps, now, 0)
+        if table.waiting:
+            if policy.may_preempt or self._admission.gate(now).max_new > 0:
+                return None
+            self._schedule_waiting(waiting)
+        run = DecodeRun(table, self._in_order(now), waiting.refused, waiting.stop)
+        return run if run.length and now < run.until else None
+
+    def commit_run(
+        self, run: DecodeRun, times: Sequence[tuple[float, float]], outputs: Outputs, *, each: bool,
+    ) -> Iterator[tuple[int, Changes]]:
+        """Take the steps of a run, planned and ended at `times`; yields as `DecodeRun.commit`."""
+        policy = self._table.policy
+        if self._chunking.needs_step_times or policy.needs_step_times:
+            for index, (planned, ended) in enumerate(times):
+                self.times.step(run.work(index), planned, ended)
+        for tokens in outputs.steps:
+            policy.served(run.requests, run.counts, tokens)
+        for index, changes in run.commit(len(times), outputs, each=each):
+            for request, reason in changes.ended:
+                self._end(request, reason, times[index][1])
+            yield self._steps + index, changes
+        self._steps += len(times)
+
     # -- committing a step ---------------------------------------------------------------------------------------
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> None:
@@ -422,7 +464,12 @@ class Scheduler:
             if not tokens and request.pooling is not None and row not in result.failed:
                 reason = request.pool(plan.starts[row] + count)
             if request.epoch == epoch:
-                self._count_computed(request, count, len(accepted) if drafted else count)
+                computed = len(accepted) if drafted else count
+                request.num_computed += computed
+                if request.num_computed >= request.advance_at:
+                    self._table.kv.advance(request)
+                if computed < count:
+                    self._take_back(request, count - computed)
             if not accepted or accepted != tokens:
                 kept[row] = accepted
             if reason:
@@ -445,14 +492,10 @@ class Scheduler:
         for request, reason in ended:
             self._end(request, reason, now, failed.get(request, ""))
 
-    def _count_computed(self, request: Request, num_scheduled: int, num_computed: int) -> None:
-        """Count the computed tokens of a row; drafts that were not accepted, and the blocks behind, are taken back."""
-        request.num_computed += num_computed
-        if request.num_computed >= request.advance_at:
-            self._table.kv.advance(request)
-        if num_computed < num_scheduled:
-            request.num_scheduled -= num_scheduled - num_computed
-            self._table.kv.truncate(request)
+    def _take_back(self, request: Request, number: int) -> None:
+        """Take back `number` drafts of a row that were not accepted, and free the blocks behind the computed tokens."""
+        request.num_scheduled -= number
+        self._table.kv.truncate(request)
 
     def _end(self, request: Request, reason: str, now: float, message: str = "") -> None:
         """Finish an unfinished request."""

@@ -14,8 +14,9 @@ sleep before the next `step`, when the last plan had no rows and waits for the c
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+from slotwise.core.decode_run import DecodeRun, Outputs
 from slotwise.core.events import Admitted, Committed, Event, Finished, Preempted, Rejected
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.request import Request
@@ -171,6 +172,37 @@ class Engine:
         self._scheduler.commit(plan, result, ended * 1e-9)
         self._idle_until = plan.stop.reopens_at if plan.stop and not plan.slots else 0.0
         return self._record(plan, result, started, ended)
+
+    def decode_run(self) -> DecodeRun | None:
+        """Returns the coming steps in which there is nothing to decide, from now on; None: the next is none of them."""
+        if self.depth or self._grammars is not None:
+            return None
+        return self._scheduler.decode_run(self.clock() * 1e-9)
+
+    def take(
+        self, run: DecodeRun, times: Sequence[tuple[int, int]], outputs: Outputs, *, each: bool = True,
+    ) -> Iterator[StepRecord]:
+        """Takes the first steps of a run, planned and ended at `times` in nanoseconds, and yields their records.
+
+        Must be read to its end.
+
+        Args:
+            each: the record of every step; else only those of the first and the last.
+        """
+        self._idle_until = 0.0
+        seconds = [(started * 1e-9, ended * 1e-9) for started, ended in times]
+        first: int | None = None
+        for step, changes in self._scheduler.commit_run(run, seconds, outputs, each=each):
+            first = step if first is None else first
+            index = step - first
+            started, ended = times[index]
+            self._planned.append(started)
+            record = StepRecord(
+                step, started, ended, run.request_ids, run.slots, tuple([start + index for start in run.starts]),
+                run.counts, token_ids=outputs.steps[index], refused=run.refused, stop=run.stop,
+                ended=ends(self._scheduler.pop_events()), released_slots=changes.released_slots,
+                new_blocks=changes.new_blocks, saves=changes.copies.saves, loads=changes.copies.loads, kinds=run.kinds)
+            yield self._stamped(record)
 
     def _take_compiled(self, grammars: GrammarCompiler, now: float) -> None:
         """Lets requests with compiled grammars be admitted, and rejects those with grammars that cannot be compiled."""

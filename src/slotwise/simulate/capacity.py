@@ -14,7 +14,8 @@ from math import isqrt
 from typing import NamedTuple
 
 from slotwise.simulate.figures import Figures, Objectives, figures
-from slotwise.simulate.simulator import Server, Setup, SimulatedRequest, simulate
+from slotwise.simulate.requests import SimulatedRequest
+from slotwise.simulate.simulator import Server, Setup, simulate
 from slotwise.simulate.traffic import traffic_of
 from slotwise.workload import forms
 from slotwise.workload.requests import Workload, WorkRequest
@@ -49,7 +50,7 @@ class Load(NamedTuple):
 
 
 def served(workload: Workload, setup: Setup, replicas: int) -> list[SimulatedRequest]:
-    return list(simulate(traffic_of(workload), [Server(setup) for _ in range(replicas)]).values())
+    return list(simulate(traffic_of(workload), [Server(setup, replica=number) for number in range(replicas)]).values())
 
 
 def fewest(workload: Workload, setup: Setup, target: Target, start: int = 1) -> int:

@@ -7,13 +7,15 @@
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from math import ceil
-from operator import sub
 
-from slotwise.simulate.simulator import REFUSED, SERVED, SimulatedRequest
+from slotwise.simulate.requests import REFUSED, SERVED, SimulatedRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +26,10 @@ class Objectives:
     tpot: float | None = None
 
     def met(self, request: SimulatedRequest) -> bool:
-        times = request.token_times
-        if request.reason not in SERVED or not times:
+        ttft = request.ttft
+        if request.reason not in SERVED or ttft is None:
             return False
-        tpot = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
-        return ((self.ttft is None or times[0] - request.arrived <= self.ttft)
-                and (self.tpot is None or tpot <= self.tpot))
+        return (self.ttft is None or ttft <= self.ttft) and (self.tpot is None or request.tpot <= self.tpot)
 
 
 ANY = Objectives()
@@ -55,29 +55,80 @@ class Figures:
 
 def figures(requests: Sequence[SimulatedRequest], objectives: Objectives = ANY) -> Figures:
     """Returns the figures of requests."""
-    first = [request.token_times[0] - request.arrived for request in requests if request.token_times]
-    gaps: Counter[float] = Counter()
-    for request in requests:
-        gaps.update(map(sub, request.token_times[1:], request.token_times))
+    first, gaps = Distribution(), gaps_of(requests)
+    first.add((ttft, 1) for request in requests if (ttft := request.ttft) is not None)
     ends = [max(request.ended, request.arrived) for request in requests]
     seconds = max(ends, default=0.0) - min([request.arrived for request in requests], default=0.0)
     rate = 1 / seconds if seconds > 0 else 0.0
     reasons = Counter(request.reason for request in requests)
-    waits = Counter(first)
     return Figures(
-        len(requests), sum(reasons[reason] for reason in SERVED), reasons[REFUSED], quantile(waits, 0.5),
-        quantile(waits, 0.99), quantile(gaps, 0.5), quantile(gaps, 0.99),
-        sum(len(request.token_times) for request in requests) * rate, sum(map(objectives.met, requests)) * rate)
+        len(requests), sum(reasons[reason] for reason in SERVED), reasons[REFUSED], first.quantile(0.5),
+        first.quantile(0.99), gaps.quantile(0.5), gaps.quantile(0.99),
+        sum(request.num_tokens for request in requests) * rate, sum(map(objectives.met, requests)) * rate)
 
 
-def quantile(counts: Mapping[float, int], share: float) -> float:
-    """Returns the smallest value that at least `share` of all values do not exceed; 0 of none."""
-    left = ceil(share * sum(counts.values()))
-    for value in sorted(counts):
-        left -= counts[value]
-        if left <= 0:
-            return value
-    return 0.0
+class Distribution:
+    """Values with a weight each, in parts that are sorted on their own: of as many as a million requests have."""
+
+    def __init__(self) -> None:
+        self.total = 0  # of all weights
+        self._parts: list[tuple[array[float], array[int]]] = []  # values, and the weights up to each
+
+    def add(self, weighted: Iterable[tuple[float, int]]) -> None:
+        """Add a part."""
+        ordered = sorted(weighted)
+        if ordered:
+            self._parts.append((array("d", [value for value, _ in ordered]),
+                                array("q", accumulate(weight for _, weight in ordered))))
+            self.total += self._parts[-1][1][-1]
+
+    def quantile(self, share: float) -> float:
+        """Returns the smallest value that at least `share` of all values do not exceed; 0 of none."""
+        target = ceil(share * self.total)
+        found: list[float] = []
+        for values, _ in self._parts:
+            at = bisect_left(values, True, key=lambda value: self._at_most(value) >= target)
+            found += values[at : at + 1]
+        return min(found, default=0.0)
+
+    def _at_most(self, value: float) -> int:
+        """The weight of the values that do not exceed `value`."""
+        number = 0
+        for values, weights in self._parts:
+            before = bisect_right(values, value)
+            number += weights[before - 1] if before else 0
+        return number
+
+
+def gaps_of(requests: Iterable[SimulatedRequest]) -> Distribution:
+    """Returns the seconds between the tokens of each request: a part for each clock, and one between spans."""
+    clocks: dict[int, tuple[array[float], array[int]]] = {}
+    pauses: Counter[float] = Counter()
+    for request in requests:
+        clock, spans = request.clock, request.spans
+        if not spans:
+            continue
+        _, changes = clocks.setdefault(id(clock), (clock, array("i", bytes(4 * (len(clock) + 1)))))
+        for first, last in zip(spans[::2], spans[1::2], strict=True):
+            changes[first + 1] += 1
+            changes[last + 1] -= 1
+        pauses.update([clock[first] - clock[last] for last, first in zip(spans[1:-1:2], spans[2::2], strict=True)])
+    found = Distribution()
+    for clock, changes in clocks.values():
+        found.add(_steps_between(clock, changes))
+    found.add(pauses.items())
+    return found
+
+
+def _steps_between(clock: array[float], changes: array[int]) -> Iterator[tuple[float, int]]:
+    """Yields the seconds from the step before, and how many requests have a token of both steps.
+
+    Args:
+        changes: by step, how many more requests than one step before.
+    """
+    for index, number in enumerate(accumulate(changes)):
+        if number:
+            yield clock[index] - clock[index - 1], number
 
 
 def grouped(requests: Mapping[str, SimulatedRequest], group_of: Mapping[str, str]) -> dict[str, list[SimulatedRequest]]:

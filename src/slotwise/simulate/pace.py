@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import Protocol
 
-from slotwise.core.roofline import Cost, Roofline
+from slotwise.core.roofline import Roofline
 from slotwise.core.step_time import StepTimeModel, Work
 
 
@@ -22,6 +23,10 @@ class Pace(Protocol):
 
     def predicted(self, work: Work) -> float:
         """Returns what a scheduler expects a step to take; called any number of times."""
+        ...
+
+    def least(self, work: Work) -> float:
+        """Returns a lower bound of this step and of any with longer contexts; 0 where there is none to tell."""
         ...
 
     def between(self) -> float:
@@ -40,6 +45,9 @@ class CostPace:
 
     predicted = step
 
+    def least(self, work: Work) -> float:
+        return 0.0
+
     def between(self) -> float:
         return 0.0
 
@@ -54,7 +62,7 @@ class LearnedPace:
     def step(self, work: Work) -> float:
         return self.times.typical(work._replace(longest=0))
 
-    predicted = step
+    predicted = least = step  # no coefficient is negative
 
     def between(self) -> float:
         return self.gap
@@ -72,14 +80,13 @@ class RooflinePace:
     def step(self, work: Work) -> float:
         """The keys and values that a prompt's chunk reads before it are not counted: weights are more."""
         roofline, machine = self.roofline, self.roofline.machine
-        cost = Cost(
-            roofline.weight_bytes + work.context * roofline.position_bytes,
-            2 * (work.tokens * roofline.token_weights + work.rows * roofline.head_weights)
-            + int(work.context + work.pairs) * roofline.pair_operations)
-        return self.overhead + max(cost.bytes / (machine.bytes_per_second * self.memory_share),
-                                   cost.operations / (machine.operations_per_second * self.compute_share))
+        read = roofline.weight_bytes + work.context * roofline.position_bytes
+        operations = 2 * (work.tokens * roofline.token_weights + work.rows * roofline.head_weights) + int(
+            work.context + work.pairs) * roofline.pair_operations
+        return self.overhead + max(read / (machine.bytes_per_second * self.memory_share),
+                                   operations / (machine.operations_per_second * self.compute_share))
 
-    predicted = step
+    predicted = least = step
 
     def between(self) -> float:
         return 0.0
@@ -95,6 +102,10 @@ class Known(StepTimeModel):
     @property
     def is_trained(self) -> bool:
         return True
+
+    def measured(self, work: Work) -> float:
+        """Every step is known: none has to be measured."""
+        return inf
 
     def step(self, work: Work, started: float, ended: float) -> None:
         """Learns nothing: the pace does not change."""

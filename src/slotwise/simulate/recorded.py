@@ -1,14 +1,17 @@
 """What an event log says for a simulation: the server's setup, its traffic, and what was measured.
 
 The step-time model goes on learning from the log's steps.  A log in a file holds prompts and outputs, so prefixes are
-shared as they were; a stream holds no prompts, and none of its requests shares any.  Drafts are not simulated.
+shared as they were, and drafts from texts are found again; a stream holds no prompts, and none of its requests shares
+any.  A draft model is as often right, and takes as long for a pass, as it was and did.  Grammars are left out: the
+outputs are known.
 """
 
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -16,8 +19,11 @@ from slotwise.core.limits import SchedulerLimits
 from slotwise.engine.messages import Add, Command, Configure, Finish
 from slotwise.observe import event_log
 from slotwise.observe.step_time import StepTimeModel
+from slotwise.simulate.drafts import DraftModel
 from slotwise.simulate.pace import LearnedPace
-from slotwise.simulate.simulator import SERVED, Setup, SimulatedRequest
+from slotwise.simulate.requests import SERVED, SimulatedRequest, new_clock
+from slotwise.simulate.simulator import Setup
+from slotwise.speculation.settings import DRAFT_MODEL, PREDICTION, Speculation
 
 NS = 1e-9
 OWN = 1 << 32  # token ids from here on tell prompts apart that are not known
@@ -36,6 +42,8 @@ class Recording:
     tiers: dict[str, str] = field(default_factory=dict)
     partial: set[str] = field(default_factory=set)  # requests whose beginning or end is not in the log
     num_refused: int = 0
+    handling: float = 0.0  # median seconds from a request's first bytes to the engine, and from its first token's step
+    # to the first byte sent: tokenising and detokenising, which no simulation has
 
     @property
     def traffic(self) -> list[tuple[float, Command]]:
@@ -79,14 +87,30 @@ class _Reader:
         self._ids: dict[int, str] = {}
         self._admitted: set[int] = set()
         self._gaps: list[float] = []
+        self._clock = new_clock()  # when each step ended
         self._busy_since = 0  # nanoseconds; 0: the last step left no work
+        self._acceptance = _Measured()
+        self._has_predictions = False
+        self._handling: tuple[list[float], list[float]] = ([], [])  # before the engine, and behind it
 
     def setup(self) -> Setup:
         run = self.recording.run
         self.recording.partial |= {name for name, one in self.recording.measured.items() if not one.reason}
+        self.recording.handling = sum(statistics.median(each) for each in self._handling if each)
         gap = statistics.median(self._gaps) if self._gaps else 0.0
         limits: SchedulerLimits = run.scheduling.limits(run.limits)
-        return Setup(limits, run.scheduling, LearnedPace(self.recording.times, gap), run.depth, run.eos_token_ids)
+        speculation = self._speculation()
+        model = self._acceptance.model(speculation.num_drafts) if speculation else None
+        return Setup(
+            limits, run.scheduling, LearnedPace(self.recording.times, gap), run.depth, run.eos_token_ids,
+            speculation=speculation, draft_model=model)
+
+    def _speculation(self) -> Speculation | None:
+        """The engine's, unless none of the log's requests can have drafts by it."""
+        found = self.recording.run.speculation
+        if found is None or (found.method == PREDICTION and not self._has_predictions):
+            return None
+        return None if found.method == DRAFT_MODEL and not self._acceptance.compared else found
 
     def feed(self, entry: event_log.Entry) -> None:
         found = self.recording
@@ -95,10 +119,14 @@ class _Reader:
                 raise ValueError(f"{entry.missed} entries of the log are missing")
             case event_log.Request():
                 self._ids[entry.number] = entry.id
-                found.measured[entry.id] = SimulatedRequest(entry.ns * NS)
+                found.measured[entry.id] = SimulatedRequest(entry.ns * NS, self._clock)
                 found.outputs[entry.id] = []
                 found.tenants[entry.id], found.tiers[entry.id] = entry.slo.tenant, entry.slo.tier
                 found.commands.append((entry.ns * NS, self._arrival(entry)))
+                if entry.received_ns:
+                    self._handling[0].append((entry.ns - entry.received_ns) * NS)
+            case event_log.Sent() if (first := self._first_token(entry.number)) is not None:
+                self._handling[1].append(max(0.0, entry.first_ns * NS - first))
             case event_log.Command() if entry.scheduling is not None:
                 found.commands.append((entry.ns * NS, Configure(entry.scheduling)))
             case event_log.Command() if entry.reason != "stop" and entry.number in self._ids:
@@ -108,24 +136,62 @@ class _Reader:
             case event_log.Step():
                 self._step(entry)
 
+    def _first_token(self, number: int) -> float | None:
+        request = self.recording.measured.get(self._ids.get(number, ""))
+        return request.first_token if request is not None else None
+
     def _arrival(self, entry: event_log.Request) -> Add:
         prompt: Sequence[int] = entry.prompt or [OWN + entry.number] * entry.num_prompt
-        return Add(entry.id, list(prompt), entry.params, entry.seed, entry.output_tokens, entry.salt,
-                   entry.queue_timeout, slo=entry.slo, pooling=entry.pooling)
+        params = entry.params if entry.params.grammar is None else replace(entry.params, grammar=None)
+        self._has_predictions |= bool(entry.prediction)
+        return Add(entry.id, list(prompt), params, entry.seed, entry.output_tokens, entry.salt,
+                   entry.queue_timeout, slo=entry.slo, pooling=entry.pooling, prediction=entry.prediction)
 
     def _step(self, step: event_log.Step) -> None:
         found = self.recording
         found.times.stepped(step)
+        self._acceptance.add(step)
         if self._busy_since and step.planned and step.counts:
             self._gaps.append(max(0.0, (step.planned[0] - self._busy_since) * NS))
         self._busy_since = step.ended_ns if step.num_running or step.num_waiting else 0
         self._admitted.update(admission.number for admission in step.admitted)
         found.partial.update(self._ids[number] for number in step.numbers if number not in self._admitted)
+        at = len(self._clock)
+        self._clock.append(step.ended_ns * NS)
         for number, tokens in zip(step.numbers, step.tokens, strict=False):
-            if tokens:
-                request_id = self._ids[number]
-                found.outputs[request_id] += tokens
-                found.measured[request_id].token_times += [step.ended_ns * NS] * len(tokens)
+            request_id = self._ids[number]
+            found.outputs[request_id] += tokens
+            for _ in tokens:
+                found.measured[request_id].add_tokens(at, at)
         for end in step.ended:
             request = found.measured[self._ids[end.number]]
             request.ended, request.reason = step.ended_ns * NS, end.reason
+
+
+class _Measured:
+    """What a log shows of its draft model."""
+
+    def __init__(self) -> None:
+        self.compared: Counter[int] = Counter()  # by position: drafts that followed right ones only
+        self._right: Counter[int] = Counter()
+        self._seconds = 0.0
+        self._passes = 0
+
+    def add(self, step: event_log.Step) -> None:
+        for number, right in step.verified if step.drafts else ():
+            self.compared.update(range(min(number, right + 1)))
+            self._right.update(range(right))
+        if step.proposing is not None:
+            self._seconds += step.proposing.seconds
+            self._passes += step.proposing.passes
+
+    def model(self, most: int) -> DraftModel | None:
+        """Returns the draft model, with shares of `most` positions; the last that was measured stands for those behind.
+
+        None: no draft was verified.
+        """
+        if not self.compared:
+            return None
+        shares = [self._right[position] / self.compared[position] for position in sorted(self.compared)][:most]
+        shares += shares[-1:] * (most - len(shares))
+        return DraftModel(tuple(shares), self._seconds / self._passes if self._passes else 0.0)

@@ -13,43 +13,37 @@ step in progress nothing that ends later than the request arrives.
 
 from __future__ import annotations
 
+import gc
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 from math import inf
 from typing import Any
 
+from slotwise.core.decode_run import DecodeRun, Outputs
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.scheduler import Scheduler
-from slotwise.core.step import StepPlan, StepResult
-from slotwise.core.step_time import Learned, StepTimeModel, work_of
+from slotwise.core.step_time import Learned, StepTimeModel
 from slotwise.engine.admission_control import AdmissionControl
 from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add, Command, EngineInfo, StepRecord
 from slotwise.engine.observer import Observer
 from slotwise.engine.scheduling import Scheduling
+from slotwise.simulate.drafts import DraftModel, Verifier
 from slotwise.simulate.pace import Known, Pace
+from slotwise.simulate.requests import REFUSED, SimulatedRequest, new_clock
+from slotwise.simulate.virtual_machine import VirtualMachine
+from slotwise.speculation.proposer import proposer_of
+from slotwise.speculation.settings import Speculation
 
-FILLER = 7  # the token that every row samples, where its output is not known
+NEARLY = 0.999  # of a sum of lower bounds: it is added up in another order
 MODEL = "simulated"  # the name of the model in what observers are told
-IDLE = 0.001  # seconds that a plan without rows takes
-SERVED = ("stop", "length")  # the reasons of requests that were served whole
-REFUSED = "refused"  # the reason of a request that admission control did not accept
 
 
 class NoEnd(RuntimeError):
     """The simulation did not end within its maximal number of steps."""
-
-
-@dataclass(slots=True)
-class SimulatedRequest:
-    """The results of one request.  Times are seconds of the virtual clock."""
-
-    arrived: float
-    token_times: list[float] = field(default_factory=list)
-    ended: float = 0.0
-    reason: str = ""  # as in the engine's records, or REFUSED
-    replica: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +58,8 @@ class Setup:
     max_queued: tuple[int | None, int | None] = (None, None)  # requests and prompt tokens that may wait; None: measured
     learns: bool = False  # its scheduler learns step times from its steps; else it knows the pace's
     learned: Learned | None = None  # what it has learned at the start
+    speculation: Speculation | None = None  # where drafts come from; None: there are none
+    draft_model: DraftModel | None = None  # of speculation with one
 
     def changed(self, changes: Mapping[str, Any]) -> Setup:
         """Returns the setup with scheduling settings changed, as `Scheduling.changed` names them.
@@ -78,51 +74,15 @@ class Setup:
         return replace(self, scheduling=scheduling, limits=scheduling.limits(self.limits))
 
 
-class VirtualMachine:
-    """An executor that advances its clock by the pace of each step.
+class RunInProgress:
+    """The steps of a run that a server has taken so far: its scheduler learns of them when the run is over."""
 
-    Args:
-        outputs: output tokens by request id, where they are known.
-    """
-
-    def __init__(self, pace: Pace, outputs: Mapping[str, Sequence[int]] | None = None) -> None:
-        self.now = 0.0  # seconds
-        self._pace = pace
-        self._outputs = outputs or {}
-        self._plans: deque[StepPlan] = deque()
-        self._num_at_join: dict[int, float] = {}  # by slot: tokens known when its request joined; inf: it is pooled
-        self._known: dict[int, tuple[int, Sequence[int]]] = {}  # by slot: prompt tokens and output
-
-    def clock(self) -> int:
-        """Nanoseconds."""
-        return round(self.now * 1e9)
-
-    def submit(self, plan: StepPlan) -> None:
-        self._plans.append(plan)
-        for join in plan.new_requests:
-            self._num_at_join[join.slot] = len(join.tokens) if join.pooling is None else inf
-            self._known[join.slot] = join.num_prompt, self._outputs.get(join.request_id, ())
-
-    def collect(self) -> StepResult:
-        plan = self._plans.popleft()
-        work = work_of(plan.starts, plan.counts, plan.padding, plan.drafts)
-        self.now += self._pace.step(work) if work.rows else IDLE
-        at_join = self._num_at_join
-        if not self._outputs:
-            return StepResult(plan.step, tuple([
-                _FILLERS if start + count >= at_join[slot] else ()
-                for slot, start, count in zip(plan.slots, plan.starts, plan.counts, strict=True)]))
-        return StepResult(plan.step, tuple([
-            (self._token(slot, start + count),) if start + count >= at_join[slot] else ()
-            for slot, start, count in zip(plan.slots, plan.starts, plan.counts, strict=True)]))
-
-    def _token(self, slot: int, end: int) -> int:
-        num_prompt, output = self._known[slot]
-        index = end - num_prompt
-        return output[index] if index < len(output) else FILLER
-
-
-_FILLERS = (FILLER,)
+    def __init__(self, run: DecodeRun, rows: Sequence[Sequence[int]]) -> None:
+        run.end_at_stops(rows)
+        self.run = run
+        self.rows = rows
+        self.times: list[tuple[int, int]] = []  # nanoseconds: planned, ended
+        self.ends: list[float] = []  # seconds
 
 
 class Server:
@@ -131,35 +91,56 @@ class Server:
     Args:
         outputs: output tokens by request id, where they are known.
         observers: notified as those of an engine service are.
+        replica: its number, which its requests have.
+        takes_runs: it takes steps without a decision at once; the results are the same.
     """
 
     def __init__(self, setup: Setup, outputs: Mapping[str, Sequence[int]] | None = None,
-                 observers: Sequence[Observer] = ()) -> None:
+                 observers: Sequence[Observer] = (), replica: int = 0, *, takes_runs: bool = True) -> None:
         limits = setup.scheduling.limits(setup.limits)
         times = StepTimeModel(setup.learned) if setup.learns else Known(setup.pace)
-        scheduler = Scheduler(limits, setup.scheduling.discipline(), setup.scheduling.policy(times), times)
-        self.machine = VirtualMachine(setup.pace, outputs)
+        scheduler = Scheduler(limits, setup.scheduling.discipline(), setup.scheduling.policy(times), times,
+                              proposer_of(setup.speculation, times))
+        self.machine = VirtualMachine(setup.pace, outputs, Verifier(setup.draft_model, replica))
         self.engine = Engine(
             scheduler, self.machine, self.machine.clock, setup.eos_token_ids, depth=setup.depth,
             scheduling=setup.scheduling)
         self.admission = AdmissionControl(limits, *setup.max_queued)
+        self.clock = new_clock()  # when its steps ended, in seconds
         self._observers = (self.admission, *observers)
         info = EngineInfo(
             MODEL, "simulated", "", 0, limits, setup.scheduling, setup.eos_token_ids, depth=setup.depth,
-            learned=setup.learned)
+            learned=setup.learned, speculation=setup.speculation)
         for observer in self._observers:
             observer.started(info)
         self._pace = setup.pace
+        self._replica = replica
+        self._takes_runs = takes_runs
         self._inbox: deque[tuple[float, Command]] = deque()
+        self._requests: dict[str, SimulatedRequest] = {}  # unfinished
         self._ends: deque[float] = deque()  # of its requests, in order
         self._unfinished = 0
+        self._run: RunInProgress | None = None
 
     @property
     def next_at(self) -> float:
         """When its next step is planned; infinite while it has nothing to do."""
-        if self.engine.has_work:
-            return self.machine.now + max(self._pace.between(), self.engine.wait())
-        return max(self.machine.now, self._inbox[0][0]) if self._inbox else inf
+        if not self.engine.has_work:
+            return max(self.machine.now, self._inbox[0][0]) if self._inbox else inf
+        soon = self.machine.now + self._pace.between()
+        if not (wait := self.engine.wait()):
+            return soon
+        woken = self._inbox[0][0] if self._inbox else inf  # a command ends the wait
+        return max(soon, min(self.machine.now + wait, woken))
+
+    @property
+    def quiet_until(self) -> float:
+        """Until when none of its requests ends, as far as that is known: not before its next step."""
+        if (running := self._run) is None:
+            return self.next_at
+        left = running.run.length - len(running.times)
+        least = left * self._pace.least(running.run.work(len(running.times))) * NEARLY
+        return max(self.next_at, min(self.machine.now + least, running.run.until))
 
     def load(self, now: float) -> int:
         """Requests unfinished at `now`, as its router knows them."""
@@ -168,76 +149,178 @@ class Server:
             self._unfinished -= 1
         return self._unfinished
 
-    def send(self, at: float, command: Command) -> bool:
-        """Takes in a command sent at `at`; returns whether a request is accepted."""
-        if isinstance(command, Add):
-            if self.admission.objection(command.slo.tenant, 1, len(command.prompt)):
-                return False
+    def ask(self, at: float, command: Add) -> SimulatedRequest:
+        """Takes in a request sent at `at`, or refuses it."""
+        self._end_run()
+        request = SimulatedRequest(at, self.clock, replica=self._replica)
+        if self.admission.objection(command.slo.tenant, 1, len(command.prompt)):
+            request.ended, request.reason = at, REFUSED
+        else:
             self._unfinished += 1
+            self._requests[command.request_id] = request
+            self.send(at, command)
+        return request
+
+    def send(self, at: float, command: Command) -> None:
+        """Takes in a command sent at `at`."""
+        self._end_run()
         for observer in self._observers:
             observer.commanded(command, round(at * 1e9))
         self._inbox.append((at, command))
-        return True
 
-    def step(self) -> StepRecord:
-        """Handles what was sent until its next step, then runs that."""
-        plans_at = self.next_at
+    def run_until(self, at: float, most: int) -> int:
+        """Takes the steps that are planned before `at`, in seconds, at most `most`.  Returns their number."""
+        number = 0
+        while number < most and (plans_at := self.next_at) < at:
+            if self._run is None or _on_clock(plans_at) >= self._run.run.until:
+                self._end_run()
+                self._begin(plans_at)
+            if self._run is not None:
+                number += self._go_on(self._run, plans_at, at, most - number)
+            else:
+                self._take_in(self.engine.step())
+                number += 1
+        return number
+
+    def _begin(self, plans_at: float) -> None:
+        """Handles what was sent until the next step, which may be the first of a run."""
         while self._inbox and self._inbox[0][0] <= plans_at:
-            at, command = self._inbox.popleft()
-            self.machine.now = max(self.machine.now, at)
+            sent_at, command = self._inbox.popleft()
+            self.machine.now = max(self.machine.now, sent_at)
             self.engine.handle(command)
-        self.machine.now = max(self.machine.now, plans_at)
-        record = self.engine.step()
+        self.machine.now = plans_at
+        if self._takes_runs and (run := self.engine.decode_run()) is not None:
+            self._run = RunInProgress(run, self.machine.rows(run))
+
+    def _go_on(self, running: RunInProgress, plans_at: float, at: float, most: int) -> int:
+        """Takes steps of a run, the first planned at `plans_at`, as `run_until` does."""
+        run, times, ends, pace = running.run, running.times, running.ends, self._pace
+        before = len(times)
+        while len(times) - before < most and plans_at < at and (started := round(plans_at * 1e9)) * 1e-9 < run.until:
+            ended = plans_at + pace.step(run.work(len(times)))
+            times.append((started, round(ended * 1e9)))
+            ends.append(ended)
+            self.machine.now = ended
+            if len(times) == run.length:
+                self._end_run()
+                break
+            plans_at = ended + pace.between()
+        return len(times) - before
+
+    def _end_run(self) -> None:
+        """Let the scheduler and the observers know the steps of a run: they are to decide, or to be asked."""
+        run, self._run = self._run, None
+        if run is None:
+            return
+        first, number = len(self.clock), len(run.times)
+        self.clock.extend(run.ends)
+        for request_id in run.run.request_ids:
+            self._requests[request_id].add_tokens(first, first + number - 1)
+        outputs = Outputs(run.rows, self.machine.steps(run.rows, number))
+        is_watched = len(self._observers) > 1 or run.run.stop is not None  # admission control times the queue
+        for record in self.engine.take(run.run, run.times, outputs, each=is_watched):
+            self._tell(record)
+
+    def _take_in(self, record: StepRecord) -> None:
+        """Count the tokens of a step that was not in a run."""
+        at = len(self.clock)
+        self.clock.append(self.machine.now)
+        for request_id, tokens in zip(record.request_ids, record.token_ids, strict=False):
+            for _ in tokens:
+                self._requests[request_id].add_tokens(at, at)
+        self._tell(record)
+
+    def _tell(self, record: StepRecord) -> None:
         for observer in self._observers:
             observer.stepped(record)
-        self._ends.extend([self.machine.now] * len(record.ended))
-        return record
+        for end in record.ended:
+            request = self._requests.pop(end.request_id)
+            request.ended, request.reason = self.machine.now, end.reason
+            self._ends.append(self.machine.now)
+
+
+def _on_clock(seconds: float) -> float:
+    """Returns the time as the engine's clock shows it, which counts nanoseconds."""
+    return round(seconds * 1e9) * 1e-9
+
+
+class Fleet:
+    """Servers behind a router: a request goes to the one with the fewest unfinished ones, the first of several.
+
+    Servers meet only there.  So a server is left alone until one of its requests may end, or one is sent to it.
+    """
+
+    def __init__(self, servers: Sequence[Server], max_steps: int) -> None:
+        self._servers = servers
+        self._left = max_steps
+        self._queue: list[tuple[float, int]] = []  # a heap: until when each server that has work is left alone
+        self._alone_until = [inf] * len(servers)  # the same by server; other entries of the heap are out of date
+        self.requests: dict[str, SimulatedRequest] = {}
+
+    def run_until(self, at: float) -> None:
+        """Take the steps that are planned before `at`, in seconds, of all servers whose requests may have ended."""
+        while self._queue and self._queue[0][0] < at:
+            until, index = heappop(self._queue)
+            if self._left < 1:
+                raise NoEnd
+            if until == self._alone_until[index]:
+                self._run(index, at)
+
+    def _run(self, index: int, at: float) -> None:
+        self._left -= self._servers[index].run_until(at, self._left)
+        self._leave_alone(index)
+
+    def _leave_alone(self, index: int) -> None:
+        self._alone_until[index] = until = self._servers[index].quiet_until
+        if until < inf:
+            heappush(self._queue, (until, index))
+
+    def route(self, at: float, command: Command) -> None:
+        """Send a command: a request to one server, what concerns it to the same, other commands to all."""
+        servers = self._servers
+        known = self.requests.get(getattr(command, "request_id", ""))
+        if isinstance(command, Add):
+            loads = [server.load(at) for server in servers] if len(servers) > 1 else [0]
+            chosen: Sequence[int] = (loads.index(min(loads)),)
+        else:
+            chosen = range(len(servers)) if known is None else (known.replica,)
+        for index in chosen:
+            self._run(index, at)
+            if isinstance(command, Add):
+                self.requests[command.request_id] = servers[index].ask(at, command)
+            else:
+                servers[index].send(at, command)
+            self._leave_alone(index)
 
 
 def simulate(
-    arrivals: Iterable[tuple[float, Command]], servers: Sequence[Server], max_steps: int = 10_000_000,
+    arrivals: Iterable[tuple[float, Command]], servers: Sequence[Server], max_steps: int = 100_000_000,
 ) -> dict[str, SimulatedRequest]:
     """Simulates `arrivals`, (seconds, command) in order, until all requests have ended.
-
-    A request goes to the server with the fewest unfinished ones, the first of several.
 
     Raises:
         NoEnd: some have not ended after `max_steps` steps.
     """
-    requests: dict[str, SimulatedRequest] = {}
-    coming = iter(arrivals)
-    following = next(coming, None)
-    for _ in range(max_steps):
-        server = min(servers, key=_next_at) if len(servers) > 1 else servers[0]
-        while following is not None and following[0] <= server.next_at:
-            _route(*following, servers, requests)
-            following = next(coming, None)
-            if len(servers) > 1:
-                server = min(servers, key=_next_at)
-        if server.next_at == inf:
-            return requests
-        record = server.step()
-        now = server.machine.now
-        for request_id, tokens in zip(record.request_ids, record.token_ids, strict=False):
-            if tokens:
-                requests[request_id].token_times += [now] * len(tokens)
-        for end in record.ended:
-            requests[end.request_id].ended, requests[end.request_id].reason = now, end.reason
-    unfinished = sum(not request.reason for request in requests.values())
-    raise NoEnd(f"after {max_steps} steps {unfinished} requests are to end, and more may come")
+    fleet = Fleet(servers, max_steps)
+    try:
+        with _no_collector():
+            for at, command in arrivals:
+                fleet.run_until(at)
+                fleet.route(at, command)
+            fleet.run_until(inf)
+    except NoEnd:
+        unfinished = sum(not request.reason for request in fleet.requests.values())
+        raise NoEnd(f"after {max_steps} steps {unfinished} requests are to end, and more may come") from None
+    return fleet.requests
 
 
-def _next_at(server: Server) -> float:
-    return server.next_at
-
-
-def _route(at: float, command: Command, servers: Sequence[Server], requests: dict[str, SimulatedRequest]) -> None:
-    if not isinstance(command, Add):
-        known = requests.get(getattr(command, "request_id", ""))
-        for server in servers if known is None else [servers[known.replica]]:
-            server.send(at, command)
-        return
-    replica = min(range(len(servers)), key=lambda index: servers[index].load(at)) if len(servers) > 1 else 0
-    request = requests[command.request_id] = SimulatedRequest(at, replica=replica)
-    if not servers[replica].send(at, command):
-        request.ended, request.reason = at, REFUSED
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """Keeps Python's collector of circular garbage from looking at millions of objects, of which none is such."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

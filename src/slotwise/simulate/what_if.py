@@ -13,7 +13,8 @@ from slotwise.engine.messages import Command, Configure
 from slotwise.observe import event_log
 from slotwise.simulate.figures import Objectives, figures, grouped
 from slotwise.simulate.recorded import Recording, read_recording
-from slotwise.simulate.simulator import Server, SimulatedRequest, simulate
+from slotwise.simulate.requests import SimulatedRequest
+from slotwise.simulate.simulator import Server, simulate
 
 MEASURED, REPLAYED, WHAT_IF = "measured", "replayed", "what_if"
 ALL = "all requests"
@@ -79,8 +80,7 @@ def _of_request(runs: Runs, request_id: str) -> dict[str, Any]:
     if not names:
         raise ValueError(f"no request {request_id!r:.80} has begun and ended in the log")
     return {"id": names[0], **{run: {
-        "first_token": one.token_times[0] - one.arrived if one.token_times else None,
-        "end": one.ended - one.arrived, "reason": one.reason} for run, one in (
+        "first_token": one.ttft, "end": one.ended - one.arrived, "reason": one.reason} for run, one in (
             (run, requests[names[0]]) for run, requests in runs.items())}}
 
 

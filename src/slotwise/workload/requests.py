@@ -18,7 +18,7 @@ from slotwise.workload.arrivals import Arrivals, AtOnce
 from slotwise.workload.lengths import MAX_LENGTH, Lengths
 from slotwise.workload.prefixes import NO_GROUP, Prefixes
 
-MAX_REQUESTS = 100_000
+MAX_REQUESTS = 1_000_000
 MAX_SECONDS = 10**9
 FIRST_PLAIN_ID = 10  # smaller ids are often special tokens that begin, end or pad
 NO_PREFIX = Prefixes()

@@ -133,10 +133,8 @@ class PanelProduct:
         return packed.product(launcher)
 
 
-def panel_product(name: str, method: Method, layout: Layout, kind: Real) -> PanelProduct:
-    """The kernel of products by a method, with results of `kind`; its name is unique in the module of `multiply`."""
-    prepare, multiply, begin, end = method
-
+def _panel_kernel(multiply: Callable[[int, Tile], None], layout: Layout, kind: Real) -> Callable[..., None]:
+    """`multiply_panel`: the product of a panel and a block of rows, tile by tile, with a method's `multiply`."""
     @kernel
     def multiply_panel(
         words: int, memory: int, first: int, rows: int, panel: int, following: int, is_cold: int
@@ -169,6 +167,15 @@ def panel_product(name: str, method: Method, layout: Layout, kind: Real) -> Pane
                     for column in range(left):
                         store(place + i * stride, column, load(target + i * target_stride, column, kind), kind)
             row += count
+
+    return multiply_panel
+
+
+def panel_product(name: str, method: Method, layout: Layout, kind: Real) -> PanelProduct:
+    """The kernel of products by a method, with results of `kind`; its name is unique in the module of `multiply`."""
+    prepare, multiply, begin, end = method
+
+    multiply_panel = _panel_kernel(multiply, layout, kind)
 
     def product(words: int) -> None:
         tokens, block, threads = load(words, TOKENS, INT64), load(words, BLOCK, INT64), load(words, THREADS, INT64)

@@ -55,7 +55,7 @@ def with_prefixes(workload: Workload, share: float, groups: int, seed: int) -> W
 
 def window(trace: Path, number: int, rate: float, seed: int) -> Workload:
     """Returns `number` requests of the trace, other ones for each seed, that arrive at `rate` a second."""
-    read = read_trace(trace, 1.0, limit=None)
+    read = read_trace(trace)
     first = (seed - 1) * number % max(1, len(read.times) - number)
     part = type(read)(read.name, read.times[first : first + number], read.lengths[first : first + number], 1.0)
     return replay(part, Poisson(rate), seed=seed)

@@ -61,6 +61,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "simulator": results.simulator,
     "neighbours": results.neighbours,
     "speculation": results.speculation,
+    "draft gains": results.draft_gains,
     "forced tokens": results.forced_tokens,
     "observing": results.observing,
     "policies": policies.promises,

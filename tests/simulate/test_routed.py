@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -37,6 +38,7 @@ def served(router: str, max_queued: tuple[int | None, int | None] = (None, None)
     routed = RoutedServers(ROUTERS[router](0), REPLICAS)
     servers = [Server(setup, observers=[told], replica=index) for index, told in enumerate(routed.observers)]
     found = simulate(traffic_of(workload()), servers, routed=routed)
+    routed.tell(inf)
     assert all(one.num_sent == 0 for one in routed.fleet.replicas)
     routed.fleet.check()
     return found

@@ -43,8 +43,7 @@ class RoutedServers:
 
     def choose(self, at: float, command: Add) -> int:
         """Returns the server of a request that arrives at `at`, in seconds."""
-        while self._events and self._events[0][0] <= at:
-            heappop(self._events)[2]()
+        self.tell(at)
         size, length = self.observers[0].block_size, len(command.prompt)
         pieces = tuple(pieces_of(command.prompt, size, command.salt))
         found = self._fleet.route(RoutedRequest(command.request_id, length, pieces, size), at)
@@ -53,6 +52,11 @@ class RoutedServers:
         told.without_output.add(command.request_id)
         told.index.expect(command.request_id, (length, pieces), length, size)
         return int(found.name)
+
+    def tell(self, at: float) -> None:
+        """Tells the router what it knows at `at`, in seconds."""
+        while self._events and self._events[0][0] <= at:
+            heappop(self._events)[2]()
 
     def refused(self, request_id: str) -> None:
         """The server of a request has not accepted it."""

@@ -64,6 +64,7 @@ FLAGS: tuple[Flag, ...] = (
     _shared("enable_chunked_prefill", is_switch=True),
     _shared("swap_space"),
     _shared("cpu_offload_gb"),
+    _shared("enable_sleep_mode", is_switch=True),
     _shared("load_format"),
     _shared("tokenizer_mode"),
     _shared("runner", "task"),

@@ -49,7 +49,6 @@ def _shared(*arguments: str, short: str = "", is_switch: bool = False) -> Flag:
 
 
 FLAGS: tuple[Flag, ...] = (
-    _shared("pipeline_parallel_size", short="-pp"),
     _shared("data_parallel_size", short="-dp"),
     Flag(("--api-server-count",), ("1",), "one process serves HTTP",
          "one process serves HTTP: start further servers behind a load balancer"),
@@ -64,6 +63,7 @@ FLAGS: tuple[Flag, ...] = (
     _shared("enable_chunked_prefill", is_switch=True),
     _shared("swap_space"),
     _shared("cpu_offload_gb"),
+    _shared("enable_sleep_mode", is_switch=True),
     _shared("load_format"),
     _shared("tokenizer_mode"),
     _shared("runner", "task"),

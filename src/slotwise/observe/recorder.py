@@ -114,7 +114,8 @@ class Recorder(Observer):
         entry = event_log.Request(
             number, request.request_id, now_ns, len(request.prompt), request.params, request.seed, request.received_ns,
             request.read_ns, request.tokenised_ns, request.output_tokens, request.queue_timeout, request.slo,
-            request.salt, stop_lengths=request.stop_lengths, pooling=request.pooling)
+            request.salt, stop_lengths=request.stop_lengths, pooling=request.pooling, adapter=request.adapter,
+            adapter_name=request.adapter_name)
         if self._file is not None:
             self._file.write(line_of(msgspec.structs.replace(
                 entry, prompt=tuple(request.prompt), prediction=request.prediction)))
@@ -178,7 +179,7 @@ def _set_rare_fields(entry: event_log.Step, record: StepRecord, numbers: dict[st
     if (stop := record.stop) is not None:
         reopens_at = None if stop.reopens_at == float("inf") else stop.reopens_at
         entry.stop = event_log.Stop(stop.reason, numbers[stop.first_blocked], stop.num_behind, reopens_at)
-    entry.forced = record.forced
+    entry.forced, entry.ranks = record.forced, record.ranks
     if record.compiled:
         entry.compiled = tuple([event_log.Compiled(numbers[name], objection) for name, objection in record.compiled])
     if record.ended:

@@ -32,7 +32,7 @@ WAITS = (
     reasons.GRAMMAR_COMPILING, reasons.NO_ADAPTER_SLOT)
 STALLS = (
     reasons.TOKEN_BUDGET, reasons.SHORT_STEP, reasons.TIME_BUDGET, reasons.FIRST_TOKEN,
-    reasons.ENDING, reasons.VERIFYING, reasons.PROMPTS_ALONE)
+    reasons.ENDING, reasons.VERIFYING, reasons.MICRO_BATCH, reasons.PROMPTS_ALONE)
 FINISHED = ("stop", "length", "abort", "timeout", "shed", "error")
 
 HISTOGRAMS = {
@@ -103,6 +103,9 @@ LABELLED = {
     "roofline_seconds_total": Labelled(
         "kind", KINDS, "Lower bound of the seconds of steps, from their bytes and operations and the measured rates of "
         "the machine; divided by iteration_time_seconds_sum it is the achieved share."),
+    "rank_busy_seconds_total": Labelled(
+        "rank", (), "Seconds in which each rank worked on steps, where several processes compute the model; waits of a "
+        "pipeline's stage for the one before it are not counted."),
     "expert_tokens_total": Labelled(
         "layer", (), "Tokens times the experts that each chose, by layer with experts; padding and drafts count, too."),
     "stalled_row_steps_total": Labelled(
@@ -124,6 +127,7 @@ BY_LAYER = {  # gauges labelled with the layer, of models with mixtures of exper
     "idle_experts": "Experts of the layer that no token chose in the latest minute of work.",
 }
 LAYER = "layer"
+LORA_REQUESTS = "The names of adapters of running and of waiting requests, as labels; only with --enable-lora."
 WAITING = Labelled("reason", WAITS[1:], "Requests that wait for a slot in the last planned step, by reason.")
 
 
@@ -164,10 +168,10 @@ class Shown:
     def gauge(self, name: str, value: float) -> Metric:
         return self._filled(GaugeMetricFamily, name, GAUGES[name], [], {"": value})
 
-    def info(self, name: str, help_text: str, facts: Mapping[str, object]) -> Metric:
-        """Returns a gauge of 1 whose labels are the information."""
+    def info(self, name: str, help_text: str, facts: Mapping[str, object], value: float = 1) -> Metric:
+        """Returns a gauge whose labels are the information."""
         family = GaugeMetricFamily(PREFIX + name, help_text, labels=["model_name", *facts])
-        family.add_metric([self._model, *map(str, facts.values())], 1)
+        family.add_metric([self._model, *map(str, facts.values())], value)
         return family
 
     def waiting(self, counts: Mapping[str, int]) -> Metric:

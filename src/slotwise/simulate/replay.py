@@ -144,7 +144,8 @@ def _arrival(entry: event_log.Request) -> Add:
     if len(entry.prompt) != entry.num_prompt:
         raise ReplayError("the log has no prompts: only one that was written to a file can be replayed")
     return Add(entry.id, list(entry.prompt), entry.params, entry.seed, entry.output_tokens, entry.salt,
-               entry.queue_timeout, slo=entry.slo, prediction=entry.prediction, pooling=entry.pooling)
+               entry.queue_timeout, slo=entry.slo, prediction=entry.prediction, pooling=entry.pooling,
+               adapter=entry.adapter)
 
 
 class _EngineRun:
@@ -236,4 +237,4 @@ class _Recorded:
         named = (logged.drafts or ((),) * plan.num_rows) if plan.has_proposed else ()
         return StepResult(
             plan.step, tokens, failed=logged.failed, forced=logged.forced, drafts=named, proposing=logged.proposing,
-            objections=tuple([objections.get(logged.numbers[row], "") for row in logged.failed]))
+            objections=tuple([objections.get(logged.numbers[row], "") for row in logged.failed]), ranks=logged.ranks)

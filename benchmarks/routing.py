@@ -93,12 +93,17 @@ def compared(trace: Path, replicas: int, number: int, seeds: Sequence[int]) -> I
 
 def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns for each load the medians over seeds of the first token's mean and p99, by router."""
-    loads = dict.fromkeys(map(_load, rows))
-    return [{"replicas": load[0], "prefixes": load[1], "rate": load[2], **{
-        name: {router: round(statistics.median(
-            row[name] for row in rows if _load(row) == load and row["router"] == router), 4)
-            for router in dict.fromkeys(row["router"] for row in rows)} for name in ("ttft_mean", "ttft_p99")}}
-        for load in loads]
+    found = []
+    for load in dict.fromkeys(map(_load, rows)):
+        line: dict[str, Any] = dict(zip(("replicas", "prefixes", "rate"), load, strict=True))
+        for name in ("ttft_mean", "ttft_p99"):
+            values: dict[str, list[float]] = {}
+            for row in rows:
+                if _load(row) == load:
+                    values.setdefault(row["router"], []).append(row[name])
+            line[name] = {router: round(statistics.median(some), 4) for router, some in values.items()}
+        found.append(line)
+    return found
 
 
 def _load(row: dict[str, Any]) -> tuple[Any, ...]:

@@ -97,7 +97,7 @@ class _Reader:
         run = self.recording.run
         self.recording.partial |= {name for name, one in self.recording.measured.items() if not one.reason}
         self.recording.handling = sum(statistics.median(each) for each in self._handling if each)
-        gap = statistics.median(self._gaps) if self._gaps else 0.0
+        gap = statistics.fmean(self._gaps) if self._gaps else 0.0
         limits: SchedulerLimits = run.scheduling.limits(run.limits)
         speculation = self._speculation()
         model = self._acceptance.model(speculation.num_drafts) if speculation else None

@@ -8,12 +8,16 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from checkpoints import make, prompts
 from live import Live, serving
 
+from slotwise.compose.choices import joined
 from slotwise.compose.engine import build_engine
+from slotwise.compose.ranks import visible_gpus
 from slotwise.core.params import SamplingParams
 from slotwise.core.step import Decision
 from slotwise.engine.config import ConfigError, EngineConfig
@@ -88,6 +92,16 @@ def test_ranks_of_plain_torch_exchange_through_gloo(tmp_path: Path) -> None:
     folder, asked = make("mixtral", tmp_path / "model"), prompts([5, 40])
     one, two = (engine_of(folder, ranks, device="reference") for ranks in (1, 2))
     assert tokens_of(two, asked, GREEDY) == tokens_of(one, asked, GREEDY)
+
+
+def test_ranks_on_gpus_have_one_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for visible, expected in (("", ["0", "1"]), ("3,1,2", ["3", "1"]), ("GPU-8a,GPU-71", ["GPU-8a", "GPU-71"])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert visible_gpus(2) == expected
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    kernels = SimpleNamespace(device=torch.device("cuda"))
+    with pytest.raises(ConfigError, match="needs as many GPUs, and torch sees 1"):
+        joined(EngineConfig.of(model="any", tensor_parallel_size=2), kernels, None, None, print)
 
 
 def test_a_lost_rank_fails_the_step_and_all_after_it(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from benchmarks.gpu.setup import Setup
 
 from slotwise.bench.results import environment
 
-REPEATS = 10
+REPEATS, FIRST = 10, 3  # runs whose median counts, and those before that do not
+REHEARSED = 2, 1
 PACKAGES = ("torch", "triton", "numpy", "numba", "safetensors", "tokenizers", "transformers", "pytest", "hypothesis")
 
 
@@ -32,10 +33,11 @@ def measure(setup: Setup) -> Machine:
 
 
 def median_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Returns the median of `REPEATS` runs, after three that do not count."""
-    for _ in range(3):
+    """Returns the median of `REPEATS` runs, after `FIRST` that do not count; in a rehearsal of fewer."""
+    repeats, first = (REPEATS, FIRST) if device.type == "cuda" else REHEARSED
+    for _ in range(first):
         work()
-    return statistics.median(_seconds(work, device) for _ in range(REPEATS))
+    return statistics.median(_seconds(work, device) for _ in range(repeats))
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:

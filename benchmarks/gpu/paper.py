@@ -20,9 +20,12 @@ LAUNCH = 3e-6  # seconds from one small kernel's end to the next one's, back to 
 KIND_BYTES = 2  # of the types that are modelled: 16 bits
 TOKENS = (1, 64, 8192)  # of a step's norms and products
 DECODES = ((1, 1024), (64, 1024), (256, 1024), (8, 16384))  # rows and tokens of context
+DRAFTED = 4  # tokens of a row with three drafts
+VERIFIED = ((8, 1024), (8, 16384))  # rows with drafts, and tokens of context
 PROMPTS = ((1, 8192), (4, 2048))
 SAMPLED = (1, 256)
 CODE_BYTES = 0.5 + 2 / 128  # of a weight: 4 bits, and a scale for 128 of them
+ADAPTERS, RANK = 4, 16
 
 
 class Experts(NamedTuple):
@@ -46,6 +49,8 @@ SHARES = {  # of the bound, and why not all of it
     "decode": 0.70,  # blocks are scattered, and the last segments of a row are not full
     "prefill": 0.45,  # half of the work of a tile is softmax on other units; no warps are specialised
     "codes": 0.60,  # codes become numbers beside the tensor cores
+    "narrow": 0.60,  # tokens are quantised by a kernel of their own
+    "adapters": 0.30,  # tiles of a few rows and columns, and sums in float32 beside them
     "experts": 0.50,  # tiles of an expert are not full, and six kernels follow each other
     "sample": 0.50,  # four kernels read the logits, and the last has one program a row
 }
@@ -101,11 +106,17 @@ def works(model: ModelConfig, scale: int = 1) -> Iterator[Work]:
             size = KIND_BYTES * (outputs * depth + tokens * (outputs + depth))
             yield Work(name, "product", (tokens,), size, 2 * tokens * outputs * depth)
         yield _four_bits(model, tokens)
+        yield _eight_bits(model, tokens)
+        yield _adapters(model, tokens)
         yield _experts(EXPERTS if scale == 1 else FEW_EXPERTS, tokens)
     for rows, context in DECODES:
         rows, context = -(-rows // scale), max(2, context // scale)
         yield Work("attention, decode", "decode", (rows, context), KIND_BYTES * 2 * rows * context * keys * dim,
                    4 * rows * context * heads * dim, launches=2)
+    for rows, context in VERIFIED:
+        rows, context = -(-rows // scale), max(DRAFTED, context // scale)
+        yield Work("attention, drafts", "decode", (rows, context), KIND_BYTES * 2 * rows * context * keys * dim,
+                   4 * rows * DRAFTED * context * heads * dim, launches=2)
     for rows, tokens in PROMPTS:
         tokens = max(2, tokens // scale)
         size = KIND_BYTES * rows * tokens * dim * (2 * heads + 2 * keys)
@@ -132,6 +143,21 @@ def _four_bits(model: ModelConfig, tokens: int) -> Work:
     _, outputs, depth = products(model)[2]
     size = int(CODE_BYTES * outputs * depth) + KIND_BYTES * tokens * (outputs + depth)
     return Work("gate_up, 4 bits", "codes", (tokens,), size, 2 * tokens * outputs * depth)
+
+
+def _eight_bits(model: ModelConfig, tokens: int) -> Work:
+    """The product of gates, with weights and tokens of 8 bits: tensor cores do two such operations in place of one."""
+    _, outputs, depth = products(model)[2]
+    size = outputs * depth + tokens * (KIND_BYTES * (outputs + depth) + 2 * depth)
+    return Work("gate_up, 8 bits", "narrow", (tokens,), size, tokens * outputs * depth, launches=2)
+
+
+def _adapters(model: ModelConfig, tokens: int) -> Work:
+    """What adapters add to the product of gates: both products, and the sum of what they add, in float32 between."""
+    _, outputs, depth = products(model)[2]
+    factors = min(ADAPTERS, tokens) * 2 * RANK * (outputs + depth)  # a factor of each part's own
+    size = KIND_BYTES * (factors + tokens * (depth + 2 * outputs)) + 4 * 3 * tokens * outputs
+    return Work("gate_up, adapters", "adapters", (tokens,), size, 2 * tokens * 2 * RANK * (outputs + depth), launches=8)
 
 
 def _experts(sizes: Experts, tokens: int) -> Work:

@@ -58,6 +58,7 @@ PARTS = (  # correctness first
     _measured("trace", 45.0),
     _measured("peer", 65.0),
     _measured("start", 30.0),
+    _measured("vllm", 120.0),  # of what the others leave
 )
 
 

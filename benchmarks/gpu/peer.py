@@ -49,17 +49,25 @@ def run(manager: Any, name: str, trace: list[tuple[list[int], int]]) -> tuple[fl
     return time.perf_counter() - started, tokens
 
 
-def _model(setup: Setup) -> Any:
-    from transformers import AutoModelForCausalLM, LlamaConfig
+def llama(setup: Setup) -> Any:
+    """The shape as transformers describes it."""
+    from transformers import LlamaConfig
 
     shape = setup.model
-    config = LlamaConfig(
-        vocab_size=shape.vocab_size, hidden_size=shape.hidden_size, intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_layers, num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads, head_dim=shape.head_dim, rms_norm_eps=shape.rms_norm_eps,
-        max_position_embeddings=shape.max_position_embeddings, tie_word_embeddings=False)
+    return LlamaConfig(
+        architectures=[shape.architecture], vocab_size=shape.vocab_size, hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size, num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads, num_key_value_heads=shape.num_kv_heads, head_dim=shape.head_dim,
+        rms_norm_eps=shape.rms_norm_eps, max_position_embeddings=shape.max_position_embeddings,
+        tie_word_embeddings=False)
+
+
+def _model(setup: Setup) -> Any:
+    from transformers import AutoModelForCausalLM
+
     with torch.device("cuda" if setup.device == "cuda" else "cpu"):
-        return AutoModelForCausalLM.from_config(config, dtype=shape.dtype, attn_implementation="sdpa").eval()
+        return AutoModelForCausalLM.from_config(
+            llama(setup), dtype=setup.model.dtype, attn_implementation="sdpa").eval()
 
 
 def _manager(setup: Setup, model: Any) -> Any:

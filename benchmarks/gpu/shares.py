@@ -13,7 +13,7 @@ if "--rehearse" in sys.argv:
 import torch
 from benchmarks.gpu import machine
 from benchmarks.gpu.figures import tell
-from benchmarks.gpu.paper import EXPERTS, FEW_EXPERTS, Work, products, works
+from benchmarks.gpu.paper import ADAPTERS, DRAFTED, EXPERTS, FEW_EXPERTS, RANK, Work, products, works
 from benchmarks.gpu.setup import Setup, asked
 from benchmarks.kernels import step
 
@@ -25,6 +25,8 @@ from slotwise.kernels.matrix import Factors, Format, QuantisedMatrix, Rows
 
 BLOCK_SIZE = 16
 SMALLER = 512  # times, in a rehearsal
+QUANTISED = {"gate_up, 4 bits": Format(4, 128, torch.float16, zero=8),
+             "gate_up, 8 bits": Format(8, 0, torch.float32, zero=128)}
 
 
 def main() -> None:
@@ -55,8 +57,10 @@ class Bench:
             outputs, depth = self._products[work.name]
             product, x = kernels.linear(self._random(outputs, depth)), self._random(tokens, depth)
             return lambda: product(x)
-        if work.name == "gate_up, 4 bits":
-            return self._four_bits(tokens)
+        if work.name in QUANTISED:
+            return self._quantised(tokens, QUANTISED[work.name])
+        if work.name == "gate_up, adapters":
+            return self._adapters(tokens)
         if work.name == "experts":
             return self._experts(tokens)
         if work.name == "mask":
@@ -70,7 +74,8 @@ class Bench:
             return lambda: sample(logits, controls, numbers, numbers)
         if work.name.startswith("attention"):
             rows, context = work.size
-            return self._attention(step([1 if work.kind == "decode" else context] * rows, [context] * rows, BLOCK_SIZE))
+            new = {"attention, decode": 1, "attention, drafts": DRAFTED}.get(work.name, context)
+            return self._attention(step([new] * rows, [context] * rows, BLOCK_SIZE))
         if work.name == "rotary_store":
             return self._rotary(step([tokens], [tokens], BLOCK_SIZE))
         if work.name == "silu_mul":
@@ -81,15 +86,22 @@ class Bench:
             return lambda: kernels.add_rms_norm(x, residual, weight, 1e-5)
         return lambda: kernels.rms_norm(x, weight, 1e-5)
 
-    def _four_bits(self, tokens: int) -> Callable[[], object]:
+    def _quantised(self, tokens: int, form: Format) -> Callable[[], object]:
         outputs, depth = self._products["gate_up"]
         device = self.kernels.device
-        codes = torch.randint(0, 16, (outputs, depth), dtype=torch.uint8, device=device)
-        scales = torch.rand(outputs, -(-depth // 128), device=device).half()
-        matrix = QuantisedMatrix(Format(4, 128, torch.float16, zero=8), outputs, depth,
+        codes = torch.randint(0, 1 << form.bits, (outputs, depth), dtype=torch.uint8, device=device)
+        scales = torch.rand(outputs, -(-depth // (form.group or depth)), device=device).to(form.scale)
+        matrix = QuantisedMatrix(form, outputs, depth,
                                  lambda first, end: Rows(codes[first:end], Factors(scales[first:end])))
         product, x = self.kernels.linear(matrix), self._random(tokens, depth)
         return lambda: product(x)
+
+    def _adapters(self, tokens: int) -> Callable[[], object]:
+        outputs, depth = self._products["gate_up"]
+        adapters = self.kernels.adapters(ADAPTERS, RANK, self._model.dtype)
+        adapters.assign([row % ADAPTERS for row in range(tokens)])
+        added, x, out = adapters.product(outputs, depth, 2), self._random(tokens, depth), self._random(tokens, outputs)
+        return lambda: added.add(x, out)
 
     def _experts(self, tokens: int) -> Callable[[], object]:
         sizes = EXPERTS if self.kernels.device.type == "cuda" else FEW_EXPERTS

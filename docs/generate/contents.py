@@ -63,6 +63,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "simulator speed": simulator.speed,
     "neighbours": results.neighbours,
     "speculation": results.speculation,
+    "draft gains": results.draft_gains,
     "forced tokens": results.forced_tokens,
     "observing": results.observing,
     "policies": policies.promises,

@@ -17,7 +17,8 @@ from slotwise.core.params import SamplingParams
 from slotwise.core.ranges import INT64
 from slotwise.engine.scheduling import Scheduling, changes_schema
 from slotwise.policies.settings import Ordering
-from slotwise.server.app import OPEN_TO_ALL, ROUTES
+from slotwise.server.app import ROUTES
+from slotwise.server.asgi import OPEN_TO_ALL
 from slotwise.server.openapi import BODIES, document
 from slotwise.server.protocol import CompletionRequest, Generate
 from slotwise.server.tiers import Listed, TierSettings

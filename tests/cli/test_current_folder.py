@@ -27,11 +27,13 @@ HELPER = """
 import os, sys
 sys.path.remove("")  # else this script itself is the victim
 from slotwise.kernels.cpu.jit import workers
-os.environ["PYTHONPATH"] = {path!r}
-workers._call(1)
-(helper,) = workers._waiting
-workers.dismiss()
-sys.exit(helper.wait())
+for path in {paths!r}:
+    os.environ["PYTHONPATH"] = path
+    workers._call(1)
+    (helper,) = workers._waiting
+    workers.dismiss()
+    if status := helper.wait():
+        sys.exit(f"with {{path!r}}: {{status}}")
 """
 
 
@@ -81,18 +83,18 @@ def test_a_module_of_the_current_folder_would_leave_a_mark(folder: Path) -> None
     clear(folder)
 
 
-@pytest.mark.parametrize("started", ["script", "module", "package"])
-def test_a_server_and_what_asks_it(folder: Path, started: str) -> None:
-    process = subprocess.Popen([*command(started), "serve", ".", "--port", "0"], cwd=folder, stdout=subprocess.PIPE,
+def test_a_server_and_what_asks_it(folder: Path) -> None:
+    """Each started in another way; the commands of other tests are, too."""
+    process = subprocess.Popen([*command("module"), "serve", ".", "--port", "0"], cwd=folder, stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         found = READY.search(process.stdout.readline() + process.stdout.readline() + process.stdout.readline())
         assert found is not None and process.stderr is not None, process.stderr.read() if process.stderr else ""
-        asked = run(folder, *command(started), "bench", "serve", "--base-url", found[1], "--num-prompts", "2",
+        asked = run(folder, *command("script"), "bench", "serve", "--base-url", found[1], "--num-prompts", "2",
                     "--max-tokens", "2", "--output-lengths", "fixed:2")
         assert asked.returncode == 0, asked.stderr
-        watched = run(folder, *command(started), "top", found[1], "--once")
+        watched = run(folder, *command("package"), "top", found[1], "--once")
         assert watched.returncode == 0, watched.stderr
     finally:
         process.terminate()
@@ -125,10 +127,10 @@ def test_the_help_of_every_command(folder: Path, arguments: tuple[str, ...]) -> 
     assert done.returncode == 0 and "usage: slotwise" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("path", ["", ".", os.pathsep, f"{os.pathsep}/nowhere", "/nowhere::model"])
-def test_a_process_that_helps_to_compile(folder: Path, path: str) -> None:
+def test_a_process_that_helps_to_compile(folder: Path) -> None:
     """It imports torch and numba before it is told that there is nothing to do."""
-    done = run(folder, sys.executable, "-c", HELPER.format(path=path))
+    paths = ["", ".", os.pathsep, f"{os.pathsep}/nowhere", "/nowhere::model"]
+    done = run(folder, sys.executable, "-c", HELPER.format(paths=paths))
     assert done.returncode == 0, done.stderr
 
 
@@ -147,7 +149,7 @@ def test_an_engine_process_has_no_api_keys(monkeypatch: pytest.MonkeyPatch, tmp_
         monkeypatch.setenv(name, "secret")
     (tmp_path / "tiers").write_text('[[tier]]\nname = "a"\napi_keys_env = "KEYS_OF_A_TIER"\n[[tier]]\nname = "b"')
     asked = argparse.Namespace(tiers=str(tmp_path / "tiers"), max_num_seqs=8, api_key=[])
-    assert serve._tiers(asked)[0].api_keys == ("secret",)
+    assert serve.tiers_of(asked)[0].api_keys == ("secret",)
     engine = launch_engine(EngineConfig(model=str(builtin.path())), "text")
     try:
         while not (given := Path(f"/proc/{engine.process.pid}/environ").read_bytes()):  # while it is being started
@@ -172,7 +174,7 @@ def test_a_compilers_configuration_in_the_current_folder_is_not_read(folder: Pat
     (folder / ".numba_config.yaml").write_text("{")
     try:
         assert run(folder, sys.executable, "-P", "-c", "import numba").returncode != 0
-        done = run(folder, sys.executable, "-c", HELPER.format(path=""))
+        done = run(folder, sys.executable, "-c", HELPER.format(paths=[""]))
         assert done.returncode == 0, done.stderr
         done = run(folder, *command("module"), "generate", "--model", ".", "--max-tokens", "2", "def f")
         assert done.returncode == 0 and not done.stderr, done.stderr

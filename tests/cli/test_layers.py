@@ -95,17 +95,17 @@ def test_switches_are_true_or_false(monkeypatch: pytest.MonkeyPatch, file: Path)
 
 def test_the_model_may_be_anywhere(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
     file.write_text("model: of-the-file")
-    assert serve._model(parsed("--config", str(file))) == "of-the-file"
-    assert serve._model(parsed("given", "--config", str(file))) == "given"
-    assert serve._model(parsed("--model", "option", "--config", str(file))) == "option"
+    assert serve.model_of(parsed("--config", str(file))) == "of-the-file"
+    assert serve.model_of(parsed("given", "--config", str(file))) == "given"
+    assert serve.model_of(parsed("--model", "option", "--config", str(file))) == "option"
     monkeypatch.setenv("SLOTWISE_MODEL", "of-the-environment")
-    assert serve._model(parsed("--config", str(file))) == "of-the-environment"
-    assert serve._model(parsed("same", "--model", "same")) == "same"
+    assert serve.model_of(parsed("--config", str(file))) == "of-the-environment"
+    assert serve.model_of(parsed("same", "--model", "same")) == "same"
     with pytest.raises(ValueError, match="a server has one model"):
-        serve._model(parsed("one", "--model", "other"))
+        serve.model_of(parsed("one", "--model", "other"))
     with pytest.raises(ValueError, match=r"has taken \./checkpoint for a further name"):
         monkeypatch.delenv("SLOTWISE_MODEL")
-        serve._model(parsed("--served-model-name", "toy", "./checkpoint"))
+        serve.model_of(parsed("--served-model-name", "toy", "./checkpoint"))
 
 
 def test_texts_of_the_file_are_what_is_written(file: Path) -> None:
@@ -117,12 +117,12 @@ def test_texts_of_the_file_are_what_is_written(file: Path) -> None:
 def test_keys_of_the_environment_win_over_those_of_the_file(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
     file.write_text("api-key: [a, b]\nadmin-api-key: c\n")
     found = parsed("--config", str(file))
-    assert serve._keys(found.api_key) == ("a", "b") and serve._admin_key(found.admin_api_key) == "c"
+    assert serve.api_keys_of(found.api_key) == ("a", "b") and serve.admin_key_of(found.admin_api_key) == "c"
     monkeypatch.setenv("SLOTWISE_API_KEY", "d,e")
     monkeypatch.setenv("SLOTWISE_ADMIN_API_KEY", "f")
     found = parsed("--config", str(file))
-    assert serve._keys(found.api_key) == ("d", "e") and serve._admin_key(found.admin_api_key) == "f"
-    assert serve._keys(parsed("--config", str(file), "--api-key", "g").api_key) == ("g",)
+    assert serve.api_keys_of(found.api_key) == ("d", "e") and serve.admin_key_of(found.admin_api_key) == "f"
+    assert serve.api_keys_of(parsed("--config", str(file), "--api-key", "g").api_key) == ("g",)
 
 
 @pytest.mark.parametrize(("content", "told"), [

@@ -19,7 +19,7 @@ SMALL = {"max_num_seqs": 4, "max_model_len": 128, "max_num_batched_tokens": 64, 
 
 @pytest.fixture
 def dense(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(packed_file, "home", lambda: tmp_path / "packed-weights")
     return make("llama3", tmp_path / "dense", tokenizer=True, dtype="bfloat16", hidden_size=128, intermediate_size=256)
 
 

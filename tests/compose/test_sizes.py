@@ -13,7 +13,7 @@ from slotwise.core.drafting import MAX_STEP_DRAFTS
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.kernels.interface import AttentionShape
 from slotwise.runner import kv_offload, memory
-from slotwise.runner.graphs import MAX_GRAPHS
+from slotwise.runner.graphs import MAX_GRAPHS, MAX_TOKENS
 
 GIB = 1 << 30
 SHAPE = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, scale=1.0)
@@ -105,6 +105,7 @@ def test_a_step_with_drafts_has_room_for_their_logits(gpu, monkeypatch):
         sized(EngineConfig.of(model="any", max_num_seqs=16, max_model_len=1000, max_num_batched_tokens=512,
                               speculative_config=speculation), decoder("cuda", 8e14))
     assert [shapes[0][:2] for shapes in asked] == [(512, 16), (512, 16), (512, 16 + MAX_STEP_DRAFTS)]
+    assert [shapes[1][:2] for shapes in asked] == [(16, 16), (16, 16), (MAX_TOKENS, MAX_TOKENS)], "of a captured step"
 
 
 def test_a_gpus_cache_leaves_room_for_all_graphs(gpu, monkeypatch):

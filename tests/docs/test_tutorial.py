@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from server.conftest import write_checkpoint
+from toy_checkpoint import write_checkpoint
 
 from slotwise.model.families import FAMILIES
 from slotwise.server import app

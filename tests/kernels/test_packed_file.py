@@ -24,8 +24,9 @@ PLENTY = 1 << 30
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    yield packed_file.home()
+    """A folder of its own, beside compiled kernels that stay where they are."""
+    monkeypatch.setattr(packed_file, "home", lambda: tmp_path / "packed-weights")
+    yield tmp_path / "packed-weights"
 
 
 class Model:

@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from live_server import POSTED, running
-from server.conftest import write_checkpoint
+from toy_checkpoint import write_checkpoint
 
 TICKS = os.sysconf("SC_CLK_TCK")
 

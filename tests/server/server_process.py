@@ -19,7 +19,8 @@ from slotwise.core.sampling_defaults import SamplingDefaults
 from slotwise.engine.client import EngineClient
 from slotwise.engine.sleep import Sleep
 from slotwise.engine.supervisor import Backoff, Supervisor
-from slotwise.server.app import App, build_api
+from slotwise.server.app import ROUTES, build_api
+from slotwise.server.asgi import App
 from slotwise.server.output_parsing import output_format
 from slotwise.server.serve import listen, serve
 from slotwise.server.settings import ServerSettings
@@ -74,7 +75,7 @@ async def main(folder: Path, log: Path, *given: str) -> int:
     form = output_format(settings.tool_call_parser, settings.reasoning_parser, settings.enable_auto_tool_choice, source,
                          tokenizer.special_by_text)
     app = App(build_api(engine_client, tokenizer, template, settings, output_format=form,
-                        sleep=Sleep(engine_client, supervisor)))
+                        sleep=Sleep(engine_client, supervisor)), ROUTES)
     for heavy in ("torch", "numpy", "numba", "jinja2"):
         assert heavy not in sys.modules, f"the API process has imported {heavy}"
     await serve(app, listen(settings.host, 0), lambda url: print(url, engines[-1].process.pid, flush=True))

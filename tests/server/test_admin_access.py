@@ -10,7 +10,7 @@ from live import serving
 from live_server import JSON, running
 from server.test_containment import scenario
 
-from slotwise.server.app import App
+from slotwise.server.asgi import App
 from slotwise.server.browsers import is_local
 from slotwise.server.errors import ApiError
 from slotwise.server.keys import Keys

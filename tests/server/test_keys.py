@@ -12,7 +12,8 @@ import pytest
 from live_server import Server, running
 
 from slotwise.server import keys
-from slotwise.server.app import OPEN_TO_ALL, ROUTES, App
+from slotwise.server.app import ROUTES
+from slotwise.server.asgi import OPEN_TO_ALL, App
 from slotwise.server.errors import ApiError
 from slotwise.server.keys import Keys
 
@@ -68,7 +69,7 @@ def test_every_route_but_the_health_checks_needs_one_of_the_keys(folder: Path, t
 
 def test_the_routes_that_are_listed_are_those_that_answer() -> None:
     """So that enumerating them is enumerating all."""
-    routes = App(SimpleNamespace()).router.routes
+    routes = App(SimpleNamespace(), ROUTES).router.routes
     answering = {(method, route.path) for route in routes for method in route.methods - {"HEAD"}}
     assert answering == {(method, path) for method, path, _ in ROUTES}
 

@@ -15,7 +15,8 @@ import httpx
 import pytest
 from live_server import JSON, POSTED, Server, counted, eventually, running, unanswered
 
-from slotwise.server.app import ADMIN, OPEN_TO_ALL, ROUTES
+from slotwise.server.app import ROUTES
+from slotwise.server.asgi import ADMIN, OPEN_TO_ALL
 from slotwise.text.tokenizer import Tokenizer
 
 COMPLETIONS = "/v1/completions"

@@ -22,7 +22,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from slotwise.server.app import OPEN_TO_ALL, ROUTES
+from slotwise.server.app import ROUTES
+from slotwise.server.asgi import OPEN_TO_ALL
 from slotwise.text.tokenizer import Tokenizer
 
 EXAMPLES = 12  # for each operation and mode; others at every run

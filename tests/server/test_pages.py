@@ -13,7 +13,8 @@ import httpx
 import pytest
 from live_server import Server, running
 
-from slotwise.server.app import ROUTES, below
+from slotwise.server.app import ROUTES
+from slotwise.server.asgi import below
 from slotwise.server.request_log import GENERATING
 
 PAGES = ("/", "/docs")

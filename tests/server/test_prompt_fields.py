@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from live_server import Server, counted, running
-from server.conftest import write_checkpoint
 from tokenizers import Tokenizer as Inner
 from tokenizers.processors import TemplateProcessing
+from toy_checkpoint import write_checkpoint
 
 from slotwise.text.tokenizer import Tokenizer
 

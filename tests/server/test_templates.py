@@ -17,7 +17,7 @@ import httpx
 import pytest
 from canary import singing
 from live_server import Server, children, counted, eventually, running
-from server.conftest import write_checkpoint
+from toy_checkpoint import write_checkpoint
 
 from slotwise.server.templates import Limits, Template
 from slotwise.text.chat_source import ChatTemplateError

@@ -29,6 +29,7 @@ MODULES = {
     "serve": "serve", "generate": "offline", "chat": "offline", "bench": "bench", "compare": "compare",
     "top": "top", "timeline": "timeline", "explain": "explain", "replay": "replay", "completion": "completion",
     "simulate": "simulate", "what-if": "simulate", "capacity": "capacity", "tune": "capacity",
+    "scale": "scale",
 }
 
 

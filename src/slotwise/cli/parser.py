@@ -25,6 +25,9 @@ class Parser(argparse.ArgumentParser):
     fill: Callable[[Parser, argparse.Namespace], None] | None = None
     """Sets what `given` has left None, where another source has it."""
 
+    keeps_rest = False
+    """Whether arguments that are not known are kept, in order, as `rest`: another parser reads them."""
+
     _source = ""  # of what is being parsed, as errors begin
 
     def error(self, message: str) -> NoReturn:
@@ -33,7 +36,7 @@ class Parser(argparse.ArgumentParser):
         sys.exit(2)
 
     def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """As argparse does, but nothing unknown is passed on."""
+        """As argparse does, but nothing unknown is passed on, except as `rest`."""
         if self.fill is None:
             found, unknown = super().parse_known_args(args, namespace)
         else:
@@ -42,6 +45,8 @@ class Parser(argparse.ArgumentParser):
             for action in self.settings():
                 if getattr(found, action.dest) is None:
                     setattr(found, action.dest, action.default)
+        if self.keeps_rest:
+            found.rest, unknown = unknown, []
         if unknown:
             named = next((one for one in unknown if one.startswith("-")), "").partition("=")[0]
             near = nearest(named, self._option_string_actions)

@@ -23,6 +23,7 @@ from slotwise.cli.options import (
     input_file,
     json_object,
 )
+from slotwise.cli.parser import Parser
 from slotwise.cli.vllm_flags import add_vllm_flags, notices
 from slotwise.compose.placement import AUTO, CORES, MOST_PROCESSORS, NONE, environment, numbers, read_processors
 from slotwise.core.ranges import real, whole
@@ -41,7 +42,11 @@ if TYPE_CHECKING:
 
 
 def add(commands: Commands) -> None:
-    serve = add_command(commands, "serve", "serve a model over HTTP, with OpenAI's API", run)
+    add_options(add_command(commands, "serve", "serve a model over HTTP, with OpenAI's API", run))
+
+
+def add_options(serve: Parser) -> None:
+    """The model, and all options of a server."""
     serve.fill = layers.fill
     serve.add_argument("model_tag", nargs="?", metavar="MODEL",
                        help="a checkpoint's folder, a GGUF file or a hub id (default: the built-in model)")
@@ -195,12 +200,12 @@ def _from_environment(name: str) -> tuple[str, ...]:
     raise ValueError(f"{name} is set, but holds {what}: set it to a key, or unset it to serve without one")
 
 
-def _keys(given: list[str]) -> tuple[str, ...]:
+def api_keys_of(given: list[str]) -> tuple[str, ...]:
     """The keys of the command line, else those of the environment.  Raises ValueError like `_from_environment`."""
     return tuple(given) or _from_environment("SLOTWISE_API_KEY")
 
 
-def _admin_key(given: str | None) -> str:
+def admin_key_of(given: str | None) -> str:
     """The admin key, "" where there is none.  Raises ValueError like `_from_environment`, and for more than one."""
     keys = (given,) if given else _from_environment("SLOTWISE_ADMIN_API_KEY")
     if len(keys) > 1:
@@ -208,7 +213,7 @@ def _admin_key(given: str | None) -> str:
     return keys[0] if keys else ""
 
 
-def _tiers(asked: argparse.Namespace) -> tuple[ServedTier, ...]:
+def tiers_of(asked: argparse.Namespace) -> tuple[ServedTier, ...]:
     """The tiers of the file.  Raises ValueError, OSError: one line that says what is wrong with it."""
     if not asked.tiers:
         return ()
@@ -217,12 +222,12 @@ def _tiers(asked: argparse.Namespace) -> tuple[ServedTier, ...]:
     tiers = load_tiers(asked.tiers, asked.max_num_seqs, os.environ)
     for served in tiers:
         child.keep_secret(served.variable)
-    if wrong := objection(tiers, _keys(asked.api_key)):
+    if wrong := objection(tiers, api_keys_of(asked.api_key)):
         raise ValueError(f"{asked.tiers}: {wrong}")
     return tiers
 
 
-def _model(asked: argparse.Namespace) -> str:
+def model_of(asked: argparse.Namespace) -> str:
     """The model asked for, "" for the built-in one.
 
     Raises:
@@ -252,8 +257,8 @@ def _run(asked: argparse.Namespace) -> int:
     from slotwise.observe.log_file import check
 
     hold_off()
-    tiers, api_keys, admin_key = _tiers(asked), _keys(asked.api_key), _admin_key(asked.admin_api_key)
-    model, network, lines = _model(asked), _network(asked), notices(asked)
+    tiers, api_keys, admin_key = tiers_of(asked), api_keys_of(asked.api_key), admin_key_of(asked.admin_api_key)
+    model, network, lines = model_of(asked), network_of(asked), notices(asked)
     if asked.max_log_len and not asked.enable_log_requests:
         lines.append("--max-log-len has no effect without --enable-log-requests")
     config = EngineConfig.of(
@@ -289,7 +294,7 @@ def _run(asked: argparse.Namespace) -> int:
     return run_server(config, settings, (asked.host, asked.port), options, engine)
 
 
-def _network(asked: argparse.Namespace) -> dict[str, Any]:
+def network_of(asked: argparse.Namespace) -> dict[str, Any]:
     """Returns the settings about the network.
 
     Raises:

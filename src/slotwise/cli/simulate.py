@@ -26,10 +26,12 @@ from slotwise.cli.options import (
 from slotwise.cli.workload_options import Defaults, add_seed_option, add_workload_options, workload_of
 from slotwise.core.ranges import real, whole
 from slotwise.observe.event_log import read_file
+from slotwise.routing.routers import ROUTERS
 from slotwise.simulate.drafts import DraftModel
 from slotwise.simulate.figures import Figures, Objectives, figures
 from slotwise.simulate.machines import ModelShape, described, names, setup_of
 from slotwise.simulate.recorded import read_recording
+from slotwise.simulate.routed import RoutedServers
 from slotwise.simulate.simulator import Server, Setup, simulate
 from slotwise.simulate.traffic import traffic_of
 from slotwise.simulate.what_if import MEASURED, REPLAYED, WHAT_IF, what_if
@@ -50,8 +52,9 @@ def add(commands: Commands) -> None:
     command = add_command(commands, "simulate", "run a workload on a server's scheduler and a virtual clock", run)
     add_machine_options(command)
     command.add_argument("--replicas", type=Number(whole(1, MAX_REPLICAS)), default=1, metavar="N",
-                         help="servers behind a router that chooses the one with the fewest unfinished requests "
-                         "(default: 1)")
+                         help="servers behind a router (default: 1)")
+    command.add_argument("--router", choices=tuple(ROUTERS), default=None, help="as that of `slotwise scale` (default: "
+                         "the server with the fewest unfinished requests, known at once)")
     command.add_argument("--event-log", default="", metavar="FILE", help="write the simulation's event log, for "
                          "`slotwise timeline` and `slotwise explain`; of one replica")
     add_overwrite_option(command)
@@ -132,13 +135,17 @@ def run(asked: argparse.Namespace) -> int:
     setup = setup.changed(dict(asked.changes)) if asked.changes else setup
     if asked.event_log and asked.replicas > 1:
         raise ValueError("--event-log is of one server: leave out --replicas, or it")
+    if asked.router and asked.replicas == 1:
+        raise ValueError("--router chooses among several servers: give --replicas, too")
     workload = workload_of(asked, WORKLOAD)
     traffic = traffic_of(workload)
+    routed = RoutedServers(ROUTERS[asked.router](asked.seed), asked.replicas) if asked.router else None
+    told = [[one] for one in routed.observers] if routed is not None else [[]] * asked.replicas
     with ExitStack() as stack:
-        servers = [Server(setup, replica=number) for number in range(asked.replicas)]
+        servers = [Server(setup, observers=observers, replica=number) for number, observers in enumerate(told)]
         if asked.event_log:
             servers = [_logged(asked, setup, stack)]
-        requests = simulate(traffic, servers)
+        requests = simulate(traffic, servers, routed=routed)
     found = figures(list(requests.values()), _objectives(asked))
     Console(highlight=False).print(_table(f"simulated on {about}", {"simulated": found}))
     _write(asked.json, {"machine": about, "replicas": asked.replicas, "seed": asked.seed,

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.kernels.checked import CheckedKernels
 from slotwise.kernels.group import ALONE, Divided, Group
@@ -49,13 +51,20 @@ def joined(
     config: EngineConfig, kernels: Kernels, described: ModelConfig, joining: Callable[[Kernels], Group] | None,
     on_lost: Callable[[str], None],
 ) -> tuple[Ranks | None, Group]:
-    """Returns the other ranks, where this process starts them, and the group that computes the model."""
+    """Returns the other ranks, where this process starts them, and the group that computes the model.
+
+    Raises:
+        ConfigError: there are fewer GPUs than ranks.
+    """
     if joining is not None:
         return None, joining(kernels)
     if config.tensor_parallel_size == 1:
         return None, ALONE
+    size = config.tensor_parallel_size
+    if kernels.device.type == "cuda" and (there := torch.cuda.device_count()) < size:
+        raise ConfigError(f"tensor_parallel_size {size} needs as many GPUs, and torch sees {there}")
     from slotwise.compose.ranks import Ranks  # needs msgspec, which one process does without
 
-    tensor_shapes(described, Divided(config.tensor_parallel_size))  # raises where it cannot be divided
+    tensor_shapes(described, Divided(size))  # raises where it cannot be divided
     ranks = Ranks(config, kernels, described.vocab_size, on_lost)
     return ranks, ranks.group

@@ -23,7 +23,8 @@ from slotwise.engine.client import EngineError
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.sleep import Sleep
 from slotwise.errors import OneLineError
-from slotwise.server.app import App
+from slotwise.server.app import ROUTES
+from slotwise.server.asgi import App
 from slotwise.server.context import Api
 from slotwise.server.settings import ServerSettings
 
@@ -47,11 +48,11 @@ class Exchange:
         self._first = first
         self._stack = contextlib.AsyncExitStack()  # of the current service
 
-    async def __aenter__(self) -> App:
+    async def __aenter__(self) -> App[Api]:
         """Starts the first service.  Raises what `service` raises."""
         api = await self._stack.enter_async_context(service(self._model, self._cores, self._first))
         api.load_model = self.load
-        self._app = App(api)
+        self._app = App(api, ROUTES)
         return self._app
 
     async def __aexit__(self, *_: object) -> None:

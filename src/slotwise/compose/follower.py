@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from slotwise.compose.engine import Loaded, load
 from slotwise.compose.rank_messages import Join, Known
 from slotwise.compose.ranks import group_of, store_of
@@ -17,7 +15,6 @@ from slotwise.engine.executor import Executor
 from slotwise.kernels.cpu.shared_group import SharedMemory
 from slotwise.kernels.group import Group
 from slotwise.kernels.interface import Kernels
-from slotwise.kernels.select import resolve
 from slotwise.model.cache_groups import LayerGroups
 from slotwise.model.decoder import Decoder
 from slotwise.runner.input_batch import SlotTable
@@ -38,8 +35,6 @@ class Follower:
             return group_of(kernels, memory, join.rank, store_of(join.port, memory.ranks) if join.port else None)
 
         self._config = join.config
-        if resolve(join.config.device) == "cuda":
-            torch.cuda.set_device(join.rank)
         self._loaded: Loaded = load(join.config, joining=group)
 
     def measure(self, config: EngineConfig) -> None:

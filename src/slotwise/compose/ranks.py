@@ -47,9 +47,13 @@ class RankLostError(OneLineError, RuntimeError):
 
 
 class _Rank:
-    """The process of another rank."""
+    """The process of another rank.
 
-    def __init__(self, number: int, size: int, threads: int, memory: int) -> None:
+    Args:
+        gpu: the only one that it sees; "" on a CPU.
+    """
+
+    def __init__(self, number: int, threads: int, memory: int, gpu: str) -> None:
         self.number = number
         ours, theirs = pair()
         self.channel = BlockingChannel(ours)
@@ -60,6 +64,8 @@ class _Rank:
             environment["OMP_PLACES"] = ",".join("{" + ",".join(map(str, sorted(place))) + "}" for place in where)
         else:
             environment["OMP_PROC_BIND"] = "false"
+        if gpu:
+            environment["CUDA_VISIBLE_DEVICES"] = gpu
         with theirs, _everywhere():
             self.process: subprocess.Popen[bytes] = spawn.start(
                 child.python("slotwise.compose.rank_worker", str(theirs.fileno())), env=environment,
@@ -87,7 +93,9 @@ class Ranks:
         descriptor = shared_file(size_of(size, max(CHUNK, LOGIT * -(-vocab_size // size))))
         self._memory = SharedMemory(descriptor, size)
         store = None if kernels.name == "cpu" else store_of(0, size)
-        self._others = [_Rank(number, size, torch.get_num_threads(), descriptor) for number in range(1, size)]
+        gpus = visible_gpus(size) if kernels.device.type == "cuda" else [""] * size
+        self._others = [
+            _Rank(number, torch.get_num_threads(), descriptor, gpus[number]) for number in range(1, size)]
         for rank in self._others:
             rank.channel.send(encode(Join(
                 replace(config, model=os.path.abspath(config.model) if os.path.exists(config.model) else config.model),
@@ -206,6 +214,12 @@ class LeadingExecutor:
             Known(slot, start + count - len(drafted), tokens) for slot, start, count, drafted, tokens
             in zip(plan.slots, plan.starts, plan.counts, drafts, result.tokens, strict=True) if tokens]
         return result
+
+
+def visible_gpus(ranks: int) -> list[str]:
+    """The GPUs of so many ranks, by the names that CUDA_VISIBLE_DEVICES has for them: the first ones."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",")[:ranks] if visible else [str(number) for number in range(ranks)]
 
 
 def store_of(port: int, size: int) -> Any:

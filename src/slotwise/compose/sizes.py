@@ -17,7 +17,7 @@ from slotwise.model.cache_groups import LayerGroups, layer_groups, one_group
 from slotwise.model.decoder import Decoder
 from slotwise.runner import kv_offload, memory
 from slotwise.runner.draft_model import ALL_LOGITS, CATCH_UP
-from slotwise.runner.graphs import num_graphs
+from slotwise.runner.graphs import MAX_TOKENS, num_graphs
 from slotwise.runner.profile import measured_graph, measured_workspace
 from slotwise.runner.prompt_logprobs import workspace_rows
 from slotwise.speculation.settings import NONE
@@ -125,7 +125,8 @@ def _on_gpu(config: EngineConfig, models: Sequence[Decoder], longest: int, stagi
     """Returns the room by the measured size of the largest steps plus `staging`, and that of their graphs."""
     decoder, *drafts = models
     kernels, rows, tokens = decoder.kernels, config.max_num_seqs, config.largest_step(longest)
-    recorded = max(rows, kernels.graph_size(rows, longest)[0])
+    decoded = max(rows, MAX_TOKENS if _most_drafts(config) and kernels.records_drafts else 0)
+    recorded = max(decoded, kernels.graph_size(decoded, longest)[0])
     sampled = min(rows + _most_drafts(config), tokens)
     shapes = [(tokens, sampled, longest), (recorded, recorded, longest)]
     block_size = config.block_size or BLOCK_SIZE

@@ -32,11 +32,16 @@ def matrix_size(shape: tuple[int, ...]) -> tuple[int, int]:
     """Outputs and depth of the quantised matrix that a tensor of `shape` is.
 
     `[matrices, depth, outputs]` is one as well: all matrices, transposed, one behind the other along their outputs.
+
+    Raises:
+        ValueError: it is neither.
     """
-    if len(shape) == len(("matrices", "depth", "outputs")):
-        return shape[0] * shape[2], shape[1]
-    outputs, depth = shape
-    return outputs, depth
+    match shape:
+        case (outputs, depth):
+            return outputs, depth
+        case (matrices, depth, outputs):
+            return matrices * outputs, depth
+    raise ValueError(f"a tensor of shape {list(shape)} is no matrix")
 
 
 WHOLE = Cut()

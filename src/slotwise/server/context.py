@@ -16,6 +16,7 @@ from slotwise.engine.sleep import Sleep
 from slotwise.engine.tenant_capacity import TenantCapacity
 from slotwise.observe.batched_observer import BatchedObserver
 from slotwise.observe.metrics import Metrics
+from slotwise.observe.prefix_index import PrefixIndex
 from slotwise.observe.recorder import Recorder
 from slotwise.observe.step_time import StepTimeModel
 from slotwise.observe.traces import Traces
@@ -100,7 +101,9 @@ class Api:
         self.metrics.extra_gauges |= {
             "step_time_model_error": lambda: step_times.error, "sleep_level": lambda: self.sleep_level}
         self.traces: Traces | None = None  # set by `trace`
-        self.batched_observer = BatchedObserver([self.recorder, self.metrics, self.step_times])
+        self.prefix_index = PrefixIndex()
+        self.prefix_index.started(engine_client.info)
+        self.batched_observer = BatchedObserver([self.recorder, self.metrics, self.step_times, self.prefix_index])
         tokenizer = prompts.tokenizer
         self.grammars = GrammarChecker(map(tokenizer.token_text, sorted(tokenizer.special_ids)))
         self.explainer = Explainer(self.batched_observer, self.recorder, step_times)
@@ -151,6 +154,15 @@ class Api:
     def slo(self, request: Generate, tenant: str) -> SLO:
         """The objectives of a request.  Raises ApiError for a request that exceeds what its tier allows."""
         return slo_of(request, tenant, self.tiers.choose(request.service_tier, tenant))
+
+    @property
+    def hopeless(self) -> asyncio.Event:
+        """Set when no further engine will be started."""
+        return self.engine_client.hopeless
+
+    async def drain(self) -> None:
+        """Refuse new requests, and abort those that are unfinished when the shutdown timeout is over."""
+        await self.engine_client.drain(self.settings.shutdown_timeout)
 
     def close(self) -> None:
         """End the worker processes."""

@@ -11,6 +11,7 @@ from functools import partial
 from slotwise.core.params import SamplingParams
 from slotwise.engine.client import Refused
 from slotwise.engine.messages import Add
+from slotwise.routing.prompt import PIECE
 from slotwise.server.active_requests import ActiveRequest
 from slotwise.server.choice import Choice
 from slotwise.server.context import Api
@@ -19,6 +20,7 @@ from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.job import Job
 from slotwise.server.logprobs import MAX_ENTRIES, check_entries, held, num_prompt_entries
 from slotwise.server.queue_headers import headers_of
+from slotwise.server.replica import named_prefix
 from slotwise.text.continuation import Continuation, Shown
 
 SHORT_STOPS = 256  # characters of a request's stop strings that the event log shows
@@ -144,13 +146,14 @@ async def answer(api: Api, exchange: HttpExchange, job: Job, render: Renderer) -
     Raises:
         ApiError: the engine rejected the request, timed it out, or failed.
     """
-    wait_estimate = api.admission_control.wait_estimate()
+    wait_estimate, prefix = api.admission_control.wait_estimate(), named_prefix(exchange)
     choices: list[Choice] = []
     account = api.quotas.account(job.slo.tenant)
     with (api.quotas.reserved(account, job.most_tokens, lambda: _used(job, choices)),
           held(api.prompt_entries, exchange.holder, num_prompt_entries(job.params, sum(map(len, job.prompts))))):
         exchange.about_generation = partial(api.request_log.about, job, choices)
         choices += await start(api, job)
+        api.prefix_index.expect(choices[0].generation.request_id, prefix, len(job.prompts[0]), PIECE)
         exchange.more += headers_of(wait_estimate)
         await _answered(api, exchange, job, choices, render)
 

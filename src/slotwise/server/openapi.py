@@ -31,6 +31,7 @@ from slotwise.server.protocol import (
     CompletionRequest,
 )
 from slotwise.server.queue_headers import POSITION, START
+from slotwise.server.replica import INSTANCE, MAX_SINCE, SINCE
 from slotwise.server.request_log import GENERATING
 from slotwise.server.responses_protocol import ResponsesRequest
 from slotwise.server.tiers import TierSettings
@@ -137,6 +138,10 @@ def _operation(method: str, path: str, schemas: dict[type, Json]) -> Json:
     if path == "/events":
         operation["parameters"] = [
             {"name": name, "in": "query", "schema": {"enum": ["0", "1"], "default": "1"}} for name in SWITCHES]
+    if path == "/replica":
+        operation["parameters"] = [
+            {"name": INSTANCE, "in": "query", "schema": {"type": "string", "maxLength": 100}},
+            {"name": SINCE, "in": "query", "schema": {"type": "integer", "minimum": 0, "maximum": MAX_SINCE}}]
     if path == SLEEP:
         operation["parameters"] = [
             {"name": "level", "in": "query", "schema": {"enum": [str(level) for level in LEVELS], "default": "1"}}]

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 class RequestLog:
     """Writes the lines that the settings ask for."""
 
-    def __init__(self, settings: ServerSettings, tokenizer: Tokenizer) -> None:
+    def __init__(self, settings: ServerSettings, tokenizer: Tokenizer | None = None) -> None:
         self._has_requests = settings.log_requests
         self._has_all = settings.access_log
         self._max_text = settings.max_log_len
@@ -75,6 +75,7 @@ class RequestLog:
             if left <= 0:
                 break
             try:
+                assert self._tokenizer is not None, "only a server tells of what it generates"
                 text = self._tokenizer.decode(prompt[:left], skip_special_tokens=False)[:left]
             except TokenizerError as error:
                 text = f"({error})"[:left]

@@ -13,12 +13,12 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import uvicorn
 
 from slotwise.server.acceptor import Acceptor, plain
-from slotwise.server.app import ADMIN, App
+from slotwise.server.asgi import ADMIN, App
 from slotwise.server.connection import Connection
 from slotwise.server.connections import BACKLOG, Connections, backlog_within, most_within, raise_file_limit
 from slotwise.server.settings import ServerSettings
@@ -72,7 +72,7 @@ def url_of(listener: socket.socket, scheme: str = "http") -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-async def serve(app: App, listener: socket.socket, on_listening: Callable[[str], None] = lambda url: None) -> None:
+async def serve(app: App[Any], listener: socket.socket, on_listening: Callable[[str], None] = lambda url: None) -> None:
     """Serve on `listener` until a signal; closes it at the end.
 
     Args:
@@ -112,15 +112,15 @@ async def serve(app: App, listener: socket.socket, on_listening: Callable[[str],
             task.cancel()
 
 
-async def _drain(app: App, server: uvicorn.Server, connections: Connections) -> None:
-    await app.api.engine_client.drain(app.api.settings.shutdown_timeout)
+async def _drain(app: App[Any], server: uvicorn.Server, connections: Connections) -> None:
+    await app.api.drain()
     server.should_exit = True
     await asyncio.sleep(FLUSH)
     connections.abort()
 
 
-async def _without_hope(app: App, stop: Callable[[], None]) -> None:
-    await app.api.engine_client.hopeless.wait()
+async def _without_hope(app: App[Any], stop: Callable[[], None]) -> None:
+    await app.api.hopeless.wait()
     stop()
 
 

@@ -34,6 +34,7 @@ from slotwise.engine.scheduling import Scheduling
 from slotwise.simulate.drafts import DraftModel, Verifier
 from slotwise.simulate.pace import Known, Pace
 from slotwise.simulate.requests import REFUSED, SimulatedRequest, new_clock
+from slotwise.simulate.routed import RoutedServers
 from slotwise.simulate.virtual_machine import VirtualMachine
 from slotwise.speculation.proposer import proposer_of
 from slotwise.speculation.settings import Speculation
@@ -248,10 +249,14 @@ class Fleet:
     """Servers behind a router: a request goes to the one with the fewest unfinished ones, the first of several.
 
     Servers meet only there.  So a server is left alone until one of its requests may end, or one is sent to it.
+
+    Args:
+        routed: chooses in the place of that rule, from what servers tell it.
     """
 
-    def __init__(self, servers: Sequence[Server], max_steps: int) -> None:
+    def __init__(self, servers: Sequence[Server], max_steps: int, routed: RoutedServers | None = None) -> None:
         self._servers = servers
+        self._routed = routed
         self._left = max_steps
         self._queue: list[tuple[float, int]] = []  # a heap: until when each server that has work is left alone
         self._alone_until = [inf] * len(servers)  # the same by server; other entries of the heap are out of date
@@ -275,19 +280,29 @@ class Fleet:
         if until < inf:
             heappush(self._queue, (until, index))
 
+    def _chosen(self, at: float, command: Add) -> int:
+        """The server of a request."""
+        if self._routed is not None:
+            for index in range(len(self._servers)):
+                self._run(index, at)
+            return self._routed.choose(at, command)
+        loads = [server.load(at) for server in self._servers] if len(self._servers) > 1 else [0]
+        return loads.index(min(loads))
+
     def route(self, at: float, command: Command) -> None:
         """Send a command: a request to one server, what concerns it to the same, other commands to all."""
         servers = self._servers
         known = self.requests.get(getattr(command, "request_id", ""))
         if isinstance(command, Add):
-            loads = [server.load(at) for server in servers] if len(servers) > 1 else [0]
-            chosen: Sequence[int] = (loads.index(min(loads)),)
+            chosen: Sequence[int] = (self._chosen(at, command),)
         else:
             chosen = range(len(servers)) if known is None else (known.replica,)
         for index in chosen:
             self._run(index, at)
             if isinstance(command, Add):
-                self.requests[command.request_id] = servers[index].ask(at, command)
+                self.requests[command.request_id] = request = servers[index].ask(at, command)
+                if self._routed is not None and request.reason == REFUSED:
+                    self._routed.refused(command.request_id)
             else:
                 servers[index].send(at, command)
             self._leave_alone(index)
@@ -295,13 +310,17 @@ class Fleet:
 
 def simulate(
     arrivals: Iterable[tuple[float, Command]], servers: Sequence[Server], max_steps: int = 100_000_000,
+    routed: RoutedServers | None = None,
 ) -> dict[str, SimulatedRequest]:
     """Simulates `arrivals`, (seconds, command) in order, until all requests have ended.
+
+    Args:
+        routed: the router in front of the servers, which its observers watch; None: the fewest unfinished requests.
 
     Raises:
         NoEnd: some have not ended after `max_steps` steps.
     """
-    fleet = Fleet(servers, max_steps)
+    fleet = Fleet(servers, max_steps, routed)
     try:
         with _no_collector():
             for at, command in arrivals:

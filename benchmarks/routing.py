@@ -1,0 +1,118 @@
+"""Routers compared in simulation: arrivals and lengths of a trace, with prefixes synthesised, on 4 and on 64 replicas.
+
+    trace ──► window of requests ──► prefixes: the first part of a prompt is that of its group (Zipf)
+          └─► arrivals at the trace's own gaps, scaled to a share of what the replicas compute
+
+Everything but time is the server's own: scheduler, prefix cache, admission control, and the router with what replicas
+tell it.  Times are those of a data sheet (docs/simulator.md), and nothing was measured.
+
+usage: python -m benchmarks.routing --trace CSV --json FILE [--replicas 4] [--requests 4000] [--seeds 1 2 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from slotwise.bench.results import environment, write_json
+from slotwise.engine.config import EngineConfig
+from slotwise.routing.routers import ROUTERS
+from slotwise.simulate.figures import figures
+from slotwise.simulate.machines import ModelShape, setup_of
+from slotwise.simulate.routed import RoutedServers
+from slotwise.simulate.simulator import Server, Setup, simulate
+from slotwise.simulate.traffic import traffic_of
+from slotwise.workload.arrivals import Poisson
+from slotwise.workload.requests import Workload
+from slotwise.workload.trace import read_trace, replay
+
+MACHINE = "h100"
+SHAPE = ModelShape(  # Llama 3.1 8B in bfloat16
+    weight_bytes=15_000_000_000, position_bytes=131_072, token_weights=6_980_000_000, head_weights=525_000_000,
+    pair_operations=524_288, max_model_len=8192)
+CACHE_TOKENS = 200_000  # of a replica: less than the prefixes need together
+SHARED = 0.6  # of a prompt, where prefixes are shared
+GROUPS = 200  # prefixes, drawn by Zipf's law
+RATE = 14.0  # requests per second and replica
+ROUTERS_COMPARED = ("product", "least-unfinished", "round-robin", "power-of-two", "prefix-aware")
+
+
+def with_prefixes(workload: Workload, share: float, groups: int, seed: int) -> Workload:
+    """Returns the workload with the first `share` of each prompt taken from a group's prefix."""
+    rng = random.Random(seed)
+    weights = [1 / (rank + 1) for rank in range(groups)]
+    drawn = rng.choices(range(groups), weights, k=len(workload.requests))
+    return replace(workload, requests=tuple([
+        replace(one, prefix=group, num_prefix=int(one.num_prompt * share)) if int(one.num_prompt * share) else one
+        for one, group in zip(workload.requests, drawn, strict=True)]))
+
+
+def window(trace: Path, number: int, rate: float, seed: int) -> Workload:
+    """Returns `number` requests of the trace, other ones for each seed, that arrive at `rate` a second."""
+    read = read_trace(trace)
+    first = (seed - 1) * number % max(1, len(read.times) - number)
+    part = type(read)(read.name, read.times[first : first + number], read.lengths[first : first + number], 1.0)
+    return replay(part, Poisson(rate), seed=seed)
+
+
+def setup() -> Setup:
+    found = setup_of(MACHINE, SHAPE, EngineConfig.of(model="", max_num_seqs=64))
+    limits = replace(found.limits, num_blocks=CACHE_TOKENS // found.limits.block_size)
+    return replace(found, limits=limits)
+
+
+def served(workload: Workload, replicas: int, router: str) -> dict[str, float]:
+    """Returns the figures of a workload on replicas behind a router."""
+    routed = RoutedServers(ROUTERS[router](0), replicas)
+    servers = [Server(setup(), observers=[told], replica=number) for number, told in enumerate(routed.observers)]
+    requests = list(simulate(traffic_of(workload), servers, routed=routed).values())
+    firsts = [one.ttft for one in requests if one.ttft is not None]
+    found = figures(requests).as_json()
+    return found | {"ttft_mean": statistics.fmean(firsts), "unanswered": len(requests) - len(firsts)}
+
+
+def compared(trace: Path, replicas: int, number: int, seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Yields a row for each router, seed, and kind of prompts."""
+    for seed in seeds:
+        plain = window(trace, number, RATE * replicas, seed)
+        for kind, workload in (("shared", with_prefixes(plain, SHARED, GROUPS, seed)), ("own", plain)):
+            for router in ROUTERS_COMPARED:
+                began = time.process_time()
+                found = served(workload, replicas, router)
+                yield {"replicas": replicas, "prefixes": kind, "seed": seed, "router": router, **found,
+                       "cpu_seconds": round(time.process_time() - began, 1)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--trace", type=Path, required=True)
+    parser.add_argument("--json", required=True)
+    parser.add_argument("--replicas", type=int, nargs="+", default=[4, 64])
+    parser.add_argument("--requests", type=int, default=4000)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    asked = parser.parse_args()
+    rows = []
+    for replicas in asked.replicas:
+        for row in compared(asked.trace, replicas, asked.requests, asked.seeds):
+            rows.append(row)
+            print({name: row[name] for name in ("replicas", "prefixes", "seed", "router", "ttft_mean", "ttft_p99",
+                                                "cpu_seconds") if name in row}, flush=True)
+            write_json(asked.json, {"version": 1, "environment": environment(), "machine": MACHINE, "rate": RATE,
+                                    "requests": asked.requests, "shared": SHARED, "groups": GROUPS,
+                                    "cache_tokens": CACHE_TOKENS, "rows": rows})
+    for replicas in asked.replicas:
+        for kind in ("shared", "own"):
+            medians = {router: statistics.median(row["ttft_p99"] for row in rows if (
+                row["replicas"], row["prefixes"], row["router"]) == (replicas, kind, router))
+                for router in ROUTERS_COMPARED}
+            print(f"{replicas} replicas, {kind} prefixes: p99 of the first token, in seconds: {medians}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""slotwise scale: several replicas of a model behind one address."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from slotwise.cli import serve
+from slotwise.cli.numbers import Number
+from slotwise.cli.options import BUILTIN_NAME, Commands, add_command
+from slotwise.cli.parser import Parser
+from slotwise.compose.placement import AUTO, read_processors
+from slotwise.core.ranges import real, whole
+from slotwise.engine.config import DAY
+from slotwise.host import processors
+from slotwise.routing.fleet import MAX_WAIT
+from slotwise.routing.routers import ROUTERS
+from slotwise.scale.addresses import checked
+from slotwise.scale.door import MAX_REPLICAS
+
+MEMORY = 0.6  # of the machine's, for the weights, steps and caches of all replicas together
+OF_THE_DOOR = frozenset((  # options of `slotwise serve` that mean something without a server of one's own
+    "host", "port", "api_key", "admin_api_key", "log_format", "shutdown_timeout", "access_log", "seed",
+    "served_model_name", "config", "allowed_hosts", "allowed_origins", "allowed_methods", "allowed_headers",
+    "allow_credentials", "root_path"))
+NOT_SHARED = {  # options that several replicas of a machine cannot have in common
+    "event_log": "each replica would write it", "cpu_threads": "the processors are divided among the replicas",
+    "ssl_certfile": "let a proxy before it speak TLS"}
+
+
+def add(commands: Commands) -> None:
+    command = add_command(commands, "scale", "serve a model by several replicas behind one address", run)
+    command.keeps_rest = True
+    command.usage = "slotwise scale [MODEL] [--replicas N] [options of slotwise serve]"
+    command.epilog = "Every other argument is one of `slotwise serve`, and each replica gets it."
+    command.add_argument("--replicas", type=Number(whole(1, MAX_REPLICAS)), default=None, metavar="N",
+                         help="server processes on this machine, which share its processors and memory (default: 2)")
+    command.add_argument("--replica-url", action="append", default=[], type=_url, metavar="URL", dest="urls",
+                         help="in place of processes: replicas at this address, as http://HOST:8000; a name that means "
+                         "several hosts stands for all of them; repeatable")
+    command.add_argument("--router", choices=tuple(ROUTERS), default="product",
+                         help="product: least new prompt tokens times batch; the others are baselines: "
+                         "docs/replicas.md (default: product)")
+    command.add_argument("--max-wait", type=Number(real(0.001, DAY)), default=MAX_WAIT, metavar="SECONDS",
+                         help="predicted time to the first output beyond which a request gets 503 and a Retry-After "
+                         f"(default: {MAX_WAIT:g})")
+
+
+def _url(text: str) -> str:
+    try:
+        return checked(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def run(asked: argparse.Namespace) -> int:
+    from slotwise.scale.run import Scaling, run_scale
+    from slotwise.server.settings import ServerSettings
+
+    parser = Parser(prog="slotwise scale", add_help=False)
+    serve.add_options(parser)
+    served = parser.parse_args(asked.rest)
+    if asked.urls:
+        _check_addresses(asked, parser)
+        launch, number = None, 0
+    else:
+        number = 2 if asked.replicas is None else asked.replicas
+        _check_shared(served)
+        launch = _launcher(asked.rest, served, number)
+    name = next(iter(served.served_model_name), serve.model_of(served) or BUILTIN_NAME)
+    network = {name: value for name, value in serve.network_of(served).items() if not name.startswith("ssl_")}
+    settings = ServerSettings(
+        served_model_name=name, api_keys=serve.api_keys_of(served.api_key),
+        admin_api_key=serve.admin_key_of(served.admin_api_key), tiers=serve.tiers_of(served),
+        shutdown_timeout=served.shutdown_timeout, log_format=served.log_format, access_log=served.access_log, **network)
+    scaling = Scaling(launch, number, asked.urls, asked.router, asked.max_wait, served.seed)
+    return run_scale(settings, (served.host, served.port), scaling)
+
+
+def _check_addresses(asked: argparse.Namespace, parser: Parser) -> None:
+    """Raises ValueError for an option of processes, of which this command starts none."""
+    if asked.replicas is not None:
+        raise ValueError("--replicas is for processes that this command starts: with --replica-url others do")
+    given, _ = parser.given(asked.rest)
+    for name, value in vars(given).items():
+        if value is not None and name not in OF_THE_DOOR:
+            option = "MODEL" if name == "model_tag" else "--" + name.replace("_", "-")
+            raise ValueError(f"{option} is for replicas that this command starts: start those at --replica-url with it")
+
+
+def _check_shared(served: argparse.Namespace) -> None:
+    """Raises ValueError for an option that replicas of one machine cannot share."""
+    for name, why in NOT_SHARED.items():
+        if getattr(served, name):
+            raise ValueError(f"--{name.replace('_', '-')} is not for replicas: {why}")
+    if served.cpu_bind != AUTO:
+        raise ValueError(f"--cpu-bind is not for replicas: {NOT_SHARED['cpu_threads']}")
+    if served.device == "cuda":
+        raise ValueError("--device cuda: start a `slotwise serve` for each GPU, and name them with --replica-url")
+
+
+def _launcher(rest: Sequence[str], served: argparse.Namespace, number: int) -> Callable[[str], Any]:
+    """Returns what starts the process of a replica, given its name, a number.
+
+    Replicas beyond `number`, added later, take the places of the first ones, too.
+    """
+    from slotwise.scale.process import ServeProcess, shares
+
+    found = read_processors(processors())
+    places = [one.number for one in sorted(found, key=lambda one: (one.node, min(one.siblings), one.number))]
+    bound = shares(places or sorted(processors()) if sys.platform == "linux" else [], number)
+    memory = [] if number == 1 or served.kv_cache_memory is not None else [
+        "--gpu-memory-utilization", f"{(served.gpu_memory_utilization or MEMORY) / number:.4f}"]
+
+    return lambda name: ServeProcess([*rest, *bound[int(name) % number], *memory])

@@ -1,0 +1,158 @@
+"""Which pieces of prompts the prefix cache holds, for routers: a fold over step records.
+
+A router names the pieces of a prompt by digests (`routing.prompt`); the engine knows blocks of tokens.  A piece is
+taken to end at the token that has the same share of the prompt before it, and to be cached as long as the last full
+block up to there is:
+
+    bytes    |── piece 0 ──|── piece 1 ──|── piece 2 ──|─ rest ─|
+    tokens   |─ block 7 ─|─ block 2 ─|─ block 9 ─|─ block 4 ─|...      piece 1 is cached while block 2 is
+
+The cache evicts the end of a chain before its beginning, so the blocks before are there, too.  A block given to another
+request holds its pieces no longer.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
+
+from slotwise.core.step import FREED
+from slotwise.engine.observer import Observer
+
+if TYPE_CHECKING:
+    from slotwise.engine.messages import EngineInfo, StepRecord
+
+MAX_CHANGES = 1 << 16  # remembered; a router that has missed more gets the whole index
+FADE = 0.99  # decay of the mean tokens of a piece, at each request
+
+
+class Changes(NamedTuple):
+    """What has changed since a version of the index."""
+
+    version: int
+    added: list[int]  # all pieces, if `is_whole`
+    removed: list[int]
+    is_whole: bool
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A request whose prompt is not computed to its last piece."""
+
+    pieces: tuple[int, ...]
+    ends: list[int]  # tokens up to each piece's end, at least a block
+    blocks: tuple[int, ...] = ()
+    num_computed: int = 0  # pieces
+
+
+@dataclass(slots=True)
+class PrefixIndex(Observer):
+    """The pieces cached now, and the changes up to here."""
+
+    instance: str = field(default_factory=lambda: secrets.token_hex(8))  # versions of another one mean nothing
+    piece_tokens: float = 0.0  # mean tokens of a piece; 0: no prompt yet
+    _block_size: int = 1
+    _shares: bool = False  # the engine has a prefix cache
+    _salt: str = ""  # that all prompts have
+    _version: int = 0
+    _changes: deque[tuple[int, bool]] = field(default_factory=lambda: deque(maxlen=MAX_CHANGES))  # piece, is it added
+    _block_of: dict[int, int] = field(default_factory=dict)  # by piece
+    _pieces_of: dict[int, list[int]] = field(default_factory=dict)  # by block
+    _prompts: dict[str, _Prompt] = field(default_factory=dict)  # by request
+
+    def expect(self, request_id: str, prefix: tuple[int, tuple[int, ...]], num_tokens: int, piece_bytes: int) -> None:
+        """A request has been submitted.
+
+        Args:
+            prefix: the bytes of its prompt as the router reads it, and the pieces.
+            num_tokens: of its prompt, as the engine reads it.
+            piece_bytes: bytes of a piece.
+        """
+        num_bytes, pieces = prefix
+        if not pieces or not self._shares:
+            return
+        share = num_tokens / num_bytes
+        kept = self.piece_tokens or share * piece_bytes
+        self.piece_tokens = kept * FADE + share * piece_bytes * (1 - FADE)
+        ends = [max(self._block_size, int(share * piece_bytes * number)) for number in range(1, len(pieces) + 1)]
+        self._prompts[request_id] = _Prompt(pieces, ends)
+
+    def changes(self, instance: str, since: int) -> Changes:
+        """Returns the changes since version `since` of `instance`; all pieces where they are not remembered."""
+        missed = self._version - since
+        if instance != self.instance or not 0 <= missed <= len(self._changes):
+            return Changes(self._version, list(self._block_of), [], True)
+        net = dict(islice(self._changes, len(self._changes) - missed, None))
+        return Changes(self._version, [piece for piece, is_added in net.items() if is_added],
+                       [piece for piece, is_added in net.items() if not is_added], False)
+
+    # -- the fold ------------------------------------------------------------------------------------------------
+
+    def started(self, info: EngineInfo) -> None:
+        """A new engine has an empty cache."""
+        self._block_size, self._shares = info.limits.block_size, info.limits.enable_prefix_caching
+        self._clear()
+
+    def salted(self, salt: str) -> None:
+        """All prompts have this salt from here on: what was cached under another is never found."""
+        if salt != self._salt:
+            self._salt = salt
+            self._clear()
+
+    def _clear(self) -> None:
+        for piece in self._block_of:
+            self._changed(piece, is_added=False)
+        self._block_of.clear()
+        self._pieces_of.clear()
+        self._prompts.clear()
+
+    def stepped(self, record: StepRecord) -> None:
+        if self._prompts or self._pieces_of:
+            self._reallocate(record)
+        if self._prompts:
+            self._compute(record)
+            for end in record.ended:
+                self._prompts.pop(end.request_id, None)
+
+    def _reallocate(self, record: StepRecord) -> None:
+        cached = dict(zip(record.admitted, record.cached, strict=True))
+        joined = {slot: request_id for slot, request_id in zip(record.slots, record.request_ids, strict=True)
+                  if request_id in cached}
+        for slot, group, blocks in record.new_blocks:
+            request_id = joined.get(slot, "")
+            for block in blocks[cached.get(request_id, 0) // self._block_size :]:
+                for piece in self._pieces_of.pop(block, ()):
+                    del self._block_of[piece]
+                    self._changed(piece, is_added=False)
+            if group == 0 and request_id in self._prompts:
+                prompt = self._prompts[request_id]
+                prompt.blocks, prompt.num_computed = blocks, 0
+                self._add(request_id, cached[request_id])
+
+    def _compute(self, record: StepRecord) -> None:
+        for request_id, start, count in zip(record.request_ids, record.starts, record.counts, strict=True):
+            if request_id in self._prompts:
+                self._add(request_id, start + count)
+
+    def _add(self, request_id: str, num_tokens: int) -> None:
+        """The first `num_tokens` tokens of a request are computed."""
+        prompt = self._prompts[request_id]
+        while prompt.num_computed < len(prompt.pieces) and prompt.ends[prompt.num_computed] <= num_tokens:
+            piece, end = prompt.pieces[prompt.num_computed], prompt.ends[prompt.num_computed]
+            prompt.num_computed += 1
+            index = end // self._block_size - 1
+            block = prompt.blocks[index] if index < len(prompt.blocks) else FREED
+            if piece in self._block_of or block == FREED:
+                continue
+            self._block_of[piece] = block
+            self._pieces_of.setdefault(block, []).append(piece)
+            self._changed(piece, is_added=True)
+        if prompt.num_computed == len(prompt.pieces):
+            del self._prompts[request_id]
+
+    def _changed(self, piece: int, *, is_added: bool) -> None:
+        self._version += 1
+        self._changes.append((piece, is_added))

@@ -1,0 +1,133 @@
+"""The replicas behind one address, and where each request is: the one owner of this state.
+
+    add ──► up ──► lost ──► up again (told)
+             └──► draining ──► idle ──► remove
+
+A request is on one replica at a time.  Where the least predicted wait exceeds the longest acceptable one it is shed,
+with the seconds after which a retry would find the wait acceptable, if no other request came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from math import ceil
+
+from slotwise.routing.prompt import RoutedRequest
+from slotwise.routing.replica import Replica, Report
+from slotwise.routing.routers import Router
+
+MAX_WAIT = 60.0  # seconds, as the replicas' own admission control has it
+LONGEST_RETRY = 60  # seconds; OpenAI's client ignores longer ones
+
+
+@dataclass(frozen=True, slots=True)
+class Shed:
+    """A request that no replica is predicted to serve in time."""
+
+    wait: float  # predicted seconds until its first output; 0: no replica may be chosen
+    retry_after: int  # seconds
+
+
+class Fleet:
+    """Args: max_wait: predicted seconds to the first output beyond which a request is shed."""
+
+    def __init__(self, router: Router, max_wait: float = MAX_WAIT) -> None:
+        self._router = router
+        self._max_wait = max_wait
+        self._replicas: dict[str, Replica] = {}
+        self._placed: dict[str, Replica] = {}  # by request
+
+    # -- replicas ------------------------------------------------------------------------------------------------
+
+    @property
+    def replicas(self) -> list[Replica]:
+        """In the order in which they were added."""
+        return list(self._replicas.values())
+
+    def add(self, name: str) -> None:
+        """Adds a replica, which may be chosen once it has told of itself.  Raises ValueError: the name is in use."""
+        if name in self._replicas:
+            raise ValueError(f"there is a replica {name} already")
+        self._replicas[name] = Replica(name, is_up=False)
+
+    def told(self, name: str, report: Report, asked_at: float) -> None:
+        """A replica has told of itself: it is up.  Args: asked_at: when it was asked, in seconds."""
+        replica = self._replicas[name]
+        replica.told(report, asked_at)
+        replica.is_up = True
+
+    def cached(self, name: str, added: Iterable[int], removed: Iterable[int] = (), *, is_whole: bool = False) -> None:
+        """Changes a replica's index.  Args: is_whole: `added` is all of it."""
+        self._replicas[name].cached(added, removed, is_whole=is_whole)
+
+    def drain(self, name: str) -> None:
+        """No further request is sent to a replica."""
+        self._replicas[name].is_draining = True
+
+    def closed(self, name: str) -> None:
+        """A replica takes no requests until it tells otherwise; those it has go on."""
+        self._replicas[name].is_up = False
+
+    def lost(self, name: str) -> list[str]:
+        """A replica has died.  Returns its unfinished requests, which are on no replica any more."""
+        unfinished = self._replicas[name].lost()
+        for request_id in unfinished:
+            del self._placed[request_id]
+        return unfinished
+
+    def remove(self, name: str) -> list[str]:
+        """Forgets a replica.  Returns its unfinished requests, likewise."""
+        unfinished = self.lost(name)
+        del self._replicas[name]
+        return unfinished
+
+    def usable(self, without: Collection[str] = ()) -> list[Replica]:
+        """Replicas that may be chosen."""
+        return [replica for replica in self._replicas.values()
+                if replica.is_up and not replica.is_draining and replica.name not in without]
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def route(self, request: RoutedRequest, now: float, without: Collection[str] = ()) -> Replica | Shed:
+        """Sends a request to a replica, unless none is there or none would serve it in time.
+
+        Args:
+            now: seconds.
+            without: replicas that have failed it.
+
+        Raises:
+            ValueError: it is on a replica.
+        """
+        if request.request_id in self._placed:
+            raise ValueError(f"request {request.request_id} is on a replica")
+        usable = self.usable(without)
+        if not usable:
+            return Shed(0.0, 1)
+        wait = min([replica.wait(request) for replica in usable])
+        if wait > self._max_wait:
+            return Shed(wait, max(1, min(LONGEST_RETRY, ceil(wait - self._max_wait))))
+        chosen = self._router.choose(request, usable)
+        chosen.sent(request, now)
+        self._placed[request.request_id] = chosen
+        return chosen
+
+    def predicted_wait(self) -> float:
+        """The least predicted wait of a short request, in seconds; 0 without replicas."""
+        return min([replica.wait(RoutedRequest("")) for replica in self.usable()], default=0.0)
+
+    def first_output(self, request_id: str, now: float) -> None:
+        """A request has its first output.  Does nothing if it is on no replica."""
+        if (replica := self._placed.get(request_id)) is not None:
+            replica.first_output(request_id, now)
+
+    def finished(self, request_id: str) -> None:
+        """A request has ended, or has left its replica to go elsewhere.  Does nothing if it is on no replica."""
+        if (replica := self._placed.pop(request_id, None)) is not None:
+            replica.finished(request_id)
+
+    def check(self) -> None:
+        """Raises AssertionError unless each request is on exactly one replica of the fleet."""
+        counted = sum(replica.num_sent for replica in self._replicas.values())
+        assert counted == len(self._placed)
+        assert all(self._replicas.get(replica.name) is replica for replica in self._placed.values())

@@ -1,0 +1,170 @@
+"""A replica as its router knows it: what it last told of itself, and what was sent to it since.
+
+    told    |── index, load, step times ──|                        once or twice a second
+    sent                                  |── requests ──────►|    known at once
+
+Requests without an output will have their prompts computed there, so their pieces count as cached from the moment they
+are sent; a report that was asked for after a request's first output tells whether they are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from slotwise.core.step_time import Prediction, StepTimeModel, Work
+from slotwise.routing.prompt import RoutedRequest
+
+COLD_ADAPTER = 512.0  # tokens whose prefill takes about as long as loading an adapter
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a replica tells of itself."""
+
+    slots: int  # requests that run at once
+    step_tokens: int = 1  # token budget of a step
+    num_running: int = 0
+    num_waiting: int = 0
+    starts_per_second: float = 0.0  # requests that leave its queue for a slot; 0: not measured
+    times: Prediction | None = None  # its step-time model; None: not trained
+    piece_tokens: float = 0.0  # tokens of a piece of its prompts; 0: not measured
+    adapters: tuple[str, ...] = ()  # those it holds
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A request that has not ended."""
+
+    request: RoutedRequest
+    new_tokens: float  # of its prompt, not in the cache when it was sent
+    at: float  # seconds
+    has_output: bool = False
+
+
+@dataclass(slots=True)
+class Replica:
+    """Its own state and changes are the fleet's: routers only read it."""
+
+    name: str
+    is_up: bool = True
+    is_draining: bool = False
+    report: Report = field(default_factory=lambda: Report(slots=1))
+    prefill_rate: float = 0.0  # prompt tokens per second beside its running rows; 0: unknown
+    _unfinished: dict[str, _Sent] = field(default_factory=dict)
+    _cached: set[int] = field(default_factory=set)  # pieces, as told
+    _coming: Counter[int] = field(default_factory=Counter)  # pieces of requests without an output
+    _fresh: dict[int, float] = field(default_factory=dict)  # pieces computed since, and when
+    _queued: float = 0.0  # new tokens of requests without an output
+
+    # -- what routers read ---------------------------------------------------------------------------------------
+
+    @property
+    def batch(self) -> int:
+        """Requests that run or wait there: those sent, or more, where others send some, too."""
+        return max(len(self._unfinished), self.report.num_running + self.report.num_waiting)
+
+    @property
+    def num_sent(self) -> int:
+        """Requests sent that have not ended."""
+        return len(self._unfinished)
+
+    @property
+    def queued_tokens(self) -> float:
+        """Prompt tokens sent that it has yet to compute."""
+        return self._queued
+
+    def hit(self, request: RoutedRequest) -> int:
+        """Pieces of the request's prompt that it has, or will have computed."""
+        for count, piece in enumerate(request.digests):
+            if piece not in self._cached and piece not in self._coming and piece not in self._fresh:
+                return count
+        return len(request.digests)
+
+    def new_tokens(self, request: RoutedRequest) -> float:
+        """Tokens of the request's prompt that it would compute, and for a missing adapter the tokens it costs."""
+        new = max(1.0, request.num_tokens - self.hit(request) * request.piece_tokens)
+        is_warm = not request.adapter or request.adapter in self.report.adapters or any(
+            sent.request.adapter == request.adapter for sent in self._unfinished.values())
+        return new if is_warm else new + COLD_ADAPTER
+
+    @property
+    def num_pieces(self) -> int:
+        """Pieces that it has cached or is computing."""
+        return len(self._cached) + len(self._coming) + len(self._fresh)
+
+    def wait(self, request: RoutedRequest) -> float:
+        """Predicted seconds until the request's first output; 0 while no step time and no queue is known."""
+        behind = self.batch + 1 - self.report.slots
+        starts = self.report.starts_per_second
+        slot = behind / starts if behind > 0 and starts else 0.0
+        rate = self.prefill_rate
+        return slot + ((self._queued + self.new_tokens(request)) / rate if rate else 0.0)
+
+    # -- what changes it -----------------------------------------------------------------------------------------
+
+    def sent(self, request: RoutedRequest, now: float) -> None:
+        new = self.new_tokens(request)
+        self._unfinished[request.request_id] = _Sent(request, new, now)
+        self._coming.update(request.digests)
+        self._queued += new
+
+    def first_output(self, request_id: str, now: float) -> None:
+        """Its prompt is computed.  Does nothing if the id is unknown, or had an output before."""
+        sent = self._unfinished.get(request_id)
+        if sent is not None and not sent.has_output:
+            self._leave_queue(sent)
+            self._fresh.update(dict.fromkeys(sent.request.digests, now))
+
+    def finished(self, request_id: str) -> None:
+        """Does nothing if the id is unknown."""
+        sent = self._unfinished.pop(request_id, None)
+        if sent is not None and not sent.has_output:
+            self._leave_queue(sent)
+
+    def _leave_queue(self, sent: _Sent) -> None:
+        sent.has_output = True
+        for piece in sent.request.digests:
+            self._coming[piece] -= 1
+            if not self._coming[piece]:
+                del self._coming[piece]
+        self._queued = sum([other.new_tokens for other in self._unfinished.values() if not other.has_output])
+
+    def told(self, report: Report, asked_at: float) -> None:
+        """Takes in a report, asked for at `asked_at`; its index is told by `cached` before.
+
+        Where none waits, all requests sent before have started, also those whose outputs come only at their end.
+        """
+        self.report = report
+        if not report.num_waiting:
+            for request_id, sent in self._unfinished.items():
+                if sent.at < asked_at:
+                    self.first_output(request_id, asked_at)
+        self._fresh = {piece: since for piece, since in self._fresh.items() if since >= asked_at}
+        self.prefill_rate = prefill_rate(report)
+
+    def cached(self, added: Iterable[int], removed: Iterable[int] = (), *, is_whole: bool = False) -> None:
+        """Changes the pieces that it has in its cache.  Args: is_whole: `added` are all of them."""
+        if is_whole:
+            self._cached.clear()
+        self._cached.difference_update(removed)
+        self._cached.update(added)
+
+    def lost(self) -> list[str]:
+        """It is gone, with its cache.  Returns the requests that had not ended."""
+        unfinished = list(self._unfinished)
+        for known in (self._unfinished, self._cached, self._coming, self._fresh):
+            known.clear()
+        self.is_up, self._queued = False, 0.0
+        return unfinished
+
+
+def prefill_rate(report: Report) -> float:
+    """Prompt tokens per second in steps of the whole budget beside the running rows; 0 without step times."""
+    if report.times is None:
+        return 0.0
+    rows, tokens = report.num_running, max(1, report.step_tokens - report.num_running)
+    work = Work(tokens + rows, rows + 1, 0, tokens * (tokens + 1) / 2)
+    seconds = StepTimeModel.predicting(report.times).typical(work)
+    return tokens / seconds if seconds > 0 else 0.0

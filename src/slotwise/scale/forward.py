@@ -1,0 +1,242 @@
+"""The path of one request through the front door: to a replica, and its response back to the client.
+
+    route ─► send ─► head ─► first byte to the client ─► ... ─► end
+      ▲        │ failed       │                            │ failed
+      └────────┴──────────────┘ once                       └─► an error ends the stream
+
+A request whose replica fails before the client has received a byte goes to another replica, once.  Behind that an error
+ends a stream, in the form of its route, and cuts a whole response short.  A stream is passed on in whole events.  A
+client that leaves closes the connection to the replica, which then aborts the generation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from http import HTTPStatus
+from typing import TYPE_CHECKING, NamedTuple
+
+import aiohttp
+import msgspec
+
+from slotwise.routing.fleet import Shed
+from slotwise.scale.routed import Prompt
+from slotwise.scale.upstream import ReplicaLost, Upstream, end
+from slotwise.server.errors import ApiError, ClientGone, ErrorBody
+from slotwise.server.http_exchange import Headers, HttpExchange
+
+if TYPE_CHECKING:
+    from slotwise.scale.door import Door
+
+ATTEMPTS = 2
+WHOLE = 1 << 20  # bytes of a response that is sent only once it is whole
+MAX_EVENT = 16 << 20  # bytes; a longer event is passed on in parts
+EVENT_STREAM = "text/event-stream"
+ELSEWHERE = ("draining", "engine_dead", "queue_full", "engine_error", "too_many_connections", "bodies_full")
+"""Codes of errors with which another replica may serve the request."""
+
+NOT_FORWARDED = frozenset((  # of one connection (RFC 9110, 7.6.1), or made anew, or checked by the door
+    b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te", b"trailer",
+    b"transfer-encoding", b"upgrade", b"host", b"content-length", b"content-encoding", b"accept-encoding", b"expect",
+    b"origin", b"cookie", b"x-request-id", b"x-slotwise-prefix"))
+NOT_RETURNED = NOT_FORWARDED | {b"date", b"server", b"content-type", b"x-content-type-options", b"cache-control"}
+
+
+class Answer(NamedTuple):
+    """A response that was read whole."""
+
+    status: int
+    headers: Headers
+    content_type: bytes
+    body: bytes
+
+    @property
+    def code(self) -> str:
+        """The code of an error; "" for anything else."""
+        try:
+            return msgspec.json.decode(self.body, type=ErrorBody).error.code or ""
+        except msgspec.DecodeError:
+            return ""
+
+
+class TurnedAway(Exception):
+    """The replica has answered with an error that another one need not give."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(answer.status)
+        self.answer = answer
+
+
+def target_of(exchange: HttpExchange) -> str:
+    """The path and query of a request, as they were sent."""
+    query = exchange.scope["query_string"].decode("latin-1")
+    path: bytes = exchange.scope.get("raw_path") or exchange.scope["path"].encode()
+    return path.decode("latin-1") + (f"?{query}" if query else "")
+
+
+def headers_of(exchange: HttpExchange, prompt: Prompt | None = None) -> dict[str, str]:
+    """The headers with which a request is sent on."""
+    kept = {name.decode("latin-1"): value.decode("latin-1") for name, value in exchange.scope["headers"]
+            if name not in NOT_FORWARDED and not name.startswith(b"sec-fetch-")}
+    prefix = {"x-slotwise-prefix": prompt.header} if prompt is not None and prompt.pieces else {}
+    return kept | prefix | {"x-request-id": exchange.request_id}
+
+
+class Forwarding:
+    """One request, which is sent to a replica, and perhaps to a second one.
+
+    Args:
+        without: replicas that are not to be chosen.
+    """
+
+    def __init__(self, door: Door, exchange: HttpExchange, body: bytes, prompt: Prompt,
+                 without: frozenset[str] = frozenset()) -> None:
+        self._door, self._exchange, self._body, self._prompt = door, exchange, body, prompt
+        self._failed = set(without)
+        self._id = door.next_id()
+        self._gone = False
+        self._scope: asyncio.Timeout | None = None  # of the attempt in progress
+
+    async def run(self) -> None:
+        """Raises ApiError: no replica may serve it, or the last one failed; ClientGone: the client has left."""
+        turned_away: Answer | None = None
+        async with self._exchange.watched(self._leave):
+            for attempt in range(ATTEMPTS):
+                upstream = self._route(is_first=attempt == 0)
+                if upstream is None:
+                    break
+                try:
+                    await self._attempt(upstream)
+                    return
+                except TurnedAway as error:
+                    turned_away = error.answer
+                except ReplicaLost as error:
+                    self._check_retry(error)
+                finally:
+                    self._door.fleet.finished(self._id)
+                self._failed.add(upstream.name)
+                self._door.metrics.rerouted += attempt == 0
+            if turned_away is not None:
+                await send(self._exchange, turned_away)
+                return
+        raise replica_lost()
+
+    def _leave(self) -> None:
+        self._gone = True
+        if self._scope is not None:
+            end(self._scope)
+
+    def _route(self, *, is_first: bool) -> Upstream | None:
+        """The replica to send it to; None: there is no second one."""
+        door, now = self._door, asyncio.get_running_loop().time()
+        found = door.fleet.route(self._prompt.request(self._id, door.piece_tokens), now, self._failed)
+        if not isinstance(found, Shed):
+            door.metrics.routed[found.name] += 1
+            return door.replicas.upstream(found.name)
+        if is_first:
+            raise door.shed(found)
+        return None
+
+    def _check_retry(self, error: ReplicaLost) -> None:
+        """Raises unless the request may go elsewhere."""
+        if self._gone:
+            raise ClientGone from error
+        if self._exchange.status:
+            raise replica_lost() from error
+
+    async def _attempt(self, upstream: Upstream) -> None:
+        exchange = self._exchange
+        if self._gone:
+            raise ClientGone
+        method, headers = exchange.scope["method"], headers_of(exchange, self._prompt)
+        try:
+            async with (upstream.until_lost() as self._scope,
+                        upstream.sending(method, target_of(exchange), headers, self._body) as response):
+                if response.content_type == EVENT_STREAM:
+                    await self._pass_stream(response)
+                else:
+                    await self._pass_whole(response)
+        finally:
+            self._scope = None
+
+    async def _pass_stream(self, response: aiohttp.ClientResponse) -> None:
+        exchange = self._exchange
+        async for events in whole_events(response.content):
+            if not exchange.status:
+                exchange.more += _returned(response.headers)
+            self._output()
+            await exchange.event(events)
+        await exchange.close()
+
+    async def _pass_whole(self, response: aiohttp.ClientResponse) -> None:
+        """Sends a response once it is whole; a very long one in parts, and it is cut short if the replica fails."""
+        exchange, parts, size = self._exchange, list[bytes](), 0
+        async for part in response.content.iter_any():
+            self._output()
+            parts.append(part)
+            size += len(part)
+            if size > WHOLE:
+                await self._pass_long(response, b"".join(parts))
+                return
+        answer = Answer(response.status, _returned(response.headers),
+                        response.headers.get("content-type", "application/json").encode("latin-1"), b"".join(parts))
+        if answer.code in ELSEWHERE:
+            raise TurnedAway(answer)
+        await send(exchange, answer)
+
+    async def _pass_long(self, response: aiohttp.ClientResponse, begun: bytes) -> None:
+        exchange = self._exchange
+        exchange.more += _returned(response.headers)
+        try:
+            await exchange.event(begun, response.headers.get("content-type", "application/json").encode("latin-1"))
+            async for part in response.content.iter_any():
+                await exchange.event(part)
+        except BaseException:
+            exchange.abort()
+            raise
+        await exchange.close()
+
+    def _output(self) -> None:
+        self._door.fleet.first_output(self._id, asyncio.get_running_loop().time())
+
+
+async def whole_events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Yields a stream in whole events, so that an error may follow each of them; at the end whatever is left."""
+    pending = b""
+    async for part in content.iter_any():
+        pending += part
+        length = pending.rfind(b"\n\n") + 2 if len(pending) < MAX_EVENT else len(pending)
+        if length > 1:
+            yield pending[:length]
+            pending = pending[length:]
+    if pending:
+        yield pending
+
+
+def replica_lost() -> ApiError:
+    """The error of a request whose replica failed, and that no other one may serve."""
+    return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the replica that served this request was lost",
+                    code="replica_lost")
+
+
+def _returned(headers: Mapping[str, str]) -> Headers:
+    """The headers of a response that are passed on."""
+    return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()
+            if name.lower().encode("latin-1") not in NOT_RETURNED]
+
+
+async def ask(upstream: Upstream, exchange: HttpExchange, method: str, target: str, body: bytes = b"") -> Answer:
+    """Sends a request to one replica, with the headers of an exchange, and reads its whole answer.
+
+    Raises:
+        ReplicaLost: the replica failed.
+    """
+    async with upstream.until_lost(), upstream.sending(method, target, headers_of(exchange), body) as response:
+        content = await response.read()
+        return Answer(response.status, _returned(response.headers),
+                      response.headers.get("content-type", "application/json").encode("latin-1"), content)
+
+
+async def send(exchange: HttpExchange, answer: Answer) -> None:
+    """Sends a replica's answer to the client."""
+    await exchange.respond(answer.body, answer.status, answer.content_type, answer.headers)

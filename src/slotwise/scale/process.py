@@ -1,0 +1,66 @@
+"""Replicas as processes of this machine: `slotwise serve` children, each on a port and on processors of its own."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from collections.abc import Sequence
+from itertools import pairwise
+
+from slotwise import child, spawn
+
+HOST = "127.0.0.1"
+
+
+class ServeProcess:
+    """A `slotwise serve` process, which the system kills when this one ends.
+
+    Args:
+        arguments: of the command, but its host and port.
+
+    Raises:
+        OSError: it could not be started.
+    """
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        port = _free_port()
+        self.url = f"http://{HOST}:{port}"
+        command = child.python("slotwise.cli.replica_main", *arguments, "--host", HOST, "--port", str(port))
+        self._process = spawn.start(command, env=os.environ | child.environment(), cwd=os.getcwd(),
+                                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def status(self) -> int | None:
+        return self._process.poll()
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        """Kills it, and waits for its end."""
+        self._process.kill()
+        self._process.wait()
+
+
+def _free_port() -> int:
+    """A port that is free now.  If another program takes it first, the replica ends, and the next one has another."""
+    with socket.create_server((HOST, 0)) as found:
+        return int(found.getsockname()[1])
+
+
+def shares(places: Sequence[int], number: int) -> list[list[str]]:
+    """Returns the options that bind `number` replicas to `places`, processors in an order in which neighbours share.
+
+    With fewer places than replicas, each has one thread, which the system may move.
+    """
+    if number == 1:
+        return [[]]
+    if len(places) < number:
+        return [["--cpu-threads", "1", "--cpu-bind", "none"]] * number
+    ends = [index * len(places) // number for index in range(number + 1)]
+    return [["--cpu-bind", ",".join(map(str, places[begin:end]))] for begin, end in pairwise(ends)]

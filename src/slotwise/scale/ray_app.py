@@ -1,0 +1,276 @@
+"""The application on Ray Serve: `serve run slotwise.scale:app`.
+
+    client ─► Ray's proxy ─► Entrance ─► RoutingOnRay ─► EngineReplica ─► slotwise serve, a process of the replica
+                             (retries)   (which replica)   (polls it)
+
+A client that leaves cancels the entrance, which cancels the replica's generator, which closes its connection to the
+server, which aborts the generation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Mapping
+from http import HTTPStatus
+from typing import Any, NamedTuple
+
+import aiohttp
+import msgspec
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+
+from slotwise.routing.autoscale import Load, replicas_for
+from slotwise.routing.prompt import RoutedRequest
+from slotwise.routing.replica import Replica
+from slotwise.scale.forward import (
+    ATTEMPTS,
+    ELSEWHERE,
+    EVENT_STREAM,
+    NOT_FORWARDED,
+    NOT_RETURNED,
+    Answer,
+    replica_lost,
+    whole_events,
+)
+from slotwise.scale.process import ServeProcess
+from slotwise.scale.ray_router import ASKED_AT, STATE, RoutingOnRay
+from slotwise.scale.ray_settings import RaySettings
+from slotwise.scale.routed import Prompt, prompt_of
+from slotwise.server.asgi import error_format
+from slotwise.server.errors import ApiError
+from slotwise.server.replica import ReplicaState
+
+MAX_BODY = 4 << 20  # bytes, as a server has it
+KEPT = ("content-type", "x-request-id")  # headers that are passed on, other than by a front door
+MAX_ONGOING = 1024  # requests of a replica: its own admission control bounds them
+STATS_EVERY = 0.5  # seconds
+START = 900.0  # seconds that a replica has to load its model
+LOAD = "load"  # of autoscaling statistics
+
+
+class Head(NamedTuple):
+    """The head of a replica's response; `status` 0: its server does not answer."""
+
+    replica: str
+    status: int = 0
+    headers: dict[str, str] | None = None
+
+
+class Call(NamedTuple):
+    """A request as it is sent to a replica."""
+
+    method: str
+    target: str
+    headers: dict[str, str]
+    body: bytes
+
+
+# -- a replica ---------------------------------------------------------------------------------------------------------
+
+
+class EngineReplica:
+    """One `slotwise serve`, as a child of Ray's actor."""
+
+    def __init__(self, settings: RaySettings) -> None:
+        self._settings = settings
+        self._process = ServeProcess(settings.command)
+        self._session: aiohttp.ClientSession | None = None
+        self._view = Replica("this")
+        self._wait_until_ready()
+
+    def _wait_until_ready(self) -> None:
+        """Raises RuntimeError: the server has ended, or is not ready in time."""
+        ends = time.monotonic() + START
+        while time.monotonic() < ends:
+            if self._process.status is not None:
+                raise RuntimeError(f"slotwise serve ended with status {self._process.status}: its message is above")
+            try:
+                with urllib.request.urlopen(self._process.url + "/health", timeout=5):
+                    return
+            except (OSError, urllib.error.URLError):
+                time.sleep(0.2)
+        raise RuntimeError(f"the model was not loaded within {START:g} s")
+
+    def __del__(self) -> None:
+        if process := getattr(self, "_process", None):
+            process.kill()
+
+    async def forward(self, prompt: Prompt, call: Call, without: frozenset[str]) -> AsyncIterator[Head | bytes]:
+        """Sends a request to the server; yields the head of the response, then its content.
+
+        Args:
+            without: replicas that have failed it, for the router.
+        """
+        name = serve.get_replica_context().replica_id.to_full_id_str()
+        headers = call.headers | ({"x-slotwise-prefix": prompt.header} if prompt.pieces else {})
+        try:
+            response = await self._http().request(call.method, self._process.url + call.target, data=call.body or None,
+                                                  headers=headers, allow_redirects=False)
+        except (aiohttp.ClientError, OSError):
+            yield Head(name)
+            return
+        async with response:
+            kept = {name.lower(): value for name, value in response.headers.items()}
+            yield Head(name, response.status, {name: value for name, value in kept.items()
+                                               if name in KEPT or name.encode() not in NOT_RETURNED})
+            is_stream = response.content_type == EVENT_STREAM
+            async for part in whole_events(response.content) if is_stream else response.content.iter_any():
+                yield part
+
+    async def check_health(self) -> None:
+        """Raises RuntimeError: the server has ended, and Ray is to replace the replica."""
+        if self._process.status is not None:
+            raise RuntimeError(f"slotwise serve has ended with status {self._process.status}")
+
+    async def reconfigure(self, changes: Mapping[str, Any]) -> None:
+        """Applies a `user_config`: scheduling settings, as the body of PUT /admin/scheduling."""
+        if changes:
+            async with self._http().put(self._process.url + "/admin/scheduling", json=dict(changes)) as response:
+                if response.status != HTTPStatus.OK:
+                    raise ValueError(f"user_config: {(await response.text())[:500]}")
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        asked_at = time.time()
+        state = await self._state()
+        return {STATE: msgspec.json.encode(state).decode(), ASKED_AT: asked_at}
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """The load of this replica, for `ScaleByWait`."""
+        report = (await self._state()).report()
+        self._view.told(report, time.time())
+        load = Load(self._view.wait(RoutedRequest("")), (report.num_running + report.num_waiting) / report.slots)
+        return {"wait": load.wait, "busy": load.busy}
+
+    async def _state(self) -> ReplicaState:
+        async with self._http().get(self._process.url + "/replica") as response:
+            return msgspec.json.decode(await response.read(), type=ReplicaState)
+
+    def _http(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0), auto_decompress=False,
+                timeout=aiohttp.ClientTimeout(total=None), skip_auto_headers=("Accept-Encoding", "User-Agent"),
+                headers=_authorization())
+        return self._session
+
+
+def _authorization() -> dict[str, str]:
+    """The key of this process' own requests; a client's own takes its place."""
+    keys = os.environ.get("SLOTWISE_ADMIN_API_KEY") or os.environ.get("SLOTWISE_API_KEY", "").partition(",")[0]
+    return {"authorization": f"Bearer {keys.strip()}"} if keys.strip() else {}
+
+
+# -- the entrance ------------------------------------------------------------------------------------------------------
+
+
+class Entrance:
+    """Reads requests, and sends each to a replica: once more if that is lost before anything was sent back."""
+
+    def __init__(self, replicas: DeploymentHandle) -> None:
+        self._replicas = replicas.options(stream=True, method_name="forward")
+
+    async def __call__(self, request: Request) -> Response:
+        try:
+            body = await _body(request)
+        except ApiError as error:
+            return _answer(error)
+        headers = {name: value for name, value in request.headers.items() if not name.startswith("sec-fetch-")
+                   and (name in KEPT or name.encode("latin-1") not in NOT_FORWARDED)}
+        prompt = prompt_of(body, headers.get("authorization", ""), dict(request.headers.raw))
+        query = f"?{request.url.query}" if request.url.query else ""
+        call = Call(request.method, request.url.path + query, headers, body)
+        without: frozenset[str] = frozenset()
+        answer = _answer(replica_lost())
+        for _ in range(ATTEMPTS):
+            parts = self._replicas.remote(prompt, call, without)
+            try:
+                head: Head = await anext(parts)
+                first = await anext(parts, None)
+            except (RayError, aiohttp.ClientError, OSError):
+                continue
+            without |= {head.replica}
+            if head.status in (HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.SERVICE_UNAVAILABLE):
+                answer = Response(first or b"", head.status, head.headers)
+                if Answer(head.status, [], b"", first or b"").code in ELSEWHERE:
+                    continue
+            if head.status:
+                return StreamingResponse(_content(parts, first, head, request.url.path), head.status, head.headers)
+        return answer
+
+
+async def _content(parts: Any, first: Any, head: Head, path: str) -> AsyncIterator[bytes]:
+    """The content of a response; an error ends a stream whose replica is lost."""
+    try:
+        if first is not None:
+            yield first
+            async for part in parts:
+                yield part
+    except (RayError, aiohttp.ClientError, OSError):
+        if not (head.headers or {}).get("content-type", "").startswith(EVENT_STREAM):
+            raise
+        yield error_format(path).last(replica_lost(), "")
+    except (asyncio.CancelledError, GeneratorExit):
+        parts.cancel()
+        raise
+
+
+async def _body(request: Request) -> bytes:
+    """Raises ApiError: the body is too large."""
+    body = bytearray()
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > MAX_BODY:
+                raise ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body has more than {MAX_BODY} bytes",
+                               code="body_too_large")
+    except ClientDisconnect:
+        raise asyncio.CancelledError from None
+    return bytes(body)
+
+
+def _answer(error: ApiError) -> Response:
+    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in error.headers()}
+    return Response(error.body(), error.status, headers, "application/json")
+
+
+# -- the application ---------------------------------------------------------------------------------------------------
+
+
+class ScaleByWait:
+    """An autoscaling policy of Ray Serve.  Args: target_wait_s: predicted wait above which replicas are added."""
+
+    def __init__(self, target_wait_s: float) -> None:
+        self._target = target_wait_s
+
+    def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        metrics = context.aggregated_metrics or {}
+        waits, busy = metrics.get("wait", {}), metrics.get("busy", {})
+        loads = [Load(waits[replica], busy[replica]) for replica in waits if replica in busy]
+        wanted = replicas_for(loads, self._target) if loads else context.current_num_replicas
+        return max(context.capacity_adjusted_min_replicas, min(context.capacity_adjusted_max_replicas, wanted)), {}
+
+
+def app(given: Mapping[str, Any]) -> serve.Application:
+    """Builds the application.  Args: given: see `ray_settings.RaySettings`.  Raises ValueError for wrong ones."""
+    settings = RaySettings.of(given)
+    replicas = serve.deployment(
+        max_ongoing_requests=MAX_ONGOING,
+        ray_actor_options={"num_cpus": settings.num_cpus, "num_gpus": settings.num_gpus},
+        graceful_shutdown_timeout_s=settings.shutdown_timeout_s, health_check_period_s=2.0,
+        request_router_config=RequestRouterConfig(
+            request_router_class=RoutingOnRay, request_router_kwargs={"router": settings.router},
+            request_routing_stats_period_s=STATS_EVERY),
+        autoscaling_config=AutoscalingConfig(
+            min_replicas=settings.min_replicas, max_replicas=settings.max_replicas,
+            policy=AutoscalingPolicy(policy_function=ScaleByWait,
+                                     policy_kwargs={"target_wait_s": settings.target_wait_s})),
+    )(EngineReplica).bind(settings)
+    return serve.deployment(max_ongoing_requests=8 * MAX_ONGOING)(Entrance).bind(replicas)

@@ -1,0 +1,93 @@
+"""Runs the front door and its replicas until a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import uvloop
+
+from slotwise.observe import lines
+from slotwise.routing.fleet import Fleet
+from slotwise.routing.routers import ROUTERS
+from slotwise.scale.addresses import Addresses
+from slotwise.scale.door import ROUTES, Door
+from slotwise.scale.replicas import ReplicaProcess, Replicas
+from slotwise.server.asgi import App
+from slotwise.server.serve import listen, serve
+from slotwise.server.settings import ServerSettings
+
+ENDING = 10.0  # seconds that replicas have to end, beyond the shutdown timeout
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """What stands behind a front door: processes that it starts, or replicas at addresses."""
+
+    launch: Callable[[str], ReplicaProcess] | None = None
+    number: int = 0  # processes at the start
+    urls: Sequence[str] = ()  # of replicas that others start
+    router: str = "product"
+    max_wait: float = 60.0  # predicted seconds to the first output beyond which requests are shed
+    seed: int = 0
+
+
+def run_scale(settings: ServerSettings, address: tuple[str, int], scaling: Scaling) -> int:
+    """Serves until a signal arrives; returns the exit status.
+
+    Raises:
+        OSError: the address cannot be bound.
+        RuntimeError: no replica could be started; one line.
+    """
+    lines.set_up(settings.log_format)
+    with listen(*address) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_run(settings, listener, scaling))
+
+
+async def _run(settings: ServerSettings, listener: socket.socket, scaling: Scaling) -> int:
+    began = time.monotonic()
+    door = Door(settings, Fleet(ROUTERS[scaling.router](scaling.seed), scaling.max_wait))
+    key = settings.admin_api_key or next(iter(settings.all_keys), "")
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+
+    def lost(name: str) -> None:
+        door.metrics.lost[name] += 1
+
+    door.replicas = Replicas(door.fleet, scaling.launch, headers, lost)
+    addresses = Addresses(scaling.urls, door.replicas)
+    try:
+        door.resize(scaling.number)
+        addresses.begin()
+        if scaling.launch is not None:
+            await _first_ready(door)
+        await serve(App(door, ROUTES), listener, lambda url: _greet(url, settings, scaling, time.monotonic() - began))
+    finally:
+        addresses.end()
+        await door.replicas.close(ENDING)
+    return 1 if door.hopeless.is_set() else 0
+
+
+async def _first_ready(door: Door) -> None:
+    """Waits until every replica serves, or one cannot.  Raises RuntimeError: one ended before any was ready."""
+    while len(door.fleet.usable()) < len(door.fleet.replicas) and not door.replicas.trouble:
+        door.replicas.changed.clear()
+        await door.replicas.changed.wait()
+    if not door.fleet.usable():
+        raise RuntimeError(f"{door.replicas.trouble}: its message is above")
+
+
+def _greet(url: str, settings: ServerSettings, scaling: Scaling, seconds: float) -> None:
+    number = scaling.number or len(scaling.urls)
+    what = f"{number} replicas" if scaling.number else f"replicas at {number} addresses"
+    if settings.log_format == lines.JSON:
+        lines.tell(logger, f"ready on {url}", {"url": url, "model": settings.served_model_name, "replicas": number,
+                                               "router": scaling.router, "seconds": round(seconds, 1)})
+        return
+    print(f"{what} behind one address, router {scaling.router}\nReady after {seconds:.1f} s on {url}  "
+          f"(try {url}/replicas)", flush=True)

@@ -1,0 +1,92 @@
+"""`GET /replica`: what a router in front of this server asks for, once or twice a second.
+
+A router names the pieces of a request's prompt in the header `X-Slotwise-Prefix` (`routing.prompt`), and is told here
+which of them the prefix cache holds: all, or the changes since the version it was told last.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from slotwise.core.step_time import Prediction
+from slotwise.observe.prefix_index import Changes
+from slotwise.routing.prompt import read
+from slotwise.routing.replica import Report
+from slotwise.server.context import Api
+from slotwise.server.errors import bad_request
+from slotwise.server.http_exchange import HttpExchange
+
+PREFIX = b"x-slotwise-prefix"
+INSTANCE, SINCE = "instance", "since"
+MAX_QUERY = 1024  # characters
+MAX_SINCE = 10**15 - 1
+
+
+class ReplicaState(msgspec.Struct, frozen=True):
+    """The answer of `GET /replica`."""
+
+    instance: str  # of the index, to be repeated in the next question
+    version: int  # likewise
+    is_whole: bool  # `added` are all pieces
+    added: list[int]
+    removed: list[int]
+    accepts: bool  # requests are taken
+    slots: int
+    step_tokens: int
+    num_running: int
+    num_waiting: int
+    starts_per_second: float  # 0: not measured
+    piece_tokens: float  # 0: no prompt yet
+    times: Prediction | None  # of its steps; None: not known yet
+    models: tuple[str, ...]
+
+    def report(self) -> Report:
+        """Returns what routers read of it."""
+        return Report(self.slots, self.step_tokens, self.num_running, self.num_waiting, self.starts_per_second,
+                      self.times, self.piece_tokens)
+
+
+async def replica(api: Api, exchange: HttpExchange) -> None:
+    """What a router needs to know: load, step times, and which pieces of prompts are cached."""
+    instance, since = _asked(exchange)
+    api.batched_observer.flush()
+    client, index = api.engine_client, api.prefix_index
+    index.salted(api.sleep.salt("") if api.sleep is not None else "")
+    changes: Changes = index.changes(instance, since)
+    timelines, rate = api.recorder.timelines, api.admission_control.rate
+    accepts = client.healthy and not client.draining and not api.sleep_level and not api.is_over
+    state = ReplicaState(
+        index.instance, changes.version, changes.is_whole, changes.added, changes.removed,
+        accepts, client.scheduling.max_num_seqs, client.info.limits.max_num_batched_tokens,
+        timelines.num_running, timelines.num_waiting, rate.requests if rate.measured else 0.0, index.piece_tokens,
+        api.step_times.prediction() if api.step_times.is_trained else None, api.settings.model_names)
+    await exchange.respond_json(state)
+
+
+def named_prefix(exchange: HttpExchange) -> tuple[int, tuple[int, ...]]:
+    """Returns the bytes of a request's prompt and its pieces, as its router names them; none without a router.
+
+    Raises:
+        ApiError: the header is none that a router sends.
+    """
+    given = dict(exchange.scope["headers"]).get(PREFIX)
+    if given is None:
+        return 0, ()
+    try:
+        return read(given.decode("latin-1"))
+    except ValueError as error:
+        raise bad_request(f"X-Slotwise-Prefix: {error}", "X-Slotwise-Prefix") from error
+
+
+def _asked(exchange: HttpExchange) -> tuple[str, int]:
+    query = exchange.scope["query_string"].decode("latin-1")
+    if len(query) > MAX_QUERY:
+        raise bad_request(f"the query has more than {MAX_QUERY} characters")
+    found: dict[str, Any] = dict(parse_qsl(query, keep_blank_values=True))
+    since = found.get(SINCE, "0")
+    if not (since.isascii() and since.isdigit() and len(since) <= len(str(MAX_SINCE))):
+        raise bad_request(f"{SINCE} is a version that this route has told", SINCE)
+    return found.get(INSTANCE, ""), int(since)

@@ -1,0 +1,124 @@
+"""Simulated servers behind a router of `slotwise.routing`, which knows of them what a front door would.
+
+    arrival ──► events up to then (first outputs, ends, reports) ──► Fleet.route ──► a server
+                       ▲
+    records ──► first outputs and ends, when they are; index and load, at the next multiple of `POLL`
+
+A prompt's pieces are its cache blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from heapq import heappop, heappush
+from itertools import count
+from math import ceil
+
+from slotwise.engine.messages import Add, EngineInfo, StepRecord
+from slotwise.engine.observer import Observer
+from slotwise.observe.prefix_index import PrefixIndex
+from slotwise.routing.fleet import Fleet, Shed
+from slotwise.routing.prompt import RoutedRequest
+from slotwise.routing.replica import Report
+from slotwise.routing.routers import Router
+
+POLL = 0.5  # seconds between two reports of a server
+NS = 1e-9
+NEVER_SHED = 1e18  # seconds
+
+Event = Callable[[], object]
+
+
+class RoutedServers:
+    """What the router in front of `number` servers knows; observe each with its `observers`."""
+
+    def __init__(self, router: Router, number: int) -> None:
+        self._fleet = Fleet(router, NEVER_SHED)
+        self._events: list[tuple[float, int, Event]] = []  # a heap: what the router is told, and when
+        self._order = count()
+        self.observers = [_Told(self, str(index)) for index in range(number)]
+        for told in self.observers:
+            self._fleet.add(told.name)
+
+    def choose(self, at: float, command: Add) -> int:
+        """Returns the server of a request that arrives at `at`, in seconds."""
+        self.tell(at)
+        size, length = self.observers[0].block_size, len(command.prompt)
+        pieces = tuple(pieces_of(command.prompt, size, command.salt))
+        found = self._fleet.route(RoutedRequest(command.request_id, length, pieces, size), at)
+        assert not isinstance(found, Shed), "no server is ever lost"
+        told = self.observers[int(found.name)]
+        told.without_output.add(command.request_id)
+        told.index.expect(command.request_id, (length, pieces), length, size)
+        return int(found.name)
+
+    def tell(self, at: float) -> None:
+        """Tells the router what it knows at `at`, in seconds."""
+        while self._events and self._events[0][0] <= at:
+            heappop(self._events)[2]()
+
+    def refused(self, request_id: str) -> None:
+        """The server of a request has not accepted it."""
+        self._fleet.finished(request_id)
+
+    def later(self, at: float, event: Event) -> None:
+        heappush(self._events, (at, next(self._order), event))
+
+    @property
+    def fleet(self) -> Fleet:
+        return self._fleet
+
+
+class _Told(Observer):
+    """Tells the router of one server."""
+
+    def __init__(self, routed: RoutedServers, name: str) -> None:
+        self.name = name
+        self.index = PrefixIndex(name)
+        self.block_size = 1
+        self.without_output: set[str] = set()
+        self._routed = routed
+        self._slots = self._step_tokens = 1
+        self._version = 0
+        self._reported = -1.0  # the last multiple of POLL with a report
+
+    def started(self, info: EngineInfo) -> None:
+        self.index.started(info)
+        self.block_size = info.limits.block_size
+        self._slots, self._step_tokens = info.scheduling.max_num_seqs, info.limits.max_num_batched_tokens
+        self._routed.fleet.told(self.name, Report(self._slots, self._step_tokens), 0.0)
+
+    def stepped(self, record: StepRecord) -> None:
+        self.index.stepped(record)
+        now, fleet = record.ended_ns * NS, self._routed.fleet
+        if self.without_output:
+            for request_id, tokens in zip(record.request_ids, record.token_ids, strict=False):
+                if tokens and request_id in self.without_output:
+                    self.without_output.discard(request_id)
+                    self._routed.later(now, partial(fleet.first_output, request_id, now))
+        for end in record.ended:
+            self.without_output.discard(end.request_id)
+            self._routed.later(now, partial(fleet.finished, end.request_id))
+        due = ceil(now / POLL) * POLL
+        if due > self._reported:
+            self._reported = due
+            report = Report(self._slots, self._step_tokens, record.num_running, record.num_waiting)
+            self._routed.later(due, partial(self._report, report, due))
+
+    def _report(self, report: Report, due: float) -> None:
+        changes = self.index.changes(self.name, self._version)
+        self._version = changes.version
+        fleet = self._routed.fleet
+        fleet.cached(self.name, changes.added, changes.removed, is_whole=changes.is_whole)
+        fleet.told(self.name, report, due)
+
+
+def pieces_of(prompt: Sequence[int], size: int, salt: str) -> list[int]:
+    """Returns the digests of a prompt's whole blocks of `size` tokens, each of all tokens up to its end."""
+    found: list[int] = []
+    before = hash((len(salt), *salt.encode()))
+    for end in range(size, len(prompt) + 1, size):
+        before = hash((before, *prompt[end - size : end]))
+        found.append(before)
+    return found

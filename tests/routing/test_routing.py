@@ -1,0 +1,320 @@
+"""The fleet and its routers, by what was sent, told and lost: pure, so that thousands of histories take seconds."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slotwise.core.step_time import Prediction
+from slotwise.routing.autoscale import Load, replicas_for
+from slotwise.routing.fleet import LONGEST_RETRY, Fleet, Shed
+from slotwise.routing.prompt import MAX_PIECES, PIECE, RoutedRequest, digests, read, written
+from slotwise.routing.replica import Replica, Report, prefill_rate
+from slotwise.routing.routers import ROUTERS, STAY, PrefixAware, product
+
+IDLE = Report(slots=8, step_tokens=256)
+BUSY = Report(slots=8, step_tokens=256, num_running=7, num_waiting=1)
+KINDS = ("decode", "first", "prompts", "drafts")
+TIMES = Prediction([0.0, 0.0, 0.001, 0.0, 0.0, 0.0], {kind: {} for kind in KINDS}, [])
+
+
+def fleet(router: str = "product", size: int = 3, report: Report = IDLE, **options: float) -> Fleet:
+    found = Fleet(ROUTERS[router](0), **options)
+    for index in range(size):
+        found.add(str(index))
+        found.told(str(index), report, 0.0)
+    return found
+
+
+def request(name: str, tokens: float = 100.0, pieces: tuple[int, ...] = (), **more: str) -> RoutedRequest:
+    return RoutedRequest(name, tokens, pieces, 10.0, **more)
+
+
+def send(replicas: Fleet, asked: RoutedRequest, without: Sequence[str] = ()) -> Replica | Shed:
+    return replicas.route(asked, 0.0, without)
+
+
+def placed(found: Replica | Shed) -> str:
+    assert isinstance(found, Replica)
+    return found.name
+
+
+# -- prompts -----------------------------------------------------------------------------------------------------------
+
+
+@given(st.binary(max_size=2000), st.binary(max_size=2000), st.lists(st.integers(0, 2000), max_size=4))
+def test_prompts_share_digests_as_far_as_they_are_the_same(one: bytes, other: bytes, cuts: list[int]) -> None:
+    same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    left, right = digests("", [one]), digests("", [other])
+    shared = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+    assert shared == same // PIECE
+    assert len(left) == len(one) // PIECE
+    places = sorted(min(cut, len(one)) for cut in cuts)
+    parts = [one[a:b] for a, b in zip([0, *places], [*places, len(one)], strict=True)]
+    assert digests("", parts) == left
+    assert not set(digests("another tenant", [one])) & set(left)
+
+
+def test_the_digests_of_a_prompt_are_bounded() -> None:
+    assert len(digests("", [bytes(PIECE * (MAX_PIECES + 3))])) == MAX_PIECES
+
+
+@given(st.binary(max_size=5000))
+def test_a_header_says_what_was_written(prompt: bytes) -> None:
+    pieces = digests("", [prompt])
+    assert read(written(len(prompt), pieces)) == (len(prompt), pieces)
+
+
+@pytest.mark.parametrize("value", ["", ":", "12", "x:", "-1:", "1:00", "256:00000000000g", "255:000000000001",
+                                   "9" * 17 + ":", f"{PIECE * 2000}:" + "0" * 12 * (MAX_PIECES + 1), "٣:",
+                                   "256:+00000000001"])
+def test_another_header_is_refused(value: str) -> None:
+    with pytest.raises(ValueError, match="must"):
+        read(value)
+
+
+# -- scores ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_score_is_new_prefill_tokens_times_the_batch() -> None:
+    replicas = fleet(size=1)
+    (replica,) = replicas.replicas
+    replicas.cached("0", [1, 2, 3])
+    asked = request("a", 100.0, (1, 2, 3, 4))
+    assert product(asked, replica) == 70.0 * 1
+    send(replicas, asked)
+    assert replica.queued_tokens == 70.0
+    assert product(request("b", 100.0, (1, 2, 3, 4)), replica) == (70.0 + 60.0) * 2  # the fourth is on its way
+    replicas.first_output("a", 1.0)
+    assert product(request("b", 100.0, (1, 2, 3, 4)), replica) == 60.0 * 2
+    replicas.finished("a")
+    assert product(request("b", 100.0, (1, 2, 3, 4)), replica) == 60.0
+
+
+def test_a_cached_prefix_is_worth_a_longer_batch_but_not_any_batch() -> None:
+    replicas = fleet(size=2)
+    replicas.cached("0", range(10))
+    warm = tuple(range(10))
+    names = [placed(send(replicas, request(str(index), 110.0, warm))) for index in range(30)]
+    for index in range(30):
+        replicas.first_output(str(index), 1.0)
+    assert names[:3] == ["0"] * 3 and "1" in names
+
+
+def test_what_a_replica_evicts_it_does_not_have() -> None:
+    replicas = fleet(size=1)
+    (replica,) = replicas.replicas
+    replicas.cached("0", [1, 2, 3])
+    replicas.cached("0", [4], [2, 3])
+    assert replica.hit(request("a", pieces=(1, 2, 3))) == 1
+    replicas.cached("0", [7], is_whole=True)
+    assert replica.hit(request("a", pieces=(1, 2, 3))) == 0
+
+
+def test_pieces_that_were_computed_count_until_a_later_report_tells_of_them() -> None:
+    replicas = fleet(size=1)
+    (replica,) = replicas.replicas
+    send(replicas, request("a", pieces=(1, 2)))
+    replicas.told("0", BUSY, 1.0)
+    assert replica.hit(request("b", pieces=(1, 2))) == 2  # it waits, and will be computed
+    replicas.first_output("a", 2.0)
+    replicas.told("0", IDLE, 1.5)  # asked for before
+    assert replica.hit(request("b", pieces=(1, 2))) == 2
+    replicas.told("0", IDLE, 2.5)  # its index has what is still there
+    assert replica.hit(request("b", pieces=(1, 2))) == 0
+
+
+def test_a_replica_where_none_waits_has_started_all_that_it_was_sent() -> None:
+    replicas = fleet(size=1)
+    (replica,) = replicas.replicas
+    replicas.route(request("a"), 1.0)
+    replicas.route(request("b"), 3.0)
+    replicas.told("0", BUSY, 2.0)
+    assert replica.queued_tokens == 200.0
+    replicas.told("0", IDLE, 2.0)
+    assert replica.queued_tokens == 100.0 and replica.num_sent == 2
+
+
+def test_equal_scores_go_where_least_is_cached() -> None:
+    replicas = fleet(size=3)
+    names = []
+    for index in range(3):
+        names.append(placed(send(replicas, request(str(index), pieces=(index,)))))
+        replicas.first_output(str(index), float(index))
+        replicas.finished(str(index))
+    assert sorted(names) == ["0", "1", "2"]
+
+
+def test_replicas_of_different_speeds_are_compared_in_seconds() -> None:
+    fast = Report(8, 256, times=TIMES)
+    slow = Report(8, 256, times=Prediction([10 * share for share in TIMES.shares], TIMES.factors, []))
+    assert prefill_rate(fast) == pytest.approx(1000.0) and prefill_rate(slow) == pytest.approx(100.0)
+    replicas = fleet(size=2)
+    replicas.told("0", slow, 1.0)
+    replicas.told("1", fast, 1.0)
+    names = [placed(send(replicas, request(str(index)))) for index in range(4)]
+    assert names.count("1") >= 3
+
+
+def test_a_session_stays_where_it_is_warm_while_that_is_not_much_worse() -> None:
+    replicas = fleet(size=2)
+    home = placed(send(replicas, request("a", session="s")))
+    replicas.first_output("a", 1.0)
+    assert placed(send(replicas, request("b", session="s"))) == home  # twice the batch, within STAY
+    replicas.first_output("b", 1.0)
+    assert STAY < 3 and placed(send(replicas, request("c", session="s"))) != home
+
+
+def test_an_adapter_goes_where_it_is_loaded() -> None:
+    replicas = fleet(size=3)
+    replicas.told("2", Report(8, 256, adapters=("poet",)), 1.0)
+    assert placed(send(replicas, request("a", adapter="poet"))) == "2"
+    first = placed(send(replicas, request("b", adapter="other")))
+    replicas.first_output("b", 2.0)
+    assert placed(send(replicas, request("c", adapter="other"))) == first  # loaded there, though no report tells yet
+
+
+# -- shedding ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_is_shed_with_the_time_after_which_it_would_be_taken() -> None:
+    replicas = fleet(size=2, report=Report(4, 256, times=TIMES), max_wait=10.0)
+    sent = 0
+    while isinstance(found := send(replicas, request(str(sent), 1000.0)), Replica):
+        sent += 1
+    assert sent == 20  # a second each, on two replicas
+    assert found.wait == pytest.approx(11.0) and found.retry_after == 1
+    assert isinstance(later := send(replicas, request("long", 30_000.0)), Shed)
+    assert later.retry_after == 30
+    for index in range(4):  # both are a second or two further
+        replicas.first_output(str(index), 1.0)
+    assert isinstance(send(replicas, request("again", 1000.0)), Replica)
+
+
+def test_the_wait_for_a_slot_counts() -> None:
+    replicas = fleet(size=1, report=Report(2, 256, 2, 38, starts_per_second=0.5), max_wait=60.0)
+    found = send(replicas, request("a"))
+    assert isinstance(found, Shed) and found.wait == pytest.approx(39 / 0.5) and found.retry_after == 18
+
+
+def test_an_endless_wait_has_a_bounded_retry() -> None:
+    replicas = fleet(size=1, report=Report(2, 256, 2, 9999, starts_per_second=0.01))
+    found = send(replicas, request("a"))
+    assert isinstance(found, Shed) and found.retry_after == LONGEST_RETRY
+
+
+def test_without_a_replica_everything_is_shed() -> None:
+    replicas = fleet(size=1)
+    replicas.drain("0")
+    assert send(replicas, request("a")) == Shed(0.0, 1)
+
+
+def test_a_replica_that_has_told_nothing_is_not_chosen() -> None:
+    replicas = Fleet(ROUTERS["product"](0))
+    replicas.add("0")
+    assert isinstance(send(replicas, request("a")), Shed)
+    with pytest.raises(ValueError, match="there is a replica 0"):
+        replicas.add("0")
+
+
+# -- baselines ---------------------------------------------------------------------------------------------------------
+
+
+def test_round_robin_goes_round() -> None:
+    replicas = fleet("round-robin", 3)
+    assert [placed(send(replicas, request(str(index)))) for index in range(6)] == ["0", "1", "2"] * 2
+
+
+def test_power_of_two_takes_the_shorter_queue() -> None:
+    replicas = fleet("power-of-two", 2)
+    names = [placed(send(replicas, request(str(index)))) for index in range(40)]
+    assert names.count("0") == 20
+
+
+def test_prefix_aware_follows_what_it_sent() -> None:
+    replicas = fleet("prefix-aware", 3)
+    first = placed(send(replicas, request("a", 40.0, (1, 2, 3, 4))))
+    other = placed(send(replicas, request("b", 40.0, (5, 6, 7, 8))))
+    assert other != first  # nothing matches: where least was sent
+    assert placed(send(replicas, request("c", 40.0, (1, 2, 9, 10)))) == first
+
+
+def test_prefix_aware_balances_beyond_its_bound() -> None:
+    found = Fleet(PrefixAware(0, imbalance=3))
+    for name in ("0", "1"):
+        found.add(name)
+        found.told(name, IDLE, 0.0)
+    names = [placed(send(found, request(str(index), 40.0, (1, 2, 3, 4)))) for index in range(12)]
+    assert {"0", "1"} == set(names)
+
+
+# -- any history -------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(sorted(ROUTERS)), st.integers(0, 2**32))
+def test_any_history_keeps_each_request_in_one_place_and_repeats_itself(router: str, seed: int) -> None:
+    assert _history(router, seed) == _history(router, seed)
+
+
+def _history(router: str, seed: int) -> list[str]:
+    """Requests, ends, deaths, reports and drains at random; returns where requests went."""
+    rng, replicas, unfinished, places = random.Random(seed), fleet(router, 4), set(), []
+    for number in range(200):
+        name = str(rng.randrange(4))
+        if rng.random() < 0.5:
+            asked = request(f"r{number}", rng.uniform(1, 500), tuple(range(rng.randrange(20))), session=name)
+            without = [name] if rng.random() < 0.2 else []
+            found = send(replicas, asked, without)
+            if isinstance(found, Replica):
+                assert found.is_up and not found.is_draining and found.name not in without
+                unfinished.add(asked.request_id)
+                places.append(found.name)
+                with pytest.raises(ValueError, match="is on a replica"):
+                    send(replicas, asked)
+            else:
+                assert not replicas.usable(without) and 1 <= found.retry_after <= LONGEST_RETRY
+        elif unfinished and rng.random() < 0.6:
+            one = sorted(unfinished)[rng.randrange(len(unfinished))]
+            if rng.random() < 0.5:
+                replicas.first_output(one, float(number))
+            else:
+                replicas.finished(one)
+                unfinished.discard(one)
+        elif rng.random() < 0.3:
+            gone = replicas.lost(name)
+            assert set(gone) <= unfinished
+            unfinished -= set(gone)
+        else:
+            replicas.told(name, IDLE, float(number))
+            replicas.cached(name, [rng.randrange(20)], [rng.randrange(20)])
+        replicas.check()
+    for one in sorted(unfinished):
+        replicas.finished(one)
+    assert all(replica.num_sent == 0 and replica.queued_tokens == 0 for replica in replicas.replicas)
+    return places
+
+
+# -- autoscaling -------------------------------------------------------------------------------------------------------
+
+
+def test_replicas_are_added_by_predicted_wait_and_by_occupied_slots() -> None:
+    assert replicas_for([Load(0.0, 0.5)] * 2, 2.0) == 2
+    assert replicas_for([Load(6.0, 0.5)] * 2, 2.0) == 6
+    assert replicas_for([Load(0.0, 1.6)] * 2, 2.0) == 4
+    assert replicas_for([Load(0.0, 0.0)] * 3, 2.0) == 1
+
+
+@given(st.lists(st.builds(Load, st.floats(0, 100), st.floats(0, 3)), min_size=1, max_size=20), st.floats(0.1, 10))
+def test_a_replica_is_removed_only_where_the_others_do_not_call_for_it_again(loads: list[Load], target: float) -> None:
+    number = replicas_for(loads, target)
+    assert number >= 1
+    if number < len(loads):
+        share = len(loads) / number
+        spread = [Load(sum(one.wait for one in loads) / len(loads) * share,
+                       sum(one.busy for one in loads) / len(loads) * share)] * number
+        assert replicas_for(spread, target) <= number

@@ -1,0 +1,135 @@
+"""A replica that dies or freezes: no request hangs, none is answered twice, and the fleet mends itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from live_server import JSON, Server, counted, eventually
+from scale_door import Behind, behind
+
+SLOW = "seconds_per_step=0.02"
+LONG = 100  # tokens: two seconds
+
+
+def ask(number: int, count: int = LONG, **more: Any) -> dict[str, Any]:
+    return {"prompt": [40 + number], "max_tokens": count, "ignore_eos": True, "temperature": 0,
+            "return_token_ids": True} | more
+
+
+def stream_of(two: Behind, body: dict[str, Any], begun: threading.Event | None = None) -> tuple[list[int], str]:
+    """The tokens of a stream, and "done", or the code of the error that ended it."""
+    tokens: list[int] = []
+    with (httpx.Client(timeout=60) as client,
+          client.stream("POST", two.door.url + "/v1/completions", json=body | {"stream": True}) as response):
+        lines = response.iter_lines()
+        if response.status_code != 200:
+            return [], json.loads("".join(lines))["error"]["code"]
+        for line in lines:
+            if line == "data: [DONE]":
+                return tokens, "done"
+            if line:
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:
+                    rest = [one for one in lines if one]
+                    assert rest == ["data: [DONE]"]
+                    return tokens, event["error"]["code"]
+                tokens += event["choices"][0]["token_ids"]
+                if begun is not None:
+                    begun.set()
+    raise AssertionError("the stream ended without an end")
+
+
+def test_streams_with_output_end_with_an_error_and_others_go_elsewhere(folder: Path, tmp_path: Path) -> None:
+    with behind(folder, tmp_path, SLOW) as two, ThreadPoolExecutor(16) as pool:
+        begun = [threading.Event() for _ in range(6)]
+        streams = [pool.submit(stream_of, two, ask(number, 250), event) for number, event in enumerate(begun)]
+        wholes = [pool.submit(httpx.post, two.door.url + "/v1/completions", json=ask(50 + number), timeout=60)
+                  for number in range(6)]
+        for event in begun:
+            assert event.wait(60)
+        eventually(lambda: two.replicas[0].get("/health").json()["num_live"] > 3)
+        os.kill(two.replicas[0].engine_pid, signal.SIGKILL)
+        two.replicas[0].process.kill()
+        ends = [one.result() for one in streams]
+        assert {end for _, end in ends} == {"done", "replica_lost"}
+        for number, (tokens, end) in enumerate(ends):
+            assert tokens == counted(40 + number, 250)[: len(tokens)] and tokens
+            assert (len(tokens) == 250) == (end == "done")
+        for number, one in enumerate(wholes):
+            assert one.result().json()["choices"][0]["token_ids"] == counted(90 + number, LONG)
+        assert "slotwise:router_rerouted_requests_total 0" not in two.door.get("/metrics").text
+        eventually(lambda: two.num_up() == 1)
+        assert stream_of(two, ask(1, 5)) == (counted(41, 5), "done")
+
+
+def test_an_engine_that_dies_within_its_server_is_the_same_to_clients(folder: Path, tmp_path: Path) -> None:
+    with behind(folder, tmp_path, SLOW) as two, ThreadPoolExecutor(8) as pool:
+        wholes = [pool.submit(httpx.post, two.door.url + "/v1/completions", json=ask(number), timeout=60)
+                  for number in range(6)]
+        eventually(lambda: two.replicas[0].get("/health").json()["num_live"] > 0)
+        os.kill(two.replicas[0].engine_pid, signal.SIGKILL)
+        for number, one in enumerate(wholes):
+            answer = one.result()
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["choices"][0]["token_ids"] == counted(40 + number, LONG)
+        eventually(lambda: two.num_up() == 2)  # its server has started another engine
+
+
+@pytest.mark.slow
+def test_a_frozen_replica_is_given_up(folder: Path, tmp_path: Path) -> None:
+    with behind(folder, tmp_path, SLOW) as two, ThreadPoolExecutor(8) as pool:
+        begun = threading.Event()
+        streams = [pool.submit(stream_of, two, ask(number, 400), begun) for number in range(4)]
+        assert begun.wait(60)
+        eventually(lambda: two.replicas[0].get("/health").json()["num_live"] > 0)
+        os.kill(two.replicas[0].process.pid, signal.SIGSTOP)
+        try:
+            ends = [one.result() for one in streams]
+            assert {end for _, end in ends} <= {"done", "replica_lost"} and "replica_lost" in {end for _, end in ends}
+            assert stream_of(two, ask(1, 5))[1] == "done"
+        finally:
+            os.kill(two.replicas[0].process.pid, signal.SIGCONT)
+        eventually(lambda: two.num_up() == 2)
+        assert [stream_of(two, ask(number, 5))[1] for number in range(4)] == ["done"] * 4
+
+
+def test_a_request_that_fails_everywhere_fails_once(folder: Path, tmp_path: Path) -> None:
+    """A prompt that kills engines is tried on two replicas, and not on a third."""
+    dying = 399
+    with behind(folder, tmp_path, "backoff=0.1", number=3) as three:
+        answer = three.door.post("/v1/completions", ask(0, 5, prompt=[dying]))
+        assert answer.status_code >= 500
+        eventually(lambda: sum(map(_num_starts, three.replicas)) == 3 + 2)
+        eventually(lambda: three.num_up() == 3)
+
+
+def _num_starts(replica: Server) -> int:
+    """Engines that became ready in a replica."""
+    return next(int(float(line.split()[-1])) for line in replica.get("/metrics").text.splitlines()
+                if line.startswith("slotwise:engine_starts_total"))
+
+
+def test_a_door_that_is_stopped_lets_requests_end(folder: Path, tmp_path: Path) -> None:
+    with behind(folder, tmp_path, SLOW) as two, ThreadPoolExecutor(2) as pool:
+        begun = threading.Event()
+        stream = pool.submit(stream_of, two, ask(1), begun)
+        assert begun.wait(60)
+        two.door.process.terminate()
+        eventually(lambda: _refuses(two))
+        assert stream.result() == (counted(41, LONG), "done")
+        assert two.door.process.wait(60) == 0
+
+
+def _refuses(two: Behind) -> bool:
+    answer = httpx.post(two.door.url + "/v1/completions", content=b'{"prompt": [40]}', headers=JSON)
+    time.sleep(0.01)
+    return answer.status_code == 503 and answer.json()["error"]["code"] == "draining"

@@ -1,0 +1,107 @@
+"""The application on Ray Serve, where Ray is installed: `pip install slotwise[ray]`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from live_server import eventually
+
+from slotwise.scale.ray_settings import RaySettings
+
+URL = "http://127.0.0.1:8123"
+ASK = {"model": "slotwise-builtin", "prompt": "def add(a, b):", "max_tokens": 8, "temperature": 0}
+ARGUMENTS = "--max-num-seqs 4 --max-model-len 512 --dtype float32"
+
+
+def test_settings_are_read_from_texts_and_refused_by_name() -> None:
+    found = RaySettings.of({"min_replicas": "2", "num_cpus": 0.5, "arguments": "--dtype 'float32'"})
+    assert found.min_replicas == 2 and found.num_cpus == 0.5
+    assert found.command == ["--cpu-bind", "none", "--cpu-threads", "1", "--dtype", "float32"]
+    for wrong in ({"min_replica": 1}, {"min_replicas": "x"}, {"min_replicas": 5}, {"router": "best"},
+                  {"target_wait_s": 0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            RaySettings.of(wrong)
+
+
+@pytest.fixture(scope="module")
+def application() -> Iterator[str]:
+    """Two replicas of the built-in model on a cluster of this process' own."""
+    ray = pytest.importorskip("ray")
+    from ray import serve
+
+    from slotwise.scale.ray_app import app
+
+    ray.init(num_cpus=4, include_dashboard=False, logging_level="warning")
+    serve.start(http_options={"host": "127.0.0.1", "port": 8123})
+    serve.run(app({"arguments": ARGUMENTS, "min_replicas": 2, "max_replicas": 2}))
+    yield URL
+    serve.shutdown()
+    ray.shutdown()
+
+
+def servers() -> list[int]:
+    """Processes of replicas' servers."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and b"slotwise.cli.replica_main" in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def _streamed(client: httpx.Client) -> str:
+    """The text of a stream, which has to end as OpenAI's do."""
+    with client.stream("POST", "/v1/completions", json=ASK | {"stream": True}) as response:
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert lines.pop() == "[DONE]"
+    return "".join(json.loads(line)["choices"][0]["text"] for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_application_answers_streams_and_survives_a_lost_server(application: str) -> None:
+    with httpx.Client(base_url=application, timeout=120) as client:
+        answer = client.post("/v1/completions", json=ASK)
+        assert answer.status_code == 200, answer.text
+        text = answer.json()["choices"][0]["text"]
+        assert _streamed(client) == text
+        assert client.post("/v1/completions", content=b"{", headers={"Content-Type": "application/json"}
+                           ).status_code == 400
+        before = servers()
+        assert len(before) == 2
+        os.kill(before[0], signal.SIGKILL)
+        for _ in range(6):
+            assert client.post("/v1/completions", json=ASK).json()["choices"][0]["text"] == text
+        eventually(lambda: len(servers()) == 2 and before[0] not in servers())
+        assert _streamed(client) == text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_client_that_leaves_is_aborted_in_the_engine(application: str) -> None:
+    long: dict[str, Any] = ASK | {"max_tokens": 400, "ignore_eos": True, "stream": True}
+    program = ("import httpx, sys; s = httpx.Client(timeout=60).stream('POST', sys.argv[1], json=eval(sys.argv[2])); "
+               "r = s.__enter__(); next(r.iter_lines()); print('begun', flush=True); import os; os._exit(0)")
+    found = subprocess.run([sys.executable, "-c", program, application + "/v1/completions", repr(long)],
+                           capture_output=True, text=True, timeout=120)
+    assert found.stdout == "begun\n", found.stderr
+    from ray import serve
+
+    handle = serve.get_deployment_handle("EngineReplica", app_name="default")
+
+    def is_idle() -> bool:
+        states = [json.loads(handle.record_routing_stats.remote().result()["state"]) for _ in range(6)]
+        return all(state["num_running"] == 0 for state in states)
+
+    eventually(is_idle)

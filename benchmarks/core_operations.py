@@ -7,7 +7,8 @@ added and aborted, steps planned, committed and failed, time jumps, settings cha
 
  1. Requests, slots and blocks are conserved, after every plan, commit and failure, on the device and on the host.
  2. A row reads its own request's keys and values, and no other (`engine.executor.FakeExecutor`).
- 3. A step keeps its token budget; a row with drafts is in no other step before its commit.
+ 3. A step keeps its token budget; a row with drafts is in no other step before its commit, nor, where a model has
+    stages, is any row that samples.
  4. Every request ends once, with the tokens that it would have alone and without drafts.
  5. A life comes to an end, and afterwards every block is free.
  6. The same seed gives the same plans; every tenth life is lived twice.
@@ -127,7 +128,8 @@ def drawn_limits(draw: Random) -> SchedulerLimits:
         max_model_len=draw.randint(20, 48), num_blocks=draw.randint(25, 70) // block_size, block_size=block_size,
         max_num_seqs=slots, max_num_batched_tokens=slots + draw.randint(0, 20),
         enable_prefix_caching=draw.random() < 0.8, watermark_blocks=draw.randint(0, 2), max_passes=draw.randint(0, 4),
-        on_pressure=draw.choice((RECOMPUTE, RECOMPUTE, RECOMPUTE, ERROR)), num_host_blocks=draw.choice((0, 3, 40)))
+        on_pressure=draw.choice((RECOMPUTE, RECOMPUTE, RECOMPUTE, ERROR)), num_host_blocks=draw.choice((0, 3, 40)),
+        stages=draw.choice((1, 1, 2, 3)))
 
 
 class Life:
@@ -183,7 +185,7 @@ class Life:
         self._fold()
 
     def _step(self) -> None:
-        if len(self._in_flight) < 2 and (not self._in_flight or self._draw.random() < 0.5):
+        if len(self._in_flight) <= self._limits.max_in_flight and (not self._in_flight or self._draw.random() < 0.5):
             self._schedule()
         else:
             self._commit()
@@ -196,8 +198,10 @@ class Life:
             counts = counts[:-1]  # a prompt that is not cut may exceed the budget
         require("a step keeps its token budget", holds=sum(counts) <= self._discipline.budget(self._limits))
         for before in self._in_flight:
-            drafted = {name for name, some in zip(before.request_ids, before.drafts, strict=False) if some}
-            require("a row that is verified is in one step", holds=drafted.isdisjoint(plan.request_ids))
+            samples = before.num_logits if self._limits.stages > 1 else map(len, before.drafts)
+            apart = {name for name, some in zip(before.request_ids, samples, strict=False) if some}
+            apart -= {before.request_ids[row] for row in before.held}
+            require("a row whose tokens are not known is in one step", holds=apart.isdisjoint(plan.request_ids))
         self.digest.update(repr(plan).encode())
         self._seen["rows with drafts"] += sum(map(bool, plan.drafts))
         self._seen["blocks taken back"] += sum(freed.num_blocks for freed in plan.freed_blocks)

@@ -1,6 +1,8 @@
-"""What several ranks cost: a step beside one process with as many threads, a plan on its way, a sum of 64 KB.
+"""What several ranks cost: a step beside one process with as many threads, a plan on its way, a sum of 64 KB; and what
+becomes of streams when one of them is killed or frozen (`rank_faults.py`).
 
-usage: python -m benchmarks.ranks step MODEL [--rows 16] [--rounds 5] | plan | sum
+usage: python -m benchmarks.ranks step MODEL [--rows 16] [--rounds 5] [--stages 2] | plan | sum
+       python -m benchmarks.ranks faults [--times 50] [--width 1] [--stages 2] [--seed 1]
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ import statistics
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import torch
+from benchmarks.rank_faults import faults
 
 from slotwise.compose.engine import build_engine
 from slotwise.compose.rank_messages import Known, Run, decode_order, encode
@@ -32,15 +36,16 @@ ELEMENTS = 16_384  # float32: 64 KB
 
 
 def step_ms(engine: Engine, rows: int) -> float:
-    """Median milliseconds of a decode step of so many rows."""
+    """Median milliseconds in which each of so many decode rows gets a token."""
     params = SamplingParams(temperature=0.0, max_tokens=PROMPT + 2 * STEPS, ignore_eos=True)
     for row in range(rows):
         engine.handle(Add(str(row), [(7 * row + place) % 500 + 3 for place in range(PROMPT)], params, seed=0))
-    times = []
+    times, before = [], 0
     while len(times) < STEPS:
         record = engine.step()
         if record.counts and max(record.counts) == 1:
-            times.append((record.ended_ns - record.started_ns) * 1e-6)
+            times.append((record.ended_ns - before) * 1e-6 * rows / len(record.counts))
+        before = record.ended_ns
     for row in range(rows):
         engine.handle(Finish(str(row), "abort"))
     while engine.has_work:
@@ -48,16 +53,18 @@ def step_ms(engine: Engine, rows: int) -> float:
     return statistics.median(times[5:])
 
 
-def steps(model: str, rows: int, rounds: int, dtype: str) -> dict[str, object]:
-    """Pairs of one process with all threads and two ranks that share them, in turn."""
-    def engine(ranks: int) -> Engine:
+def steps(model: str, rows: int, rounds: int, dtype: str, stages: int) -> dict[str, object]:
+    """Pairs of one process with all threads and two ranks, or `stages`, that share them, in turn."""
+    def engine(width: int, stages: int = 1) -> Engine:
         return build_engine(EngineConfig(
-            model=model, dtype=dtype, tensor_parallel_size=ranks, max_model_len=1024, kv_cache_memory=1 << 28))[0]
+            model=model, dtype=dtype, tensor_parallel_size=width, pipeline_parallel_size=stages, max_model_len=1024,
+            kv_cache_memory=1 << 28))[0]
 
-    one, two = engine(1), engine(2)  # the first keeps the threads that it was built with
+    one = engine(1)  # it keeps the threads that it was built with
+    two = engine(1, stages) if stages > 1 else engine(2)
     pairs = [(step_ms(one, rows), step_ms(two, rows)) for _ in range(rounds)]
     ratios = sorted(second / first for first, second in pairs)
-    return {"model": os.path.basename(model), "dtype": dtype, "rows": rows, "pairs_ms": pairs,
+    return {"model": os.path.basename(model), "dtype": dtype, "rows": rows, "stages": stages, "pairs_ms": pairs,
             "ratio": statistics.median(ratios), "range": [ratios[0], ratios[-1]]}
 
 
@@ -117,14 +124,20 @@ def sums() -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("step", "plan", "sum"))
+    parser.add_argument("what", choices=("step", "plan", "sum", "faults"))
     parser.add_argument("model", nargs="?", default="")
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--times", type=int, default=50)
+    parser.add_argument("--width", type=int, default=1, help="ranks of a stage")
+    parser.add_argument("--stages", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=1)
     asked = parser.parse_args()
-    found: object = {"plan": plan_ms, "sum": sums}[asked.what]() if asked.what != "step" else steps(
-        asked.model, asked.rows, asked.rounds, asked.dtype)
+    measures: dict[str, Callable[[], object]] = {
+        "plan": plan_ms, "sum": sums, "faults": lambda: faults(asked.times, asked.width, asked.stages, asked.seed),
+        "step": lambda: steps(asked.model, asked.rows, asked.rounds, asked.dtype, asked.stages)}
+    found = measures[asked.what]()
     json.dump(found, sys.stdout, indent=2)
     sys.stdout.flush()
     os._exit(0)

@@ -21,8 +21,9 @@ LIMITS = st.builds(
     lambda slots, extra, **others: SchedulerLimits(
         max_num_seqs=slots, max_num_batched_tokens=slots + extra, **others),
     st.integers(1, 6), st.integers(0, 20), num_blocks=st.integers(1, 12), block_size=st.integers(1, 5),
-    max_model_len=st.integers(2, 40), enable_prefix_caching=st.booleans(), watermark_blocks=st.integers(0, 2),
-    max_passes=st.integers(0, 3), on_pressure=st.sampled_from((RECOMPUTE, RECOMPUTE, ERROR)))
+    max_model_len=st.integers(2, 40), enable_prefix_caching=st.booleans(), stages=st.sampled_from((1, 1, 2, 3)),
+    watermark_blocks=st.integers(0, 2), max_passes=st.integers(0, 3),
+    on_pressure=st.sampled_from((RECOMPUTE, RECOMPUTE, ERROR)))
 DISCIPLINE = st.one_of(
     st.builds(Chunked, st.integers(0, 7)),
     st.builds(Inline), st.builds(Alone), st.builds(Orca), st.builds(OneAtATime), st.builds(Static, st.integers(1, 6)),
@@ -75,7 +76,7 @@ def play(
                 driver.add(new)
             case ("abort", number):
                 driver.finish(f"r{number}")
-            case ("plan",) if len(driver.flying) < 2:
+            case ("plan",) if len(driver.flying) <= driver.limits.max_in_flight:
                 driver.plan()
             case ("commit",) if driver.flying:
                 driver.commit()

@@ -265,8 +265,8 @@ def test_a_shutdown_ends_the_process_inside_and_outside_of_its_loop() -> None:
 
 
 def test_arguments_are_checked_before_a_process_starts() -> None:
-    with pytest.raises(ConfigError, match="pipeline_parallel_size 2"):
-        AsyncLLM(pipeline_parallel_size=2)
+    with pytest.raises(ConfigError, match="data_parallel_size 2"):
+        AsyncLLM(data_parallel_size=2)
     with pytest.raises(ConfigError, match="event_log is an argument of LLM"):
         AsyncLLM(event_log="file")
     with pytest.raises(NotImplementedError, match=r"AsyncLLM\.encode is not supported"):

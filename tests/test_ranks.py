@@ -15,6 +15,8 @@ import torch
 from checkpoints import make, prompts
 from live import Live, serving
 
+from slotwise import LLM, StructuredOutputsParams
+from slotwise import SamplingParams as AskedParams
 from slotwise.compose.choices import joined
 from slotwise.compose.engine import build_engine
 from slotwise.compose.ranks import visible_gpus
@@ -22,7 +24,7 @@ from slotwise.core.params import SamplingParams
 from slotwise.core.step import Decision
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.engine import Engine
-from slotwise.engine.messages import Add
+from slotwise.engine.messages import Add, Finish
 from slotwise.model.checkpoint import read_config
 from slotwise.model.errors import CheckpointError
 
@@ -37,11 +39,16 @@ def engine_of(folder: Path, ranks: int, **settings: object) -> Engine:
     return build_engine(config)[0]
 
 
+def staged(folder: Path, stages: int, width: int = 1, **settings: object) -> Engine:
+    return engine_of(folder, width, pipeline_parallel_size=stages, **settings)
+
+
 def tokens_of(
     engine: Engine, asked: list[list[int]], params: SamplingParams, preempted: list[Decision] | None = None,
+    cached: list[int] | None = None,
 ) -> dict[str, list[int]]:
-    """The output of each prompt; all ended well.  Notes the preemptions."""
-    preempted = [] if preempted is None else preempted
+    """The output of each prompt; all ended well.  Notes the preemptions, and the tokens found in the cache."""
+    preempted, cached = [] if preempted is None else preempted, [] if cached is None else cached
     for number, prompt in enumerate(asked):
         engine.handle(Add(str(number), prompt, params, seed=number))
     found: dict[str, list[int]] = {str(number): [] for number in range(len(asked))}
@@ -49,6 +56,7 @@ def tokens_of(
         record = engine.step()
         assert not record.failure and not record.failed, record.failure
         preempted.extend(record.preempted)
+        cached.extend(record.cached)
         for name, tokens in zip(record.request_ids, record.token_ids, strict=False):
             found[name] += tokens
     return found
@@ -70,6 +78,61 @@ def test_two_ranks_give_the_tokens_of_one_process(family: str, tmp_path: Path) -
     assert tokens_of(two, asked, SAMPLED) == tokens_of(one, asked, SAMPLED)
 
 
+@pytest.mark.parametrize(("family", "stages", "width"), [
+    ("llama_bias", 2, 1), ("gemma2", 3, 1), ("qwen2_moe", 2, 2),
+    *(pytest.param(*each, marks=pytest.mark.slow) for each in (
+        ("qwen2", 2, 1), ("gpt_oss", 4, 1), ("gemma2", 2, 2), ("llama3", 3, 1), ("olmo2", 2, 1)))])
+def test_stages_give_the_tokens_of_one_process(family: str, stages: int, width: int, tmp_path: Path) -> None:
+    folder = make(family, tmp_path / "model")
+    config = read_config(folder)
+    block = 2 * 16 * 4 * config.num_layers * max(2, config.num_kv_heads) * config.head_dim  # bytes
+    memory = (18 if any(config.windows) else 12) * block
+    few = {"max_num_batched_tokens": 24, "kv_cache_memory": memory, "block_size": 16,
+           "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+    one, several = engine_of(folder, 1, **few), staged(folder, stages, width, **few)
+    assert several.depth == stages - 1
+    asked = prompts([5, 40, 17, 70, 1, 33, 61, 9])
+    preempted: list[Decision] = []
+    expected, cached = tokens_of(one, asked, LONG), list[int]()
+    assert tokens_of(several, asked, LONG, preempted) == expected
+    assert preempted or any(config.windows), "windows leave blocks enough for all rows"
+    assert tokens_of(several, asked[4:], LONG, cached=cached) == {
+        str(at): expected[str(at + 4)] for at in range(4)} and any(cached)
+    assert tokens_of(several, asked, SAMPLED) == tokens_of(one, asked, SAMPLED)
+
+
+def test_a_slot_that_another_request_has_taken_learns_nothing_of_the_one_before(tmp_path: Path) -> None:
+    folder, asked = make("llama2", tmp_path / "model"), prompts([30, 44, 9, 51, 26, 38])
+    alone, engine = engine_of(folder, 1), staged(folder, 2, max_num_seqs=2, max_num_batched_tokens=16)
+    expected = tokens_of(alone, asked, LONG)
+    found: dict[str, list[int]] = {}
+    for number, prompt in enumerate(asked):  # every second one is aborted with its row in flight
+        engine.handle(Add(str(number), prompt, LONG, seed=number))
+    while engine.has_work:
+        record = engine.step()
+        for name, tokens in zip(record.request_ids, record.token_ids, strict=False):
+            found[name] = found.get(name, []) + list(tokens)
+            if int(name) % 2 and len(found[name]) == 3:
+                engine.handle(Finish(name, "abort"))
+    for name, tokens in found.items():
+        assert tokens == expected[name][: len(tokens)] and len(tokens) >= (3 if int(name) % 2 else len(expected[name]))
+
+
+def test_grammars_penalties_and_vectors_are_those_of_one_process() -> None:
+    settings = {"dtype": "float32", "max_num_seqs": 4, "kv_cache_memory": 8 << 20, "max_num_batched_tokens": 32}
+    one, two = (LLM(**settings, pipeline_parallel_size=stages) for stages in (1, 2))
+    asked = ["def main():", "import os\n" * 20, "x = 1", "class A:", "for i in"]
+    chosen = [
+        AskedParams(max_tokens=12, seed=3, structured_outputs=StructuredOutputsParams(regex="[a-z]{3,9} [0-9]+")),
+        AskedParams(max_tokens=12, seed=4, presence_penalty=1.0, repetition_penalty=1.3, logprobs=1)]
+    for params in chosen:
+        told = [[output.outputs[0].token_ids for output in llm.generate(asked, params, use_tqdm=False)]
+                for llm in (one, two)]
+        assert told[0] == told[1]
+    vectors = [[output.outputs.embedding for output in llm.embed(asked, use_tqdm=False)] for llm in (one, two)]
+    assert vectors[0] == vectors[1]
+
+
 def test_heads_may_differ_and_be_held_twice(tmp_path: Path) -> None:
     folder = make("smollm2", tmp_path / "odd", num_attention_heads=6, num_key_value_heads=3)
     asked = prompts([5, 40])
@@ -80,6 +143,8 @@ def test_heads_may_differ_and_be_held_twice(tmp_path: Path) -> None:
     ("olmo2", {}, "norms all heads together"), ("smollm2", {}, "3 heads of queries and 1 of keys"),
     ("llama2", {"enable_lora": True}, "enable_lora is not supported"),
     ("llama2", {"overlap": 1}, "overlap is not supported"),
+    ("llama2", {"pipeline_parallel_size": 4}, "pipeline_parallel_size 4: the model has 3 layers"),
+    ("llama2", {"pipeline_parallel_size": 9}, "are 18 processes: at most 16"),
     ("llama2", {"speculative_config": {"model": "draft"}}, "draft model is not supported")])
 def test_what_ranks_cannot_share_is_refused(
     family: str, settings: dict[str, object], says: str, tmp_path: Path,
@@ -88,24 +153,29 @@ def test_what_ranks_cannot_share_is_refused(
         engine_of(make(family, tmp_path / "model"), 2, **settings)
 
 
-def test_ranks_of_plain_torch_exchange_through_gloo(tmp_path: Path) -> None:
-    folder, asked = make("mixtral", tmp_path / "model"), prompts([5, 40])
-    one, two = (engine_of(folder, ranks, device="reference") for ranks in (1, 2))
-    assert tokens_of(two, asked, GREEDY) == tokens_of(one, asked, GREEDY)
-
-
-def test_ranks_on_gpus_have_one_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("setting", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_ranks_on_gpus_have_one_each(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for visible, expected in (("", ["0", "1"]), ("3,1,2", ["3", "1"]), ("GPU-8a,GPU-71", ["GPU-8a", "GPU-71"])):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert visible_gpus(2) == expected
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     kernels = SimpleNamespace(device=torch.device("cuda"))
-    with pytest.raises(ConfigError, match="needs as many GPUs, and torch sees 1"):
-        joined(EngineConfig.of(model="any", tensor_parallel_size=2), kernels, None, None, print)
+    with pytest.raises(ConfigError, match="2 ranks needs as many GPUs, and torch sees 1"):
+        joined(EngineConfig.of(model="any", **{setting: 2}), kernels, None, None, print)
 
 
-def test_a_lost_rank_fails_the_step_and_all_after_it(tmp_path: Path) -> None:
-    engine = engine_of(make("llama2", tmp_path / "model"), 2)
+@pytest.mark.parametrize(("stages", "width"), [(1, 2), (2, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
+def test_ranks_of_plain_torch_exchange_through_gloo(stages: int, width: int, tmp_path: Path) -> None:
+    if torch.distributed.is_initialized():  # by the case before: a process has one
+        torch.distributed.destroy_process_group()
+    folder, asked = make("mixtral", tmp_path / "model"), prompts([5, 40, 17])
+    one, several = engine_of(folder, 1, device="reference"), staged(folder, stages, width, device="reference")
+    assert tokens_of(several, asked, SAMPLED) == tokens_of(one, asked, SAMPLED)
+
+
+@pytest.mark.parametrize(("stages", "width"), [(1, 2), (2, 1)])
+def test_a_lost_rank_fails_the_step_and_all_after_it(stages: int, width: int, tmp_path: Path) -> None:
+    engine = staged(make("llama2", tmp_path / "model"), stages, width)
     (rank,) = engine.executor.ranks.processes  # type: ignore[attr-defined]
     engine.handle(Add("a", [1, 2, 3], dataclasses.replace(GREEDY, max_tokens=100), seed=0))
     engine.step()

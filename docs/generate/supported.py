@@ -39,7 +39,7 @@ OF_METHODS = {  # methods of a quantization_config: what is read and what is not
     "mxfp4": ("The experts of gpt-oss (`_blocks`, `_scales`), multiplied packed on a CPU.", ""),
     "bitsandbytes": ("NF4, with and without double quantization; int8.", "FP4; another `bnb_4bit_quant_storage`.")}
 WITHOUT = (  # a capability, and a name that would be there with it
-    ("pipeline and data parallelism", "--pipeline-parallel-size"),
+    ("data parallelism: start several servers behind a load balancer", "--data-parallel-size"),
     ("LoRA adapters of the server; the offline API has them", "--enable-lora"),
     ("scores and reranking: no supported family has a head for them", "/rerank"),
     ("audio routes", "/v1/audio/transcriptions"),

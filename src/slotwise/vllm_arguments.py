@@ -49,9 +49,9 @@ def _rules(meaning: str, neutral: Mapping[str, tuple[Any, ...]] = {}, *, free: s
 
 RULES: dict[str, Rule] = dict((
     *_rules("a model runs on one device", {
-        "pipeline_parallel_size": ONE, "prefill_context_parallel_size": ONE,
-        "decode_context_parallel_size": ONE, "nnodes": ONE, "node_rank": (0,), "enable_hc_sp": OFF,
-        "enable_batch_sharded_sampling": OFF, "enable_dbo": OFF, "numa_bind": OFF, "worker_use_ray": OFF},
+        "prefill_context_parallel_size": ONE, "decode_context_parallel_size": ONE, "nnodes": ONE, "node_rank": (0,),
+        "enable_hc_sp": OFF, "enable_batch_sharded_sampling": OFF, "enable_dbo": OFF, "numa_bind": OFF,
+        "worker_use_ray": OFF},
         refused="device_ids numa_bind_nodes numa_bind_cpus",
         instead="a model runs on one device: make it fit with {quantization}, {dtype} or {kv_cache_dtype}, and start "
         "an engine of its own for each further device"),

@@ -46,15 +46,15 @@ def test_without_such_flags_there_is_no_line() -> None:
 
 
 def test_a_refused_flag_ends_the_command_with_one_line() -> None:
-    done = cli("serve", "--pipeline-parallel-size", "2")
+    done = cli("serve", "--data-parallel-size", "2")
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
-    assert "slotwise serve: --pipeline-parallel-size 2: a model runs on one device" in done.stderr
+    assert "slotwise serve: --data-parallel-size 2: there is one engine" in done.stderr
 
 
 def test_a_command_for_vllm_starts_a_server(tmp_path: Path) -> None:
     log, file = tmp_path / "log", tmp_path / "server.yaml"
     file.write_text("served-model-name: [toy, other-toy]\nmax-num-seqs: 2\nmax-model-len: 1K\nswap-space: 4\n")
-    with serving("--config", str(file), "--pipeline-parallel-size", "1", "--trust-remote-code", "--enforce-eager",
+    with serving("--config", str(file), "--data-parallel-size", "1", "--trust-remote-code", "--enforce-eager",
                  "--disable-log-requests", "--enable-chunked-prefill", "--dtype", "float", "--disable-log-stats",
                  log=log) as live:
         models = live.client.get("/v1/models").json()["data"]
@@ -64,7 +64,7 @@ def test_a_command_for_vllm_starts_a_server(tmp_path: Path) -> None:
             assert answer.status_code == status
         assert live.client.get("/admin/scheduling").json()["max_num_seqs"] == 2
     lines = log.read_text().splitlines()
-    for name in ("pipeline-parallel-size", "trust-remote-code", "enforce-eager", "disable-log-requests", "swap-space",
+    for name in ("data-parallel-size", "trust-remote-code", "enforce-eager", "disable-log-requests", "swap-space",
                  "enable-chunked-prefill"):
         assert len([line for line in lines if f" --{name} has no effect: " in line]) == 1
     assert not [line for line in lines if "dtype" in line or "Traceback" in line]

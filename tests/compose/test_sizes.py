@@ -11,6 +11,7 @@ from slotwise.compose import sizes
 from slotwise.compose.sizes import sized, step_tokens
 from slotwise.core.drafting import MAX_STEP_DRAFTS
 from slotwise.engine.config import ConfigError, EngineConfig
+from slotwise.kernels.group import ALONE
 from slotwise.kernels.interface import AttentionShape
 from slotwise.runner import kv_offload, memory
 from slotwise.runner.graphs import MAX_GRAPHS, MAX_TOKENS
@@ -25,8 +26,10 @@ def decoder(device: str, rate: float, layer_weights: int = 7_000_000_000) -> Sim
         graph_size=lambda rows, context: (-(-rows // 8) * 8, 1 << 17),
         library_bytes=lambda kind: 0,
         cache_bytes_per_block=lambda block_size, shape, kind: 4096 * block_size)
-    config = SimpleNamespace(dtype=torch.bfloat16, layer_weights=layer_weights, max_position_embeddings=131_072)
-    return SimpleNamespace(kernels=kernels, config=config, attention_shapes=[SHAPE] * 32, weight_bytes=16 * GIB)
+    config = SimpleNamespace(
+        dtype=torch.bfloat16, layer_weights=layer_weights, max_position_embeddings=131_072, num_layers=32)
+    return SimpleNamespace(
+        kernels=kernels, config=config, group=ALONE, attention_shapes=[SHAPE] * 32, weight_bytes=16 * GIB)
 
 
 @pytest.mark.parametrize(("device", "rate", "tokens"), [

@@ -216,7 +216,7 @@ def test_steps_are_committed_in_order_and_at_most_one_is_in_flight():
     driver.add(lasting("any"))
     driver.plan()
     second = driver.plan()
-    with pytest.raises(RuntimeError, match="two ahead"):
+    with pytest.raises(RuntimeError, match="commit a step"):
         driver.plan()
     with pytest.raises(RuntimeError, match="not the next"):
         driver.scheduler.commit(second, StepResult(second.step, ((),)), 1.0)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from operations import DISCIPLINE, LIMITS, OPERATION, PROMPT, TERMS, play
 
-from slotwise.core.reasons import ENDING, PROMPTS_ALONE, TIME_BUDGET, TOKEN_BUDGET
+from slotwise.core.reasons import ENDING, MICRO_BATCH, PROMPTS_ALONE, TIME_BUDGET, TOKEN_BUDGET
 
 
 @settings(max_examples=100, deadline=None)
@@ -49,7 +49,7 @@ def test_whoever_has_a_slot_runs_or_is_told_why_and_so_is_the_first_who_waits(li
         rows = set(plan.request_ids)
         assert rows <= set(seated.values())
         for name in set(seated.values()) - rows:
-            assert named[name] in (ENDING, TOKEN_BUDGET, PROMPTS_ALONE, TIME_BUDGET)
+            assert named[name] in (ENDING, MICRO_BATCH, TOKEN_BUDGET, PROMPTS_ALONE, TIME_BUDGET)
         if plan.stop:
             assert named[plan.stop.first_blocked] == plan.stop.reason
 

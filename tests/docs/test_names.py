@@ -67,7 +67,7 @@ def test_an_option_of_the_same_name_is_not_called_absent() -> None:
 def test_what_is_listed_as_not_there_is_not_there() -> None:
     shown = supported.without()
     assert shown.count("\n") + 1 == sum(not names.has(name) for _, name in supported.WITHOUT)
-    assert "--pipeline-parallel-size" in shown
+    assert "--data-parallel-size" in shown
 
 
 def test_the_types_of_a_device_are_those_that_its_kernels_accept() -> None:

@@ -15,7 +15,7 @@ from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.roofline import Machine, Roofline
-from slotwise.core.step import Copy, Decision, RowKind, Stop
+from slotwise.core.step import Copy, Decision, RankSpan, RowKind, Stop
 from slotwise.engine.messages import Add, Configure, MemoryUse, RowEnd, StepRecord
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe.series import ITL, SOURCES, Histogram
@@ -142,6 +142,17 @@ def test_what_steps_computed_for_nothing_and_left_empty() -> None:
     assert seen["empty_slot_steps_total"] == 2 + 1 + 2 + 1 and seen["empty_slot_steps_waiting_total"] == 2 + 1
     assert seen["stalled_row_steps_total[reason=ending]"] == 1 == seen["stalled_row_steps_total[reason=token_budget]"]
     assert seen["engine_healthy"] == 1 == seen["engine_starts_total"]
+
+
+def test_the_work_of_each_rank_is_added_up() -> None:
+    measured = Measured(engine())
+    measured.arrive_all("a")
+    assert not [name for name in samples(measured) if name.startswith("rank_busy_seconds_total")]
+    for at in (0, 10):
+        measured.stepped(step(at, "a", ranks=(RankSpan(0, 10**9, 2 * 10**9), RankSpan(1, 0, 5 * 10**8),
+                                              RankSpan(0, 3 * 10**9, 4 * 10**9))))
+    seen = samples(measured)
+    assert seen["rank_busy_seconds_total[rank=0]"] == 4 and seen["rank_busy_seconds_total[rank=1]"] == 1
 
 
 @pytest.mark.parametrize(("counts", "kind"), [((1, 1), "decode"), ((5, 2), "prefill"), ((1, 9), "mixed")])

@@ -88,9 +88,10 @@ def test_an_obeyed_argument_is_a_setting(given: dict[str, Any], field: str, valu
 
 
 @pytest.mark.parametrize(("given", "says"), [
-    ({"pipeline_parallel_size": 2}, "pipeline_parallel_size 2 is not supported: a model runs on one device: make it "
-     "fit with quantization, dtype or kv_cache_dtype"),
-    ({"pipeline_parallel_size": True}, "pipeline_parallel_size True"),
+    ({"decode_context_parallel_size": 2}, "decode_context_parallel_size 2 is not supported: a model runs on one "
+     "device: make it fit with quantization, dtype or kv_cache_dtype"),
+    ({"decode_context_parallel_size": True}, "decode_context_parallel_size True"),
+    ({"pipeline_parallel_size": True}, "pipeline_parallel_size must be a whole number"),
     ({"trust_remote": True}, "did you mean trust_remote_code"),
     ({"max_modellen": 5}, "there is no argument 'max_modellen'; did you mean max_model_len?"),
     ({"zzz": 5}, "there is no argument 'zzz'$"), ({"enable_chunked_prefill": False}, "use prefill inline"),
@@ -123,5 +124,5 @@ def test_names_templates_and_logs_are_kept() -> None:
 def test_engine_args_are_attributes(kind: type[EngineArgs]) -> None:
     args = kind(model="a", enforce_eager=True, max_model_len=64)
     assert vars(args) == {"model": "a", "enforce_eager": True, "max_model_len": 64}
-    with pytest.raises(ConfigError, match="pipeline_parallel_size 2"):
-        kind(pipeline_parallel_size=2)
+    with pytest.raises(ConfigError, match="data_parallel_size 2"):
+        kind(data_parallel_size=2)

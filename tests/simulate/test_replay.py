@@ -49,6 +49,16 @@ def test_so_does_what_was_copied_to_the_host_and_back(batching: Batching, depth:
         assert outcome.difference is None and outcome.records == len(records)
 
 
+@pytest.mark.parametrize("batching", [Batching(), Batching("static")], ids=str)
+def test_so_does_what_stages_compute_at_once(batching: Batching) -> None:
+    for seed in range(3):
+        entries = Recorded(seed, batching, depth=2, limits=replace(TIGHT, stages=3), proposer=Guesses(seed)).play(60)
+        outcome = replay(
+            (event_log.decode(event_log.encode(entry)) for entry in entries), proposer=Guesses(seed))
+        assert outcome.difference is None and (outcome.requests, outcome.records) == (60, len(steps(entries)))
+        assert any(reason == "micro_batch" for step in steps(entries) for _, reason in step.refused)
+
+
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("batching", [Batching(), Batching("static"), Batching("orca")], ids=str)
 def test_so_do_drafts(batching: Batching, depth: int) -> None:

@@ -21,7 +21,7 @@ from slotwise.speculation.settings import Speculation
 BUILTIN_NAME = "slotwise-builtin"  # the served name of the model in the package
 MAX_JSON = 1 << 16  # characters of an option that is a JSON object
 
-SHORT = {"--tensor-parallel-size": ("-tp",)}
+SHORT = {"--tensor-parallel-size": ("-tp",), "--pipeline-parallel-size": ("-pp",)}
 NUMBERS: dict[str, type[Number]] = {"TOKENS": Size, "BYTES": Bytes, "GIB": Gibibytes}  # by metavar
 
 # Numbers have the ranges of `engine.config.ENGINE`.
@@ -116,6 +116,9 @@ ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--tensor-parallel-size", {"default": 1, "metavar": "N", "help": "processes of this machine that compute "
                                        "every layer together, each with a share of the weights, the heads and the "
                                        "threads: docs/parallel.md (default: 1)"}),
+    ("--pipeline-parallel-size", {"default": 1, "metavar": "N", "help": "stages that the model's layers are divided "
+                                         "into, which compute different steps at once, each with the processes of "
+                                         "--tensor-parallel-size: docs/parallel.md (default: 1)"}),
     ("--seed", {"default": 0, "help": "seed of requests without one (default: 0)"}),
 )
 

@@ -50,7 +50,6 @@ def _shared(*arguments: str, short: str = "", is_switch: bool = False) -> Flag:
 
 
 FLAGS: tuple[Flag, ...] = (
-    _shared("pipeline_parallel_size", short="-pp"),
     _shared("data_parallel_size", short="-dp"),
     Flag(("--api-server-count",), ("1",), "one process serves HTTP",
          "one process serves HTTP: start further servers behind a load balancer"),

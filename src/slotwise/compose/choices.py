@@ -13,6 +13,7 @@ from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.kernels.checked import CheckedKernels
 from slotwise.kernels.group import ALONE, Divided, Group
 from slotwise.kernels.interface import Kernels
+from slotwise.kernels.pipe import Stage
 from slotwise.kernels.select import choose, resolve
 from slotwise.model.config import ModelConfig
 from slotwise.model.families import tensor_shapes
@@ -58,13 +59,13 @@ def joined(
     """
     if joining is not None:
         return None, joining(kernels)
-    if config.tensor_parallel_size == 1:
+    if config.num_ranks == 1:
         return None, ALONE
-    size = config.tensor_parallel_size
-    if kernels.device.type == "cuda" and (there := torch.cuda.device_count()) < size:
-        raise ConfigError(f"tensor_parallel_size {size} needs as many GPUs, and torch sees {there}")
+    if kernels.device.type == "cuda" and (there := torch.cuda.device_count()) < config.num_ranks:
+        raise ConfigError(f"a model of {config.num_ranks} ranks needs as many GPUs, and torch sees {there}")
     from slotwise.compose.ranks import Ranks  # needs msgspec, which one process does without
 
-    tensor_shapes(described, Divided(size))  # raises where it cannot be divided
-    ranks = Ranks(config, kernels, described.vocab_size, on_lost)
+    for number in range(config.pipeline_parallel_size):  # raises where the model cannot be divided
+        tensor_shapes(described, Divided(config.tensor_parallel_size, Stage(number, config.pipeline_parallel_size)))
+    ranks = Ranks(config, kernels, described, on_lost)
     return ranks, ranks.group

@@ -12,26 +12,23 @@ import torch
 
 from slotwise.compose.choices import check_model, chosen, joined
 from slotwise.compose.draft_model import DraftCheckpoint
+from slotwise.compose.executors import leading
 from slotwise.compose.machine import glance, measure_machine, roofline
 from slotwise.compose.packed_weights import packed_weights
 from slotwise.compose.sizes import cache_groups, sized, step_tokens
 from slotwise.compose.vocabulary import Vocabulary
-from slotwise.core.limits import SchedulerLimits
 from slotwise.core.roofline import Machine, Roofline
 from slotwise.core.scheduler import Scheduler
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.engine import Engine
-from slotwise.engine.executor import Executor
 from slotwise.engine.messages import EngineInfo, MemoryUse
 from slotwise.engine.warmup import check_steps, warmup
 from slotwise.kernels.cpu.jit import workers
-from slotwise.kernels.cpu.memory import LARGE
 from slotwise.kernels.cpu.openmp import roam
-from slotwise.kernels.group import Group
+from slotwise.kernels.group import Group, num_ranks
 from slotwise.kernels.interface import Kernels
-from slotwise.kernels.select import draw_for, launcher_of, mask_for
+from slotwise.kernels.select import launcher_of
 from slotwise.model.adapters import Adapters
-from slotwise.model.cache_groups import LayerGroups
 from slotwise.model.config import ModelConfig
 from slotwise.model.decoder import Decoder
 from slotwise.model.fingerprint import fingerprint
@@ -40,19 +37,11 @@ from slotwise.model.load import describe, load_model
 from slotwise.model.locate import locate
 from slotwise.observe.step_time import load_or_learn
 from slotwise.runner import memory
-from slotwise.runner.draft_cache import DraftPositions
-from slotwise.runner.draft_model import DraftModel
 from slotwise.runner.expert_load import ExpertLoad
 from slotwise.runner.give_back import Returnable
-from slotwise.runner.input_batch import SlotTable
-from slotwise.runner.kv_offload import HostBlocks
-from slotwise.runner.model_runner import ModelRunner
 from slotwise.runner.prefault import Prefault
-from slotwise.runner.sampling.cpu import Sampler
-from slotwise.runner.sampling.gpu import DeviceSampler
 from slotwise.runner.sampling.grammars import Grammars
 from slotwise.runner.sampling.masks import Masks
-from slotwise.runner.sampling.params import Sampling
 from slotwise.speculation.proposer import proposer_of
 from slotwise.speculation.settings import NONE, Speculation
 
@@ -158,7 +147,7 @@ class Loaded:
         scheduling = config.scheduling()
         eos_ids = decoder.config.eos_token_ids
         is_ahead = kernels.device.type == "cuda" and self._ranks is None
-        depth = int(is_ahead) if config.overlap is None else config.overlap
+        depth = max(int(is_ahead), limits.stages - 1) if config.overlap is None else config.overlap
         info = EngineInfo(
             model=self._name, device=self._device, dtype=str(decoder.config.dtype).removeprefix("torch."),
             vocab_size=decoder.config.vocab_size, limits=limits, scheduling=scheduling, eos_token_ids=eos_ids,
@@ -166,19 +155,22 @@ class Loaded:
             threads=torch.get_num_threads(), product_path=self.product_path,
             batch_invariant=not kernels.batch_dependence(decoder.config.dtype), checkpoint=self._checkpoint,
             hidden_size=decoder.config.hidden_size, tensor_parallel_size=decoder.group.size,
-            speculation=self._speculation(config), expert_layers=tuple(decoder.expert_ends))
+            pipeline_parallel_size=limits.stages, speculation=self._speculation(config),
+            expert_layers=tuple(decoder.expert_ends))
         grammars = Grammars(self._vocabulary.result() if self._vocabulary is not None else None)
         drafts = info.speculation is not None and info.speculation.method != NONE
         groups = cache_groups(config, decoder, self._draft)
         masks = Masks(grammars, decoder.config.vocab_size, forces=drafts)
-        runner = _runner(decoder, self._draft, limits, groups, masks)
+        runner, slots = leading(decoder, self._draft, limits, groups, masks)
         lent = Returnable(runner, launcher_of(kernels).mapped) if (
             isinstance(runner, Prefault) and self._ranks is None) else None
         info.gives_back = lent is not None
         if self._ranks is not None:
-            decoder.group.warm_up(decoder.config.dtype)
+            _warm_up(decoder)
             self._ranks.allocate(limits)
-            runner = self._ranks.leading(runner)
+            from slotwise.compose.leading_executor import LeadingExecutor  # needs msgspec
+
+            runner = LeadingExecutor(runner, self._ranks, slots)
         check_steps(runner, limits, time.monotonic_ns)
         times = load_or_learn(config, info, lambda: warmup(
             runner, limits, time.monotonic_ns, drafts=info.speculation is not None))
@@ -194,7 +186,7 @@ class Loaded:
     def ready(self) -> Decoder:
         """Returns the model when its kernels are ready, for a rank that samples nothing."""
         self._warming.finish()
-        self._decoder.group.warm_up(self._decoder.config.dtype)
+        _warm_up(self._decoder)
         return self._decoder
 
     def _stored_as(self, config: EngineConfig) -> str:
@@ -211,9 +203,10 @@ class Loaded:
         """Returns `used` with the runtime's bytes, measured when kernels are ready and before the cache exists."""
         memory.give_back()
         decoder = self._decoder
-        ranks = decoder.group.size
+        ranks = num_ranks(decoder.group)
         unread = decoder.adapters.bytes if decoder.adapters is not None else 0  # none of them is loaded yet
-        weights = 0 if decoder.kernels.device.type == "cuda" else used.weights // ranks - unread
+        held = decoder.weight_bytes + (0 if self._draft is None else self._draft.weight_bytes)
+        weights = 0 if decoder.kernels.device.type == "cuda" else held - unread
         runtime = used.runtime + ranks * (max(0, memory.resident_bytes() - weights) + memory.STEPS_LEAVE)
         return MemoryUse(used.weights, used.workspace, used.cache, used.host, runtime, used.graphs)
 
@@ -235,7 +228,7 @@ def load(
         MemoryError: the weights do not fit the memory of the device.
     """
     if joining is None:
-        torch.set_num_threads(max(1, torch.get_num_threads() // config.tensor_parallel_size))
+        torch.set_num_threads(max(1, torch.get_num_threads() // config.num_ranks))
     device, kernels = chosen(config, wrap)
     folder = locate(config.model)
     checkpoint = fingerprint(folder)  # first: what changes meanwhile is seen by the next engine
@@ -279,6 +272,12 @@ def _check_memory(weights: int, device: torch.device) -> None:
         memory.check_weights(weights, memory.loadable_bytes(), "memory")
 
 
+def _warm_up(decoder: Decoder) -> None:
+    """Compile what ranks exchange with."""
+    for one in (decoder.group, decoder.group.pipe):
+        one.warm_up(decoder.config.dtype)
+
+
 @contextmanager
 def _threads(number: int) -> Iterator[None]:
     """Sets the number of torch's operator threads within the context."""
@@ -288,36 +287,6 @@ def _threads(number: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _runner(
-    decoder: Decoder, draft: Decoder | None, limits: SchedulerLimits, groups: LayerGroups, masks: Masks,
-) -> Executor:
-    """Returns the executor, with its own caches and host blocks; those of `draft` lie in the same blocks."""
-    kernels, vocab_size = decoder.kernels, decoder.config.vocab_size
-    null_block = limits.num_blocks  # one beyond the scheduler's blocks
-    caches, draft_caches = ([
-        kernels.allocate_cache(limits.num_blocks + 1, limits.block_size, shape, decoder.config.dtype)
-        for shape in shapes] for shapes in (
-            decoder.attention_shapes[: groups.num_caches], draft.attention_shapes if draft is not None else []))
-    num_slots = limits.max_num_seqs
-    slots = SlotTable(
-        num_slots, limits.max_model_len, limits.block_size, null_block, kernels.device, groups.of_layers)
-    sampler: Sampling = (
-        Sampler(num_slots, vocab_size, launcher_of(kernels), masks) if kernels.name == "cpu"
-        else DeviceSampler(slots, vocab_size, draw_for(kernels), kernels.device, masks, mask_for(kernels)))
-    pieces = [piece for cache in (*caches, *draft_caches) for piece in kernels.cache_pieces(cache)]
-    draft_model = None if draft is None else DraftModel(
-        draft, draft_caches, slots, sampler, vocab_size,
-        DraftPositions(slots, limits.num_blocks, limits.num_host_blocks))
-    runner = ModelRunner(
-        decoder, [caches[cache] for cache in groups.caches], slots, sampler,
-        HostBlocks(limits.num_host_blocks, pieces), masks, draft_model)
-    if kernels.name != "cpu":
-        return runner
-    per_block = kernels.cache_bytes_per_block(limits.block_size, decoder.attention_shapes[0], decoder.config.dtype)
-    distance = max(2 * limits.max_num_seqs, 2 * LARGE // per_block)
-    return Prefault(runner, [*caches, *draft_caches], limits.num_blocks, distance)
 
 
 def build_engine(

@@ -15,7 +15,8 @@ class Join(Struct, tag="join"):
 
     config: EngineConfig
     rank: int
-    memory: int  # descriptor of the shared memory
+    memory: int  # descriptor of the memory that the ranks of its stage share
+    boxes: int  # descriptor of the memory between stages
     port: int  # of torch.distributed's store; 0: the ranks exchange through the shared memory
 
 
@@ -46,6 +47,10 @@ class Run(Struct, tag="run"):
     known: list[Known]
 
 
+class Collect(Struct, tag="collect"):
+    """Compute the end of the oldest plan; sent to the ranks of the first stage, where there are several."""
+
+
 class Loaded(Struct, tag="loaded"):
     """The rank has read its weights."""
 
@@ -57,5 +62,5 @@ class Failed(Struct, tag="failed"):
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode_order = msgspec.msgpack.Decoder(Join | Measure | Allocate | Run).decode
+decode_order = msgspec.msgpack.Decoder(Join | Measure | Allocate | Run | Collect).decode
 decode_report = msgspec.msgpack.Decoder(Loaded | Failed).decode

@@ -13,7 +13,17 @@ import time
 
 from slotwise import spawn
 from slotwise.compose.garbage import hold_off, settle
-from slotwise.compose.rank_messages import Allocate, Failed, Join, Loaded, Measure, Run, decode_order, encode
+from slotwise.compose.rank_messages import (
+    Allocate,
+    Collect,
+    Failed,
+    Join,
+    Loaded,
+    Measure,
+    Run,
+    decode_order,
+    encode,
+)
 from slotwise.compose.worker import end
 from slotwise.engine.ipc import BlockingChannel, ChannelClosed
 from slotwise.errors import one_line
@@ -44,18 +54,19 @@ def _serve(channel: BlockingChannel) -> None:
     assert isinstance(join, Join)
     spare_torch()
     from slotwise.compose.follower import Follower
+    from slotwise.compose.rank_groups import Rank, RankMemory
     from slotwise.compose.ranks import BEAT
-    from slotwise.kernels.cpu.shared_group import SharedMemory
 
-    memory = SharedMemory(join.memory, join.config.tensor_parallel_size)
+    rank = Rank.of(join.rank, join.config)
+    memory = RankMemory(join.memory, join.boxes, rank)
 
     def beat() -> None:
         while True:
-            memory.beat(join.rank)
+            memory.stage.beat(rank.within)
             time.sleep(BEAT)
 
     threading.Thread(target=beat, name="heartbeat", daemon=True).start()
-    follower = Follower(join, memory)
+    follower = Follower(join, rank, memory)
     settle()
     channel.send(encode(Loaded()))
     while True:
@@ -66,7 +77,12 @@ def _serve(channel: BlockingChannel) -> None:
             elif isinstance(order, Allocate):
                 follower.allocate(order.limits)
             elif isinstance(order, Run):
+                began = time.monotonic_ns()
                 follower.run(order.plan, order.known)
+                memory.boxes.note(rank.number, order.plan.step, max(began, memory.boxes.arrived(rank.number)),
+                                  time.monotonic_ns())
+            elif isinstance(order, Collect):
+                follower.collect()
 
 
 if __name__ == "__main__":

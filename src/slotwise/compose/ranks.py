@@ -1,7 +1,8 @@
 """The ranks of a model that several processes of this host compute: rank 0 starts, drives and watches the others.
 
     rank 0    scheduler ─► plan n, tokens of n - 1 ─► its share ─┐
-    rank 1                 └──────── socket ────────► its share ─┴─ sums, by `kernels.group`
+    rank 1                 └──────── socket ────────► its share ─┴─ sums, by `kernels.group`, or
+                                                                   hidden states in turn, by `kernels.pipe`
 
 A rank that ends, or gives no heartbeat for `SILENCE`, ends all: waiting for it is given up, the other ranks are killed,
 and every later step fails.  The engine process then ends, and its supervisor starts all ranks again.
@@ -15,31 +16,27 @@ import subprocess
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from slotwise import child, spawn
-from slotwise.compose.rank_messages import Allocate, Failed, Join, Known, Measure, Run, decode_report, encode
+from slotwise.compose.rank_groups import Rank, RankFiles, RankMemory, group_of, store_of
+from slotwise.compose.rank_messages import Allocate, Collect, Failed, Join, Known, Measure, Run, decode_report, encode
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.step import StepPlan, StepResult
+from slotwise.core.step import RankSpan, StepPlan
 from slotwise.engine.config import EngineConfig
-from slotwise.engine.executor import Executor
 from slotwise.engine.ipc import BlockingChannel, ChannelClosed, pair
 from slotwise.errors import OneLineError
 from slotwise.kernels.cpu.openmp import places
-from slotwise.kernels.cpu.shared_group import CHUNK, SharedGroup, SharedMemory, shared_file, size_of
-from slotwise.kernels.group import Group, TorchGroup
+from slotwise.kernels.cpu.shared_group import SharedMemory
 from slotwise.kernels.interface import Kernels
-from slotwise.kernels.select import launcher_of
+from slotwise.model.config import ModelConfig
 
 LOOK = 0.2  # seconds between two looks at the other ranks
 SILENCE = 6.0  # seconds without a heartbeat after which a rank counts as lost
 BEAT = 0.5  # seconds between two heartbeats
-HOST = "127.0.0.1"
-LOGIT = 4  # bytes
 
 
 class RankLostError(OneLineError, RuntimeError):
@@ -53,8 +50,10 @@ class _Rank:
         gpu: the only one that it sees; "" on a CPU.
     """
 
-    def __init__(self, number: int, threads: int, memory: int, gpu: str) -> None:
-        self.number = number
+    def __init__(self, rank: Rank, threads: int, files: RankFiles, gpu: str) -> None:
+        self.rank, self.number = rank, rank.number
+        number, of_stage = rank.number, files.of_stages[rank.stage.number]
+        self.memory = SharedMemory(of_stage, rank.width)
         ours, theirs = pair()
         self.channel = BlockingChannel(ours)
         where = places()[number * threads : (number + 1) * threads]
@@ -69,7 +68,7 @@ class _Rank:
         with theirs, _everywhere():
             self.process: subprocess.Popen[bytes] = spawn.start(
                 child.python("slotwise.compose.rank_worker", str(theirs.fileno())), env=environment,
-                pass_fds=[theirs.fileno(), memory], stdin=subprocess.DEVNULL)
+                pass_fds=[theirs.fileno(), of_stage, files.boxes], stdin=subprocess.DEVNULL)
         self.beats, self.heard = -1, time.monotonic()
 
 
@@ -78,30 +77,30 @@ class Ranks:
 
     Args:
         config: of the engine.
-        vocab_size: tokens, whose logits are exchanged.
+        described: the model's config.
         on_lost: called once, by a thread of its own, with the reason.
     """
 
-    def __init__(self, config: EngineConfig, kernels: Kernels, vocab_size: int,
+    def __init__(self, config: EngineConfig, kernels: Kernels, described: ModelConfig,
                  on_lost: Callable[[str], None] = lambda why: None) -> None:
-        size = config.tensor_parallel_size
+        first = Rank.of(0, config)
         self.lost = ""
         self._on_lost = on_lost
         self._losing = threading.Lock()
         self._looked = 0.0  # monotonic seconds
-        self._measures = kernels.name != "cpu"
-        descriptor = shared_file(size_of(size, max(CHUNK, LOGIT * -(-vocab_size // size))))
-        self._memory = SharedMemory(descriptor, size)
-        store = None if kernels.name == "cpu" else store_of(0, size)
-        gpus = visible_gpus(size) if kernels.device.type == "cuda" else [""] * size
-        self._others = [
-            _Rank(number, torch.get_num_threads(), descriptor, gpus[number]) for number in range(1, size)]
-        for rank in self._others:
-            rank.channel.send(encode(Join(
+        self._measures = kernels.name != "cpu" and first.stages == 1
+        files = RankFiles.made(config, described)
+        self._memory = RankMemory(files.of_stages[0], files.boxes, first)
+        store = None if kernels.name == "cpu" else store_of(0, first.size)
+        gpus = visible_gpus(first.size) if kernels.device.type == "cuda" else [""] * first.size
+        self._others = [_Rank(first._replace(number=number), torch.get_num_threads(), files, gpus[number])
+                        for number in range(1, first.size)]
+        for other in self._others:
+            other.channel.send(encode(Join(
                 replace(config, model=os.path.abspath(config.model) if os.path.exists(config.model) else config.model),
-                rank.number, descriptor, store.port if store else 0)))
-        os.close(descriptor)
-        self.group = group_of(kernels, self._memory, 0, store)
+                other.number, files.of_stages[other.rank.stage.number], files.boxes, store.port if store else 0)))
+        files.close()
+        self.group = group_of(kernels, first, self._memory, store)
 
     @property
     def processes(self) -> list[subprocess.Popen[bytes]]:
@@ -138,9 +137,25 @@ class Ranks:
         """Has all ranks compute their shares of a plan."""
         self._send(encode(Run(plan._replace(preempted=(), refused=(), stop=None), known)))
 
-    def leading(self, runner: Executor) -> Executor:
-        """Returns the executor that runs plans on all ranks: `runner` on this one."""
-        return LeadingExecutor(runner, self)
+    def collect(self) -> None:
+        """Has the other ranks of the first stage compute the end of the oldest plan, where it is one of several."""
+        if self.group.pipe.stage.total > 1:
+            self._send(encode(Collect()), [rank for rank in self._others if rank.rank.stage.is_first])
+
+    def check(self) -> None:
+        """Raises RankLostError once a rank is lost."""
+        if self.lost:
+            raise RankLostError(self.lost)
+
+    def spans(self, step: int) -> list[RankSpan]:
+        """When the other ranks worked on a step, as far as they have told."""
+        found = [(rank.number, self._memory.boxes.span(rank.number, step)) for rank in self._others]
+        return [RankSpan(number, *span) for number, span in found if span is not None]
+
+    @property
+    def returned_at(self) -> int:
+        """When the last stage's message arrived, in monotonic nanoseconds; 0 where ranks exchange otherwise."""
+        return self._memory.boxes.arrived(0)
 
     def lose(self, why: str) -> None:
         """Give up: wait for no rank any more, and kill them."""
@@ -148,26 +163,28 @@ class Ranks:
             if self.lost:
                 return
             self.lost = why
-        self._memory.end()
+        self._memory.boxes.end()
         for rank in self._others:
+            rank.memory.end()
             rank.process.kill()
+        self._memory.stage.end()
         self._on_lost(why)
 
-    def _send(self, message: bytes) -> None:
+    def _send(self, message: bytes, ranks: Sequence[_Rank] | None = None) -> None:
+        """To some of the other ranks, or to all."""
         try:
-            for rank in self._others:
+            for rank in self._others if ranks is None else ranks:
                 rank.channel.send(message)
         except ChannelClosed:
             self.lose(f"rank {rank.number} of {len(self._others) + 1} has closed its channel")
-        if self.lost:
-            raise RankLostError(self.lost)
+        self.check()
 
     def look(self) -> None:
         """Gives up if a rank has ended or is frozen; called every `LOOK` seconds."""
         now, size = time.monotonic(), len(self._others) + 1
         was_paused, self._looked = now - self._looked > 2 * LOOK, now
         for rank in self._others:
-            beats = self._memory.beats(rank.number)
+            beats = rank.memory.beats(rank.rank.within)
             if beats != rank.beats or was_paused:  # this process was not there to count
                 rank.beats, rank.heard = beats, now
             if (status := rank.process.poll()) is not None:
@@ -184,58 +201,10 @@ def _watch(found: weakref.ref[Ranks]) -> None:
         time.sleep(LOOK)
 
 
-class LeadingExecutor:
-    """Runs plans on all ranks: `runner` on this one."""
-
-    def __init__(self, runner: Executor, ranks: Ranks) -> None:
-        self.ranks = ranks
-        self._runner = runner
-        self._plan: StepPlan | None = None
-        self._known: list[Known] = []
-
-    def submit(self, plan: StepPlan) -> None:
-        """Raises RankLostError once a rank is lost."""
-        self.ranks.run(plan, self._known)
-        self._plan = plan
-        self._runner.submit(plan)
-
-    def collect(self) -> StepResult:
-        assert self._plan is not None
-        try:
-            result = self._runner.collect()
-        except Exception as error:  # the ranks may have stopped at different places
-            self.ranks.lose(f"a step failed on rank 0: {type(error).__name__}: {error}")
-            raise
-        if self.ranks.lost:
-            raise RankLostError(self.ranks.lost)
-        plan = self._plan
-        drafts = plan.drafts or ((),) * plan.num_rows
-        self._known = [
-            Known(slot, start + count - len(drafted), tokens) for slot, start, count, drafted, tokens
-            in zip(plan.slots, plan.starts, plan.counts, drafts, result.tokens, strict=True) if tokens]
-        return result
-
-
 def visible_gpus(ranks: int) -> list[str]:
     """The GPUs of so many ranks, by the names that CUDA_VISIBLE_DEVICES has for them: the first ones."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",")[:ranks] if visible else [str(number) for number in range(ranks)]
-
-
-def store_of(port: int, size: int) -> Any:
-    """The store of torch.distributed through which ranks find each other: this process' own where the port is 0."""
-    return torch.distributed.TCPStore(  # type: ignore[attr-defined]
-        HOST, port, size, is_master=not port, wait_for_workers=False)
-
-
-def group_of(kernels: Kernels, memory: SharedMemory, rank: int, store: Any) -> Group:
-    """This process' view of the ranks; `store` is None where they exchange through `memory`."""
-    if store is None:
-        return SharedGroup(launcher_of(kernels), memory, rank)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    backend = "nccl" if kernels.device.type == "cuda" else "gloo"
-    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=memory.ranks)
-    return TorchGroup()
 
 
 @contextlib.contextmanager

@@ -61,8 +61,10 @@ async def _serve(
 
 def _places(info: EngineInfo) -> str:
     """What computes, as text."""
-    ranks = info.tensor_parallel_size
-    return info.device if ranks == 1 else f"{info.device}, {ranks} ranks"
+    ranks, stages = info.tensor_parallel_size * info.pipeline_parallel_size, info.pipeline_parallel_size
+    if ranks == 1:
+        return info.device
+    return f"{info.device}, {ranks} ranks" + (f" in {stages} stages" if stages > 1 else "")
 
 
 def _greet(url: str, info: EngineInfo, settings: ServerSettings, seconds: float) -> None:
@@ -71,7 +73,8 @@ def _greet(url: str, info: EngineInfo, settings: ServerSettings, seconds: float)
     if settings.log_format == lines.JSON:
         lines.tell(logger, f"ready on {url}", {
             "url": url, "model": name, "device": info.device,
-            "tensor_parallel_size": info.tensor_parallel_size, "dtype": info.dtype,
+            "tensor_parallel_size": info.tensor_parallel_size,
+            "pipeline_parallel_size": info.pipeline_parallel_size, "dtype": info.dtype,
             "quantization": info.quantization, "product_path": info.product_path, "cache_dtype": info.cache_dtype,
             "batch_invariant": info.batch_invariant,
             "seconds": round(seconds, 1), "slots": limits.max_num_seqs, "blocks": limits.num_blocks,

@@ -12,9 +12,13 @@ from slotwise.core.drafting import MAX_STEP_DRAFTS
 from slotwise.core.limits import SchedulerLimits
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.messages import MemoryUse
+from slotwise.kernels.group import Divided, num_ranks
+from slotwise.kernels.pipe import PLACES, Stage
 from slotwise.kernels.select import draw_for
 from slotwise.model.cache_groups import LayerGroups, layer_groups, one_group
 from slotwise.model.decoder import Decoder
+from slotwise.model.families import weight_bytes
+from slotwise.model.stages import layers_of
 from slotwise.runner import kv_offload, memory
 from slotwise.runner.draft_model import ALL_LOGITS, CATCH_UP
 from slotwise.runner.graphs import MAX_TOKENS, num_graphs
@@ -66,11 +70,9 @@ def sized(
     model_tokens = decoder.config.max_position_embeddings
     models = [decoder] if draft is None else [decoder, draft]
     groups = cache_groups(config, decoder, draft)
-    shared = [decoder.attention_shapes[: groups.num_caches], *(model.attention_shapes for model in models[1:])]
-    per_block = sum(
-        kernels.cache_bytes_per_block(block_size, shape, model.config.dtype)
-        for model, shapes in zip(models, shared, strict=True) for shape in shapes)
-    per_block *= _ranks(decoder)  # none has more than this one
+    per_block = sum(kernels.cache_bytes_per_block(block_size, shape, model.config.dtype)
+                    for model in models[1:] for shape in model.attention_shapes)
+    per_block += _block_bytes(decoder, groups, block_size)
     longest = min(config.max_model_len or model_tokens, model_tokens)
     useful = config.max_num_seqs * CacheGroups(groups.windows, block_size, config.step_tokens).most_blocks(longest)
     size = _on_gpu if kernels.device.type == "cuda" else _on_host
@@ -82,8 +84,8 @@ def sized(
     library = kernels.library_bytes(decoder.config.dtype)
     limits = config.limits(model_tokens, num_blocks, block_size, num_host_blocks, groups.windows)
     return limits, MemoryUse(
-        _ranks(decoder) * sum(model.weight_bytes for model in models), room.workspace, (num_blocks + 1) * per_block,
-        num_host_blocks * per_block, library, room.graphs)
+        _weights(models), room.workspace, (num_blocks + 1) * per_block, num_host_blocks * per_block, library,
+        room.graphs)
 
 
 def cache_groups(config: EngineConfig, decoder: Decoder, draft: Decoder | None) -> LayerGroups:
@@ -100,20 +102,47 @@ def _on_host(config: EngineConfig, models: Sequence[Decoder], longest: int, stag
     A draft model's passes and the target's forward pass take their workspace in turn.
     """
     decoder, *drafts = models
-    rows = workspace_rows(config.max_num_seqs) + _most_drafts(config)
+    rows, tokens = workspace_rows(config.max_num_seqs) + _most_drafts(config), config.largest_step(longest)
     workspace = staging + _ranks(decoder) * max(
-        decoder.workspace_bytes(config.largest_step(longest), rows),
+        decoder.workspace_bytes(tokens, rows) + _handed_on(decoder, tokens),
         *(draft.workspace_bytes(CATCH_UP + config.max_num_seqs, max(ALL_LOGITS, config.max_num_seqs))
           for draft in drafts), 0)
     others = workspace + decoder.kernels.library_bytes(decoder.config.dtype)
     asked, share = config.kv_cache_memory, config.gpu_memory_utilization
-    weights = _ranks(decoder) * sum(model.weight_bytes for model in models)
-    return _Room(workspace, 0, memory.cache_budget(weights, others, asked, share))
+    return _Room(workspace, 0, memory.cache_budget(_weights(models), others, asked, share))
 
 
 def _ranks(decoder: Decoder) -> int:
     """Returns the ranks that take the memory of one device together."""
-    return decoder.group.size if decoder.kernels.device.type == "cpu" else 1
+    return num_ranks(decoder.group) if decoder.kernels.device.type == "cpu" else 1
+
+
+def _weights(models: Sequence[Decoder]) -> int:
+    """Returns the bytes of all ranks' weights in the memory of one device: none of a stage has more than its first."""
+    held, decoder = sum(model.weight_bytes for model in models), models[0]
+    width, count = decoder.group.size, decoder.group.pipe.stage.total
+    if decoder.kernels.device.type == "cuda" or count == 1:
+        return _ranks(decoder) * held
+    return width * sum(weight_bytes(decoder.config, decoder.kernels, {}, Divided(width, Stage(number, count)))
+                       for number in range(count))
+
+
+def _block_bytes(decoder: Decoder, groups: LayerGroups, block_size: int) -> int:
+    """Returns the bytes of a block of the cache, in the ranks that share a memory, or in the one that has most."""
+    count = decoder.group.pipe.stage.total
+    of_stages: list[int] = []
+    for number in range(count):
+        layers = layers_of(decoder.config, Stage(number, count))
+        shapes = {groups.caches[layer]: decoder.attention_shapes[layer] for layer in layers}
+        of_stages.append(sum(decoder.kernels.cache_bytes_per_block(block_size, shape, decoder.config.dtype)
+                             for shape in shapes.values()))
+    return max(of_stages) if decoder.kernels.device.type == "cuda" else decoder.group.size * sum(of_stages)
+
+
+def _handed_on(decoder: Decoder, tokens: int) -> int:
+    """Returns the bytes of hidden states between a stage and the next."""
+    of_step = tokens * decoder.config.hidden_size * decoder.config.dtype.itemsize
+    return PLACES * of_step if decoder.group.pipe.stage.total > 1 else 0
 
 
 def _most_drafts(config: EngineConfig) -> int:
@@ -130,12 +159,15 @@ def _on_gpu(config: EngineConfig, models: Sequence[Decoder], longest: int, stagi
     sampled = min(rows + _most_drafts(config), tokens)
     shapes = [(tokens, sampled, longest), (recorded, recorded, longest)]
     block_size = config.block_size or BLOCK_SIZE
-    workspace = measured_workspace(decoder, draw_for(kernels), block_size, shapes) + staging
+    is_divided = decoder.group.pipe.stage.total > 1  # then no stage can run a step by itself
+    workspace = staging + (sum(decoder.workspace_bytes(*shape[:2]) for shape in shapes) if is_divided
+                           else measured_workspace(decoder, draw_for(kernels), block_size, shapes))
     for draft in drafts:
         shapes = [(CATCH_UP + rows, max(ALL_LOGITS, rows), longest), (recorded, recorded, longest)]
         workspace += measured_workspace(draft, draw_for(kernels), block_size, shapes)
     free, total = torch.cuda.mem_get_info(kernels.device)
     number = num_graphs(kernels, rows, longest, drafts=_most_drafts(config) > 0, adapters=config.enable_lora)
-    graphs = number * sum(measured_graph(model, block_size, recorded, longest) for model in models)
+    graphs = 0 if is_divided else number * sum(
+        measured_graph(model, block_size, recorded, longest) for model in models)
     asked, share = config.kv_cache_memory, config.gpu_memory_utilization
     return _Room(workspace, graphs, memory.gpu_cache_budget(free, total, workspace + graphs, asked, share))

@@ -36,10 +36,11 @@ class SchedulerLimits:
     max_loras: int = 1  # adapters among the rows of a step
     windows: tuple[int, ...] = (0,)  # by cache group, tokens that its layers look back on; 0: all
     max_chunk: int = 1024  # tokens of a prompt that a step computes at most, where a cache group has a window
+    stages: int = 1  # that a model's layers are divided into, each of which computes another step
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens",
-                     "max_loras", "max_chunk"):
+                     "max_loras", "max_chunk", "stages"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         for name in ("watermark_blocks", "max_passes", "num_host_blocks"):
@@ -69,7 +70,16 @@ class SchedulerLimits:
     def fixed(self) -> tuple[object, ...]:
         """The limits that cannot change after the start."""
         return (self.num_blocks, self.block_size, self.max_model_len, self.enable_prefix_caching, self.num_host_blocks,
-                self.windows, self.max_chunk)
+                self.windows, self.max_chunk, self.stages)
+
+    @property
+    def max_in_flight(self) -> int:
+        """Uncommitted steps that may exist when another is planned.
+
+        One hides planning behind the forward pass; with a second each request that stops would compute one more token
+        for nothing.  Stages need as many steps as there are.
+        """
+        return max(1, self.stages - 1)
 
     @property
     def max_loads(self) -> int:

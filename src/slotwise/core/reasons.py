@@ -12,6 +12,7 @@ OUTRANKED = "outranked"  # preempted for a request that goes before it
 ENDING = "ending"  # its last token is in flight
 GRAMMAR_COMPILING = "grammar_compiling"  # its grammar is being compiled
 VERIFYING = "verifying"  # its drafts, or the token that drafts are to follow, are in flight
+MICRO_BATCH = "micro_batch"  # it is in another step in flight, or left to the next one, for another stage
 PROMPTS_ALONE = "prompts_alone"  # the step computes new prompts only
 BATCH_RUNNING = "batch_running"  # a static batch admits no request while it runs
 WINDOW_OPEN = "window_open"  # a dynamic batch is still being collected

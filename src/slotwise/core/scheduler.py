@@ -11,8 +11,9 @@ A step is scheduled in this order:
  3. A running row gets one token, or a prefill chunk (`core/chunking.py`).  If blocks run out, `Preemption.victim`
     chooses among the rows not yet planned: of those that the policy ranks last (at most half of them) the one with the
     fewest computed tokens.  A running request without a token is in `refused`, with a reason: its last token is in
-    flight (ENDING), its drafts are (VERIFYING), a budget is spent (TOKEN_BUDGET, SHORT_STEP, TIME_BUDGET), it pauses
-    for a prompt (FIRST_TOKEN), or the discipline starts prompts alone (PROMPTS_ALONE).
+    flight (ENDING), its drafts are (VERIFYING), it is in another step (MICRO_BATCH), a budget is spent (TOKEN_BUDGET,
+    SHORT_STEP, TIME_BUDGET), it pauses for a prompt (FIRST_TOKEN), or the discipline starts prompts alone
+    (PROMPTS_ALONE).
  4. Waiting requests are admitted from the head of the queue while `core/admission.py` finds no reason against it.
     A few smaller ones may pass a request that waits for blocks, and all of them a request with a grammar that is still
     being compiled.
@@ -24,10 +25,11 @@ PlanBuilder keeps the step's account: each row that is added lowers its token bu
 A prefix hit always ends before the last known token, which is computed for its logits.  A freed block may be reused by
 the very next plan, although a step in flight still reads it, because executors run plans in order.
 
-One step may be in flight: schedule() works from *scheduled* token counts, commit() advances *computed* ones.  If a
-request finishes after its next row was planned, that row's tokens are dropped.  A preemption sets scheduled and
-computed counts to 0 (`RequestTable.preempt`) and keeps the pending token of a row in flight; until that token is
-committed, and so never in the same plan, the request is not admitted again.
+A step may be in flight, or one fewer than there are stages (`core/micro_batches.py`): schedule() works from *scheduled*
+token counts, commit() advances *computed* ones.  If a request finishes after its next row was planned, that row's
+tokens are dropped.  A preemption sets scheduled and computed counts to 0 (`RequestTable.preempt`) and keeps the pending
+token of a row in flight; until that token is committed, and so never in the same plan, the request is not admitted
+again.
 
 A decoding row may carry drafts, which are planned last (`core/drafting.py`).  Such a row yields 1 to 1 + drafts tokens.
 The commit tells how many, so the row is in no other step before it; commit() appends them, and frees the blocks behind
@@ -53,6 +55,7 @@ from slotwise.core.held_outputs import outputs_of
 from slotwise.core.interfaces import Discipline, Policy, Proposer
 from slotwise.core.kv_manager import Allocation
 from slotwise.core.limits import ERROR, SchedulerLimits
+from slotwise.core.micro_batches import MicroBatches
 from slotwise.core.plan_builder import InFlight, PlanBuilder
 from slotwise.core.preemption import MAX_OUTRANKED, Preemption
 from slotwise.core.prefill_isolation import PrefillIsolation, goes_before
@@ -72,9 +75,6 @@ from slotwise.core.request_table import RequestTable
 from slotwise.core.step import NewRequest, RowKind, StepPlan, StepResult, Stop
 from slotwise.core.step_time import StepTimeModel, work_of
 
-# Uncommitted steps that may exist when schedule() is called.  One hides planning behind the forward pass; with a second
-# each request that stops would compute one more token for nothing.
-MAX_IN_FLIGHT = 1
 # Requests examined per step behind one that waits for blocks: each costs a prefix lookup, in every step of the wait.
 MAX_LOOK = 8
 MAX_UNSLOTTED = 64  # requests examined per step that wait for an adapter's slot: a microsecond each
@@ -98,6 +98,7 @@ class Scheduler:
         self._drafting = Drafting(self._table, self.times, proposer)
         self._isolation = PrefillIsolation(self._table)
         self._preemption = Preemption(self._table)
+        self._micro_batches = MicroBatches(self._table, limits.stages)
         self._in_flight: deque[InFlight] = deque()  # planned and not yet committed, oldest first
         self._steps = 0
         self._set_limits(limits, discipline)
@@ -134,6 +135,11 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self._table.unfinished) or bool(self._in_flight)
+
+    @property
+    def may_fill(self) -> bool:
+        """Whether a step planned now may have rows."""
+        return self._micro_batches.may_fill
 
     def requests(self) -> tuple[Request, ...]:
         """All unfinished requests, in order of arrival."""
@@ -194,10 +200,10 @@ class Scheduler:
         """Returns the next step; it has no rows when no request can run.
 
         Raises:
-            RuntimeError: more than one step is uncommitted.
+            RuntimeError: more steps than `limits.max_in_flight` are uncommitted.
         """
-        if len(self._in_flight) > MAX_IN_FLIGHT:
-            raise RuntimeError("commit the step in flight before planning two ahead")
+        if len(self._in_flight) > self.limits.max_in_flight:
+            raise RuntimeError(f"commit a step in flight before planning {len(self._in_flight)} ahead")
         self._expire(now)
         builder = PlanBuilder(
             self._steps, now, self._discipline.budget(self.limits), self._chunking.time_budget())
@@ -286,6 +292,7 @@ class Scheduler:
         return sorted(running, key=lambda request: (policy.running_key(request, now), request.arrival))
 
     def _schedule_rows(self, running: Sequence[Request], builder: PlanBuilder) -> None:
+        running = self._micro_batches.share(running, builder)
         if builder.time is not None:  # decoding rows are charged before any prefill chunk
             builder.time.add_decodes([
                 request.num_scheduled for request in running
@@ -412,6 +419,7 @@ class Scheduler:
         table, policy = self._table, self._table.policy
         if (not table.running or self._in_flight or self._drafting.proposer or table.kv.is_windowed
                 or table.held_outputs or self._discipline.leaves_together or policy.isolates_prefill
+                or self.limits.stages > 1
                 or self._discipline.budget(self.limits) < len(table.running)
                 or any(isinstance(event, Finished | Rejected) for event in table.events)
                 or not all(map(is_decoding, reversed(table.running.values())))):

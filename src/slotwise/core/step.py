@@ -181,6 +181,14 @@ class Proposing(NamedTuple):
     tokens: int  # that it computed, in all passes
 
 
+class RankSpan(NamedTuple):
+    """When a rank of a model that several processes compute worked on a step; monotonic nanoseconds."""
+
+    rank: int  # its number; 0 samples
+    started_ns: int  # where it waits for a stage before it, when that one's result arrived
+    ended_ns: int  # its part of the step was done
+
+
 class StepResult(NamedTuple):
     """The output of a step, aligned with the plan's rows.  A row that did not sample has no tokens.
 
@@ -197,6 +205,7 @@ class StepResult(NamedTuple):
     objections: tuple[str, ...] = ()  # why each of `failed` cannot go on, "" for a fault; () if there are only faults
     drafts: tuple[tuple[int, ...], ...] = ()  # of each row, those executed, where the plan has PROPOSED ones; else ()
     proposing: Proposing | None = None  # None: no draft model was run
+    ranks: tuple[RankSpan, ...] = ()  # the spans of all ranks, of the first stage's two; () where there is one rank
 
     def executed(self, plan: StepPlan) -> StepPlan:
         """Returns `plan` with the drafts that this result names."""

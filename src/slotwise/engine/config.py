@@ -55,6 +55,7 @@ ENGINE: dict[str, Range] = {  # the numbers of `EngineConfig`
     "seed": whole(-(2**63), 2**63 - 1),
     "overlap": whole(0, 1),
     "tensor_parallel_size": whole(1, MOST_RANKS),
+    "pipeline_parallel_size": whole(1, MOST_RANKS),
 }
 RETIRED = frozenset({"max_step_context"})  # accepted for one release, without effect
 
@@ -113,6 +114,7 @@ class EngineConfig:
     seed: int = 0  # of the requests without one
     overlap: int | None = None  # steps in flight while the next is planned, 0 or 1; None: 1 where a GPU computes
     tensor_parallel_size: int = 1  # processes of this host that share every layer (docs/parallel.md)
+    pipeline_parallel_size: int = 1  # stages that the layers are divided into, each of so many processes
 
     def __post_init__(self) -> None:
         if isinstance(self.speculative_config, Mapping):
@@ -143,7 +145,7 @@ class EngineConfig:
             raise ConfigError("kv_cache_memory and gpu_memory_utilization both size the cache: give one of them")
         if self.kv_offloading_size and not self.enable_prefix_caching:
             raise ConfigError("kv_offloading_size needs enable_prefix_caching: who comes back finds its blocks by it")
-        if self.tensor_parallel_size > 1:
+        if self.num_ranks > 1:
             self._check_ranks()
         if self.enable_lora and self.max_cpu_loras < self.max_loras:
             raise ConfigError(f"max_cpu_loras {self.max_cpu_loras} must be at least max_loras {self.max_loras}")
@@ -157,8 +159,20 @@ class EngineConfig:
                              ("enable_lora", self.enable_lora), ("overlap", self.overlap),
                              ("kv_offloading_size", self.kv_offloading_size)):
             if is_set:
-                raise ConfigError(f"{name} is not supported with tensor_parallel_size {self.tensor_parallel_size}: "
-                                  "leave one of them out")
+                raise ConfigError(f"{name} is not supported with {self._ranks}: leave one of them out")
+        if self.num_ranks > MOST_RANKS:
+            raise ConfigError(f"{self._ranks} are {self.num_ranks} processes: at most {MOST_RANKS} are supported")
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that compute the model together."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def _ranks(self) -> str:
+        """The settings of ranks, as text."""
+        sizes = {name: getattr(self, name) for name in ("tensor_parallel_size", "pipeline_parallel_size")}
+        return " and ".join([f"{name} {size}" for name, size in sizes.items() if size > 1])
 
     def _check_kinds(self) -> None:
         """Raises ConfigError for a number out of range or a value of the wrong type."""
@@ -262,6 +276,6 @@ class EngineConfig:
                 watermark_blocks=num_blocks // WATERMARK, max_passes=MAX_PASSES, on_pressure=self.on_pressure,
                 max_step_ms=self.max_step_ms, max_stall_ms=self.max_stall_ms or None,
                 tiers=self.tiers, num_host_blocks=num_host_blocks, max_loras=self.max_loras, windows=windows,
-                max_chunk=self.step_tokens)
+                max_chunk=self.step_tokens, stages=self.pipeline_parallel_size)
         except ValueError as error:
             raise ConfigError(str(error)) from error

@@ -49,7 +49,7 @@ class Engine:
     """One scheduler, one executor, one clock; used by one thread.
 
     Args:
-        depth: steps that may be in flight while the next is planned, 0 or 1.
+        depth: steps that may be in flight while the next is planned: 0, 1, or one fewer than `limits.stages`.
         scheduling: the settings that `scheduler` was built with; None: first come, first served.
         grammars: compiles the grammars of requests; None: those with one are rejected.
         experts: counts the tokens of experts; None: the model has none.
@@ -154,7 +154,7 @@ class Engine:
     def step(self) -> StepRecord:
         """Plans as far ahead as `depth` allows, then waits for the oldest step and commits it."""
         is_first = True
-        while len(self._in_flight) <= self.depth and (self._scheduler.num_unfinished or not self._in_flight):
+        while len(self._in_flight) <= self.depth and (self._scheduler.may_fill or not self._in_flight):
             started = self.clock()
             self._planned.append(started)
             if is_first and self._grammars is not None:
@@ -250,7 +250,7 @@ class Engine:
             draft_limit=plan.draft_limit, proposing=result.proposing)
         if tokens != result.tokens:
             record.sampled = result.tokens
-        record.forced = result.forced
+        record.forced, record.ranks = result.forced, result.ranks
         return self._stamped(_with_changes(record, [plan], events))
 
     def _events(self, step: int) -> list[Event]:

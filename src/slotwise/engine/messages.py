@@ -14,7 +14,17 @@ from slotwise.core.params import PoolingParams, SamplingParams
 from slotwise.core.request import NO_SLO
 from slotwise.core.roofline import Roofline
 from slotwise.core.slo import SLO
-from slotwise.core.step import Copy, Decision, FreedBlocks, NewBlocks, Proposing, RowKind, Stop, TokenLogprobs
+from slotwise.core.step import (
+    Copy,
+    Decision,
+    FreedBlocks,
+    NewBlocks,
+    Proposing,
+    RankSpan,
+    RowKind,
+    Stop,
+    TokenLogprobs,
+)
 from slotwise.core.step_time import Learned
 from slotwise.engine.grammars import Compiled
 from slotwise.engine.scheduling import Scheduling
@@ -139,7 +149,8 @@ class EngineInfo(Struct, tag="ready"):
     batch_invariant: bool = False  # no position's result depends on what else a step computes
     checkpoint: str = ""  # digest of the model's files when they were read
     hidden_size: int = 0  # numbers of a hidden state, and so of a vector
-    tensor_parallel_size: int = 1  # processes that share every layer
+    tensor_parallel_size: int = 1  # processes that share every layer of a stage
+    pipeline_parallel_size: int = 1  # stages that the layers are divided into
     gives_back: bool = False  # the memory of its cache can be given back while no request runs
     expert_layers: tuple[int, ...] = ()  # numbers of the layers with experts
 
@@ -222,6 +233,7 @@ class StepRecord(Struct, tag="step", omit_defaults=True):
     pooled: tuple[bytes, ...] = ()  # of each row, as in `core.step.StepResult`
     proposing: Proposing | None = None  # what the draft model took, as in `core.step.StepResult`
     expired_blocks: tuple[FreedBlocks, ...] = ()  # applied before `new_blocks`
+    ranks: tuple[RankSpan, ...] = ()  # as in `core.step.StepResult`
     expert_tokens: tuple[tuple[int, ...], ...] = ()  # by layer and expert, since the last record that has them
 
 

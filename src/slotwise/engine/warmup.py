@@ -144,7 +144,7 @@ class _Rows:
     def __init__(self, executor: Executor, limits: SchedulerLimits, clock: Clock) -> None:
         self.drafts = _Drafts()
         self._engine = _engine(executor, clock, replace(
-            limits, enable_prefix_caching=False, max_step_ms=None, max_stall_ms=None, tiers=()), self.drafts)
+            limits, enable_prefix_caching=False, max_step_ms=None, max_stall_ms=None, tiers=(), stages=1), self.drafts)
         self._limits = limits
         self._decoding: list[str] = []  # ids of the decode rows
         self._num_added = 0

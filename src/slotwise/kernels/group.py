@@ -1,4 +1,4 @@
-"""The ranks of a model that several processes compute together, and what they exchange.
+"""The ranks of a stage, which compute its layers together, and what they exchange.
 
     rank 0    product of its inputs ──┐                 ┌──► sum, the same bits on every rank
     rank 1    product of its inputs ──┴─► all_reduce ───┴──► sum
@@ -11,17 +11,20 @@ through torch.distributed: NCCL between GPUs, gloo between processes of plain to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from slotwise.kernels.pipe import WHOLE, NoPipe, Pipe, Stage
+
 
 class Group(Protocol):
-    """The ranks, seen by one of them."""
+    """The ranks of a stage, seen by one of them."""
 
-    rank: int  # of this process; rank 0 samples
+    rank: int  # of this process within its stage; rank 0 of the first one samples
     size: int
+    pipe: Pipe  # to the other stages
 
     def warm_up(self, kind: torch.dtype) -> None:
         """Compile what exchanging numbers of `kind` needs."""
@@ -36,14 +39,22 @@ class Group(Protocol):
         ...
 
 
+def num_ranks(group: Group) -> int:
+    """The ranks of all stages together."""
+    return group.size * group.pipe.stage.total
+
+
 class Alone:
-    """The one rank of a model that one process computes."""
+    """The one rank of a stage, or of a model."""
 
     rank: int = 0
     size: int = 1
 
+    def __init__(self, pipe: Pipe | None = None) -> None:
+        self.pipe: Pipe = pipe or NoPipe()
+
     def warm_up(self, kind: torch.dtype) -> None:
-        """Nothing is exchanged."""
+        """Nothing is exchanged within the stage."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
@@ -56,10 +67,16 @@ ALONE = Alone()
 
 
 class TorchGroup:
-    """Ranks of one host, connected by torch.distributed, whose process group must exist."""
+    """Ranks of one host, connected by torch.distributed.
 
-    def __init__(self) -> None:
-        self.rank, self.size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    Args:
+        members: their process group; None: all ranks.
+    """
+
+    def __init__(self, members: Any = None, pipe: Pipe | None = None) -> None:
+        self._members = members
+        self.rank, self.size = torch.distributed.get_rank(members), torch.distributed.get_world_size(members)
+        self.pipe: Pipe = pipe or NoPipe()
 
     def warm_up(self, kind: torch.dtype) -> None:
         """Nothing is compiled."""
@@ -78,7 +95,7 @@ class TorchGroup:
     def _all(self, x: Tensor) -> list[Tensor]:
         """Every rank's `x`, in order."""
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        torch.distributed.all_gather(parts, x)
+        torch.distributed.all_gather(parts, x, group=self._members)
         return parts
 
 
@@ -91,5 +108,6 @@ def embed_part(table: Tensor, places: Tensor) -> Tensor:
 class Divided(Alone):
     """A rank that exchanges nothing: what of a model it would hold."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, stage: Stage = WHOLE) -> None:
+        super().__init__(NoPipe(stage))
         self.rank, self.size = 0, size

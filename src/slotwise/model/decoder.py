@@ -4,7 +4,8 @@
     a layer: q,k,v ─► rotate, store ─► attend ─► project ─► add, norm ─► gate,up,silu·mul ─► down ─► add, norm
     head
 
-A family composes the layers (`families/`); the decoder runs them, with each norm fused to the sum before it.
+A family composes the layers (`families/`); the decoder runs them, with each norm fused to the sum before it.  Where the
+layers are divided into stages (`kernels/pipe.py`), it runs those of one, between the stages before and after.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from slotwise.model.config import ModelConfig
 from slotwise.model.families import compose
 from slotwise.model.layers.moe import MixtureOfExperts
 from slotwise.model.layers.rope import RotaryTable
+from slotwise.model.layers.share import heads_of
 from slotwise.model.layers.source import Source
 from slotwise.model.network import DecoderLayer
+from slotwise.model.stages import layers_of
 from slotwise.model.stored import Read
 
 FLOAT32 = 4  # bytes of a logit that the sampler edits
@@ -41,6 +44,7 @@ class Decoder:
         self.kernels = kernels
         self.adapters = adapters
         self._network = compose(config, Source(read, kernels, config.dtype, adapters, group))
+        self.layers = layers_of(config, group.pipe.stage)
         layers = self._network.layers
         self._rotary = {
             rope: RotaryTable(rope, config.head_dim, max_positions, kernels.device)
@@ -49,8 +53,9 @@ class Decoder:
 
     @property
     def attention_shapes(self) -> list[AttentionShape]:
-        """The shapes for which the layers' caches must be allocated."""
-        return [layer.attention.shape for layer in self._network.layers]
+        """The shapes for which the caches of all the model's layers must be allocated; `layers` are those held here."""
+        return [heads_of(self.config.attention_shape(index), self.group).shape
+                for index in range(self.config.num_layers)]
 
     @property
     def weight_bytes(self) -> int:
@@ -64,8 +69,10 @@ class Decoder:
 
     @property
     def expert_ends(self) -> dict[int, Tensor]:
-        """By layer with experts: tokens of each expert and of those before it, of all steps so far, `[experts]`."""
-        return {number: layer.mlp.ends for number, layer in enumerate(self._network.layers)
+        """By layer with experts: tokens of each expert and of those before it, of all steps so far, `[experts]`; of
+        the layers that are held here.
+        """
+        return {number: layer.mlp.ends for number, layer in zip(self.layers, self._network.layers, strict=True)
                 if isinstance(layer.mlp, MixtureOfExperts)}
 
     def reach(self, num_positions: int) -> None:
@@ -81,37 +88,68 @@ class Decoder:
         mlp = config.mlp_width
         hidden = (4 if network.has_post_norms else 3) * config.hidden_size
         a_token = (hidden + max(attending, mlp)) * config.dtype.itemsize
-        logits = 2 if network.head.soft_cap else 1  # copies in the model's own type
+        logits = 2 if config.logit_soft_cap else 1  # copies in the model's own type
         return num_tokens * a_token + num_samples * config.vocab_size * (logits * config.dtype.itemsize + FLOAT32)
 
     def hidden(self, batch: RaggedBatch, caches: Sequence[LayerCache]) -> Tensor:
         """Run one step: write every token to the caches, and return `[samples, hidden]`, normed, at `sample_at`.
 
         `caches` has one entry per layer, made by `kernels.allocate_cache` from `attention_shapes`; layers of different
-        cache groups may share one.
+        cache groups may share one.  A stage hands on what it returns: before the last one `[tokens, hidden]`, not
+        normed.
         """
-        layers = self._network.layers
+        layers, pipe = self._network.layers, self.group.pipe
         rotary = {rope: table.until(batch.max_context_len) for rope, table in self._rotary.items()}
         all_sample = len(batch.sample_at) == len(batch.token_ids)
-        residual = self._network.embedding(batch.token_ids)
+        residual = self._embedded(batch.token_ids)
         x = layers[0].attention_norm(residual)
-        steps = zip(layers, caches, by_layer(batch, len(layers)), self._norms_after, strict=True)
-        for layer, cache, own, norm_after in steps:
-            attention, is_last = layer.attention, layer is layers[-1]
+        views = by_layer(batch, self.config.num_layers)[self.layers.start : self.layers.stop]
+        for layer, cache, own, norm_after in zip(layers, caches, views, self._norms_after, strict=True):
+            attention, is_last = layer.attention, pipe.stage.is_last and layer is layers[-1]
             query = attention.queries(x, rotary[attention.rope], own, cache)
-            if is_last and not len(batch.sample_at):
-                return x[:0]  # a chunk in mid-prompt: its last keys and values are stored, and no logits are needed
+            if is_last and not len(batch.sample_at):  # a chunk in mid-prompt: its last keys and values are stored
+                pipe.send(x[:1])  # needed by none: it says that the step is done
+                return x[:0]
             x = attention.attend(query, own, cache)
             if is_last and not all_sample:
                 x, residual = x.index_select(0, batch.sample_at), residual.index_select(0, batch.sample_at)
                 if self.adapters is not None:
                     self.adapters.rows.select(batch.sample_at)
             x = norm_after.add(_transformed(layer, x, residual), residual)
-        return x
+        return pipe.send(x)
+
+    def _embedded(self, token_ids: Tensor) -> Tensor:
+        """The hidden states of tokens before this stage's layers."""
+        if self._network.ends is not None:
+            return self._network.ends.embedding(token_ids)
+        return self.group.pipe.receive(len(token_ids), self.config.hidden_size, self.config.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`[samples, hidden] -> [samples, vocab]`, in the model's own type."""
-        return self._network.head(hidden) if len(hidden) else hidden.new_empty(0, self.config.vocab_size)
+        """`[samples, hidden] -> [samples, vocab]`, in the model's own type; on the first stage alone."""
+        assert self._network.ends is not None
+        return self._network.ends.head(hidden) if len(hidden) else hidden.new_empty(0, self.config.vocab_size)
+
+
+class Returned:
+    """The end of a model whose layers are divided into stages: what the last one returns, and the head.
+
+    It stands in place of the decoder where the first stage samples.
+    """
+
+    adapters: Adapters | None = None
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.config, self.kernels, self.group = decoder.config, decoder.kernels, decoder.group
+        self.logits = decoder.logits
+
+    def reach(self, num_positions: int) -> None:
+        """No layer is here."""
+
+    def hidden(self, batch: RaggedBatch, caches: Sequence[LayerCache]) -> Tensor:
+        """What the last stage returns for the step: `[samples, hidden]`, normed."""
+        rows = len(batch.sample_at)
+        x = self.group.pipe.receive(max(1, rows), self.config.hidden_size, self.config.dtype)
+        return x if rows else x[:0]
 
 
 def _transformed(layer: DecoderLayer, attended: Tensor, residual: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from slotwise.kernels.group import ALONE, Group
+from slotwise.kernels.group import ALONE, Group, num_ranks
 from slotwise.kernels.interface import Kernels
 from slotwise.kernels.matrix import Format, Weight
 from slotwise.model.adapters import Adapters
@@ -49,17 +49,17 @@ def load_model(
     config = describe(folder, dtype, kernels, generation)
     weights = Weights(folder)
     config = _with_stored_head(config, weights, folder)
-    shapes = tensor_shapes(config, group)
+    wanted, shapes = tensor_shapes(config, group), tensor_shapes(config)
     weights.assemble(config.quantization, shapes)
     weights.check(shapes)
-    if group.size > 1 and weights.formats(shapes):
-        raise CheckpointError(f"{folder}: tensor_parallel_size {group.size} does not support quantised checkpoints: "
-                              "serve it with one rank")
+    if num_ranks(group) > 1 and weights.formats(shapes):
+        raise CheckpointError(f"{folder}: quantised checkpoints are not supported with {num_ranks(group)} ranks: "
+                              "serve it with one")
     if torch.float16 not in kernels.kinds:
         _tell_of_float16(dtype, config, weights, kernels)
     _widen(weights, weights.formats(shapes), kernels, config.dtype, folder)
     admit(weight_bytes(config, kernels, weights.formats(shapes), group))
-    read = weights.reader(shapes, config.dtype, progress)
+    read = weights.reader(shapes, config.dtype, progress, wanted)
     device = kernels.device
     longest = config.max_position_embeddings
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
+from slotwise.model.config import ModelConfig
 from slotwise.model.layers.attention import Attention
-from slotwise.model.layers.embedding import Embedding, Head
-from slotwise.model.layers.norm import NoNorm, RMSNorm
+from slotwise.model.layers.embedding import EndOptions, Ends, read_ends
+from slotwise.model.layers.norm import NoNorm, NormOptions, RMSNorm
+from slotwise.model.layers.source import Source
+from slotwise.model.stages import layers_of
 
 
 class MLP(Protocol):
@@ -42,25 +45,36 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """A whole model.  `norm` is that of the last layer's output."""
+    """A model, or one of its stages: the first has the ends, the last the norm behind all layers."""
 
-    embedding: Embedding
+    ends: Ends | None
     layers: Sequence[DecoderLayer]
-    norm: RMSNorm
-    head: Head
+    norm: RMSNorm | NoNorm
 
     @property
     def bytes(self) -> int:
         """Bytes of the weights, as packed; a tied head counts beside the embedding."""
-        return self.embedding.bytes + sum(layer.bytes for layer in self.layers) + self.norm.bytes + self.head.bytes
+        ends = 0 if self.ends is None else self.ends.embedding.bytes + self.ends.head.bytes
+        return ends + sum(layer.bytes for layer in self.layers) + self.norm.bytes
 
     @property
     def token_bytes(self) -> int:
         """Bytes of the weights that a step of one token reads: all but the embedding's and those of other experts."""
         unread = sum(layer.mlp.bytes - layer.mlp.token_bytes for layer in self.layers)
-        return self.bytes - self.embedding.bytes - unread
+        return self.bytes - (0 if self.ends is None else self.ends.embedding.bytes) - unread
 
     @property
     def has_post_norms(self) -> bool:
         """Whether a layer's results are normed before they are added."""
         return any(layer.attention_post_norm or layer.mlp_post_norm for layer in self.layers)
+
+
+def read_network(
+    config: ModelConfig, source: Source, layer: Callable[[int], DecoderLayer], ends: EndOptions, norms: NormOptions,
+) -> Network:
+    """Reads the stage of a model that `source` is for; `layer` reads the one of a number."""
+    stage = source.group.pipe.stage
+    read = read_ends(source, config.vocab_size, config.hidden_size, ends) if stage.is_first else None
+    layers = [layer(index) for index in layers_of(config, stage)]
+    norm = RMSNorm(source, "model.norm", config.hidden_size, norms) if stage.is_last else NoNorm(source)
+    return Network(read, layers, norm)

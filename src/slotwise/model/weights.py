@@ -84,14 +84,16 @@ class Weights:
         self._check_names(expected)
         self._check_shapes(expected)
 
-    def reader(self, expected: Shapes, dtype: torch.dtype, progress: Progress | None = None) -> Read:
-        """Returns a function that reads these tensors as `dtype`, once they are checked.
+    def reader(
+        self, expected: Shapes, dtype: torch.dtype, progress: Progress | None = None, wanted: Collection[str] = (),
+    ) -> Read:
+        """Returns a function that reads these tensors as `dtype`, once they are checked; `wanted`: those read, or all.
 
         Raises CheckpointError as `check` does.  The returned function raises it for a tensor that holds NaN, infinity
         or a number too large for `dtype`; so does a quantised matrix that it returns, when it is unpacked.
         """
         self.check(expected)
-        total, done = sum(self._tensors[name].nbytes for name in expected), 0
+        total, done = sum(self._tensors[name].nbytes for name in wanted or expected), 0
 
         def read(*names: str, cuts: Cuts = NO_CUTS) -> Weight:
             nonlocal done

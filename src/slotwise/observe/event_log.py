@@ -31,7 +31,7 @@ from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import PoolingParams, SamplingParams
 from slotwise.core.request import NO_SLO
 from slotwise.core.slo import SLO
-from slotwise.core.step import Copy, FreedBlocks, Proposing, RowKind
+from slotwise.core.step import Copy, FreedBlocks, Proposing, RankSpan, RowKind
 from slotwise.core.step_time import Learned
 from slotwise.engine.scheduling import Scheduling
 from slotwise.errors import printable
@@ -43,8 +43,6 @@ NO_STEP = -1
 MAX_VERSION = 32  # characters of a version that an error repeats
 MAX_LINE = 1 << 26  # bytes
 LOST = "lost"  # the state of an engine
-
-
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # of a request, or a count
 Ns = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
@@ -197,6 +195,7 @@ class Step(_Entry, tag="step", rename={"released_slots": "leaves", "new_blocks":
     draft_limit: str = ""  # why there are no more drafts (`core/drafting.py`); "" where none can be
     proposing: Proposing | None = None  # what a draft model took, of the step's time
     expired_blocks: tuple[FreedBlocks, ...] = ()  # blocks behind a window, which left a slot's block table likewise
+    ranks: tuple[RankSpan, ...] = ()  # when each rank worked on it; () where one process computes the model
 
     @property
     def kinds(self) -> tuple[RowKind, ...]:

@@ -17,6 +17,7 @@ MAX_SEQS = 1 << 20
 MAX_TOKENS = 1 << 31  # of a row, and of any limit
 MAX_DEPTH = 64
 MAX_GROUPS = 1024  # of the cache
+MAX_RANKS = 1024
 MAX_SUM = 1e60  # of what a step-time model has learned
 
 
@@ -31,6 +32,8 @@ def wrong_step(step: Step) -> str:
         return f"step {step.step} has drafts and no tokens"
     if step.proposing is not None and not (0 <= step.proposing.seconds < MAX_SUM and min(step.proposing) >= 0):
         return f"step {step.step} proposed drafts in no time"
+    if any(not (0 <= rank < MAX_RANKS and 0 <= started <= ended < 2**62) for rank, started, ended in step.ranks):
+        return f"a rank of step {step.step} worked in no time"
     if len(set(step.numbers)) != rows:
         return f"step {step.step} has two rows of one request"
     if rows and min(step.counts) < 1:
@@ -48,7 +51,7 @@ def wrong_run(run: Run) -> str:
     for name, most in (("num_blocks", MAX_BLOCKS), ("num_host_blocks", MAX_BLOCKS), ("block_size", MAX_TOKENS),
                        ("max_num_seqs", MAX_SEQS), ("max_num_batched_tokens", MAX_TOKENS),
                        ("max_model_len", MAX_TOKENS), ("max_passes", MAX_TOKENS), ("max_chunk", MAX_TOKENS),
-                       ("watermark_blocks", MAX_BLOCKS)):
+                       ("watermark_blocks", MAX_BLOCKS), ("stages", MAX_DEPTH)):
         if getattr(limits, name) > most:
             return f"{name} is {getattr(limits, name)}, more than {most}"
     if len(limits.windows) > MAX_GROUPS or max(limits.windows) > MAX_TOKENS:

@@ -196,6 +196,8 @@ class Metrics(Collector, Observer):
         self._histograms["iteration_tokens_total"].observe(sum(step.counts))
         if step.drafts:
             self._drafts(step)
+        for rank, started, ended in step.ranks:
+            self._count("rank_busy_seconds_total", str(rank), (ended - started) * NS)
         counters["padded_tokens_total"] += sum(step.padding)
         counters["held_tokens_total"] += step_view.held_tokens(step)
         empty = max(0, self._slots - rows)
@@ -227,7 +229,7 @@ class Metrics(Collector, Observer):
         if number is not None:
             self._histograms[name].observe(number)
 
-    def _count(self, name: str, label: str, times: int = 1) -> None:
+    def _count(self, name: str, label: str, times: float = 1) -> None:
         counts = self.labelled[name]
         counts[label] = counts.get(label, 0) + times
 

@@ -178,7 +178,7 @@ def _set_rare_fields(entry: event_log.Step, record: StepRecord, numbers: dict[st
     if (stop := record.stop) is not None:
         reopens_at = None if stop.reopens_at == float("inf") else stop.reopens_at
         entry.stop = event_log.Stop(stop.reason, numbers[stop.first_blocked], stop.num_behind, reopens_at)
-    entry.forced = record.forced
+    entry.forced, entry.ranks = record.forced, record.ranks
     if record.compiled:
         entry.compiled = tuple([event_log.Compiled(numbers[name], objection) for name, objection in record.compiled])
     if record.ended:

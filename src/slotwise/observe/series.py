@@ -32,7 +32,7 @@ WAITS = (
     reasons.GRAMMAR_COMPILING, reasons.NO_ADAPTER_SLOT)
 STALLS = (
     reasons.TOKEN_BUDGET, reasons.SHORT_STEP, reasons.TIME_BUDGET, reasons.FIRST_TOKEN,
-    reasons.ENDING, reasons.VERIFYING, reasons.PROMPTS_ALONE)
+    reasons.ENDING, reasons.VERIFYING, reasons.MICRO_BATCH, reasons.PROMPTS_ALONE)
 FINISHED = ("stop", "length", "abort", "timeout", "shed", "error")
 
 HISTOGRAMS = {
@@ -103,6 +103,9 @@ LABELLED = {
     "roofline_seconds_total": Labelled(
         "kind", KINDS, "Lower bound of the seconds of steps, from their bytes and operations and the measured rates of "
         "the machine; divided by iteration_time_seconds_sum it is the achieved share."),
+    "rank_busy_seconds_total": Labelled(
+        "rank", (), "Seconds in which each rank worked on steps, where several processes compute the model; waits of a "
+        "pipeline's stage for the one before it are not counted."),
     "expert_tokens_total": Labelled(
         "layer", (), "Tokens times the experts that each chose, by layer with experts; padding and drafts count, too."),
     "stalled_row_steps_total": Labelled(

@@ -18,14 +18,14 @@ row, a graph serves every step with as many rows and tokens, however the drafts 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from slotwise.kernels.interface import Graph, GroupTables, Kernels, LayerCache, RaggedBatch
-from slotwise.model.decoder import Decoder
+from slotwise.model.decoder import Decoder, Returned
 from slotwise.runner.input_batch import SlotTable
 from slotwise.runner.staging import viewer
 
@@ -63,15 +63,19 @@ class DecodeGraphs:
     Args:
         caches: one per layer, made by the decoder's kernels.
         slots: gives the number of slots and the null block.
+        forward: what is captured, from a batch to its result; None: the logits of `decoder`.
     """
 
-    def __init__(self, decoder: Decoder, caches: Sequence[LayerCache], slots: SlotTable) -> None:
+    def __init__(
+        self, decoder: Decoder | Returned, caches: Sequence[LayerCache], slots: SlotTable,
+        forward: Callable[[RaggedBatch], Tensor] | None = None,
+    ) -> None:
         kernels = decoder.kernels
+        self._forward = forward or (lambda batch: decoder.logits(decoder.hidden(batch, caches)))
         rows = max(kernels.graph_size(rows, 1)[0] for rows in range(1, slots.num_slots + 1))
         tokens = max(rows, MAX_TOKENS if kernels.records_drafts else 0)
         device = kernels.device
         self._decoder = decoder
-        self._caches = caches
         self._graphs: OrderedDict[_Size, Graph] = OrderedDict()
         self._can_record = True
         self._null_block = slots.null_block
@@ -91,7 +95,10 @@ class DecodeGraphs:
         self._places = torch.arange(tokens, device=device)
 
     def logits(self, batch: RaggedBatch) -> Tensor | None:
-        """Logits of a step that only decodes, `[tokens, vocab]`, valid until the next; None for any other step."""
+        """Logits of a step that only decodes, `[tokens, vocab]`, valid until the next; None for any other step.
+
+        With `forward` its result in their place.
+        """
         rows, tokens, kernels = len(batch.context_lens), len(batch.token_ids), self._decoder.kernels
         if not self._can_record or len(batch.sample_at) != tokens or rows > self._max_rows:
             return None
@@ -138,8 +145,7 @@ class DecodeGraphs:
             token_ids, positions, slot_mapping, self._starts[: rows + 1], self._contexts[:rows], tables,
             self._places[:tokens], max_query_len=1 + tokens - rows, max_context_len=longest,
             groups=tuple(map(GroupTables, others, other_tables)), group_of_layer=self._group_of_layer)
-        decoder = self._decoder
-        graph = decoder.kernels.record(lambda: decoder.logits(decoder.hidden(batch, self._caches)))
+        graph = self._decoder.kernels.record(lambda: self._forward(batch))
         if graph is None:
             self._can_record = False
             return None

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from slotwise.core.step import StepPlan, StepResult
 from slotwise.kernels.interface import LayerCache
-from slotwise.model.decoder import Decoder
+from slotwise.model.decoder import Decoder, Returned
 from slotwise.runner.adapters import SlotAdapters
 from slotwise.runner.draft_model import DraftModel, Proposal
 from slotwise.runner.graphs import DecodeGraphs
@@ -85,14 +85,14 @@ class ModelRunner:
         caches: one per layer, made by the decoder's kernels.
         slots: known tokens and block tables.
         sampler: per-slot sampling state.
-        host_blocks: copies of blocks in host memory.
+        host_blocks: copies of blocks in host memory; None: no plan has any.
         masks: of the requests with a grammar, which the sampler reads.
         draft_model: proposes the drafts that a plan leaves to the executor.
     """
 
     def __init__(
-        self, decoder: Decoder, caches: Sequence[LayerCache], slots: SlotTable, sampler: Sampling,
-        host_blocks: HostBlocks, masks: Masks | None = None, draft_model: DraftModel | None = None,
+        self, decoder: Decoder | Returned, caches: Sequence[LayerCache], slots: SlotTable, sampler: Sampling,
+        host_blocks: HostBlocks | None = None, masks: Masks | None = None, draft_model: DraftModel | None = None,
     ) -> None:
         self._decoder = decoder
         self._caches = caches
@@ -114,8 +114,9 @@ class ModelRunner:
         """Raises DeviceLostError after a step in which the device failed; `collect` raises other failures."""
         if self._lost is not None:
             raise DeviceLostError(f"the device is lost: {self._lost}") from self._lost
-        self._host_blocks.save(plan.saves)
-        self._host_blocks.load(plan.loads)
+        if self._host_blocks is not None:
+            self._host_blocks.save(plan.saves)
+            self._host_blocks.load(plan.loads)
         self._slots.apply(plan)
         if self._adapters is not None:
             self._adapters.apply(plan)

@@ -236,4 +236,4 @@ class _Recorded:
         named = (logged.drafts or ((),) * plan.num_rows) if plan.has_proposed else ()
         return StepResult(
             plan.step, tokens, failed=logged.failed, forced=logged.forced, drafts=named, proposing=logged.proposing,
-            objections=tuple([objections.get(logged.numbers[row], "") for row in logged.failed]))
+            objections=tuple([objections.get(logged.numbers[row], "") for row in logged.failed]), ranks=logged.ranks)

@@ -12,6 +12,7 @@ from observe.played import LIMITS, Play
 from observe.timeline.logs import cells, everything
 from observe.timeline.looking import compare, frame, looked_at, written
 
+from slotwise.core.step import RankSpan
 from slotwise.observe import event_log
 from slotwise.observe.timeline import page as timeline
 
@@ -203,6 +204,27 @@ def roomy(chromium, sparse, tmp_path):
         page.wait_for_function("slotwise.history.steps.length > 0")
         frame(page)
         yield page
+        assert complaints == []
+
+
+def test_ranks_are_lines_below_the_lanes(chromium, tmp_path):
+    entries = everything()
+    for step in steps_of(entries):
+        middle = (step.started_ns + step.ended_ns) // 2
+        step.ranks = RankSpan(0, step.started_ns, middle), RankSpan(1, middle, step.ended_ns)
+    with looked_at(chromium, saved_page(entries, tmp_path, "ranks")) as (page, complaints):
+        page.wait_for_function("slotwise.history.ranks === 2")
+        page.keyboard.press("0")
+        frame(page)
+        band, (low, high), series = page.evaluate(
+            "[slotwise.layout.ranks, slotwise.view.shown, slotwise.palette.series]")
+        spans = [shape for shape in ElementTree.fromstring(saved(page, "svg")).iter("{http://www.w3.org/2000/svg}rect")
+                 if shape.get("fill") == series and 0 <= float(shape.get("y")) - band["top"] < band["height"]]
+        rows = [[one for one in spans if (float(one.get("y")) - band["top"] < band["height"] / 2) == is_first]
+                for is_first in (True, False)]
+        assert len(rows[0]) == len(rows[1]) == high - low
+        ends = {round(float(one.get("x")) + float(one.get("width"))) for one in rows[0]}
+        assert ends & {round(float(one.get("x"))) for one in rows[1]}, "one rank begins where the other ends"
         assert complaints == []
 
 

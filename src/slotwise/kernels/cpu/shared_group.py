@@ -40,6 +40,7 @@ from slotwise.kernels.cpu.simd import (
     rest,
     store,
 )
+from slotwise.kernels.pipe import NoPipe, Pipe
 
 LINE = 64  # bytes
 HEAD = 4096  # bytes before the buffers
@@ -176,8 +177,9 @@ MEET = specialised(_meet)
 class SharedGroup:
     """The ranks of one host, whose kernels run on `launcher`; see `kernels.group.Group`."""
 
-    def __init__(self, launcher: KernelLauncher, memory: SharedMemory, rank: int) -> None:
+    def __init__(self, launcher: KernelLauncher, memory: SharedMemory, rank: int, pipe: Pipe | None = None) -> None:
         self.rank, self.size = rank, memory.ranks
+        self.pipe: Pipe = pipe or NoPipe()
         self._launcher = launcher
         self._memory = memory
         self._bounds: dict[tuple[int, ...], tuple[object, int]] = {}

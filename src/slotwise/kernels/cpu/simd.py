@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import platform
+import time
 from collections.abc import Callable
 from typing import NewType, Protocol, cast, overload
 
@@ -161,6 +162,32 @@ rest: Callable[[int, int], None] = intrinsic(_rest, INT, INT)
 
 After `patience` polls the processor is yielded; a few hundred polls take some microseconds.
 """
+
+
+NAP = 20  # microseconds
+
+
+def _nap(builder: ir.IRBuilder, looks: ir.Value, patience: ir.Value) -> None:
+    with builder.if_else(builder.icmp_signed(">", looks, patience)) as (long, short):
+        with long:
+            call(builder, "usleep", WORD, ir.Constant(WORD, NAP))
+        with short:
+            _rest(builder, looks, patience)
+
+
+nap: Callable[[int, int], None] = intrinsic(_nap, INT, INT)
+"""`nap(looks, patience)`: as `rest`, for waits that may be long: after `patience` polls the thread sleeps between two.
+
+Its core then serves others: some tens of microseconds pass until it looks again.
+"""
+
+
+def _stamp(builder: ir.IRBuilder, address: ir.Value) -> None:
+    call(builder, "clock_gettime", WORD, ir.Constant(WORD, time.CLOCK_MONOTONIC), pointer(builder, address, BYTE))
+
+
+stamp: Callable[[int], None] = intrinsic(_stamp, INT)
+"""`stamp(address)`: write the monotonic time there, as an int64 of seconds and one of nanoseconds."""
 
 
 def _semaphore(name: str) -> Callable[[int], None]:

@@ -13,11 +13,11 @@ import torch
 from slotwise.model.config import FULL, SLIDING, Defaults, ModelConfig, read_common, read_layer_types, read_window
 from slotwise.model.fields import Fields
 from slotwise.model.layers.attention import Attention, AttentionOptions
-from slotwise.model.layers.embedding import EndOptions, read_ends
+from slotwise.model.layers.embedding import EndOptions
 from slotwise.model.layers.mlp import GatedMLP
 from slotwise.model.layers.norm import NormOptions, RMSNorm
 from slotwise.model.layers.source import Source
-from slotwise.model.network import DecoderLayer, Network
+from slotwise.model.network import DecoderLayer, Network, read_network
 
 DEFAULTS = Defaults(num_kv_heads=4, head_dim=256, tie_word_embeddings=True)
 ACTIVATIONS = ("gelu_pytorch_tanh",)
@@ -61,7 +61,5 @@ def compose(config: ModelConfig, source: Source) -> Network:
             mlp_post_norm=RMSNorm(source, f"{at}.post_feedforward_layernorm", hidden, norms))
 
     scale = torch.tensor(hidden**0.5, dtype=source.dtype).item()  # rounded, as the models were trained
-    embedding, head = read_ends(source, config.vocab_size, hidden, EndOptions(
-        config.tie_word_embeddings, scale, config.logit_soft_cap))
-    return Network(embedding, [layer(index) for index in range(config.num_layers)],
-                   RMSNorm(source, "model.norm", hidden, norms), head)
+    ends = EndOptions(config.tie_word_embeddings, scale, config.logit_soft_cap)
+    return read_network(config, source, layer, ends, norms)

@@ -9,11 +9,11 @@ from dataclasses import replace
 from slotwise.model.config import MAX_LAYERS, Defaults, ModelConfig, read_common, read_head_dim
 from slotwise.model.fields import Fields
 from slotwise.model.layers.attention import Attention, AttentionOptions
-from slotwise.model.layers.embedding import EndOptions, read_ends
+from slotwise.model.layers.embedding import EndOptions
 from slotwise.model.layers.mlp import GatedMLP
 from slotwise.model.layers.norm import NormOptions, RMSNorm
 from slotwise.model.layers.source import Source
-from slotwise.model.network import DecoderLayer, Network
+from slotwise.model.network import DecoderLayer, Network, read_network
 from slotwise.model.ropes import read_rope
 
 DEFAULTS = Defaults(num_kv_heads=2, head_dim=128, rms_norm_eps=0.00000015625)
@@ -42,6 +42,4 @@ def compose(config: ModelConfig, source: Source) -> Network:
             mlp=GatedMLP(source, f"{at}.mlp", sizes, is_fused=True),
             mlp_post_norm=RMSNorm(source, f"{at}.post_mlp_layernorm", hidden, norms))
 
-    embedding, head = read_ends(source, config.vocab_size, hidden, EndOptions(config.tie_word_embeddings))
-    return Network(embedding, [layer(index) for index in range(config.num_layers)],
-                   RMSNorm(source, "model.norm", hidden, norms), head)
+    return read_network(config, source, layer, EndOptions(config.tie_word_embeddings), norms)

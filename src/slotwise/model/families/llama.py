@@ -14,11 +14,11 @@ from dataclasses import replace
 from slotwise.model.config import ModelConfig, read_common
 from slotwise.model.fields import Fields
 from slotwise.model.layers.attention import Attention, AttentionOptions
-from slotwise.model.layers.embedding import EndOptions, read_ends
+from slotwise.model.layers.embedding import EndOptions
 from slotwise.model.layers.mlp import GatedMLP
 from slotwise.model.layers.norm import NormOptions, RMSNorm
 from slotwise.model.layers.source import Source
-from slotwise.model.network import MLP, DecoderLayer, Network
+from slotwise.model.network import MLP, DecoderLayer, Network, read_network
 
 ReadExperts = Callable[[ModelConfig, Source, str], MLP]
 
@@ -54,7 +54,5 @@ def compose(
             mlp_norm=RMSNorm(source, f"{at}.post_attention_layernorm", hidden, norms),
             mlp=mlp(index))
 
-    embedding, head = read_ends(source, config.vocab_size, hidden, EndOptions(
-        config.tie_word_embeddings, config.embedding_scale, logit_scale=config.logit_scale))
-    return Network(embedding, [layer(index) for index in range(config.num_layers)],
-                   RMSNorm(source, "model.norm", hidden, norms), head)
+    ends = EndOptions(config.tie_word_embeddings, config.embedding_scale, logit_scale=config.logit_scale)
+    return read_network(config, source, layer, ends, norms)

@@ -12,12 +12,12 @@ from dataclasses import replace
 from slotwise.model.config import Defaults, ModelConfig, read_common
 from slotwise.model.fields import Fields
 from slotwise.model.layers.attention import Attention, AttentionOptions
-from slotwise.model.layers.embedding import EndOptions, read_ends
+from slotwise.model.layers.embedding import EndOptions
 from slotwise.model.layers.mlp import GatedMLP
 from slotwise.model.layers.norm import NoNorm, NormOptions, RMSNorm
 from slotwise.model.layers.rope import Rope
 from slotwise.model.layers.source import Source
-from slotwise.model.network import DecoderLayer, Network
+from slotwise.model.network import DecoderLayer, Network, read_network
 
 
 def configure(fields: Fields, ropes: Sequence[Rope] | None = None) -> ModelConfig:
@@ -46,6 +46,4 @@ def compose_normed_behind(config: ModelConfig, source: Source, *, norms_all_head
             mlp=GatedMLP(source, f"{at}.mlp", (hidden, config.intermediate_size)),
             mlp_post_norm=RMSNorm(source, f"{at}.post_feedforward_layernorm", hidden, norms))
 
-    embedding, head = read_ends(source, config.vocab_size, hidden, EndOptions(config.tie_word_embeddings))
-    return Network(embedding, [layer(index) for index in range(config.num_layers)],
-                   RMSNorm(source, "model.norm", hidden, norms), head)
+    return read_network(config, source, layer, EndOptions(config.tie_word_embeddings), norms)

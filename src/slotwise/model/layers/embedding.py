@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,7 +80,14 @@ class EndOptions:
     logit_scale: float = 1.0
 
 
-def read_ends(source: Source, vocab_size: int, hidden_size: int, options: EndOptions) -> tuple[Embedding, Head]:
+class Ends(NamedTuple):
+    """The first and the last layer."""
+
+    embedding: Embedding
+    head: Head
+
+
+def read_ends(source: Source, vocab_size: int, hidden_size: int, options: EndOptions) -> Ends:
     """Embedding and head under the names that all families use."""
     size = (vocab_size, hidden_size)
     read = source.weight if options.logit_scale == 1.0 else source.tensor  # what is scaled is copied
@@ -93,4 +101,4 @@ def read_ends(source: Source, vocab_size: int, hidden_size: int, options: EndOpt
     embedding = Embedding(source, table, options.scale, own.start)
     if options.tied and not isinstance(table, Tensor):
         embedding.bytes = 0  # kernels share what they packed for the head
-    return embedding, Head(source, weight, options.soft_cap, options.logit_scale, widths)
+    return Ends(embedding, Head(source, weight, options.soft_cap, options.logit_scale, widths))

@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from functools import cache
 from importlib import resources
 
-MODULES = ("runs", "request", "history", "view", "layout", "palette", "pen", "lanes", "queue", "gauges", "picture",
-           "story", "service", "demo", "save", "hands", "page", "controls", "main")
+MODULES = ("runs", "request", "history", "view", "layout", "palette", "pen", "lanes", "queue", "ranks", "gauges",
+           "picture", "story", "service", "demo", "save", "hands", "page", "controls", "main")
 _IMPORT = re.compile(r"^import .*;\n", re.MULTILINE)
 _EXPORT = re.compile(r"^export ", re.MULTILINE)
 

@@ -27,6 +27,7 @@ export class History {
     this.unplaced = []; // waits that started after the last step
     this.unseated = []; // waits without a row in the picture of the queue
     this.places = []; // rows of that picture: true if taken
+    this.ranks = 0; // that compute the model; 0: one process does
   }
 
   get end() { return this.first + this.steps.length; }
@@ -186,6 +187,7 @@ export class History {
     }
     const why = step.stop?.[0] ?? step.refused.find(([number]) => this.requests.get(number)?.wait)?.[1] ?? "";
     this.reasons.add(step.ordinal, why);
+    for (const [rank] of step.ranks) this.ranks = Math.max(this.ranks, rank + 1);
     this.#rows(step);
     this.steps.push(step);
     this.#seat();
@@ -204,6 +206,7 @@ export class History {
       preempted: entry.preempted ?? [], refused: entry.refused ?? [], stop: entry.stop ?? null,
       ended: entry.ended ?? [], kinds: [], drafts: entry.drafts ?? [], draftLimit: entry.draft_limit ?? "",
       proposing: entry.proposing ?? null,
+      ranks: (entry.ranks ?? []).map(([rank, from, to]) => [rank, this.seconds(from), this.seconds(to)]),
       yielded: entry.sampled ?? entry.tokens ?? [],
       running: entry.num_running ?? 0, waiting: entry.num_waiting ?? 0, free: entry.num_free_blocks ?? 0,
       capacity: this.segmentAt(this.end)?.capacity ?? 0, useful: 0, worked: 0, tokensComputed: 0,
@@ -266,6 +269,18 @@ export class History {
     this.segments.splice(0, Math.max(0, kept));
     for (const [number, request] of this.requests) if (request.ended?.ordinal <= from) this.requests.delete(number);
   }
+}
+
+// Returns a moment as a fractional step of the ordered `steps`; between two steps the end of the earlier one.
+export function ordinalAt(steps, seconds) {
+  let low = 0, high = steps.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (steps[middle].at <= seconds) low = middle + 1;
+    else high = middle;
+  }
+  const step = steps[Math.max(0, low - 1)];
+  return step.ordinal + Math.min(1, Math.max(0, (seconds - step.at) / (step.until - step.at || 1)));
 }
 
 // Returns the index of the first of the ordered `spans` that ends after `ordinal`.

@@ -77,7 +77,7 @@ export class Page {
     const slots = Math.max(this.history.capacity(low, Math.max(high, low + 1)), this.#used(low, high), 1);
     const strips = stripsOf(slots, (slot) => this.history.lanes[slot]?.length > 0);
     $("fold").hidden = !strips.some((strip) => strip.folded);
-    const layout = layOut(width, tall, this.unfolded ? stripsOf(slots, () => true) : strips);
+    const layout = layOut(width, tall, this.unfolded ? stripsOf(slots, () => true) : strips, this.history.ranks);
     this.view.left = layout.left;
     this.view.width = layout.width;
     const density = devicePixelRatio || 1;

@@ -2,6 +2,7 @@
 import { drawAxis, drawGauges, drawOverview } from "./gauges.js";
 import { drawLanes, rows } from "./lanes.js";
 import { drawHeads, drawQueue, drawReasons, waitsShown } from "./queue.js";
+import { drawRanks } from "./ranks.js";
 
 export function drawPicture(scene, height) {
   const { layout, palette, pen } = scene;
@@ -11,6 +12,7 @@ export function drawPicture(scene, height) {
   drawLanes(scene);
   drawHeads(scene);
   drawAxis(scene);
+  drawRanks(scene);
   drawGauges(scene);
   drawOverview(scene);
 }
@@ -19,7 +21,7 @@ export function drawPicture(scene, height) {
 export function pointedAt(scene, x, y) {
   const { history, view, layout } = scene;
   const found = { band: null, ordinal: null, slot: null, fold: null, span: null, number: null };
-  for (const name of ["queue", "reasons", "lanes", "axis", "blocks", "time", "tokens", "crowd", "overview"]) {
+  for (const name of ["queue", "reasons", "lanes", "axis", "ranks", "blocks", "time", "tokens", "crowd", "overview"]) {
     const { top, height } = layout[name];
     if (y >= top && y < top + height) found.band = name;
   }

@@ -78,6 +78,9 @@ export function stepStory(history, step) {
     const [seconds, passes] = step.proposing;
     add("draft model", `${plural(passes, "pass", "passes")} in ${duration(seconds)}`);
   }
+  const busy = new Map();
+  for (const [rank, from, to] of step.ranks) busy.set(rank, (busy.get(rank) ?? 0) + to - from);
+  add("ranks", [...busy].sort(([one], [other]) => one - other).map(([rank, s]) => `${rank}: ${duration(s)}`).join(", "));
   add("joined", step.admitted.length && step.admitted.map(([number]) => number).join(", "));
   add("ended", step.ended.length && step.ended.map(([number, reason]) => `${number} (${reason})`).join(", "));
   add("yielded", step.preempted.length && step.preempted.map(([number]) => number).join(", "));

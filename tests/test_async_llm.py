@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import pytest
 
 from slotwise import LLM, AsyncEngineArgs, AsyncLLM, AsyncLLMEngine, RequestOutput, RequestOutputKind, SamplingParams
-from slotwise.engine.client import EngineError
 from slotwise.engine.config import ConfigError
 from slotwise.engine.messages import StepRecord
 from slotwise.engine.observer import Observer
+from slotwise.engine.refusals import EngineError
 
 pytestmark = pytest.mark.slow
 
@@ -215,6 +215,30 @@ def test_an_id_is_unique_while_its_request_is_unfinished(served: Served) -> None
 
     served.run(twice())
     assert served.run(outputs_of(served.engine, PROMPTS[0], greedy(), "same"))[-1].finished
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_it_sleeps_and_wakes_up(served: Served, expected: dict[str, RequestOutput], level: int) -> None:
+    prompt = PROMPTS[2]
+
+    async def play() -> None:
+        unfinished = served.engine.generate(prompt, greedy(max_tokens=400, ignore_eos=True), "running")
+        await anext(unfinished)
+        with pytest.raises(ValueError, match="unfinished"):
+            await served.engine.sleep(level)
+        await unfinished.aclose()
+        await served.idle()
+        await served.engine.sleep(level)
+        assert await served.engine.is_sleeping()
+        with pytest.raises(EngineError, match="asleep"):
+            await outputs_of(served.engine, prompt, greedy(), "refused")
+        await served.engine.wake_up()
+        assert not await served.engine.is_sleeping()
+        outputs = await outputs_of(served.engine, prompt, greedy(FINAL), f"awake {level}")
+        assert outputs[-1].outputs[0].text == expected[prompt].outputs[0].text
+        assert not outputs[-1].num_cached_tokens, "its prefixes are forgotten"
+
+    served.run(play())
 
 
 def test_an_engine_belongs_to_one_event_loop(served: Served) -> None:

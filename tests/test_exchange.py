@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file, save_file
 
 from slotwise import LLM, SamplingParams
+from slotwise.compose.check import objection as of_model
 from slotwise.compose.exchange import objection
 from slotwise.engine.config import EngineConfig
 from slotwise.server.settings import ServerSettings
@@ -150,6 +151,13 @@ def test_a_sleeping_model_is_exchanged_for_one_that_is_awake(server: Live, model
     assert load(server, models.second).status_code == 200
     assert server.client.get("/is_sleeping", headers=ADMIN).json() == {"is_sleeping": False, "level": 0}
     assert tokens(server) == expected(models.second)
+
+
+def test_a_model_is_checked_without_its_weights(models: Models) -> None:
+    config = EngineConfig.of(model=str(models.first), dtype="float32")
+    assert of_model(config, 0) == ""
+    assert "the weights take" in of_model(config, -(1 << 60))
+    assert "kv_cache_dtype" in of_model(replace(config, kv_cache_dtype="fp8"), 0), "settings that the device refuses"
 
 
 def test_servers_that_have_one_model_say_so() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slotwise import LLM, LoRARequest, SamplingParams
+from slotwise import LLM, AsyncLLM, LoRARequest, SamplingParams
+from slotwise.core.reasons import NO_ADAPTER_SLOT
 from slotwise.engine.config import ConfigError
 from slotwise.errors import CheckpointError
+from slotwise.observe.event_log import Request, Step, read_file
+from slotwise.simulate.replay import replay
 
 LENGTHS = [3, 40, 17, 70, 9, 33]
 TOKENS = 12
@@ -94,6 +98,17 @@ def llm(plain: Path) -> LLM:
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints.make("llama2", tmp_path_factory.mktemp("plain") / "base", tokenizer=True)
+
+
+def test_vectors_are_those_of_merged_weights(plain, tmp_path):
+    path = lora.write(tmp_path / "a", plain, seed=1)
+    prompts = [{"prompt_token_ids": prompt} for prompt in checkpoints.prompts([9, 30])]
+    whole = make_llm(lora.merged(tmp_path / "merged", plain, path), enable_lora=False)
+    requests = [None, LoRARequest("a", 1, str(path))]
+    found = make_llm(plain).embed(prompts, use_tqdm=False, lora_request=requests)
+    for each, llm in zip(range(2), (make_llm(plain, enable_lora=False), whole), strict=True):
+        expected = llm.embed(prompts, use_tqdm=False)[each].outputs.embedding
+        assert found[each].outputs.embedding == pytest.approx(expected, abs=1e-5)
 
 
 def test_adapters_in_use_stay_and_idle_ones_make_room(plain, tmp_path):
@@ -183,5 +198,45 @@ def test_damaged_and_pickled_files_are_refused(plain, llm, tmp_path):
 def test_settings(plain):
     with pytest.raises(ConfigError, match="max_cpu_loras 2 must be at least max_loras 3"):
         make_llm(plain, max_loras=3, max_cpu_loras=2)
-    with pytest.raises(ConfigError, match="event_log"):
-        make_llm(plain, event_log="events.jsonl")
+
+
+def test_a_log_has_the_adapters_of_requests_and_can_be_replayed(plain, tmp_path):
+    path = lora.write(tmp_path / "a", plain, seed=1)
+    llm = make_llm(plain, event_log=str(tmp_path / "log.jsonl"), max_loras=1)
+    other = LoRARequest("b", 2, str(lora.write(tmp_path / "b", plain, seed=2)))
+    run(llm, checkpoints.prompts([9, 20, 9]), [None, LoRARequest("a", 1, str(path)), other])
+    del llm
+    entries = list(read_file(tmp_path / "log.jsonl"))
+    requests = [entry for entry in entries if isinstance(entry, Request)]
+    assert [(entry.adapter, entry.adapter_name) for entry in requests] == [(0, ""), (1, "a"), (2, "b")]
+    assert any(NO_ADAPTER_SLOT in step.refused[0] for step in entries if isinstance(step, Step) and step.refused)
+    outcome = replay(iter(entries))
+    assert outcome.difference is None and outcome.requests == 3
+
+
+def test_an_engine_in_a_process_of_its_own(plain, tmp_path):
+    """AsyncLLM loads adapters beside the steps of other requests, and forgets idle ones."""
+    paths = [lora.write(tmp_path / str(number), plain, seed=number) for number in range(3)]
+    requests = [LoRARequest(str(number), number + 1, str(path)) for number, path in enumerate(paths)]
+    prompt = checkpoints.prompts([10])[0]
+    expected = [run(make_llm(plain), [prompt], request)[0] for request in [None, *requests]]
+    engine = AsyncLLM(str(plain), dtype="float32", max_model_len=128, max_num_seqs=8, kv_cache_memory=8 << 20,
+                      enable_lora=True, max_loras=2, max_cpu_loras=2)
+
+    async def one(name: str, request: LoRARequest | None) -> list[int]:
+        found = [output async for output in engine.generate(
+            {"prompt_token_ids": prompt}, GREEDY, name, lora_request=request)]
+        return list(found[-1].outputs[0].token_ids)
+
+    async def play() -> None:
+        together = await asyncio.gather(*(one(f"t{i}", each) for i, each in enumerate([None, *requests[:2]])))
+        assert together == expected[:3]
+        assert await one("third", requests[2]) == expected[3]
+        assert await one("again", requests[0]) == expected[1]
+        with pytest.raises(ValueError, match="no adapter_config"):
+            await one("none", LoRARequest("none", 9, str(tmp_path)))
+
+    try:
+        asyncio.run(play())
+    finally:
+        engine.shutdown()

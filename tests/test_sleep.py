@@ -125,6 +125,8 @@ def test_running_requests_finish_first(server: Live) -> None:
         slept = threads.submit(post, server, "/sleep?level=1")
         eventually(lambda: server.client.get("/health").status_code == 503)
         refused(server)
+        busy = post(server, "/wake_up")
+        assert busy.status_code == 409 and busy.json()["error"]["code"] == "busy"
         assert [one.result()["usage"]["completion_tokens"] for one in streams] == [600] * 3
         assert slept.result().status_code == 200
     asleep(server, 1)

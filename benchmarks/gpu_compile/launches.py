@@ -28,7 +28,7 @@ HIDDEN = (576, 4096)
 VOCABULARIES = (50_000, 151_936)
 FP8_SINCE = 89  # compute capability
 FEW_AND_MANY = FEW, 8 * FEW  # tokens, or pairs of an expert
-OUTPUTS, DEPTH = 4096, 14_336  # of products
+OUTPUTS, WIDE, DEPTH = 4096, 32_768, 14_336  # of products: those of few tokens are split along their depth, or whole
 MIXTURE = Routing(8, 2, is_normalised=True), 512, 768  # hidden and intermediate size
 FORMATS = {name: kind.format for name, kind in BLOCK_TYPES.items()} | {
     "GPTQ": Format(4, 128, torch.float16, zero=8), "GPTQ, 8 bits": Format(8, 128, torch.float16, zero=128),
@@ -156,33 +156,33 @@ def _adapters(kind: str) -> Iterator[Launch]:
 
 def _products(kind: str, name: str, form: Format, capability: int) -> Iterator[Launch]:
     """With matrices whose codes are nowhere: only their shapes and types count."""
-    matrix = _packed(form)
     for tokens in FEW_AND_MANY:
         def work(tokens: int = tokens) -> None:
-            codes.multiply(torch.empty(tokens, DEPTH, dtype=KINDS[kind]), matrix, None)
+            for outputs in (OUTPUTS, WIDE) if tokens == FEW else (OUTPUTS,):
+                codes.multiply(torch.empty(tokens, DEPTH, dtype=KINDS[kind]), _packed(form, outputs), None)
             if tokens == FEW:
-                codes.rows_of(matrix, torch.zeros(tokens, dtype=torch.int64), KINDS[kind], 1.0)
+                ids = torch.zeros(tokens, dtype=torch.int64)
+                codes.rows_of(_packed(form, OUTPUTS), ids, KINDS[kind], 1.0)
 
-        tile = codes_tile(tokens, KINDS[kind], has_table=matrix.levels is not None)
-        claims = {"multiply_codes": tile.programs}
-        yield Launch(f"{tokens} tokens, {name}", kind, work, claims)
+        tile = codes_tile(tokens, KINDS[kind], has_table=bool(form.levels) and not form.are_floats)
+        yield Launch(f"{tokens} tokens, {name}", kind, work, {"multiply_codes": tile.programs})
         if narrow.is_narrow(form, capability):
-            storage = torch.float8_e4m3fn if form.are_floats else torch.int8
-            narrowed = narrow.NarrowMatrix(
-                torch.empty(OUTPUTS, DEPTH, dtype=storage), torch.empty(OUTPUTS), DEPTH)
-
-            def narrowly(tokens: int = tokens, narrowed: narrow.NarrowMatrix = narrowed) -> None:
-                narrow.multiply(torch.empty(tokens, DEPTH, dtype=KINDS[kind]), narrowed, None)
+            def narrowly(tokens: int = tokens) -> None:
+                storage = torch.float8_e4m3fn if form.are_floats else torch.int8
+                for outputs in (OUTPUTS, WIDE) if tokens == FEW else (OUTPUTS,):
+                    matrix = narrow.NarrowMatrix(
+                        torch.empty(outputs, DEPTH, dtype=storage), torch.empty(outputs), DEPTH)
+                    narrow.multiply(torch.empty(tokens, DEPTH, dtype=KINDS[kind]), matrix, None)
 
             yield Launch(f"{tokens} tokens, {name} x {name}", kind, narrowly,
                          {"multiply_narrow": narrow_tile(tokens).programs})
 
 
-def _packed(form: Format) -> packed.PackedMatrix:
+def _packed(form: Format, outputs: int) -> packed.PackedMatrix:
     groups = DEPTH // form.group if form.group else 1
-    units = torch.empty(OUTPUTS, groups // form.groups_per_unit).half() if form.groups_per_unit else None
-    factors = Factors(torch.empty(OUTPUTS, groups, dtype=form.scale), units)
+    units = torch.empty(outputs, groups // form.groups_per_unit).half() if form.groups_per_unit else None
+    factors = Factors(torch.empty(outputs, groups, dtype=form.scale), units)
     levels = torch.empty(len(form.levels)) if form.levels and not form.are_floats else None
-    codes_ = torch.empty(OUTPUTS, packed.row_bytes(form, DEPTH), dtype=torch.uint8)
+    codes_ = torch.empty(outputs, packed.row_bytes(form, DEPTH), dtype=torch.uint8)
     return packed.PackedMatrix(
-        form, OUTPUTS, DEPTH, codes_, factors, factors if form.has_minimums else None, levels, None, None)
+        form, outputs, DEPTH, codes_, factors, factors if form.has_minimums else None, levels, None, None)

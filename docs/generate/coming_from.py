@@ -70,7 +70,10 @@ VLLM_OPTIONS = (  # options of `vllm serve`; those that Slotwise has by the same
     Elsewhere("--tensor-parallel-size", ""),
     Elsewhere("--pipeline-parallel-size", ""),
     Elsewhere("--data-parallel-size", ""),
-    Elsewhere("--enable-lora", "", "In the offline API; the server refuses it."),
+    Elsewhere("--enable-lora", ""),
+    Elsewhere("--lora-modules", "", "Folders of this machine."),
+    Elsewhere("--max-loras", "", "By the step; `--max-cpu-loras` bounds the adapters in memory."),
+    Elsewhere("--max-lora-rank", ""),
     Elsewhere("--speculative-config", ""),
     Elsewhere("--enable-auto-tool-choice", "", "By default where it is known how the model calls tools."),
     Elsewhere("--tool-call-parser", "", "By default as the chat template tells."),
@@ -82,8 +85,8 @@ VLLM_OPTIONS = (  # options of `vllm serve`; those that Slotwise has by the same
 VLLM_ROUTES = (
     "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model}", "/tokenize", "/detokenize",
     "/health", "/ping", "/version", "/metrics", "/load", "/v1/embeddings", "/v1/responses", "/v1/messages", "/score",
-    "/rerank", "/pooling", "/classify", "/v1/audio/transcriptions", "/v1/load_lora_adapter", "/sleep", "/wake_up",
-    "/is_sleeping", "/invocations")
+    "/rerank", "/pooling", "/classify", "/v1/audio/transcriptions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
+    "/sleep", "/wake_up", "/is_sleeping", "/invocations")
 
 LLAMA_CPP = (
     Elsewhere("`-m model.gguf`", "The first argument, `MODEL`: the file"),
@@ -114,7 +117,7 @@ LLAMA_CPP = (
     Elsewhere("`cache_prompt`", "`--enable-prefix-caching`", "On by default, for all requests of a key."),
     Elsewhere("`--grammar`, `--json-schema`", "The fields `guided_grammar` and `guided_json`", "Of a request; grammars "
               "in Lark's syntax, too."),
-    Elsewhere("`--lora`", "", "An adapter's folder is refused: merge it into its base model."),
+    Elsewhere("`--lora`", "`--enable-lora` and `--lora-modules`", "In the format of PEFT, not GGUF; requests name it."),
     Elsewhere("`--model-draft`", ""),
     Elsewhere("`--mmproj`", "", "Text only."),
     Elsewhere("`/embedding`, `/rerank`, `/infill`, `/props`", ""),
@@ -128,7 +131,8 @@ OLLAMA = (
     Elsewhere("Modelfile: `TEMPLATE`", "`--chat-template`", "Jinja, not Go's templates."),
     Elsewhere("Modelfile: `FROM`", "The first argument, `MODEL`: a folder, a GGUF file or a hub id", "Also a GGUF file "
               "of Ollama's own store, whose name is a digest."),
-    Elsewhere("Modelfile: `ADAPTER`", "", "An adapter's folder is refused: merge it into its base model."),
+    Elsewhere("Modelfile: `ADAPTER`", "`--enable-lora` and `--lora-modules`", "In the format of PEFT; requests name "
+              "it."),
     Elsewhere("`OLLAMA_HOST`", "`--host` and `--port`", "Port 8000 by default, not 11434."),
     Elsewhere("`OLLAMA_ORIGINS`", "`--allowed-origins`"),
     Elsewhere("`OLLAMA_MODELS`", "The environment variable `HF_HOME`", "The hub's own cache of models."),

@@ -40,7 +40,6 @@ OF_METHODS = {  # methods of a quantization_config: what is read and what is not
     "bitsandbytes": ("NF4, with and without double quantization; int8.", "FP4; another `bnb_4bit_quant_storage`.")}
 WITHOUT = (  # a capability, and a name that would be there with it
     ("data parallelism: start several servers behind a load balancer", "--data-parallel-size"),
-    ("LoRA adapters of the server; the offline API has them", "--enable-lora"),
     ("scores and reranking: no supported family has a head for them", "/rerank"),
     ("audio routes", "/v1/audio/transcriptions"),
     ("TLS: a proxy in front of the server can add it", "--ssl-certfile"),
@@ -82,7 +81,7 @@ def quantized() -> str:
 def formats() -> str:
     """Returns the formats that are recognised and refused."""
     adapter = (f"{code(ADAPTER)}.", "A LoRA adapter.",
-               "Name it in `lora_request` offline, or merge it into its base model with peft.")
+               "Name it with `--lora-modules`, or offline in `lora_request`.")
     rows = [(f"{listed(known.patterns)}.", sentence(known.what), sentence(known.advice))
             for known in (*FORMATS, TOKENIZER)]
     return table(("files", "what they are", "what to do"), [adapter, *rows])

@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from slotwise.compose.launch import ChildProcess, launch_engine
-from slotwise.engine.client import EngineClient, EngineError, Refused
+from slotwise.engine.client import EngineClient
 from slotwise.engine.config import ConfigError
 from slotwise.engine.generation import AT_THE_END, Chunk, Generation
 from slotwise.engine.messages import EngineInfo
+from slotwise.engine.refusals import EngineError, Refused
 from slotwise.engine.sleep import Sleep
 from slotwise.engine.supervisor import Supervisor
 from slotwise.inputs import PromptType, parsed
+from slotwise.lora_request import LoRARequest
 from slotwise.observe import lines
 from slotwise.observe.batched_observer import BatchedObserver
 from slotwise.observe.load import report
@@ -26,6 +28,7 @@ from slotwise.observe.metrics import Metrics
 from slotwise.observe.recorder import Recorder
 from slotwise.observe.ring import Ring
 from slotwise.offline.arguments import Arguments, EngineArgs
+from slotwise.offline.async_adapters import AsyncAdapters
 from slotwise.offline.frontend import Frontend
 from slotwise.offline.job import Choice, Job
 from slotwise.offline.methods import VllmMethods, check_call
@@ -54,10 +57,11 @@ class AsyncLLM(VllmMethods):
         self._arguments = Arguments.of(model, arguments)
         if self._arguments.event_log:
             raise ConfigError("event_log is an argument of LLM; slotwise serve writes event logs, too")
-        if self._arguments.config.enable_lora:
-            raise ConfigError("enable_lora is an argument of LLM: AsyncLLM has no adapters yet")
         self._frontend = Frontend(self._arguments)
         self._client = EngineClient(max_live=MAX_LIVE)
+        config = self._arguments.config
+        self._adapters = AsyncAdapters(self._client, config.max_cpu_loras if config.enable_lora else 0)
+        self._client.observers.append(self._adapters)
         self._supervisor = Supervisor(self._client, self._launch)
         self._supervisor.launch()
         self._sleep = Sleep(self._client, self._supervisor)
@@ -88,7 +92,7 @@ class AsyncLLM(VllmMethods):
 
     async def generate(
         self, prompt: PromptType, sampling_params: SamplingParams | None, request_id: str, *,
-        prompt_text: str | None = None, priority: int = 0, **more: Any,
+        prompt_text: str | None = None, lora_request: LoRARequest | None = None, priority: int = 0, **more: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continues one prompt, and yields its output as `sampling_params.output_kind` says.
 
@@ -97,18 +101,30 @@ class AsyncLLM(VllmMethods):
         Args:
             request_id: unique among unfinished requests.
             prompt_text: the text that token ids stand for, repeated in the outputs.
+            lora_request: its adapter, which is loaded beside the steps of others; needs `enable_lora`.
             priority: lower is earlier, where the policy has priorities.
             more: arguments of vLLM's that are not supported; None is accepted.
 
         Raises:
-            ValueError: the prompt can never run, parameters are not valid, or the id is in use.
+            ValueError: the prompt can never run, parameters are not valid, the id is in use, or its adapter cannot be
+                loaded.
             EngineError: the engine cannot start, is lost, or failed.
         """
         check_call(more)
         info = await self._ready()
         one = parsed(prompt)
         one = one._replace(text=prompt_text or one.text)
-        job = self._frontend.job(info, one, sampling_params, request_id, priority)
+        try:
+            async with self._adapters.held(lora_request) as adapter:
+                job = self._frontend.job(info, one, sampling_params, request_id, priority, adapter)
+                async with contextlib.aclosing(self._outputs(job, request_id)) as outputs:
+                    async for output in outputs:
+                        yield output
+        except Refused as refused:
+            raise EngineError(refused.message) from refused
+
+    async def _outputs(self, job: Job, request_id: str) -> AsyncGenerator[RequestOutput, None]:
+        """Runs a job, and yields its outputs.  Leaving the iteration aborts it."""
         if request_id in self._running:
             raise ValueError(f"a request named {request_id!r:.100} is unfinished")
         streams = self._running[request_id] = []
@@ -122,8 +138,6 @@ class AsyncLLM(VllmMethods):
                         yield job.snapshot(changed)
             if job.kind is RequestOutputKind.FINAL_ONLY:
                 yield job.snapshot(job.choices)
-        except Refused as refused:
-            raise EngineError(refused.message) from refused
         finally:
             del self._running[request_id]
             for stream in streams:

@@ -28,6 +28,7 @@ from slotwise.offline.engine import OfflineEngine
 from slotwise.offline.frontend import Frontend, template_variables
 from slotwise.offline.job import Choice, Job
 from slotwise.offline.methods import VllmMethods, check_call
+from slotwise.offline.residents import BASE, Held
 from slotwise.offline.tokenizer import OfflineTokenizer
 from slotwise.outputs import EmbeddingRequestOutput, RequestOutput
 from slotwise.pooling_params import PoolingParams
@@ -152,8 +153,8 @@ class LLM(VllmMethods):
                   priority: int | Sequence[int] | None, lora_request: Adapted) -> list[RequestOutput]:
         params = _for_each("sampling_params", sampling_params, len(prompts))
         priorities = _for_each("priority", priority, len(prompts))
-        with self._adapters.held(_for_each("lora_request", lora_request, len(prompts))) as numbers:
-            jobs = [self._job(*each) for each in zip(prompts, params, priorities, numbers, strict=True)]
+        with self._adapters.held(_for_each("lora_request", lora_request, len(prompts))) as adapters:
+            jobs = [self._job(*each) for each in zip(prompts, params, priorities, adapters, strict=True)]
             self._run(jobs, use_tqdm, "Generating")
         return [job.output for job in jobs]
 
@@ -167,26 +168,28 @@ class LLM(VllmMethods):
     def embed(
         self, prompts: PromptType | Sequence[PromptType], *, truncate_prompt_tokens: int | None = None,
         use_tqdm: Progress = True, pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        lora_request: None = None, **more: Any,
+        lora_request: Adapted = None, **more: Any,
     ) -> list[EmbeddingRequestOutput]:
         """Returns the vector of every prompt, in the order of the prompts.
 
         Args:
-            prompts, use_tqdm, more: as those of `generate`.
+            prompts, use_tqdm, lora_request, more: as those of `generate`.
             truncate_prompt_tokens: the first so many tokens of each prompt are kept; -1: as many as the model takes.
             pooling_params: one for all prompts, or one for each; by default as checkpoint and `pooler_config` say.
 
         Raises:
             ValueError: as `generate`, or the checkpoint's vectors are made in a way that is not supported.
         """
-        check_call(more | {"lora_request": lora_request})
+        check_call(more)
         if truncate_prompt_tokens is not None and truncate_prompt_tokens != -1 and truncate_prompt_tokens < 1:
             raise ValueError(f"truncate_prompt_tokens must be -1 or at least 1, not {truncate_prompt_tokens}")
         given = [parsed(prompt) for prompt in as_batch(prompts)]
-        jobs = [
-            self._frontend.embedding_job(self.info, prompt, params, str(next(self._names)), truncate_prompt_tokens)
-            for prompt, params in zip(given, _for_each("pooling_params", pooling_params, len(given)), strict=True)]
-        self._run(jobs, use_tqdm, "Embedding")
+        each = _for_each("pooling_params", pooling_params, len(given))
+        with self._adapters.held(_for_each("lora_request", lora_request, len(given))) as adapters:
+            jobs = [self._frontend.embedding_job(
+                self.info, prompt, params, str(next(self._names)), truncate_prompt_tokens, adapter)
+                for prompt, params, adapter in zip(given, each, adapters, strict=True)]
+            self._run(jobs, use_tqdm, "Embedding")
         return [job.output for job in jobs]
 
     def chat(
@@ -224,7 +227,7 @@ class LLM(VllmMethods):
         """
         return self._frontend.rendered(conversation, {}).ids or []
 
-    def _job(self, prompt: Parsed, params: SamplingParams | None, priority: int | None, adapter: int = 0) -> Job:
+    def _job(self, prompt: Parsed, params: SamplingParams | None, priority: int | None, adapter: Held = BASE) -> Job:
         return self._frontend.job(self.info, prompt, params, str(next(self._names)), priority or 0, adapter)
 
     def stream(self, prompt: PromptType, sampling_params: SamplingParams | None = None) -> Iterator[str]:

@@ -69,11 +69,11 @@ RULES: dict[str, Rule] = dict((
     *_rules("one worker computes", {
         "distributed_executor_backend": ("mp", "uni"), "worker_cls": ("auto",), "worker_extension_cls": ("",)},
         instead="one worker on this machine computes: leave it out"),
-    *_rules("no supported model has experts", {
+    *_rules("every rank has a share of each expert", {
         "enable_expert_parallel": OFF, "enable_eplb": OFF, "enable_elastic_ep": OFF, "enable_ep_weight_filter": OFF,
         "enable_return_routed_experts": OFF}, free="moe_backend eplb_config elastic_ep_max_dp_size eplb_window_size "
         "expert_placement_strategy num_redundant_experts eplb_step_interval eplb_log_balancedness",
-        instead="mixtures of experts are not supported: leave it out"),
+        instead="every rank has a share of each expert: leave it out"),
     *_rules("a step has one way to run; on a GPU, decode steps are captured", free="enforce_eager "
             "cudagraph_capture_sizes max_cudagraph_capture_size cuda_graph_sizes"),
     *_rules("on a GPU, decode steps are captured at any length", free="max_seq_len_to_capture"),
@@ -107,9 +107,11 @@ RULES: dict[str, Rule] = dict((
             "in host memory", {"kv_offloading_backend": ("native",)}, free="swap_space"),
     *_rules("weights stay on the device", {
         "cpu_offload_gb": (0, 0.0), "offload_group_size": (0,), "cpu_offload_params": (set(), [], {}),
-        "offload_params": (set(), [], {}), "enable_sleep_mode": OFF, "sleep_preserve_parameter_names": ([],)},
-        free="offload_backend offload_num_in_group offload_prefetch_step sleep_mode_offload_cudagraph "
+        "offload_params": (set(), [], {})}, free="offload_backend offload_num_in_group offload_prefetch_step "
         "enable_cumem_allocator", instead="weights stay on the device: {quantization} makes them smaller"),
+    *_rules("a model can always sleep", {"sleep_preserve_parameter_names": ([],)},
+            free="enable_sleep_mode sleep_mode_offload_cudagraph",
+            instead="a model sleeps as a whole: leave it out"),
     *_rules("weights are read from safetensors and GGUF", {
         "load_format": ("auto", "safetensors", "gguf"), "model_weights": ("", SAME), "model_loader_extra_config": ({},),
         "ignore_patterns": ("original/**/*", ["original/**/*"])},

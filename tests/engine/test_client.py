@@ -14,7 +14,7 @@ from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import Request
-from slotwise.engine.client import EngineClient, EngineError, Refused
+from slotwise.engine.client import EngineClient
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
 from slotwise.engine.generation import AT_THE_END, Chunk, Generation
@@ -32,6 +32,7 @@ from slotwise.engine.messages import (
     Loading,
 )
 from slotwise.engine.observer import Observer
+from slotwise.engine.refusals import EngineError, Refused
 from slotwise.engine.scheduling import Scheduling
 
 LIMITS = SchedulerLimits(max_model_len=64, num_blocks=64, block_size=4, max_num_seqs=8, max_num_batched_tokens=32)

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from engine.test_client import FOREVER, INFO, SCHEDULING, Notes
 
-from slotwise.engine.client import EngineClient, EngineError, Refused
+from slotwise.engine.client import EngineClient
 from slotwise.engine.heartbeat import HEARTBEAT_SECONDS
 from slotwise.engine.ipc import BlockingChannel, decode_command, encode, pair
 from slotwise.engine.messages import (
@@ -22,6 +22,7 @@ from slotwise.engine.messages import (
     Heartbeat,
     StepRecord,
 )
+from slotwise.engine.refusals import EngineError, Refused
 from slotwise.engine.supervisor import EXIT, REAP, Backoff, Supervisor
 
 TIMEOUT = 60.0

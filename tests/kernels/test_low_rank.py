@@ -36,10 +36,10 @@ def products(shape: str, kind: torch.dtype):
             bias = torch.zeros(outputs)
             for first, count, _ in parts:
                 bias[first : first + count] = numbers(place, count)
-            product.set(place, LowRank(tuple(
+            product.set(place, product.pack(LowRank(tuple(
                 LowRankPart(first, numbers(place, rank, inputs, kind=kind) / 10,
                             numbers(place + 9, count, rank, kind=kind) / 10)
-                for first, count, rank in parts), bias if place else None))
+                for first, count, rank in parts), bias if place else None)))
         made.append((adapters, product))
     return made, inputs, outputs
 
@@ -90,12 +90,12 @@ def test_a_graph_serves_other_rows_and_other_adapters():
     product = adapters.product(48, 32, 1)
     x, out = numbers(1, 6, 32), torch.zeros(6, 48)
     factors = [LowRank((LowRankPart(0, numbers(i, 8, 32), numbers(i, 48, 8)),)) for i in range(3)]
-    product.set(0, factors[0])
+    product.set(0, product.pack(factors[0]))
     adapters.assign([0] * 6)
     graph = kernels.record(lambda: product.add(x, out))
     assert graph is not None
     for place, each, rows in ((1, factors[1], [1, 0, NO_ADAPTER, 1, 0, 1]), (0, factors[2], [0, 0, 1, 0, 0, 0])):
-        product.set(place, each)
+        product.set(place, product.pack(each))
         adapters.assign(rows)
         expected = product.add(x, torch.zeros(6, 48))
         out.zero_()

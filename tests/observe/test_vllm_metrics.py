@@ -33,7 +33,9 @@ def shown(one: Measured) -> list[Sample]:
 
 
 def rehearsed() -> Measured:
-    one = measured(engine(limits=replace(LIMITS, enable_prefix_caching=True)))
+    info = engine(limits=replace(LIMITS, enable_prefix_caching=True))
+    info.max_adapters = 1
+    one = measured(info)
     Rehearsal(engine(), [one], seed=6).play(30)
     return one
 

@@ -79,8 +79,8 @@ def test_what_comes_from_this_machine(address: str, headers: dict[bytes, bytes],
 
 
 @pytest.mark.parametrize(("arguments", "line"), [
-    ((), "/admin/, /what_if, /sleep, /wake_up and /v1/load_model answer clients on this machine only"),
-    (("--api-key", "k"), "/admin/, /what_if, /sleep, /wake_up and /v1/load_model answer no client"),
+    ((), "/v1/unload_lora_adapter answer clients on this machine only"),
+    (("--api-key", "k"), "/v1/unload_lora_adapter answer no client"),
     (("--admin-api-key", "root"), "")])
 def test_the_log_says_at_the_start_who_may(tmp_path: Path, arguments: tuple[str, ...], line: str) -> None:
     with serving(*arguments, log=tmp_path / "log"):

@@ -26,7 +26,7 @@ from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
 from slotwise.engine.heartbeat import HeartbeatMonitor, HeartbeatSender
 from slotwise.engine.ipc import BlockingChannel, ChannelClosed, encode, pair
-from slotwise.server.app import ROUTES, build_api
+from slotwise.server import app as served  # as a module: the tutorial changes its table
 from slotwise.server.asgi import App
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.settings import ServerSettings
@@ -72,7 +72,7 @@ def scenario(folder: Path, play: Callable[[App, httpx.AsyncClient], Awaitable[No
             await engine_client.attach(ours, HeartbeatMonitor(60))
             tokenizer = Tokenizer.load(folder)
             template = Template(find_chat_template(folder) or "", tokenizer.special_tokens)
-            app = App(build_api(engine_client, tokenizer, template, ServerSettings("toy")), ROUTES)
+            app = App(served.build_api(engine_client, tokenizer, template, ServerSettings("toy")), served.ROUTES)
             async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://toy") as client:
                 await play(app, client)
         finally:

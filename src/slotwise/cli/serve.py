@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from slotwise import builtin, child
 from slotwise.cli import layers
 from slotwise.cli.interrupts import ending_at_once
+from slotwise.cli.lora_options import add_lora_options, lora_modules, lora_settings
 from slotwise.cli.network_options import add_network_options, network_settings
 from slotwise.cli.numbers import Number, Size
 from slotwise.cli.options import (
@@ -55,6 +56,7 @@ def add_options(serve: Parser) -> None:
                        help="settings in YAML: options without their dashes, as in `max-num-seqs: 16`; the command "
                        "line and the environment ($SLOTWISE_MAX_NUM_SEQS) win")
     _server_options(serve)
+    add_lora_options(serve)
     add_network_options(serve)
     add_engine_options(serve)
     add_vllm_flags(serve)
@@ -259,11 +261,13 @@ def _run(asked: argparse.Namespace) -> int:
     hold_off()
     tiers, api_keys, admin_key = tiers_of(asked), api_keys_of(asked.api_key), admin_key_of(asked.admin_api_key)
     model, network, lines = model_of(asked), network_of(asked), notices(asked)
+    names = tuple(dict.fromkeys(asked.served_model_name or [model or BUILTIN_NAME]))
+    adapters, modules = lora_settings(asked), lora_modules(asked, names)
     if asked.max_log_len and not asked.enable_log_requests:
         lines.append("--max-log-len has no effect without --enable-log-requests")
     config = EngineConfig.of(
         model=str(locate(model or builtin.path())), tiers=tuple([served.tier for served in tiers]),
-        generation_config=asked.generation_config, **engine_settings(asked))
+        generation_config=asked.generation_config, **engine_settings(asked), **adapters)
     defaults = read_defaults(config, asked.override_generation_config)
     pooling = read_pooling(config.model, asked.pooler_config)
     if asked.event_log:
@@ -275,10 +279,10 @@ def _run(asked: argparse.Namespace) -> int:
     from slotwise.compose.server import run_server
     from slotwise.server.settings import ServerSettings
 
-    name, *more_names = dict.fromkeys(asked.served_model_name or [model or BUILTIN_NAME])
     settings = ServerSettings(
-        served_model_name=name, more_model_names=tuple(more_names), api_keys=api_keys, admin_api_key=admin_key,
-        tiers=tiers, max_num_queued_reqs=asked.max_num_queued_reqs, max_num_queued_tokens=asked.max_num_queued_tokens,
+        served_model_name=names[0], more_model_names=names[1:], lora_modules=modules,
+        api_keys=api_keys, admin_api_key=admin_key, tiers=tiers,
+        max_num_queued_reqs=asked.max_num_queued_reqs, max_num_queued_tokens=asked.max_num_queued_tokens,
         queue_timeout=asked.queue_timeout, engine_timeout=asked.engine_timeout,
         shutdown_timeout=asked.shutdown_timeout, stream_interval=asked.stream_interval,
         event_log=asked.event_log, overwrite_event_log=asked.overwrite_event_log,

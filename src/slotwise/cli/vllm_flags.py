@@ -14,7 +14,6 @@ from slotwise.vllm_arguments import RULES
 
 ANY: tuple[str, ...] = ()
 YES, NO = "true", "false"
-OFFLINE_LORA = "adapters are for the offline API alone: LLM(enable_lora=True), or merge them into the weights"
 NONE = ("null",)  # of a flag whose every value describes another server
 
 
@@ -64,13 +63,10 @@ FLAGS: tuple[Flag, ...] = (
     _shared("enable_chunked_prefill", is_switch=True),
     _shared("swap_space"),
     _shared("cpu_offload_gb"),
+    _shared("enable_sleep_mode", is_switch=True),
     _shared("load_format"),
     _shared("tokenizer_mode"),
     _shared("runner", "task"),
-    _switch("--enable-lora", "a server has no adapters", (NO,), OFFLINE_LORA),
-    Flag(("--max-loras",), ANY, "a server has no adapters"),
-    Flag(("--max-lora-rank",), ANY, "a server has no adapters"),
-    Flag(("--lora-modules",), NONE, OFFLINE_LORA),
     _shared("kv_transfer_config"),
     _switch("--disable-log-requests", "requests are logged with --enable-log-requests only", (YES,),
             "requests are logged with --enable-log-requests"),

@@ -156,7 +156,8 @@ class Loaded:
             batch_invariant=not kernels.batch_dependence(decoder.config.dtype), checkpoint=self._checkpoint,
             hidden_size=decoder.config.hidden_size, tensor_parallel_size=decoder.group.size,
             pipeline_parallel_size=limits.stages, speculation=self._speculation(config),
-            expert_layers=tuple(decoder.expert_ends))
+            expert_layers=tuple(decoder.expert_ends),
+            max_adapters=config.max_cpu_loras if config.enable_lora else 0)
         grammars = Grammars(self._vocabulary.result() if self._vocabulary is not None else None)
         drafts = info.speculation is not None and info.speculation.method != NONE
         groups = cache_groups(config, decoder, self._draft)
@@ -178,7 +179,7 @@ class Loaded:
         scheduler = Scheduler(limits, scheduling.discipline(), scheduling.policy(times), times, proposer)
         engine = Engine(scheduler, runner, time.monotonic_ns, eos_ids, depth=depth, scheduling=scheduling,
                         grammars=grammars, experts=ExpertLoad(ends) if (ends := decoder.expert_ends) else None,
-                        memory=lent)
+                        memory=lent, adapters=decoder.adapters)
         info.learned = times.learned() if times.is_trained else None
         info.roofline = self.roofline(glance(decoder))
         return engine, info

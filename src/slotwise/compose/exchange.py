@@ -19,8 +19,8 @@ from slotwise.compose.cores import Cores
 from slotwise.compose.launch import ChildProcess
 from slotwise.compose.served_model import ModelOptions, ServedModel, read_other
 from slotwise.compose.service import service
-from slotwise.engine.client import EngineError
 from slotwise.engine.config import EngineConfig
+from slotwise.engine.refusals import EngineError
 from slotwise.engine.sleep import Sleep
 from slotwise.errors import OneLineError
 from slotwise.server.app import ROUTES

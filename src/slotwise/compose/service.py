@@ -18,14 +18,17 @@ from slotwise.compose.served_model import ServedModel
 from slotwise.engine.client import EngineClient
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import EngineInfo, Loading
+from slotwise.engine.refusals import EngineError
 from slotwise.engine.sleep import Sleep
 from slotwise.engine.supervisor import Supervisor
+from slotwise.errors import printable
 from slotwise.observe import lines, step_time
 from slotwise.observe.load import report
 from slotwise.observe.log_file import LogFile
 from slotwise.observe.traces import Traces
 from slotwise.server.app import build_api
 from slotwise.server.context import Api
+from slotwise.server.errors import ApiError
 from slotwise.server.settings import ServerSettings
 from slotwise.server.templates import Template
 
@@ -73,6 +76,7 @@ async def service(
             api = build_api(
                 engine_client, model.tokenizer, chat, settings, step_times, model.form,
                 Sleep(engine_client, supervisor), before)
+            await _load_adapters(api)
             settle()
             async with _observed(api, traces, settings):
                 yield api
@@ -80,6 +84,15 @@ async def service(
         if chat is not None:
             chat.close()
         await supervisor.end()
+
+
+async def _load_adapters(api: Api) -> None:
+    """Loads the adapters of `--lora-modules`.  Raises EngineError for one that cannot be served."""
+    for module in api.settings.lora_modules:
+        try:
+            await api.models.load(module)
+        except ApiError as error:
+            raise EngineError(f"--lora-modules {printable(module.name)}: {error}") from error
 
 
 @contextlib.asynccontextmanager

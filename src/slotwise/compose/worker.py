@@ -19,12 +19,22 @@ from typing import NoReturn
 
 import msgspec
 
+from slotwise.compose.adapter_loading import AdapterLoading
 from slotwise.compose.garbage import hold_off, settle
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.heartbeat import HeartbeatSender
 from slotwise.engine.ipc import BlockingChannel, ChannelClosed, decode_command, encode
-from slotwise.engine.messages import Add, EngineFailed, GiveBack, GivenBack, Loading, QueuePositionQuery
+from slotwise.engine.messages import (
+    Add,
+    EngineFailed,
+    GiveBack,
+    GivenBack,
+    LoadAdapter,
+    Loading,
+    QueuePositionQuery,
+    UnloadAdapter,
+)
 from slotwise.engine.outputs import messages_of
 from slotwise.errors import OneLineError, one_line
 from slotwise.kernels.cpu.jit.workers import call_early
@@ -100,10 +110,11 @@ def _message_of(error: Exception) -> str:
 def serve(engine: Engine, channel: BlockingChannel, heartbeat_sender: HeartbeatSender) -> NoReturn:
     """Handles commands, runs a step and sends its record, until the channel closes."""
     waiting: deque[bytes] = deque()
+    loading = AdapterLoading(engine.adapters, lambda loaded: channel.send(encode(loaded)))
     while True:
         if len(waiting) < MAX_ARRIVALS:
             waiting += channel.receive(engine.wait() if engine.has_work or waiting else None)
-        _take_in(engine, waiting, channel)
+        _take_in(engine, waiting, channel, loading)
         if engine.has_work and engine.wait() > 0:
             continue
         heartbeat_sender.step_began = time.monotonic_ns()
@@ -114,7 +125,7 @@ def serve(engine: Engine, channel: BlockingChannel, heartbeat_sender: HeartbeatS
                 channel.send(encode(message))
 
 
-def _take_in(engine: Engine, waiting: deque[bytes], channel: BlockingChannel) -> None:
+def _take_in(engine: Engine, waiting: deque[bytes], channel: BlockingChannel, loading: AdapterLoading) -> None:
     """Handles commands in order, with at most `MAX_ARRIVALS` new requests; other commands are cheap and not counted."""
     num_arrived = 0
     while waiting and num_arrived < MAX_ARRIVALS:
@@ -124,6 +135,10 @@ def _take_in(engine: Engine, waiting: deque[bytes], channel: BlockingChannel) ->
             channel.send(encode(engine.queue_positions(command)))
         elif isinstance(command, GiveBack):
             channel.send(encode(GivenBack(engine.give_back())))
+        elif isinstance(command, LoadAdapter):
+            loading.load(command)
+        elif isinstance(command, UnloadAdapter):
+            engine.unload_adapter(command.number)
         else:
             engine.handle(command)
 

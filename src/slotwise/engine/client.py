@@ -14,12 +14,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from slotwise.engine.adapters import AdapterLoads
 from slotwise.engine.delivery import deliver
 from slotwise.engine.generation import Generation
 from slotwise.engine.give_back import GiveBackAnswer
 from slotwise.engine.heartbeat import HeartbeatMonitor
 from slotwise.engine.ipc import EngineConnection
 from slotwise.engine.messages import (
+    AdapterLoaded,
     Add,
     Command,
     Configure,
@@ -28,50 +30,34 @@ from slotwise.engine.messages import (
     GiveBack,
     GivenBack,
     Loading,
+    Query,
     QueuePositionAnswer,
-    QueuePositionQuery,
     Report,
     RequestPosition,
     RowEnd,
     StepOutputs,
     StepRecord,
+    UnloadAdapter,
 )
 from slotwise.engine.observer import Observer
-from slotwise.engine.queue_position import QueuePositionQueries, TooManyQueries
+from slotwise.engine.queue_position import QueuePositionQueries
+from slotwise.engine.refusals import (
+    ADAPTER_LOADING,
+    DRAINING,
+    DUPLICATE_ID,
+    ENGINE_DEAD,
+    PAUSED,
+    QUEUE_FULL,
+    CheckpointChanged,
+    EngineError,
+    Refused,
+)
 from slotwise.engine.scheduling import Scheduling
 from slotwise.engine.unsent_commands import UnsentCommands
 
 MAX_LIVE = 4096  # generations submitted and not yet ended by the engine
 
 logger = logging.getLogger(__name__)
-
-
-class EngineError(RuntimeError):
-    """The engine could not start; the message is one line for a person."""
-
-
-class CheckpointChanged(EngineError):
-    """A replacement engine has another model than the first: the requests were checked against the first one's."""
-
-    def __init__(self) -> None:
-        super().__init__("the checkpoint has changed since the start: restart the server")
-
-
-class Refused(Exception):
-    """A generation that was not started.  `kind` is one of the constants below."""
-
-    def __init__(self, kind: str, message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
-        self.message = message
-
-
-DRAINING = "draining"
-PAUSED = "paused"
-ENGINE_DEAD = "engine_dead"
-QUEUE_FULL = "queue_full"
-TOO_MANY_QUERIES = "too_many_questions"
-DUPLICATE_ID = "duplicate_id"
 
 
 class EngineClient:
@@ -101,6 +87,7 @@ class EngineClient:
         self._lost = asyncio.Event()
         self._queries = QueuePositionQueries()
         self._given_back = GiveBackAnswer()
+        self._adapters = AdapterLoads()
         self._unsent = UnsentCommands()
 
     # -- attaching engines ---------------------------------------------------------------------------------------
@@ -199,7 +186,7 @@ class EngineClient:
             for generation in list(self._live.values()):
                 generation.finish("abort")
 
-    # -- scheduling ----------------------------------------------------------------------------------------------
+    # -- scheduling and adapters ---------------------------------------------------------------------------------
 
     @property
     def scheduling(self) -> Scheduling:
@@ -219,6 +206,21 @@ class EngineClient:
         self._scheduling = scheduling
         self._send(Configure(scheduling))
         return scheduling
+
+    async def load_adapter(self, number: int, path: str) -> str:
+        """Loads an adapter beside the steps, under a new number.  Returns a digest of its files.
+
+        Raises:
+            AdapterError: it cannot be loaded.
+            Refused: there is no engine, or it was lost.
+        """
+        return await self._adapters.load(number, path, self._ask)
+
+    def unload_adapter(self, number: int) -> None:
+        """Forgets an adapter when the requests that have it end; no request may name it any more."""
+        if number in self._adapters and self._connection is not None:
+            self._adapters.forget(number)
+            self._connection.send(UnloadAdapter(number))
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -244,12 +246,9 @@ class EngineClient:
         Raises:
             Refused: there is no engine, or too many queries wait.
         """
-        try:
-            return await self._queries.ask(request_ids, self._ask)
-        except TooManyQueries:
-            raise Refused(TOO_MANY_QUERIES, "too many ask where their requests are; try again later") from None
+        return await self._queries.ask(request_ids, self._ask)
 
-    def _ask(self, query: QueuePositionQuery) -> None:
+    def _ask(self, query: Query) -> None:
         if self._connection is None or not self.healthy:
             raise Refused(ENGINE_DEAD, self.trouble)
         self._connection.send(query)
@@ -273,6 +272,8 @@ class EngineClient:
         request_id = request.request_id
         if request_id in self._live or request_id in self._leaving:
             self._refuse(DUPLICATE_ID, f"a request named {request_id!r} is still alive")
+        if request.adapter and request.adapter not in self._adapters:  # the next engine loads it again
+            self._refuse(ADAPTER_LOADING, "the adapter is being loaded; try again later")
         assert self._connection is not None
         if len(self._live) + len(self._leaving) >= self.max_live:
             self._refuse(QUEUE_FULL, f"{len(self._live)} requests are waiting or running; try again later")
@@ -316,6 +317,8 @@ class EngineClient:
             self._queries.answered(report)
         elif isinstance(report, GivenBack):
             self._given_back.answered(report)
+        elif isinstance(report, AdapterLoaded):
+            self._adapters.answered(report)
         elif isinstance(report, Loading):
             self._on_loading(report)
         elif isinstance(report, EngineInfo) and self._starting is not None and not self._starting.done():
@@ -338,18 +341,15 @@ class EngineClient:
         live = self._live
         deliver(live, record)
         for request_id, num_cached in zip(record.admitted, record.cached, strict=True):
-            generation = live.get(request_id)
-            if generation is not None:
+            if (generation := live.get(request_id)) is not None:
                 generation.moved_ns = record.started_ns
                 if generation.num_cached < 0:
                     generation.num_cached = num_cached
         for request_id, _ in record.preempted:
-            generation = live.get(request_id)
-            if generation is not None:
+            if (generation := live.get(request_id)) is not None:
                 generation.moved_ns = record.started_ns
         for row in record.ended:
-            generation = live.get(row.request_id)
-            if generation is not None:
+            if (generation := live.get(row.request_id)) is not None:
                 self._forget(row.request_id)
                 generation.end(row.reason, row.message)
             else:
@@ -370,7 +370,7 @@ class EngineClient:
         self._unsent.clear()
         if self._starting is not None and not self._starting.done():
             self._starting.set_exception(EngineError(message))
-        for waiting in (self._queries, self._given_back):
+        for waiting in (self._queries, self._given_back, self._adapters):
             waiting.give_up(Refused(ENGINE_DEAD, self.trouble))
         lost = dict.fromkeys(self._live, "error") | self._leaving
         for generation in self._live.values():

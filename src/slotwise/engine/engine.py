@@ -22,6 +22,7 @@ from slotwise.core.limits import SchedulerLimits
 from slotwise.core.request import Request
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.step import StepPlan, StepResult, TokenLogprobs
+from slotwise.engine.adapters import AdapterStore
 from slotwise.engine.executor import Executor, ExpertCounts, Returnable
 from slotwise.engine.grammars import POLL, Compiled, GrammarCompiler
 from slotwise.engine.messages import (
@@ -54,12 +55,14 @@ class Engine:
         grammars: compiles the grammars of requests; None: those with one are rejected.
         experts: counts the tokens of experts; None: the model has none.
         memory: what can be given back while nothing runs, if anything can.
+        adapters: of requests; None: they have none.
     """
 
     def __init__(
         self, scheduler: Scheduler, executor: Executor, clock: Clock, eos_ids: tuple[int, ...] = (), *, depth: int = 0,
         scheduling: Scheduling | None = None, grammars: GrammarCompiler | None = None,
         experts: ExpertCounts | None = None, memory: Returnable | None = None,
+        adapters: AdapterStore | None = None,
     ) -> None:
         self._scheduler = scheduler
         self.executor = executor
@@ -72,6 +75,8 @@ class Engine:
         self._experts = experts
         self._memory = memory
         self._counted = 0  # nanoseconds, when the tokens of experts were counted last
+        self.adapters = adapters
+        self._unloading: set[int] = set()  # adapters that are forgotten when no request has them
         self._compiled: list[Compiled] = []  # not yet in a record, as the three below
         self._configured: Scheduling | None = None
         self._taken: list[int] = []
@@ -111,6 +116,18 @@ class Engine:
         else:
             self._configured = command.scheduling
             self._configure(command.scheduling, now)
+
+    def unload_adapter(self, number: int) -> None:
+        """Forgets an adapter as soon as no request has it."""
+        self._unloading.add(number)
+        self._unload()
+
+    def _unload(self) -> None:
+        assert self.adapters is not None
+        needed = {request.adapter for request in self._scheduler.requests()}
+        for number in self._unloading - needed:
+            self.adapters.unload(number)
+        self._unloading &= needed
 
     def queue_positions(self, query: QueuePositionQuery) -> QueuePositionAnswer:
         """Returns the positions of the unfinished requests of `query`; changes nothing."""
@@ -276,6 +293,8 @@ class Engine:
                 self._grammars.release(end.request_id)
         if self._experts is not None and not record.failure:  # a device that failed may be lost
             record.expert_tokens = self._expert_tokens(self._experts, record.ended_ns)
+        if self._unloading:
+            self._unload()
         record.num_running = self._scheduler.num_running
         record.num_waiting = self._scheduler.num_waiting
         record.num_free_blocks = self._scheduler.num_free_blocks

@@ -65,6 +65,7 @@ class Add(Struct, tag="add"):
     pooling: PoolingParams | None = None  # one vector is wanted, and no tokens
     prediction: tuple[int, ...] = ()  # what its client expects the output to be, from which drafts are taken
     adapter: int = 0  # number of a loaded adapter; 0: the base model
+    adapter_name: str = ""  # by which its client named it
 
 
 class Finish(Struct, tag="finish"):
@@ -81,6 +82,19 @@ class Configure(Struct, tag="configure"):
 
 
 Command = Add | Finish | Configure
+
+
+class LoadAdapter(Struct, tag="load_adapter"):
+    """Loads an adapter beside the steps, under a number that was never used.  No command: it changes no plan."""
+
+    number: int
+    path: str  # a folder
+
+
+class UnloadAdapter(Struct, tag="unload_adapter"):
+    """Forgets a loaded adapter as soon as no request has it; no `Add` that names it follows.  No command, likewise."""
+
+    number: int
 
 
 class QueuePositionQuery(Struct, tag="locate"):
@@ -100,7 +114,16 @@ class GivenBack(Struct, tag="given_back"):
     objection: str = ""  # why the memory was kept
 
 
-Query = QueuePositionQuery | GiveBack
+class AdapterLoaded(Struct, tag="adapter"):
+    """Answers a `LoadAdapter`; may arrive between the parts of a step."""
+
+    number: int
+    objection: str = ""  # why it cannot be loaded, in one line; "": it is
+    digest: str = ""  # of its files
+
+
+Query = QueuePositionQuery | GiveBack | LoadAdapter | UnloadAdapter
+"""What an engine is sent beside commands: no plan depends on it."""
 
 
 class Loading(Struct, tag="loading"):
@@ -153,6 +176,7 @@ class EngineInfo(Struct, tag="ready"):
     pipeline_parallel_size: int = 1  # stages that the layers are divided into
     gives_back: bool = False  # the memory of its cache can be given back while no request runs
     expert_layers: tuple[int, ...] = ()  # numbers of the layers with experts
+    max_adapters: int = 0  # in memory; 0: requests have none
 
     @property
     def identity(self) -> tuple[object, ...]:
@@ -276,4 +300,6 @@ class EngineFailed(Struct, tag="failed"):
     message: str
 
 
-Report = Loading | EngineInfo | Heartbeat | StepOutputs | StepRecord | QueuePositionAnswer | GivenBack | EngineFailed
+Report = (
+    Loading | EngineInfo | Heartbeat | StepOutputs | StepRecord | QueuePositionAnswer | GivenBack | AdapterLoaded
+    | EngineFailed)

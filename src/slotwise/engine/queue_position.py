@@ -9,12 +9,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from slotwise.engine.messages import QueuePositionAnswer, QueuePositionQuery, RequestPosition
+from slotwise.engine.refusals import TOO_MANY_QUERIES, Refused
 
 MAX_WAITING = 64
-
-
-class TooManyQueries(Exception):
-    """`MAX_WAITING` queries wait already."""
 
 
 class QueuePositionQueries:
@@ -35,11 +32,11 @@ class QueuePositionQueries:
             send: called when it is this query's turn; may raise.
 
         Raises:
-            TooManyQueries: `MAX_WAITING` queries wait already.
+            Refused: `MAX_WAITING` queries wait already.
             Exception: the one given to `give_up`.
         """
         if self._num_waiting >= MAX_WAITING:
-            raise TooManyQueries
+            raise Refused(TOO_MANY_QUERIES, "too many ask where their requests are; try again later")
         self._num_waiting += 1
         try:
             async with self._turn:

@@ -21,9 +21,10 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from slotwise.engine.client import CheckpointChanged, EngineClient, EngineError
+from slotwise.engine.client import EngineClient
 from slotwise.engine.heartbeat import ENGINE_TIMEOUT, HEARTBEAT_SECONDS, Clock, HeartbeatMonitor
 from slotwise.engine.messages import EngineInfo
+from slotwise.engine.refusals import CheckpointChanged, EngineError
 
 EXIT = 3.0  # seconds that an engine process gets to exit once its channel is closed
 REAP = 10.0  # seconds that the operating system gets to end a killed one

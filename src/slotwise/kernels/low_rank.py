@@ -9,7 +9,7 @@ its own for each of them, or for some.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -32,11 +32,19 @@ class LowRank(NamedTuple):
     bias: Tensor | None = None  # [outputs of the product], 0 where there is no part
 
 
+Packed = Any
+"""An adapter's factors of one product, as its kernels pack them."""
+
+
 class AddedProduct(Protocol):
     """What adapters add to one product."""
 
-    def set(self, place: int, factors: LowRank | None) -> None:
-        """Pack an adapter's factors, or forget them.  No row of a step that runs meanwhile may have this adapter."""
+    def pack(self, factors: LowRank) -> Packed:
+        """Returns an adapter's factors for `set`; changes nothing, so that a step may run meanwhile."""
+        ...
+
+    def set(self, place: int, packed: Packed | None) -> None:
+        """Put packed factors at a place, or forget those there.  No row of a step that runs may have this place."""
         ...
 
     def add(self, x: Tensor, out: Tensor) -> Tensor:
@@ -96,8 +104,11 @@ class _ReferenceAdded:
         self._adapters = adapters
         self._factors: list[LowRank | None] = [None] * adapters.num_places
 
-    def set(self, place: int, factors: LowRank | None) -> None:
-        self._factors[place] = factors
+    def pack(self, factors: LowRank) -> LowRank:
+        return factors
+
+    def set(self, place: int, packed: LowRank | None) -> None:
+        self._factors[place] = packed
 
     def add(self, x: Tensor, out: Tensor) -> Tensor:
         places = torch.tensor(self._adapters.places, device=x.device)

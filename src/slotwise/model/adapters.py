@@ -1,14 +1,16 @@
 """The adapters of a model: which products they may change, and which adapters are in memory.
 
     layers   Linear ─► Adapters.register      its parts by their names in the checkpoint
-    load     an adapter's file ─► checked ─► factors of each product, packed at a *place*
+    load     an adapter's file ─► checked ─► factors of each product, packed in host memory
     step     place of each row's adapter ─► AdapterProducts.assign
 
-All that are loaded are in host memory, which is where the kernels that support adapters compute.
+An adapter gets a *place*, where kernels find its factors, with its first row.  So `load` changes nothing that a step
+reads, and may run on another thread beside steps; the other methods belong to the thread of the steps.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +19,9 @@ import torch
 from torch import Tensor
 
 from slotwise.kernels.interface import Kernels
-from slotwise.kernels.low_rank import AddedProduct, LowRank, LowRankPart
+from slotwise.kernels.low_rank import AddedProduct, LowRank, LowRankPart, Packed
 from slotwise.model.errors import CheckpointError
-from slotwise.model.peft import PeftAdapter, read_adapter
-from slotwise.model.safetensors_files import SafetensorsTensor
+from slotwise.model.peft import AdapterTensor, PeftAdapter, read_adapter
 
 WHOLE_RANKS = 16  # to which packed factors are filled up
 
@@ -43,7 +44,7 @@ class Adaptable:
 
 
 class Adapters:
-    """Loads and forgets adapters; one caller at a time.
+    """Loads and forgets adapters, each under a number that is never used again.
 
     Args:
         num_places: adapters in memory at the same time.
@@ -55,19 +56,33 @@ class Adapters:
         self.max_rank = max_rank
         self._kind = kind
         self._products: list[Adaptable] = []
+        self.num_places = num_places
+        self._loading = threading.Lock()  # one adapter is loaded at a time
+        self._loaded: set[int] = set()  # numbers
+        self._unplaced: dict[int, list[Packed | None]] = {}  # factors of each product, of adapters without a place
         self._places: dict[int, int] = {}  # by number
         self._free = list(range(num_places))
 
     @property
     def bytes(self) -> int:
         """The most bytes of all adapters that fit, as packed."""
-        num_places = len(self._free) + len(self._places)
-        numbers = sum(len(product.parts) * product.inputs + sum(product.parts.values()) for product in self._products)
-        return num_places * numbers * -(-self.max_rank // WHOLE_RANKS) * WHOLE_RANKS * self._kind.itemsize
+        ranks = -(-self.max_rank // WHOLE_RANKS) * WHOLE_RANKS
+        return self.num_places * self._numbers_of_rank * ranks * self._kind.itemsize
+
+    @property
+    def _numbers_of_rank(self) -> int:
+        """Numbers of an adapter of rank 1, without biases."""
+        return sum(len(product.parts) * product.inputs + sum(product.parts.values()) for product in self._products)
+
+    @property
+    def _most_bytes(self) -> int:
+        """Bytes of the largest adapter's file, of float32, beside its table."""
+        biases = 2 * sum(sum(product.parts.values()) for product in self._products)
+        return (self._numbers_of_rank * self.max_rank + biases) * torch.float32.itemsize
 
     @property
     def is_full(self) -> bool:
-        return not self._free
+        return len(self._loaded) >= self.num_places
 
     def register(
         self, parts: Mapping[str, int], inputs: int, order: Tensor | None, bias: Tensor | None,
@@ -78,36 +93,52 @@ class Adapters:
         return added
 
     def place(self, number: int) -> int:
-        """The place of a loaded adapter."""
+        """The place of a loaded adapter, which has one from now on."""
+        if number not in self._places:
+            place = self._places[number] = self._free.pop()
+            for product, packed in zip(self._products, self._unplaced.pop(number), strict=True):
+                product.added.set(place, packed)
         return self._places[number]
 
     def load(self, number: int, folder: Path) -> None:
-        """Read and pack an adapter, whose number is not in use; there is a free place.
+        """Read and pack an adapter.
 
-        Raises CheckpointError, with one line, when it cannot be read or does not fit this model.
+        Raises CheckpointError, with one line, when it cannot be read, does not fit this model, or is one too many.
         """
-        try:
-            adapter = read_adapter(folder)
-            left = dict(adapter.tensors)
-            factors = [self._factors(product, adapter, left) for product in self._products]
-            if left:
-                raise CheckpointError(f"{folder} adapts {next(iter(left))!r:.120}, which this model does not have, or "
-                                      "of which adapters are not supported")
-        except MemoryError as error:
-            raise CheckpointError(f"{folder} does not fit memory") from error
-        place = self._places[number] = self._free.pop()
-        for product, added in zip(self._products, factors, strict=True):
-            product.added.set(place, added)
+        with self._loading:
+            if self.is_full:
+                raise CheckpointError(f"{self.num_places} adapters are in memory, those included that unfinished "
+                                      "requests still need, and max_cpu_loras allows no more: unload one")
+            try:
+                self._unplaced[number] = self._packed(folder)
+            except MemoryError as error:
+                raise CheckpointError(f"{folder} does not fit memory") from error
+            self._loaded.add(number)
 
     def unload(self, number: int) -> None:
         """Forget an adapter, of which no request is left."""
-        place = self._places.pop(number)
+        self._loaded.remove(number)
+        self._unplaced.pop(number, None)
+        if (place := self._places.pop(number, None)) is not None:
+            for product in self._products:
+                product.added.set(place, None)
+            self._free.append(place)
+
+    def _packed(self, folder: Path) -> list[Packed | None]:
+        """An adapter's factors of each product."""
+        adapter = read_adapter(folder, self._most_bytes)
+        left = dict(adapter.tensors)
+        packed = []
         for product in self._products:
-            product.added.set(place, None)
-        self._free.append(place)
+            factors = self._factors(product, adapter, left)
+            packed.append(None if factors is None else product.added.pack(factors))
+        if left:
+            raise CheckpointError(f"{folder} adapts {next(iter(left))!r:.120}, which this model does not have, or "
+                                  "of which adapters are not supported")
+        return packed
 
     def _factors(
-        self, product: Adaptable, adapter: PeftAdapter, left: dict[str, dict[str, SafetensorsTensor]],
+        self, product: Adaptable, adapter: PeftAdapter, left: dict[str, dict[str, AdapterTensor]],
     ) -> LowRank | None:
         """An adapter's factors of one product; takes its tensors out of `left`."""
         first, parts, biases, has_bias = 0, [], [], False
@@ -137,7 +168,7 @@ class Adapters:
         return LowRank(tuple(parts), torch.cat(biases) if has_bias else None)
 
     def _part(
-        self, name: str, found: Mapping[str, SafetensorsTensor], inputs: int, outputs: int, adapter: PeftAdapter,
+        self, name: str, found: Mapping[str, AdapterTensor], inputs: int, outputs: int, adapter: PeftAdapter,
     ) -> LowRankPart:
         """The factors of one weight, scaled; of rank 0 where there are none."""
         if "a" not in found and "b" not in found:
@@ -155,13 +186,13 @@ class Adapters:
         return LowRankPart(0, a, b * adapter.scale(name, rank))
 
     def _read(
-        self, name: str, tensor: SafetensorsTensor, shape: tuple[int, ...], adapter: PeftAdapter,
+        self, name: str, tensor: AdapterTensor, shape: tuple[int, ...], adapter: PeftAdapter,
     ) -> Tensor:
         """A tensor of the file as float32, checked before it is read."""
         if tensor.shape != shape:
             raise CheckpointError(f"{adapter.where}: a tensor of {name} is {list(tensor.shape)}; this model needs "
                                   f"{list(shape)}")
-        values = tensor.rows(0, shape[0]).float()
+        values = tensor.values()
         if not bool(values.isfinite().all()):
             raise CheckpointError(f"{adapter.where}: a tensor of {name} holds numbers that are not finite")
         return values

@@ -120,10 +120,13 @@ class Fields:
         return default
 
 
-def read_json(path: Path) -> Fields:
-    """One JSON object from a file.  Raises CheckpointError when it cannot be read or is no object."""
+def read_json(path: Path, most: int = MAX_JSON_BYTES) -> Fields:
+    """One JSON object from a file of at most so many bytes.
+
+    Raises CheckpointError when it cannot be read or is no object.
+    """
     try:
-        values = json.loads(read_part(path, MAX_JSON_BYTES).decode("utf-8-sig"))
+        values = json.loads(read_part(path, most).decode("utf-8-sig"))
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

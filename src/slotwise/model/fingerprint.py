@@ -8,7 +8,7 @@ from pathlib import Path
 
 from slotwise.gguf.model import parts_of
 
-CONFIGS = ("config.json", "generation_config.json", "model.safetensors.index.json")
+CONFIGS = ("config.json", "generation_config.json", "model.safetensors.index.json", "adapter_config.json")
 HEADER_BYTES = 64 << 10  # of a weights' file: the beginning of its table of tensors
 MAX_CONFIG_BYTES = 64 << 20
 

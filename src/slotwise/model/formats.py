@@ -118,8 +118,8 @@ def _adapter(folder: Path, *, is_beside_weights: bool) -> str:
     with suppress(CheckpointError):  # the file is damaged or names none
         base = f" for {read_json(folder / ADAPTER).text('base_model_name_or_path'):.100}"
     other = f", or remove {ADAPTER} to serve the weights beside it" if is_beside_weights else ""
-    return (f"{folder} holds a LoRA adapter{base} and no model: load its base model with LLM(enable_lora=True) and "
-            "name the adapter in lora_request, or merge it into its base model with peft (merge_and_unload, then "
+    return (f"{folder} holds a LoRA adapter{base} and no model: serve its base model with --enable-lora "
+            "--lora-modules NAME=FOLDER, or merge it into its base model with peft (merge_and_unload, then "
             f"save_pretrained) and serve the result{other}")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -31,6 +31,15 @@ ABOUT = "__metadata__"  # no tensor
 _NAMED = 3  # files named in an error before "and n more"
 
 
+class Entry(NamedTuple):
+    """A tensor in a table."""
+
+    kind: str
+    shape: tuple[int, ...]
+    nbytes: int
+    at: int  # its first byte in the file
+
+
 class SafetensorsFile:
     """A file; its table is read at once.  Raises CheckpointError when it is damaged."""
 
@@ -38,11 +47,12 @@ class SafetensorsFile:
         self._path = path
         try:
             check_part(path)
-            self.table = _table(path)
+            with path.open("rb") as file:
+                self.table = read_table(file, path.stat().st_size)
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise self._damaged(error) from error
+            raise damaged(path, error) from error
 
     @cached_property
     def mapped(self) -> Any:
@@ -50,10 +60,12 @@ class SafetensorsFile:
         try:
             return safe_open(self._path, framework="pt")
         except (SafetensorError, OSError) as error:
-            raise self._damaged(error) from error
+            raise damaged(self._path, error) from error
 
-    def _damaged(self, error: Exception) -> CheckpointError:
-        return CheckpointError(f"{self._path} is damaged or incomplete ({error!s:.200}): download it again")
+
+def damaged(path: Path, error: Exception) -> CheckpointError:
+    """The error of a file that is none of the format."""
+    return CheckpointError(f"{path} is damaged or incomplete ({error!s:.200}): download it again")
 
 
 class SafetensorsTensor:
@@ -63,7 +75,7 @@ class SafetensorsTensor:
 
     def __init__(self, file: SafetensorsFile, name: str) -> None:
         self._file, self._name = file, name
-        self.kind, self.shape, self.nbytes = file.table[name]
+        self.kind, self.shape, self.nbytes, _ = file.table[name]
 
     def rows(self, first: int, end: int) -> Tensor:
         if not self.shape:
@@ -92,14 +104,15 @@ def _canonical(name: str) -> str:
     return next((new + name.removeprefix(old) for old, new in RENAMED if name.startswith(old)), name)
 
 
-def _table(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
-    """Type, shape and bytes of each tensor.  Raises ValueError, TypeError or KeyError when it is malformed."""
-    with path.open("rb") as file:
-        size = path.stat().st_size
-        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-        if length > min(MAX_TABLE_BYTES, size - LENGTH_BYTES):
-            raise ValueError(f"a table of {length} bytes in a file of {size}")
-        entries = json.loads(file.read(length))
+def read_table(file: BinaryIO, size: int, most: int = MAX_TABLE_BYTES) -> dict[str, Entry]:
+    """The table of a file of `size` bytes, of at most `most` itself.
+
+    Raises ValueError, TypeError, KeyError or RecursionError when it is malformed.
+    """
+    length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+    if length > min(most, size - LENGTH_BYTES):
+        raise ValueError(f"a table of {length} bytes in a file of {size}")
+    entries = json.loads(file.read(length))
     if not isinstance(entries, dict):
         raise ValueError("its table is no object")
     table, last = {}, 0
@@ -109,7 +122,7 @@ def _table(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
         (first, end), shape = entry["data_offsets"], tuple(map(_size, entry["shape"]))
         if not 0 <= _size(first) <= _size(end):
             raise ValueError(f"{name!r:.60} has offsets {first!r:.20} and {end!r:.20}")
-        table[name] = str(entry["dtype"]), shape, end - first
+        table[name] = Entry(str(entry["dtype"]), shape, end - first, LENGTH_BYTES + length + first)
         last = max(last, end)
     if LENGTH_BYTES + length + last != size:
         raise ValueError(f"its tensors end at byte {LENGTH_BYTES + length + last}, the file at {size}")

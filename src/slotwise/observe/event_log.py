@@ -90,6 +90,8 @@ class Request(_Entry, tag="request", rename={"slo": "terms"}):
     stop_lengths: tuple[int, ...] = ()  # characters of each stop string, where `params` leaves them out as long
     prediction: tuple[int, ...] = ()  # tokens that its client expects; in a file only
     pooling: PoolingParams | None = None  # one vector is wanted, and no tokens; the log does not hold it
+    adapter: Number = 0  # number of its adapter, which belongs to its prefixes; 0: the base model
+    adapter_name: str = ""  # by which its client named it
 
 
 class Command(_Entry, tag="command"):
@@ -269,8 +271,7 @@ class _Head(msgspec.Struct):
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Entry)
 _head_decoder = msgspec.json.Decoder(_Head)
-encode = _encoder.encode
-encode_lines = _encoder.encode_lines
+encode, encode_lines = _encoder.encode, _encoder.encode_lines
 
 
 def line_of(entry: Entry) -> bytes:

@@ -104,7 +104,8 @@ class Explanation(NamedTuple):
     def as_json(self) -> dict[str, Any]:
         timeline = self.timeline
         return {
-            "id": timeline.request.id, "number": timeline.request.number, "finish_reason": timeline.end_reason or None,
+            "id": timeline.request.id, "number": timeline.request.number,
+            "adapter": timeline.request.adapter_name or None, "finish_reason": timeline.end_reason or None,
             "prompt_tokens": timeline.request.num_prompt, "cached_tokens": self.num_cached,
             "completion_tokens": timeline.num_output, "preemptions": self.num_preemptions,
             "draft_tokens": self.num_drafts, "accepted_draft_tokens": self.num_accepted,

@@ -5,6 +5,7 @@ The fold's state is plain numbers; Prometheus' own objects are built when the me
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -26,6 +27,7 @@ from slotwise.observe.series import (
     HISTOGRAMS,
     IN_HOST,
     LABELLED,
+    LORA_REQUESTS,
     ON_DEVICE,
     TO_DEVICE,
     TO_HOST,
@@ -248,6 +250,16 @@ class Metrics(Collector, Observer):
             if self._has_vllm_names:
                 yield from as_vllm(family)
 
+    def _adapters(self) -> Metric:
+        """The adapters of unfinished requests, as labels; the value is the time, by which vLLM's readers sort them."""
+        names: dict[bool, set[str]] = {True: set(), False: set()}  # by whether their requests wait
+        for timeline in self.timelines.by_number.values():
+            if timeline.request.adapter_name and not timeline.ended:
+                names[timeline.is_waiting].add(timeline.request.adapter_name)
+        return self._shown.info("lora_requests_info", LORA_REQUESTS, {
+            "max_lora": self._info.limits.max_loras, "running_lora_adapters": ",".join(sorted(names[False])),
+            "waiting_lora_adapters": ",".join(sorted(names[True]))}, time.time())
+
     def _families(self) -> Iterator[Metric]:
         shown, info = self._shown, self._info
         limits = info.limits
@@ -256,6 +268,8 @@ class Metrics(Collector, Observer):
         yield shown.info("cache_config_info", "The cache's settings, as labels of a 1.", {
             "block_size": limits.block_size, "cache_dtype": info.cache_dtype, "num_blocks": limits.num_blocks,
             "enable_prefix_caching": limits.enable_prefix_caching, "num_host_blocks": limits.num_host_blocks})
+        if info.max_adapters:
+            yield self._adapters()
         yield shown.gauge("engine_healthy", self._healthy())
         yield shown.gauge("num_requests_running", self.timelines.num_running)
         yield shown.gauge("num_requests_waiting", self.timelines.num_waiting)

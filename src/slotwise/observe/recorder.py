@@ -114,7 +114,8 @@ class Recorder(Observer):
         entry = event_log.Request(
             number, request.request_id, now_ns, len(request.prompt), request.params, request.seed, request.received_ns,
             request.read_ns, request.tokenised_ns, request.output_tokens, request.queue_timeout, request.slo,
-            request.salt, stop_lengths=request.stop_lengths, pooling=request.pooling)
+            request.salt, stop_lengths=request.stop_lengths, pooling=request.pooling, adapter=request.adapter,
+            adapter_name=request.adapter_name)
         if self._file is not None:
             self._file.write(line_of(msgspec.structs.replace(
                 entry, prompt=tuple(request.prompt), prediction=request.prediction)))

@@ -127,6 +127,7 @@ BY_LAYER = {  # gauges labelled with the layer, of models with mixtures of exper
     "idle_experts": "Experts of the layer that no token chose in the latest minute of work.",
 }
 LAYER = "layer"
+LORA_REQUESTS = "The names of adapters of running and of waiting requests, as labels; only with --enable-lora."
 WAITING = Labelled("reason", WAITS[1:], "Requests that wait for a slot in the last planned step, by reason.")
 
 
@@ -167,10 +168,10 @@ class Shown:
     def gauge(self, name: str, value: float) -> Metric:
         return self._filled(GaugeMetricFamily, name, GAUGES[name], [], {"": value})
 
-    def info(self, name: str, help_text: str, facts: Mapping[str, object]) -> Metric:
-        """Returns a gauge of 1 whose labels are the information."""
+    def info(self, name: str, help_text: str, facts: Mapping[str, object], value: float = 1) -> Metric:
+        """Returns a gauge whose labels are the information."""
         family = GaugeMetricFamily(PREFIX + name, help_text, labels=["model_name", *facts])
-        family.add_metric([self._model, *map(str, facts.values())], 1)
+        family.add_metric([self._model, *map(str, facts.values())], value)
         return family
 
     def waiting(self, counts: Mapping[str, int]) -> Metric:

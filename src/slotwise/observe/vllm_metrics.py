@@ -28,7 +28,7 @@ NAMES = (  # as samples have them, without the suffixes of a histogram's
     "request_generation_tokens", "request_max_num_generation_tokens", "request_prefill_kv_computed_tokens",
     "request_params_n", "request_params_max_tokens", "iteration_tokens_total",
     "spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total",
-    "spec_decode_num_accepted_tokens_per_pos_total")
+    "spec_decode_num_accepted_tokens_per_pos_total", "lora_requests_info")
 OLDER = {  # names that vLLM has given up, and that rules still have
     "kv_cache_usage_perc": "gpu_cache_usage_perc", "inter_token_latency_seconds": "time_per_output_token_seconds",
     "prefix_cache_queries_total": "gpu_prefix_cache_queries_total",
@@ -41,7 +41,6 @@ ABSENT = {  # vLLM's metrics that are not served; `*` stands for any characters
     "prompt_tokens_cached_by_source_total": "`prompt_tokens_by_source_total` tells the device's cache "
                                             "(`local_cache_hit`) and the host's (`external_kv_transfer`) apart.",
     "corrupted_requests_total": "A request whose logits are not finite ends as `error` in `request_success_total`.",
-    "lora_requests_info": "The server has no LoRA adapters.",
     "mm_cache_*": "The server has text models only.",
     "engine_sleep_state": "`slotwise:sleep_level` is the level as a number, 0 while the model is awake.",
     "sleep_mode_operation_duration_seconds": "The log has the times of sleeps and wake-ups.",

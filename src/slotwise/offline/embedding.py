@@ -10,6 +10,7 @@ from slotwise.core.params import PoolingParams, SamplingParams
 from slotwise.core.slo import SLO
 from slotwise.core.step import TokenLogprobs
 from slotwise.engine.messages import Add
+from slotwise.offline.residents import BASE, Held
 from slotwise.outputs import EmbeddingOutput, EmbeddingRequestOutput
 
 NO_TOKENS = SamplingParams(max_tokens=None)
@@ -21,11 +22,13 @@ class EmbeddingJob:
     index = 0
     met_stop_string = False
 
-    def __init__(self, output: EmbeddingRequestOutput, pooling: PoolingParams, salt: str = "") -> None:
+    def __init__(self, output: EmbeddingRequestOutput, pooling: PoolingParams, salt: str = "",
+                 adapter: Held = BASE) -> None:
         self.output = output
         self.error = ""  # why it ended, if it failed
         self._pooling = pooling
         self._salt = salt
+        self._adapter = adapter
 
     @property
     def job(self) -> EmbeddingJob:
@@ -38,7 +41,7 @@ class EmbeddingJob:
     def add(self, name: str) -> Add:
         """The command that starts it, under a name that is unique among the unfinished ones."""
         return Add(name, self.output.prompt_token_ids, NO_TOKENS, 0, salt=self._salt, slo=SLO(),
-                   pooling=self._pooling)
+                   pooling=self._pooling, adapter=self._adapter.number, adapter_name=self._adapter.name)
 
     def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], now: float, reason: str = "") -> None:
         """Never called: nothing is sampled."""

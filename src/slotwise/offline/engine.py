@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slotwise.compose.engine import load
-from slotwise.engine.config import ConfigError
 from slotwise.engine.engine import Engine
 from slotwise.errors import CheckpointError
 from slotwise.model.adapters import Adapters
@@ -44,8 +43,6 @@ class OfflineEngine:
 
             log_file.check(event_log)
         self._config = arguments.config
-        if event_log and self._config.enable_lora:
-            raise ConfigError("an event log does not have the adapters of requests yet: leave out event_log")
         self._recording: Recording | None = None
         self.metrics: Metrics | None = None
         self.level = 0  # of its sleep; 0: awake

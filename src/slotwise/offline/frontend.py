@@ -16,6 +16,7 @@ from slotwise.inputs import Parsed
 from slotwise.offline.arguments import Arguments
 from slotwise.offline.embedding import EmbeddingJob
 from slotwise.offline.job import Job
+from slotwise.offline.residents import BASE, Held
 from slotwise.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestMetrics, RequestOutput
 from slotwise.pooling_params import PoolingParams
 from slotwise.sampling_params import SamplingParams
@@ -45,7 +46,7 @@ class Frontend:
         return SamplingParams(**self.defaults.given)
 
     def job(self, info: EngineInfo, prompt: Parsed, params: SamplingParams | None, request_id: str,
-            priority: int = 0, adapter: int = 0) -> Job:
+            priority: int = 0, adapter: Held = BASE) -> Job:
         """A request that the engine can run.
 
         Raises:
@@ -66,7 +67,7 @@ class Frontend:
             output, wanted, engine_params, seed, self.tokenizer, info.eos_token_ids, salt, priority, adapter)
 
     def embedding_job(self, info: EngineInfo, prompt: Parsed, params: PoolingParams | None, request_id: str,
-                      most: int | None) -> EmbeddingJob:
+                      most: int | None, adapter: Held = BASE) -> EmbeddingJob:
         """A prompt whose vector is wanted.
 
         Args:
@@ -88,7 +89,7 @@ class Frontend:
         self._check_prompt(info, ids, 0)
         output = EmbeddingRequestOutput(
             request_id, EmbeddingOutput(), ids, finished=False, metrics=RequestMetrics(time.monotonic()))
-        return EmbeddingJob(output, pooling, self._salt(prompt))
+        return EmbeddingJob(output, pooling, self._salt(prompt), adapter)
 
     def _salt(self, prompt: Parsed) -> str:
         return f"{self._resets}:{prompt.salt}" if self._resets or prompt.salt else ""

@@ -9,6 +9,7 @@ from slotwise.core.params import SamplingParams as EngineParams
 from slotwise.core.slo import SLO
 from slotwise.core.step import TokenLogprobs
 from slotwise.engine.messages import Add
+from slotwise.offline.residents import BASE, Held
 from slotwise.outputs import CompletionOutput, RequestOutput, by_token
 from slotwise.sampling_params import RequestOutputKind, SamplingParams
 from slotwise.text.continuation import Continuation, Shown
@@ -27,7 +28,7 @@ class Job:
 
     def __init__(self, output: RequestOutput, params: SamplingParams, engine_params: EngineParams, seed: int,
                  tokenizer: Tokenizer, eos_ids: Collection[int], salt: str = "", priority: int = 0,
-                 adapter: int = 0) -> None:
+                 adapter: Held = BASE) -> None:
         self.output = output
         self.kind = params.output_kind
         self.interval = params.stream_interval or 1
@@ -51,7 +52,7 @@ class Job:
         """The command that starts a continuation, under a name that is unique among the unfinished ones."""
         index = choice.completion.index
         return Add(name, self.output.prompt_token_ids, self._params.of_choice(index), (self._seed + index) % 2**64,
-                   salt=self._salt, slo=self._slo, adapter=self._adapter)
+                   salt=self._salt, slo=self._slo, adapter=self._adapter.number, adapter_name=self._adapter.name)
 
     def read_prompt(self, start: int, entries: Sequence[TokenLogprobs]) -> None:
         """Adds entries of the prompt's tokens from position `start + 1` on; known ones, computed again, are ignored."""

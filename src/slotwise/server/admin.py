@@ -9,14 +9,14 @@ from typing import Any
 import msgspec
 
 from slotwise import __version__
-from slotwise.engine.client import Refused
+from slotwise.engine.refusals import Refused
 from slotwise.server.admin_protocol import AbortRequest, DetokenizeRequest, TokenizeRequest, WhatIfRequest
 from slotwise.server.completions import conversation_of
 from slotwise.server.context import Api
 from slotwise.server.errors import bad_request, from_refusal
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.prompts import Encoding
-from slotwise.server.protocol import check_model, decode, decode_object
+from slotwise.server.protocol import decode, decode_object
 from slotwise.server.tiers import read_tiers
 from slotwise.server.tools import allowed_tools
 from slotwise.server.unknown_fields import warn_of_unknown_fields
@@ -64,11 +64,14 @@ async def experts(api: Api, exchange: HttpExchange) -> None:
     await exchange.respond_json({"layers": api.metrics.experts.table()})
 
 
-def _model(api: Api, name: str) -> dict[str, object]:
+def model_card(api: Api, name: str) -> dict[str, object]:
+    """What the list of models tells of one; `root` of an adapter is its folder.  Raises ApiError: there is none."""
+    info, adapter = api.engine_client.info, api.models.adapter(name)
+    created, root, parent = (STARTED, info.model, None) if adapter is None else (
+        adapter.created, adapter.module.path, adapter.module.base_model_name or api.settings.served_model_name)
     return {
-        "id": name, "object": "model", "created": STARTED, "owned_by": "slotwise",
-        "root": api.engine_client.info.model, "parent": None,
-        "max_model_len": api.engine_client.info.limits.max_model_len,
+        "id": name, "object": "model", "created": created, "owned_by": "slotwise", "root": root, "parent": parent,
+        "max_model_len": info.limits.max_model_len,
         "default_sampling_params": api.settings.sampling_defaults.given,
     }
 
@@ -121,15 +124,13 @@ async def abort_requests(api: Api, exchange: HttpExchange) -> None:
 
 
 async def models(api: Api, exchange: HttpExchange) -> None:
-    """The served model, once by each of its names."""
-    await exchange.respond_json({"object": "list", "data": [_model(api, name) for name in api.settings.model_names]})
+    """The served model, once by each of its names, and its adapters."""
+    await exchange.respond_json({"object": "list", "data": [model_card(api, name) for name in api.models.names]})
 
 
 async def model(api: Api, exchange: HttpExchange) -> None:
-    """The served model."""
-    name = exchange.scope["path_params"]["model"]
-    check_model(name, api.settings.model_names)
-    await exchange.respond_json(_model(api, name))
+    """The served model, or one of its adapters."""
+    await exchange.respond_json(model_card(api, exchange.scope["path_params"]["model"]))
 
 
 async def tokenize(api: Api, exchange: HttpExchange) -> None:
@@ -138,7 +139,7 @@ async def tokenize(api: Api, exchange: HttpExchange) -> None:
     async with api.bodies.reading(exchange) as body:
         request = decode(TokenizeRequest, body)
         warn_of_unknown_fields(exchange, TokenizeRequest, body)
-        check_model(request.model, api.settings.model_names)
+        api.models.adapter(request.model)
         if (request.prompt is None) == (request.messages is None):
             raise bad_request("give either prompt or messages", "prompt")
         if request.messages is not None:
@@ -161,6 +162,6 @@ async def detokenize(api: Api, exchange: HttpExchange) -> None:
     async with api.bodies.reading(exchange) as body:
         request = decode(DetokenizeRequest, body)
         warn_of_unknown_fields(exchange, DetokenizeRequest, body)
-        check_model(request.model, api.settings.model_names)
+        api.models.adapter(request.model)
         text = await api.prompts.decode(request.tokens, exchange.holder)
     await exchange.respond_json({"prompt": text})

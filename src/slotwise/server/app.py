@@ -14,6 +14,7 @@ from slotwise.server.context import Api
 from slotwise.server.embeddings import embeddings
 from slotwise.server.events import events
 from slotwise.server.http_exchange import HttpExchange
+from slotwise.server.lora import LOAD, UNLOAD, load_adapter, unload_adapter
 from slotwise.server.messages import count_tokens, messages
 from slotwise.server.openapi import document
 from slotwise.server.parsers.registry import UNPARSED, OutputFormat
@@ -57,6 +58,8 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", "/v1/embeddings", embeddings),
     ("GET", "/v1/models", admin.models),
     ("GET", "/v1/models/{model:path}", admin.model),
+    ("POST", LOAD, load_adapter),
+    ("POST", UNLOAD, unload_adapter),
     ("POST", "/tokenize", admin.tokenize),
     ("POST", "/detokenize", admin.detokenize),
     ("POST", "/abort_requests", admin.abort_requests),

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route, Router
 from starlette.types import Receive, Scope, Send
 
-from slotwise.server import lifecycle, messages_output
+from slotwise.server import lifecycle, lora, messages_output
 from slotwise.server.browsers import WITH_A_BODY, Browsers, check_json, check_one_host, is_local, is_preflight
 from slotwise.server.connections import ALWAYS
 from slotwise.server.errors import OPENAI, ApiError, ClientGone, ErrorFormat
@@ -29,7 +29,8 @@ from slotwise.server.unsupported import why_not_served
 
 OPEN_TO_ALL = ("/", "/docs", "/health", "/ping", "/timeline")  # the pages hold no data; the last prompts for a key
 ERROR_FORMATS = {messages_output.MESSAGES: messages_output.ERRORS, RESPONSES: ERRORS}  # by the beginnings of paths
-ADMIN = ("/admin/", "/what_if", lifecycle.SLEEP, lifecycle.WAKE_UP, lifecycle.LOAD_MODEL)  # the operator's
+ADMIN = (  # beginnings of the operator's routes
+    "/admin/", "/what_if", lifecycle.SLEEP, lifecycle.WAKE_UP, lifecycle.LOAD_MODEL, lora.LOAD, lora.UNLOAD)
 MAX_ROUTES = 2000  # characters of the routes that an error lists
 REJECTIONS = ("context_length_exceeded", "tokenizer_busy")  # codes of errors that count as refused admissions
 

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from slotwise.core.slo import SLO
 from slotwise.engine.admission_control import AdmissionControl
-from slotwise.engine.client import QUEUE_FULL, EngineClient, Refused
+from slotwise.engine.client import EngineClient
+from slotwise.engine.refusals import QUEUE_FULL, Refused
 from slotwise.engine.sleep import Sleep
 from slotwise.engine.tenant_capacity import TenantCapacity
 from slotwise.observe.batched_observer import BatchedObserver
@@ -36,6 +37,7 @@ from slotwise.server.queue_headers import headers_of
 from slotwise.server.quotas import Account, Quotas
 from slotwise.server.request_log import RequestLog
 from slotwise.server.response_store import ResponseStore
+from slotwise.server.served_models import ServedModels
 from slotwise.server.settings import ServerSettings
 from slotwise.server.slo import Tiers, slo_of
 from slotwise.server.subscribers import Subscribers
@@ -108,7 +110,8 @@ class Api:
         self.grammars = GrammarChecker(map(tokenizer.token_text, sorted(tokenizer.special_ids)))
         self.explainer = Explainer(self.batched_observer, self.recorder, step_times)
         self.what_if = WhatIf(self.batched_observer, self.recorder.ring)
-        engine_client.observers += [self.admission_control, self.batched_observer]
+        self.models = ServedModels(engine_client, settings)
+        engine_client.observers += [self.admission_control, self.batched_observer, self.models]
         self.active_requests = ActiveRequests()
         self.position_queries = Turns(MAX_QUERIES, MAX_QUERIES_OF_ONE)
         self.prompt_entries = TenantCapacity("log-probabilities of prompts are held", MAX_HELD)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from slotwise.core.params import InvalidParams
-from slotwise.engine.client import DRAINING, DUPLICATE_ID, Refused
+from slotwise.engine.refusals import DRAINING, DUPLICATE_ID, Refused
 from slotwise.server.turns import QueueFull
 from slotwise.text.chat_source import ChatTemplateError
 from slotwise.text.tokenizer import TokenizerError

@@ -9,8 +9,8 @@ from dataclasses import replace
 from functools import partial
 
 from slotwise.core.params import SamplingParams
-from slotwise.engine.client import Refused
 from slotwise.engine.messages import Add
+from slotwise.engine.refusals import Refused
 from slotwise.routing.prompt import PIECE
 from slotwise.server.active_requests import ActiveRequest
 from slotwise.server.choice import Choice
@@ -57,6 +57,7 @@ async def start(api: Api, job: Job) -> list[Choice]:
     seed = api.seeds.getrandbits(63) if params.seed is None else params.seed
     sent, stop_lengths = _without_long_stops(params)
     shown, stop_ids = _shown(job), _stop_ids(api, params)
+    adapter, adapter_name = (job.adapter.number, job.adapter.name) if job.adapter is not None else (0, "")
     choices: list[Choice] = []
     num_sent = 0  # tokens since the last pass of the event loop
     try:
@@ -72,7 +73,7 @@ async def start(api: Api, job: Job) -> list[Choice]:
                 generation = api.engine_client.submit(Add(
                     unique, prompt, sent.of_choice(k), (seed + k) % 2**64, output_tokens, job.salt, timeout,
                     job.received_ns, job.read_ns, tokenised_ns, job.slo, stop_lengths, job.pooling,
-                    job.prediction))
+                    job.prediction, adapter, adapter_name))
                 generation.num_prompt = len(prompt) if job.prediction else 0
                 choices.append(Choice(len(choices), generation, text, stop_ids, is_silent=job.is_silent,
                                       parsed=job.parsing.output() if job.parsing is not None else None))

@@ -12,6 +12,7 @@ from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.logprobs import CompletionLogprobs, LogprobFormat, LogprobsWriter, TokenNames, TokenTexts
 from slotwise.server.output_parsing import Parsing
 from slotwise.server.protocol import Generate
+from slotwise.server.served_models import ServedAdapter
 from slotwise.server.shapes import Heading, Shape, drafted, usage
 
 
@@ -39,6 +40,7 @@ class Job(NamedTuple):
     pooling: PoolingParams | None = None  # vectors are wanted, and no tokens
     parsing: Parsing | None = None  # how outputs are parsed; None: they are text
     prediction: tuple[int, ...] = ()  # tokens that its outputs are expected to have
+    adapter: ServedAdapter | None = None  # None: the base model's own outputs
 
     @property
     def shape(self) -> Shape:

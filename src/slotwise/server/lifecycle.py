@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from http import HTTPStatus
 from urllib.parse import parse_qsl
 
-from slotwise.engine.client import EngineError
+from slotwise.engine.refusals import EngineError
 from slotwise.engine.sleep import LEVELS, Busy, Sleep
 from slotwise.server.admin_protocol import LoadModelRequest
 from slotwise.server.context import Api

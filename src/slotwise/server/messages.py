@@ -15,7 +15,7 @@ from slotwise.server.messages_output import Blocks, content, event, stop_fields,
 from slotwise.server.messages_protocol import CountTokensRequest, MessagesRequest
 from slotwise.server.parsers.parts import Part
 from slotwise.server.pipeline import Asked, respond
-from slotwise.server.protocol import check_model, decode
+from slotwise.server.protocol import decode
 from slotwise.server.shapes import MESSAGE
 from slotwise.server.tools import allowed_tools
 from slotwise.server.unknown_fields import warn_of_unknown_fields
@@ -32,7 +32,7 @@ async def count_tokens(api: Api, exchange: HttpExchange) -> None:
     async with api.bodies.reading(exchange) as body:
         request = decode(CountTokensRequest, body)
         warn_of_unknown_fields(exchange, CountTokensRequest, body)
-        check_model(request.model, api.settings.model_names)
+        api.models.adapter(request.model)
         chat = request.as_chat()
         allowed_tools(api, chat)
         rendered = await api.prompts.of_chat(conversation_of(api, chat), exchange.holder)

@@ -24,6 +24,7 @@ from slotwise.server.embeddings_protocol import EmbeddingRequest
 from slotwise.server.errors import TRY_LATER, ErrorBody
 from slotwise.server.events import SWITCHES
 from slotwise.server.lifecycle import LOAD_MODEL, SLEEP, WAKE_UP
+from slotwise.server.lora import LOAD, UNLOAD, LoadAdapterRequest, UnloadAdapterRequest
 from slotwise.server.messages_output import MESSAGES, MessagesErrorBody
 from slotwise.server.messages_protocol import CountTokensRequest, MessagesRequest
 from slotwise.server.protocol import (
@@ -43,7 +44,8 @@ BODIES: dict[str, type] = {
     "/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest,
     "/v1/responses": ResponsesRequest, "/v1/messages": MessagesRequest, "/v1/messages/count_tokens": CountTokensRequest,
     "/v1/embeddings": EmbeddingRequest, "/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest,
-    "/abort_requests": AbortRequest, "/what_if": WhatIfRequest, LOAD_MODEL: LoadModelRequest}
+    "/abort_requests": AbortRequest, "/what_if": WhatIfRequest, LOAD_MODEL: LoadModelRequest,
+    LOAD: LoadAdapterRequest, UNLOAD: UnloadAdapterRequest}
 WITHOUT_A_BODY = ("/ping", SLEEP, WAKE_UP)  # though they are posted
 STREAMING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 OTHER_TEXT = {"/": "text/html", "/docs": "text/html", "/metrics": "text/plain", "/timeline": "text/html",

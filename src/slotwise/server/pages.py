@@ -55,7 +55,7 @@ TRY = """curl {url}/v1/completions -H 'Content-Type: application/json' \\
 
 async def index(api: Api, exchange: HttpExchange) -> None:
     """A page with links to the others, and the model's name where no key is needed."""
-    names = () if api.keys.needed else api.settings.model_names
+    names = () if api.keys.needed else api.models.names
     await respond(exchange, _index(names, api.settings.root_path))
 
 

@@ -17,7 +17,7 @@ from slotwise.server.http_exchange import HttpExchange, checked_request_id
 from slotwise.server.job import Job, Repeated
 from slotwise.server.output_parsing import Parsing
 from slotwise.server.prompts import Encoding
-from slotwise.server.protocol import Generate, check_model
+from slotwise.server.protocol import Generate
 from slotwise.server.shapes import Heading, Shape
 from slotwise.server.slo import UNTIERED
 from slotwise.speculation.settings import NONE
@@ -56,15 +56,17 @@ async def respond(api: Api, exchange: HttpExchange, shape: Shape, prepare: Check
     except InvalidParams as error:
         raise from_params(error) from error
     tier = slo.tier or (UNTIERED if request.service_tier is not None else "")
-    heading = Heading.now(shape, exchange.request_id, api.settings.served_model_name, tier)
     salt = _salt(exchange.tenant, request.cache_salt)
     if api.sleep is not None:
         salt = api.sleep.salt(salt)
     prediction = await _prediction(api, exchange, request)
-    job = Job(request, asked.prompts, params, heading, slo, salt, exchange.received_ns, exchange.read_ns,
-              exchange.traceparent, asked.repeated, asked.is_silent, asked.pooling, asked.parsing,
-              prediction)
-    await answer(api, exchange, job, asked.render)
+    with api.models.held(request.model) as adapter:
+        name = api.settings.served_model_name if adapter is None else adapter.name
+        heading = Heading.now(shape, exchange.request_id, name, tier)
+        job = Job(request, asked.prompts, params, heading, slo, salt, exchange.received_ns, exchange.read_ns,
+                  exchange.traceparent, asked.repeated, asked.is_silent, asked.pooling, asked.parsing,
+                  prediction, adapter)
+        await answer(api, exchange, job, asked.render)
 
 
 async def _prediction(api: Api, exchange: HttpExchange, request: Generate) -> tuple[int, ...]:
@@ -110,7 +112,7 @@ def _enter(api: Api, exchange: HttpExchange) -> None:
 
 def check(api: Api, exchange: HttpExchange, request: Generate) -> SLO:
     """All checks that need no prompt.  Returns the objectives the request is served on."""
-    check_model(request.model, api.settings.model_names)
+    api.models.adapter(request.model)
     request.refuse_unsupported()
     if request.request_id is not None:
         exchange.request_id = checked_request_id(request.request_id, "request_id")

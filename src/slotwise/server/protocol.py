@@ -7,10 +7,9 @@ change nothing, or refused by name (see `server.unsupported`); an unknown one is
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from http import HTTPStatus
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -28,7 +27,7 @@ from slotwise.core.params import (
 from slotwise.core.ranges import INT64, Range, whole
 from slotwise.core.slo import PRIORITIES
 from slotwise.server import body_precheck
-from slotwise.server.errors import ApiError, bad_request, from_decoding, from_params
+from slotwise.server.errors import bad_request, from_decoding, from_params
 from slotwise.server.unsupported import Unsupported, refuse
 from slotwise.server.whole_numbers import with_whole_numbers
 from slotwise.text.conversation import RESERVED_VARIABLES
@@ -335,11 +334,3 @@ def _decoding(body: bytes) -> Iterator[None]:
         raise from_decoding(error, body) from error
     finally:
         gc.enable()
-
-
-def check_model(asked: str | None, names: Sequence[str]) -> None:
-    """Raises ApiError for a name that is none of the served model's."""
-    if asked is not None and asked not in names:
-        served = " or ".join(map(repr, names))
-        message = f"the model {asked[:MAX_NAME]!r} does not exist; this server has {served}"
-        raise ApiError(HTTPStatus.NOT_FOUND, message, "model", "model_not_found")

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
-from slotwise.engine.client import Refused
 from slotwise.engine.messages import RequestPosition
+from slotwise.engine.refusals import Refused
 from slotwise.server.choice import Choice
 from slotwise.server.context import Api
 from slotwise.server.errors import ApiError, from_queue_full, from_refusal

@@ -57,7 +57,7 @@ async def replica(api: Api, exchange: HttpExchange) -> None:
     index.salted(api.sleep.salt("") if api.sleep is not None else "")
     changes: Changes = index.changes(instance, since)
     timelines, rate = api.recorder.timelines, api.admission_control.rate
-    accepts = client.healthy and not client.draining and not api.sleep_level and not api.is_over
+    accepts = client.refusal is None and not api.is_over
     state = ReplicaState(
         index.instance, changes.version, changes.is_whole, changes.added, changes.removed,
         accepts, client.scheduling.max_num_seqs, client.info.limits.max_num_batched_tokens,

@@ -64,6 +64,8 @@ class RequestLog:
             "output_tokens": sum(choice.num_tokens + choice.generation.num_unread for choice in choices),
             "finish_reasons": dict(ends), "read_s": _since(exchange, job.read_ns),
             "first_token_s": _since(exchange, first) if first else None}
+        if job.adapter is not None:
+            fields["adapter"] = job.adapter.name
         if self._max_text:
             fields["prompts"] = self._texts(job.prompts)
         return fields
@@ -98,6 +100,8 @@ def sentence(fields: dict[str, Any]) -> str:
                  f"{fields['output_tokens']} output tokens, {ends}; read after {fields['read_s']:.3f} s")
         if fields["first_token_s"] is not None:
             line += f", first token after {fields['first_token_s']:.3f} s"
+    if "adapter" in fields:
+        line += f"; adapter {fields['adapter']}"
     if "prompts" in fields:
         line += f"; prompts {json.dumps(fields['prompts'], ensure_ascii=False)}"
     return line

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from slotwise.core.pooling_defaults import PoolingDefaults
 from slotwise.core.sampling_defaults import SamplingDefaults
@@ -12,10 +13,19 @@ from slotwise.observe.lines import TEXT
 from slotwise.server.tiers import ServedTier
 
 
+class LoraModule(NamedTuple):
+    """An adapter to be served."""
+
+    name: str
+    path: str  # a folder
+    base_model_name: str = ""  # what is told as its parent; empty: the served model
+
+
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
     served_model_name: str  # in responses and metrics
     more_model_names: tuple[str, ...] = ()  # further names by which clients may ask for it
+    lora_modules: tuple[LoraModule, ...] = ()  # adapters that are loaded at the start
     api_keys: tuple[str, ...] = ()  # each a tenant, like the keys of tiers; none: no key is needed
     admin_api_key: str = ""  # the only key that may change scheduling; empty: see keys.Keys.admin
     tiers: tuple[ServedTier, ...] = ()  # classes of service, as at the start

@@ -145,7 +145,8 @@ class _Reader:
         params = entry.params if entry.params.grammar is None else replace(entry.params, grammar=None)
         self._has_predictions |= bool(entry.prediction)
         return Add(entry.id, list(prompt), params, entry.seed, entry.output_tokens, entry.salt,
-                   entry.queue_timeout, slo=entry.slo, pooling=entry.pooling, prediction=entry.prediction)
+                   entry.queue_timeout, slo=entry.slo, pooling=entry.pooling, prediction=entry.prediction,
+                   adapter=entry.adapter)
 
     def _step(self, step: event_log.Step) -> None:
         found = self.recording

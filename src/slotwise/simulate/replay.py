@@ -144,7 +144,8 @@ def _arrival(entry: event_log.Request) -> Add:
     if len(entry.prompt) != entry.num_prompt:
         raise ReplayError("the log has no prompts: only one that was written to a file can be replayed")
     return Add(entry.id, list(entry.prompt), entry.params, entry.seed, entry.output_tokens, entry.salt,
-               entry.queue_timeout, slo=entry.slo, prediction=entry.prediction, pooling=entry.pooling)
+               entry.queue_timeout, slo=entry.slo, prediction=entry.prediction, pooling=entry.pooling,
+               adapter=entry.adapter)
 
 
 class _EngineRun:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -60,9 +62,10 @@ def test_chunk_rows(layer):
 
 
 @settings(max_examples=5 * EXAMPLES, deadline=None)
-@given(layers(st.one_of(decodes, chunks), 3))
-def test_mixed_steps(layer):
-    assert apart(layer) < CLOSE[layer.kind]
+@given(layers(st.one_of(decodes, chunks), 3), st.sampled_from([0, attention.SPLIT_TOKENS]))
+def test_mixed_steps(layer, split_tokens):
+    with patch.object(attention, "SPLIT_TOKENS", split_tokens):
+        assert apart(layer) < CLOSE[layer.kind]
 
 
 @pytest.mark.parametrize("group", range(1, 9))
@@ -101,11 +104,20 @@ def test_sinks_and_soft_caps(soft_cap, has_sinks, window):
 
 
 @pytest.mark.parametrize("window", [0, 18])
-def test_rows_of_a_few_tokens_can_be_split_as_well(window, monkeypatch):
-    """What verifying drafts would ask for."""
-    monkeypatch.setattr(attention, "SHORT", 3)
-    rows = [(3, 70), (2, 2), (1, 40), (4, 50)]
-    assert apart(Layer(AttentionShape(6, 1, 64, 0.2, window), 16, torch.float32, rows)) < 2e-6
+@pytest.mark.parametrize("split_tokens", [0, attention.SPLIT_TOKENS])
+def test_rows_with_drafts_are_split_as_well(window, split_tokens, monkeypatch):
+    """Rows as long as a tile holds, and one that is longer; in a step of too many tokens none is but decode rows."""
+    monkeypatch.setattr(attention, "SPLIT_TOKENS", split_tokens)
+    rows = [(3, 70), (2, 2), (1, 40), (5, 50), (6, 50)]
+    assert apart(Layer(AttentionShape(6, 2, 64, 0.2, window), 16, torch.float32, rows)) < 2e-6
+
+
+@pytest.mark.parametrize(("group", "short"), [(1, 16), (3, 5), (4, 4), (8, 2), (40, 1)])
+def test_a_row_of_as_many_queries_as_the_smallest_tile_holds_is_split(group, short):
+    """A row of one token always is; others only where there are few tokens."""
+    shape, few = AttentionShape(2 * group, 2, 64, 0.1), attention.SPLIT_TOKENS
+    assert attention.short_row(1, few, shape) == attention.short_row(5, few + 1, shape) == 1
+    assert attention.short_row(5, few, shape) == short
 
 
 @FLOATS

@@ -31,7 +31,7 @@ def products(kind: torch.dtype):
                 LowRankPart(first, (numbers(place, rank, INPUTS, kind=kind) / 10).to(kernels.device),
                             (numbers(place + 9, count, rank, kind=kind) / 10).to(kernels.device))
                 for first, count, rank in PARTS)
-            product.set(place, LowRank(parts, None if bias is None else bias.to(kernels.device)))
+            product.set(place, product.pack(LowRank(parts, None if bias is None else bias.to(kernels.device))))
         made.append((adapters, product))
     return made
 

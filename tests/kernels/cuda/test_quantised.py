@@ -17,7 +17,7 @@ from slotwise.model.quantization.bitsandbytes import NF4
 from slotwise.model.quantization.gguf_blocks import BLOCK_TYPES
 
 with interpreted():
-    from slotwise.kernels.cuda import CudaKernels, narrow, packed
+    from slotwise.kernels.cuda import CudaKernels, narrow, packed, splits
 
 FORMATS = {name: kind.format for name, kind in BLOCK_TYPES.items()} | {
     "GPTQ": Format(4, 128, torch.float16, zero=8), "GPTQ 8": Format(8, 128, torch.float16, zero=128),
@@ -59,6 +59,32 @@ def test_products_of_every_format(name, tokens):
     assert distance(product(x.to(DEVICE)).cpu(), expected) < CLOSE[torch.float32]
 
 
+@pytest.mark.parametrize("name", ["Q4_K", "GPTQ", "FP8 blocks"])
+@pytest.mark.parametrize("tokens", [1, 9])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_products_split_along_their_depth(name, tokens, has_bias, monkeypatch):
+    """The last part is shorter; a bias is added once; and split or not, the product is the same but for rounding."""
+    matrix = random_matrix(FORMATS[name], 45, depth_of(FORMATS[name], 2100))
+    x, bias = numbers(torch.float32, tokens, matrix.depth).to(DEVICE), numbers(torch.float32, 45).to(DEVICE)
+    product, made = KERNELS.linear(matrix, bias if has_bias else None), []
+    add = splits.add_parts
+    monkeypatch.setattr(splits, "add_parts", lambda out, parts, bias: made.append(len(parts)) or add(out, parts, bias))
+    split = product(x)
+    monkeypatch.setattr(splits, "ENOUGH_PROGRAMS", 1)
+    assert distance(split.cpu(), product(x).cpu()) < CLOSE[torch.float32] and made[0] > 2 and len(made) == 1
+
+
+@given(st.integers(1, 2000), st.integers(1, 30_000), st.sampled_from([16, 64, 128]))
+def test_parts_are_all_of_a_depth_and_none_is_empty(programs, depth, step):
+    out = torch.empty(3, 5, dtype=torch.bfloat16)
+    parts = splits.Parts.of(out, (1, programs), depth, step)
+    assert (parts.number - 1) * parts.depth < depth <= parts.number * parts.depth
+    assert parts.number * programs <= max(programs, splits.ENOUGH_PROGRAMS)
+    assert parts.sums is out if parts.number == 1 else parts.sums.shape == (parts.number, 3, 5)
+    assert parts.number == 1 or parts.depth % step == 0
+    assert splits.Parts.of(out.new_empty(17, 5), (1, programs), depth, step).number == 1, "many tokens"
+
+
 @pytest.mark.parametrize("kind", CLOSE, ids=str)
 @pytest.mark.parametrize("name", ["Q4_K", "GPTQ", "FP8 blocks"])
 def test_products_of_every_type(kind, name):
@@ -96,16 +122,20 @@ def test_ids_outside_a_table_are_clamped():
 
 @pytest.mark.parametrize("kind", CLOSE, ids=str)
 @pytest.mark.parametrize("tokens", [1, 40])
-@pytest.mark.parametrize(("form", "capability"), [(INT8, 80), (FORMATS["FP8"], 90)])
-def test_products_of_8_bits_with_8_bits(kind, tokens, form, capability, monkeypatch):
-    """Exact products of codes: all that differs from the contract is the rounding of tokens to 8 bits."""
+@pytest.mark.parametrize(("form", "capability", "depth"), [
+    (INT8, 80, 200), (FORMATS["FP8"], 90, 200), (INT8, 80, 2200)])
+def test_products_of_8_bits_with_8_bits(kind, tokens, form, capability, depth, monkeypatch):
+    """Exact products of codes: all that differs from the contract is the rounding of tokens to 8 bits.
+
+    The deepest is split into parts.
+    """
     monkeypatch.setattr(KERNELS, "_capability", capability)
-    matrix, x, bias = without_nan(random_matrix(form, 45, 200)), numbers(kind, tokens, 200), numbers(kind, 45)
+    matrix, x, bias = without_nan(random_matrix(form, 45, depth)), numbers(kind, tokens, depth), numbers(kind, 45)
     actual = KERNELS.linear(matrix, bias.to(DEVICE))(x.to(DEVICE)).cpu()
     storage = torch.int8 if form is INT8 else torch.float8_e4m3fn
-    codes, scales = (tensor.cpu() for tensor in narrow.quantised_rows(x.to(DEVICE), storage, 208))
-    assert (codes[:, 200:].float() == 0).all()
-    rounded = codes[:, :200].double() * scales.double()[:, None]
+    codes, scales = (tensor.cpu() for tensor in narrow.quantised_rows(x.to(DEVICE), storage, depth + 8))
+    assert (codes[:, depth:].float() == 0).all()
+    rounded = codes[:, :depth].double() * scales.double()[:, None]
     off = (rounded - x.double()).abs()
     if form is INT8:
         assert (off <= scales.double()[:, None] * 0.501).all()

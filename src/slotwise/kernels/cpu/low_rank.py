@@ -194,16 +194,17 @@ class _Added:
         strips = _whole_strips(inputs) + num_parts * _whole_strips(adapters.max_rank)
         self._floats = RUN_ROWS * (strips + CHUNK)  # of scratch memory per thread
 
-    def set(self, place: int, factors: LowRank | None) -> None:
+    def set(self, place: int, packed: tuple[np.ndarray, list[Tensor]] | None) -> None:
         record = self._records[place * self._record_words : (place + 1) * self._record_words]
-        record[:] = 0
+        record[:], held = (0, None) if packed is None else packed
         self._held.pop(place, None)
-        if factors is not None:
-            self._held[place] = self._pack(record, factors)
+        if held is not None:
+            self._held[place] = held
 
-    def _pack(self, record: np.ndarray, factors: LowRank) -> list[Tensor]:
-        """Fill in a record.  Returns the memory that it names."""
+    def pack(self, factors: LowRank) -> tuple[np.ndarray, list[Tensor]]:
+        """Returns a record, and the memory that it names."""
         kind, ranks, held = self._adapters.kind, 0, []
+        record = np.zeros(self._record_words, np.int64)
         columns: list[Tensor] = []  # of a, in order, with zeros between parts
         for index, (first, a, b) in enumerate(factors.parts):
             rank = len(a)
@@ -224,7 +225,7 @@ class _Added:
             held.append(factors.bias.float().contiguous())
             record[BIAS] = held[-1].data_ptr()
         record[RANKS], record[NUM_PARTS] = ranks, len(factors.parts)
-        return held
+        return record, held
 
     def add(self, x: Tensor, out: Tensor) -> Tensor:
         adapters, x = self._adapters, x.contiguous()

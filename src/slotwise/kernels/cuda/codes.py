@@ -17,6 +17,7 @@ from torch import Tensor
 from slotwise.kernels.cuda.configs import ProductConfig, codes_tile
 from slotwise.kernels.cuda.jit import jit, jit_varying
 from slotwise.kernels.cuda.packed import NIBBLE, PackedMatrix
+from slotwise.kernels.cuda.splits import Parts, part_of
 from slotwise.kernels.cuda.tile import OPERANDS
 from slotwise.kernels.matrix import Factors
 
@@ -33,11 +34,12 @@ def multiply(x: Tensor, matrix: PackedMatrix, bias: Tensor | None) -> Tensor:
         return out
     tile: ProductConfig = codes_tile(tokens, x.dtype, has_table=matrix.levels is not None)
     grid = (triton.cdiv(tokens, tile.block_m), triton.cdiv(matrix.outputs, tile.block_n))
-    _multiply_codes[grid](
-        out, x, matrix.codes, *_factors(matrix), x if bias is None else bias, tokens, **_constants(matrix),
-        BIAS=bias is not None, OPERAND=OPERANDS[x.dtype], BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-        num_warps=tile.num_warps, num_stages=tile.num_stages)
-    return out
+    parts = Parts.of(out, grid, matrix.codes.shape[1], matrix.chunk)
+    _multiply_codes[(*grid, parts.number)](
+        parts.sums, x, matrix.codes, *_factors(matrix), x if bias is None else bias, tokens, **_constants(matrix),
+        BIAS=bias is not None and parts.number == 1, OPERAND=OPERANDS[x.dtype], PART=parts.depth, BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n, num_warps=tile.num_warps, num_stages=tile.num_stages)
+    return parts.added(out, bias)
 
 
 def rows_of(matrix: PackedMatrix, token_ids: Tensor, kind: torch.dtype, scale: float) -> Tensor:
@@ -75,14 +77,15 @@ def _multiply_codes(
     minimum_units: tl.tensor, levels: tl.tensor, bias: tl.tensor, tokens: tl.tensor, OUTPUTS: tl.constexpr,
     DEPTH: tl.constexpr, ROW_BYTES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, PER_UNIT: tl.constexpr,
     ZERO: tl.constexpr, NIBBLES: tl.constexpr, MINIMUMS: tl.constexpr, LEVELS: tl.constexpr, BIAS: tl.constexpr,
-    OPERAND: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    OPERAND: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ) -> None:
-    """One tile of tokens and outputs, CHUNK bytes of each output at a time."""
+    """One tile of tokens and outputs, of one part of PART bytes; CHUNK bytes of each output at a time."""
     token = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     output = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     present, there, place = token < tokens, output < OUTPUTS, tl.arange(0, CHUNK)
     total = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
-    for byte in range(0, ROW_BYTES, CHUNK):
+    begin, end = part_of(ROW_BYTES, PART)
+    for byte in range(begin, end, CHUNK):
         pointers = codes + output[None, :] * ROW_BYTES + (byte + place)[:, None]
         packed = tl.load(pointers, there[None, :], 0).to(tl.int32)
         for half in tl.static_range(2 if NIBBLES else 1):
@@ -99,6 +102,8 @@ def _multiply_codes(
     if BIAS:
         total += tl.load(bias + output, there, 0.0).to(tl.float32)[None, :]
     inside = present[:, None] & there[None, :]
+    if PART < ROW_BYTES:
+        token += tl.program_id(2).to(tl.int64) * tokens
     tl.store(out + token[:, None] * OUTPUTS + output[None, :], total.to(out.dtype.element_ty), inside)
 
 

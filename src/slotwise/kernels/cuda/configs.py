@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 SEGMENT = 512  # a row of 32,000 tokens is 64 programs for each key head, and as many parts in memory
-AMPERE, HOPPER = 80, 90  # compute capabilities
+AMPERE, ADA, HOPPER, BLACKWELL = 80, 89, 90, 100  # compute capabilities
 FOLDER = Path(__file__).parent / "configs"
 
 
@@ -105,7 +105,8 @@ def default_tuning(head_dim: int, kind: torch.dtype, capability: int = AMPERE) -
     if kind == torch.float32:
         prefill = PrefillConfig(32, 16, 8, 2) if head_dim <= 128 else PrefillConfig(16, 16, 8, 2)
         return Tuning(prefill, DecodeConfig(16 if head_dim > 128 else 32, 4, 2))
-    decode = DecodeConfig(64, 4, 3, 2) if head_dim <= 128 else DecodeConfig(32, 4, 3, 2)
+    stages = 2 if 32 < head_dim <= 64 and (capability == ADA or capability >= BLACKWELL) else 3  # three spill there
+    decode = DecodeConfig(64 if head_dim <= 128 else 32, 4, stages, 2)
     return Tuning(_prefill(head_dim, capability), decode)
 
 
@@ -113,6 +114,8 @@ def _prefill(head_dim: int, capability: int) -> PrefillConfig:
     """Tiles as large as registers allow with two sums of values, one of a segment and one of those before it."""
     if head_dim > 128:
         return PrefillConfig(32, 64, 8, 2)
+    if capability == ADA and head_dim <= 32:
+        return PrefillConfig(64, 32, 8, 2)  # three stages spill there
     if capability >= HOPPER:
         return PrefillConfig(128, 64 if 32 < head_dim <= 64 else 32, 8, 3)
     return PrefillConfig(128 if 32 < head_dim <= 64 else 64, 32, 8, 3)

@@ -5,6 +5,7 @@ Where a context is split depends on positions alone, and splits are merged in or
 
     a segment   positions s * SEGMENT ... (s + 1) * SEGMENT - 1, of which a row has those that its queries see
     programs    the same number for every row; program i takes segments i, i + programs, ..., and may find none
+    results     of decode rows one for each row, segment and head; of rows with drafts one for each of their tokens
 
 The grid depends on the number of rows and the longest context only, so a captured launch serves every shorter one.
 """
@@ -38,25 +39,31 @@ def row_segments(
     return first, first // SEGMENT, (context_len + SEGMENT - 1) // SEGMENT - first // SEGMENT
 
 
-@jit_varying("table_stride", "room", alignments=("tables", "query_starts", "context_lens"))
+@jit
+def first_place(row: tl.tensor, start: tl.tensor, short: tl.tensor) -> tl.tensor:
+    """Where the results of a row's first token are: tokens have places of their own where rows have several."""
+    return tl.where(short == 1, row, start)
+
+
+@jit_varying("table_stride", "short", "room", alignments=("tables", "query_starts", "context_lens"))
 def attend_segments(
     partials: tl.tensor, states: tl.tensor, query: tl.tensor, storage: tl.tensor, tables: tl.tensor,
-    table_stride: tl.tensor, query_starts: tl.tensor, context_lens: tl.tensor, scale: tl.tensor, room: tl.tensor,
-    sinks: tl.tensor, SHORT: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    table_stride: tl.tensor, query_starts: tl.tensor, context_lens: tl.tensor, short: tl.tensor, scale: tl.tensor,
+    room: tl.tensor, sinks: tl.tensor, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr,
     OPERAND: tl.constexpr, SEGMENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ) -> None:
-    """Each segment's own attention, for every row of at most SHORT new tokens; BLOCK_M packed queries hold them.
+    """Each segment's own attention, for every row of at most `short` new tokens; BLOCK_M packed queries hold them.
 
     Args:
-        partials: `[rows, SHORT, heads, room, head_dim]` float32, weighted sums of values.
-        states: `[rows, SHORT, heads, room, 2]` float32, sums of weights and largest scores.
+        partials: `[rows or tokens, heads, room, head_dim]` float32, weighted sums of values.
+        states: `[rows or tokens, heads, room, 2]` float32, sums of weights and largest scores.
         room: the most segments of a row.
     """
     row, kv_head = tl.program_id(0), tl.program_id(1)
     start = tl.load(query_starts + row)
     length = tl.load(query_starts + row + 1) - start
-    if length > SHORT:
+    if length > short:
         return
     context_len = tl.load(context_lens + row)
     first, begin, segments = row_segments(context_len, length, WINDOW, SEGMENT)
@@ -67,7 +74,7 @@ def attend_segments(
     column = tl.arange(0, BLOCK_D)
     present = packed < length * GROUP
     inside = present[:, None] & (column < HEAD_DIM)[None, :]
-    unsplit = query_offset(packed, row * SHORT, kv_head, KV_HEADS, GROUP, 1)
+    unsplit = query_offset(packed, first_place(row, start, short), kv_head, KV_HEADS, GROUP, 1)
     for split in range(tl.program_id(2), segments, tl.num_programs(2)):
         segment = begin + split
         weight, largest = start_segment(
@@ -82,22 +89,22 @@ def attend_segments(
         tl.store(partials + place[:, None] * HEAD_DIM + column[None, :], total, inside)
 
 
-@jit_varying("room", alignments=("query_starts", "context_lens"))
+@jit_varying("room", "short", alignments=("query_starts", "context_lens"))
 def combine_segments(
     out: tl.tensor, partials: tl.tensor, states: tl.tensor, query_starts: tl.tensor, context_lens: tl.tensor,
-    room: tl.tensor, SHORT: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    room: tl.tensor, short: tl.tensor, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     WINDOW: tl.constexpr, SEGMENT: tl.constexpr,
 ) -> None:
-    """`out [tokens, heads, head_dim]` of every row of at most SHORT new tokens; one program per query."""
+    """`out [tokens, heads, head_dim]` of every row of at most `short` new tokens; one program per query."""
     row, head, token = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(query_starts + row)
     length = tl.load(query_starts + row + 1) - start
-    if (length > SHORT) | (token >= length):
+    if (length > short) | (token >= length):
         return
     _, _, segments = row_segments(tl.load(context_lens + row), length, WINDOW, SEGMENT)
     column = tl.arange(0, BLOCK_D)
     in_head = column < HEAD_DIM
-    first = ((row * SHORT + token).to(tl.int64) * HEADS + head) * room
+    first = ((first_place(row, start, short) + token).to(tl.int64) * HEADS + head) * room
     total = tl.full([BLOCK_D], 0.0, tl.float32)
     weight, largest = tl.full([1], 0.0, tl.float32), tl.full([1], float("-inf"), tl.float32)
     for place in range(first, first + segments):

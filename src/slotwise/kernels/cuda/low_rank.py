@@ -59,8 +59,12 @@ class CudaAdded:
         self._b = torch.zeros(places, outputs, ranks, dtype=adapters.kind, device=device)
         self._bias = torch.zeros(places, outputs, device=device)
 
+    def pack(self, factors: LowRank) -> LowRank:
+        """Returns the factors as they are: `set` copies them, on the thread that captures graphs."""
+        return factors
+
     def set(self, place: int, factors: LowRank | None) -> None:
-        """Pack an adapter's factors, or forget them."""
+        """Copy an adapter's factors to the device, or forget them."""
         for tensor in (self._a, self._b, self._bias):
             tensor[place].zero_()
         if factors is None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from slotwise.kernels.cuda.configs import narrow_tile
 from slotwise.kernels.cuda.jit import jit_varying
+from slotwise.kernels.cuda.splits import Parts, part_of
 from slotwise.kernels.interface import FP8_LARGEST
 from slotwise.kernels.matrix import Format, QuantisedMatrix
 
@@ -70,11 +71,13 @@ def multiply(x: Tensor, matrix: NarrowMatrix, bias: Tensor | None) -> Tensor:
     codes, scales = quantised_rows(x, matrix.codes.dtype, stride)
     tile = narrow_tile(tokens)
     grid = (triton.cdiv(tokens, tile.block_m), triton.cdiv(outputs, tile.block_n))
-    _multiply_narrow[grid](
-        out, codes, matrix.codes, scales, matrix.scales, x if bias is None else bias, tokens, OUTPUTS=outputs,
-        STRIDE=stride, BIAS=bias is not None, INTEGERS=codes.dtype == torch.int8, BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, num_warps=tile.num_warps, num_stages=tile.num_stages)
-    return out
+    parts = Parts.of(out, grid, stride, tile.block_k)
+    _multiply_narrow[(*grid, parts.number)](
+        parts.sums, codes, matrix.codes, scales, matrix.scales, x if bias is None else bias, tokens, OUTPUTS=outputs,
+        STRIDE=stride, BIAS=bias is not None and parts.number == 1, INTEGERS=codes.dtype == torch.int8,
+        PART=parts.depth, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, num_warps=tile.num_warps,
+        num_stages=tile.num_stages)
+    return parts.added(out, bias)
 
 
 def quantised_rows(x: Tensor, kind: torch.dtype, stride: int) -> tuple[Tensor, Tensor]:
@@ -111,15 +114,16 @@ def _quantise_rows(
 def _multiply_narrow(
     out: tl.tensor, x: tl.tensor, weight: tl.tensor, x_scales: tl.tensor, scales: tl.tensor, bias: tl.tensor,
     tokens: tl.tensor, OUTPUTS: tl.constexpr, STRIDE: tl.constexpr, BIAS: tl.constexpr, INTEGERS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ) -> None:
-    """One tile of tokens and outputs."""
+    """One tile of tokens and outputs, of one part of PART inputs."""
     token = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     output = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     present, there, place = token < tokens, output < OUTPUTS, tl.arange(0, BLOCK_K)
     kind: tl.constexpr = tl.int32 if INTEGERS else tl.float32
     total = tl.full([BLOCK_M, BLOCK_N], 0, kind)
-    for first in range(0, STRIDE, BLOCK_K):
+    begin, end = part_of(STRIDE, PART)
+    for first in range(begin, end, BLOCK_K):
         column = first + place
         inside = column < STRIDE
         left = tl.load(x + token[:, None] * STRIDE + column[None, :], present[:, None] & inside[None, :], 0.0)
@@ -130,4 +134,6 @@ def _multiply_narrow(
     if BIAS:
         result += tl.load(bias + output, there, 0.0).to(tl.float32)[None, :]
     inside = present[:, None] & there[None, :]
+    if PART < STRIDE:
+        token += tl.program_id(2).to(tl.int64) * tokens
     tl.store(out + token[:, None] * OUTPUTS + output[None, :], result.to(out.dtype.element_ty), inside)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from slotwise.kernels.cuda.jit import jit, jit_varying
-from slotwise.kernels.cuda.tile import attend, load_query, merge_weights, query_offset, start_segment
+from slotwise.kernels.cuda.tile import attend, load_query, merge_weights, start_segment, store_query
 
 
 def num_tiles(tokens: int, rows: int, group: int, block_m: int) -> int:
@@ -46,22 +46,30 @@ def find_row(
     return low
 
 
-@jit_varying("table_stride", "num_rows", alignments=("tables", "query_starts", "context_lens"))
-def attend_tiles(
-    out: tl.tensor, query: tl.tensor, storage: tl.tensor, tables: tl.tensor, table_stride: tl.tensor,
-    query_starts: tl.tensor, context_lens: tl.tensor, num_rows: tl.tensor, scale: tl.tensor, sinks: tl.tensor,
-    SHORT: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr, OPERAND: tl.constexpr,
-    SEGMENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-) -> None:
-    """`out [tokens, heads, head_dim]` of every row of more than SHORT new tokens."""
-    kv_head = tl.program_id(0) % KV_HEADS
-    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS
+@jit
+def find_tile(
+    query_starts: tl.tensor, tile: tl.tensor, num_rows: tl.tensor, GROUP: tl.constexpr, BLOCK_M: tl.constexpr
+) -> tuple[tl.tensor, ...]:
+    """A tile's row, the row's first token and number of tokens, and the tile's first packed query within it."""
     row = find_row(query_starts, tile, num_rows, GROUP, BLOCK_M)
     start = tl.load(query_starts + row)
     length = tl.load(query_starts + row + 1) - start
-    begin = (tile - first_tile(query_starts, row, GROUP, BLOCK_M)) * BLOCK_M
-    if (begin >= length * GROUP) | (length <= SHORT):
+    return row, start, length, (tile - first_tile(query_starts, row, GROUP, BLOCK_M)) * BLOCK_M
+
+
+@jit_varying("table_stride", "num_rows", "short", alignments=("tables", "query_starts", "context_lens"))
+def attend_tiles(
+    out: tl.tensor, query: tl.tensor, storage: tl.tensor, tables: tl.tensor, table_stride: tl.tensor,
+    query_starts: tl.tensor, context_lens: tl.tensor, num_rows: tl.tensor, short: tl.tensor, scale: tl.tensor,
+    sinks: tl.tensor, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr, OPERAND: tl.constexpr,
+    SEGMENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+) -> None:
+    """`out [tokens, heads, head_dim]` of every row of more than `short` new tokens."""
+    kv_head = tl.program_id(0) % KV_HEADS
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS
+    row, start, length, begin = find_tile(query_starts, tile, num_rows, GROUP, BLOCK_M)
+    if (begin >= length * GROUP) | (length <= short):
         return
     packed = begin + tl.arange(0, BLOCK_M)
     before = tl.load(context_lens + row) - length
@@ -98,7 +106,4 @@ def attend_tiles(
         weight, largest, keep, share = merge_weights(weight, largest, part_weight, part_largest)
         total = tl.fma(part, tl.broadcast_to(share[:, None], [BLOCK_M, BLOCK_D]), total * keep[:, None])
     divisor = tl.where(weight == 0, 1.0, weight)[:, None]  # 0 in places past the row's end
-    column = tl.arange(0, BLOCK_D)
-    to = out + query_offset(packed, start, kv_head, KV_HEADS, GROUP, HEAD_DIM)[:, None] + column[None, :]
-    inside = (packed < length * GROUP)[:, None] & (column < HEAD_DIM)[None, :]
-    tl.store(to, (total / divisor).to(out.dtype.element_ty), inside)
+    store_query(out, total / divisor, packed, start, length, kv_head, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)

@@ -31,6 +31,18 @@ def load_query(
 
 
 @jit
+def store_query(
+    out: tl.tensor, tensor: tl.tensor, packed: tl.tensor, start: tl.tensor, length: tl.tensor, kv_head: tl.tensor,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+) -> None:
+    """Write packed rows where `load_query` reads them, rounded to the type of `out`; none past the sequence's end."""
+    column = tl.arange(0, BLOCK_D)
+    inside = (packed < length * GROUP)[:, None] & (column < HEAD_DIM)[None, :]
+    to = query_offset(packed, start, kv_head, KV_HEADS, GROUP, HEAD_DIM)[:, None] + column[None, :]
+    tl.store(out + to, tensor.to(out.dtype.element_ty), inside)
+
+
+@jit
 def query_offset(
     packed: tl.tensor, start: tl.tensor, kv_head: tl.tensor, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,

@@ -4,6 +4,7 @@ export class Request {
     this.number = entry.number;
     this.id = entry.id;
     this.numPrompt = entry.num_prompt ?? 0;
+    this.adapter = entry.adapter_name ?? "";
     this.maxTokens = entry.params?.max_tokens ?? null;
     this.arrived = arrived; // seconds; null where the log begins later
     this.wait = null; // the current one

@@ -13,6 +13,7 @@ export function requestStory(history, request) {
   const add = (term, detail) => { if (detail) facts.push([term, detail]); };
   const most = request.maxTokens ?? "any number";
   add("request", request.numPrompt && `${plural(request.numPrompt, "prompt token")}, up to ${most} more`);
+  add("adapter", request.adapter);
   if (request.arrived !== null) add("arrived", `at ${duration(request.arrived)}`);
   request.waits.forEach((wait, index) => add(index ? "waited again" : "waited", waited(history, wait)));
   request.joins.forEach((join, index) => add(

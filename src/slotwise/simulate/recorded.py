@@ -91,6 +91,7 @@ class _Reader:
         self._gaps: list[float] = []
         self._clock = new_clock()  # when each step ended
         self._busy_since = 0  # nanoseconds; 0: the last step left no work
+        # What steps took: without prompts, and with some.
         self._taken: tuple[deque[tuple[Work, float]], ...] = (deque(maxlen=KEPT), deque(maxlen=KEPT))
         self._acceptance = _Measured()
         self._has_predictions = False
@@ -104,15 +105,15 @@ class _Reader:
         limits: SchedulerLimits = run.scheduling.limits(run.limits)
         speculation = self._speculation()
         model = self._acceptance.model(speculation.num_drafts) if speculation else None
-        pace = LearnedPace(self.recording.times, gap, *map(self._ratios, (False, True)))
+        pace = LearnedPace(self.recording.times, gap, *map(self._ratios, self._taken))
         return Setup(
             limits, run.scheduling, pace, run.depth, run.eos_token_ids,
             speculation=speculation, draft_model=model)
 
-    def _ratios(self, has_prompts: bool) -> tuple[float, ...]:
+    def _ratios(self, taken: Iterable[tuple[Work, float]]) -> tuple[float, ...]:
+        """Returns measured over predicted times, the smallest first; 1 where no step was measured."""
         times = self.recording.times
-        found = [seconds / predicted for work, seconds in self._taken[has_prompts]
-                 if (predicted := times.typical(work)) > 0]
+        found = [seconds / predicted for work, seconds in taken if (predicted := times.typical(work)) > 0]
         return tuple(sorted(found)) or (1.0,)
 
     def _speculation(self) -> Speculation | None:

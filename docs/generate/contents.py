@@ -17,6 +17,7 @@ from docs.generate import (
     protocols,
     records,
     results,
+    routing,
     simulator,
     supported,
 )
@@ -59,6 +60,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "perplexity of gguf": results.perplexity_of_gguf,
     "stalls": results.stalls,
     "step times": results.step_times,
+    "routers": routing.routers,
     "simulator": simulator.validation,
     "simulator speed": simulator.speed,
     "neighbours": results.neighbours,

@@ -5,7 +5,8 @@
 Each client streams one prompt after the other, greedily; the tokens of a stream have to begin the text that an
 undisturbed one had, so a token that came twice, or of another request, is found.
 
-usage: python -m benchmarks.replica_losses --kills 50 --seed 1 --json FILE       (about ten seconds a kill)
+usage: python -m benchmarks.replica_losses --kills 50 --seed 1 --json FILE       (about ten seconds a kill; a run is
+       added to those of the file)
 """
 
 from __future__ import annotations
@@ -170,7 +171,9 @@ def main() -> None:
     asked = parser.parse_args()
     found = run(asked.kills, asked.seed, asked.seconds)
     print(json.dumps(found, indent=1))
-    write_json(asked.json, {"version": 1, "environment": environment(), **found})
+    path = Path(asked.json)
+    before = json.loads(path.read_text())["runs"] if path.exists() else []
+    write_json(asked.json, {"version": 1, "runs": [*before, {"environment": environment(), **found}]})
 
 
 if __name__ == "__main__":

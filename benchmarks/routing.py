@@ -39,7 +39,7 @@ SHAPE = ModelShape(  # Llama 3.1 8B in bfloat16
 CACHE_TOKENS = 200_000  # of a replica: less than the prefixes need together
 SHARED = 0.6  # of a prompt, where prefixes are shared
 GROUPS = 200  # prefixes, drawn by Zipf's law
-RATE = 14.0  # requests per second and replica
+LOADS = (("shared", 14.0), ("shared", 22.0), ("own", 10.0), ("own", 14.0))  # prompts; requests a second and replica
 ROUTERS_COMPARED = ("product", "least-unfinished", "round-robin", "power-of-two", "prefix-aware")
 
 
@@ -78,15 +78,36 @@ def served(workload: Workload, replicas: int, router: str) -> dict[str, float]:
 
 
 def compared(trace: Path, replicas: int, number: int, seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Yields a row for each router, seed, and kind of prompts."""
-    for seed in seeds:
-        plain = window(trace, number, RATE * replicas, seed)
-        for kind, workload in (("shared", with_prefixes(plain, SHARED, GROUPS, seed)), ("own", plain)):
+    """Yields a row for each load, seed and router."""
+    for kind, rate in LOADS:
+        for seed in seeds:
+            workload = window(trace, number, rate * replicas, seed)
+            if kind == "shared":
+                workload = with_prefixes(workload, SHARED, GROUPS, seed)
             for router in ROUTERS_COMPARED:
                 began = time.process_time()
                 found = served(workload, replicas, router)
-                yield {"replicas": replicas, "prefixes": kind, "seed": seed, "router": router, **found,
+                yield {"replicas": replicas, "prefixes": kind, "rate": rate, "seed": seed, "router": router, **found,
                        "cpu_seconds": round(time.process_time() - began, 1)}
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns for each load the medians over seeds of the first token's mean and p99, by router."""
+    found = []
+    for load in dict.fromkeys(map(_load, rows)):
+        line: dict[str, Any] = dict(zip(("replicas", "prefixes", "rate"), load, strict=True))
+        for name in ("ttft_mean", "ttft_p99"):
+            values: dict[str, list[float]] = {}
+            for row in rows:
+                if _load(row) == load:
+                    values.setdefault(row["router"], []).append(row[name])
+            line[name] = {router: round(statistics.median(some), 4) for router, some in values.items()}
+        found.append(line)
+    return found
+
+
+def _load(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["replicas"], row["prefixes"], row["rate"]
 
 
 def main() -> None:
@@ -101,17 +122,13 @@ def main() -> None:
     for replicas in asked.replicas:
         for row in compared(asked.trace, replicas, asked.requests, asked.seeds):
             rows.append(row)
-            print({name: row[name] for name in ("replicas", "prefixes", "seed", "router", "ttft_mean", "ttft_p99",
-                                                "cpu_seconds") if name in row}, flush=True)
-            write_json(asked.json, {"version": 1, "environment": environment(), "machine": MACHINE, "rate": RATE,
+            print({name: row[name] for name in ("replicas", "prefixes", "rate", "seed", "router", "ttft_mean",
+                                                "ttft_p99")}, flush=True)
+            write_json(asked.json, {"version": 1, "environment": environment(), "machine": MACHINE,
                                     "requests": asked.requests, "shared": SHARED, "groups": GROUPS,
-                                    "cache_tokens": CACHE_TOKENS, "rows": rows})
-    for replicas in asked.replicas:
-        for kind in ("shared", "own"):
-            medians = {router: statistics.median(row["ttft_p99"] for row in rows if (
-                row["replicas"], row["prefixes"], row["router"]) == (replicas, kind, router))
-                for router in ROUTERS_COMPARED}
-            print(f"{replicas} replicas, {kind} prefixes: p99 of the first token, in seconds: {medians}")
+                                    "cache_tokens": CACHE_TOKENS, "summary": summary(rows), "rows": rows})
+    for line in summary(rows):
+        print(line)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from docs.generate import (
     protocols,
     records,
     results,
+    simulator,
     supported,
 )
 
@@ -58,7 +59,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "perplexity of gguf": results.perplexity_of_gguf,
     "stalls": results.stalls,
     "step times": results.step_times,
-    "simulator": results.simulator,
+    "simulator": simulator.validation,
+    "simulator speed": simulator.speed,
     "neighbours": results.neighbours,
     "speculation": results.speculation,
     "draft gains": results.draft_gains,

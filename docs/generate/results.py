@@ -218,20 +218,6 @@ def step_times() -> str:
         for file in (load("steptime-cpu"), load("steptime-135m-cpu")) for row in file["workloads"]])
 
 
-def simulator() -> str:
-    """Returns what was predicted and measured of each held-out window, with the spread of its repeats."""
-    names = {"ttft_p50": "first token, p50, ms", "ttft_p99": "first token, p99, ms",
-             "itl_p50": "between tokens, p50, ms", "itl_p99": "between tokens, p99, ms",
-             "output_throughput": "output tokens/s"}
-    result = load("simulator-cpu")
-    return table(("case", "requests/s", "seed", "figure", "predicted>", "measured, median>", "error>",
-                  "spread of repeats>"), [
-        (window.get("case", "conversations"), f"{window['rate']:g}", str(window["seed"]), names[name], *(
-            f"{row[which] * (1 if name == 'output_throughput' else 1e3):.1f}" for which in ("predicted", "measured")),
-         f"{row['error']:+.0%}", f"{row['spread']:.0%}")
-        for window in result["windows"] for name, row in window["figures"].items()])
-
-
 # -- starting, weights, neighbours -------------------------------------------------------------------------------------
 
 

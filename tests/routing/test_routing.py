@@ -139,6 +139,20 @@ def test_a_replica_where_none_waits_has_started_all_that_it_was_sent() -> None:
     assert replica.queued_tokens == 100.0 and replica.num_sent == 2
 
 
+def test_requests_of_others_count_and_ones_own_count_once() -> None:
+    replicas = fleet(size=1)
+    (replica,) = replicas.replicas
+    for index in range(5):
+        replicas.route(request(str(index)), 1.0)
+    replicas.told("0", Report(8, 256, num_running=7), 2.0)
+    assert replica.batch == 7  # two of another door
+    for index in range(4):
+        replicas.finished(str(index))
+    assert replica.batch == 3
+    replicas.told("0", Report(8, 256, num_running=5), 3.0)  # from before they ended
+    assert replica.batch == 1
+
+
 def test_equal_scores_go_where_least_is_cached() -> None:
     replicas = fleet(size=3)
     names = []

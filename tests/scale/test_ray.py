@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -49,14 +50,14 @@ def application() -> Iterator[str]:
 
 
 def servers() -> list[int]:
-    """Processes of replicas' servers."""
+    """Processes of replicas' servers, whose parents are actors of Ray."""
     found = []
     for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and b"slotwise.cli.replica_main" in (entry / "cmdline").read_bytes():
-                found.append(int(entry.name))
-        except OSError:
-            continue
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            if b"slotwise.cli.replica_main" in (entry / "cmdline").read_bytes():
+                parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
+                if b"ray::" in Path(f"/proc/{parent}/cmdline").read_bytes():
+                    found.append(int(entry.name))
     return found
 
 

@@ -21,8 +21,10 @@ from slotwise.engine.messages import Add, Command, Configure, Finish
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe.recorder import Recorder
 from slotwise.policies.settings import POLICIES, Ordering
+from slotwise.routing.routers import ROUTERS
 from slotwise.simulate.figures import figures
 from slotwise.simulate.pace import CostPace
+from slotwise.simulate.routed import RoutedServers
 from slotwise.simulate.simulator import Server, Setup, simulate
 
 LIMITS = SchedulerLimits(
@@ -117,6 +119,20 @@ def test_and_the_same_choices_of_the_router(drawn: Sequence[Any], replicas: int,
         found.append(simulate(commands, [
             Server(setup, replica=number, takes_runs=at_once) for number in range(replicas)]))
     assert found[0] == found[1] == found[2]
+
+
+@settings(max_examples=20, deadline=None)
+@given(requests_st, st.sampled_from(sorted(ROUTERS)))
+def test_and_those_of_a_router_that_servers_tell_of_themselves(drawn: Sequence[Any], router: str):
+    commands, _ = traffic(drawn, ends=True)
+    setup = Setup(LIMITS, Scheduling(Batching(), 4, 24), GrowingPace(cost), max_queued=(3, 60))
+    found = []
+    for at_once in (True, False):
+        routed = RoutedServers(ROUTERS[router](0), 2)
+        found.append(simulate(commands, [
+            Server(setup, observers=[told], replica=number, takes_runs=at_once)
+            for number, told in enumerate(routed.observers)], routed=routed))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

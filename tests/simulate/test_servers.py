@@ -91,3 +91,17 @@ def test_a_learned_pace_takes_every_graph_as_captured():
     pace = LearnedPace(times)
     assert pace.step(Work(4, 4, 400, 0.0, 100_000)) == pace.step(Work(4, 4, 400, 0.0))
     assert pace.step(Work(4, 4, 400, 0.0)) == pytest.approx(0.010, rel=0.1)
+
+
+def test_steps_vary_as_those_of_the_log_did_and_the_same_work_takes_the_same_time():
+    times = StepTimeModel()
+    for rows in (1, 2, 4, 8) * 20:
+        times.learn(Work(rows, rows, 100 * rows, 0.0), 0.010)
+    pace = LearnedPace(times, decoding=(0.9, 1.0, 2.0))
+    works = [Work(4, 4, 400 + 4 * index, 0.0) for index in range(3000)]
+    ratios = [pace.step(work) / pace.predicted(work) for work in works]
+    assert sum(ratios) / len(ratios) == pytest.approx(1.3, rel=0.02)
+    assert {round(ratio, 6) for ratio in ratios} == {0.9, 1.0, 2.0}
+    assert all(pace.least(works[0]) <= pace.step(work) == pace.step(work) for work in works)
+    prompt = Work(64, 1, 0, 2080.0)
+    assert pace.step(prompt) == pace.predicted(prompt) == pace.least(prompt)

@@ -184,6 +184,7 @@ class PrefixCache:
         """Remove `entry` if no group has it any more, on the device or on the host."""
         if not any(cached.is_somewhere for cached in entry.cached) and self.has_entry(entry):
             del self._entries[entry.digest]
+            entry.cached = ()  # they name each other, and would be left to the collector of circular garbage
 
     def _extend(self, block_hashes: BlockHashes, tokens: Sequence[int], index: int) -> None:
         """Split `tokens` up to block `index`; each block of a request is split and digested once."""

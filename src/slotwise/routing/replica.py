@@ -57,13 +57,15 @@ class Replica:
     _coming: Counter[int] = field(default_factory=Counter)  # pieces of requests without an output
     _fresh: dict[int, float] = field(default_factory=dict)  # pieces computed since, and when
     _queued: float = 0.0  # new tokens of requests without an output
+    _others: int = 0  # requests that it told of beyond those sent
+    _most: int = 0  # unfinished ones among those sent, at most since the last report
 
     # -- what routers read ---------------------------------------------------------------------------------------
 
     @property
     def batch(self) -> int:
-        """Requests that run or wait there: those sent, or more, where others send some, too."""
-        return max(len(self._unfinished), self.report.num_running + self.report.num_waiting)
+        """Requests that run or wait there: those sent, and those of others that it has told of."""
+        return len(self._unfinished) + self._others
 
     @property
     def num_sent(self) -> int:
@@ -107,6 +109,7 @@ class Replica:
     def sent(self, request: RoutedRequest, now: float) -> None:
         new = self.new_tokens(request)
         self._unfinished[request.request_id] = _Sent(request, new, now)
+        self._most = max(self._most, len(self._unfinished))
         self._coming.update(request.digests)
         self._queued += new
 
@@ -137,6 +140,8 @@ class Replica:
         Where none waits, all requests sent before have started, also those whose outputs come only at their end.
         """
         self.report = report
+        self._others = max(0, report.num_running + report.num_waiting - self._most)
+        self._most = len(self._unfinished)
         if not report.num_waiting:
             for request_id, sent in self._unfinished.items():
                 if sent.at < asked_at:
@@ -156,7 +161,7 @@ class Replica:
         unfinished = list(self._unfinished)
         for known in (self._unfinished, self._cached, self._coming, self._fresh):
             known.clear()
-        self.is_up, self._queued = False, 0.0
+        self.is_up, self._queued, self._others, self._most = False, 0.0, 0, 0
         return unfinished
 
 

@@ -13,6 +13,9 @@ from typing import Protocol
 from slotwise.core.roofline import Roofline
 from slotwise.core.step_time import StepTimeModel, Work
 
+# Multiplicative hashing (Knuth): consecutive numbers are spread evenly.
+GOLDEN, MASK = 0x9E3779B1, 0xFFFFFFFF
+
 
 class Pace(Protocol):
     """The time of a machine's steps, in seconds."""
@@ -54,15 +57,28 @@ class CostPace:
 
 @dataclass(frozen=True, slots=True)
 class LearnedPace:
-    """Steps as a step-time model predicts them, where every graph has been captured before."""
+    """Steps as a step-time model predicts them, where every graph has been captured before, and as varied as a log's.
+
+    A model predicts typical times, and a few steps that others interrupt take many times as long: waits depend on
+    these, too.  So a step takes its predicted time times one of the log's ratios, which its work chooses.
+    """
 
     times: StepTimeModel
     gap: float = 0.0  # seconds between two steps
+    decoding: tuple[float, ...] = (1.0,)  # measured over predicted times of steps without prompts, the smallest first
+    prompts: tuple[float, ...] = (1.0,)  # and of steps with some
 
     def step(self, work: Work) -> float:
+        ratios = self.prompts if work.pairs else self.decoding
+        drawn = ((work.context + work.tokens + int(work.pairs)) * GOLDEN & MASK) * len(ratios) >> 32
+        return self.predicted(work) * ratios[drawn]
+
+    def predicted(self, work: Work) -> float:
         return self.times.typical(work._replace(longest=0))
 
-    predicted = least = step  # no coefficient is negative
+    def least(self, work: Work) -> float:
+        """No coefficient is negative."""
+        return self.predicted(work) * (self.prompts if work.pairs else self.decoding)[0]
 
     def between(self) -> float:
         return self.gap

@@ -9,13 +9,14 @@ outputs are known.
 from __future__ import annotations
 
 import statistics
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from slotwise.core.limits import SchedulerLimits
+from slotwise.core.step_time import Work, work_of
 from slotwise.engine.messages import Add, Command, Configure, Finish
 from slotwise.observe import event_log
 from slotwise.observe.step_time import StepTimeModel
@@ -26,6 +27,7 @@ from slotwise.simulate.simulator import Setup
 from slotwise.speculation.settings import DRAFT_MODEL, PREDICTION, Speculation
 
 NS = 1e-9
+KEPT = 4096  # steps with and without prompts whose times are those of simulated ones
 OWN = 1 << 32  # token ids from here on tell prompts apart that are not known
 
 
@@ -89,6 +91,8 @@ class _Reader:
         self._gaps: list[float] = []
         self._clock = new_clock()  # when each step ended
         self._busy_since = 0  # nanoseconds; 0: the last step left no work
+        # What steps took: without prompts, and with some.
+        self._taken: tuple[deque[tuple[Work, float]], ...] = (deque(maxlen=KEPT), deque(maxlen=KEPT))
         self._acceptance = _Measured()
         self._has_predictions = False
         self._handling: tuple[list[float], list[float]] = ([], [])  # before the engine, and behind it
@@ -97,13 +101,20 @@ class _Reader:
         run = self.recording.run
         self.recording.partial |= {name for name, one in self.recording.measured.items() if not one.reason}
         self.recording.handling = sum(statistics.median(each) for each in self._handling if each)
-        gap = statistics.median(self._gaps) if self._gaps else 0.0
+        gap = statistics.fmean(self._gaps) if self._gaps else 0.0
         limits: SchedulerLimits = run.scheduling.limits(run.limits)
         speculation = self._speculation()
         model = self._acceptance.model(speculation.num_drafts) if speculation else None
+        pace = LearnedPace(self.recording.times, gap, *map(self._ratios, self._taken))
         return Setup(
-            limits, run.scheduling, LearnedPace(self.recording.times, gap), run.depth, run.eos_token_ids,
+            limits, run.scheduling, pace, run.depth, run.eos_token_ids,
             speculation=speculation, draft_model=model)
+
+    def _ratios(self, taken: Iterable[tuple[Work, float]]) -> tuple[float, ...]:
+        """Returns measured over predicted times, the smallest first; 1 where no step was measured."""
+        times = self.recording.times
+        found = [seconds / predicted for work, seconds in taken if (predicted := times.typical(work)) > 0]
+        return tuple(sorted(found)) or (1.0,)
 
     def _speculation(self) -> Speculation | None:
         """The engine's, unless none of the log's requests can have drafts by it."""
@@ -148,8 +159,17 @@ class _Reader:
                    entry.queue_timeout, slo=entry.slo, pooling=entry.pooling, prediction=entry.prediction,
                    adapter=entry.adapter)
 
+    def _keep(self, step: event_log.Step) -> None:
+        """Keep what a step took, unless it captured a graph."""
+        work = work_of(step.starts, step.counts, step.padding, step.drafts)
+        again, times = work.repeated(), self.recording.times
+        if work.rows and times.typical(work) == times.typical(again):
+            began = max(step.started_ns, self._busy_since)
+            self._taken[work.pairs > 0].append((again, (step.ended_ns - began) * NS))
+
     def _step(self, step: event_log.Step) -> None:
         found = self.recording
+        self._keep(step)
         found.times.stepped(step)
         self._acceptance.add(step)
         if self._busy_since and step.planned and step.counts:

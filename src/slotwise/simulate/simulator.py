@@ -169,6 +169,10 @@ class Server:
             observer.commanded(command, round(at * 1e9))
         self._inbox.append((at, command))
 
+    def tell(self) -> None:
+        """Lets the observers know all steps that it has taken."""
+        self._end_run()
+
     def run_until(self, at: float, most: int) -> int:
         """Takes the steps that are planned before `at`, in seconds, at most `most`.  Returns their number."""
         number = 0
@@ -283,8 +287,9 @@ class Fleet:
     def _chosen(self, at: float, command: Add) -> int:
         """The server of a request."""
         if self._routed is not None:
-            for index in range(len(self._servers)):
+            for index, server in enumerate(self._servers):
                 self._run(index, at)
+                server.tell()
             return self._routed.choose(at, command)
         loads = [server.load(at) for server in self._servers] if len(self._servers) > 1 else [0]
         return loads.index(min(loads))

@@ -291,17 +291,34 @@ def test_only_the_admin_key_loads(world: World, server: Live) -> None:
     assert "a" in {card["id"] for card in server.client.get("/v1/models").json()["data"]}
 
 
+def _wait_for_adapters(server: Live, *names: str) -> None:
+    """Until the next engine serves these, and no others are left."""
+    deadline = time.monotonic() + 100
+    while time.monotonic() < deadline:
+        answers = [server.client.post("/v1/completions", json={"model": name, "prompt": "x", "max_tokens": 1})
+                   for name in names]
+        served = {card["id"] for card in server.client.get("/v1/models").json()["data"]}
+        if all(answer.status_code == 200 for answer in answers) and served == {"base", *names}:
+            return
+        assert {answer.status_code for answer in answers} <= {200, 500, 503}
+        time.sleep(0.2)
+    raise AssertionError("the adapters never came back")
+
+
+def test_adapters_are_there_again_after_a_sleep(world: World, server: Live) -> None:
+    assert server.client.post("/sleep?level=2", headers=ROOT).status_code == 200
+    assert server.client.post("/v1/completions", json={"model": "a", "prompt": "x"}).status_code == 503
+    assert server.client.post("/wake_up", headers=ROOT).status_code == 200
+    _wait_for_adapters(server, "a", "b")
+    for name in world.expected:
+        assert tokens(server, name, world.prompts[1]) == world.expected[name][1]
+
+
 def test_the_next_engine_has_the_adapters_whose_files_are_the_same(world: World, server: Live, log: Path) -> None:
     (world.paths["b"] / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 1}))
     (engine,) = children(server.process.pid, b"slotwise.compose.worker")
     os.kill(engine, signal.SIGKILL)
-    deadline = time.monotonic() + 100
-    while time.monotonic() < deadline:
-        answer = server.client.post("/v1/completions", json={"model": "a", "prompt": "x", "max_tokens": 1})
-        if answer.status_code == 200 and len(server.client.get("/v1/models").json()["data"]) == 2:
-            break
-        assert answer.status_code in (200, 500, 503), answer.text
-        time.sleep(0.2)
+    _wait_for_adapters(server, "a")
     assert tokens(server, "a", world.prompts[1]) == world.expected["a"][1]
     assert server.client.post("/v1/completions", json={"model": "b", "prompt": "x"}).status_code == 404
     assert "the adapter b is not served any more: its files have changed" in log.read_text()

@@ -32,8 +32,9 @@ token of a row in flight; until that token is committed, and so never in the sam
 again.
 
 A decoding row may carry drafts, which are planned last (`core/drafting.py`).  Such a row yields 1 to 1 + drafts tokens.
-The commit tells how many, so the row is in no other step before it; commit() appends them, and frees the blocks behind
-the computed ones.  A held row has no drafts: where a batch leaves together, a request that ends early is held longer.
+The commit tells how many, so the row is in no other step before it; `core/commits.py` appends them, and frees the
+blocks behind the computed ones.  A held row has no drafts: where a batch leaves together, a request that ends early is
+held longer.
 
 The scheduler is deterministic: time is an argument, ties fall to the arrival number, and no code here reads a clock,
 draws a random number or iterates a set.
@@ -43,15 +44,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from itertools import repeat
 from operator import length_hint
 
 from slotwise.core.admission import Admission
 from slotwise.core.chunking import Chunking
+from slotwise.core.commits import Commits
 from slotwise.core.decode_run import Changes, DecodeRun, Outputs, is_decoding
 from slotwise.core.drafting import Drafting
-from slotwise.core.events import Committed, Event, Finished, Rejected
-from slotwise.core.held_outputs import outputs_of
+from slotwise.core.events import Event, Finished, Rejected
 from slotwise.core.interfaces import Discipline, Policy, Proposer
 from slotwise.core.kv_manager import Allocation
 from slotwise.core.limits import ERROR, SchedulerLimits
@@ -73,7 +73,7 @@ from slotwise.core.reasons import (
 from slotwise.core.request import Request, State
 from slotwise.core.request_table import RequestTable
 from slotwise.core.step import NewRequest, RowKind, StepPlan, StepResult, Stop
-from slotwise.core.step_time import StepTimeModel, work_of
+from slotwise.core.step_time import StepTimeModel
 
 # Requests examined per step behind one that waits for blocks: each costs a prefix lookup, in every step of the wait.
 MAX_LOOK = 8
@@ -98,6 +98,7 @@ class Scheduler:
         self._drafting = Drafting(self._table, self.times, proposer)
         self._isolation = PrefillIsolation(self._table)
         self._preemption = Preemption(self._table)
+        self._commits = Commits(self._table, self._drafting, self.times)
         self._micro_batches = MicroBatches(self._table, limits.stages)
         self._in_flight: deque[InFlight] = deque()  # planned and not yet committed, oldest first
         self._steps = 0
@@ -184,7 +185,7 @@ class Scheduler:
         """Finish a request in any state.  Does nothing if the id is unknown or already finished."""
         request = self._table.unfinished.get(request_id)
         if request is not None:
-            self._end(request, reason, now)
+            self._commits.end(request, reason, now)
 
     def compiled(self, request_id: str, objection: str, now: float) -> None:
         """The grammar of a waiting request is compiled; with an objection it is not, and the request is rejected."""
@@ -233,9 +234,9 @@ class Scheduler:
         for request in list(self._table.waiting.due(now)):
             if request.state is State.WAITING and request.deadline <= now:
                 waited = f"no slot came free in {now - request.arrived_at:.1f} s, and it was to wait no longer"
-                self._end(request, "timeout", now, waited)
+                self._commits.end(request, "timeout", now, waited)
             elif why := policy.overdue(request, now):
-                self._end(request, "shed", now, why)
+                self._commits.end(request, "shed", now, why)
             else:
                 self._table.requeue(request, now)
 
@@ -340,7 +341,7 @@ class Scheduler:
             builder.preempt(victim, NO_BLOCKS)
             if self.limits.on_pressure == ERROR:
                 message = "the cache is full, and this server ends requests instead of preempting them; try again later"
-                self._end(victim, "error", builder.now, message)
+                self._commits.end(victim, "error", builder.now, message)
             else:
                 self._table.preempt(victim, builder.step, builder.now)
             if victim is request:
@@ -437,14 +438,14 @@ class Scheduler:
     ) -> Iterator[tuple[int, Changes]]:
         """Take the steps of a run, planned and ended at `times`; yields as `DecodeRun.commit`."""
         policy = self._table.policy
-        if self._chunking.needs_step_times or policy.needs_step_times:
+        if self._learns:
             for index, (planned, ended) in enumerate(times):
                 self.times.step(run.work(index), planned, ended)
         for tokens in outputs.steps:
             policy.served(run.requests, run.counts, tokens)
         for index, changes in run.commit(len(times), outputs, each=each):
             for request, reason in changes.ended:
-                self._end(request, reason, times[index][1])
+                self._commits.end(request, reason, times[index][1])
             yield self._steps + index, changes
         self._steps += len(times)
 
@@ -460,55 +461,12 @@ class Scheduler:
             raise RuntimeError(f"step {plan.step} is not the next to commit")
         result.check(plan)
         step = self._in_flight.popleft()
-        ended: list[tuple[Request, str]] = []
-        kept: dict[int, tuple[int, ...]] = {}  # by row: the tokens kept, where these are not all that was sampled
-        num_drafts = map(len, plan.drafts) if plan.drafts else repeat(0)
-        rows = zip(step.requests, step.epochs, plan.counts, num_drafts, result.tokens, strict=False)
-        for row, (request, epoch, count, drafted, tokens) in enumerate(rows):
-            if request.reason:  # finished or held since it was planned
-                kept[row] = ()
-                continue
-            accepted, reason = request.append(tokens, drafted) if tokens else ((), "")
-            if not tokens and request.pooling is not None and row not in result.failed:
-                reason = request.pool(plan.starts[row] + count)
-            if request.epoch == epoch:
-                computed = len(accepted) if drafted else count
-                request.num_computed += computed
-                if request.num_computed >= request.advance_at:
-                    self._table.kv.advance(request)
-                if computed < count:
-                    self._take_back(request, count - computed)
-            if not accepted or accepted != tokens:
-                kept[row] = accepted
-            if reason:
-                ended.append((request, reason))
-        for request, forced in zip(step.requests, result.forced, strict=False):
-            request.forced = (len(request.tokens), forced)
-        failed = dict(step.failed(result)) if result.failed else {}
-        ended += [(request, "rejected" if objection else "error") for request, objection in failed.items()]
-        done = result.executed(plan)
-        self._drafting.committed(step.requests, done.drafts, result.proposing)
-        if self._drafting.needs_step_times or self._chunking.needs_step_times or self._table.policy.needs_step_times:
-            proposing = result.proposing.seconds if result.proposing else 0.0
-            self.times.step(work_of(done.starts, done.counts, done.padding, done.drafts), plan.now + proposing, now)
-        self._table.policy.served(step.requests, done.counts, result.tokens)
-        outputs = outputs_of(plan, result, kept)
-        if self._discipline.leaves_together or self._table.held_outputs or plan.held:  # a pooled row holds no output
-            outputs, ended = self._table.hold(outputs, ended, plan, together=self._discipline.leaves_together)
-        self._table.events.append(Committed(
-            now, plan.step, tuple(outputs.request_ids), tuple(outputs.tokens), tuple(outputs.logprobs)))
-        for request, reason in ended:
-            self._end(request, reason, now, failed.get(request, ""))
+        self._commits.apply(step, result, now, together=self._discipline.leaves_together, learns=self._learns)
 
-    def _take_back(self, request: Request, number: int) -> None:
-        """Take back `number` drafts of a row that were not accepted, and free the blocks behind the computed tokens."""
-        request.num_scheduled -= number
-        self._table.kv.truncate(request)
-
-    def _end(self, request: Request, reason: str, now: float, message: str = "") -> None:
-        """Finish an unfinished request."""
-        self._table.end(request, reason, now, message)
-        self._drafting.finished(request)
+    @property
+    def _learns(self) -> bool:
+        """Whether the step-time model is needed, and so trained."""
+        return self._chunking.needs_step_times or self._table.policy.needs_step_times
 
     def rollback(self) -> list[str]:
         """Drop all steps in flight after a failure; their rows are planned again from the last commit.

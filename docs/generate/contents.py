@@ -65,6 +65,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "simulator speed": simulator.speed,
     "neighbours": results.neighbours,
     "speculation": results.speculation,
+    "draft costs": results.draft_costs,
     "draft gains": results.draft_gains,
     "forced tokens": results.forced_tokens,
     "observing": results.observing,

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slotwise.kernels.checked import CheckedKernels
+from slotwise.kernels.group import Alone
 from slotwise.kernels.reference import ReferenceKernels
 from slotwise.kernels.sampling import draw
 from slotwise.model.load import load_model
@@ -85,12 +86,13 @@ def test_a_graph_takes_what_is_gone_after_many_but_for_the_workspace(tmp_path, m
     assert shapes == [(8, 1024)] * (1 + CAPTURES)
 
 
-class Paired:
+class Paired(Alone):
     """A rank on a thread: what it gives is there once both ranks have come."""
 
     size = 2
 
     def __init__(self, rank: int, given: list, barrier: threading.Barrier) -> None:
+        super().__init__()
         self.rank, self._given, self._barrier = rank, given, barrier
 
     def _all(self, x: torch.Tensor) -> list[torch.Tensor]:

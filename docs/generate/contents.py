@@ -64,6 +64,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "simulator": simulator.validation,
     "simulator speed": simulator.speed,
     "neighbours": results.neighbours,
+    "decode steps": results.decode_steps,
     "speculation": results.speculation,
     "draft costs": results.draft_costs,
     "draft gains": results.draft_gains,

@@ -112,6 +112,19 @@ def _by_rows(counts: Sequence[int], values: Sequence[float]) -> list[str]:
     return ["–" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.1f}" for value in shown]
 
 
+def decode_steps() -> str:
+    """Returns decode steps against their bounds, by weights and rows."""
+    def row(weights: str, step: Row) -> tuple[str, ...]:
+        by_bytes = step["bytes"] / step["bytes_per_second"]
+        bound = max(by_bytes, step["operations"] / step["operations_per_second"])
+        return (weights, str(step["rows"]), f"{1e3 * step['seconds']:.1f} ms", f"{step['bytes_per_second'] / 1e9:.0f}",
+                "bytes" if bound == by_bytes else "operations", f"{bound / step['seconds']:.0%}")
+
+    steps = load("decode-cpu")["steps"]
+    return table(("weights", "rows>", "step>", "GB/s of reads>", "bound", "of its bound>"),
+                 [row(weights, step) for weights in steps for step in steps[weights]])
+
+
 # -- disciplines -------------------------------------------------------------------------------------------------------
 
 

@@ -17,6 +17,7 @@ from slotwise.compose.machine import glance, measure_machine, roofline
 from slotwise.compose.packed_weights import packed_weights
 from slotwise.compose.sizes import cache_groups, sized, step_tokens
 from slotwise.compose.vocabulary import Vocabulary
+from slotwise.core.limits import SchedulerLimits
 from slotwise.core.roofline import Machine, Roofline
 from slotwise.core.scheduler import Scheduler
 from slotwise.engine.config import EngineConfig
@@ -144,20 +145,10 @@ class Loaded:
         self._warming.finish()
         progress("kernels", 1, 1)
         used = self._with_runtime(used)
-        scheduling = config.scheduling()
-        eos_ids = decoder.config.eos_token_ids
         is_ahead = kernels.device.type == "cuda" and self._ranks is None
         depth = max(int(is_ahead), limits.stages - 1) if config.overlap is None else config.overlap
-        info = EngineInfo(
-            model=self._name, device=self._device, dtype=str(decoder.config.dtype).removeprefix("torch."),
-            vocab_size=decoder.config.vocab_size, limits=limits, scheduling=scheduling, eos_token_ids=eos_ids,
-            memory=used, depth=depth, quantization=self._stored_as(config), kv_cache_dtype=config.kv_cache_dtype,
-            threads=torch.get_num_threads(), product_path=self.product_path,
-            batch_invariant=not kernels.batch_dependence(decoder.config.dtype), checkpoint=self._checkpoint,
-            hidden_size=decoder.config.hidden_size, tensor_parallel_size=decoder.group.size,
-            pipeline_parallel_size=limits.stages, speculation=self._speculation(config),
-            expert_layers=tuple(decoder.expert_ends),
-            max_adapters=config.max_cpu_loras if config.enable_lora else 0)
+        info = self._info(config, limits, used, depth)
+        scheduling = info.scheduling
         grammars = Grammars(self._vocabulary.result() if self._vocabulary is not None else None)
         drafts = info.speculation is not None and info.speculation.method != NONE
         groups = cache_groups(config, decoder, self._draft)
@@ -177,12 +168,27 @@ class Loaded:
             runner, limits, time.monotonic_ns, drafts=info.speculation is not None))
         proposer = proposer_of(info.speculation, times)
         scheduler = Scheduler(limits, scheduling.discipline(), scheduling.policy(times), times, proposer)
-        engine = Engine(scheduler, runner, time.monotonic_ns, eos_ids, depth=depth, scheduling=scheduling,
+        engine = Engine(scheduler, runner, time.monotonic_ns, info.eos_token_ids, depth=depth, scheduling=scheduling,
                         grammars=grammars, experts=ExpertLoad(ends) if (ends := decoder.expert_ends) else None,
                         memory=lent, adapters=decoder.adapters)
         info.learned = times.learned() if times.is_trained else None
         info.roofline = self.roofline(glance(decoder))
         return engine, info
+
+    def _info(self, config: EngineConfig, limits: SchedulerLimits, used: MemoryUse, depth: int) -> EngineInfo:
+        """Returns what the engine tells of itself before it has run a step."""
+        decoder = self._decoder
+        return EngineInfo(
+            model=self._name, device=self._device, dtype=str(decoder.config.dtype).removeprefix("torch."),
+            vocab_size=decoder.config.vocab_size, limits=limits, scheduling=config.scheduling(),
+            eos_token_ids=decoder.config.eos_token_ids,
+            memory=used, depth=depth, quantization=self._stored_as(config), kv_cache_dtype=config.kv_cache_dtype,
+            threads=torch.get_num_threads(), product_path=self.product_path,
+            batch_invariant=not decoder.kernels.batch_dependence(decoder.config.dtype), checkpoint=self._checkpoint,
+            hidden_size=decoder.config.hidden_size, tensor_parallel_size=decoder.group.size,
+            pipeline_parallel_size=limits.stages, speculation=self._speculation(config),
+            expert_layers=tuple(decoder.expert_ends),
+            max_adapters=config.max_cpu_loras if config.enable_lora else 0)
 
     def ready(self) -> Decoder:
         """Returns the model when its kernels are ready, for a rank that samples nothing."""

@@ -17,11 +17,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from slotwise.core.decode_run import DecodeRun, Outputs
-from slotwise.core.events import Admitted, Committed, Event, Finished, Preempted, Rejected
+from slotwise.core.events import Admitted, Event, Preempted
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.request import Request
 from slotwise.core.scheduler import Scheduler
-from slotwise.core.step import StepPlan, StepResult, TokenLogprobs
+from slotwise.core.step import StepPlan, StepResult
 from slotwise.engine.adapters import AdapterStore
 from slotwise.engine.executor import Executor, ExpertCounts, Returnable
 from slotwise.engine.grammars import POLL, Compiled, GrammarCompiler
@@ -32,15 +32,14 @@ from slotwise.engine.messages import (
     QueuePositionAnswer,
     QueuePositionQuery,
     RequestPosition,
-    RowEnd,
     StepRecord,
 )
 from slotwise.engine.scheduling import DEFAULT_ORDER, Scheduling
+from slotwise.engine.step_records import ends, published, with_changes
 
 NO_STEP = -1  # a record of what happened between steps
 EXPERTS_EVERY = 1_000_000_000  # nanoseconds between two records with the tokens of experts, while there is work
 NOT_GIVEN_BACK = "only the cache of device cpu, with one rank, can be given back to the system"
-NO_PROBABILITIES = "the model gave no valid probabilities for the next token"  # of a row that failed alone
 
 Clock = Callable[[], int]
 """Monotonic nanoseconds."""
@@ -255,7 +254,7 @@ class Engine:
         events = self._events(plans[-1].step)
         failure = f"{type(error).__name__}: {error}"
         record = StepRecord(NO_STEP, started, now, ended=ends(events, failure), failure=failure)
-        return self._stamped(_with_changes(record, plans, events))
+        return self._stamped(with_changes(record, plans, events))
 
     def _record(self, plan: StepPlan, result: StepResult, started: int, ended: int) -> StepRecord:
         plan, events = result.executed(plan), self._events(plan.step)
@@ -268,7 +267,7 @@ class Engine:
         if tokens != result.tokens:
             record.sampled = result.tokens
         record.forced, record.ranks = result.forced, result.ranks
-        return self._stamped(_with_changes(record, [plan], events))
+        return self._stamped(with_changes(record, [plan], events))
 
     def _events(self, step: int) -> list[Event]:
         """Returns the events not yet in a record, without admissions and preemptions of plans after `step`."""
@@ -306,56 +305,3 @@ class Engine:
             return ()
         self._counted = now
         return experts.pop(is_idle=not self._in_flight)
-
-
-def ends(events: list[Event], error: str = NO_PROBABILITIES) -> tuple[RowEnd, ...]:
-    """Returns the ends among `events`; `error` is the message of failed rows without one."""
-    found = []
-    for event in events:
-        if isinstance(event, Finished):
-            message = event.message or (error if event.reason in ("error", "rejected") else "")
-            found.append(RowEnd(event.request_id, event.reason, event.num_output, message))
-        elif isinstance(event, Rejected):
-            found.append(RowEnd(event.request_id, "rejected", 0, event.message))
-    return tuple(found)
-
-
-def _with_changes(record: StepRecord, plans: Sequence[StepPlan], events: list[Event]) -> StepRecord:
-    """Returns `record` with what `plans` change: admissions, preemptions, slots, blocks and block copies."""
-    record.released_slots = tuple([slot for plan in plans for slot in plan.released_slots])
-    record.freed_blocks = tuple([blocks for plan in plans for blocks in plan.freed_blocks])
-    record.expired_blocks = tuple([blocks for plan in plans for blocks in plan.expired_blocks])
-    record.new_blocks = tuple([blocks for plan in plans for blocks in plan.new_blocks])
-    if any(plan.saves or plan.loads for plan in plans):
-        record.saves = tuple([copy for plan in plans for copy in plan.saves])
-        record.loads = tuple([copy for plan in plans for copy in plan.loads])
-    if any(plan.new_requests for plan in plans):
-        record.admitted = tuple([join.request_id for plan in plans for join in plan.new_requests])
-        record.cached = tuple([event.num_cached for event in events if isinstance(event, Admitted)])
-    if any(plan.preempted for plan in plans):
-        lost = {event.request_id: event.num_computed for event in events if isinstance(event, Preempted)}
-        record.preempted = tuple([decision for plan in plans for decision in plan.preempted])
-        record.lost = tuple([lost.get(request_id, 0) for request_id, _ in record.preempted])
-    return record
-
-
-Tokens = tuple[int, ...]
-Logprobs = tuple[TokenLogprobs, ...]
-
-
-def published(plan: StepPlan, events: list[Event]) -> tuple[tuple[Tokens, ...], tuple[Logprobs, ...]]:
-    """Returns the tokens that the commit of `plan` published per row, and their log-probabilities, () if not requested.
-
-    A row whose request had ended has none, nor has an unfinished prompt or a row whose batch has not drained.
-    """
-    for event in events:
-        if isinstance(event, Committed) and event.step == plan.step:
-            if event.request_ids == plan.request_ids:  # all but a few steps
-                return event.tokens, event.logprobs if any(event.logprobs) else ()
-            place = {request_id: index for index, request_id in enumerate(event.request_ids)}
-            rows = [place.get(request_id) for request_id in plan.request_ids]
-            tokens = tuple([() if row is None else event.tokens[row] for row in rows])
-            if not any(event.logprobs):
-                return tokens, ()
-            return tokens, tuple([() if row is None else event.logprobs[row] for row in rows])
-    return (), ()

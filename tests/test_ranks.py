@@ -164,10 +164,16 @@ def test_ranks_on_gpus_have_one_each(setting: str, monkeypatch: pytest.MonkeyPat
         joined(EngineConfig.of(model="any", **{setting: 2}), kernels, None, None, print)
 
 
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """Ends the process group of torch that a test has made; `transformers` would wait for its ranks."""
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize(("stages", "width"), [(1, 2), (2, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
 def test_ranks_of_plain_torch_exchange_through_gloo(stages: int, width: int, tmp_path: Path) -> None:
-    if torch.distributed.is_initialized():  # by the case before: a process has one
-        torch.distributed.destroy_process_group()
     folder, asked = make("mixtral", tmp_path / "model"), prompts([5, 40, 17])
     one, several = engine_of(folder, 1, device="reference"), staged(folder, stages, width, device="reference")
     assert tokens_of(several, asked, SAMPLED) == tokens_of(one, asked, SAMPLED)

@@ -184,7 +184,7 @@ class Raw(msgspec.Struct):
     runs: list[list[list[Outcome]]] = []  # by round and case
 
 
-def measured(asked: argparse.Namespace, folder: Path) -> Raw:
+def measured(asked: argparse.Namespace, folder: Path) -> None:
     """Serves all windows, and keeps the event log in `folder`."""
     windows = Windows(asked.trace, asked.scale, asked.seconds)
     cases = [case for case in windows.cases(asked.rates) if case.name in asked.cases]
@@ -201,7 +201,7 @@ def measured(asked: argparse.Namespace, folder: Path) -> Raw:
             outcomes(target, vocab_size, Case("fitted", rate, (windows.conversations(rate, FIT_SEED + number),)))
             raw.fits.append((begin, _written(log)))
             raw.runs.append([outcomes(target, vocab_size, case.repeated(number)) for case in cases])
-    return raw
+            (folder / KEPT).write_bytes(msgspec.json.encode(raw))  # rounds that an interrupt does not take away
 
 
 def _written(log: Path) -> int:
@@ -210,8 +210,9 @@ def _written(log: Path) -> int:
     return log.stat().st_size
 
 
-def judged(raw: Raw, folder: Path) -> dict[str, Any]:
+def judged(folder: Path) -> dict[str, Any]:
     """Predicts the windows of each case from the fitted ones.  Returns the predicted beside the measured figures."""
+    raw = msgspec.json.decode((folder / KEPT).read_bytes(), type=Raw)
     windows = Windows(Path(raw.trace), raw.scale, raw.seconds)
     cases = [case for case in windows.cases(raw.rates) if case.name in raw.cases]
     text = (folder / "log").read_bytes()
@@ -222,23 +223,23 @@ def judged(raw: Raw, folder: Path) -> dict[str, Any]:
         runs = [seen(each[place]) for each in raw.runs]
         rows.append({
             "case": case.name, "rate": case.rate, "seed": case.tenants[0].seed, "requests": case.num_requests,
+            "seconds": raw.seconds, "repeats": len(raw.runs),
             "tokens_per_event": statistics.median(of_event for _, of_event in runs),
             "figures": compared(predicted(case, setup, recording.handling), [found for found, _ in runs])})
     return {
         "version": 3, "environment": raw.environment, "trace": Path(raw.trace).name, "length_scale": raw.scale,
-        "seconds": raw.seconds, "repeats": len(raw.runs), "pause_ms": setup.pace.between() * 1e3,
-        "handling_ms": recording.handling * 1e3, "windows": rows}
+        "pause_ms": setup.pace.between() * 1e3, "handling_ms": recording.handling * 1e3, "windows": rows}
 
 
 def run(asked: argparse.Namespace) -> dict[str, Any]:
     if asked.again:
-        return judged(msgspec.json.decode((asked.again / KEPT).read_bytes(), type=Raw), asked.again)
+        found = [judged(folder) for folder in asked.again]
+        return found[0] | {"windows": [window for one in found for window in one["windows"]]}
     with tempfile.TemporaryDirectory() as temporary:
         folder = asked.keep or Path(temporary)
         folder.mkdir(exist_ok=True)
-        raw = measured(asked, folder)
-        (folder / KEPT).write_bytes(msgspec.json.encode(raw))
-        return judged(raw, folder)
+        measured(asked, folder)
+        return judged(folder)
 
 
 def main() -> None:
@@ -254,7 +255,8 @@ def main() -> None:
                         help=f"which of {', '.join(names)} (default: all)")
     parser.add_argument("--json", required=True)
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the event log and what clients measured here")
-    parser.add_argument("--again", type=Path, metavar="FOLDER", help="measure nothing: predict anew what is kept there")
+    parser.add_argument("--again", type=Path, nargs="+", metavar="FOLDER", help="measure nothing: predict anew what is "
+                        "kept there")
     asked = parser.parse_args()
     if not asked.again and not (asked.model and asked.trace):
         parser.error("MODEL and --trace are needed, but with --again")

@@ -9,12 +9,18 @@ from slotwise.simulate.pace import Pace
 
 
 class RunInProgress:
-    """The steps of a run that a server has taken so far: its scheduler learns of them when the run is over."""
+    """The steps of a run that a server has taken so far: its scheduler learns of them when the run is over.
 
-    def __init__(self, run: DecodeRun, rows: Sequence[Sequence[int]], pace: Pace) -> None:
+    Args:
+        rows: the tokens of each.
+        beside: seconds of each step that its adapters take.
+    """
+
+    def __init__(self, run: DecodeRun, rows: Sequence[Sequence[int]], pace: Pace, beside: float) -> None:
         run.end_at_stops(rows)
         self.run = run
         self.rows = rows
+        self.beside = beside
         self.seconds = pace.decode_steps(run.work(0))  # of each step to come
         self.planned: list[float] = []  # seconds, as the next
         self.ended: list[float] = []

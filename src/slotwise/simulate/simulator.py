@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 from slotwise.core.decode_run import Outputs
 from slotwise.core.limits import SchedulerLimits
@@ -48,6 +48,16 @@ class NoEnd(RuntimeError):
     """The simulation did not end within its maximal number of steps."""
 
 
+class Adapters(NamedTuple):
+    """LoRA adapters, of which each request has one, in turn."""
+
+    number: int = 0
+    seconds: float = 0.0  # that each adapter among a step's rows takes
+
+
+NO_ADAPTERS = Adapters()
+
+
 @dataclass(frozen=True, slots=True)
 class Setup:
     """What determines a server's schedule."""
@@ -62,6 +72,7 @@ class Setup:
     learned: Learned | None = None  # what it has learned at the start
     speculation: Speculation | None = None  # where drafts come from; None: there are none
     draft_model: DraftModel | None = None  # of speculation with one
+    adapters: Adapters = NO_ADAPTERS  # of the requests of a workload
 
     def changed(self, changes: Mapping[str, Any]) -> Setup:
         """Returns the setup with scheduling settings changed, as `Scheduling.changed` names them.
@@ -96,7 +107,8 @@ class Server:
         times = StepTimeModel(setup.learned) if setup.learns else Known(setup.pace)
         scheduler = Scheduler(limits, setup.scheduling.discipline(), setup.scheduling.policy(times), times,
                               proposer_of(setup.speculation, times))
-        self.machine = VirtualMachine(setup.pace, outputs, Verifier(setup.draft_model, replica))
+        self.machine = VirtualMachine(
+            setup.pace, outputs, Verifier(setup.draft_model, replica), setup.limits.stages, setup.adapters.seconds)
         self.engine = Engine(
             scheduler, self.machine, self.machine.clock, setup.eos_token_ids, depth=setup.depth,
             scheduling=setup.scheduling)
@@ -184,14 +196,14 @@ class Server:
             self.engine.handle(command)
         self.machine.now = plans_at
         if self._takes_runs and (run := self.engine.decode_run()) is not None:
-            self._run = RunInProgress(run, self.machine.rows(run), self._pace)
+            self._run = RunInProgress(run, self.machine.rows(run), self._pace, self.machine.of_adapters(run.slots))
 
     def _go_on(self, running: RunInProgress, plans_at: float, at: float, most: int) -> int:
         """Takes steps of a run, the first planned at `plans_at`, as `run_until` does."""
         number, most, until = 0, min(most, running.left), running.run.until
-        plan, end, between = running.planned.append, running.ended.append, self._pace.between()
+        plan, end, between, beside = running.planned.append, running.ended.append, self._pace.between(), running.beside
         while number < most and plans_at < at and (until == inf or _on_clock(plans_at) < until):
-            ended = plans_at + next(running.seconds)
+            ended = plans_at + (next(running.seconds) + beside)
             plan(plans_at)
             end(ended)
             plans_at = ended + between

@@ -34,6 +34,7 @@ SHAPE = ModelShape(
     weight_bytes=16_060_000_000, position_bytes=131_072, token_weights=7_000_000_000, head_weights=525_000_000,
     pair_operations=4 * 32 * 32 * 128, max_model_len=16_384)
 SLOTS = 64
+STEP_TOKENS = 2048  # a prompt of the trace has 1,155 on average
 FULL = 25.0  # requests a second that fill the slots of one server
 OWN = 5.4  # requests a second of the trace
 
@@ -69,7 +70,7 @@ def main() -> None:
     parser.add_argument("--add", action="store_true", help="to the rows that the file has")
     parser.add_argument("--json", required=True)
     asked = parser.parse_args()
-    setup = setup_of("h100", SHAPE, EngineConfig.of(model="", max_num_seqs=SLOTS))
+    setup = setup_of("h100", SHAPE, EngineConfig.of(model="", max_num_seqs=SLOTS, max_num_batched_tokens=STEP_TOKENS))
     few, whole = read_trace(asked.trace, limit=max(1, asked.requests)), read_trace(asked.trace)
     rows = [run(few, arrivals, setup, 1, takes_runs=at_once)
             for arrivals in (TraceTimes(), Poisson(FULL)) for at_once in (False, True) if asked.requests]

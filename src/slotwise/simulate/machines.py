@@ -14,7 +14,6 @@ from slotwise.simulate.pace import RooflinePace
 from slotwise.simulate.simulator import Setup
 
 BLOCK = 64  # tokens of a cache block
-STEP_TOKENS = 2048  # of a step, where the config does not say
 LINK = 20e-6  # seconds in which ranks exchange the sums of a layer; assumed, as the shares of `machines.toml`
 CACHE_SHARE = 0.9  # of the memory, for weights and cache together
 

@@ -73,8 +73,8 @@ def story_facts() -> str:
     slow, other = found["explained"], found["counterfactual"]
     parts = [f"{one['part'].replace('_', ' ')}{' (' + one['reason'].replace('_', ' ') + ')' if one['reason'] else ''} "
              f"{one['ms']:,.0f} ms" for one in slow["parts"] if one["ms"] >= 1]
-    sent = (f"- Sent: {found['requests']} requests at {found['rate']:.1f} a second, to a server of {found['slots']} slots "
-            f"of which {found['before']['max_num_seqs']} were in use. Objective: a first token within "
+    sent = (f"- Sent: {found['requests']} requests at {found['rate']:.1f} a second, to a server of {found['slots']} "
+            f"slots of which {found['before']['max_num_seqs']} were in use. Objective: a first token within "
             f"{found['objective_s'] * 1e3:.0f} ms.")
     explained = (f"- {code('slotwise explain')} divides the {slow['total_ms'] / 1e3:.1f} s of a slow request "
                  f"({slow['prompt_tokens']} prompt tokens, {slow['completion_tokens']} of output) into "

@@ -89,6 +89,7 @@ def test_what_if_shows_what_was_measured_replayed_and_changed(log: Path, tmp_pat
     (["simulate", "--machine", "LOG", "--draft-ms", "2"], "--acceptance describes"),
     (["simulate", "--machine", "LOG", "--max-loras", "2"], "--max-loras is of the adapters"),
     (["simulate", "--machine", "LOG", "--link-us", "2"], "--link-us is for a machine of the file"),
+    (["simulate", "--machine", "xeon", "--model", str(builtin.path()), "--link-us", "2"], "--link-us is between ranks"),
     (["simulate", "--machine", "LOG", "--model", str(builtin.path())], "--model is for a machine of the file"),
     (["what-if", "LOG"], "--set NAME=VALUE"),
     (["what-if", "--set", "max_num_seqs=2"], "either an event log or a server"),

@@ -199,8 +199,10 @@ def _machine(asked: argparse.Namespace) -> tuple[Setup, str]:
 
     options = {name[2:].replace("-", "_"): getattr(asked, name[2:].replace("-", "_")) for name in ENGINE}
     config = EngineConfig.of(model=asked.model, **{name: value for name, value in options.items() if value is not None})
-    link = LINK if asked.link_us is None else asked.link_us * 1e-6
     ranks = config.tensor_parallel_size * config.pipeline_parallel_size
+    if asked.link_us is not None and ranks == 1:
+        raise ValueError("--link-us is between ranks: give --tensor-parallel-size or --pipeline-parallel-size, too")
+    link = LINK if asked.link_us is None else asked.link_us * 1e-6
     return setup_of(asked.machine, _shape(asked.model), config, link), (
         f"{ranks} of " * (ranks > 1) + described(asked.machine))
 

@@ -21,6 +21,7 @@ from slotwise.engine.heartbeat import HeartbeatMonitor
 from slotwise.engine.ipc import EngineConnection
 from slotwise.engine.live_generations import LiveGenerations
 from slotwise.engine.messages import (
+    NO_STEP,
     AdapterLoaded,
     Add,
     Command,
@@ -340,4 +341,5 @@ class EngineClient:
         self._notify(lambda observer: observer.lost(message, now))
         ended = tuple(RowEnd(request_id, reason, 0, message) for request_id, reason in lost.items())
         free = self._info.limits.num_blocks if self._info is not None else 0
-        self._notify(lambda observer: observer.stepped(StepRecord(-1, now, now, ended=ended, num_free_blocks=free)))
+        record = StepRecord(NO_STEP, now, now, ended=ended, num_free_blocks=free)
+        self._notify(lambda observer: observer.stepped(record))

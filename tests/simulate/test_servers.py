@@ -12,8 +12,8 @@ from slotwise.simulate.figures import Distribution, Objectives, figures
 from slotwise.simulate.machines import ModelShape, described, names, setup_of
 from slotwise.simulate.pace import LearnedPace
 from slotwise.simulate.requests import REFUSED, SimulatedRequest
-from slotwise.simulate.simulator import Adapters, Server, simulate
-from slotwise.simulate.traffic import traffic_of
+from slotwise.simulate.simulator import Server, simulate
+from slotwise.simulate.traffic import Adapters, traffic_of
 from slotwise.workload import arrivals, lengths
 from slotwise.workload.requests import Recipe, Workload, generate
 

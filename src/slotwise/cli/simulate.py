@@ -32,8 +32,8 @@ from slotwise.simulate.figures import Figures, Objectives, figures
 from slotwise.simulate.machines import LINK, ModelShape, described, names, setup_of
 from slotwise.simulate.recorded import read_recording
 from slotwise.simulate.routed import RoutedServers
-from slotwise.simulate.simulator import Adapters, Server, Setup, simulate
-from slotwise.simulate.traffic import traffic_of
+from slotwise.simulate.simulator import Server, Setup, simulate
+from slotwise.simulate.traffic import Adapters, traffic_of
 from slotwise.simulate.what_if import MEASURED, REPLAYED, WHAT_IF, what_if
 from slotwise.terminal import plain
 

@@ -42,7 +42,7 @@ draws a random number or iterates a set.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 
 from slotwise.core.admission import Admission
 from slotwise.core.chunking import Chunking

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 from slotwise.core.decode_run import Outputs
 from slotwise.core.limits import SchedulerLimits
@@ -36,6 +36,7 @@ from slotwise.simulate.pace import Known, Pace
 from slotwise.simulate.requests import REFUSED, SimulatedRequest, new_clock
 from slotwise.simulate.routed import RoutedServers
 from slotwise.simulate.run_in_progress import RunInProgress
+from slotwise.simulate.traffic import NO_ADAPTERS, Adapters
 from slotwise.simulate.virtual_machine import VirtualMachine
 from slotwise.speculation.proposer import proposer_of
 from slotwise.speculation.settings import Speculation
@@ -46,16 +47,6 @@ MODEL = "simulated"  # the name of the model in what observers are told
 
 class NoEnd(RuntimeError):
     """The simulation did not end within its maximal number of steps."""
-
-
-class Adapters(NamedTuple):
-    """LoRA adapters, of which each request has one, in turn."""
-
-    number: int = 0
-    seconds: float = 0.0  # that each adapter among a step's rows takes
-
-
-NO_ADAPTERS = Adapters()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from slotwise.core.params import SamplingParams
 from slotwise.engine.messages import Add, Command
@@ -10,6 +11,16 @@ from slotwise.workload.requests import Workload
 
 OWN = 1 << 32  # ids from here on belong to one request, those from PREFIX on to a prefix
 PREFIX = 1 << 33
+
+
+class Adapters(NamedTuple):
+    """LoRA adapters, of which each request has one, in turn."""
+
+    number: int = 0
+    seconds: float = 0.0  # that each adapter among a step's rows takes
+
+
+NO_ADAPTERS = Adapters()
 
 
 def traffic_of(workload: Workload, adapters: int = 0) -> Iterator[tuple[float, Command]]:

@@ -197,8 +197,9 @@ class Server:
             ended = plans_at + (next(running.seconds) + beside)
             plan(plans_at)
             end(ended)
-            plans_at = ended + between()
             number += 1
+            if number < most:
+                plans_at = ended + between()
         if number:
             self.machine.now = running.ended[-1]
         if not running.left:

@@ -121,14 +121,17 @@ def run(asked: argparse.Namespace) -> dict[str, Any]:
         setup, recording = read_recording(read_file(folder / str(processors[0])))
         rate = asked.rate * bearable(calibration, setup)
         print(f"one replica bears {rate:.2f} requests a second", flush=True)
-        trials = []
+        trials: list[dict[str, Any]] = []
+        result = {
+            "version": 1, "environment": environment(), "trace": asked.trace.name, "length_scale": asked.scale,
+            "seconds": asked.seconds, "objective": {
+                "ttft_s": TARGET.ttft, "tpot_s": TARGET.tpot, "share": TARGET.share},
+            "bearable": rate, "calibration_requests": len(recording.measured), "trials": trials}
         for number, load in enumerate(LOADS):
             trials.append(trial(number, rate * load, windows, setup, urls))
             print(trials[-1], flush=True)
-    return {"version": 1, "environment": environment(), "trace": asked.trace.name, "length_scale": asked.scale,
-            "seconds": asked.seconds, "objective": {"ttft_s": TARGET.ttft, "tpot_s": TARGET.tpot,
-                                                    "share": TARGET.share},
-            "bearable": rate, "calibration_requests": len(recording.measured), "trials": trials}
+            write_json(asked.json, result)  # what an interrupt does not take away
+    return result
 
 
 def main() -> None:
@@ -141,7 +144,6 @@ def main() -> None:
     parser.add_argument("--json", required=True)
     asked = parser.parse_args()
     result = run(asked)
-    write_json(asked.json, result)
     confirmed = sum(one.get("confirmed", False) for one in result["trials"])
     print(f"{confirmed} of {len(result['trials'])} confirmed")
 

@@ -40,6 +40,7 @@ from slotwise.core.slo import SLO
 from slotwise.engine.messages import Command
 from slotwise.observe.event_log import read
 from slotwise.simulate.figures import Figures, figures
+from slotwise.simulate.pace import LearnedPace
 from slotwise.simulate.recorded import read_recording
 from slotwise.simulate.requests import SimulatedRequest
 from slotwise.simulate.simulator import Server, Setup, simulate
@@ -55,6 +56,7 @@ FIRST_SEED, WARM_SEED, FIT_SEED = 2, 90, 50  # windows of different seeds are of
 WARMING = 0.5  # windows' worth of requests before the first one: the first seconds of a server are slower
 SETTLED = 0.5  # seconds after which the event log of a window is written
 KEYS = ("first", "second")  # of the two tenants; the first one has all requests of the other cases
+PREDICTIONS = 5  # simulated runs of a window
 KEPT = "measured.json"  # in the folder of --keep, beside the event log
 BURSTS = 3.0  # deviation of the gaps between arrivals, over their mean
 PREFIX = Prefixes(4, 96)
@@ -154,20 +156,22 @@ def traffic(case: Case, handling: float) -> list[tuple[float, Command]]:
     return sorted(found, key=lambda one: one[0])
 
 
-def predicted(case: Case, setup: Setup, handling: float) -> Figures:
+def predicted(case: Case, setup: Setup, handling: float, seed: int) -> Figures:
+    """Returns the figures of a run in which steps vary as `seed` says."""
+    assert isinstance(setup.pace, LearnedPace)
+    setup = replace(setup, pace=replace(setup.pace, seed=seed))
     requests = simulate(traffic(case, handling), [Server(setup)]).values()
     return figures([replace(request, arrived=request.arrived - handling) for request in requests])
 
 
-def compared(guess: Figures, runs: Sequence[Figures]) -> dict[str, dict[str, float]]:
-    """Returns each figure predicted and measured (median of the runs), the error, and the runs' spread; relative."""
+def compared(guesses: Sequence[Figures], runs: Sequence[Figures]) -> dict[str, dict[str, float]]:
+    """Returns each figure predicted and measured, medians of runs, its error, and the measured spread; relative."""
     table = {}
     for name in COMPARED:
         values = [getattr(run, name) for run in runs]
-        middle = statistics.median(values)
-        table[name] = {
-            "predicted": getattr(guess, name), "measured": middle,
-            "error": getattr(guess, name) / middle - 1, "spread": (max(values) - min(values)) / middle}
+        middle, guess = statistics.median(values), statistics.median(getattr(one, name) for one in guesses)
+        table[name] = {"predicted": guess, "measured": middle, "error": guess / middle - 1,
+                       "spread": (max(values) - min(values)) / middle}
     return table
 
 
@@ -221,11 +225,12 @@ def judged(folder: Path) -> dict[str, Any]:
     rows = []
     for place, case in enumerate(cases):
         runs = [seen(each[place]) for each in raw.runs]
+        guesses = [predicted(case, setup, recording.handling, seed) for seed in range(PREDICTIONS)]
         rows.append({
             "case": case.name, "rate": case.rate, "seed": case.tenants[0].seed, "requests": case.num_requests,
             "seconds": raw.seconds, "repeats": len(raw.runs),
             "tokens_per_event": statistics.median(of_event for _, of_event in runs),
-            "figures": compared(predicted(case, setup, recording.handling), [found for found, _ in runs])})
+            "figures": compared(guesses, [found for found, _ in runs])})
     return {
         "version": 3, "environment": raw.environment, "trace": Path(raw.trace).name, "length_scale": raw.scale,
         "pause_ms": setup.pace.between() * 1e3, "handling_ms": recording.handling * 1e3, "windows": rows}

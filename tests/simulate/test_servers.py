@@ -103,6 +103,8 @@ def test_steps_vary_as_those_of_the_log_did_and_the_same_work_takes_the_same_tim
     assert sum(ratios) / len(ratios) == pytest.approx(1.3, rel=0.02)
     assert {round(ratio, 6) for ratio in ratios} == {0.9, 1.0, 2.0}
     assert all(pace.least(works[0]) <= pace.step(work) == pace.step(work) for work in works)
+    other = replace(pace, seed=1)
+    assert sum(other.step(work) != pace.step(work) for work in works) > 1000
     prompt = Work(64, 1, 0, 2080.0)
     assert pace.step(prompt) == pace.predicted(prompt) == pace.least(prompt)
 

@@ -15,6 +15,7 @@ from slotwise.core.step_time import StepTimeModel, Work
 
 # Multiplicative hashing (Knuth): consecutive numbers are spread evenly.
 GOLDEN, MASK = 0x9E3779B1, 0xFFFFFFFF
+FAR = 1_000_003  # between the numbers of two seeds
 
 
 class Pace(Protocol):
@@ -81,10 +82,12 @@ class LearnedPace:
     gap: float = 0.0  # seconds between two steps
     decoding: tuple[float, ...] = (1.0,)  # measured over predicted times of steps without prompts, the smallest first
     prompts: tuple[float, ...] = (1.0,)  # and of steps with some
+    seed: int = 0  # another one makes other choices
 
     def step(self, work: Work) -> float:
         ratios = self.prompts if work.pairs else self.decoding
-        drawn = ((work.context + work.tokens + int(work.pairs)) * GOLDEN & MASK) * len(ratios) >> 32
+        number = work.context + work.tokens + int(work.pairs) + self.seed * FAR
+        drawn = (number * GOLDEN & MASK) * len(ratios) >> 32
         return self.predicted(work) * ratios[drawn]
 
     def decode_steps(self, work: Work) -> Iterator[float]:

@@ -25,6 +25,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 from benchmarks.reliability.server import serving
 from benchmarks.simulator import SETTLED, Windows
 
@@ -47,6 +48,7 @@ TARGET = Target(ttft=1.0, tpot=0.08, share=0.95)
 LOADS = (1.3, 1.4, 1.5, 1.6, 1.7)  # of what one replica bears, by trial
 CALIBRATION, FIRST = 60, 10  # seeds of the traffic
 WARMING = 0.4  # windows' worth of traffic before the calibration
+PATIENCE = 20.0  # seconds in which a door finds its replicas
 MOST = 8.0  # times the calibration's rate
 
 
@@ -58,9 +60,20 @@ def door(urls: Sequence[str]) -> Iterator[str]:
                            *replicas], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:
             assert process.stdout is not None
-            yield next(found[1] for line in process.stdout if (found := READY.search(line)))
+            url = next(found[1] for line in process.stdout if (found := READY.search(line)))
+            _wait_for(url, len(urls))
+            yield url
         finally:
             process.terminate()
+
+
+def _wait_for(url: str, number: int) -> None:
+    """Waits until a door has seen `number` replicas."""
+    until = time.monotonic() + PATIENCE
+    while sum(one["is_up"] for one in httpx.get(f"{url}/replicas").json()["replicas"]) < number:
+        if time.monotonic() > until:
+            raise RuntimeError(f"the door does not see {number} replicas")
+        time.sleep(0.1)
 
 
 def sent(urls: Sequence[str], workload: Workload) -> list[SimulatedRequest]:

@@ -187,8 +187,8 @@ def _with_adapters(setup: Setup, asked: argparse.Namespace) -> Setup:
 
 def _machine(asked: argparse.Namespace) -> tuple[Setup, str]:
     if os.path.isfile(asked.machine):
-        options = ("--model", "--link-us", *ENGINE)
-        given = [name for name in options if getattr(asked, name[2:].replace("-", "_")) is not None]
+        of_names = ("--model", "--link-us", *ENGINE)
+        given = [name for name in of_names if getattr(asked, name[2:].replace("-", "_")) is not None]
         if given:
             raise ValueError(f"{given[0]} is for a machine of the file: the log says what its engine had")
         setup, recording = read_recording(read_file(asked.machine))

@@ -62,10 +62,11 @@ def figures(requests: Sequence[SimulatedRequest], objectives: Objectives = ANY) 
     seconds = max(ends, default=0.0) - min([request.arrived for request in requests], default=0.0)
     rate = 1 / seconds if seconds > 0 else 0.0
     reasons = Counter(request.reason for request in requests)
+    (ttft_p50, ttft_p99), (itl_p50, itl_p99) = first.quantiles(0.5, 0.99), gaps.quantiles(0.5, 0.99)
     return Figures(
         len(requests), sum(reasons[reason] for reason in SERVED), reasons[REFUSED],
-        *first.quantiles(0.5, 0.99), *gaps.quantiles(0.5, 0.99),
-        sum(request.num_tokens for request in requests) * rate, sum(map(objectives.met, requests)) * rate)
+        ttft_p50, ttft_p99, itl_p50, itl_p99, sum(request.num_tokens for request in requests) * rate,
+        sum(map(objectives.met, requests)) * rate)
 
 
 class Distribution:

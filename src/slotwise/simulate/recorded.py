@@ -107,7 +107,8 @@ class _Reader:
         limits: SchedulerLimits = run.scheduling.limits(run.limits)
         speculation = self._speculation()
         model = self._acceptance.model(speculation.num_drafts) if speculation else None
-        pace = LearnedPace(self.recording.times, gap, *map(self._ratios, self._taken))
+        decoding, prompts = map(self._ratios, self._taken)
+        pace = LearnedPace(self.recording.times, gap, decoding, prompts)
         return Setup(
             limits, run.scheduling, pace, run.depth, run.eos_token_ids,
             speculation=speculation, draft_model=model)

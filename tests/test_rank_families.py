@@ -69,7 +69,7 @@ def memory(folder: Path) -> int:
     """Bytes of a cache in which four rows do not fit, but where windows leave blocks to the others."""
     config = read_config(folder)
     block = 2 * 16 * 4 * config.num_layers * max(2, config.num_kv_heads) * config.head_dim
-    return (18 if any(config.windows) else 12) * block
+    return (18 if any(config.windows) else 9) * block
 
 
 def requests(guesses: dict[str, list[int]] | None = None) -> list[Add]:

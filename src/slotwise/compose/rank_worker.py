@@ -5,6 +5,7 @@ It computes its share of the plans that rank 0 sends, and ends when rank 0 does.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import sys
@@ -48,7 +49,8 @@ def obey(channel: BlockingChannel) -> int:
     except ChannelClosed:
         return 0
     except Exception as error:
-        channel.send(encode(Failed(one_line(f"{type(error).__name__}: {error}"))))
+        with contextlib.suppress(ChannelClosed):
+            channel.send(encode(Failed(one_line(f"{type(error).__name__}: {error}"))))
         return 1
     finally:
         ended.set()

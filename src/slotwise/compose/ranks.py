@@ -94,7 +94,7 @@ class _Rank:
                 pass
         except ChannelClosed:
             raise RankLostError(f"rank {self.number} has ended") from None
-        report = decode_report(messages[0])
+        report: RankReport = decode_report(messages[0])
         if isinstance(report, Failed):
             raise RankLostError(f"rank {self.number}: {report.message}")
         return report

@@ -19,6 +19,7 @@ from rank_threads import ranks_on_threads
 from safetensors.torch import load_file, save_file
 
 from slotwise.compose.engine import build_engine
+from slotwise.core.grammar import REGEX, Grammar
 from slotwise.core.params import SamplingParams
 from slotwise.core.step_time import StepTimeModel, Work
 from slotwise.engine.config import ConfigError, EngineConfig
@@ -33,6 +34,7 @@ SHAPES = {"smollm2": {"num_attention_heads": 4}}  # three heads of queries with 
 LENGTHS = [5, 40, 17, 70, 1, 33, 61, 9]
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=6, ignore_eos=True, logprobs=2, prompt_logprobs=1)
 PENALISED = dataclasses.replace(SAMPLED, prompt_logprobs=None, presence_penalty=0.6, repetition_penalty=1.2)
+WORDS = SamplingParams(temperature=1.0, max_tokens=12, grammar=Grammar(REGEX, "[a-z]{3,12} [0-9]+"))
 LAST = SIZES["num_hidden_layers"] - 1  # of the layers: with stages, of another rank than 0
 LONG = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
@@ -72,9 +74,9 @@ def memory(folder: Path) -> int:
     return (18 if any(config.windows) else 9) * block
 
 
-def requests(guesses: dict[str, list[int]] | None = None) -> list[Add]:
-    """Greedy ones with guesses of what they give, and some that sample, with penalties and log-probabilities."""
-    kinds = {1: SAMPLED, 3: PENALISED}
+def requests(guesses: dict[str, list[int]] | None = None, grammar: SamplingParams | None = None) -> list[Add]:
+    """Greedy ones with guesses of what they give, and some that sample: with penalties, log-probabilities, grammars."""
+    kinds = {1: SAMPLED, 3: PENALISED} | ({} if grammar is None else {4: grammar, 6: grammar})
     return [Add(f"r{at}", prompt, kinds.get(at, LONG), seed=at, prediction=tuple((guesses or {}).get(f"r{at}", ())))
             for at, prompt in enumerate(prompts(LENGTHS))]
 
@@ -119,14 +121,16 @@ def test_ranks_that_hold_experts_whole(family: str, layout: str, tmp_path: Path)
 
 @pytest.mark.parametrize(("family", "layout", "biases"), [
     ("qwen2", "tp", True), ("phi3", "tp", False), ("qwen2", "pp", True), ("llama_bias", "both", True)])
-def test_adapters(family: str, layout: str, biases: bool, tmp_path: Path) -> None:
-    folder = make(family, tmp_path / "model")
+def test_adapters_with_drafts_and_grammars(family: str, layout: str, biases: bool, tmp_path: Path) -> None:
+    folder = make(family, tmp_path / "model", tokenizer=True)
     adapters = [lora.write(tmp_path / "a", folder, seed=1, biases=biases), lora.write(
         tmp_path / "b", folder, seed=2, rank=7, targets=("v_proj", "qkv_proj", "o_proj", "down_proj"))]
-    adds = [with_adapter(add, at % 3) for at, add in enumerate(requests())]
-    found = []
+    found: list[Played] = []
     for ranks in ((1, 1), LAYOUTS[layout]):
-        engine = engine_of(folder, ranks, enable_lora=True, max_loras=2, max_cpu_loras=2, kv_cache_memory=8 << 20)
+        guesses = disturbed(found[0]) if found else None
+        adds = [with_adapter(add, at % 3) for at, add in enumerate(requests(guesses, WORDS))]
+        engine = engine_of(folder, ranks, enable_lora=True, max_loras=2, max_cpu_loras=2, kv_cache_memory=8 << 20,
+                           speculative_config={"method": "prediction"})
         assert engine.adapters is not None
         for number, adapter in enumerate(adapters, 1):
             engine.adapters.load(number, adapter)
@@ -136,12 +140,14 @@ def test_adapters(family: str, layout: str, biases: bool, tmp_path: Path) -> Non
         again = play(engine, [with_adapter(adds[2], 3, "again")])
         found.append(Played(first.outputs | again.outputs, first.records))
     assert_same(found[1], found[0])
+    assert found[1].num_drafts > found[1].num_right > 0
     tokens = [one.tokens for one in found[0].outputs.values()]
     assert len(set(tokens)) == len(tokens) - 1, "all differ, but for the one that comes twice"
 
 
 def with_adapter(add: Add, adapter: int, name: str = "") -> Add:
-    return Add(name or add.request_id, add.prompt, add.params, seed=add.seed, adapter=adapter)
+    return Add(name or add.request_id, add.prompt, add.params, seed=add.seed, adapter=adapter,
+               prediction=add.prediction)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -165,9 +171,9 @@ def test_an_adapter_that_a_rank_cannot_load_is_loaded_by_none(layout: str, tmp_p
 def test_a_draft_model_on_rank_0(layout: str, tmp_path: Path) -> None:
     folder = make("llama3", tmp_path / "model", tokenizer=True)
     draft = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}
-    plain = play(engine_of(folder), requests())
+    plain = play(engine_of(folder), requests(grammar=WORDS))
     several = play(engine_of(
-        folder, LAYOUTS[layout], speculative_config=draft, kv_cache_memory=2 * memory(folder)), requests())
+        folder, LAYOUTS[layout], speculative_config=draft, kv_cache_memory=2 * memory(folder)), requests(grammar=WORDS))
     assert_same(several, plain)
     assert several.num_right > 0.5 * several.num_drafts > 0, "it drafts for itself"
     assert any(record.proposing and record.proposing.passes > 1 for record in several.records)

@@ -26,6 +26,7 @@ from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add
 from slotwise.errors import CheckpointError
+from slotwise.kernels.cpu.cache import padded
 from slotwise.model.checkpoint import read_config
 from slotwise.speculation.proposer import proposer_of
 
@@ -59,7 +60,7 @@ def engine_of(folder: Path, layout: tuple[int, int] = (1, 1), **settings: Any) -
     width, stages = layout
     config = EngineConfig.of(**{
         "model": str(folder), "dtype": "float32", "max_model_len": 128, "max_num_seqs": 4, "block_size": 16,
-        "max_num_batched_tokens": 24, "kv_cache_memory": memory(folder), "tensor_parallel_size": width,
+        "max_num_batched_tokens": 24, "kv_cache_memory": memory(folder, width), "tensor_parallel_size": width,
         "pipeline_parallel_size": stages} | settings)
     engine = build_engine(config)[0]
     if config.speculative_config:
@@ -67,10 +68,10 @@ def engine_of(folder: Path, layout: tuple[int, int] = (1, 1), **settings: Any) -
     return engine
 
 
-def memory(folder: Path) -> int:
+def memory(folder: Path, width: int = 1) -> int:
     """Bytes of a cache in which four rows do not fit, but where windows leave blocks to the others."""
     config = read_config(folder)
-    block = 2 * 16 * 4 * config.num_layers * max(2, config.num_kv_heads) * config.head_dim
+    block = 2 * 16 * 4 * config.num_layers * max(width, config.num_kv_heads) * padded(config.head_dim)
     return (18 if any(config.windows) else 9) * block
 
 

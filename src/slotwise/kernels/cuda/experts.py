@@ -110,8 +110,13 @@ def mixture(x: Tensor, logits: Tensor, weights: Stacked, routing: Routing, ends:
     chosen, shares = route(logits.contiguous(), routing)
     arranged = in_order(chosen, routing.num_experts)
     ends += arranged.starts[1:]
-    inner = _side_by_side(x, weights.gate_up, weights.gate_up_bias, arranged, routing.top_k, is_first=True)
-    results = _side_by_side(activate(inner), weights.down, weights.down_bias, arranged, routing.top_k, is_first=False)
+    held, top_k = routing.held, routing.top_k
+    if held is not None:  # pairs of others come behind, and give zeros
+        is_here = (chosen >= held.start) & (chosen < held.stop)
+        arranged = in_order(torch.where(is_here, chosen - held.start, len(held)).int(), len(held) + 1)
+    inner = _side_by_side(x, weights.gate_up, weights.gate_up_bias, arranged, top_k, is_first=True)
+    results = _side_by_side(activate(inner), weights.down, weights.down_bias, arranged, top_k, is_first=False,
+                            has_others=held is not None)
     out, (tokens, size) = torch.empty_like(x), x.shape
     _combine[(tokens, triton.cdiv(size, COLUMNS))](
         out, results, shares, SIZE=size, TOP_K=routing.top_k, BLOCK=COLUMNS, num_warps=4)
@@ -142,12 +147,14 @@ def in_order(chosen: Tensor, experts: int) -> Arranged:
 
 def _side_by_side(
     x: Tensor, parts: Sequence[Product], bias: Tensor | None, arranged: Arranged, top_k: int, *, is_first: bool,
+    has_others: bool = False,
 ) -> Tensor:
-    """The product with parts along the outputs."""
+    """The product with parts along the outputs; where there are pairs of others, theirs is zero."""
     sizes = [part.shape[1] if isinstance(part, Tensor) else part.outputs for part in parts]
     biases = [None] * len(parts) if bias is None else [own.contiguous() for own in bias.split(sizes, dim=1)]
-    found = [multiply(x, part, own, arranged, top_k, is_first=is_first)
-             for part, own in zip(parts, biases, strict=True)]
+    places = [x.new_zeros(len(arranged.pairs), size) if has_others else None for size in sizes]
+    found = [multiply(x, part, own, arranged, top_k, is_first=is_first, out=place)
+             for part, own, place in zip(parts, biases, places, strict=True)]
     return found[0] if len(found) == 1 else torch.cat(found, dim=1)
 
 

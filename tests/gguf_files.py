@@ -30,8 +30,11 @@ WINDOWED = ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Phi3ForCausalLM", "GptOss
 Edit = Callable[[gguf.GGUFWriter], None]
 
 
-def write(folder: Path, path: Path, kind: str = "F32", *, edit: Edit = lambda writer: None, parts: int = 1) -> Path:
-    """Writes a checkpoint to `path`, with matrices stored as `kind`, as llama.cpp's converter does.
+def write(
+    folder: Path, path: Path, kind: str | Callable[[str], str] = "F32", *, edit: Edit = lambda writer: None,
+    parts: int = 1,
+) -> Path:
+    """Writes a checkpoint to `path`, with matrices stored as `kind` or as it says of their names, as llama.cpp does.
 
     `edit` may add to the metadata.  With several parts `path` is a name without an end; returns the first part.
     """
@@ -49,7 +52,8 @@ def write(folder: Path, path: Path, kind: str = "F32", *, edit: Edit = lambda wr
         stored = names.get_name(original, (".weight", ".bias"))
         assert stored, original
         numbers = _converted(arch, original, tensor, config)
-        writer.add_tensor(stored, *_stored(numbers, "F32" if stored.endswith(".bias") else kind))
+        writer.add_tensor(stored, *_stored(
+            numbers, "F32" if stored.endswith(".bias") else kind if isinstance(kind, str) else kind(stored)))
     for stored, factors in _rope_factors(config).items():
         writer.add_tensor(stored, factors)
     edit(writer)

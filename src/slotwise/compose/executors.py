@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from torch import Tensor
+
 from slotwise.core.limits import SchedulerLimits
 from slotwise.engine.executor import Executor
 from slotwise.kernels.cpu.memory import LARGE
@@ -38,6 +40,7 @@ class Built(NamedTuple):
 
     executor: Executor
     slots: SlotTable | None
+    pieces: Sequence[Tensor] = ()  # of all caches, as `[blocks, ...]`
 
 
 def leading(
@@ -52,6 +55,7 @@ def leading(
     sampler: Sampling = (
         Sampler(limits.max_num_seqs, vocab_size, launcher_of(kernels), masks) if kernels.name == "cpu"
         else DeviceSampler(known, vocab_size, draw_for(kernels), kernels.device, masks, mask_for(kernels)))
+    pieces: list[Tensor] = []
     if is_divided:
         runner: Executor = FirstStageRunner(
             StageRunner(decoder, caches.by_layer, slots),
@@ -68,7 +72,7 @@ def leading(
         per_block = kernels.cache_bytes_per_block(limits.block_size, shape, decoder.config.dtype)
         distance = max(2 * limits.max_num_seqs, 2 * LARGE // per_block)
         runner = Prefault(runner, [*caches.every, *draft_caches], limits.num_blocks, distance)
-    return Built(runner, slots if is_divided else None)
+    return Built(runner, slots if is_divided else None, pieces)
 
 
 def following(

@@ -12,8 +12,8 @@ A step is scheduled in this order:
     chooses among the rows not yet planned: of those that the policy ranks last (at most half of them) the one with the
     fewest computed tokens.  A running request without a token is in `refused`, with a reason: its last token is in
     flight (ENDING), its drafts are (VERIFYING), it is in another step (MICRO_BATCH), a budget is spent (TOKEN_BUDGET,
-    SHORT_STEP, TIME_BUDGET), it pauses for a prompt (FIRST_TOKEN), or the discipline starts prompts alone
-    (PROMPTS_ALONE).
+    SHORT_STEP, TIME_BUDGET), it pauses for a prompt (FIRST_TOKEN), its blocks have not arrived (WAITING_FOR_KV), or the
+    discipline starts prompts alone (PROMPTS_ALONE).
  4. Waiting requests are admitted from the head of the queue while `core/admission.py` finds no reason against it.
     A few smaller ones may pass a request that waits for blocks, and all of them a request with a grammar that is still
     being compiled.
@@ -54,6 +54,7 @@ from slotwise.core.drafting import Drafting
 from slotwise.core.events import Event, Finished, Rejected
 from slotwise.core.interfaces import Discipline, Policy, Proposer
 from slotwise.core.kv_manager import Allocation
+from slotwise.core.kv_transfers import KVTransfers
 from slotwise.core.limits import ERROR, SchedulerLimits
 from slotwise.core.micro_batches import MicroBatches
 from slotwise.core.plan_builder import InFlight, PlanBuilder
@@ -69,6 +70,7 @@ from slotwise.core.reasons import (
     TIER_CAP,
     TIME_BUDGET,
     VERIFYING,
+    WAITING_FOR_KV,
 )
 from slotwise.core.request import Request, State
 from slotwise.core.request_table import RequestTable
@@ -99,6 +101,7 @@ class Scheduler:
         self._isolation = PrefillIsolation(self._table)
         self._preemption = Preemption(self._table)
         self._commits = Commits(self._table, self._drafting, self.times)
+        self.transfers = KVTransfers(self._table)
         self._micro_batches = MicroBatches(self._table, limits.stages)
         self._in_flight: deque[InFlight] = deque()  # planned and not yet committed, oldest first
         self._steps = 0
@@ -179,7 +182,8 @@ class Scheduler:
         """Enqueue a request, or reject it if it could never run."""
         is_pooled = request.pooling is not None
         request.end = self.limits.longest(request.num_prompt, request.max_tokens) + is_pooled
-        self._table.add(request, self.limits.objection(request.num_prompt, request.max_tokens), now)
+        objection = self.limits.objection(request.num_prompt, request.max_tokens) or self.transfers.objection(request)
+        self._table.add(request, objection, now)
 
     def finish(self, request_id: str, reason: str, now: float) -> None:
         """Finish a request in any state.  Does nothing if the id is unknown or already finished."""
@@ -206,6 +210,7 @@ class Scheduler:
         if len(self._in_flight) > self.limits.max_in_flight:
             raise RuntimeError(f"commit a step in flight before planning {len(self._in_flight)} ahead")
         self._expire(now)
+        self.transfers.expire(now)
         builder = PlanBuilder(
             self._steps, now, self._discipline.budget(self.limits), self._chunking.time_budget())
         if self._table.policy.may_preempt:
@@ -302,6 +307,9 @@ class Scheduler:
         drafts = self._drafting.proposer is not None
         rows = iter(running)
         for request in rows:  # `length_hint(rows)`: those behind this one
+            if request.state is State.WAITING_FOR_KV:
+                builder.refuse(request, WAITING_FOR_KV)
+                continue
             if builder.preempted and request.state is not State.RUNNING:
                 continue  # preempted in this plan, for a row before it
             num_known = len(request.tokens) + request.pending
@@ -400,6 +408,9 @@ class Scheduler:
             request.request_id, request.slot, tuple(request.tokens), request.num_prompt, request.params, request.seed,
             tuple(sorted(request.stop_ids)), request.output, request.pooling, request.adapter))
         builder.new_blocks += self._table.kv.allocated(request)
+        if request.state is State.WAITING_FOR_KV:
+            builder.refuse(request, WAITING_FOR_KV)
+            return
         count = self._chunking.first_chunk(request, builder)
         builder.add_row(request, request.num_scheduled, count, PREFILL)
 

@@ -36,6 +36,7 @@ class Scaling:
     router: str = "product"
     max_wait: float = 60.0  # predicted seconds to the first output beyond which requests are shed
     seed: int = 0
+    has_roles: bool = False  # the first processes compute prompts for the others
 
 
 def run_scale(settings: ServerSettings, address: tuple[str, int], scaling: Scaling) -> int:
@@ -63,6 +64,7 @@ async def _run(settings: ServerSettings, listener: socket.socket, scaling: Scali
     addresses = Addresses(scaling.urls, door.replicas)
     try:
         door.resize(scaling.number)
+        door.is_fixed = scaling.has_roles
         addresses.begin()
         if scaling.launch is not None:
             await _first_ready(door)
@@ -75,7 +77,7 @@ async def _run(settings: ServerSettings, listener: socket.socket, scaling: Scali
 
 async def _first_ready(door: Door) -> None:
     """Waits until every replica serves, or one cannot.  Raises RuntimeError: one ended before any was ready."""
-    while len(door.fleet.usable()) < len(door.fleet.replicas) and not door.replicas.trouble:
+    while not all(one.is_up for one in door.fleet.replicas) and not door.replicas.trouble:
         door.replicas.changed.clear()
         await door.replicas.changed.wait()
     if not door.fleet.usable():

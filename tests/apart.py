@@ -10,15 +10,19 @@ from collections import Counter
 from collections.abc import Callable
 from random import Random
 
-from toy import EOS, next_token, scheduler
+from recorded import Shelf
+from toy import EOS, VOCAB, next_token, scheduler
 
+from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.step import KVTransfer
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
 from slotwise.engine.kv_link import Transferring
-from slotwise.engine.messages import Add, StepRecord
+from slotwise.engine.messages import Add, EngineInfo, StepRecord
+from slotwise.engine.scheduling import Scheduling
+from slotwise.observe.recorder import Recorder
 from slotwise.transfer.connectors import connector_of
 from slotwise.transfer.interface import Listener, Wire
 from slotwise.transfer.receiver import Receiver
@@ -64,6 +68,11 @@ class Side:
         self.link = Transferring(None, None, limits.block_size)
         self.engine = Engine(self.scheduler, executor, time.monotonic_ns, (EOS,), kv_link=self.link)
         self.records: list[StepRecord] = []
+        self.log = Shelf()
+        self._recorder = Recorder()
+        scheduling = Scheduling(Batching(), limits.max_num_seqs, limits.max_num_batched_tokens)
+        self._recorder.started(EngineInfo("toy", "cpu", "float32", VOCAB, limits, scheduling, (EOS,)))
+        self._recorder.write_to(self.log)
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, str] = {}
 
@@ -73,6 +82,10 @@ class Side:
     def receives(self, receiver: Receiver) -> None:
         self.link._receiver = receiver
 
+    def handle(self, command: Add) -> None:
+        self._recorder.commanded(command, time.monotonic_ns())
+        self.engine.handle(command)
+
     def step(self) -> bool:
         """Make a step if there is anything to do; False: it waits."""
         if not self.engine.has_work or self.engine.wait() > 0:
@@ -80,6 +93,7 @@ class Side:
         record = self.engine.step()
         self.scheduler.check()
         self.records.append(record)
+        self._recorder.stepped(record)
         assert not record.failure, record.failure
         for name, tokens in zip(record.request_ids, record.token_ids, strict=False):
             self.tokens.setdefault(name, []).extend(tokens)
@@ -122,12 +136,12 @@ class Pair:
         self.consumer.receives(Receiver(self.consumer.blocks, made, timeout))
 
     def prefill(self, name: str, prompt: list[int], timeout: float | None = None, max_tokens: int = 1) -> None:
-        self.producer.engine.handle(Add(
+        self.producer.handle(Add(
             name, prompt, SamplingParams(max_tokens=max_tokens), 0,
             kv=KVTransfer(name, sends=True, timeout=timeout or self.timeout)))
 
     def decode(self, name: str, prompt: list[int], max_tokens: int = 8) -> None:
-        self.consumer.engine.handle(Add(
+        self.consumer.handle(Add(
             name, prompt, SamplingParams(max_tokens=max_tokens), 0,
             kv=KVTransfer(name, False, self.timeout, HOST, self.port)))
 

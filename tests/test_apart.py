@@ -99,7 +99,7 @@ def test_a_producer_that_is_lost_in_the_middle_costs_no_request(engines):
     sender, prompt = producer._kv_link._sender, prompts([400], seed=5)[0]
     ask(producer, "alone", prompt, None)
     expected = run([producer])["alone"]
-    ask(producer, "lost", [7, *prompt[1:]], KVTransfer("lost", True, TIMEOUT), replace(GREEDY, max_tokens=1))
+    ask(producer, "lost", [7, *prompt[1:]], KVTransfer("lost", True, 0.2), replace(GREEDY, max_tokens=1))
     ask(consumer, "lost", prompt, KVTransfer("lost", False, TIMEOUT, HOST, port))  # another prompt: refused
     assert run([producer, consumer])["lost"] == expected
     ask(producer, "again", prompt[::-1], KVTransfer("again", True, TIMEOUT), replace(GREEDY, max_tokens=1))

@@ -13,6 +13,8 @@ from slotwise.core.params import SamplingParams
 from slotwise.core.reasons import WAITING_FOR_KV
 from slotwise.core.step import KVTransfer
 from slotwise.engine.messages import Add
+from slotwise.observe import event_log
+from slotwise.simulate.replay import replay
 from slotwise.transfer.settings import CONNECTORS, TCP
 
 PROMPT = [(7 * index) % 23 for index in range(50)]
@@ -133,8 +135,20 @@ def test_a_request_that_ends_while_it_waits_writes_nothing_more(pair):
     pair.check_nothing_is_left()
 
 
+def test_both_logs_can_be_replayed(pair):
+    for name, prompt in (("a", PROMPT), ("b", PROMPT[::-1]), ("c", PROMPT[:9])):
+        pair.prefill(name, prompt)
+        pair.decode(name, prompt)
+    pair.run()
+    for side in (pair.producer, pair.consumer):
+        assert any(record.arrivals or record.acknowledged for record in side.records)
+        outcome = replay(event_log.decode(event_log.encode(entry)) for entry in side.log.entries)
+        assert outcome.difference is None
+        assert outcome.records == len(side.records)
+
+
 def test_two_requests_of_one_transfer_are_refused(pair):
     pair.prefill("a", PROMPT)
-    pair.producer.engine.handle(Add("b", PROMPT, SamplingParams(max_tokens=1), 0, kv=KVTransfer("a", True, 0.05)))
+    pair.producer.handle(Add("b", PROMPT, SamplingParams(max_tokens=1), 0, kv=KVTransfer("a", True, 0.05)))
     pair.run(lambda: len(pair.producer.ended) == 2)
     assert pair.producer.ended == {"a": "length", "b": "rejected"}

@@ -11,7 +11,7 @@ from slotwise.routing.fleet import Fleet, Shed
 from slotwise.routing.prompt import RoutedRequest
 from slotwise.routing.replica import Report
 from slotwise.routing.routers import Product
-from slotwise.scale.prefill import _for_prompt, _has_one_prompt
+from slotwise.scale.prefill import Prompts, _for_prompt, _has_one_prompt
 
 SENDS, RECEIVES = Report(4, sends_prompts=True, kv_host="h", kv_port=1), Report(4, receives_prompts=True)
 BOTH, ALONE = Report(4, sends_prompts=True, receives_prompts=True), Report(4)
@@ -42,6 +42,18 @@ def test_a_prompt_is_asked_for_with_one_token_and_whole():
         "messages": chat["messages"], "tools": [], "temperature": 0.5, "max_completion_tokens": 1,
         "kv_transfer_params": {"do_remote_decode": True, "transfer_id": "t"}}
     assert json.loads(_for_prompt(fields(prompt="a"), "t"))["max_tokens"] == 1
+
+
+def test_prompts_take_turns_in_the_order_in_which_they_were_sent():
+    prompts = Prompts()
+    first, second, third, other = (prompts.join(*one) for one in (("p", "a"), ("p", "b"), ("p", "c"), ("q", "d")))
+    assert [turn.is_set() for turn in (first, second, third, other)] == [True, False, False, True]
+    prompts.leave("p", "b")  # its client has left
+    assert second.is_set() and not third.is_set()
+    prompts.leave("p", "a")
+    assert third.is_set()
+    prompts.leave("p", "c")
+    assert prompts.join("p", "e").is_set()
 
 
 def test_replicas_are_chosen_by_their_roles():

@@ -101,7 +101,7 @@ class KVTransfer(NamedTuple):
 
     transfer_id: str  # the same in both engines
     sends: bool  # they are computed here and sent; else received
-    timeout: float  # seconds for which blocks are waited for, or pinned, without a sign of the other engine
+    timeout: float  # seconds for which the next blocks are waited for, or those of an ended request stay pinned
     host: str = ""  # of the engine that sends, as the next
     port: int = 0
 

@@ -20,6 +20,7 @@ from slotwise.routing.fleet import Fleet, Shed
 from slotwise.routing.replica import Report
 from slotwise.scale.door_metrics import DoorMetrics, merged
 from slotwise.scale.forward import Answer, Forwarding, ask, send, target_of
+from slotwise.scale.prefill import Prompts
 from slotwise.scale.replicas import Replicas
 from slotwise.scale.routed import prompt_of
 from slotwise.scale.upstream import ReplicaLost
@@ -61,6 +62,7 @@ class Door:
         self.num_exchanges = 0
         self.replicas: Replicas  # set before anything is served
         self.is_draining = False
+        self.prompts = Prompts()
         self.is_fixed = False  # the number of replicas stays as it is
         self._ids = itertools.count()
         self._secret = blake2b("\0".join(sorted({*settings.all_keys, settings.admin_api_key})).encode()).digest()

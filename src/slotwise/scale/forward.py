@@ -151,14 +151,14 @@ class Forwarding:
             raise ClientGone
         method, headers = exchange.scope["method"], headers_of(exchange, self._prompt)
         prefill = Prefill(self._door, exchange, headers, self._body, self._prompt)
-        body = prefill.begin(upstream.name, self._id, self._failed)
         try:
-            async with (upstream.until_lost() as self._scope,
-                        upstream.sending(method, target_of(exchange), headers, body) as response):
-                if response.content_type == EVENT_STREAM:
-                    await self._pass_stream(response)
-                else:
-                    await self._pass_whole(response)
+            async with upstream.until_lost() as self._scope:
+                body = await prefill.begin(upstream.name, self._id, self._failed)
+                async with upstream.sending(method, target_of(exchange), headers, body) as response:
+                    if response.content_type == EVENT_STREAM:
+                        await self._pass_stream(response)
+                    else:
+                        await self._pass_whole(response)
         finally:
             self._scope = None
             prefill.end()

@@ -3,8 +3,10 @@
     door ──┬── body, 1 token, do_remote_decode ────► prefill replica ──┐ blocks, chunk by chunk
            └── body, do_remote_prefill ────────────► decode replica ◄──┘ ──► the answer
 
-Both requests are sent at once and name the same transfer, so blocks travel while the prompt is still computed.  If the
-first one fails, the decode replica computes the prompt itself; so it does where it has most of it in its cache.
+Both requests name the same transfer.  The second one is sent when the prefill replica has no earlier prompts, so blocks
+travel while the prompt is still computed, and a slot of the decode replica waits for one prompt, not for a queue of
+them.  If the first one fails, the decode replica computes the prompt itself; so it does where it has most of it in its
+cache.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from http import HTTPStatus
 from typing import TYPE_CHECKING
@@ -38,6 +41,28 @@ logger = logging.getLogger(__name__)
 _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
+class Prompts:
+    """The prompts that each prefill replica was sent and has not computed, the oldest first."""
+
+    def __init__(self) -> None:
+        self._turns: defaultdict[str, dict[str, asyncio.Event]] = defaultdict(dict)
+
+    def join(self, name: str, request_id: str) -> asyncio.Event:
+        """A prompt is sent.  Returns what is set when it is the oldest, or is computed."""
+        turns = self._turns[name]
+        turns[request_id] = turn = asyncio.Event()
+        if len(turns) == 1:
+            turn.set()
+        return turn
+
+    def leave(self, name: str, request_id: str) -> None:
+        """A prompt is computed, or is not wanted any more."""
+        turns = self._turns[name]
+        turns.pop(request_id).set()
+        if turns:
+            next(iter(turns.values())).set()
+
+
 class Prefill:
     """The prompt of one request, on its way to the replica that answers.
 
@@ -51,8 +76,11 @@ class Prefill:
         self._body, self._prompt = body, prompt
         self._task: asyncio.Task[None] | None = None
 
-    def begin(self, name: str, request_id: str, failed: Collection[str]) -> bytes:
-        """Have the prompt computed elsewhere, if that is of use.  Returns the body for the replica of that `name`."""
+    async def begin(self, name: str, request_id: str, failed: Collection[str]) -> bytes:
+        """Have the prompt computed elsewhere, if that is of use.
+
+        Returns the body for the replica of that `name`, once it is to be sent.
+        """
         fleet = self._door.fleet
         answering = next(replica for replica in fleet.replicas if replica.name == name)
         fields = self._fields(answering, request_id)
@@ -64,8 +92,11 @@ class Prefill:
             return self._body
         self._door.metrics.prefills[chosen.name] += 1
         transfer_id = secrets.token_hex(16)
+        its_turn = self._door.prompts.join(chosen.name, request.request_id)
         self._task = asyncio.create_task(
             self._compute(chosen.name, request.request_id, _for_prompt(fields, transfer_id)))
+        self._task.add_done_callback(lambda task: self._computed(chosen.name, request.request_id))
+        await its_turn.wait()
         return msgspec.json.encode(fields | {"kv_transfer_params": {
             "do_remote_prefill": True, "transfer_id": transfer_id, "remote_host": chosen.report.kv_host,
             "remote_port": chosen.report.kv_port}})
@@ -86,6 +117,11 @@ class Prefill:
             return fields if _has_one_prompt(fields) else {}
         return {}
 
+    def _computed(self, name: str, request_id: str) -> None:
+        """Its task has ended, or was cancelled before it began."""
+        self._door.fleet.finished(request_id)
+        self._door.prompts.leave(name, request_id)
+
     async def _compute(self, name: str, request_id: str, body: bytes) -> None:
         door, path = self._door, self._exchange.scope["path"]
         why = "it was lost"
@@ -99,8 +135,6 @@ class Prefill:
                 why = f"it answered {response.status}: {answer[:200].decode(errors='replace')}"
         except ReplicaLost:
             pass
-        finally:
-            door.fleet.finished(request_id)
         door.metrics.failed_prefills += 1
         logger.warning("replica %s has not computed a prompt: %s", name, why)
 

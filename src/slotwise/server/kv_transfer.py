@@ -40,7 +40,7 @@ def _sent(asked: KVTransferParams, request: Generate, config: KVTransferConfig) 
         raise _wrong(f"do_remote_decode: this server is a {config.kv_role}")
     if request.stream:
         raise _wrong("do_remote_decode is not available when stream is true")
-    return KVTransfer(asked.transfer_id or secrets.token_hex(16), True, config.timeout)
+    return KVTransfer(asked.transfer_id or secrets.token_hex(16), True, config.pin_timeout)
 
 
 def _received(asked: KVTransferParams, params: SamplingParams, config: KVTransferConfig) -> KVTransfer:

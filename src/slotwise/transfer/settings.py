@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from slotwise.core.ranges import real, whole
@@ -16,8 +16,10 @@ ROLES = {PRODUCER: "computes prompts and sends their blocks", CONSUMER: "receive
 RECOMPUTE = "recompute"  # what becomes of blocks that do not arrive
 PORT = 14579  # vLLM's default
 TIMEOUT = 30.0  # seconds
+PIN_TIMEOUT = 120.0  # seconds; longer than a consumer's queue
 EXTRA = {"peers": "addresses, HOST:PORT or HOST, of producers that a consumer may connect to",
-         "timeout": "seconds without a sign of the other engine"}
+         "timeout": "seconds without a sign of the other engine",
+         "pin_timeout": "seconds for which a producer keeps a prompt that no consumer has asked for"}
 RANGES = {"kv_port": whole(1, 65535)}
 TIMEOUTS = real(0.01, 3600)
 LOCAL = ("127.0.0.1", "localhost")
@@ -38,6 +40,7 @@ class KVTransferConfig:
     engine_id: str = ""  # told to consumers; "": made up
     peers: tuple[str, ...] = ()
     timeout: float = TIMEOUT
+    pin_timeout: float = PIN_TIMEOUT
 
     def __post_init__(self) -> None:
         if self.kv_connector not in CONNECTORS:
@@ -46,8 +49,9 @@ class KVTransferConfig:
             raise ValueError(f"kv_role must be one of {', '.join(ROLES)}, not {self.kv_role!r:.60}")
         if wrong := RANGES["kv_port"].objection(self.kv_port):
             raise ValueError(f"kv_port {wrong}")
-        if wrong := TIMEOUTS.objection(self.timeout):
-            raise ValueError(f"kv_connector_extra_config.timeout {wrong}")
+        for name in ("timeout", "pin_timeout"):
+            if wrong := TIMEOUTS.objection(getattr(self, name)):
+                raise ValueError(f"kv_connector_extra_config.{name} {wrong}")
         if not (isinstance(self.kv_ip, str) and self.kv_ip):
             raise ValueError(f"kv_ip must be a host's name or address, not {self.kv_ip!r:.60}")
         if not isinstance(self.engine_id, str):
@@ -90,10 +94,7 @@ class KVTransferConfig:
 
     def named(self) -> KVTransferConfig:
         """Returns the settings with an `engine_id`."""
-        if self.engine_id:
-            return self
-        return KVTransferConfig(self.kv_connector, self.kv_role, self.kv_ip, self.kv_port, str(uuid.uuid4()),
-                                self.peers, self.timeout)
+        return self if self.engine_id else replace(self, engine_id=str(uuid.uuid4()))
 
 
 def _extra(given: Any) -> dict[str, Any]:

@@ -22,10 +22,10 @@ from slotwise.core.request import Request
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.step import Arrival, StepPlan, StepResult
 from slotwise.core.step_time import StepTimeModel
-from slotwise.engine.engine import NO_STEP, Engine
+from slotwise.engine.engine import Engine
 from slotwise.engine.grammars import Compiled
 from slotwise.engine.kv_link import News
-from slotwise.engine.messages import Add, Command, Configure, Finish
+from slotwise.engine.messages import NO_STEP, Add, Command, Configure, Finish
 from slotwise.observe import event_log
 from slotwise.observe.recorder import step_entry
 from slotwise.speculation.proposer import proposer_of

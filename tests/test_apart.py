@@ -6,13 +6,15 @@ import os
 import re
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
-from apart import HOST, free_port
+from apart import HOST, Chaos, free_port
 from checkpoints import prompts
 from live_server import children, eventually
 from scale_door import door_of
@@ -25,6 +27,7 @@ from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add
 from slotwise.speculation.settings import Speculation
+from slotwise.transfer.interface import Wire
 from slotwise.transfer.settings import BOTH, CONNECTORS, CONSUMER, PRODUCER, SHARED_MEMORY, TCP, KVTransferConfig
 
 SMALL = {"max_num_seqs": 4, "max_model_len": 512, "max_num_batched_tokens": 64, "block_size": 16}
@@ -92,6 +95,34 @@ def test_tokens_are_those_of_one_engine(engines):
     assert run([producer, consumer]) == expected
     assert sum(computed) == len(PROMPTS)  # the last token of each prompt
     consumer.step = step
+
+
+def test_faults_of_the_transfer_change_no_token(engines, monkeypatch):
+    producer, consumer, port, expected = engines
+    sender, receiver, draw, seen = producer._kv_link._sender, consumer._kv_link._receiver, Random(3), Counter()
+    accept, connect = sender._listener.accept, receiver._connector.connect
+
+    def damaged(wire: Wire) -> Wire:
+        Chaos(wire, Random(draw.random()), 0.15, 0.6, seen)
+        return wire
+
+    for one in (receiver, receiver._connector, sender, sender._listener):
+        monkeypatch.setattr(one, "_timeout", 0.5)
+    monkeypatch.setattr(sender._listener, "accept", lambda: damaged(accept()))
+    monkeypatch.setattr(receiver._connector, "connect", lambda *where: damaged(connect(*where)))
+    tokens: dict[str, list[int]] = {}
+    for again in range(3):
+        for index, prompt in enumerate(PROMPTS):
+            for engine, kv, params in (
+                    (producer, KVTransfer(f"f{again}.{index}", True, 0.5), replace(GREEDY, max_tokens=1)),
+                    (consumer, KVTransfer(f"f{again}.{index}", False, 0.5, HOST, port), GREEDY)):
+                engine.handle(Add(f"{again}.{index}", prompt, params, 0, salt=str(again), kv=kv))
+        tokens |= run([producer, consumer])
+    assert tokens == {f"{again}.{name[1:]}": told for again in range(3) for name, told in expected.items()}
+    assert seen.total() > 10
+    for engine in (producer, consumer):
+        engine._scheduler.check()
+        assert engine._scheduler.num_free_blocks == engine.limits.num_blocks
 
 
 def test_a_producer_that_is_lost_in_the_middle_costs_no_request(engines):

@@ -61,16 +61,16 @@ async def replica(api: Api, exchange: HttpExchange) -> None:
     client, index = api.engine_client, api.prefix_index
     index.salted(api.sleep.salt("") if api.sleep is not None else "")
     changes: Changes = index.changes(instance, since)
-    kv = client.info.kv_transfer
     timelines, rate = api.recorder.timelines, api.admission_control.rate
     accepts = client.refusal is None and not api.is_over
     state = ReplicaState(
         index.instance, changes.version, changes.is_whole, changes.added, changes.removed,
         accepts, client.scheduling.max_num_seqs, client.info.limits.max_num_batched_tokens,
         timelines.num_running, timelines.num_waiting, rate.requests if rate.measured else 0.0, index.piece_tokens,
-        api.step_times.prediction() if api.step_times.is_trained else None, api.settings.model_names,
-        **({} if kv is None else {"sends_prompts": kv.is_producer, "receives_prompts": kv.is_consumer,
-                                  "kv_host": kv.kv_ip, "kv_port": kv.kv_port}))
+        api.step_times.prediction() if api.step_times.is_trained else None, api.settings.model_names)
+    if (kv := client.info.kv_transfer) is not None:
+        state = msgspec.structs.replace(state, sends_prompts=kv.is_producer, receives_prompts=kv.is_consumer,
+                                        kv_host=kv.kv_ip, kv_port=kv.kv_port)
     await exchange.respond_json(state)
 
 

@@ -39,7 +39,7 @@ class StreamWire:
         self._block = memoryview(b"")  # one block, made when the first is sent or received
 
     def send(self, frame: Frame) -> None:
-        self._send(frame.kind, frame.index, 0, memoryview(frame.data))
+        self._send(frame.kind, frame.number, 0, memoryview(frame.data))
 
     def buffer(self) -> memoryview:
         return self._own_block()

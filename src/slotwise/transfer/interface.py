@@ -10,19 +10,19 @@ class Kind(IntEnum):
     """What a frame says.  The consumer sends WANT, AGAIN and DONE, and TAKEN where memory is shared."""
 
     WANT = 1  # a JSON object: which prompt, from which block on
-    BLOCK = 2  # block `index` of the prompt
+    BLOCK = 2  # a block of the prompt, by its number
     ALIVE = 3  # the prompt is still being computed
     GONE = 4  # no more will come; the payload says why
-    AGAIN = 5  # block `index` was lost: go on from there
+    AGAIN = 5  # the block of that number was lost: go on from there
     DONE = 6  # all has arrived, or no more is wanted
-    TAKEN = 7  # place `index` of the shared memory is free again
+    TAKEN = 7  # the place of that number of the shared memory is free again
 
 
 class Frame(NamedTuple):
     """A message; `data` is valid until the next one is received."""
 
     kind: Kind
-    index: int = 0
+    number: int = 0  # of a block of the prompt, or of a place
     data: bytes | memoryview = b""
     is_intact: bool = True  # the checksum of `data` is right
 

@@ -131,14 +131,14 @@ class Receiver:
             frame = wire.receive()
             if frame.kind is Kind.GONE:
                 raise TransferError(bytes(frame.data).decode(errors="replace"))
-            if frame.kind is not Kind.BLOCK or frame.index < transfer.num_arrived:
+            if frame.kind is not Kind.BLOCK or frame.number < transfer.num_arrived:
                 self._tell_sometimes(request_id, transfer)  # ALIVE, or a block that was sent twice
-            elif frame.index == transfer.num_arrived and frame.is_intact:
+            elif frame.number == transfer.num_arrived and frame.is_intact:
                 is_asking = False
                 if not self._write(transfer, frame):
                     return
                 self._tell_sometimes(request_id, transfer)
-            elif frame.index == transfer.num_arrived or not is_asking:
+            elif frame.number == transfer.num_arrived or not is_asking:
                 if not retries:
                     raise TransferError(f"block {transfer.num_arrived} was damaged or lost {RETRIES + 1} times")
                 retries, is_asking = retries - 1, True
@@ -152,7 +152,7 @@ class Receiver:
         with self._lock:
             if transfer.is_cancelled:
                 return False
-            self._blocks.write(transfer.source.blocks[frame.index], frame.data)
+            self._blocks.write(transfer.source.blocks[frame.number], frame.data)
             transfer.num_arrived += 1
             return True
 

@@ -153,7 +153,7 @@ class Sender:
             while (frame := wire.poll()) is not None:
                 if frame.kind is Kind.DONE:
                     return
-                at = max(want.first, frame.index) if frame.kind is Kind.AGAIN else at
+                at = max(want.first, frame.number) if frame.kind is Kind.AGAIN else at
             buffer = wire.buffer()
             match self._read(want.transfer_id, at, buffer):
                 case "read":
@@ -163,7 +163,7 @@ class Sender:
                     frame = wire.receive()  # DONE, or AGAIN
                     if frame.kind is Kind.DONE:
                         return
-                    at = max(want.first, frame.index)
+                    at = max(want.first, frame.number)
                 case "gone":
                     wire.send(Frame(Kind.GONE, data=b"its request has ended"))
                     return

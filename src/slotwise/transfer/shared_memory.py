@@ -150,9 +150,9 @@ class SharedMemoryWire(StreamWire):
     def _has_freed(self, frame: Frame) -> bool:
         if frame.kind is not Kind.TAKEN:
             return False
-        if not 0 <= frame.index < PLACES or frame.index in self._free:
-            raise TransferError(f"place {frame.index} was not in use")
-        self._free.append(frame.index)
+        if not 0 <= frame.number < PLACES or frame.number in self._free:
+            raise TransferError(f"place {frame.number} was not in use")
+        self._free.append(frame.number)
         return True
 
     def _payload(self, kind: Kind, place: int, length: int) -> memoryview:

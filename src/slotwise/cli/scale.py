@@ -81,7 +81,7 @@ def run(asked: argparse.Namespace) -> int:
         admin_api_key=serve.admin_key_of(served.admin_api_key), tiers=serve.tiers_of(served),
         shutdown_timeout=served.shutdown_timeout, log_format=served.log_format, access_log=served.access_log, **network)
     scaling = Scaling(launch, number, asked.urls, asked.router, asked.max_wait, served.seed,
-                      has_roles=asked.prefill_replicas is not None)
+                      asked.prefill_replicas or 0)
     return run_scale(settings, (served.host, served.port), scaling)
 
 

@@ -102,8 +102,8 @@ class KVTransfer(NamedTuple):
     transfer_id: str  # the same in both engines
     sends: bool  # they are computed here and sent; else received
     timeout: float  # seconds for which the next blocks are waited for, or those of an ended request stay pinned
-    host: str = ""  # of the engine that sends, as the next
-    port: int = 0
+    host: str = ""  # of the engine that sends
+    port: int = 0  # likewise
 
 
 class Arrival(NamedTuple):

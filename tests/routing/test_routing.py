@@ -183,13 +183,47 @@ def test_a_session_stays_where_it_is_warm_while_that_is_not_much_worse() -> None
     assert STAY < 3 and placed(send(replicas, request("c", session="s"))) != home
 
 
-def test_an_adapter_goes_where_it_is_loaded() -> None:
+# -- adapters ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_adapter_goes_where_it_is_loaded_and_nowhere_else() -> None:
     replicas = fleet(size=3)
     replicas.told("2", Report(8, 256, adapters=("poet",)), 1.0)
-    assert placed(send(replicas, request("a", adapter="poet"))) == "2"
-    first = placed(send(replicas, request("b", adapter="other")))
-    replicas.first_output("b", 2.0)
-    assert placed(send(replicas, request("c", adapter="other"))) == first  # loaded there, though no report tells yet
+    assert replicas.adapters == {"poet"}
+    assert [placed(send(replicas, request(str(number), adapter="poet"))) for number in range(6)] == ["2"] * 6
+    assert send(replicas, request("a", adapter="poet"), without=["2"]) == Shed(0.0, 1)
+    assert send(replicas, request("b", adapter="other")) == Shed(0.0, 1)
+    replicas.lost("2")
+    assert send(replicas, request("c", adapter="poet")) == Shed(0.0, 1) and not replicas.adapters
+
+
+def test_a_report_from_before_a_change_does_not_undo_it() -> None:
+    replicas = fleet(size=1)
+    replicas.adapters_are("0", ["poet"], 2.0)
+    replicas.told("0", IDLE, 1.5)
+    assert replicas.adapters == {"poet"}
+    replicas.told("0", IDLE, 2.5)
+    assert not replicas.adapters
+
+
+def test_requests_of_an_adapter_go_where_its_place_in_a_step_is() -> None:
+    """With one adapter in a step, one beside it would wait until the other's requests have ended."""
+    names = ("poet", "clerk")
+    replicas = fleet(size=2, report=Report(8, 256, adapters=names, max_loras=1))
+    places = {name: placed(send(replicas, request(name, adapter=name))) for name in names}
+    assert set(places.values()) == {"0", "1"}
+    for number in range(10):
+        name = names[number % 2]
+        assert placed(send(replicas, request(str(number), adapter=name))) == places[name]
+    for number in range(0, 10, 2):
+        replicas.finished(str(number))
+    replicas.finished("poet")  # its place is free: both may have the clerk's
+    assert {placed(send(replicas, request(f"more {number}", adapter="clerk"))) for number in range(4)} == {"0", "1"}
+
+
+def test_an_adapter_without_a_place_anywhere_goes_where_it_is_best() -> None:
+    replicas = fleet(size=1, report=Report(8, 256, adapters=("poet", "clerk"), max_loras=1))
+    assert [placed(send(replicas, request(name, adapter=name))) for name in ("poet", "clerk")] == ["0", "0"]
 
 
 # -- shedding ----------------------------------------------------------------------------------------------------------

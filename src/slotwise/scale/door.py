@@ -16,12 +16,14 @@ from typing import Any
 
 import msgspec
 
+from slotwise.engine.refusals import ADAPTER_LOADING
+from slotwise.errors import printable
 from slotwise.routing.fleet import Fleet, Shed
+from slotwise.scale.adapters import Adapters, load_adapter, unload_adapter
 from slotwise.scale.door_metrics import DoorMetrics, merged
-from slotwise.scale.forward import Answer, Forwarding, ask, send, target_of
+from slotwise.scale.forward import Answer, Forwarding, ask_all, send, target_of
 from slotwise.scale.replicas import Replicas
 from slotwise.scale.routed import prompt_of
-from slotwise.scale.upstream import ReplicaLost
 from slotwise.server.admin import PROMETHEUS
 from slotwise.server.asgi import Endpoint
 from slotwise.server.bodies import Bodies
@@ -29,6 +31,7 @@ from slotwise.server.browsers import Browsers
 from slotwise.server.errors import ApiError, bad_request
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.keys import Keys
+from slotwise.server.lora import LOAD, UNLOAD
 from slotwise.server.protocol import decode
 from slotwise.server.request_log import RequestLog
 from slotwise.server.responses import RESPONSES
@@ -56,6 +59,7 @@ class Door:
         self.bodies = Bodies(settings)
         self.request_log = RequestLog(settings)
         self.metrics = DoorMetrics()
+        self.adapters = Adapters(fleet)
         self.num_exchanges = 0
         self.replicas: Replicas  # set before anything is served
         self.is_draining = False
@@ -87,8 +91,11 @@ class Door:
     def refused(self, kind: str) -> None:
         self.metrics.shed += kind == "shed"
 
-    def shed(self, shed: Shed) -> ApiError:
+    def shed(self, shed: Shed, adapter: str = "") -> ApiError:
         """The error of a request that no replica serves in time, which is counted."""
+        if not shed.wait and adapter and self.fleet.usable():
+            return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, f"no replica has the adapter {printable(adapter)!r} now; "
+                            "try again later", "model", ADAPTER_LOADING)
         if not shed.wait:
             return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "no replica is ready; try again later", code="no_replica")
         self.refused("shed")
@@ -129,6 +136,7 @@ class Door:
             "name": one.name, "url": self.replicas.url_of(one.name), "is_up": one.is_up,
             "is_draining": one.is_draining, "num_sent": one.num_sent, "num_running": one.report.num_running,
             "num_waiting": one.report.num_waiting, "num_cached_pieces": one.num_pieces,
+            "adapters": sorted(one.adapters), "refused_adapters": self.adapters.refused(one.name),
             "prefill_tokens_per_second": round(one.prefill_rate, 1)} for one in self.fleet.replicas]
 
 
@@ -158,16 +166,9 @@ async def _without_response(door: Door, exchange: HttpExchange, response_id: str
 
 async def _of_all(door: Door, exchange: HttpExchange, method: str, target: str, body: bytes = b"",
                   ) -> list[tuple[str, Answer]]:
-    """Asks every replica; those that fail are left out."""
-
-    async def of_one(name: str) -> list[tuple[str, Answer]]:
-        try:
-            return [(name, await ask(door.replicas.upstream(name), exchange, method, target, body))]
-        except ReplicaLost:
-            return []
-
-    found = await asyncio.gather(*[of_one(upstream.name) for upstream in door.replicas.upstreams])
-    return [one for some in found for one in some]
+    """The answers of all replicas, each with its name."""
+    return [(one.name, answer) for one, answer in await ask_all(
+        door.replicas.upstreams, exchange, method, target, body)]
 
 
 async def by_id(door: Door, exchange: HttpExchange) -> None:
@@ -176,6 +177,17 @@ async def by_id(door: Door, exchange: HttpExchange) -> None:
     if not answers:
         raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "no replica is ready; try again later", code="no_replica")
     await send(exchange, next((one for one in answers if one.status != HTTPStatus.NOT_FOUND), answers[0]))
+
+
+async def models(door: Door, exchange: HttpExchange) -> None:
+    """The served model by each of its names, and the adapters of all replicas."""
+    answers = [answer for _, answer in await _of_all(door, exchange, "GET", "/v1/models")]
+    listed = [msgspec.json.decode(answer.body)["data"] for answer in answers if answer.status == HTTPStatus.OK]
+    if not listed:
+        raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "no replica is ready; try again later", code="no_replica")
+    cards = {card["id"]: card for data in reversed(listed) for card in data}
+    order = dict.fromkeys(card["id"] for data in listed for card in data)
+    await exchange.respond_json({"object": "list", "data": [cards[name] for name in order]})
 
 
 async def abort_requests(door: Door, exchange: HttpExchange) -> None:
@@ -241,7 +253,11 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     *[("POST", path, forward) for path in (
         "/v1/completions", "/v1/chat/completions", RESPONSES, "/v1/messages", "/v1/messages/count_tokens",
         "/v1/embeddings", "/tokenize", "/detokenize")],
-    *[("GET", path, forward) for path in ("/v1/models", "/v1/models/{model:path}", "/version")],
+    ("GET", "/version", forward),
+    ("GET", "/v1/models", models),
+    ("GET", "/v1/models/{model:path}", by_id),
+    ("POST", LOAD, load_adapter),
+    ("POST", UNLOAD, unload_adapter),
     ("GET", RESPONSES + "/{response_id:path}", by_id),
     ("DELETE", RESPONSES + "/{response_id:path}", by_id),
     ("GET", "/explain/{request_id:path}", by_id),

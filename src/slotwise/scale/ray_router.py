@@ -38,7 +38,8 @@ class RoutingOnRay(RequestRouter):  # type: ignore[misc]
         if request is None or pending_request is None or not candidate_replicas:
             return [candidate_replicas]
         views = {self._view(one).name: one for one in candidate_replicas}
-        allowed = [name for name in views if name not in pending_request.args[2]] or list(views)
+        able = [name for name in views if self._known[name].has(request.adapter)] or list(views)
+        allowed = [name for name in able if name not in pending_request.args[2]] or able
         chosen = self._router.choose(request, [self._known[name] for name in allowed]).name
         others = [one for name, one in views.items() if name != chosen and name in allowed]
         return [[views[chosen]], others] if others else [[views[chosen]]]
@@ -71,4 +72,6 @@ class RoutingOnRay(RequestRouter):  # type: ignore[misc]
         if pending is None or not pending.args or not isinstance(pending.args[0], Prompt):
             return None
         told = [view.report.piece_tokens for view in self._known.values() if view.report.piece_tokens]
-        return pending.args[0].request(pending.metadata.internal_request_id, sum(told) / len(told) if told else 0.0)
+        adapters = frozenset[str]().union(*[view.adapters for view in self._known.values()])
+        return pending.args[0].request(
+            pending.metadata.internal_request_id, sum(told) / len(told) if told else 0.0, adapters)

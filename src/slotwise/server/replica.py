@@ -25,6 +25,15 @@ MAX_QUERY = 1024  # characters
 MAX_SINCE = 10**15 - 1
 
 
+class AdapterState(msgspec.Struct, frozen=True):
+    """An adapter that requests may name."""
+
+    name: str
+    path: str
+    parent: str  # the base model's name for it; "": the served one
+    digest: str  # of its files
+
+
 class ReplicaState(msgspec.Struct, frozen=True):
     """The answer of `GET /replica`."""
 
@@ -41,12 +50,13 @@ class ReplicaState(msgspec.Struct, frozen=True):
     starts_per_second: float  # 0: not measured
     piece_tokens: float  # 0: no prompt yet
     times: Prediction | None  # of its steps; None: not known yet
-    models: tuple[str, ...]
+    adapters: tuple[AdapterState, ...] = ()
+    max_loras: int = 1  # adapters among the rows of a step
 
     def report(self) -> Report:
         """Returns what routers read of it."""
         return Report(self.slots, self.step_tokens, self.num_running, self.num_waiting, self.starts_per_second,
-                      self.times, self.piece_tokens)
+                      self.times, self.piece_tokens, tuple([one.name for one in self.adapters]), self.max_loras)
 
 
 async def replica(api: Api, exchange: HttpExchange) -> None:
@@ -55,6 +65,8 @@ async def replica(api: Api, exchange: HttpExchange) -> None:
     api.batched_observer.flush()
     client, index = api.engine_client, api.prefix_index
     index.salted(api.sleep.salt("") if api.sleep is not None else "")
+    adapters = api.models.adapters
+    index.adapters_are({one.number for one in adapters})
     changes: Changes = index.changes(instance, since)
     timelines, rate = api.recorder.timelines, api.admission_control.rate
     accepts = client.refusal is None and not api.is_over
@@ -62,7 +74,9 @@ async def replica(api: Api, exchange: HttpExchange) -> None:
         index.instance, changes.version, changes.is_whole, changes.added, changes.removed,
         accepts, client.scheduling.max_num_seqs, client.info.limits.max_num_batched_tokens,
         timelines.num_running, timelines.num_waiting, rate.requests if rate.measured else 0.0, index.piece_tokens,
-        api.step_times.prediction() if api.step_times.is_trained else None, api.settings.model_names)
+        api.step_times.prediction() if api.step_times.is_trained else None,
+        tuple([AdapterState(one.name, one.module.path, one.module.base_model_name, one.digest) for one in adapters]),
+        client.info.limits.max_loras)
     await exchange.respond_json(state)
 
 

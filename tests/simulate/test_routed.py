@@ -35,7 +35,7 @@ def served(router: str, max_queued: tuple[int | None, int | None] = (None, None)
     setup = setup_of("h100", SHAPE, EngineConfig.of(model="", max_num_seqs=16))
     limits = replace(setup.limits, num_blocks=40_000 // setup.limits.block_size)
     setup = replace(setup, limits=limits, max_queued=max_queued)
-    routed = RoutedServers(ROUTERS[router](0), REPLICAS)
+    routed = RoutedServers(ROUTERS[router](0), REPLICAS, setup.pace)
     servers = [Server(setup, observers=[told], replica=index) for index, told in enumerate(routed.observers)]
     found = simulate(traffic_of(workload()), servers, routed=routed)
     routed.tell(inf)

@@ -128,7 +128,7 @@ def test_and_those_of_a_router_that_servers_tell_of_themselves(drawn: Sequence[A
     setup = Setup(LIMITS, Scheduling(Batching(), 4, 24), GrowingPace(cost), max_queued=(3, 60))
     found = []
     for at_once in (True, False):
-        routed = RoutedServers(ROUTERS[router](0), 2)
+        routed = RoutedServers(ROUTERS[router](0), 2, setup.pace)
         found.append(simulate(commands, [
             Server(setup, observers=[told], replica=number, takes_runs=at_once)
             for number, told in enumerate(routed.observers)], routed=routed))

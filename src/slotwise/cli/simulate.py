@@ -139,7 +139,8 @@ def run(asked: argparse.Namespace) -> int:
         raise ValueError("--router chooses among several servers: give --replicas, too")
     workload = workload_of(asked, WORKLOAD)
     traffic = traffic_of(workload)
-    routed = RoutedServers(ROUTERS[asked.router](asked.seed), asked.replicas) if asked.router else None
+    routed = (RoutedServers(ROUTERS[asked.router](asked.seed), asked.replicas, setup.pace)
+              if asked.router else None)
     told = [[one] for one in routed.observers] if routed is not None else [[]] * asked.replicas
     with ExitStack() as stack:
         servers = [Server(setup, observers=observers, replica=number) for number, observers in enumerate(told)]

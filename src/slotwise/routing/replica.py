@@ -10,10 +10,10 @@ are sent; a report that was asked for after a request's first output tells wheth
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from slotwise.core.step_time import Prediction, StepTimeModel, Work
+from slotwise.core.step_time import Work
 from slotwise.routing.prompt import RoutedRequest
 
 
@@ -26,7 +26,7 @@ class Report:
     num_running: int = 0
     num_waiting: int = 0
     starts_per_second: float = 0.0  # requests that leave its queue for a slot; 0: not measured
-    times: Prediction | None = None  # its step-time model; None: not trained
+    prefill_rate: float = 0.0  # prompt tokens per second beside its running rows; 0: not known
     piece_tokens: float = 0.0  # tokens of a piece of its prompts; 0: not measured
     adapters: tuple[str, ...] = ()  # those that requests may name there
     max_loras: int = 1  # adapters among the rows of a step
@@ -50,7 +50,6 @@ class Replica:
     is_up: bool = True
     is_draining: bool = False
     report: Report = field(default_factory=lambda: Report(slots=1))
-    prefill_rate: float = 0.0  # prompt tokens per second beside its running rows; 0: unknown
     adapters: frozenset[str] = frozenset()  # those that requests may name there
     _adapters_at: float = 0.0  # seconds; what it was asked for before is older than `adapters`
     _unfinished: dict[str, _Sent] = field(default_factory=dict)
@@ -108,7 +107,7 @@ class Replica:
         behind = self.batch + 1 - self.report.slots
         starts = self.report.starts_per_second
         slot = behind / starts if behind > 0 and starts else 0.0
-        rate = self.prefill_rate
+        rate = self.report.prefill_rate
         return slot + ((self._queued + self.new_tokens(request)) / rate if rate else 0.0)
 
     # -- what changes it -----------------------------------------------------------------------------------------
@@ -161,7 +160,6 @@ class Replica:
                 if sent.at < asked_at:
                     self.first_output(request_id, asked_at)
         self._fresh = {piece: since for piece, since in self._fresh.items() if since >= asked_at}
-        self.prefill_rate = prefill_rate(report)
         if asked_at >= self._adapters_at:
             self.adapters = frozenset(report.adapters)
 
@@ -186,11 +184,11 @@ class Replica:
         return unfinished
 
 
-def prefill_rate(report: Report) -> float:
-    """Prompt tokens per second in steps of the whole budget beside the running rows; 0 without step times."""
-    if report.times is None:
-        return 0.0
-    rows, tokens = report.num_running, max(1, report.step_tokens - report.num_running)
-    work = Work(tokens + rows, rows + 1, 0, tokens * (tokens + 1) / 2)
-    seconds = StepTimeModel.predicting(report.times).typical(work)
+def prefill_rate(predicted: Callable[[Work], float], step_tokens: int, num_running: int) -> float:
+    """Prompt tokens per second in steps of the whole budget beside the running rows.
+
+    Args: predicted: the seconds of a step.
+    """
+    tokens = max(1, step_tokens - num_running)
+    seconds = predicted(Work(tokens + num_running, num_running + 1, 0, tokens * (tokens + 1) / 2))
     return tokens / seconds if seconds > 0 else 0.0

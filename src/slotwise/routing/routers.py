@@ -50,8 +50,8 @@ class Product:
     def choose(self, request: RoutedRequest, replicas: Sequence[Replica]) -> Replica:
         replicas = [replica for replica in replicas if replica.has_place(request.adapter)] or replicas
         scores = [product(request, replica) for replica in replicas]
-        if all(replica.prefill_rate for replica in replicas):
-            scores = [score / replica.prefill_rate for score, replica in zip(scores, replicas, strict=True)]
+        if all(replica.report.prefill_rate for replica in replicas):
+            scores = [score / replica.report.prefill_rate for score, replica in zip(scores, replicas, strict=True)]
         best = min(scores)
         chosen = min([replica for replica, score in zip(replicas, scores, strict=True) if score == best],
                      key=lambda replica: replica.num_pieces)

@@ -156,7 +156,7 @@ class Adapters:
 
     async def _settle(self, upstream: Upstream, asked: Mapping[str, AdapterState | None]) -> None:
         """Loads adapters on one replica, or unloads them: None.  Does nothing if it is lost."""
-        loaded, unloaded = [], []
+        loaded, unloaded = list[str](), list[str]()
         try:
             for name, state in asked.items():
                 if objection := await self._send(upstream, name, state):

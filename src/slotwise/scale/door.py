@@ -137,7 +137,7 @@ class Door:
             "is_draining": one.is_draining, "num_sent": one.num_sent, "num_running": one.report.num_running,
             "num_waiting": one.report.num_waiting, "num_cached_pieces": one.num_pieces,
             "adapters": sorted(one.adapters), "refused_adapters": self.adapters.refused(one.name),
-            "prefill_tokens_per_second": round(one.prefill_rate, 1)} for one in self.fleet.replicas]
+            "prefill_tokens_per_second": round(one.report.prefill_rate, 1)} for one in self.fleet.replicas]
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------

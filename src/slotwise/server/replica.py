@@ -11,10 +11,10 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from slotwise.core.step_time import Prediction
+from slotwise.core.step_time import Prediction, StepTimeModel
 from slotwise.observe.prefix_index import Changes
 from slotwise.routing.prompt import read
-from slotwise.routing.replica import Report
+from slotwise.routing.replica import Report, prefill_rate
 from slotwise.server.context import Api
 from slotwise.server.errors import bad_request
 from slotwise.server.http_exchange import HttpExchange
@@ -55,8 +55,10 @@ class ReplicaState(msgspec.Struct, frozen=True):
 
     def report(self) -> Report:
         """Returns what routers read of it."""
+        rate = 0.0 if self.times is None else prefill_rate(
+            StepTimeModel.predicting(self.times).typical, self.step_tokens, self.num_running)
         return Report(self.slots, self.step_tokens, self.num_running, self.num_waiting, self.starts_per_second,
-                      self.times, self.piece_tokens, tuple([one.name for one in self.adapters]), self.max_loras)
+                      rate, self.piece_tokens, tuple([one.name for one in self.adapters]), self.max_loras)
 
 
 async def replica(api: Api, exchange: HttpExchange) -> None:

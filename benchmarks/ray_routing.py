@@ -4,7 +4,8 @@
 
 Scheduler, prefix cache and what replicas tell are a server's own; a step takes what a step-time model that was learned
 on a real server says (`slotwise bench steps --event-log LOG`).  Beside each figure stands the simulator's for the same
-requests.  For an environment with `ray[serve]`; Ray's routers are used as they are installed.
+requests.  For an environment with `ray[serve]`; Ray's routers are used as they are installed, the prefix-aware one not by
+its public name in `ray.serve.llm`, which asks for more packages.
 
 usage: python -m benchmarks.ray_routing LOG --trace CSV --json FILE [--loads shared:3 own:2] [--seeds 1 2 3]
 """
@@ -29,8 +30,8 @@ import ray
 from benchmarks.routing import GROUPS, SHARED, load_of, served, window, with_prefixes
 from benchmarks.sleeping import SleepingServer
 from ray import serve
+from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router import PrefixCacheAffinityRouter
 from ray.serve.config import RequestRouterConfig
-from ray.serve.llm.request_router import PrefixCacheAffinityRouter
 
 from slotwise.bench.results import environment, write_json
 from slotwise.engine.messages import Add

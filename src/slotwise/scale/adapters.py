@@ -116,8 +116,10 @@ class Adapters:
         """
         if asked_at < self._settled.get(upstream.name, 0.0):
             return ()  # the fleet knows better
-        wrong = self._wrong(upstream)
-        if wrong.keys() - self.refused(upstream.name) and upstream.name not in self._tasks:
+        wrong, refused = self._wrong(upstream), self._refused.get(upstream.name, {})
+        for name in refused.keys() - wrong:
+            del refused[name]  # its operator has seen to it
+        if wrong.keys() - refused and upstream.name not in self._tasks:
             task = self._tasks[upstream.name] = asyncio.create_task(self._mend(upstream, asked_at))
             task.add_done_callback(lambda _: self._tasks.pop(upstream.name))
         return tuple([name for name in upstream.adapters if name not in wrong])

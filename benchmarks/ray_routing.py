@@ -4,8 +4,8 @@
 
 Scheduler, prefix cache and what replicas tell are a server's own; a step takes what a step-time model that was learned
 on a real server says (`slotwise bench steps --event-log LOG`).  Beside each figure stands the simulator's for the same
-requests.  For an environment with `ray[serve]`; Ray's routers are used as they are installed, the prefix-aware one not by
-its public name in `ray.serve.llm`, which asks for more packages.
+requests.  For an environment with `ray[serve]`; Ray's routers are used as they are installed.  The prefix-aware one is
+imported from where it is written, for its public name in `ray.serve.llm` asks for more packages.
 
 usage: python -m benchmarks.ray_routing LOG --trace CSV --json FILE [--loads shared:3 own:2] [--seeds 1 2 3]
 """

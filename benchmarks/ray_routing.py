@@ -32,8 +32,10 @@ from benchmarks.sleeping import SleepingServer
 from ray import serve
 from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router import PrefixCacheAffinityRouter
 from ray.serve.config import RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
 
 from slotwise.bench.results import environment, write_json
+from slotwise.core.params import SamplingParams
 from slotwise.engine.messages import Add
 from slotwise.observe.event_log import read_file
 from slotwise.scale.ray_app import MAX_ONGOING, STATS_EVERY
@@ -50,6 +52,7 @@ REPLICAS = 4
 CHARACTERS = 4  # of a token
 CACHE_TOKENS = 50_000  # of a replica: less than the prefixes need together
 LOADS = ("shared:3", "shared:4.5", "own:2", "own:3")  # prompts; requests a second and replica
+FIRST = 8  # short requests with which routers and replicas begin, not measured
 SETTLE = 3.0  # seconds until replicas have told of themselves
 ROUTERS: dict[str, tuple[RequestRouterConfig, str]] = {  # with the name of the same rule in the simulator
     "product": (RequestRouterConfig(request_router_class=RoutingOnRay, request_router_kwargs={"router": "product"},
@@ -118,10 +121,10 @@ async def measured(setup: Setup, workload: Workload, router: str) -> dict[str, A
     name = f"run-{time.monotonic_ns()}"
     replicas = serve.deployment(
         num_replicas=REPLICAS, max_ongoing_requests=MAX_ONGOING, ray_actor_options={"num_cpus": 0.1},
-        request_router_config=ROUTERS[router][0])(Sleeping)
+        request_router_config=ROUTERS[router][0], logging_config={"enable_access_log": False})(Sleeping)
     handle = serve.run(replicas.bind(setup), name=name, route_prefix=None)
-    await asyncio.sleep(SETTLE)
     parts = handle.options(stream=True, method_name="forward")
+    await _begin(parts)
     loop = asyncio.get_running_loop()
     began, used = loop.time(), time.process_time()
     firsts, places, lags = Distribution(), Counter[str](), list[float]()
@@ -144,6 +147,17 @@ async def measured(setup: Setup, workload: Workload, router: str) -> dict[str, A
     return {"ttft_mean": statistics.fmean(found), "ttft_p50": firsts.quantile(0.5), "ttft_p99": firsts.quantile(0.99),
             "requests": len(found), "by_replica": sorted(places.values()), "lateness": lateness,
             "worst_lag": max(lags), "driver_cpu_share": (time.process_time() - used) / (loop.time() - began)}
+
+
+async def _begin(parts: DeploymentHandle) -> None:
+    """Lets the router, what it starts, and all connections begin, and waits until replicas have told of themselves."""
+    for number in range(FIRST):
+        text = _letters(f"first {number}", 16)
+        command = Add(f"first {number}", [number] * 16, SamplingParams(max_tokens=1), 0)
+        async for _ in parts.remote(prompt_of(msgspec.json.encode({"prompt": text}), "", {}), Call(text, command),
+                                    frozenset()):
+            pass
+    await asyncio.sleep(SETTLE)
 
 
 def setup_from(log: str) -> Setup:

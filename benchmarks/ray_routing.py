@@ -7,7 +7,7 @@ on a real server says (`slotwise bench steps --event-log LOG`).  Beside each fig
 requests.  For an environment with `ray[serve]`; Ray's routers are used as they are installed.  The prefix-aware one is
 imported from where it is written, for its public name in `ray.serve.llm` asks for more packages.
 
-usage: python -m benchmarks.ray_routing LOG --trace CSV --json FILE [--loads shared:3 own:2] [--seeds 1 2 3]
+usage: python -m benchmarks.ray_routing LOG --trace CSV --json FILE [--loads shared:2.5 own:2] [--seeds 1 2 3]
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from slotwise.workload.requests import Workload
 REPLICAS = 4
 CHARACTERS = 4  # of a token
 CACHE_TOKENS = 50_000  # of a replica: less than the prefixes need together
-LOADS = ("shared:3", "shared:4.5", "own:2", "own:3")  # prompts; requests a second and replica
+LOADS = ("shared:2.5", "shared:3.5", "own:2", "own:2.5")  # prompts; requests a second and replica
 FIRST = 8  # short requests with which routers and replicas begin, not measured
 SETTLE = 3.0  # seconds until replicas have told of themselves
 ROUTERS: dict[str, tuple[RequestRouterConfig, str]] = {  # with the name of the same rule in the simulator

@@ -4,12 +4,13 @@
                        ▲
     records ──► first outputs and ends, when they are; index and load, at the next multiple of `POLL`
 
-A prompt's pieces are its cache blocks.
+A prompt's pieces are its cache blocks.  Every server has every adapter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count
@@ -41,6 +42,7 @@ class RoutedServers:
         self._events: list[tuple[float, int, Event]] = []  # a heap: what the router is told, and when
         self._order = count()
         self.pace = pace
+        self.adapters: tuple[str, ...] = ()  # of the requests so far
         self.observers = [_Told(self, str(index)) for index in range(number)]
         for told in self.observers:
             self._fleet.add(told.name)
@@ -49,13 +51,24 @@ class RoutedServers:
         """Returns the server of a request that arrives at `at`, in seconds."""
         self.tell(at)
         size, length = self.observers[0].block_size, len(command.prompt)
-        pieces = tuple(pieces_of(command.prompt, size, command.salt))
-        found = self._fleet.route(RoutedRequest(command.request_id, length, pieces, size), at)
+        adapter = self._adapter(command.adapter, at)
+        pieces = tuple(pieces_of(command.prompt, size, f"{command.salt}\0{adapter}"))
+        found = self._fleet.route(RoutedRequest(command.request_id, length, pieces, size, adapter=adapter), at)
         assert not isinstance(found, Shed), "no server is ever lost"
         told = self.observers[int(found.name)]
         told.without_output.add(command.request_id)
         told.index.expect(command.request_id, (length, pieces), length, size)
         return int(found.name)
+
+    def _adapter(self, number: int, at: float) -> str:
+        """The name of an adapter, which all servers have; "": none."""
+        if not number:
+            return ""
+        if (name := str(number)) not in self.adapters:
+            self.adapters += (name,)
+            for told in self.observers:
+                self._fleet.adapters_are(told.name, self.adapters, at)
+        return name
 
     def tell(self, at: float) -> None:
         """Tells the router what it knows at `at`, in seconds."""
@@ -120,14 +133,15 @@ class _Told(Observer):
         return Report(
             limits.max_num_seqs, limits.max_num_batched_tokens, num_running, num_waiting,
             rate.requests if rate.measured else 0.0,
-            prefill_rate(self._routed.pace.predicted, limits.max_num_batched_tokens, num_running))
+            prefill_rate(self._routed.pace.predicted, limits.max_num_batched_tokens, num_running),
+            max_loras=limits.max_loras)
 
     def _report(self, report: Report, due: float) -> None:
         changes = self.index.changes(self.name, self._version)
         self._version = changes.version
         fleet = self._routed.fleet
         fleet.cached(self.name, changes.added, changes.removed, is_whole=changes.is_whole)
-        fleet.told(self.name, report, due)
+        fleet.told(self.name, replace(report, adapters=self._routed.adapters), due)
 
 
 def pieces_of(prompt: Sequence[int], size: int, salt: str) -> list[int]:

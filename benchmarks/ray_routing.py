@@ -34,6 +34,7 @@ from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router i
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
+from slotwise.bench.measures import percentile
 from slotwise.bench.results import environment, write_json
 from slotwise.core.params import SamplingParams
 from slotwise.engine.messages import Add
@@ -41,7 +42,6 @@ from slotwise.observe.event_log import read_file
 from slotwise.scale.ray_app import MAX_ONGOING, STATS_EVERY
 from slotwise.scale.ray_router import ASKED_AT, STATE, RoutingOnRay
 from slotwise.scale.routed import Prompt, prompt_of
-from slotwise.simulate.figures import Distribution
 from slotwise.simulate.pace import LearnedPace
 from slotwise.simulate.recorded import read_recording
 from slotwise.simulate.simulator import Setup
@@ -127,7 +127,7 @@ async def measured(setup: Setup, workload: Workload, router: str) -> dict[str, A
     await _begin(parts)
     loop = asyncio.get_running_loop()
     began, used = loop.time(), time.process_time()
-    firsts, places, lags = Distribution(), Counter[str](), list[float]()
+    places, lags = Counter[str](), list[float]()
 
     async def one(at: float, prompt: Prompt, call: Call) -> float:
         await asyncio.sleep(began + at - loop.time())
@@ -141,11 +141,10 @@ async def measured(setup: Setup, workload: Workload, router: str) -> dict[str, A
         return seconds
 
     found = await asyncio.gather(*[one(*call) for call in calls_of(workload)])
-    firsts.add((seconds, 1) for seconds in found)
     lateness = max([await handle.lateness.remote() for _ in range(2 * REPLICAS)])
     serve.delete(name)
-    p50, p99 = firsts.quantiles((0.5, 0.99))
-    return {"ttft_mean": statistics.fmean(found), "ttft_p50": p50, "ttft_p99": p99, "requests": len(found), "by_replica": sorted(places.values()), "lateness": lateness,
+    return {"ttft_mean": statistics.fmean(found), "ttft_p50": percentile(found, 50), "ttft_p99": percentile(found, 99),
+            "requests": len(found), "by_replica": sorted(places.values()), "lateness": lateness,
             "worst_lag": max(lags), "driver_cpu_share": (time.process_time() - used) / (loop.time() - began)}
 
 

@@ -36,11 +36,11 @@ class RoutingOnRay(RequestRouter):  # type: ignore[misc]
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """The chosen replica first, then all others."""
+        self._take_first_outputs(time.time())
+        views = {self._view(one).name: one for one in candidate_replicas}
         request = self._request(pending_request)
         if request is None or pending_request is None or not candidate_replicas:
             return [candidate_replicas]
-        self._take_first_outputs(time.time())
-        views = {self._view(one).name: one for one in candidate_replicas}
         able = [name for name in views if self._known[name].has(request.adapter)] or list(views)
         allowed = [name for name in able if name not in pending_request.args[2]] or able
         chosen = self._router.choose(request, [self._known[name] for name in allowed]).name

@@ -30,6 +30,15 @@ class Report:
     piece_tokens: float = 0.0  # tokens of a piece of its prompts; 0: not measured
     adapters: tuple[str, ...] = ()  # those that requests may name there
     max_loras: int = 1  # adapters among the rows of a step
+    sends_prompts: bool = False  # it computes prompts for other replicas
+    receives_prompts: bool = False  # it takes prompts that others have computed
+    kv_host: str = ""  # at which others ask it for prompts, as the next
+    kv_port: int = 0
+
+    @property
+    def serves(self) -> bool:
+        """Whether requests are sent to it to be answered, and not for their prompts alone."""
+        return self.receives_prompts or not self.sends_prompts
 
 
 @dataclass(slots=True)
@@ -96,6 +105,10 @@ class Replica:
     def has_place(self, adapter: str) -> bool:
         """Whether a step may have an adapter beside those of the requests sent: another one waits until they end."""
         return not adapter or adapter in self._with or len(self._with) < self.report.max_loras
+
+    def lacked(self, request_id: str) -> float:
+        """Tokens of the prompt of an unfinished request that it had yet to compute when the request was sent."""
+        return self._unfinished[request_id].new_tokens
 
     @property
     def num_pieces(self) -> int:

@@ -52,13 +52,18 @@ class ReplicaState(msgspec.Struct, frozen=True):
     times: Prediction | None  # of its steps; None: not known yet
     adapters: tuple[AdapterState, ...] = ()
     max_loras: int = 1  # adapters among the rows of a step
+    sends_prompts: bool = False  # to other engines, as --kv-transfer-config says
+    receives_prompts: bool = False
+    kv_host: str = ""  # at which others ask for prompts, as the next
+    kv_port: int = 0
 
     def report(self) -> Report:
         """Returns what routers read of it."""
         rate = 0.0 if self.times is None else prefill_rate(
             StepTimeModel.predicting(self.times).typical, self.step_tokens, self.num_running)
         return Report(self.slots, self.step_tokens, self.num_running, self.num_waiting, self.starts_per_second,
-                      rate, self.piece_tokens, tuple([one.name for one in self.adapters]), self.max_loras)
+                      rate, self.piece_tokens, tuple([one.name for one in self.adapters]), self.max_loras,
+                      self.sends_prompts, self.receives_prompts, self.kv_host, self.kv_port)
 
 
 async def replica(api: Api, exchange: HttpExchange) -> None:
@@ -79,6 +84,9 @@ async def replica(api: Api, exchange: HttpExchange) -> None:
         api.step_times.prediction() if api.step_times.is_trained else None,
         tuple([AdapterState(one.name, one.module.path, one.module.base_model_name, one.digest) for one in adapters]),
         client.info.limits.max_loras)
+    if (kv := client.info.kv_transfer) is not None:
+        state = msgspec.structs.replace(state, sends_prompts=kv.is_producer, receives_prompts=kv.is_consumer,
+                                        kv_host=kv.kv_ip, kv_port=kv.kv_port)
     await exchange.respond_json(state)
 
 

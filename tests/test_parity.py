@@ -179,4 +179,4 @@ def blocks_of(folder: Path, block_size: int) -> int:
     decoder = load_model(folder, kernels=choose(resolve("auto")), dtype="float32")
     return sum(
         decoder.kernels.cache_bytes_per_block(block_size, shape, decoder.config.dtype)
-        for shape in decoder.attention_shapes)
+        for shape in decoder.layer_shapes)

@@ -6,6 +6,7 @@ import pytest
 from toy import EOS, Driver, alone, next_token, request
 
 from slotwise.batching.continuous import Chunked
+from slotwise.core.cache_groups import STATE_WINDOW
 from slotwise.core.interfaces import NEVER
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.reasons import NO_BLOCKS, NO_SLOT, TOKEN_BUDGET
@@ -13,7 +14,7 @@ from slotwise.core.request import IllegalTransition, State
 from slotwise.core.step import RowKind, StepResult
 
 
-def limits(**changes: int) -> SchedulerLimits:
+def limits(**changes: object) -> SchedulerLimits:
     numbers = {
         "max_model_len": 64, "num_blocks": 64, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16}
     return SchedulerLimits(**(numbers | changes))
@@ -202,13 +203,34 @@ def test_a_failed_step_is_forgotten_and_its_rows_planned_again():
     driver.commit()
     driver.plan()
     driver.plan()
-    assert driver.scheduler.rollback() == ["again"]
+    assert driver.scheduler.rollback(0.0) == ["again"]
     driver.flying.clear()
     driver.executor.collect()
     driver.executor.collect()
     driver.scheduler.check()
     driver.run()
     assert driver.output["again"] == alone(lasting("again", max_tokens=4), driver.limits)
+
+
+def test_rows_with_recurrent_states_start_again_after_a_failed_step():
+    """Their states may have advanced: they are read back from the last full block, or computed anew."""
+    driver = Driver(limits(windows=(0, STATE_WINDOW), num_blocks=40, enable_prefix_caching=True))
+    driver.add(lasting("first", max_tokens=4))
+    driver.plan()
+    driver.commit()
+    driver.add(lasting("second", max_tokens=4))
+    driver.plan()
+    driver.plan()
+    assert driver.scheduler.rollback(0.0) == ["first", "second"]
+    driver.flying.clear()
+    driver.executor.collect()
+    driver.executor.collect()
+    assert [one.state for one in driver.scheduler.requests()] == [State.PREEMPTED, State.PREEMPTED]
+    assert all(one.num_computed == one.num_scheduled == 0 for one in driver.scheduler.requests())
+    driver.scheduler.check()
+    driver.run()
+    assert driver.ended == {"first": "length", "second": "length"}
+    assert driver.output["first"] == alone(lasting("first", max_tokens=4), driver.limits)
 
 
 def test_steps_are_committed_in_order_and_at_most_one_is_in_flight():

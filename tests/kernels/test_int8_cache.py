@@ -14,7 +14,8 @@ from torch import Tensor
 from slotwise.kernels.cpu.cache import CpuCache
 from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.kernels.interface import AttentionShape, QKNorm
-from slotwise.kernels.reference import QuantisedPagedCache, ReferenceKernels, quantise
+from slotwise.kernels.paged_cache import QuantisedPagedCache, quantise
+from slotwise.kernels.reference import ReferenceKernels
 
 CPU, REFERENCE = CpuKernels(threads=2, kv_cache_dtype="int8"), ReferenceKernels(kv_cache_dtype="int8")
 EXACT = ReferenceKernels()
@@ -25,7 +26,8 @@ FLOATS = pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=["
 
 def as_the_reference_has_it(cache: CpuCache, shape: AttentionShape) -> QuantisedPagedCache:
     """The same whole numbers and scales."""
-    return QuantisedPagedCache(*cache.keys_and_values(shape), *cache.scales(shape))
+    return QuantisedPagedCache(
+        torch.empty(0), cache.block_size, *cache.keys_and_values(shape), *cache.scales(shape))
 
 
 def apart(layer: Layer) -> float:

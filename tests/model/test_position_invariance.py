@@ -35,7 +35,7 @@ def step(tokens: Tensor, start: int, sampled: int) -> RaggedBatch:
 def logits(decoder: Decoder, tokens: Tensor, chunks: list[int]) -> Tensor:
     """Logits of the last positions of `tokens`, computed in steps of so many tokens."""
     caches = [decoder.kernels.allocate_cache(-(-LONGEST // BLOCK), BLOCK, shape, decoder.config.dtype)
-              for shape in decoder.attention_shapes]
+              for shape in decoder.layer_shapes]
     found, start = [], 0
     for chunk in chunks:
         wanted = max(0, min(chunk, start + chunk - (len(tokens) - LAST)))

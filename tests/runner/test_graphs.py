@@ -45,7 +45,7 @@ class Pair:
         self.decoder: Decoder = load_model(folder, kernels=kernels, dtype=kind)
         make_cache = self.decoder.kernels.allocate_cache
         self.caches = [make_cache(BLOCKS, BLOCK, shape, self.decoder.config.dtype)
-                       for shape in self.decoder.attention_shapes]
+                       for shape in self.decoder.layer_shapes]
         for cache in self.caches:
             if cached == "int8":
                 cache.storage.random_(0, 64)  # four such bytes are a scale below 1

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from slotwise.core.roofline import Machine, Roofline
 from slotwise.host import last_cache_bytes
-from slotwise.kernels.interface import Kernels
+from slotwise.kernels.interface import AttentionShape, Kernels
 from slotwise.kernels.select import launcher_of
 from slotwise.model.decoder import Decoder
 
@@ -99,7 +99,8 @@ def roofline(decoder: Decoder, machine: Machine) -> Roofline:
     config, kernels = decoder.config, decoder.kernels
     return Roofline(
         machine, decoder.step_weight_bytes,
-        sum(kernels.cache_bytes_per_block(BLOCK, shape, config.dtype) for shape in decoder.attention_shapes) // BLOCK,
+        sum(kernels.cache_bytes_per_block(BLOCK, shape, config.dtype)
+            for shape in decoder.layer_shapes if isinstance(shape, AttentionShape)) // BLOCK,
         config.layer_weights, config.hidden_size * config.vocab_size,
         4 * config.num_layers * config.num_heads * config.head_dim)
 

@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from slotwise.kernels.cache_kinds import cache_kind
 from slotwise.kernels.cpu import (
     argmax,
     attention,
     attention_plan,
+    delta,
     experts,
     gemm,
     gemm_pairs,
@@ -34,18 +36,19 @@ from slotwise.kernels.cpu.packing import Packing
 from slotwise.kernels.cpu.reading import READ
 from slotwise.kernels.cpu.rotary import ROTARY_STORE
 from slotwise.kernels.cpu.threads import RUN_SHARED, WORK
+from slotwise.kernels.delta import DeltaShape, DeltaWeights
 from slotwise.kernels.gates import activated, in_two_steps
 from slotwise.kernels.interface import (
     Activation,
     AttentionShape,
     ClampedSwiGLU,
     ExpertWeights,
+    LayerShape,
     Linear,
     Mixture,
     QKNorm,
     RaggedBatch,
     Routing,
-    cache_kind,
 )
 from slotwise.kernels.matrix import Format, QuantisedMatrix, Weight
 
@@ -62,7 +65,7 @@ class CpuKernels:
     device = torch.device("cpu")
     kinds: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
     records_drafts = True
-    mixture_refusal = packed_experts_refusal = adapter_refusal = ""
+    mixture_refusal = packed_experts_refusal = adapter_refusal = delta_refusal = ""
 
     def __init__(
         self, threads: int | None = None, quantization: str = "none", kv_cache_dtype: str = "auto",
@@ -117,12 +120,16 @@ class CpuKernels:
             return "kv_cache_dtype int8 does not support soft-capped attention scores on device cpu: choose auto"
         return ""
 
-    def allocate_cache(self, num_blocks: int, block_size: int, shape: AttentionShape, kind: torch.dtype) -> CpuCache:
+    def allocate_cache(self, num_blocks: int, block_size: int, shape: LayerShape, kind: torch.dtype) -> CpuCache:
         """One layer's zeroed cache of `num_blocks` blocks of `block_size` tokens."""
+        if isinstance(shape, DeltaShape):
+            return CpuCache.of_states(num_blocks, block_size, shape)
         return CpuCache.allocate(num_blocks, block_size, shape, self._stored(kind))
 
-    def cache_bytes_per_block(self, block_size: int, shape: AttentionShape, kind: torch.dtype) -> int:
-        """Bytes of one block in one layer: keys, values and their scales, if any."""
+    def cache_bytes_per_block(self, block_size: int, shape: LayerShape, kind: torch.dtype) -> int:
+        """Bytes of one block in one layer: keys, values and their scales, if any, or a state."""
+        if isinstance(shape, DeltaShape):
+            return shape.state_bytes
         stored = self._stored(kind)
         return sum(head_block_elements(block_size, shape.head_dim, stored)) * shape.num_kv_heads * stored.itemsize
 
@@ -251,6 +258,21 @@ class CpuKernels:
         self.launcher.give(gate_up.data_ptr(), 0, 0, out.data_ptr(), tokens, size, *options)
         self._run(codes[gate_up.dtype], gate_up.numel())
         return out
+
+    def sigmoid_mul(self, gate: Tensor, x: Tensor) -> Tensor:
+        """`sigmoid(gate) * x`."""
+        gate, x = gate.contiguous(), x.contiguous()
+        out = self.launcher.empty(x.shape, x.dtype)
+        self.launcher.give(x.data_ptr(), 0, gate.data_ptr(), out.data_ptr(), *x.shape)
+        self._run(pointwise.SIGMOID_MUL[x.dtype], x.numel())
+        return out
+
+    def gated_delta(
+        self, mixed: Tensor, gates: Tensor, weights: DeltaWeights, cache: CpuCache, batch: RaggedBatch,
+        shape: DeltaShape,
+    ) -> Tensor:
+        """See `delta.py`."""
+        return delta.gated_delta(self.launcher, mixed, gates, weights, cache, batch, shape, _bits(weights.eps))
 
     def clamped_swiglu(self, gate_up: Tensor, activation: ClampedSwiGLU) -> Tensor:
         """`(clamp(up) + 1) * g * sigmoid(alpha * g)`, with `g = min(gate, limit)`."""

@@ -5,7 +5,6 @@ what states do not allow is refused by name.  Tokens beside transformers' are in
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +50,21 @@ def engine(loaded: Loaded, folder: Path, *, drafts: bool = False, **settings: An
     return made
 
 
-def adds(expected: list[list[int]] | None = None) -> list[Add]:
+def prompts() -> list[list[int]]:
+    return checkpoints.prompts([3, 7, 8, 21, 30], seed=4)
+
+
+def add(at: int, prompt: list[int], length: int = OUTPUT, prediction: tuple[int, ...] = ()) -> Add:
+    params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+    return Add(f"r{at}", prompt, params, seed=at, prediction=prediction)
+
+
+def predicted(expected: list[list[int]]) -> list[Add]:
     """Requests whose clients predict the `expected` outputs, with a token in six wrong."""
-    draw, prompts = random.Random(2), checkpoints.prompts([3, 7, 8, 21, 30], seed=4)
-    guesses: list[tuple[int, ...]] = [()] * NUM_REQUESTS
-    if expected is not None:
-        guesses = [tuple(token if draw.random() < 5 / 6 else 1000 for token in tokens) for tokens in expected]
-    return [Add(f"r{at}", prompt, SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True), seed=at,
-                prediction=guess) for at, (prompt, guess) in enumerate(zip(prompts, guesses, strict=True))]
+    draw = random.Random(2)
+    guesses = [tuple(token if draw.random() < 5 / 6 else 1000 for token in tokens) for tokens in expected]
+    return [add(at, prompt, prediction=guess)
+            for at, (prompt, guess) in enumerate(zip(prompts(), guesses, strict=True))]
 
 
 def tokens_of(played: Played) -> list[list[int]]:
@@ -67,14 +73,16 @@ def tokens_of(played: Played) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> list[list[int]]:
-    return checkpoints.greedy(folder, [one.prompt for one in adds()], OUTPUT)
+    return checkpoints.greedy(folder, prompts(), OUTPUT)
 
 
-@pytest.mark.parametrize("settings", [{}, {"overlap": 1}, {"kv_cache_memory": 110_000, "max_model_len": 72}],
-                         ids=["plain", "overlap", "preempted"])
+FEW = {"kv_cache_memory": 208_896, "max_model_len": 72, "max_num_batched_tokens": 16}  # 34 blocks
+
+
+@pytest.mark.parametrize("settings", [{}, {"overlap": 1}, FEW], ids=["plain", "overlap", "preempted"])
 def test_drafts_change_no_token(settings, loaded, folder, expected):
     """Some drafts are right and some wrong, within blocks and across their edges."""
-    played = play(engine(loaded, folder, drafts=True, **settings), adds(expected))
+    played = play(engine(loaded, folder, drafts=True, **settings), predicted(expected))
     assert tokens_of(played) == expected
     assert 20 < played.num_right < played.num_drafts - 20
     assert any(record.preempted for record in played.records) == ("max_model_len" in settings)
@@ -83,21 +91,24 @@ def test_drafts_change_no_token(settings, loaded, folder, expected):
 def test_states_behind_drafts_serve_other_requests(loaded, folder, expected):
     """Blocks that were filled by steps with drafts are found by prompts that begin with what these computed."""
     subject = engine(loaded, folder, drafts=True)
-    play(subject, adds(expected))
+    play(subject, predicted(expected))
     for length in (5, 12, 20, 33):
-        later = [replace(one, request_id=f"{length}-{at}", prompt=[*one.prompt, *tokens[:length]], prediction=())
-                 for at, (one, tokens) in enumerate(zip(adds(), expected, strict=True))]
-        played = play(subject, [replace(one, params=replace(one.params, max_tokens=7)) for one in later])
-        for at, tokens in enumerate(expected):
-            assert played.outputs[f"{length}-{at}"].tokens == tuple(tokens[length : length + 7])
-        cached = sum(sum(record.cached) for record in played.records)
-        assert cached >= sum(len(one.prompt) // 8 * 8 - 8 for one in later)
+        later = [prompt + tokens[:length] for prompt, tokens in zip(prompts(), expected, strict=True)]
+        played = play(subject, [add(at, prompt, length=7) for at, prompt in enumerate(later)])
+        assert tokens_of(played) == [tokens[length : length + 7] for tokens in expected]
+        assert sum(sum(record.cached) for record in played.records) == sum((len(one) - 1) // 8 * 8 for one in later)
 
 
-def test_a_block_that_holds_no_state_is_refused(loaded, folder):
-    with pytest.raises(ConfigError, match=r"block_size 2: a block .* as large as \d tokens: set at least \d"):
-        loaded.engine(config(folder, block_size=2))
-    assert loaded.engine(config(folder, block_size=None))[1].limits.windows == (0, 1, 1, 1)
+def test_a_block_holds_a_state(tmp_path):
+    """By default as many tokens as that takes; fewer are refused."""
+    folder = checkpoints.make("qwen3_5", tmp_path, linear_key_head_dim=64, linear_value_head_dim=64)
+    model, asked = load(config(folder)), checkpoints.prompts([190, 40, 7], seed=6)
+    with pytest.raises(ConfigError, match=r"block_size 8: a block .* as large as 129 tokens: set at least 129"):
+        model.engine(config(folder))
+    subject, info = model.engine(config(folder, block_size=None))
+    assert (info.limits.windows, info.limits.block_size) == ((0, 1, 1, 1), 192)
+    played = play(subject, [add(at, prompt) for at, prompt in enumerate(asked)])
+    assert [[*one.tokens] for one in played.outputs.values()] == checkpoints.greedy(folder, asked, OUTPUT)
 
 
 @pytest.mark.parametrize(("settings", "message"), [

@@ -124,7 +124,7 @@ def _advance(state: Tensor, mixed: Tensor, gates: Tensor, weights: DeltaWeights,
     tokens, heads = len(mixed), shape.num_value_heads
     rule, before = state.split([shape.rule_floats, len(state) - shape.rule_floats])
     x, z = mixed.split([shape.channels, shape.values], dim=1)
-    seen = torch.cat((before.view(shape.taps - 1, -1), x))
+    seen = torch.cat((before.view(shape.taps - 1, shape.channels), x))
     mixed = F.silu(sum(seen[tap : tap + tokens] * weight for tap, weight in enumerate(weights.convolution)))
     before.copy_(seen[tokens:].flatten())
     keys = shape.num_key_heads * shape.key_dim

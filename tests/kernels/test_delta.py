@@ -57,7 +57,7 @@ class Layer:
         gates = self._normal(tokens, 2 * self.shape.num_value_heads).to(self.kind)
         return Sequence(mixed, gates, [self._free.pop() for _ in range(-(-tokens // self.block_size))])
 
-    def step(self, rows: list[tuple[Sequence, int]]) -> list[Tensor]:
+    def step(self, rows: list[tuple[Sequence, int]], on_trial: list[int] | None = None) -> list[Tensor]:
         """Computes the next so many tokens of each row."""
         counts = [count for _, count in rows]
         starts = torch.tensor([0, *counts]).cumsum(0)
@@ -67,7 +67,8 @@ class Layer:
             table[: len(row.blocks)] = torch.tensor(row.blocks)
         zeros = torch.zeros(int(starts[-1]), dtype=torch.int64)
         batch = RaggedBatch(zeros, zeros, zeros, starts.int(), torch.tensor(contexts).int(), tables, starts[1:] - 1,
-                            max(counts), max(contexts))
+                            max(counts), max(contexts),
+                            on_trial=None if on_trial is None else torch.tensor(on_trial, dtype=torch.int32))
         parts = [slice(row.done, row.done + count) for row, count in rows]
         out = self.kernels.gated_delta(
             torch.cat([row.mixed[part] for (row, _), part in zip(rows, parts, strict=True)]),
@@ -129,6 +130,23 @@ def test_neither_chunks_nor_company_change_a_bit(kind):
     row, other = layer.sequence(70), layer.sequence(40)
     parts = [layer.step([(row, count), (other, 8)])[0] for count in (33, 1, 14, 22)]
     assert torch.equal(torch.cat(parts), alone)
+
+
+@EVERY
+def test_a_row_on_trial_yields_the_same_and_changes_no_state(kernels):
+    plain, layer = (Layer(kernels, DeltaShape(2, 4, 8, 8, 3), torch.float32, 4) for _ in range(2))
+    row, other = plain.sequence(20), plain.sequence(20)
+    plain.step([(row, 3), (other, 5)])
+    expected = torch.cat(plain.step([(row, 9), (other, 2)]))
+    row, other = layer.sequence(20), layer.sequence(20)
+    layer.step([(row, 3), (other, 5)])
+    before = [piece.clone() for piece in kernels.cache_pieces(layer.cache)]
+    for flags in ([1, 1], [7, 0]):
+        row.done, other.done = 3, 5
+        assert torch.equal(torch.cat(layer.step([(row, 9), (other, 2)], flags)), expected)
+        assert all(map(torch.equal, kernels.cache_pieces(layer.cache), before)) == (flags == [1, 1])
+    row.done = 3
+    assert torch.equal(layer.step([(row, 9)])[0], expected[:9])
 
 
 @EVERY

@@ -96,13 +96,14 @@ def faster(one: Machine, other: Machine) -> Machine:
 
 
 def roofline(decoder: Decoder, machine: Machine) -> Roofline:
+    """Returns lower bounds of the costs of a model's steps; recurrent states are not counted."""
     config, kernels = decoder.config, decoder.kernels
+    attention = [shape for shape in decoder.layer_shapes if isinstance(shape, AttentionShape)]
     return Roofline(
         machine, decoder.step_weight_bytes,
-        sum(kernels.cache_bytes_per_block(BLOCK, shape, config.dtype)
-            for shape in decoder.layer_shapes if isinstance(shape, AttentionShape)) // BLOCK,
+        sum(kernels.cache_bytes_per_block(BLOCK, shape, config.dtype) for shape in attention) // BLOCK,
         config.layer_weights, config.hidden_size * config.vocab_size,
-        4 * config.num_layers * config.num_heads * config.head_dim)
+        4 * len(attention) * config.num_heads * config.head_dim)
 
 
 def _best(work: Callable[[], object], seconds: float) -> float:

@@ -210,6 +210,8 @@ class CheckedKernels:
         self._check("batch.context_lens", batch.context_lens, (rows,), (torch.int32,))
         self._check("batch.block_tables", batch.block_tables, (rows, batch.block_tables.shape[1]), (torch.int32,))
         self._check("batch.sample_at", batch.sample_at, (len(batch.sample_at),), (torch.int64,))
+        if batch.on_trial is not None:
+            self._check("batch.on_trial", batch.on_trial, (rows,), (torch.int32,))
         if not 0 < batch.max_query_len <= tokens or batch.max_query_len > batch.max_context_len:
             raise KernelArgumentError(
                 f"a batch of {tokens} tokens has a row of {batch.max_query_len} and a context of "

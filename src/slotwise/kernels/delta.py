@@ -87,7 +87,8 @@ class DeltaKernels(Protocol):
         `mixed [tokens, channels + value heads * value_dim]` are queries, keys and values, then z; `gates [tokens, 2 *
         value heads]` are b, then a.  A row whose first position is 0 begins with a state of zeros, any other with that
         in the block of the position before; whatever else the cache holds does not matter.  Every row writes the states
-        of its blocks.  A row's result is the same bit for bit however its tokens are divided among steps.
+        of its blocks, but those `batch.on_trial`.  A row's result is the same bit for bit however its tokens are
+        divided among steps.
 
         Raises:
             ValueError: these kernels have no such layers: `delta_refusal`.
@@ -106,6 +107,7 @@ def reference_gated_delta(
     """The contract in plain torch, over `states [blocks, floats]` float32."""
     out = mixed.new_empty(len(mixed), shape.values)
     starts = batch.query_starts.tolist()
+    on_trial = [0] * len(starts) if batch.on_trial is None else batch.on_trial.tolist()
     for row, context in enumerate(batch.context_lens.tolist()):
         first, end = starts[row], starts[row + 1]
         position, table = context - (end - first), batch.block_tables[row].tolist()
@@ -114,7 +116,8 @@ def reference_gated_delta(
             stop = min(end, first + block_size - position % block_size)
             part = slice(first, stop)
             out[part] = _advance(state, mixed[part].float(), gates[part].float(), weights, shape).to(out.dtype)
-            states[table[position // block_size]] = state
+            if not on_trial[row]:
+                states[table[position // block_size]] = state
             first, position = stop, position + stop - first
     return out
 

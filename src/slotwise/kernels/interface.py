@@ -89,6 +89,7 @@ class RaggedBatch:
     max_context_len: int
     groups: tuple[GroupTables, ...] = ()  # of cache groups 1 and up (`model/cache_groups.py`); kernels see one group
     group_of_layer: tuple[int, ...] = ()  # () where there is one group
+    on_trial: Tensor | None = None  # [rows] int32, not 0 where recurrent states stay what they are; None: nowhere
 
 
 @dataclass(frozen=True, slots=True)

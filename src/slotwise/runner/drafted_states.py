@@ -1,13 +1,12 @@
-"""Recurrent states while drafts are verified: what drafts that turn out wrong did to them is undone.
+"""Recurrent states while drafts are verified: they advance once it is known which drafts are right.
 
-A step advances a row's states over its drafts, too (`kernels/delta.py`).  The states before it are copied, and what
-each layer advanced them by is kept; where not all drafts are accepted, the copies are put back and advanced again, over
-the accepted tokens alone.
+A state that has advanced over a wrong draft cannot go back.  So a step leaves those of rows with drafts what they are
+(`RaggedBatch.on_trial`), and keeps what each layer would advance them by; behind the verification they advance over the
+accepted tokens.
 
-    before the step    state s            copied
-    the step           state s + 1 + 3    three drafts
-    one is accepted    state s            put back
-                       state s + 2        over the last token and the draft that is right
+    before the step    state s
+    the step           state s            computes s + 1 and three drafts on trial
+    one is accepted    state s + 2        over the last token and the draft that is right
 """
 
 from __future__ import annotations
@@ -21,51 +20,37 @@ from torch import Tensor
 from slotwise.core.step import StepPlan
 from slotwise.kernels.interface import GroupTables, LayerCache, RaggedBatch
 from slotwise.model.cache_groups import by_layer
-from slotwise.model.decoder import Advanced, Decoder
+from slotwise.model.decoder import Advanced
 
 
 class DraftedStates:
     """The states of a step's rows with drafts.
 
     Args:
-        caches: one per layer.
         batch: of `plan`.
+        caches: one per layer.
+
+    Attributes:
+        batch: as it is to be computed.
+        advanced: takes the step's layers with recurrent states.
     """
 
-    def __init__(self, decoder: Decoder, caches: Sequence[LayerCache], plan: StepPlan, batch: RaggedBatch,
-                 block_size: int) -> None:
-        self.advanced: list[Advanced] = []  # by the layers of the step
-        self._decoder = decoder
+    def __init__(self, plan: StepPlan, batch: RaggedBatch, caches: Sequence[LayerCache]) -> None:
+        flags = [len(drafts) for drafts in plan.drafts]
+        flags += [0] * (len(batch.context_lens) - len(flags))  # of padding
+        self.batch = replace(batch, on_trial=torch.tensor(flags, dtype=torch.int32))
+        self.advanced: list[Advanced] = []
         self._caches = caches
-        self._plan = plan
-        self._batch = batch
-        self._last = {row: (plan.starts[row] - 1) // block_size  # in a row's table: the block of the token before it
-                      for row, drafts in enumerate(plan.drafts) if drafts}
-        self._copies = {layer: [piece.index_select(0, blocks) for piece in self._pieces(layer)]
-                        for layer, blocks in self._blocks([*self._last]).items()}
+        self._rows = [row for row, drafts in enumerate(plan.drafts) if drafts]
 
     def settle(self, tokens: Sequence[tuple[int, ...]]) -> None:
-        """Undo what wrong drafts did; `tokens` are those that each row of the plan yields."""
-        wrong = [row for row in self._last if 0 < len(tokens[row]) < self._plan.counts[row]]
-        if not wrong:
-            return
-        places = torch.tensor([[*self._last].index(row) for row in wrong])
-        for layer, blocks in self._blocks(wrong).items():
-            for piece, copy in zip(self._pieces(layer), self._copies[layer], strict=True):
-                piece.index_copy_(0, blocks, copy.index_select(0, places))
-        batch, at = _part(self._batch, wrong, [len(tokens[row]) for row in wrong])
-        views = by_layer(batch, self._decoder.config.num_layers)
-        for one in self.advanced:
-            one.again(at, views[one.layer], self._caches[one.layer])
-
-    def _blocks(self, rows: Sequence[int]) -> dict[int, Tensor]:
-        """By layer with a state, the blocks that held the states of `rows` before the step."""
-        views, config = by_layer(self._batch, self._decoder.config.num_layers), self._decoder.config
-        entries = rows, [self._last[row] for row in rows]
-        return {layer: view.block_tables[entries].long() for layer, view in enumerate(views) if config.has_state(layer)}
-
-    def _pieces(self, layer: int) -> tuple[Tensor, ...]:
-        return self._decoder.kernels.cache_pieces(self._caches[layer])
+        """Advance the states over what is accepted; `tokens` are those that each row of the plan yields."""
+        rows = [row for row in self._rows if tokens[row]]
+        if rows:
+            batch, at = _part(self.batch, rows, [len(tokens[row]) for row in rows])
+            views = by_layer(batch, len(self._caches))
+            for layer, again in self.advanced:
+                again(at, views[layer], self._caches[layer])
 
 
 def _part(batch: RaggedBatch, rows: Sequence[int], counts: Sequence[int]) -> tuple[RaggedBatch, Tensor]:
@@ -77,5 +62,5 @@ def _part(batch: RaggedBatch, rows: Sequence[int], counts: Sequence[int]) -> tup
     return replace(
         batch, token_ids=batch.token_ids[at], positions=batch.positions[at], slot_mapping=batch.slot_mapping[at],
         query_starts=starts.int(), context_lens=batch.context_lens[every] - torch.tensor(dropped, dtype=torch.int32),
-        block_tables=batch.block_tables[every], sample_at=starts[1:] - 1, max_query_len=max(counts),
+        block_tables=batch.block_tables[every], sample_at=starts[1:] - 1, max_query_len=max(counts), on_trial=None,
         groups=tuple([GroupTables(group.slot_mapping[at], group.block_tables[every]) for group in batch.groups])), at

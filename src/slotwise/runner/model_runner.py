@@ -200,7 +200,7 @@ class ModelRunner:
         self._decoder.reach(batch.max_context_len)
         states = None
         if plan.drafts and isinstance(self._decoder, Decoder) and self._decoder.config.recurrent is not None:
-            states = DraftedStates(self._decoder, self._caches, plan, batch, self._slots.block_size)
+            states = DraftedStates(plan, batch, self._caches)
         if self._prompts.are_in(plan) or self._pools.are_in(plan):
             return self._read_prompts(plan, targets, self._hidden(batch, states))._replace(states=states)
         logits = self._decode_graphs.logits(batch) if states is None else None
@@ -212,7 +212,7 @@ class ModelRunner:
         if states is None:
             return self._decoder.hidden(batch, self._caches)
         assert isinstance(self._decoder, Decoder)
-        return self._decoder.hidden(batch, self._caches, states.advanced)
+        return self._decoder.hidden(states.batch, self._caches, states.advanced)
 
     def _read_prompts(self, plan: StepPlan, targets: Tensor, hidden: Tensor) -> _Computed:
         """Describe and pool prompts; the logits are those that tokens are drawn from."""

@@ -1,8 +1,8 @@
 """The gated delta rule and its short convolution (`kernels/delta.py`), token by token.
 
-A state is advanced where it lies: in the block of the token, into which that of the block before is copied first.  So a
-row's result does not depend on how its tokens are divided among steps.  Threads take a tile of a row's channels, then a
-head of a row; a head's state, 64 KiB for 128 by 128, stays in a core's own cache from token to token.
+A state is advanced where it lies: in the block of the token, into which that of the block before is copied first; on
+trial, in a copy that is dropped.  So a row's result does not depend on how its tokens are divided among steps.  Threads
+take a tile of a row's channels, then a head of a row: its state, 64 KiB for 128 by 128, stays in a core's own cache.
 
 Arithmetic is float32, rounded once where a result is stored.
 """
@@ -46,10 +46,10 @@ TINY = float32(LENGTH_EPS)
 
 # Arguments in words after the header: of both kernels, of the convolution, of the rule.
 (CACHE, BLOCK_BYTES, TABLES, TABLE_WIDTH, QUERY_STARTS, CONTEXT_LENS, ROWS, BLOCK, MIXED, CHANNELS, VALUES,
- CONVOLVED, ROOM) = range(HEADER, HEADER + 13)
-TAPS, TAP_WEIGHTS, INPUTS_AT = range(HEADER + 13, HEADER + 16)
+ CONVOLVED, ON_TRIAL, ROOM) = range(HEADER, HEADER + 14)
+TAPS, TAP_WEIGHTS, INPUTS_AT = range(HEADER + 14, HEADER + 17)
 (GATES, OUT, RATE, STEP_BIAS, NORM, EPS_BITS, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM) = range(
-    HEADER + 13, HEADER + 23)
+    HEADER + 14, HEADER + 24)
 
 
 @kernel
@@ -68,6 +68,13 @@ def _first_position(words: int, row: int) -> int:
 
 
 @kernel
+def _is_on_trial(words: int, row: int) -> bool:
+    """Whether a row's states are to be left as they are."""
+    flags = load(words, ON_TRIAL, INT64)
+    return flags != 0 and load(flags, row, INT32) != 0
+
+
+@kernel
 def _carry(before: int, state: int, count: int) -> None:
     """Begin a state with the one before it; with zeros where there is none."""
     if before == 0:
@@ -78,8 +85,10 @@ def _carry(before: int, state: int, count: int) -> None:
 
 
 @kernel
-def _convolve_token(words: int, token: int, first: int, count: int, inputs: int, sums: int, kind: Real) -> None:
-    """The convolution and SiLU of `count` channels from `first` on; `inputs` are their last ones."""
+def _convolve_token(
+    words: int, token: int, first: int, count: int, inputs: int, stride: int, sums: int, kind: Real,
+) -> None:
+    """The convolution and SiLU of `count` channels from `first` on; `inputs` are their last, in steps of `stride`."""
     channels, taps, size = load(words, CHANNELS, INT64), load(words, TAPS, INT64), bytes_of(kind)
     x = load(words, MIXED, INT64) + (token * (channels + load(words, VALUES, INT64)) + first) * size
     out = load(words, CONVOLVED, INT64) + (token * channels + first) * size
@@ -91,14 +100,14 @@ def _convolve_token(words: int, token: int, first: int, count: int, inputs: int,
     for _ in range(taps - 1):
         for i in range(count):
             store(sums, i, load(sums, i, FLOAT32) + load(place, i, FLOAT32) * load(weights, i, FLOAT32), FLOAT32)
-        place += channels * 4
+        place += stride
         weights += channels * 4
     for i in range(count):
         value = load(sums, i, FLOAT32)
         store(out, i, value * sigmoid(value), kind)
     place = inputs
     for _ in range(taps - 2):
-        behind = place + channels * 4
+        behind = place + stride
         for i in range(count):
             store(place, i, load(behind, i, FLOAT32), FLOAT32)
         place = behind
@@ -109,19 +118,21 @@ def _convolve_token(words: int, token: int, first: int, count: int, inputs: int,
 
 @kernel
 def _convolve_row(words: int, row: int, first: int, count: int, sums: int, kind: Real) -> None:
+    """`sums` has room for those of a tile, and for its inputs on trial."""
     channels, taps, block = load(words, CHANNELS, INT64), load(words, TAPS, INT64), load(words, BLOCK, INT64)
     starts, at = load(words, QUERY_STARTS, INT64), load(words, INPUTS_AT, INT64) + first * 4
     position = _first_position(words, row)
     inputs = _state_of(words, row, position - 1) + at if position > 0 else 0
-    start = load(starts, row, INT32)
+    start, on_trial = load(starts, row, INT32), _is_on_trial(words, row)
+    stride = TILE * 4 if on_trial else channels * 4
     for token in range(start, load(starts, row + 1, INT32)):
-        if token == start or position % block == 0:
-            own = _state_of(words, row, position) + at
+        if token == start or (position % block == 0 and not on_trial):
+            own = sums + TILE * 4 if on_trial else _state_of(words, row, position) + at
             for tap in range(taps - 1):
                 before = inputs + tap * channels * 4 if inputs != 0 else 0
-                _carry(before, own + tap * channels * 4, count)
+                _carry(before, own + tap * stride, count)
             inputs = own
-        _convolve_token(words, token, first, count, inputs, sums, kind)
+        _convolve_token(words, token, first, count, inputs, stride, sums, kind)
         position += 1
 
 
@@ -130,7 +141,7 @@ def _convolve(words: int, kind: Real) -> None:
     """All rows' queries, keys and values, convolved; each row's last inputs to its blocks."""
     channels = load(words, CHANNELS, INT64)
     tiles = (channels + TILE - 1) // TILE
-    sums = load(words, ROOM, INT64) + fetch_add(words + THREAD_COUNTER, 1) * TILE * 4
+    sums = load(words, ROOM, INT64) + fetch_add(words + THREAD_COUNTER, 1) * load(words, TAPS, INT64) * TILE * 4
     work = load(words, ROWS, INT64) * tiles
     item = fetch_add(words, 1)
     while item < work:
@@ -218,7 +229,8 @@ def _rule(words: int, kind: Real) -> None:
     """Every head of every row, over the row's tokens."""
     heads, block, starts = load(words, VALUE_HEADS, INT64), load(words, BLOCK, INT64), load(words, QUERY_STARTS, INT64)
     keys, width = load(words, KEY_DIM, INT64), load(words, VALUE_DIM, INT64)
-    room = load(words, ROOM, INT64) + fetch_add(words + THREAD_COUNTER, 1) * 2 * (keys + width) * 4
+    trial = load(words, ROOM, INT64) + fetch_add(words + THREAD_COUNTER, 1) * (keys * width + 2 * (keys + width)) * 4
+    room = trial + keys * width * 4
     work = load(words, ROWS, INT64) * heads
     item = fetch_add(words, 1)
     while item < work:
@@ -226,10 +238,10 @@ def _rule(words: int, kind: Real) -> None:
         at = head * keys * width * 4
         position = _first_position(words, row)
         state = _state_of(words, row, position - 1) + at if position > 0 else 0
-        start = load(starts, row, INT32)
+        start, on_trial = load(starts, row, INT32), _is_on_trial(words, row)
         for token in range(start, load(starts, row + 1, INT32)):
-            if token == start or position % block == 0:
-                own = _state_of(words, row, position) + at
+            if token == start or (position % block == 0 and not on_trial):
+                own = trial if on_trial else _state_of(words, row, position) + at
                 _carry(state, own, keys * width)
                 state = own
             _rule_token(words, token, head, state, room, kind)
@@ -255,15 +267,16 @@ def gated_delta(
     mixed, gates, tables, tokens = mixed.contiguous(), gates.contiguous(), batch.block_tables, len(mixed)
     convolved = launcher.empty((tokens, shape.channels), mixed.dtype)
     out = launcher.empty((tokens, shape.values), mixed.dtype)
-    room = launcher.scratch(launcher.threads * max(TILE, 2 * (shape.key_dim + shape.value_dim)))
+    keys, width = shape.key_dim, shape.value_dim
+    room = launcher.scratch(launcher.threads * max(shape.taps * TILE, keys * width + 2 * (keys + width)))
     common = (
         cache.address, cache.block_bytes, tables.data_ptr(), tables.stride(0), batch.query_starts.data_ptr(),
         batch.context_lens.data_ptr(), len(batch.context_lens), cache.block_size, mixed.data_ptr(), shape.channels,
-        shape.values, convolved.data_ptr(), room)
+        shape.values, convolved.data_ptr(), 0 if batch.on_trial is None else batch.on_trial.data_ptr(), room)
     launcher.give(*common, shape.taps, weights.convolution.data_ptr(), shape.rule_floats * 4)
     launcher.together(CONVOLVE[mixed.dtype])
     launcher.give(
         *common, gates.data_ptr(), out.data_ptr(), weights.rate.data_ptr(), weights.step_bias.data_ptr(),
-        weights.norm.data_ptr(), eps_bits, shape.num_key_heads, shape.num_value_heads, shape.key_dim, shape.value_dim)
+        weights.norm.data_ptr(), eps_bits, shape.num_key_heads, shape.num_value_heads, keys, width)
     launcher.together(RULE[mixed.dtype])
     return out

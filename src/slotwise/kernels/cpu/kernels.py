@@ -237,9 +237,8 @@ class CpuKernels:
     def add(self, x: Tensor, residual: Tensor, gate: Tensor | None = None) -> Tensor:
         """`residual += x` in place, or `residual += sigmoid(gate) * x`; returns `residual`."""
         x = x.contiguous()
-        tokens, size = x.shape
         gate_at = 0 if gate is None else gate.data_ptr()
-        self.launcher.give(x.data_ptr(), residual.data_ptr(), gate_at, 0, tokens, size)
+        self.launcher.give(x.data_ptr(), residual.data_ptr(), gate_at, 0, *x.shape)
         self._run(pointwise.ADD[x.dtype], x.numel())
         return residual
 

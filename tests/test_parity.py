@@ -126,7 +126,7 @@ def test_with_so_few_blocks_that_requests_are_preempted(family, overlap):
 
     subject.step = watched
     assert run(subject, at_random_steps(prompts)) == dict(enumerate(expected))
-    assert len(preempted) >= 5, "the pool was not small enough to show anything"
+    assert len(preempted) >= 2, "the pool was not small enough to show anything"
 
 
 def test_from_cached_prefixes(family):

@@ -77,6 +77,15 @@ def test_kernels_without_mixtures_say_so(checkpoint: Callable[[str], Path]) -> N
     assert load_model(checkpoint("llama2"), kernels=Without())
 
 
+def test_kernels_without_recurrent_states_say_so(checkpoint: Callable[[str], Path]) -> None:
+    class Without(ReferenceKernels):
+        delta_refusal = "layers with a recurrent state are not supported on device x"
+
+    with pytest.raises(CheckpointError, match="a recurrent state are not supported on device x"):
+        load_model(checkpoint("qwen3_5"), kernels=Without())
+    assert load_model(checkpoint("llama2"), kernels=Without())
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_sharded_checkpoint_is_the_whole_one(family: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     sharded, [ids] = make(family, tmp_path / "sharded", shard_size="300KB"), prompts([9])

@@ -65,7 +65,7 @@ class Attention:
         if options.is_gated:
             refuse_parts(source, "gated attention")
         self.shape = heads.shape
-        self.ropes = (rope,)
+        self.ropes: tuple[Rope, ...] = (rope,)
         self._kernels = source.kernels
         query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         queries = {f"{name}.q_proj": query * 2 if options.is_gated else query}

@@ -39,18 +39,16 @@ class GatedDelta:
         self.shape = shape
         self._kernels = source.kernels
         heads, keys = shape.num_value_heads, shape.num_key_heads
-        of_head, per_key = shape.key_dim, heads // keys
+        per_key, values = heads // keys, heads // keys * shape.value_dim
+        mixed = {f"{name}.in_proj_qkv": shape.channels, f"{name}.in_proj_z": shape.values}
+        gates = {f"{name}.in_proj_b": heads, f"{name}.in_proj_a": heads}
+        mixed_order = gates_order = None
         if is_interleaved:
-            mixed = {f"{name}.in_proj_qkvz": shape.channels + shape.values}
-            gates = {f"{name}.in_proj_ba": 2 * heads}
-            orders = (_regrouped(keys, (of_head, of_head, per_key * shape.value_dim, per_key * shape.value_dim)),
-                      _regrouped(keys, (per_key, per_key)))
-        else:
-            mixed = {f"{name}.in_proj_qkv": shape.channels, f"{name}.in_proj_z": shape.values}
-            gates = {f"{name}.in_proj_b": heads, f"{name}.in_proj_a": heads}
-            orders = None, None
-        self._mixed = Linear(source, mixed, hidden_size, order=orders[0])
-        self._gates = Linear(source, gates, hidden_size, order=orders[1], is_exact=True)
+            mixed, gates = {f"{name}.in_proj_qkvz": sum(mixed.values())}, {f"{name}.in_proj_ba": 2 * heads}
+            mixed_order = _regrouped(keys, (shape.key_dim, shape.key_dim, values, values))
+            gates_order = _regrouped(keys, (per_key, per_key))
+        self._mixed = Linear(source, mixed, hidden_size, order=mixed_order)
+        self._gates = Linear(source, gates, hidden_size, order=gates_order, is_exact=True)
         self.output = Linear(source, {f"{name}.out_proj": hidden_size}, shape.values)
         self._weights = _read_weights(source, name, shape, eps)
         self.bytes = self._mixed.bytes + self._gates.bytes + self.output.bytes

@@ -183,7 +183,7 @@ def test_a_row_preempted_while_it_is_verified_keeps_what_was_accepted():
 def test_a_failed_step_takes_its_drafts_back():
     driver = decoding(Fixed(2))
     driver.plan()
-    assert driver.scheduler.rollback(0.0) == ["one"]
+    assert driver.scheduler.rollback() == ["one"]
     driver.flying.clear(), driver.executor.collect()
     driver.scheduler.check()
     driver.run()

@@ -88,7 +88,7 @@ def play(limits: SchedulerLimits, rounds: list, seed: int) -> Drafting:
         if what == "abort" and driver.scheduler.requests():
             driver.finish(driver.scheduler.requests()[0].request_id)
         if what == "failed":  # the executor has computed, and its results are lost
-            driver.scheduler.rollback(0.0)
+            driver.scheduler.rollback()
             while driver.flying:
                 driver.flying.pop()
                 driver.executor.collect()

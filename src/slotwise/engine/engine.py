@@ -249,7 +249,7 @@ class Engine:
             except Exception:  # the result of a step after a failed one is dropped in any case
                 continue
         now = self.clock()
-        for request_id in self._scheduler.rollback(now * 1e-9):
+        for request_id in self._scheduler.rollback():
             self._scheduler.finish(request_id, "error", now * 1e-9)
         events = self._events(plans[-1].step)
         failure = f"{type(error).__name__}: {error}"

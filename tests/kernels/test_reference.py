@@ -40,7 +40,8 @@ def test_attention_is_dense_attention_over_gathered_pages(window):
     batch = layer.batch()
     cache, query = layer.filled_cache(KERNELS), layer.query(batch)
     places = torch.arange(23)
-    keys, values = (t[batch.block_tables[0, places // 4].long(), places % 4].transpose(0, 1) for t in cache)
+    keys, values = (t[batch.block_tables[0, places // 4].long(), places % 4].transpose(0, 1)
+                    for t in (cache.keys, cache.values))
     back = torch.arange(18, 23)[:, None] - places
     visible = (back >= 0) & (back < (window or 23))
     expected = F.scaled_dot_product_attention(

@@ -99,7 +99,7 @@ def test_chunks_of_rows_in_company(shape, kind, block_size, chunks):
             rows = [(row, counts[turn]) for row, counts in zip(sequences, chunks, strict=True) if turn < len(counts)]
             results += layer.step(rows) if rows else []
         done.append(torch.cat(results))
-    assert distance(*done) < (1e-5 if kind == torch.float32 else 2e-2)
+    assert distance(*done) < (1e-5 if kind == torch.float32 else 6e-3)
 
 
 @EVERY

@@ -120,7 +120,7 @@ class ModelConfig:
         if self.recurrent is None:
             return 0
         shape = self.recurrent.shape
-        return 2 * (shape.channels + shape.values + shape.num_value_heads)
+        return 3 * shape.channels + 2 * (shape.values + shape.num_value_heads)  # the convolution's are float32
 
     @property
     def mixture_of_experts(self) -> MixtureConfig:

@@ -4,7 +4,7 @@ A state is advanced where it lies: in the block of the token, into which that of
 trial, in a copy that is dropped.  So a row's result does not depend on how its tokens are divided among steps.  Threads
 take a tile of a row's channels, then a head of a row: its state, 64 KiB for 128 by 128, stays in a core's own cache.
 
-Arithmetic is float32, rounded once where a result is stored.
+Arithmetic is float32, rounded once, where a result is stored.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _convolve_token(
     """The convolution and SiLU of `count` channels from `first` on; `inputs` are their last, in steps of `stride`."""
     channels, taps, size = load(words, CHANNELS, INT64), load(words, TAPS, INT64), bytes_of(kind)
     x = load(words, MIXED, INT64) + (token * (channels + load(words, VALUES, INT64)) + first) * size
-    out = load(words, CONVOLVED, INT64) + (token * channels + first) * size
+    out = load(words, CONVOLVED, INT64) + (token * channels + first) * 4
     weights = load(words, TAP_WEIGHTS, INT64) + first * 4
     own = weights + (taps - 1) * channels * 4
     for i in range(count):
@@ -104,7 +104,7 @@ def _convolve_token(
         weights += channels * 4
     for i in range(count):
         value = load(sums, i, FLOAT32)
-        store(out, i, value * sigmoid(value), kind)
+        store(out, i, value * sigmoid(value), FLOAT32)
     place = inputs
     for _ in range(taps - 2):
         behind = place + stride
@@ -151,11 +151,11 @@ def _convolve(words: int, kind: Real) -> None:
 
 
 @kernel
-def _copy(source: int, target: int, count: int, kind: Real) -> float:
-    """Copies numbers as float32; returns the sum of their squares."""
+def _copy(source: int, target: int, count: int) -> float:
+    """Copies numbers; returns the sum of their squares."""
     squares = ZERO
     for i in range(count):
-        value = load(source, i, kind)
+        value = load(source, i, FLOAT32)
         store(target, i, value, FLOAT32)
         squares += value * value
     return squares
@@ -199,22 +199,22 @@ def _rule_token(words: int, token: int, head: int, state: int, room: int, kind: 
     keys, width, size = load(words, KEY_DIM, INT64), load(words, VALUE_DIM, INT64), bytes_of(kind)
     heads, key_heads = load(words, VALUE_HEADS, INT64), load(words, KEY_HEADS, INT64)
     channels, values = load(words, CHANNELS, INT64), heads * width
-    convolved = load(words, CONVOLVED, INT64) + token * channels * size
-    query_at = convolved + head // (heads // key_heads) * keys * size
+    convolved = load(words, CONVOLVED, INT64) + token * channels * 4
+    query_at = convolved + head // (heads // key_heads) * keys * 4
     gates = load(words, GATES, INT64) + token * 2 * heads * size
     error, out = room + 2 * keys * 4, room + (2 * keys + width) * 4
-    query_length = sqrt((_copy(query_at, room, keys, kind) + TINY) * float32(keys))
-    key_length = sqrt(_copy(query_at + key_heads * keys * size, room + keys * 4, keys, kind) + TINY)
+    query_length = sqrt((_copy(query_at, room, keys) + TINY) * float32(keys))
+    key_length = sqrt(_copy(query_at + key_heads * keys * 4, room + keys * 4, keys) + TINY)
     for k in range(keys):
         store(room, k, load(room, k, FLOAT32) / query_length, FLOAT32)
         store(room, keys + k, load(room, keys + k, FLOAT32) / key_length, FLOAT32)
     beta = sigmoid(load(gates, head, kind))
     decay = _decay(load(load(words, RATE, INT64), head, FLOAT32),
                    load(gates, heads + head, kind) + load(load(words, STEP_BIAS, INT64), head, FLOAT32))
-    value = convolved + (2 * key_heads * keys + head * width) * size
+    value = convolved + (2 * key_heads * keys + head * width) * 4
     _recall(state, room + keys * 4, keys, error, width)
     for i in range(width):
-        store(error, i, beta * (load(value, i, kind) - decay * load(error, i, FLOAT32)), FLOAT32)
+        store(error, i, beta * (load(value, i, FLOAT32) - decay * load(error, i, FLOAT32)), FLOAT32)
     _update(state, room, keys, error, out, width, decay)
     factor = inverse_rms(out, width, float_of(load(words, EPS_BITS, INT64)), FLOAT32)
     z = load(words, MIXED, INT64) + (token * (channels + values) + channels + head * width) * size
@@ -265,7 +265,7 @@ def gated_delta(
 ) -> Tensor:
     """As `DeltaKernels.gated_delta`; `eps_bits` are those of `weights.eps`."""
     mixed, gates, tables, tokens = mixed.contiguous(), gates.contiguous(), batch.block_tables, len(mixed)
-    convolved = launcher.empty((tokens, shape.channels), mixed.dtype)
+    convolved = launcher.empty((tokens, shape.channels), torch.float32)
     out = launcher.empty((tokens, shape.values), mixed.dtype)
     keys, width = shape.key_dim, shape.value_dim
     room = launcher.scratch(launcher.threads * max(shape.taps * TILE, keys * width + 2 * (keys + width)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import product_paths
@@ -55,9 +56,11 @@ class Pair:
 
     def check(self, contexts: list[int], drafts: list[int] | None = None) -> None:
         batch = decode_batch(contexts, self.decoder.config.vocab_size, drafts)
+        on_trial = replace(batch, on_trial=torch.ones(len(contexts), dtype=torch.int32))
+        expected = self.decoder.logits(self.decoder.hidden(on_trial, self.caches))
         actual = self.steps.logits(batch)
         assert actual is not None
-        assert torch.equal(actual, self.decoder.logits(self.decoder.hidden(batch, self.caches))), contexts
+        assert torch.equal(actual, expected), contexts
 
 
 @pytest.mark.parametrize(("family", "kind", "cached", "path"), [

@@ -244,27 +244,26 @@ class CpuKernels:
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """`silu(gate) * up` for `gate_up [tokens, 2 * intermediate]`."""
-        return self._activated(pointwise.SILU_MUL, gate_up)
+        return self._mapped(pointwise.SILU_MUL, gate_up, halves=2)
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         """`gelu(gate) * up`, with GELU's approximation by tanh."""
-        return self._activated(pointwise.GELU_MUL, gate_up)
+        return self._mapped(pointwise.GELU_MUL, gate_up, halves=2)
 
-    def _activated(self, codes: dict[torch.dtype, Compiled], gate_up: Tensor, *options: int) -> Tensor:
-        gate_up = gate_up.contiguous()
-        tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
-        out = self.launcher.empty((tokens, size), gate_up.dtype)
-        self.launcher.give(gate_up.data_ptr(), 0, 0, out.data_ptr(), tokens, size, *options)
-        self._run(codes[gate_up.dtype], gate_up.numel())
+    def _mapped(
+        self, codes: dict[torch.dtype, Compiled], x: Tensor, *options: int, halves: int = 1, weight_at: int = 0,
+    ) -> Tensor:
+        x = x.contiguous()
+        tokens, size = x.shape[0], x.shape[1] // halves
+        out = self.launcher.empty((tokens, size), x.dtype)
+        self.launcher.give(x.data_ptr(), 0, weight_at, out.data_ptr(), tokens, size, *options)
+        self._run(codes[x.dtype], x.numel())
         return out
 
     def sigmoid_mul(self, gate: Tensor, x: Tensor) -> Tensor:
         """`sigmoid(gate) * x`."""
-        gate, x = gate.contiguous(), x.contiguous()
-        out = self.launcher.empty(x.shape, x.dtype)
-        self.launcher.give(x.data_ptr(), 0, gate.data_ptr(), out.data_ptr(), *x.shape)
-        self._run(pointwise.SIGMOID_MUL[x.dtype], x.numel())
-        return out
+        gate = gate.contiguous()
+        return self._mapped(pointwise.SIGMOID_MUL, x, weight_at=gate.data_ptr())
 
     def gated_delta(
         self, mixed: Tensor, gates: Tensor, weights: DeltaWeights, cache: CpuCache, batch: RaggedBatch,
@@ -275,16 +274,12 @@ class CpuKernels:
 
     def clamped_swiglu(self, gate_up: Tensor, activation: ClampedSwiGLU) -> Tensor:
         """`(clamp(up) + 1) * g * sigmoid(alpha * g)`, with `g = min(gate, limit)`."""
-        return self._activated(pointwise.CLAMPED_SWIGLU, gate_up, _bits(activation.alpha), _bits(activation.limit))
+        options = _bits(activation.alpha), _bits(activation.limit)
+        return self._mapped(pointwise.CLAMPED_SWIGLU, gate_up, *options, halves=2)
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         """`cap * tanh(x / cap)` for `x [tokens, size]`; NaN and infinities stay what they are."""
-        x = x.contiguous()
-        tokens, size = x.shape
-        out = self.launcher.empty((tokens, size), x.dtype)
-        self.launcher.give(x.data_ptr(), 0, 0, out.data_ptr(), tokens, size, _bits(cap))
-        self._run(pointwise.SOFT_CAP[x.dtype], x.numel())
-        return out
+        return self._mapped(pointwise.SOFT_CAP, x, _bits(cap))
 
     def rotary_store(
         self, qkv: Tensor, rotary: Tensor, batch: RaggedBatch, cache: CpuCache, shape: AttentionShape,

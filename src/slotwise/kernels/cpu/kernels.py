@@ -262,8 +262,7 @@ class CpuKernels:
 
     def sigmoid_mul(self, gate: Tensor, x: Tensor) -> Tensor:
         """`sigmoid(gate) * x`."""
-        gate = gate.contiguous()
-        return self._mapped(pointwise.SIGMOID_MUL, x, weight_at=gate.data_ptr())
+        return self._mapped(pointwise.SIGMOID_MUL, x, weight_at=(gate := gate.contiguous()).data_ptr())
 
     def gated_delta(
         self, mixed: Tensor, gates: Tensor, weights: DeltaWeights, cache: CpuCache, batch: RaggedBatch,
@@ -274,8 +273,7 @@ class CpuKernels:
 
     def clamped_swiglu(self, gate_up: Tensor, activation: ClampedSwiGLU) -> Tensor:
         """`(clamp(up) + 1) * g * sigmoid(alpha * g)`, with `g = min(gate, limit)`."""
-        options = _bits(activation.alpha), _bits(activation.limit)
-        return self._mapped(pointwise.CLAMPED_SWIGLU, gate_up, *options, halves=2)
+        return self._mapped(pointwise.CLAMPED_SWIGLU, gate_up, *map(_bits, (activation.alpha, activation.limit)), halves=2)
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         """`cap * tanh(x / cap)` for `x [tokens, size]`; NaN and infinities stay what they are."""

@@ -244,17 +244,17 @@ class CpuKernels:
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """`silu(gate) * up` for `gate_up [tokens, 2 * intermediate]`."""
-        return self._mapped(pointwise.SILU_MUL, gate_up, halves=2)
+        return self._mapped(pointwise.SILU_MUL, gate_up, 2)
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         """`gelu(gate) * up`, with GELU's approximation by tanh."""
-        return self._mapped(pointwise.GELU_MUL, gate_up, halves=2)
+        return self._mapped(pointwise.GELU_MUL, gate_up, 2)
 
     def _mapped(
-        self, codes: dict[torch.dtype, Compiled], x: Tensor, *options: int, halves: int = 1, weight_at: int = 0,
+        self, codes: dict[torch.dtype, Compiled], x: Tensor, parts: int, *options: int, weight_at: int = 0,
     ) -> Tensor:
         x = x.contiguous()
-        tokens, size = x.shape[0], x.shape[1] // halves
+        tokens, size = x.shape[0], x.shape[1] // parts
         out = self.launcher.empty((tokens, size), x.dtype)
         self.launcher.give(x.data_ptr(), 0, weight_at, out.data_ptr(), tokens, size, *options)
         self._run(codes[x.dtype], x.numel())
@@ -262,7 +262,7 @@ class CpuKernels:
 
     def sigmoid_mul(self, gate: Tensor, x: Tensor) -> Tensor:
         """`sigmoid(gate) * x`."""
-        return self._mapped(pointwise.SIGMOID_MUL, x, weight_at=(gate := gate.contiguous()).data_ptr())
+        return self._mapped(pointwise.SIGMOID_MUL, x, 1, weight_at=(gate := gate.contiguous()).data_ptr())
 
     def gated_delta(
         self, mixed: Tensor, gates: Tensor, weights: DeltaWeights, cache: CpuCache, batch: RaggedBatch,
@@ -273,11 +273,11 @@ class CpuKernels:
 
     def clamped_swiglu(self, gate_up: Tensor, activation: ClampedSwiGLU) -> Tensor:
         """`(clamp(up) + 1) * g * sigmoid(alpha * g)`, with `g = min(gate, limit)`."""
-        return self._mapped(pointwise.CLAMPED_SWIGLU, gate_up, *map(_bits, (activation.alpha, activation.limit)), halves=2)
+        return self._mapped(pointwise.CLAMPED_SWIGLU, gate_up, 2, _bits(activation.alpha), _bits(activation.limit))
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         """`cap * tanh(x / cap)` for `x [tokens, size]`; NaN and infinities stay what they are."""
-        return self._mapped(pointwise.SOFT_CAP, x, _bits(cap))
+        return self._mapped(pointwise.SOFT_CAP, x, 1, _bits(cap))
 
     def rotary_store(
         self, qkv: Tensor, rotary: Tensor, batch: RaggedBatch, cache: CpuCache, shape: AttentionShape,

@@ -253,6 +253,8 @@ def _shape(model: str) -> ModelShape:
     head, width = config.hidden_size * config.vocab_size, 2
     if config.mixture is not None:
         raise ValueError("the roofline of a mixture of experts depends on which experts a step hits: name an event log")
+    if config.recurrent is not None:
+        raise ValueError("recurrent states, which steps read and write whole, are in no data sheet: name an event log")
     positions = 2 * config.num_layers * config.num_kv_heads * config.head_dim * width
     return ModelShape((config.layer_weights + head) * width, positions, config.layer_weights, head,
                       4 * config.num_layers * config.num_heads * config.head_dim, config.max_position_embeddings,

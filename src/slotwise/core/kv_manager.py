@@ -54,6 +54,7 @@ class KVManager:
         self._shares = shares
         self._advances = shares or groups.are_windowed
         self.is_windowed = groups.are_windowed  # so requests may hold blocks for a part of their known tokens
+        self.has_states = groups.have_states
         self._freed: Counter[tuple[int, int]] = Counter()  # by slot and group: blocks truncated since the last plan
         self._expired: Counter[tuple[int, int]] = Counter()  # likewise: blocks that fell behind a window
 

@@ -194,7 +194,7 @@ def test_stages_of_a_quantised_checkpoint(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", ["tp", "pp"])
 @pytest.mark.parametrize("family", RECURRENT)
 def test_recurrent_states_are_refused(family: str, layout: str, tmp_path: Path) -> None:
-    with pytest.raises((CheckpointError, ConfigError), match="a recurrent state (is|are) not divided"):
+    with pytest.raises((CheckpointError, ConfigError), match=r"a recurrent state (is|are) not divided"):
         engine_of(make(family, tmp_path / "model"), LAYOUTS[layout])
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from slotwise.kernels.group import ALONE, Divided, Group
-from slotwise.kernels.interface import Kernels
+from slotwise.kernels.interface import AttentionShape, Kernels
 from slotwise.kernels.matrix import Format, Weight
 from slotwise.kernels.pipe import Stage
 from slotwise.model.adapters import Adaptable, Adapters
@@ -113,8 +113,8 @@ def describe(folder: Path, dtype: str, kernels: Kernels, generation: Path | None
     or by these kernels.
     """
     config = read_config(folder, generation)
-    for shape in dict.fromkeys(config.attention_shape(index) for index in range(config.num_layers)):
-        refusal = kernels.refusal(shape)
+    for shape in dict.fromkeys(map(config.layer_shape, range(config.num_layers))):
+        refusal = kernels.refusal(shape) if isinstance(shape, AttentionShape) else kernels.delta_refusal
         if refusal:
             raise CheckpointError(f"{folder}: {refusal}")
     if config.mixture and kernels.mixture_refusal:

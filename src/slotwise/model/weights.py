@@ -100,7 +100,8 @@ class Weights:
             tensors = [self._tensors[name] for name in names]
             are_quantised = len(self.formats(dict.fromkeys(names, ()))) == len(names)
             weight: Weight = (
-                stacked([*map(self._matrix, names)]) if are_quantised else self._dense(names, dtype, cuts))
+                stacked([cuts.get(name, WHOLE).of(self._matrix(name), name) for name in names]) if are_quantised
+                else self._dense(names, dtype, cuts))
             if isinstance(weight, StackedMatrix) and any(part.format.are_floats for part in weight.parts):
                 raise CheckpointError(f"{self._source.where}: {self._list([*names])} are one product, but not in the "
                                       "same format: with FP8 that is not supported")

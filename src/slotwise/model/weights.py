@@ -16,7 +16,7 @@ from slotwise.model.layers.source import NO_CUTS
 from slotwise.model.quantization.scheme import Quantization
 from slotwise.model.quantization.stored import with_quantised
 from slotwise.model.safetensors_files import open_safetensors
-from slotwise.model.stored import WHOLE, Cut, Cuts, Read, Shapes, StoredTensor, TensorSource
+from slotwise.model.stored import WHOLE, Cut, Cut, Cuts, Read, Shapes, StoredTensor, TensorSource
 
 Progress = Callable[[int, int], None]
 """Receives bytes read so far and bytes in all."""
@@ -125,13 +125,12 @@ class Weights:
         tensor = self._tensors[name]
         if tensor.format is None or len(tensor.shape) > MATRIX:
             parts = [tensor.rows(rows.start, rows.stop) for rows in cut.rows] or [_whole(tensor)]
-            columns = cut.columns
-            yield from parts if columns is None else [part[:, columns.start : columns.stop] for part in parts]
+            yield from map(cut.columns_of, parts)
             return
-        matrix = self._matrix(name)
+        matrix = Cut(cut.rows).of(self._matrix(name), name)
         rows = max(1, COMPARED_NUMBERS // matrix.depth)
         for at in range(0, matrix.outputs, rows):
-            yield matrix.dequantised(at, min(at + rows, matrix.outputs))
+            yield cut.columns_of(matrix.dequantised(at, min(at + rows, matrix.outputs)))
 
     def _matrix(self, name: str) -> QuantisedMatrix:
         """A quantised matrix whose scales are checked as they are read."""

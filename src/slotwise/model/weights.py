@@ -16,7 +16,7 @@ from slotwise.model.layers.source import NO_CUTS
 from slotwise.model.quantization.scheme import Quantization
 from slotwise.model.quantization.stored import with_quantised
 from slotwise.model.safetensors_files import open_safetensors
-from slotwise.model.stored import WHOLE, Cut, Cut, Cuts, Read, Shapes, StoredTensor, TensorSource
+from slotwise.model.stored import WHOLE, Cut, Cuts, Read, Shapes, StoredTensor, TensorSource
 
 Progress = Callable[[int, int], None]
 """Receives bytes read so far and bytes in all."""

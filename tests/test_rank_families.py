@@ -198,7 +198,7 @@ def test_stages_of_a_quantised_checkpoint(kind: str, tmp_path: Path) -> None:
             engine_of(folder, LAYOUTS["tp"])
 
 
-@pytest.mark.parametrize("kind", ["gptq 4", "gptq 8", "gptq 8, rows", "awq", "W4A16, asymmetric", "W8A8", "FP8, blocks"])
+@pytest.mark.parametrize("kind", ["gptq 4", "gptq 8", "gptq 8, rows", "awq", "W4A16, asymmetric", "FP8, blocks"])
 def test_shares_of_a_quantised_checkpoint(kind: str, tmp_path: Path) -> None:
     """In plain torch: where activations are rounded, a rank rounds its own."""
     dense = make("llama3", tmp_path / "dense", head_dim=64, **quantized.SIZES)

@@ -348,7 +348,7 @@ def test_ranks_load_their_parts_beside_a_stream(world: World, sizes: str, tmp_pa
             next(lines)
             unload(live, "a")
             load(live, "later", world.paths["a"])
-            assert admin(live, LOAD, lora_name="none", lora_path=str(tmp_path)).status_code == 400
+            assert admin(live, LOAD, lora_name="none", lora_path=str(tmp_path)).status_code == 404
             for model, name in (("base", "base"), ("later", "a"), ("b", "b")):
                 assert [tokens(live, model, prompt) for prompt in world.prompts] == world.expected[name]
             assert not any('"error"' in line for line in lines)

@@ -167,7 +167,8 @@ def run(asked: argparse.Namespace) -> int:
 
 def _alike(asked: argparse.Namespace, setup: Setup, traffic: Traffic) -> dict[str, SimulatedRequest]:
     """Simulates servers without roles."""
-    routed = RoutedServers(ROUTERS[asked.router](asked.seed), asked.replicas) if asked.router else None
+    routed = (RoutedServers(ROUTERS[asked.router](asked.seed), asked.replicas, setup.pace)
+              if asked.router else None)
     told = [[one] for one in routed.observers] if routed is not None else [[]] * asked.replicas
     with ExitStack() as stack:
         servers = [Server(setup, observers=observers, replica=number) for number, observers in enumerate(told)]

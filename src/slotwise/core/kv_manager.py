@@ -209,10 +209,11 @@ class KVManager:
                 raise ConservationError(f"{request.request_id} does not keep its windows' blocks, from {firsts} on")
 
     def _pop_blocks(self, count: int) -> list[int]:
-        for block in self.pool.evict(max(0, count - self.pool.num_free)):
-            lost = self.host.keep(self.prefix.vacate(block), block)
-            if lost is not None:
-                self.prefix.forget(lost.entry)
+        if (lacking := count - self.pool.num_free) > 0:
+            for block in self.pool.evict(lacking):
+                lost = self.host.keep(self.prefix.vacate(block), block)
+                if lost is not None:
+                    self.prefix.forget(lost.entry)
         return self.pool.pop(count)
 
     def _set_advance_at(self, request: Request, num_full: int) -> None:

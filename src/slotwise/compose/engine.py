@@ -171,7 +171,7 @@ class Loaded:
         lent = Returnable(runner, launcher_of(kernels).mapped) if (
             isinstance(runner, Prefault) and self._ranks is None and config.kv_transfer_config is None) else None
         info.gives_back = lent is not None
-        if isinstance(runner, Prefault) and config.kv_transfer_config is not None:
+        if isinstance(runner, Prefault) and config.kv_transfer_config and config.kv_transfer_config.is_consumer:
             runner.touch_all()  # a prompt that arrives is written faster than one that is computed
         if self._ranks is not None:
             _warm_up(decoder)

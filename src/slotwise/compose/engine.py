@@ -171,8 +171,6 @@ class Loaded:
         lent = Returnable(runner, launcher_of(kernels).mapped) if (
             isinstance(runner, Prefault) and self._ranks is None and config.kv_transfer_config is None) else None
         info.gives_back = lent is not None
-        if isinstance(runner, Prefault) and config.kv_transfer_config and config.kv_transfer_config.is_consumer:
-            runner.touch_all()  # a prompt that arrives is written faster than one that is computed
         if self._ranks is not None:
             _warm_up(decoder)
             self._ranks.allocate(limits)
@@ -187,7 +185,7 @@ class Loaded:
         engine = Engine(scheduler, runner, time.monotonic_ns, info.eos_token_ids, depth=depth, scheduling=scheduling,
                         grammars=grammars, experts=ExpertLoad(ends) if (ends := decoder.expert_ends) else None,
                         memory=lent, adapters=self.adapters,
-                        kv_link=linked(info.kv_transfer, pieces, limits.block_size, self._identity))
+                        kv_link=linked(info.kv_transfer, runner, pieces, limits, self._identity))
         info.learned = times.learned() if times.is_trained else None
         info.roofline = self.roofline(glance(decoder))
         return engine, info

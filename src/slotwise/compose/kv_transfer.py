@@ -10,6 +10,7 @@ from slotwise.core.limits import SchedulerLimits
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.executor import Executor
 from slotwise.engine.kv_link import Transferring
+from slotwise.kernels.cpu.openmp import roam
 from slotwise.kernels.interface import Kernels
 from slotwise.runner.kv_blocks import HostCacheBlocks
 from slotwise.runner.prefault import Prefault
@@ -50,10 +51,10 @@ def linked(
     try:
         connector = connector_of(transfer, blocks.block_bytes)
         sender = None if not transfer.is_producer else Sender(
-            blocks, connector.listen(transfer.kv_ip, transfer.kv_port), transfer.timeout)
+            blocks, connector.listen(transfer.kv_ip, transfer.kv_port), transfer.timeout, roam)
     except OSError as error:
         raise ConfigError(f"kv_transfer_config: {transfer.kv_ip}:{transfer.kv_port}: {error}") from error
-    receiver = Receiver(blocks, connector, transfer.timeout) if transfer.is_consumer else None
+    receiver = Receiver(blocks, connector, transfer.timeout, roam) if transfer.is_consumer else None
     if transfer.is_consumer and isinstance(runner, Prefault):
         runner.touch_all()  # a prompt that arrives is written faster than one that is computed
     return Transferring(sender, receiver, limits.block_size)

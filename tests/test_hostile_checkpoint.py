@@ -103,6 +103,7 @@ def test_a_field_of_the_models_description(folder: Path, name: str, bounded: Non
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("folder", ["llama2"], indirect=True)  # one reader for all families
 @pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn"])
 @pytest.mark.parametrize("name", ROPE)
 def test_a_field_of_the_rotary_embedding(folder: Path, kind: str, name: str, bounded: None) -> None:

@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--scale", type=float, default=0.125)
-    parser.add_argument("--rate", type=float, default=6.0, help="requests a second of the calibration, of both servers")
+    parser.add_argument("--rate", type=float, default=4.0, help="requests a second of the calibration, of both servers")
     parser.add_argument("--seconds", type=float, default=25.0, help="of a trial's traffic")
     parser.add_argument("--json", required=True)
     asked = parser.parse_args()

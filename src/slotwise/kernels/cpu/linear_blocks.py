@@ -24,8 +24,6 @@ from slotwise.kernels.cpu.gemm_blocks import HEIGHTS, TALLEST, block_gemm
 from slotwise.kernels.cpu.jit.compiler import Compiled, kernel, specialised
 from slotwise.kernels.cpu.launcher import THREAD_COUNTER, KernelLauncher
 from slotwise.kernels.cpu.linear import (
-    BIAS,
-    BLOCK,
     DEPTH,
     OUT,
     OUTPUTS,
@@ -33,9 +31,11 @@ from slotwise.kernels.cpu.linear import (
     SCRATCH_BYTES,
     STORED,
     THREADS,
-    TOKENS,
-    WEIGHT,
+    RowBlock,
+    block_at,
     in_panels,
+    num_blocks,
+    panel_after,
 )
 from slotwise.kernels.cpu.simd import BFLOAT16, FLOAT32, INT64, Real, Whole, bytes_of, fetch_add, load, store
 from slotwise.kernels.cpu.work_queue import NOTHING, pop, rows_of_a_block, upcoming
@@ -54,23 +54,23 @@ _VNNI, _INTEGER = Whole(np.uint16(0)), Whole(np.uint8(0))  # as `gemm_blocks.py`
 
 @kernel
 def _multiply(
-    words: int, room: int, first: int, row: int, panel: int, following: int, kind: Real, layout: Layout, path: Whole
+    words: int, room: int, block: RowBlock, row: int, panel: int, following: int, kind: Real, layout: Layout,
+    path: Whole,
 ) -> int:
-    """Multiply one tile: a panel with rows from `first + row` on; returns the number of rows.
+    """Multiply one tile: a panel with rows of a block from `row` on; returns the number of rows.
 
     Meanwhile it prefetches its share of the panel at `following`; a tile that is the only one, its own panel, a little
     ahead.  A panel wider than the rest of the output is stored to the scratch `room` first.
     """
-    stored, rows = load(words, STORED, INT64), min(
-        load(words, BLOCK, INT64), load(words, TOKENS, INT64) - first)
+    stored, (first, rows, weight, bias, _) = load(words, STORED, INT64), block
     records = (load(words, DEPTH, INT64) + layout.record - 1) // layout.record
     units = records * (layout.record // layout.unit)
     height = 1
     for size in HEIGHTS:
         if size <= rows - row:
             height = size
-    tiles, weight = (rows + TALLEST - 1) // TALLEST, load(words, WEIGHT, INT64) + panel * records * layout.record_bytes
-    steps = layout.record // STEP
+    tiles, steps = (rows + TALLEST - 1) // TALLEST, layout.record // STEP
+    weight += panel * records * layout.record_bytes
     share = (layout.record_bytes // steps + tiles - 1) // tiles
     asked = weight + AHEAD if tiles == 1 else following + row // TALLEST * share * steps * records
     is_gated = stored != load(words, OUTPUTS, INT64)
@@ -83,7 +83,7 @@ def _multiply(
     block_gemm(
         height, weight, records, load(words, TABLE, INT64), held + row * layout.unit,
         held + units * rows * layout.unit + row * FACTS, rows, target, stride,
-        load(words, BIAS, INT64) + panel * COLUMNS * 4, is_gated, asked, share, layout, path, kind)
+        bias + panel * COLUMNS * 4, is_gated, asked, share, layout, path, kind)
     if left < width:
         for i in range(height):
             for column in range(left):
@@ -93,25 +93,25 @@ def _multiply(
 
 @kernel
 def _product(words: int, kind: Real, layout: Layout, path: Whole) -> None:
-    tokens, block, threads = load(words, TOKENS, INT64), load(words, BLOCK, INT64), load(words, THREADS, INT64)
-    panels, blocks = (load(words, OUTPUTS, INT64) + COLUMNS - 1) // COLUMNS, (tokens + block - 1) // block
+    threads, panels = load(words, THREADS, INT64), (load(words, OUTPUTS, INT64) + COLUMNS - 1) // COLUMNS
+    items = num_blocks(words) * panels
     panel_bytes = (load(words, DEPTH, INT64) + layout.record - 1) // layout.record * layout.record_bytes
     thread = fetch_add(words + THREAD_COUNTER, 1)
     room = load(words, SCRATCH, INT64) + thread * load(words, SCRATCH_BYTES, INT64)
     held = -1
-    item = pop(words, thread, threads, blocks * panels)
+    item = pop(words, thread, threads, items)
     while item != NOTHING:
-        first, panel = item // panels * block, item % panels
-        rows = min(block, tokens - first)
-        if first != held:
-            quantise_rows(words, first, rows, room + HELD, room + TILE_BYTES, layout, kind)
-            held = first
-        after = upcoming(words, thread, threads, blocks * panels)
-        following = load(words, WEIGHT, INT64) + (panel if after == NOTHING else after % panels) * panel_bytes
+        number, panel = item // panels, item % panels
+        block = block_at(words, number)
+        if number != held:
+            quantise_rows(words, block, room + HELD, room + TILE_BYTES, layout, kind)
+            held = number
+        after = upcoming(words, thread, threads, items)
+        following = panel_after(words, item, after, panels, panel_bytes, AHEAD)
         row = 0
-        while row < rows:
-            row += _multiply(words, room, first, row, panel, following, kind, layout, path)
-        item = pop(words, thread, threads, blocks * panels)
+        while row < block.rows:
+            row += _multiply(words, room, block, row, panel, following, kind, layout, path)
+        item = pop(words, thread, threads, items)
 
 
 @functools.cache
@@ -165,19 +165,20 @@ class PackedBlocks:
         return max(TALLEST, BLOCK_BYTES // self._row_bytes // TALLEST * TALLEST)
 
     def arguments(
-        self, launcher: KernelLauncher, x: int, out: int, tokens: int, stride: int = 0,
+        self, launcher: KernelLauncher, x: int, out: int, tokens: int, stride: int = 0, blocks: int = 0,
     ) -> tuple[int, ...]:
         """The arguments of the product of `tokens` rows at `x` to `out`; valid until the launcher's next kernel.
 
         Args:
             stride: numbers of a row of the result; 0: as many as this product gives.
+            blocks: address of a table of blocks of rows.
         """
         floats = self.floats
         return (
-            x, self.panels.data_ptr(), self.bias.data_ptr(), out, tokens, self.depth, self.outputs, self.stored,
-            rows_of_a_block(tokens, self._most, self.threads), launcher.scratch(launcher.threads * floats), floats * 4,
-            launcher.threads, stride or self.stored, self.table.data_ptr(),
-            0 if self.order is None else self.order.data_ptr(), self.zero_and_factor)
+            x, self.panels.data_ptr(), self.bias.data_ptr(), 0 if self.order is None else self.order.data_ptr(), out,
+            tokens, self.depth, self.outputs, self.stored, rows_of_a_block(tokens, self._most, self.threads),
+            launcher.scratch(launcher.threads * floats), floats * 4, launcher.threads, blocks, stride or self.stored,
+            self.table.data_ptr(), self.zero_and_factor)
 
     def multiply(self, x: Tensor, out: Tensor, at: int, launcher: KernelLauncher) -> None:
         """`x [tokens, depth]`, contiguous, to the columns of `out` from `at` on."""

@@ -16,7 +16,7 @@ from numba import types
 from slotwise.kernels.cpu.block_layout import Layout
 from slotwise.kernels.cpu.jit.compiler import kernel
 from slotwise.kernels.cpu.jit.intrinsic import FLOAT, INT, KIND, ElementType, intrinsic
-from slotwise.kernels.cpu.linear import BLOCKS, DEPTH, RowBlock, X
+from slotwise.kernels.cpu.linear import DEPTH, SOURCES, RowBlock, x_at
 from slotwise.kernels.cpu.llvm import BYTE, SHORT, SINGLE, WORD, all_of, behind, call, fast, read, spread, write
 from slotwise.kernels.cpu.simd import FLOAT32, INT32, INT64, ZERO, Real, bytes_of, fill, float_of, load, store
 
@@ -25,7 +25,7 @@ LIMIT = 127.0  # of a quantised activation
 INFINITE, NO_NUMBER = 0x7F800000, 0x7FC00000  # bits of a float32
 WITHOUT_PLACES = 1.5 * 2**23
 
-STRIDE, TABLE, ZERO_AND_FACTOR = range(BLOCKS + 1, BLOCKS + 4)  # arguments behind those of every product
+STRIDE, TABLE, ZERO_AND_FACTOR = range(SOURCES + 1, SOURCES + 4)  # arguments behind those of every product
 
 
 def _quantise_unit(
@@ -94,7 +94,7 @@ def quantise_rows(words: int, block: RowBlock, target: int, room: int, layout: L
     units = (depth + layout.record - 1) // layout.record * (layout.record // unit)
     facts = target + units * rows * unit
     for row in range(rows):
-        x = load(words, X, INT64) + (first + row) * depth * bytes_of(kind)
+        x = x_at(words, first + row, kind)
         for index in range(units):
             begin, place = index * unit, index * rows + row
             own, bytes_at = facts + place * FACTS, target + place * unit

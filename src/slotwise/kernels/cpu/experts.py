@@ -1,21 +1,20 @@
 """Mixtures of experts: each token is multiplied by the weights of the few experts that its router chose.
 
     route      alone      chosen experts and their shares; tokens sorted by expert: a counting sort
-    gather     together   rows of x in that order                       [tokens * top_k, hidden]
     divide     alone      blocks of rows of each expert that has some, with the addresses of its weights
-    products   together   all blocks: the product that the weights are packed for, quantised ones, too
-    combine    together   a token's results times its shares, added     [tokens, hidden]
+    products   together   all blocks: the product that the weights are packed for   [tokens * top_k, ...]
+    combine    together   a token's results times its shares, added                 [tokens, hidden]
 
     tokens       a: 2 0     b: 1 2         (experts, the best first)
     sorted       0: a       1: b      2: a b
     starts       0          1         2          4
 
-All experts of a layer have one shape and one format, so one kernel multiplies the rows of all: it finds each block's
-weights in a table, which another kernel writes.  Threads take panels of all experts from one queue and wait for each
-other at its end, and the weights of the next expert are prefetched while those of one are read.  Weights of experts
-without tokens are not read.  Nothing depends on tokens in Python, so a graph can hold all of it.  A token's result
-depends on its own row alone: products do not depend on the rows beside it, and its shares are added in the order of its
-experts.
+All experts of a layer have one shape and one format, so one kernel multiplies the rows of all: it finds the weights
+of each block in a table, which another kernel writes, and the rows of x by the order of tokens.  Threads take panels
+of all experts from one queue, wait for each other at its end, and prefetch the weights of the next expert while they
+read those of one.  Weights of experts without tokens are not read.  Nothing depends on tokens in Python, so a graph can
+hold all of it.  A token's result depends on its own row alone: products do not depend on the rows beside it, and its
+shares are added in the order of its experts.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from torch import Tensor
 
 from slotwise.kernels.cpu.jit.compiler import kernel, specialised
 from slotwise.kernels.cpu.launcher import HEADER, THREAD_COUNTER, KernelLauncher
-from slotwise.kernels.cpu.linear import BLOCK_WORDS, OF_WEIGHTS, PackedPart
+from slotwise.kernels.cpu.linear import BLOCK_WORDS, OF_WEIGHTS, PackedPart, Tables
 from slotwise.kernels.cpu.simd import (
     BFLOAT16,
     FLOAT32,
@@ -48,7 +47,7 @@ from slotwise.kernels.cpu.simd import (
 )
 from slotwise.kernels.interface import Linear, Routing
 
-# Arguments in words after the header: of the route, of the rows' movement, of their division into blocks.
+# Arguments in words after the header: of the route, of the sums, of the division into blocks.
 LOGITS, ROWS, EXPERTS, TOP_K, NORMALISED, STARTS, SOURCES, PLACES, SHARES, ENDS = range(HEADER, HEADER + 10)
 FROM, TO, OF_ROW, NUM_ROWS, SIZE, EACH, SHARE, SUMS = range(HEADER, HEADER + 8)
 FIRSTS, COUNT, WEIGHTS, MOST, TABLE = range(HEADER, HEADER + 5)
@@ -129,19 +128,6 @@ def _route(words: int, kind: Real) -> None:
 
 
 @kernel
-def _gather(words: int, kind: Real) -> None:
-    """Row i of `TO` is row `OF_ROW[i]` of `FROM`."""
-    size, rows = load(words, SIZE, INT64), load(words, NUM_ROWS, INT64)
-    row = fetch_add(words, 1)
-    while row < rows:
-        source = load(words, FROM, INT64) + load(load(words, OF_ROW, INT64), row, INT32) * size * bytes_of(kind)
-        target = load(words, TO, INT64) + row * size * bytes_of(kind)
-        for i in range(size):
-            store(target, i, load(source, i, kind), kind)
-        row = fetch_add(words, 1)
-
-
-@kernel
 def _combine(words: int, kind: Real) -> None:
     """Token i of `TO` is the sum of `EACH` rows of `FROM` times their shares, rounded once."""
     size, tokens, each = load(words, SIZE, INT64), load(words, NUM_ROWS, INT64), load(words, EACH, INT64)
@@ -180,7 +166,6 @@ def _divide(words: int) -> None:
 
 _KINDS = {torch.bfloat16: BFLOAT16, torch.float32: FLOAT32}
 ROUTE = {dtype: specialised(_route, kind) for dtype, kind in _KINDS.items()}
-GATHER = {dtype: specialised(_gather, kind) for dtype, kind in _KINDS.items()}
 COMBINE = {dtype: specialised(_combine, kind) for dtype, kind in _KINDS.items()}
 DIVIDE = specialised(_divide)
 
@@ -200,15 +185,15 @@ class _Columns:
         """`[experts, 3]`: each one's words of a `RowBlock`; made at the first product, for it compiles kernels."""
         return torch.tensor([part.arguments(self._launcher, 0, 0, 1)[OF_WEIGHTS] for part in self._parts])
 
-    def multiply(self, x: Tensor, out: Tensor, starts: Tensor) -> None:
-        """`x [rows, depth]` to `out [rows, width]`."""
+    def multiply(self, x: Tensor, out: Tensor, starts: Tensor, sources: int) -> None:
+        """`x [..., depth]` to `out [rows, width]`; `sources` is the address of the rows' places in x, or 0."""
         launcher, part = self._launcher, self._parts[0]
-        table = launcher.empty((1 + BLOCK_WORDS * len(x),), torch.int64)
+        table = launcher.empty((1 + BLOCK_WORDS * len(out),), torch.int64)
         launcher.give(starts.data_ptr(), len(self._parts), self._weights.data_ptr(), part.block_rows(1),
                       table.data_ptr())
         launcher.alone(DIVIDE)
         launcher.give(*part.arguments(launcher, x.data_ptr(), out.data_ptr() + self._at * out.itemsize, 1, self._width,
-                                      table.data_ptr()))
+                                      Tables(table.data_ptr(), sources)))
         launcher.together(part.kernel(x.dtype))
 
 
@@ -223,11 +208,12 @@ class _Grouped:
             self._columns.append(_Columns(parts, at, self._width, launcher))
             at += parts[0].stored
 
-    def __call__(self, x: Tensor, starts: Tensor) -> Tensor:
-        """`x [rows, depth]`."""
-        out = self._launcher.empty((len(x), self._width), x.dtype)
+    def __call__(self, x: Tensor, starts: Tensor, sources: Tensor | None = None) -> Tensor:
+        """`x [tokens, depth]` and the token of each row, or `x [rows, depth]`: `[rows, width]`."""
+        rows, sources_at = (len(x), 0) if sources is None else (len(sources), sources.data_ptr())
+        out = self._launcher.empty((rows, self._width), x.dtype)
         for columns in self._columns:
-            columns.multiply(x, out, starts)
+            columns.multiply(x, out, starts, sources_at)
         return out
 
 
@@ -250,12 +236,8 @@ class Mixture:
         launcher, (tokens, hidden), top_k = self._launcher, x.shape, self._routing.top_k
         if not tokens:
             return torch.empty_like(x)
-        x, rows = x.contiguous(), tokens * top_k
         starts, sources, places, shares = self._route(logits.contiguous())
-        sorted_x = launcher.empty((rows, hidden), x.dtype)
-        launcher.give(x.data_ptr(), sorted_x.data_ptr(), sources.data_ptr(), rows, hidden)
-        launcher.together(GATHER[x.dtype])
-        inner = self._gates(sorted_x, starts)
+        inner = self._gates(x.contiguous(), starts, sources)
         if self._activate is not None:
             inner = self._activate(inner)
         results = self._downs(inner, starts)

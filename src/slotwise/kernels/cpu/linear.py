@@ -4,8 +4,10 @@ Outputs are packed into *panels*, groups of outputs that are computed together; 
 times a panel, which threads take.  `linear_panels.py` has those of other panels.  All blocks are multiplied with the
 same weights, or each with those that a table names: the experts of a mixture, in one launch.
 
-    blocks = 0      rows 0 ... BLOCK, BLOCK ... 2 BLOCK, and so on, with the words WEIGHT, BIAS and ORDER
-    a table         int64: the number of blocks, then of each a `RowBlock`
+    BLOCKS = 0     rows 0 ... BLOCK, BLOCK ... 2 BLOCK, and so on, with the words WEIGHT, BIAS and ORDER
+    a table        int64: the number of blocks, then of each a `RowBlock`
+    SOURCES = 0    row i of the result is that of row i of x
+    a table        int32: of each row of the result the row of x
 
 Here bfloat16 is widened to float32 on its way into registers, by `gemm.py`, for processors that multiply nothing
 smaller (`paths.py`).  float32 products take the same path, which makes a token's result independent of its batch-mates,
@@ -30,6 +32,7 @@ from slotwise.kernels.cpu.processor import PAIR
 from slotwise.kernels.cpu.simd import (
     BFLOAT16,
     FLOAT32,
+    INT32,
     INT64,
     ZERO,
     Real,
@@ -50,7 +53,7 @@ BLOCK_FLOATS = 1 << 16  # of rows widened at once: a quarter of a typical second
 
 # Arguments of every product, in words after the header; MULTIPLY_ADDRESS of those in float32 only.
 (X, WEIGHT, BIAS, ORDER, OUT, TOKENS, DEPTH, OUTPUTS, STORED, BLOCK, SCRATCH, SCRATCH_BYTES, THREADS, BLOCKS,
- MULTIPLY_ADDRESS) = range(HEADER, HEADER + 15)
+ SOURCES, MULTIPLY_ADDRESS) = range(HEADER, HEADER + 16)
 OF_WEIGHTS = slice(WEIGHT - X, OUT - X)  # those that a table names for each block
 
 
@@ -65,6 +68,16 @@ class RowBlock(NamedTuple):
 
 
 BLOCK_WORDS = len(RowBlock._fields)  # of a block in a table
+
+
+class Tables(NamedTuple):
+    """Addresses of tables of the rows of a product, or 0."""
+
+    blocks: int = 0
+    sources: int = 0
+
+
+NO_TABLES = Tables()
 
 
 @kernel
@@ -85,6 +98,14 @@ def block_at(words: int, number: int) -> RowBlock:
     at = 1 + number * BLOCK_WORDS
     return RowBlock(load(table, at, INT64), load(table, at + 1, INT64), load(table, at + 2, INT64),
                     load(table, at + 3, INT64), load(table, at + 4, INT64))
+
+
+@kernel
+def x_at(words: int, row: int, kind: Real) -> int:
+    """The address of the row of x whose product is a row of the result."""
+    sources = load(words, SOURCES, INT64)
+    source = load(sources, row, INT32) if sources != 0 else row
+    return load(words, X, INT64) + source * load(words, DEPTH, INT64) * bytes_of(kind)
 
 
 @kernel
@@ -123,19 +144,19 @@ class Packed:
         return self.code
 
     def arguments(
-        self, launcher: KernelLauncher, x: int, out: int, tokens: int, stride: int = 0, blocks: int = 0,
+        self, launcher: KernelLauncher, x: int, out: int, tokens: int, stride: int = 0, tables: Tables = NO_TABLES,
     ) -> tuple[int, ...]:
         """The arguments of the product of `tokens` rows at `x` to `out`; valid until the launcher's next kernel.
 
         Args:
             stride: numbers of a row of the result: these kernels know those of their own only.
-            blocks: address of a table of blocks of rows.
+            tables: of the rows; with blocks `tokens` is 1.
         """
         bias, multiply = self.bias, self.multiply
         return (
             x, self.panels.data_ptr(), 0 if bias is None else bias.data_ptr(), 0, out, tokens, self.depth,
             self.outputs, self.stored, self.block_rows(tokens), launcher.scratch(launcher.threads * self.floats),
-            self.floats * 4, launcher.threads, blocks, 0 if multiply is None else multiply.address)
+            self.floats * 4, launcher.threads, *tables, 0 if multiply is None else multiply.address)
 
 
 class PackedPart(Protocol):
@@ -164,7 +185,7 @@ class PackedPart(Protocol):
         ...
 
     def arguments(
-        self, launcher: KernelLauncher, x: int, out: int, tokens: int, stride: int = 0, blocks: int = 0,
+        self, launcher: KernelLauncher, x: int, out: int, tokens: int, stride: int = 0, tables: Tables = NO_TABLES,
     ) -> tuple[int, ...]:
         """The kernel's arguments, in the order of the words above."""
         ...
@@ -202,7 +223,7 @@ def _widen_block(words: int, first: int, rows: int, target: int, kind: Real) -> 
     """Rows `first ... first + rows` of x, as strips of float32."""
     depth = load(words, DEPTH, INT64)
     for row in range(rows):
-        x = load(words, X, INT64) + (first + row) * depth * bytes_of(kind)
+        x = x_at(words, first + row, kind)
         for start in range(0, depth, STRIP):
             strip = target + (start * rows + row * STRIP) * 4
             for i in range(min(STRIP, depth - start)):

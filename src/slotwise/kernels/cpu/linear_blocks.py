@@ -25,6 +25,7 @@ from slotwise.kernels.cpu.jit.compiler import Compiled, kernel, specialised
 from slotwise.kernels.cpu.launcher import THREAD_COUNTER, KernelLauncher
 from slotwise.kernels.cpu.linear import (
     DEPTH,
+    NO_TABLES,
     OUT,
     OUTPUTS,
     SCRATCH,
@@ -32,6 +33,7 @@ from slotwise.kernels.cpu.linear import (
     STORED,
     THREADS,
     RowBlock,
+    Tables,
     block_at,
     in_panels,
     num_blocks,
@@ -165,19 +167,19 @@ class PackedBlocks:
         return max(TALLEST, BLOCK_BYTES // self._row_bytes // TALLEST * TALLEST)
 
     def arguments(
-        self, launcher: KernelLauncher, x: int, out: int, tokens: int, stride: int = 0, blocks: int = 0,
+        self, launcher: KernelLauncher, x: int, out: int, tokens: int, stride: int = 0, tables: Tables = NO_TABLES,
     ) -> tuple[int, ...]:
         """The arguments of the product of `tokens` rows at `x` to `out`; valid until the launcher's next kernel.
 
         Args:
             stride: numbers of a row of the result; 0: as many as this product gives.
-            blocks: address of a table of blocks of rows.
+            tables: of the rows; with blocks `tokens` is 1.
         """
         floats = self.floats
         return (
             x, self.panels.data_ptr(), self.bias.data_ptr(), 0 if self.order is None else self.order.data_ptr(), out,
             tokens, self.depth, self.outputs, self.stored, rows_of_a_block(tokens, self._most, self.threads),
-            launcher.scratch(launcher.threads * floats), floats * 4, launcher.threads, blocks, stride or self.stored,
+            launcher.scratch(launcher.threads * floats), floats * 4, launcher.threads, *tables, stride or self.stored,
             self.table.data_ptr(), self.zero_and_factor)
 
     def multiply(self, x: Tensor, out: Tensor, at: int, launcher: KernelLauncher) -> None:

@@ -39,7 +39,7 @@ class Seen:
     faults: Counter[str] = field(default_factory=Counter)
     fates: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
-    hung: int = 0
+    hung: int = 0  # that ended too late, or not at all
     doubled: int = 0  # ended more than once, or said what they must not
     told: list[float] = field(default_factory=list)  # seconds until the last disturbed stream had ended, by fault
     back: list[float] = field(default_factory=list)  # seconds until a request was served again, by fault
@@ -75,23 +75,27 @@ async def _disturb(server: Server, times: int, rng: random.Random, seen: Seen) -
         asked = bodies(rng)
         expected = [(await ask(http, server, body)).text for body in asked]
         answers: list[tuple[int, Answer]] = []
-        load = [asyncio.create_task(_stream(http, server, asked, answers, random.Random(rng.random())))
+        enough = asyncio.Event()
+        load = [asyncio.create_task(_stream(http, server, asked, answers, random.Random(rng.random()), enough))
                 for _ in range(CLIENTS)]
         struck = []
         for _ in range(times):
             await asyncio.sleep(rng.uniform(0.3, 3.0))
             struck.append(_strike(server, rng, seen))
             seen.back.append(await _back(http, server, asked[0], watch, struck[-1]))
-        for task in load:
+        enough.set()
+        _, endless = await asyncio.wait(load, timeout=HUNG)
+        seen.hung += len(endless)
+        for task in endless:
             task.cancel()
         await asyncio.gather(*load, return_exceptions=True)
     judge(seen, answers, expected, struck)
 
 
 async def _stream(http: aiohttp.ClientSession, server: Server, asked: list[dict[str, Any]],
-                  answers: list[tuple[int, Answer]], rng: random.Random) -> None:
-    """A client that asks again and again."""
-    while True:
+                  answers: list[tuple[int, Answer]], rng: random.Random, enough: asyncio.Event) -> None:
+    """A client that asks again and again until it is `enough`."""
+    while not enough.is_set():
         kind = rng.randrange(len(asked))
         answer = await ask(http, server, asked[kind])
         if answer.fate == ledger.REFUSED:
@@ -115,10 +119,12 @@ async def _back(http: aiohttp.ClientSession, server: Server, body: dict[str, Any
                 struck: float) -> float:
     """Seconds until health was bad and good again, and a request was served."""
     down = await watch.until(503, struck, BACK)
-    await watch.until(200, struck + down, BACK)
+    if down < BACK:
+        await watch.until(200, struck + down, BACK)
     while time.perf_counter() - struck < BACK:
         if (await ask(http, server, body)).fate == ledger.COMPLETED:
             return time.perf_counter() - struck
+        await asyncio.sleep(RETRY)
     return BACK
 
 

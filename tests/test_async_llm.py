@@ -42,7 +42,7 @@ class Served(Observer):
 
     async def idle(self) -> None:
         """Waits until the engine has ended every request."""
-        while self.engine._client._leaving or self.engine._client.num_live:
+        while self.engine._client._generations:
             await asyncio.sleep(0.01)
 
 

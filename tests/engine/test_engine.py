@@ -12,9 +12,9 @@ from slotwise.core.interfaces import NEVER
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.step import StepResult, TokenLogprobs
-from slotwise.engine.engine import NO_STEP, Engine
+from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
-from slotwise.engine.messages import Add, Configure, Finish, StepRecord
+from slotwise.engine.messages import NO_STEP, Add, Configure, Finish, StepRecord
 from slotwise.engine.scheduling import Scheduling
 
 LIMITS = SchedulerLimits(max_model_len=64, num_blocks=8, block_size=4, max_num_seqs=3, max_num_batched_tokens=8)

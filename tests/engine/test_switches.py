@@ -18,9 +18,9 @@ from slotwise.core.params import SamplingParams
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.slo import SLO, Tier
 from slotwise.core.step_time import StepTimeModel
-from slotwise.engine.engine import NO_STEP, Engine
+from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
-from slotwise.engine.messages import Add, Configure, StepRecord
+from slotwise.engine.messages import NO_STEP, Add, Configure, StepRecord
 from slotwise.engine.scheduling import Scheduling
 from slotwise.policies.settings import POLICIES, Ordering
 

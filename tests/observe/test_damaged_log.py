@@ -16,11 +16,13 @@ from recorded import Recorded
 
 from slotwise.batching.settings import Batching
 from slotwise.core.step_time import StepTimeModel, Work
+from slotwise.engine.messages import NO_STEP
 from slotwise.observe import event_log
-from slotwise.observe.event_log import NO_STEP, Entry, LogError, Step
+from slotwise.observe.event_log import Entry, Step
 from slotwise.observe.explain import explain
 from slotwise.observe.fold import gather
 from slotwise.observe.live_state import LiveState
+from slotwise.observe.log_format import LogError
 from slotwise.observe.step_view import step_view, times_of
 from slotwise.simulate.replay import ReplayError, replay
 

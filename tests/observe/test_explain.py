@@ -12,6 +12,7 @@ from observe.played import LIMITS, MS, Play
 from slotwise.batching.settings import Batching
 from slotwise.core.params import SamplingParams
 from slotwise.core.step_time import StepTimeModel, Work, work_of
+from slotwise.engine.messages import NO_STEP
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe import event_log
 from slotwise.observe.event_log import Entry
@@ -267,7 +268,7 @@ def test_an_abort_in_the_middle_of_a_step_ends_the_story_there() -> None:
 def test_an_engine_that_is_lost_takes_the_rest() -> None:
     entries = [request(0, "cmpl-x-0", MS), request(1, "cmpl-y-1", 2 * MS), row(0, (0,), 0, **joined(0)),
                event_log.Engine(50 * MS, event_log.LOST, "killed"), event_log.Step(
-                   event_log.NO_STEP, 50 * MS, 50 * MS,
+                   NO_STEP, 50 * MS, 50 * MS,
                    ended=(event_log.End(0, "error", 0), event_log.End(1, "error", 0)))]
     running, waiting = gather(entries).values()
     assert told(running, entries) == {"prefill": 10, "failed_step": 39}
@@ -276,7 +277,7 @@ def test_an_engine_that_is_lost_takes_the_rest() -> None:
 
 def test_a_failed_step_is_named() -> None:
     entries = [request(0, "cmpl-x-0", MS), row(0, (0,), 0, **joined(0)), event_log.Step(
-        event_log.NO_STEP, 12 * MS, 15 * MS, ended=(event_log.End(0, "error", 1, "it broke"),), failure="it broke")]
+        NO_STEP, 12 * MS, 15 * MS, ended=(event_log.End(0, "error", 1, "it broke"),), failure="it broke")]
     (timeline,) = gather(entries).values()
     assert told(timeline, entries) == {"prefill": 10, "scheduling": 1, "failed_step": 3}
 

@@ -19,9 +19,10 @@ from slotwise.cli import main
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe import event_log
 from slotwise.observe.log_file import LogFile, LogFileError, check
+from slotwise.observe.log_format import FORMAT
 
 RUN = event_log.line_of(event_log.Run(
-    event_log.FORMAT, "1", "m", "float32", "cpu", 1.0, 2, LIMITS, Scheduling(Batching(), 4, 64)))
+    FORMAT, "1", "m", "float32", "cpu", 1.0, 2, LIMITS, Scheduling(Batching(), 4, 64)))
 OTHER = event_log.line_of(event_log.Gap(3))
 
 

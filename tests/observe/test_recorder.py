@@ -17,6 +17,7 @@ from slotwise.core.params import SamplingParams
 from slotwise.engine.messages import Add, Finish, RowEnd, StepRecord
 from slotwise.observe import event_log, log_file, recorder
 from slotwise.observe.log_file import LogFile
+from slotwise.observe.log_format import LogError
 from slotwise.observe.recorder import Recorder
 from slotwise.observe.ring import Ring
 
@@ -48,9 +49,9 @@ def test_lines_are_read_as_they_were_written() -> None:
     lines = event_log.encode_lines(ENTRIES).splitlines(keepends=True)
     assert list(event_log.read(lines)) == ENTRIES
     assert list(event_log.read([*lines, b'{"kind":"st'])) == ENTRIES  # whoever wrote it was killed
-    with pytest.raises(event_log.LogError, match="line 3"):
+    with pytest.raises(LogError, match="line 3"):
         list(event_log.read([*lines[:2], b"{}\n"]))
-    with pytest.raises(event_log.LogError, match="No such file"):
+    with pytest.raises(LogError, match="No such file"):
         list(event_log.read_file("/no/such/log"))
 
 

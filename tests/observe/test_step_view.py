@@ -7,6 +7,7 @@ from observe.played import Play
 
 from slotwise.observe import event_log
 from slotwise.observe.fold import gather
+from slotwise.observe.log_format import LogError
 from slotwise.observe.step_view import step_view, times_of
 
 
@@ -35,7 +36,7 @@ def test_whoever_lives_ran_or_is_told_why_not() -> None:
 
 def test_a_step_that_is_not_there_is_said_so() -> None:
     play = Play(1).run(3)
-    with pytest.raises(event_log.LogError, match="there is no step 9999; the last is"):
+    with pytest.raises(LogError, match="there is no step 9999; the last is"):
         step_view(play.entries, 9999, times_of(play.entries))
-    with pytest.raises(event_log.LogError, match="there are no steps"):
+    with pytest.raises(LogError, match="there are no steps"):
         step_view(play.entries[:1], 0, times_of([]))

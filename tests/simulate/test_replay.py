@@ -12,8 +12,7 @@ from recorded import TIGHT, Recorded
 from toy import Guesses
 
 from slotwise.batching.settings import KINDS, Batching
-from slotwise.engine.engine import NO_STEP
-from slotwise.engine.messages import RowEnd, StepRecord
+from slotwise.engine.messages import NO_STEP, RowEnd, StepRecord
 from slotwise.observe import event_log
 from slotwise.observe.log_file import LogFile
 from slotwise.simulate.replay import ReplayError, replay

@@ -14,9 +14,10 @@ from slotwise.cli.options import Commands, add_command
 from slotwise.cli.simulate import add_changes_option, counterfactual
 from slotwise.core.drafting import DRAFT_LIMITS
 from slotwise.core.ranges import whole
-from slotwise.observe.event_log import Entry, LogError, read_file
+from slotwise.observe.event_log import Entry, read_file
 from slotwise.observe.explain import MS, PARTS, Explanation, explain
 from slotwise.observe.fold import gather
+from slotwise.observe.log_format import LogError
 from slotwise.observe.request_timeline import RequestTimeline
 from slotwise.observe.step_time import StepTimeModel
 from slotwise.observe.step_view import StepView, step_view, times_of

@@ -1,12 +1,12 @@
-"""Preemption: which running requests give up slot and blocks, for blocks or for a request that outranks them.
-
-Decides only; the scheduler changes states.
-"""
+"""Preemption: running requests give up slot and blocks, for blocks or for a request that outranks them."""
 
 from __future__ import annotations
 
 from slotwise.core.admission import Admission
+from slotwise.core.commits import Commits
+from slotwise.core.limits import ERROR
 from slotwise.core.plan_builder import PlanBuilder
+from slotwise.core.reasons import NO_BLOCKS, OUTRANKED
 from slotwise.core.request import Request
 from slotwise.core.request_table import RequestTable
 
@@ -14,11 +14,41 @@ MAX_OUTRANKED = 4  # running requests that may be preempted per step for waiting
 
 
 class Preemption:
-    """Chooses victims among the running requests, in the policy's order."""
+    """Chooses victims among the running requests, in the policy's order, and preempts them."""
 
-    def __init__(self, table: RequestTable) -> None:
+    def __init__(self, table: RequestTable, commits: Commits) -> None:
         self._table = table
+        self._commits = commits
         self._last_victim = ""
+
+    def preempt_outranked(self, admission: Admission, builder: PlanBuilder) -> None:
+        """Preempt running requests for the first waiting ones without capacity."""
+        for _ in range(MAX_OUTRANKED):
+            victims = self.outranked(admission, builder)
+            for victim in victims:
+                builder.preempt(victim, OUTRANKED)
+                self._table.preempt(victim, builder.step, builder.now)
+            if not victims:
+                return
+
+    def extend(self, request: Request, num_tokens: int, builder: PlanBuilder, on_pressure: str) -> bool:
+        """Allocate the blocks a running row needs, preempting victims; False if the row itself was preempted.
+
+        Args:
+            on_pressure: of the limits; ERROR: a victim ends instead.
+        """
+        while (blocks := self._table.kv.extend(request, num_tokens)) is None:
+            victim = self.victim(builder)
+            builder.preempt(victim, NO_BLOCKS)
+            if on_pressure == ERROR:
+                message = "the cache is full, and this server ends requests instead of preempting them; try again later"
+                self._commits.end(victim, "error", builder.now, message)
+            else:
+                self._table.preempt(victim, builder.step, builder.now)
+            if victim is request:
+                return False
+        builder.new_blocks += blocks
+        return True
 
     def victim(self, builder: PlanBuilder) -> Request:
         """Choose the victim for blocks: of the last rank (at most half of all rows) the one with the fewest computed

@@ -8,15 +8,14 @@ A step is scheduled in this order:
 
  1. Waiting requests past their deadline end; requests whose rank changes with the clock are requeued.
  2. Where the policy allows it, waiting requests preempt running ones (`core/preemption.py`).
- 3. A running row gets one token, or a prefill chunk (`core/chunking.py`).  If blocks run out, `Preemption.victim`
+ 3. A running row gets one token, or a prefill chunk (`core/running_rows.py`).  If blocks run out, `Preemption.victim`
     chooses among the rows not yet planned: of those that the policy ranks last (at most half of them) the one with the
     fewest computed tokens.  A running request without a token is in `refused`, with a reason: its last token is in
     flight (ENDING), its drafts are (VERIFYING), it is in another step (MICRO_BATCH), a budget is spent (TOKEN_BUDGET,
     SHORT_STEP, TIME_BUDGET), it pauses for a prompt (FIRST_TOKEN), or the discipline starts prompts alone
     (PROMPTS_ALONE).
- 4. Waiting requests are admitted from the head of the queue while `core/admission.py` finds no reason against it.
-    A few smaller ones may pass a request that waits for blocks, and all of them a request with a grammar that is still
-    being compiled.
+ 4. Waiting requests are admitted from the head of the queue (`core/waiting_requests.py`) while `core/admission.py`
+    finds no reason against it.
 
 Under a policy that isolates prefill, rows pause in step 3 for the prompts of 4; `core/prefill_isolation.py` explains
 *starting*, *paused* and *deferred*.
@@ -44,7 +43,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from operator import length_hint
 
 from slotwise.core.admission import Admission
 from slotwise.core.chunking import Chunking
@@ -53,32 +51,19 @@ from slotwise.core.decode_run import Changes, DecodeRun, Outputs, is_decoding
 from slotwise.core.drafting import Drafting
 from slotwise.core.events import Event, Finished, Rejected
 from slotwise.core.interfaces import Discipline, Policy, Proposer
-from slotwise.core.kv_manager import Allocation
-from slotwise.core.limits import ERROR, SchedulerLimits
-from slotwise.core.micro_batches import MicroBatches
+from slotwise.core.limits import SchedulerLimits
 from slotwise.core.plan_builder import InFlight, PlanBuilder
-from slotwise.core.preemption import MAX_OUTRANKED, Preemption
-from slotwise.core.prefill_isolation import PrefillIsolation, goes_before
+from slotwise.core.preemption import Preemption
+from slotwise.core.prefill_isolation import PrefillIsolation
 from slotwise.core.reasons import (
-    ENDING,
-    GRAMMAR_COMPILING,
-    NO_ADAPTER_SLOT,
-    NO_BLOCKS,
-    OUTRANKED,
     PROMPTS_ALONE,
-    TIER_CAP,
-    TIME_BUDGET,
-    VERIFYING,
 )
 from slotwise.core.request import Request, State
 from slotwise.core.request_table import RequestTable
-from slotwise.core.step import NewRequest, RowKind, StepPlan, StepResult, Stop
+from slotwise.core.running_rows import RunningRows
+from slotwise.core.step import StepPlan, StepResult
 from slotwise.core.step_time import StepTimeModel
-
-# Requests examined per step behind one that waits for blocks: each costs a prefix lookup, in every step of the wait.
-MAX_LOOK = 8
-MAX_UNSLOTTED = 64  # requests examined per step that wait for an adapter's slot: a microsecond each
-PREFILL, DECODE = RowKind.PREFILL, RowKind.DECODE
+from slotwise.core.waiting_requests import WaitingRequests
 
 
 class Scheduler:
@@ -97,9 +82,8 @@ class Scheduler:
         self._table = RequestTable(limits, policy)
         self._drafting = Drafting(self._table, self.times, proposer)
         self._isolation = PrefillIsolation(self._table)
-        self._preemption = Preemption(self._table)
         self._commits = Commits(self._table, self._drafting, self.times)
-        self._micro_batches = MicroBatches(self._table, limits.stages)
+        self._preemption = Preemption(self._table, self._commits)
         self._in_flight: deque[InFlight] = deque()  # planned and not yet committed, oldest first
         self._steps = 0
         self._set_limits(limits, discipline)
@@ -109,6 +93,9 @@ class Scheduler:
         self._discipline = discipline
         self._chunking = Chunking(self._table, limits, discipline, self.times)
         self._admission = Admission(self._table, limits, discipline)
+        self._running = RunningRows(
+            self._table, limits, discipline, self._chunking, self._drafting, self._preemption)
+        self._waiting = WaitingRequests(self._table, discipline, self._admission, self._chunking, self._running)
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -140,7 +127,7 @@ class Scheduler:
     @property
     def may_fill(self) -> bool:
         """Whether a step planned now may have rows."""
-        return self._micro_batches.may_fill
+        return self._running.may_fill
 
     def requests(self) -> tuple[Request, ...]:
         """All unfinished requests, in order of arrival."""
@@ -208,16 +195,16 @@ class Scheduler:
         self._expire(now)
         builder = PlanBuilder(
             self._steps, now, self._discipline.budget(self.limits), self._chunking.time_budget())
-        if self._table.policy.may_preempt:
-            self._preempt_outranked(builder)
+        if self._table.policy.may_preempt and not self._discipline.leaves_together:
+            self._preemption.preempt_outranked(self._admission, builder)
         if self._discipline.prompts_alone:
             if not self._schedule_prompts(builder):
-                self._schedule_running(builder)
+                self._running.schedule(builder)
         elif self._table.policy.isolates_prefill and not self._discipline.leaves_together:
             self._schedule_isolated(builder)
         else:
-            self._schedule_running(builder)
-            self._schedule_waiting(builder)
+            self._running.schedule(builder)
+            self._waiting.schedule(builder)
         self._drafting.add(builder)
         if builder.new_requests:  # in other steps all rows of a padded batch have one token
             builder.padding = self._discipline.padding(builder.counts)
@@ -240,20 +227,10 @@ class Scheduler:
             else:
                 self._table.requeue(request, now)
 
-    def _preempt_outranked(self, builder: PlanBuilder) -> None:
-        """Preempt running requests for the first waiting ones without capacity."""
-        for _ in range(0 if self._discipline.leaves_together else MAX_OUTRANKED):
-            victims = self._preemption.outranked(self._admission, builder)
-            for victim in victims:
-                builder.preempt(victim, OUTRANKED)
-                self._table.preempt(victim, builder.step, builder.now)
-            if not victims:
-                return
-
     def _schedule_prompts(self, builder: PlanBuilder) -> bool:
         """Plan a step of new prompts only; False if no request can be admitted."""
         running = tuple(self._table.running.values())
-        self._schedule_waiting(builder)
+        self._waiting.schedule(builder)
         if builder.new_requests:
             for request in running:
                 builder.refuse(request, PROMPTS_ALONE)
@@ -262,156 +239,13 @@ class Scheduler:
     def _schedule_isolated(self, builder: PlanBuilder) -> None:
         """Plan paused rows last: they run after all if the step computes no prompt that they would pause for."""
         self._isolation.start(builder, self._admission.next_in_line(builder.now))
-        self._schedule_running(builder)
-        self._schedule_waiting(builder)
-        self._schedule_late([request for request in builder.deferred if request in builder.starting], builder)
-        self._schedule_late(self._isolation.settle(builder), builder)
-        self._schedule_late([request for request in builder.deferred if request not in builder.starting], builder)
+        self._running.schedule(builder)
+        self._waiting.schedule(builder)
+        late = self._running.schedule_late
+        late([request for request in builder.deferred if request in builder.starting], builder)
+        late(self._isolation.settle(builder), builder)
+        late([request for request in builder.deferred if request not in builder.starting], builder)
         self._isolation.count(builder)
-
-    def _schedule_late(self, running: Sequence[Request], builder: PlanBuilder) -> None:
-        """Plan running rows after admissions; in `refused` they are still listed before waiting requests."""
-        refused, builder.refused = builder.refused, []
-        self._schedule_rows(running, builder)
-        builder.refused += refused
-
-    # -- running requests ----------------------------------------------------------------------------------------
-
-    def _schedule_running(self, builder: PlanBuilder) -> None:
-        """Plan all running rows but those paused or deferred, in the policy's order."""
-        running = self._in_order(builder.now)
-        if builder.paused or builder.deferred:
-            left_out = builder.paused.union(request.request_id for request in builder.deferred)
-            running = [request for request in running if request.request_id not in left_out]
-        self._schedule_rows(running, builder)
-
-    def _in_order(self, now: float) -> Sequence[Request]:
-        """Returns the running requests in the order of a plan's rows."""
-        policy, running = self._table.policy, tuple(self._table.running.values())
-        if not policy.orders_running:
-            return running
-        return sorted(running, key=lambda request: (policy.running_key(request, now), request.arrival))
-
-    def _schedule_rows(self, running: Sequence[Request], builder: PlanBuilder) -> None:
-        running = self._micro_batches.share(running, builder)
-        if builder.time is not None:  # decoding rows are charged before any prefill chunk
-            builder.time.add_decodes([
-                request.num_scheduled for request in running
-                if (known := len(request.tokens) + request.pending) == request.num_scheduled + 1
-                and known < request.end and not request.reason and request.pending < 2])
-        drafts = self._drafting.proposer is not None
-        rows = iter(running)
-        for request in rows:  # `length_hint(rows)`: those behind this one
-            if builder.preempted and request.state is not State.RUNNING:
-                continue  # preempted in this plan, for a row before it
-            num_known = len(request.tokens) + request.pending
-            count = num_known - request.num_scheduled
-            if request.pending > 1 and not request.reason:
-                builder.refuse(request, VERIFYING)
-                continue
-            if request.reason or num_known >= request.end:
-                self._schedule_ended(request, builder)
-                continue
-            if builder.budget < 1:
-                builder.refuse(request, builder.shortage)
-                continue
-            start = num_known - count
-            if count > 1 and not (count := self._chunking.chunk(request, count, builder, length_hint(rows))):
-                builder.refuse(request, TIME_BUDGET)
-                continue
-            kind = DECODE if start >= request.num_at_join else PREFILL
-            if drafts and kind is DECODE and self._drafting.waits(request):
-                builder.refuse(request, VERIFYING)
-                continue
-            if start + count > request.capacity and not self._extend(request, start + count, builder):
-                continue
-            builder.add_row(request, start, count, kind)
-
-    def _schedule_ended(self, request: Request, builder: PlanBuilder) -> None:
-        """Plan a request whose last token is known or in flight: held with its batch, or left out."""
-        if request.reason or self._discipline.leaves_together:
-            builder.hold(request)
-        else:
-            builder.refuse(request, ENDING)
-
-    def _extend(self, request: Request, num_tokens: int, builder: PlanBuilder) -> bool:
-        """Allocate the blocks a running row needs, preempting victims; False if the row itself was preempted."""
-        while (blocks := self._table.kv.extend(request, num_tokens)) is None:
-            victim = self._preemption.victim(builder)
-            builder.preempt(victim, NO_BLOCKS)
-            if self.limits.on_pressure == ERROR:
-                message = "the cache is full, and this server ends requests instead of preempting them; try again later"
-                self._commits.end(victim, "error", builder.now, message)
-            else:
-                self._table.preempt(victim, builder.step, builder.now)
-            if victim is request:
-                return False
-        builder.new_blocks += blocks
-        return True
-
-    # -- waiting requests ----------------------------------------------------------------------------------------
-
-    def _schedule_waiting(self, builder: PlanBuilder) -> None:
-        """Admit waiting requests from the head of the queue, and record in the plan why the others wait."""
-        waiting, admission = self._table.waiting, self._admission
-        if not waiting:
-            return
-        gate = admission.gate(builder.now)
-        queue = waiting.walk(builder.now)
-        examined: list[Request] = []  # and not admitted
-        unslotted: list[Request] = []  # that wait for an adapter's slot: they stop only others that need one
-        compiling: Request | None = None  # the first one with a grammar that is
-        while all(map(admission.may_be_passed, examined)) and (request := queue.next()) is not None:
-            if builder.deferred:
-                self._catch_up(builder, request)
-            is_open = len(builder.new_requests) < gate.max_new
-            decision = admission.decide(request, self._chunking, builder) if is_open else gate.reason
-            if isinstance(decision, Allocation):
-                self._admit(request, decision, builder)
-                for before in examined if not request.adapter else [*examined, *unslotted]:
-                    before.num_passed += 1
-                continue
-            builder.refuse(request, decision)
-            if decision == GRAMMAR_COMPILING:
-                compiling = compiling or request
-                continue
-            builder.stop = builder.stop or Stop(
-                decision, request.request_id, 0, min(gate.reopens_at, waiting.next_moment))
-            if decision == NO_ADAPTER_SLOT and not self._discipline.in_strict_order:
-                unslotted.append(request)
-                builder.is_adapter_overdue |= not admission.may_be_passed(request)
-                if len(unslotted) < MAX_UNSLOTTED:
-                    continue
-                break
-            if decision == TIER_CAP:
-                queue.close_tier(request.slo.tier)
-                continue
-            examined.append(request)
-            if decision != NO_BLOCKS or builder.is_pressed or len(examined) > MAX_LOOK:
-                break
-        if compiling is not None and builder.stop is None:  # it stops no other request
-            builder.stop = Stop(GRAMMAR_COMPILING, compiling.request_id, 0, min(gate.reopens_at, waiting.next_moment))
-        if builder.stop:
-            builder.stop = builder.stop._replace(num_behind=len(waiting) - 1)
-
-    def _admit(self, request: Request, allocation: Allocation, builder: PlanBuilder) -> None:
-        self._table.admit(request, allocation, builder.step, builder.now)
-        builder.new_requests.append(NewRequest(
-            request.request_id, request.slot, tuple(request.tokens), request.num_prompt, request.params, request.seed,
-            tuple(sorted(request.stop_ids)), request.output, request.pooling, request.adapter))
-        builder.new_blocks += self._table.kv.allocated(request)
-        count = self._chunking.first_chunk(request, builder)
-        builder.add_row(request, request.num_scheduled, count, PREFILL)
-
-    def _catch_up(self, builder: PlanBuilder, request: Request) -> None:
-        """Continue deferred prefills that outrank the waiting `request`; reserve a token for each paused row."""
-        ahead = [prefill for prefill in builder.deferred
-                 if goes_before(self._table.policy, prefill, request, builder.now)]
-        if ahead:
-            builder.deferred = builder.deferred[len(ahead):]
-            builder.budget -= len(builder.paused)
-            self._schedule_late(ahead, builder)
-            builder.budget += len(builder.paused)
 
     # -- decode runs ---------------------------------------------------------------------------------------------
 
@@ -429,8 +263,8 @@ class Scheduler:
         if table.waiting:
             if policy.may_preempt or self._admission.gate(now).max_new > 0:
                 return None
-            self._schedule_waiting(waiting)
-        run = DecodeRun(table, self._in_order(now), waiting.refused, waiting.stop)
+            self._waiting.schedule(waiting)
+        run = DecodeRun(table, self._running.in_order(now), waiting.refused, waiting.stop)
         return run if run.length and now < run.until else None
 
     def commit_run(

@@ -1,8 +1,8 @@
 """The API process' client of the engine: submit, stream, finish, drain.  asyncio, one thread, no torch.
 
-One message arrives per step; it is decoded once and its tokens go to their generations.  Every generation ends exactly
-once, also when the engine is lost.  A service may outlive its engines: the next one is attached when the last is gone,
-and receives the scheduling settings last requested.
+One message arrives per step; it is decoded once and its tokens go to their generations (`live_generations.py`).  A
+service may outlive its engines: the next one is attached when the last is gone, and receives the scheduling settings
+last requested.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from slotwise.engine.adapters import AdapterLoads
-from slotwise.engine.delivery import deliver
 from slotwise.engine.generation import Generation
 from slotwise.engine.give_back import GiveBackAnswer
 from slotwise.engine.heartbeat import HeartbeatMonitor
 from slotwise.engine.ipc import EngineConnection
+from slotwise.engine.live_generations import LiveGenerations
 from slotwise.engine.messages import (
+    NO_STEP,
     AdapterLoaded,
     Add,
     Command,
@@ -80,10 +81,7 @@ class EngineClient:
         self._starting: asyncio.Future[EngineInfo] | None = None
         self._info: EngineInfo | None = None  # of the engine attached last
         self._scheduling: Scheduling | None = None  # as changed since the first start
-        self._live: dict[str, Generation] = {}
-        self._leaving: dict[str, str] = {}  # finished by this process -> reason; not yet confirmed by the engine
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._generations = LiveGenerations()
         self._lost = asyncio.Event()
         self._queries = QueuePositionQueries()
         self._given_back = GiveBackAnswer()
@@ -133,7 +131,7 @@ class EngineClient:
             return "loading"
         if self._connection.heartbeat.frozen:
             return "frozen"
-        return "busy" if self._live or self._leaving else "idle"
+        return "busy" if self._generations else "idle"
 
     @property
     def healthy(self) -> bool:
@@ -155,17 +153,17 @@ class EngineClient:
 
     @property
     def num_live(self) -> int:
-        return len(self._live)
+        return self._generations.num_live
 
     async def drain(self, timeout: float) -> None:
         """Refuses new requests for good, waits up to `timeout` seconds for the unfinished ones, then aborts them."""
         self.draining = True
-        await self._end_all(timeout)
+        await self._generations.end_within(timeout)
 
     async def pause_for(self, why: str, timeout: float) -> None:
         """Refuses new requests with the message `why` until `pause` is ""; else like `drain`."""
         self.pause = why
-        await self._end_all(timeout)
+        await self._generations.end_within(timeout)
 
     async def give_back(self) -> None:
         """Has the engine give the memory of its cache back; only while no request is unfinished.
@@ -178,13 +176,6 @@ class EngineClient:
         self._connection.send(GiveBack())
         if objection := await self._given_back.wait():
             raise EngineError(objection)
-
-    async def _end_all(self, timeout: float) -> None:
-        try:
-            await asyncio.wait_for(self._idle.wait(), timeout)
-        except TimeoutError:
-            for generation in list(self._live.values()):
-                generation.finish("abort")
 
     # -- scheduling and adapters ---------------------------------------------------------------------------------
 
@@ -233,8 +224,7 @@ class EngineClient:
         request_id = request.request_id
         self._admit(request)
         generation = Generation(request_id, self._finish_here)
-        self._live[request_id] = generation
-        self._idle.clear()
+        self._generations.add(generation)
         now = time.monotonic_ns()
         self._notify(lambda observer: observer.arrived(request_id, len(request.prompt), now))
         self._send(request)
@@ -270,13 +260,13 @@ class EngineClient:
     def _admit(self, request: Add) -> None:
         self.check_open()
         request_id = request.request_id
-        if request_id in self._live or request_id in self._leaving:
+        if request_id in self._generations:
             self._refuse(DUPLICATE_ID, f"a request named {request_id!r} is still alive")
         if request.adapter and request.adapter not in self._adapters:  # the next engine loads it again
             self._refuse(ADAPTER_LOADING, "the adapter is being loaded; try again later")
         assert self._connection is not None
-        if len(self._live) + len(self._leaving) >= self.max_live:
-            self._refuse(QUEUE_FULL, f"{len(self._live)} requests are waiting or running; try again later")
+        if len(self._generations) >= self.max_live:
+            self._refuse(QUEUE_FULL, f"{self.num_live} requests are waiting or running; try again later")
         if objection := self._unsent.objection(request.slo.tenant, self._connection.num_unsent):
             self._refuse(QUEUE_FULL, f"{objection}; try again later")
 
@@ -286,16 +276,8 @@ class EngineClient:
 
     def _finish_here(self, generation: Generation, reason: str) -> None:
         """Called by an unfinished generation."""
-        request_id = generation.request_id
-        self._forget(request_id)
-        self._leaving[request_id] = reason
-        generation.end(reason)
-        self._send(Finish(request_id, reason))
-
-    def _forget(self, request_id: str) -> None:
-        del self._live[request_id]
-        if not self._live:
-            self._idle.set()
+        self._generations.finish(generation, reason)
+        self._send(Finish(generation.request_id, reason))
 
     def _send(self, command: Command) -> None:
         """Never waits; `_admit` bounds the bytes left unsent."""
@@ -310,9 +292,10 @@ class EngineClient:
 
     def _receive(self, report: Report) -> None:
         if isinstance(report, StepRecord):
-            self._publish(report)
+            self._generations.stepped(report)
+            self._notify(lambda observer: observer.stepped(report))
         elif isinstance(report, StepOutputs):
-            deliver(self._live, report)
+            self._generations.deliver(report)
         elif isinstance(report, QueuePositionAnswer):
             self._queries.answered(report)
         elif isinstance(report, GivenBack):
@@ -337,25 +320,6 @@ class EngineClient:
             self._send(Configure(self._scheduling))
         starting.set_result(info)
 
-    def _publish(self, record: StepRecord) -> None:
-        live = self._live
-        deliver(live, record)
-        for request_id, num_cached in zip(record.admitted, record.cached, strict=True):
-            if (generation := live.get(request_id)) is not None:
-                generation.moved_ns = record.started_ns
-                if generation.num_cached < 0:
-                    generation.num_cached = num_cached
-        for request_id, _ in record.preempted:
-            if (generation := live.get(request_id)) is not None:
-                generation.moved_ns = record.started_ns
-        for row in record.ended:
-            if (generation := live.get(row.request_id)) is not None:
-                self._forget(row.request_id)
-                generation.end(row.reason, row.message)
-            else:
-                self._leaving.pop(row.request_id, None)
-        self._notify(lambda observer: observer.stepped(record))
-
     def _notify(self, news: Callable[[Observer], None]) -> None:
         for observer in self.observers:
             try:
@@ -372,14 +336,10 @@ class EngineClient:
             self._starting.set_exception(EngineError(message))
         for waiting in (self._queries, self._given_back, self._adapters):
             waiting.give_up(Refused(ENGINE_DEAD, self.trouble))
-        lost = dict.fromkeys(self._live, "error") | self._leaving
-        for generation in self._live.values():
-            generation.end("error", message)
-        self._live.clear()
-        self._leaving.clear()
-        self._idle.set()
+        lost = self._generations.lost(message)
         now = time.monotonic_ns()
         self._notify(lambda observer: observer.lost(message, now))
         ended = tuple(RowEnd(request_id, reason, 0, message) for request_id, reason in lost.items())
         free = self._info.limits.num_blocks if self._info is not None else 0
-        self._notify(lambda observer: observer.stepped(StepRecord(-1, now, now, ended=ended, num_free_blocks=free)))
+        record = StepRecord(NO_STEP, now, now, ended=ended, num_free_blocks=free)
+        self._notify(lambda observer: observer.stepped(record))

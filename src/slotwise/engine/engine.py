@@ -26,6 +26,7 @@ from slotwise.engine.adapters import AdapterStore
 from slotwise.engine.executor import Executor, ExpertCounts, Returnable
 from slotwise.engine.grammars import POLL, Compiled, GrammarCompiler
 from slotwise.engine.messages import (
+    NO_STEP,
     Add,
     Command,
     Finish,
@@ -37,7 +38,6 @@ from slotwise.engine.messages import (
 from slotwise.engine.scheduling import DEFAULT_ORDER, Scheduling
 from slotwise.engine.step_records import ends, published, with_changes
 
-NO_STEP = -1  # a record of what happened between steps
 EXPERTS_EVERY = 1_000_000_000  # nanoseconds between two records with the tokens of experts, while there is work
 NOT_GIVEN_BACK = "only the cache of device cpu, with one rank, can be given back to the system"
 

@@ -43,6 +43,8 @@ else:
             def __init_subclass__(cls, *, frozen: bool = False, **encoding: Any) -> None:
                 dataclass(frozen=frozen)(cls)
 
+NO_STEP = -1  # in place of a step's number: a record of what happened between steps
+
 
 class Add(Struct, tag="add"):
     """Starts a generation.  `prompt` are token ids; `seed` is the sampler's.
@@ -212,7 +214,7 @@ class StepRecord(Struct, tag="step", omit_defaults=True):
     Rows are columns, as in `core.step.StepPlan`.  `token_ids[i]` belongs to `request_ids[i]`; it is empty
     if the request ended after the step was planned, and for held outputs, whose tokens are all in the record of the
     step that completes the batch.
-    A record may have no rows (`step` -1): for events between steps, or a failed step.
+    A record may have no rows (`step` NO_STEP): for events between steps, or a failed step.
     """
 
     step: int

@@ -11,7 +11,8 @@ of arrival in a log, so that a step's columns are small integers.  Times are mon
 those called `seconds`; `Run.started_unix` relates them to the calendar.  The timeline page, explanations, metrics of a
 log and the replay are folds over these entries, live or from a file.
 
-`FORMAT` is the version of all this.  A log begins with a `Run`, which names it, and every reader refuses another one.
+`log_format.py` has the version of all this.  A log begins with a `Run`, which names it, and every reader refuses
+another one.
 
 A file is complete, and can be replayed.  A stream omits prompts and salts; it begins with the last `Run` and the
 `Request`s still unfinished, and after a `Gap` it begins like that again: readers drop the requests they had.  In a file
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -34,13 +35,10 @@ from slotwise.core.slo import SLO
 from slotwise.core.step import Copy, FreedBlocks, Proposing, RankSpan, RowKind
 from slotwise.core.step_time import Learned
 from slotwise.engine.scheduling import Scheduling
-from slotwise.errors import printable
 from slotwise.observe.log_checks import MAX_TOKENS, wrong_run, wrong_step
+from slotwise.observe.log_format import FORMAT, LogError, check_format
 from slotwise.speculation.settings import Speculation
 
-FORMAT = 1  # to be raised with every change that an older reader would misunderstand
-NO_STEP = -1
-MAX_VERSION = 32  # characters of a version that an error repeats
 MAX_LINE = 1 << 26  # bytes
 LOST = "lost"  # the state of an engine
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # of a request, or a count
@@ -252,25 +250,8 @@ class Gap(_Entry, tag="gap"):
 Entry = Run | Request | Command | Step | Sent | Refusal | Engine | Gap
 
 
-class LogError(ValueError):
-    """Invalid content of an event log; the message is one line for a person."""
-
-
-class FormatError(LogError):
-    """An event log of another format."""
-
-
-class _Head(msgspec.Struct):
-    """What every format keeps of its first line."""
-
-    kind: Literal["run"]
-    format: int | None = None
-    version: str = ""
-
-
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Entry)
-_head_decoder = msgspec.json.Decoder(_Head)
 encode, encode_lines = _encoder.encode, _encoder.encode_lines
 
 
@@ -289,30 +270,17 @@ def decode(line: bytes | str) -> Entry:
     try:
         entry: Entry = _decoder.decode(line)
     except msgspec.MsgspecError as error:
-        _check_format(line)
+        check_format(line)
         raise LogError(f"this is not an entry of an event log ({error})") from error
     wrong = ""
     if isinstance(entry, Step):
         wrong = wrong_step(entry)
     elif isinstance(entry, Run):
-        _check_format(line)
+        check_format(line)
         wrong = wrong_run(entry)
     if wrong:
         raise LogError(f"this is not an entry of an event log ({wrong})")
     return entry
-
-
-def _check_format(line: bytes | str) -> None:
-    """Raises FormatError if a line begins a log of another format."""
-    try:
-        head = _head_decoder.decode(line)
-    except msgspec.MsgspecError:
-        return
-    if head.format == FORMAT or (head.format is None and not head.version):
-        return
-    named = "no format" if head.format is None else f"format {head.format}"
-    writer = f", written by slotwise {printable(head.version[:MAX_VERSION])}" if head.version else ""
-    raise FormatError(f"this is an event log of {named}{writer}; slotwise {__version__} reads format {FORMAT}")
 
 
 def read(lines: Iterable[bytes]) -> Iterator[Entry]:

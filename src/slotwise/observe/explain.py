@@ -17,8 +17,9 @@ import msgspec
 
 from slotwise.core.step import RowKind
 from slotwise.core.step_time import Prediction, StepTimeModel, Work, work_of
+from slotwise.engine.messages import NO_STEP
 from slotwise.engine.scheduling import Scheduling
-from slotwise.observe.event_log import NO_STEP, Command, Engine, Entry, Step, decode
+from slotwise.observe.event_log import Command, Engine, Entry, Step, decode
 from slotwise.observe.fold import Timelines
 from slotwise.observe.request_timeline import STEP_UNDER_WAY, RequestTimeline
 

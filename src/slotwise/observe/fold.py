@@ -20,8 +20,9 @@ from itertools import compress
 
 import msgspec
 
+from slotwise.engine.messages import NO_STEP
 from slotwise.engine.scheduling import Scheduling
-from slotwise.observe.event_log import NO_STEP, Command, End, Engine, Entry, Gap, Request, Run, Sent, Step
+from slotwise.observe.event_log import Command, End, Engine, Entry, Gap, Request, Run, Sent, Step
 from slotwise.observe.request_timeline import DECODE, QUEUE, TOKENISING, LastEnds, RequestTimeline, Stage
 from slotwise.observe.waiting import Waiting
 

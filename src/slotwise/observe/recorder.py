@@ -17,6 +17,7 @@ from slotwise.engine.observer import Observer
 from slotwise.observe import event_log
 from slotwise.observe.event_log import Entry, line_of
 from slotwise.observe.fold import Changes, Timelines
+from slotwise.observe.log_format import FORMAT
 from slotwise.observe.ring import Ring
 
 REMEMBERED = 8192  # ended requests whose numbers are kept: `Sent`, or a step in flight, may still name them
@@ -78,7 +79,7 @@ class Recorder(Observer):
 
     def started(self, info: EngineInfo) -> None:
         self._run = event_log.Run(
-            event_log.FORMAT, slotwise.__version__, info.model, info.dtype, info.device, self._calendar(),
+            FORMAT, slotwise.__version__, info.model, info.dtype, info.device, self._calendar(),
             self._clock(), info.limits, info.scheduling, info.eos_token_ids, info.depth, info.learned,
             info.speculation)
         self._write(self._run)

@@ -7,8 +7,10 @@ from typing import NamedTuple
 
 from slotwise.core.step import RowKind
 from slotwise.core.step_time import Work, work_of
-from slotwise.observe.event_log import NO_STEP, Entry, LogError, Run, Step
+from slotwise.engine.messages import NO_STEP
+from slotwise.observe.event_log import Entry, Run, Step
 from slotwise.observe.fold import Timelines
+from slotwise.observe.log_format import LogError
 from slotwise.observe.request_timeline import STEP_UNDER_WAY, RequestTimeline
 from slotwise.observe.step_time import StepTimeModel
 

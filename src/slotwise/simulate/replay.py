@@ -20,9 +20,9 @@ from slotwise.core.interfaces import Proposer
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.step import StepPlan, StepResult
 from slotwise.core.step_time import StepTimeModel
-from slotwise.engine.engine import NO_STEP, Engine
+from slotwise.engine.engine import Engine
 from slotwise.engine.grammars import Compiled
-from slotwise.engine.messages import Add, Command, Configure, Finish
+from slotwise.engine.messages import NO_STEP, Add, Command, Configure, Finish
 from slotwise.observe import event_log
 from slotwise.observe.recorder import step_entry
 from slotwise.speculation.proposer import proposer_of

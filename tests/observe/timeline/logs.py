@@ -15,7 +15,7 @@ from slotwise.core.scheduler import Scheduler
 from slotwise.core.step import StepResult
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
-from slotwise.engine.messages import Add, Configure, EngineInfo, Finish
+from slotwise.engine.messages import NO_STEP, Add, Configure, EngineInfo, Finish
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe import event_log
 from slotwise.observe.recorder import Recorder
@@ -122,7 +122,7 @@ def cells(entries: Iterable[event_log.Entry]) -> list[dict[int, Cell]]:
             prompts[entry.number] = entry.num_prompt
         if not isinstance(entry, event_log.Step):
             continue
-        if entry.step != event_log.NO_STEP:
+        if entry.step != NO_STEP:
             cached = dict(entry.admitted)
             padding = entry.padding or (0,) * len(entry.numbers)
             shown = {}

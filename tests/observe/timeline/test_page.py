@@ -13,6 +13,7 @@ from observe.timeline.logs import cells, everything
 from observe.timeline.looking import compare, frame, looked_at, written
 
 from slotwise.core.step import RankSpan
+from slotwise.engine.messages import NO_STEP
 from slotwise.observe import event_log
 from slotwise.observe.timeline import page as timeline
 
@@ -51,7 +52,7 @@ def opened(chromium, url):
 
 
 def steps_of(entries):
-    return [entry for entry in entries if isinstance(entry, event_log.Step) and entry.step != event_log.NO_STEP]
+    return [entry for entry in entries if isinstance(entry, event_log.Step) and entry.step != NO_STEP]
 
 
 @pytest.mark.parametrize("unit", ["steps", "seconds"])

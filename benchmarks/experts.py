@@ -1,11 +1,11 @@
 """Decode steps of a mixture with the proportions of Qwen3-30B-A3B, beside the bytes of the experts that they hit.
 
-    python benchmarks/experts.py --json benchmarks/results/experts-cpu.json
+    python -m benchmarks.experts --json benchmarks/results/experts-cpu.json
 
 128 experts of which a token chooses eight, in fewer and narrower layers; random weights, so that tokens choose their
 experts nearly at random, which reads more of them than text does.  A step is run as the runner runs it, from a graph.
 The bound is the bytes of all weights that the step reads, experts that no token chose left out, at the rate at which
-this machine reads memory: the mean of right before and after, because neighbours change it from minute to minute.
+this machine reads memory.  Neighbours change that within seconds, so steps and reads are measured in turns.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ CONFIG = {
     "num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 64,
     "max_position_embeddings": 4096}
 BLOCK, CONTEXT, ROWS = 64, 128, (1, 8, 32)
+TURNS, READ_SECONDS = 8, 0.05
 
 
 def decoder_of(kernels: CpuKernels, dtype: str, seed: int) -> Decoder:
@@ -80,7 +82,7 @@ def decode_batch(rows: int) -> RaggedBatch:
 
 @torch.inference_mode()
 def measured(dtype: str, quantization: str, seconds: float, seed: int) -> list[dict[str, float]]:
-    """Of each number of rows: experts hit per layer, bytes read, the median step, and the share of the bound."""
+    """Of each number of rows: experts hit per layer, bytes read, the mean step, and the share of the bound."""
     kernels = Counted(quantization=quantization)
     decoder = decoder_of(kernels, dtype, seed)
     blocks = max(ROWS) * (CONTEXT // BLOCK) + 1
@@ -89,24 +91,27 @@ def measured(dtype: str, quantization: str, seconds: float, seed: int) -> list[d
     routing, layers = decoder.config.mixture_of_experts.routing, decoder.config.num_layers
     of_experts = decoder.weight_bytes - decoder.step_weight_bytes - _embedding_bytes(decoder)
     one = of_experts / (layers * (routing.num_experts - routing.top_k))
-    found, before = [], _read_rate(decoder)
+    found = []
     for rows in ROWS:
         batch = decode_batch(rows)
         kernels.hits = []
         decoder.hidden(batch, caches)
         hit, kernels.hits = sum(kernels.hits), None
         num_bytes = decoder.step_weight_bytes + (hit - layers * routing.top_k) * one
-        step = _median(lambda batch=batch: graphs.logits(batch), seconds)  # type: ignore[misc]
-        after = _read_rate(decoder)
-        rate, before = (before + after) / 2, after
+        step, rate = _in_turns(lambda batch=batch: graphs.logits(batch), decoder, seconds)  # type: ignore[misc]
         bound = num_bytes / rate
         found.append({"rows": rows, "experts_hit": hit / layers, "bytes": num_bytes, "step_ms": step * 1e3,
                       "bound_ms": bound * 1e3, "share": bound / step, "bytes_per_second": rate})
     return found
 
 
-def _read_rate(decoder: Decoder) -> float:
-    return read_rate(decoder.kernels, decoder.step_weight_bytes, seconds=0.3)
+def _in_turns(step: Callable[[], object], decoder: Decoder, seconds: float) -> tuple[float, float]:
+    """Seconds of a step, and bytes read in a second: the means of turns, of which each is a median."""
+    steps, reads = [], []
+    for _ in range(TURNS):
+        reads.append(1 / read_rate(decoder.kernels, decoder.step_weight_bytes, READ_SECONDS))
+        steps.append(_median(step, seconds / TURNS))
+    return statistics.fmean(steps), 1 / statistics.fmean(reads)
 
 
 def _embedding_bytes(decoder: Decoder) -> int:

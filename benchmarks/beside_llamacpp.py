@@ -26,10 +26,13 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 import aiohttp
 from benchmarks.beside_vllm import VOCABULARY, workload
+
+from slotwise.bench.results import environment, write_json
 
 SLOTS, CONTEXT = 64, 1600
 STREAM_PROMPT, STREAM_TOKENS, LONG_PROMPT = 128, 64, 1024
@@ -155,13 +158,17 @@ def main() -> None:
     parser.add_argument("--quantization", default="none", help="of Slotwise, of a checkpoint that is not quantised")
     parser.add_argument("--only", nargs="+", choices=MEASURES, default=list(MEASURES), help="what is measured")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="the file to which the figures are added")
     parser.add_argument("--log", default=os.devnull, help="of the server")
     asked = parser.parse_args()
     with server(asked) as base:
         figures = asyncio.run(measured(base, asked.seed, asked.only))
-    name = "slotwise" if asked.engine == "slotwise" else "llama.cpp"
-    print(json.dumps({"engine": name, "file": os.path.basename(asked.file)} | {
-        key: round(value, 2) for key, value in figures.items()}), flush=True)
+    run = {"engine": "slotwise" if asked.engine == "slotwise" else "llama.cpp", "file": os.path.basename(asked.file),
+           "quantization": asked.quantization} | {key: round(value, 2) for key, value in figures.items()}
+    print(json.dumps(run), flush=True)
+    if asked.json:
+        runs = json.loads(asked.json.read_text())["runs"] if asked.json.exists() else []
+        write_json(asked.json, {"runs": [*runs, run | {"seed": asked.seed, "environment": environment()}]})
 
 
 if __name__ == "__main__":

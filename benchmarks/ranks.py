@@ -1,13 +1,15 @@
 """What several ranks cost: a step beside one process with as many threads, a plan on its way, a sum of 64 KB; and what
 becomes of streams when one of them is killed or frozen (`rank_faults.py`).
 
-usage: python -m benchmarks.ranks step MODEL [--rows 16] [--rounds 5] [--stages 2] | plan | sum
+usage: python -m benchmarks.ranks step MODEL [--rows 1 8 64] [--prompt 512] [--rounds 5] [--stages 2] [--dtype NAME]
+                                       [--quantization int8] | plan | sum
        python -m benchmarks.ranks faults [--times 50] [--width 1] [--stages 2] [--seed 1]
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -53,19 +55,42 @@ def step_ms(engine: Engine, rows: int) -> float:
     return statistics.median(times[5:])
 
 
-def steps(model: str, rows: int, rounds: int, dtype: str, stages: int) -> dict[str, object]:
+def prompt_ms(engine: Engine, tokens: int) -> float:
+    """Milliseconds to the first token of a prompt."""
+    began = time.perf_counter()
+    engine.handle(Add("prompt", [(11 * place) % 500 + 3 for place in range(tokens)],
+                      SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True), seed=0, salt=str(began)))
+    while engine.has_work:
+        engine.step()
+    return 1e3 * (time.perf_counter() - began)
+
+
+def steps(asked: argparse.Namespace) -> dict[str, object]:
     """Pairs of one process with all threads and two ranks, or `stages`, that share them, in turn."""
+    threads = torch.get_num_threads()
+
     def engine(width: int, stages: int = 1) -> Engine:
+        torch.set_num_threads(threads)
         return build_engine(EngineConfig(
-            model=model, dtype=dtype, tensor_parallel_size=width, pipeline_parallel_size=stages, max_model_len=1024,
-            kv_cache_memory=1 << 28))[0]
+            model=asked.model, dtype=asked.dtype, quantization=asked.quantization, tensor_parallel_size=width,
+            pipeline_parallel_size=stages, max_model_len=1024, kv_cache_memory=1 << 29))[0]
 
     one = engine(1)  # it keeps the threads that it was built with
-    two = engine(1, stages) if stages > 1 else engine(2)
-    pairs = [(step_ms(one, rows), step_ms(two, rows)) for _ in range(rounds)]
+    two = engine(1, asked.stages) if asked.stages > 1 else engine(2)
+    measures: dict[str, Callable[[Engine], float]] = {
+        f"{rows} rows": functools.partial(step_ms, rows=rows) for rows in asked.rows}
+    measures |= {f"prompt of {tokens}": functools.partial(prompt_ms, tokens=tokens) for tokens in asked.prompt}
+    return {"model": os.path.basename(asked.model), "dtype": asked.dtype, "quantization": asked.quantization,
+            "stages": asked.stages, "threads": threads,
+            "steps": {name: _pairs(measure, one, two, asked.rounds) for name, measure in measures.items()}}
+
+
+def _pairs(measure: Callable[[Engine], float], one: Engine, two: Engine, rounds: int) -> dict[str, object]:
+    measure(one), measure(two)  # graphs are captured
+    pairs = [(measure(one), measure(two)) for _ in range(rounds)]
     ratios = sorted(second / first for first, second in pairs)
-    return {"model": os.path.basename(model), "dtype": dtype, "rows": rows, "stages": stages, "pairs_ms": pairs,
-            "ratio": statistics.median(ratios), "range": [ratios[0], ratios[-1]]}
+    return {"pairs_ms": [[round(each, 3) for each in pair] for pair in pairs],
+            "ratio": round(statistics.median(ratios), 3), "range": [round(ratios[0], 3), round(ratios[-1], 3)]}
 
 
 def plan_ms() -> dict[str, float]:
@@ -126,7 +151,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("step", "plan", "sum", "faults"))
     parser.add_argument("model", nargs="?", default="")
-    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 64])
+    parser.add_argument("--prompt", type=int, nargs="*", default=[512], help="tokens")
+    parser.add_argument("--quantization", default="none")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--times", type=int, default=50)
@@ -136,7 +163,7 @@ def main() -> None:
     asked = parser.parse_args()
     measures: dict[str, Callable[[], object]] = {
         "plan": plan_ms, "sum": sums, "faults": lambda: faults(asked.times, asked.width, asked.stages, asked.seed),
-        "step": lambda: steps(asked.model, asked.rows, asked.rounds, asked.dtype, asked.stages)}
+        "step": lambda: steps(asked)}
     found = measures[asked.what]()
     json.dump(found, sys.stdout, indent=2)
     sys.stdout.flush()

@@ -1,13 +1,20 @@
-"""Predicted beside measured: a real server over HTTP, and the simulator fed by the log of a window before.
+"""Predicted beside measured: a real server over HTTP, and the simulator fed by the log of other windows.
 
-    fitted window ──► event log ──► slotwise.simulate ──► predicted figures of each held-out window
-    held-out windows, each several times ──► measured figures, and their own spread
+    warm-up   fitted  a  b  c   fitted  a  b  c   fitted  a  b  c      windows, one after the other
+              │       │         │                 │
+              └───────┼─────────┴─────────────────┴──► event log ──► slotwise.simulate ──► predicted figures of a, b, c
+                      └──► measured figures of a in each round, and their spread
 
-Lengths are those of a trace, scaled, unless a case says otherwise.  Each repeat has prompts of its own, so that no
-repeat finds those of another in the prefix cache.  Measured times are the client's; to predicted ones is added what the
-fitted log shows, as medians, between the first byte and the engine, and between the engine and the first byte sent.
+The machine's own speed drifts by tens of percent within minutes, so each round fits a window of its own: held-out
+windows are predicted from other requests of the same minutes.  Lengths are those of a trace, scaled, unless a case says
+otherwise.  Each round has prompts of its own, so that none finds those of another in the prefix cache.  Measured times
+are the client's; to predicted ones is added what the fitted log shows, as medians, between the first byte and the
+engine, and between the engine and the first byte sent.
 
-usage: python -m benchmarks.simulator MODEL --trace CSV --json FILE       (about nine minutes; nothing else may run)
+usage: python -m benchmarks.simulator MODEL --trace CSV --json FILE [--keep FOLDER]       (nothing else may run)
+       python -m benchmarks.simulator --again FOLDER --json FILE        (predicts anew what --keep has kept)
+
+With five rounds, seven minutes for `--cases conversations`, and nine for the other four.
 """
 
 from __future__ import annotations
@@ -15,6 +22,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -30,8 +38,9 @@ from slotwise.bench.results import environment, write_json
 from slotwise.bench.serving import measure, resolve
 from slotwise.core.slo import SLO
 from slotwise.engine.messages import Command
-from slotwise.observe.event_log import read_file
+from slotwise.observe.event_log import read
 from slotwise.simulate.figures import Figures, figures
+from slotwise.simulate.pace import LearnedPace
 from slotwise.simulate.recorded import read_recording
 from slotwise.simulate.requests import SimulatedRequest
 from slotwise.simulate.simulator import Server, Setup, simulate
@@ -43,8 +52,12 @@ from slotwise.workload.requests import NO_PREFIX, Recipe, Workload, generate
 from slotwise.workload.trace import read_trace, replay
 
 COMPARED = ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "output_throughput")
-FIT_SEED = 1
+FIRST_SEED, WARM_SEED, FIT_SEED = 2, 90, 50  # windows of different seeds are of different requests
+WARMING = 0.5  # windows' worth of requests before the first one: the first seconds of a server are slower
+SETTLED = 0.5  # seconds after which the event log of a window is written
 KEYS = ("first", "second")  # of the two tenants; the first one has all requests of the other cases
+PREDICTIONS = 15  # simulated runs of a window
+KEPT = "measured.json"  # in the folder of --keep, beside the event log
 BURSTS = 3.0  # deviation of the gaps between arrivals, over their mean
 PREFIX = Prefixes(4, 96)
 # Code is completed from long prompts by few tokens: medians near those published for the Azure code trace of 2023
@@ -95,7 +108,7 @@ class Windows(NamedTuple):
     def cases(self, rates: Sequence[float]) -> list[Case]:
         """Returns conversations at each rate, and the other cases at the middle one."""
         middle = sorted(rates)[len(rates) // 2]
-        seeds = iter(range(FIT_SEED + 1, 100))
+        seeds = iter(range(FIRST_SEED, 40))
         found = [Case("conversations", rate, (self.conversations(rate, next(seeds)),)) for rate in rates]
         bursts = self.of_trace(Gamma(middle, BURSTS), middle, next(seeds))
         prefixes = self.of_trace(Poisson(middle), middle, next(seeds), PREFIX)
@@ -108,27 +121,27 @@ class Windows(NamedTuple):
 # -- measured ----------------------------------------------------------------------------------------------------------
 
 
-def seen(outcomes: Sequence[Outcome]) -> tuple[Figures, float]:
+def seen(found: Sequence[Outcome]) -> tuple[Figures, float]:
     """Returns the figures of what clients measured, and the tokens of an event.
 
     Gaps are those between events: where the server writes two tokens at once, a gap spans both.
     """
-    failed = [outcome for outcome in outcomes if outcome.status != COMPLETED]
+    failed = [outcome for outcome in found if outcome.status != COMPLETED]
     if failed:
         raise RuntimeError(f"{len(failed)} requests were not served: {failed[0].error}")
-    found = figures([SimulatedRequest.measured(one.sent, one.token_times, one.ended, "length") for one in outcomes])
-    of_event = sum(one.num_output for one in outcomes) / sum(len(one.token_times) for one in outcomes)
-    return replace(found, output_throughput=found.output_throughput * of_event), of_event
+    of_all = figures([SimulatedRequest.measured(one.sent, one.token_times, one.ended, "length") for one in found])
+    of_event = sum(one.num_output for one in found) / sum(len(one.token_times) for one in found)
+    return replace(of_all, output_throughput=of_all.output_throughput * of_event), of_event
 
 
-def measured(target: Target, vocab_size: int, case: Case) -> tuple[Figures, float]:
+def outcomes(target: Target, vocab_size: int, case: Case) -> list[Outcome]:
     """Sends the requests of all tenants at once, each with its key."""
     def run(key: str, workload: Workload) -> list[Outcome]:
         phrasing = Phrasing(vocab_size, hidden_lengths=True)
         return measure(replace(target, api_key=key), workload, phrasing, num_warmups=2).outcomes
 
     with ThreadPoolExecutor(len(case.tenants)) as pool:
-        return seen([one for outcomes in pool.map(run, KEYS, case.tenants) for one in outcomes])
+        return [one for found in pool.map(run, KEYS, case.tenants) for one in found]
 
 
 # -- predicted ---------------------------------------------------------------------------------------------------------
@@ -143,62 +156,115 @@ def traffic(case: Case, handling: float) -> list[tuple[float, Command]]:
     return sorted(found, key=lambda one: one[0])
 
 
-def predicted(case: Case, setup: Setup, handling: float) -> Figures:
+def predicted(case: Case, setup: Setup, handling: float, seed: int) -> Figures:
+    """Returns the figures of a run in which steps vary as `seed` says."""
+    assert isinstance(setup.pace, LearnedPace)
+    setup = replace(setup, pace=replace(setup.pace, seed=seed))
     requests = simulate(traffic(case, handling), [Server(setup)]).values()
     return figures([replace(request, arrived=request.arrived - handling) for request in requests])
 
 
-def compared(guess: Figures, runs: Sequence[Figures]) -> dict[str, dict[str, float]]:
-    """Returns each figure predicted and measured (median of the runs), the error, and the runs' spread; relative."""
+def compared(guesses: Sequence[Figures], runs: Sequence[Figures]) -> dict[str, dict[str, float]]:
+    """Returns each figure predicted and measured, medians of runs, its error, and the measured spread; relative."""
     table = {}
     for name in COMPARED:
         values = [getattr(run, name) for run in runs]
-        middle = statistics.median(values)
-        table[name] = {
-            "predicted": getattr(guess, name), "measured": middle,
-            "error": getattr(guess, name) / middle - 1, "spread": (max(values) - min(values)) / middle}
+        middle, guess = statistics.median(values), statistics.median(getattr(one, name) for one in guesses)
+        table[name] = {"predicted": guess, "measured": middle, "error": guess / middle - 1,
+                       "spread": (max(values) - min(values)) / middle}
     return table
 
 
-def run(asked: argparse.Namespace) -> dict[str, Any]:
+class Raw(msgspec.Struct):
+    """Everything that was measured, from which figures are predicted and compared."""
+
+    environment: dict[str, Any]
+    trace: str
+    scale: float
+    seconds: float
+    rates: list[float]
+    cases: list[str]
+    fits: list[tuple[int, int]] = []  # bytes of the event log
+    runs: list[list[list[Outcome]]] = []  # by round and case
+
+
+def measured(asked: argparse.Namespace, folder: Path) -> None:
+    """Serves all windows, and keeps the event log in `folder`."""
     windows = Windows(asked.trace, asked.scale, asked.seconds)
     cases = [case for case in windows.cases(asked.rates) if case.name in asked.cases]
+    raw = Raw(environment(), str(asked.trace), asked.scale, asked.seconds, asked.rates, [one.name for one in cases])
     keys = [word for key in KEYS for word in ("--api-key", key)]
-    with tempfile.TemporaryDirectory() as folder, serving(
-            asked.model, "--event-log", f"{folder}/log", "--speculative-config", '{"method": "none"}', *keys) as server:
+    log, rate = folder / "log", asked.rates[-1]
+    warming = windows._replace(seconds=asked.seconds * WARMING)
+    with serving(asked.model, "--event-log", str(log), "--speculative-config", '{"method": "none"}', *keys) as server:
         target, vocab_size = resolve(Target(server.url, api_key=KEYS[0]))
-        fitted = Case("fitted", asked.rates[-1], (windows.conversations(asked.rates[-1], FIT_SEED),))
-        measured(target, vocab_size, fitted)
-        Path(folder, "fitted").write_bytes(Path(folder, "log").read_bytes())
-        runs: list[list[tuple[Figures, float]]] = [[] for _ in cases]
+        outcomes(target, vocab_size, Case("warm-up", rate, (warming.conversations(rate, WARM_SEED),)))
         for number in range(asked.repeats):
-            for place, case in enumerate(cases):
-                runs[place].append(measured(target, vocab_size, case.repeated(number)))
-        setup, recording = read_recording(read_file(f"{folder}/fitted"))
-    return {
-        "version": 2, "environment": environment(), "trace": asked.trace.name, "length_scale": asked.scale,
-        "seconds": asked.seconds, "repeats": asked.repeats, "pause_ms": setup.pace.between() * 1e3,
-        "handling_ms": recording.handling * 1e3,
-        "windows": [{
+            begin = _written(log)
+            rate = asked.rates[-1 - number % len(asked.rates)]
+            outcomes(target, vocab_size, Case("fitted", rate, (windows.conversations(rate, FIT_SEED + number),)))
+            raw.fits.append((begin, _written(log)))
+            raw.runs.append([outcomes(target, vocab_size, case.repeated(number)) for case in cases])
+            (folder / KEPT).write_bytes(msgspec.json.encode(raw))  # rounds that an interrupt does not take away
+
+
+def _written(log: Path) -> int:
+    """Returns the bytes of an event log, once nothing is left to be written."""
+    time.sleep(SETTLED)
+    return log.stat().st_size
+
+
+def judged(folder: Path) -> dict[str, Any]:
+    """Predicts the windows of each case from the fitted ones.  Returns the predicted beside the measured figures."""
+    raw = msgspec.json.decode((folder / KEPT).read_bytes(), type=Raw)
+    windows = Windows(Path(raw.trace), raw.scale, raw.seconds)
+    cases = [case for case in windows.cases(raw.rates) if case.name in raw.cases]
+    text = (folder / "log").read_bytes()
+    lines = [text[: text.index(b"\n") + 1], *(text[begin:end] for begin, end in raw.fits)]
+    setup, recording = read_recording(read(b"".join(lines).splitlines(keepends=True)))
+    rows = []
+    for place, case in enumerate(cases):
+        runs = [seen(each[place]) for each in raw.runs]
+        guesses = [predicted(case, setup, recording.handling, seed) for seed in range(PREDICTIONS)]
+        rows.append({
             "case": case.name, "rate": case.rate, "seed": case.tenants[0].seed, "requests": case.num_requests,
-            "tokens_per_event": statistics.median(of_event for _, of_event in runs[place]),
-            "figures": compared(predicted(case, setup, recording.handling), [found for found, _ in runs[place]])}
-            for place, case in enumerate(cases)]}
+            "seconds": raw.seconds, "repeats": len(raw.runs),
+            "tokens_per_event": statistics.median(of_event for _, of_event in runs),
+            "figures": compared(guesses, [found for found, _ in runs])})
+    return {
+        "version": 3, "environment": raw.environment, "trace": Path(raw.trace).name, "length_scale": raw.scale,
+        "pause_ms": setup.pace.between() * 1e3, "handling_ms": recording.handling * 1e3, "windows": rows}
+
+
+def run(asked: argparse.Namespace) -> dict[str, Any]:
+    if asked.again:
+        found = [judged(folder) for folder in asked.again]
+        return found[0] | {"windows": [window for one in found for window in one["windows"]]}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = asked.keep or Path(temporary)
+        folder.mkdir(exist_ok=True)
+        measured(asked, folder)
+        return judged(folder)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model")
-    parser.add_argument("--trace", type=Path, required=True)
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--trace", type=Path)
     parser.add_argument("--scale", type=float, default=0.125)
     parser.add_argument("--rates", type=float, nargs="+", default=[2.0, 4.0, 6.0])
     parser.add_argument("--seconds", type=float, default=22.0)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     names = ("conversations", "bursts", "prefixes", "code", "two tenants")
     parser.add_argument("--cases", nargs="+", choices=names, default=names, metavar="CASE",
                         help=f"which of {', '.join(names)} (default: all)")
     parser.add_argument("--json", required=True)
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the event log and what clients measured here")
+    parser.add_argument("--again", type=Path, nargs="+", metavar="FOLDER", help="measure nothing: predict anew what is "
+                        "kept there")
     asked = parser.parse_args()
+    if not asked.again and not (asked.model and asked.trace):
+        parser.error("MODEL and --trace are needed, but with --again")
     result = run(asked)
     write_json(asked.json, result)
     for one in result["windows"]:

@@ -7,13 +7,17 @@ The machine is an H100 by its data sheet with the shape of an 8-billion-weight L
 not depend on it.
 
 usage: python -m benchmarks.simulator_speed --trace CSV --json FILE       (two minutes of one core)
+       python -m benchmarks.simulator_speed --trace CSV --json FILE --add --requests 0 --fleet-requests 1000000
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import resource
 import time
+from dataclasses import replace
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +34,20 @@ SHAPE = ModelShape(
     weight_bytes=16_060_000_000, position_bytes=131_072, token_weights=7_000_000_000, head_weights=525_000_000,
     pair_operations=4 * 32 * 32 * 128, max_model_len=16_384)
 SLOTS = 64
+STEP_TOKENS = 2048  # a prompt of the trace has 1,155 on average
 FULL = 25.0  # requests a second that fill the slots of one server
 OWN = 5.4  # requests a second of the trace
+
+
+def repeated(trace: Trace, number: int) -> Trace:
+    """Returns `number` requests of a trace, which begins again where it ends; its times are of no use then."""
+    return replace(trace, lengths=tuple(islice(cycle(trace.lengths), number)))
 
 
 def run(trace: Trace, arrivals: Arrivals, setup: Setup, replicas: int, *, takes_runs: bool) -> dict[str, Any]:
     """Simulates the requests of a trace.  Returns what it took, figures included."""
     workload = replay(trace, arrivals, seed=1)
-    began = time.process_time()
+    began, started = time.process_time(), time.monotonic()
     servers = [Server(setup, replica=number, takes_runs=takes_runs) for number in range(replicas)]
     requests = list(simulate(traffic_of(workload), servers).values())
     found = figures(requests)
@@ -46,6 +56,7 @@ def run(trace: Trace, arrivals: Arrivals, setup: Setup, replicas: int, *, takes_
     return {
         "replicas": replicas, "arrivals": str(arrivals), "at_once": takes_runs, "requests": found.requests,
         "served": found.served, "tokens": tokens, "steps": steps, "cpu_seconds": seconds,
+        "seconds": time.monotonic() - started,
         "requests_per_cpu_second": len(requests) / seconds,
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10}
 
@@ -53,16 +64,21 @@ def run(trace: Trace, arrivals: Arrivals, setup: Setup, replicas: int, *, takes_
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trace", type=Path, required=True)
-    parser.add_argument("--requests", type=int, default=3000, help="of one server")
+    parser.add_argument("--requests", type=int, default=3000, help="of one server; 0: none is simulated alone")
     parser.add_argument("--replicas", type=int, default=100)
     parser.add_argument("--fleet-requests", type=int, default=19_366)
+    parser.add_argument("--add", action="store_true", help="to the rows that the file has")
     parser.add_argument("--json", required=True)
     asked = parser.parse_args()
-    setup = setup_of("h100", SHAPE, EngineConfig.of(model="", max_num_seqs=SLOTS))
-    few, many = (read_trace(asked.trace, limit=number) for number in (asked.requests, asked.fleet_requests))
+    setup = setup_of("h100", SHAPE, EngineConfig.of(model="", max_num_seqs=SLOTS, max_num_batched_tokens=STEP_TOKENS))
+    few, whole = read_trace(asked.trace, limit=max(1, asked.requests)), read_trace(asked.trace)
     rows = [run(few, arrivals, setup, 1, takes_runs=at_once)
-            for arrivals in (TraceTimes(), Poisson(FULL)) for at_once in (False, True)]
-    rows.append(run(many, Poisson(OWN * asked.replicas), setup, asked.replicas, takes_runs=True))
+            for arrivals in (TraceTimes(), Poisson(FULL)) for at_once in (False, True) if asked.requests]
+    if asked.fleet_requests:
+        many = repeated(whole, asked.fleet_requests)
+        rows.append(run(many, Poisson(OWN * asked.replicas), setup, asked.replicas, takes_runs=True))
+    if asked.add:
+        rows = json.loads(Path(asked.json).read_text())["rows"] + rows
     write_json(asked.json, {"version": 1, "environment": environment(), "trace": asked.trace.name, "slots": SLOTS,
                             "rows": rows})
     for row in rows:

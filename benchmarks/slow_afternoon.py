@@ -1,11 +1,11 @@
 """A slow afternoon, its explanation, the what-if, the change while the server runs, and the afternoon after.
 
-A server of few slots gets many short and few long answers, at four fifths of the load that it can bear, under the
-default policy.  From its event log come the explanation of a request that waited long, and the replays under other
-policies.  The best of them is set by `PUT /admin/scheduling`, and the same traffic, with other prompts, comes again.
-All figures are those of the log, which is what the engine saw.
+A server has been left with few of its slots in use, and requests come somewhat faster than these serve them.  From
+its event log come the explanation of a request that waited long, and the replays under other settings.  The best of
+them is set by `PUT /admin/scheduling`, and the same traffic, with other prompts, comes again.  All figures are those of
+the log, which is what the engine saw.
 
-usage: python -m benchmarks.slow_afternoon --json FILE [MODEL]       (about two minutes; nothing else may run)
+usage: python -m benchmarks.slow_afternoon --json FILE [MODEL]       (about three minutes; nothing else may run)
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+import time
 import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,28 +21,32 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.reliability.server import serving
+from benchmarks.simulator import SETTLED
 
 from slotwise.bench.client import Phrasing, Target
 from slotwise.bench.results import environment, write_json
 from slotwise.bench.serving import Measured, measure, resolve
-from slotwise.observe.event_log import Entry, read_file
+from slotwise.observe.event_log import Command, Entry, read_file
 from slotwise.observe.explain import explain
 from slotwise.observe.fold import gather
 from slotwise.observe.step_view import times_of
 from slotwise.simulate.figures import Objectives, figures
 from slotwise.simulate.recorded import read_recording
 from slotwise.simulate.requests import SimulatedRequest
-from slotwise.simulate.what_if import ALL, what_if
+from slotwise.simulate.what_if import ALL, MEASURED, REPLAYED, WHAT_IF, what_if
 from slotwise.workload.arrivals import Closed, Poisson
 from slotwise.workload.lengths import LogNormal, Uniform
 from slotwise.workload.requests import Recipe, Workload, generate
 
-SLOTS = 4
+SLOTS = 16  # made at the start
+BEFORE = {"max_num_seqs": 4}
+OTHERS: tuple[Mapping[str, Any], ...] = (
+    {"scheduling_policy": "shortest"}, {"max_num_seqs": 8}, {"max_num_seqs": 16},
+    {"max_num_seqs": 16, "scheduling_policy": "shortest"})
 LENGTHS = Uniform(20, 120), LogNormal(24, 1.2, 400)  # prompts, outputs
-LOAD = 0.8  # of the requests a second that a closed loop is served: nearer to 1 an error of pace decides the waits
-POLICIES = ("shortest", "deadline", "fair")
+LOAD = 1.2  # of the requests a second that a closed loop of as many users as slots in use is served
 KEY = "operator"
-TTFT = 0.25  # seconds; the objective
+TTFT = 0.5  # seconds; the objective
 
 
 def slow_requests(found: Mapping[str, SimulatedRequest]) -> list[str]:
@@ -55,9 +60,9 @@ def explained(entries: Sequence[Entry], request_id: str) -> dict[str, Any]:
     return {name: found[name] for name in ("number", "prompt_tokens", "completion_tokens", "total_ms", "parts")}
 
 
-def set_policy(url: str, policy: str) -> None:
+def configure(url: str, changes: Mapping[str, Any]) -> None:
     request = urllib.request.Request(
-        f"{url}/admin/scheduling", json.dumps({"scheduling_policy": policy}).encode(),
+        f"{url}/admin/scheduling", json.dumps(changes).encode(),
         {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}, method="PUT")
     urllib.request.urlopen(request).close()
 
@@ -67,50 +72,71 @@ def send(url: str, workload: Workload) -> Measured:
     return measure(target, workload, Phrasing(vocab_size, hidden_lengths=True), num_warmups=2)
 
 
-def bearable(model: Sequence[str], trial: int) -> float:
-    """Returns the requests a second that a closed loop of as many users as slots is served."""
-    with serving(*model, "--max-num-seqs", str(SLOTS)) as server:
-        return trial / send(server.url, generate(Recipe(trial, *LENGTHS, Closed(SLOTS)), 1)).duration
+def bearable(url: str, trial: int) -> float:
+    """Returns the requests a second that a closed loop of as many users as slots in use is served."""
+    closed = generate(Recipe(trial, *LENGTHS, Closed(BEFORE["max_num_seqs"])), 1)
+    send(url, closed)  # sizes of steps that were not met
+    return trial / send(url, closed).duration
+
+
+def asked_of(entries: Sequence[Entry]) -> tuple[list[dict[str, Any]], Mapping[str, Any]]:
+    """Returns the answers to each what-if, and the changes of the one with the most goodput."""
+    answers = [{"changes": changes, **what_if(entries, changes, Objectives(TTFT))["groups"][ALL]} for changes in OTHERS]
+    return answers, max(answers, key=lambda one: one[WHAT_IF]["goodput"])["changes"]
+
+
+def since(log: str, number: int) -> list[Entry]:
+    """Returns the entries of an event log that say how the engine began, and those from `number` on."""
+    entries = list(read_file(log))
+    return [entries[0], *[one for one in entries[1:number] if isinstance(one, Command) and one.scheduling],
+            *entries[number:]]
 
 
 def run(asked: argparse.Namespace) -> dict[str, Any]:
-    rate = LOAD * bearable(asked.model, asked.trial)
-    afternoon = generate(Recipe(round(rate * asked.seconds), *LENGTHS, Poisson(rate)), 2)
     with tempfile.TemporaryDirectory() as folder, serving(
             *asked.model, "--event-log", f"{folder}/log", "--max-num-seqs", str(SLOTS), "--admin-api-key", KEY,
-            ) as server:
+            "--speculative-config", '{"method": "none"}') as server:
+        configure(server.url, BEFORE)
+        rate = LOAD * bearable(server.url, asked.trial)
+        afternoon = generate(Recipe(round(rate * asked.seconds), *LENGTHS, Poisson(rate)), 2)
+        time.sleep(SETTLED)
+        begin = sum(1 for _ in read_file(f"{folder}/log"))
         send(server.url, afternoon)
-        entries = list(read_file(f"{folder}/log"))
-        answers = {policy: what_if(entries, {"scheduling_policy": policy}, Objectives(TTFT)) for policy in POLICIES}
-        policy = max(answers, key=lambda one: answers[one]["groups"][ALL]["what_if"]["goodput"])
+        time.sleep(SETTLED)
+        entries = since(f"{folder}/log", begin)
+        answers, best = asked_of(entries)
         _, recording = read_recording(entries)
         slow = slow_requests(recording.measured)
         name = slow[len(slow) // 20]
-        counterfactual = what_if(entries, {"scheduling_policy": policy}, Objectives(TTFT), name)["request"]
-        set_policy(server.url, policy)
+        counterfactual = what_if(entries, best, Objectives(TTFT), name)["request"]
+        configure(server.url, best)
+        end = sum(1 for _ in read_file(f"{folder}/log"))
         send(server.url, replace(afternoon, seed=3))
-        _, both = read_recording(read_file(f"{folder}/log"))
-    after = [one for name, one in both.measured.items() if name not in recording.measured]
+        time.sleep(SETTLED)
+        _, after = read_recording(since(f"{folder}/log", end))
     return {
-        "version": 1, "environment": environment(), "rate": rate, "requests": len(afternoon.requests), "slots": SLOTS,
-        "objective_s": TTFT, "policy": policy, "explained": explained(entries, name), "counterfactual": counterfactual,
-        "what_if": {one: answer["groups"][ALL] for one, answer in answers.items()},
-        "after": figures(after, Objectives(TTFT)).as_json()}
+        "version": 2, "environment": environment(), "rate": rate, "requests": len(afternoon.requests), "slots": SLOTS,
+        "before": BEFORE, "objective_s": TTFT, "best": best, "explained": explained(entries, name),
+        "counterfactual": counterfactual, "what_if": answers,
+        "after": figures(list(after.measured.values()), Objectives(TTFT)).as_json()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="*", help="a checkpoint (default: the built-in model)")
     parser.add_argument("--seconds", type=float, default=30.0, help="of an afternoon")
-    parser.add_argument("--trial", type=int, default=60, help="requests of the closed loop that finds the load")
+    parser.add_argument("--trial", type=int, default=80, help="requests of the closed loop that finds the load")
     parser.add_argument("--json", required=True, type=Path)
     asked = parser.parse_args()
     result = run(asked)
     write_json(str(asked.json), result)
-    runs = result["what_if"][result["policy"]]
-    for name in ("ttft_p50", "ttft_p99", "itl_p99", "goodput"):
-        print(f"{name:10} measured {runs['measured'][name]:8.3f}  replayed {runs['replayed'][name]:8.3f}  "
-              f"{result['policy']} {runs['what_if'][name]:8.3f}  the afternoon after {result['after'][name]:8.3f}")
+    for answer in result["what_if"]:
+        print(answer["changes"])
+        for name in ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "goodput"):
+            print(f"  {name:10} " + "  ".join(f"{which} {answer[which][name]:8.3f}" for which in (
+                MEASURED, REPLAYED, WHAT_IF)))
+    print(f"set {result['best']}; the afternoon after: " + ", ".join(
+        f"{name} {value:.3f}" for name, value in result["after"].items()))
 
 
 if __name__ == "__main__":

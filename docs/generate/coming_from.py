@@ -69,6 +69,7 @@ VLLM_OPTIONS = (  # options of `vllm serve`; those that Slotwise has by the same
     Elsewhere("--trust-remote-code", "", "Code of a checkpoint is never run."),
     Elsewhere("--tensor-parallel-size", ""),
     Elsewhere("--pipeline-parallel-size", ""),
+    Elsewhere("--enable-expert-parallel", "", "Within the processes of `--tensor-parallel-size`."),
     Elsewhere("--data-parallel-size", ""),
     Elsewhere("--enable-lora", ""),
     Elsewhere("--lora-modules", "", "Folders of this machine."),

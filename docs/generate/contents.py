@@ -57,7 +57,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "parts": results.parts,
     "quantized": results.quantized,
     "experts": experts.steps,
-    "experts beside llama cpp": experts.beside_llamacpp,
     "perplexity": results.perplexity,
     "perplexity of gguf": results.perplexity_of_gguf,
     "stalls": results.stalls,

@@ -1,4 +1,4 @@
-"""The tables of the simulator's page, from `benchmarks/results/simulator*.json`."""
+"""The tables of the simulator's page, from `benchmarks/results/*.json`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def validation() -> str:
     """Returns what was predicted and measured of each held-out window, with the spread of its repeats."""
     return table(("case", "requests/s", "seed", "figure", "predicted>", "measured, median>", "error>",
                   "spread of repeats>"), [
-        (window.get("case", "conversations"), f"{window['rate']:g}", str(window["seed"]), FIGURES[name], *(
+        (window["case"], f"{window['rate']:g}", str(window["seed"]), FIGURES[name], *(
             f"{row[which] * (1 if name == 'output_throughput' else 1e3):.1f}" for which in ("predicted", "measured")),
          f"{row['error']:+.0%}", f"{row['spread']:.0%}")
         for window in load("simulator-cpu")["windows"] for name, row in window["figures"].items()])

@@ -69,11 +69,11 @@ RULES: dict[str, Rule] = dict((
     *_rules("one worker computes", {
         "distributed_executor_backend": ("mp", "uni"), "worker_cls": ("auto",), "worker_extension_cls": ("",)},
         instead="one worker on this machine computes: leave it out"),
-    *_rules("every rank has a share of each expert", {
-        "enable_expert_parallel": OFF, "enable_eplb": OFF, "enable_elastic_ep": OFF, "enable_ep_weight_filter": OFF,
+    *_rules("experts stay on the ranks that read them", {
+        "enable_eplb": OFF, "enable_elastic_ep": OFF, "enable_ep_weight_filter": OFF,
         "enable_return_routed_experts": OFF}, free="moe_backend eplb_config elastic_ep_max_dp_size eplb_window_size "
         "expert_placement_strategy num_redundant_experts eplb_step_interval eplb_log_balancedness",
-        instead="every rank has a share of each expert: leave it out"),
+        instead="experts stay on the ranks that read them: leave it out"),
     *_rules("a step has one way to run; on a GPU, decode steps are captured", free="enforce_eager "
             "cudagraph_capture_sizes max_cudagraph_capture_size cuda_graph_sizes"),
     *_rules("on a GPU, decode steps are captured at any length", free="max_seq_len_to_capture"),

@@ -54,6 +54,21 @@ def test_a_draft_model_makes_few_streams_faster(log: Path, tmp_path: Path):
         main([*machine, "--acceptance", "2"])
 
 
+def test_ranks_and_adapters_of_a_machine_of_the_file(tmp_path: Path):
+    file = tmp_path / "json"
+    machine = ["simulate", "--machine", "xeon", "--model", str(builtin.path()), *SHORT, "--json", str(file)]
+
+    def first_token(*given: str) -> float:
+        assert main([*machine, *given]) == 0
+        found = json.loads(file.read_text())["figures"]
+        assert found["served"] == 30
+        return float(found["ttft_p50"])
+
+    assert first_token("-tp", "2", "--link-us", "5000") > first_token("-tp", "2", "--link-us", "1")
+    assert first_token("-pp", "2") > 0
+    assert first_token("--adapters", "4", "--max-loras", "4", "--adapter-ms", "2") > first_token()
+
+
 def test_what_if_shows_what_was_measured_replayed_and_changed(log: Path, tmp_path: Path):
     steps = [entry for entry in read_file(log) if isinstance(entry, Step)]
     assert max(len(step.slots) for step in steps) == 4
@@ -72,6 +87,9 @@ def test_what_if_shows_what_was_measured_replayed_and_changed(log: Path, tmp_pat
     (["simulate", "--machine", "xeon", "--model", str(builtin.path()), "--arrivals", "closed:2"], "closed loop"),
     (["simulate", "--machine", "xeon", "--model", str(builtin.path()), "--set", "slots=2"], "no scheduling setting"),
     (["simulate", "--machine", "LOG", "--draft-ms", "2"], "--acceptance describes"),
+    (["simulate", "--machine", "LOG", "--max-loras", "2"], "--max-loras is of the adapters"),
+    (["simulate", "--machine", "LOG", "--link-us", "2"], "--link-us is for a machine of the file"),
+    (["simulate", "--machine", "xeon", "--model", str(builtin.path()), "--link-us", "2"], "--link-us is between ranks"),
     (["simulate", "--machine", "LOG", "--model", str(builtin.path())], "--model is for a machine of the file"),
     (["what-if", "LOG"], "--set NAME=VALUE"),
     (["what-if", "--set", "max_num_seqs=2"], "either an event log or a server"),

@@ -8,7 +8,7 @@ import pytest
 from beginnings import Watching, ask, limits
 from toy import Driver, alone, request
 
-from slotwise.core.cache_groups import CacheGroups
+from slotwise.core.cache_groups import BlockTable, CacheGroups
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.prefix_cache import BlockHashes, Entry, PrefixCache
 from slotwise.core.step import FREED, StepPlan, StepResult
@@ -91,8 +91,9 @@ def test_a_window_keeps_what_later_positions_see():
 def test_a_prefix_is_usable_where_each_group_has_what_it_reads():
     cache = PrefixCache(2, windows=(1 << 62, 2))
     tokens, hashes = list(range(12)), BlockHashes("")
-    for index in range(6):
-        cache.publish(hashes, tokens, (index, 10 + index))
+    tables = BlockTable(0, list(range(6))), BlockTable(0, list(range(10, 16)))
+    for end in (1, 4, 6):
+        assert cache.publish(hashes, tokens, tables, end) == [] and hashes.length == end
 
     def found() -> list[Entry]:
         return cache.match(BlockHashes(""), tokens, len(tokens), max_loads=0)

@@ -163,7 +163,7 @@ def test_what_comes_back_never_changes_tokens(prompts, num_blocks, num_host_bloc
 
 
 def entry(block: int) -> CachedBlock:
-    return Entry(block, block, (block,), "").cached[0]
+    return Entry(block, block, (block,), "", (NOWHERE,)).cached[0]
 
 
 def test_the_least_recently_used_makes_room():

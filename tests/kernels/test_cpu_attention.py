@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from kernels.paged import Layer, chunks, decodes, distance, layers, rotary
 
 from slotwise.kernels.cpu import gemm_pairs
 from slotwise.kernels.cpu.kernels import CpuKernels
-from slotwise.kernels.interface import AttentionShape, QKNorm, RaggedBatch
+from slotwise.kernels.interface import AttentionShape, QKNorm, RaggedBatch, SharedNorm
 from slotwise.kernels.reference import ReferenceKernels
 
 CPU, REFERENCE = CpuKernels(threads=2), ReferenceKernels()
@@ -159,15 +160,19 @@ def test_a_draft_that_is_not_finite_leaves_the_positions_before_it(context, kind
 
 @FLOATS
 @pytest.mark.parametrize("head_dim", [16, 24, 64, 80, 128])
-@pytest.mark.parametrize(("offset", "together"), [(None, False), (0.0, False), (1.0, False), (0.0, True)],
-                         ids=["no norm", "norm", "norm with an offset", "norm over all heads"])
-def test_rotary_store(kind, head_dim, offset, together):
+@pytest.mark.parametrize(("offset", "together", "shared"), [
+    (None, False, False), (0.0, False, False), (1.0, False, False), (0.0, True, False), (0.5, True, True),
+], ids=["no norm", "norm", "norm with an offset", "norm over all heads", "norm over the heads of all ranks"])
+def test_rotary_store(kind, head_dim, offset, together, shared):
     layer = Layer(AttentionShape(6, 2, head_dim, 1.0), 16, kind, [(37, 37), (5, 60), (1, 9)])
     batch = layer.batch()
     queries, keys = (6, 2) if together else (1, 1)
     weights = 1 + layer.random(queries + keys, head_dim) / 4
     norm = None if offset is None else QKNorm(weights[:queries].flatten(), weights[queries:].flatten(), 1e-6, offset)
     qkv = layer.random(len(batch.positions), 10 * head_dim)
+    if norm is not None and shared:
+        elsewhere = torch.rand(len(qkv), 2) * 10 * head_dim
+        norm = replace(norm, shared=SharedNorm(lambda own: own + elsewhere, (12 * head_dim, 3 * head_dim)))
     table = rotary(head_dim, 64)
     ours = CPU.allocate_cache(layer.num_blocks, 16, layer.shape, kind)
     theirs = REFERENCE.allocate_cache(layer.num_blocks, 16, layer.shape, kind)

@@ -42,6 +42,19 @@ def mixture(
     return kernels.experts(packed, routing, activation, ends)
 
 
+@pytest.mark.parametrize("kernels", [REFERENCE, CpuKernels(2)], ids=["reference", "cpu"])
+def test_ranks_that_hold_some_experts_add_up_to_all(kernels):
+    """Also one that holds a single expert; a result of an expert elsewhere, whatever lies in its place, is left out."""
+    routing, packed = Routing(7, 3, True), weights(torch.float32, 7, HIDDEN, INNER, with_bias=True)
+    x, logits = numbers(torch.float32, 9, HIDDEN), numbers(torch.float32, 9, 7)
+    counts = [no_ends(7) for _ in range(4)]
+    whole = kernels.experts(packed, routing, CLAMPED, counts[0])(x, logits)
+    parts = [kernels.experts(packed[held.start : held.stop], replace(routing, held=held), CLAMPED, ends)(x, logits)
+             for held, ends in zip((range(4), range(4, 5), range(5, 7)), counts[1:], strict=True)]
+    assert distance(sum(parts), whole) < 1e-5 and all(distance(part, whole) > 0.1 for part in parts)
+    assert all(torch.equal(counts[0], ends) for ends in counts[1:])
+
+
 @pytest.mark.parametrize("is_normalised", [True, False])
 def test_the_contract_is_the_formula(is_normalised):
     routing = Routing(5, 2, is_normalised)

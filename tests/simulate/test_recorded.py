@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -22,6 +22,7 @@ from slotwise.engine.scheduling import Scheduling
 from slotwise.observe.event_log import Entry, Run, Step, decode
 from slotwise.observe.recorder import Recorder
 from slotwise.policies.settings import POLICIES, Ordering
+from slotwise.simulate.pace import each_step
 from slotwise.simulate.recorded import read_recording
 from slotwise.simulate.simulator import Server, simulate
 from slotwise.speculation.proposer import proposer_of
@@ -99,6 +100,9 @@ class FedPace:
     def step(self, work: Work) -> float:
         self.at += 1
         return (self.steps[self.at - 1].ended_ns - self.steps[self.at - 1].planned[0]) * 1e-9
+
+    def decode_steps(self, work: Work) -> Iterator[float]:
+        return each_step(self.step, work)
 
     def predicted(self, work: Work) -> float:
         raise AssertionError("the scheduler learns, as the recorded one did")

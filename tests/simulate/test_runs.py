@@ -19,13 +19,15 @@ from slotwise.core.slo import SLO
 from slotwise.core.step_time import Work
 from slotwise.engine.messages import Add, Command, Configure, Finish
 from slotwise.engine.scheduling import Scheduling
+from slotwise.observe.event_log import decode
 from slotwise.observe.recorder import Recorder
 from slotwise.policies.settings import POLICIES, Ordering
 from slotwise.routing.routers import ROUTERS
-from slotwise.simulate.figures import figures
+from slotwise.simulate.figures import Objectives, figures
 from slotwise.simulate.pace import CostPace
 from slotwise.simulate.routed import RoutedServers
 from slotwise.simulate.simulator import Server, Setup, simulate
+from slotwise.simulate.what_if import what_if
 
 LIMITS = SchedulerLimits(
     max_model_len=64, num_blocks=40, block_size=4, max_num_seqs=4, max_num_batched_tokens=24,
@@ -146,3 +148,14 @@ def test_most_steps_of_few_long_requests_are_not_planned(policy: str, monkeypatc
     server = Server(setup)
     assert all(one.num_tokens == 50 for one in simulate(commands, [server]).values())
     assert len(server.clock) >= 50 and len(plans) < 5
+
+
+def test_a_what_if_changes_the_settings_that_held_last():
+    commands = [(0.0, Configure(Scheduling(Batching(), 2, 24))), *[
+        (0.001 * number, Add(f"r{number}", [5] * 4, SamplingParams(max_tokens=9, ignore_eos=True), number))
+        for number in range(1, 9)]]
+    _, lines = played(commands, Setup(LIMITS, Scheduling(Batching(), 4, 24), CostPace(cost)), {}, at_once=True)
+    answer = what_if([decode(line) for line in lines], {"scheduling_policy": "shortest"}, Objectives())
+    assert answer["settings"]["max_num_seqs"] == 2 and answer["settings"]["scheduling_policy"] == "shortest"
+    found = answer["groups"]["all requests"]
+    assert found["what_if"]["ttft_p99"] == pytest.approx(found["measured"]["ttft_p99"], rel=0.2)

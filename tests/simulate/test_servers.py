@@ -13,7 +13,7 @@ from slotwise.simulate.machines import ModelShape, described, names, setup_of
 from slotwise.simulate.pace import LearnedPace
 from slotwise.simulate.requests import REFUSED, SimulatedRequest
 from slotwise.simulate.simulator import Server, simulate
-from slotwise.simulate.traffic import traffic_of
+from slotwise.simulate.traffic import Adapters, traffic_of
 from slotwise.workload import arrivals, lengths
 from slotwise.workload.requests import Recipe, Workload, generate
 
@@ -80,7 +80,7 @@ def test_figures_are_of_tokens_within_the_objectives():
     found = figures([good, late], Objectives(ttft=2.0, tpot=0.6))
     assert (found.ttft_p50, found.ttft_p99, found.itl_p50) == (1.0, 3.0, 0.5)
     assert found.output_throughput == pytest.approx(5 / 4.5) and found.goodput == pytest.approx(1 / 4.5)
-    assert Distribution().quantile(0.5) == 0.0
+    assert Distribution().quantiles(0.5) == [0.0]
 
 
 def test_a_learned_pace_takes_every_graph_as_captured():
@@ -103,5 +103,53 @@ def test_steps_vary_as_those_of_the_log_did_and_the_same_work_takes_the_same_tim
     assert sum(ratios) / len(ratios) == pytest.approx(1.3, rel=0.02)
     assert {round(ratio, 6) for ratio in ratios} == {0.9, 1.0, 2.0}
     assert all(pace.least(works[0]) <= pace.step(work) == pace.step(work) for work in works)
+    other = replace(pace, seed=1)
+    assert sum(other.step(work) != pace.step(work) for work in works) > 1000
     prompt = Work(64, 1, 0, 2080.0)
     assert pace.step(prompt) == pace.predicted(prompt) == pace.least(prompt)
+
+
+def one_prompt(setup, num_prompt: int, num_output: int) -> SimulatedRequest:
+    recipe = Recipe(1, lengths.Fixed(num_prompt), lengths.Fixed(num_output), arrivals.AtOnce())
+    return next(iter(simulate(traffic_of(generate(recipe, 1)), [Server(setup)]).values()))
+
+
+def ranks(width: int = 1, stages: int = 1, link: float = 0.0):
+    config = EngineConfig.of(model="", max_num_seqs=4, max_num_batched_tokens=100, max_stall_ms=0,
+                             tensor_parallel_size=width, pipeline_parallel_size=stages)
+    return setup_of("epyc", replace(SMALL, num_layers=30), config, link)
+
+
+def test_stages_compute_chunks_of_a_prompt_at_once_and_tokens_one_after_the_other():
+    one, two = (one_prompt(ranks(stages=stages), 2000, 20) for stages in (1, 2))
+    assert one.ttft is not None and two.ttft == pytest.approx(one.ttft * 21 / 40, rel=0.02)  # of 20 chunks
+    assert two.tpot == pytest.approx(one.tpot, rel=0.01)
+
+
+def test_stages_serve_all_requests_of_a_busy_server():
+    found = served(ranks(stages=2), 40.0)
+    assert all(one.reason in ("stop", "length") for one in found.values())
+
+
+def test_ranks_of_a_layer_are_faster_by_less_than_their_number_for_they_wait_for_each_other():
+    alone, fast, slow = (one_prompt(ranks(*given), 400, 20).tpot for given in ((1,), (2, 1, 1e-6), (2, 1, 1e-4)))
+    assert alone / 2 < fast < alone < slow
+
+
+def test_a_model_too_large_for_one_machine_fits_two():
+    large = replace(SMALL, weight_bytes=100 * 10**9)
+    with pytest.raises(ValueError, match="exceed 90%"):
+        setup_of("h100", large, EngineConfig.of(model=""))
+    for given in ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}):
+        assert setup_of("h100", large, EngineConfig.of(model="", **given)).limits.num_blocks > 0
+
+
+def test_adapters_wait_for_each_other_and_each_of_a_step_takes_its_time():
+    def seconds(max_loras: int, adapter: float) -> float:
+        setup = setup_of("epyc", SMALL, EngineConfig.of(model="", max_num_seqs=4))
+        setup = replace(setup, limits=replace(setup.limits, max_loras=max_loras), adapters=Adapters(4, adapter))
+        found = simulate(traffic_of(workload(1000.0), setup.adapters.number), [Server(setup)])
+        return max(one.ended for one in found.values())
+
+    assert seconds(4, 0.0) < seconds(1, 0.0)
+    assert seconds(4, 0.0) < seconds(4, 0.005)

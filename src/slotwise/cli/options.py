@@ -119,6 +119,10 @@ ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--pipeline-parallel-size", {"default": 1, "metavar": "N", "help": "stages that the model's layers are divided "
                                          "into, which compute different steps at once, each with the processes of "
                                          "--tensor-parallel-size: docs/parallel.md (default: 1)"}),
+    ("--enable-expert-parallel", {
+        "action": argparse.BooleanOptionalAction, "default": False,
+        "help": "each process of --tensor-parallel-size holds some of the experts whole, in place of a share of each: "
+        "docs/parallel.md (default: off)"}),
     ("--seed", {"default": 0, "help": "seed of requests without one (default: 0)"}),
 )
 

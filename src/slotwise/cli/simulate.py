@@ -29,19 +29,20 @@ from slotwise.observe.event_log import read_file
 from slotwise.routing.routers import ROUTERS
 from slotwise.simulate.drafts import DraftModel
 from slotwise.simulate.figures import Figures, Objectives, figures
-from slotwise.simulate.machines import ModelShape, described, names, setup_of
+from slotwise.simulate.machines import LINK, ModelShape, described, names, setup_of
 from slotwise.simulate.recorded import read_recording
 from slotwise.simulate.routed import RoutedServers
 from slotwise.simulate.simulator import Server, Setup, simulate
-from slotwise.simulate.traffic import traffic_of
+from slotwise.simulate.traffic import Adapters, traffic_of
 from slotwise.simulate.what_if import MEASURED, REPLAYED, WHAT_IF, what_if
 from slotwise.terminal import plain
 
 MS = 1000.0
-MAX_REPLICAS = 1000
+MAX_REPLICAS, MAX_ADAPTERS = 1000, 4096
 MAX_MS = 86_400_000.0
 WORKLOAD = Defaults(num_prompts=1000, arrivals="poisson:1")
-ENGINE = ("--max-model-len", "--max-num-seqs", "--max-num-batched-tokens", "--max-stall-ms", "--enable-prefix-caching")
+ENGINE = ("--max-model-len", "--max-num-seqs", "--max-num-batched-tokens", "--max-stall-ms", "--enable-prefix-caching",
+          "--tensor-parallel-size", "--pipeline-parallel-size")
 LATENCIES = ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99")
 ROWS = (("first token, p50", "ttft_p50"), ("first token, p99", "ttft_p99"), ("between tokens, p50", "itl_p50"),
         ("between tokens, p99", "itl_p99"), ("output tokens a second", "output_throughput"),
@@ -86,6 +87,15 @@ def add_machine_options(command: argparse.ArgumentParser) -> None:
                          "are as many drafts as shares, or fewer (default: a log's, else no drafts)")
     command.add_argument("--draft-ms", type=Number(real(0, MAX_MS)), default=None, metavar="MS",
                          help="with --acceptance: milliseconds of a pass of the draft model (default: 0)")
+    command.add_argument("--link-us", type=Number(real(0, 1e6)), default=None, metavar="US",
+                         help="with several ranks: microseconds in which they exchange the sums of a layer, and hand a "
+                         f"step on to the next stage (default: {LINK * 1e6:g})")
+    command.add_argument("--adapters", type=Number(whole(1, MAX_ADAPTERS)), default=None, metavar="N",
+                         help="each request is of one of N LoRA adapters, in turn (default: of none)")
+    command.add_argument("--max-loras", type=Number(whole(1, MAX_ADAPTERS)), default=None, metavar="N",
+                         help="with --adapters: adapters among the rows of one step (default: 1)")
+    command.add_argument("--adapter-ms", type=Number(real(0, MAX_MS)), default=None, metavar="MS",
+                         help="with --adapters: milliseconds that each adapter among a step's rows takes (default: 0)")
     add_engine_options(command, ENGINE)
     for name in ENGINE:
         command.set_defaults(**{name.removeprefix("--").replace("-", "_"): None})
@@ -138,7 +148,7 @@ def run(asked: argparse.Namespace) -> int:
     if asked.router and asked.replicas == 1:
         raise ValueError("--router chooses among several servers: give --replicas, too")
     workload = workload_of(asked, WORKLOAD)
-    traffic = traffic_of(workload)
+    traffic = traffic_of(workload, setup.adapters.number)
     routed = RoutedServers(ROUTERS[asked.router](asked.seed), asked.replicas) if asked.router else None
     told = [[one] for one in routed.observers] if routed is not None else [[]] * asked.replicas
     with ExitStack() as stack:
@@ -156,6 +166,7 @@ def run(asked: argparse.Namespace) -> int:
 def setup_of_machine(asked: argparse.Namespace) -> tuple[Setup, str]:
     """Returns the setup of a server on the machine, and words for the machine."""
     setup, about = _machine(asked)
+    setup = _with_adapters(setup, asked)
     if asked.acceptance is None:
         if asked.draft_ms is not None:
             raise ValueError("--draft-ms is of the draft model that --acceptance describes")
@@ -164,9 +175,20 @@ def setup_of_machine(asked: argparse.Namespace) -> tuple[Setup, str]:
     return replace(setup, speculation=model.speculation, draft_model=model), about
 
 
+def _with_adapters(setup: Setup, asked: argparse.Namespace) -> Setup:
+    if asked.adapters is None:
+        for name in ("max_loras", "adapter_ms"):
+            if getattr(asked, name) is not None:
+                raise ValueError(f"--{name.replace('_', '-')} is of the adapters of --adapters")
+        return setup
+    limits = replace(setup.limits, max_loras=asked.max_loras or setup.limits.max_loras)
+    return replace(setup, limits=limits, adapters=Adapters(asked.adapters, (asked.adapter_ms or 0.0) / MS))
+
+
 def _machine(asked: argparse.Namespace) -> tuple[Setup, str]:
     if os.path.isfile(asked.machine):
-        given = [name for name in ("--model", *ENGINE) if getattr(asked, name[2:].replace("-", "_")) is not None]
+        of_names = ("--model", "--link-us", *ENGINE)
+        given = [name for name in of_names if getattr(asked, name[2:].replace("-", "_")) is not None]
         if given:
             raise ValueError(f"{given[0]} is for a machine of the file: the log says what its engine had")
         setup, recording = read_recording(read_file(asked.machine))
@@ -177,7 +199,12 @@ def _machine(asked: argparse.Namespace) -> tuple[Setup, str]:
 
     options = {name[2:].replace("-", "_"): getattr(asked, name[2:].replace("-", "_")) for name in ENGINE}
     config = EngineConfig.of(model=asked.model, **{name: value for name, value in options.items() if value is not None})
-    return setup_of(asked.machine, _shape(asked.model), config), described(asked.machine)
+    ranks = config.tensor_parallel_size * config.pipeline_parallel_size
+    if asked.link_us is not None and ranks == 1:
+        raise ValueError("--link-us is between ranks: give --tensor-parallel-size or --pipeline-parallel-size, too")
+    link = LINK if asked.link_us is None else asked.link_us * 1e-6
+    return setup_of(asked.machine, _shape(asked.model), config, link), (
+        f"{ranks} of " * (ranks > 1) + described(asked.machine))
 
 
 def _shape(model: str) -> ModelShape:
@@ -191,7 +218,8 @@ def _shape(model: str) -> ModelShape:
         raise ValueError("the roofline of a mixture of experts depends on which experts a step hits: name an event log")
     positions = 2 * config.num_layers * config.num_kv_heads * config.head_dim * width
     return ModelShape((config.layer_weights + head) * width, positions, config.layer_weights, head,
-                      4 * config.num_layers * config.num_heads * config.head_dim, config.max_position_embeddings)
+                      4 * config.num_layers * config.num_heads * config.head_dim, config.max_position_embeddings,
+                      config.num_layers)
 
 
 def _logged(asked: argparse.Namespace, setup: Setup, stack: ExitStack) -> Server:

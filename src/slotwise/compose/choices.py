@@ -55,7 +55,7 @@ def joined(
     """Returns the other ranks, where this process starts them, and the group that computes the model.
 
     Raises:
-        ConfigError: there are fewer GPUs than ranks.
+        ConfigError: there are fewer GPUs than ranks, no experts to divide, or other ranks in torch's process group.
     """
     if joining is not None:
         return None, joining(kernels)
@@ -63,9 +63,16 @@ def joined(
         return None, ALONE
     if kernels.device.type == "cuda" and (there := torch.cuda.device_count()) < config.num_ranks:
         raise ConfigError(f"a model of {config.num_ranks} ranks needs as many GPUs, and torch sees {there}")
+    if kernels.name != "cpu" and torch.distributed.is_initialized():
+        raise ConfigError(f"on device {kernels.name} a process has one model of several ranks at a time: drop the one "
+                          "before, or start another process")
+    if config.enable_expert_parallel and described.mixture is None:
+        raise ConfigError("enable_expert_parallel needs a model with experts, and this one has none: leave it out")
     from slotwise.compose.ranks import Ranks  # needs msgspec, which one process does without
 
     for number in range(config.pipeline_parallel_size):  # raises where the model cannot be divided
-        tensor_shapes(described, Divided(config.tensor_parallel_size, Stage(number, config.pipeline_parallel_size)))
+        stage = Stage(number, config.pipeline_parallel_size)
+        tensor_shapes(described, Divided(
+            config.tensor_parallel_size, stage, splits_experts=config.enable_expert_parallel))
     ranks = Ranks(config, kernels, described, on_lost)
     return ranks, ranks.group

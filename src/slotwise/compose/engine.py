@@ -20,6 +20,7 @@ from slotwise.compose.vocabulary import Vocabulary
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.roofline import Machine, Roofline
 from slotwise.core.scheduler import Scheduler
+from slotwise.engine.adapters import AdapterStore
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.messages import EngineInfo, MemoryUse
@@ -109,9 +110,18 @@ class Loaded:
         return self._decoder.config
 
     @property
-    def adapters(self) -> Adapters | None:
-        """The adapters of requests; None where there are none."""
+    def own_adapters(self) -> Adapters | None:
+        """This rank's parts of the adapters of requests; None where there are none."""
         return self._decoder.adapters
+
+    @property
+    def adapters(self) -> AdapterStore | None:
+        """The adapters of requests, on all ranks; None where there are none."""
+        if self._ranks is None or self.own_adapters is None:
+            return self.own_adapters
+        from slotwise.compose.rank_adapters import RankAdapters  # needs msgspec
+
+        return RankAdapters(self.own_adapters, self._ranks)
 
     @property
     def product_path(self) -> str:
@@ -151,9 +161,10 @@ class Loaded:
         scheduling = info.scheduling
         grammars = Grammars(self._vocabulary.result() if self._vocabulary is not None else None)
         drafts = info.speculation is not None and info.speculation.method != NONE
-        groups = cache_groups(config, decoder, self._draft)
+        groups = cache_groups(config, decoder)
         masks = Masks(grammars, decoder.config.vocab_size, forces=drafts)
-        runner, slots = leading(decoder, self._draft, limits, groups, masks)
+        announce = (lambda plan: None) if self._ranks is None else self._ranks.run
+        runner, slots = leading(decoder, self._draft, limits, groups, masks, announce)
         lent = Returnable(runner, launcher_of(kernels).mapped) if (
             isinstance(runner, Prefault) and self._ranks is None) else None
         info.gives_back = lent is not None
@@ -170,7 +181,7 @@ class Loaded:
         scheduler = Scheduler(limits, scheduling.discipline(), scheduling.policy(times), times, proposer)
         engine = Engine(scheduler, runner, time.monotonic_ns, info.eos_token_ids, depth=depth, scheduling=scheduling,
                         grammars=grammars, experts=ExpertLoad(ends) if (ends := decoder.expert_ends) else None,
-                        memory=lent, adapters=decoder.adapters)
+                        memory=lent, adapters=self.adapters)
         info.learned = times.learned() if times.is_trained else None
         info.roofline = self.roofline(glance(decoder))
         return engine, info
@@ -239,7 +250,7 @@ def load(
     device, kernels = chosen(config, wrap)
     folder = locate(config.model)
     checkpoint = fingerprint(folder)  # first: what changes meanwhile is seen by the next engine
-    draft_model = DraftCheckpoint.of(config)
+    draft_model = DraftCheckpoint.of(config) if joining is None else None  # rank 0 alone proposes
     if draft_model is not None:
         checkpoint += fingerprint(draft_model.folder)
     generation = named_file(config.generation_config)

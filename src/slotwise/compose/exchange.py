@@ -109,7 +109,7 @@ class Exchange:
 
 def objection(config: EngineConfig, settings: ServerSettings) -> str:
     """Why a server with these settings cannot serve another model; "" where it can."""
-    if config.tensor_parallel_size > 1:
+    if config.num_ranks > 1:
         return "a server with several ranks has one model: restart it"
     if config.enable_lora:
         return "a server with adapters has one model, which they belong to: restart it"

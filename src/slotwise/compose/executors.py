@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from slotwise.core.limits import SchedulerLimits
+from slotwise.core.step import StepPlan
 from slotwise.engine.executor import Executor
 from slotwise.kernels.cpu.memory import LARGE
 from slotwise.kernels.interface import AttentionShape, LayerCache
@@ -42,8 +43,13 @@ class Built(NamedTuple):
 
 def leading(
     decoder: Decoder, draft: Decoder | None, limits: SchedulerLimits, groups: LayerGroups, masks: Masks,
+    announce: Callable[[StepPlan], None] = lambda plan: None,
 ) -> Built:
-    """The executor of the rank that samples; the caches of `draft` lie in the same blocks."""
+    """The executor of the rank that samples; the caches of `draft` lie in the same blocks.
+
+    Args:
+        announce: receives the plans with drafts that the executor has proposed, before it computes them.
+    """
     kernels, vocab_size = decoder.kernels, decoder.config.vocab_size
     caches, slots = _caches(decoder, limits, groups), _slots(decoder, limits, groups)
     draft_caches = [] if draft is None else _allocated(draft, limits, draft.attention_shapes)
@@ -52,14 +58,14 @@ def leading(
     sampler: Sampling = (
         Sampler(limits.max_num_seqs, vocab_size, launcher_of(kernels), masks) if kernels.name == "cpu"
         else DeviceSampler(known, vocab_size, draw_for(kernels), kernels.device, masks, mask_for(kernels)))
+    draft_model = None if draft is None else DraftModel(
+        draft, draft_caches, slots, sampler, vocab_size,
+        DraftPositions(slots, limits.num_blocks, limits.num_host_blocks), announce)
     if is_divided:
         runner: Executor = FirstStageRunner(
             StageRunner(decoder, caches.by_layer, slots),
-            ModelRunner(Returned(decoder), [], known, sampler, masks=masks))
+            ModelRunner(Returned(decoder), [], known, sampler, masks=masks), draft_model)
     else:
-        draft_model = None if draft is None else DraftModel(
-            draft, draft_caches, slots, sampler, vocab_size,
-            DraftPositions(slots, limits.num_blocks, limits.num_host_blocks))
         pieces = [piece for cache in (*caches.every, *draft_caches) for piece in kernels.cache_pieces(cache)]
         runner = ModelRunner(
             decoder, caches.by_layer, slots, sampler, HostBlocks(limits.num_host_blocks, pieces), masks, draft_model)

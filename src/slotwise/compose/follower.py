@@ -14,6 +14,7 @@ from slotwise.core.step import StepPlan
 from slotwise.engine.config import EngineConfig
 from slotwise.kernels.group import Group
 from slotwise.kernels.interface import Kernels
+from slotwise.model.adapters import Adapters
 from slotwise.runner.stage_runner import FirstStageRunner, StageRunner
 
 
@@ -31,6 +32,11 @@ class Follower:
         self._config = join.config
         self._loaded: Loaded = load(join.config, joining=group)
 
+    @property
+    def adapters(self) -> Adapters | None:
+        """Its parts of adapters; None where requests have none."""
+        return self._loaded.own_adapters
+
     def measure(self, config: EngineConfig) -> None:
         """Runs the steps by which rank 0 sizes an engine, and with it exchanges what they sum.
 
@@ -42,7 +48,7 @@ class Follower:
     def allocate(self, limits: SchedulerLimits) -> None:
         """Makes caches and slots, in place of those before."""
         decoder = self._loaded.ready()
-        self._slots, self._runner = following(decoder, limits, cache_groups(self._config, decoder, None))
+        self._slots, self._runner = following(decoder, limits, cache_groups(self._config, decoder))
 
     def run(self, plan: StepPlan, known: Sequence[Known]) -> None:
         """Computes this rank's share of a plan, after `known` tokens of the steps before.

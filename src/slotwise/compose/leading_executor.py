@@ -25,12 +25,11 @@ class LeadingExecutor:
         self._runner = runner
         self._slots = slots
         self._in_flight: deque[tuple[StepPlan, RankSpan]] = deque()
-        self._known: list[Known] = []  # since the last plan
 
     def submit(self, plan: StepPlan) -> None:
         """Raises RankLostError once a rank is lost."""
-        self.ranks.run(plan, self._known)
-        self._known = []
+        if not plan.has_proposed:  # else the draft model announces the plan, with its drafts
+            self.ranks.run(plan)
         began = time.monotonic_ns()
         self._runner.submit(plan)
         self._in_flight.append((plan, RankSpan(0, began, time.monotonic_ns())))
@@ -53,7 +52,7 @@ class LeadingExecutor:
         return result._replace(ranks=(first, last, *others))
 
     def _learn(self, known: list[Known]) -> None:
-        self._known += known
+        self.ranks.learn(known)
         if self._slots is not None:
             for one in known:
                 self._slots.learn(one.slot, one.start, one.tokens)

@@ -30,10 +30,11 @@ class Rank(NamedTuple):
     number: int
     width: int  # ranks of a stage
     stages: int
+    splits_experts: bool
 
     @classmethod
     def of(cls, number: int, config: EngineConfig) -> Rank:
-        return cls(number, config.tensor_parallel_size, config.pipeline_parallel_size)
+        return cls(number, config.tensor_parallel_size, config.pipeline_parallel_size, config.enable_expert_parallel)
 
     @property
     def size(self) -> int:
@@ -96,8 +97,12 @@ def store_of(port: int, size: int) -> Any:
 
 def group_of(kernels: Kernels, rank: Rank, memory: RankMemory, store: Any) -> Group:
     """This process' view of its stage and the others; `store` is None where they exchange through `memory`."""
-    if store is not None:
-        return _of_torch(kernels, rank, store)
+    group = _of_memory(kernels, rank, memory) if store is None else _of_torch(kernels, rank, store)
+    group.splits_experts = rank.splits_experts
+    return group
+
+
+def _of_memory(kernels: Kernels, rank: Rank, memory: RankMemory) -> Group:
     launcher = launcher_of(kernels)
     pipe: Pipe = NoPipe()
     if rank.stages > 1:

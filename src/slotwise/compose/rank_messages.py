@@ -8,6 +8,7 @@ from msgspec import Struct
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.step import StepPlan
 from slotwise.engine.config import EngineConfig
+from slotwise.engine.messages import AdapterLoaded, LoadAdapter, UnloadAdapter
 
 
 class Join(Struct, tag="join"):
@@ -61,6 +62,9 @@ class Failed(Struct, tag="failed"):
     message: str
 
 
+Order = Join | Measure | Allocate | Run | Collect | LoadAdapter | UnloadAdapter
+RankReport = Loaded | Failed | AdapterLoaded
+
 encode = msgspec.msgpack.Encoder().encode
-decode_order = msgspec.msgpack.Decoder(Join | Measure | Allocate | Run | Collect).decode
-decode_report = msgspec.msgpack.Decoder(Loaded | Failed).decode
+decode_order = msgspec.msgpack.Decoder(Order).decode
+decode_report = msgspec.msgpack.Decoder(RankReport).decode

@@ -5,6 +5,7 @@ It computes its share of the plans that rank 0 sends, and ends when rank 0 does.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import sys
@@ -12,6 +13,7 @@ import threading
 import time
 
 from slotwise import spawn
+from slotwise.compose.adapter_loading import AdapterLoading
 from slotwise.compose.garbage import hold_off, settle
 from slotwise.compose.rank_messages import (
     Allocate,
@@ -26,6 +28,7 @@ from slotwise.compose.rank_messages import (
 )
 from slotwise.compose.worker import end
 from slotwise.engine.ipc import BlockingChannel, ChannelClosed
+from slotwise.engine.messages import LoadAdapter, UnloadAdapter
 from slotwise.errors import one_line
 from slotwise.kernels.lazy_imports import spare_torch
 
@@ -35,19 +38,27 @@ def main(descriptor: int) -> int:
     hold_off()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    channel = BlockingChannel(socket.socket(fileno=descriptor))
+    return obey(BlockingChannel(socket.socket(fileno=descriptor)))
+
+
+def obey(channel: BlockingChannel) -> int:
+    """Computes what rank 0 orders until it closes the channel; returns the status of the process."""
+    ended = threading.Event()
     try:
-        _serve(channel)
+        _serve(channel, ended)
     except ChannelClosed:
         return 0
     except Exception as error:
-        channel.send(encode(Failed(one_line(f"{type(error).__name__}: {error}"))))
+        with contextlib.suppress(ChannelClosed):
+            channel.send(encode(Failed(one_line(f"{type(error).__name__}: {error}"))))
         return 1
+    finally:
+        ended.set()
     return 0
 
 
-def _serve(channel: BlockingChannel) -> None:
-    """Loads, then obeys rank 0 until it closes the channel."""
+def _serve(channel: BlockingChannel, ended: threading.Event) -> None:
+    """Loads, then obeys rank 0 until it closes the channel; heartbeats stop when it has `ended`."""
     while not (messages := channel.receive(None)):
         pass
     join = decode_order(messages[0])
@@ -61,12 +72,12 @@ def _serve(channel: BlockingChannel) -> None:
     memory = RankMemory(join.memory, join.boxes, rank)
 
     def beat() -> None:
-        while True:
+        while not ended.wait(BEAT):
             memory.stage.beat(rank.within)
-            time.sleep(BEAT)
 
     threading.Thread(target=beat, name="heartbeat", daemon=True).start()
     follower = Follower(join, rank, memory)
+    loading = AdapterLoading(follower.adapters, lambda loaded: channel.send(encode(loaded)))
     settle()
     channel.send(encode(Loaded()))
     while True:
@@ -83,6 +94,11 @@ def _serve(channel: BlockingChannel) -> None:
                                   time.monotonic_ns())
             elif isinstance(order, Collect):
                 follower.collect()
+            elif isinstance(order, LoadAdapter):
+                loading.load(order)
+            elif isinstance(order, UnloadAdapter):
+                assert follower.adapters is not None
+                follower.adapters.unload(order.number)
 
 
 if __name__ == "__main__":

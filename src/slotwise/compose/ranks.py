@@ -16,18 +16,30 @@ import subprocess
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 
 from slotwise import child, spawn
 from slotwise.compose.rank_groups import Rank, RankFiles, RankMemory, group_of, store_of
-from slotwise.compose.rank_messages import Allocate, Collect, Failed, Join, Known, Measure, Run, decode_report, encode
+from slotwise.compose.rank_messages import (
+    Allocate,
+    Collect,
+    Failed,
+    Join,
+    Known,
+    Measure,
+    RankReport,
+    Run,
+    decode_report,
+    encode,
+)
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.step import RankSpan, StepPlan
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.ipc import BlockingChannel, ChannelClosed, pair
+from slotwise.engine.messages import AdapterLoaded, LoadAdapter, UnloadAdapter
 from slotwise.errors import OneLineError
 from slotwise.kernels.cpu.openmp import places
 from slotwise.kernels.cpu.shared_group import SharedMemory
@@ -71,6 +83,22 @@ class _Rank:
                 pass_fds=[theirs.fileno(), of_stage, files.boxes], stdin=subprocess.DEVNULL)
         self.beats, self.heard = -1, time.monotonic()
 
+    def report(self) -> RankReport:
+        """What it tells next; waits for it.
+
+        Raises:
+            RankLostError: it has ended, or failed.
+        """
+        try:
+            while not (messages := self.channel.receive(None)):
+                pass
+        except ChannelClosed:
+            raise RankLostError(f"rank {self.number} has ended") from None
+        report: RankReport = decode_report(messages[0])
+        if isinstance(report, Failed):
+            raise RankLostError(f"rank {self.number}: {report.message}")
+        return report
+
 
 class Ranks:
     """Rank 0's hold on the others.
@@ -88,6 +116,7 @@ class Ranks:
         self._on_lost = on_lost
         self._losing = threading.Lock()
         self._looked = 0.0  # monotonic seconds
+        self._known: list[Known] = []  # tokens sampled since the last plan
         self._measures = kernels.name != "cpu" and first.stages == 1
         files = RankFiles.made(config, described)
         self._memory = RankMemory(files.of_stages[0], files.boxes, first)
@@ -101,6 +130,8 @@ class Ranks:
                 other.number, files.of_stages[other.rank.stage.number], files.boxes, store.port if store else 0)))
         files.close()
         self.group = group_of(kernels, first, self._memory, store)
+        if store is not None:  # the next engine of this process makes a process group of its own
+            weakref.finalize(self, torch.distributed.destroy_process_group).atexit = False
 
     @property
     def processes(self) -> list[subprocess.Popen[bytes]]:
@@ -114,14 +145,7 @@ class Ranks:
             RankLostError: one could not.
         """
         for rank in self._others:
-            try:
-                while not (messages := rank.channel.receive(None)):
-                    pass
-            except ChannelClosed:
-                raise RankLostError(f"rank {rank.number} ended while it was loading") from None
-            report = decode_report(messages[0])
-            if isinstance(report, Failed):
-                raise RankLostError(f"rank {rank.number}: {report.message}")
+            rank.report()
         threading.Thread(target=_watch, args=(weakref.ref(self),), name="ranks", daemon=True).start()
 
     def measure(self, config: EngineConfig) -> None:
@@ -133,14 +157,41 @@ class Ranks:
         """Has all ranks make their caches."""
         self._send(encode(Allocate(limits)))
 
-    def run(self, plan: StepPlan, known: list[Known]) -> None:
+    def learn(self, known: list[Known]) -> None:
+        """Tokens that were sampled: the next plan takes them to all ranks."""
+        self._known += known
+
+    def run(self, plan: StepPlan) -> None:
         """Has all ranks compute their shares of a plan."""
-        self._send(encode(Run(plan._replace(preempted=(), refused=(), stop=None), known)))
+        self._send(encode(Run(plan._replace(preempted=(), refused=(), stop=None), self._known)))
+        self._known = []
 
     def collect(self) -> None:
         """Has the other ranks of the first stage compute the end of the oldest plan, where it is one of several."""
         if self.group.pipe.stage.total > 1:
             self._send(encode(Collect()), [rank for rank in self._others if rank.rank.stage.is_first])
+
+    def load_adapter(self, command: LoadAdapter) -> None:
+        """Has all ranks load an adapter beside their steps; `adapter_loads` tells what became of it."""
+        self._send(encode(command))
+
+    def adapter_loads(self) -> dict[int, str]:
+        """Why a rank could not load the adapter, by number, "" where it could; waits for all ranks.
+
+        Raises:
+            RankLostError: one was lost meanwhile.
+        """
+        found: dict[int, str] = {}
+        for rank in self._others:
+            report = rank.report()
+            assert isinstance(report, AdapterLoaded)
+            found[rank.number] = report.objection
+        return found
+
+    def unload_adapter(self, number: int, ranks: Collection[int] | None = None) -> None:
+        """Has all ranks, or those of these numbers, forget an adapter, when the plans sent before are done."""
+        told = self._others if ranks is None else [rank for rank in self._others if rank.number in ranks]
+        self._send(encode(UnloadAdapter(number)), told)
 
     def check(self) -> None:
         """Raises RankLostError once a rank is lost."""

@@ -69,7 +69,7 @@ def sized(
     block_size = config.block_size or BLOCK_SIZE
     model_tokens = decoder.config.max_position_embeddings
     models = [decoder] if draft is None else [decoder, draft]
-    groups = cache_groups(config, decoder, draft)
+    groups = cache_groups(config, decoder)
     per_block = sum(kernels.cache_bytes_per_block(block_size, shape, model.config.dtype)
                     for model in models[1:] for shape in model.attention_shapes)
     per_block += _block_bytes(decoder, groups, block_size)
@@ -88,9 +88,9 @@ def sized(
         room.graphs)
 
 
-def cache_groups(config: EngineConfig, decoder: Decoder, draft: Decoder | None) -> LayerGroups:
+def cache_groups(config: EngineConfig, decoder: Decoder) -> LayerGroups:
     """Returns the cache groups of the model's layers: with a draft model one, whose blocks hold the layers of both."""
-    if draft is not None:
+    if config.speculative_config and config.speculative_config.model:
         return one_group(len(decoder.attention_shapes))
     model_tokens = decoder.config.max_position_embeddings
     return layer_groups(decoder.attention_shapes, min(config.max_model_len or model_tokens, model_tokens))
@@ -123,8 +123,11 @@ def _weights(models: Sequence[Decoder]) -> int:
     width, count = decoder.group.size, decoder.group.pipe.stage.total
     if decoder.kernels.device.type == "cuda" or count == 1:
         return _ranks(decoder) * held
-    return width * sum(weight_bytes(decoder.config, decoder.kernels, {}, Divided(width, Stage(number, count)))
-                       for number in range(count))
+    adapters = 0 if decoder.adapters is None else decoder.adapters.bytes_of_stages
+    stages = [Divided(width, Stage(number, count), splits_experts=decoder.group.splits_experts)
+              for number in range(count)]
+    return width * (adapters + sum(
+        weight_bytes(decoder.config, decoder.kernels, decoder.formats, stage) for stage in stages))
 
 
 def _block_bytes(decoder: Decoder, groups: LayerGroups, block_size: int) -> int:

@@ -53,7 +53,8 @@ class DecodeRun:
     """
 
     def __init__(
-        self, table: RequestTable, requests: Sequence[Request], refused: Sequence[Decision], stop: Stop | None,
+        self, table: RequestTable, requests: Sequence[Request], refused: Sequence[Decision] = (),
+        stop: Stop | None = None,
     ) -> None:
         self.requests = tuple(requests)
         self.request_ids = tuple([request.request_id for request in requests])
@@ -83,14 +84,14 @@ class DecodeRun:
         """Take the first `number` steps; yields the index of each and what it changes.  The caller ends the `ended`.
 
         Args:
-            each: else only of the first and the last.
+            each: else only of the last.
         """
         kv, last = self._table.kv, number - 1
         extended, full = self._extended(number), self._full(number)
         for request, tokens in zip(self.requests, outputs.rows, strict=True):
             request.tokens += tokens[:last]
             request.num_scheduled += number
-        for index in range(number) if each else sorted({0, last, *extended, *full}):
+        for index in range(number) if each else sorted({last, *extended, *full}):
             new_blocks: list[NewBlocks] = []
             for row in extended.get(index, ()):
                 new_blocks += kv.extend(self.requests[row], self.starts[row] + index + 1) or ()
@@ -99,7 +100,7 @@ class DecodeRun:
                 self.requests[row].num_computed = self.starts[row] + index + 1
                 kv.advance(self.requests[row])
             ended = self._last(number, outputs) if index == last else ()
-            if each or index in (0, last):
+            if each or index == last:
                 yield index, Changes(released, tuple(new_blocks), copies, ended)
 
     def _last(self, number: int, outputs: Outputs) -> list[Ended]:
@@ -115,7 +116,10 @@ class DecodeRun:
 
     def _affordable(self, length: int) -> int:
         """Returns for how many of `length` steps there are enough blocks."""
-        available = self._table.kv.pool.num_available
+        kv = self._table.kv
+        available = kv.pool.num_available
+        if len(self.requests) * len(self.requests[0].tables) * (length // kv.block_size + 1) <= available:
+            return length
         extended = self._extended(length)
         for index in sorted(extended):
             available -= len(extended[index]) * len(self.requests[0].tables)

@@ -161,7 +161,7 @@ class KVManager:
     def advance(self, request: Request) -> None:
         """Add the full computed blocks of `request` to the prefix cache, and free those that are behind a window."""
         num_full = request.num_computed // self.block_size
-        if self._shares:
+        if self._shares and request.block_hashes.length < num_full:
             self._publish(request, num_full)
         for group, (table, first) in enumerate(zip(request.tables, self._groups.firsts(num_full), strict=True)):
             if (expired := first - table.first) > 0:
@@ -172,12 +172,8 @@ class KVManager:
         self._set_advance_at(request, num_full)
 
     def _publish(self, request: Request, num_full: int) -> None:
-        block_hashes = request.block_hashes
-        while block_hashes.length < num_full:
-            index = block_hashes.length
-            blocks = [table.blocks[index - table.first] for table in request.tables]
-            replaced = self.prefix.publish(block_hashes, request.tokens, blocks)
-            for cached in replaced.cached if replaced is not None else ():
+        for replaced in self.prefix.publish(request.block_hashes, request.tokens, request.tables, num_full):
+            for cached in replaced.cached:
                 self.pool.discard(cached.block)
                 self.host.drop(cached)
 

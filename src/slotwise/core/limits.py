@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from slotwise.core.cache_groups import CacheGroups
 from slotwise.core.slo import Tier
@@ -94,7 +95,8 @@ class SchedulerLimits:
     @property
     def cache_tokens(self) -> int:
         """Tokens of the longest sequence that the cache holds."""
-        return self.groups.longest(self.num_blocks, max(self.num_blocks, -(-self.max_model_len // self.block_size)))
+        most = max(self.num_blocks, -(-self.max_model_len // self.block_size))
+        return _longest(self.windows, self.block_size, self.max_chunk, self.num_blocks, most)
 
     def tokens_in(self, num_blocks: int) -> int:
         """Tokens of short sequences that `num_blocks` blocks hold: each takes a place in every group."""
@@ -126,3 +128,8 @@ class SchedulerLimits:
             return (f"{num_prompt} prompt tokens and up to {needed + 1 - num_prompt} output tokens need {needed} "
                     f"places in a cache of {self.cache_tokens}; ask for fewer max_tokens or start with a larger cache")
         return ""
+
+
+@cache  # every request asks
+def _longest(windows: tuple[int, ...], block_size: int, max_chunk: int, num_blocks: int, most: int) -> int:
+    return CacheGroups(windows, block_size, max_chunk).longest(num_blocks, most)

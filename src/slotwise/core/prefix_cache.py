@@ -19,6 +19,8 @@ import zlib
 from collections.abc import Callable, Sequence
 from itertools import count
 
+from slotwise.core.cache_groups import BlockTable
+
 NOWHERE = -1  # no device block, no host block
 
 Digest = Callable[[tuple[int, tuple[int, ...]]], int]
@@ -30,9 +32,9 @@ class CachedBlock:
 
     __slots__ = ("block", "entry", "host_block")
 
-    def __init__(self, entry: Entry) -> None:
+    def __init__(self, entry: Entry, block: int) -> None:
         self.entry = entry
-        self.block = NOWHERE  # device block
+        self.block = block  # device block
         self.host_block = NOWHERE
 
     @property
@@ -46,13 +48,13 @@ class Entry:
     __slots__ = ("before", "cached", "digest", "number", "tokens")
 
     def __init__(
-        self, number: int, digest: int, tokens: tuple[int, ...], before: int | str, num_groups: int = 1,
+        self, number: int, digest: int, tokens: tuple[int, ...], before: int | str, blocks: Sequence[int],
     ) -> None:
         self.number = number  # no other entry has or had it
         self.digest = digest
         self.tokens = tokens
         self.before = before  # number of the entry before, or the salt
-        self.cached = tuple([CachedBlock(self) for _ in range(num_groups)])  # by group
+        self.cached = tuple([CachedBlock(self, block) for block in blocks])  # by group
 
     def holds(self, tokens: tuple[int, ...], before: int | str) -> bool:
         return self.tokens == tokens and self.before == before
@@ -138,28 +140,32 @@ class PrefixCache:
         return [[entry.cached[group] for entry in entries[max(0, len(entries) - window) :]]
                 for group, window in enumerate(self._windows)]
 
-    def publish(self, block_hashes: BlockHashes, tokens: Sequence[int], blocks: Sequence[int]) -> Entry | None:
-        """Publish `blocks`, one of each group, as the next of `block_hashes`, where their contents are not on the
-        device already.
+    def publish(self, block_hashes: BlockHashes, tokens: Sequence[int], tables: Sequence[BlockTable], end: int,
+                ) -> list[Entry]:
+        """Publish the blocks of `tables` before number `end` that are not, where their contents are not on the device.
 
-        Returns the entry it replaced, if any: same digest, but its predecessor is gone, so it cannot be found any more.
+        Returns the entries replaced: same digest, but the predecessor is gone, so they cannot be found any more.
         """
-        index = block_hashes.length
-        self._extend(block_hashes, tokens, index)
-        digest, part = block_hashes.digests[index], block_hashes.parts[index]
-        entry = self._entries.get(digest)
-        replaced: Entry | None = None
-        if entry is None or not entry.holds(part, block_hashes.before):
-            if (replaced := entry) is not None:
-                for cached in replaced.cached:
-                    self._of_block.pop(cached.block, None)
-            entry = Entry(next(self._numbers), digest, part, block_hashes.before, len(self._windows))
-            self._entries[digest] = entry
-        for cached, block in zip(entry.cached, blocks, strict=True):
-            if cached.block == NOWHERE:
-                self.put(cached, block)
-        block_hashes.before = entry.number
-        block_hashes.length += 1
+        self._extend(block_hashes, tokens, end - 1)
+        entries, digests, parts, before = self._entries, block_hashes.digests, block_hashes.parts, block_hashes.before
+        replaced: list[Entry] = []
+        for index in range(block_hashes.length, end):
+            digest, part = digests[index], parts[index]
+            blocks = [table.blocks[index - table.first] for table in tables]
+            entry = entries.get(digest)
+            if entry is not None and entry.holds(part, before):
+                for cached, block in zip(entry.cached, blocks, strict=True):
+                    if cached.block == NOWHERE:
+                        self.put(cached, block)
+            else:
+                if entry is not None:
+                    replaced.append(entry)
+                    for cached in entry.cached:
+                        self._of_block.pop(cached.block, None)
+                entries[digest] = entry = Entry(next(self._numbers), digest, part, before, blocks)
+                self._of_block.update(zip(blocks, entry.cached, strict=True))
+            before = entry.number
+        block_hashes.before, block_hashes.length = before, end
         return replaced
 
     def has(self, block: int) -> bool:
@@ -182,18 +188,26 @@ class PrefixCache:
 
     def forget(self, entry: Entry) -> None:
         """Remove `entry` if no group has it any more, on the device or on the host."""
-        if not any(cached.is_somewhere for cached in entry.cached) and self.has_entry(entry):
+        for cached in entry.cached:  # a generator takes three times as long
+            if cached.block != NOWHERE or cached.host_block != NOWHERE:
+                return
+        if self.has_entry(entry):
             del self._entries[entry.digest]
             entry.cached = ()  # they name each other, and would be left to the collector of circular garbage
 
     def _extend(self, block_hashes: BlockHashes, tokens: Sequence[int], index: int) -> None:
-        """Split `tokens` up to block `index`; each block of a request is split and digested once."""
-        size = self._block_size
-        for at in range(len(block_hashes.parts), index + 1):
+        """Split `tokens` up to block `index`; each block of a request is split and digested once.
+
+        A block with the tokens of the one before shares its tuple: those of a simulation have no others.
+        """
+        size, parts, digests = self._block_size, block_hashes.parts, block_hashes.digests
+        for at in range(len(parts), index + 1):
             part = tuple(tokens[at * size : (at + 1) * size])
-            before = block_hashes.digests[-1] if block_hashes.digests else zlib.crc32(block_hashes.salt.encode())
-            block_hashes.parts.append(part)
-            block_hashes.digests.append(self._digest((before, part)))
+            if parts and part == parts[-1]:
+                part = parts[-1]
+            before = digests[-1] if digests else zlib.crc32(block_hashes.salt.encode())
+            parts.append(part)
+            digests.append(self._digest((before, part)))
 
 
 def _is_on_host(cached: CachedBlock) -> bool:

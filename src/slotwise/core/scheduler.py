@@ -42,7 +42,7 @@ draws a random number or iterates a set.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 
 from slotwise.core.admission import Admission
 from slotwise.core.chunking import Chunking
@@ -259,29 +259,35 @@ class Scheduler:
                 or any(isinstance(event, Finished | Rejected) for event in table.events)
                 or not all(map(is_decoding, reversed(table.running.values())))):
             return None
-        waiting = PlanBuilder(self._steps, now, 0)
-        if table.waiting:
-            if policy.may_preempt or self._admission.gate(now).max_new > 0:
-                return None
+        if not table.waiting:
+            run = DecodeRun(table, self._running.in_order(now))
+        elif policy.may_preempt or self._admission.gate(now).max_new > 0:
+            return None
+        else:
+            waiting = PlanBuilder(self._steps, now, 0)
             self._waiting.schedule(waiting)
-        run = DecodeRun(table, self._running.in_order(now), waiting.refused, waiting.stop)
+            run = DecodeRun(table, self._running.in_order(now), waiting.refused, waiting.stop)
         return run if run.length and now < run.until else None
 
     def commit_run(
-        self, run: DecodeRun, times: Sequence[tuple[float, float]], outputs: Outputs, *, each: bool,
-    ) -> Iterator[tuple[int, Changes]]:
-        """Take the steps of a run, planned and ended at `times`; yields as `DecodeRun.commit`."""
+        self, run: DecodeRun, number: int, times: Callable[[int], tuple[float, float]], outputs: Outputs, *, each: bool,
+    ) -> Iterator[tuple[int, int, Changes]]:
+        """Take the first `number` steps of a run; yields as `DecodeRun.commit`, with the step's number.
+
+        Args:
+            times: returns by a step's index when it was planned and when it ended, in seconds.
+        """
         policy = self._table.policy
         if self._learns:
-            for index, (planned, ended) in enumerate(times):
-                self.times.step(run.work(index), planned, ended)
+            for index in range(number):
+                self.times.step(run.work(index), *times(index))
         for tokens in outputs.steps:
             policy.served(run.requests, run.counts, tokens)
-        for index, changes in run.commit(len(times), outputs, each=each):
+        for index, changes in run.commit(number, outputs, each=each):
             for request, reason in changes.ended:
-                self._commits.end(request, reason, times[index][1])
-            yield self._steps + index, changes
-        self._steps += len(times)
+                self._commits.end(request, reason, times(index)[1])
+            yield index, self._steps + index, changes
+        self._steps += number
 
     # -- committing a step ---------------------------------------------------------------------------------------
 
@@ -300,7 +306,7 @@ class Scheduler:
     @property
     def _learns(self) -> bool:
         """Whether the step-time model is needed, and so trained."""
-        return self._chunking.needs_step_times or self._table.policy.needs_step_times
+        return self.times.learns and (self._chunking.needs_step_times or self._table.policy.needs_step_times)
 
     def rollback(self) -> list[str]:
         """Drop all steps in flight after a failure; their rows are planned again from the last commit.

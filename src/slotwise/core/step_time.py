@@ -188,6 +188,8 @@ class Prediction:
 class StepTimeModel:
     """An on-line model of step times.  Raises ValueError for learned sums that give no finite times."""
 
+    learns = True  # False: `step` changes nothing, and need not be called
+
     def __init__(self, learned: Learned | None = None) -> None:
         self._sizes = {size: sums.faded(REMEMBERED) for size, sums in learned.sizes.items()} if learned else {}
         self._coefficients = [0.0] * NUM_TERMS

@@ -18,7 +18,13 @@ from slotwise.engine.refusals import AdapterError
 
 
 class AdapterStore(Protocol):
-    """The adapters of a model."""
+    """The adapters of a model.
+
+    Attributes:
+        num_places: adapters that fit at the same time.
+    """
+
+    num_places: int
 
     def load(self, number: int, folder: Path) -> None:
         """Loads an adapter; on any thread, beside steps.  Raises an exception, with one line, if it cannot be."""

@@ -105,6 +105,11 @@ class AdmissionControl(Observer):
         return len(self._waiting)
 
     @property
+    def is_queueing(self) -> bool:
+        """Whether the last step left requests in the queue: the next one's time counts."""
+        return self._queueing_since > 0
+
+    @property
     def num_waiting_tokens(self) -> int:
         return self._tokens.total
 

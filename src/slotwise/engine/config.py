@@ -115,6 +115,7 @@ class EngineConfig:
     overlap: int | None = None  # steps in flight while the next is planned, 0 or 1; None: 1 where a GPU computes
     tensor_parallel_size: int = 1  # processes of this host that share every layer (docs/parallel.md)
     pipeline_parallel_size: int = 1  # stages that the layers are divided into, each of so many processes
+    enable_expert_parallel: bool = False  # a rank holds some experts whole, in place of a share of each
 
     def __post_init__(self) -> None:
         if isinstance(self.speculative_config, Mapping):
@@ -147,6 +148,8 @@ class EngineConfig:
             raise ConfigError("kv_offloading_size needs enable_prefix_caching: who comes back finds its blocks by it")
         if self.num_ranks > 1:
             self._check_ranks()
+        if self.enable_expert_parallel and self.tensor_parallel_size == 1:
+            raise ConfigError("enable_expert_parallel divides experts over tensor_parallel_size ranks: give 2 or more")
         if self.enable_lora and self.max_cpu_loras < self.max_loras:
             raise ConfigError(f"max_cpu_loras {self.max_cpu_loras} must be at least max_loras {self.max_loras}")
         if self.on_pressure not in PRESSURES:
@@ -154,11 +157,8 @@ class EngineConfig:
 
     def _check_ranks(self) -> None:
         """Raises ConfigError for what is not supported with several ranks."""
-        speculation = self.speculative_config
-        for name, is_set in (("speculative_config with a draft model", speculation and speculation.model),
-                             ("enable_lora", self.enable_lora), ("overlap", self.overlap),
-                             ("kv_offloading_size", self.kv_offloading_size)):
-            if is_set:
+        for name in ("overlap", "kv_offloading_size", "packed_weights_cache"):
+            if getattr(self, name):
                 raise ConfigError(f"{name} is not supported with {self._ranks}: leave one of them out")
         if self.num_ranks > MOST_RANKS:
             raise ConfigError(f"{self._ranks} are {self.num_ranks} processes: at most {MOST_RANKS} are supported")

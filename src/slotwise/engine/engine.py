@@ -14,7 +14,7 @@ sleep before the next `step`, when the last plan had no rows and waits for the c
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from slotwise.core.decode_run import DecodeRun, Outputs
 from slotwise.core.events import Admitted, Event, Preempted
@@ -196,22 +196,25 @@ class Engine:
         return self._scheduler.decode_run(self.clock() * 1e-9)
 
     def take(
-        self, run: DecodeRun, times: Sequence[tuple[int, int]], outputs: Outputs, *, each: bool = True,
+        self, run: DecodeRun, number: int, times: Callable[[int], tuple[int, int]], outputs: Outputs, *,
+        each: bool = True,
     ) -> Iterator[StepRecord]:
-        """Takes the first steps of a run, planned and ended at `times` in nanoseconds, and yields their records.
+        """Takes the first `number` steps of a run, and yields their records.
 
         Must be read to its end.
 
         Args:
-            each: the record of every step; else only those of the first and the last.
+            times: returns by a step's index when it was planned and when it ended, in nanoseconds.
+            each: the record of every step; else only that of the last.
         """
         self._idle_until = 0.0
-        seconds = [(started * 1e-9, ended * 1e-9) for started, ended in times]
-        first: int | None = None
-        for step, changes in self._scheduler.commit_run(run, seconds, outputs, each=each):
-            first = step if first is None else first
-            index = step - first
-            started, ended = times[index]
+
+        def seconds(index: int) -> tuple[float, float]:
+            started, ended = times(index)
+            return started * 1e-9, ended * 1e-9
+
+        for index, step, changes in self._scheduler.commit_run(run, number, seconds, outputs, each=each):
+            started, ended = times(index)
             self._planned.append(started)
             record = StepRecord(
                 step, started, ended, run.request_ids, run.slots, tuple([start + index for start in run.starts]),

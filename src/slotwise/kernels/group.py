@@ -25,6 +25,7 @@ class Group(Protocol):
     rank: int  # of this process within its stage; rank 0 of the first one samples
     size: int
     pipe: Pipe  # to the other stages
+    splits_experts: bool  # each rank holds some of the experts whole, in place of a share of each
 
     def warm_up(self, kind: torch.dtype) -> None:
         """Compile what exchanging numbers of `kind` needs."""
@@ -49,6 +50,7 @@ class Alone:
 
     rank: int = 0
     size: int = 1
+    splits_experts = False
 
     def __init__(self, pipe: Pipe | None = None) -> None:
         self.pipe: Pipe = pipe or NoPipe()
@@ -72,6 +74,8 @@ class TorchGroup:
     Args:
         members: their process group; None: all ranks.
     """
+
+    splits_experts = False
 
     def __init__(self, members: Any = None, pipe: Pipe | None = None) -> None:
         self._members = members
@@ -108,6 +112,6 @@ def embed_part(table: Tensor, places: Tensor) -> Tensor:
 class Divided(Alone):
     """A rank that exchanges nothing: what of a model it would hold."""
 
-    def __init__(self, size: int, stage: Stage = WHOLE) -> None:
+    def __init__(self, size: int, stage: Stage = WHOLE, *, splits_experts: bool = False) -> None:
         super().__init__(NoPipe(stage))
-        self.rank, self.size = 0, size
+        self.rank, self.size, self.splits_experts = 0, size, splits_experts

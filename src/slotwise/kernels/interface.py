@@ -45,6 +45,12 @@ class Routing:
     num_experts: int
     top_k: int
     is_normalised: bool
+    held: range | None = None  # experts whose weights are here, those of a rank; results leave others out.  None: all
+
+    @property
+    def experts(self) -> range:
+        """The experts whose weights are here."""
+        return range(self.num_experts) if self.held is None else self.held
 
 
 class ExpertWeights(NamedTuple):
@@ -130,6 +136,13 @@ class AttentionShape:
     soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap) (Gemma 2); 0: none
 
 
+class SharedNorm(NamedTuple):
+    """What a norm of all heads needs where ranks share them."""
+
+    add_up: Callable[[Tensor], Tensor]  # squares of this rank's queries and keys, `[tokens, 2]` float32, to all ranks'
+    numbers: tuple[int, int]  # of queries and of keys, that all ranks square
+
+
 @dataclass(frozen=True, slots=True)
 class QKNorm:
     """RMS norms of queries and keys before the rotary embedding.
@@ -142,6 +155,7 @@ class QKNorm:
     key: Tensor
     eps: float
     offset: float = 0.0  # added to both weights
+    shared: SharedNorm | None = None  # None: these are all heads, or each is normed by itself
 
 
 class Graph(Protocol):

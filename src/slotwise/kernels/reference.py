@@ -28,6 +28,7 @@ from slotwise.kernels.interface import (
     QKNorm,
     RaggedBatch,
     Routing,
+    SharedNorm,
     as_bytes,
     cache_kind,
 )
@@ -174,15 +175,15 @@ class ReferenceKernels:
         self, weights: Iterable[ExpertWeights], routing: Routing, activation: Activation | ClampedSwiGLU, ends: Tensor,
     ) -> Mixture:
         """Expert by expert, the tokens that chose it."""
-        packed = [(self.linear(each.gate_up, each.gate_up_bias), self.linear(each.down, each.down_bias))
-                  for each in weights]
+        packed = {number: (self.linear(each.gate_up, each.gate_up_bias), self.linear(each.down, each.down_bias))
+                  for number, each in zip(routing.experts, weights, strict=True)}
         activate = activated(self, activation)
 
         def mixture(x: Tensor, logits: Tensor) -> Tensor:
             chosen, shares = route(logits, routing)
             ends.add_(chosen.flatten().bincount(minlength=routing.num_experts).cumsum(0))
             out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-            for expert in chosen.unique().tolist():
+            for expert in sorted(packed.keys() & set(chosen.flatten().tolist())):
                 tokens, places = (chosen == expert).nonzero(as_tuple=True)
                 gate_up, down = packed[expert]
                 out[tokens] += shares[tokens, places, None] * down(activate(gate_up(x[tokens]))).float()
@@ -270,7 +271,9 @@ class ReferenceKernels:
         query, key, value = (
             qkv.view(len(qkv), -1, shape.head_dim).float().split([heads, kv_heads, kv_heads], dim=1)
         )
-        if norm is not None:
+        if norm is not None and norm.shared is not None:
+            query, key = _normed(query, key, norm, norm.shared)
+        elif norm is not None:
             query, key = (  # a head, or all heads, in the last dimension
                 _rms_norm(part.reshape(len(qkv), -1, len(weight)), weight, norm.eps, norm.offset).view(part.shape)
                 for part, weight in ((query, norm.query), (key, norm.key)))
@@ -293,6 +296,15 @@ class ReferenceKernels:
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (weight.float() + offset)
+
+
+def _normed(query: Tensor, key: Tensor, norm: QKNorm, shared: SharedNorm) -> list[Tensor]:
+    """`query` and `key [tokens, heads, head_dim]`, normed over the heads of all ranks."""
+    squares = shared.add_up(torch.stack([part.square().sum((1, 2)) for part in (query, key)], 1))
+    factors = torch.rsqrt(squares / squares.new_tensor(shared.numbers) + norm.eps)  # [tokens, 2]
+    weights = [(weight.float() + norm.offset).view(part.shape[1:]) for weight, part in (
+        (norm.query, query), (norm.key, key))]
+    return [part * factors[:, at, None, None] * weights[at] for at, part in enumerate((query, key))]
 
 
 def _soft_cap(x: Tensor, cap: float) -> Tensor:

@@ -4,6 +4,9 @@
     load     an adapter's file ─► checked ─► factors of each product, packed in host memory
     step     place of each row's adapter ─► AdapterProducts.assign
 
+A rank of several loads its part of an adapter's factors, as it holds its part of the product: of `b` the outputs, or of
+`a` the inputs, whose terms are summed with the product itself.
+
 An adapter gets a *place*, where kernels find its factors, with its first row.  So `load` changes nothing that a step
 reads, and may run on another thread beside steps; the other methods belong to the thread of the steps.
 """
@@ -11,7 +14,7 @@ reads, and may run on another thread beside steps; the other methods belong to t
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +25,7 @@ from slotwise.kernels.interface import Kernels
 from slotwise.kernels.low_rank import AddedProduct, LowRank, LowRankPart, Packed
 from slotwise.model.errors import CheckpointError
 from slotwise.model.peft import AdapterTensor, PeftAdapter, read_adapter
+from slotwise.model.stored import WHOLE, Cuts
 
 WHOLE_RANKS = 16  # to which packed factors are filled up
 
@@ -32,15 +36,24 @@ class Adaptable:
 
     Args:
         parts: outputs of each weight, by its name in the checkpoint.
-        order: the checkpoint's output at each place; None: as in the checkpoint.
+        cuts: the part of each weight that this rank holds.
+        order: the part's output at each place; None: as in the checkpoint.
         bias: the base model's, `[outputs]` as packed; None: it has none.
+        adds_biases: this rank does; of those whose results are summed, one does.
     """
 
-    added: AddedProduct
     parts: Mapping[str, int]
     inputs: int
+    cuts: Cuts
     order: Tensor | None
     bias: Tensor | None
+    adds_biases: bool
+
+    @property
+    def kept(self) -> dict[str, tuple[int, int]]:
+        """Outputs and inputs of this rank's part of each weight."""
+        sizes = {name: self.cuts.get(name, WHOLE).size((outputs, self.inputs)) for name, outputs in self.parts.items()}
+        return {name: (outputs, inputs) for name, (outputs, inputs) in sizes.items()}
 
 
 class Adapters:
@@ -49,13 +62,17 @@ class Adapters:
     Args:
         num_places: adapters in memory at the same time.
         max_rank: of an adapter's factors.
+        elsewhere: products of the model's other stages.
     """
 
-    def __init__(self, kernels: Kernels, num_places: int, max_rank: int, kind: torch.dtype) -> None:
+    def __init__(self, kernels: Kernels, num_places: int, max_rank: int, kind: torch.dtype,
+                 elsewhere: Sequence[Adaptable] = ()) -> None:
         self.rows = kernels.adapters(num_places, max_rank, kind)
         self.max_rank = max_rank
         self._kind = kind
-        self._products: list[Adaptable] = []
+        self.products: list[Adaptable] = []
+        self._added: list[AddedProduct] = []  # to each of them
+        self._elsewhere = elsewhere
         self.num_places = num_places
         self._loading = threading.Lock()  # one adapter is loaded at a time
         self._loaded: set[int] = set()  # numbers
@@ -65,39 +82,46 @@ class Adapters:
 
     @property
     def bytes(self) -> int:
-        """The most bytes of all adapters that fit, as packed."""
-        ranks = -(-self.max_rank // WHOLE_RANKS) * WHOLE_RANKS
-        return self.num_places * self._numbers_of_rank * ranks * self._kind.itemsize
+        """The most bytes of all adapters that fit, as packed, on this rank."""
+        return self._packed_bytes(self.products)
 
     @property
-    def _numbers_of_rank(self) -> int:
-        """Numbers of an adapter of rank 1, without biases."""
-        return sum(len(product.parts) * product.inputs + sum(product.parts.values()) for product in self._products)
+    def bytes_of_stages(self) -> int:
+        """The same on a rank of every stage together."""
+        return self._packed_bytes([*self.products, *self._elsewhere])
+
+    def _packed_bytes(self, products: Sequence[Adaptable]) -> int:
+        ranks = -(-self.max_rank // WHOLE_RANKS) * WHOLE_RANKS
+        numbers = sum(sum(size) for product in products for size in product.kept.values())
+        return self.num_places * numbers * ranks * self._kind.itemsize
 
     @property
     def _most_bytes(self) -> int:
         """Bytes of the largest adapter's file, of float32, beside its table."""
-        biases = 2 * sum(sum(product.parts.values()) for product in self._products)
-        return (self._numbers_of_rank * self.max_rank + biases) * torch.float32.itemsize
+        numbers = 0
+        for product in (*self.products, *self._elsewhere):
+            outputs = sum(product.parts.values())
+            numbers += self.max_rank * (len(product.parts) * product.inputs + outputs) + 2 * outputs  # and biases
+        return numbers * torch.float32.itemsize
 
     @property
     def is_full(self) -> bool:
         return len(self._loaded) >= self.num_places
 
-    def register(
-        self, parts: Mapping[str, int], inputs: int, order: Tensor | None, bias: Tensor | None,
-    ) -> AddedProduct:
+    def register(self, product: Adaptable) -> AddedProduct:
         """Returns what adapters add to a product."""
-        added = self.rows.product(sum(parts.values()), inputs, len(parts))
-        self._products.append(Adaptable(added, dict(parts), inputs, order, bias))
+        sizes = [*product.kept.values()]
+        added = self.rows.product(sum(outputs for outputs, _ in sizes), sizes[0][1], len(sizes))
+        self.products.append(product)
+        self._added.append(added)
         return added
 
     def place(self, number: int) -> int:
         """The place of a loaded adapter, which has one from now on."""
         if number not in self._places:
             place = self._places[number] = self._free.pop()
-            for product, packed in zip(self._products, self._unplaced.pop(number), strict=True):
-                product.added.set(place, packed)
+            for added, packed in zip(self._added, self._unplaced.pop(number), strict=True):
+                added.set(place, packed)
         return self._places[number]
 
     def load(self, number: int, folder: Path) -> None:
@@ -120,8 +144,8 @@ class Adapters:
         self._loaded.remove(number)
         self._unplaced.pop(number, None)
         if (place := self._places.pop(number, None)) is not None:
-            for product in self._products:
-                product.added.set(place, None)
+            for added in self._added:
+                added.set(place, None)
             self._free.append(place)
 
     def _packed(self, folder: Path) -> list[Packed | None]:
@@ -129,9 +153,12 @@ class Adapters:
         adapter = read_adapter(folder, self._most_bytes)
         left = dict(adapter.tensors)
         packed = []
-        for product in self._products:
+        for product, added in zip(self.products, self._added, strict=True):
             factors = self._factors(product, adapter, left)
-            packed.append(None if factors is None else product.added.pack(factors))
+            packed.append(None if factors is None else added.pack(factors))
+        for product in self._elsewhere:
+            for name in product.parts:
+                left.pop(name, None)
         if left:
             raise CheckpointError(f"{folder} adapts {next(iter(left))!r:.120}, which this model does not have, or "
                                   "of which adapters are not supported")
@@ -140,32 +167,37 @@ class Adapters:
     def _factors(
         self, product: Adaptable, adapter: PeftAdapter, left: dict[str, dict[str, AdapterTensor]],
     ) -> LowRank | None:
-        """An adapter's factors of one product; takes its tensors out of `left`."""
+        """An adapter's factors of one product, of this rank's part; takes its tensors out of `left`."""
         first, parts, biases, has_bias = 0, [], [], False
-        for name, outputs in product.parts.items():
-            found = left.pop(name, {})
-            order = None if product.order is None else product.order[first : first + outputs] - first
+        for name, (kept, _) in product.kept.items():
+            found, cut, outputs = left.pop(name, {}), product.cuts.get(name, WHOLE), product.parts[name]
+            order = slice(None) if product.order is None else product.order[first : first + kept] - first
             part = self._part(name, found, product.inputs, outputs, adapter)
-            bias = torch.zeros(outputs)
-            if "added" in found:
-                rank = found["a"].shape[0] if "a" in found else 1
-                bias += self._read(name, found["added"], (outputs,), adapter) * adapter.scale(name, rank)
-            if order is not None:
-                part, bias = part._replace(b=part.b[order]), bias[order]
-            if "bias" in found:
+            bias = cut.rows_of(self._bias(name, found, outputs, adapter))[order]
+            if "bias" in found and product.adds_biases:
                 if product.bias is None:
                     raise CheckpointError(f"{adapter.where} has a bias of {name}, which has none in this model")
-                trained = self._read(name, found["bias"], (outputs,), adapter)
-                base = product.bias[first : first + outputs].float()
-                bias += (trained if order is None else trained[order]) - base
-            has_bias |= bool(found.keys() & {"added", "bias"})
+                bias = bias - product.bias[first : first + kept].float()
+            has_bias |= product.adds_biases and bool(found.keys() & {"added", "bias"})
             biases.append(bias)
             if found:
-                parts.append(part._replace(first=first))
-            first += outputs
+                parts.append(LowRankPart(first, cut.columns_of(part.a), cut.rows_of(part.b)[order]))
+            first += kept
         if not parts:
             return None
         return LowRank(tuple(parts), torch.cat(biases) if has_bias else None)
+
+    def _bias(
+        self, name: str, found: Mapping[str, AdapterTensor], outputs: int, adapter: PeftAdapter,
+    ) -> Tensor:
+        """An adapter's bias of one weight: that of its second factor, scaled, and the trained one."""
+        bias = torch.zeros(outputs)
+        if "added" in found:
+            rank = found["a"].shape[0] if "a" in found else 1
+            bias += self._read(name, found["added"], (outputs,), adapter) * adapter.scale(name, rank)
+        if "bias" in found:
+            bias += self._read(name, found["bias"], (outputs,), adapter)
+        return bias
 
     def _part(
         self, name: str, found: Mapping[str, AdapterTensor], inputs: int, outputs: int, adapter: PeftAdapter,

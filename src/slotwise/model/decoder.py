@@ -10,12 +10,13 @@ layers are divided into stages (`kernels/pipe.py`), it runs those of one, betwee
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from slotwise.kernels.group import ALONE, Group
 from slotwise.kernels.interface import AttentionShape, Kernels, LayerCache, RaggedBatch
+from slotwise.kernels.matrix import Format
 from slotwise.model.adapters import Adapters
 from slotwise.model.cache_groups import by_layer
 from slotwise.model.config import ModelConfig
@@ -36,10 +37,14 @@ class Decoder:
 
     def __init__(
         self, config: ModelConfig, read: Read, kernels: Kernels, max_positions: int, adapters: Adapters | None = None,
-        group: Group = ALONE,
+        group: Group = ALONE, formats: Mapping[str, Format] = {},
     ) -> None:
-        """Reads and packs the weights of this rank; `max_positions` (tokens) bounds the positions of a batch."""
+        """Reads and packs the weights of this rank; `max_positions` (tokens) bounds the positions of a batch.
+
+        `formats` are those of the quantised matrices of all ranks, by name.
+        """
         self.group = group
+        self.formats = formats
         self.config = config
         self.kernels = kernels
         self.adapters = adapters

@@ -9,15 +9,16 @@ from pathlib import Path
 
 import torch
 
-from slotwise.kernels.group import ALONE, Group, num_ranks
+from slotwise.kernels.group import ALONE, Divided, Group
 from slotwise.kernels.interface import Kernels
 from slotwise.kernels.matrix import Format, Weight
-from slotwise.model.adapters import Adapters
+from slotwise.kernels.pipe import Stage
+from slotwise.model.adapters import Adaptable, Adapters
 from slotwise.model.checkpoint import read_config
 from slotwise.model.config import ModelConfig
 from slotwise.model.decoder import Decoder
 from slotwise.model.errors import CheckpointError
-from slotwise.model.families import tensor_shapes, weight_bytes
+from slotwise.model.families import adaptable, tensor_shapes, weight_bytes
 from slotwise.model.layers.embedding import HEAD, TABLE
 from slotwise.model.layers.source import NO_CUTS
 from slotwise.model.locate import locate
@@ -52,13 +53,14 @@ def load_model(
     wanted, shapes = tensor_shapes(config, group), tensor_shapes(config)
     weights.assemble(config.quantization, shapes)
     weights.check(shapes)
-    if num_ranks(group) > 1 and weights.formats(shapes):
-        raise CheckpointError(f"{folder}: quantised checkpoints are not supported with {num_ranks(group)} ranks: "
-                              "serve it with one")
+    if group.size > 1 and weights.formats(shapes):
+        raise CheckpointError(f"{folder}: quantised checkpoints are not supported with tensor_parallel_size "
+                              f"{group.size}: divide its layers with pipeline_parallel_size")
     if torch.float16 not in kernels.kinds:
         _tell_of_float16(dtype, config, weights, kernels)
     _widen(weights, weights.formats(shapes), kernels, config.dtype, folder)
-    admit(weight_bytes(config, kernels, weights.formats(shapes), group))
+    formats = weights.formats(shapes)
+    admit(weight_bytes(config, kernels, formats, group))
     read = weights.reader(shapes, config.dtype, progress, wanted)
     device = kernels.device
     longest = config.max_position_embeddings
@@ -67,8 +69,15 @@ def load_model(
         weight = read(*names, cuts=cuts)
         return weight.to(device) if isinstance(weight, torch.Tensor) else weight  # kernels unpack to their device
 
-    loaded = Adapters(kernels, *adapters, config.dtype) if adapters is not None else None
-    return Decoder(config, read_to_device, kernels, min(max_positions or longest, longest), loaded, group)
+    loaded = None if adapters is None else Adapters(kernels, *adapters, config.dtype, _elsewhere(config, group))
+    return Decoder(config, read_to_device, kernels, min(max_positions or longest, longest), loaded, group, formats)
+
+
+def _elsewhere(config: ModelConfig, group: Group) -> list[Adaptable]:
+    """The products of other stages that adapters may change."""
+    own = group.pipe.stage
+    stages = [Stage(number, own.total) for number in range(own.total) if number != own.number]
+    return [product for stage in stages for product in adaptable(config, Divided(group.size, stage))]
 
 
 def _widen(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from slotwise.kernels.matrix import Format, QuantisedMatrix, Weight
@@ -26,6 +27,14 @@ class Cut(NamedTuple):
         """The shape of this part of a tensor of `shape`."""
         rows = sum(map(len, self.rows)) if self.rows else shape[0]
         return (rows, *shape[1:]) if self.columns is None else (rows, len(self.columns), *shape[2:])
+
+    def rows_of(self, x: Tensor) -> Tensor:
+        """These rows of a tensor in memory."""
+        return torch.cat([x[rows.start : rows.stop] for rows in self.rows]) if self.rows else x
+
+    def columns_of(self, x: Tensor) -> Tensor:
+        """These columns of a tensor in memory."""
+        return x if self.columns is None else x[:, self.columns.start : self.columns.stop]
 
 
 def matrix_size(shape: tuple[int, ...]) -> tuple[int, int]:

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
+from slotwise.engine.adapters import AdapterStore
 from slotwise.lora_request import LoRARequest
-from slotwise.model.adapters import Adapters
 from slotwise.offline.residents import BASE, Held, Residents
 
 
@@ -19,7 +19,7 @@ class OfflineAdapters:
         lock: of the engine, so that no step runs while an adapter is loaded.
     """
 
-    def __init__(self, adapters: Adapters | None, lock: AbstractContextManager[object]) -> None:
+    def __init__(self, adapters: AdapterStore | None, lock: AbstractContextManager[object]) -> None:
         self._adapters = adapters
         self._lock = lock
         self._residents = Residents(0 if adapters is None else adapters.num_places)

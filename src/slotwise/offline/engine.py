@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slotwise.compose.engine import load
+from slotwise.engine.adapters import AdapterStore
 from slotwise.engine.engine import Engine
 from slotwise.errors import CheckpointError
-from slotwise.model.adapters import Adapters
 from slotwise.offline.arguments import Arguments
 from slotwise.runner import memory
 
@@ -60,7 +60,7 @@ class OfflineEngine:
         loaded = load(self._config)
         engine, self.info = loaded.engine(self._config)
         self._engine: Engine | None = engine
-        self.adapters: Adapters | None = loaded.adapters
+        self.adapters: AdapterStore | None = loaded.adapters
 
     @property
     def has_work(self) -> bool:

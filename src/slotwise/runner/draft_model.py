@@ -62,11 +62,12 @@ class DraftModel:
         sampler: the target's.
         vocab_size: the target's logits.
         positions: which positions the caches hold.
+        announce: receives a plan with the drafts that were proposed for it, before the target computes it.
     """
 
     def __init__(
         self, decoder: Decoder, caches: Sequence[LayerCache], slots: SlotTable, sampler: Sampling, vocab_size: int,
-        positions: DraftPositions,
+        positions: DraftPositions, announce: Callable[[StepPlan], None] = lambda plan: None,
     ) -> None:
         self._decoder = decoder
         self._caches = caches
@@ -74,6 +75,7 @@ class DraftModel:
         self._sampler = sampler
         self._vocab_size = vocab_size
         self._positions = positions
+        self._announce = announce
         self._graphs = DecodeGraphs(decoder, caches, slots)
 
     def apply(self, plan: StepPlan) -> None:
@@ -103,6 +105,7 @@ class DraftModel:
                 done(plan.slots[row], end)
             spans = [_Span(span.row, span.end, span.end + 1, samples=True) for span in spans
                      if span.samples and passes == len(drafts[span.row]) < wanted[span.row]]
+        self._announce(plan.with_drafts(tuple(drafts)))
         return Proposal(tuple(drafts), Proposing(time.perf_counter() - began, passes, num_tokens))
 
     def _caught_up(self, plan: StepPlan, rows: list[int]) -> list[_Span]:

@@ -163,7 +163,7 @@ class ModelRunner:
         objections = tuple([self._masks.objection(plan.slots[row]) for row in result.failed])
         return result._replace(objections=objections) if any(objections) else result
 
-    def _begin_masks(self, plan: StepPlan) -> None:
+    def begin_masks(self, plan: StepPlan) -> None:
         """Begin to fill the masks of a plan, beside its forward pass."""
         if self._masks is not None and self._masks.are_in(plan):
             earlier = [outcome for outcome in self._outcomes if not isinstance(outcome, Exception)]
@@ -174,10 +174,10 @@ class ModelRunner:
         device, drawn, of_prompts = self._decoder.kernels.device, None, NOTHING
         proposal = None
         if self._draft_model is not None and plan.has_proposed:
-            proposal = self._draft_model.propose(plan, self._begin_masks)
+            proposal = self._draft_model.propose(plan, self.begin_masks)
             plan = plan.with_drafts(proposal.drafts)
         if plan.slots:
-            self._begin_masks(plan)
+            self.begin_masks(plan)
             computed = self._compute(plan)
             plan, of_prompts = computed.plan, computed.of_prompts
             if plan.drafts:

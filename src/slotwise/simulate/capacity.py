@@ -50,7 +50,8 @@ class Load(NamedTuple):
 
 
 def served(workload: Workload, setup: Setup, replicas: int) -> list[SimulatedRequest]:
-    return list(simulate(traffic_of(workload), [Server(setup, replica=number) for number in range(replicas)]).values())
+    servers = [Server(setup, replica=number) for number in range(replicas)]
+    return list(simulate(traffic_of(workload, setup.adapters.number), servers).values())
 
 
 def fewest(workload: Workload, setup: Setup, target: Target, start: int = 1) -> int:

@@ -8,11 +8,11 @@
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import ceil
 
 from slotwise.simulate.requests import REFUSED, SERVED, SimulatedRequest
@@ -33,6 +33,7 @@ class Objectives:
 
 
 ANY = Objectives()
+BUCKETS = 1_000_000  # a second, of the values that quantiles are taken of
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,48 +57,59 @@ class Figures:
 def figures(requests: Sequence[SimulatedRequest], objectives: Objectives = ANY) -> Figures:
     """Returns the figures of requests."""
     first, gaps = Distribution(), gaps_of(requests)
-    first.add((ttft, 1) for request in requests if (ttft := request.ttft) is not None)
+    first.add([(ttft, 1) for request in requests if (ttft := request.ttft) is not None])
     ends = [max(request.ended, request.arrived) for request in requests]
     seconds = max(ends, default=0.0) - min([request.arrived for request in requests], default=0.0)
     rate = 1 / seconds if seconds > 0 else 0.0
     reasons = Counter(request.reason for request in requests)
+    (ttft_p50, ttft_p99), (itl_p50, itl_p99) = first.quantiles(0.5, 0.99), gaps.quantiles(0.5, 0.99)
     return Figures(
-        len(requests), sum(reasons[reason] for reason in SERVED), reasons[REFUSED], first.quantile(0.5),
-        first.quantile(0.99), gaps.quantile(0.5), gaps.quantile(0.99),
-        sum(request.num_tokens for request in requests) * rate, sum(map(objectives.met, requests)) * rate)
+        len(requests), sum(reasons[reason] for reason in SERVED), reasons[REFUSED],
+        ttft_p50, ttft_p99, itl_p50, itl_p99, sum(request.num_tokens for request in requests) * rate,
+        sum(map(objectives.met, requests)) * rate)
 
 
 class Distribution:
-    """Values with a weight each, in parts that are sorted on their own: of as many as a million requests have."""
+    """Values with a weight each.  They stay where they are: a quantile reads them again, and sorts a small part.
+
+    A part is read once to count its values by bucket.  The bucket of a quantile follows from the counts.
+    """
 
     def __init__(self) -> None:
-        self.total = 0  # of all weights
-        self._parts: list[tuple[array[float], array[int]]] = []  # values, and the weights up to each
+        self._parts: list[Iterable[tuple[float, int]]] = []
+        self._buckets: Counter[int] = Counter()  # weights
+
+    @property
+    def total(self) -> int:
+        """The sum of all weights."""
+        return self._buckets.total()
 
     def add(self, weighted: Iterable[tuple[float, int]]) -> None:
-        """Add a part."""
-        ordered = sorted(weighted)
-        if ordered:
-            self._parts.append((array("d", [value for value, _ in ordered]),
-                                array("q", accumulate(weight for _, weight in ordered))))
-            self.total += self._parts[-1][1][-1]
+        """Add a part that can be read any number of times."""
+        self._parts.append(weighted)
+        buckets = self._buckets
+        for value, weight in weighted:
+            buckets[int(value * BUCKETS)] += weight
 
-    def quantile(self, share: float) -> float:
-        """Returns the smallest value that at least `share` of all values do not exceed; 0 of none."""
-        target = ceil(share * self.total)
-        found: list[float] = []
-        for values, _ in self._parts:
-            at = bisect_left(values, True, key=lambda value: self._at_most(value) >= target)
-            found += values[at : at + 1]
-        return min(found, default=0.0)
-
-    def _at_most(self, value: float) -> int:
-        """The weight of the values that do not exceed `value`."""
-        number = 0
-        for values, weights in self._parts:
-            before = bisect_right(values, value)
-            number += weights[before - 1] if before else 0
-        return number
+    def quantiles(self, *shares: float) -> list[float]:
+        """Returns for each share the smallest value that at least as many of all do not exceed; 0 of none."""
+        buckets = sorted(self._buckets)
+        ends, total = list(accumulate([self._buckets[bucket] for bucket in buckets])), self.total
+        if not total:
+            return [0.0] * len(shares)
+        targets = [ceil(share * total) for share in shares]
+        places = [bisect_left(ends, target) for target in targets]
+        inside: dict[int, Counter[float]] = {buckets[place]: Counter() for place in places}
+        for value, weight in chain.from_iterable(self._parts):
+            if (bucket := int(value * BUCKETS)) in inside:
+                inside[bucket][value] += weight
+        found = []
+        for target, place in zip(targets, places, strict=True):
+            within = inside[buckets[place]]
+            values = sorted(within)
+            before = ends[place] - within.total()
+            found.append(values[bisect_left(list(accumulate([within[value] for value in values])), target - before)])
+        return found
 
 
 def gaps_of(requests: Iterable[SimulatedRequest]) -> Distribution:
@@ -115,20 +127,23 @@ def gaps_of(requests: Iterable[SimulatedRequest]) -> Distribution:
         pauses.update([clock[first] - clock[last] for last, first in zip(spans[1:-1:2], spans[2::2], strict=True)])
     found = Distribution()
     for clock, changes in clocks.values():
-        found.add(_steps_between(clock, changes))
+        found.add(_StepsBetween(clock, changes))
     found.add(pauses.items())
     return found
 
 
-def _steps_between(clock: array[float], changes: array[int]) -> Iterator[tuple[float, int]]:
-    """Yields the seconds from the step before, and how many requests have a token of both steps.
+@dataclass(frozen=True, slots=True)
+class _StepsBetween:
+    """Yields the seconds from the step before, and how many requests have a token of both steps."""
 
-    Args:
-        changes: by step, how many more requests than one step before.
-    """
-    for index, number in enumerate(accumulate(changes)):
-        if number:
-            yield clock[index] - clock[index - 1], number
+    clock: array[float]
+    changes: array[int]  # by step, how many more requests than one step before
+
+    def __iter__(self) -> Iterator[tuple[float, int]]:
+        clock = self.clock
+        for index, number in enumerate(accumulate(self.changes)):
+            if number:
+                yield clock[index] - clock[index - 1], number
 
 
 def grouped(requests: Mapping[str, SimulatedRequest], group_of: Mapping[str, str]) -> dict[str, list[SimulatedRequest]]:

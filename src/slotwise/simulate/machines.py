@@ -14,7 +14,7 @@ from slotwise.simulate.pace import RooflinePace
 from slotwise.simulate.simulator import Setup
 
 BLOCK = 64  # tokens of a cache block
-STEP_TOKENS = 2048  # of a step, where the config does not say
+LINK = 20e-6  # seconds in which ranks exchange the sums of a layer; assumed, as the shares of `machines.toml`
 CACHE_SHARE = 0.9  # of the memory, for weights and cache together
 
 
@@ -28,6 +28,7 @@ class ModelShape:
     head_weights: int
     pair_operations: int
     max_model_len: int
+    num_layers: int = 1
 
 
 def names() -> list[str]:
@@ -45,8 +46,13 @@ def described(name: str) -> str:
     return f"{machine['name']} ({machine['source']})"
 
 
-def setup_of(name: str, shape: ModelShape, config: EngineConfig) -> Setup:
-    """Returns a server of a model on a machine of the file.
+def setup_of(name: str, shape: ModelShape, config: EngineConfig, link: float = LINK) -> Setup:
+    """Returns a server of a model on a machine of the file, or on as many as the config has ranks.
+
+    The ranks of a stage divide every layer, and wait for each other twice a layer, to add up what they computed.
+
+    Args:
+        link: seconds of such a wait, and of handing a step on to the next stage.
 
     Raises:
         ValueError: there is no such machine, or the model does not fit its memory.
@@ -55,18 +61,23 @@ def setup_of(name: str, shape: ModelShape, config: EngineConfig) -> Setup:
     if name not in machines:
         raise ValueError(f"there is no machine {name!r}; there are {', '.join(sorted(machines))}, or name an event log")
     machine = machines[name]
-    blocks = int((machine["memory_bytes"] * CACHE_SHARE - shape.weight_bytes) / (shape.position_bytes * BLOCK))
+    width, stages = config.tensor_parallel_size, config.pipeline_parallel_size
+    memory = machine["memory_bytes"] * width * stages
+    blocks = int((memory * CACHE_SHARE - shape.weight_bytes) / (shape.position_bytes * BLOCK))
     longest = config.max_model_len or shape.max_model_len
     if blocks * BLOCK < longest:
-        raise ValueError(f"{machine['name']}: weights of {shape.weight_bytes / 1e9:.3g} GB and a sequence of {longest} "
-                         f"tokens exceed {CACHE_SHARE:.0%} of {machine['memory_bytes'] / 1e9:g} GB")
+        ranks = f"{width * stages} times " if width * stages > 1 else ""
+        raise ValueError(f"{ranks}{machine['name']}: weights of {shape.weight_bytes / 1e9:.3g} GB and a sequence of "
+                         f"{longest} tokens exceed {CACHE_SHARE:.0%} of {memory / 1e9:g} GB")
     blocks = min(blocks, config.max_num_seqs * -(-longest // BLOCK))  # what the slots can use, as a server's
     scheduling = config.scheduling()
     limits = scheduling.limits(SchedulerLimits(
         longest, blocks, BLOCK, config.max_num_seqs, config.step_tokens, config.enable_prefix_caching,
-        blocks // WATERMARK, MAX_PASSES, config.on_pressure))
+        blocks // WATERMARK, MAX_PASSES, config.on_pressure, max_loras=config.max_loras, stages=stages))
     roofline = Roofline(
-        Machine(machine["bytes_per_second"], machine["operations_per_second"]), shape.weight_bytes,
+        Machine(machine["bytes_per_second"] * width, machine["operations_per_second"] * width), shape.weight_bytes,
         shape.position_bytes, shape.token_weights, shape.head_weights, shape.pair_operations)
-    pace = RooflinePace(roofline, machine["memory_share"], machine["compute_share"], machine["overhead_ms"] / 1000)
-    return Setup(limits, scheduling, pace)
+    waits = 2 * shape.num_layers * (width > 1) + stages * (stages > 1)
+    pace = RooflinePace(roofline, machine["memory_share"], machine["compute_share"],
+                        machine["overhead_ms"] / 1000 + waits * link)
+    return Setup(limits, scheduling, pace, stages - 1)

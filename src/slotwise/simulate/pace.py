@@ -5,7 +5,7 @@ A roofline's times are lower bounds of a machine's peak rates, divided by the sh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import inf
 from typing import Protocol
@@ -15,6 +15,7 @@ from slotwise.core.step_time import StepTimeModel, Work
 
 # Multiplicative hashing (Knuth): consecutive numbers are spread evenly.
 GOLDEN, MASK = 0x9E3779B1, 0xFFFFFFFF
+FAR = 1_000_003  # between the numbers of two seeds
 
 
 class Pace(Protocol):
@@ -22,6 +23,10 @@ class Pace(Protocol):
 
     def step(self, work: Work) -> float:
         """Returns what a step takes; called once for each step, in order."""
+        ...
+
+    def decode_steps(self, work: Work) -> Iterator[float]:
+        """Yields what `step` does for a step of decoding rows, and for those after it, each with a token more a row."""
         ...
 
     def predicted(self, work: Work) -> float:
@@ -37,6 +42,13 @@ class Pace(Protocol):
         ...
 
 
+def each_step(step: Callable[[Work], float], work: Work) -> Iterator[float]:
+    """Yields as `Pace.decode_steps`."""
+    while True:
+        yield step(work)
+        work = Work(work.tokens, work.rows, work.context + work.rows, 0.0, work.longest + 1)
+
+
 @dataclass(frozen=True, slots=True)
 class CostPace:
     """Steps as a function of their work says."""
@@ -45,6 +57,9 @@ class CostPace:
 
     def step(self, work: Work) -> float:
         return self.cost(work)
+
+    def decode_steps(self, work: Work) -> Iterator[float]:
+        return each_step(self.step, work)
 
     predicted = step
 
@@ -67,11 +82,16 @@ class LearnedPace:
     gap: float = 0.0  # seconds between two steps
     decoding: tuple[float, ...] = (1.0,)  # measured over predicted times of steps without prompts, the smallest first
     prompts: tuple[float, ...] = (1.0,)  # and of steps with some
+    seed: int = 0  # another one makes other choices
 
     def step(self, work: Work) -> float:
         ratios = self.prompts if work.pairs else self.decoding
-        drawn = ((work.context + work.tokens + int(work.pairs)) * GOLDEN & MASK) * len(ratios) >> 32
+        number = work.context + work.tokens + int(work.pairs) + self.seed * FAR
+        drawn = (number * GOLDEN & MASK) * len(ratios) >> 32
         return self.predicted(work) * ratios[drawn]
+
+    def decode_steps(self, work: Work) -> Iterator[float]:
+        return each_step(self.step, work)
 
     def predicted(self, work: Work) -> float:
         return self.times.typical(work._replace(longest=0))
@@ -102,6 +122,20 @@ class RooflinePace:
         return self.overhead + max(read / (machine.bytes_per_second * self.memory_share),
                                    operations / (machine.operations_per_second * self.compute_share))
 
+    def decode_steps(self, work: Work) -> Iterator[float]:
+        """As `step`, with what does not change computed once."""
+        roofline, machine, overhead, context = self.roofline, self.roofline.machine, self.overhead, work.context
+        read = roofline.weight_bytes + context * roofline.position_bytes
+        operations = 2 * (work.tokens * roofline.token_weights + work.rows * roofline.head_weights) + (
+            context * roofline.pair_operations)
+        more_read, more_operations = work.rows * roofline.position_bytes, work.rows * roofline.pair_operations
+        bandwidth = machine.bytes_per_second * self.memory_share
+        rate = machine.operations_per_second * self.compute_share
+        while True:
+            yield overhead + max(read / bandwidth, operations / rate)
+            read += more_read
+            operations += more_operations
+
     predicted = least = step
 
     def between(self) -> float:
@@ -110,6 +144,8 @@ class RooflinePace:
 
 class Known(StepTimeModel):
     """A step-time model that knows a pace, and learns nothing."""
+
+    learns = False
 
     def __init__(self, pace: Pace) -> None:
         super().__init__()

@@ -18,6 +18,7 @@ import msgspec
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.step_time import Work, work_of
 from slotwise.engine.messages import Add, Command, Configure, Finish
+from slotwise.engine.scheduling import Scheduling
 from slotwise.observe import event_log
 from slotwise.observe.step_time import StepTimeModel
 from slotwise.simulate.drafts import DraftModel
@@ -43,6 +44,7 @@ class Recording:
     tenants: dict[str, str] = field(default_factory=dict)  # by request id, as the next
     tiers: dict[str, str] = field(default_factory=dict)
     partial: set[str] = field(default_factory=set)  # requests whose beginning or end is not in the log
+    scheduling: Scheduling | None = None  # the last that was set while the log was written; None: the engine's first
     num_refused: int = 0
     handling: float = 0.0  # median seconds from a request's first bytes to the engine, and from its first token's step
     # to the first byte sent: tokenising and detokenising, which no simulation has
@@ -105,7 +107,8 @@ class _Reader:
         limits: SchedulerLimits = run.scheduling.limits(run.limits)
         speculation = self._speculation()
         model = self._acceptance.model(speculation.num_drafts) if speculation else None
-        pace = LearnedPace(self.recording.times, gap, *map(self._ratios, self._taken))
+        decoding, prompts = map(self._ratios, self._taken)
+        pace = LearnedPace(self.recording.times, gap, decoding, prompts)
         return Setup(
             limits, run.scheduling, pace, run.depth, run.eos_token_ids,
             speculation=speculation, draft_model=model)
@@ -139,6 +142,7 @@ class _Reader:
             case event_log.Sent() if (first := self._first_token(entry.number)) is not None:
                 self._handling[1].append(max(0.0, entry.first_ns * NS - first))
             case event_log.Command() if entry.scheduling is not None:
+                found.scheduling = entry.scheduling
                 found.commands.append((entry.ns * NS, Configure(entry.scheduling)))
             case event_log.Command() if entry.reason != "stop" and entry.number in self._ids:
                 found.commands.append((entry.ns * NS, Finish(self._ids[entry.number], entry.reason)))

@@ -22,7 +22,7 @@ from heapq import heappop, heappush
 from math import inf
 from typing import Any
 
-from slotwise.core.decode_run import DecodeRun, Outputs
+from slotwise.core.decode_run import Outputs
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.step_time import Learned, StepTimeModel
@@ -35,6 +35,8 @@ from slotwise.simulate.drafts import DraftModel, Verifier
 from slotwise.simulate.pace import Known, Pace
 from slotwise.simulate.requests import REFUSED, SimulatedRequest, new_clock
 from slotwise.simulate.routed import RoutedServers
+from slotwise.simulate.run_in_progress import RunInProgress
+from slotwise.simulate.traffic import NO_ADAPTERS, Adapters
 from slotwise.simulate.virtual_machine import VirtualMachine
 from slotwise.speculation.proposer import proposer_of
 from slotwise.speculation.settings import Speculation
@@ -61,6 +63,7 @@ class Setup:
     learned: Learned | None = None  # what it has learned at the start
     speculation: Speculation | None = None  # where drafts come from; None: there are none
     draft_model: DraftModel | None = None  # of speculation with one
+    adapters: Adapters = NO_ADAPTERS  # of the requests of a workload
 
     def changed(self, changes: Mapping[str, Any]) -> Setup:
         """Returns the setup with scheduling settings changed, as `Scheduling.changed` names them.
@@ -72,18 +75,11 @@ class Setup:
         """
         scheduling = self.scheduling.changed(changes, replace(self.limits, max_num_seqs=self.limits.num_blocks,
                                                               max_num_batched_tokens=1 << 24))
+        return self.under(scheduling)
+
+    def under(self, scheduling: Scheduling) -> Setup:
+        """Returns the setup with these scheduling settings."""
         return replace(self, scheduling=scheduling, limits=scheduling.limits(self.limits))
-
-
-class RunInProgress:
-    """The steps of a run that a server has taken so far: its scheduler learns of them when the run is over."""
-
-    def __init__(self, run: DecodeRun, rows: Sequence[Sequence[int]]) -> None:
-        run.end_at_stops(rows)
-        self.run = run
-        self.rows = rows
-        self.times: list[tuple[int, int]] = []  # nanoseconds: planned, ended
-        self.ends: list[float] = []  # seconds
 
 
 class Server:
@@ -102,7 +98,8 @@ class Server:
         times = StepTimeModel(setup.learned) if setup.learns else Known(setup.pace)
         scheduler = Scheduler(limits, setup.scheduling.discipline(), setup.scheduling.policy(times), times,
                               proposer_of(setup.speculation, times))
-        self.machine = VirtualMachine(setup.pace, outputs, Verifier(setup.draft_model, replica))
+        self.machine = VirtualMachine(
+            setup.pace, outputs, Verifier(setup.draft_model, replica), setup.limits.stages, setup.adapters.seconds)
         self.engine = Engine(
             scheduler, self.machine, self.machine.clock, setup.eos_token_ids, depth=setup.depth,
             scheduling=setup.scheduling)
@@ -119,8 +116,7 @@ class Server:
         self._takes_runs = takes_runs
         self._inbox: deque[tuple[float, Command]] = deque()
         self._requests: dict[str, SimulatedRequest] = {}  # unfinished
-        self._ends: deque[float] = deque()  # of its requests, in order
-        self._unfinished = 0
+        self._ends: list[float] = []  # of its requests, in order
         self._run: RunInProgress | None = None
 
     @property
@@ -139,16 +135,13 @@ class Server:
         """Until when none of its requests ends, as far as that is known: not before its next step."""
         if (running := self._run) is None:
             return self.next_at
-        left = running.run.length - len(running.times)
-        least = left * self._pace.least(running.run.work(len(running.times))) * NEARLY
+        least = running.left * self._pace.least(running.run.work(len(running.ended))) * NEARLY
         return max(self.next_at, min(self.machine.now + least, running.run.until))
 
-    def load(self, now: float) -> int:
-        """Requests unfinished at `now`, as its router knows them."""
-        while self._ends and self._ends[0] <= now:
-            self._ends.popleft()
-            self._unfinished -= 1
-        return self._unfinished
+    def pop_ends(self) -> list[float]:
+        """Returns when its requests ended, since the last call."""
+        ends, self._ends = self._ends, []
+        return ends
 
     def ask(self, at: float, command: Add) -> SimulatedRequest:
         """Takes in a request sent at `at`, or refuses it."""
@@ -157,7 +150,6 @@ class Server:
         if self.admission.objection(command.slo.tenant, 1, len(command.prompt)):
             request.ended, request.reason = at, REFUSED
         else:
-            self._unfinished += 1
             self._requests[command.request_id] = request
             self.send(at, command)
         return request
@@ -195,44 +187,46 @@ class Server:
             self.engine.handle(command)
         self.machine.now = plans_at
         if self._takes_runs and (run := self.engine.decode_run()) is not None:
-            self._run = RunInProgress(run, self.machine.rows(run))
+            self._run = RunInProgress(run, self.machine.rows(run), self._pace, self.machine.of_adapters(run.slots))
 
     def _go_on(self, running: RunInProgress, plans_at: float, at: float, most: int) -> int:
         """Takes steps of a run, the first planned at `plans_at`, as `run_until` does."""
-        run, times, ends, pace = running.run, running.times, running.ends, self._pace
-        before = len(times)
-        while len(times) - before < most and plans_at < at and (started := round(plans_at * 1e9)) * 1e-9 < run.until:
-            ended = plans_at + pace.step(run.work(len(times)))
-            times.append((started, round(ended * 1e9)))
-            ends.append(ended)
-            self.machine.now = ended
-            if len(times) == run.length:
-                self._end_run()
-                break
-            plans_at = ended + pace.between()
-        return len(times) - before
+        number, most, until = 0, min(most, running.left), running.run.until
+        plan, end, between, beside = running.planned.append, running.ended.append, self._pace.between, running.beside
+        while number < most and plans_at < at and (until == inf or _on_clock(plans_at) < until):
+            ended = plans_at + (next(running.seconds) + beside)
+            plan(plans_at)
+            end(ended)
+            number += 1
+            if number < most:
+                plans_at = ended + between()
+        if number:
+            self.machine.now = running.ended[-1]
+        if not running.left:
+            self._end_run()
+        return number
 
     def _end_run(self) -> None:
         """Let the scheduler and the observers know the steps of a run: they are to decide, or to be asked."""
         run, self._run = self._run, None
         if run is None:
             return
-        first, number = len(self.clock), len(run.times)
-        self.clock.extend(run.ends)
+        first, number = len(self.clock), len(run.ended)
+        self.clock.extend(run.ended)
         for request_id in run.run.request_ids:
             self._requests[request_id].add_tokens(first, first + number - 1)
         outputs = Outputs(run.rows, self.machine.steps(run.rows, number))
-        is_watched = len(self._observers) > 1 or run.run.stop is not None  # admission control times the queue
-        for record in self.engine.take(run.run, run.times, outputs, each=is_watched):
+        is_watched = len(self._observers) > 1 or run.run.stop is not None or self.admission.is_queueing
+        for record in self.engine.take(run.run, number, run.times, outputs, each=is_watched):
             self._tell(record)
 
     def _take_in(self, record: StepRecord) -> None:
         """Count the tokens of a step that was not in a run."""
-        at = len(self.clock)
+        at, requests = len(self.clock), self._requests
         self.clock.append(self.machine.now)
         for request_id, tokens in zip(record.request_ids, record.token_ids, strict=False):
             for _ in tokens:
-                self._requests[request_id].add_tokens(at, at)
+                requests[request_id].add_tokens(at, at)
         self._tell(record)
 
     def _tell(self, record: StepRecord) -> None:
@@ -262,6 +256,8 @@ class Fleet:
         self._servers = servers
         self._routed = routed
         self._left = max_steps
+        self._loads = [0] * len(servers)  # requests unfinished when the last one arrived, as the router knows them
+        self._ends: list[tuple[float, int]] = []  # a heap: of requests, with their server
         self._queue: list[tuple[float, int]] = []  # a heap: until when each server that has work is left alone
         self._alone_until = [inf] * len(servers)  # the same by server; other entries of the heap are out of date
         self.requests: dict[str, SimulatedRequest] = {}
@@ -280,6 +276,8 @@ class Fleet:
         self._leave_alone(index)
 
     def _leave_alone(self, index: int) -> None:
+        for ended in self._servers[index].pop_ends():
+            heappush(self._ends, (ended, index))
         self._alone_until[index] = until = self._servers[index].quiet_until
         if until < inf:
             heappush(self._queue, (until, index))
@@ -291,8 +289,9 @@ class Fleet:
                 self._run(index, at)
                 server.tell()
             return self._routed.choose(at, command)
-        loads = [server.load(at) for server in self._servers] if len(self._servers) > 1 else [0]
-        return loads.index(min(loads))
+        while self._ends and self._ends[0][0] <= at:
+            self._loads[heappop(self._ends)[1]] -= 1
+        return self._loads.index(min(self._loads))
 
     def route(self, at: float, command: Command) -> None:
         """Send a command: a request to one server, what concerns it to the same, other commands to all."""
@@ -306,6 +305,7 @@ class Fleet:
             self._run(index, at)
             if isinstance(command, Add):
                 self.requests[command.request_id] = request = servers[index].ask(at, command)
+                self._loads[index] += request.reason != REFUSED
                 if self._routed is not None and request.reason == REFUSED:
                     self._routed.refused(command.request_id)
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from slotwise.core.params import SamplingParams
 from slotwise.engine.messages import Add, Command
@@ -12,8 +13,21 @@ OWN = 1 << 32  # ids from here on belong to one request, those from PREFIX on to
 PREFIX = 1 << 33
 
 
-def traffic_of(workload: Workload) -> Iterator[tuple[float, Command]]:
+class Adapters(NamedTuple):
+    """LoRA adapters, of which each request has one, in turn."""
+
+    number: int = 0
+    seconds: float = 0.0  # that each adapter among a step's rows takes
+
+
+NO_ADAPTERS = Adapters()
+
+
+def traffic_of(workload: Workload, adapters: int = 0) -> Iterator[tuple[float, Command]]:
     """Yields the requests of an open loop with their seconds of arrival.
+
+    Args:
+        adapters: of which each request has one, in turn; 0: none has any.
 
     Raises:
         ValueError: the workload is a closed loop.
@@ -25,4 +39,5 @@ def traffic_of(workload: Workload) -> Iterator[tuple[float, Command]]:
         prompt = [PREFIX + request.prefix] * request.num_prefix
         prompt += [OWN + request.number] * (request.num_prompt - request.num_prefix)
         yield request.arrives_at or 0.0, Add(
-            str(request.number), prompt, params, request.number, request.num_output)
+            str(request.number), prompt, params, request.number, request.num_output,
+            adapter=1 + request.number % adapters if adapters else 0)

@@ -1,9 +1,15 @@
-"""An executor that computes nothing: its clock advances by the pace of each step, and tokens are known or fillers."""
+"""An executor that computes nothing: its clock advances by the pace of each step, and tokens are known or fillers.
+
+Where a model's layers are divided into stages, each takes the same share of a step's time, and computes steps in order:
+
+    stage 0    | 1 | 2 | 3 |
+    stage 1        | 1 | 2 | 3 |       step 2 is handed in while step 1 is in stage 1
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from math import inf
 
@@ -24,14 +30,22 @@ class VirtualMachine:
     Args:
         outputs: output tokens by request id, where they are known.
         verifier: finds which drafts are right.
+        stages: that the layers are divided into.
+        adapter_seconds: that each adapter among a step's rows takes.
     """
 
-    def __init__(self, pace: Pace, outputs: Mapping[str, Sequence[int]] | None, verifier: Verifier) -> None:
+    def __init__(
+        self, pace: Pace, outputs: Mapping[str, Sequence[int]] | None, verifier: Verifier, stages: int = 1,
+        adapter_seconds: float = 0.0,
+    ) -> None:
         self.now = 0.0  # seconds
         self._pace = pace
+        self._free = [0.0] * stages  # when each stage has computed its last step, in seconds
+        self._adapter_seconds = adapter_seconds
+        self._adapters: dict[int, int] = {}  # by slot; 0: the base model
         self._outputs = outputs or {}
         self._verifier = verifier
-        self._plans: deque[StepPlan] = deque()
+        self._plans: deque[tuple[StepPlan, float]] = deque()  # and when its last stage has computed it
         self._num_at_join: dict[int, float] = {}  # by slot: tokens known when its request joined; inf: it is pooled
         self._known: dict[int, tuple[int, Sequence[int]]] = {}  # by slot: prompt tokens and output
 
@@ -40,15 +54,30 @@ class VirtualMachine:
         return round(self.now * 1e9)
 
     def submit(self, plan: StepPlan) -> None:
-        self._plans.append(plan)
         for join in plan.new_requests:
+            self._adapters[join.slot] = join.adapter
             self._num_at_join[join.slot] = len(join.tokens) if join.pooling is None else inf
             self._known[join.slot] = join.num_prompt, self._outputs.get(join.request_id, ())
+        work = work_of(plan.starts, plan.counts, plan.padding, plan.drafts)
+        seconds = self._pace.step(work) + self.of_adapters(plan.slots) if work.rows else IDLE
+        self._plans.append((plan, self._passed(seconds)))
+
+    def of_adapters(self, slots: Iterable[int]) -> float:
+        """Returns the seconds that the adapters of a step's rows take."""
+        if not self._adapter_seconds:
+            return 0.0
+        return self._adapter_seconds * len({self._adapters[slot] for slot in slots} - {0})
+
+    def _passed(self, seconds: float) -> float:
+        """Returns when a step that is handed in now has passed all stages."""
+        at, share = self.now, seconds / len(self._free)
+        for stage, free in enumerate(self._free):
+            self._free[stage] = at = max(at, free) + share
+        return at
 
     def collect(self) -> StepResult:
-        plan = self._plans.popleft()
-        work = work_of(plan.starts, plan.counts, plan.padding, plan.drafts)
-        self.now += self._pace.step(work) if work.rows else IDLE
+        plan, ended = self._plans.popleft()
+        self.now = max(self.now, ended)
         at_join = self._num_at_join
         if plan.drafts:
             return self._verified(plan)

@@ -28,7 +28,7 @@ def what_if(
     """Returns the figures of a log's traffic: measured, replayed, and replayed under changed settings; JSON-ready.
 
     Args:
-        changes: as `Scheduling.changed` names them.
+        changes: of the settings that held last, as `Scheduling.changed` names them.
         request_id: of a request to tell apart, with the times of its own; "": none.
 
     Raises:
@@ -37,7 +37,7 @@ def what_if(
     if "tiers" in changes:
         raise ValueError("a what-if changes no tiers: leave them out")
     setup, recording = read_recording(entries)
-    changed = setup.changed(changes)
+    changed = setup.under(recording.scheduling or setup.scheduling).changed(changes)
     traffic = recording.traffic
     runs: Runs = {
         MEASURED: recording.measured,

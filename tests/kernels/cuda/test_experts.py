@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -97,6 +99,16 @@ def test_negative_and_infinite_logits(logits):
     packed, x = weights(torch.float32, 4, HIDDEN, INNER), numbers(torch.float32, 1, HIDDEN)
     ours, theirs = both(packed, x, torch.tensor([logits]), routing)
     assert distance(ours, theirs) < CLOSE[torch.float32]
+
+
+def test_ranks_that_hold_some_experts_add_up_to_all():
+    routing, packed = Routing(6, 2, True), weights(torch.float32, 6, HIDDEN, INNER, with_bias=True)
+    x, logits = numbers(torch.float32, 70, HIDDEN), numbers(torch.float32, 70, 6)
+    whole, _ = both(packed, x, logits, routing)
+    parts = [both(packed[held.start : held.stop], x, logits, replace(routing, held=held))
+             for held in (range(1), range(1, 4), range(4, 6))]
+    assert all(distance(ours, theirs) < CLOSE[torch.float32] for ours, theirs in parts)
+    assert distance(sum(ours for ours, _ in parts), whole) < 1e-5
 
 
 def test_no_tokens():

@@ -10,7 +10,7 @@ from kernels.cuda.device import DEVICE, EXAMPLES, KERNELS, geometry
 from kernels.cuda.ragged import REFERENCE, moved
 from kernels.paged import Layer, distance, rotary
 
-from slotwise.kernels.interface import AttentionShape, QKNorm
+from slotwise.kernels.interface import AttentionShape, QKNorm, SharedNorm
 
 KINDS = [torch.float32, torch.bfloat16, torch.float16]
 # Norm of the difference over norm.  Of bfloat16 the interpreter cuts off up to 2^-7, of a sum and again of its norm.
@@ -78,14 +78,17 @@ def test_no_tokens():
 
 @FLOATS
 @pytest.mark.parametrize("head_dim", [24, 64, 80, 256])
-@pytest.mark.parametrize(("with_norm", "together"), [(False, False), (True, False), (True, True)])
-def test_rotary_store(kind, head_dim, with_norm, together):
+@pytest.mark.parametrize(("with_norm", "together", "shared"), [
+    (False, False, False), (True, False, False), (True, True, False), (True, True, True)])
+def test_rotary_store(kind, head_dim, with_norm, together, shared):
     layer = Layer(AttentionShape(6, 2, head_dim, 1.0), 16, kind, [(2, 2), (1, 40), (1, 17)])
     batch = layer.batch()
     sizes = [6 * head_dim, 2 * head_dim] if together else [head_dim] * 2
     weights = [1 + layer.random(size) / 4 for size in sizes]
-    norm = QKNorm(*weights, 1e-6) if with_norm else None
-    norm_there = QKNorm(*(weight.to(DEVICE) for weight in weights), 1e-6) if with_norm else None
+    elsewhere = torch.rand(len(batch.positions), 2) * 10 * head_dim
+    ranks = SharedNorm(lambda own: own + elsewhere.to(own.device), (12 * head_dim, 3 * head_dim)) if shared else None
+    norm = QKNorm(*weights, 1e-6, shared=ranks) if with_norm else None
+    norm_there = QKNorm(*(weight.to(DEVICE) for weight in weights), 1e-6, shared=ranks) if with_norm else None
     qkv, table = layer.random(len(batch.positions), 10 * head_dim), rotary(head_dim, 64)
     ours, theirs = (k.allocate_cache(layer.num_blocks, 16, layer.shape, kind) for k in (KERNELS, REFERENCE))
     query = KERNELS.rotary_store(qkv.to(DEVICE), table.to(DEVICE), moved(batch), ours, layer.shape, norm_there)

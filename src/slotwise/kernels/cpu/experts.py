@@ -49,7 +49,7 @@ from slotwise.kernels.interface import Linear, Routing
 
 # Arguments in words after the header: of the route, of the sums, of the division into blocks.
 LOGITS, ROWS, EXPERTS, TOP_K, NORMALISED, STARTS, SOURCES, PLACES, SHARES, ENDS = range(HEADER, HEADER + 10)
-FROM, TO, OF_ROW, NUM_ROWS, SIZE, EACH, SHARE, SUMS = range(HEADER, HEADER + 8)
+FROM, TO, OF_ROW, NUM_ROWS, SIZE, EACH, SHARE, SUMS, FIRST_ROW, END_ROW = range(HEADER, HEADER + 10)
 FIRSTS, COUNT, WEIGHTS, MOST, TABLE = range(HEADER, HEADER + 5)
 
 INDEX_BITS = 16  # of an expert's number in a key
@@ -129,17 +129,23 @@ def _route(words: int, kind: Real) -> None:
 
 @kernel
 def _combine(words: int, kind: Real) -> None:
-    """Token i of `TO` is the sum of `EACH` rows of `FROM` times their shares, rounded once."""
+    """Token i of `TO` is the sum of `EACH` rows of `FROM` times their shares, rounded once.
+
+    Rows of experts that are not held are left out.
+    """
+    first, end = load(load(words, FIRST_ROW, INT64), 0, INT32), load(load(words, END_ROW, INT64), 0, INT32)
     size, tokens, each = load(words, SIZE, INT64), load(words, NUM_ROWS, INT64), load(words, EACH, INT64)
     sums = load(words, SUMS, INT64) + fetch_add(words + THREAD_COUNTER, 1) * size * 4
     token = fetch_add(words, 1)
     while token < tokens:
         fill(sums, size, ZERO)
         for choice in range(token * each, (token + 1) * each):
-            source = load(words, FROM, INT64) + load(load(words, OF_ROW, INT64), choice, INT32) * size * bytes_of(kind)
-            share = load(load(words, SHARE, INT64), choice, FLOAT32)
-            for i in range(size):
-                store(sums, i, load(sums, i, FLOAT32) + share * load(source, i, kind), FLOAT32)
+            row = load(load(words, OF_ROW, INT64), choice, INT32)
+            if first <= row < end:
+                source = load(words, FROM, INT64) + row * size * bytes_of(kind)
+                share = load(load(words, SHARE, INT64), choice, FLOAT32)
+                for i in range(size):
+                    store(sums, i, load(sums, i, FLOAT32) + share * load(source, i, kind), FLOAT32)
         target = load(words, TO, INT64) + token * size * bytes_of(kind)
         for i in range(size):
             store(target, i, load(sums, i, FLOAT32), kind)
@@ -221,7 +227,7 @@ class Mixture:
     """`x [tokens, hidden], logits [tokens, experts] -> [tokens, hidden]`.
 
     Args:
-        gates: each expert's gates and what they gate: gated by the product, or by `activate` behind it.
+        gates: of each expert that is held, the gates and what they gate: gated by the product, or by `activate`.
         ends: `[experts]` int64, to which is added where each expert's rows end.
     """
 
@@ -233,17 +239,19 @@ class Mixture:
         self._activate, self._routing, self._ends, self._launcher = activate, routing, ends, launcher
 
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
-        launcher, (tokens, hidden), top_k = self._launcher, x.shape, self._routing.top_k
+        launcher, routing, (tokens, hidden) = self._launcher, self._routing, x.shape
+        top_k = routing.top_k
         if not tokens:
             return torch.empty_like(x)
         starts, sources, places, shares = self._route(logits.contiguous())
-        inner = self._gates(x.contiguous(), starts, sources)
+        held = starts[routing.experts.start : routing.experts.stop + 1]
+        inner = self._gates(x.contiguous(), held, sources)
         if self._activate is not None:
             inner = self._activate(inner)
-        results = self._downs(inner, starts)
+        results = self._downs(inner, held)
         out = launcher.empty((tokens, hidden), x.dtype)
         launcher.give(results.data_ptr(), out.data_ptr(), places.data_ptr(), tokens, hidden, top_k, shares.data_ptr(),
-                      launcher.scratch(launcher.threads * hidden))
+                      launcher.scratch(launcher.threads * hidden), held.data_ptr(), held[-1:].data_ptr())
         launcher.together(COMBINE[x.dtype])
         return out
 

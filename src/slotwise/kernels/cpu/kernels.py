@@ -32,7 +32,7 @@ from slotwise.kernels.cpu.linear import PackedPart
 from slotwise.kernels.cpu.low_rank import CpuAdapters
 from slotwise.kernels.cpu.packing import Packing
 from slotwise.kernels.cpu.reading import READ
-from slotwise.kernels.cpu.rotary import ROTARY_STORE
+from slotwise.kernels.cpu.rotary import ROTARY_STORE, SQUARES_OF
 from slotwise.kernels.cpu.threads import RUN_SHARED, WORK
 from slotwise.kernels.gates import activated, in_two_steps
 from slotwise.kernels.interface import (
@@ -276,11 +276,18 @@ class CpuKernels:
         norms = (0, 0, 0, 0, 1, 1) if norm is None else (
             norm.query.data_ptr(), norm.key.data_ptr(), _bits(norm.eps), _bits(norm.offset),
             len(norm.query) // shape.head_dim, len(norm.key) // shape.head_dim)
-        self.launcher.give(
+        given = (
             qkv.data_ptr(), query.data_ptr(), cache.address, rotary.data_ptr(), batch.positions.data_ptr(),
             batch.slot_mapping.data_ptr(), tokens, *cache.geometry, *norms,
-            self.launcher.scratch(self.launcher.threads * padded(shape.head_dim)),
-        )
+            self.launcher.scratch(self.launcher.threads * padded(shape.head_dim)))
+        squares, numbers = 0, (0, 0)
+        if norm is not None and norm.shared is not None:
+            of_rank, numbers = self.launcher.empty((tokens, 2), torch.float32), norm.shared.numbers
+            self.launcher.give(*given, of_rank.data_ptr(), *numbers)
+            self._run(SQUARES_OF[qkv.dtype], qkv.numel())
+            of_all = norm.shared.add_up(of_rank)
+            squares = of_all.data_ptr()
+        self.launcher.give(*given, squares, *numbers)
         self._run(ROTARY_STORE[qkv.dtype, cache.storage.dtype], qkv.numel())
         return query
 

@@ -58,13 +58,19 @@ def _embed(words: int) -> None:
 
 
 @kernel
-def inverse_rms(x: int, size: int, eps: float, kind: Real) -> float:
-    """One over the root mean square of `size` numbers at `x`."""
+def sum_of_squares(x: int, size: int, kind: Real) -> float:
+    """The sum of the squares of `size` numbers at `x`."""
     squares = ZERO
     for i in range(size):
         value = load(x, i, kind)
         squares += value * value
-    return ONE / sqrt(squares / float32(size) + eps)
+    return squares
+
+
+@kernel
+def inverse_rms(x: int, size: int, eps: float, kind: Real) -> float:
+    """One over the root mean square of `size` numbers at `x`."""
+    return ONE / sqrt(sum_of_squares(x, size, kind) / float32(size) + eps)
 
 
 @kernel

@@ -10,7 +10,7 @@ import torch
 
 from slotwise.kernels.cpu.jit.compiler import kernel, specialised
 from slotwise.kernels.cpu.launcher import HEADER, THREAD_COUNTER
-from slotwise.kernels.cpu.pointwise import INFINITY_BITS, SIZE_BITS, inverse_rms
+from slotwise.kernels.cpu.pointwise import INFINITY_BITS, SIZE_BITS, inverse_rms, sum_of_squares
 from slotwise.kernels.cpu.processor import LANES, PAIR
 from slotwise.kernels.cpu.simd import (
     BFLOAT16,
@@ -26,6 +26,7 @@ from slotwise.kernels.cpu.simd import (
     float_of,
     larger,
     load,
+    sqrt,
     store,
 )
 
@@ -36,7 +37,8 @@ TINY = float32(1e-30)
 (
     QKV, QUERY, CACHE, ROTARY, POSITIONS, SLOTS, NUM_TOKENS, GROUP, KV_HEADS, DIM, DIM_PADDED, BLOCK, BLOCK_PADDED,
     HEAD_BLOCK, QUERY_NORM, KEY_NORM, NORM_EPS_BITS, NORM_OFFSET_BITS, QUERY_NORM_HEADS, KEY_NORM_HEADS, ROOM,
-) = range(HEADER, HEADER + 21)
+    SQUARES, QUERY_NUMBERS, KEY_NUMBERS,
+) = range(HEADER, HEADER + 24)
 
 
 @kernel
@@ -48,10 +50,30 @@ def _head_of(words: int, token: int, head: int, kind: Real) -> int:
 
 
 @kernel
-def _norm_factor(words: int, token: int, head: int, heads: int, kind: Real) -> float:
-    """One over the root mean square of `heads` heads of `qkv` from `head` on."""
-    eps = float_of(load(words, NORM_EPS_BITS, INT64))
+def _norm_factor(words: int, token: int, head: int, heads: int, place: int, kind: Real) -> float:
+    """One over the root mean square of `heads` heads of `qkv` from `head` on, or of those of all ranks together.
+
+    `place` is 0 of queries and 1 of keys: of the sums of squares, and of how many numbers they are.
+    """
+    eps, squares = float_of(load(words, NORM_EPS_BITS, INT64)), load(words, SQUARES, INT64)
+    if squares != 0:
+        numbers = float32(load(words, QUERY_NUMBERS + place, INT64))
+        return ONE / sqrt(load(squares, 2 * token + place, FLOAT32) / numbers + eps)
     return inverse_rms(_head_of(words, token, head, kind), heads * load(words, DIM, INT64), eps, kind)
+
+
+@kernel
+def _squares(words: int, kind: Real) -> None:
+    """The sums of the squares of each token's queries and keys to `SQUARES [tokens, 2]`."""
+    tokens, dim, kv_heads = load(words, NUM_TOKENS, INT64), load(words, DIM, INT64), load(words, KV_HEADS, INT64)
+    queries = load(words, GROUP, INT64) * kv_heads
+    token = fetch_add(words, 1)
+    while token < tokens:
+        for place in range(2):
+            at, heads = (_head_of(words, token, 0, kind), queries) if place == 0 else (
+                _head_of(words, token, queries, kind), kv_heads)
+            store(load(words, SQUARES, INT64), 2 * token + place, sum_of_squares(at, heads * dim, kind), FLOAT32)
+        token = fetch_add(words, 1)
 
 
 @kernel
@@ -157,7 +179,7 @@ def _rotary_store_token(words: int, token: int, room: int, kind: Real, stored: R
     for head in range(heads):
         target = load(words, QUERY, INT64) + (token * heads + head) * dim * bytes_of(kind)
         if norm != 0 and head % together == 0:
-            factor = _norm_factor(words, token, head, together, kind)
+            factor = _norm_factor(words, token, head, together, 0, kind)
         weight = norm + head % together * dim * bytes_of(kind)
         _rotate(words, token, head, weight, factor, target, 1, kind, kind)
     slot, block, head_block = (
@@ -166,7 +188,7 @@ def _rotary_store_token(words: int, token: int, room: int, kind: Real, stored: R
     norm, together = load(words, KEY_NORM, INT64), load(words, KEY_NORM_HEADS, INT64)
     for head in range(kv_heads):
         if norm != 0 and head % together == 0:
-            factor = _norm_factor(words, token, _key_head(words, head), together, kind)
+            factor = _norm_factor(words, token, _key_head(words, head), together, 1, kind)
         weight = norm + head % together * dim * bytes_of(kind)
         if bytes_of(stored) == 1:  # a constant at compile time
             _keep_int8(words, token, head, weight, factor, start, slot % block, room, kind)
@@ -192,6 +214,7 @@ def _rotary_store(words: int, kind: Real, stored: Real) -> None:
         first = fetch_add(words, grain)
 
 
+SQUARES_OF = {torch.bfloat16: specialised(_squares, BFLOAT16), torch.float32: specialised(_squares, FLOAT32)}
 ROTARY_STORE = {  # by the type of the input and of the cache
     (torch.bfloat16, torch.bfloat16): specialised(_rotary_store, BFLOAT16, BFLOAT16),
     (torch.float32, torch.float32): specialised(_rotary_store, FLOAT32, FLOAT32),

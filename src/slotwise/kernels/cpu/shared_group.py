@@ -177,6 +177,8 @@ MEET = specialised(_meet)
 class SharedGroup:
     """The ranks of one host, whose kernels run on `launcher`; see `kernels.group.Group`."""
 
+    splits_experts = False
+
     def __init__(self, launcher: KernelLauncher, memory: SharedMemory, rank: int, pipe: Pipe | None = None) -> None:
         self.rank, self.size = rank, memory.ranks
         self.pipe: Pipe = pipe or NoPipe()

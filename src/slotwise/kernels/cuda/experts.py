@@ -78,8 +78,13 @@ def mixture(x: Tensor, logits: Tensor, weights: Stacked, routing: Routing, ends:
     chosen, shares = route(logits.contiguous(), routing)
     arranged = in_order(chosen, routing.num_experts)
     ends += arranged.starts[1:]
+    out, held = None, routing.held
+    if held is not None:  # pairs of others come behind, and give zeros
+        is_here = (chosen >= held.start) & (chosen < held.stop)
+        arranged = in_order(torch.where(is_here, chosen - held.start, len(held)).int(), len(held) + 1)
+        out = x.new_zeros(len(chosen), x.shape[1])
     hidden = activate(multiply(x, weights.gate_up, weights.gate_up_bias, arranged, routing.top_k, is_first=True))
-    results = multiply(hidden, weights.down, weights.down_bias, arranged, routing.top_k, is_first=False)
+    results = multiply(hidden, weights.down, weights.down_bias, arranged, routing.top_k, is_first=False, out=out)
     out, (tokens, size) = torch.empty_like(x), x.shape
     _combine[(tokens, triton.cdiv(size, COLUMNS))](
         out, results, shares, SIZE=size, TOP_K=routing.top_k, BLOCK=COLUMNS, num_warps=4)

@@ -160,7 +160,7 @@ class CudaKernels:
         self, weights: Iterable[ExpertWeights], routing: Routing, activation: Activation | ClampedSwiGLU, ends: Tensor,
     ) -> Mixture:
         """Products of all experts in one launch each (`experts.py`)."""
-        stacked, activate = experts.stack(weights, routing.num_experts, self.device), activated(self, activation)
+        stacked, activate = experts.stack(weights, len(routing.experts), self.device), activated(self, activation)
         return lambda x, logits: experts.mixture(x, logits, stacked, routing, ends, activate)
 
     def adapters(self, num_places: int, max_rank: int, kind: torch.dtype) -> AdapterProducts:

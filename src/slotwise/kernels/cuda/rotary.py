@@ -30,7 +30,7 @@ def rotary_store(
     query = qkv.new_empty(tokens, shape.num_heads, shape.head_dim)
     if not tokens:
         return query
-    if norm is not None and len(norm.query) != shape.head_dim:
+    if norm is not None and (norm.shared is not None or len(norm.query) != shape.head_dim):
         qkv, norm = _normed(qkv, norm), None
     query_weight, key_weight, eps, offset = (
         (norm.query, norm.key, norm.eps, norm.offset) if norm is not None else (qkv, qkv, 0.0, 0.0))
@@ -47,8 +47,18 @@ def _normed(qkv: Tensor, norm: QKNorm) -> Tensor:
     """Queries and keys normed over all heads, and values as they are.  The norms are rounded as stored."""
     queries, keys = len(norm.query), len(norm.key)
     query, key, value = qkv.split([queries, keys, qkv.shape[1] - queries - keys], dim=1)
+    if norm.shared is not None:
+        squares = norm.shared.add_up(torch.stack([part.float().square().sum(1) for part in (query, key)], 1))
+        return torch.cat([
+            *(_scaled(part, squares[:, at] / norm.shared.numbers[at], weight, norm)
+              for at, (part, weight) in enumerate(((query, norm.query), (key, norm.key)))), value], 1)
     return torch.cat((rms_norm(query, norm.query, norm.eps, norm.offset),
                       rms_norm(key, norm.key, norm.eps, norm.offset), value), dim=1)
+
+
+def _scaled(part: Tensor, mean: Tensor, weight: Tensor, norm: QKNorm) -> Tensor:
+    """`part [tokens, size]` normed by the mean of the squares of each token's numbers, rounded as stored."""
+    return (part.float() * torch.rsqrt(mean + norm.eps)[:, None] * (weight.float() + norm.offset)).to(part.dtype)
 
 
 @jit_varying(alignments=("positions", "slots"))

@@ -8,6 +8,8 @@ from typing import NamedTuple
 from slotwise.kernels.group import ALONE, Group
 from slotwise.kernels.interface import Kernels
 from slotwise.kernels.matrix import Format
+from slotwise.kernels.reference import ReferenceKernels
+from slotwise.model.adapters import Adaptable, Adapters
 from slotwise.model.config import ModelConfig
 from slotwise.model.errors import CheckpointError
 from slotwise.model.families import (
@@ -104,6 +106,15 @@ def tensor_shapes(config: ModelConfig, group: Group = ALONE) -> dict[str, tuple[
     listing = Listing(config.dtype, group=group)
     compose(config, listing)
     return listing.shapes
+
+
+def adaptable(config: ModelConfig, group: Group) -> list[Adaptable]:
+    """The products that adapters may change, of the part of a model that the rank of `group` holds."""
+    kernels = ReferenceKernels()
+    listing = Listing(config.dtype, group=group)
+    listing.adapters = Adapters(kernels, 0, 1, config.dtype)
+    compose(config, listing)
+    return listing.adapters.products
 
 
 def weight_bytes(config: ModelConfig, kernels: Kernels, formats: Mapping[str, Format], group: Group = ALONE) -> int:

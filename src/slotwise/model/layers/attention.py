@@ -13,14 +13,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from slotwise.kernels.interface import AttentionShape, LayerCache, QKNorm, RaggedBatch
-from slotwise.model.errors import CheckpointError
+from slotwise.kernels.interface import AttentionShape, LayerCache, QKNorm, RaggedBatch, SharedNorm
 from slotwise.model.layers.linear import Linear
 from slotwise.model.layers.norm import NormOptions, read_qk_norm
 from slotwise.model.layers.rope import Rope
 from slotwise.model.layers.share import heads_of
 from slotwise.model.layers.source import NO_CUTS, Source
-from slotwise.model.stored import Cut
+from slotwise.model.stored import WHOLE, Cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +42,6 @@ class Attention:
         options: AttentionOptions = AttentionOptions(),
     ) -> None:
         heads, group = heads_of(shape, source.group), source.group
-        if group.size > 1 and options.norms_all_heads:
-            raise CheckpointError(f"tensor_parallel_size {group.size}: this model norms all heads together, which "
-                                  "ranks that hold some of them cannot: serve it with one rank")
         self.shape = heads.shape
         self.rope = rope
         self._kernels = source.kernels
@@ -63,7 +59,11 @@ class Attention:
         self._norm = None
         if options.qk_norm:
             sizes = (query, key) if options.norms_all_heads else (shape.head_dim, shape.head_dim)
-            self._norm = _ordered(read_qk_norm(source, name, sizes, options.qk_norm), order)
+            is_divided = is_shared and options.norms_all_heads
+            norm = read_qk_norm(source, name, sizes, options.qk_norm, heads.norm_cuts if is_divided else (WHOLE, WHOLE))
+            self._norm = _ordered(norm, order)
+            if is_divided:
+                self._norm = replace(self._norm, shared=SharedNorm(group.all_reduce, heads.normed_numbers(group)))
         self._sinks = source.tensor(
             {f"{name}.sinks": (shape.num_heads,)}, {f"{name}.sinks": Cut((heads.query,))} if is_shared else NO_CUTS,
         ).float() if options.sinks else None

@@ -22,6 +22,7 @@ from slotwise.kernels.gates import activated
 from slotwise.kernels.interface import Activation
 from slotwise.kernels.interface import Linear as PackedLinear
 from slotwise.kernels.matrix import Weight
+from slotwise.model.adapters import Adaptable
 from slotwise.model.layers.source import NO_CUTS, Source
 from slotwise.model.stored import WHOLE, Cut, Cuts
 
@@ -64,7 +65,8 @@ class Linear:
         self._adapters = None if is_exact else source.adapters
         self._activate: PackedLinear | None = None  # behind the product, where adapters add to what it takes
         if self._adapters is not None:
-            self._added = self._adapters.register(parts, inputs, order, biases)
+            self._added = self._adapters.register(Adaptable(
+                parts, inputs, cuts, order, biases, adds_biases=not (is_row_parallel and group.rank)))
             self._activate, gate = None if gate is None else activated(kernels, gate), None
         if is_exact and isinstance(weight, Tensor):
             self._product, self.bytes = kernels.exact_linear(weight, biases), weight.nbytes

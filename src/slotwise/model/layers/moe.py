@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,8 +21,9 @@ from slotwise.kernels.matrix import QuantisedMatrix, Weight, formats_of, reorder
 from slotwise.model.errors import CheckpointError
 from slotwise.model.layers.linear import Linear
 from slotwise.model.layers.mlp import GatedMLP
-from slotwise.model.layers.share import mlp_share
-from slotwise.model.layers.source import Source
+from slotwise.model.layers.share import expert_share, mlp_share
+from slotwise.model.layers.source import NO_CUTS, Source
+from slotwise.model.stored import Cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,8 @@ class MixtureOfExperts:
     ) -> None:
         self._kernels: Kernels = source.kernels
         self._reduce = source.group.all_reduce
-        if source.group.size > 1:
+        routing = replace(routing, held=expert_share(routing.num_experts, source.group))
+        if source.group.size > 1 and routing.held is None:
             own = mlp_share(sizes[1], source.group)
             weights = (_part(each, own, source.group.rank) for each in weights)
             sizes = sizes[0], len(own)
@@ -68,8 +70,9 @@ class MixtureOfExperts:
         self.ends = torch.zeros(routing.num_experts, dtype=torch.int64, device=source.kernels.device)
         self._experts = source.kernels.experts(itertools.chain([first], each), routing, activation, self.ends)
         beside = router.bytes + (shared.bytes if shared else 0)
-        self.bytes = beside + routing.num_experts * of_one
-        self.token_bytes = beside + routing.top_k * of_one
+        held = len(routing.experts)
+        self.bytes = beside + held * of_one
+        self.token_bytes = beside + -(-routing.top_k * held // routing.num_experts) * of_one
 
     def __call__(self, x: Tensor) -> Tensor:
         result = self._experts(x, self._router(x))
@@ -90,6 +93,12 @@ def _part(weights: ExpertWeights, own: range, rank: int) -> ExpertWeights:
                          bias if bias is None or rank == 0 else torch.zeros_like(bias))
 
 
+def _held(count: int, source: Source) -> range:
+    """The experts that this rank reads."""
+    held = expert_share(count, source.group)
+    return range(count) if held is None else held
+
+
 def separate_experts(
     source: Source, name: str, parts: tuple[str, str, str], sizes: tuple[int, int], count: int,
 ) -> Iterator[ExpertWeights]:
@@ -101,7 +110,7 @@ def separate_experts(
     hidden, intermediate = sizes
     gate, up, down = parts
     formats = set()
-    for expert in range(count):
+    for expert in _held(count, source):
         at = f"{name}.{expert}"
         gate_up = source.weight({f"{at}.{part}.weight": (intermediate, hidden) for part in (gate, up)})
         weights = ExpertWeights(gate_up, source.weight({f"{at}.{down}.weight": (hidden, intermediate)}))
@@ -116,11 +125,11 @@ def stacked_experts(
     source: Source, names: tuple[str, str], sizes: tuple[int, int], count: int,
 ) -> Iterator[ExpertWeights]:
     """Experts that lie together in two tensors: gates and what they gate, and down."""
-    hidden, intermediate = sizes
-    gate_up = source.tensor({names[0]: (count, 2 * intermediate, hidden)})
-    down = source.tensor({names[1]: (count, hidden, intermediate)})
-    for expert in range(count):
-        yield ExpertWeights(gate_up[expert], down[expert])
+    (hidden, intermediate), held = sizes, _held(count, source)
+    shapes = {names[0]: (count, 2 * intermediate, hidden), names[1]: (count, hidden, intermediate)}
+    gate_up, down = (source.tensor({name: shape}, NO_CUTS if len(held) == count else {name: Cut((held,))})
+                     for name, shape in shapes.items())
+    yield from map(ExpertWeights, gate_up, down)
 
 
 def interleaved_experts(source: Source, name: str, sizes: tuple[int, int], count: int) -> Iterator[ExpertWeights]:
@@ -131,7 +140,7 @@ def interleaved_experts(source: Source, name: str, sizes: tuple[int, int], count
     down = source.weight({f"{name}.down_proj": (count, intermediate, hidden)})
     down_bias = source.tensor({f"{name}.down_proj_bias": (count, hidden)})
     order, in_place = torch.arange(2 * intermediate).view(-1, 2).T.flatten(), torch.arange(hidden)  # gates first
-    for expert in range(count):
+    for expert in _held(count, source):
         yield ExpertWeights(_transposed(gate_up, expert, order), _transposed(down, expert, in_place),
                             gate_up_bias[expert][order], down_bias[expert])
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from slotwise.kernels.interface import QKNorm
-from slotwise.model.layers.source import Source
+from slotwise.model.layers.source import NO_CUTS, Source
+from slotwise.model.stored import WHOLE, Cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,11 @@ class NoNorm:
         return self._kernels.add(x, residual)
 
 
-def read_qk_norm(source: Source, name: str, sizes: tuple[int, int], options: NormOptions) -> QKNorm:
+def read_qk_norm(
+    source: Source, name: str, sizes: tuple[int, int], options: NormOptions, cuts: tuple[Cut, Cut] = (WHOLE, WHOLE),
+) -> QKNorm:
     """The norms of queries and keys, with weights of these `sizes`, of the attention called `name`."""
-    query, key = (
-        source.tensor({f"{name}.{part}_norm.weight": (size,)}) for part, size in zip("qk", sizes, strict=True))
+    names = [f"{name}.{part}_norm.weight" for part in "qk"]
+    query, key = (source.tensor({one: (size,)}, NO_CUTS if cut == WHOLE else {one: cut})
+                  for one, size, cut in zip(names, sizes, cuts, strict=True))
     return QKNorm(query, key, options.eps, options.offset)

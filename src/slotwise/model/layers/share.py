@@ -6,6 +6,8 @@
 Attention is divided by heads of keys with the queries that read them, so a rank caches its own heads only.  Where there
 are fewer such heads than ranks, several ranks hold the same one, each with other queries.  Shares may differ by one
 unit; rank 0 never has the smaller one.
+
+Experts are divided as other MLPs are, or, where the group `splits_experts`, each is held whole by one rank.
 """
 
 from __future__ import annotations
@@ -48,6 +50,11 @@ def mlp_share(intermediate: int, group: Group) -> range:
     return share(intermediate, group, "columns between the products of an MLP", 1 if intermediate % UNIT else UNIT)
 
 
+def expert_share(count: int, group: Group) -> range | None:
+    """The experts that a rank holds whole; None: ranks share every expert, or there is one rank."""
+    return share(count, group, "experts") if group.splits_experts and group.size > 1 else None
+
+
 class Heads(NamedTuple):
     """The heads of a rank, and the shape of its attention."""
 
@@ -65,6 +72,19 @@ class Heads(NamedTuple):
         (name,) = parts
         starts = self.whole.num_heads * size, (self.whole.num_heads + self.whole.num_kv_heads) * size
         return {name: Cut((query, *(range(at + key.start, at + key.stop) for at in starts)))}
+
+
+    @property
+    def norm_cuts(self) -> tuple[Cut, Cut]:
+        """Of the weights of norms over all queries and over all keys."""
+        size = self.shape.head_dim
+        query, key = (range(heads.start * size, heads.stop * size) for heads in (self.query, self.key))
+        return Cut((query,)), Cut((key,))
+
+    def normed_numbers(self, group: Group) -> tuple[int, int]:
+        """How many queries and keys the ranks hold together, those that several ranks hold as often as they do."""
+        size, whole = self.shape.head_dim, self.whole
+        return whole.num_heads * size, max(whole.num_kv_heads, group.size) * size
 
 
 def heads_of(shape: AttentionShape, group: Group) -> Heads:

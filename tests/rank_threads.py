@@ -1,0 +1,57 @@
+"""The ranks of a model on threads of this process: everything that their processes do, without starting these.
+
+Memory, kernels, messages and the loop of a rank are those of `slotwise.compose`.  A rank has one compute thread.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from slotwise.compose import rank_groups, rank_worker, ranks
+from slotwise.engine.ipc import BlockingChannel
+from slotwise.kernels.cpu import launcher
+from slotwise.kernels.cpu.threads import ThreadPool
+
+
+class _Rank:
+    """A rank, with what its process would be asked."""
+
+    def __init__(self, command: Sequence[str], **_: object) -> None:
+        channel = BlockingChannel(socket.socket(fileno=os.dup(int(command[-1]))))
+        self._thread = threading.Thread(target=rank_worker.obey, args=(channel,), daemon=True)
+        self._thread.start()
+
+    def poll(self) -> int | None:
+        return None if self._thread.is_alive() else 0
+
+    def kill(self) -> None:
+        """It ends when its channel does."""
+
+
+@contextmanager
+def ranks_on_threads() -> Iterator[None]:
+    """Ranks that are started within the context are threads, and end with their engines."""
+    before, opened = torch.get_num_threads(), list[rank_groups.RankFiles]()
+    close = rank_groups.RankFiles.close
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launcher, "thread_pool", lambda threads: ThreadPool(0))  # each rank has its own
+        patch.setattr(ranks, "spawn", SimpleNamespace(start=_Rank))
+        patch.setattr(rank_worker, "settle", lambda: None)
+        patch.setattr(rank_groups.RankFiles, "close", lambda files: opened.append(files))  # threads have no copies
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            gc.collect()
+            torch.set_num_threads(before)
+            for files in opened:
+                close(files)

@@ -1,0 +1,198 @@
+"""Ranks give the tokens of one process in every family: ragged, chunked, preempted, with drafts, adapters and experts.
+
+The ranks are threads (`rank_threads.py`); `test_ranks.py` has them as processes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lora
+import pytest
+import quantized
+from checkpoints import FAMILIES, SIZES, make, prompts
+from drafted import Played, play
+from rank_threads import ranks_on_threads
+from safetensors.torch import load_file, save_file
+
+from slotwise.compose.engine import build_engine
+from slotwise.core.grammar import REGEX, Grammar
+from slotwise.core.params import SamplingParams
+from slotwise.core.step_time import StepTimeModel, Work
+from slotwise.engine.config import ConfigError, EngineConfig
+from slotwise.engine.engine import Engine
+from slotwise.engine.messages import Add
+from slotwise.errors import CheckpointError
+from slotwise.kernels.cpu.cache import padded
+from slotwise.model.checkpoint import read_config
+from slotwise.speculation.proposer import proposer_of
+
+LAYOUTS = {"tp": (2, 1), "pp": (1, 2), "both": (2, 2)}  # ranks of a stage, stages
+SHAPES = {"smollm2": {"num_attention_heads": 4}}  # three heads of queries with one of keys cannot be divided
+LENGTHS = [5, 40, 17, 70, 1, 33, 61, 9]
+SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=6, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+PENALISED = dataclasses.replace(SAMPLED, prompt_logprobs=None, presence_penalty=0.6, repetition_penalty=1.2)
+WORDS = SamplingParams(temperature=1.0, max_tokens=12, grammar=Grammar(REGEX, "[a-z]{3,12} [0-9]+"))
+LAST = SIZES["num_hidden_layers"] - 1  # of the layers: with stages, of another rank than 0
+LONG = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    with ranks_on_threads():
+        yield
+
+
+def slow_steps() -> StepTimeModel:
+    """Steps take a second, whatever they compute: drafts are worth their time."""
+    times = StepTimeModel()
+    for _ in range(20):
+        times.learn(Work(1, 1, 10, 0.0, longest=10), 1.0)
+        times.learn(Work(9, 9, 0, 0.0, drafts=8), 1.0)
+        times.learn(Work(100, 3, 0, 1e4), 1.0)
+    return times
+
+
+def engine_of(folder: Path, layout: tuple[int, int] = (1, 1), **settings: Any) -> Engine:
+    width, stages = layout
+    config = EngineConfig.of(**{
+        "model": str(folder), "dtype": "float32", "max_model_len": 128, "max_num_seqs": 4, "block_size": 16,
+        "max_num_batched_tokens": 24, "kv_cache_memory": memory(folder, width), "tensor_parallel_size": width,
+        "pipeline_parallel_size": stages} | settings)
+    engine = build_engine(config)[0]
+    if config.speculative_config:
+        engine._scheduler._drafting.proposer = proposer_of(config.speculative_config, slow_steps())
+    return engine
+
+
+def memory(folder: Path, width: int = 1) -> int:
+    """Bytes of a cache in which four rows do not fit, but where windows leave blocks to the others."""
+    config = read_config(folder)
+    block = 2 * 16 * 4 * config.num_layers * max(width, config.num_kv_heads) * padded(config.head_dim)
+    return (18 if any(config.windows) else 9) * block
+
+
+def requests(guesses: dict[str, list[int]] | None = None, grammar: SamplingParams | None = None) -> list[Add]:
+    """Greedy ones with guesses of what they give, and some that sample: with penalties, log-probabilities, grammars."""
+    kinds = {1: SAMPLED, 3: PENALISED} | ({} if grammar is None else {4: grammar, 6: grammar})
+    return [Add(f"r{at}", prompt, kinds.get(at, LONG), seed=at, prediction=tuple((guesses or {}).get(f"r{at}", ())))
+            for at, prompt in enumerate(prompts(LENGTHS))]
+
+
+def assert_same(several: Played, plain: Played) -> None:
+    """Tokens and ends are, and log-probabilities as far as another order of sums leaves them alike."""
+    found, expected = ({name: (one.tokens, one.reason, [entry.rank for entry in one.logprobs])
+                        for name, one in played.outputs.items()} for played in (several, plain))
+    assert found == expected
+    for name, one in several.outputs.items():
+        assert [entry.logprob for entry in one.logprobs] == pytest.approx(
+            [entry.logprob for entry in plain.outputs[name].logprobs], abs=1e-3)
+
+
+def disturbed(played: Played) -> dict[str, list[int]]:
+    """Guesses of the outputs, wrong at every fifth token."""
+    return {name: [token if at % 5 else token ^ 1 for at, token in enumerate(one.tokens, 1)]
+            for name, one in played.outputs.items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(family: str, tmp_path: Path) -> None:
+    folder = make(family, tmp_path / "model", **SHAPES.get(family, {}))
+    plain = play(engine_of(folder), requests())
+    adds = requests(disturbed(plain))
+    for layout in LAYOUTS.values():
+        several = play(engine_of(folder, layout, speculative_config={"method": "prediction"}), adds)
+        assert_same(several, plain)
+        assert several.num_drafts > several.num_right > 0
+        assert any(record.preempted for record in several.records) or any(read_config(folder).windows)
+        assert any(len(set(record.kinds)) == 2 for record in several.records), "beside prompts, in chunks"
+
+
+@pytest.mark.parametrize("layout", ["tp", "both"])
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "granite_moe"])
+def test_ranks_that_hold_experts_whole(family: str, layout: str, tmp_path: Path) -> None:
+    folder = make(family, tmp_path / "model")
+    plain = play(engine_of(folder), requests())
+    several = engine_of(folder, LAYOUTS[layout], enable_expert_parallel=True)
+    assert_same(play(several, requests()), plain)
+
+
+@pytest.mark.parametrize(("family", "layout", "biases"), [
+    ("qwen2", "tp", True), ("phi3", "tp", False), ("qwen2", "pp", True), ("llama_bias", "both", True)])
+def test_adapters_with_drafts_and_grammars(family: str, layout: str, biases: bool, tmp_path: Path) -> None:
+    folder = make(family, tmp_path / "model", tokenizer=True)
+    adapters = [lora.write(tmp_path / "a", folder, seed=1, biases=biases), lora.write(
+        tmp_path / "b", folder, seed=2, rank=7, targets=("v_proj", "qkv_proj", "o_proj", "down_proj"))]
+    found: list[Played] = []
+    for ranks in ((1, 1), LAYOUTS[layout]):
+        guesses = disturbed(found[0]) if found else None
+        adds = [with_adapter(add, at % 3) for at, add in enumerate(requests(guesses, WORDS))]
+        engine = engine_of(folder, ranks, enable_lora=True, max_loras=2, max_cpu_loras=2, kv_cache_memory=8 << 20,
+                           speculative_config={"method": "prediction"})
+        assert engine.adapters is not None
+        for number, adapter in enumerate(adapters, 1):
+            engine.adapters.load(number, adapter)
+        first = play(engine, adds)
+        engine.unload_adapter(2)
+        engine.adapters.load(3, adapters[1])
+        again = play(engine, [with_adapter(adds[2], 3, "again")])
+        found.append(Played(first.outputs | again.outputs, first.records))
+    assert_same(found[1], found[0])
+    assert found[1].num_drafts > found[1].num_right > 0
+    tokens = [one.tokens for one in found[0].outputs.values()]
+    assert len(set(tokens)) == len(tokens) - 1, "all differ, but for the one that comes twice"
+
+
+def with_adapter(add: Add, adapter: int, name: str = "") -> Add:
+    return Add(name or add.request_id, add.prompt, add.params, seed=add.seed, adapter=adapter,
+               prediction=add.prediction)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_adapter_that_a_rank_cannot_load_is_loaded_by_none(layout: str, tmp_path: Path) -> None:
+    folder = make("llama2", tmp_path / "model")
+    good, bad = (lora.write(tmp_path / name, folder, seed=1) for name in ("good", "bad"))
+    tensors = load_file(bad / "adapter_model.safetensors")
+    tensors[f"base_model.model.model.layers.{LAST}.mlp.down_proj.lora_A.weight"][0, 0] = float("nan")
+    save_file(tensors, bad / "adapter_model.safetensors")
+    engine = engine_of(folder, LAYOUTS[layout], enable_lora=True, max_cpu_loras=1)
+    assert engine.adapters is not None
+    for number, (adapter, says) in enumerate([(bad, "not finite"), (tmp_path, "adapter_config.json")], 1):
+        with pytest.raises(CheckpointError, match=says):
+            engine.adapters.load(number, adapter)
+    engine.adapters.load(3, good)
+    adds = [with_adapter(add, 3) for add in requests()[:3]]
+    assert all(one.reason == "length" for one in play(engine, adds).outputs.values())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_draft_model_on_rank_0(layout: str, tmp_path: Path) -> None:
+    folder = make("llama3", tmp_path / "model", tokenizer=True)
+    draft = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}
+    plain = play(engine_of(folder), requests(grammar=WORDS))
+    several = play(engine_of(
+        folder, LAYOUTS[layout], speculative_config=draft, kv_cache_memory=2 * memory(folder)), requests(grammar=WORDS))
+    assert_same(several, plain)
+    assert several.num_right > 0.5 * several.num_drafts > 0, "it drafts for itself"
+    assert any(record.proposing and record.proposing.passes > 1 for record in several.records)
+
+
+@pytest.mark.parametrize("kind", ["gptq 4, act-order", "awq"])
+def test_stages_of_a_quantised_checkpoint(kind: str, tmp_path: Path) -> None:
+    dense = make("llama3", tmp_path / "dense", **quantized.SIZES)
+    folder = tmp_path / "quantised"
+    quantized.quantise(dense, folder, quantized.KINDS[kind]())
+    assert_same(play(engine_of(folder, LAYOUTS["pp"]), requests()), play(engine_of(folder), requests()))
+    with pytest.raises(CheckpointError, match="divide its layers with pipeline_parallel_size"):
+        engine_of(folder, LAYOUTS["tp"])
+
+
+@pytest.mark.parametrize(("settings", "says"), [
+    ({"tensor_parallel_size": 2}, "has none"), ({"pipeline_parallel_size": 2}, "give 2 or more")])
+def test_experts_that_cannot_be_divided_are_refused(settings: dict[str, int], says: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=says):
+        build_engine(EngineConfig.of(
+            model=str(make("llama2", tmp_path / "model")), enable_expert_parallel=True, **settings))

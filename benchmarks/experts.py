@@ -5,7 +5,8 @@
 128 experts of which a token chooses eight, in fewer and narrower layers; random weights, so that tokens choose their
 experts nearly at random, which reads more of them than text does.  A step is run as the runner runs it, from a graph.
 The bound is the bytes of all weights that the step reads, experts that no token chose left out, at the rate at which
-this machine reads memory.  Neighbours change that within seconds, so steps and reads are measured in turns.
+this machine reads memory.  Neighbours change that within seconds, so steps and reads are measured in turns.  Steps of a
+few batches follow each other, or the last cache would hold experts of the step before.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,8 @@ CONFIG = {
     "num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 64,
     "max_position_embeddings": 4096}
 BLOCK, CONTEXT, ROWS = 64, 128, (1, 8, 32)
-TURNS, READ_SECONDS = 8, 0.05
+BATCHES = 4  # whose tokens differ
+TURNS, READ_SECONDS = 4, 0.1
 
 
 def decoder_of(kernels: CpuKernels, dtype: str, seed: int) -> Decoder:
@@ -71,12 +73,12 @@ class Counted(CpuKernels):
         return counted
 
 
-def decode_batch(rows: int) -> RaggedBatch:
-    """A decode step of `rows` rows with `CONTEXT` tokens each, of different tokens."""
+def decode_batch(rows: int, number: int) -> RaggedBatch:
+    """A decode step of `rows` rows with `CONTEXT` tokens each, of different tokens in each step of a `number`."""
     tables = torch.arange(rows * (CONTEXT // BLOCK), dtype=torch.int32).view(rows, -1)
     contexts = torch.full((rows,), CONTEXT, dtype=torch.int32)
     return RaggedBatch(
-        torch.arange(rows) * 37 + 5, contexts.long() - 1, tables[:, -1].long() * BLOCK + BLOCK - 1,
+        (torch.arange(rows) + number * rows) * 37 + 5, contexts.long() - 1, tables[:, -1].long() * BLOCK + BLOCK - 1,
         torch.arange(rows + 1, dtype=torch.int32), contexts, tables, torch.arange(rows), 1, CONTEXT)
 
 
@@ -93,25 +95,32 @@ def measured(dtype: str, quantization: str, seconds: float, seed: int) -> list[d
     one = of_experts / (layers * (routing.num_experts - routing.top_k))
     found = []
     for rows in ROWS:
-        batch = decode_batch(rows)
+        batches = [decode_batch(rows, number) for number in range(BATCHES)]
         kernels.hits = []
-        decoder.hidden(batch, caches)
-        hit, kernels.hits = sum(kernels.hits), None
+        for batch in batches:
+            decoder.hidden(batch, caches)
+        hit, kernels.hits = sum(kernels.hits) / BATCHES, None
         num_bytes = decoder.step_weight_bytes + (hit - layers * routing.top_k) * one
-        step, rate = _in_turns(lambda batch=batch: graphs.logits(batch), decoder, seconds)  # type: ignore[misc]
+        step, rate = _in_turns(graphs, batches, decoder, seconds)
         bound = num_bytes / rate
         found.append({"rows": rows, "experts_hit": hit / layers, "bytes": num_bytes, "step_ms": step * 1e3,
                       "bound_ms": bound * 1e3, "share": bound / step, "bytes_per_second": rate})
     return found
 
 
-def _in_turns(step: Callable[[], object], decoder: Decoder, seconds: float) -> tuple[float, float]:
+def _in_turns(
+    graphs: DecodeGraphs, batches: Sequence[RaggedBatch], decoder: Decoder, seconds: float,
+) -> tuple[float, float]:
     """Seconds of a step, and bytes read in a second: the means of turns, of which each is a median."""
-    steps, reads = [], []
+    def steps() -> None:
+        for batch in batches:
+            assert graphs.logits(batch) is not None, "the step was not recorded"
+
+    of_steps, of_reads = [], []
     for _ in range(TURNS):
-        reads.append(1 / read_rate(decoder.kernels, decoder.step_weight_bytes, READ_SECONDS))
-        steps.append(_median(step, seconds / TURNS))
-    return statistics.fmean(steps), 1 / statistics.fmean(reads)
+        of_reads.append(1 / read_rate(decoder.kernels, decoder.step_weight_bytes, READ_SECONDS))
+        of_steps.append(_median(steps, seconds / TURNS) / len(batches))
+    return statistics.fmean(of_steps), 1 / statistics.fmean(of_reads)
 
 
 def _embedding_bytes(decoder: Decoder) -> int:
@@ -119,12 +128,11 @@ def _embedding_bytes(decoder: Decoder) -> int:
     return config.vocab_size * config.hidden_size * config.dtype.itemsize
 
 
-def _median(work: Any, seconds: float) -> float:
-    for _ in range(3):
-        assert work() is not None, "the step was not recorded"
+def _median(work: Callable[[], None], seconds: float) -> float:
+    work()
     times: list[float] = []
     ends = time.perf_counter() + seconds
-    while time.perf_counter() < ends:
+    while not times or time.perf_counter() < ends:
         started = time.perf_counter()
         work()
         times.append(time.perf_counter() - started)

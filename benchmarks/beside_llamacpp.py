@@ -103,6 +103,8 @@ async def stream(session: aiohttp.ClientSession, base: str, prompt: list[int], t
             produced = (event.get("usage") or {}).get("completion_tokens", produced)
     if produced != tokens:
         raise SystemExit(f"{produced} tokens came, and {tokens} were asked for")
+    if last == first and tokens > 1:
+        raise SystemExit("all tokens came at once: llama.cpp sends no token that has no text")
     return Answer(first, last, produced)
 
 

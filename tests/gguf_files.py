@@ -13,7 +13,7 @@ import torch
 from gguf.quants import quantize
 from safetensors.torch import load_file
 
-INTERLEAVED = (gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.GRANITE, gguf.MODEL_ARCH.SMOLLM3)
+INTERLEAVED = (gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.GRANITE, gguf.MODEL_ARCH.GRANITE_MOE, gguf.MODEL_ARCH.SMOLLM3)
 GEMMA = (gguf.MODEL_ARCH.GEMMA2, gguf.MODEL_ARCH.GEMMA3)
 ARCHITECTURES = {
     "LlamaForCausalLM": gguf.MODEL_ARCH.LLAMA, "MistralForCausalLM": gguf.MODEL_ARCH.LLAMA,
@@ -24,12 +24,17 @@ ARCHITECTURES = {
     "OlmoeForCausalLM": gguf.MODEL_ARCH.OLMOE, "Phi3ForCausalLM": gguf.MODEL_ARCH.PHI3,
     "SmolLM3ForCausalLM": gguf.MODEL_ARCH.SMOLLM3, "Glm4ForCausalLM": gguf.MODEL_ARCH.GLM4,
     "Ernie4_5ForCausalLM": gguf.MODEL_ARCH.ERNIE4_5, "SeedOssForCausalLM": gguf.MODEL_ARCH.SEED_OSS,
+    "GptOssForCausalLM": gguf.MODEL_ARCH.GPT_OSS, "GraniteMoeForCausalLM": gguf.MODEL_ARCH.GRANITE_MOE,
 }  # fmt: skip
+WINDOWED = ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Phi3ForCausalLM", "GptOssForCausalLM")  # files have theirs
 Edit = Callable[[gguf.GGUFWriter], None]
 
 
-def write(folder: Path, path: Path, kind: str = "F32", *, edit: Edit = lambda writer: None, parts: int = 1) -> Path:
-    """Writes a checkpoint to `path`, with matrices stored as `kind`, as llama.cpp's converter does.
+def write(
+    folder: Path, path: Path, kind: str | Callable[[str], str] = "F32", *, edit: Edit = lambda writer: None,
+    parts: int = 1,
+) -> Path:
+    """Writes a checkpoint to `path`, with matrices stored as `kind` or as it says of their names, as llama.cpp does.
 
     `edit` may add to the metadata.  With several parts `path` is a name without an end; returns the first part.
     """
@@ -43,11 +48,12 @@ def write(folder: Path, path: Path, kind: str = "F32", *, edit: Edit = lambda wr
     if (folder / "tokenizer.json").is_file():
         add_tokenizer(writer, folder, size=config["vocab_size"])
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
-    for original, tensor in _joined(tensors).items():
+    for original, tensor in _split(_joined(tensors)).items():
         stored = names.get_name(original, (".weight", ".bias"))
         assert stored, original
         numbers = _converted(arch, original, tensor, config)
-        writer.add_tensor(stored, *_stored(numbers, kind))
+        writer.add_tensor(stored, *_stored(
+            numbers, "F32" if stored.endswith(".bias") else kind if isinstance(kind, str) else kind(stored)))
     for stored, factors in _rope_factors(config).items():
         writer.add_tensor(stored, factors)
     edit(writer)
@@ -94,8 +100,9 @@ def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     ):
         if config.get(name):
             add(config[name])
-    if config.get("sliding_window") and config["architectures"][0] in ("Gemma2ForCausalLM", "Gemma3ForCausalLM",
-                                                                       "Phi3ForCausalLM"):
+    if config["architectures"][0] == "GptOssForCausalLM":
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+    if config.get("sliding_window") and config["architectures"][0] in WINDOWED:
         writer.add_sliding_window(config["sliding_window"])
 
 
@@ -134,11 +141,34 @@ def _joined(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     others = {}
     for name in sorted(tensors, key=lambda name: [int(part) if part.isdigit() else 0 for part in name.split(".")]):
         parts = name.split(".experts.")
-        if len(parts) == 1:
+        if len(parts) == 1 or not parts[1][0].isdigit():
             others[name] = tensors[name]
         else:
             experts.setdefault(f"{parts[0]}.experts.{parts[1].partition('.')[2]}", []).append(tensors[name])
     return others | {name: torch.stack(each) for name, each in experts.items()}
+
+
+def _split(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Gates and what they gate, which gpt-oss' and Granite's experts have together, as tensors of their own."""
+    found = {}
+    for name, tensor in tensors.items():
+        at, _, part = name.rpartition(".")
+        if part in ("gate_up_proj", "gate_up_proj_bias"):
+            kind = "bias" if part.endswith("bias") else "weight"
+            both = tensor if kind == "bias" else tensor.mT
+            found |= {f"{at}.{half}_proj.{kind}": both[:, place::2].contiguous()
+                      for place, half in enumerate(("gate", "up"))}
+        elif name.endswith("experts.down_proj"):
+            found[f"{name}.weight"] = tensor.mT.contiguous()
+        elif name.endswith("experts.down_proj_bias"):
+            found[f"{at}.down_proj.bias"] = tensor
+        elif name.endswith("input_linear.weight"):
+            layer = name.split(".block_sparse_moe")[0]
+            found |= {f"{layer}.mlp.experts.{half}_proj.weight": part
+                      for half, part in zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True)}
+        else:
+            found[f"{name}.weight" if part == "sinks" else name] = tensor
+    return found
 
 
 def _stored(numbers: np.ndarray[Any, Any], kind: str) -> tuple[Any, ...]:

@@ -12,7 +12,15 @@ import torch
 
 from slotwise.kernels.cuda import attention, codes, experts, masks, narrow, packed, pointwise, rotary, sampling
 from slotwise.kernels.cuda.cache import CudaCache
-from slotwise.kernels.cuda.configs import FEW, codes_tile, default_tuning, experts_tile, narrow_tile
+from slotwise.kernels.cuda.configs import (
+    FEW,
+    codes_tile,
+    default_tuning,
+    expert_codes_tile,
+    experts_tile,
+    narrow_tile,
+)
+from slotwise.kernels.cuda.expert_codes import ExpertCodes
 from slotwise.kernels.cuda.low_rank import CudaAdapters
 from slotwise.kernels.interface import AttentionShape, QKNorm, RaggedBatch, Routing
 from slotwise.kernels.matrix import E4M3, Factors, Format
@@ -35,6 +43,7 @@ FORMATS = {name: kind.format for name, kind in BLOCK_TYPES.items()} | {
     "AWQ": Format(4, 128, torch.float32, has_minimums=True), "NF4": Format(4, 64, torch.float32, levels=NF4),
     "FP8 of blocks": Format(8, 128, torch.float32, levels=E4M3), "FP8": Format(8, 0, torch.float32, levels=E4M3),
     "int8": Format(8, 0, torch.float32, zero=128)}
+OF_EXPERTS = "GPTQ", "Q4_K", "Q6_K", "MXFP4"
 IN_ALL_TYPES = "GPTQ", "Q4_K"  # of other formats products in bfloat16 are compiled
 
 
@@ -57,6 +66,9 @@ def launches(capability: int) -> Iterator[Launch]:
         yield from _others(kind)
         yield from _experts(kind)
         yield from _adapters(kind)
+        if kind == "bfloat16":
+            for name in OF_EXPERTS:
+                yield from _packed_experts(kind, name, FORMATS[name])
         for name, form in FORMATS.items():
             if kind == "bfloat16" or name in IN_ALL_TYPES:
                 yield from _products(kind, name, form, capability)
@@ -134,13 +146,29 @@ def _experts(kind: str) -> Iterator[Launch]:
 
         def work(tokens: int = tokens) -> None:
             shapes = (routing.num_experts, 2 * intermediate, hidden), (routing.num_experts, hidden, intermediate)
-            stacked = experts.Stacked(*(torch.empty(shape, dtype=KINDS[kind]) for shape in shapes), None, None)
+            stacked = experts.Stacked(*([torch.empty(shape, dtype=KINDS[kind])] for shape in shapes), None, None)
             x, logits = (torch.empty(tokens, size, dtype=KINDS[kind]) for size in (hidden, routing.num_experts))
             ends = torch.zeros(routing.num_experts, dtype=torch.int64)
             experts.mixture(x, logits, stacked, routing, ends, lambda gate_up: pointwise.activated(gate_up, "silu"))
 
         tile = experts_tile(of_one * routing.num_experts, routing.num_experts, KINDS[kind])
         yield Launch(f"{of_one} tokens an expert", kind, work, {"multiply_experts": tile.programs})
+
+
+def _packed_experts(kind: str, name: str, form: Format) -> Iterator[Launch]:
+    routing, outputs = MIXTURE[0], 768
+    for of_one in FEW_AND_MANY:
+        pairs = of_one * routing.num_experts
+
+        def work(pairs: int = pairs) -> None:
+            weight = ExpertCodes(_packed(form, routing.num_experts * outputs), routing.num_experts, None)
+            arranged = experts.in_order(torch.zeros(pairs, dtype=torch.int32), routing.num_experts)
+            for is_first in (True, False):
+                x = torch.empty(pairs // routing.top_k if is_first else pairs, DEPTH, dtype=KINDS[kind])
+                experts.multiply(x, weight, None, arranged, routing.top_k, is_first=is_first)
+
+        tile = expert_codes_tile(pairs, routing.num_experts, KINDS[kind], has_table=bool(form.levels))
+        yield Launch(f"{of_one} tokens an expert, {name}", kind, work, {"multiply_expert_codes": tile.programs})
 
 
 def _adapters(kind: str) -> Iterator[Launch]:

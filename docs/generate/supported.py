@@ -36,7 +36,7 @@ OF_METHODS = {  # methods of a quantization_config: what is read and what is not
         "`mxfp4-pack-quantized`, and `mixed-precision` of these; scales by matrix, channel, group or block; zero "
         "points, `actorder`.", "Sparse and rotated weights, NVFP4, a quantized cache (`kv_cache_scheme`)."),
     "fp8": ("E4M3 with `weight_block_size` (DeepSeek, Qwen3) or a scale for each matrix.", "E5M2."),
-    "mxfp4": ("The experts of gpt-oss (`_blocks`, `_scales`), multiplied packed on a CPU.", ""),
+    "mxfp4": ("The experts of gpt-oss (`_blocks`, `_scales`), multiplied packed.", ""),
     "bitsandbytes": ("NF4, with and without double quantization; int8.", "FP4; another `bnb_4bit_quant_storage`.")}
 WITHOUT = (  # a capability, and a name that would be there with it
     ("data parallelism: start several servers behind a load balancer", "--data-parallel-size"),

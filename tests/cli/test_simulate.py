@@ -66,6 +66,9 @@ def test_ranks_and_adapters_of_a_machine_of_the_file(tmp_path: Path):
 
     assert first_token("-tp", "2", "--link-us", "5000") > first_token("-tp", "2", "--link-us", "1")
     assert first_token("-pp", "2") > 0
+    apart = ["--prefill-replicas", "1", "--decode-replicas", "2"]
+    assert first_token(*apart, "--transfer-us", "100") > first_token(*apart)
+    assert json.loads(file.read_text())["replicas"] == {"prefill": 1, "decode": 2}
     assert first_token("--adapters", "4", "--max-loras", "4", "--adapter-ms", "2") > first_token()
 
 
@@ -88,6 +91,10 @@ def test_what_if_shows_what_was_measured_replayed_and_changed(log: Path, tmp_pat
     (["simulate", "--machine", "xeon", "--model", str(builtin.path()), "--set", "slots=2"], "no scheduling setting"),
     (["simulate", "--machine", "LOG", "--draft-ms", "2"], "--acceptance describes"),
     (["simulate", "--machine", "LOG", "--max-loras", "2"], "--max-loras is of the adapters"),
+    (["simulate", "--machine", "LOG", "--prefill-replicas", "2"], "go together"),
+    (["simulate", "--machine", "LOG", "--transfer-us", "2"], "--transfer-us is of prompts that travel"),
+    (["simulate", "--machine", "LOG", "--prefill-replicas", "2", "--decode-replicas", "2", "--replicas", "2"],
+     "--replicas is not for servers with roles"),
     (["simulate", "--machine", "LOG", "--link-us", "2"], "--link-us is for a machine of the file"),
     (["simulate", "--machine", "xeon", "--model", str(builtin.path()), "--link-us", "2"], "--link-us is between ranks"),
     (["simulate", "--machine", "LOG", "--model", str(builtin.path())], "--model is for a machine of the file"),

@@ -65,16 +65,18 @@ def test_quantised_weights_are_not_quantised_again(files: Callable[[str], Path])
         LLM(model=str(files("Q4_0")), quantization="int8", **SMALL)
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
-def test_experts_stay_packed(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "kind", "share"), [
+    ("qwen3_moe", "Q8_0", 0.35), ("qwen3_moe", "Q4_0", 0.35), ("gpt_oss", "MXFP4", 0.35),
+    ("granite_moe", "Q8_0", 0.45)])  # Granite's scaled head is plain numbers
+def test_experts_stay_packed(family: str, kind: str, share: float, tmp_path: Path) -> None:
     """Logits are those of what they stand for, but for activations; answers do not depend on the company."""
     sizes = {**SIZES, "moe_intermediate_size": 128, "decoder_sparse_step": 1, "num_hidden_layers": 2}
-    folder = make("qwen3_moe", tmp_path / "dense", tokenizer=True, dtype="bfloat16", **sizes)
+    folder = make(family, tmp_path / "dense", tokenizer=True, dtype="bfloat16", **sizes)
     file, plain = (write(folder, tmp_path / f"{name}.gguf", name) for name in (kind, "BF16"))
     rows = list(enumerate(prompts([5, 40])))
     exact, packed, wide = (load_model(path, kernels=kernels, dtype="float32") for path, kernels in (
         (file, ReferenceKernels()), (file, choose("cpu")), (plain, choose("cpu"))))
-    assert packed.weight_bytes < 0.35 * wide.weight_bytes
+    assert packed.weight_bytes < share * wide.weight_bytes
     found, expected = (Driver(decoder).step(rows).double() for decoder in (packed, exact))
     assert torch.nn.functional.cosine_similarity(expected, found).min() > 0.995
     llm = LLM(model=str(file), **SMALL)
@@ -83,3 +85,17 @@ def test_experts_stay_packed(kind: str, tmp_path: Path) -> None:
     for prompt, crowd in zip(asked, together, strict=True):
         [alone] = llm.generate([prompt], GREEDY, use_tqdm=False)
         assert alone.outputs[0].token_ids == crowd.outputs[0].token_ids
+
+
+def test_parts_of_experts_may_have_types_of_their_own(tmp_path: Path) -> None:
+    """As `llama-quantize` writes them, by layer, too; and gates in another one than what they gate."""
+    def kind(name: str) -> str:
+        types = {"ffn_gate_exps": "Q4_0", "ffn_up_exps": "Q5_0" if ".0." in name else "Q4_0", "ffn_down_exps": "Q8_0"}
+        return types.get(name.split(".")[-2], "BF16")
+
+    sizes = {**SIZES, "moe_intermediate_size": 128, "decoder_sparse_step": 1, "num_hidden_layers": 2}
+    file = write(make("qwen3_moe", tmp_path / "dense", dtype="bfloat16", **sizes), tmp_path / "mixed.gguf", kind)
+    rows = list(enumerate(prompts([5, 40])))
+    exact, packed = (Driver(load_model(file, kernels=kernels, dtype="float32")).step(rows).double()
+                     for kernels in (ReferenceKernels(), choose("cpu")))
+    assert torch.nn.functional.cosine_similarity(exact, packed).min() > 0.995

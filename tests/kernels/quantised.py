@@ -6,7 +6,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slotwise.kernels.matrix import Factors, Format, QuantisedMatrix, Rows
+from slotwise.kernels.matrix import E4M3, Factors, Format, QuantisedMatrix, Rows
+from slotwise.model.quantization.bitsandbytes import NF4
+from slotwise.model.quantization.gguf_blocks import BLOCK_TYPES
+
+FORMATS = {name: kind.format for name, kind in BLOCK_TYPES.items()} | {
+    "GPTQ": Format(4, 128, torch.float16, zero=8), "GPTQ 8": Format(8, 128, torch.float16, zero=128),
+    "a row's": Format(4, 0, torch.float16, zero=8), "AWQ": Format(4, 64, torch.float32, has_minimums=True),
+    "NF4": Format(4, 64, torch.float32, levels=NF4), "3 bits": Format(3, 16, torch.bfloat16, zero=4),
+    "FP8 blocks": Format(8, 128, torch.float32, levels=E4M3), "FP8": Format(8, 0, torch.float32, levels=E4M3),
+}  # fmt: skip
+
+
+def depth_of(kind: Format, least: int) -> int:
+    """A depth that the format's units divide."""
+    together = kind.group * kind.groups_per_unit
+    return -(-least // together) * together if together else least
 
 
 def random_matrix(

@@ -18,6 +18,8 @@ from slotwise.kernels.checked import CheckedKernels
 from slotwise.kernels.cpu import paths
 from slotwise.kernels.cpu.block_layout import layout_of, levels_of
 from slotwise.kernels.cpu.kernels import CpuKernels
+from slotwise.kernels.cpu.launcher import KernelLauncher
+from slotwise.kernels.cpu.linear_blocks import blocks_linear, pack_blocks
 from slotwise.kernels.matrix import Format, QuantisedMatrix, StackedMatrix, stacked
 from slotwise.kernels.reference import ReferenceKernels
 from slotwise.model.quantization.gguf_blocks import BLOCK_TYPES
@@ -172,6 +174,18 @@ def test_all_paths_add_the_same_integers(name):
     depth = depth_of(name, 300)
     matrix, x = of(name, 100, depth), numbers(9, depth)
     assert torch.equal(*(kernels_of(path).linear(matrix)(x) for path in ("vnni", "integer")))
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "MXFP4", "4 bits of 64 with zeros"])
+def test_tiles_add_the_same_integers(name):
+    """Tiles of 32 rows, of the 17 and the 9 behind them, and the 8 that vectors multiply; gates, too, and a bias."""
+    depth, launcher = depth_of(name, 300), KernelLauncher(2)
+    matrix, x, bias = of(name, 40, depth), numbers(49, depth), numbers(40)
+    for is_gated in (False, True):
+        by_path = [blocks_linear([pack_blocks(matrix, bias, path, launcher, is_gated=is_gated)], launcher)
+                   for path in ("integer", "software tiles")]
+        for rows in (49, 41, 40, 3):
+            assert torch.equal(*(product(x[:rows]) for product in by_path)), rows
 
 
 def test_parts_of_several_formats_are_one_product():

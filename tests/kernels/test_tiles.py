@@ -106,14 +106,19 @@ def test_the_configuration_is_laid_out_as_the_manual_says():
 PRINT_ASSEMBLY = """
 import torch
 from numba import cfunc
-from slotwise.kernels.cpu import linear_bf16, linear_int
+from slotwise.kernels.cpu import linear_bf16, linear_blocks, linear_int
+from slotwise.kernels.cpu.block_layout import layout_of
+from slotwise.model.quantization.gguf_blocks import BLOCK_TYPES
 
-for product in (linear_bf16.PRODUCT["amx"], linear_int.PRODUCT[4, torch.bfloat16, "amx_int8"]):
-    print(cfunc("void(int64)", nopython=True)(product.code._entry)._library.get_asm_str())
+blocks = linear_blocks.compiled(layout_of(BLOCK_TYPES["Q4_K"].format), torch.bfloat16, "amx_int8")
+for code in (linear_bf16.PRODUCT["amx"].code, linear_int.PRODUCT[4, torch.bfloat16, "amx_int8"].code, blocks):
+    print(cfunc("void(int64)", nopython=True)(code._entry)._library.get_asm_str())
+    print("next")
 """
 SAPPHIRE_RAPIDS = {
     "NUMBA_CPU_NAME": "sapphirerapids",
-    "NUMBA_CPU_FEATURES": "+avx512f,+avx512bw,+avx512dq,+avx512vl,+avx512bf16,+fma,+amx-tile,+amx-bf16,+amx-int8"}
+    "NUMBA_CPU_FEATURES": "+avx512f,+avx512bw,+avx512dq,+avx512vl,+avx512bf16,+avx512vnni,+fma,+amx-tile,"
+                          "+amx-bf16,+amx-int8"}
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="wants a compiler for x86-64")
@@ -121,6 +126,7 @@ def test_for_sapphire_rapids_kernels_become_instructions_on_tiles():
     done = subprocess.run([sys.executable, "-c", PRINT_ASSEMBLY], env=os.environ | SAPPHIRE_RAPIDS, capture_output=True,
                           text=True)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert all("tilerelease" in assembly for assembly in done.stdout.split("next\n")[:3])
     lines = [line.split() for line in done.stdout.splitlines()]
     used = {line[0] for line in lines if line}
     assert used > {"ldtilecfg", "tilezero", "tileloadd", "tdpbf16ps", "tdpbsud", "tilestored", "tilerelease"}

@@ -8,6 +8,9 @@ import pytest
 
 from slotwise.core.step_time import StepTimeModel, Work
 from slotwise.engine.config import EngineConfig
+from slotwise.engine.messages import StepRecord
+from slotwise.engine.observer import Observer
+from slotwise.simulate.apart import Arrived, simulate_apart
 from slotwise.simulate.figures import Distribution, Objectives, figures
 from slotwise.simulate.machines import ModelShape, described, names, setup_of
 from slotwise.simulate.pace import LearnedPace
@@ -153,3 +156,42 @@ def test_adapters_wait_for_each_other_and_each_of_a_step_takes_its_time():
 
     assert seconds(4, 0.0) < seconds(1, 0.0)
     assert seconds(4, 0.0) < seconds(4, 0.005)
+
+
+class Longest(Observer):
+    """The most tokens of a row."""
+
+    tokens = 0
+
+    def stepped(self, record: StepRecord) -> None:
+        self.tokens = max(self.tokens, *record.counts, 0)
+
+
+def with_roles(setup, num_prefill: int, num_decode: int, rate: float, seconds_per_token: float = 0.0):
+    prefill = [Server(setup, replica=number) for number in range(num_prefill)]
+    seen = [Longest() for _ in range(num_decode)]
+    decode = [Server(setup, observers=[one], replica=number, kv_link=Arrived(setup.limits.block_size))
+              for number, one in enumerate(seen)]
+    found = simulate_apart(traffic_of(workload(rate)), prefill, decode, seconds_per_token)
+    for server in (*prefill, *decode):
+        server.engine._scheduler.check()
+    return found, max(one.tokens for one in seen)
+
+
+def test_apart_every_request_is_served_and_no_decode_step_computes_a_prompt():
+    setup = setup_of("epyc", SMALL, EngineConfig.of(model="", max_num_seqs=8))
+    found, longest = with_roles(setup, 1, 2, 40.0)
+    assert {name: one.num_tokens for name, one in found.items()} == {
+        str(one.number): one.num_output for one in workload(40.0).requests}
+    assert {one.replica for one in found.values()} == {0, 1}
+    assert longest == 1, "each prompt has arrived but for its last token"
+    alike, apart = (figures(list(one.values())) for one in (served(setup, 40.0, replicas=3), found))
+    assert apart.itl_p99 < alike.itl_p99
+
+
+def test_apart_a_first_token_waits_for_its_prompt_to_travel():
+    setup = setup_of("epyc", SMALL, EngineConfig.of(model="", max_num_seqs=8))
+    near, far = (with_roles(setup, 2, 1, 5.0, seconds)[0] for seconds in (0.0, 0.001))
+    for one in workload(5.0).requests:
+        name = str(one.number)
+        assert far[name].ttft > near[name].ttft + 0.0005 * one.num_prompt

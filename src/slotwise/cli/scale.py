@@ -37,6 +37,11 @@ def add(commands: Commands) -> None:
     command.epilog = "Every other argument is one of `slotwise serve`, and each replica gets it."
     command.add_argument("--replicas", type=Number(whole(1, MAX_REPLICAS)), default=None, metavar="N",
                          help="server processes on this machine, which share its processors and memory (default: 2)")
+    command.add_argument("--prefill-replicas", type=Number(whole(1, MAX_REPLICAS)), default=None, metavar="N",
+                         help="in place of --replicas: processes that compute prompts for those of --decode-replicas, "
+                         "whose steps then have no long prompts: docs/disaggregation.md")
+    command.add_argument("--decode-replicas", type=Number(whole(1, MAX_REPLICAS)), default=None, metavar="N",
+                         help="processes that answer, beside --prefill-replicas (default: 1)")
     command.add_argument("--replica-url", action="append", default=[], type=_url, metavar="URL", dest="urls",
                          help="in place of processes: replicas at this address, as http://HOST:8000; a name that means "
                          "several hosts stands for all of them; repeatable")
@@ -66,23 +71,25 @@ def run(asked: argparse.Namespace) -> int:
         _check_addresses(asked, parser)
         launch, number = None, 0
     else:
-        number = 2 if asked.replicas is None else asked.replicas
+        number, of_roles = _numbers(asked, served)
         _check_shared(served)
-        launch = _launcher(asked.rest, served, number)
+        launch = _launcher(asked.rest, served, number, of_roles)
     name = next(iter(served.served_model_name), serve.model_of(served) or BUILTIN_NAME)
     network = {name: value for name, value in serve.network_of(served).items() if not name.startswith("ssl_")}
     settings = ServerSettings(
         served_model_name=name, api_keys=serve.api_keys_of(served.api_key),
         admin_api_key=serve.admin_key_of(served.admin_api_key), tiers=serve.tiers_of(served),
         shutdown_timeout=served.shutdown_timeout, log_format=served.log_format, access_log=served.access_log, **network)
-    scaling = Scaling(launch, number, asked.urls, asked.router, asked.max_wait, served.seed)
+    scaling = Scaling(launch, number, asked.urls, asked.router, asked.max_wait, served.seed,
+                      asked.prefill_replicas or 0)
     return run_scale(settings, (served.host, served.port), scaling)
 
 
 def _check_addresses(asked: argparse.Namespace, parser: Parser) -> None:
     """Raises ValueError for an option of processes, of which this command starts none."""
-    if asked.replicas is not None:
-        raise ValueError("--replicas is for processes that this command starts: with --replica-url others do")
+    if asked.replicas is not None or asked.prefill_replicas is not None or asked.decode_replicas is not None:
+        raise ValueError("--replicas, --prefill-replicas and --decode-replicas are for processes that this command "
+                         "starts: with --replica-url others do")
     given, _ = parser.given(asked.rest)
     for name, value in vars(given).items():
         if value is not None and name not in OF_THE_DOOR:
@@ -101,7 +108,30 @@ def _check_shared(served: argparse.Namespace) -> None:
         raise ValueError("--device cuda: start a `slotwise serve` for each GPU, and name them with --replica-url")
 
 
-def _launcher(rest: Sequence[str], served: argparse.Namespace, number: int) -> Callable[[str], Any]:
+def _numbers(asked: argparse.Namespace, served: argparse.Namespace) -> tuple[int, list[list[str]]]:
+    """Returns the number of processes, and the options of each role that they have; [] where all are alike.
+
+    Raises:
+        ValueError: the options contradict each other.
+    """
+    if asked.prefill_replicas is None:
+        if asked.decode_replicas is not None:
+            raise ValueError("--decode-replicas is for replicas beside --prefill-replicas: give both")
+        return 2 if asked.replicas is None else asked.replicas, []
+    if asked.replicas is not None:
+        raise ValueError("--replicas is for replicas without roles: leave it out beside --prefill-replicas")
+    if served.kv_transfer_config is not None:
+        raise ValueError("--kv-transfer-config is not for --prefill-replicas, which sets it for each process")
+    from slotwise.scale.process import roles
+
+    number = asked.prefill_replicas + (asked.decode_replicas or 1)
+    if number > MAX_REPLICAS:
+        raise ValueError(f"--prefill-replicas and --decode-replicas: at most {MAX_REPLICAS} together, not {number}")
+    return number, roles(asked.prefill_replicas, number)
+
+
+def _launcher(rest: Sequence[str], served: argparse.Namespace, number: int,
+              of_roles: Sequence[Sequence[str]]) -> Callable[[str], Any]:
     """Returns what starts the process of a replica, given its name, a number.
 
     Replicas beyond `number`, added later, take the places of the first ones, too.
@@ -114,4 +144,8 @@ def _launcher(rest: Sequence[str], served: argparse.Namespace, number: int) -> C
     memory = [] if number == 1 or served.kv_cache_memory is not None else [
         "--gpu-memory-utilization", f"{(served.gpu_memory_utilization or MEMORY) / number:.4f}"]
 
-    return lambda name: ServeProcess([*rest, *bound[int(name) % number], *memory])
+    def launch(name: str) -> ServeProcess:
+        place = int(name) % number
+        return ServeProcess([*rest, *bound[place], *memory, *(of_roles[place] if of_roles else [])])
+
+    return launch

@@ -25,6 +25,7 @@ from slotwise.cli.options import (
     json_object,
 )
 from slotwise.cli.parser import Parser
+from slotwise.cli.transfer_option import add_transfer_option
 from slotwise.cli.vllm_flags import add_vllm_flags, notices
 from slotwise.compose.placement import AUTO, CORES, MOST_PROCESSORS, NONE, environment, numbers, read_processors
 from slotwise.core.ranges import real, whole
@@ -57,6 +58,7 @@ def add_options(serve: Parser) -> None:
                        "line and the environment ($SLOTWISE_MAX_NUM_SEQS) win")
     _server_options(serve)
     add_lora_options(serve)
+    add_transfer_option(serve)
     add_network_options(serve)
     add_engine_options(serve)
     add_vllm_flags(serve)
@@ -267,7 +269,8 @@ def _run(asked: argparse.Namespace) -> int:
         lines.append("--max-log-len has no effect without --enable-log-requests")
     config = EngineConfig.of(
         model=str(locate(model or builtin.path())), tiers=tuple([served.tier for served in tiers]),
-        generation_config=asked.generation_config, **engine_settings(asked), **adapters)
+        generation_config=asked.generation_config, kv_transfer_config=asked.kv_transfer_config,
+        **engine_settings(asked), **adapters)
     defaults = read_defaults(config, asked.override_generation_config)
     pooling = read_pooling(config.model, asked.pooler_config)
     if asked.event_log:

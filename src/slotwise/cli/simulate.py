@@ -27,13 +27,15 @@ from slotwise.cli.workload_options import Defaults, add_seed_option, add_workloa
 from slotwise.core.ranges import real, whole
 from slotwise.observe.event_log import read_file
 from slotwise.routing.routers import ROUTERS
+from slotwise.simulate.apart import Arrived, simulate_apart
 from slotwise.simulate.drafts import DraftModel
 from slotwise.simulate.figures import Figures, Objectives, figures
 from slotwise.simulate.machines import LINK, ModelShape, described, names, setup_of
 from slotwise.simulate.recorded import read_recording
+from slotwise.simulate.requests import SimulatedRequest
 from slotwise.simulate.routed import RoutedServers
 from slotwise.simulate.simulator import Server, Setup, simulate
-from slotwise.simulate.traffic import Adapters, traffic_of
+from slotwise.simulate.traffic import Adapters, Traffic, traffic_of
 from slotwise.simulate.what_if import MEASURED, REPLAYED, WHAT_IF, what_if
 from slotwise.terminal import plain
 
@@ -54,6 +56,11 @@ def add(commands: Commands) -> None:
     add_machine_options(command)
     command.add_argument("--replicas", type=Number(whole(1, MAX_REPLICAS)), default=1, metavar="N",
                          help="servers behind a router (default: 1)")
+    for role, what in (("prefill", "compute prompts"), ("decode", "answer")):
+        command.add_argument(f"--{role}-replicas", type=Number(whole(1, MAX_REPLICAS)), default=None, metavar="N",
+                             help=f"in place of --replicas: servers that {what}, as those of `slotwise scale`")
+    command.add_argument("--transfer-us", type=Number(real(0, 1e6)), default=None, metavar="US", help="with "
+                         "--prefill-replicas: microseconds in which a prompt's token travels (default: 0)")
     command.add_argument("--router", choices=tuple(ROUTERS), default=None, help="as that of `slotwise scale` (default: "
                          "the server with the fewest unfinished requests, known at once)")
     command.add_argument("--event-log", default="", metavar="FILE", help="write the simulation's event log, for "
@@ -143,24 +150,54 @@ def _objectives(asked: argparse.Namespace) -> Objectives:
 def run(asked: argparse.Namespace) -> int:
     setup, about = setup_of_machine(asked)
     setup = setup.changed(dict(asked.changes)) if asked.changes else setup
+    _check_roles(asked, setup)
     if asked.event_log and asked.replicas > 1:
         raise ValueError("--event-log is of one server: leave out --replicas, or it")
     if asked.router and asked.replicas == 1:
         raise ValueError("--router chooses among several servers: give --replicas, too")
-    workload = workload_of(asked, WORKLOAD)
-    traffic = traffic_of(workload, setup.adapters.number)
+    traffic = traffic_of(workload_of(asked, WORKLOAD), setup.adapters.number)
+    requests = (_apart if asked.prefill_replicas else _alike)(asked, setup, traffic)
+    found = figures(list(requests.values()), _objectives(asked))
+    Console(highlight=False).print(_table(f"simulated on {about}", {"simulated": found}))
+    roles = {"prefill": asked.prefill_replicas, "decode": asked.decode_replicas}
+    _write(asked.json, {"machine": about, "replicas": roles if asked.prefill_replicas else asked.replicas, "seed":
+                        asked.seed, "settings": setup.scheduling.as_settings(), "figures": found.as_json()})
+    return 0
+
+
+def _alike(asked: argparse.Namespace, setup: Setup, traffic: Traffic) -> dict[str, SimulatedRequest]:
+    """Simulates servers without roles."""
     routed = RoutedServers(ROUTERS[asked.router](asked.seed), asked.replicas) if asked.router else None
     told = [[one] for one in routed.observers] if routed is not None else [[]] * asked.replicas
     with ExitStack() as stack:
         servers = [Server(setup, observers=observers, replica=number) for number, observers in enumerate(told)]
         if asked.event_log:
             servers = [_logged(asked, setup, stack)]
-        requests = simulate(traffic, servers, routed=routed)
-    found = figures(list(requests.values()), _objectives(asked))
-    Console(highlight=False).print(_table(f"simulated on {about}", {"simulated": found}))
-    _write(asked.json, {"machine": about, "replicas": asked.replicas, "seed": asked.seed,
-                        "settings": setup.scheduling.as_settings(), "figures": found.as_json()})
-    return 0
+        return simulate(traffic, servers, routed=routed)
+
+
+def _apart(asked: argparse.Namespace, setup: Setup, traffic: Traffic) -> dict[str, SimulatedRequest]:
+    """Simulates servers of which some compute prompts, and others answer."""
+    prefill = [Server(setup, replica=number) for number in range(asked.prefill_replicas)]
+    decode = [Server(setup, replica=number, kv_link=Arrived(setup.limits.block_size))
+              for number in range(asked.decode_replicas)]
+    return simulate_apart(traffic, prefill, decode, (asked.transfer_us or 0.0) * 1e-6)
+
+
+def _check_roles(asked: argparse.Namespace, setup: Setup) -> None:
+    """Raises ValueError for options that contradict servers with roles."""
+    if (asked.prefill_replicas is None) != (asked.decode_replicas is None):
+        raise ValueError("--prefill-replicas and --decode-replicas go together: give both")
+    if asked.prefill_replicas is None:
+        if asked.transfer_us is not None:
+            raise ValueError("--transfer-us is of prompts that travel: give --prefill-replicas and --decode-replicas")
+        return
+    for name, is_given in (("--replicas", asked.replicas > 1), ("--router", asked.router), ("--event-log",
+                           asked.event_log), ("--adapters", asked.adapters), ("--acceptance", asked.acceptance)):
+        if is_given:
+            raise ValueError(f"{name} is not for servers with roles: leave it out beside --prefill-replicas")
+    if setup.limits.stages > 1 or setup.draft_model is not None:
+        raise ValueError("servers with roles have one stage and no draft model")
 
 
 def setup_of_machine(asked: argparse.Namespace) -> tuple[Setup, str]:

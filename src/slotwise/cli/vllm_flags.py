@@ -67,7 +67,6 @@ FLAGS: tuple[Flag, ...] = (
     _shared("load_format"),
     _shared("tokenizer_mode"),
     _shared("runner", "task"),
-    _shared("kv_transfer_config"),
     _switch("--disable-log-requests", "requests are logged with --enable-log-requests only", (YES,),
             "requests are logged with --enable-log-requests"),
     _switch("--disable-uvicorn-access-log", "HTTP exchanges are logged with --access-log only", (YES,),

@@ -13,6 +13,7 @@ import torch
 from slotwise.compose.choices import check_model, chosen, joined
 from slotwise.compose.draft_model import DraftCheckpoint
 from slotwise.compose.executors import leading
+from slotwise.compose.kv_transfer import check_transfers, linked
 from slotwise.compose.machine import glance, measure_machine, roofline
 from slotwise.compose.packed_weights import packed_weights
 from slotwise.compose.sizes import cache_groups, sized, step_tokens
@@ -93,11 +94,12 @@ class Loaded:
     """A model in memory, from which one engine or several in turn (for comparisons) are built."""
 
     def __init__(self, name: str, device: str, decoder: Decoder, warming: Warming, *, checkpoint: str = "",
-                 vocabulary: Vocabulary | None = None, draft: Decoder | None = None,
+                 identity: str = "", vocabulary: Vocabulary | None = None, draft: Decoder | None = None,
                  ranks: Ranks | None = None) -> None:
         self._ranks = ranks
         self._name = name
         self._checkpoint = checkpoint
+        self._identity = identity
         self._device = device
         self._decoder = decoder
         self._warming = warming
@@ -151,6 +153,7 @@ class Loaded:
             self._ranks.wait()
             self._ranks.measure(config)
         limits, used = sized(config, decoder, self._draft)
+        check_transfers(config, limits, kernels)
         progress("kernels", 0, 1)
         self._warming.finish()
         progress("kernels", 1, 1)
@@ -164,9 +167,9 @@ class Loaded:
         groups = cache_groups(config, decoder)
         masks = Masks(grammars, decoder.config.vocab_size, forces=drafts)
         announce = (lambda plan: None) if self._ranks is None else self._ranks.run
-        runner, slots = leading(decoder, self._draft, limits, groups, masks, announce)
+        runner, slots, pieces = leading(decoder, self._draft, limits, groups, masks, announce)
         lent = Returnable(runner, launcher_of(kernels).mapped) if (
-            isinstance(runner, Prefault) and self._ranks is None) else None
+            isinstance(runner, Prefault) and self._ranks is None and config.kv_transfer_config is None) else None
         info.gives_back = lent is not None
         if self._ranks is not None:
             _warm_up(decoder)
@@ -181,7 +184,8 @@ class Loaded:
         scheduler = Scheduler(limits, scheduling.discipline(), scheduling.policy(times), times, proposer)
         engine = Engine(scheduler, runner, time.monotonic_ns, info.eos_token_ids, depth=depth, scheduling=scheduling,
                         grammars=grammars, experts=ExpertLoad(ends) if (ends := decoder.expert_ends) else None,
-                        memory=lent, adapters=self.adapters)
+                        memory=lent, adapters=self.adapters,
+                        kv_link=linked(info.kv_transfer, pieces, limits.block_size, self._identity))
         info.learned = times.learned() if times.is_trained else None
         info.roofline = self.roofline(glance(decoder))
         return engine, info
@@ -199,7 +203,8 @@ class Loaded:
             hidden_size=decoder.config.hidden_size, tensor_parallel_size=decoder.group.size,
             pipeline_parallel_size=limits.stages, speculation=self._speculation(config),
             expert_layers=tuple(decoder.expert_ends),
-            max_adapters=config.max_cpu_loras if config.enable_lora else 0)
+            max_adapters=config.max_cpu_loras if config.enable_lora else 0,
+            kv_transfer=config.kv_transfer_config and config.kv_transfer_config.named())
 
     def ready(self) -> Decoder:
         """Returns the model when its kernels are ready, for a rank that samples nothing."""
@@ -250,6 +255,7 @@ def load(
     device, kernels = chosen(config, wrap)
     folder = locate(config.model)
     checkpoint = fingerprint(folder)  # first: what changes meanwhile is seen by the next engine
+    identity = fingerprint(folder, is_timed=False) if config.kv_transfer_config is not None else ""
     draft_model = DraftCheckpoint.of(config) if joining is None else None  # rank 0 alone proposes
     if draft_model is not None:
         checkpoint += fingerprint(draft_model.folder)
@@ -277,8 +283,8 @@ def load(
                 adapters=(config.max_cpu_loras, config.max_lora_rank) if config.enable_lora else None)
         draft = None if draft_model is None else draft_model.load(
             described, kernels, config.max_model_len, read, admit)
-    return Loaded(config.model, device, decoder, warming, checkpoint=checkpoint, vocabulary=vocabulary, draft=draft,
-                  ranks=ranks)
+    return Loaded(config.model, device, decoder, warming, checkpoint=checkpoint, identity=identity,
+                  vocabulary=vocabulary, draft=draft, ranks=ranks)
 
 
 def _check_memory(weights: int, device: torch.device) -> None:

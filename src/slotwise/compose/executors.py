@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from torch import Tensor
+
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.step import StepPlan
 from slotwise.engine.executor import Executor
@@ -39,6 +41,7 @@ class Built(NamedTuple):
 
     executor: Executor
     slots: SlotTable | None
+    pieces: Sequence[Tensor] = ()  # of all caches, as `[blocks, ...]`
 
 
 def leading(
@@ -58,6 +61,7 @@ def leading(
     sampler: Sampling = (
         Sampler(limits.max_num_seqs, vocab_size, launcher_of(kernels), masks) if kernels.name == "cpu"
         else DeviceSampler(known, vocab_size, draw_for(kernels), kernels.device, masks, mask_for(kernels)))
+    pieces: list[Tensor] = []
     draft_model = None if draft is None else DraftModel(
         draft, draft_caches, slots, sampler, vocab_size,
         DraftPositions(slots, limits.num_blocks, limits.num_host_blocks), announce)
@@ -74,7 +78,7 @@ def leading(
         per_block = kernels.cache_bytes_per_block(limits.block_size, shape, decoder.config.dtype)
         distance = max(2 * limits.max_num_seqs, 2 * LARGE // per_block)
         runner = Prefault(runner, [*caches.every, *draft_caches], limits.num_blocks, distance)
-    return Built(runner, slots if is_divided else None)
+    return Built(runner, slots if is_divided else None, pieces)
 
 
 def following(

@@ -18,9 +18,10 @@ from typing import NamedTuple
 from slotwise.core.block_pool import BlockPool, ConservationError
 from slotwise.core.cache_groups import BlockTable, CacheGroups
 from slotwise.core.host_cache import HostCache
+from slotwise.core.pinned_blocks import PinnedBlocks
 from slotwise.core.prefix_cache import NOWHERE, CachedBlock, Entry, PrefixCache
 from slotwise.core.request import Request
-from slotwise.core.step import FREED, FreedBlocks, NewBlocks
+from slotwise.core.step import FREED, FreedBlocks, KVTransfer, NewBlocks
 
 NEVER = 1 << 62  # tokens
 
@@ -47,6 +48,7 @@ class KVManager:
         self.host = host
         self.prefix = PrefixCache(groups.block_size, groups.windows)
         self.pool = BlockPool(num_blocks, self.prefix.has)
+        self.pinned = PinnedBlocks(self.pool)
         self.block_size = groups.block_size
         self._groups = groups
         self._shares = shares
@@ -187,10 +189,15 @@ class KVManager:
         request.capacity = 0
         request.block_hashes.rewind()
 
+    def pin(self, request: Request, transfer: KVTransfer, now: float) -> None:
+        """Keep the blocks of the prompt of `request`, which is about to end, for the engine that reads them."""
+        num_blocks = -(-request.num_prompt // self.block_size)
+        self.pinned.pin(transfer.transfer_id, request.blocks[:num_blocks], now + transfer.timeout)
+
     def check(self, requests: Iterable[Request]) -> None:
         """Check conservation of blocks over all unfinished `requests`.  Raises ConservationError."""
         unfinished = list(requests)
-        self.pool.check(request.blocks for request in unfinished)
+        self.pool.check([*(request.blocks for request in unfinished), *self.pinned.holders])
         self.host.check(self.prefix.has_entry)
         for request in unfinished:
             num_full = request.num_computed // self.block_size

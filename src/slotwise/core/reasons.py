@@ -11,6 +11,7 @@ FIRST_TOKEN = "first_token"  # paused for the prefill of a tenant far behind
 OUTRANKED = "outranked"  # preempted for a request that goes before it
 ENDING = "ending"  # its last token is in flight
 GRAMMAR_COMPILING = "grammar_compiling"  # its grammar is being compiled
+WAITING_FOR_KV = "waiting_for_kv"  # another engine computes its prompt, whose blocks have not arrived
 VERIFYING = "verifying"  # its drafts, or the token that drafts are to follow, are in flight
 MICRO_BATCH = "micro_batch"  # it is in another step in flight, or left to the next one, for another stage
 PROMPTS_ALONE = "prompts_alone"  # the step computes new prompts only

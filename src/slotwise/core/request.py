@@ -25,11 +25,12 @@ from slotwise.core.cache_groups import BlockTable
 from slotwise.core.params import PoolingParams, SamplingParams
 from slotwise.core.prefix_cache import BlockHashes
 from slotwise.core.slo import SLO
-from slotwise.core.step import Output
+from slotwise.core.step import KVTransfer, Output
 
 
 class State(Enum):
     WAITING = "waiting"  # in the queue, never admitted
+    WAITING_FOR_KV = "waiting_for_kv"  # holds a slot and blocks, which another engine's contents are written to
     RUNNING = "running"  # holds a slot and blocks
     PREEMPTED = "preempted"  # slot and blocks released; in the queue, to be recomputed
     FINISHED = "finished"  # ended, with a finish reason
@@ -37,7 +38,8 @@ class State(Enum):
 
 
 TRANSITIONS: dict[State, frozenset[State]] = {
-    State.WAITING: frozenset({State.RUNNING, State.FINISHED, State.REJECTED}),
+    State.WAITING: frozenset({State.WAITING_FOR_KV, State.RUNNING, State.FINISHED, State.REJECTED}),
+    State.WAITING_FOR_KV: frozenset({State.RUNNING, State.PREEMPTED, State.FINISHED}),
     State.RUNNING: frozenset({State.PREEMPTED, State.FINISHED}),
     State.PREEMPTED: frozenset({State.RUNNING, State.FINISHED}),
     State.FINISHED: frozenset(),
@@ -65,19 +67,20 @@ class Request:
         slo: tenant, tier, priority and latency objectives.
         pooling: the prompt is computed for one vector, and nothing is sampled; None: tokens are.
         adapter: number of a loaded adapter, part of its salt; 0: the base model.
+        kv: how the blocks of its prompt travel to or from another engine; None: they do not.
     """
 
     __slots__ = (
         "adapter", "advance_at", "arrival", "arrived_at", "block_hashes", "capacity", "deadline", "end", "epoch",
-        "expected_tokens", "forced", "is_compiling", "num_at_join", "num_computed", "num_passed", "num_prompt",
-        "num_reserved", "num_scheduled", "output", "params", "pending", "pooling", "prediction", "reason",
+        "expected_tokens", "forced", "is_compiling", "kv", "kv_until", "num_at_join", "num_computed", "num_passed",
+        "num_prompt", "num_reserved", "num_scheduled", "output", "params", "pending", "pooling", "prediction", "reason",
         "request_id", "seed", "slo", "slot", "state", "stop_ids", "tables", "tokens", "wants_prompt",
     )
 
     def __init__(
         self, request_id: str, prompt: Sequence[int], params: SamplingParams, seed: int = 0,
         eos_ids: Sequence[int] = (), salt: str = "", slo: SLO = NO_SLO, pooling: PoolingParams | None = None,
-        adapter: int = 0,
+        adapter: int = 0, kv: KVTransfer | None = None,
     ) -> None:
         self.request_id = request_id
         self.tokens = list(prompt)  # known tokens, without the pending ones
@@ -115,12 +118,18 @@ class Request:
         self.block_hashes = BlockHashes(f"{adapter}\0{salt}" if adapter else salt)
         self.advance_at = 0  # number of computed tokens at which the next block is full
         self.epoch = 0
+        self.kv = kv
+        self.kv_until = 0.0  # seconds; when a request that waits for blocks computes what has not arrived
         self.forced: tuple[int, tuple[int, ...]] = (0, ())  # tokens its grammar forces, behind so many known ones
 
     @property
     def blocks(self) -> list[int]:
         """The blocks that it holds, group by group."""
         return [block for table in self.tables for block in table.blocks]
+
+    @property
+    def holds_slot(self) -> bool:
+        return self.slot != NO_SLOT_HELD
 
     @property
     def max_tokens(self) -> int | None:

@@ -1,8 +1,9 @@
 """Request table: all unfinished requests, with their states, slots and blocks.
 
     add ──► WAITING ──admit──► RUNNING ──end──► FINISHED      also: end from WAITING and PREEMPTED,
-                        preempt ▼   ▲ admit                   and add to REJECTED, with an objection
-                              PREEMPTED
+               │         preempt ▼  ▲▲ admit                  and add to REJECTED, with an objection
+         admit │          PREEMPTED ┘│ arrived, or late
+               └─► WAITING_FOR_KV ───┘                        also: preempt and end
 
 Every state change happens here, along TRANSITIONS of `core/request.py`, on the scheduler's decision, and is recorded as
 an event.  The lowest free slot is taken first.
@@ -22,6 +23,8 @@ from slotwise.core.request import NO_SLOT_HELD, Request, State
 from slotwise.core.step import StepPlan
 from slotwise.core.waiting_queue import Lane, WaitingQueue
 
+HOLDING = (State.WAITING_FOR_KV, State.RUNNING)  # states with a slot and blocks
+COMPLETE = ("stop", "length")  # finish reasons of requests whose prompts are computed
 Ended = tuple[Request, str]  # and its finish reason
 
 
@@ -57,8 +60,8 @@ class RequestTable:
         """Check the conservation of requests, slots and blocks.  Raises AssertionError naming the violation."""
         self.kv.check(self.unfinished.values())
         for request in self.unfinished.values():
-            holds_slot = request.slot != NO_SLOT_HELD
-            assert holds_slot == (request.state is State.RUNNING) == (request.request_id in self.running), request
+            holds_slot = request.holds_slot
+            assert holds_slot == (request.state in HOLDING) == (request.request_id in self.running), request
             assert request.num_computed <= request.num_scheduled <= request.num_known, request
             assert request.pending >= 0, request
             ends = [table.end for table in request.tables]
@@ -90,13 +93,23 @@ class RequestTable:
     def admit(self, request: Request, allocation: Allocation, step: int, now: float) -> None:
         """Give a waiting request a slot and the blocks of `allocation`; cached tokens count as computed."""
         self.waiting.remove(request)
-        request.transition(State.RUNNING)
         request.slot = heapq.heappop(self._free_slots)
         self.running[request.request_id] = request
         request.num_at_join = len(request.tokens)
         request.start_from(self.kv.allocate(request, allocation))
+        is_lacking = request.num_computed < len(request.tokens) - 1
+        if request.kv is not None and not request.kv.sends and is_lacking and request.state is State.WAITING:
+            request.transition(State.WAITING_FOR_KV)
+            self.await_kv(request, now)
+        else:
+            request.transition(State.RUNNING)
         self.policy.admitted(request, now)
         self.events.append(Admitted(now, request.request_id, request.slot, step, request.num_computed))
+
+    def await_kv(self, request: Request, now: float) -> None:
+        """Wait for the next blocks of a request from now on."""
+        assert request.kv is not None
+        request.kv_until = now + request.kv.timeout
 
     def preempt(self, request: Request, step: int, now: float) -> None:
         """Release slot and blocks, and requeue; known tokens are kept, and so are those of a step in flight."""
@@ -111,7 +124,9 @@ class RequestTable:
     def end(self, request: Request, reason: str, now: float, message: str = "") -> None:
         """Finish an unfinished request: release what it holds, and record the event."""
         self.policy.finished(request, reason, now)
-        if request.state is State.RUNNING:
+        if request.holds_slot:
+            if request.kv is not None and request.kv.sends and reason in COMPLETE:
+                self.kv.pin(request, request.kv, now)
             self._release(request)
         else:
             self.waiting.remove(request)
@@ -158,7 +173,7 @@ class RequestTable:
         self.waiting = WaitingQueue(policy.lane_key)
         for request in self.unfinished.values():
             policy.arrived(request, now)
-            if request.state is State.RUNNING:
+            if request.holds_slot:
                 policy.admitted(request, now)
             else:
                 self._enqueue(request, now)

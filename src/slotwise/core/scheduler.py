@@ -12,8 +12,8 @@ A step is scheduled in this order:
     chooses among the rows not yet planned: of those that the policy ranks last (at most half of them) the one with the
     fewest computed tokens.  A running request without a token is in `refused`, with a reason: its last token is in
     flight (ENDING), its drafts are (VERIFYING), it is in another step (MICRO_BATCH), a budget is spent (TOKEN_BUDGET,
-    SHORT_STEP, TIME_BUDGET), it pauses for a prompt (FIRST_TOKEN), or the discipline starts prompts alone
-    (PROMPTS_ALONE).
+    SHORT_STEP, TIME_BUDGET), it pauses for a prompt (FIRST_TOKEN), its blocks have not arrived (WAITING_FOR_KV), or the
+    discipline starts prompts alone (PROMPTS_ALONE).
  4. Waiting requests are admitted from the head of the queue (`core/waiting_requests.py`) while `core/admission.py`
     finds no reason against it.
 
@@ -51,6 +51,7 @@ from slotwise.core.decode_run import Changes, DecodeRun, Outputs, is_decoding
 from slotwise.core.drafting import Drafting
 from slotwise.core.events import Event, Finished, Rejected
 from slotwise.core.interfaces import Discipline, Policy, Proposer
+from slotwise.core.kv_transfers import KVTransfers
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.plan_builder import InFlight, PlanBuilder
 from slotwise.core.preemption import Preemption
@@ -84,6 +85,7 @@ class Scheduler:
         self._isolation = PrefillIsolation(self._table)
         self._commits = Commits(self._table, self._drafting, self.times)
         self._preemption = Preemption(self._table, self._commits)
+        self.transfers = KVTransfers(self._table)
         self._in_flight: deque[InFlight] = deque()  # planned and not yet committed, oldest first
         self._steps = 0
         self._set_limits(limits, discipline)
@@ -166,7 +168,8 @@ class Scheduler:
         """Enqueue a request, or reject it if it could never run."""
         is_pooled = request.pooling is not None
         request.end = self.limits.longest(request.num_prompt, request.max_tokens) + is_pooled
-        self._table.add(request, self.limits.objection(request.num_prompt, request.max_tokens), now)
+        objection = self.limits.objection(request.num_prompt, request.max_tokens) or self.transfers.objection(request)
+        self._table.add(request, objection, now)
 
     def finish(self, request_id: str, reason: str, now: float) -> None:
         """Finish a request in any state.  Does nothing if the id is unknown or already finished."""
@@ -193,6 +196,7 @@ class Scheduler:
         if len(self._in_flight) > self.limits.max_in_flight:
             raise RuntimeError(f"commit a step in flight before planning {len(self._in_flight)} ahead")
         self._expire(now)
+        self.transfers.expire(now)
         builder = PlanBuilder(
             self._steps, now, self._discipline.budget(self.limits), self._chunking.time_budget())
         if self._table.policy.may_preempt and not self._discipline.leaves_together:

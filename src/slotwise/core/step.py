@@ -96,6 +96,25 @@ class Copy(NamedTuple):
     target: int
 
 
+class KVTransfer(NamedTuple):
+    """How the blocks of a request's prompt travel between engines (`core/kv_transfers.py`)."""
+
+    transfer_id: str  # the same in both engines
+    sends: bool  # they are computed here and sent; else received
+    timeout: float  # seconds for which the next blocks are waited for, or those of an ended request stay pinned
+    host: str = ""  # of the engine that sends
+    port: int = 0  # likewise
+
+
+class Arrival(NamedTuple):
+    """Blocks of a prompt were received."""
+
+    request_id: str
+    num_blocks: int  # of the prompt, from its first block on, that are there now
+    is_last: bool  # no more will arrive
+    failure: str = ""  # why others will not
+
+
 class Decision(NamedTuple):
     """A request that was not planned, or was preempted, and the reason (`core/reasons.py`)."""
 

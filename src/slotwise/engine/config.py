@@ -19,7 +19,8 @@ from slotwise.engine.scheduling import Scheduling
 from slotwise.errors import OneLineError
 from slotwise.policies import settings as policy_settings
 from slotwise.policies.settings import Ordering
-from slotwise.speculation.settings import Speculation
+from slotwise.speculation.settings import DRAFT_MODEL, Speculation
+from slotwise.transfer.settings import KVTransferConfig
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DTYPE_NAMES = {"half": "float16", "float": "float32"}  # vLLM's; a config has the longer ones
@@ -115,6 +116,7 @@ class EngineConfig:
     overlap: int | None = None  # steps in flight while the next is planned, 0 or 1; None: 1 where a GPU computes
     tensor_parallel_size: int = 1  # processes of this host that share every layer (docs/parallel.md)
     pipeline_parallel_size: int = 1  # stages that the layers are divided into, each of so many processes
+    kv_transfer_config: KVTransferConfig | None = None  # prompts travel to or from other engines; None: they do not
     enable_expert_parallel: bool = False  # a rank holds some experts whole, in place of a share of each
 
     def __post_init__(self) -> None:
@@ -148,12 +150,23 @@ class EngineConfig:
             raise ConfigError("kv_offloading_size needs enable_prefix_caching: who comes back finds its blocks by it")
         if self.num_ranks > 1:
             self._check_ranks()
+        if self.kv_transfer_config is not None:
+            self._check_transfers(self.kv_transfer_config)
         if self.enable_expert_parallel and self.tensor_parallel_size == 1:
             raise ConfigError("enable_expert_parallel divides experts over tensor_parallel_size ranks: give 2 or more")
         if self.enable_lora and self.max_cpu_loras < self.max_loras:
             raise ConfigError(f"max_cpu_loras {self.max_cpu_loras} must be at least max_loras {self.max_loras}")
         if self.on_pressure not in PRESSURES:
             raise ConfigError(f"on_pressure must be one of {', '.join(PRESSURES)}, not {self.on_pressure!r}")
+
+    def _check_transfers(self, transfer: KVTransferConfig) -> None:
+        """Raises ConfigError for what is not supported beside transfers."""
+        drafts = self.speculative_config
+        for name, is_set in (("several ranks", self.num_ranks > 1), ("enable_lora", self.enable_lora),
+                             ("a draft model", drafts is not None and drafts.method == DRAFT_MODEL),
+                             (f"batching {self.batching}", self.batching != "continuous")):
+            if is_set:
+                raise ConfigError(f"kv_transfer_config is not supported with {name}: leave one of them out")
 
     def _check_ranks(self) -> None:
         """Raises ConfigError for what is not supported with several ranks."""
@@ -184,6 +197,9 @@ class EngineConfig:
                 wrong = "" if isinstance(value, bool) else f"must be true or false, not {value!r:.40}"
             elif name == "speculative_config":
                 wrong = "" if value is None or isinstance(value, Speculation) else f"must be a dict, not {value!r:.40}"
+            elif name == "kv_transfer_config":
+                good = value is None or isinstance(value, KVTransferConfig)
+                wrong = "" if good else f"must be a KVTransferConfig, not {value!r:.40}"
             elif name == "tiers":
                 good = isinstance(value, (tuple, list)) and all(isinstance(tier, Tier) for tier in value)
                 wrong = "" if good else f"must be a tuple of tiers, not {value!r:.40}"

@@ -25,6 +25,7 @@ from slotwise.core.step import StepPlan, StepResult
 from slotwise.engine.adapters import AdapterStore
 from slotwise.engine.executor import Executor, ExpertCounts, Returnable
 from slotwise.engine.grammars import POLL, Compiled, GrammarCompiler
+from slotwise.engine.kv_link import KVLink, News
 from slotwise.engine.messages import (
     NO_STEP,
     Add,
@@ -55,13 +56,14 @@ class Engine:
         experts: counts the tokens of experts; None: the model has none.
         memory: what can be given back while nothing runs, if anything can.
         adapters: of requests; None: they have none.
+        kv_link: to engines that compute prompts for this one, or that it computes prompts for; None: there are none.
     """
 
     def __init__(
         self, scheduler: Scheduler, executor: Executor, clock: Clock, eos_ids: tuple[int, ...] = (), *, depth: int = 0,
         scheduling: Scheduling | None = None, grammars: GrammarCompiler | None = None,
         experts: ExpertCounts | None = None, memory: Returnable | None = None,
-        adapters: AdapterStore | None = None,
+        adapters: AdapterStore | None = None, kv_link: KVLink | None = None,
     ) -> None:
         self._scheduler = scheduler
         self.executor = executor
@@ -76,7 +78,9 @@ class Engine:
         self._counted = 0  # nanoseconds, when the tokens of experts were counted last
         self.adapters = adapters
         self._unloading: set[int] = set()  # adapters that are forgotten when no request has them
-        self._compiled: list[Compiled] = []  # not yet in a record, as the three below
+        self._kv_link = kv_link
+        self._news = News()  # not yet in a record, as the four below
+        self._compiled: list[Compiled] = []
         self._configured: Scheduling | None = None
         self._taken: list[int] = []
         self._planned: list[int] = []
@@ -89,7 +93,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work
+        return self._scheduler.has_work or (self._kv_link is not None and self._scheduler.transfers.is_active)
 
     def handle(self, command: Command) -> None:
         """Executes one command; its effects are in the next record."""
@@ -100,11 +104,13 @@ class Engine:
         if isinstance(command, Add):
             request = Request(
                 command.request_id, command.prompt, command.params, command.seed, self._eos_ids, command.salt,
-                command.slo, command.pooling, command.adapter)
+                command.slo, command.pooling, command.adapter, command.kv)
             request.expected_tokens, request.prediction = command.output_tokens, command.prediction
             if command.queue_timeout:
                 request.deadline = now + command.queue_timeout
             self._scheduler.add(request, now)
+            if self._kv_link is not None and not request.ended:
+                self._kv_link.offer(request)
             if (grammar := command.params.grammar) is not None and not request.ended:
                 if self._grammars is None:
                     self._scheduler.compiled(command.request_id, f"{grammar.field}: not available here", now)
@@ -161,8 +167,10 @@ class Engine:
         self._scheduler.configure(scheduling.limits(self._scheduler.limits), scheduling.discipline(), policy, now)
 
     def wait(self) -> float:
-        """Seconds until `step` may have work, when it waits for the clock or a grammar; else 0."""
+        """Seconds until `step` may have work, when it waits for the clock, a grammar or blocks; else 0."""
         left = 0.0 if self._in_flight else max(0.0, self._idle_until - self.clock() * 1e-9)
+        if left and self._kv_link is not None and self._scheduler.transfers.is_active:
+            return 0.0 if self._kv_link.has_news else min(left, POLL)
         if left and self._grammars is not None and self._grammars.is_compiling:
             return 0.0 if self._grammars.has_compiled else min(left, POLL)
         return left
@@ -173,12 +181,12 @@ class Engine:
         while len(self._in_flight) <= self.depth and (self._scheduler.may_fill or not self._in_flight):
             started = self.clock()
             self._planned.append(started)
-            if is_first and self._grammars is not None:
-                self._take_compiled(self._grammars, started * 1e-9)
+            if is_first:
+                self._take_news(started * 1e-9)
             is_first = False
             plan = self._scheduler.schedule(started * 1e-9)
             self._in_flight.append((plan, started))
-            self.executor.submit(plan)
+            self._submit(plan)
         plan, started = self._in_flight.popleft()
         try:
             result = self.executor.collect()
@@ -186,8 +194,24 @@ class Engine:
             return self._failed(error, plan, started)
         ended = self.clock()
         self._scheduler.commit(plan, result, ended * 1e-9)
-        self._idle_until = plan.stop.reopens_at if plan.stop and not plan.slots else 0.0
+        if self._kv_link is not None:
+            self._kv_link.follow(self._scheduler.transfers)
+        self._idle_until = 0.0 if plan.slots else self._reopens_at(plan)
         return self._record(plan, result, started, ended)
+
+    def _submit(self, plan: StepPlan) -> None:
+        if self._kv_link is not None:
+            self._kv_link.follow(self._scheduler.transfers)
+        self.executor.submit(plan)
+        if self._kv_link is not None:
+            self._kv_link.begin(self._scheduler.transfers)
+
+    def _reopens_at(self, plan: StepPlan) -> float:
+        """Returns until when there is no work after a plan without rows, in seconds; 0: that is not known."""
+        transfers = self._scheduler.transfers
+        if plan.stop is None and not (transfers.is_active and (transfers.all_wait or not self._scheduler.num_running)):
+            return 0.0
+        return min(plan.stop.reopens_at if plan.stop else float("inf"), transfers.next_moment)
 
     def decode_run(self) -> DecodeRun | None:
         """Returns the coming steps in which there is nothing to decide, from now on; None: the next is none of them."""
@@ -222,6 +246,17 @@ class Engine:
                 ended=ends(self._scheduler.pop_events()), released_slots=changes.released_slots,
                 new_blocks=changes.new_blocks, saves=changes.copies.saves, loads=changes.copies.loads, kinds=run.kinds)
             yield self._stamped(record)
+
+    def _take_news(self, now: float) -> None:
+        """Tells the scheduler what happened beside the steps."""
+        if self._grammars is not None:
+            self._take_compiled(self._grammars, now)
+        if self._kv_link is not None and self._kv_link.has_news:
+            self._news = self._kv_link.pop_news()
+            for arrival in self._news.arrivals:
+                self._scheduler.transfers.received(arrival, now)
+            for transfer_id in self._news.acknowledged:
+                self._scheduler.transfers.acknowledged(transfer_id)
 
     def _take_compiled(self, grammars: GrammarCompiler, now: float) -> None:
         """Lets requests with compiled grammars be admitted, and rejects those with grammars that cannot be compiled."""
@@ -290,6 +325,10 @@ class Engine:
         if self._compiled:
             record.compiled = tuple(self._compiled)
             self._compiled.clear()
+        if self._kv_link is not None:
+            record.arrivals, record.acknowledged = tuple(self._news.arrivals), tuple(self._news.acknowledged)
+            self._news = News()
+            record.num_pinned_blocks = self._scheduler.transfers.num_pinned_blocks
         if self._grammars is not None:
             for end in record.ended:
                 self._grammars.release(end.request_id)

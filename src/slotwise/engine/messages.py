@@ -15,9 +15,11 @@ from slotwise.core.request import NO_SLO
 from slotwise.core.roofline import Roofline
 from slotwise.core.slo import SLO
 from slotwise.core.step import (
+    Arrival,
     Copy,
     Decision,
     FreedBlocks,
+    KVTransfer,
     NewBlocks,
     Proposing,
     RankSpan,
@@ -29,6 +31,7 @@ from slotwise.core.step_time import Learned
 from slotwise.engine.grammars import Compiled
 from slotwise.engine.scheduling import Scheduling
 from slotwise.speculation.settings import Speculation
+from slotwise.transfer.settings import KVTransferConfig
 
 if TYPE_CHECKING:
     from msgspec import Struct
@@ -68,6 +71,7 @@ class Add(Struct, tag="add"):
     prediction: tuple[int, ...] = ()  # what its client expects the output to be, from which drafts are taken
     adapter: int = 0  # number of a loaded adapter; 0: the base model
     adapter_name: str = ""  # by which its client named it
+    kv: KVTransfer | None = None  # how the blocks of its prompt travel; None: they do not
 
 
 class Finish(Struct, tag="finish"):
@@ -179,6 +183,7 @@ class EngineInfo(Struct, tag="ready"):
     gives_back: bool = False  # the memory of its cache can be given back while no request runs
     expert_layers: tuple[int, ...] = ()  # numbers of the layers with experts
     max_adapters: int = 0  # in memory; 0: requests have none
+    kv_transfer: KVTransferConfig | None = None  # how prompts travel; None: they do not
 
     @property
     def identity(self) -> tuple[object, ...]:
@@ -260,6 +265,9 @@ class StepRecord(Struct, tag="step", omit_defaults=True):
     proposing: Proposing | None = None  # what the draft model took, as in `core.step.StepResult`
     expired_blocks: tuple[FreedBlocks, ...] = ()  # applied before `new_blocks`
     ranks: tuple[RankSpan, ...] = ()  # as in `core.step.StepResult`
+    arrivals: tuple[Arrival, ...] = ()  # since the last record, counted before its first plan was made
+    acknowledged: tuple[str, ...] = ()  # transfers whose blocks were read since, likewise
+    num_pinned_blocks: int = 0
     expert_tokens: tuple[tuple[int, ...], ...] = ()  # by layer and expert, since the last record that has them
 
 

@@ -179,7 +179,6 @@ class Kernels(Protocol):
     kinds: tuple[dtype, ...]  # of weights that are supported
     records_drafts: bool  # a graph reads from memory how many tokens each row has
     mixture_refusal: str  # why `experts` does not work, in one sentence; "" where it does
-    packed_experts_refusal: str  # likewise with quantised matrices
     adapter_refusal: str  # likewise of `adapters`
 
     def warm_up(self, kind: dtype) -> None:

@@ -105,7 +105,7 @@ class ReferenceKernels:
     name = "reference"
     kinds: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
     records_drafts = False
-    mixture_refusal = packed_experts_refusal = adapter_refusal = ""
+    mixture_refusal = adapter_refusal = ""
 
     def __init__(self, device: str = "cpu", kv_cache_dtype: str = "auto") -> None:
         """Raises ValueError if `kv_cache_dtype` is not in `CACHE_KINDS`."""

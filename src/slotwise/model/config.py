@@ -31,6 +31,7 @@ class MixtureConfig:
     layers: tuple[bool, ...]  # whether each layer has experts
     shared_intermediate_size: int = 0  # of the expert that all tokens share; 0: there is none
     activation: Activation | ClampedSwiGLU = "silu"
+    are_split: bool = False  # into tensors of their own, where the family's checkpoints have them together
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,11 @@ HEADER_BYTES = 64 << 10  # of a weights' file: the beginning of its table of ten
 MAX_CONFIG_BYTES = 64 << 20
 
 
-def fingerprint(checkpoint: Path) -> str:
+def fingerprint(checkpoint: Path, *, is_timed: bool = True) -> str:
     """Returns a digest of the configs, and of name, size, time of change and header of each weights' file.
+
+    Args:
+        is_timed: times of change count; without them copies of a checkpoint have one digest.
 
     Raises:
         OSError: a file cannot be read.
@@ -27,7 +30,8 @@ def fingerprint(checkpoint: Path) -> str:
         is_config = path in configs
         with path.open("rb") as file:
             about = path.stat()
-            digest.update(repr((path.name, about.st_size, 0 if is_config else about.st_mtime_ns)).encode())
+            changed = about.st_mtime_ns if is_timed and not is_config else 0
+            digest.update(repr((path.name, about.st_size, changed)).encode())
             digest.update(file.read(MAX_CONFIG_BYTES if is_config else HEADER_BYTES))
     return digest.hexdigest()
 

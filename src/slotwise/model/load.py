@@ -25,7 +25,6 @@ from slotwise.model.locate import locate
 from slotwise.model.stored import Cuts
 from slotwise.model.weights import Progress, Weights
 
-EXPERT = ".experts."  # in the names of experts' weights
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 logger = logging.getLogger(__name__)
@@ -83,15 +82,10 @@ def _elsewhere(config: ModelConfig, group: Group) -> list[Adaptable]:
 def _widen(
     weights: Weights, formats: Mapping[str, Format], kernels: Kernels, dtype: torch.dtype, folder: Path,
 ) -> None:
-    """Reads 8-bit floats, and experts, as plain numbers, with a warning, where the kernels have no products with them.
+    """Reads 8-bit floats as plain numbers, with a warning, where the kernels have no products with them.
 
     Raises CheckpointError for other formats that the kernels do not support.
     """
-    experts = [name for name in formats if EXPERT in name] if kernels.packed_experts_refusal else []
-    if experts:
-        logger.warning("%s: quantised weights of experts are widened as they are read, and take the memory of plain "
-                       "ones: %s", folder, kernels.packed_experts_refusal)
-        weights.widen(experts)
     refused = {kind: why for kind in dict.fromkeys(formats.values()) if (why := kernels.format_refusal(kind, dtype))}
     for kind, why in refused.items():
         if not kind.are_floats:

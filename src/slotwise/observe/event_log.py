@@ -32,7 +32,7 @@ from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import PoolingParams, SamplingParams
 from slotwise.core.request import NO_SLO
 from slotwise.core.slo import SLO
-from slotwise.core.step import Copy, FreedBlocks, Proposing, RankSpan, RowKind
+from slotwise.core.step import Copy, FreedBlocks, KVTransfer, Proposing, RankSpan, RowKind
 from slotwise.core.step_time import Learned
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe.log_checks import MAX_TOKENS, wrong_run, wrong_step
@@ -90,6 +90,7 @@ class Request(_Entry, tag="request", rename={"slo": "terms"}):
     pooling: PoolingParams | None = None  # one vector is wanted, and no tokens; the log does not hold it
     adapter: Number = 0  # number of its adapter, which belongs to its prefixes; 0: the base model
     adapter_name: str = ""  # by which its client named it
+    kv: KVTransfer | None = None  # how the blocks of its prompt travel; in a file only
 
 
 class Command(_Entry, tag="command"):
@@ -128,6 +129,15 @@ class Compiled(NamedTuple):
 
     number: Number
     objection: str = ""  # empty: none
+
+
+class Arrival(NamedTuple):
+    """Blocks of a request's prompt came from another engine, before this step's plan was made."""
+
+    number: Number
+    num_blocks: Number  # of the prompt, from its first one on, that were there
+    is_last: bool  # no more will arrive
+    failure: str = ""  # why others will not
 
 
 class Stop(NamedTuple):
@@ -191,6 +201,8 @@ class Step(_Entry, tag="step", rename={"released_slots": "leaves", "new_blocks":
     drafts: tuple[tuple[int, ...], ...] = ()  # tokens that each row verifies; () when there are none
     forced: tuple[tuple[int, ...], ...] = ()  # of each row, what its grammar forces behind its tokens; () if nothing
     compiled: tuple[Compiled, ...] = ()  # grammars that requests waited for
+    arrivals: tuple[Arrival, ...] = ()  # blocks that requests waited for
+    acknowledged: tuple[str, ...] = ()  # transfers whose blocks other engines have read
     freed_blocks: tuple[FreedBlocks, ...] = ()  # blocks that left the end of a slot's block table, before the new ones
     draft_limit: str = ""  # why there are no more drafts (`core/drafting.py`); "" where none can be
     proposing: Proposing | None = None  # what a draft model took, of the step's time

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from slotwise.core.reasons import WAITING_FOR_KV
 from slotwise.engine.observer import Observer
 from slotwise.observe import step_view
 from slotwise.observe.event_log import Entry, Refusal, Request, Step
@@ -22,10 +23,12 @@ from slotwise.observe.fold import Changes, Timelines
 from slotwise.observe.prompt_choices import PromptChoices
 from slotwise.observe.request_timeline import RequestTimeline
 from slotwise.observe.series import (
+    COMPLETE,
     COMPUTED,
     COUNTERS,
     HISTOGRAMS,
     IN_HOST,
+    INCOMPLETE,
     LABELLED,
     LORA_REQUESTS,
     ON_DEVICE,
@@ -91,6 +94,7 @@ class Metrics(Collector, Observer):
         self._info = info
         self.experts = ExpertLoad(info.expert_layers)
         self._slots = info.scheduling.max_num_seqs
+        self._num_pinned_blocks = 0
         self._last_end = 0  # of a step with rows
         self._choices = PromptChoices()
         self.counters["engine_starts_total"] += 1
@@ -99,6 +103,7 @@ class Metrics(Collector, Observer):
         """Counts what records have and entries have not."""
         if record.expert_tokens:
             self.experts.add(record.expert_tokens)
+        self._num_pinned_blocks = record.num_pinned_blocks
 
     def write(self, entry: Entry, changes: Changes) -> None:
         """Counts an entry that made these changes.  Never waits."""
@@ -128,6 +133,10 @@ class Metrics(Collector, Observer):
             self._first_token(timeline)
         for ns, rows in changes.gaps.items():
             self._histograms["inter_token_latency_seconds"].observe(ns * NS, rows)
+        for arrival in step.arrivals:
+            if arrival.is_last:
+                self._count("kv_transfers_total", INCOMPLETE if arrival.failure else COMPLETE)
+        self.counters["kv_prompts_sent_total"] += len(step.acknowledged)
         for timeline, end in changes.ended:
             self._ended(timeline, end.reason, step.ended_ns)
 
@@ -274,6 +283,9 @@ class Metrics(Collector, Observer):
         yield shown.gauge("num_requests_running", self.timelines.num_running)
         yield shown.gauge("num_requests_waiting", self.timelines.num_waiting)
         yield shown.waiting(self.timelines.waiting.by_reason())
+        waiting_for_kv = sum(timeline.reason == WAITING_FOR_KV for timeline in self.timelines.stalled)
+        yield shown.gauge("num_requests_waiting_for_kv", waiting_for_kv)
+        yield shown.gauge("kv_pinned_blocks", self._num_pinned_blocks)
         yield shown.gauge("kv_cache_usage_perc", self.timelines.usage)
         yield shown.gauge("max_num_seqs", self._slots)
         yield shown.gauge("roofline_fraction", self.roofline_fraction)

@@ -119,7 +119,7 @@ class Recorder(Observer):
             adapter_name=request.adapter_name)
         if self._file is not None:
             self._file.write(line_of(msgspec.structs.replace(
-                entry, prompt=tuple(request.prompt), prediction=request.prediction)))
+                entry, prompt=tuple(request.prompt), prediction=request.prediction, kv=request.kv)))
         if entry.params.grammar is not None:
             entry.params = replace(entry.params, grammar=None)
         self._show(entry, line_of(entry))
@@ -183,6 +183,10 @@ def _set_rare_fields(entry: event_log.Step, record: StepRecord, numbers: dict[st
     entry.forced, entry.ranks = record.forced, record.ranks
     if record.compiled:
         entry.compiled = tuple([event_log.Compiled(numbers[name], objection) for name, objection in record.compiled])
+    if record.arrivals:
+        entry.arrivals = tuple([event_log.Arrival(numbers[arrival.request_id], *arrival[1:])
+                                for arrival in record.arrivals])
+    entry.acknowledged = record.acknowledged
     if record.ended:
         entry.ended = tuple([
             event_log.End(numbers[end.request_id], end.reason, end.num_output, end.message) for end in record.ended])

@@ -32,7 +32,7 @@ WAITS = (
     reasons.GRAMMAR_COMPILING, reasons.NO_ADAPTER_SLOT)
 STALLS = (
     reasons.TOKEN_BUDGET, reasons.SHORT_STEP, reasons.TIME_BUDGET, reasons.FIRST_TOKEN,
-    reasons.ENDING, reasons.VERIFYING, reasons.MICRO_BATCH, reasons.PROMPTS_ALONE)
+    reasons.ENDING, reasons.VERIFYING, reasons.MICRO_BATCH, reasons.PROMPTS_ALONE, reasons.WAITING_FOR_KV)
 FINISHED = ("stop", "length", "abort", "timeout", "shed", "error")
 
 HISTOGRAMS = {
@@ -73,6 +73,7 @@ COUNTERS = {
     "slot_steps_total": "Slots, summed over steps.",
     "empty_slot_steps_total": "Waste: slots without a row, summed over steps.",
     "empty_slot_steps_waiting_total": "Part of empty_slot_steps_total: slots that were empty while requests waited.",
+    "kv_prompts_sent_total": "Prompts whose blocks another engine has read, or does not want any more.",
     "engine_starts_total": "Engine processes that became ready; all but the first replaced a lost one.",
 }
 
@@ -87,6 +88,7 @@ class Labelled(NamedTuple):
 
 
 TO_HOST, TO_DEVICE = "GPU_to_CPU", "CPU_to_GPU"
+COMPLETE, INCOMPLETE = "complete", "incomplete"  # transfers of prompts
 COMPUTED, ON_DEVICE, IN_HOST = SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 LABELLED = {
     "prompt_tokens_by_source_total": Labelled(
@@ -108,12 +110,17 @@ LABELLED = {
         "pipeline's stage for the one before it are not counted."),
     "expert_tokens_total": Labelled(
         "layer", (), "Tokens times the experts that each chose, by layer with experts; padding and drafts count, too."),
+    "kv_transfers_total": Labelled(
+        "outcome", (COMPLETE, INCOMPLETE), "Prompts that came from another engine: all of their blocks arrived, or the "
+        "others were computed here."),
     "stalled_row_steps_total": Labelled(
         "reason", STALLS, "Running requests without a row in a step, summed over steps, by reason."),
 }
 GAUGES = {
     "num_requests_running": "Requests with a slot.",
     "num_requests_waiting": "Requests that wait for a slot, preempted ones included.",
+    "num_requests_waiting_for_kv": "Requests with a slot whose prompts come from another engine and have not arrived.",
+    "kv_pinned_blocks": "Blocks of ended requests that another engine still reads.",
     "kv_cache_usage_perc": "Share of cache blocks that requests reference, from 0 to 1.",
     "max_num_seqs": "Slots in use.",
     "roofline_fraction": "Achieved share of the roofline over the latest steps, from 0 to 1.",

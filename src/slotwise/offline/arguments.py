@@ -16,7 +16,7 @@ from slotwise.neutral import is_neutral, nearest
 from slotwise.vllm_arguments import RULES, SAME
 
 DTYPES = {"half": "float16", "float": "float32"}  # vLLM's
-SETTINGS = tuple(one.name for one in fields(EngineConfig) if one.name not in {"model", *RETIRED})
+SETTINGS = tuple(one.name for one in fields(EngineConfig) if one.name not in {"model", *RETIRED, *RULES})
 OWN = {  # obeyed beside the settings
     "model": "a checkpoint's folder, a GGUF file or a hub id; None: the built-in model",
     "generation_config": "where defaults of sampling come from: `auto`, the model's generation_config.json; `vllm`, "

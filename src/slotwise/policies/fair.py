@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from math import inf
 
 from slotwise.core.interfaces import Key
-from slotwise.core.request import Request, State
+from slotwise.core.request import Request
 from slotwise.policies.fcfs import FirstComeFirstServed
 
 PROMPT = 1.0  # work of a prompt's token, as in the paper
@@ -92,7 +92,7 @@ class Fair(FirstComeFirstServed):
         tenant, ahead = request.slo.tenant, other.slo.tenant
         if tenant == ahead:
             return False
-        rows = self._rows[tenant] + (request.state is not State.RUNNING)
+        rows = self._rows[tenant] + (not request.holds_slot)
         return (FAR * rows * self._weight(other) <= self._rows[ahead] * self._weight(request)
                 and self._standing(request) <= self.counters[ahead])
 
@@ -131,7 +131,7 @@ class Fair(FirstComeFirstServed):
 
     def finished(self, request: Request, reason: str, now: float) -> None:
         tenant = request.slo.tenant
-        if request.state is not State.RUNNING:
+        if not request.holds_slot:
             self._leave_queue(tenant)
         else:
             self._leave_slot(tenant)

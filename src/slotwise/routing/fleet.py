@@ -82,26 +82,29 @@ class Fleet:
         del self._replicas[name]
         return unfinished
 
-    def usable(self, without: Collection[str] = ()) -> list[Replica]:
-        """Replicas that may be chosen."""
+    def usable(self, without: Collection[str] = (), *, for_prompts: bool = False) -> list[Replica]:
+        """Replicas that may be chosen to answer, or to compute prompts for others."""
         return [replica for replica in self._replicas.values()
-                if replica.is_up and not replica.is_draining and replica.name not in without]
+                if replica.is_up and not replica.is_draining and replica.name not in without
+                and (replica.report.sends_prompts if for_prompts else replica.report.serves)]
 
     # -- requests ------------------------------------------------------------------------------------------------
 
-    def route(self, request: RoutedRequest, now: float, without: Collection[str] = ()) -> Replica | Shed:
+    def route(self, request: RoutedRequest, now: float, without: Collection[str] = (), *, for_prompts: bool = False,
+              ) -> Replica | Shed:
         """Sends a request to a replica, unless none is there or none would serve it in time.
 
         Args:
             now: seconds.
             without: replicas that have failed it.
+            for_prompts: its prompt is to be computed for another replica.
 
         Raises:
             ValueError: it is on a replica.
         """
         if request.request_id in self._placed:
             raise ValueError(f"request {request.request_id} is on a replica")
-        usable = self.usable(without)
+        usable = self.usable(without, for_prompts=for_prompts)
         if not usable:
             return Shed(0.0, 1)
         wait = min([replica.wait(request) for replica in usable])

@@ -31,6 +31,15 @@ class Report:
     times: Prediction | None = None  # its step-time model; None: not trained
     piece_tokens: float = 0.0  # tokens of a piece of its prompts; 0: not measured
     adapters: tuple[str, ...] = ()  # those it holds
+    sends_prompts: bool = False  # it computes prompts for other replicas
+    receives_prompts: bool = False  # it takes prompts that others have computed
+    kv_host: str = ""  # at which others ask it for prompts, as the next
+    kv_port: int = 0
+
+    @property
+    def serves(self) -> bool:
+        """Whether requests are sent to it to be answered, and not for their prompts alone."""
+        return self.receives_prompts or not self.sends_prompts
 
 
 @dataclass(slots=True)
@@ -90,6 +99,10 @@ class Replica:
         is_warm = not request.adapter or request.adapter in self.report.adapters or any(
             sent.request.adapter == request.adapter for sent in self._unfinished.values())
         return new if is_warm else new + COLD_ADAPTER
+
+    def lacked(self, request_id: str) -> float:
+        """Tokens of the prompt of an unfinished request that it had yet to compute when the request was sent."""
+        return self._unfinished[request_id].new_tokens
 
     @property
     def num_pieces(self) -> int:

@@ -17,8 +17,10 @@ from typing import Any
 import msgspec
 
 from slotwise.routing.fleet import Fleet, Shed
+from slotwise.routing.replica import Report
 from slotwise.scale.door_metrics import DoorMetrics, merged
 from slotwise.scale.forward import Answer, Forwarding, ask, send, target_of
+from slotwise.scale.prefill import Prompts
 from slotwise.scale.replicas import Replicas
 from slotwise.scale.routed import prompt_of
 from slotwise.scale.upstream import ReplicaLost
@@ -33,6 +35,7 @@ from slotwise.server.protocol import decode
 from slotwise.server.request_log import RequestLog
 from slotwise.server.responses import RESPONSES
 from slotwise.server.settings import ServerSettings
+from slotwise.transfer.settings import BOTH, CONSUMER, PRODUCER
 
 MAX_REPLICAS = 256
 MAX_SETTINGS = 64 << 10  # bytes of a body that changes something
@@ -59,6 +62,8 @@ class Door:
         self.num_exchanges = 0
         self.replicas: Replicas  # set before anything is served
         self.is_draining = False
+        self.prompts = Prompts()
+        self.is_fixed = False  # the number of replicas stays as it is
         self._ids = itertools.count()
         self._secret = blake2b("\0".join(sorted({*settings.all_keys, settings.admin_api_key})).encode()).digest()
         self._leaving: set[asyncio.Task[None]] = set()
@@ -127,9 +132,16 @@ class Door:
         """All replicas, for GET /replicas."""
         return [{
             "name": one.name, "url": self.replicas.url_of(one.name), "is_up": one.is_up,
-            "is_draining": one.is_draining, "num_sent": one.num_sent, "num_running": one.report.num_running,
+            "is_draining": one.is_draining, "role": _role(one.report), "num_sent": one.num_sent,
+            "num_running": one.report.num_running,
             "num_waiting": one.report.num_waiting, "num_cached_pieces": one.num_pieces,
             "prefill_tokens_per_second": round(one.prefill_rate, 1)} for one in self.fleet.replicas]
+
+
+def _role(report: Report) -> str:
+    """What a replica does for others, in vLLM's words; "" for one that works alone."""
+    roles = {(True, False): PRODUCER, (False, True): CONSUMER, (True, True): BOTH}
+    return roles.get((report.sends_prompts, report.receives_prompts), "")
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------
@@ -223,6 +235,8 @@ async def resize(door: Door, exchange: HttpExchange) -> None:
         number = decode(ReplicasRequest, body).replicas
     if not door.replicas.starts_processes:
         raise bad_request("replicas: those at addresses are started and stopped by others", "replicas")
+    if door.is_fixed:
+        raise bad_request("replicas: those for prefill and for decode are as many as at the start", "replicas")
     if not 1 <= number <= MAX_REPLICAS:
         raise bad_request(f"replicas: must be between 1 and {MAX_REPLICAS}", "replicas")
     door.check_open()

@@ -15,7 +15,9 @@ FAMILIES = {
     "router_requests_total": ("counter", "Requests sent to each replica."),
     "router_rerouted_requests_total": ("counter", "Requests that went elsewhere because their replica failed."),
     "router_shed_requests_total": ("counter", "Requests that no replica was predicted to serve in time."),
-    "router_replica_losses_total": ("counter", "Replicas that died, or were given up.")}
+    "router_replica_losses_total": ("counter", "Replicas that died, or were given up."),
+    "router_prefills_total": ("counter", "Prompts that a replica was sent to compute for another one."),
+    "router_failed_prefills_total": ("counter", "Those of them that it did not compute, so the other one did.")}
 
 
 @dataclass(slots=True)
@@ -23,6 +25,8 @@ class DoorMetrics:
     routed: Counter[str] = field(default_factory=Counter)  # by replica
     rerouted: int = 0
     shed: int = 0
+    prefills: Counter[str] = field(default_factory=Counter)  # by replica
+    failed_prefills: int = 0
     lost: Counter[str] = field(default_factory=Counter)  # by replica
 
     def exposition(self, fleet: Fleet) -> str:
@@ -34,7 +38,9 @@ class DoorMetrics:
             "router_requests_total": _labelled(self.routed),
             "router_rerouted_requests_total": [f" {self.rerouted}"],
             "router_shed_requests_total": [f" {self.shed}"],
-            "router_replica_losses_total": _labelled(self.lost)}
+            "router_replica_losses_total": _labelled(self.lost),
+            "router_prefills_total": _labelled(self.prefills),
+            "router_failed_prefills_total": [f" {self.failed_prefills}"]}
         lines = []
         for name, (kind, meaning) in FAMILIES.items():
             lines += [f"# HELP {PREFIX}{name} {meaning}", f"# TYPE {PREFIX}{name} {kind}"]

@@ -20,6 +20,7 @@ import aiohttp
 import msgspec
 
 from slotwise.routing.fleet import Shed
+from slotwise.scale.prefill import Prefill
 from slotwise.scale.routed import Prompt
 from slotwise.scale.upstream import ReplicaLost, Upstream, end
 from slotwise.server.errors import ApiError, ClientGone, ErrorBody
@@ -149,15 +150,18 @@ class Forwarding:
         if self._gone:
             raise ClientGone
         method, headers = exchange.scope["method"], headers_of(exchange, self._prompt)
+        prefill = Prefill(self._door, exchange, headers, self._body, self._prompt)
         try:
-            async with (upstream.until_lost() as self._scope,
-                        upstream.sending(method, target_of(exchange), headers, self._body) as response):
-                if response.content_type == EVENT_STREAM:
-                    await self._pass_stream(response)
-                else:
-                    await self._pass_whole(response)
+            async with upstream.until_lost() as self._scope:
+                body = await prefill.begin(upstream.name, self._id, self._failed)
+                async with upstream.sending(method, target_of(exchange), headers, body) as response:
+                    if response.content_type == EVENT_STREAM:
+                        await self._pass_stream(response)
+                    else:
+                        await self._pass_whole(response)
         finally:
             self._scope = None
+            prefill.end()
 
     async def _pass_stream(self, response: aiohttp.ClientResponse) -> None:
         exchange = self._exchange

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from slotwise import child, spawn
+from slotwise.transfer.settings import CONSUMER, PRODUCER, SHARED_MEMORY
 
 HOST = "127.0.0.1"
 
@@ -51,6 +53,16 @@ def _free_port() -> int:
     """A port that is free now.  If another program takes it first, the replica ends, and the next one has another."""
     with socket.create_server((HOST, 0)) as found:
         return int(found.getsockname()[1])
+
+
+def roles(num_prefill: int, number: int) -> list[list[str]]:
+    """Returns the options of `number` processes of this machine, the first of which compute prompts for the others."""
+    ports = [_free_port() for _ in range(num_prefill)]
+    shared: dict[str, object] = {"kv_connector": SHARED_MEMORY}
+    configs = [shared | {"kv_role": PRODUCER, "kv_port": port} for port in ports]
+    peers = {"peers": [f"{HOST}:{port}" for port in ports]}
+    configs += [shared | {"kv_role": CONSUMER, "kv_connector_extra_config": peers}] * (number - num_prefill)
+    return [["--kv-transfer-config", json.dumps(config)] for config in configs]
 
 
 def shares(places: Sequence[int], number: int) -> list[list[str]]:

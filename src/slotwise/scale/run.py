@@ -36,6 +36,7 @@ class Scaling:
     router: str = "product"
     max_wait: float = 60.0  # predicted seconds to the first output beyond which requests are shed
     seed: int = 0
+    num_prefill: int = 0  # of the processes, the first ones, which compute prompts for the others
 
 
 def run_scale(settings: ServerSettings, address: tuple[str, int], scaling: Scaling) -> int:
@@ -63,6 +64,7 @@ async def _run(settings: ServerSettings, listener: socket.socket, scaling: Scali
     addresses = Addresses(scaling.urls, door.replicas)
     try:
         door.resize(scaling.number)
+        door.is_fixed = scaling.num_prefill > 0
         addresses.begin()
         if scaling.launch is not None:
             await _first_ready(door)
@@ -75,7 +77,7 @@ async def _run(settings: ServerSettings, listener: socket.socket, scaling: Scali
 
 async def _first_ready(door: Door) -> None:
     """Waits until every replica serves, or one cannot.  Raises RuntimeError: one ended before any was ready."""
-    while len(door.fleet.usable()) < len(door.fleet.replicas) and not door.replicas.trouble:
+    while not all(one.is_up for one in door.fleet.replicas) and not door.replicas.trouble:
         door.replicas.changed.clear()
         await door.replicas.changed.wait()
     if not door.fleet.usable():
@@ -85,6 +87,8 @@ async def _first_ready(door: Door) -> None:
 def _greet(url: str, settings: ServerSettings, scaling: Scaling, seconds: float) -> None:
     number = scaling.number or len(scaling.urls)
     what = f"{number} replicas" if scaling.number else f"replicas at {number} addresses"
+    if scaling.num_prefill:
+        what = f"{scaling.num_prefill} prefill and {number - scaling.num_prefill} decode replicas"
     if settings.log_format == lines.JSON:
         lines.tell(logger, f"ready on {url}", {"url": url, "model": settings.served_model_name, "replicas": number,
                                                "router": scaling.router, "seconds": round(seconds, 1)})

@@ -73,7 +73,7 @@ async def start(api: Api, job: Job) -> list[Choice]:
                 generation = api.engine_client.submit(Add(
                     unique, prompt, sent.of_choice(k), (seed + k) % 2**64, output_tokens, job.salt, timeout,
                     job.received_ns, job.read_ns, tokenised_ns, job.slo, stop_lengths, job.pooling,
-                    job.prediction, adapter, adapter_name))
+                    job.prediction, adapter, adapter_name, job.kv))
                 generation.num_prompt = len(prompt) if job.prediction else 0
                 choices.append(Choice(len(choices), generation, text, stop_ids, is_silent=job.is_silent,
                                       parsed=job.parsing.output() if job.parsing is not None else None))

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from slotwise.core.params import PoolingParams, SamplingParams
 from slotwise.core.slo import SLO
+from slotwise.core.step import KVTransfer
 from slotwise.server.choice import Choice
 from slotwise.server.context import Api
 from slotwise.server.http_exchange import HttpExchange
@@ -41,6 +42,7 @@ class Job(NamedTuple):
     parsing: Parsing | None = None  # how outputs are parsed; None: they are text
     prediction: tuple[int, ...] = ()  # tokens that its outputs are expected to have
     adapter: ServedAdapter | None = None  # None: the base model's own outputs
+    kv: KVTransfer | None = None  # how its prompt travels between engines; None: it does not
 
     @property
     def shape(self) -> Shape:

@@ -15,6 +15,7 @@ from slotwise.server.errors import bad_request, from_params
 from slotwise.server.generate import Renderer, answer
 from slotwise.server.http_exchange import HttpExchange, checked_request_id
 from slotwise.server.job import Job, Repeated
+from slotwise.server.kv_transfer import transfer_of
 from slotwise.server.output_parsing import Parsing
 from slotwise.server.prompts import Encoding
 from slotwise.server.protocol import Generate
@@ -59,13 +60,14 @@ async def respond(api: Api, exchange: HttpExchange, shape: Shape, prepare: Check
     salt = _salt(exchange.tenant, request.cache_salt)
     if api.sleep is not None:
         salt = api.sleep.salt(salt)
+    kv = transfer_of(request, asked.prompts, params, api.engine_client.info.kv_transfer)
     prediction = await _prediction(api, exchange, request)
     with api.models.held(request.model) as adapter:
         name = api.settings.served_model_name if adapter is None else adapter.name
         heading = Heading.now(shape, exchange.request_id, name, tier)
         job = Job(request, asked.prompts, params, heading, slo, salt, exchange.received_ns, exchange.read_ns,
                   exchange.traceparent, asked.repeated, asked.is_silent, asked.pooling, asked.parsing,
-                  prediction, adapter)
+                  prediction, adapter, kv)
         await answer(api, exchange, job, asked.render)
 
 

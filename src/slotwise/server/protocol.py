@@ -28,6 +28,7 @@ from slotwise.core.ranges import INT64, Range, whole
 from slotwise.core.slo import PRIORITIES
 from slotwise.server import body_precheck
 from slotwise.server.errors import bad_request, from_decoding, from_params
+from slotwise.server.kv_transfer_params import KVTransferParams
 from slotwise.server.unsupported import Unsupported, refuse
 from slotwise.server.whole_numbers import with_whole_numbers
 from slotwise.text.conversation import RESERVED_VARIABLES
@@ -146,6 +147,7 @@ class Generate(Unsupported, kw_only=True):
     truncation_side: Literal["left", "right"] | None = None  # where tokens are dropped; by default on the left
     echo: bool | None = None  # the prompt, or in a chat the assistant's last message, stands before the output
     prediction: PredictedOutput | None = None  # drafts are taken from it: the output is the same, and sooner there
+    kv_transfer_params: KVTransferParams | None = None  # its prompt travels between engines: docs/disaggregation.md
     explain: bool | None = None  # the response contains where its time went
     bench_output_tokens: Length | list[Length] | None = None  # forced output length; a list: of each prompt
 

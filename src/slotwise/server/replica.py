@@ -42,11 +42,16 @@ class ReplicaState(msgspec.Struct, frozen=True):
     piece_tokens: float  # 0: no prompt yet
     times: Prediction | None  # of its steps; None: not known yet
     models: tuple[str, ...]
+    sends_prompts: bool = False  # to other engines, as --kv-transfer-config says
+    receives_prompts: bool = False
+    kv_host: str = ""  # at which others ask for prompts, as the next
+    kv_port: int = 0
 
     def report(self) -> Report:
         """Returns what routers read of it."""
         return Report(self.slots, self.step_tokens, self.num_running, self.num_waiting, self.starts_per_second,
-                      self.times, self.piece_tokens)
+                      self.times, self.piece_tokens, sends_prompts=self.sends_prompts,
+                      receives_prompts=self.receives_prompts, kv_host=self.kv_host, kv_port=self.kv_port)
 
 
 async def replica(api: Api, exchange: HttpExchange) -> None:
@@ -63,6 +68,9 @@ async def replica(api: Api, exchange: HttpExchange) -> None:
         accepts, client.scheduling.max_num_seqs, client.info.limits.max_num_batched_tokens,
         timelines.num_running, timelines.num_waiting, rate.requests if rate.measured else 0.0, index.piece_tokens,
         api.step_times.prediction() if api.step_times.is_trained else None, api.settings.model_names)
+    if (kv := client.info.kv_transfer) is not None:
+        state = msgspec.structs.replace(state, sends_prompts=kv.is_producer, receives_prompts=kv.is_consumer,
+                                        kv_host=kv.kv_ip, kv_port=kv.kv_port)
     await exchange.respond_json(state)
 
 

@@ -17,7 +17,7 @@ from slotwise.server.errors import bad_request
 
 NEUTRAL: dict[str, tuple[Any, ...]] = SAMPLING | {  # beside null
     "return_token_offsets": (False,), "return_mm_kwargs": (True,),
-    "kv_transfer_params": ({},), "ec_transfer_params": ({},), "vllm_xargs": ({},), "detokenize": (True,),
+    "ec_transfer_params": ({},), "vllm_xargs": ({},), "detokenize": (True,),
     "prompt_embeds": ([],), "functions": ([],), "function_call": ("none", "auto"),
     "modalities": (["text"],), "media_io_kwargs": ({},), "mm_processor_kwargs": ({},),
     "prompt_cache_options": ({},), "prompt_cache_retention": ("in_memory",), "store": (False,),
@@ -47,7 +47,6 @@ class Unsupported(msgspec.Struct, kw_only=True):
     return_token_offsets: Any = None
     return_mm_kwargs: Any = None
     routed_experts_prompt_start: Any = None
-    kv_transfer_params: Any = None
     ec_transfer_params: Any = None
     vllm_xargs: Any = None
     logits_processors: Any = None

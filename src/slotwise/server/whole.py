@@ -14,6 +14,7 @@ from slotwise.server.choice import Choice, Delta, together
 from slotwise.server.context import Api
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.job import Job, explained, usage_of, writer_of
+from slotwise.server.kv_transfer import told
 from slotwise.server.logprobs import LogprobsWriter
 from slotwise.server.parsers.parts import Content, Part
 from slotwise.server.prompt_logprobs import PromptFormat, with_prompts
@@ -47,7 +48,7 @@ async def respond_whole(api: Api, exchange: HttpExchange, job: Job, choices: lis
     if job.request.prompt_logprobs is not None:
         last = await with_prompts(job.shape, job.prompts, choices, answers, PromptFormat(
             api.prompts.tokenizer, api.formatting))
-    extras |= _repeated(job, answers)
+    extras |= _repeated(job, answers) | told(job.kv, api.engine_client.info.kv_transfer)
     first_ns = time.monotonic_ns()
     body = whole_response(job.heading, answers, usage_of(job, choices), extras, last)
     del answers, extras, last

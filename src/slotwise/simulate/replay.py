@@ -17,11 +17,14 @@ from typing import NamedTuple
 
 from slotwise.core.grammar import Grammar
 from slotwise.core.interfaces import Proposer
+from slotwise.core.kv_transfers import KVTransfers
+from slotwise.core.request import Request
 from slotwise.core.scheduler import Scheduler
-from slotwise.core.step import StepPlan, StepResult
+from slotwise.core.step import Arrival, StepPlan, StepResult
 from slotwise.core.step_time import StepTimeModel
 from slotwise.engine.engine import Engine
 from slotwise.engine.grammars import Compiled
+from slotwise.engine.kv_link import News
 from slotwise.engine.messages import NO_STEP, Add, Command, Configure, Finish
 from slotwise.observe import event_log
 from slotwise.observe.recorder import step_entry
@@ -145,7 +148,7 @@ def _arrival(entry: event_log.Request) -> Add:
         raise ReplayError("the log has no prompts: only one that was written to a file can be replayed")
     return Add(entry.id, list(entry.prompt), entry.params, entry.seed, entry.output_tokens, entry.salt,
                entry.queue_timeout, slo=entry.slo, prediction=entry.prediction, pooling=entry.pooling,
-               adapter=entry.adapter)
+               adapter=entry.adapter, kv=entry.kv)
 
 
 class _EngineRun:
@@ -157,12 +160,13 @@ class _EngineRun:
         self._numbers, self._names = numbers, names
         self._executor = _Recorded(numbers)
         self._grammars = _RecordedGrammars()
+        self._link = _RecordedLink()
         times = StepTimeModel(run.learned)
         proposer = proposer or proposer_of(run.speculation, times)
         scheduler = Scheduler(run.limits, run.scheduling.discipline(), run.scheduling.policy(times), times, proposer)
         self._engine = Engine(
             scheduler, self._executor, self._executor.clock, run.eos_token_ids, depth=run.depth,
-            scheduling=run.scheduling, grammars=self._grammars)
+            scheduling=run.scheduling, grammars=self._grammars, kv_link=self._link)
 
     def play(self, logged: event_log.Step) -> event_log.Step | None:
         """Returns the replayed record for `logged`.
@@ -178,6 +182,9 @@ class _EngineRun:
         self._executor.expect(logged)
         self._grammars.compiled = [
             Compiled(self._names.get(number, ""), objection) for number, objection in logged.compiled]
+        self._link.news = News(
+            [Arrival(self._names.get(arrival.number, ""), *arrival[1:]) for arrival in logged.arrivals],
+            logged.acknowledged)
         has_step = logged.step != NO_STEP or bool(logged.planned) or bool(logged.failure)
         record = self._engine.step() if has_step else self._engine.idle_record()
         return step_entry(record, self._numbers) if record is not None else None
@@ -198,6 +205,25 @@ class _RecordedGrammars:
         return compiled
 
     def release(self, request_id: str) -> None: ...
+
+
+class _RecordedLink:
+    """Sends and receives nothing, and tells what is logged of each record."""
+
+    has_news = True
+
+    def __init__(self) -> None:
+        self.news = News()
+
+    def pop_news(self) -> News:
+        news, self.news = self.news, News()
+        return news
+
+    def offer(self, request: Request) -> None: ...
+
+    def follow(self, transfers: KVTransfers) -> None: ...
+
+    def begin(self, transfers: KVTransfers) -> None: ...
 
 
 class _Recorded:

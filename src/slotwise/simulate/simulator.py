@@ -13,10 +13,8 @@ step in progress nothing that ends later than the request arrives.
 
 from __future__ import annotations
 
-import gc
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import inf
@@ -28,10 +26,12 @@ from slotwise.core.scheduler import Scheduler
 from slotwise.core.step_time import Learned, StepTimeModel
 from slotwise.engine.admission_control import AdmissionControl
 from slotwise.engine.engine import Engine
+from slotwise.engine.kv_link import KVLink
 from slotwise.engine.messages import Add, Command, EngineInfo, StepRecord
 from slotwise.engine.observer import Observer
 from slotwise.engine.scheduling import Scheduling
 from slotwise.simulate.drafts import DraftModel, Verifier
+from slotwise.simulate.no_collector import no_collector
 from slotwise.simulate.pace import Known, Pace
 from slotwise.simulate.requests import REFUSED, SimulatedRequest, new_clock
 from slotwise.simulate.routed import RoutedServers
@@ -89,11 +89,14 @@ class Server:
         outputs: output tokens by request id, where they are known.
         observers: notified as those of an engine service are.
         replica: its number, which its requests have.
+        kv_link: to engines that compute prompts for it; None: it computes them.
         takes_runs: it takes steps without a decision at once; the results are the same.
     """
 
-    def __init__(self, setup: Setup, outputs: Mapping[str, Sequence[int]] | None = None,
-                 observers: Sequence[Observer] = (), replica: int = 0, *, takes_runs: bool = True) -> None:
+    def __init__(
+        self, setup: Setup, outputs: Mapping[str, Sequence[int]] | None = None, observers: Sequence[Observer] = (),
+        replica: int = 0, *, kv_link: KVLink | None = None, takes_runs: bool = True,
+    ) -> None:
         limits = setup.scheduling.limits(setup.limits)
         times = StepTimeModel(setup.learned) if setup.learns else Known(setup.pace)
         scheduler = Scheduler(limits, setup.scheduling.discipline(), setup.scheduling.policy(times), times,
@@ -102,7 +105,7 @@ class Server:
             setup.pace, outputs, Verifier(setup.draft_model, replica), setup.limits.stages, setup.adapters.seconds)
         self.engine = Engine(
             scheduler, self.machine, self.machine.clock, setup.eos_token_ids, depth=setup.depth,
-            scheduling=setup.scheduling)
+            scheduling=setup.scheduling, kv_link=kv_link)
         self.admission = AdmissionControl(limits, *setup.max_queued)
         self.clock = new_clock()  # when its steps ended, in seconds
         self._observers = (self.admission, *observers)
@@ -327,7 +330,7 @@ def simulate(
     """
     fleet = Fleet(servers, max_steps, routed)
     try:
-        with _no_collector():
+        with no_collector():
             for at, command in arrivals:
                 fleet.run_until(at)
                 fleet.route(at, command)
@@ -336,15 +339,3 @@ def simulate(
         unfinished = sum(not request.reason for request in fleet.requests.values())
         raise NoEnd(f"after {max_steps} steps {unfinished} requests are to end, and more may come") from None
     return fleet.requests
-
-
-@contextmanager
-def _no_collector() -> Iterator[None]:
-    """Keeps Python's collector of circular garbage from looking at millions of objects, of which none is such."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

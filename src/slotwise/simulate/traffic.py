@@ -12,6 +12,9 @@ from slotwise.workload.requests import Workload
 OWN = 1 << 32  # ids from here on belong to one request, those from PREFIX on to a prefix
 PREFIX = 1 << 33
 
+Traffic = Iterator[tuple[float, Command]]
+"""Commands with their seconds, in order."""
+
 
 class Adapters(NamedTuple):
     """LoRA adapters, of which each request has one, in turn."""
@@ -23,7 +26,7 @@ class Adapters(NamedTuple):
 NO_ADAPTERS = Adapters()
 
 
-def traffic_of(workload: Workload, adapters: int = 0) -> Iterator[tuple[float, Command]]:
+def traffic_of(workload: Workload, adapters: int = 0) -> Traffic:
     """Yields the requests of an open loop with their seconds of arrival.
 
     Args:

@@ -12,8 +12,10 @@ from kernels.cuda.device import DEVICE, EXAMPLES, KERNELS, interpreted
 from kernels.cuda.ragged import REFERENCE
 from kernels.mixtures import CLAMPED, numbers, weights
 from kernels.paged import distance
+from kernels.quantised import FORMATS, depth_of, random_matrix
 
 from slotwise.kernels.interface import ExpertWeights, Routing
+from slotwise.kernels.matrix import Factors, StackedMatrix
 from slotwise.kernels.reference import route
 
 with interpreted():
@@ -24,7 +26,7 @@ CLOSE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2 if DEVIC
 
 
 def there(each: ExpertWeights) -> ExpertWeights:
-    return ExpertWeights(*(None if weight is None else weight.to(DEVICE) for weight in each))
+    return ExpertWeights(*(weight.to(DEVICE) if isinstance(weight, torch.Tensor) else weight for weight in each))
 
 
 def no_ends(routing: Routing, device: str = DEVICE) -> torch.Tensor:
@@ -52,6 +54,57 @@ def test_the_contract(kind, tokens, routing, activation, with_bias):
     packed = weights(kind, routing.num_experts, HIDDEN, INNER, with_bias=with_bias)
     ours, theirs = both(packed, x, logits, routing, activation)
     assert distance(ours, theirs) < CLOSE[kind]
+
+
+def packed_experts(name: str, count: int, *, is_ordered: bool = False, with_bias: bool = False) -> list[ExpertWeights]:
+    """Each with numbers, and an order of its inputs, of its own."""
+    hidden, inner = (depth_of(FORMATS[name], least) for least in (HIDDEN, INNER))
+    biases = [each[2:] for each in weights(torch.float32, count, hidden, inner, with_bias=with_bias)]
+    return [ExpertWeights(*(random_matrix(FORMATS[name], *size, seed=2 * expert + place, is_ordered=is_ordered)
+                            for place, size in enumerate(((2 * inner, hidden), (hidden, inner)))), *own)
+            for expert, own in enumerate(biases)]
+
+
+@pytest.mark.parametrize(("name", "tokens", "with_bias", "is_ordered"), [
+    ("Q4_K", 3, True, False), ("Q6_K", 3, False, False), ("Q8_0", 40, False, False), ("MXFP4", 60, True, False),
+    ("AWQ", 5, False, False), ("GPTQ", 5, False, True), ("GPTQ", 60, True, True), ("NF4", 5, False, False),
+    ("FP8", 5, False, False)])
+def test_packed_weights(name, tokens, with_bias, is_ordered):
+    routing = Routing(3, 2, True)
+    packed = packed_experts(name, 3, is_ordered=is_ordered, with_bias=with_bias)
+    x, logits = numbers(torch.float32, tokens, packed[0].gate_up.depth), numbers(torch.float32, tokens, 3)
+    ours, theirs = both(packed, x, logits, routing, CLAMPED)
+    assert distance(ours, theirs) < 3 * CLOSE[torch.float32]
+
+
+@pytest.mark.parametrize("kind", CLOSE, ids=str)
+def test_packed_weights_in_all_types(kind):
+    routing, packed = Routing(5, 2, True), packed_experts("Q8_0", 5)
+    ours, theirs = both(packed, numbers(kind, 4, HIDDEN), numbers(kind, 4, 5), routing)
+    assert ours.dtype == kind and distance(ours, theirs) < CLOSE[kind]
+
+
+@pytest.mark.parametrize("tokens", [2, 60])
+def test_formats_side_by_side(tokens):
+    """Gates and what they gate in two formats, beside plain numbers for the rest."""
+    routing, plain = Routing(3, 1, True), weights(torch.float32, 3, 256, INNER, with_bias=True)
+    mixed = [each._replace(gate_up=StackedMatrix(tuple(random_matrix(FORMATS[name], INNER, 256, seed=place)
+                                                       for name in ("Q4_K", "Q6_K"))))
+             for place, each in enumerate(plain)]
+    ours, theirs = both(mixed, numbers(torch.float32, tokens, 256), numbers(torch.float32, tokens, 3), routing)
+    assert distance(ours, theirs) < CLOSE[torch.float32]
+
+
+def test_codes_of_experts_that_no_token_chose_are_not_read():
+    routing, packed = Routing(6, 2, True), packed_experts("Q8_0", 6)
+    for place, each in enumerate(packed[2:], 2):
+        def unsound(first, end, read=each.gate_up.read):
+            rows = read(first, end)
+            return rows._replace(scales=Factors(rows.scales.values * float("nan")))
+
+        packed[place] = each._replace(gate_up=replace(each.gate_up, read=unsound))
+    ours, theirs = both(packed, numbers(torch.float32, 5, packed[0].gate_up.depth), torch.zeros(5, 6), routing)
+    assert ours.isfinite().all() and distance(ours, theirs) < CLOSE[torch.float32]
 
 
 @settings(max_examples=12 * EXAMPLES, deadline=None)

@@ -10,33 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.cuda.device import DEVICE, EXAMPLES, KERNELS, interpreted
 from kernels.paged import distance
-from kernels.quantised import random_matrix
+from kernels.quantised import FORMATS, depth_of, random_matrix
 
-from slotwise.kernels.matrix import E4M3, Format, QuantisedMatrix, Rows, StackedMatrix
-from slotwise.model.quantization.bitsandbytes import NF4
-from slotwise.model.quantization.gguf_blocks import BLOCK_TYPES
+from slotwise.kernels.matrix import Format, QuantisedMatrix, Rows, StackedMatrix
 
 with interpreted():
     from slotwise.kernels.cuda import CudaKernels, narrow, packed, splits
 
-FORMATS = {name: kind.format for name, kind in BLOCK_TYPES.items()} | {
-    "GPTQ": Format(4, 128, torch.float16, zero=8), "GPTQ 8": Format(8, 128, torch.float16, zero=128),
-    "a row's": Format(4, 0, torch.float16, zero=8), "AWQ": Format(4, 64, torch.float32, has_minimums=True),
-    "NF4": Format(4, 64, torch.float32, levels=NF4), "3 bits": Format(3, 16, torch.bfloat16, zero=4),
-    "FP8 blocks": Format(8, 128, torch.float32, levels=E4M3), "FP8": Format(8, 0, torch.float32, levels=E4M3),
-}  # fmt: skip
 INT8 = Format(8, 0, torch.float32, zero=128)
 CLOSE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 8e-3 if DEVICE == "cuda" else 2e-2}
 
 
 def numbers(kind: torch.dtype, *size: int) -> torch.Tensor:
     return torch.randn(*size, generator=torch.Generator().manual_seed(sum(size))).to(kind)
-
-
-def depth_of(kind: Format, least: int) -> int:
-    """A depth that the format's units divide."""
-    together = kind.group * kind.groups_per_unit
-    return -(-least // together) * together if together else least
 
 
 def without_nan(matrix: QuantisedMatrix) -> QuantisedMatrix:

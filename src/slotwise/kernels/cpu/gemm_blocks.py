@@ -20,6 +20,7 @@ from slotwise.kernels.cpu import block_layout
 from slotwise.kernels.cpu.block_activations import FACTS
 from slotwise.kernels.cpu.block_layout import COLUMNS, PLANES, STEP, Layout
 from slotwise.kernels.cpu.dot_bytes import add_fours, pick
+from slotwise.kernels.cpu.gemm_finish import FLOATS, added, finish_row, for_either_kind, read_floats
 from slotwise.kernels.cpu.jit.intrinsic import INT, KIND, ElementType, intrinsic
 from slotwise.kernels.cpu.llvm import (
     BYTE,
@@ -36,12 +37,9 @@ from slotwise.kernels.cpu.llvm import (
     number,
     prefetch,
     read,
-    round_to_bfloat16,
-    silu,
     spread,
     switch,
     widened,
-    write,
 )
 from slotwise.kernels.cpu.processor import AVX2, AVX512
 
@@ -51,8 +49,7 @@ LANES = 16  # columns of a vector of sums
 VECTORS = COLUMNS // LANES
 
 
-_BYTES, _SHORTS, _WORDS, _FLOATS = (
-    ir.VectorType(kind, lanes) for kind, lanes in ((BYTE, 64), (SHORT, 32), (WORD, 16), (SINGLE, 16)))
+_BYTES, _SHORTS, WORDS = (ir.VectorType(kind, lanes) for kind, lanes in ((BYTE, 64), (SHORT, 32), (WORD, 16)))
 
 
 class Panel(NamedTuple):
@@ -72,7 +69,7 @@ class Panel(NamedTuple):
     step: ir.Value  # bytes of it with each two quads
 
 
-class _Unpack:
+class Unpack:
     """Unpacks the codes of two quads."""
 
     def __init__(self, builder: ir.IRBuilder, layout: Layout, table: ir.Value) -> None:
@@ -157,7 +154,7 @@ def factors(builder: ir.IRBuilder, layout: Layout, record: ir.Value, group: ir.V
     for half in range(VECTORS):
         address = behind(builder, begin, half * LANES * size)
         if layout.kind == block_layout.SINGLE:
-            made.append(read(builder, address, _FLOATS))
+            made.append(read(builder, address, FLOATS))
         elif layout.kind == block_layout.BRAIN:
             made.append(widened(builder, read(builder, address, ir.VectorType(SHORT, LANES), 2)))
         elif layout.kind == block_layout.HALF:
@@ -167,22 +164,73 @@ def factors(builder: ir.IRBuilder, layout: Layout, record: ir.Value, group: ir.V
             if layout.kind == block_layout.NIBBLE:
                 four = all_of(small.type, 4)
                 small = builder.lshr(small, four) if minimum else builder.and_(small, all_of(small.type, 15))
-            whole = builder.sitofp(builder.sext(small, _WORDS), _FLOATS)
+            whole = builder.sitofp(builder.sext(small, WORDS), FLOATS)
             product = builder.fmul(whole, _of_halves(builder, behind(builder, units, half * LANES * 2)))
             # Else LLVM would multiply the unit with the scale of a row first, in some tiles and not in others.
-            made.append(call(builder, f"llvm.arithmetic.fence.v{LANES}f32", _FLOATS, product))
+            made.append(call(builder, f"llvm.arithmetic.fence.v{LANES}f32", FLOATS, product))
     return made
+
+
+def factors_of_unit(builder: ir.IRBuilder, layout: Layout, record: ir.Value, unit: ir.Value
+                    ) -> tuple[list[ir.Value], list[ir.Value]]:
+    """Scales and minimums, if there are any, of a unit of a record."""
+    group = builder.udiv(unit, number(layout.record // layout.unit // layout.groups))
+    return (factors(builder, layout, record, group, minimum=False),
+            factors(builder, layout, record, group, minimum=True) if layout.has_minimums else [])
+
+
+def start_of_unit(builder: ir.IRBuilder, layout: Layout, facts: ir.Value) -> ir.Value:
+    """What a row's integers of a unit begin with: its correction, where there is a zero."""
+    if not layout.has_zero:
+        return all_of(WORDS, 0)
+    return spread(builder, read(builder, behind(builder, facts, 4), WORD), WORDS)
+
+
+def add_unit(
+    builder: ir.IRBuilder, totals: Sequence[ir.Value], so_far: Sequence[ir.Value], facts: ir.Value,
+    of_weights: tuple[Sequence[ir.Value], Sequence[ir.Value]],
+) -> list[ir.Value]:
+    """A row's sums `so_far` after a unit with the integers `totals`, the row's facts, and scales and minimums."""
+    scales, minimums = of_weights
+    own = spread(builder, read(builder, facts, SINGLE), FLOATS)
+    sums = [fma(builder, builder.sitofp(total, FLOATS), builder.fmul(own, scale), before)
+            for total, scale, before in zip(totals, scales, so_far, strict=True)]
+    if not minimums:
+        return sums
+    negative = spread(builder, read(builder, behind(builder, facts, 4), SINGLE), FLOATS)
+    return [fma(builder, negative, minimum, before) for minimum, before in zip(minimums, sums, strict=True)]
+
+
+def prefetch_step(builder: ir.IRBuilder, layout: Layout, panel: Panel, step: ir.Value) -> None:
+    """Prefetch a panel's share with the step of two quads that `step` others precede: every line of it."""
+    asked = builder.add(panel.asked, builder.mul(step, panel.step))
+    lines = -(-layout.record_bytes * STEP // layout.record // LINE)
+    for line in range(lines):
+        prefetch(builder, builder.add(asked, builder.udiv(builder.mul(panel.step, number(line)), number(lines))))
+
+
+def finish(builder: ir.IRBuilder, sums: Sequence[ir.Value], panel: Panel, kind: ElementType) -> None:
+    """Store rows of two vectors each plus bias, or of a panel of gates and what they gate, as `kind`."""
+    bias = read_floats(builder, panel.bias, VECTORS)
+
+    def of_kind(*, is_gated: bool) -> None:
+        for row in range(len(sums) // VECTORS):
+            target = builder.add(panel.target, builder.mul(panel.stride, number(row)))
+            of_row = sums[VECTORS * row : VECTORS * (row + 1)]
+            finish_row(builder, added(builder, of_row, bias), target, kind, is_gated=is_gated)
+
+    for_either_kind(builder, panel.is_gated, of_kind)
 
 
 def _of_halves(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     """16 float16 as float32; without an instruction for it, by their bits, which is exact for finite numbers."""
     if AVX2 or AVX512:
-        return builder.fpext(read(builder, address, ir.VectorType(HALF, LANES), 2), _FLOATS)
-    bits = builder.zext(read(builder, address, ir.VectorType(SHORT, LANES), 2), _WORDS)
-    size = builder.shl(builder.and_(bits, all_of(_WORDS, 0x7FFF)), all_of(_WORDS, 13))
-    scaled = builder.fmul(builder.bitcast(size, _FLOATS), all_of(_FLOATS, 2.0**112))
-    sign = builder.shl(builder.and_(bits, all_of(_WORDS, 0x8000)), all_of(_WORDS, 16))
-    return builder.bitcast(builder.or_(builder.bitcast(scaled, _WORDS), sign), _FLOATS)
+        return builder.fpext(read(builder, address, ir.VectorType(HALF, LANES), 2), FLOATS)
+    bits = builder.zext(read(builder, address, ir.VectorType(SHORT, LANES), 2), WORDS)
+    size = builder.shl(builder.and_(bits, all_of(WORDS, 0x7FFF)), all_of(WORDS, 13))
+    scaled = builder.fmul(builder.bitcast(size, FLOATS), all_of(FLOATS, 2.0**112))
+    sign = builder.shl(builder.and_(bits, all_of(WORDS, 0x8000)), all_of(WORDS, 16))
+    return builder.bitcast(builder.or_(builder.bitcast(scaled, WORDS), sign), FLOATS)
 
 
 class _Tile:
@@ -190,15 +238,14 @@ class _Tile:
 
     def __init__(self, builder: ir.IRBuilder, rows: int, layout: Layout, panel: Panel, *, by_vnni: bool) -> None:
         self._builder, self._rows, self._layout, self._panel = builder, rows, layout, panel
-        self._unpack = _Unpack(builder, layout, panel.table)
+        self._unpack = Unpack(builder, layout, panel.table)
         self._by_vnni = by_vnni
-        self._lines = -(-layout.record_bytes * STEP // layout.record // LINE)  # prefetched with each two quads
 
     def sums(self) -> list[ir.Value]:
         """Vectors of float32, two a row."""
         builder, layout, panel = self._builder, self._layout, self._panel
         units = layout.record // layout.unit
-        records = Loop(builder, panel.records, 1, [all_of(_FLOATS, 0.0)] * (VECTORS * self._rows))
+        records = Loop(builder, panel.records, 1, [all_of(FLOATS, 0.0)] * (VECTORS * self._rows))
         record = builder.add(panel.weights, builder.mul(records.index, number(layout.record_bytes)))
         turns = Loop(builder, number(units), 1, records.values)
         passed = builder.add(builder.mul(records.index, number(units)), turns.index)
@@ -210,23 +257,16 @@ class _Tile:
         builder, layout, panel = self._builder, self._layout, self._panel
         place = builder.mul(passed, panel.unit_rows)
         facts = builder.add(panel.facts, builder.mul(place, number(FACTS)))
-        start = [spread(builder, read(builder, behind(builder, facts, row * FACTS + 4), WORD), _WORDS)
-                 if layout.has_zero else all_of(_WORDS, 0) for row in range(self._rows) for _ in range(VECTORS)]
+        of_rows = [behind(builder, facts, row * FACTS) for row in range(self._rows)]
+        start = [start_of_unit(builder, layout, own) for own in of_rows for _ in range(VECTORS)]
         x = builder.add(panel.x, builder.mul(place, number(layout.unit)))
         steps = Loop(builder, number(layout.unit // STEP), 1, start)
         totals = steps.close(self._add_step(record, unit, passed, x, steps))
-        group = builder.udiv(unit, number(layout.record // layout.unit // layout.groups))
-        scales = factors(builder, layout, record, group, minimum=False)
-        minimums = factors(builder, layout, record, group, minimum=True) if layout.has_minimums else []
+        of_weights = factors_of_unit(builder, layout, record, unit)
         results = []
-        for index, (total, sums) in enumerate(zip(totals, so_far, strict=True)):
-            row, half = divmod(index, VECTORS)
-            own = spread(builder, read(builder, behind(builder, facts, row * FACTS), SINGLE), _FLOATS)
-            sums = fma(builder, builder.sitofp(total, _FLOATS), builder.fmul(own, scales[half]), sums)
-            if minimums:
-                negative = read(builder, behind(builder, facts, row * FACTS + 4), SINGLE)
-                sums = fma(builder, spread(builder, negative, _FLOATS), minimums[half], sums)
-            results.append(sums)
+        for row, own in enumerate(of_rows):
+            both = slice(VECTORS * row, VECTORS * (row + 1))
+            results += add_unit(builder, totals[both], so_far[both], own, of_weights)
         return results
 
     def _add_step(self, record: ir.Value, unit: ir.Value, passed: ir.Value, x: ir.Value, steps: Loop
@@ -235,20 +275,16 @@ class _Tile:
 
         Loops and not copies: with all loads in sight LLVM would hoist them and run out of registers.
         """
-        builder, layout, panel = self._builder, self._layout, self._panel
+        builder, layout = self._builder, self._layout
         of_unit = number(layout.unit // STEP)
-        asked = builder.add(panel.asked, builder.mul(
-            builder.add(builder.mul(passed, of_unit), steps.index), panel.step))
-        for line in range(self._lines):
-            part = builder.udiv(builder.mul(panel.step, number(line)), number(self._lines))
-            prefetch(builder, builder.add(asked, part))
+        prefetch_step(builder, layout, self._panel, builder.add(builder.mul(passed, of_unit), steps.index))
         sums = list(steps.values)
         quads = self._unpack.quads(record, builder.add(builder.mul(unit, of_unit), steps.index))
         x = builder.add(x, builder.mul(steps.index, number(STEP)))
         for quad, halves in enumerate(quads):
             for row in range(self._rows):
                 four = read(builder, behind(builder, x, row * layout.unit + quad * 4), WORD, 1)
-                four = builder.bitcast(spread(builder, four, _WORDS), _BYTES)
+                four = builder.bitcast(spread(builder, four, WORDS), _BYTES)
                 for half in range(VECTORS):
                     at = VECTORS * row + half
                     sums[at] = add_fours(
@@ -256,31 +292,13 @@ class _Tile:
         return sums
 
 
-def _store_rows(builder: ir.IRBuilder, sums: list[ir.Value], panel: Panel, kind: ElementType) -> None:
-    """Store each row's two vectors plus bias, or for a panel of gates their one product, as `kind`."""
-    def put(row: int, half: int, value: ir.Value) -> None:
-        if kind == types.uint16:
-            value = round_to_bfloat16(builder, value)
-        place = builder.add(panel.target, builder.mul(panel.stride, number(row)))
-        write(builder, value, behind(builder, place, half * kind.bitwidth * 2), align=2)
-
-    added = [read(builder, behind(builder, panel.bias, half * LINE), _FLOATS, 1) for half in range(VECTORS)]
-    sums = [builder.fadd(value, added[place % VECTORS]) for place, value in enumerate(sums)]
-    with builder.if_else(builder.icmp_signed("!=", panel.is_gated, number(0))) as (gated, plain):
-        with gated:
-            for row, (gate, up) in enumerate(zip(sums[::2], sums[1::2], strict=True)):
-                put(row, 0, builder.fmul(silu(builder, gate), up))
-        with plain:
-            for place, value in enumerate(sums):
-                put(place // VECTORS, place % VECTORS, value)
-
-
 def _block_gemm(builder: ir.IRBuilder, height: ir.Value, *arguments: ir.Value) -> None:
     *addresses, layout, path, kind = arguments
     panel = Panel._make(addresses)
     shape: Layout = layout.instance_class.NUMBERS
-    switch(builder, height, HEIGHTS, lambda rows: _store_rows(
-        builder, _Tile(builder, rows, shape, panel, by_vnni=path == types.uint16).sums(), panel, kind))
+    by_vnni = path in (types.uint16, types.uint32)
+    switch(builder, height, HEIGHTS, lambda rows: finish(
+        builder, _Tile(builder, rows, shape, panel, by_vnni=by_vnni).sums(), panel, kind))
 
 
 block_gemm: Callable[..., None] = intrinsic(_block_gemm, *[INT] * 13, KIND, KIND, KIND)
@@ -289,5 +307,5 @@ bias, to rows of `kind`.
 
 Meanwhile memory from `asked` on is prefetched, `step` bytes with each two quads of depth.  Rows at `target` lie
 `stride` bytes apart; they have 32 numbers, or 16 where the panel `is_gated`.  A unit has `unit_rows` rows of
-activations in all.  `path` is `VNNI` or `INTEGER` of `linear_blocks.py`.
+activations in all.  `path` is one of `PATHS` of `linear_blocks.py`.
 """

@@ -3,7 +3,10 @@
 Activations are quantised by `block_activations.py`; weights stay the codes of their file, in the panels of
 `block_layout.py`.  Threads take items, a block of rows times a panel, from `work_queue.py`.
 
-    a thread's scratch    [ a tile | an unfinished unit | units x rows of bytes | units x rows of facts ]
+    a thread's scratch    [ a tile | an unfinished unit | units x rows of bytes | units x rows of facts | of tiles ]
+
+Few rows are multiplied by instructions on vectors (`gemm_blocks.py`), more than `TALLEST` by AMX's tiles, where there
+are any (`gemm_block_tiles.py`).
 """
 
 from __future__ import annotations
@@ -17,9 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slotwise.kernels.cpu.block_activations import FACTS, STRIDE, TABLE, quantise_rows
+from slotwise.kernels.cpu import gemm_block_tiles
+from slotwise.kernels.cpu.block_activations import FACTS, STRIDE, TABLE, ZERO_AND_FACTOR, quantise_rows
 from slotwise.kernels.cpu.block_layout import COLUMNS, LARGEST_UNIT, STEP, Layout, layout_of, levels_of
 from slotwise.kernels.cpu.block_packing import pack
+from slotwise.kernels.cpu.gemm_block_tiles import begin_tiles, end_tiles, tile_gemm
 from slotwise.kernels.cpu.gemm_blocks import HEIGHTS, TALLEST, block_gemm
 from slotwise.kernels.cpu.jit.compiler import Compiled, kernel, specialised
 from slotwise.kernels.cpu.launcher import THREAD_COUNTER, KernelLauncher
@@ -47,34 +52,41 @@ from slotwise.kernels.matrix import QuantisedMatrix
 GATES = COLUMNS // 2  # of a panel that is half gates, half what they gate
 AHEAD = 8192  # bytes of weights between what is read and what is prefetched, where a panel is read but once
 BLOCK_BYTES = 1 << 18  # of activations quantised at once: a part of a typical second-level cache
-TILE_BYTES = TALLEST * COLUMNS * 4
+TILE_BYTES = max(TALLEST, gemm_block_tiles.TALLEST) * COLUMNS * 4
 HELD = TILE_BYTES + LARGEST_UNIT * 4  # bytes of scratch before the activations
 
 _KINDS = {torch.bfloat16: BFLOAT16, torch.float32: FLOAT32}
-_VNNI, _INTEGER = Whole(np.uint16(0)), Whole(np.uint8(0))  # as `gemm_blocks.py` reads them
+PATHS = {"amx_int8": Whole(np.uint32(0)), "vnni": Whole(np.uint16(0)), "integer": Whole(np.uint8(0)),
+         "software tiles": Whole(np.uint64(0))}
+"""As `gemm_blocks.py` and `gemm_block_tiles.py` tell paths apart."""
+TILED = ("amx_int8", "software tiles")
+TALL = ZERO_AND_FACTOR + 1  # an argument: rows of the tallest tile
 
 
 @kernel
 def _multiply(
-    words: int, room: int, block: RowBlock, row: int, panel: int, following: int, kind: Real, layout: Layout,
-    path: Whole,
+    words: int, room: int, memory: int, block: RowBlock, row: int, panel: int, following: int, kind: Real,
+    layout: Layout, path: Whole,
 ) -> int:
     """Multiply one tile: a panel with rows of a block from `row` on; returns the number of rows.
 
     Meanwhile it prefetches its share of the panel at `following`; a tile that is the only one, its own panel, a little
-    ahead.  A panel wider than the rest of the output is stored to the scratch `room` first.
+    ahead.  A panel wider than the rest of the output is stored to the scratch `room` first.  `memory` is that of tiles.
     """
     stored, (first, rows, weight, bias, _) = load(words, STORED, INT64), block
     records = (load(words, DEPTH, INT64) + layout.record - 1) // layout.record
     units = records * (layout.record // layout.unit)
-    height = 1
+    tall, height = load(words, TALL, INT64), 1
     for size in HEIGHTS:
         if size <= rows - row:
             height = size
-    tiles, steps = (rows + TALLEST - 1) // TALLEST, layout.record // STEP
+    is_tiled = tall > TALLEST and rows - row > TALLEST
+    if is_tiled:
+        height = min(tall, rows - row)
+    tiles, steps = (rows + tall - 1) // tall, layout.record // STEP
     weight += panel * records * layout.record_bytes
     share = (layout.record_bytes // steps + tiles - 1) // tiles
-    asked = weight + AHEAD if tiles == 1 else following + row // TALLEST * share * steps * records
+    asked = weight + AHEAD if tiles == 1 else following + row // tall * share * steps * records
     is_gated = stored != load(words, OUTPUTS, INT64)
     width = GATES if is_gated else COLUMNS
     left, size = stored - panel * width, bytes_of(kind)
@@ -82,10 +94,16 @@ def _multiply(
     place = load(words, OUT, INT64) + (first + row) * row_bytes + panel * width * size
     target, stride = (place, row_bytes) if left >= width else (room, width * size)
     held = room + HELD
-    block_gemm(
-        height, weight, records, load(words, TABLE, INT64), held + row * layout.unit,
-        held + units * rows * layout.unit + row * FACTS, rows, target, stride,
-        bias + panel * COLUMNS * 4, is_gated, asked, share, layout, path, kind)
+    facts = held + units * rows * layout.unit + row * FACTS
+    bias += panel * COLUMNS * 4
+    if is_tiled:
+        tile_gemm(
+            height, memory, weight, records, load(words, TABLE, INT64), held + row * layout.unit, facts, rows, target,
+            stride, bias, is_gated, asked, share, layout, path, kind)
+    else:
+        block_gemm(
+            height, weight, records, load(words, TABLE, INT64), held + row * layout.unit, facts, rows, target, stride,
+            bias, is_gated, asked, share, layout, path, kind)
     if left < width:
         for i in range(height):
             for column in range(left):
@@ -100,7 +118,9 @@ def _product(words: int, kind: Real, layout: Layout, path: Whole) -> None:
     panel_bytes = (load(words, DEPTH, INT64) + layout.record - 1) // layout.record * layout.record_bytes
     thread = fetch_add(words + THREAD_COUNTER, 1)
     room = load(words, SCRATCH, INT64) + thread * load(words, SCRATCH_BYTES, INT64)
+    memory = room + load(words, SCRATCH_BYTES, INT64) - gemm_block_tiles.SCRATCH_BYTES
     held = -1
+    begin_tiles(memory, path)
     item = pop(words, thread, threads, items)
     while item != NOTHING:
         number, panel = item // panels, item % panels
@@ -112,17 +132,15 @@ def _product(words: int, kind: Real, layout: Layout, path: Whole) -> None:
         following = panel_after(words, item, after, panels, panel_bytes, AHEAD)
         row = 0
         while row < block.rows:
-            row += _multiply(words, room, block, row, panel, following, kind, layout, path)
+            row += _multiply(words, room, memory, block, row, panel, following, kind, layout, path)
         item = pop(words, thread, threads, items)
+    end_tiles(memory, path)
 
 
 @functools.cache
 def compiled(layout: Layout, kind: torch.dtype, path: str) -> Compiled:
-    """The kernel for weights in a layout and activations of a type, by one of `paths.QUANTISED`.
-
-    Processors with AMX have VNNI, which multiplies here: tiles would need codes unpacked to memory.
-    """
-    return specialised(_product, _KINDS[kind], layout, _INTEGER if path == "integer" else _VNNI)
+    """The kernel for weights in a layout and activations of a type, by one of `PATHS`."""
+    return specialised(_product, _KINDS[kind], layout, PATHS[path])
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +166,8 @@ class PackedBlocks:
     @property
     def floats(self) -> int:
         """Of scratch memory per thread."""
-        return (HELD + self._most * self._row_bytes + 63) // 64 * 16
+        behind = gemm_block_tiles.SCRATCH_BYTES if self.path in TILED else 0
+        return (HELD + self._most * self._row_bytes + behind + 63) // 64 * 16
 
     @property
     def block_rows(self) -> Callable[[int], int]:
@@ -164,7 +183,12 @@ class PackedBlocks:
     @property
     def _most(self) -> int:
         """Rows quantised at once."""
-        return max(TALLEST, BLOCK_BYTES // self._row_bytes // TALLEST * TALLEST)
+        return max(self._tall, BLOCK_BYTES // self._row_bytes // self._tall * self._tall)
+
+    @property
+    def _tall(self) -> int:
+        """Rows of the tallest tile."""
+        return gemm_block_tiles.TALLEST if self.path in TILED else TALLEST
 
     def arguments(
         self, launcher: KernelLauncher, x: int, out: int, tokens: int, stride: int = 0, tables: Tables = NO_TABLES,
@@ -180,7 +204,7 @@ class PackedBlocks:
             x, self.panels.data_ptr(), self.bias.data_ptr(), 0 if self.order is None else self.order.data_ptr(), out,
             tokens, self.depth, self.outputs, self.stored, rows_of_a_block(tokens, self._most, self.threads),
             launcher.scratch(launcher.threads * floats), floats * 4, launcher.threads, *tables, stride or self.stored,
-            self.table.data_ptr(), self.zero_and_factor)
+            self.table.data_ptr(), self.zero_and_factor, self._tall)
 
     def multiply(self, x: Tensor, out: Tensor, at: int, launcher: KernelLauncher) -> None:
         """`x [tokens, depth]`, contiguous, to the columns of `out` from `at` on."""

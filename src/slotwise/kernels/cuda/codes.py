@@ -36,7 +36,7 @@ def multiply(x: Tensor, matrix: PackedMatrix, bias: Tensor | None) -> Tensor:
     grid = (triton.cdiv(tokens, tile.block_m), triton.cdiv(matrix.outputs, tile.block_n))
     parts = Parts.of(out, grid, matrix.codes.shape[1], matrix.chunk)
     _multiply_codes[(*grid, parts.number)](
-        parts.sums, x, matrix.codes, *_factors(matrix), x if bias is None else bias, tokens, **_constants(matrix),
+        parts.sums, x, matrix.codes, *factors(matrix), x if bias is None else bias, tokens, **constants(matrix),
         BIAS=bias is not None and parts.number == 1, OPERAND=OPERANDS[x.dtype], PART=parts.depth, BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n, num_warps=tile.num_warps, num_stages=tile.num_stages)
     return parts.added(out, bias)
@@ -48,12 +48,12 @@ def rows_of(matrix: PackedMatrix, token_ids: Tensor, kind: torch.dtype, scale: f
     if len(token_ids):
         order = matrix.codes if matrix.order is None else matrix.order
         _look_up[len(token_ids), triton.cdiv(matrix.depth, COLUMNS)](
-            out, token_ids, matrix.codes, *_factors(matrix), order, scale, **_constants(matrix),
+            out, token_ids, matrix.codes, *factors(matrix), order, scale, **constants(matrix),
             ORDERED=matrix.order is not None, BLOCK=COLUMNS, num_warps=4)
     return out
 
 
-def _factors(matrix: PackedMatrix) -> tuple[Tensor, ...]:
+def factors(matrix: PackedMatrix) -> tuple[Tensor, ...]:
     """Scales and minimums with their units, and levels; in place of what a format has not, the codes."""
     nothing = matrix.codes
     minimums = matrix.minimums or Factors(nothing)
@@ -62,7 +62,8 @@ def _factors(matrix: PackedMatrix) -> tuple[Tensor, ...]:
             nothing if matrix.levels is None else matrix.levels)
 
 
-def _constants(matrix: PackedMatrix) -> dict[str, Any]:
+def constants(matrix: PackedMatrix) -> dict[str, Any]:
+    """What kernels are compiled for."""
     kind, groups, units = matrix.format, matrix.scales.values.shape[1], matrix.scales.units
     return {
         "OUTPUTS": matrix.outputs, "DEPTH": matrix.depth, "ROW_BYTES": matrix.codes.shape[1], "GROUPS": groups,
@@ -79,12 +80,41 @@ def _multiply_codes(
     ZERO: tl.constexpr, NIBBLES: tl.constexpr, MINIMUMS: tl.constexpr, LEVELS: tl.constexpr, BIAS: tl.constexpr,
     OPERAND: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ) -> None:
-    """One tile of tokens and outputs, of one part of PART bytes; CHUNK bytes of each output at a time."""
+    """One tile of tokens and outputs, of one part of PART bytes."""
     token = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     output = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
-    present, there, place = token < tokens, output < OUTPUTS, tl.arange(0, CHUNK)
+    present, there = token < tokens, output < OUTPUTS
     total = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
     begin, end = part_of(ROW_BYTES, PART)
+    total = add_products(
+        total, x, token, present, codes, scales, scale_units, minimums, minimum_units, levels, output, there, codes,
+        begin, end, DEPTH, ROW_BYTES, GROUPS, GROUP, PER_UNIT, ZERO, NIBBLES, MINIMUMS, LEVELS, OPERAND, CHUNK, False)
+    if BIAS:
+        total += tl.load(bias + output, there, 0.0).to(tl.float32)[None, :]
+    inside = present[:, None] & there[None, :]
+    if PART < ROW_BYTES:
+        token += tl.program_id(2).to(tl.int64) * tokens
+    tl.store(out + token[:, None] * OUTPUTS + output[None, :], total.to(out.dtype.element_ty), inside)
+
+
+@jit
+def add_products(
+    total: tl.tensor, x: tl.tensor, row: tl.tensor, present: tl.tensor, codes: tl.tensor, scales: tl.tensor,
+    scale_units: tl.tensor, minimums: tl.tensor, minimum_units: tl.tensor, levels: tl.tensor, output: tl.tensor,
+    there: tl.tensor, inputs: tl.tensor, begin: tl.tensor, end: tl.tensor, DEPTH: tl.constexpr,
+    ROW_BYTES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, PER_UNIT: tl.constexpr, ZERO: tl.constexpr,
+    NIBBLES: tl.constexpr, MINIMUMS: tl.constexpr, LEVELS: tl.constexpr, OPERAND: tl.constexpr, CHUNK: tl.constexpr,
+    ORDERED: tl.constexpr,
+) -> tl.tensor:
+    """Add the products of rows of `x` and outputs over bytes `begin ... end - 1`, CHUNK of them at a time.
+
+    Args:
+        total: `[rows, outputs]` float32.
+        row: int64, of those that are `present`.
+        output: int64, of those that are `there`.
+        inputs: `[DEPTH]` int64, the input at each place, where they are ORDERED.
+    """
+    place = tl.arange(0, CHUNK)
     for byte in range(begin, end, CHUNK):
         pointers = codes + output[None, :] * ROW_BYTES + (byte + place)[:, None]
         packed = tl.load(pointers, there[None, :], 0).to(tl.int32)
@@ -96,15 +126,11 @@ def _multiply_codes(
             minimum = _factor(minimums, minimum_units, output, at, there, GROUPS, PER_UNIT) if MINIMUMS else scale
             weight = _number(code, scale[None, :], minimum[None, :], levels, ZERO, MINIMUMS, LEVELS)
             column = first + place
-            inside = present[:, None] & (column < DEPTH)[None, :]
-            numbers = tl.load(x + token[:, None] * DEPTH + column[None, :], inside, 0.0).to(OPERAND)
-            total = tl.dot(numbers, weight.to(OPERAND), total, input_precision="ieee")
-    if BIAS:
-        total += tl.load(bias + output, there, 0.0).to(tl.float32)[None, :]
-    inside = present[:, None] & there[None, :]
-    if PART < ROW_BYTES:
-        token += tl.program_id(2).to(tl.int64) * tokens
-    tl.store(out + token[:, None] * OUTPUTS + output[None, :], total.to(out.dtype.element_ty), inside)
+            inside = column < DEPTH
+            source = tl.load(inputs + column, inside, 0) if ORDERED else column
+            numbers = tl.load(x + row[:, None] * DEPTH + source[None, :], present[:, None] & inside[None, :], 0.0)
+            total = tl.dot(numbers.to(OPERAND), weight.to(OPERAND), total, input_precision="ieee")
+    return total
 
 
 @jit

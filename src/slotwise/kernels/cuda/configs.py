@@ -137,6 +137,11 @@ def codes_tile(tokens: int, kind: torch.dtype, *, has_table: bool) -> ProductCon
     return tiles[tokens > FEW]
 
 
+def expert_codes_tile(pairs: int, experts: int, kind: torch.dtype, *, has_table: bool) -> ProductConfig:
+    """Of `expert_codes.py`: by how many pairs an expert has on average, as `experts_tile`."""
+    return codes_tile(-(-pairs // (2 * experts)), kind, has_table=has_table)
+
+
 def narrow_tile(tokens: int) -> ProductConfig:
     """Of `narrow.py`."""
     return _NARROW[tokens > FEW]

@@ -15,8 +15,8 @@ The weights of experts that no token chose are not read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import chain
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
 from typing import NamedTuple
 
 import torch
@@ -24,50 +24,82 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slotwise.kernels.cuda import expert_codes
 from slotwise.kernels.cuda.configs import experts_tile
+from slotwise.kernels.cuda.expert_codes import ExpertCodes
+from slotwise.kernels.cuda.expert_tiles import Arranged, rows_of_tile
 from slotwise.kernels.cuda.jit import jit, jit_varying
-from slotwise.kernels.cuda.prefill import find_row, first_tile, num_tiles
+from slotwise.kernels.cuda.packed import PackedMatrix, pack
+from slotwise.kernels.cuda.prefill import num_tiles
 from slotwise.kernels.cuda.tile import OPERANDS
 from slotwise.kernels.interface import ExpertWeights, Linear, Routing
+from slotwise.kernels.matrix import StackedMatrix, Weight
 
 COLUMNS = 512  # of a token's result that a program adds
 _PAIRS = tl.constexpr(1024)  # read together
 _NOWHERE = tl.constexpr(0x7FFFFFFF)
 
 
-class Stacked(NamedTuple):
-    """The weights of all experts."""
+Product = Tensor | ExpertCodes
+"""Weights `[experts, outputs, depth]`, or packed ones."""
 
-    gate_up: Tensor  # [experts, 2 * intermediate, hidden]
-    down: Tensor  # [experts, hidden, intermediate]
+
+class Stacked(NamedTuple):
+    """The weights of all experts; those of one product may be of several formats, side by side."""
+
+    gate_up: Sequence[Product]  # 2 * intermediate outputs
+    down: Sequence[Product]
     gate_up_bias: Tensor | None  # [experts, 2 * intermediate]
     down_bias: Tensor | None
 
 
-class Arranged(NamedTuple):
-    """Pairs in the order of their experts."""
-
-    pairs: Tensor  # [tokens * top_k] int32
-    starts: Tensor  # [experts + 1] int32, where each expert's begin
-
-
 def stack(weights: Iterable[ExpertWeights], count: int, device: torch.device) -> Stacked:
-    """Copy the weights of `count` experts, which are tensors, one after another."""
-    each: Iterator[tuple[Tensor | None, ...]] = map(_tensors, weights)
+    """Copy the weights of `count` experts, one after another."""
+    each = (_packed(one, device) for one in weights)
     first = next(each)
-    places = [None if one is None else torch.empty(count, *one.shape, dtype=one.dtype, device=device) for one in first]
+    places = [None if one is None else torch.empty(count, *one.shape, dtype=one.dtype, device=device)
+              for one in _tensors(first)]
     for expert, of_one in enumerate(chain([first], each)):
-        for place, weight in zip(places, of_one, strict=True):
-            if place is not None and weight is not None:
-                place[expert].copy_(weight)
-    gate_up, down, gate_up_bias, down_bias = places
-    assert gate_up is not None and down is not None
-    return Stacked(gate_up, down, gate_up_bias, down_bias)
+        for place, tensor in zip(places, _tensors(of_one), strict=True):
+            if place is not None and tensor is not None:
+                place[expert].copy_(tensor)
+    left = iter(places)
+    gate_up, down = ([_stacked(part, left) for part in parts] for parts in (first.gate_up, first.down))
+    return Stacked(gate_up, down, next(left), next(left))
 
 
-def _tensors(weights: ExpertWeights) -> tuple[Tensor | None, ...]:
-    assert isinstance(weights.gate_up, Tensor) and isinstance(weights.down, Tensor), "packed experts are refused"
-    return weights.gate_up, weights.down, weights.gate_up_bias, weights.down_bias
+class _Packed(NamedTuple):
+    """The weights of one expert."""
+
+    gate_up: Sequence[Tensor | PackedMatrix]
+    down: Sequence[Tensor | PackedMatrix]
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+
+
+def _packed(weights: ExpertWeights, device: torch.device) -> _Packed:
+    def parts(weight: Weight) -> list[Tensor | PackedMatrix]:
+        if isinstance(weight, Tensor):
+            return [weight]
+        return [pack(part, device) for part in (weight.parts if isinstance(weight, StackedMatrix) else [weight])]
+
+    return _Packed(parts(weights.gate_up), parts(weights.down), weights.gate_up_bias, weights.down_bias)
+
+
+def _tensors(of_one: _Packed) -> list[Tensor | None]:
+    """All of an expert's, in one order."""
+    products = ([part] if isinstance(part, Tensor) else expert_codes.tensors_of(part)
+                for part in (*of_one.gate_up, *of_one.down))
+    return [*chain.from_iterable(products), of_one.gate_up_bias, of_one.down_bias]
+
+
+def _stacked(part: Tensor | PackedMatrix, left: Iterator[Tensor | None]) -> Product:
+    """The product of all experts whose first is `part`, which takes its tensors from those that are left."""
+    if isinstance(part, PackedMatrix):
+        return expert_codes.together(part, list(islice(left, len(expert_codes.tensors_of(part)))))
+    stacked = next(left)
+    assert stacked is not None
+    return stacked
 
 
 def mixture(x: Tensor, logits: Tensor, weights: Stacked, routing: Routing, ends: Tensor, activate: Linear) -> Tensor:
@@ -78,13 +110,13 @@ def mixture(x: Tensor, logits: Tensor, weights: Stacked, routing: Routing, ends:
     chosen, shares = route(logits.contiguous(), routing)
     arranged = in_order(chosen, routing.num_experts)
     ends += arranged.starts[1:]
-    out, held = None, routing.held
+    held, top_k = routing.held, routing.top_k
     if held is not None:  # pairs of others come behind, and give zeros
         is_here = (chosen >= held.start) & (chosen < held.stop)
         arranged = in_order(torch.where(is_here, chosen - held.start, len(held)).int(), len(held) + 1)
-        out = x.new_zeros(len(chosen), x.shape[1])
-    hidden = activate(multiply(x, weights.gate_up, weights.gate_up_bias, arranged, routing.top_k, is_first=True))
-    results = multiply(hidden, weights.down, weights.down_bias, arranged, routing.top_k, is_first=False, out=out)
+    inner = _side_by_side(x, weights.gate_up, weights.gate_up_bias, arranged, top_k, is_first=True)
+    results = _side_by_side(activate(inner), weights.down, weights.down_bias, arranged, top_k, is_first=False,
+                            has_others=held is not None)
     out, (tokens, size) = torch.empty_like(x), x.shape
     _combine[(tokens, triton.cdiv(size, COLUMNS))](
         out, results, shares, SIZE=size, TOP_K=routing.top_k, BLOCK=COLUMNS, num_warps=4)
@@ -113,18 +145,34 @@ def in_order(chosen: Tensor, experts: int) -> Arranged:
     return Arranged(order, starts)
 
 
+def _side_by_side(
+    x: Tensor, parts: Sequence[Product], bias: Tensor | None, arranged: Arranged, top_k: int, *, is_first: bool,
+    has_others: bool = False,
+) -> Tensor:
+    """The product with parts along the outputs; where there are pairs of others, theirs is zero."""
+    sizes = [part.shape[1] if isinstance(part, Tensor) else part.outputs for part in parts]
+    biases = [None] * len(parts) if bias is None else [own.contiguous() for own in bias.split(sizes, dim=1)]
+    places = [x.new_zeros(len(arranged.pairs), size) if has_others else None for size in sizes]
+    found = [multiply(x, part, own, arranged, top_k, is_first=is_first, out=place)
+             for part, own, place in zip(parts, biases, places, strict=True)]
+    return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+
+
 def multiply(
-    x: Tensor, weight: Tensor, bias: Tensor | None, arranged: Arranged, top_k: int, *, is_first: bool,
+    x: Tensor, weight: Product, bias: Tensor | None, arranged: Arranged, top_k: int, *, is_first: bool,
     out: Tensor | None = None,
 ) -> Tensor:
     """The first product of pairs reads tokens and writes in the order of experts; the second goes back to pairs.
 
-    Args:
-        weight: `[experts, outputs, depth]`; pairs of further experts are left out.
-        out: `[pairs, outputs]`, where there is a place for the result.
+    Pairs of further experts than those of `weight` are left out.  `out [pairs, outputs]` is the result, where there is
+    a place for it.
     """
-    pairs, (experts, outputs, depth) = len(arranged.pairs), weight.shape
+    pairs, outputs = len(arranged.pairs), weight.shape[1] if isinstance(weight, Tensor) else weight.outputs
     out = x.new_empty(pairs, outputs) if out is None else out
+    if isinstance(weight, ExpertCodes):
+        expert_codes.multiply(out, x, weight, bias, arranged, top_k, is_first=is_first)
+        return out
+    experts, _, depth = weight.shape
     tile = experts_tile(pairs, experts, x.dtype)
     grid = (num_tiles(pairs, experts, 1, tile.block_m), triton.cdiv(outputs, tile.block_n))
     _multiply_experts[grid](
@@ -196,19 +244,12 @@ def _multiply_experts(
     BIAS: tl.constexpr, OPERAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ) -> None:
     """A tile of one expert's pairs and outputs."""
-    tile = tl.program_id(0)
-    expert = find_row(starts, tile, num_experts, 1, BLOCK_M)
-    begin = tl.load(starts + expert) + (tile - first_tile(starts, expert, 1, BLOCK_M)) * BLOCK_M
-    end = tl.load(starts + expert + 1)
-    if begin >= end:
+    expert, is_empty, present, row, to = rows_of_tile(pairs, starts, num_experts, TOP_K, FIRST, BLOCK_M)
+    if is_empty:
         return
-    place = begin + tl.arange(0, BLOCK_M)
-    present = place < end
-    pair = tl.load(pairs + place, present, 0)
-    row = (pair // TOP_K if FIRST else place).to(tl.int64)
     output = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     there, column = output < OUTPUTS, tl.arange(0, BLOCK_K)
-    matrix = weight + expert.to(tl.int64) * OUTPUTS * DEPTH
+    matrix = weight + expert * OUTPUTS * DEPTH
     total = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
     for first in range(0, DEPTH, BLOCK_K):
         inside = first + column < DEPTH
@@ -218,8 +259,8 @@ def _multiply_experts(
         total = tl.dot(left.to(OPERAND), right.to(OPERAND), total, input_precision="ieee")
     if BIAS:
         total += tl.load(bias + expert * OUTPUTS + output, there, 0.0).to(tl.float32)[None, :]
-    to = (place if FIRST else pair).to(tl.int64)[:, None] * OUTPUTS + output[None, :]
-    tl.store(out + to, total.to(out.dtype.element_ty), present[:, None] & there[None, :])
+    tl.store(out + to[:, None] * OUTPUTS + output[None, :], total.to(out.dtype.element_ty),
+             present[:, None] & there[None, :])
 
 
 @jit

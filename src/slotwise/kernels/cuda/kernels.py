@@ -43,9 +43,7 @@ class CudaKernels:
 
     name = "cuda"
     kinds: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
-    mixture_refusal = ""
-    packed_experts_refusal = "device cuda multiplies no packed weights of experts"
-    adapter_refusal = ""
+    mixture_refusal = adapter_refusal = ""
     records_drafts = True  # attention reads from memory which tokens are a row's
 
     def __init__(self, device: str = "cuda", kv_cache_dtype: str = "auto") -> None:
@@ -105,10 +103,7 @@ class CudaKernels:
 
     def format_refusal(self, format: Format, kind: torch.dtype) -> str:
         """Those whose groups are cut by every chunk that tensor cores multiply."""
-        if packed.chunk_of(format):
-            return ""
-        return (f"groups of {format.group} inputs are not supported on device cuda, only multiples of "
-                f"{packed.SMALLEST_CHUNK}")
+        return packed.refusal(format)
 
     def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """A product over the last dimension: by cuBLAS, or by `codes.py` or `narrow.py` with what is quantised.
@@ -143,8 +138,6 @@ class CudaKernels:
         """
         found = self._packed.get(matrix)
         if found is None:
-            if why := self.format_refusal(matrix.format, torch.bfloat16):
-                raise ValueError(why)
             found = self._packed[matrix] = packed.pack(matrix, self.device)
         return found
 

@@ -49,6 +49,13 @@ def chunk_of(kind: Format) -> int:
     return next((size for size in sizes if kind.group % size == 0), 0)
 
 
+def refusal(kind: Format) -> str:
+    """Why a format cannot be packed: every chunk that tensor cores multiply would cut its groups.  "" where it can."""
+    if chunk_of(kind):
+        return ""
+    return f"groups of {kind.group} inputs are not supported on device cuda, only multiples of {SMALLEST_CHUNK}"
+
+
 def row_bytes(kind: Format, depth: int) -> int:
     """Bytes of an output's codes."""
     chunk = chunk_of(kind)
@@ -65,7 +72,13 @@ def packed_bytes(kind: Format, outputs: int, depth: int) -> int:
 
 
 def pack(matrix: QuantisedMatrix, device: torch.device) -> PackedMatrix:
-    """Read a matrix, some outputs at a time."""
+    """Read a matrix, some outputs at a time.
+
+    Raises:
+        ValueError: a format that is refused.
+    """
+    if why := refusal(matrix.format):
+        raise ValueError(why)
     kind, inputs = matrix.format, None if matrix.order is None else matrix.order.argsort().to(device)
     codes = torch.empty(matrix.outputs, row_bytes(kind, matrix.depth), dtype=torch.uint8, device=device)
     scales, minimums, step = [], [], max(1, AT_A_TIME // matrix.depth)

@@ -20,7 +20,7 @@ from slotwise.model.config import (
 from slotwise.model.families import llama
 from slotwise.model.fields import Fields
 from slotwise.model.layers.linear import Linear
-from slotwise.model.layers.moe import MixtureOfExperts, interleaved_experts
+from slotwise.model.layers.moe import SPLIT, MixtureOfExperts, interleaved_experts, separate_experts
 from slotwise.model.layers.source import Source
 from slotwise.model.network import Network
 
@@ -52,5 +52,7 @@ def experts(config: ModelConfig, source: Source, at: str) -> MixtureOfExperts:
     mixture, name = config.mixture_of_experts, f"{at}.mlp"
     sizes, routing = (config.hidden_size, mixture.intermediate_size), mixture.routing
     router = Linear(source, {f"{name}.router": routing.num_experts}, config.hidden_size, bias=True, is_exact=True)
-    weights = interleaved_experts(source, f"{name}.experts", sizes, routing.num_experts)
+    at, count = f"{name}.experts", routing.num_experts
+    weights = (separate_experts(source, at, SPLIT, sizes, count, bias=True) if mixture.are_split else
+               interleaved_experts(source, at, sizes, count))
     return MixtureOfExperts(router, weights, sizes, routing, source, activation=mixture.activation)

@@ -18,6 +18,7 @@ from slotwise.model.gguf import families
 from slotwise.model.gguf.keys import Fields, Keys
 
 _LAYER = re.compile(r"blk\.(?P<layer>\d{1,4})\.(?P<part>\w+)\.(?P<kind>weight|bias)")
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 _ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _PARTS = {
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
@@ -35,6 +36,12 @@ _MIXTRAL = {"ffn_gate_inp": "block_sparse_moe.gate", "ffn_gate_exps": "block_spa
 _GLM4 = {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm",
          "ffn_up": "mlp.gate_up_proj"}
 _SEED = {"post_attention_norm": "post_attention_layernorm"}
+_GPT_OSS = {**_EXPERTS, "ffn_gate_inp": "mlp.router", "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks.weight": "self_attn.sinks"}
+_GRANITE = {"ffn_gate_inp": "block_sparse_moe.router.layer",
+            "ffn_gate_exps": "block_sparse_moe.experts.{}.gate_proj",
+            "ffn_up_exps": "block_sparse_moe.experts.{}.up_proj",
+            "ffn_down_exps": "block_sparse_moe.experts.{}.down_proj"}
 _UNREAD = re.compile(  # the config has what they say
     r"(rope_freqs|rope_factors_long|rope_factors_short)\.weight|blk\.\d{1,4}\.attn_rot_embd\.weight")
 
@@ -50,9 +57,11 @@ class Architecture:
     served_as: str  # a name in `families.FAMILIES`
     is_interleaved: bool = False  # rows of queries and keys
     norm_offset: float = 0.0  # that the converter has added to the weights of norms
-    parts: Mapping[str, str] = field(default_factory=dict)  # of a layer, beside or instead of the usual ones
+    parts: Mapping[str, str] = field(default_factory=dict)  # of a layer, beside or instead of the usual ones; with
+    # its kind, ".weight", where the name here has none
     more: Callable[[Keys, Mapping[str, Any]], Fields] = _nothing  # fields of a config beside the common ones
     has_experts: bool = False
+    splits_experts: bool = False  # that lie together in checkpoints of the family
     rotates_parts: bool = False  # of heads, perhaps
 
     def name_of(self, stored: str) -> str:
@@ -61,8 +70,8 @@ class Architecture:
         An unknown part of a layer is named as one, so that a model which holds it is refused.
         """
         if layer := _LAYER.fullmatch(stored):
-            part = (_PARTS | dict(self.parts)).get(layer["part"], layer["part"])
-            return f"model.layers.{int(layer['layer'])}.{part}.{layer['kind']}"
+            at, parts, kind = f"model.layers.{int(layer['layer'])}.", _PARTS | dict(self.parts), f".{layer['kind']}"
+            return at + (parts.get(layer["part"] + kind) or parts.get(layer["part"], layer["part"]) + kind)
         end, _, kind = stored.rpartition(".")
         return f"{_ENDS[end]}.{kind}" if end in _ENDS else stored
 
@@ -70,9 +79,11 @@ class Architecture:
         """The name in a file of the tensor that families call `name`: for messages."""
         stem, _, kind = name.rpartition(".")
         if stem.startswith("model.layers."):
-            layer, _, part = stem.removeprefix("model.layers.").partition(".")
+            layer, _, part = name.removeprefix("model.layers.").partition(".")
             by_name = {here: there for there, here in (_PARTS | dict(self.parts)).items()}
-            return f"blk.{layer}.{by_name.get(part, part)}.{kind}"
+            part = _EXPERT.sub(".experts.{}.", part)
+            stem = part.removesuffix(f".{kind}")
+            return f"blk.{layer}.{by_name.get(part) or by_name.get(stem, stem) + f'.{kind}'}"
         ends = {here: there for there, here in _ENDS.items()}
         return f"{ends[stem]}.{kind}" if stem in ends else name
 
@@ -92,12 +103,16 @@ ARCHITECTURES = {
     "gemma2": Architecture("Gemma2ForCausalLM", norm_offset=1.0, parts=_GEMMA, more=families.gemma2),
     "gemma3": Architecture("Gemma3ForCausalLM", norm_offset=1.0, parts=_GEMMA, more=families.gemma3),
     "granite": Architecture("GraniteForCausalLM", is_interleaved=True, more=families.granite),
+    "granitemoe": Architecture("GraniteMoeForCausalLM", is_interleaved=True, parts=_GRANITE, more=families.granite_moe,
+                               has_experts=True, splits_experts=True),
     "olmo2": Architecture("Olmo2ForCausalLM", parts=_BEHIND, more=families.olmo2),
     "phi3": Architecture("Phi3ForCausalLM", parts=_FUSED, more=families.phi3, rotates_parts=True),
     "glm4": Architecture("Glm4ForCausalLM", parts=_GLM4, more=families.glm4, rotates_parts=True),
     "ernie4_5": Architecture("Ernie4_5ForCausalLM", more=families.ernie4_5),
     "seed_oss": Architecture("SeedOssForCausalLM", parts=_SEED, more=families.seed_oss),
     "olmoe": Architecture("OlmoeForCausalLM", parts=_EXPERTS, more=families.olmoe, has_experts=True),
+    "gpt-oss": Architecture("GptOssForCausalLM", parts=_GPT_OSS, more=families.gpt_oss, has_experts=True,
+                            splits_experts=True),
     "smollm3": Architecture("SmolLM3ForCausalLM", is_interleaved=True),
 }
 """By `general.architecture`; one has experts where its `expert_count` is not 0."""

@@ -40,6 +40,8 @@ def read_gguf_config(path: Path) -> ModelConfig:
     architecture, keys = architecture_of(model.metadata), Keys(model)
     common = _common(keys, architecture)
     config = configure(Fields(common | architecture.more(keys, common), str(path)))
+    if config.mixture is not None:
+        config = replace(config, mixture=replace(config.mixture, are_split=architecture.splits_experts))
     if kinds := [kind for kind in _types(keys) if kind in BLOCK_TYPES]:
         config = replace(config, quantization=BlockQuantization(f"GGUF, {' and '.join(kinds)}"))
     divisors = read_factors(keys, "rope_freqs", config.head_dim // 2)

@@ -52,6 +52,27 @@ def granite(keys: Keys, common: Mapping[str, Any]) -> Fields:
         "logits_scaling": keys.number("logit_scale", 1.0, maximum=MAX_CAP)}
 
 
+def granite_moe(keys: Keys, common: Mapping[str, Any]) -> Fields:
+    """Raises CheckpointError for a shared expert, which another family has."""
+    shared = "expert_shared_feed_forward_length"
+    if keys.integer(shared, default=0, minimum=0):
+        raise keys.error(shared, "is set: shared experts are not supported in this architecture")
+    return granite(keys, common) | _experts(keys, "num_local_experts")
+
+
+def gpt_oss(keys: Keys, common: Mapping[str, Any]) -> Fields:
+    """Every second layer has a window.
+
+    YaRN does not round the bounds of its blend in the published models, of which files say nothing.
+    """
+    pattern = keys.integer("attention.sliding_window_pattern", default=2)
+    kinds = [SLIDING if (layer + 1) % pattern else FULL for layer in range(common["num_hidden_layers"])]
+    return _experts(keys, "num_local_experts") | {
+        "intermediate_size": keys.integer("expert_feed_forward_length"), "layer_types": kinds,
+        "sliding_window": keys.integer("attention.sliding_window"),
+        "rope_parameters": {**common["rope_parameters"], "truncate": False}}
+
+
 def olmo2(keys: Keys, common: Mapping[str, Any]) -> Fields:
     """Raises CheckpointError for OLMo 3, which llama.cpp calls the same, and which has windows."""
     if keys.has("attention.sliding_window"):
@@ -81,18 +102,20 @@ def has_bias(keys: Keys, part: str) -> bool:
 
 
 def mixtral(keys: Keys, common: Mapping[str, Any]) -> Fields:
-    return {"num_local_experts": keys.integer("expert_count", maximum=MAX_EXPERTS),
-            "num_experts_per_tok": keys.integer("expert_used_count", maximum=MAX_EXPERTS), "sliding_window": None}
+    return _experts(keys, "num_local_experts") | {"sliding_window": None}
 
 
 def olmoe(keys: Keys, common: Mapping[str, Any]) -> Fields:
-    return {"num_experts": keys.integer("expert_count", maximum=MAX_EXPERTS),
-            "num_experts_per_tok": keys.integer("expert_used_count", maximum=MAX_EXPERTS), "norm_topk_prob": False}
+    return _experts(keys) | {"norm_topk_prob": False}
 
 
 def qwen3_moe(keys: Keys, common: Mapping[str, Any]) -> Fields:
-    return {
-        "num_experts": keys.integer("expert_count", maximum=MAX_EXPERTS),
-        "num_experts_per_tok": keys.integer("expert_used_count", maximum=MAX_EXPERTS),
+    return _experts(keys) | {
         "moe_intermediate_size": keys.integer("expert_feed_forward_length"),
         "norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1}
+
+
+def _experts(keys: Keys, count: str = "num_experts") -> Fields:
+    """`count` is the name of their number."""
+    return {count: keys.integer("expert_count", maximum=MAX_EXPERTS),
+            "num_experts_per_tok": keys.integer("expert_used_count", maximum=MAX_EXPERTS)}

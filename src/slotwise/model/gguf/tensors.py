@@ -108,10 +108,11 @@ def open_gguf_tensors(path: Path) -> GGUFSource:
 
 
 def _experts(entry: Entry, where: str) -> list[Entry]:
-    """The entry of each expert in a tensor `[experts, outputs, inputs]`."""
+    """The entry of each expert in a tensor `[experts, outputs, inputs]`, or in one of biases `[experts, outputs]`."""
     count, *shape = entry.shape
-    if len(shape) != MATRIX or count > MAX_EXPERTS:
-        raise CheckpointError(f"{where} has shape {list(entry.shape)}, and must have at most {MAX_EXPERTS} matrices")
+    if len(shape) != (1 if where.endswith(".bias") else MATRIX) or count > MAX_EXPERTS:
+        raise CheckpointError(f"{where} has shape {list(entry.shape)}, and must be that of at most {MAX_EXPERTS} "
+                              "experts")
     size = (entry.end - entry.start) // count
     return [Entry(tuple(shape), entry.type, entry.start + place * size, entry.start + (place + 1) * size)
             for place in range(count)]

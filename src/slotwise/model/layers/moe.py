@@ -93,6 +93,10 @@ def _part(weights: ExpertWeights, own: range, rank: int) -> ExpertWeights:
                          bias if bias is None or rank == 0 else torch.zeros_like(bias))
 
 
+SPLIT = "gate_proj", "up_proj", "down_proj"
+"""The parts of experts in files that split what the family's checkpoints have together."""
+
+
 def _held(count: int, source: Source) -> range:
     """The experts that this rank reads."""
     held = expert_share(count, source.group)
@@ -100,7 +104,7 @@ def _held(count: int, source: Source) -> range:
 
 
 def separate_experts(
-    source: Source, name: str, parts: tuple[str, str, str], sizes: tuple[int, int], count: int,
+    source: Source, name: str, parts: tuple[str, str, str], sizes: tuple[int, int], count: int, *, bias: bool = False,
 ) -> Iterator[ExpertWeights]:
     """Experts whose weights are tensors of their own; `parts` are the names of gate, what it gates, and down.
 
@@ -114,6 +118,10 @@ def separate_experts(
         at = f"{name}.{expert}"
         gate_up = source.weight({f"{at}.{part}.weight": (intermediate, hidden) for part in (gate, up)})
         weights = ExpertWeights(gate_up, source.weight({f"{at}.{down}.weight": (hidden, intermediate)}))
+        if bias:
+            weights = weights._replace(
+                gate_up_bias=source.tensor({f"{at}.{part}.bias": (intermediate,) for part in (gate, up)}),
+                down_bias=source.tensor({f"{at}.{down}.bias": (hidden,)}))
         formats.add((formats_of(weights.gate_up), formats_of(weights.down)))
         if len(formats) > 1:
             raise CheckpointError(f"{at} is stored in another format than the experts before it, which is not "

@@ -2,6 +2,7 @@
 const ROW = 7; // most pixels of a waiting request
 const WORDS = {
   no_slot: "no slot free", no_blocks: "no cache blocks left", token_budget: "token budget spent", ending: "ending", verifying: "verifying drafts",
+  waiting_for_kv: "its blocks have not arrived",
   time_budget: "the step's time is spent", micro_batch: "in another stage's step",
   first_token: "left to a tenant far behind", short_step: "kept short for a tenant that may come",
   tier_cap: "free slots are another tier's", outranked: "gave way to one that goes first",

@@ -1,0 +1,52 @@
+"""Joins an engine to those that compute prompts for it, or that it computes prompts for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from slotwise.core.limits import SchedulerLimits
+from slotwise.engine.config import ConfigError, EngineConfig
+from slotwise.engine.kv_link import Transferring
+from slotwise.kernels.interface import Kernels
+from slotwise.runner.kv_blocks import HostCacheBlocks
+from slotwise.transfer.connectors import connector_of
+from slotwise.transfer.receiver import Receiver
+from slotwise.transfer.sender import Sender
+from slotwise.transfer.settings import KVTransferConfig
+
+
+def check_transfers(config: EngineConfig, limits: SchedulerLimits, kernels: Kernels) -> None:
+    """Raises ConfigError where the blocks of this model cannot travel."""
+    if config.kv_transfer_config is None:
+        return
+    if kernels.device.type != "cpu":
+        raise ConfigError(f"kv_transfer_config needs device cpu, not {kernels.device.type}")
+    if any(limits.windows):
+        raise ConfigError("kv_transfer_config is not supported with a model that has windowed attention: leave it out")
+
+
+def linked(
+    transfer: KVTransferConfig | None, pieces: Sequence[Tensor], block_size: int, identity: str,
+) -> Transferring | None:
+    """Returns the link of an engine, which listens if it sends prompts; None: it has none.
+
+    Args:
+        pieces: its caches, as `[blocks, ...]`.
+        identity: of its model.
+
+    Raises:
+        ConfigError: its address cannot be had.
+    """
+    if transfer is None:
+        return None
+    blocks = HostCacheBlocks(pieces, f"{block_size} tokens of model {identity}")
+    try:
+        connector = connector_of(transfer, blocks.block_bytes)
+        sender = None if not transfer.is_producer else Sender(
+            blocks, connector.listen(transfer.kv_ip, transfer.kv_port), transfer.timeout)
+    except OSError as error:
+        raise ConfigError(f"kv_transfer_config: {transfer.kv_ip}:{transfer.kv_port}: {error}") from error
+    receiver = Receiver(blocks, connector, transfer.timeout) if transfer.is_consumer else None
+    return Transferring(sender, receiver, block_size)

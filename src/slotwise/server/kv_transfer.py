@@ -1,0 +1,69 @@
+"""Prompts that travel between engines: from a request's `kv_transfer_params` to the engine, and into the response."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from slotwise.core.params import SamplingParams
+from slotwise.core.step import KVTransfer
+from slotwise.server.errors import ApiError, bad_request
+from slotwise.server.kv_transfer_params import KVTransferParams
+from slotwise.server.protocol import Generate
+from slotwise.transfer.settings import KVTransferConfig
+
+FIELD = "kv_transfer_params"
+
+
+def transfer_of(
+    request: Generate, prompts: list[list[int]], params: SamplingParams, config: KVTransferConfig | None,
+) -> KVTransfer | None:
+    """Returns how the prompt of a request travels; None: it does not.
+
+    Raises:
+        ApiError: it cannot travel like that.
+    """
+    asked = request.kv_transfer_params
+    if asked is None or not (asked.do_remote_decode or asked.do_remote_prefill):
+        return None
+    if config is None:
+        raise _wrong("this server was started without --kv-transfer-config", "unsupported_parameter")
+    if asked.do_remote_decode and asked.do_remote_prefill:
+        raise _wrong("do_remote_decode and do_remote_prefill exclude each other")
+    if len(prompts) * params.n != 1:
+        raise _wrong(f"one prompt with one choice can travel, not {len(prompts)} with {params.n}")
+    return _sent(asked, request, config) if asked.do_remote_decode else _received(asked, params, config)
+
+
+def _sent(asked: KVTransferParams, request: Generate, config: KVTransferConfig) -> KVTransfer:
+    if not config.is_producer:
+        raise _wrong(f"do_remote_decode: this server is a {config.kv_role}")
+    if request.stream:
+        raise _wrong("do_remote_decode is not available when stream is true")
+    return KVTransfer(asked.transfer_id or secrets.token_hex(16), True, config.pin_timeout)
+
+
+def _received(asked: KVTransferParams, params: SamplingParams, config: KVTransferConfig) -> KVTransfer:
+    if not config.is_consumer:
+        raise _wrong(f"do_remote_prefill: this server is a {config.kv_role}")
+    if asked.transfer_id is None or asked.remote_host is None or asked.remote_port is None:
+        raise _wrong("do_remote_prefill needs transfer_id, remote_host and remote_port, as the producer's response "
+                     "has them")
+    if params.prompt_logprobs is not None:
+        raise _wrong("do_remote_prefill: prompt_logprobs need the prompt computed here")
+    if not config.accepts(asked.remote_host, asked.remote_port):
+        raise _wrong(f"{asked.remote_host}:{asked.remote_port} is not among the peers of this server")
+    return KVTransfer(asked.transfer_id, False, config.timeout, asked.remote_host, asked.remote_port)
+
+
+def told(kv: KVTransfer | None, config: KVTransferConfig | None) -> dict[str, Any]:
+    """The fields of a producer's response with which a consumer asks for the prompt."""
+    if kv is None or not kv.sends or config is None:
+        return {}
+    return {FIELD: {
+        "do_remote_prefill": True, "do_remote_decode": False, "transfer_id": kv.transfer_id,
+        "remote_engine_id": config.engine_id, "remote_host": config.kv_ip, "remote_port": config.kv_port}}
+
+
+def _wrong(message: str, code: str | None = None) -> ApiError:
+    return bad_request(f"{FIELD}: {message}", FIELD, code)

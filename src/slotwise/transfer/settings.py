@@ -1,0 +1,114 @@
+"""Settings of transfers, with vLLM's names: `--kv-transfer-config '{"kv_connector": "TCPConnector", ...}'`."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from slotwise.core.ranges import real, whole
+
+SHARED_MEMORY, TCP = "SharedMemoryConnector", "TCPConnector"
+CONNECTORS = {SHARED_MEMORY: "memory that two processes of one host share", TCP: "a connection between hosts"}
+PRODUCER, CONSUMER, BOTH = "kv_producer", "kv_consumer", "kv_both"
+ROLES = {PRODUCER: "computes prompts and sends their blocks", CONSUMER: "receives blocks, and decodes", BOTH: "both"}
+RECOMPUTE = "recompute"  # what becomes of blocks that do not arrive
+PORT = 14579  # vLLM's default
+TIMEOUT = 30.0  # seconds
+PIN_TIMEOUT = 120.0  # seconds; longer than a consumer's queue
+EXTRA = {"peers": "addresses, HOST:PORT or HOST, of producers that a consumer may connect to",
+         "timeout": "seconds without a sign of the other engine",
+         "pin_timeout": "seconds for which a producer keeps a prompt that no consumer has asked for"}
+RANGES = {"kv_port": whole(1, 65535)}
+TIMEOUTS = real(0.01, 3600)
+LOCAL = ("127.0.0.1", "localhost")
+
+
+@dataclass(frozen=True, slots=True)
+class KVTransferConfig:
+    """The settings.
+
+    Raises:
+        ValueError: they are invalid or contradict each other; the message is one line.
+    """
+
+    kv_connector: str
+    kv_role: str
+    kv_ip: str = "127.0.0.1"  # at which a producer listens, and under which consumers reach it
+    kv_port: int = PORT
+    engine_id: str = ""  # told to consumers; "": made up
+    peers: tuple[str, ...] = ()
+    timeout: float = TIMEOUT
+    pin_timeout: float = PIN_TIMEOUT
+
+    def __post_init__(self) -> None:
+        if self.kv_connector not in CONNECTORS:
+            raise ValueError(f"kv_connector must be one of {', '.join(CONNECTORS)}, not {self.kv_connector!r:.60}")
+        if self.kv_role not in ROLES:
+            raise ValueError(f"kv_role must be one of {', '.join(ROLES)}, not {self.kv_role!r:.60}")
+        if wrong := RANGES["kv_port"].objection(self.kv_port):
+            raise ValueError(f"kv_port {wrong}")
+        for name in ("timeout", "pin_timeout"):
+            if wrong := TIMEOUTS.objection(getattr(self, name)):
+                raise ValueError(f"kv_connector_extra_config.{name} {wrong}")
+        if not (isinstance(self.kv_ip, str) and self.kv_ip):
+            raise ValueError(f"kv_ip must be a host's name or address, not {self.kv_ip!r:.60}")
+        if not isinstance(self.engine_id, str):
+            raise ValueError(f"engine_id must be a text, not {self.engine_id!r:.60}")
+        if self.is_consumer and not self.peers:
+            raise ValueError(f"kv_role {self.kv_role} needs kv_connector_extra_config.peers: the producers' addresses")
+        if self.peers and not self.is_consumer:
+            raise ValueError(f"kv_connector_extra_config.peers has no effect with kv_role {self.kv_role}")
+        if self.kv_connector == SHARED_MEMORY and self.kv_ip not in LOCAL:
+            raise ValueError(f"kv_ip must be {LOCAL[0]} with {SHARED_MEMORY}, which joins processes of one host")
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> KVTransferConfig:
+        """Returns the settings of a JSON object.  Raises ValueError for an unknown name, too."""
+        settings = dict(given)
+        known = [field.name for field in fields(cls) if field.name not in EXTRA]
+        extra = settings.pop("kv_connector_extra_config", {})
+        if settings.pop("kv_load_failure_policy", RECOMPUTE) != RECOMPUTE:
+            raise ValueError(f"kv_load_failure_policy must be {RECOMPUTE}: what does not arrive is computed")
+        for name in settings:
+            if name not in known:
+                keys = [*known, "kv_load_failure_policy", "kv_connector_extra_config"]
+                raise ValueError(f"there is no key {name!r:.60}; there are {', '.join(keys)}")
+        for name in ("kv_connector", "kv_role"):
+            if name not in settings:
+                raise ValueError(f"{name} is missing")
+        return cls(**settings, **_extra(extra))
+
+    @property
+    def is_producer(self) -> bool:
+        return self.kv_role in (PRODUCER, BOTH)
+
+    @property
+    def is_consumer(self) -> bool:
+        return self.kv_role in (CONSUMER, BOTH)
+
+    def accepts(self, host: str, port: int) -> bool:
+        """Whether a consumer may connect to this producer."""
+        return f"{host}:{port}" in self.peers or host in self.peers
+
+    def named(self) -> KVTransferConfig:
+        """Returns the settings with an `engine_id`."""
+        return self if self.engine_id else replace(self, engine_id=str(uuid.uuid4()))
+
+
+def _extra(given: Any) -> dict[str, Any]:
+    """Returns the fields of `kv_connector_extra_config`."""
+    if not isinstance(given, Mapping):
+        raise ValueError(f"kv_connector_extra_config must be an object, not {given!r:.60}")
+    for name in given:
+        if name not in EXTRA:
+            raise ValueError(f"kv_connector_extra_config has no key {name!r:.60}; there are {', '.join(EXTRA)}")
+    found = dict(given)
+    if "peers" in found:
+        peers = found["peers"]
+        if not isinstance(peers, Sequence) or isinstance(peers, str) or not all(
+                isinstance(peer, str) and peer for peer in peers):
+            raise ValueError(f"kv_connector_extra_config.peers must be a list of addresses, not {peers!r:.60}")
+        found["peers"] = tuple(peers)
+    return found

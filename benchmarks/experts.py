@@ -78,7 +78,7 @@ def decode_batch(rows: int, number: int) -> RaggedBatch:
     tables = torch.arange(rows * (CONTEXT // BLOCK), dtype=torch.int32).view(rows, -1)
     contexts = torch.full((rows,), CONTEXT, dtype=torch.int32)
     return RaggedBatch(
-        (torch.arange(rows) + number * rows) * 37 + 5, contexts.long() - 1, tables[:, -1].long() * BLOCK + BLOCK - 1,
+        (torch.arange(rows) + number * rows) * 3 + 5, contexts.long() - 1, tables[:, -1].long() * BLOCK + BLOCK - 1,
         torch.arange(rows + 1, dtype=torch.int32), contexts, tables, torch.arange(rows), 1, CONTEXT)
 
 

@@ -88,7 +88,7 @@ def measured(dtype: str, quantization: str, seconds: float, seed: int) -> list[d
     kernels = Counted(quantization=quantization)
     decoder = decoder_of(kernels, dtype, seed)
     blocks = max(ROWS) * (CONTEXT // BLOCK) + 1
-    caches = [kernels.allocate_cache(blocks, BLOCK, shape, decoder.config.dtype) for shape in decoder.attention_shapes]
+    caches = [kernels.allocate_cache(blocks, BLOCK, shape, decoder.config.dtype) for shape in decoder.layer_shapes]
     graphs = DecodeGraphs(decoder, caches, SlotTable(max(ROWS), CONTEXT * 2, BLOCK, blocks - 1))
     routing, layers = decoder.config.mixture_of_experts.routing, decoder.config.num_layers
     of_experts = decoder.weight_bytes - decoder.step_weight_bytes - _embedding_bytes(decoder)

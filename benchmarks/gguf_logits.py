@@ -33,7 +33,7 @@ def here(file: str, device: str, dtype: str, prompts: list[list[int]]) -> Tensor
     """Log-probabilities of the token after each prompt, `[prompts, vocabulary]`."""
     decoder = load_model(file, kernels=choose(device), dtype=dtype, max_positions=LENGTH)
     caches = [decoder.kernels.allocate_cache(PROMPTS + 1, BLOCK, shape, decoder.config.dtype)
-              for shape in decoder.attention_shapes]
+              for shape in decoder.layer_shapes]
     logits = decoder.logits(decoder.hidden(as_batch(prompts), caches)).float()
     return torch.log_softmax(logits[LENGTH - 1 :: LENGTH], dim=-1)
 

@@ -82,7 +82,7 @@ def loss(decoder: Decoder, texts: list[list[int]]) -> tuple[float, int]:
     longest = max(map(len, texts))
     num_blocks = (STEP + longest) // BLOCK + STEP
     caches = [decoder.kernels.allocate_cache(num_blocks, BLOCK, shape, decoder.config.dtype)
-              for shape in decoder.attention_shapes]
+              for shape in decoder.layer_shapes]
     nats, count = 0.0, 0
     for gathered in steps(texts):
         batch = as_batch(gathered)

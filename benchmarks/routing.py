@@ -12,6 +12,7 @@ usage: python -m benchmarks.routing --trace CSV --json FILE [--replicas 4] [--re
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
 import time
@@ -39,7 +40,7 @@ SHAPE = ModelShape(  # Llama 3.1 8B in bfloat16
 CACHE_TOKENS = 200_000  # of a replica: less than the prefixes need together
 SHARED = 0.6  # of a prompt, where prefixes are shared
 GROUPS = 200  # prefixes, drawn by Zipf's law
-LOADS = (("shared", 14.0), ("shared", 22.0), ("own", 10.0), ("own", 14.0))  # prompts; requests a second and replica
+LOADS = ("shared:14", "shared:18", "shared:22", "own:10", "own:14")  # prompts; requests a second and replica
 ROUTERS_COMPARED = ("product", "least-unfinished", "round-robin", "power-of-two", "prefix-aware")
 
 
@@ -53,11 +54,11 @@ def with_prefixes(workload: Workload, share: float, groups: int, seed: int) -> W
         for one, group in zip(workload.requests, drawn, strict=True)]))
 
 
-def window(trace: Path, number: int, rate: float, seed: int) -> Workload:
+def window(trace: Path, number: int, rate: float, seed: int, length_scale: float = 1.0) -> Workload:
     """Returns `number` requests of the trace, other ones for each seed, that arrive at `rate` a second."""
-    read = read_trace(trace)
+    read = read_trace(trace, length_scale)
     first = (seed - 1) * number % max(1, len(read.times) - number)
-    part = type(read)(read.name, read.times[first : first + number], read.lengths[first : first + number], 1.0)
+    part = replace(read, times=read.times[first : first + number], lengths=read.lengths[first : first + number])
     return replay(part, Poisson(rate), seed=seed)
 
 
@@ -67,26 +68,34 @@ def setup() -> Setup:
     return replace(found, limits=limits)
 
 
-def served(workload: Workload, replicas: int, router: str) -> dict[str, float]:
+def served(workload: Workload, replicas: int, router: str, given: Setup) -> dict[str, float]:
     """Returns the figures of a workload on replicas behind a router."""
-    routed = RoutedServers(ROUTERS[router](0), replicas)
-    servers = [Server(setup(), observers=[told], replica=number) for number, told in enumerate(routed.observers)]
+    routed = RoutedServers(ROUTERS[router](0), replicas, given.pace)
+    servers = [Server(given, observers=[told], replica=number) for number, told in enumerate(routed.observers)]
     requests = list(simulate(traffic_of(workload), servers, routed=routed).values())
     firsts = [one.ttft for one in requests if one.ttft is not None]
     found = figures(requests).as_json()
     return found | {"ttft_mean": statistics.fmean(firsts), "unanswered": len(requests) - len(firsts)}
 
 
-def compared(trace: Path, replicas: int, number: int, seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
+def load_of(text: str) -> tuple[str, float]:
+    """Returns which prefixes prompts have, and requests a second and replica.  Raises ValueError: neither."""
+    kind, _, rate = text.partition(":")
+    if kind not in ("shared", "own"):
+        raise ValueError(f"{text}: must be shared:RATE or own:RATE")
+    return kind, float(rate)
+
+
+def compared(asked: argparse.Namespace, replicas: int) -> Iterator[dict[str, Any]]:
     """Yields a row for each load, seed and router."""
-    for kind, rate in LOADS:
-        for seed in seeds:
-            workload = window(trace, number, rate * replicas, seed)
+    for kind, rate in asked.loads:
+        for seed in asked.seeds:
+            workload = window(asked.trace, asked.requests, rate * replicas, seed)
             if kind == "shared":
                 workload = with_prefixes(workload, SHARED, GROUPS, seed)
             for router in ROUTERS_COMPARED:
                 began = time.process_time()
-                found = served(workload, replicas, router)
+                found = served(workload, replicas, router, setup())
                 yield {"replicas": replicas, "prefixes": kind, "rate": rate, "seed": seed, "router": router, **found,
                        "cpu_seconds": round(time.process_time() - began, 1)}
 
@@ -113,14 +122,16 @@ def _load(row: dict[str, Any]) -> tuple[Any, ...]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--trace", type=Path, required=True)
-    parser.add_argument("--json", required=True)
+    parser.add_argument("--json", required=True, help="rows that it has already are kept")
+    parser.add_argument("--loads", nargs="+", type=load_of, default=[load_of(one) for one in LOADS],
+                        help="shared:RATE or own:RATE, prompts' prefixes and requests a second and replica")
     parser.add_argument("--replicas", type=int, nargs="+", default=[4, 64])
     parser.add_argument("--requests", type=int, default=4000)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     asked = parser.parse_args()
-    rows = []
+    rows: list[dict[str, Any]] = json.loads(Path(asked.json).read_text())["rows"] if Path(asked.json).exists() else []
     for replicas in asked.replicas:
-        for row in compared(asked.trace, replicas, asked.requests, asked.seeds):
+        for row in compared(asked, replicas):
             rows.append(row)
             print({name: row[name] for name in ("replicas", "prefixes", "rate", "seed", "router", "ttft_mean",
                                                 "ttft_p99")}, flush=True)

@@ -24,6 +24,13 @@ LLAMA3_ROPE = {
 }  # fmt: skip
 PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
 
+HYBRID = {
+    "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}  # fmt: skip
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64,
+           "shared_expert_intermediate_size": 96}
+
 _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": False}),
     "llama3": ("Llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}),
@@ -66,6 +73,9 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
                            "sliding_window": 48, "rope_parameters": {
                                "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "truncate": False,
                                "original_max_position_embeddings": 512}}),
+    "qwen3_next": ("Qwen3Next", HYBRID | EXPERTS | {"mlp_only_layers": [1]}),
+    "qwen3_5": ("Qwen3_5", HYBRID | {"linear_num_key_heads": 1, "linear_conv_kernel_dim": 3}),
+    "qwen3_5_moe": ("Qwen3_5Moe", HYBRID | EXPERTS | {"intermediate_size": ..., "attention_bias": True}),
     "ministral": ("Ministral", {"sliding_window": 48}),
     "glm": ("Glm", {"rope_parameters": PARTIAL_ROPE}),
     "glm4": ("Glm4", {"rope_parameters": PARTIAL_ROPE}),

@@ -20,7 +20,7 @@ class Driver:
         self.block_size = block_size
         self._caches = [
             decoder.kernels.allocate_cache(num_blocks, block_size, shape, decoder.config.dtype)
-            for shape in decoder.attention_shapes
+            for shape in decoder.layer_shapes
         ]
         self._free = random.Random(0).sample(range(num_blocks), num_blocks)
         self._tables: dict[int, list[int]] = {}

@@ -163,6 +163,7 @@ def test_a_model_is_checked_without_its_weights(models: Models) -> None:
 def test_servers_that_have_one_model_say_so() -> None:
     config, settings = EngineConfig.of(model="/model"), ServerSettings("m")
     assert objection(config, settings) == ""
-    assert "ranks" in objection(replace(config, tensor_parallel_size=2), settings)
+    for sizes in ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}):
+        assert "ranks" in objection(replace(config, **sizes), settings)
     assert "adapters" in objection(replace(config, enable_lora=True), settings)
     assert "event log" in objection(config, replace(settings, event_log="log"))

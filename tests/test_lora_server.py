@@ -336,3 +336,19 @@ def test_the_next_engine_has_the_adapters_whose_files_are_the_same(world: World,
 def test_options_that_contradict_each_other(arguments: tuple[str, ...], message: str) -> None:
     ended = cli("serve", *arguments)
     assert ended.returncode != 0 and message in ended.stderr and ended.stderr.count("\n") == 1, ended.stderr
+
+
+@pytest.mark.parametrize("sizes", ["--tensor-parallel-size", pytest.param(
+    "--pipeline-parallel-size", marks=pytest.mark.slow)])
+def test_ranks_load_their_parts_beside_a_stream(world: World, sizes: str, tmp_path: Path) -> None:
+    with serving(*world.arguments(), sizes, "2", log=tmp_path / "log") as live:
+        long = {"model": "b", "prompt": world.prompts[0], "max_tokens": 1500, "ignore_eos": True, "stream": True}
+        with live.client.stream("POST", "/v1/completions", json=long) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            unload(live, "a")
+            load(live, "later", world.paths["a"])
+            assert admin(live, LOAD, lora_name="none", lora_path=str(tmp_path)).status_code == 404
+            for model, name in (("base", "base"), ("later", "a"), ("b", "b")):
+                assert [tokens(live, model, prompt) for prompt in world.prompts] == world.expected[name]
+            assert not any('"error"' in line for line in lines)

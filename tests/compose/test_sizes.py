@@ -29,7 +29,7 @@ def decoder(device: str, rate: float, layer_weights: int = 7_000_000_000) -> Sim
     config = SimpleNamespace(
         dtype=torch.bfloat16, layer_weights=layer_weights, max_position_embeddings=131_072, num_layers=32)
     return SimpleNamespace(
-        kernels=kernels, config=config, group=ALONE, attention_shapes=[SHAPE] * 32, weight_bytes=16 * GIB)
+        kernels=kernels, config=config, group=ALONE, layer_shapes=[SHAPE] * 32, weight_bytes=16 * GIB)
 
 
 @pytest.mark.parametrize(("device", "rate", "tokens"), [

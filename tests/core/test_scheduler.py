@@ -6,6 +6,7 @@ import pytest
 from toy import EOS, Driver, alone, next_token, request
 
 from slotwise.batching.continuous import Chunked
+from slotwise.core.cache_groups import STATE_WINDOW
 from slotwise.core.interfaces import NEVER
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.reasons import NO_BLOCKS, NO_SLOT, TOKEN_BUDGET
@@ -13,7 +14,7 @@ from slotwise.core.request import IllegalTransition, State
 from slotwise.core.step import RowKind, StepResult
 
 
-def limits(**changes: int) -> SchedulerLimits:
+def limits(**changes: object) -> SchedulerLimits:
     numbers = {
         "max_model_len": 64, "num_blocks": 64, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16}
     return SchedulerLimits(**(numbers | changes))
@@ -209,6 +210,19 @@ def test_a_failed_step_is_forgotten_and_its_rows_planned_again():
     driver.scheduler.check()
     driver.run()
     assert driver.output["again"] == alone(lasting("again", max_tokens=4), driver.limits)
+
+
+@pytest.mark.parametrize(("windows", "lost"), [((0,), ["first"]), ((0, 8), ["first"]),
+                                               ((0, STATE_WINDOW), ["first", "second"])])
+def test_recurrent_states_do_not_survive_a_failed_step(windows, lost):
+    """Rows of a later step alone go on, unless they have a state that may have advanced."""
+    driver = Driver(limits(windows=windows, num_blocks=80, max_num_batched_tokens=4))
+    driver.add(lasting("first", num_prompt=4))
+    driver.plan()
+    driver.add(lasting("second"))
+    driver.plan()
+    assert [plan.request_ids for plan in driver.plans] == [("first",), ("first", "second")]
+    assert driver.scheduler.rollback() == lost
 
 
 def test_steps_are_committed_in_order_and_at_most_one_is_in_flight():

@@ -10,7 +10,8 @@ from docs.generate import architectures
 
 from slotwise.model.families import FAMILIES
 
-ELSEWHERE = {"Gemma3ForConditionalGeneration"}  # its text part: tests/model/test_decoder.py
+ELSEWHERE = {  # their text parts: tests/model/test_decoder.py
+    "Gemma3ForConditionalGeneration", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"}
 
 
 @pytest.mark.slow

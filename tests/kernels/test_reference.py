@@ -25,7 +25,7 @@ def test_attention_is_the_formula_over_gathered_pages(window, soft_cap, has_sink
     actual = KERNELS.attention(query, cache, batch, shape, layer.sinks).view(4, 4, 16)
     for token, (row, position) in enumerate([(0, 6), (0, 7), (0, 8), (1, 5)]):
         seen = torch.arange(max(0, position - window + 1) if window else 0, position + 1)
-        keys, values = (t[batch.block_tables[row, seen // 4].long(), seen % 4] for t in cache)
+        keys, values = (t[batch.block_tables[row, seen // 4].long(), seen % 4] for t in (cache.keys, cache.values))
         for head in range(4):
             scores = keys[:, head // 2] @ query[token, head] * 0.25
             scores = soft_cap * (scores / soft_cap).tanh() if soft_cap else scores
@@ -40,7 +40,8 @@ def test_attention_is_dense_attention_over_gathered_pages(window):
     batch = layer.batch()
     cache, query = layer.filled_cache(KERNELS), layer.query(batch)
     places = torch.arange(23)
-    keys, values = (t[batch.block_tables[0, places // 4].long(), places % 4].transpose(0, 1) for t in cache)
+    keys, values = (t[batch.block_tables[0, places // 4].long(), places % 4].transpose(0, 1)
+                    for t in (cache.keys, cache.values))
     back = torch.arange(18, 23)[:, None] - places
     visible = (back >= 0) & (back < (window or 23))
     expected = F.scaled_dot_product_attention(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from slotwise.kernels.interface import AttentionShape
-from slotwise.model.cache_groups import layer_groups
+from slotwise.core.cache_groups import STATE_WINDOW
+from slotwise.kernels.delta import DeltaShape
+from slotwise.kernels.interface import AttentionShape, LayerShape
+from slotwise.model.cache_groups import cache_shapes, layer_groups, least_block_size
 
 
 def shapes(windows: list[int], kv_heads: int = 2) -> list[AttentionShape]:
@@ -35,3 +37,24 @@ def test_a_window_as_long_as_any_sequence_is_none():
 
 def test_layers_of_different_sizes_are_one_group():
     assert layer_groups([*shapes([0]), *shapes([64], kv_heads=1)], longest=512).windows == (0,)
+
+
+STATE = DeltaShape(2, 4, 16, 16, 4)
+
+
+def test_states_share_memory_with_keys_and_values():
+    """Qwen3-Next: 36 layers with a state, and 12 with attention; every block holds a layer's part of either."""
+    layers = [STATE, STATE, STATE, *shapes([0])] * 12
+    groups = layer_groups(layers, longest=32_768)
+    assert (groups.windows, groups.num_caches) == ((0, STATE_WINDOW, STATE_WINDOW, STATE_WINDOW), 12)
+    assert [groups.windows[group] == 0 for group in groups.of_layers] == [isinstance(one, AttentionShape)
+                                                                          for one in layers]
+
+    def num_bytes(tokens: int, shape: LayerShape) -> int:
+        return shape.state_bytes if isinstance(shape, DeltaShape) else 512 * tokens
+
+    assert least_block_size(groups, layers, num_bytes) == -(-STATE.state_bytes // 512)
+    assert least_block_size(layer_groups(shapes([0, 0]), 512), shapes([0, 0]), num_bytes) == 1
+    for tokens, expected in ((1, STATE), (64, layers[3])):
+        made = cache_shapes(groups, layers, range(48), lambda shape, tokens=tokens: num_bytes(tokens, shape))
+        assert made == dict.fromkeys(range(12), expected)

@@ -33,6 +33,8 @@ MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 LENGTHS = [5, 60]  # tokens; the second prompt is longer than every window
 CLOSE, FAR = 1e-3, 1e-2  # differences of logits: of two ways to compute, and of two models
 
+CALM = {"initializer_range": 0.1}  # recurrent states repeat rounding errors, and wide weights multiply them
+
 # By class: the family of `checkpoints`, and fields that make others matter.
 BASES: dict[str, tuple[str, dict[str, Any]]] = {
     "LlamaConfig": ("llama2", {}),
@@ -52,6 +54,9 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
     "OlmoeConfig": ("olmoe", {}),
     "GraniteMoeConfig": ("granite_moe", {}),
     "GptOssConfig": ("gpt_oss", {"sliding_window": 20}),
+    "Qwen3NextConfig": ("qwen3_next", CALM),
+    "Qwen3_5TextConfig": ("qwen3_5", CALM),
+    "Qwen3_5MoeTextConfig": ("qwen3_5_moe", CALM),
     "MinistralConfig": ("ministral", {"sliding_window": 20}),
     "GlmConfig": ("glm", {}),
     "Glm4Config": ("glm4", {}),
@@ -91,6 +96,8 @@ BUILT: dict[str, Any] = {
     "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 5, "num_attention_heads": 8,
     "num_key_value_heads": 1, "head_dim": 16, "tie_word_embeddings": ..., "attention_bias": True, "mlp_bias": True,
     "num_experts": 5, "num_local_experts": 5, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
+    "linear_conv_kernel_dim": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 8, "linear_num_value_heads": 8,
+    "linear_num_key_heads": 4,
     "decoder_sparse_step": 3, "mlp_only_layers": [0], "qkv_bias": False, "use_bias": False, "attention_out_bias": False,
 }  # fmt: skip
 
@@ -107,6 +114,8 @@ REFUSED: dict[str, Any] = {
     "use_bidirectional_attention": True, "clip_qkv": 8.0,
 }  # fmt: skip
 LISTS = (NOTHING, EDITED, BUILT, READ, REFUSED)
+
+HYBRID = ["full_attention", "linear_attention", "linear_attention", "full_attention"]
 
 # Where a class differs from the others: the list of a field, and its value.
 PLAIN = {"rope_type": "default", "rope_theta": 1e5}
@@ -126,6 +135,9 @@ OWN: dict[str, dict[str, tuple[dict[str, Any], Any]]] = {
     "Qwen3MoeConfig": {"norm_topk_prob": (EDITED, False), "mlp_only_layers": (BUILT, [1]),
                        "num_experts": (REFUSED, 5)},  # beside num_local_experts
     "GptOssConfig": {"attention_bias": (BUILT, False)},
+    "Qwen3NextConfig": {"layer_types": (BUILT, HYBRID), "norm_topk_prob": (EDITED, False)},
+    "Qwen3_5TextConfig": {"layer_types": (BUILT, HYBRID)},
+    "Qwen3_5MoeTextConfig": {"layer_types": (BUILT, HYBRID), "attention_bias": (BUILT, False)},
     "GlmConfig": {"attention_bias": (BUILT, False)},
     "Glm4Config": {"attention_bias": (BUILT, False)},
     "SeedOssConfig": {"attention_bias": (BUILT, False), "mlp_bias": (BUILT, False)},

@@ -207,11 +207,15 @@ def test_longrope_takes_the_factors_of_the_longest_sequence_served(
     assert Driver(decoder).greedy([ids], 12, 50) == greedy(folder, [ids], 12)
 
 
-@pytest.mark.parametrize("beginning", ["model.language_model.", "language_model.model."])
-def test_the_text_of_a_gemma3_for_images_and_text(beginning: str, tmp_path: Path) -> None:
-    folder, asked = make("gemma3", tmp_path / "text"), prompts([70, 5])
+@pytest.mark.parametrize(("family", "beginning"), [
+    ("gemma3", "model.language_model."), ("gemma3", "language_model.model."), ("qwen3_5", "model.language_model."),
+    ("qwen3_5_moe", "model.language_model.")])
+def test_the_text_of_a_model_for_images_and_text(family: str, beginning: str, tmp_path: Path) -> None:
+    folder, asked = make(family, tmp_path / "text"), prompts([70, 5])
     text = json.loads((folder / "config.json").read_text())
-    config = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "dtype": text.pop("dtype"),
+    [architecture] = text.pop("architectures")
+    config = {"architectures": [architecture.replace("CausalLM", "ConditionalGeneration")],
+              "model_type": text.pop("model_type").removesuffix("_text"), "dtype": text.pop("dtype"),
               "eos_token_id": 2, "tie_word_embeddings": False, "text_config": text, "vision_config": {}}
     weights = load_file(folder / "model.safetensors")
     head = "lm_head." if beginning.startswith("model.") else "language_model.lm_head."

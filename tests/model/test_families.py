@@ -48,7 +48,7 @@ def test_bytes_are_those_of_all_tensors(family: str, checkpoint: Callable[[str],
     assert decoder.workspace_bytes(7, 2) > 2 * decoder.config.vocab_size * torch.float32.itemsize
 
 
-@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "olmo2"])
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "olmo2", "qwen3_next"])
 def test_checked_and_timed_kernels_compute_all_of_a_family(family: str, checkpoint: Callable[[str], Path]) -> None:
     asked = prompts([9, 3])
     plain, checked, timed = (
@@ -57,7 +57,7 @@ def test_checked_and_timed_kernels_compute_all_of_a_family(family: str, checkpoi
     assert plain == checked == timed
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "gpt_oss", "qwen3_next"])
 def test_experts_are_quantised(family: str, checkpoint: Callable[[str], Path]) -> None:
     [ids] = prompts([40])
     exact, quantised = (
@@ -74,6 +74,15 @@ def test_kernels_without_mixtures_say_so(checkpoint: Callable[[str], Path]) -> N
 
     with pytest.raises(CheckpointError, match="mixtures of experts are not supported on device x"):
         load_model(checkpoint("mixtral"), kernels=Without())
+    assert load_model(checkpoint("llama2"), kernels=Without())
+
+
+def test_kernels_without_recurrent_states_say_so(checkpoint: Callable[[str], Path]) -> None:
+    class Without(ReferenceKernels):
+        delta_refusal = "layers with a recurrent state are not supported on device x"
+
+    with pytest.raises(CheckpointError, match="a recurrent state are not supported on device x"):
+        load_model(checkpoint("qwen3_5"), kernels=Without())
     assert load_model(checkpoint("llama2"), kernels=Without())
 
 

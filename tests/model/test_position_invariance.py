@@ -35,7 +35,7 @@ def step(tokens: Tensor, start: int, sampled: int) -> RaggedBatch:
 def logits(decoder: Decoder, tokens: Tensor, chunks: list[int]) -> Tensor:
     """Logits of the last positions of `tokens`, computed in steps of so many tokens."""
     caches = [decoder.kernels.allocate_cache(-(-LONGEST // BLOCK), BLOCK, shape, decoder.config.dtype)
-              for shape in decoder.attention_shapes]
+              for shape in decoder.layer_shapes]
     found, start = [], 0
     for chunk in chunks:
         wanted = max(0, min(chunk, start + chunk - (len(tokens) - LAST)))
@@ -45,7 +45,7 @@ def logits(decoder: Decoder, tokens: Tensor, chunks: list[int]) -> Tensor:
     return torch.cat(found)
 
 
-@pytest.fixture(scope="module", params=["llama3", "mistral", "gemma2"])
+@pytest.fixture(scope="module", params=["llama3", "mistral", "gemma2", "qwen3_5"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints.make(request.param, tmp_path_factory.mktemp("model"), max_position_embeddings=LONGEST)
 

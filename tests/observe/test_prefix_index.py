@@ -121,6 +121,25 @@ def test_a_new_engine_has_an_empty_cache() -> None:
     assert play.router.pieces == set()
 
 
+def test_an_adapter_takes_the_pieces_of_its_prompts_with_it() -> None:
+    play = Play(0)
+    for name, prompt, adapter in (("base", [1] * 16, 0), ("one", [2] * 16, 1), ("other", [3] * 16, 2)):
+        play.server.ask(play.server.machine.now, Add(name, prompt, SamplingParams(max_tokens=1), 0, adapter=adapter))
+        play.index.expect(name, (16, pieces_of(prompt)), 16, BLOCK, adapter)
+    play.run()
+    play.router.ask()
+    assert [play.router.hit(pieces_of([token] * 16)) for token in (1, 2, 3)] == [4, 4, 4]
+    play.index.adapters_are({2, 3})
+    play.router.ask()
+    assert [play.router.hit(pieces_of([token] * 16)) for token in (1, 2, 3)] == [4, 0, 4]
+    for number in range(12):  # other prompts take the blocks of all
+        play.send([number + 20] * 32)
+        play.run()
+    play.index.adapters_are(())
+    play.router.ask()
+    assert [play.router.hit(pieces_of([token] * 16)) for token in (1, 2, 3)] == [0, 0, 0]
+
+
 def test_a_router_that_missed_changes_gets_the_whole_index() -> None:
     play = Play(0)
     play.send([1] * 32)

@@ -9,17 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotwise.core.step_time import Prediction
+from slotwise.core.step_time import Work
 from slotwise.routing.autoscale import Load, replicas_for
-from slotwise.routing.fleet import LONGEST_RETRY, Fleet, Shed
+from slotwise.routing.fleet import LONGEST_RETRY, MAX_WAIT, Fleet, Shed
 from slotwise.routing.prompt import MAX_PIECES, PIECE, RoutedRequest, digests, read, written
 from slotwise.routing.replica import Replica, Report, prefill_rate
 from slotwise.routing.routers import ROUTERS, STAY, PrefixAware, product
 
 IDLE = Report(slots=8, step_tokens=256)
 BUSY = Report(slots=8, step_tokens=256, num_running=7, num_waiting=1)
-KINDS = ("decode", "first", "prompts", "drafts")
-TIMES = Prediction([0.0, 0.0, 0.001, 0.0, 0.0, 0.0], {kind: {} for kind in KINDS}, [])
 
 
 def fleet(router: str = "product", size: int = 3, report: Report = IDLE, **options: float) -> Fleet:
@@ -164,14 +162,20 @@ def test_equal_scores_go_where_least_is_cached() -> None:
 
 
 def test_replicas_of_different_speeds_are_compared_in_seconds() -> None:
-    fast = Report(8, 256, times=TIMES)
-    slow = Report(8, 256, times=Prediction([10 * share for share in TIMES.shares], TIMES.factors, []))
-    assert prefill_rate(fast) == pytest.approx(1000.0) and prefill_rate(slow) == pytest.approx(100.0)
     replicas = fleet(size=2)
-    replicas.told("0", slow, 1.0)
-    replicas.told("1", fast, 1.0)
+    replicas.told("0", Report(8, 256, prefill_rate=100.0), 1.0)
+    replicas.told("1", Report(8, 256, prefill_rate=1000.0), 1.0)
     names = [placed(send(replicas, request(str(index)))) for index in range(4)]
     assert names.count("1") >= 3
+
+
+def test_the_rate_of_prefill_is_that_of_a_full_step_beside_the_running_rows() -> None:
+    def seconds(work: Work) -> float:
+        return 0.001 * work.tokens
+
+    assert prefill_rate(seconds, 256, 0) == pytest.approx(1000.0)
+    assert prefill_rate(seconds, 256, 128) == pytest.approx(500.0)
+    assert prefill_rate(lambda work: 0.0, 256, 0) == 0.0
 
 
 def test_a_session_stays_where_it_is_warm_while_that_is_not_much_worse() -> None:
@@ -183,20 +187,54 @@ def test_a_session_stays_where_it_is_warm_while_that_is_not_much_worse() -> None
     assert STAY < 3 and placed(send(replicas, request("c", session="s"))) != home
 
 
-def test_an_adapter_goes_where_it_is_loaded() -> None:
+# -- adapters ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_adapter_goes_where_it_is_loaded_and_nowhere_else() -> None:
     replicas = fleet(size=3)
     replicas.told("2", Report(8, 256, adapters=("poet",)), 1.0)
-    assert placed(send(replicas, request("a", adapter="poet"))) == "2"
-    first = placed(send(replicas, request("b", adapter="other")))
-    replicas.first_output("b", 2.0)
-    assert placed(send(replicas, request("c", adapter="other"))) == first  # loaded there, though no report tells yet
+    assert replicas.adapters == {"poet"}
+    assert [placed(send(replicas, request(str(number), adapter="poet"))) for number in range(6)] == ["2"] * 6
+    assert send(replicas, request("a", adapter="poet"), without=["2"]) == Shed(0.0, 1)
+    assert send(replicas, request("b", adapter="other")) == Shed(0.0, 1)
+    replicas.lost("2")
+    assert send(replicas, request("c", adapter="poet")) == Shed(0.0, 1) and not replicas.adapters
+
+
+def test_a_report_from_before_a_change_does_not_undo_it() -> None:
+    replicas = fleet(size=1)
+    replicas.adapters_are("0", ["poet"], 2.0)
+    replicas.told("0", IDLE, 1.5)
+    assert replicas.adapters == {"poet"}
+    replicas.told("0", IDLE, 2.5)
+    assert not replicas.adapters
+
+
+def test_requests_of_an_adapter_go_where_its_place_in_a_step_is() -> None:
+    """With one adapter in a step, one beside it would wait until the other's requests have ended."""
+    names = ("poet", "clerk")
+    replicas = fleet(size=2, report=Report(8, 256, adapters=names, max_loras=1))
+    places = {name: placed(send(replicas, request(name, adapter=name))) for name in names}
+    assert set(places.values()) == {"0", "1"}
+    for number in range(10):
+        name = names[number % 2]
+        assert placed(send(replicas, request(str(number), adapter=name))) == places[name]
+    for number in range(0, 10, 2):
+        replicas.finished(str(number))
+    replicas.finished("poet")  # its place is free: both may have the clerk's
+    assert {placed(send(replicas, request(f"more {number}", adapter="clerk"))) for number in range(16)} == {"0", "1"}
+
+
+def test_an_adapter_without_a_place_anywhere_goes_where_it_is_best() -> None:
+    replicas = fleet(size=1, report=Report(8, 256, adapters=("poet", "clerk"), max_loras=1))
+    assert [placed(send(replicas, request(name, adapter=name))) for name in ("poet", "clerk")] == ["0", "0"]
 
 
 # -- shedding ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_request_is_shed_with_the_time_after_which_it_would_be_taken() -> None:
-    replicas = fleet(size=2, report=Report(4, 256, times=TIMES), max_wait=10.0)
+    replicas = fleet(size=2, report=Report(4, 256, prefill_rate=1000.0), max_wait=10.0)
     sent = 0
     while isinstance(found := send(replicas, request(str(sent), 1000.0)), Replica):
         sent += 1
@@ -213,6 +251,23 @@ def test_the_wait_for_a_slot_counts() -> None:
     replicas = fleet(size=1, report=Report(2, 256, 2, 38, starts_per_second=0.5), max_wait=60.0)
     found = send(replicas, request("a"))
     assert isinstance(found, Shed) and found.wait == pytest.approx(39 / 0.5) and found.retry_after == 18
+
+
+@given(st.floats(0.2, 20.0), st.integers(0, 3000))
+def test_a_retry_at_the_time_that_was_told_is_taken_and_an_earlier_one_is_not(rate: float, waiting: int) -> None:
+    """If no other request comes and requests go on starting at their rate; to within the start of one."""
+
+    def after(seconds: float) -> Replica | Shed:
+        left = max(0, waiting - int(max(0.0, seconds) * rate))
+        return send(fleet(size=2, report=Report(4, 256, 4, left, starts_per_second=rate)), request("a"))
+
+    found = after(0.0)
+    if isinstance(found, Shed):
+        is_bounded = found.wait - MAX_WAIT > LONGEST_RETRY
+        assert is_bounded or isinstance(after(found.retry_after + 1 / rate), Replica)
+        assert isinstance(after(found.retry_after - 1 - 2 / rate), Shed)
+    else:
+        assert (waiting + 1) / rate <= MAX_WAIT
 
 
 def test_an_endless_wait_has_a_bounded_retry() -> None:

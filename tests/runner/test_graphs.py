@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import product_paths
@@ -45,7 +46,7 @@ class Pair:
         self.decoder: Decoder = load_model(folder, kernels=kernels, dtype=kind)
         make_cache = self.decoder.kernels.allocate_cache
         self.caches = [make_cache(BLOCKS, BLOCK, shape, self.decoder.config.dtype)
-                       for shape in self.decoder.attention_shapes]
+                       for shape in self.decoder.layer_shapes]
         for cache in self.caches:
             if cached == "int8":
                 cache.storage.random_(0, 64)  # four such bytes are a scale below 1
@@ -55,9 +56,11 @@ class Pair:
 
     def check(self, contexts: list[int], drafts: list[int] | None = None) -> None:
         batch = decode_batch(contexts, self.decoder.config.vocab_size, drafts)
+        on_trial = replace(batch, on_trial=torch.ones(len(contexts), dtype=torch.int32))
+        expected = self.decoder.logits(self.decoder.hidden(on_trial, self.caches))
         actual = self.steps.logits(batch)
         assert actual is not None
-        assert torch.equal(actual, self.decoder.logits(self.decoder.hidden(batch, self.caches))), contexts
+        assert torch.equal(actual, expected), contexts
 
 
 @pytest.mark.parametrize(("family", "kind", "cached", "path"), [

@@ -79,6 +79,8 @@ def test_the_application_answers_streams_and_survives_a_lost_server(application:
         assert _streamed(client) == text
         assert client.post("/v1/completions", content=b"{", headers={"Content-Type": "application/json"}
                            ).status_code == 400
+        refused = client.post("/v1/load_lora_adapter", json={"lora_name": "a", "lora_path": "/a"})
+        assert refused.status_code == 404 and "would reach one replica" in refused.text
         before = servers()
         assert len(before) == 2
         os.kill(before[0], signal.SIGKILL)

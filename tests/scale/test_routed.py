@@ -45,6 +45,15 @@ def test_tenants_models_and_salts_share_nothing() -> None:
     assert len({prompt.pieces[0] for prompt in all_pieces}) == len(all_pieces)
 
 
+def test_a_model_that_is_an_adapters_name_asks_for_it() -> None:
+    body = {"prompt": LONG, "model": "poet"}
+    assert read(body).request("a", 0.0, {"poet"}).adapter == "poet"
+    assert read(body).request("a", 0.0, {"clerk"}).adapter == ""
+    assert read({"prompt": LONG}).request("a", 0.0, {"poet", ""}).adapter == ""
+    assert read(body | {"model": 7}).model == ""
+    assert not {*read(body).pieces} & {*read(body | {"model": "clerk"}).pieces}
+
+
 def test_a_session_is_the_headers_or_a_hint_of_the_body() -> None:
     assert read({"prompt": "x"}).session == ""
     assert read({"prompt": "x", "prompt_cache_key": "k"}, "t").session == "t:k"
@@ -57,7 +66,7 @@ def test_a_session_is_the_headers_or_a_hint_of_the_body() -> None:
     st.none() | st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
 def test_any_body_is_read_or_left_to_the_replica(body: object) -> None:
     prompt = read(body)
-    assert prompt.num_bytes >= 0 and prompt.request("a", 0.0).num_tokens >= 1
+    assert prompt.num_bytes >= 0 and prompt.request("a", 0.0, ()).num_tokens >= 1
 
 
 def test_a_body_that_is_nested_without_end_is_left_to_the_replica() -> None:

@@ -35,7 +35,7 @@ def served(router: str, max_queued: tuple[int | None, int | None] = (None, None)
     setup = setup_of("h100", SHAPE, EngineConfig.of(model="", max_num_seqs=16))
     limits = replace(setup.limits, num_blocks=40_000 // setup.limits.block_size)
     setup = replace(setup, limits=limits, max_queued=max_queued)
-    routed = RoutedServers(ROUTERS[router](0), REPLICAS)
+    routed = RoutedServers(ROUTERS[router](0), REPLICAS, setup.pace)
     servers = [Server(setup, observers=[told], replica=index) for index, told in enumerate(routed.observers)]
     found = simulate(traffic_of(workload()), servers, routed=routed)
     routed.tell(inf)
@@ -60,6 +60,19 @@ def test_knowing_what_is_cached_brings_first_tokens_earlier() -> None:
     product, robin = first_tokens(served("product")), first_tokens(served("round-robin"))
     assert sum(product) < 0.9 * sum(robin)
     assert product[-4] < robin[-4]
+
+
+def test_requests_of_an_adapter_meet_where_its_place_in_a_step_is() -> None:
+    """With one adapter in a step, another one waits until the requests of the first have ended."""
+    means = {}
+    for router in ("product", "least-unfinished"):
+        setup = setup_of("h100", SHAPE, EngineConfig.of(model="", max_num_seqs=16, enable_lora=True, max_loras=1))
+        routed = RoutedServers(ROUTERS[router](0), 2, setup.pace)
+        servers = [Server(setup, observers=[told], replica=index) for index, told in enumerate(routed.observers)]
+        drawn = generate(Recipe(120, lengths.Uniform(100, 200), lengths.Uniform(20, 60), arrivals.Poisson(40.0)), 5)
+        found = simulate(traffic_of(drawn, adapters=2), servers, routed=routed)
+        means[router] = sum(first_tokens(found)) / len(drawn.requests)
+    assert means["product"] < 0.7 * means["least-unfinished"]
 
 
 def test_a_request_that_its_server_refuses_is_on_no_server() -> None:

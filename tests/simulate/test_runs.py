@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -19,7 +20,7 @@ from slotwise.core.slo import SLO
 from slotwise.core.step_time import Work
 from slotwise.engine.messages import Add, Command, Configure, Finish
 from slotwise.engine.scheduling import Scheduling
-from slotwise.observe.event_log import decode
+from slotwise.observe.event_log import Arrival, Step, decode
 from slotwise.observe.recorder import Recorder
 from slotwise.policies.settings import POLICIES, Ordering
 from slotwise.routing.routers import ROUTERS
@@ -130,7 +131,7 @@ def test_and_those_of_a_router_that_servers_tell_of_themselves(drawn: Sequence[A
     setup = Setup(LIMITS, Scheduling(Batching(), 4, 24), GrowingPace(cost), max_queued=(3, 60))
     found = []
     for at_once in (True, False):
-        routed = RoutedServers(ROUTERS[router](0), 2)
+        routed = RoutedServers(ROUTERS[router](0), 2, setup.pace)
         found.append(simulate(commands, [
             Server(setup, observers=[told], replica=number, takes_runs=at_once)
             for number, told in enumerate(routed.observers)], routed=routed))
@@ -159,3 +160,13 @@ def test_a_what_if_changes_the_settings_that_held_last():
     assert answer["settings"]["max_num_seqs"] == 2 and answer["settings"]["scheduling_policy"] == "shortest"
     found = answer["groups"]["all requests"]
     assert found["what_if"]["ttft_p99"] == pytest.approx(found["measured"]["ttft_p99"], rel=0.2)
+
+
+def test_a_what_if_about_prompts_that_other_engines_computed_is_refused():
+    _, lines = played([(0.0, Add("r0", [5] * 4, SamplingParams(max_tokens=9, ignore_eos=True), 0))],
+                      Setup(LIMITS, Scheduling(Batching(), 4, 24), CostPace(cost)), {}, at_once=True)
+    entries = [decode(line) for line in lines]
+    steps = [index for index, entry in enumerate(entries) if isinstance(entry, Step)]
+    entries[steps[0]] = msgspec.structs.replace(entries[steps[0]], arrivals=(Arrival(0, 1, True),))
+    with pytest.raises(ValueError, match="computed by other engines"):
+        what_if(entries, {"scheduling_policy": "shortest"}, Objectives())

@@ -167,7 +167,8 @@ def run(asked: argparse.Namespace) -> int:
 
 def _alike(asked: argparse.Namespace, setup: Setup, traffic: Traffic) -> dict[str, SimulatedRequest]:
     """Simulates servers without roles."""
-    routed = RoutedServers(ROUTERS[asked.router](asked.seed), asked.replicas) if asked.router else None
+    routed = (RoutedServers(ROUTERS[asked.router](asked.seed), asked.replicas, setup.pace)
+              if asked.router else None)
     told = [[one] for one in routed.observers] if routed is not None else [[]] * asked.replicas
     with ExitStack() as stack:
         servers = [Server(setup, observers=observers, replica=number) for number, observers in enumerate(told)]
@@ -253,6 +254,8 @@ def _shape(model: str) -> ModelShape:
     head, width = config.hidden_size * config.vocab_size, 2
     if config.mixture is not None:
         raise ValueError("the roofline of a mixture of experts depends on which experts a step hits: name an event log")
+    if config.recurrent is not None:
+        raise ValueError("recurrent states, which steps read and write whole, are in no data sheet: name an event log")
     positions = 2 * config.num_layers * config.num_kv_heads * config.head_dim * width
     return ModelShape((config.layer_weights + head) * width, positions, config.layer_weights, head,
                       4 * config.num_layers * config.num_heads * config.head_dim, config.max_position_embeddings,

@@ -46,6 +46,14 @@ def check_model(config: EngineConfig, folder: Path, described: ModelConfig, kern
                           f"already ({described.quantization.description}); leave the option out")
     if config.batch_invariant and (why := kernels.batch_dependence(described.dtype)):
         raise ConfigError(f"batch_invariant cannot be kept: {why}")
+    if described.recurrent is None:
+        return
+    if config.pipeline_parallel_size > 1:
+        raise ConfigError(f"pipeline_parallel_size {config.pipeline_parallel_size}: layers with a recurrent state are "
+                          "not divided into stages: serve this model with 1")
+    if config.speculative_config is not None and config.speculative_config.model is not None:
+        raise ConfigError("speculative_config: a draft model is not supported beside a model with recurrent states: "
+                          "choose method suffix, ngram or prediction")
 
 
 def joined(

@@ -43,7 +43,9 @@ class DraftCheckpoint:
             CheckpointError: it cannot be loaded.
             ConfigError: its tokens are others.
         """
-        self.describe(model, kernels)
+        if self.describe(model, kernels).recurrent is not None:
+            raise ConfigError(f"speculative_config: the draft model in {self.folder} has recurrent states, which is "
+                              "not supported")
         why = _difference(folder, self.folder)
         if why is None:
             own = self.describe(model, kernels).vocab_size

@@ -11,9 +11,9 @@ from slotwise.core.limits import SchedulerLimits
 from slotwise.core.step import StepPlan
 from slotwise.engine.executor import Executor
 from slotwise.kernels.cpu.memory import LARGE
-from slotwise.kernels.interface import AttentionShape, LayerCache
+from slotwise.kernels.interface import LayerCache, LayerShape
 from slotwise.kernels.select import draw_for, launcher_of, mask_for
-from slotwise.model.cache_groups import LayerGroups
+from slotwise.model.cache_groups import LayerGroups, cache_shapes
 from slotwise.model.decoder import Decoder, Returned
 from slotwise.runner.draft_cache import DraftPositions
 from slotwise.runner.draft_model import DraftModel
@@ -55,7 +55,7 @@ def leading(
     """
     kernels, vocab_size = decoder.kernels, decoder.config.vocab_size
     caches, slots = _caches(decoder, limits, groups), _slots(decoder, limits, groups)
-    draft_caches = [] if draft is None else _allocated(draft, limits, draft.attention_shapes)
+    draft_caches = [] if draft is None else _allocated(draft, limits, draft.layer_shapes)
     is_divided = decoder.group.pipe.stage.total > 1
     known = _slots(decoder, limits, groups) if is_divided else slots  # of what is sampled
     sampler: Sampling = (
@@ -74,7 +74,7 @@ def leading(
         runner = ModelRunner(
             decoder, caches.by_layer, slots, sampler, HostBlocks(limits.num_host_blocks, pieces), masks, draft_model)
     if kernels.name == "cpu":
-        shape = decoder.attention_shapes[0]
+        shape = decoder.layer_shapes[0]
         per_block = kernels.cache_bytes_per_block(limits.block_size, shape, decoder.config.dtype)
         distance = max(2 * limits.max_num_seqs, 2 * LARGE // per_block)
         runner = Prefault(runner, [*caches.every, *draft_caches], limits.num_blocks, distance)
@@ -103,12 +103,15 @@ def _slots(decoder: Decoder, limits: SchedulerLimits, groups: LayerGroups) -> Sl
 
 def _caches(decoder: Decoder, limits: SchedulerLimits, groups: LayerGroups) -> Caches:
     own = groups.caches[decoder.layers.start : decoder.layers.stop]
-    numbers = sorted(set(own))
-    shapes = [decoder.attention_shapes[groups.caches.index(number)] for number in numbers]
-    made = dict(zip(numbers, _allocated(decoder, limits, shapes), strict=True))
+
+    def num_bytes(shape: LayerShape) -> int:
+        return decoder.kernels.cache_bytes_per_block(limits.block_size, shape, decoder.config.dtype)
+
+    shapes = cache_shapes(groups, decoder.layer_shapes, decoder.layers, num_bytes)
+    made = dict(zip(shapes, _allocated(decoder, limits, [*shapes.values()]), strict=True))
     return Caches(list(made.values()), [made[number] for number in own])
 
 
-def _allocated(decoder: Decoder, limits: SchedulerLimits, shapes: Sequence[AttentionShape]) -> list[LayerCache]:
+def _allocated(decoder: Decoder, limits: SchedulerLimits, shapes: Sequence[LayerShape]) -> list[LayerCache]:
     return [decoder.kernels.allocate_cache(limits.num_blocks + 1, limits.block_size, shape, decoder.config.dtype)
             for shape in shapes]

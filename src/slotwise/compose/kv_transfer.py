@@ -24,7 +24,8 @@ def check_transfers(config: EngineConfig, limits: SchedulerLimits, kernels: Kern
     if kernels.device.type != "cpu":
         raise ConfigError(f"kv_transfer_config needs device cpu, not {kernels.device.type}")
     if any(limits.windows):
-        raise ConfigError("kv_transfer_config is not supported with a model that has windowed attention: leave it out")
+        raise ConfigError("kv_transfer_config is not supported with windowed attention or recurrent states: leave it "
+                          "out")
 
 
 def linked(

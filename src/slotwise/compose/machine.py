@@ -22,7 +22,7 @@ from torch import Tensor
 
 from slotwise.core.roofline import Machine, Roofline
 from slotwise.host import last_cache_bytes
-from slotwise.kernels.interface import Kernels
+from slotwise.kernels.interface import AttentionShape, Kernels
 from slotwise.kernels.select import launcher_of
 from slotwise.model.decoder import Decoder
 
@@ -96,12 +96,14 @@ def faster(one: Machine, other: Machine) -> Machine:
 
 
 def roofline(decoder: Decoder, machine: Machine) -> Roofline:
+    """Returns lower bounds of the costs of a model's steps; recurrent states are not counted."""
     config, kernels = decoder.config, decoder.kernels
+    attention = [shape for shape in decoder.layer_shapes if isinstance(shape, AttentionShape)]
     return Roofline(
         machine, decoder.step_weight_bytes,
-        sum(kernels.cache_bytes_per_block(BLOCK, shape, config.dtype) for shape in decoder.attention_shapes) // BLOCK,
+        sum(kernels.cache_bytes_per_block(BLOCK, shape, config.dtype) for shape in attention) // BLOCK,
         config.layer_weights, config.hidden_size * config.vocab_size,
-        4 * config.num_layers * config.num_heads * config.head_dim)
+        4 * len(attention) * config.num_heads * config.head_dim)
 
 
 def _best(work: Callable[[], object], seconds: float) -> float:

@@ -13,9 +13,10 @@ from slotwise.core.limits import SchedulerLimits
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.messages import MemoryUse
 from slotwise.kernels.group import Divided, num_ranks
+from slotwise.kernels.interface import LayerShape
 from slotwise.kernels.pipe import PLACES, Stage
 from slotwise.kernels.select import draw_for
-from slotwise.model.cache_groups import LayerGroups, layer_groups, one_group
+from slotwise.model.cache_groups import LayerGroups, cache_shapes, layer_groups, least_block_size, one_group
 from slotwise.model.decoder import Decoder
 from slotwise.model.families import weight_bytes
 from slotwise.model.stages import layers_of
@@ -66,12 +67,12 @@ def sized(
     if config.kv_offloading_size and kernels.name == "cpu":
         raise ConfigError("kv_offloading_size is for devices with memory of their own: on the CPU the cache is in host "
                           "memory already, so raise kv_cache_memory instead")
-    block_size = config.block_size or BLOCK_SIZE
     model_tokens = decoder.config.max_position_embeddings
     models = [decoder] if draft is None else [decoder, draft]
     groups = cache_groups(config, decoder)
+    block_size = block_tokens(config, decoder, groups)
     per_block = sum(kernels.cache_bytes_per_block(block_size, shape, model.config.dtype)
-                    for model in models[1:] for shape in model.attention_shapes)
+                    for model in models[1:] for shape in model.layer_shapes)
     per_block += _block_bytes(decoder, groups, block_size)
     longest = min(config.max_model_len or model_tokens, model_tokens)
     useful = config.max_num_seqs * CacheGroups(groups.windows, block_size, config.step_tokens).most_blocks(longest)
@@ -91,9 +92,23 @@ def sized(
 def cache_groups(config: EngineConfig, decoder: Decoder) -> LayerGroups:
     """Returns the cache groups of the model's layers: with a draft model one, whose blocks hold the layers of both."""
     if config.speculative_config and config.speculative_config.model:
-        return one_group(len(decoder.attention_shapes))
+        return one_group(len(decoder.layer_shapes))
     model_tokens = decoder.config.max_position_embeddings
-    return layer_groups(decoder.attention_shapes, min(config.max_model_len or model_tokens, model_tokens))
+    return layer_groups(decoder.layer_shapes, min(config.max_model_len or model_tokens, model_tokens))
+
+
+def block_tokens(config: EngineConfig, decoder: Decoder, groups: LayerGroups) -> int:
+    """Returns the tokens of a cache block: as asked, or those of the measurements, as many times as a state needs.
+
+    Raises:
+        ConfigError: a block of so many tokens holds no state.
+    """
+    least = least_block_size(groups, decoder.layer_shapes, lambda tokens, shape: decoder.kernels.cache_bytes_per_block(
+        tokens, shape, decoder.config.dtype))
+    if config.block_size and config.block_size < least:
+        raise ConfigError(f"block_size {config.block_size}: a block of this model must also hold the recurrent state "
+                          f"of a layer, as large as {least} tokens: set at least {least}, or leave it out")
+    return config.block_size or -(-least // BLOCK_SIZE) * BLOCK_SIZE
 
 
 def _on_host(config: EngineConfig, models: Sequence[Decoder], longest: int, staging: int) -> _Room:
@@ -133,12 +148,15 @@ def _weights(models: Sequence[Decoder]) -> int:
 def _block_bytes(decoder: Decoder, groups: LayerGroups, block_size: int) -> int:
     """Returns the bytes of a block of the cache, in the ranks that share a memory, or in the one that has most."""
     count = decoder.group.pipe.stage.total
+
+    def num_bytes(shape: LayerShape) -> int:
+        return decoder.kernels.cache_bytes_per_block(block_size, shape, decoder.config.dtype)
+
     of_stages: list[int] = []
     for number in range(count):
         layers = layers_of(decoder.config, Stage(number, count))
-        shapes = {groups.caches[layer]: decoder.attention_shapes[layer] for layer in layers}
-        of_stages.append(sum(decoder.kernels.cache_bytes_per_block(block_size, shape, decoder.config.dtype)
-                             for shape in shapes.values()))
+        shapes = cache_shapes(groups, decoder.layer_shapes, layers, num_bytes)
+        of_stages.append(sum(map(num_bytes, shapes.values())))
     return max(of_stages) if decoder.kernels.device.type == "cuda" else decoder.group.size * sum(of_stages)
 
 

@@ -7,6 +7,12 @@ before them are freed while the request runs.  Full attention is the group whose
     full        |■■■■■|■■■■■|■■■■■|■■■■■|■■■■■|■■■■■|■■|
     window 8    |     |     |     |     |■■■■■|■■■■■|■■|       blocks 0 to 3 are freed
 
+A group of layers with a *recurrent state* keeps no keys and values: its blocks hold the state behind their last token,
+which the next token reads.  It is a group that looks back on one token; its full blocks in the prefix cache are
+snapshots.  Unlike keys and values, a state cannot be computed again over itself.
+
+    state        |     |     |     |     |     |■■■■■|■■|       blocks 0 to 4 are freed
+
 All groups take their blocks from one pool, so layers of all groups have equally large blocks (`model/cache_groups.py`).
 After the hybrid cache managers of vLLM and Jenga (Zhang et al., arXiv 2503.18292).
 """
@@ -16,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 UNBOUNDED = 1 << 62  # blocks of a window without an end
+STATE_WINDOW = 1  # tokens that layers with a recurrent state look back on
 IN_FLIGHT = 2  # steps that may be planned and not committed: a request holds blocks for their tokens
 
 
@@ -46,6 +53,7 @@ class CacheGroups:
         self.block_size = block_size
         self.windows = tuple([-(-window // block_size) if window else UNBOUNDED for window in windows])  # in blocks
         ahead = -(-IN_FLIGHT * max_chunk // block_size) + 1
+        self.have_states = STATE_WINDOW in windows
         self._most = [window + ahead for window in self.windows]
 
     def __len__(self) -> int:

@@ -54,6 +54,7 @@ class KVManager:
         self._shares = shares
         self._advances = shares or groups.are_windowed
         self.is_windowed = groups.are_windowed  # so requests may hold blocks for a part of their known tokens
+        self.has_states = groups.have_states
         self._freed: Counter[tuple[int, int]] = Counter()  # by slot and group: blocks truncated since the last plan
         self._expired: Counter[tuple[int, int]] = Counter()  # likewise: blocks that fell behind a window
 
@@ -208,10 +209,11 @@ class KVManager:
                 raise ConservationError(f"{request.request_id} does not keep its windows' blocks, from {firsts} on")
 
     def _pop_blocks(self, count: int) -> list[int]:
-        for block in self.pool.evict(max(0, count - self.pool.num_free)):
-            lost = self.host.keep(self.prefix.vacate(block), block)
-            if lost is not None:
-                self.prefix.forget(lost.entry)
+        if (lacking := count - self.pool.num_free) > 0:
+            for block in self.pool.evict(lacking):
+                lost = self.host.keep(self.prefix.vacate(block), block)
+                if lost is not None:
+                    self.prefix.forget(lost.entry)
         return self.pool.pop(count)
 
     def _set_advance_at(self, request: Request, num_full: int) -> None:

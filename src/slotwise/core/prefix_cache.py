@@ -163,7 +163,8 @@ class PrefixCache:
                     for cached in entry.cached:
                         self._of_block.pop(cached.block, None)
                 entries[digest] = entry = Entry(next(self._numbers), digest, part, before, blocks)
-                self._of_block.update(zip(blocks, entry.cached, strict=True))
+                for cached in entry.cached:
+                    self._of_block[cached.block] = cached
             before = entry.number
         block_hashes.before, block_hashes.length = before, end
         return replaced

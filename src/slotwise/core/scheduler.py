@@ -315,12 +315,14 @@ class Scheduler:
     def rollback(self) -> list[str]:
         """Drop all steps in flight after a failure; their rows are planned again from the last commit.
 
-        Returns the ids of the unfinished requests in the oldest of these steps.
+        Returns the ids of the unfinished requests that cannot go on: those in the oldest of these steps; in any of them
+        where a cache group has recurrent states, which may have advanced since that commit.
         """
         steps = list(self._in_flight)
         self._in_flight.clear()
         for step in steps:
             for request in step.requests:
                 request.unschedule()
-        first = steps[0].requests if steps else ()
-        return [request.request_id for request in first if not request.ended]
+        lost = steps if self._table.kv.has_states else steps[:1]
+        return list(dict.fromkeys(
+            request.request_id for step in lost for request in step.requests if not request.ended))

@@ -286,12 +286,12 @@ class EngineConfig:
             raise ConfigError(f"a sequence of max_model_len {longest} does not fit the cache of {cache_tokens} tokens: "
                               "lower max_model_len or raise kv_cache_memory")
         try:
-            return SchedulerLimits(
+            return self.scheduling().limits(SchedulerLimits(
                 max_model_len=longest, num_blocks=num_blocks, block_size=block_size, max_num_seqs=self.max_num_seqs,
                 max_num_batched_tokens=self.step_tokens, enable_prefix_caching=self.enable_prefix_caching,
                 watermark_blocks=num_blocks // WATERMARK, max_passes=MAX_PASSES, on_pressure=self.on_pressure,
                 max_step_ms=self.max_step_ms, max_stall_ms=self.max_stall_ms or None,
                 tiers=self.tiers, num_host_blocks=num_host_blocks, max_loras=self.max_loras, windows=windows,
-                max_chunk=self.step_tokens, stages=self.pipeline_parallel_size)
+                max_chunk=self.step_tokens, stages=self.pipeline_parallel_size))
         except ValueError as error:
             raise ConfigError(str(error)) from error

@@ -61,7 +61,14 @@ class Scheduling:
         return self.ordering.policy(self.tiers, times)
 
     def limits(self, now: SchedulerLimits) -> SchedulerLimits:
-        """Returns `now` with these settings.  Raises ValueError for limits under which no request can run."""
+        """Returns `now` with these settings.
+
+        Raises ValueError for limits under which no request can run, and for batches that leave together where a cache
+        group has recurrent states: a row whose batch has not ended computes its last token again.
+        """
+        if now.groups.have_states and self.discipline().leaves_together:
+            raise ValueError(f"batching {self.batching.kind} computes the last token of a request again until its "
+                             "batch has ended, and this model's recurrent states would advance: choose continuous")
         return replace(now, tiers=self.tiers, **{name: getattr(self, name) for name in LIMITS})
 
     def as_settings(self) -> dict[str, Any]:

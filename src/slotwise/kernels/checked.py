@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slotwise.kernels.delta import DeltaShape, DeltaWeights
 from slotwise.kernels.interface import (
     Activation,
     AttentionShape,
@@ -138,6 +139,26 @@ class CheckedKernels:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return self._activated("silu_mul", self._kernels.silu_mul, gate_up)
 
+    def sigmoid_mul(self, gate: Tensor, x: Tensor) -> Tensor:
+        self._check("sigmoid_mul: x", x, tuple(x.shape[:2]), FLOATS)
+        self._check("sigmoid_mul: gate", gate, x.shape, (x.dtype,))
+        return self._check("sigmoid_mul: result", self._kernels.sigmoid_mul(gate, x), x.shape, (x.dtype,))
+
+    def gated_delta(
+        self, mixed: Tensor, gates: Tensor, weights: DeltaWeights, cache: LayerCache, batch: RaggedBatch,
+        shape: DeltaShape,
+    ) -> Tensor:
+        self.check_batch(batch)
+        tokens, heads = len(batch.token_ids), shape.num_value_heads
+        self._check("gated_delta: mixed", mixed, (tokens, shape.channels + shape.values), FLOATS)
+        self._check("gated_delta: gates", gates, (tokens, 2 * heads), (mixed.dtype,))
+        sizes = {"convolution": (shape.taps, shape.channels), "rate": (heads,), "step_bias": (heads,),
+                 "norm": (shape.value_dim,)}
+        for name, size in sizes.items():
+            self._check(f"gated_delta: {name}", getattr(weights, name), size, (torch.float32,))
+        result = self._kernels.gated_delta(mixed, gates, weights, cache, batch, shape)
+        return self._check("gated_delta: result", result, (tokens, shape.values), (mixed.dtype,))
+
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         return self._activated("gelu_mul", self._kernels.gelu_mul, gate_up)
 
@@ -189,6 +210,8 @@ class CheckedKernels:
         self._check("batch.context_lens", batch.context_lens, (rows,), (torch.int32,))
         self._check("batch.block_tables", batch.block_tables, (rows, batch.block_tables.shape[1]), (torch.int32,))
         self._check("batch.sample_at", batch.sample_at, (len(batch.sample_at),), (torch.int64,))
+        if batch.on_trial is not None:
+            self._check("batch.on_trial", batch.on_trial, (rows,), (torch.int32,))
         if not 0 < batch.max_query_len <= tokens or batch.max_query_len > batch.max_context_len:
             raise KernelArgumentError(
                 f"a batch of {tokens} tokens has a row of {batch.max_query_len} and a context of "

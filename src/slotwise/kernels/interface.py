@@ -12,12 +12,13 @@ batching (Yu et al., OSDI 2022) over vLLM's paged memory (Kwon et al., SOSP 2023
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
-from torch import Tensor, device, dtype, float8_e4m3fn, int8
+from torch import Tensor, device, dtype
 
+from slotwise.kernels.delta import DeltaKernels, DeltaShape
 from slotwise.kernels.low_rank import AdapterProducts
 from slotwise.kernels.matrix import Format, QuantisedMatrix, Weight
 
@@ -66,32 +67,7 @@ Mixture = Callable[[Tensor, Tensor], Tensor]
 """Packed experts: `x [tokens, hidden], logits [tokens, experts] -> [tokens, hidden]`."""
 
 LayerCache = Any
-"""One layer's keys and values; its layout belongs to the kernels that made it."""
-
-CACHE_KINDS: dict[str, dtype | None] = {"auto": None, "int8": int8, "fp8": float8_e4m3fn}
-"""The types of a cache, by the names of options; None: the type that the model computes in.
-
-int8 has a scale for each token and head.  fp8 has none; values beyond FP8_LARGEST are stored as FP8_LARGEST.
-"""
-
-FP8_LARGEST = 448.0  # of four bits of exponent and three of fraction (Micikevicius et al., 2022)
-
-
-def cache_kind(name: str, device: str, kept: Sequence[str]) -> dtype | None:
-    """The type of `CACHE_KINDS` for `name`, which must be in `kept`, the names a device supports.
-
-    Raises:
-        ValueError: it is not in `kept`.
-    """
-    if name not in kept:
-        raise ValueError(f"kv_cache_dtype must be {' or '.join(kept)} on device {device}, not {name!r}")
-    return CACHE_KINDS[name]
-
-
-def as_bytes(x: Tensor) -> Tensor:
-    """`x` itself, or for one-byte elements that torch does not index, a view as int8, which it does."""
-    return x.view(int8) if x.itemsize == 1 else x
-
+"""One layer's keys and values, or its states; its layout belongs to the kernels that made it."""
 
 class GroupTables(NamedTuple):
     """What a cache group has of its own in a batch."""
@@ -119,6 +95,7 @@ class RaggedBatch:
     max_context_len: int
     groups: tuple[GroupTables, ...] = ()  # of cache groups 1 and up (`model/cache_groups.py`); kernels see one group
     group_of_layer: tuple[int, ...] = ()  # () where there is one group
+    on_trial: Tensor | None = None  # [rows] int32, not 0 where recurrent states stay what they are; None: nowhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +111,10 @@ class AttentionShape:
     scale: float
     window: int = 0  # tokens a query may look back on, itself included; 0: no limit
     soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap) (Gemma 2); 0: none
+
+
+LayerShape = AttentionShape | DeltaShape
+"""What a layer keeps of every token, or of the last one."""
 
 
 class SharedNorm(NamedTuple):
@@ -171,7 +152,7 @@ class Graph(Protocol):
         ...
 
 
-class Kernels(Protocol):
+class Kernels(DeltaKernels, Protocol):
     """All operations of a decoder layer.  Implementations hold no request state."""
 
     name: str
@@ -210,15 +191,16 @@ class Kernels(Protocol):
         """The option of `shape` that these kernels do not support, in one sentence; "" where they support all."""
         ...
 
-    def allocate_cache(self, num_blocks: int, block_size: int, shape: AttentionShape, kind: dtype) -> LayerCache:
+    def allocate_cache(self, num_blocks: int, block_size: int, shape: LayerShape, kind: dtype) -> LayerCache:
         """One layer's zeroed cache of `num_blocks` blocks of `block_size` tokens, for a model that computes in `kind`.
 
-        The type of its elements is fixed when the kernels are constructed.
+        The type of its elements is fixed when the kernels are constructed.  A block of keys and values may hold a state
+        instead that takes no more bytes.
         """
         ...
 
-    def cache_bytes_per_block(self, block_size: int, shape: AttentionShape, kind: dtype) -> int:
-        """Bytes of one block in one layer: keys, values and their scales, if any."""
+    def cache_bytes_per_block(self, block_size: int, shape: LayerShape, kind: dtype) -> int:
+        """Bytes of one block in one layer: keys, values and their scales, if any, or a state."""
         ...
 
     def cache_pieces(self, cache: LayerCache) -> tuple[Tensor, ...]:

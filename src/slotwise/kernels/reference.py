@@ -6,19 +6,18 @@ cache places a query may see, so the contents of the others never matter.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slotwise.kernels import paged_cache
+from slotwise.kernels.cache_kinds import CACHE_KINDS, cache_kind
+from slotwise.kernels.delta import DeltaShape, DeltaWeights, reference_gated_delta
 from slotwise.kernels.gates import activated, in_two_steps
 from slotwise.kernels.group import embed_part
 from slotwise.kernels.interface import (
-    CACHE_KINDS,
-    FP8_LARGEST,
     Activation,
     AttentionShape,
     ClampedSwiGLU,
@@ -29,50 +28,10 @@ from slotwise.kernels.interface import (
     RaggedBatch,
     Routing,
     SharedNorm,
-    as_bytes,
-    cache_kind,
 )
 from slotwise.kernels.low_rank import ReferenceAdapters
 from slotwise.kernels.matrix import Format, QuantisedMatrix, Weight
-
-
-class PagedCache(NamedTuple):
-    """Both tensors are `[blocks, block_size, kv_heads, head_dim]`."""
-
-    keys: Tensor
-    values: Tensor
-
-    def write(self, places: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Set `places [tokens]` to float32 `[tokens, kv_heads, head_dim]`."""
-        for stored, new in ((self.keys, keys), (self.values, values)):
-            kept = narrowed(new, stored.dtype)
-            as_bytes(stored).flatten(0, 1)[places] = as_bytes(kept)
-
-    def read(self, blocks: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values at these places, as float32."""
-        places = blocks, offsets
-        kind = self.keys.dtype
-        return as_bytes(self.keys)[places].view(kind).float(), as_bytes(self.values)[places].view(kind).float()
-
-
-class QuantisedPagedCache(NamedTuple):
-    """int8 keys and values, with a scale for each token and head."""
-
-    keys: Tensor  # [blocks, block_size, kv_heads, head_dim] int8
-    values: Tensor
-    key_scales: Tensor  # [blocks, block_size, kv_heads] float32
-    value_scales: Tensor
-
-    def write(self, places: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Set `places [tokens]` to quantised float32 `[tokens, kv_heads, head_dim]`."""
-        for stored, scales, new in ((self.keys, self.key_scales, keys), (self.values, self.value_scales, values)):
-            stored.flatten(0, 1)[places], scales.flatten(0, 1)[places] = quantise(new)
-
-    def read(self, blocks: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-        """Dequantised keys and values at these places, as float32."""
-        places = blocks, offsets
-        return (self.keys[places] * self.key_scales[places].unsqueeze(-1),
-                self.values[places] * self.value_scales[places].unsqueeze(-1))
+from slotwise.kernels.paged_cache import PagedCache, QuantisedPagedCache, ReferenceCache
 
 
 def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -88,24 +47,13 @@ def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     return chosen, scores.softmax(-1).gather(1, chosen)
 
 
-def narrowed(x: Tensor, kind: torch.dtype) -> Tensor:
-    """`x` as another float type.  Values beyond fp8's range become its largest; torch would make them NaN."""
-    return (x.clamp(-FP8_LARGEST, FP8_LARGEST) if kind == torch.float8_e4m3fn else x).to(kind)
-
-
-def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`x [..., head_dim]` as int8 in -127 ... 127, and the scales `[...]` float32."""
-    scales = x.float().abs().amax(-1) / 127
-    return (x.float() / scales.clamp_min(1e-30 / 127).unsqueeze(-1)).round().nan_to_num_().to(torch.int8), scales
-
-
 class ReferenceKernels:
     """Plain torch, any float type, any device."""
 
     name = "reference"
     kinds: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
     records_drafts = False
-    mixture_refusal = adapter_refusal = ""
+    mixture_refusal = adapter_refusal = delta_refusal = ""
 
     def __init__(self, device: str = "cpu", kv_cache_dtype: str = "auto") -> None:
         """Raises ValueError if `kv_cache_dtype` is not in `CACHE_KINDS`."""
@@ -132,25 +80,20 @@ class ReferenceKernels:
         return ""
 
     def allocate_cache(
-        self, num_blocks: int, block_size: int, shape: AttentionShape, kind: torch.dtype,
-    ) -> PagedCache | QuantisedPagedCache:
+        self, num_blocks: int, block_size: int, shape: AttentionShape | DeltaShape, kind: torch.dtype,
+    ) -> ReferenceCache:
         """One layer's zeroed cache of `num_blocks` blocks of `block_size` tokens."""
-        size = (num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
-        zeros = functools.partial(torch.zeros, device=self.device)
-        keys, values = (zeros(size, dtype=self._cached or kind) for _ in range(2))
-        if self._cached == torch.int8:
-            return QuantisedPagedCache(keys, values, zeros(size[:3]), zeros(size[:3]))
-        return PagedCache(keys, values)
+        return paged_cache.allocate(num_blocks, block_size, shape, self._cached or kind, self.device)
 
-    def cache_bytes_per_block(self, block_size: int, shape: AttentionShape, kind: torch.dtype) -> int:
+    def cache_bytes_per_block(
+        self, block_size: int, shape: AttentionShape | DeltaShape, kind: torch.dtype,
+    ) -> int:
         """Bytes one block takes in one layer, keys and values together."""
-        scale = torch.float32.itemsize if self._cached == torch.int8 else 0
-        head = shape.head_dim * (self._cached or kind).itemsize + scale
-        return 2 * block_size * shape.num_kv_heads * head
+        return paged_cache.bytes_per_block(block_size, shape, self._cached or kind)
 
-    def cache_pieces(self, cache: PagedCache | QuantisedPagedCache) -> tuple[Tensor, ...]:
-        """Keys and values, and their scales, as bytes where the type has one byte."""
-        return tuple(piece.view(torch.int8) if cache.keys.itemsize == 1 else piece for piece in cache)
+    def cache_pieces(self, cache: ReferenceCache) -> tuple[Tensor, ...]:
+        """All of it, as bytes."""
+        return (cache.storage.view(torch.int8),)
 
     def format_refusal(self, format: Format, kind: torch.dtype) -> str:
         """Nothing is refused."""
@@ -261,6 +204,18 @@ class ReferenceKernels:
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         """`cap * tanh(x / cap)`; NaN and infinities stay what they are."""
         return torch.where(x.isfinite(), _soft_cap(x.float(), cap).to(x.dtype), x)
+
+    def sigmoid_mul(self, gate: Tensor, x: Tensor) -> Tensor:
+        """`sigmoid(gate) * x`."""
+        return (gate.float().sigmoid() * x.float()).to(x.dtype)
+
+    def gated_delta(
+        self, mixed: Tensor, gates: Tensor, weights: DeltaWeights, cache: ReferenceCache, batch: RaggedBatch,
+        shape: DeltaShape,
+    ) -> Tensor:
+        """Row by row, block by block, token by token."""
+        states = paged_cache.states(cache, shape)
+        return reference_gated_delta(mixed, gates, weights, states, batch, cache.block_size, shape)
 
     def rotary_store(
         self, qkv: Tensor, rotary: Tensor, batch: RaggedBatch, cache: PagedCache | QuantisedPagedCache,

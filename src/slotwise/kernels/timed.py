@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, dtype
 
+from slotwise.kernels.delta import DeltaShape, DeltaWeights
 from slotwise.kernels.interface import (
     Activation,
     AttentionShape,
@@ -91,6 +92,15 @@ class TimedKernels:
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return self._timed(SMALL, lambda: self._kernels.silu_mul(gate_up))
+
+    def sigmoid_mul(self, gate: Tensor, x: Tensor) -> Tensor:
+        return self._timed(SMALL, lambda: self._kernels.sigmoid_mul(gate, x))
+
+    def gated_delta(
+        self, mixed: Tensor, gates: Tensor, weights: DeltaWeights, cache: LayerCache, batch: RaggedBatch,
+        shape: DeltaShape,
+    ) -> Tensor:
+        return self._timed(ATTENTION, lambda: self._kernels.gated_delta(mixed, gates, weights, cache, batch, shape))
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         return self._timed(SMALL, lambda: self._kernels.gelu_mul(gate_up))

@@ -8,18 +8,24 @@ All groups take blocks from one pool (`core/cache_groups.py`), so layer i of eve
 
 Groups are as large as they can be without unused places in those of full attention, which would cost memory for every
 token, and with at most PADDING of them in the others: fewer groups have fewer block tables.
+
+A layer with a recurrent state looks back on one token, in whose block its state lies (`kernels/delta.py`).  So its
+group keeps the last block alone, and full blocks in the prefix cache are snapshots of the state.  A block must then
+have as many tokens as make their keys and values no smaller than a state: `least_block_size`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from slotwise.kernels.interface import AttentionShape, GroupTables, RaggedBatch
+from slotwise.kernels.delta import DeltaShape
+from slotwise.kernels.interface import AttentionShape, GroupTables, LayerShape, RaggedBatch
 
 PADDING = 0.1  # of the layers with one window
+MAX_BLOCK = 1 << 16  # tokens
 
 
 class LayerGroups(NamedTuple):
@@ -34,13 +40,14 @@ class LayerGroups(NamedTuple):
         return max(self.caches) + 1
 
 
-def layer_groups(shapes: Sequence[AttentionShape], longest: int) -> LayerGroups:
+def layer_groups(shapes: Sequence[LayerShape], longest: int) -> LayerGroups:
     """Groups of layers by their windows, for sequences of at most `longest` tokens.
 
     Layers whose keys and values differ in size are all one group, which keeps every position.
     """
     windows = [shape.window if 0 < shape.window < longest else 0 for shape in shapes]
-    if len({(shape.num_kv_heads, shape.head_dim) for shape in shapes}) > 1:
+    sizes = {(shape.num_kv_heads, shape.head_dim) for shape in shapes if isinstance(shape, AttentionShape)}
+    if len(sizes) > 1:
         return one_group(len(shapes))
     layers = Counter(windows)
     size = max(size for size in range(1, len(windows) + 1) if _fits(layers, size))
@@ -56,6 +63,37 @@ def layer_groups(shapes: Sequence[AttentionShape], longest: int) -> LayerGroups:
         caches.append(seen[window] % size)
         seen[window] += 1
     return LayerGroups(tuple(of_group), tuple(groups), tuple(caches))
+
+
+def cache_shapes(
+    groups: LayerGroups, shapes: Sequence[LayerShape], layers: range, num_bytes: Callable[[LayerShape], int],
+) -> dict[int, LayerShape]:
+    """By the number of a cache, the largest shape of those of `layers` that share it."""
+    made: dict[int, LayerShape] = {}
+    for layer in layers:
+        number, shape = groups.caches[layer], shapes[layer]
+        if number not in made or num_bytes(shape) > num_bytes(made[number]):
+            made[number] = shape
+    return dict(sorted(made.items()))
+
+
+def least_block_size(
+    groups: LayerGroups, shapes: Sequence[LayerShape], num_bytes: Callable[[int, LayerShape], int],
+) -> int:
+    """The least tokens of a block whose keys and values are as large as a state that shares its memory.
+
+    `num_bytes` are those of a block of so many tokens.
+    """
+    states = dict.fromkeys(shape for shape in shapes if isinstance(shape, DeltaShape))
+    attention = [shape for number, shape in zip(groups.caches, shapes, strict=True)
+                 if isinstance(shape, AttentionShape) and groups.caches.count(number) > 1]
+    if not states or not attention:
+        return 1
+    needed, low, high = max(num_bytes(1, state) for state in states), 1, MAX_BLOCK
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if num_bytes(middle, attention[0]) >= needed else (middle + 1, high)
+    return low
 
 
 def one_group(num_layers: int) -> LayerGroups:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from slotwise.kernels.interface import Activation, AttentionShape, ClampedSwiGLU, Routing
+from slotwise.kernels.delta import DeltaShape
+from slotwise.kernels.interface import Activation, AttentionShape, ClampedSwiGLU, LayerShape, Routing
 from slotwise.model.errors import CheckpointError
 from slotwise.model.fields import Fields
 from slotwise.model.layers.rope import Rope
@@ -32,6 +33,15 @@ class MixtureConfig:
     shared_intermediate_size: int = 0  # of the expert that all tokens share; 0: there is none
     activation: Activation | ClampedSwiGLU = "silu"
     are_split: bool = False  # into tensors of their own, where the family's checkpoints have them together
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentConfig:
+    """Recurrent states in place of attention, in some of the layers."""
+
+    shape: DeltaShape
+    layers: tuple[bool, ...]  # whether each layer has one
+    is_interleaved: bool  # as `layers/gated_delta.py` says
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +78,9 @@ class ModelConfig:
     logit_soft_cap: float = 0.0  # 0: none
     logit_scale: float = 1.0  # of logits
     embedding_scale: float = 1.0
+    has_gated_attention: bool = False
     mixture: MixtureConfig | None = None  # None: every layer has an MLP
+    recurrent: RecurrentConfig | None = None  # None: every layer has attention
     quantization: Quantization | None = None  # of the weights of products, as config.json says; None: plain numbers
 
     def __post_init__(self) -> None:
@@ -93,6 +105,24 @@ class ModelConfig:
             self.num_heads, self.num_kv_heads, self.head_dim, self.attention_scale or self.head_dim**-0.5,
             self.windows[index], self.attention_soft_cap)
 
+    def has_state(self, index: int) -> bool:
+        """Whether layer `index` has a recurrent state in place of attention."""
+        return self.recurrent is not None and self.recurrent.layers[index]
+
+    def layer_shape(self, index: int) -> LayerShape:
+        """What layer `index` keeps in its cache."""
+        if self.recurrent is not None and self.recurrent.layers[index]:
+            return self.recurrent.shape
+        return self.attention_shape(index)
+
+    @property
+    def recurrent_width(self) -> int:
+        """The most numbers per token that activations of layers with a recurrent state take at a time."""
+        if self.recurrent is None:
+            return 0
+        shape = self.recurrent.shape
+        return 3 * shape.channels + 2 * (shape.values + shape.num_value_heads)  # the convolution's are float32
+
     @property
     def mixture_of_experts(self) -> MixtureConfig:
         """That of a family which has one."""
@@ -106,8 +136,12 @@ class ModelConfig:
     @property
     def layer_weights(self) -> int:
         """Weights of all layers' products that a token is multiplied by: of experts those that it chooses."""
-        heads = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        heads = ((3 if self.has_gated_attention else 2) * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         weights = self.num_layers * self.hidden_size * (heads + 3 * self.intermediate_size)
+        if self.recurrent is not None:
+            shape = self.recurrent.shape
+            instead = shape.channels + 2 * shape.values + 2 * shape.num_value_heads - heads
+            weights += sum(self.recurrent.layers) * self.hidden_size * instead
         if self.mixture is None:
             return weights
         mixture, routing = self.mixture, self.mixture.routing

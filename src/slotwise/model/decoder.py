@@ -4,23 +4,26 @@
     a layer: q,k,v ─► rotate, store ─► attend ─► project ─► add, norm ─► gate,up,silu·mul ─► down ─► add, norm
     head
 
-A family composes the layers (`families/`); the decoder runs them, with each norm fused to the sum before it.  Where the
-layers are divided into stages (`kernels/pipe.py`), it runs those of one, between the stages before and after.
+A family composes the layers (`families/`); the decoder runs them, with each norm fused to the sum before it.  A layer
+with a recurrent state advances it where others store keys and values.  Where the layers are divided into stages
+(`kernels/pipe.py`), the decoder runs those of one, between the stages before and after.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
 from slotwise.kernels.group import ALONE, Group
-from slotwise.kernels.interface import AttentionShape, Kernels, LayerCache, RaggedBatch
+from slotwise.kernels.interface import AttentionShape, Kernels, LayerCache, LayerShape, RaggedBatch
 from slotwise.kernels.matrix import Format
 from slotwise.model.adapters import Adapters
 from slotwise.model.cache_groups import by_layer
 from slotwise.model.config import ModelConfig
 from slotwise.model.families import compose
+from slotwise.model.layers.attention import Again
 from slotwise.model.layers.moe import MixtureOfExperts
 from slotwise.model.layers.rope import RotaryTable
 from slotwise.model.layers.share import heads_of
@@ -30,6 +33,13 @@ from slotwise.model.stages import layers_of
 from slotwise.model.stored import Read
 
 FLOAT32 = 4  # bytes of a logit that the sampler edits
+
+
+class Advanced(NamedTuple):
+    """A layer whose recurrent states a step has advanced."""
+
+    layer: int
+    again: Again
 
 
 class Decoder:
@@ -48,19 +58,19 @@ class Decoder:
         self.config = config
         self.kernels = kernels
         self.adapters = adapters
-        self._network = compose(config, Source(read, kernels, config.dtype, adapters, group))
+        self._network = compose(config, Source(read, kernels, config.dtype, adapters, group, formats))
         self.layers = layers_of(config, group.pipe.stage)
         layers = self._network.layers
         self._rotary = {
             rope: RotaryTable(rope, config.head_dim, max_positions, kernels.device)
-            for rope in dict.fromkeys(layer.attention.rope for layer in layers)}
+            for rope in dict.fromkeys(rope for layer in layers for rope in layer.attention.ropes)}
         self._norms_after = [*(layer.attention_norm for layer in layers[1:]), self._network.norm]
 
     @property
-    def attention_shapes(self) -> list[AttentionShape]:
+    def layer_shapes(self) -> list[LayerShape]:
         """The shapes for which the caches of all the model's layers must be allocated; `layers` are those held here."""
-        return [heads_of(self.config.attention_shape(index), self.group).shape
-                for index in range(self.config.num_layers)]
+        shapes = map(self.config.layer_shape, range(self.config.num_layers))
+        return [heads_of(shape, self.group).shape if isinstance(shape, AttentionShape) else shape for shape in shapes]
 
     @property
     def weight_bytes(self) -> int:
@@ -89,18 +99,21 @@ class Decoder:
         """The most bytes of activations that a step of so many tokens and sampling rows holds at a time."""
         config, network = self.config, self._network
         heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        attending = 2 * heads + 2 * config.num_heads * config.head_dim
+        attending = max(2 * heads + 2 * config.num_heads * config.head_dim, config.recurrent_width)
         mlp = config.mlp_width
         hidden = (4 if network.has_post_norms else 3) * config.hidden_size
         a_token = (hidden + max(attending, mlp)) * config.dtype.itemsize
         logits = 2 if config.logit_soft_cap else 1  # copies in the model's own type
         return num_tokens * a_token + num_samples * config.vocab_size * (logits * config.dtype.itemsize + FLOAT32)
 
-    def hidden(self, batch: RaggedBatch, caches: Sequence[LayerCache]) -> Tensor:
+    def hidden(
+        self, batch: RaggedBatch, caches: Sequence[LayerCache], advanced: list[Advanced] | None = None,
+    ) -> Tensor:
         """Run one step: write every token to the caches, and return `[samples, hidden]`, normed, at `sample_at`.
 
-        `caches` has one entry per layer, made by `kernels.allocate_cache` from `attention_shapes`; layers of different
-        cache groups may share one.  A stage hands on what it returns: before the last one `[tokens, hidden]`, not
+        `caches` has one entry per layer, made by `kernels.allocate_cache` from `layer_shapes`; layers of different
+        cache groups may share one.  `advanced` takes the layers with recurrent states, and with them the memory of what
+        advanced these.  A stage hands on what it returns: before the last one `[tokens, hidden]`, not
         normed.
         """
         layers, pipe = self._network.layers, self.group.pipe
@@ -109,13 +122,16 @@ class Decoder:
         residual = self._embedded(batch.token_ids)
         x = layers[0].attention_norm(residual)
         views = by_layer(batch, self.config.num_layers)[self.layers.start : self.layers.stop]
-        for layer, cache, own, norm_after in zip(layers, caches, views, self._norms_after, strict=True):
+        parts = zip(self.layers, layers, caches, views, self._norms_after, strict=True)
+        for number, layer, cache, own, norm_after in parts:
             attention, is_last = layer.attention, pipe.stage.is_last and layer is layers[-1]
-            query = attention.queries(x, rotary[attention.rope], own, cache)
+            queries = attention.queries(x, rotary, own, cache)
             if is_last and not len(batch.sample_at):  # a chunk in mid-prompt: its last keys and values are stored
                 pipe.send(x[:1])  # needed by none: it says that the step is done
                 return x[:0]
-            x = attention.attend(query, own, cache)
+            if advanced is not None and queries.again is not None:
+                advanced.append(Advanced(number, queries.again))
+            x = attention.attend(queries, own, cache)
             if is_last and not all_sample:
                 x, residual = x.index_select(0, batch.sample_at), residual.index_select(0, batch.sample_at)
                 if self.adapters is not None:

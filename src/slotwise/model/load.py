@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from slotwise.kernels.group import ALONE, Divided, Group
-from slotwise.kernels.interface import Kernels
+from slotwise.kernels.interface import AttentionShape, Kernels
 from slotwise.kernels.matrix import Format, Weight
 from slotwise.kernels.pipe import Stage
 from slotwise.model.adapters import Adaptable, Adapters
@@ -52,9 +52,6 @@ def load_model(
     wanted, shapes = tensor_shapes(config, group), tensor_shapes(config)
     weights.assemble(config.quantization, shapes)
     weights.check(shapes)
-    if group.size > 1 and weights.formats(shapes):
-        raise CheckpointError(f"{folder}: quantised checkpoints are not supported with tensor_parallel_size "
-                              f"{group.size}: divide its layers with pipeline_parallel_size")
     if torch.float16 not in kernels.kinds:
         _tell_of_float16(dtype, config, weights, kernels)
     _widen(weights, weights.formats(shapes), kernels, config.dtype, folder)
@@ -113,8 +110,8 @@ def describe(folder: Path, dtype: str, kernels: Kernels, generation: Path | None
     or by these kernels.
     """
     config = read_config(folder, generation)
-    for shape in dict.fromkeys(config.attention_shape(index) for index in range(config.num_layers)):
-        refusal = kernels.refusal(shape)
+    for shape in dict.fromkeys(map(config.layer_shape, range(config.num_layers))):
+        refusal = kernels.refusal(shape) if isinstance(shape, AttentionShape) else kernels.delta_refusal
         if refusal:
             raise CheckpointError(f"{folder}: {refusal}")
     if config.mixture and kernels.mixture_refusal:

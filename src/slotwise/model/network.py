@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
+from slotwise.kernels.interface import LayerCache, RaggedBatch
 from slotwise.model.config import ModelConfig
-from slotwise.model.layers.attention import Attention
+from slotwise.model.layers.attention import Queries
 from slotwise.model.layers.embedding import EndOptions, Ends, read_ends
+from slotwise.model.layers.linear import Linear
 from slotwise.model.layers.norm import NoNorm, NormOptions, RMSNorm
+from slotwise.model.layers.rope import Rope
 from slotwise.model.layers.source import Source
 from slotwise.model.stages import layers_of
+
+
+class TokenMixer(Protocol):
+    """What lets a token see those before it: attention, or a recurrent state."""
+
+    bytes: int  # of the weights, as packed
+    ropes: tuple[Rope, ...]  # whose rotary tables it reads
+    output: Linear  # of the result to the hidden state
+
+    def queries(self, x: Tensor, rotary: Mapping[Rope, Tensor], batch: RaggedBatch, cache: LayerCache) -> Queries:
+        """Write what later tokens need of `x [tokens, hidden]` to the cache."""
+        ...
+
+    def attend(self, queries: Queries, batch: RaggedBatch, cache: LayerCache) -> Tensor:
+        """The input of `output`, `[tokens, ...]`."""
+        ...
 
 
 class MLP(Protocol):
@@ -30,7 +49,7 @@ class DecoderLayer:
     """Attention and MLP, each added to the residual stream: `x += post_norm(f(norm(x)))`; most have no `post_norm`."""
 
     attention_norm: RMSNorm | NoNorm
-    attention: Attention
+    attention: TokenMixer
     mlp_norm: RMSNorm | NoNorm
     mlp: MLP
     attention_post_norm: RMSNorm | None = None

@@ -8,13 +8,15 @@ block up to there is:
     tokens   |─ block 7 ─|─ block 2 ─|─ block 9 ─|─ block 4 ─|...      piece 1 is cached while block 2 is
 
 The cache evicts the end of a chain before its beginning, so the blocks before are there, too.  A block given to another
-request holds its pieces no longer.
+request holds its pieces no longer.  An adapter takes the pieces of its prompts with it: one that is loaded later by the
+same name finds none of its blocks.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
@@ -44,6 +46,7 @@ class _Prompt:
 
     pieces: tuple[int, ...]
     ends: list[int]  # tokens up to each piece's end, at least a block
+    adapter: int  # number of the adapter; 0: the base model
     blocks: tuple[int, ...] = ()
     num_computed: int = 0  # pieces
 
@@ -61,15 +64,18 @@ class PrefixIndex(Observer):
     _changes: deque[tuple[int, bool]] = field(default_factory=lambda: deque(maxlen=MAX_CHANGES))  # piece, is it added
     _block_of: dict[int, int] = field(default_factory=dict)  # by piece
     _pieces_of: dict[int, list[int]] = field(default_factory=dict)  # by block
+    _adapter_of: dict[int, int] = field(default_factory=dict)  # by piece: the number of its adapter, if it has one
     _prompts: dict[str, _Prompt] = field(default_factory=dict)  # by request
 
-    def expect(self, request_id: str, prefix: tuple[int, tuple[int, ...]], num_tokens: int, piece_bytes: int) -> None:
+    def expect(self, request_id: str, prefix: tuple[int, tuple[int, ...]], num_tokens: int, piece_bytes: int,
+               adapter: int = 0) -> None:
         """A request has been submitted.
 
         Args:
             prefix: the bytes of its prompt as the router reads it, and the pieces.
             num_tokens: of its prompt, as the engine reads it.
             piece_bytes: bytes of a piece.
+            adapter: number of its adapter; 0: the base model.
         """
         num_bytes, pieces = prefix
         if not pieces or not self._shares:
@@ -78,7 +84,7 @@ class PrefixIndex(Observer):
         kept = self.piece_tokens or share * piece_bytes
         self.piece_tokens = kept * FADE + share * piece_bytes * (1 - FADE)
         ends = [max(self._block_size, int(share * piece_bytes * number)) for number in range(1, len(pieces) + 1)]
-        self._prompts[request_id] = _Prompt(pieces, ends)
+        self._prompts[request_id] = _Prompt(pieces, ends, adapter)
 
     def changes(self, instance: str, since: int) -> Changes:
         """Returns the changes since version `since` of `instance`; all pieces where they are not remembered."""
@@ -102,10 +108,20 @@ class PrefixIndex(Observer):
             self._salt = salt
             self._clear()
 
+    def adapters_are(self, numbers: Collection[int]) -> None:
+        """These adapters may be named: what was cached with others is never found."""
+        for piece in [piece for piece, adapter in self._adapter_of.items() if adapter not in numbers]:
+            self._pieces_of[self._block_of[piece]].remove(piece)
+            self._forget(piece)
+
+    def _forget(self, piece: int) -> None:
+        del self._block_of[piece]
+        self._adapter_of.pop(piece, None)
+        self._changed(piece, is_added=False)
+
     def _clear(self) -> None:
-        for piece in self._block_of:
-            self._changed(piece, is_added=False)
-        self._block_of.clear()
+        for piece in list(self._block_of):
+            self._forget(piece)
         self._pieces_of.clear()
         self._prompts.clear()
 
@@ -125,8 +141,7 @@ class PrefixIndex(Observer):
             request_id = joined.get(slot, "")
             for block in blocks[cached.get(request_id, 0) // self._block_size :]:
                 for piece in self._pieces_of.pop(block, ()):
-                    del self._block_of[piece]
-                    self._changed(piece, is_added=False)
+                    self._forget(piece)
             if group == 0 and request_id in self._prompts:
                 prompt = self._prompts[request_id]
                 prompt.blocks, prompt.num_computed = blocks, 0
@@ -149,6 +164,8 @@ class PrefixIndex(Observer):
                 continue
             self._block_of[piece] = block
             self._pieces_of.setdefault(block, []).append(piece)
+            if prompt.adapter:
+                self._adapter_of[piece] = prompt.adapter
             self._changed(piece, is_added=True)
         if prompt.num_computed == len(prompt.pieces):
             del self._prompts[request_id]

@@ -61,6 +61,15 @@ class Fleet:
         """Changes a replica's index.  Args: is_whole: `added` is all of it."""
         self._replicas[name].cached(added, removed, is_whole=is_whole)
 
+    def adapters_are(self, name: str, adapters: Iterable[str], now: float) -> None:
+        """Requests may name these adapters on a replica from now on, whatever it tells that was asked for before."""
+        self._replicas[name].adapters_are(adapters, now)
+
+    @property
+    def adapters(self) -> frozenset[str]:
+        """Those that requests may name on some replica."""
+        return frozenset[str]().union(*[replica.adapters for replica in self._replicas.values()])
+
     def drain(self, name: str) -> None:
         """No further request is sent to a replica."""
         self._replicas[name].is_draining = True
@@ -104,7 +113,7 @@ class Fleet:
         """
         if request.request_id in self._placed:
             raise ValueError(f"request {request.request_id} is on a replica")
-        usable = self.usable(without, for_prompts=for_prompts)
+        usable = [one for one in self.usable(without, for_prompts=for_prompts) if one.has(request.adapter)]
         if not usable:
             return Shed(0.0, 1)
         wait = min([replica.wait(request) for replica in usable])

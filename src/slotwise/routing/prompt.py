@@ -26,7 +26,7 @@ class RoutedRequest(NamedTuple):
     digests: tuple[int, ...] = ()  # of its prompt's pieces
     piece_tokens: float = 1.0  # tokens of a piece
     session: str = ""  # requests of one session build on one another; "": of none
-    adapter: str = ""  # the adapter it needs; "": none
+    adapter: str = ""  # the adapter it names; "": none
 
 
 def digests(salt: str, parts: Iterable[bytes], piece: int = PIECE) -> tuple[int, ...]:

@@ -10,13 +10,11 @@ are sent; a report that was asked for after a request's first output tells wheth
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from slotwise.core.step_time import Prediction, StepTimeModel, Work
+from slotwise.core.step_time import Work
 from slotwise.routing.prompt import RoutedRequest
-
-COLD_ADAPTER = 512.0  # tokens whose prefill takes about as long as loading an adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +26,10 @@ class Report:
     num_running: int = 0
     num_waiting: int = 0
     starts_per_second: float = 0.0  # requests that leave its queue for a slot; 0: not measured
-    times: Prediction | None = None  # its step-time model; None: not trained
+    prefill_rate: float = 0.0  # prompt tokens per second beside its running rows; 0: not known
     piece_tokens: float = 0.0  # tokens of a piece of its prompts; 0: not measured
-    adapters: tuple[str, ...] = ()  # those it holds
+    adapters: tuple[str, ...] = ()  # those that requests may name there
+    max_loras: int = 1  # adapters among the rows of a step
     sends_prompts: bool = False  # it computes prompts for other replicas
     receives_prompts: bool = False  # it takes prompts that others have computed
     kv_host: str = ""  # at which others ask it for prompts, as the next
@@ -60,11 +59,13 @@ class Replica:
     is_up: bool = True
     is_draining: bool = False
     report: Report = field(default_factory=lambda: Report(slots=1))
-    prefill_rate: float = 0.0  # prompt tokens per second beside its running rows; 0: unknown
+    adapters: frozenset[str] = frozenset()  # those that requests may name there
+    _adapters_at: float = 0.0  # seconds; what it was asked for before is older than `adapters`
     _unfinished: dict[str, _Sent] = field(default_factory=dict)
     _cached: set[int] = field(default_factory=set)  # pieces, as told
     _coming: Counter[int] = field(default_factory=Counter)  # pieces of requests without an output
     _fresh: dict[int, float] = field(default_factory=dict)  # pieces computed since, and when
+    _with: Counter[str] = field(default_factory=Counter)  # unfinished requests sent, by adapter
     _queued: float = 0.0  # new tokens of requests without an output
     _others: int = 0  # requests that it told of beyond those sent
     _most: int = 0  # unfinished ones among those sent, at most since the last report
@@ -94,11 +95,16 @@ class Replica:
         return len(request.digests)
 
     def new_tokens(self, request: RoutedRequest) -> float:
-        """Tokens of the request's prompt that it would compute, and for a missing adapter the tokens it costs."""
-        new = max(1.0, request.num_tokens - self.hit(request) * request.piece_tokens)
-        is_warm = not request.adapter or request.adapter in self.report.adapters or any(
-            sent.request.adapter == request.adapter for sent in self._unfinished.values())
-        return new if is_warm else new + COLD_ADAPTER
+        """Tokens of the request's prompt that it would compute."""
+        return max(1.0, request.num_tokens - self.hit(request) * request.piece_tokens)
+
+    def has(self, adapter: str) -> bool:
+        """Whether requests may name an adapter there; "": the base model."""
+        return not adapter or adapter in self.adapters
+
+    def has_place(self, adapter: str) -> bool:
+        """Whether a step may have an adapter beside those of the requests sent: another one waits until they end."""
+        return not adapter or adapter in self._with or len(self._with) < self.report.max_loras
 
     def lacked(self, request_id: str) -> float:
         """Tokens of the prompt of an unfinished request that it had yet to compute when the request was sent."""
@@ -114,7 +120,7 @@ class Replica:
         behind = self.batch + 1 - self.report.slots
         starts = self.report.starts_per_second
         slot = behind / starts if behind > 0 and starts else 0.0
-        rate = self.prefill_rate
+        rate = self.report.prefill_rate
         return slot + ((self._queued + self.new_tokens(request)) / rate if rate else 0.0)
 
     # -- what changes it -----------------------------------------------------------------------------------------
@@ -125,6 +131,8 @@ class Replica:
         self._most = max(self._most, len(self._unfinished))
         self._coming.update(request.digests)
         self._queued += new
+        if request.adapter:
+            self._with[request.adapter] += 1
 
     def first_output(self, request_id: str, now: float) -> None:
         """Its prompt is computed.  Does nothing if the id is unknown, or had an output before."""
@@ -135,9 +143,14 @@ class Replica:
 
     def finished(self, request_id: str) -> None:
         """Does nothing if the id is unknown."""
-        sent = self._unfinished.pop(request_id, None)
-        if sent is not None and not sent.has_output:
+        if (sent := self._unfinished.pop(request_id, None)) is None:
+            return
+        if not sent.has_output:
             self._leave_queue(sent)
+        if adapter := sent.request.adapter:
+            self._with[adapter] -= 1
+            if not self._with[adapter]:
+                del self._with[adapter]
 
     def _leave_queue(self, sent: _Sent) -> None:
         sent.has_output = True
@@ -160,7 +173,12 @@ class Replica:
                 if sent.at < asked_at:
                     self.first_output(request_id, asked_at)
         self._fresh = {piece: since for piece, since in self._fresh.items() if since >= asked_at}
-        self.prefill_rate = prefill_rate(report)
+        if asked_at >= self._adapters_at:
+            self.adapters = frozenset(report.adapters)
+
+    def adapters_are(self, names: Iterable[str], now: float) -> None:
+        """Requests may name these adapters from now on, whatever it tells that was asked for before."""
+        self.adapters, self._adapters_at = frozenset(names), now
 
     def cached(self, added: Iterable[int], removed: Iterable[int] = (), *, is_whole: bool = False) -> None:
         """Changes the pieces that it has in its cache.  Args: is_whole: `added` are all of them."""
@@ -172,17 +190,18 @@ class Replica:
     def lost(self) -> list[str]:
         """It is gone, with its cache.  Returns the requests that had not ended."""
         unfinished = list(self._unfinished)
-        for known in (self._unfinished, self._cached, self._coming, self._fresh):
+        for known in (self._unfinished, self._cached, self._coming, self._fresh, self._with):
             known.clear()
+        self.adapters = frozenset()
         self.is_up, self._queued, self._others, self._most = False, 0.0, 0, 0
         return unfinished
 
 
-def prefill_rate(report: Report) -> float:
-    """Prompt tokens per second in steps of the whole budget beside the running rows; 0 without step times."""
-    if report.times is None:
-        return 0.0
-    rows, tokens = report.num_running, max(1, report.step_tokens - report.num_running)
-    work = Work(tokens + rows, rows + 1, 0, tokens * (tokens + 1) / 2)
-    seconds = StepTimeModel.predicting(report.times).typical(work)
+def prefill_rate(predicted: Callable[[Work], float], step_tokens: int, num_running: int) -> float:
+    """Prompt tokens per second in steps of the whole budget beside the running rows.
+
+    Args: predicted: the seconds of a step.
+    """
+    tokens = max(1, step_tokens - num_running)
+    seconds = predicted(Work(tokens + num_running, num_running + 1, 0, tokens * (tokens + 1) / 2))
     return tokens / seconds if seconds > 0 else 0.0

@@ -40,16 +40,18 @@ class Product:
     """The least product, and of several equal ones the replica with the fewest cached pieces.
 
     Once every replica's step times are known, seconds take the place of tokens: replicas may differ.  A session stays
-    with its replica while that scores at most `STAY` times the best.
+    with its replica while that scores at most `STAY` times the best.  A request for an adapter goes where it would not
+    wait for other adapters to leave the steps, if there is such a replica.
     """
 
     def __init__(self, seed: int = 0) -> None:
         self._sessions: OrderedDict[str, str] = OrderedDict()
 
     def choose(self, request: RoutedRequest, replicas: Sequence[Replica]) -> Replica:
+        replicas = [replica for replica in replicas if replica.has_place(request.adapter)] or replicas
         scores = [product(request, replica) for replica in replicas]
-        if all(replica.prefill_rate for replica in replicas):
-            scores = [score / replica.prefill_rate for score, replica in zip(scores, replicas, strict=True)]
+        if all(replica.report.prefill_rate for replica in replicas):
+            scores = [score / replica.report.prefill_rate for score, replica in zip(scores, replicas, strict=True)]
         best = min(scores)
         chosen = min([replica for replica, score in zip(replicas, scores, strict=True) if score == best],
                      key=lambda replica: replica.num_pieces)

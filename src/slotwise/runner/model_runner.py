@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from slotwise.core.step import StepPlan, StepResult
-from slotwise.kernels.interface import LayerCache
+from slotwise.kernels.interface import LayerCache, RaggedBatch
 from slotwise.model.decoder import Decoder, Returned
 from slotwise.runner.adapters import SlotAdapters
 from slotwise.runner.draft_model import DraftModel, Proposal
+from slotwise.runner.drafted_states import DraftedStates
 from slotwise.runner.graphs import DecodeGraphs
 from slotwise.runner.input_batch import SlotTable
 from slotwise.runner.kv_offload import HostBlocks
@@ -76,6 +77,7 @@ class _Computed(NamedTuple):
     logits: Tensor  # [sum of num_logits, vocab]
     targets: Tensor  # [sum of num_logits], where their tokens belong
     of_prompts: OfPrompts = NOTHING
+    states: DraftedStates | None = None  # None: no row with a recurrent state has drafts
 
 
 class ModelRunner:
@@ -182,6 +184,8 @@ class ModelRunner:
             plan, of_prompts = computed.plan, computed.of_prompts
             if plan.drafts:
                 outcome = verify(plan, computed.logits, computed.targets, self._sampler, self._slots, device)
+                if computed.states is not None:
+                    computed.states.settle(outcome.tokens)
                 return _Verified(plan, outcome, of_prompts, proposal)
             drawn = self._sample(computed)
         done = event_of(device)
@@ -194,12 +198,21 @@ class ModelRunner:
         if self._adapters is not None:
             self._adapters.assign(plan)
         self._decoder.reach(batch.max_context_len)
+        states = None
+        if plan.drafts and isinstance(self._decoder, Decoder) and self._decoder.config.recurrent is not None:
+            states = DraftedStates(plan, batch, self._caches)
         if self._prompts.are_in(plan) or self._pools.are_in(plan):
-            return self._read_prompts(plan, targets, self._decoder.hidden(batch, self._caches))
-        logits = self._decode_graphs.logits(batch)
+            return self._read_prompts(plan, targets, self._hidden(batch, states))._replace(states=states)
+        logits = self._decode_graphs.logits(batch) if states is None else None
         if logits is None:
-            logits = self._decoder.logits(self._decoder.hidden(batch, self._caches))
-        return _Computed(plan, logits, targets)
+            logits = self._decoder.logits(self._hidden(batch, states))
+        return _Computed(plan, logits, targets, states=states)
+
+    def _hidden(self, batch: RaggedBatch, states: DraftedStates | None) -> Tensor:
+        if states is None:
+            return self._decoder.hidden(batch, self._caches)
+        assert isinstance(self._decoder, Decoder)
+        return self._decoder.hidden(states.batch, self._caches, states.advanced)
 
     def _read_prompts(self, plan: StepPlan, targets: Tensor, hidden: Tensor) -> _Computed:
         """Describe and pool prompts; the logits are those that tokens are drawn from."""

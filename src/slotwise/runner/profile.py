@@ -84,7 +84,7 @@ def bytes_beside_torch(device: torch.device) -> int:
 def _caches(decoder: Decoder, block_size: int) -> list[LayerCache]:
     """A cache of one block for each layer."""
     return [decoder.kernels.allocate_cache(1, block_size, shape, decoder.config.dtype)
-            for shape in decoder.attention_shapes]
+            for shape in decoder.layer_shapes]
 
 
 def batch_of_nothing(

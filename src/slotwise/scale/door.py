@@ -16,14 +16,17 @@ from typing import Any
 
 import msgspec
 
+from slotwise.engine.refusals import ADAPTER_LOADING
+from slotwise.errors import printable
 from slotwise.routing.fleet import Fleet, Shed
+from slotwise.routing.prompt import RoutedRequest
 from slotwise.routing.replica import Report
+from slotwise.scale.adapters import Adapters, load_adapter, unload_adapter
 from slotwise.scale.door_metrics import DoorMetrics, merged
-from slotwise.scale.forward import Answer, Forwarding, ask, send, target_of
+from slotwise.scale.forward import Answer, Forwarding, ask_all, send, target_of
 from slotwise.scale.prefill import Prompts
 from slotwise.scale.replicas import Replicas
-from slotwise.scale.routed import prompt_of
-from slotwise.scale.upstream import ReplicaLost
+from slotwise.scale.routed import Prompt, prompt_of
 from slotwise.server.admin import PROMETHEUS
 from slotwise.server.asgi import Endpoint
 from slotwise.server.bodies import Bodies
@@ -31,6 +34,7 @@ from slotwise.server.browsers import Browsers
 from slotwise.server.errors import ApiError, bad_request
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.keys import Keys
+from slotwise.server.lora import LOAD, UNLOAD
 from slotwise.server.protocol import decode
 from slotwise.server.request_log import RequestLog
 from slotwise.server.responses import RESPONSES
@@ -59,6 +63,7 @@ class Door:
         self.bodies = Bodies(settings)
         self.request_log = RequestLog(settings)
         self.metrics = DoorMetrics()
+        self.adapters = Adapters(fleet)
         self.num_exchanges = 0
         self.replicas: Replicas  # set before anything is served
         self.is_draining = False
@@ -73,11 +78,11 @@ class Door:
         """Set when no replica can be started."""
         return self.replicas.hopeless
 
-    @property
-    def piece_tokens(self) -> float:
-        """Mean tokens of a prompt's piece, as replicas have told; 0: none has."""
+    def request_of(self, prompt: Prompt, request_id: str) -> RoutedRequest:
+        """What the router knows of a request."""
         told = [one.report.piece_tokens for one in self.fleet.replicas if one.report.piece_tokens]
-        return sum(told) / len(told) if told else 0.0
+        return prompt.request(request_id, sum(told) / len(told) if told else 0.0,
+                              self.fleet.adapters | self.adapters.wanted)
 
     def next_id(self) -> str:
         return str(next(self._ids))
@@ -92,8 +97,11 @@ class Door:
     def refused(self, kind: str) -> None:
         self.metrics.shed += kind == "shed"
 
-    def shed(self, shed: Shed) -> ApiError:
+    def shed(self, shed: Shed, adapter: str = "") -> ApiError:
         """The error of a request that no replica serves in time, which is counted."""
+        if not shed.wait and adapter and self.fleet.usable():
+            return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, f"no replica has the adapter {printable(adapter)!r} now; "
+                            "try again later", "model", ADAPTER_LOADING)
         if not shed.wait:
             return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "no replica is ready; try again later", code="no_replica")
         self.refused("shed")
@@ -135,7 +143,8 @@ class Door:
             "is_draining": one.is_draining, "role": _role(one.report), "num_sent": one.num_sent,
             "num_running": one.report.num_running,
             "num_waiting": one.report.num_waiting, "num_cached_pieces": one.num_pieces,
-            "prefill_tokens_per_second": round(one.prefill_rate, 1)} for one in self.fleet.replicas]
+            "adapters": sorted(one.adapters), "refused_adapters": self.adapters.refused(one.name),
+            "prefill_tokens_per_second": round(one.report.prefill_rate, 1)} for one in self.fleet.replicas]
 
 
 def _role(report: Report) -> str:
@@ -170,16 +179,9 @@ async def _without_response(door: Door, exchange: HttpExchange, response_id: str
 
 async def _of_all(door: Door, exchange: HttpExchange, method: str, target: str, body: bytes = b"",
                   ) -> list[tuple[str, Answer]]:
-    """Asks every replica; those that fail are left out."""
-
-    async def of_one(name: str) -> list[tuple[str, Answer]]:
-        try:
-            return [(name, await ask(door.replicas.upstream(name), exchange, method, target, body))]
-        except ReplicaLost:
-            return []
-
-    found = await asyncio.gather(*[of_one(upstream.name) for upstream in door.replicas.upstreams])
-    return [one for some in found for one in some]
+    """The answers of all replicas, each with its name."""
+    return [(one.name, answer) for one, answer in await ask_all(
+        door.replicas.upstreams, exchange, method, target, body)]
 
 
 async def by_id(door: Door, exchange: HttpExchange) -> None:
@@ -188,6 +190,17 @@ async def by_id(door: Door, exchange: HttpExchange) -> None:
     if not answers:
         raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "no replica is ready; try again later", code="no_replica")
     await send(exchange, next((one for one in answers if one.status != HTTPStatus.NOT_FOUND), answers[0]))
+
+
+async def models(door: Door, exchange: HttpExchange) -> None:
+    """The served model by each of its names, and the adapters of all replicas."""
+    answers = [answer for _, answer in await _of_all(door, exchange, "GET", "/v1/models")]
+    listed = [msgspec.json.decode(answer.body)["data"] for answer in answers if answer.status == HTTPStatus.OK]
+    if not listed:
+        raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "no replica is ready; try again later", code="no_replica")
+    cards = {card["id"]: card for data in reversed(listed) for card in data}
+    order = dict.fromkeys(card["id"] for data in listed for card in data)
+    await exchange.respond_json({"object": "list", "data": [cards[name] for name in order]})
 
 
 async def abort_requests(door: Door, exchange: HttpExchange) -> None:
@@ -255,7 +268,11 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     *[("POST", path, forward) for path in (
         "/v1/completions", "/v1/chat/completions", RESPONSES, "/v1/messages", "/v1/messages/count_tokens",
         "/v1/embeddings", "/tokenize", "/detokenize")],
-    *[("GET", path, forward) for path in ("/v1/models", "/v1/models/{model:path}", "/version")],
+    ("GET", "/version", forward),
+    ("GET", "/v1/models", models),
+    ("GET", "/v1/models/{model:path}", by_id),
+    ("POST", LOAD, load_adapter),
+    ("POST", UNLOAD, unload_adapter),
     ("GET", RESPONSES + "/{response_id:path}", by_id),
     ("DELETE", RESPONSES + "/{response_id:path}", by_id),
     ("GET", "/explain/{request_id:path}", by_id),

@@ -12,7 +12,7 @@ client that leaves closes the connection to the replica, which then aborts the g
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -33,7 +33,8 @@ ATTEMPTS = 2
 WHOLE = 1 << 20  # bytes of a response that is sent only once it is whole
 MAX_EVENT = 16 << 20  # bytes; a longer event is passed on in parts
 EVENT_STREAM = "text/event-stream"
-ELSEWHERE = ("draining", "engine_dead", "queue_full", "engine_error", "too_many_connections", "bodies_full")
+ELSEWHERE = ("draining", "engine_dead", "queue_full", "engine_error", "too_many_connections", "bodies_full",
+             "adapter_loading")
 """Codes of errors with which another replica may serve the request."""
 
 NOT_FORWARDED = frozenset((  # of one connection (RFC 9110, 7.6.1), or made anew, or checked by the door
@@ -130,12 +131,13 @@ class Forwarding:
     def _route(self, *, is_first: bool) -> Upstream | None:
         """The replica to send it to; None: there is no second one."""
         door, now = self._door, asyncio.get_running_loop().time()
-        found = door.fleet.route(self._prompt.request(self._id, door.piece_tokens), now, self._failed)
+        request = door.request_of(self._prompt, self._id)
+        found = door.fleet.route(request, now, self._failed)
         if not isinstance(found, Shed):
             door.metrics.routed[found.name] += 1
             return door.replicas.upstream(found.name)
         if is_first:
-            raise door.shed(found)
+            raise door.shed(found, request.adapter)
         return None
 
     def _check_retry(self, error: ReplicaLost) -> None:
@@ -239,6 +241,20 @@ async def ask(upstream: Upstream, exchange: HttpExchange, method: str, target: s
         content = await response.read()
         return Answer(response.status, _returned(response.headers),
                       response.headers.get("content-type", "application/json").encode("latin-1"), content)
+
+
+async def ask_all(upstreams: Sequence[Upstream], exchange: HttpExchange, method: str, target: str, body: bytes = b"",
+                  ) -> list[tuple[Upstream, Answer]]:
+    """Asks every replica, as `ask` does; those that fail are left out."""
+
+    async def of_one(upstream: Upstream) -> list[tuple[Upstream, Answer]]:
+        try:
+            return [(upstream, await ask(upstream, exchange, method, target, body))]
+        except ReplicaLost:
+            return []
+
+    found = await asyncio.gather(*map(of_one, upstreams))
+    return [one for some in found for one in some]
 
 
 async def send(exchange: HttpExchange, answer: Answer) -> None:

@@ -86,7 +86,7 @@ class Prefill:
         fields = self._fields(answering, request_id)
         if not fields:
             return self._body
-        request = self._prompt.request(f"{request_id}/prompt", self._door.piece_tokens)
+        request = self._door.request_of(self._prompt, f"{request_id}/prompt")
         chosen = fleet.route(request, asyncio.get_running_loop().time(), {*failed, name}, for_prompts=True)
         if isinstance(chosen, Shed):
             return self._body

@@ -44,7 +44,7 @@ from slotwise.scale.process import ServeProcess
 from slotwise.scale.ray_router import ASKED_AT, STATE, RoutingOnRay
 from slotwise.scale.ray_settings import RaySettings
 from slotwise.scale.routed import Prompt, prompt_of
-from slotwise.server.asgi import error_format
+from slotwise.server.asgi import ADMIN, error_format
 from slotwise.server.errors import ApiError
 from slotwise.server.replica import ReplicaState
 
@@ -179,6 +179,9 @@ class Entrance:
 
     async def __call__(self, request: Request) -> Response:
         try:
+            if request.url.path.startswith(ADMIN):
+                raise ApiError(HTTPStatus.NOT_FOUND, f"{request.url.path} would reach one replica: give all of them "
+                               "options (arguments), or a user_config", code="not_supported")
             body = await _body(request)
         except ApiError as error:
             return _answer(error)

@@ -1,13 +1,14 @@
 """A router of this package as Ray Serve's request router.
 
 Ray asks for an order of replicas and tells of each request that it sends and that ends; what a replica tells of itself
-comes with Ray's routing statistics.  A first output is not told: a request counts as started once its replica tells
-that none waits.
+comes with Ray's routing statistics.  A first output is not told, so the router takes it to come when it was predicted,
+by the replica's own step times; or before, where its replica tells that none waits.
 """
 
 from __future__ import annotations
 
 import time
+from heapq import heappop, heappush
 from typing import Any
 
 import msgspec
@@ -29,16 +30,19 @@ class RoutingOnRay(RequestRouter):  # type: ignore[misc]
         self._router: Router = ROUTERS[router](seed)
         self._known: dict[str, Replica] = {}
         self._told: dict[str, float] = {}  # by replica: when its last report was asked for
+        self._due: list[tuple[float, str, str]] = []  # a heap: predicted first outputs: when, where, whose
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """The chosen replica first, then all others."""
+        self._take_first_outputs(time.time())
+        views = {self._view(one).name: one for one in candidate_replicas}
         request = self._request(pending_request)
         if request is None or pending_request is None or not candidate_replicas:
             return [candidate_replicas]
-        views = {self._view(one).name: one for one in candidate_replicas}
-        allowed = [name for name in views if name not in pending_request.args[2]] or list(views)
+        able = [name for name in views if self._known[name].has(request.adapter)] or list(views)
+        allowed = [name for name in able if name not in pending_request.args[2]] or able
         chosen = self._router.choose(request, [self._known[name] for name in allowed]).name
         others = [one for name, one in views.items() if name != chosen and name in allowed]
         return [[views[chosen]], others] if others else [[views[chosen]]]
@@ -46,7 +50,17 @@ class RoutingOnRay(RequestRouter):  # type: ignore[misc]
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         request, view = self._request(pending_request), self._known.get(replica_id.to_full_id_str())
         if request is not None and view is not None:
-            view.sent(request, time.time())
+            now, wait = time.time(), view.wait(request)
+            view.sent(request, now)
+            if view.report.prefill_rate:
+                heappush(self._due, (now + wait, view.name, request.request_id))
+
+    def _take_first_outputs(self, now: float) -> None:
+        """The requests whose first outputs were predicted until now have them, as far as the router knows."""
+        while self._due and self._due[0][0] <= now:
+            at, name, request_id = heappop(self._due)
+            if (view := self._known.get(name)) is not None:
+                view.first_output(request_id, at)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         if (view := self._known.get(replica_id.to_full_id_str())) is not None:
@@ -71,4 +85,6 @@ class RoutingOnRay(RequestRouter):  # type: ignore[misc]
         if pending is None or not pending.args or not isinstance(pending.args[0], Prompt):
             return None
         told = [view.report.piece_tokens for view in self._known.values() if view.report.piece_tokens]
-        return pending.args[0].request(pending.metadata.internal_request_id, sum(told) / len(told) if told else 0.0)
+        adapters = frozenset[str]().union(*[view.adapters for view in self._known.values()])
+        return pending.args[0].request(
+            pending.metadata.internal_request_id, sum(told) / len(told) if told else 0.0, adapters)

@@ -14,13 +14,14 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import aiohttp
 
 from slotwise.engine.supervisor import Backoff
 from slotwise.routing.fleet import Fleet
+from slotwise.scale.adapters import Adapters
 from slotwise.scale.upstream import ReplicaLost, Upstream
 
 POLL = 0.5  # seconds between two questions to a replica
@@ -62,17 +63,19 @@ class _Kept:
 
 class Replicas:
     """Args:
+        adapters: is told what replicas have, and that one is lost.
         launch: starts a replica's process, given its name; None: replicas are started by others.
         headers: of the door's own requests to replicas.
         on_lost: called with the name of each lost replica.
     """
 
-    def __init__(self, fleet: Fleet, launch: Callable[[str], ReplicaProcess] | None, headers: Mapping[str, str],
-                 on_lost: Callable[[str], None]) -> None:
+    def __init__(self, fleet: Fleet, adapters: Adapters, launch: Callable[[str], ReplicaProcess] | None,
+                 headers: Mapping[str, str], on_lost: Callable[[str], None]) -> None:
         self.hopeless = asyncio.Event()
         self.changed = asyncio.Event()  # set when a replica has come up or is gone
         self.trouble = ""  # why the last process ended that never served
-        self._fleet, self._launch, self._headers, self._on_lost = fleet, launch, headers, on_lost
+        self._fleet, self._adapters = fleet, adapters
+        self._launch, self._headers, self._on_lost = launch, headers, on_lost
         self._kept: dict[str, _Kept] = {}
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE),
@@ -124,6 +127,7 @@ class Replicas:
     async def close(self, timeout: float) -> None:
         """Ends all replicas.  Args: timeout: seconds that their processes have to end by themselves."""
         await asyncio.gather(*[self._remove(name, kept, timeout) for name, kept in list(self._kept.items())])
+        self._adapters.end()
         await self._session.close()
 
     def _num_sent(self, name: str) -> int:
@@ -138,6 +142,7 @@ class Replicas:
         if kept.process is not None:
             await _ended(kept.process, timeout)
         self._fleet.remove(name)
+        self._adapters.lost(name)
         del self._kept[name]
 
     # -- watching ------------------------------------------------------------------------------------------------
@@ -196,6 +201,7 @@ class Replicas:
                 self._on_lost(name)
             upstream.lose()
             self._fleet.lost(name)
+            self._adapters.lost(name)
             kept.has_told = False
             self.changed.set()
 
@@ -209,7 +215,7 @@ class Replicas:
             else:
                 kept.has_told = True
                 self._fleet.cached(name, state.added, state.removed, is_whole=state.is_whole)
-                self._fleet.told(name, state.report(), asked)
+                self._fleet.told(name, replace(state.report(), adapters=self._adapters.told(upstream, asked)), asked)
                 if not state.accepts:
                     self._fleet.closed(name)
                 self.changed.set()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -26,16 +26,21 @@ class Prompt(NamedTuple):
     pieces: tuple[int, ...]
     session: str
     previous_response_id: str
+    model: str = ""  # as the client names it
 
     @property
     def header(self) -> str:
         """The value of `X-Slotwise-Prefix`."""
         return written(self.num_bytes, self.pieces)
 
-    def request(self, request_id: str, piece_tokens: float) -> RoutedRequest:
-        """Args: piece_tokens: mean tokens of a piece, as replicas have told; 0: none has."""
+    def request(self, request_id: str, piece_tokens: float, adapters: Collection[str]) -> RoutedRequest:
+        """Args:
+            piece_tokens: mean tokens of a piece, as replicas have told; 0: none has.
+            adapters: those of all replicas.
+        """
         piece = piece_tokens or PIECE / BYTES_PER_TOKEN
-        return RoutedRequest(request_id, max(1.0, self.num_bytes / PIECE * piece), self.pieces, piece, self.session)
+        return RoutedRequest(request_id, max(1.0, self.num_bytes / PIECE * piece), self.pieces, piece, self.session,
+                             self.model if self.model in adapters else "")
 
 
 def prompt_of(body: bytes, tenant: str, headers: Mapping[bytes, bytes]) -> Prompt:
@@ -53,7 +58,7 @@ def prompt_of(body: bytes, tenant: str, headers: Mapping[bytes, bytes]) -> Promp
     parts = [part for name in PROMPT_FIELDS if name in fields for part in (ELEMENT, _content(bytes(fields[name])))]
     session = headers.get(SESSION_HEADER, b"").decode("latin-1") or next(_texts(fields, SESSIONS), "")
     return Prompt(sum(map(len, parts)), digests(salt, parts), f"{tenant}:{session}" if session else "",
-                  next(_texts(fields, ("previous_response_id",)), ""))
+                  next(_texts(fields, ("previous_response_id",)), ""), next(_texts(fields, ("model",)), ""))
 
 
 def _content(raw: bytes) -> bytes:

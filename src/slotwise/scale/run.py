@@ -60,7 +60,7 @@ async def _run(settings: ServerSettings, listener: socket.socket, scaling: Scali
     def lost(name: str) -> None:
         door.metrics.lost[name] += 1
 
-    door.replicas = Replicas(door.fleet, scaling.launch, headers, lost)
+    door.replicas = Replicas(door.fleet, door.adapters, scaling.launch, headers, lost)
     addresses = Addresses(scaling.urls, door.replicas)
     try:
         door.resize(scaling.number)

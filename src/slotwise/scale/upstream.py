@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Mapping
 import aiohttp
 import msgspec
 
-from slotwise.server.replica import ReplicaState
+from slotwise.server.replica import AdapterState, ReplicaState
 
 POLL_TIMEOUT = 5.0  # seconds for an answer of GET /replica
 
@@ -28,7 +28,7 @@ class Upstream:
     def __init__(self, name: str, url: str, session: aiohttp.ClientSession, headers: Mapping[str, str]) -> None:
         self.name, self.url = name, url
         self.heard = asyncio.get_running_loop().time()  # when it last told of itself, in seconds of the loop
-        self.models: tuple[str, ...] = ()
+        self.adapters: dict[str, AdapterState] = {}  # by name, as last told
         self.is_lost = False
         self._session = session
         self._headers = headers
@@ -60,6 +60,16 @@ class Upstream:
                 method, self.url + target, data=body or None, headers=headers, allow_redirects=False) as response:
             yield response
 
+    async def post(self, target: str, body: bytes) -> tuple[int, bytes]:
+        """Sends a request of the door itself.  Returns the status and the content of the answer.
+
+        Raises:
+            ReplicaLost: the replica failed.
+        """
+        headers = {**self._headers, "content-type": "application/json"}
+        async with self.until_lost(), self.sending("POST", target, headers, body) as response:
+            return response.status, await response.read()
+
     def lose(self) -> None:
         """Everything that waits for the replica ends at once."""
         self.is_lost = True
@@ -85,7 +95,8 @@ class Upstream:
         except (TimeoutError, msgspec.DecodeError) as error:
             raise ReplicaLost(str(error) or "no answer") from error
         self._instance, self._version = state.instance, state.version
-        self.heard, self.models = asyncio.get_running_loop().time(), state.models
+        self.heard = asyncio.get_running_loop().time()
+        self.adapters = {one.name: one for one in state.adapters}
         return state
 
 

@@ -154,7 +154,8 @@ async def answer(api: Api, exchange: HttpExchange, job: Job, render: Renderer) -
           held(api.prompt_entries, exchange.holder, num_prompt_entries(job.params, sum(map(len, job.prompts))))):
         exchange.about_generation = partial(api.request_log.about, job, choices)
         choices += await start(api, job)
-        api.prefix_index.expect(choices[0].generation.request_id, prefix, len(job.prompts[0]), PIECE)
+        api.prefix_index.expect(choices[0].generation.request_id, prefix, len(job.prompts[0]), PIECE,
+                                job.adapter.number if job.adapter is not None else 0)
         exchange.more += headers_of(wait_estimate)
         await _answered(api, exchange, job, choices, render)
 

@@ -11,10 +11,10 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from slotwise.core.step_time import Prediction
+from slotwise.core.step_time import Prediction, StepTimeModel
 from slotwise.observe.prefix_index import Changes
 from slotwise.routing.prompt import read
-from slotwise.routing.replica import Report
+from slotwise.routing.replica import Report, prefill_rate
 from slotwise.server.context import Api
 from slotwise.server.errors import bad_request
 from slotwise.server.http_exchange import HttpExchange
@@ -23,6 +23,15 @@ PREFIX = b"x-slotwise-prefix"
 INSTANCE, SINCE = "instance", "since"
 MAX_QUERY = 1024  # characters
 MAX_SINCE = 10**15 - 1
+
+
+class AdapterState(msgspec.Struct, frozen=True):
+    """An adapter that requests may name."""
+
+    name: str
+    path: str
+    parent: str  # the base model's name for it; "": the served one
+    digest: str  # of its files
 
 
 class ReplicaState(msgspec.Struct, frozen=True):
@@ -41,7 +50,8 @@ class ReplicaState(msgspec.Struct, frozen=True):
     starts_per_second: float  # 0: not measured
     piece_tokens: float  # 0: no prompt yet
     times: Prediction | None  # of its steps; None: not known yet
-    models: tuple[str, ...]
+    adapters: tuple[AdapterState, ...] = ()
+    max_loras: int = 1  # adapters among the rows of a step
     sends_prompts: bool = False  # to other engines, as --kv-transfer-config says
     receives_prompts: bool = False
     kv_host: str = ""  # at which others ask for prompts, as the next
@@ -49,9 +59,11 @@ class ReplicaState(msgspec.Struct, frozen=True):
 
     def report(self) -> Report:
         """Returns what routers read of it."""
+        rate = 0.0 if self.times is None else prefill_rate(
+            StepTimeModel.predicting(self.times).typical, self.step_tokens, self.num_running)
         return Report(self.slots, self.step_tokens, self.num_running, self.num_waiting, self.starts_per_second,
-                      self.times, self.piece_tokens, sends_prompts=self.sends_prompts,
-                      receives_prompts=self.receives_prompts, kv_host=self.kv_host, kv_port=self.kv_port)
+                      rate, self.piece_tokens, tuple([one.name for one in self.adapters]), self.max_loras,
+                      self.sends_prompts, self.receives_prompts, self.kv_host, self.kv_port)
 
 
 async def replica(api: Api, exchange: HttpExchange) -> None:
@@ -60,6 +72,8 @@ async def replica(api: Api, exchange: HttpExchange) -> None:
     api.batched_observer.flush()
     client, index = api.engine_client, api.prefix_index
     index.salted(api.sleep.salt("") if api.sleep is not None else "")
+    adapters = api.models.adapters
+    index.adapters_are({one.number for one in adapters})
     changes: Changes = index.changes(instance, since)
     timelines, rate = api.recorder.timelines, api.admission_control.rate
     accepts = client.refusal is None and not api.is_over
@@ -67,7 +81,9 @@ async def replica(api: Api, exchange: HttpExchange) -> None:
         index.instance, changes.version, changes.is_whole, changes.added, changes.removed,
         accepts, client.scheduling.max_num_seqs, client.info.limits.max_num_batched_tokens,
         timelines.num_running, timelines.num_waiting, rate.requests if rate.measured else 0.0, index.piece_tokens,
-        api.step_times.prediction() if api.step_times.is_trained else None, api.settings.model_names)
+        api.step_times.prediction() if api.step_times.is_trained else None,
+        tuple([AdapterState(one.name, one.module.path, one.module.base_model_name, one.digest) for one in adapters]),
+        client.info.limits.max_loras)
     if (kv := client.info.kv_transfer) is not None:
         state = msgspec.structs.replace(state, sends_prompts=kv.is_producer, receives_prompts=kv.is_consumer,
                                         kv_host=kv.kv_ip, kv_port=kv.kv_port)

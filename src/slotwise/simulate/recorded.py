@@ -46,6 +46,7 @@ class Recording:
     partial: set[str] = field(default_factory=set)  # requests whose beginning or end is not in the log
     scheduling: Scheduling | None = None  # the last that was set while the log was written; None: the engine's first
     num_refused: int = 0
+    receives: bool = False  # prompts of its requests were computed by other engines
     handling: float = 0.0  # median seconds from a request's first bytes to the engine, and from its first token's step
     # to the first byte sent: tokenising and detokenising, which no simulation has
 
@@ -176,6 +177,7 @@ class _Reader:
         self._keep(step)
         found.times.stepped(step)
         self._acceptance.add(step)
+        found.receives |= bool(step.arrivals)
         if self._busy_since and step.planned and step.counts:
             self._gaps.append(max(0.0, (step.planned[0] - self._busy_since) * NS))
         self._busy_since = step.ended_ns if step.num_running or step.num_waiting else 0

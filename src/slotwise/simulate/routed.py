@@ -4,24 +4,28 @@
                        ▲
     records ──► first outputs and ends, when they are; index and load, at the next multiple of `POLL`
 
-A prompt's pieces are its cache blocks.
+A prompt's pieces are its cache blocks.  Every server has every adapter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count
 from math import ceil
 
-from slotwise.engine.messages import Add, EngineInfo, StepRecord
+from slotwise.core.limits import SchedulerLimits
+from slotwise.engine.admission_control import AdmissionControl
+from slotwise.engine.messages import Add, Command, EngineInfo, StepRecord
 from slotwise.engine.observer import Observer
 from slotwise.observe.prefix_index import PrefixIndex
 from slotwise.routing.fleet import Fleet, Shed
 from slotwise.routing.prompt import RoutedRequest
-from slotwise.routing.replica import Report
+from slotwise.routing.replica import Report, prefill_rate
 from slotwise.routing.routers import Router
+from slotwise.simulate.pace import Pace
 
 POLL = 0.5  # seconds between two reports of a server
 NS = 1e-9
@@ -31,12 +35,14 @@ Event = Callable[[], object]
 
 
 class RoutedServers:
-    """What the router in front of `number` servers knows; observe each with its `observers`."""
+    """What the router in front of `number` servers of a pace knows; observe each with its `observers`."""
 
-    def __init__(self, router: Router, number: int) -> None:
+    def __init__(self, router: Router, number: int, pace: Pace) -> None:
         self._fleet = Fleet(router, NEVER_SHED)
         self._events: list[tuple[float, int, Event]] = []  # a heap: what the router is told, and when
         self._order = count()
+        self.pace = pace
+        self.adapters: tuple[str, ...] = ()  # of the requests so far
         self.observers = [_Told(self, str(index)) for index in range(number)]
         for told in self.observers:
             self._fleet.add(told.name)
@@ -45,13 +51,24 @@ class RoutedServers:
         """Returns the server of a request that arrives at `at`, in seconds."""
         self.tell(at)
         size, length = self.observers[0].block_size, len(command.prompt)
-        pieces = tuple(pieces_of(command.prompt, size, command.salt))
-        found = self._fleet.route(RoutedRequest(command.request_id, length, pieces, size), at)
+        adapter = self._adapter(command.adapter, at)
+        pieces = tuple(pieces_of(command.prompt, size, f"{command.salt}\0{adapter}"))
+        found = self._fleet.route(RoutedRequest(command.request_id, length, pieces, size, adapter=adapter), at)
         assert not isinstance(found, Shed), "no server is ever lost"
         told = self.observers[int(found.name)]
         told.without_output.add(command.request_id)
         told.index.expect(command.request_id, (length, pieces), length, size)
         return int(found.name)
+
+    def _adapter(self, number: int, at: float) -> str:
+        """The name of an adapter, which all servers have; "": none."""
+        if not number:
+            return ""
+        if (name := str(number)) not in self.adapters:
+            self.adapters += (name,)
+            for told in self.observers:
+                self._fleet.adapters_are(told.name, self.adapters, at)
+        return name
 
     def tell(self, at: float) -> None:
         """Tells the router what it knows at `at`, in seconds."""
@@ -79,18 +96,23 @@ class _Told(Observer):
         self.block_size = 1
         self.without_output: set[str] = set()
         self._routed = routed
-        self._slots = self._step_tokens = 1
+        self._limits: SchedulerLimits
+        self._admission: AdmissionControl  # measures how many requests start a second
         self._version = 0
-        self._reported = -1.0  # the last multiple of POLL with a report
+        self._due = -1.0  # the last multiple of POLL with a report
 
     def started(self, info: EngineInfo) -> None:
         self.index.started(info)
+        self._limits, self._admission = info.limits, AdmissionControl(info.limits)
         self.block_size = info.limits.block_size
-        self._slots, self._step_tokens = info.scheduling.max_num_seqs, info.limits.max_num_batched_tokens
-        self._routed.fleet.told(self.name, Report(self._slots, self._step_tokens), 0.0)
+        self._routed.fleet.told(self.name, self._reported(0, 0), 0.0)
+
+    def commanded(self, command: Command, now_ns: int) -> None:
+        self._admission.commanded(command, now_ns)
 
     def stepped(self, record: StepRecord) -> None:
         self.index.stepped(record)
+        self._admission.stepped(record)
         now, fleet = record.ended_ns * NS, self._routed.fleet
         if self.without_output:
             for request_id, tokens in zip(record.request_ids, record.token_ids, strict=False):
@@ -101,17 +123,25 @@ class _Told(Observer):
             self.without_output.discard(end.request_id)
             self._routed.later(now, partial(fleet.finished, end.request_id))
         due = ceil(now / POLL) * POLL
-        if due > self._reported:
-            self._reported = due
-            report = Report(self._slots, self._step_tokens, record.num_running, record.num_waiting)
+        if due > self._due:
+            self._due = due
+            report = self._reported(record.num_running, record.num_waiting)
             self._routed.later(due, partial(self._report, report, due))
+
+    def _reported(self, num_running: int, num_waiting: int) -> Report:
+        limits, rate = self._limits, self._admission.rate
+        return Report(
+            limits.max_num_seqs, limits.max_num_batched_tokens, num_running, num_waiting,
+            rate.requests if rate.measured else 0.0,
+            prefill_rate(self._routed.pace.predicted, limits.max_num_batched_tokens, num_running),
+            max_loras=limits.max_loras)
 
     def _report(self, report: Report, due: float) -> None:
         changes = self.index.changes(self.name, self._version)
         self._version = changes.version
         fleet = self._routed.fleet
         fleet.cached(self.name, changes.added, changes.removed, is_whole=changes.is_whole)
-        fleet.told(self.name, report, due)
+        fleet.told(self.name, replace(report, adapters=self._routed.adapters), due)
 
 
 def pieces_of(prompt: Sequence[int], size: int, salt: str) -> list[int]:

@@ -125,6 +125,8 @@ class Server:
     @property
     def next_at(self) -> float:
         """When its next step is planned; infinite while it has nothing to do."""
+        if self._run is not None:
+            return self.machine.now + self._pace.between()
         if not self.engine.has_work:
             return max(self.machine.now, self._inbox[0][0]) if self._inbox else inf
         soon = self.machine.now + self._pace.between()

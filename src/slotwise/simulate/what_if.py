@@ -37,6 +37,8 @@ def what_if(
     if "tiers" in changes:
         raise ValueError("a what-if changes no tiers: leave them out")
     setup, recording = read_recording(entries)
+    if recording.receives:
+        raise ValueError("prompts of this log were computed by other engines: a replay does not know when they arrive")
     changed = setup.under(recording.scheduling or setup.scheduling).changed(changes)
     traffic = recording.traffic
     runs: Runs = {

@@ -13,7 +13,8 @@ from slotwise.kernels.cuda import attention
 from slotwise.kernels.cuda.cache import CudaCache
 from slotwise.kernels.cuda.configs import DecodeConfig, PrefillConfig, Tuning
 from slotwise.kernels.interface import RaggedBatch
-from slotwise.kernels.reference import PagedCache, ReferenceKernels
+from slotwise.kernels.paged_cache import PagedCache
+from slotwise.kernels.reference import ReferenceKernels
 
 REFERENCE = ReferenceKernels()
 SMALL = Tuning(PrefillConfig(16, 16, 4, 2), DecodeConfig(16, 4, 2), segment=32)

@@ -34,7 +34,7 @@ class Rows:
         self._tables = blocks.view(len(prompts), BLOCKS_A_ROW)
         self._caches = [
             KERNELS.allocate_cache(blocks.numel(), BLOCK_SIZE, shape, torch.float32)
-            for shape in decoder.attention_shapes]
+            for shape in decoder.layer_shapes]
 
     def step(self, counts: list[int]) -> None:
         """Compute so many tokens of each row; those that have no more known ones sample the next."""
@@ -76,7 +76,7 @@ def test_greedy_tokens_are_transformers(family, tmp_path: Path):
 def logits_of(folder: Path, kernels, batch: RaggedBatch) -> torch.Tensor:
     """Logits of one step over an empty cache."""
     decoder = load_model(folder, kernels=kernels, dtype="float32")
-    caches = [kernels.allocate_cache(4, BLOCK_SIZE, shape, torch.float32) for shape in decoder.attention_shapes]
+    caches = [kernels.allocate_cache(4, BLOCK_SIZE, shape, torch.float32) for shape in decoder.layer_shapes]
     return decoder.logits(decoder.hidden(batch, caches)).cpu()
 
 

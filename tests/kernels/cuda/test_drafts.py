@@ -50,7 +50,7 @@ def test_a_graph_serves_drafts_however_they_are_spread(family: str, tmp_path: Pa
         monkeypatch.setattr(KERNELS, "record", record)
     window = {"sliding_window": 20} if family == "mistral" else {}
     decoder = load_model(checkpoints.make(family, tmp_path, **SIZES | window), kernels=KERNELS, dtype="float32")
-    caches = [KERNELS.allocate_cache(BLOCKS, BLOCK, shape, torch.float32) for shape in decoder.attention_shapes]
+    caches = [KERNELS.allocate_cache(BLOCKS, BLOCK, shape, torch.float32) for shape in decoder.layer_shapes]
     for cache in caches:
         cache.storage.normal_()
     steps = DecodeGraphs(decoder, caches, SlotTable(8, WIDTH * BLOCK, BLOCK, BLOCKS - 1))

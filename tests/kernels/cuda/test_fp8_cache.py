@@ -12,9 +12,10 @@ from kernels.cuda.device import DEVICE
 from kernels.cuda.ragged import attend, moved
 from kernels.paged import Layer, distance, rotary
 
+from slotwise.kernels.cache_kinds import FP8_LARGEST, as_bytes
 from slotwise.kernels.cuda import CudaKernels
 from slotwise.kernels.cuda.cache import CudaCache
-from slotwise.kernels.interface import FP8_LARGEST, AttentionShape, as_bytes
+from slotwise.kernels.interface import AttentionShape
 from slotwise.kernels.reference import ReferenceKernels
 
 if DEVICE == "cuda" and torch.cuda.get_device_capability() < (8, 9):

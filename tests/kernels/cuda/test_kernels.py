@@ -10,6 +10,7 @@ import pytest
 import torch
 from kernels.cuda.device import DEVICE, KERNELS
 
+from slotwise.kernels.delta import DeltaKernels, DeltaShape
 from slotwise.kernels.interface import Kernels
 
 CODE = """
@@ -37,7 +38,13 @@ def test_the_cpu_needs_no_triton_and_is_refused_by_what_was_compiled():
 def test_without_a_gpu_there_are_no_graphs_and_no_haste():
     assert KERNELS.device.type == "cpu"
     assert KERNELS.record(lambda: None) is None
-    assert all(hasattr(KERNELS, name) for name in vars(Kernels) if not name.startswith("_"))
+    assert all(hasattr(KERNELS, name) for name in {**vars(Kernels), **vars(DeltaKernels)} if not name.startswith("_"))
+
+
+def test_layers_with_recurrent_states_are_refused():
+    assert "recurrent state are not supported on device cuda" in KERNELS.delta_refusal
+    with pytest.raises(ValueError, match="recurrent state are not supported on device cuda"):
+        KERNELS.allocate_cache(1, 16, DeltaShape(1, 1, 8, 8, 4), torch.float32)
 
 
 def test_results_depend_on_the_batch_and_the_reason_is_told():

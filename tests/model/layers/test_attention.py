@@ -54,7 +54,7 @@ def test_biases_sinks_and_windows_are_those_of_gpt_oss(layer_type: str, window: 
     for rows in ([(30, 30), (11, 11)], [(9, 39), (28, 39)], [(1, 40), (1, 40)]):  # a step: new tokens, context
         batch = Layer(shape, 4, torch.float32, [(40, 40)] * 2).batch(rows)
         x = torch.cat([sequences[row, end - count : end] for row, (count, end) in enumerate(rows)])
-        attended = attention.attend(attention.queries(x, rotary, batch, cache), batch, cache)
+        attended = attention.attend(attention.queries(x, {ROPE: rotary}, batch, cache), batch, cache)
         done.append(attention.output(attended).split([count for count, _ in rows]))
     for row, x in enumerate(sequences):
         actual = torch.cat([step[row] for step in done])

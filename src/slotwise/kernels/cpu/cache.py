@@ -28,6 +28,7 @@ from torch import Tensor
 
 from slotwise.kernels.cpu.memory import discard, populate, untouched_pages
 from slotwise.kernels.cpu.processor import LANES, PAIR
+from slotwise.kernels.delta import DeltaShape
 from slotwise.kernels.interface import AttentionShape
 
 
@@ -53,12 +54,26 @@ def head_block_elements(block_size: int, head_dim: int, kind: torch.dtype) -> tu
 
 @dataclass(frozen=True, slots=True)
 class CpuCache:
-    """One layer's keys and values."""
+    """One layer's keys and values, or states."""
 
-    storage: Tensor  # [blocks, kv_heads, elements of keys, values and scales]
+    storage: Tensor  # [blocks, kv_heads, elements of keys, values and scales], or [blocks, 1, elements of a state]
     block_size: int  # tokens
     address: int  # of `storage`
     geometry: tuple[int, ...]  # query heads per kv_head, kv_heads, head_dim, padded, block_size, padded, bytes per head
+
+    @classmethod
+    def of_states(cls, num_blocks: int, block_size: int, shape: DeltaShape) -> CpuCache:
+        """A zeroed cache of recurrent states alone."""
+        storage = torch.frombuffer(untouched_pages(num_blocks * shape.state_bytes), dtype=torch.float32)
+        return cls(storage.view(num_blocks, 1, -1), block_size, storage.data_ptr(), ())
+
+    @property
+    def block_bytes(self) -> int:
+        return self.storage.stride(0) * self.storage.itemsize
+
+    def states(self, shape: DeltaShape) -> Tensor:
+        """The recurrent states that blocks hold, `[blocks, floats]` float32: a view."""
+        return self.storage.flatten(1).view(torch.uint8)[:, : shape.state_bytes].view(torch.float32)
 
     @classmethod
     def allocate(cls, num_blocks: int, block_size: int, shape: AttentionShape, kind: torch.dtype) -> CpuCache:
@@ -72,8 +87,7 @@ class CpuCache:
 
     def touch(self, first: int, end: int) -> bool:
         """Allocate memory for the blocks from `first` to before `end`; False where the system cannot."""
-        per_block = self.storage[0].nbytes
-        return populate(self.address + first * per_block, (end - first) * per_block)
+        return populate(self.address + first * self.block_bytes, (end - first) * self.block_bytes)
 
     def give_back(self) -> None:
         """Return the memory of all blocks to the system; their contents are lost.  Raises OSError: it cannot."""

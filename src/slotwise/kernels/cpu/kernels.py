@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from slotwise.kernels.cache_kinds import cache_kind
 from slotwise.kernels.cpu import (
     argmax,
     attention,
     attention_plan,
+    delta,
     experts,
     gemm,
     gemm_pairs,
@@ -34,18 +36,19 @@ from slotwise.kernels.cpu.packing import Packing
 from slotwise.kernels.cpu.reading import READ
 from slotwise.kernels.cpu.rotary import ROTARY_STORE, SQUARES_OF
 from slotwise.kernels.cpu.threads import RUN_SHARED, WORK
+from slotwise.kernels.delta import DeltaShape, DeltaWeights
 from slotwise.kernels.gates import activated, in_two_steps
 from slotwise.kernels.interface import (
     Activation,
     AttentionShape,
     ClampedSwiGLU,
     ExpertWeights,
+    LayerShape,
     Linear,
     Mixture,
     QKNorm,
     RaggedBatch,
     Routing,
-    cache_kind,
 )
 from slotwise.kernels.matrix import Format, QuantisedMatrix, Weight
 
@@ -62,7 +65,7 @@ class CpuKernels:
     device = torch.device("cpu")
     kinds: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
     records_drafts = True
-    mixture_refusal = adapter_refusal = ""
+    mixture_refusal = adapter_refusal = delta_refusal = ""
 
     def __init__(
         self, threads: int | None = None, quantization: str = "none", kv_cache_dtype: str = "auto",
@@ -117,12 +120,16 @@ class CpuKernels:
             return "kv_cache_dtype int8 does not support soft-capped attention scores on device cpu: choose auto"
         return ""
 
-    def allocate_cache(self, num_blocks: int, block_size: int, shape: AttentionShape, kind: torch.dtype) -> CpuCache:
+    def allocate_cache(self, num_blocks: int, block_size: int, shape: LayerShape, kind: torch.dtype) -> CpuCache:
         """One layer's zeroed cache of `num_blocks` blocks of `block_size` tokens."""
+        if isinstance(shape, DeltaShape):
+            return CpuCache.of_states(num_blocks, block_size, shape)
         return CpuCache.allocate(num_blocks, block_size, shape, self._stored(kind))
 
-    def cache_bytes_per_block(self, block_size: int, shape: AttentionShape, kind: torch.dtype) -> int:
-        """Bytes of one block in one layer: keys, values and their scales, if any."""
+    def cache_bytes_per_block(self, block_size: int, shape: LayerShape, kind: torch.dtype) -> int:
+        """Bytes of one block in one layer: keys, values and their scales, if any, or a state."""
+        if isinstance(shape, DeltaShape):
+            return shape.state_bytes
         stored = self._stored(kind)
         return sum(head_block_elements(block_size, shape.head_dim, stored)) * shape.num_kv_heads * stored.itemsize
 
@@ -230,40 +237,47 @@ class CpuKernels:
     def add(self, x: Tensor, residual: Tensor, gate: Tensor | None = None) -> Tensor:
         """`residual += x` in place, or `residual += sigmoid(gate) * x`; returns `residual`."""
         x = x.contiguous()
-        tokens, size = x.shape
         gate_at = 0 if gate is None else gate.data_ptr()
-        self.launcher.give(x.data_ptr(), residual.data_ptr(), gate_at, 0, tokens, size)
+        self.launcher.give(x.data_ptr(), residual.data_ptr(), gate_at, 0, *x.shape)
         self._run(pointwise.ADD[x.dtype], x.numel())
         return residual
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """`silu(gate) * up` for `gate_up [tokens, 2 * intermediate]`."""
-        return self._activated(pointwise.SILU_MUL, gate_up)
+        return self._mapped(pointwise.SILU_MUL, gate_up, 2)
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         """`gelu(gate) * up`, with GELU's approximation by tanh."""
-        return self._activated(pointwise.GELU_MUL, gate_up)
+        return self._mapped(pointwise.GELU_MUL, gate_up, 2)
 
-    def _activated(self, codes: dict[torch.dtype, Compiled], gate_up: Tensor, *options: int) -> Tensor:
-        gate_up = gate_up.contiguous()
-        tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
-        out = self.launcher.empty((tokens, size), gate_up.dtype)
-        self.launcher.give(gate_up.data_ptr(), 0, 0, out.data_ptr(), tokens, size, *options)
-        self._run(codes[gate_up.dtype], gate_up.numel())
+    def _mapped(
+        self, codes: dict[torch.dtype, Compiled], x: Tensor, parts: int, *options: int, weight_at: int = 0,
+    ) -> Tensor:
+        x = x.contiguous()
+        tokens, size = x.shape[0], x.shape[1] // parts
+        out = self.launcher.empty((tokens, size), x.dtype)
+        self.launcher.give(x.data_ptr(), 0, weight_at, out.data_ptr(), tokens, size, *options)
+        self._run(codes[x.dtype], x.numel())
         return out
+
+    def sigmoid_mul(self, gate: Tensor, x: Tensor) -> Tensor:
+        """`sigmoid(gate) * x`."""
+        return self._mapped(pointwise.SIGMOID_MUL, x, 1, weight_at=(gate := gate.contiguous()).data_ptr())
+
+    def gated_delta(
+        self, mixed: Tensor, gates: Tensor, weights: DeltaWeights, cache: CpuCache, batch: RaggedBatch,
+        shape: DeltaShape,
+    ) -> Tensor:
+        """See `delta.py`."""
+        return delta.gated_delta(self.launcher, mixed, gates, weights, cache, batch, shape, _bits(weights.eps))
 
     def clamped_swiglu(self, gate_up: Tensor, activation: ClampedSwiGLU) -> Tensor:
         """`(clamp(up) + 1) * g * sigmoid(alpha * g)`, with `g = min(gate, limit)`."""
-        return self._activated(pointwise.CLAMPED_SWIGLU, gate_up, _bits(activation.alpha), _bits(activation.limit))
+        return self._mapped(pointwise.CLAMPED_SWIGLU, gate_up, 2, _bits(activation.alpha), _bits(activation.limit))
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         """`cap * tanh(x / cap)` for `x [tokens, size]`; NaN and infinities stay what they are."""
-        x = x.contiguous()
-        tokens, size = x.shape
-        out = self.launcher.empty((tokens, size), x.dtype)
-        self.launcher.give(x.data_ptr(), 0, 0, out.data_ptr(), tokens, size, _bits(cap))
-        self._run(pointwise.SOFT_CAP[x.dtype], x.numel())
-        return out
+        return self._mapped(pointwise.SOFT_CAP, x, 1, _bits(cap))
 
     def rotary_store(
         self, qkv: Tensor, rotary: Tensor, batch: RaggedBatch, cache: CpuCache, shape: AttentionShape,

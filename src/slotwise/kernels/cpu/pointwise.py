@@ -123,6 +123,20 @@ def _silu_mul(words: int, kind: Real) -> None:
 
 
 @kernel
+def _sigmoid_mul(words: int, kind: Real) -> None:
+    """`sigmoid(weight) * x`, with a weight for each number."""
+    size, tokens = load(words, SIZE, INT64), load(words, TOKENS, INT64)
+    token = fetch_add(words, 1)
+    while token < tokens:
+        start = token * size * bytes_of(kind)
+        x, gate = load(words, X, INT64) + start, load(words, WEIGHT, INT64) + start
+        out = load(words, OUT, INT64) + start
+        for i in range(size):
+            store(out, i, sigmoid(load(gate, i, kind)) * load(x, i, kind), kind)
+        token = fetch_add(words, 1)
+
+
+@kernel
 def _gelu_mul(words: int, kind: Real) -> None:
     """GELU by tanh: x * (1 + tanh(y)) / 2 is x * sigmoid(2 * y), for y = sqrt(2 / pi) * (x + 0.044715 * x**3)."""
     size, tokens = load(words, SIZE, INT64), load(words, TOKENS, INT64)
@@ -184,6 +198,10 @@ ADD = {
 SILU_MUL = {
     torch.bfloat16: specialised(_silu_mul, BFLOAT16),
     torch.float32: specialised(_silu_mul, FLOAT32),
+}
+SIGMOID_MUL = {
+    torch.bfloat16: specialised(_sigmoid_mul, BFLOAT16),
+    torch.float32: specialised(_sigmoid_mul, FLOAT32),
 }
 GELU_MUL = {
     torch.bfloat16: specialised(_gelu_mul, BFLOAT16),

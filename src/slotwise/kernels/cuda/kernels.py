@@ -9,11 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slotwise.kernels.cache_kinds import as_bytes, cache_kind
 from slotwise.kernels.cuda import attention, codes, configs, experts, graphs, narrow, packed, pointwise
 from slotwise.kernels.cuda.cache import CudaCache, bytes_per_block
 from slotwise.kernels.cuda.low_rank import CudaAdapters
 from slotwise.kernels.cuda.rotary import rotary_store
 from slotwise.kernels.cuda.tile import INTERPRETED
+from slotwise.kernels.delta import DeltaShape, DeltaWeights
 from slotwise.kernels.gates import activated, in_two_steps
 from slotwise.kernels.group import embed_part
 from slotwise.kernels.interface import (
@@ -22,13 +24,12 @@ from slotwise.kernels.interface import (
     ClampedSwiGLU,
     ExpertWeights,
     Graph,
+    LayerShape,
     Linear,
     Mixture,
     QKNorm,
     RaggedBatch,
     Routing,
-    as_bytes,
-    cache_kind,
 )
 from slotwise.kernels.low_rank import AdapterProducts
 from slotwise.kernels.matrix import Format, QuantisedMatrix, StackedMatrix, Weight
@@ -44,6 +45,7 @@ class CudaKernels:
     name = "cuda"
     kinds: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
     mixture_refusal = adapter_refusal = ""
+    delta_refusal = "layers with a recurrent state are not supported on device cuda: choose device cpu"
     records_drafts = True  # attention reads from memory which tokens are a row's
 
     def __init__(self, device: str = "cuda", kv_cache_dtype: str = "auto") -> None:
@@ -89,13 +91,18 @@ class CudaKernels:
         """Nothing is refused."""
         return ""
 
-    def allocate_cache(self, num_blocks: int, block_size: int, shape: AttentionShape, kind: torch.dtype) -> CudaCache:
+    def allocate_cache(self, num_blocks: int, block_size: int, shape: LayerShape, kind: torch.dtype) -> CudaCache:
         """One layer's zeroed cache of `num_blocks` blocks of `block_size` tokens."""
-        return CudaCache.allocate(num_blocks, block_size, shape, self._cached or kind, self.device)
+        return CudaCache.allocate(num_blocks, block_size, self._attention(shape), self._cached or kind, self.device)
 
-    def cache_bytes_per_block(self, block_size: int, shape: AttentionShape, kind: torch.dtype) -> int:
+    def cache_bytes_per_block(self, block_size: int, shape: LayerShape, kind: torch.dtype) -> int:
         """Bytes one block takes in one layer, keys and values together."""
-        return bytes_per_block(block_size, shape, self._cached or kind)
+        return bytes_per_block(block_size, self._attention(shape), self._cached or kind)
+
+    def _attention(self, shape: LayerShape) -> AttentionShape:
+        if isinstance(shape, DeltaShape):
+            raise ValueError(self.delta_refusal)
+        return shape
 
     def cache_pieces(self, cache: CudaCache) -> tuple[Tensor, ...]:
         """One view, keys and values together."""
@@ -222,6 +229,17 @@ class CudaKernels:
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         """`gelu(gate) * up`, with GELU's approximation by tanh."""
         return pointwise.activated(gate_up, "gelu_tanh")
+
+    def sigmoid_mul(self, gate: Tensor, x: Tensor) -> Tensor:
+        """`sigmoid(gate) * x`."""
+        return (gate.float().sigmoid() * x.float()).to(x.dtype)
+
+    def gated_delta(
+        self, mixed: Tensor, gates: Tensor, weights: DeltaWeights, cache: CudaCache, batch: RaggedBatch,
+        shape: DeltaShape,
+    ) -> Tensor:
+        """Raises ValueError: `delta_refusal`."""
+        raise ValueError(self.delta_refusal)
 
     def clamped_swiglu(self, gate_up: Tensor, activation: ClampedSwiGLU) -> Tensor:
         """`(clamp(up) + 1) * g * sigmoid(alpha * g)`, with `g = min(gate, limit)`."""

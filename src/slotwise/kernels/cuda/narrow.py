@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slotwise.kernels.cache_kinds import FP8_LARGEST
 from slotwise.kernels.cuda.configs import narrow_tile
 from slotwise.kernels.cuda.jit import jit_varying
 from slotwise.kernels.cuda.splits import Parts, part_of
-from slotwise.kernels.interface import FP8_LARGEST
 from slotwise.kernels.matrix import Format, QuantisedMatrix
 
 INT8_LARGEST = 127.0

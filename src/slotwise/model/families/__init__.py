@@ -32,7 +32,9 @@ from slotwise.model.families import (
     qwen2,
     qwen2_moe,
     qwen3,
+    qwen3_5,
     qwen3_moe,
+    qwen3_next,
     seed_oss,
     smollm3,
 )
@@ -74,6 +76,11 @@ FAMILIES: dict[str, Family] = {
     "Qwen3MoeForCausalLM": Family(qwen3_moe.configure, qwen2_moe.compose, ("qwen3_moe",)),
     "OlmoeForCausalLM": Family(olmoe.configure, olmoe.compose, ("olmoe",)),
     "GraniteMoeForCausalLM": Family(granite_moe.configure, granite_moe.compose, ("granitemoe",)),
+    "Qwen3NextForCausalLM": Family(qwen3_next.configure, qwen3_next.compose, ("qwen3_next",)),
+    "Qwen3_5ForCausalLM": Family(qwen3_5.configure, qwen3_next.compose, ("qwen3_5_text",)),
+    "Qwen3_5ForConditionalGeneration": Family(qwen3_5.configure_text, qwen3_next.compose, ("qwen3_5",)),
+    "Qwen3_5MoeForCausalLM": Family(qwen3_5.configure_moe, qwen3_next.compose, ("qwen3_5_moe_text",)),
+    "Qwen3_5MoeForConditionalGeneration": Family(qwen3_5.configure_moe_text, qwen3_next.compose, ("qwen3_5_moe",)),
     "GptOssForCausalLM": Family(gpt_oss.configure, gpt_oss.compose, ("gpt_oss",)),
 }
 

@@ -4,6 +4,7 @@ embedding of their own for layers with a window, which are five of six.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from slotwise.model.config import FULL, SLIDING, ModelConfig, read_common, read_layer_types, read_window
@@ -44,6 +45,11 @@ def configure(fields: Fields) -> ModelConfig:
 
 def configure_text(fields: Fields) -> ModelConfig:
     """The text part of a model for images and text: prompts are text."""
+    return configure(text_part(fields, TEXT_DEFAULTS))
+
+
+def text_part(fields: Fields, defaults: Mapping[str, object]) -> Fields:
+    """The fields of the text part of a model for images and text, `defaults` in place of those that it leaves out."""
     shared = {name: fields.values[name] for name in SHARED if fields.has(name)}
     text = {name: value for name, value in fields.section("text_config").values.items() if value is not None}
-    return configure(Fields(TEXT_DEFAULTS | {"dtype": None} | text | shared, f"{fields.where}, text_config"))
+    return Fields({**defaults, "dtype": None, **text, **shared}, f"{fields.where}, text_config")

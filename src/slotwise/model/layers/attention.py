@@ -3,17 +3,21 @@
     x ─► q, k, v ─► norm q, k ─► rotate q, k ─► store k, v ─► attend (window, soft cap, sinks) ─► output
          Linear     `─────── one kernel, `queries` ───────'       one kernel, `attend`             Linear
 
-Sizes, window and soft cap are the kernels' `AttentionShape`; biases, norms and sinks are weights.
+Sizes, window and soft cap are the kernels' `AttentionShape`; biases, norms and sinks are weights.  Where results are
+gated, queries and gates are one weight, head by head: [ q0 | g0 | q1 | g1 | ... ].
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from slotwise.kernels.interface import AttentionShape, LayerCache, QKNorm, RaggedBatch, SharedNorm
+from slotwise.model.errors import CheckpointError
 from slotwise.model.layers.linear import Linear
 from slotwise.model.layers.norm import NormOptions, read_qk_norm
 from slotwise.model.layers.rope import Rope
@@ -32,6 +36,19 @@ class AttentionOptions:
     norms_all_heads: bool = False  # together, and not each by itself
     sinks: bool = False  # a score without a value for each head
     qkv_name: str = ""  # of the one weight that holds queries, keys and values; "": there are three
+    is_gated: bool = False  # results are multiplied by the sigmoid of gates
+
+
+Again = Callable[[Tensor, RaggedBatch, LayerCache], None]
+"""Advances recurrent states over tokens of a step once more: those at `at`, int64, which are the tokens of a batch."""
+
+
+class Queries(NamedTuple):
+    """What a layer asks of the tokens before, once it has stored its own."""
+
+    of_heads: Tensor  # [tokens, heads, head_dim], or what recurrent states yield
+    gate: Tensor | None = None  # [tokens, heads * head_dim]
+    again: Again | None = None  # where a recurrent state has advanced
 
 
 class Attention:
@@ -42,17 +59,23 @@ class Attention:
         options: AttentionOptions = AttentionOptions(),
     ) -> None:
         heads, group = heads_of(shape, source.group), source.group
+        if options.is_gated:
+            refuse_parts(source, "gated attention")
         self.shape = heads.shape
-        self.rope = rope
+        self.ropes: tuple[Rope, ...] = (rope,)
         self._kernels = source.kernels
         query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        parts = {f"{name}.q_proj": query, f"{name}.k_proj": key, f"{name}.v_proj": key}
+        queries = {f"{name}.q_proj": query * 2 if options.is_gated else query}
+        parts = queries | {f"{name}.k_proj": key, f"{name}.v_proj": key}
         if options.qkv_name:
             parts = {f"{name}.{options.qkv_name}": query + 2 * key}
         order = rope.order(shape.head_dim)
         is_shared, size, output = group.size > 1, shape.head_dim, f"{name}.o_proj"
-        self.qkv = Linear(source, parts, hidden_size, bias=options.qkv_bias, order=_of_heads(order, heads.shape),
-                          cuts=heads.cuts(parts) if is_shared else NO_CUTS)
+        self.qkv = Linear(
+            source, parts, hidden_size, bias=options.qkv_bias, cuts=heads.cuts(parts) if is_shared else NO_CUTS,
+            order=_of_heads(order, heads.shape, is_gated=options.is_gated))
+        self._gate = Linear(source, queries, hidden_size, bias=options.qkv_bias,
+                            order=_gates(heads.shape)) if options.is_gated else None
         columns = range(heads.query.start * size, heads.query.stop * size)
         self.output = Linear(source, {output: hidden_size}, query, bias=options.output_bias,
                              cuts={output: Cut(columns=columns)} if is_shared else NO_CUTS)
@@ -67,29 +90,54 @@ class Attention:
         self._sinks = source.tensor(
             {f"{name}.sinks": (shape.num_heads,)}, {f"{name}.sinks": Cut((heads.query,))} if is_shared else NO_CUTS,
         ).float() if options.sinks else None
-        self.bytes = self.qkv.bytes + self.output.bytes
+        self.bytes = self.qkv.bytes + self.output.bytes + (self._gate.bytes if self._gate else 0)
         self.bytes += self._norm.query.nbytes + self._norm.key.nbytes if self._norm else 0
         self.bytes += 0 if self._sinks is None else self._sinks.nbytes
 
-    def queries(self, x: Tensor, rotary: Tensor, batch: RaggedBatch, cache: LayerCache) -> Tensor:
-        """Write the keys and values of `x [tokens, hidden]` to the cache; returns queries `[tokens, heads, head_dim]`.
+    def queries(self, x: Tensor, rotary: Mapping[Rope, Tensor], batch: RaggedBatch, cache: LayerCache) -> Queries:
+        """Write the keys and values of `x [tokens, hidden]` to the cache.
 
-        `rotary` is the table of `rope`, as far as the batch's positions.
+        `rotary` has the tables of `ropes`, as far as the batch's positions.
         """
-        return self._kernels.rotary_store(self.qkv(x), rotary, batch, cache, self.shape, self._norm)
+        gate = self._gate(x) if self._gate is not None else None
+        table = rotary[self.ropes[0]]
+        return Queries(self._kernels.rotary_store(self.qkv(x), table, batch, cache, self.shape, self._norm), gate)
 
-    def attend(self, query: Tensor, batch: RaggedBatch, cache: LayerCache) -> Tensor:
+    def attend(self, queries: Queries, batch: RaggedBatch, cache: LayerCache) -> Tensor:
         """Every row's attention over its context: `[tokens, heads * head_dim]`, the input of `output`."""
-        return self._kernels.attention(query, cache, batch, self.shape, self._sinks)
+        out = self._kernels.attention(queries.of_heads, cache, batch, self.shape, self._sinks)
+        return out if queries.gate is None else self._kernels.sigmoid_mul(queries.gate, out)
 
 
-def _of_heads(order: Tensor | None, shape: AttentionShape) -> Tensor | None:
-    """The order of a head's dimensions as that of the outputs of queries, keys and values: values keep theirs."""
-    if order is None:
+def refuse_parts(source: Source, what: str) -> None:
+    """Raises CheckpointError where ranks hold parts of layers, or adapters change products, which `what` lacks."""
+    if source.group.size > 1:
+        raise CheckpointError(f"tensor_parallel_size {source.group.size}: {what} is not divided among ranks: serve "
+                              "this model with tensor_parallel_size 1")
+    if source.adapters is not None:
+        raise CheckpointError(f"enable_lora: adapters are not supported with {what}: serve this model without")
+
+
+def _of_heads(order: Tensor | None, shape: AttentionShape, *, is_gated: bool) -> Tensor | None:
+    """The checkpoint's output at each place of queries, keys and values, where that is not the same.
+
+    `order` is that of a head's dimensions; values keep theirs.
+    """
+    if order is None and not is_gated:
         return None
-    starts = torch.arange(shape.num_heads + shape.num_kv_heads)[:, None] * shape.head_dim
-    rotated, values = (starts + order).flatten(), torch.arange(shape.num_kv_heads * shape.head_dim)
-    return torch.cat((rotated, len(rotated) + values))
+    size, heads, key_heads = shape.head_dim, shape.num_heads, shape.num_kv_heads
+    in_place = torch.arange(size)
+    order = in_place if order is None else order
+    before = (2 if is_gated else 1) * heads * size  # outputs of the weight of queries
+    queries = torch.arange(heads)[:, None] * (before // heads) + order
+    keys, values = (before + torch.arange(first, first + key_heads)[:, None] * size + dimensions
+                    for first, dimensions in ((0, order), (key_heads, in_place)))
+    return torch.cat((queries, keys, values)).flatten()
+
+
+def _gates(shape: AttentionShape) -> Tensor:
+    """The outputs of the weight of queries and gates that are gates."""
+    return torch.arange(2 * shape.num_heads * shape.head_dim).view(shape.num_heads, 2, -1)[:, 1].flatten()
 
 
 def _ordered(norm: QKNorm, order: Tensor | None) -> QKNorm:

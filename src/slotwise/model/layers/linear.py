@@ -33,7 +33,7 @@ class Linear:
     Args:
         parts: outputs of each weight, by its name in the checkpoint without ".weight" or ".bias".
         gate: the first half of the outputs are gates: `activation(gates) * others`, half as many outputs.
-        order: the checkpoint's output at each place; None: as in the checkpoint.
+        order: the checkpoint's output at each place, of some or all of them; None: as in the checkpoint.
         is_exact: never quantised: a product whose outputs choose.
         cuts: the part of each weight that this rank holds (`layers/share.py`); `parts` and `inputs` are the whole's.
             With a range of inputs the results are summed over the ranks, unless the caller does (`is_partial`).
@@ -50,7 +50,7 @@ class Linear:
         kept = {name: cuts.get(name, WHOLE).size((outputs, inputs)) for name, outputs in parts.items()}
         self.parts = {name: outputs for name, (outputs, _) in kept.items()}
         self.inputs = next(iter(kept.values()))[1]
-        self.outputs = sum(self.parts.values())
+        self.outputs = sum(self.parts.values()) if order is None else len(order)
         shapes = {f"{name}.weight": (outputs, inputs) for name, outputs in parts.items()}
         weight: Weight = (source.weight if order is None and not is_exact else source.tensor)(
             shapes, {f"{name}.weight": cut for name, cut in cuts.items()})

@@ -1,0 +1,240 @@
+"""Adapters of all replicas: loaded and unloaded together through the door, and again where a replica starts anew.
+
+    POST ─► every replica ─┬► all obey ─────► kept as wanted
+                           └► one refuses ──► undone, and its words are the answer
+    a replica tells otherwise ──► what is wanted, to it alone ──► or refused, and not asked again
+
+Requests for an adapter are sent to replicas that have it as it is wanted: one whose files have changed since is
+unloaded where it was loaded again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from slotwise.errors import printable
+from slotwise.routing.fleet import Fleet
+from slotwise.scale.forward import Answer, ask_all, send
+from slotwise.scale.upstream import ReplicaLost, Upstream
+from slotwise.server.errors import ApiError, ErrorBody
+from slotwise.server.http_exchange import HttpExchange
+from slotwise.server.lora import LOAD, MAX_BODY, UNLOAD, LoadAdapterRequest, UnloadAdapterRequest
+from slotwise.server.protocol import decode
+from slotwise.server.replica import AdapterState
+
+if TYPE_CHECKING:
+    from slotwise.scale.door import Door
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Wanted:
+    """The last word on a name."""
+
+    path: str  # "": it is unloaded
+    parent: str = ""
+    digest: str = ""  # of its files, as the first replica told; "": none has
+
+    def state(self, name: str) -> AdapterState | None:
+        return AdapterState(name, self.path, self.parent, self.digest) if self.path else None
+
+
+class _Change(NamedTuple):
+    """A request to every replica."""
+
+    name: str
+    target: str
+    body: bytes
+
+
+class Adapters:
+    """What the door was asked to load and unload, and what each replica has of it."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._wanted: dict[str, _Wanted] = {}
+        self._one_at_a_time = asyncio.Lock()
+        self._settled: dict[str, float] = {}  # by replica: what was asked for before is out of date
+        self._refused: dict[str, dict[str, str]] = {}  # by replica and adapter: why it is not loaded there
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # by replica: what changes its adapters
+
+    @property
+    def wanted(self) -> frozenset[str]:
+        """Names of adapters that every replica is to have."""
+        return frozenset([name for name, wanted in self._wanted.items() if wanted.path])
+
+    def refused(self, replica: str) -> Mapping[str, str]:
+        """Adapters that are wanted and that a replica has not loaded, and why."""
+        return self._refused.get(replica, {})
+
+    # -- all replicas --------------------------------------------------------------------------------------------
+
+    async def change(self, upstreams: Sequence[Upstream], exchange: HttpExchange, change: _Change) -> list[Answer]:
+        """Sends a change to every replica.  Returns their answers, all 200; the change is wanted from now on.
+
+        Raises:
+            ApiError: no replica answers, or one refuses, in its words; those that had obeyed are as before.
+        """
+        name, is_load = change.name, change.target == LOAD
+        async with self._one_at_a_time:
+            before = {one.name: one.adapters.get(name) for one in upstreams}
+            answers = await ask_all(upstreams, exchange, "POST", change.target, change.body)
+            obeyed = [(one, answer) for one, answer in answers if answer.status == HTTPStatus.OK]
+            refusals = [(one, answer) for one, answer in answers if answer.status != HTTPStatus.OK
+                        and (is_load or not obeyed or answer.status != HTTPStatus.NOT_FOUND)]
+            if refusals or not obeyed:
+                for one, _ in obeyed:
+                    await self._settle(one, {name: before[one.name]})
+                raise _refusal(refusals)
+            self._wanted[name] = _loaded(obeyed[0][1]) if is_load else _Wanted("")
+            for refused in self._refused.values():
+                refused.pop(name, None)
+            for one, _ in obeyed:
+                self._changed(one, [name] if is_load else [], [] if is_load else [name])
+            return [answer for _, answer in obeyed]
+
+    def _changed(self, upstream: Upstream, loaded: Collection[str], unloaded: Collection[str]) -> None:
+        """A replica has changed, whatever it tells that it was asked for before."""
+        now = self._settled[upstream.name] = asyncio.get_running_loop().time()
+        known = {name for one in self._fleet.replicas if one.name == upstream.name for name in one.adapters}
+        self._fleet.adapters_are(upstream.name, (known | {*loaded}) - {*unloaded}, now)
+
+    # -- one replica ---------------------------------------------------------------------------------------------
+
+    def told(self, upstream: Upstream, asked_at: float) -> tuple[str, ...]:
+        """A replica has told which adapters it has.  Returns those that requests may name there.
+
+        What is wanted otherwise is sent to it, unless that is under way or it was asked before a change.
+        """
+        if asked_at < self._settled.get(upstream.name, 0.0):
+            return ()  # the fleet knows better
+        wrong, refused = self._wrong(upstream), self._refused.get(upstream.name, {})
+        for name in refused.keys() - wrong:
+            del refused[name]  # its operator has seen to it
+        if wrong.keys() - refused and upstream.name not in self._tasks:
+            task = self._tasks[upstream.name] = asyncio.create_task(self._mend(upstream, asked_at))
+            task.add_done_callback(lambda _: self._tasks.pop(upstream.name))
+        return tuple([name for name in upstream.adapters if name not in wrong])
+
+    def lost(self, name: str) -> None:
+        """A replica is gone, with its adapters: the next one under its name is told anew."""
+        self._refused.pop(name, None)
+        self._settled.pop(name, None)
+
+    def end(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+
+    def _wrong(self, upstream: Upstream) -> dict[str, _Wanted]:
+        """What is wanted and not so on a replica, by name.  The first that is right tells the digest of the files."""
+        found = {}
+        for name, wanted in self._wanted.items():
+            told = upstream.adapters.get(name)
+            if told is not None and told.path == wanted.path:
+                wanted.digest = wanted.digest or told.digest
+            if (told.path, told.digest) != (wanted.path, wanted.digest) if told is not None else wanted.path:
+                found[name] = wanted
+        return found
+
+    async def _mend(self, upstream: Upstream, asked_at: float) -> None:
+        async with self._one_at_a_time:
+            if asked_at < self._settled.get(upstream.name, 0.0):
+                return  # a change came first
+            asked: dict[str, AdapterState | None] = {}
+            for name, wanted in self._wrong(upstream).items():
+                told = upstream.adapters.get(name)
+                if told is not None and told.path == wanted.path:
+                    self._refuse(upstream, name, "its files have changed")
+                asked[name] = wanted.state(name) if name not in self.refused(upstream.name) else None
+            await self._settle(upstream, asked)
+
+    async def _settle(self, upstream: Upstream, asked: Mapping[str, AdapterState | None]) -> None:
+        """Loads adapters on one replica, or unloads them: None.  Does nothing if it is lost."""
+        loaded, unloaded = list[str](), list[str]()
+        try:
+            for name, state in asked.items():
+                if objection := await self._send(upstream, name, state):
+                    self._refuse(upstream, name, objection)
+                else:
+                    (unloaded if state is None else loaded).append(name)
+        except ReplicaLost:
+            return
+        self._changed(upstream, loaded, unloaded)
+
+    def _refuse(self, upstream: Upstream, name: str, objection: str) -> None:
+        self._refused.setdefault(upstream.name, {})[name] = objection
+        logger.error("replica %s does not serve the adapter %s: %s", upstream.name, printable(name),
+                     printable(objection))
+
+    async def _send(self, upstream: Upstream, name: str, wanted: AdapterState | None) -> str:
+        """Loads an adapter on one replica, or unloads it: None.  Returns why it refuses; "" if it does not.
+
+        Raises:
+            ReplicaLost: the replica failed.
+        """
+        if wanted is None:
+            status, content = await upstream.post(UNLOAD, msgspec.json.encode({"lora_name": name}))
+            return "" if status in (HTTPStatus.OK, HTTPStatus.NOT_FOUND) else _words(content)
+        parent = {"base_model_name": wanted.parent} if wanted.parent else {}
+        status, content = await upstream.post(LOAD, msgspec.json.encode(
+            {"lora_name": name, "lora_path": wanted.path, "load_inplace": True} | parent))
+        return "" if status == HTTPStatus.OK else _words(content)
+
+
+def _refusal(refusals: Sequence[tuple[Upstream, Answer]]) -> ApiError:
+    if not refusals:
+        return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "no replica is ready; try again later", code="no_replica")
+    upstream, answer = refusals[0]
+    try:
+        error = msgspec.json.decode(answer.body, type=ErrorBody).error
+    except msgspec.DecodeError:
+        return ApiError(HTTPStatus.BAD_GATEWAY, f"replica {upstream.name} answered with {answer.status}")
+    return ApiError(answer.status, f"replica {upstream.name}: {error.message}", error.param, error.code)
+
+
+def _words(content: bytes) -> str:
+    try:
+        return msgspec.json.decode(content, type=ErrorBody).error.message
+    except msgspec.DecodeError:
+        return content[:200].decode(errors="replace")
+
+
+class _Card(msgspec.Struct):
+    """What a replica answers that has loaded an adapter."""
+
+    root: str
+    parent: str = ""
+
+
+def _loaded(answer: Answer) -> _Wanted:
+    card = msgspec.json.decode(answer.body, type=_Card)
+    return _Wanted(card.root, card.parent)
+
+
+# -- routes ------------------------------------------------------------------------------------------------------------
+
+
+async def load_adapter(door: Door, exchange: HttpExchange) -> None:
+    """Load an adapter on all replicas, or on none; a replica that starts later loads it, too."""
+    async with door.bodies.reading(exchange, MAX_BODY) as body:
+        change = _Change(decode(LoadAdapterRequest, body).lora_name, LOAD, body)
+        found = await door.adapters.change(door.replicas.upstreams, exchange, change)
+    await send(exchange, found[0])
+
+
+async def unload_adapter(door: Door, exchange: HttpExchange) -> None:
+    """Unload an adapter on all replicas; requests that have it go on to their end."""
+    async with door.bodies.reading(exchange, MAX_BODY) as body:
+        change = _Change(decode(UnloadAdapterRequest, body).lora_name, UNLOAD, body)
+        found = await door.adapters.change(door.replicas.upstreams, exchange, change)
+    told = [msgspec.json.decode(answer.body) for answer in found]
+    await exchange.respond_json(told[0] | {
+        "num_unfinished_exchanges": sum(one["num_unfinished_exchanges"] for one in told)})

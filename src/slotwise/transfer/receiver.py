@@ -16,7 +16,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from slotwise.core.step import Arrival
@@ -50,9 +50,17 @@ class _Transfer:
 
 
 class Receiver:
-    """Args: timeout: seconds without a sign of the producer after which a transfer fails."""
+    """Receives the blocks of requests.
 
-    def __init__(self, blocks: Blocks, connector: Connector, timeout: float) -> None:
+    Args:
+        timeout: seconds without a sign of the producer after which a transfer fails.
+        place: called by each thread that copies blocks, before it begins.
+    """
+
+    def __init__(
+        self, blocks: Blocks, connector: Connector, timeout: float, place: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._place = place
         self._blocks = blocks
         self._connector = connector
         self._timeout = timeout
@@ -102,6 +110,7 @@ class Receiver:
     # -- transfers -----------------------------------------------------------------------------------------------
 
     def _run(self, request_id: str, transfer: _Transfer) -> None:
+        self._place()
         go_last()
         failure = ""
         try:

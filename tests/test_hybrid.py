@@ -114,6 +114,15 @@ def test_states_are_as_exact_in_an_int8_cache(folder):
     assert [[*one] for one in alone] == tokens[3:]
 
 
+def test_in_bfloat16_states_and_keys_are_never_in_one_block(folder):
+    """From the first step on: the bits of one are no numbers of the other."""
+    settings = {"dtype": "bfloat16", "block_size": 16}
+    model, guesses = load(config(folder, **settings)), [[*range(100, 100 + OUTPUT)]] * NUM_REQUESTS
+    without, drafted = (tokens_of(play(engine(model, folder, drafts=drafts, **settings), predicted(guesses)))
+                        for drafts in (False, True))
+    assert without == drafted and len({token for tokens in without for token in tokens}) > 50
+
+
 def test_a_block_holds_a_state(tmp_path):
     """By default as many tokens as that takes; fewer are refused."""
     folder = checkpoints.make("qwen3_5", tmp_path, linear_key_head_dim=64, linear_value_head_dim=64)

@@ -98,17 +98,18 @@ async def windows(decode: Server, prefill: Server | None, given: argparse.Namesp
     return found
 
 
-def gaps(log: Path, bounds: list[tuple[int, int]]) -> list[float]:
-    """Milliseconds between the ends of the steps within the windows, in order of size."""
-    ends = [entry.ended_ns for entry in event_log.read_file(log) if isinstance(entry, event_log.Step) and entry.counts]
-    return sorted((later - sooner) / 1e6 for sooner, later in pairwise(ends)
-                  if any(begin <= sooner and later <= end for begin, end in bounds))
+def gaps(log: Path, bounds: list[tuple[int, int]]) -> list[tuple[float, int, int]]:
+    """The gaps within the windows, in order of size: milliseconds, and rows and tokens of the step that ends them."""
+    steps = [entry for entry in event_log.read_file(log) if isinstance(entry, event_log.Step) and entry.counts]
+    return sorted(((later.ended_ns - sooner.ended_ns) / 1e6, len(later.counts), sum(later.counts))
+                  for sooner, later in pairwise(steps)
+                  if any(begin <= sooner.ended_ns and later.ended_ns <= end for begin, end in bounds))
 
 
 @contextlib.contextmanager
 def servers(given: argparse.Namespace, log: Path, *, apart: bool) -> Iterator[tuple[Server, Server | None]]:
     common = (str(given.checkpoint), "--dtype", given.dtype, "--max-num-seqs", "16", "--max-model-len", "16384",
-              "--gpu-memory-utilization", "0.25")
+              "--kv-cache-memory", "1GiB")
     with contextlib.ExitStack() as stack:
         prefill = None if not apart else stack.enter_context(serving(
             *common, "--cpu-bind", "0", "--kv-transfer-config", json.dumps(SHARED | {"kv_role": "kv_producer"})))
@@ -123,9 +124,10 @@ def measured(given: argparse.Namespace, folder: Path, *, apart: bool) -> dict[st
         found = asyncio.run(windows(decode, prefill, given))
     result: dict[str, Any] = {"giant_prompts": len(found["outputs"]), "same_tokens": found.get("same")}
     for name in ("quiet", "giant"):
-        sizes = gaps(log, found[name])
+        found_gaps = gaps(log, found[name])
+        sizes = [milliseconds for milliseconds, _, _ in found_gaps]
         result[name] = {"gaps": len(sizes), "p50_ms": sizes[len(sizes) // 2], "p99_ms": sizes[len(sizes) * 99 // 100],
-                        "worst_ms": sizes[-1]}
+                        "worst_ms": sizes[-1], "longest": found_gaps[-20:]}
     return result
 
 

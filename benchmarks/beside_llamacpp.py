@@ -7,9 +7,9 @@
 One engine after the other, never side by side; quote ratios of one sitting.  Prompts are random token ids, end tokens
 are ignored, nothing is cached between requests.
 
-    one, eight   streams of 64 tokens after prompts of 128: tokens per second between the first token and the last
-    prompt       tokens of one prompt of 1,024 per second until its first token
-    mixed        the mixed trace, 64 requests at once (see beside_vllm.py): output tokens per second
+    one, eight, thirty_two   streams of 64 tokens after prompts of 128: tokens per second between the first and the last
+    prompt                   tokens of one prompt of 1,024 per second until its first token
+    mixed                    the mixed trace, 64 requests at once (see beside_vllm.py): output tokens per second
 """
 
 from __future__ import annotations
@@ -26,16 +26,20 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 import aiohttp
 from benchmarks.beside_vllm import VOCABULARY, workload
 
+from slotwise.bench.results import environment, write_json
+
 SLOTS, CONTEXT = 64, 1600
 STREAM_PROMPT, STREAM_TOKENS, LONG_PROMPT = 128, 64, 1024
 READY_SECONDS = 170
 ROUNDS = 3
-MEASURES = ("one", "eight", "prompt", "mixed")
+STREAMS = {"one": 1, "eight": 8, "thirty_two": 32}
+MEASURES = (*STREAMS, "prompt", "mixed")
 
 
 class Answer(NamedTuple):
@@ -44,21 +48,23 @@ class Answer(NamedTuple):
     tokens: int
 
 
-def command(engine: str, file: str, threads: int, port: int) -> list[str]:
-    if engine == "slotwise":
-        return [sys.executable, "-m", "slotwise.cli", "serve", file, "--port", str(port), "--max-num-seqs", str(SLOTS),
-                "--max-model-len", str(CONTEXT), "--no-enable-prefix-caching", "--served-model-name", "model"]
-    return [engine, "-m", file, "--port", str(port), "-t", str(threads), "-tb", str(threads), "-np", str(SLOTS),
+def command(asked: argparse.Namespace, port: int) -> list[str]:
+    if asked.engine == "slotwise":
+        return [sys.executable, "-m", "slotwise.cli", "serve", asked.file, "--port", str(port),
+                "--max-num-seqs", str(SLOTS), "--max-model-len", str(CONTEXT), "--no-enable-prefix-caching",
+                "--served-model-name", "model", "--quantization", asked.quantization]
+    threads = str(asked.threads)
+    return [asked.engine, "-m", asked.file, "--port", str(port), "-t", threads, "-tb", threads, "-np", str(SLOTS),
             "-c", str(SLOTS * CONTEXT), "-a", "model", "--no-webui", "--cache-ram", "0"]
 
 
 @contextmanager
-def server(engine: str, file: str, threads: int, log: str) -> Iterator[str]:
+def server(asked: argparse.Namespace) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with open(log, "w") as output:
-        process = subprocess.Popen(command(engine, file, threads, port), stdout=output, stderr=output, env=os.environ)
+    with open(asked.log, "w") as output:
+        process = subprocess.Popen(command(asked, port), stdout=output, stderr=output, env=os.environ)
         try:
             yield f"http://127.0.0.1:{port}"
         finally:
@@ -97,6 +103,8 @@ async def stream(session: aiohttp.ClientSession, base: str, prompt: list[int], t
             produced = (event.get("usage") or {}).get("completion_tokens", produced)
     if produced != tokens:
         raise SystemExit(f"{produced} tokens came, and {tokens} were asked for")
+    if last == first and tokens > 1:
+        raise SystemExit("all tokens came at once: llama.cpp sends no token that has no text")
     return Answer(first, last, produced)
 
 
@@ -135,8 +143,8 @@ async def measured(base: str, seed: int, only: list[str]) -> dict[str, float]:
         figures = {"ready": time.perf_counter() - began}
         await streams(session, base, 2, draw)  # not counted
         measures: dict[str, Callable[[], Awaitable[float]]] = {
-            "one": lambda: median(lambda: streams(session, base, 1, draw)),
-            "eight": lambda: median(lambda: streams(session, base, 8, draw)),
+            **{name: lambda count=count: median(lambda: streams(session, base, count, draw))  # type: ignore[misc]
+               for name, count in STREAMS.items()},
             "prompt": lambda: median(lambda: prompt_rate(session, base, draw)),
             "mixed": lambda: mixed(session, base, seed)}
         for name in only:
@@ -147,17 +155,22 @@ async def measured(base: str, seed: int, only: list[str]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engine", help="slotwise, or the path of llama-server")
-    parser.add_argument("file", help="a model in GGUF")
+    parser.add_argument("file", help="a model in GGUF, or for Slotwise a checkpoint's folder")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of llama.cpp")
+    parser.add_argument("--quantization", default="none", help="of Slotwise, of a checkpoint that is not quantised")
     parser.add_argument("--only", nargs="+", choices=MEASURES, default=list(MEASURES), help="what is measured")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="the file to which the figures are added")
     parser.add_argument("--log", default=os.devnull, help="of the server")
     asked = parser.parse_args()
-    with server(asked.engine, asked.file, asked.threads, asked.log) as base:
+    with server(asked) as base:
         figures = asyncio.run(measured(base, asked.seed, asked.only))
-    name = "slotwise" if asked.engine == "slotwise" else "llama.cpp"
-    print(json.dumps({"engine": name, "file": os.path.basename(asked.file)} | {
-        key: round(value, 2) for key, value in figures.items()}), flush=True)
+    run = {"engine": "slotwise" if asked.engine == "slotwise" else "llama.cpp", "file": os.path.basename(asked.file),
+           "quantization": asked.quantization} | {key: round(value, 2) for key, value in figures.items()}
+    print(json.dumps(run), flush=True)
+    if asked.json:
+        runs = json.loads(asked.json.read_text())["runs"] if asked.json.exists() else []
+        write_json(asked.json, {"runs": [*runs, run | {"seed": asked.seed, "environment": environment()}]})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Writes a checkpoint with a real model's shape and random weights: speed does not depend on the weights' values.
 
-usage: python benchmarks/checkpoint.py FOLDER [--shape smollm2-135m | qwen3-0.6b]      (needs the `dev` extra)
+usage: python benchmarks/checkpoint.py FOLDER [--shape smollm2-135m | qwen3-0.6b | qwen3-mixture]  (`dev` extra)
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 SHAPES: dict[str, PretrainedConfig] = {
     "smollm2-135m": LlamaConfig(
@@ -22,6 +22,10 @@ SHAPES: dict[str, PretrainedConfig] = {
         vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
         num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, tie_word_embeddings=True, bos_token_id=0,
         eos_token_id=0, rope_theta=1000000.0),
+    "qwen3-mixture": Qwen3MoeConfig(  # the one of experts.py
+        vocab_size=16384, hidden_size=1024, intermediate_size=3072, moe_intermediate_size=384, num_experts=128,
+        num_experts_per_tok=8, norm_topk_prob=True, num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=2,
+        head_dim=64, max_position_embeddings=4096, bos_token_id=0, eos_token_id=0, rope_theta=1000000.0),
 }
 
 

@@ -20,6 +20,7 @@ from slotwise.compose import rank_groups, rank_worker, ranks
 from slotwise.engine.ipc import BlockingChannel
 from slotwise.kernels.cpu import launcher
 from slotwise.kernels.cpu.threads import ThreadPool
+from slotwise.kernels.group import Alone
 
 
 class _Rank:
@@ -55,3 +56,28 @@ def ranks_on_threads() -> Iterator[None]:
             torch.set_num_threads(before)
             for files in opened:
                 close(files)
+
+
+class Paired(Alone):
+    """A rank on a thread: what it gives is there once both ranks have come."""
+
+    size = 2
+
+    def __init__(self, rank: int, given: list, barrier: threading.Barrier) -> None:
+        super().__init__()
+        self.rank, self._given, self._barrier = rank, given, barrier
+
+    def _all(self, x: torch.Tensor) -> list[torch.Tensor]:
+        self._given[self.rank] = x
+        self._barrier.wait(60)
+        parts = list(self._given)
+        self._barrier.wait(60)
+        return parts
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self._all(x)
+        return first + second
+
+    def gather(self, x: torch.Tensor, widths: list[int]) -> torch.Tensor:
+        parts = self._all(x)
+        return x if self.rank else torch.cat(parts, 1)

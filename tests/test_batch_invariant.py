@@ -22,7 +22,7 @@ from slotwise.engine.messages import Add
 from slotwise.kernels.cpu import onednn, paths
 
 PROMPTS = 64
-SHAPE_135M = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+SHAPE_135M = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 6,  # of 30 alike
               "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
 Tokens = tuple[int, ...]
 
@@ -97,7 +97,7 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Model(checkpoints.make(request.param, tmp_path_factory.mktemp("tiny"), dtype="bfloat16"), 12)
 
 
-@settings(max_examples=32, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_random_companies(tiny: Model, seed: int) -> None:
     tiny.check(seed)

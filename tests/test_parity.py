@@ -81,11 +81,18 @@ def test_alone(family):
         assert run(subject, {0: [add(index, prompts[index])]}) == {index: expected[index]}
 
 
-@pytest.mark.parametrize("overlap", [0, 1])
-def test_in_a_batch_of_32_arriving_at_random_steps(family, overlap):
+def test_in_a_batch_of_32_arriving_at_random_steps(family):
     folder, prompts, expected = family
-    outputs = run(engine(folder, overlap=overlap), at_random_steps(prompts))
+    outputs = run(engine(folder, overlap=1), at_random_steps(prompts))
     assert outputs == dict(enumerate(expected))
+
+
+@pytest.mark.parametrize("family", [*SOME, "qwen3_next"], indirect=True)
+def test_without_a_step_in_flight(family):
+    folder, prompts, expected = family
+    outputs = run(engine(folder, overlap=0), at_random_steps(prompts))
+    assert outputs == dict(enumerate(expected))
+    assert tokens_under_pressure(folder, prompts, 0) == dict(enumerate(expected))
 
 
 DISCIPLINES = (
@@ -111,9 +118,12 @@ def test_in_chunks_of_seven_tokens(family):
     assert outputs == dict(enumerate(expected))
 
 
-@pytest.mark.parametrize("overlap", [0, 1])
-def test_with_so_few_blocks_that_requests_are_preempted(family, overlap):
+def test_with_so_few_blocks_that_requests_are_preempted(family):
     folder, prompts, expected = family
+    assert tokens_under_pressure(folder, prompts, 1) == dict(enumerate(expected))
+
+
+def tokens_under_pressure(folder, prompts, overlap):
     subject = engine(folder, block_size=4, max_model_len=100, max_num_batched_tokens=64, overlap=overlap,
                      kv_cache_memory=blocks_of(folder, 4) * 40)
     preempted = []
@@ -125,8 +135,9 @@ def test_with_so_few_blocks_that_requests_are_preempted(family, overlap):
         return record
 
     subject.step = watched
-    assert run(subject, at_random_steps(prompts)) == dict(enumerate(expected))
+    outputs = run(subject, at_random_steps(prompts))
     assert len(preempted) >= 2, "the pool was not small enough to show anything"
+    return outputs
 
 
 def test_from_cached_prefixes(family):

@@ -6,7 +6,9 @@ The ranks are threads (`rank_threads.py`); `test_ranks.py` has them as processes
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,9 @@ import pytest
 import quantized
 from checkpoints import FAMILIES, SIZES, make, prompts
 from drafted import Played, play
-from rank_threads import ranks_on_threads
+from kernels.paged import distance
+from ragged import Driver
+from rank_threads import Paired, ranks_on_threads
 from safetensors.torch import load_file, save_file
 
 from slotwise.compose.engine import build_engine
@@ -27,7 +31,12 @@ from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add
 from slotwise.errors import CheckpointError
 from slotwise.kernels.cpu.cache import padded
+from slotwise.kernels.cpu.kernels import CpuKernels
+from slotwise.kernels.group import ALONE
+from slotwise.kernels.interface import Kernels
+from slotwise.kernels.reference import ReferenceKernels
 from slotwise.model.checkpoint import read_config
+from slotwise.model.load import load_model
 from slotwise.speculation.proposer import proposer_of
 
 RECURRENT = ("qwen3_next", "qwen3_5", "qwen3_5_moe")  # families whose states no ranks divide
@@ -187,7 +196,35 @@ def test_stages_of_a_quantised_checkpoint(kind: str, tmp_path: Path) -> None:
     folder = tmp_path / "quantised"
     quantized.quantise(dense, folder, quantized.KINDS[kind]())
     assert_same(play(engine_of(folder, LAYOUTS["pp"]), requests()), play(engine_of(folder), requests()))
-    with pytest.raises(CheckpointError, match="divide its layers with pipeline_parallel_size"):
+    if "act-order" in kind:
+        with pytest.raises(CheckpointError, match=r"o_proj\.weight: a rank would have .* not neighbours"):
+            engine_of(folder, LAYOUTS["tp"])
+
+
+@pytest.mark.parametrize(("kind", "kernels", "close"), [
+    *((kind, ReferenceKernels, 1e-4) for kind in (
+        "gptq 4", "gptq 8", "gptq 8, rows", "awq", "W4A16, asymmetric", "FP8, blocks")),
+    *((kind, lambda: CpuKernels(1), 0.05) for kind in ("gptq 8", "awq", "W8A16"))])
+def test_shares_of_a_quantised_checkpoint(
+    kind: str, kernels: Callable[[], Kernels], close: float, tmp_path: Path,
+) -> None:
+    """In plain torch, and where a rank rounds its own activations."""
+    dense = make("llama3", tmp_path / "dense", head_dim=64, **quantized.SIZES)
+    folder = tmp_path / "quantised"
+    quantized.quantise(dense, folder, quantized.KINDS[kind]())
+    given, barrier, rows = [None, None], threading.Barrier(2), list(enumerate(prompts([5, 40])))
+    whole, *ranks = (load_model(folder, kernels=kernels(), dtype="float32", group=group)
+                     for group in (ALONE, Paired(0, given, barrier), Paired(1, given, barrier)))
+    with ThreadPoolExecutor(2) as pool:
+        logits, _ = pool.map(lambda decoder: Driver(decoder).step(rows), ranks)
+    assert distance(logits, Driver(whole).step(rows)) < close
+    assert sum(decoder.weight_bytes for decoder in ranks) < 1.1 * whole.weight_bytes
+
+
+def test_a_share_that_divides_a_group_is_refused(tmp_path: Path) -> None:
+    dense, folder = make("llama3", tmp_path / "dense", **quantized.SIZES), tmp_path / "quantised"
+    quantized.quantise(dense, folder, quantized.KINDS["gptq 4"]())
+    with pytest.raises(CheckpointError, match=r"o_proj\.weight: a rank would have inputs 0 to 64 of 128, in groups"):
         engine_of(folder, LAYOUTS["tp"])
 
 

@@ -9,23 +9,13 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from benchmarks.gpu.repeated import Repeated
 from torch import Tensor
 
 from slotwise.kernels.cuda.graphs import capture_size
 from slotwise.kernels.interface import Kernels
 
 TOTAL, GRAPH = 1 << 36, 700_000  # bytes of the device, and of a graph
-
-
-class Repeated:
-    """A graph where none can be captured: the same calls, on the same memory."""
-
-    def __init__(self, work: Callable[[], Tensor]) -> None:
-        self._work = work
-        self.result = work()
-
-    def run(self) -> Tensor:
-        return self._work()
 
 
 class Capturing:

@@ -250,15 +250,6 @@ def quantized() -> str:
         for row in load("quantised-cpu")["throughput"]])
 
 
-def experts() -> str:
-    """Returns decode steps of a mixture, and their shares of the bound that the bytes of experts hit set."""
-    return table(("weights", "rows>", "experts hit, of a layer>", "read, MB>", "step, ms>", "bound, ms>", "share>"), [
-        (run["dtype"] if run["quantization"] == "none" else run["quantization"], str(row["rows"]),
-         f"{row['experts_hit']:.0f}", f"{row['bytes'] / 1e6:,.0f}", f"{row['step_ms']:.1f}", f"{row['bound_ms']:.1f}",
-         f"{row['share']:.0%}")
-        for run in load("experts-cpu")["runs"] for row in run["rows"]])
-
-
 def perplexity() -> str:
     rows = load("quantised-cpu")["perplexity"]
     best = rows[0]["perplexity"]

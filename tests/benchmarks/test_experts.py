@@ -15,6 +15,7 @@ def test_a_run_counts_what_it_reads(monkeypatch: pytest.MonkeyPatch, tmp_path: P
                         "num_experts_per_tok": 2, "num_hidden_layers": 2, "num_attention_heads": 4,
                         "head_dim": 16}.items():
         monkeypatch.setitem(experts.CONFIG, name, value)
+    monkeypatch.setattr(experts, "READ_SECONDS", 0.001)
     path = tmp_path / "runs.json"
     monkeypatch.setattr(sys, "argv", ["", "--dtype", "float32", "--seconds", "0.01", "--json", str(path)])
     experts.main()

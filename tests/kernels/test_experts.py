@@ -115,6 +115,18 @@ def test_a_token_does_not_depend_on_the_tokens_beside_it(threads):
         assert torch.equal(packed(x[11:40], logits[11:40]), together[11:40])
 
 
+@pytest.mark.parametrize(("kind", "quantization"), [(torch.float32, "none"), (torch.bfloat16, "none"),
+                                                    (torch.bfloat16, "int8")])
+def test_an_expert_with_many_rows_has_several_blocks_of_them(kind, quantization):
+    """So wide rows that those of the second expert are prepared in three blocks or more; the first one has none."""
+    kernels, hidden = CpuKernels(2, quantization), 2048
+    packed = kernels.experts(weights(kind, 3, hidden, 32), Routing(3, 1, True), "silu", no_ends(3))
+    x, logits = numbers(kind, 300, hidden), torch.zeros(300, 3, dtype=kind)
+    logits[:, 1], logits[::50, 2] = 1, 2
+    together = packed(x, logits)
+    assert all(torch.equal(packed(x[i : i + 1], logits[i : i + 1])[0], together[i]) for i in range(0, 300, 10))
+
+
 def test_equal_logits_choose_the_first_experts_and_weights_of_others_are_not_read():
     """What is not read may be anything: NaN here."""
     kind, routing = torch.float32, Routing(6, 2, True)

@@ -37,7 +37,7 @@ def take_turns():
     return run
 
 
-@given(data=st.data(), threads=st.integers(1, 9), items=st.integers(0, 40))
+@given(data=st.data(), threads=st.integers(1, 15), items=st.integers(0, 40))
 def test_everything_is_taken_once_and_as_was_expected(take_turns, data, threads, items):
     order = data.draw(st.lists(st.integers(0, threads - 1), min_size=items, max_size=items), label="order")
     last = data.draw(st.integers(0, threads - 1), label="who comes when all is taken")

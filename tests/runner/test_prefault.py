@@ -56,6 +56,16 @@ def test_memory_stays_ahead_of_the_blocks_that_are_handed_out():
     assert ahead.collect().step == 7
 
 
+def test_all_of_it_has_memory_where_requests_take_many_blocks_at_once():
+    layer = Layer()
+    ahead = Prefault(Nothing(), [layer], num_blocks=100, distance=20)
+    ahead.touch_all()
+    settled(ahead)
+    ahead.submit(granting((0,)))  # the thread of the first 20 may still have been at work
+    settled(ahead)
+    assert layer.asked in ([(0, 20), (20, 100)], [(0, 100)])
+
+
 def test_who_cannot_be_asked_is_not_asked_again():
     layers = [Layer(), Layer(can=False)]
     ahead = Prefault(Nothing(), layers, num_blocks=100, distance=20)

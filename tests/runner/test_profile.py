@@ -10,9 +10,9 @@ import checkpoints
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rank_threads import Paired
 
 from slotwise.kernels.checked import CheckedKernels
-from slotwise.kernels.group import Alone
 from slotwise.kernels.reference import ReferenceKernels
 from slotwise.kernels.sampling import draw
 from slotwise.model.load import load_model
@@ -84,31 +84,6 @@ def test_a_graph_takes_what_is_gone_after_many_but_for_the_workspace(tmp_path, m
     found = measured_graph(decoder, BLOCK, 8, 90)
     assert abs(found - ours) <= piece // CAPTURES and not alive
     assert shapes == [(8, 1024)] * (1 + CAPTURES)
-
-
-class Paired(Alone):
-    """A rank on a thread: what it gives is there once both ranks have come."""
-
-    size = 2
-
-    def __init__(self, rank: int, given: list, barrier: threading.Barrier) -> None:
-        super().__init__()
-        self.rank, self._given, self._barrier = rank, given, barrier
-
-    def _all(self, x: torch.Tensor) -> list[torch.Tensor]:
-        self._given[self.rank] = x
-        self._barrier.wait(60)
-        parts = list(self._given)
-        self._barrier.wait(60)
-        return parts
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        first, second = self._all(x)
-        return first + second
-
-    def gather(self, x: torch.Tensor, widths: list[int]) -> torch.Tensor:
-        parts = self._all(x)
-        return x if self.rank else torch.cat(parts, 1)
 
 
 def test_ranks_measure_together(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -14,8 +15,10 @@ from live_server import Server, children, eventually
 from scale_door import door_of
 
 from slotwise.cli import main
-from slotwise.scale.process import shares
+from slotwise.scale.process import roles, shares
+from slotwise.transfer.settings import CONSUMER, PRODUCER, KVTransferConfig
 
+SENDS = '{"kv_connector": "TCPConnector", "kv_role": "kv_producer"}'
 SMALL = ("--max-num-seqs", "4", "--max-model-len", "256", "--dtype", "float32")
 ASK = {"model": "slotwise-builtin", "prompt": "def add(a, b):", "max_tokens": 8, "temperature": 0}
 
@@ -80,7 +83,12 @@ def test_a_model_that_cannot_be_served_is_an_error_and_no_loop(tmp_path: Path) -
     (("--cpu-threads", "1"), "--cpu-threads is not for replicas"), (("--device", "cuda"), "--replica-url"),
     (("--replica-url", "http://127.0.0.1:1", "--replicas", "2"), "--replicas is for processes"),
     (("--replica-url", "http://127.0.0.1:1", "--max-num-seqs", "2"), "--max-num-seqs is for replicas"),
-    (("--replica-url", "http://127.0.0.1:1", "model"), "MODEL is for replicas")])
+    (("--replica-url", "http://127.0.0.1:1", "model"), "MODEL is for replicas"),
+    (("--replica-url", "http://127.0.0.1:1", "--prefill-replicas", "1"), "--prefill-replicas is for processes"),
+    (("--decode-replicas", "1"), "give both"), (("--prefill-replicas", "1", "--replicas", "2"), "without roles"),
+    (("--prefill-replicas", "200", "--decode-replicas", "200"), "at most 256 together"),
+    (("--prefill-replicas", "1", "--kv-transfer-config", SENDS), "sets it for each process"),
+    (("--kv-transfer-config", SENDS), "use --prefill-replicas")])
 def test_what_replicas_cannot_share_is_refused(
     arguments: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -91,6 +99,7 @@ def test_what_replicas_cannot_share_is_refused(
 @pytest.mark.parametrize(("arguments", "why"), [
     (("--replicas", "0"), "--replicas"), (("--router", "best"), "--router"), (("--max-wait", "0"), "--max-wait"),
     (("--replica-url", "https://x"), "--replica-url"), (("--replica-url", "http://x/path"), "--replica-url"),
+    (("--kv-transfer-config", "{}"), "kv_connector is missing"), (("--prefill-replicas", "0"), "--prefill-replicas"),
     (("--max-num-sequences", "2"), "did you mean --max-num-seqs")])
 def test_a_wrong_argument_is_one_line(
     arguments: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str],
@@ -99,6 +108,14 @@ def test_a_wrong_argument_is_one_line(
         main(["scale", *arguments])
     said = capsys.readouterr().err
     assert why in said and said.startswith("slotwise scale: ") and said.count("\n") == 1
+
+
+def test_roles_name_where_producers_listen() -> None:
+    options = roles(2, 3)
+    configs = [KVTransferConfig.of(json.loads(config)) for _, config in options]
+    assert [config.kv_role for config in configs] == [PRODUCER, PRODUCER, CONSUMER]
+    assert all(configs[2].accepts(config.kv_ip, config.kv_port) for config in configs[:2])
+    assert configs[0].kv_port != configs[1].kv_port
 
 
 def test_processors_are_divided() -> None:

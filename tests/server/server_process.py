@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import uvloop
 
 from slotwise.compose.launch import ChildProcess
@@ -24,6 +25,7 @@ from slotwise.server.asgi import App
 from slotwise.server.output_parsing import output_format
 from slotwise.server.serve import listen, serve
 from slotwise.server.settings import ServerSettings
+from slotwise.server.templates import LIMITS as RENDERING
 from slotwise.server.templates import Template
 from slotwise.server.tiers import load_tiers
 from slotwise.text.chat_source import find_chat_template
@@ -51,6 +53,7 @@ async def main(folder: Path, log: Path, *given: str) -> int:
     named = dict(one.split("=") for one in given)
     seconds = named.pop("seconds_per_step", "0.001")
     backoff = Backoff(first=float(named.pop("backoff", "0.1")), max_false_starts=int(named.pop("false_starts", "6")))
+    rendering = msgspec.structs.replace(RENDERING, seconds=float(named.pop("template_seconds", RENDERING.seconds)))
     engine_client = EngineClient(max_live=int(named.pop("max_live", "4096")))
     limits: dict[str, Any] = {name: kind(int(named.pop(name))) for name, kind in LIMITS.items() if name in named}
     tiers = load_tiers(path, limits.get("max_num_seqs", 64), {}) if (path := named.pop("tiers", "")) else ()
@@ -71,7 +74,7 @@ async def main(folder: Path, log: Path, *given: str) -> int:
     await supervisor.ready()
     tokenizer = Tokenizer.load(folder)
     source = find_chat_template(folder) or ""
-    template = Template(source, tokenizer.special_tokens)
+    template = Template(source, tokenizer.special_tokens, rendering)
     form = output_format(settings.tool_call_parser, settings.reasoning_parser, settings.enable_auto_tool_choice, source,
                          tokenizer.special_by_text)
     app = App(build_api(engine_client, tokenizer, template, settings, output_format=form,

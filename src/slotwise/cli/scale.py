@@ -87,9 +87,10 @@ def run(asked: argparse.Namespace) -> int:
 
 def _check_addresses(asked: argparse.Namespace, parser: Parser) -> None:
     """Raises ValueError for an option of processes, of which this command starts none."""
-    if asked.replicas is not None or asked.prefill_replicas is not None or asked.decode_replicas is not None:
-        raise ValueError("--replicas, --prefill-replicas and --decode-replicas are for processes that this command "
-                         "starts: with --replica-url others do")
+    for name in ("replicas", "prefill_replicas", "decode_replicas"):
+        if getattr(asked, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} is for processes that this command starts: with "
+                             "--replica-url others do")
     given, _ = parser.given(asked.rest)
     for name, value in vars(given).items():
         if value is not None and name not in OF_THE_DOOR:
@@ -104,6 +105,9 @@ def _check_shared(served: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} is not for replicas: {why}")
     if served.cpu_bind != AUTO:
         raise ValueError(f"--cpu-bind is not for replicas: {NOT_SHARED['cpu_threads']}")
+    if served.kv_transfer_config is not None and served.kv_transfer_config.is_producer:
+        raise ValueError("--kv-transfer-config is not for replicas where they send prompts: all would listen at one "
+                         "address; use --prefill-replicas")
     if served.device == "cuda":
         raise ValueError("--device cuda: start a `slotwise serve` for each GPU, and name them with --replica-url")
 

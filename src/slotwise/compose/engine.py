@@ -146,8 +146,7 @@ class Loaded:
             Exception: a kernel failed to compile.
             FirstStepError: the engine cannot compute.
         """
-        decoder = self._decoder
-        kernels = decoder.kernels
+        decoder, kernels = self._decoder, self._decoder.kernels
         config = config.sized(step_tokens(decoder, stalls_are_bounded=config.bounds_stalls))
         if self._ranks is not None:
             self._ranks.wait()
@@ -180,12 +179,12 @@ class Loaded:
         check_steps(runner, limits, time.monotonic_ns)
         times = load_or_learn(config, info, lambda: warmup(
             runner, limits, time.monotonic_ns, drafts=info.speculation is not None))
-        proposer = proposer_of(info.speculation, times)
-        scheduler = Scheduler(limits, scheduling.discipline(), scheduling.policy(times), times, proposer)
+        scheduler = Scheduler(limits, scheduling.discipline(), scheduling.policy(times), times,
+                              proposer_of(info.speculation, times))
         engine = Engine(scheduler, runner, time.monotonic_ns, info.eos_token_ids, depth=depth, scheduling=scheduling,
                         grammars=grammars, experts=ExpertLoad(ends) if (ends := decoder.expert_ends) else None,
                         memory=lent, adapters=self.adapters,
-                        kv_link=linked(info.kv_transfer, pieces, limits.block_size, self._identity))
+                        kv_link=linked(info.kv_transfer, runner, pieces, limits, self._identity))
         info.learned = times.learned() if times.is_trained else None
         info.roofline = self.roofline(glance(decoder))
         return engine, info

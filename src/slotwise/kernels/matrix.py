@@ -39,6 +39,11 @@ class Format:
     scale_bits: int = 8  # of scales and minimums that have units
 
     @property
+    def unit(self) -> int:
+        """Inputs, from a multiple of it on, that have scales of their own; 1 where all inputs share one."""
+        return max(1, self.group * max(1, self.groups_per_unit))
+
+    @property
     def are_floats(self) -> bool:
         """Whether codes are 8-bit floats (FP8)."""
         return self.levels == E4M3
@@ -65,6 +70,10 @@ class Factors(NamedTuple):
             return self.values.float()
         per_unit = self.values.shape[1] // self.units.shape[1]
         return self.units.float().repeat_interleave(per_unit, dim=1) * self.values.float()
+
+    def between(self, groups: slice, units: slice) -> Factors:
+        """Those of some groups, and their units."""
+        return Factors(self.values[:, groups], None if self.units is None else self.units[:, units])
 
     def of(self, outputs: Tensor) -> Factors:
         """Those of some outputs, by their places."""
@@ -189,6 +198,28 @@ def reordered(matrix: QuantisedMatrix, order: Tensor) -> QuantisedMatrix:
         return Rows(rows.codes[places], rows.scales.of(places), minimums)
 
     return replace(matrix, outputs=len(order), read=read)
+
+
+def narrowed(matrix: QuantisedMatrix, inputs: range) -> QuantisedMatrix:
+    """The inputs of a range alone.
+
+    Raises:
+        ValueError: it begins or ends within a group, or groups are no runs of neighbours.
+    """
+    group, unit = matrix.format.group, matrix.format.unit
+    if matrix.order is not None or any(at % unit and at != matrix.depth for at in (inputs.start, inputs.stop)):
+        raise ValueError(f"inputs {inputs.start} to {inputs.stop} of {matrix.depth}, in groups of {unit}"
+                         + " that are not neighbours" * (matrix.order is not None))
+    columns = slice(inputs.start, inputs.stop)
+    groups = slice(inputs.start // group, -(-inputs.stop // group)) if group else slice(None)
+    units = slice(inputs.start // unit, -(-inputs.stop // unit))
+
+    def read(first: int, end: int) -> Rows:
+        rows = matrix.read(first, end)
+        return Rows(rows.codes[:, columns].contiguous(), rows.scales.between(groups, units),
+                    None if rows.minimums is None else rows.minimums.between(groups, units))
+
+    return replace(matrix, depth=len(inputs), read=read)
 
 
 def _have_one_order(one: QuantisedMatrix, other: QuantisedMatrix) -> bool:

@@ -58,7 +58,7 @@ class Decoder:
         self.config = config
         self.kernels = kernels
         self.adapters = adapters
-        self._network = compose(config, Source(read, kernels, config.dtype, adapters, group))
+        self._network = compose(config, Source(read, kernels, config.dtype, adapters, group, formats))
         self.layers = layers_of(config, group.pipe.stage)
         layers = self._network.layers
         self._rotary = {

@@ -52,9 +52,6 @@ def load_model(
     wanted, shapes = tensor_shapes(config, group), tensor_shapes(config)
     weights.assemble(config.quantization, shapes)
     weights.check(shapes)
-    if group.size > 1 and weights.formats(shapes):
-        raise CheckpointError(f"{folder}: quantised checkpoints are not supported with tensor_parallel_size "
-                              f"{group.size}: divide its layers with pipeline_parallel_size")
     if torch.float16 not in kernels.kinds:
         _tell_of_float16(dtype, config, weights, kernels)
     _widen(weights, weights.formats(shapes), kernels, config.dtype, folder)

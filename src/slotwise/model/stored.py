@@ -12,7 +12,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from slotwise.kernels.matrix import Format, QuantisedMatrix, Weight
+from slotwise.kernels.matrix import Format, QuantisedMatrix, Weight, narrowed, reordered
+from slotwise.model.errors import CheckpointError
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -27,6 +28,20 @@ class Cut(NamedTuple):
         """The shape of this part of a tensor of `shape`."""
         rows = sum(map(len, self.rows)) if self.rows else shape[0]
         return (rows, *shape[1:]) if self.columns is None else (rows, len(self.columns), *shape[2:])
+
+    def of(self, matrix: QuantisedMatrix, name: str) -> QuantisedMatrix:
+        """This part of a quantised matrix.
+
+        Raises:
+            CheckpointError: it would divide a group of the matrix called `name`.
+        """
+        if self.rows:
+            matrix = reordered(matrix, torch.cat([torch.arange(rows.start, rows.stop) for rows in self.rows]))
+        try:
+            return matrix if self.columns is None else narrowed(matrix, self.columns)
+        except ValueError as error:
+            raise CheckpointError(f"{name}: a rank would have {error}, which divides a group: choose another "
+                                  "tensor_parallel_size, or pipeline_parallel_size") from error
 
     def rows_of(self, x: Tensor) -> Tensor:
         """These rows of a tensor in memory."""

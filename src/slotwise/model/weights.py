@@ -100,7 +100,8 @@ class Weights:
             tensors = [self._tensors[name] for name in names]
             are_quantised = len(self.formats(dict.fromkeys(names, ()))) == len(names)
             weight: Weight = (
-                stacked([*map(self._matrix, names)]) if are_quantised else self._dense(names, dtype, cuts))
+                stacked([cuts.get(name, WHOLE).of(self._matrix(name), name) for name in names]) if are_quantised
+                else self._dense(names, dtype, cuts))
             if isinstance(weight, StackedMatrix) and any(part.format.are_floats for part in weight.parts):
                 raise CheckpointError(f"{self._source.where}: {self._list([*names])} are one product, but not in the "
                                       "same format: with FP8 that is not supported")
@@ -124,13 +125,12 @@ class Weights:
         tensor = self._tensors[name]
         if tensor.format is None or len(tensor.shape) > MATRIX:
             parts = [tensor.rows(rows.start, rows.stop) for rows in cut.rows] or [_whole(tensor)]
-            columns = cut.columns
-            yield from parts if columns is None else [part[:, columns.start : columns.stop] for part in parts]
+            yield from map(cut.columns_of, parts)
             return
-        matrix = self._matrix(name)
+        matrix = Cut(cut.rows).of(self._matrix(name), name)
         rows = max(1, COMPARED_NUMBERS // matrix.depth)
         for at in range(0, matrix.outputs, rows):
-            yield matrix.dequantised(at, min(at + rows, matrix.outputs))
+            yield cut.columns_of(matrix.dequantised(at, min(at + rows, matrix.outputs)))
 
     def _matrix(self, name: str) -> QuantisedMatrix:
         """A quantised matrix whose scales are checked as they are read."""

@@ -23,8 +23,7 @@ from slotwise.observe.event_log import Command, Engine, Entry, Step, decode
 from slotwise.observe.fold import Timelines
 from slotwise.observe.request_timeline import STEP_UNDER_WAY, RequestTimeline
 
-NS = 1e-9
-MS = 1e-6
+NS, MS = 1e-9, 1e-6
 NOWHERE = -2  # step of a span outside all steps
 
 PARTS = {

@@ -49,6 +49,11 @@ class Prefault:
         self._thread: threading.Thread | None = None
         self._reach(0)
 
+    def touch_all(self) -> None:
+        """Pre-fault all blocks from now on, for requests that take many at once."""
+        self._distance = self._num_blocks
+        self._reach(0)
+
     def submit(self, plan: StepPlan) -> None:
         if plan.new_blocks:
             self._reach(max((max(blocks) for _, _, blocks in plan.new_blocks if blocks), default=0))

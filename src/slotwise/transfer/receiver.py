@@ -16,7 +16,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from slotwise.core.step import Arrival
@@ -25,6 +25,7 @@ from slotwise.transfer.sender import SIGNS, go_last
 from slotwise.transfer.want import Want
 
 RETRIES = 3  # times that a transfer asks again
+REST = 3.0  # times the time worked, after each block: steps need the interpreter and the processors meanwhile
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +51,17 @@ class _Transfer:
 
 
 class Receiver:
-    """Args: timeout: seconds without a sign of the producer after which a transfer fails."""
+    """Receives the blocks of requests.
 
-    def __init__(self, blocks: Blocks, connector: Connector, timeout: float) -> None:
+    Args:
+        timeout: seconds without a sign of the producer after which a transfer fails.
+        place: called by each thread that copies blocks, before it begins.
+    """
+
+    def __init__(
+        self, blocks: Blocks, connector: Connector, timeout: float, place: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._place = place
         self._blocks = blocks
         self._connector = connector
         self._timeout = timeout
@@ -102,6 +111,7 @@ class Receiver:
     # -- transfers -----------------------------------------------------------------------------------------------
 
     def _run(self, request_id: str, transfer: _Transfer) -> None:
+        self._place()
         go_last()
         failure = ""
         try:
@@ -126,7 +136,7 @@ class Receiver:
             return
         want = Want(source.transfer_id, source.prompt, self._blocks.layout, source.first)
         wire.send(Frame(Kind.WANT, data=want.encoded()))
-        retries, is_asking = RETRIES, False
+        retries, is_asking, worked = RETRIES, False, time.thread_time()
         while transfer.num_arrived < len(source.blocks):
             frame = wire.receive()
             if frame.kind is Kind.GONE:
@@ -137,6 +147,8 @@ class Receiver:
                 is_asking = False
                 if not self._write(transfer, frame):
                     return
+                time.sleep(REST * (time.thread_time() - worked))
+                worked = time.thread_time()
                 self._tell_sometimes(request_id, transfer)
             elif frame.number == transfer.num_arrived or not is_asking:
                 if not retries:

@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from slotwise.transfer.interface import Blocks, Frame, Kind, Listener, TransferError, Wire
 from slotwise.transfer.want import Want
@@ -40,9 +40,17 @@ class Offer:
 
 
 class Sender:
-    """Args: timeout: seconds without a sign of a consumer after which its connection is closed."""
+    """Sends the blocks of offered prompts.
 
-    def __init__(self, blocks: Blocks, listener: Listener, timeout: float) -> None:
+    Args:
+        timeout: seconds without a sign of a consumer after which its connection is closed.
+        place: called by each thread that copies blocks, before it begins.
+    """
+
+    def __init__(
+        self, blocks: Blocks, listener: Listener, timeout: float, place: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._place = place
         self._blocks = blocks
         self._listener = listener
         self._timeout = timeout
@@ -115,6 +123,7 @@ class Sender:
             threading.Thread(target=self._serve, args=(wire,), name="kv-send", daemon=True).start()
 
     def _serve(self, wire: Wire) -> None:
+        self._place()
         go_last()
         transfer_id = ""
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,10 @@ from kernels.paged import distance
 from runner.test_graphs import BLOCK, BLOCKS, WIDTH, decode_batch
 from torch import Tensor
 
+sys.path.append(str(Path(__file__).resolve().parents[3]))  # `benchmarks` is run from the root and never installed
+
+from benchmarks.gpu.repeated import Repeated
+
 from slotwise.model.decoder import Decoder
 from slotwise.model.load import load_model
 from slotwise.runner.graphs import DecodeGraphs, num_graphs
@@ -25,17 +30,6 @@ from slotwise.runner.input_batch import SlotTable
 
 SIZES = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64}
-
-
-class Repeated:
-    """A graph where nothing can be captured: the same launches, with the same grids and numbers, on the same memory."""
-
-    def __init__(self, work: Callable[[], Tensor]) -> None:
-        self._work = work
-        self.result = work()
-
-    def run(self) -> Tensor:
-        return self._work()
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])

@@ -16,7 +16,7 @@ from numba import types
 from slotwise.kernels.cpu.block_layout import Layout
 from slotwise.kernels.cpu.jit.compiler import kernel
 from slotwise.kernels.cpu.jit.intrinsic import FLOAT, INT, KIND, ElementType, intrinsic
-from slotwise.kernels.cpu.linear import DEPTH, THREADS, X
+from slotwise.kernels.cpu.linear import DEPTH, SOURCES, RowBlock, x_at
 from slotwise.kernels.cpu.llvm import BYTE, SHORT, SINGLE, WORD, all_of, behind, call, fast, read, spread, write
 from slotwise.kernels.cpu.simd import FLOAT32, INT32, INT64, ZERO, Real, bytes_of, fill, float_of, load, store
 
@@ -25,7 +25,7 @@ LIMIT = 127.0  # of a quantised activation
 INFINITE, NO_NUMBER = 0x7F800000, 0x7FC00000  # bits of a float32
 WITHOUT_PLACES = 1.5 * 2**23
 
-STRIDE, TABLE, ORDER, ZERO_AND_FACTOR = range(THREADS + 1, THREADS + 5)  # arguments behind those of every product
+STRIDE, TABLE, ZERO_AND_FACTOR = range(SOURCES + 1, SOURCES + 4)  # arguments behind those of every product
 
 
 def _quantise_unit(
@@ -82,19 +82,19 @@ def _as_float32(builder: ir.IRBuilder, bits: ir.Value, wide: ir.Type) -> ir.Valu
 
 
 @kernel
-def quantise_rows(words: int, first: int, rows: int, target: int, room: int, layout: Layout, kind: Real) -> None:
-    """Rows `first ... first + rows` of a product's x as units of bytes, then as facts.
+def quantise_rows(words: int, block: RowBlock, target: int, room: int, layout: Layout, kind: Real) -> None:
+    """The rows of a block of a product's x as units of bytes, then as facts.
 
     An unfinished unit, or inputs in another order, pass through the scratch `room`, padded with zeros.
     """
-    depth, order = load(words, DEPTH, INT64), load(words, ORDER, INT64)
+    depth, (first, rows, _, _, order) = load(words, DEPTH, INT64), block
     zero = load(words, ZERO_AND_FACTOR, INT64) >> 32
     factor = float_of(load(words, ZERO_AND_FACTOR, INT64))
     unit = layout.unit
     units = (depth + layout.record - 1) // layout.record * (layout.record // unit)
     facts = target + units * rows * unit
     for row in range(rows):
-        x = load(words, X, INT64) + (first + row) * depth * bytes_of(kind)
+        x = x_at(words, first + row, kind)
         for index in range(units):
             begin, place = index * unit, index * rows + row
             own, bytes_at = facts + place * FACTS, target + place * unit

@@ -1,19 +1,20 @@
 """Mixtures of experts: each token is multiplied by the weights of the few experts that its router chose.
 
     route      alone      chosen experts and their shares; tokens sorted by expert: a counting sort
-    gather     together   rows of x in that order                       [tokens * top_k, hidden]
-    products   each expert that has tokens: the product that its weights are packed for, quantised ones, too
-    combine    together   a token's results times its shares, added     [tokens, hidden]
+    divide     alone      blocks of rows of each expert that has some, with the addresses of its weights
+    products   together   all blocks: the product that the weights are packed for   [tokens * top_k, ...]
+    combine    together   a token's results times its shares, added                 [tokens, hidden]
 
     tokens       a: 2 0     b: 1 2         (experts, the best first)
     sorted       0: a       1: b      2: a b
     starts       0          1         2          4
 
-All experts of a layer have one shape and one format.  A kernel on the calling thread takes the arguments of each
-expert's product from a table, fills in the addresses of its rows and their number, and starts it on all threads, expert
-by expert.  Weights of experts without tokens are not read.  Nothing depends on tokens in Python, so a graph can hold
-all of it.  A token's result depends on its own row alone: products do not depend on the rows beside it, and its shares
-are added in the order of its experts.
+All experts of a layer have one shape and one format, so one kernel multiplies the rows of all: it finds the weights
+of each block in a table, which another kernel writes, and the rows of x by the order of tokens.  Threads take panels
+of all experts from one queue, wait for each other at its end, and prefetch the weights of the next expert while they
+read those of one.  Weights of experts without tokens are not read.  Nothing depends on tokens in Python, so a graph can
+hold all of it.  A token's result depends on its own row alone: products do not depend on the rows beside it, and its
+shares are added in the order of its experts.
 """
 
 from __future__ import annotations
@@ -21,15 +22,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from slotwise.kernels.cpu.jit.compiler import kernel, specialised
 from slotwise.kernels.cpu.launcher import HEADER, THREAD_COUNTER, KernelLauncher
-from slotwise.kernels.cpu.linear import BLOCK, OUT, SCRATCH, TOKENS, PackedPart, X
-from slotwise.kernels.cpu.linear_blocks import TALL
-from slotwise.kernels.cpu.memory import aligned
+from slotwise.kernels.cpu.linear import BLOCK_WORDS, OF_WEIGHTS, PackedPart, Tables
 from slotwise.kernels.cpu.simd import (
     BFLOAT16,
     FLOAT32,
@@ -47,15 +45,12 @@ from slotwise.kernels.cpu.simd import (
     signed_bits_of,
     store,
 )
-from slotwise.kernels.cpu.threads import run_shared
 from slotwise.kernels.interface import Linear, Routing
 
-# Arguments in words after the header: of the route, of the rows' movement, of an expert's products.
+# Arguments in words after the header: of the route, of the sums, of the division into blocks.
 LOGITS, ROWS, EXPERTS, TOP_K, NORMALISED, STARTS, SOURCES, PLACES, SHARES, ENDS = range(HEADER, HEADER + 10)
 FROM, TO, OF_ROW, NUM_ROWS, SIZE, EACH, SHARE, SUMS, FIRST_ROW, END_ROW = range(HEADER, HEADER + 10)
-(POOL, CODE, CALL, CALLS, FIRSTS, COUNT, INPUT, INPUT_BYTES, OUTPUT, OUTPUT_BYTES, BLOCKS, LONGEST,
- MEMORY) = range(HEADER, HEADER + 13)
-GIVEN = TALL + 1 - X  # arguments of a product, of the kind that has most
+FIRSTS, COUNT, WEIGHTS, MOST, TABLE = range(HEADER, HEADER + 5)
 
 INDEX_BITS = 16  # of an expert's number in a key
 MAX_EXPERTS = 1 << INDEX_BITS
@@ -133,19 +128,6 @@ def _route(words: int, kind: Real) -> None:
 
 
 @kernel
-def _gather(words: int, kind: Real) -> None:
-    """Row i of `TO` is row `OF_ROW[i]` of `FROM`."""
-    size, rows = load(words, SIZE, INT64), load(words, NUM_ROWS, INT64)
-    row = fetch_add(words, 1)
-    while row < rows:
-        source = load(words, FROM, INT64) + load(load(words, OF_ROW, INT64), row, INT32) * size * bytes_of(kind)
-        target = load(words, TO, INT64) + row * size * bytes_of(kind)
-        for i in range(size):
-            store(target, i, load(source, i, kind), kind)
-        row = fetch_add(words, 1)
-
-
-@kernel
 def _combine(words: int, kind: Real) -> None:
     """Token i of `TO` is the sum of `EACH` rows of `FROM` times their shares, rounded once.
 
@@ -171,30 +153,27 @@ def _combine(words: int, kind: Real) -> None:
 
 
 @kernel
-def _products(words: int) -> None:
-    """Start the product of every expert that has rows, on all threads, one after another."""
-    call, starts, longest = load(words, CALL, INT64), load(words, FIRSTS, INT64), load(words, LONGEST, INT64)
+def _divide(words: int) -> None:
+    """The table of blocks of all experts' rows, for `linear.py`: equally many rows in each of an expert's blocks."""
+    starts, most, table = load(words, FIRSTS, INT64), load(words, MOST, INT64), load(words, TABLE, INT64)
+    of_weights, count = BLOCK_WORDS - 2, 0
     for expert in range(load(words, COUNT, INT64)):
-        first = load(starts, expert, INT32)
-        rows = load(starts, expert + 1, INT32) - first
-        if rows > 0:
-            for i in range(HEADER):
-                store(call, i, 0, INT64)
-            for i in range(GIVEN):
-                store(call, X + i, load(load(words, CALLS, INT64), expert * GIVEN + i, INT64), INT64)
-            store(call, X, load(words, INPUT, INT64) + first * load(words, INPUT_BYTES, INT64), INT64)
-            store(call, OUT, load(words, OUTPUT, INT64) + first * load(words, OUTPUT_BYTES, INT64), INT64)
-            store(call, TOKENS, rows, INT64)
-            store(call, SCRATCH, load(words, MEMORY, INT64), INT64)
-            store(call, BLOCK, load(load(words, BLOCKS, INT64), min(rows, longest), INT64), INT64)
-            run_shared(load(words, POOL, INT64), load(words, CODE, INT64), call)
+        first, end = load(starts, expert, INT32), load(starts, expert + 1, INT32)
+        blocks = (end - first + most - 1) // most
+        for block in range(blocks, 0, -1):
+            rows, at = (end - first + block - 1) // block, 1 + count * BLOCK_WORDS
+            store(table, at, first, INT64)
+            store(table, at + 1, rows, INT64)
+            for i in range(of_weights):
+                store(table, at + 2 + i, load(load(words, WEIGHTS, INT64), expert * of_weights + i, INT64), INT64)
+            first, count = first + rows, count + 1
+    store(table, 0, count, INT64)
 
 
 _KINDS = {torch.bfloat16: BFLOAT16, torch.float32: FLOAT32}
 ROUTE = {dtype: specialised(_route, kind) for dtype, kind in _KINDS.items()}
-GATHER = {dtype: specialised(_gather, kind) for dtype, kind in _KINDS.items()}
 COMBINE = {dtype: specialised(_combine, kind) for dtype, kind in _KINDS.items()}
-PRODUCTS = specialised(_products)
+DIVIDE = specialised(_divide)
 
 
 class _Columns:
@@ -206,26 +185,22 @@ class _Columns:
 
     def __init__(self, parts: Sequence[PackedPart], at: int, width: int, launcher: KernelLauncher) -> None:
         self._parts, self._at, self._width, self._launcher = parts, at, width, launcher
-        self._call, self._call_at = aligned(HEADER + 32, np.int64)
-        self._blocks: dict[int, Tensor] = {}  # by the most rows: rows of a block for each number of rows
 
     @functools.cached_property
-    def _calls(self) -> Tensor:
-        """`[experts, GIVEN]`: each one's arguments; made at the first product, for a kernel's address needs it."""
-        calls = [part.arguments(self._launcher, 0, 0, 1, self._width) for part in self._parts]
-        return torch.tensor([(*call, *[0] * (GIVEN - len(call))) for call in calls])
+    def _weights(self) -> Tensor:
+        """`[experts, 3]`: each one's words of a `RowBlock`; made at the first product, for it compiles kernels."""
+        return torch.tensor([part.arguments(self._launcher, 0, 0, 1)[OF_WEIGHTS] for part in self._parts])
 
-    def multiply(self, x: Tensor, out: Tensor, starts: Tensor, most: int) -> None:
-        """`x [rows, depth]`; an expert has at most `most` rows."""
-        launcher, part, size = self._launcher, self._parts[0], 1 << (most - 1).bit_length()
-        if size not in self._blocks:
-            self._blocks[size] = torch.tensor([part.block_rows(max(1, rows)) for rows in range(size + 1)])
-        launcher.give(
-            launcher.pool.address, part.kernel(x.dtype).address, self._call_at, self._calls.data_ptr(),
-            starts.data_ptr(), len(self._parts), x.data_ptr(), part.depth * x.itemsize,
-            out.data_ptr() + self._at * out.itemsize, self._width * out.itemsize, self._blocks[size].data_ptr(), size,
-            launcher.scratch(launcher.threads * part.floats))
-        launcher.lead(PRODUCTS)
+    def multiply(self, x: Tensor, out: Tensor, starts: Tensor, sources: int) -> None:
+        """`x [..., depth]` to `out [rows, width]`; `sources` is the address of the rows' places in x, or 0."""
+        launcher, part = self._launcher, self._parts[0]
+        table = launcher.empty((1 + BLOCK_WORDS * len(out),), torch.int64)
+        launcher.give(starts.data_ptr(), len(self._parts), self._weights.data_ptr(), part.block_rows(1),
+                      table.data_ptr())
+        launcher.alone(DIVIDE)
+        launcher.give(*part.arguments(launcher, x.data_ptr(), out.data_ptr() + self._at * out.itemsize, 1, self._width,
+                                      Tables(table.data_ptr(), sources)))
+        launcher.together(part.kernel(x.dtype))
 
 
 class _Grouped:
@@ -239,11 +214,12 @@ class _Grouped:
             self._columns.append(_Columns(parts, at, self._width, launcher))
             at += parts[0].stored
 
-    def __call__(self, x: Tensor, starts: Tensor, most: int) -> Tensor:
-        """`x [rows, depth]`; an expert has at most `most` rows."""
-        out = self._launcher.empty((len(x), self._width), x.dtype)
+    def __call__(self, x: Tensor, starts: Tensor, sources: Tensor | None = None) -> Tensor:
+        """`x [tokens, depth]` and the token of each row, or `x [rows, depth]`: `[rows, width]`."""
+        rows, sources_at = (len(x), 0) if sources is None else (len(sources), sources.data_ptr())
+        out = self._launcher.empty((rows, self._width), x.dtype)
         for columns in self._columns:
-            columns.multiply(x, out, starts, most)
+            columns.multiply(x, out, starts, sources_at)
         return out
 
 
@@ -267,16 +243,12 @@ class Mixture:
         top_k = routing.top_k
         if not tokens:
             return torch.empty_like(x)
-        x, rows = x.contiguous(), tokens * top_k
         starts, sources, places, shares = self._route(logits.contiguous())
-        sorted_x = launcher.empty((rows, hidden), x.dtype)
-        launcher.give(x.data_ptr(), sorted_x.data_ptr(), sources.data_ptr(), rows, hidden)
-        launcher.together(GATHER[x.dtype])
         held = starts[routing.experts.start : routing.experts.stop + 1]
-        inner = self._gates(sorted_x, held, tokens)
+        inner = self._gates(x.contiguous(), held, sources)
         if self._activate is not None:
             inner = self._activate(inner)
-        results = self._downs(inner, held, tokens)
+        results = self._downs(inner, held)
         out = launcher.empty((tokens, hidden), x.dtype)
         launcher.give(results.data_ptr(), out.data_ptr(), places.data_ptr(), tokens, hidden, top_k, shares.data_ptr(),
                       launcher.scratch(launcher.threads * hidden), held.data_ptr(), held[-1:].data_ptr())

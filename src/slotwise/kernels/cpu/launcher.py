@@ -17,7 +17,7 @@ from torch import Tensor
 from slotwise.kernels.cpu.jit.compiler import Compiled
 from slotwise.kernels.cpu.memory import HugePages, Panels, aligned
 from slotwise.kernels.cpu.openmp import torch_threads
-from slotwise.kernels.cpu.threads import LEAD, thread_pool
+from slotwise.kernels.cpu.threads import thread_pool
 
 HEADER = 16  # int64 words: work is counted in word 0, threads in word 8, on a cache line each; word 1 is the pool's
 THREAD_COUNTER = 64  # bytes from the start of the words
@@ -86,12 +86,6 @@ class KernelLauncher:
         if self.recorder is not None:
             self._note(code, is_alone=True)
         code.call(self._address)
-
-    def lead(self, code: Compiled) -> None:
-        """Run on the calling thread; the kernel itself starts others on the pool, whose address is an argument."""
-        if self.recorder is not None:
-            self._note(code, is_alone=True)
-        self.pool.run_program(LEAD, code.address, self._address)
 
     def empty(self, size: tuple[int, ...], kind: torch.dtype) -> Tensor:
         """An uninitialised tensor for a kernel's result."""

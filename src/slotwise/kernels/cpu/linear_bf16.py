@@ -19,7 +19,7 @@ from slotwise.kernels.cpu.gemm_bf16 import LINE_BYTES, PANEL, STRIP, STRIP_PAIRS
 from slotwise.kernels.cpu.jit.compiler import kernel
 from slotwise.kernels.cpu.jit.intrinsic import INT, intrinsic
 from slotwise.kernels.cpu.launcher import KernelLauncher
-from slotwise.kernels.cpu.linear import DEPTH, X, in_panels
+from slotwise.kernels.cpu.linear import DEPTH, in_panels, x_at
 from slotwise.kernels.cpu.linear_panels import Layout, Method, PanelProduct, Tile, panel_product
 from slotwise.kernels.cpu.llvm import LONG, read, write
 from slotwise.kernels.cpu.processor import has
@@ -78,7 +78,7 @@ def pack_block(words: int, first: int, rows: int, padded: int, target: int) -> N
     depth = load(words, DEPTH, INT64)
     whole = depth // STRIP * STRIP
     for row in range(rows):
-        x = load(words, X, INT64) + (first + row) * depth * 2
+        x = x_at(words, first + row, BFLOAT16)
         strip = target + row * STRIP_ROW_BYTES
         for start in range(0, whole, STRIP):
             copy_line(x + start * 2, strip)

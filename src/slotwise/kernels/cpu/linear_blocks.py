@@ -29,18 +29,20 @@ from slotwise.kernels.cpu.gemm_blocks import HEIGHTS, TALLEST, block_gemm
 from slotwise.kernels.cpu.jit.compiler import Compiled, kernel, specialised
 from slotwise.kernels.cpu.launcher import THREAD_COUNTER, KernelLauncher
 from slotwise.kernels.cpu.linear import (
-    BIAS,
-    BLOCK,
     DEPTH,
+    NO_TABLES,
     OUT,
     OUTPUTS,
     SCRATCH,
     SCRATCH_BYTES,
     STORED,
     THREADS,
-    TOKENS,
-    WEIGHT,
+    RowBlock,
+    Tables,
+    block_at,
     in_panels,
+    num_blocks,
+    panel_after,
 )
 from slotwise.kernels.cpu.simd import BFLOAT16, FLOAT32, INT64, Real, Whole, bytes_of, fetch_add, load, store
 from slotwise.kernels.cpu.work_queue import NOTHING, pop, rows_of_a_block, upcoming
@@ -63,16 +65,15 @@ TALL = ZERO_AND_FACTOR + 1  # an argument: rows of the tallest tile
 
 @kernel
 def _multiply(
-    words: int, room: int, memory: int, first: int, row: int, panel: int, following: int, kind: Real, layout: Layout,
-    path: Whole,
+    words: int, room: int, memory: int, block: RowBlock, row: int, panel: int, following: int, kind: Real,
+    layout: Layout, path: Whole,
 ) -> int:
-    """Multiply one tile: a panel with rows from `first + row` on; returns the number of rows.
+    """Multiply one tile: a panel with rows of a block from `row` on; returns the number of rows.
 
     Meanwhile it prefetches its share of the panel at `following`; a tile that is the only one, its own panel, a little
     ahead.  A panel wider than the rest of the output is stored to the scratch `room` first.  `memory` is that of tiles.
     """
-    stored, rows = load(words, STORED, INT64), min(
-        load(words, BLOCK, INT64), load(words, TOKENS, INT64) - first)
+    stored, (first, rows, weight, bias, _) = load(words, STORED, INT64), block
     records = (load(words, DEPTH, INT64) + layout.record - 1) // layout.record
     units = records * (layout.record // layout.unit)
     tall, height = load(words, TALL, INT64), 1
@@ -82,8 +83,8 @@ def _multiply(
     is_tiled = tall > TALLEST and rows - row > TALLEST
     if is_tiled:
         height = min(tall, rows - row)
-    tiles, weight = (rows + tall - 1) // tall, load(words, WEIGHT, INT64) + panel * records * layout.record_bytes
-    steps = layout.record // STEP
+    tiles, steps = (rows + tall - 1) // tall, layout.record // STEP
+    weight += panel * records * layout.record_bytes
     share = (layout.record_bytes // steps + tiles - 1) // tiles
     asked = weight + AHEAD if tiles == 1 else following + row // tall * share * steps * records
     is_gated = stored != load(words, OUTPUTS, INT64)
@@ -93,7 +94,8 @@ def _multiply(
     place = load(words, OUT, INT64) + (first + row) * row_bytes + panel * width * size
     target, stride = (place, row_bytes) if left >= width else (room, width * size)
     held = room + HELD
-    facts, bias = held + units * rows * layout.unit + row * FACTS, load(words, BIAS, INT64) + panel * COLUMNS * 4
+    facts = held + units * rows * layout.unit + row * FACTS
+    bias += panel * COLUMNS * 4
     if is_tiled:
         tile_gemm(
             height, memory, weight, records, load(words, TABLE, INT64), held + row * layout.unit, facts, rows, target,
@@ -111,27 +113,27 @@ def _multiply(
 
 @kernel
 def _product(words: int, kind: Real, layout: Layout, path: Whole) -> None:
-    tokens, block, threads = load(words, TOKENS, INT64), load(words, BLOCK, INT64), load(words, THREADS, INT64)
-    panels, blocks = (load(words, OUTPUTS, INT64) + COLUMNS - 1) // COLUMNS, (tokens + block - 1) // block
+    threads, panels = load(words, THREADS, INT64), (load(words, OUTPUTS, INT64) + COLUMNS - 1) // COLUMNS
+    items = num_blocks(words) * panels
     panel_bytes = (load(words, DEPTH, INT64) + layout.record - 1) // layout.record * layout.record_bytes
     thread = fetch_add(words + THREAD_COUNTER, 1)
     room = load(words, SCRATCH, INT64) + thread * load(words, SCRATCH_BYTES, INT64)
     memory = room + load(words, SCRATCH_BYTES, INT64) - gemm_block_tiles.SCRATCH_BYTES
     held = -1
     begin_tiles(memory, path)
-    item = pop(words, thread, threads, blocks * panels)
+    item = pop(words, thread, threads, items)
     while item != NOTHING:
-        first, panel = item // panels * block, item % panels
-        rows = min(block, tokens - first)
-        if first != held:
-            quantise_rows(words, first, rows, room + HELD, room + TILE_BYTES, layout, kind)
-            held = first
-        after = upcoming(words, thread, threads, blocks * panels)
-        following = load(words, WEIGHT, INT64) + (panel if after == NOTHING else after % panels) * panel_bytes
+        number, panel = item // panels, item % panels
+        block = block_at(words, number)
+        if number != held:
+            quantise_rows(words, block, room + HELD, room + TILE_BYTES, layout, kind)
+            held = number
+        after = upcoming(words, thread, threads, items)
+        following = panel_after(words, item, after, panels, panel_bytes, AHEAD)
         row = 0
-        while row < rows:
-            row += _multiply(words, room, memory, first, row, panel, following, kind, layout, path)
-        item = pop(words, thread, threads, blocks * panels)
+        while row < block.rows:
+            row += _multiply(words, room, memory, block, row, panel, following, kind, layout, path)
+        item = pop(words, thread, threads, items)
     end_tiles(memory, path)
 
 
@@ -189,19 +191,20 @@ class PackedBlocks:
         return gemm_block_tiles.TALLEST if self.path in TILED else TALLEST
 
     def arguments(
-        self, launcher: KernelLauncher, x: int, out: int, tokens: int, stride: int = 0,
+        self, launcher: KernelLauncher, x: int, out: int, tokens: int, stride: int = 0, tables: Tables = NO_TABLES,
     ) -> tuple[int, ...]:
         """The arguments of the product of `tokens` rows at `x` to `out`; valid until the launcher's next kernel.
 
         Args:
             stride: numbers of a row of the result; 0: as many as this product gives.
+            tables: of the rows; with blocks `tokens` is 1.
         """
         floats = self.floats
         return (
-            x, self.panels.data_ptr(), self.bias.data_ptr(), out, tokens, self.depth, self.outputs, self.stored,
-            rows_of_a_block(tokens, self._most, self.threads), launcher.scratch(launcher.threads * floats), floats * 4,
-            launcher.threads, stride or self.stored, self.table.data_ptr(),
-            0 if self.order is None else self.order.data_ptr(), self.zero_and_factor, self._tall)
+            x, self.panels.data_ptr(), self.bias.data_ptr(), 0 if self.order is None else self.order.data_ptr(), out,
+            tokens, self.depth, self.outputs, self.stored, rows_of_a_block(tokens, self._most, self.threads),
+            launcher.scratch(launcher.threads * floats), floats * 4, launcher.threads, *tables, stride or self.stored,
+            self.table.data_ptr(), self.zero_and_factor, self._tall)
 
     def multiply(self, x: Tensor, out: Tensor, at: int, launcher: KernelLauncher) -> None:
         """`x [tokens, depth]`, contiguous, to the columns of `out` from `at` on."""

@@ -29,7 +29,7 @@ from slotwise.kernels.cpu.gemm_fp16 import (
 from slotwise.kernels.cpu.jit.compiler import kernel
 from slotwise.kernels.cpu.jit.intrinsic import FLOAT, INT, intrinsic
 from slotwise.kernels.cpu.launcher import KernelLauncher
-from slotwise.kernels.cpu.linear import BLOCK, DEPTH, X, in_panels
+from slotwise.kernels.cpu.linear import BLOCK, DEPTH, in_panels, x_at
 from slotwise.kernels.cpu.linear_panels import Layout, Method, Tile, panel_product
 from slotwise.kernels.cpu.llvm import (
     HALF,
@@ -116,7 +116,7 @@ def _pack_block(words: int, first: int, rows: int, _padded: int, target: int) ->
     """
     depth, scales = load(words, DEPTH, INT64), _scales(words, target)
     for row in range(rows):
-        x = load(words, X, INT64) + (first + row) * depth * 2
+        x = x_at(words, first + row, BFLOAT16)
         exponent = max(largest_size(x, depth) >> 7, SMALLEST_EXPONENT)
         shift = float_of((2 * 127 + TOP - 1 - exponent) << 23)
         store(scales, row, float_of((exponent - TOP + 1) << 23), FLOAT32)

@@ -6,7 +6,8 @@ a block's rows (packs or quantises them) once for all panels that it multiplies 
 tiles of rows.  Meanwhile its next panel is prefetched, a share of it with each tile:
 
     one tile                        its own panel, a little ahead of what is read
-    the first tile of a panel       the same, if the panel was not prefetched: the thread's first one, or a stolen one
+    the first tile of a panel       the same, if the panel was not prefetched: the thread's first one, a stolen one, or
+                                    one behind a panel of one tile
     any other                       its share of the next panel
 
 What differs is a `Method`, and a `Layout` of the packed weights.  Results that lie behind the last output are computed
@@ -25,8 +26,6 @@ from torch import Tensor
 from slotwise.kernels.cpu.jit.compiler import Compiled, kernel
 from slotwise.kernels.cpu.launcher import THREAD_COUNTER, KernelLauncher
 from slotwise.kernels.cpu.linear import (
-    BIAS,
-    BLOCK,
     DEPTH,
     OUT,
     OUTPUTS,
@@ -34,9 +33,11 @@ from slotwise.kernels.cpu.linear import (
     SCRATCH_BYTES,
     STORED,
     THREADS,
-    TOKENS,
-    WEIGHT,
     Packed,
+    RowBlock,
+    block_at,
+    num_blocks,
+    panel_after,
 )
 from slotwise.kernels.cpu.simd import INT64, Real, bytes_of, fetch_add, load, store
 from slotwise.kernels.cpu.work_queue import NOTHING, pop, rows_of_a_block, upcoming
@@ -137,15 +138,16 @@ def _panel_kernel(multiply: Callable[[int, Tile], None], layout: Layout, kind: R
     """`multiply_panel`: the product of a panel and a block of rows, tile by tile, with a method's `multiply`."""
     @kernel
     def multiply_panel(
-        words: int, memory: int, first: int, rows: int, panel: int, following: int, is_cold: int
+        words: int, memory: int, block: RowBlock, panel: int, following: int, is_cold: int
     ) -> None:
         """Multiply one panel with a block of rows, while the panel at `following` is prefetched."""
+        first, rows, weights, bias, _ = block
         stored = load(words, STORED, INT64)
         units = (load(words, DEPTH, INT64) + layout.unit - 1) // layout.unit
         is_gated = stored != load(words, OUTPUTS, INT64)
         width = layout.columns // 2 if is_gated else layout.columns
         left, stride = stored - panel * width, stored * bytes_of(kind)
-        weights = load(words, WEIGHT, INT64) + panel * (units * layout.steps * layout.line + layout.behind)
+        weights += panel * (units * layout.steps * layout.line + layout.behind)
         tiles = (rows + layout.tallest - 1) // layout.tallest
         share = (layout.line + tiles - 1) // tiles
         row = 0
@@ -159,7 +161,7 @@ def _panel_kernel(multiply: Callable[[int, Tile], None], layout: Layout, kind: R
             target, target_stride = (
                 (place, stride) if left >= width else (memory + layout.results, width * bytes_of(kind)))
             multiply(words, Tile(
-                weights, load(words, BIAS, INT64) + panel * layout.columns * 4, count, row,
+                weights, bias + panel * layout.columns * 4, count, row,
                 _filled_up(rows, layout.whole), memory + layout.rows, memory, target, target_stride, is_gated, asked,
                 step))
             if left < width:
@@ -178,25 +180,26 @@ def panel_product(name: str, method: Method, layout: Layout, kind: Real) -> Pane
     multiply_panel = _panel_kernel(multiply, layout, kind)
 
     def product(words: int) -> None:
-        tokens, block, threads = load(words, TOKENS, INT64), load(words, BLOCK, INT64), load(words, THREADS, INT64)
         panels = (load(words, OUTPUTS, INT64) + layout.columns - 1) // layout.columns
-        blocks, units = (tokens + block - 1) // block, (load(words, DEPTH, INT64) + layout.unit - 1) // layout.unit
+        threads, items = load(words, THREADS, INT64), num_blocks(words) * panels
+        units = (load(words, DEPTH, INT64) + layout.unit - 1) // layout.unit
         panel_bytes = units * layout.steps * layout.line + layout.behind
         thread = fetch_add(words + THREAD_COUNTER, 1)
         memory = load(words, SCRATCH, INT64) + thread * load(words, SCRATCH_BYTES, INT64)
-        held, after = -1, NOTHING
+        held, prefetched = -1, NOTHING
         begin(memory)
-        item = pop(words, thread, threads, blocks * panels)
+        item = pop(words, thread, threads, items)
         while item != NOTHING:
-            first, panel, is_cold = item // panels * block, item % panels, item != after
-            rows = min(block, tokens - first)
-            if first != held:
-                prepare(words, first, rows, _filled_up(rows, layout.whole), memory + layout.rows)
-                held = first
-            after = upcoming(words, thread, threads, blocks * panels)
-            following = load(words, WEIGHT, INT64) + (panel if after == NOTHING else after % panels) * panel_bytes
-            multiply_panel(words, memory, first, rows, panel, following, is_cold)
-            item = pop(words, thread, threads, blocks * panels)
+            number, panel = item // panels, item % panels
+            block = block_at(words, number)
+            if number != held:
+                prepare(words, block.first, block.rows, _filled_up(block.rows, layout.whole), memory + layout.rows)
+                held = number
+            after = upcoming(words, thread, threads, items)
+            following = panel_after(words, item, after, panels, panel_bytes, layout.ahead)
+            multiply_panel(words, memory, block, panel, following, item != prefetched)
+            prefetched = after if block.rows > layout.tallest else NOTHING
+            item = pop(words, thread, threads, items)
         end(memory)
 
     source = inspect.unwrap(multiply)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from slotwise.kernels.cpu.jit.compiler import kernel
 from slotwise.kernels.cpu.jit.intrinsic import FLOAT, INT, KIND, ElementType, intrinsic
-from slotwise.kernels.cpu.linear import DEPTH, X, in_panels
+from slotwise.kernels.cpu.linear import DEPTH, in_panels, x_at
 from slotwise.kernels.cpu.llvm import (
     BYTE,
     SHORT,
@@ -135,7 +135,7 @@ def quantise_block(
     groups = (depth + GROUP - 1) // GROUP
     scales = target + groups * padded * GROUP
     for row in range(rows):
-        x = load(words, X, INT64) + (first + row) * depth * bytes_of(kind)
+        x = x_at(words, first + row, kind)
         for group in range(depth // GROUP):
             place = group * padded + row
             quantise_group(

@@ -23,7 +23,21 @@ from numba.core import cgutils
 
 from slotwise.kernels.cpu.jit.compiler import kernel
 from slotwise.kernels.cpu.jit.intrinsic import FLOAT, INT, KIND, VALUE, ElementType, intrinsic
-from slotwise.kernels.cpu.llvm import BYTE, EXP2, LONG, SHORT, SINGLE, WORD, call, number, pointer, round_to_bfloat16
+from slotwise.kernels.cpu.llvm import (
+    BYTE,
+    EXP2,
+    LINE,
+    LONG,
+    SHORT,
+    SINGLE,
+    WORD,
+    Loop,
+    call,
+    number,
+    pointer,
+    prefetch,
+    round_to_bfloat16,
+)
 
 Real = NewType("Real", np.generic)  # a kind of elements that are floats in registers
 Whole = NewType("Whole", np.generic)  # of integers
@@ -97,6 +111,16 @@ def _fill(builder: ir.IRBuilder, address: ir.Value, count: ir.Value, value: ir.V
 
 fill: Callable[[int, int, float], None] = intrinsic(_fill, INT, INT, FLOAT)
 """`fill(address, count, value)`: set `count` float32 at `address` to `value`."""
+
+
+def _prefetch_all(builder: ir.IRBuilder, address: ir.Value, size: ir.Value) -> None:
+    lines = Loop(builder, size, LINE, [])
+    prefetch(builder, builder.add(address, lines.index))
+    lines.close([])
+
+
+prefetch_all: Callable[[int, int], None] = intrinsic(_prefetch_all, INT, INT)
+"""`prefetch_all(address, size)`: prefetch `size` bytes, at least one."""
 
 bytes_of: Callable[[Real | Whole], int] = intrinsic(
     lambda _builder, kind: number(kind.bitwidth // 8), KIND, returns=INT)

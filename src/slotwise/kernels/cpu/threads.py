@@ -104,12 +104,7 @@ def _run_shared(shared: int, code: int, words: int) -> None:
     run_shared(shared, code, words)
 
 
-def _lead(shared: int, code: int, words: int) -> None:
-    call_kernel(code, words)
-
-
 WORK = specialised(_enter_jobs)
-LEAD = Compiled(_lead)
 RUN_SHARED = Compiled(_run_shared)
 
 
@@ -125,11 +120,6 @@ class ThreadPool:
         self._running = threading.Lock()
         self._is_started = False
         self._threads: list[threading.Thread] = []
-
-    @property
-    def address(self) -> int:
-        """Address of the words that leader and helpers share, for `run_shared`."""
-        return self._address
 
     def run(self, code: int, words: int) -> None:
         """Call the kernel at `code` with `words`; returns when its work is done."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from slotwise.kernels.matrix import QuantisedMatrix, StackedMatrix, Weight
+from slotwise.model.errors import CheckpointError
 from slotwise.model.layers.share import share, shares
 from slotwise.model.layers.source import NO_CUTS, Source
 from slotwise.model.stored import Cut
@@ -98,6 +99,9 @@ def read_ends(source: Source, vocab_size: int, hidden_size: int, options: EndOpt
     table = read({TABLE: size}, cuts)
     weight = table if options.tied else read({HEAD: size}, cuts)
     assert not isinstance(table, StackedMatrix)  # of several names
+    if source.group.size > 1 and not isinstance(table, Tensor):
+        raise CheckpointError("a quantised embedding is not supported with tensor_parallel_size: divide the layers by "
+                              "pipeline_parallel_size")
     embedding = Embedding(source, table, options.scale, own.start)
     if options.tied and not isinstance(table, Tensor):
         embedding.bytes = 0  # kernels share what they packed for the head

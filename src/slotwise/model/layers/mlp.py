@@ -29,7 +29,7 @@ class GatedMLP:
         gate_cuts, down_cuts = NO_CUTS, NO_CUTS
         down = f"{name}.down_proj"
         if source.group.size > 1:
-            own = mlp_share(intermediate, source.group)
+            own = mlp_share(intermediate, source.group, source.unit)
             ups = range(intermediate + own.start, intermediate + own.stop)
             gate_cuts = dict.fromkeys(parts, Cut((own, ups) if is_fused else (own,)))
             down_cuts = {down: Cut(columns=own)}

@@ -83,7 +83,8 @@ class MixtureOfExperts:
 
 def _part(weights: ExpertWeights, own: range, rank: int) -> ExpertWeights:
     """The columns `own` between an expert's products; the bias behind them is that of rank 0, for it is added once."""
-    assert isinstance(weights.gate_up, Tensor) and isinstance(weights.down, Tensor), "ranks have plain weights"
+    if not isinstance(weights.gate_up, Tensor) or not isinstance(weights.down, Tensor):
+        raise CheckpointError("quantised experts are not divided: hold each whole on a rank, enable_expert_parallel")
     half, at = len(weights.gate_up) // 2, slice(own.start, own.stop)
     gate_up = [None if whole is None else torch.cat((whole[:half][at], whole[half:][at]))
                for whole in (weights.gate_up, weights.gate_up_bias)]

@@ -12,6 +12,7 @@ Experts are divided as other MLPs are, or, where the group `splits_experts`, eac
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import replace
 from itertools import pairwise
@@ -45,9 +46,10 @@ def shares(total: int, group: Group) -> list[int]:
     return [end - first for first, end in pairwise(bounds)]
 
 
-def mlp_share(intermediate: int, group: Group) -> range:
-    """The columns between an MLP's products that a rank computes."""
-    return share(intermediate, group, "columns between the products of an MLP", 1 if intermediate % UNIT else UNIT)
+def mlp_share(intermediate: int, group: Group, unit: int = 1) -> range:
+    """The columns between an MLP's products that a rank computes, in whole groups of `unit` quantised inputs."""
+    unit = math.lcm(UNIT, unit)
+    return share(intermediate, group, "columns between the products of an MLP", 1 if intermediate % unit else unit)
 
 
 def expert_share(count: int, group: Group) -> range | None:

@@ -29,11 +29,14 @@ class Source:
 
     def __init__(
         self, read: Read, kernels: Kernels, dtype: torch.dtype, adapters: Adapters | None = None, group: Group = ALONE,
+        formats: Mapping[str, Format] = {},
     ) -> None:
+        """Args: formats: of quantised matrices, by name."""
         self.kernels = kernels
         self.adapters = adapters
         self.group = group
         self.dtype = dtype
+        self.unit = max((kind.unit for kind in formats.values()), default=1)  # inputs of a product that stay together
         self._read = read
 
     def weight(self, shapes: Shapes, cuts: Cuts = NO_CUTS) -> Weight:
@@ -73,9 +76,10 @@ class Listing(Source):
         self, dtype: torch.dtype, kernels: Kernels | None = None, formats: Mapping[str, Format] | None = None,
         group: Group = ALONE,
     ) -> None:
-        super().__init__(self._record, _Sizes(kernels) if kernels else ReferenceKernels(), dtype, group=group)
-        self.shapes: dict[str, tuple[int, ...]] = {}
         self._formats = formats or {}
+        super().__init__(self._record, _Sizes(kernels) if kernels else ReferenceKernels(), dtype, group=group,
+                         formats=self._formats)
+        self.shapes: dict[str, tuple[int, ...]] = {}
 
     def weight(self, shapes: Shapes, cuts: Cuts = NO_CUTS) -> Weight:
         """A matrix that cannot be read, or an empty tensor on the device "meta"; notes names and shapes."""
@@ -89,8 +93,9 @@ class Listing(Source):
     def _record(self, *names: str, cuts: Cuts = NO_CUTS) -> Weight:
         if not all(name in self._formats for name in names):
             return self._empty(names, cuts)
-        return stacked([QuantisedMatrix(self._formats[name], *matrix_size(self.shapes[name]), _unreadable)
-                        for name in names])
+        whole = {name: QuantisedMatrix(self._formats[name], *matrix_size(self.shapes[name]), _unreadable)
+                 for name in names}
+        return stacked([cuts.get(name, WHOLE).of(matrix, name) for name, matrix in whole.items()])
 
     def _empty(self, names: Collection[str], cuts: Cuts) -> Tensor:
         sizes = [cuts.get(name, WHOLE).size(self.shapes[name]) for name in names]

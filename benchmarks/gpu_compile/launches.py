@@ -167,7 +167,7 @@ def _packed_experts(kind: str, name: str, form: Format) -> Iterator[Launch]:
                 x = torch.empty(pairs // routing.top_k if is_first else pairs, DEPTH, dtype=KINDS[kind])
                 experts.multiply(x, weight, None, arranged, routing.top_k, is_first=is_first)
 
-        tile = expert_codes_tile(pairs, routing.num_experts, KINDS[kind], has_table=bool(form.levels))
+        tile = expert_codes_tile(pairs, routing.num_experts, KINDS[kind])
         yield Launch(f"{of_one} tokens an expert, {name}", kind, work, {"multiply_expert_codes": tile.programs})
 
 

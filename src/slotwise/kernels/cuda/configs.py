@@ -127,6 +127,7 @@ _PREFILL = ProductConfig(128, 128, 64, 8, 3)
 _FLOAT32 = ProductConfig(FEW, 32, 32, 4, 2), ProductConfig(64, 64, 32, 8, 2)
 _CODES = ProductConfig(FEW, 32, 0, 4, 4, 2), ProductConfig(128, 64, 0, 8, 3)
 _CODES_OF_A_TABLE = _CODES[0], ProductConfig(64, 64, 0, 8, 3)  # larger ones spill on compute capability 8.9
+_EXPERT_CODES = _CODES[0], ProductConfig(64, 64, 0, 8, 2)  # with a third stage it spills on 8.0
 _CODES_FLOAT32 = ProductConfig(FEW, 32, 0, 4, 2), ProductConfig(32, 32, 0, 8, 2)
 _NARROW = ProductConfig(FEW, 64, 128, 4, 4, 2), ProductConfig(128, 128, 128, 8, 3)
 
@@ -137,9 +138,9 @@ def codes_tile(tokens: int, kind: torch.dtype, *, has_table: bool) -> ProductCon
     return tiles[tokens > FEW]
 
 
-def expert_codes_tile(pairs: int, experts: int, kind: torch.dtype, *, has_table: bool) -> ProductConfig:
+def expert_codes_tile(pairs: int, experts: int, kind: torch.dtype) -> ProductConfig:
     """Of `expert_codes.py`: by how many pairs an expert has on average, as `experts_tile`."""
-    return codes_tile(-(-pairs // (2 * experts)), kind, has_table=has_table)
+    return (_CODES_FLOAT32 if kind == torch.float32 else _EXPERT_CODES)[pairs > 2 * FEW * experts]
 
 
 def narrow_tile(tokens: int) -> ProductConfig:

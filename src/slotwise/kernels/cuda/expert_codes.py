@@ -61,7 +61,7 @@ def multiply(
 ) -> None:
     """To `out [pairs, outputs]`, as `experts.multiply` does; `bias [experts, outputs]`."""
     pairs, matrix = len(arranged.pairs), weight.together
-    tile = expert_codes_tile(pairs, weight.experts, x.dtype, has_table=matrix.levels is not None)
+    tile = expert_codes_tile(pairs, weight.experts, x.dtype)
     grid = (num_tiles(pairs, weight.experts, 1, tile.block_m), triton.cdiv(weight.outputs, tile.block_n))
     _multiply_expert_codes[grid](
         out, x, matrix.codes, *factors(matrix), matrix.codes if weight.inputs is None else weight.inputs,

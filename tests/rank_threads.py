@@ -42,6 +42,7 @@ class _Rank:
 def ranks_on_threads() -> Iterator[None]:
     """Ranks that are started within the context are threads, and end with their engines."""
     before, opened = torch.get_num_threads(), list[rank_groups.RankFiles]()
+    gc.freeze()  # so that only what came meanwhile is looked through below
     close = rank_groups.RankFiles.close
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launcher, "thread_pool", lambda threads: ThreadPool(0))  # each rank has its own
@@ -53,6 +54,7 @@ def ranks_on_threads() -> Iterator[None]:
             yield
         finally:
             gc.collect()
+            gc.unfreeze()
             torch.set_num_threads(before)
             for files in opened:
                 close(files)

@@ -99,6 +99,30 @@ def test_states_behind_drafts_serve_other_requests(loaded, folder, expected):
         assert sum(sum(record.cached) for record in played.records) == sum((len(one) - 1) // 8 * 8 for one in later)
 
 
+def test_states_are_as_exact_in_an_int8_cache(folder):
+    """Keys and values are rounded, and tokens may be others: but the same in company, from the cache, with drafts."""
+    model = load(config(folder, kv_cache_dtype="int8", block_size=32))
+
+    def run(subject: Engine, asked: list[Add]) -> list[list[int]]:
+        return tokens_of(play(subject, asked))
+
+    settings = {"kv_cache_dtype": "int8", "block_size": 32}
+    subject, asked = engine(model, folder, **settings), [add(at, prompt) for at, prompt in enumerate(prompts())]
+    tokens = run(subject, asked)
+    assert run(subject, asked) == tokens == run(engine(model, folder, drafts=True, **settings), predicted(tokens))
+    alone = [play(engine(model, folder, **settings), [one]).outputs[one.request_id].tokens for one in asked[3:]]
+    assert [[*one] for one in alone] == tokens[3:]
+
+
+def test_in_bfloat16_states_and_keys_are_never_in_one_block(folder):
+    """From the first step on: the bits of one are no numbers of the other."""
+    settings = {"dtype": "bfloat16", "block_size": 16}
+    model, guesses = load(config(folder, **settings)), [[*range(100, 100 + OUTPUT)]] * NUM_REQUESTS
+    without, drafted = (tokens_of(play(engine(model, folder, drafts=drafts, **settings), predicted(guesses)))
+                        for drafts in (False, True))
+    assert without == drafted and len({token for tokens in without for token in tokens}) > 50
+
+
 def test_a_block_holds_a_state(tmp_path):
     """By default as many tokens as that takes; fewer are refused."""
     folder = checkpoints.make("qwen3_5", tmp_path, linear_key_head_dim=64, linear_value_head_dim=64)

@@ -81,7 +81,7 @@ def test_a_model_that_cannot_be_served_is_an_error_and_no_loop(tmp_path: Path) -
 @pytest.mark.parametrize(("arguments", "why"), [
     (("--event-log", "x"), "--event-log is not for replicas"), (("--cpu-bind", "0"), "--cpu-bind is not for replicas"),
     (("--cpu-threads", "1"), "--cpu-threads is not for replicas"), (("--device", "cuda"), "--replica-url"),
-    (("--replica-url", "http://127.0.0.1:1", "--replicas", "2"), "are for processes that this command starts"),
+    (("--replica-url", "http://127.0.0.1:1", "--replicas", "2"), "--replicas is for processes"),
     (("--replica-url", "http://127.0.0.1:1", "--max-num-seqs", "2"), "--max-num-seqs is for replicas"),
     (("--replica-url", "http://127.0.0.1:1", "model"), "MODEL is for replicas"),
     (("--replica-url", "http://127.0.0.1:1", "--prefill-replicas", "1"), "--prefill-replicas is for processes"),

@@ -62,8 +62,8 @@ def check_steps(executor: Executor, limits: SchedulerLimits, clock: Clock) -> No
         return
     prompt = max(1, min(PROMPT, longest - 2))
     engine = _engine(executor, clock, SchedulerLimits(
-        max_model_len=longest, num_blocks=1, block_size=limits.block_size, max_num_seqs=1,
-        max_num_batched_tokens=prompt))
+        max_model_len=longest, num_blocks=len(limits.windows), block_size=limits.block_size, max_num_seqs=1,
+        max_num_batched_tokens=prompt, windows=limits.windows, max_chunk=prompt))
     for number, params in enumerate(KINDS):
         engine.handle(Add(f"first-{number}", [ANY_TOKEN] * prompt, params, seed=0))
         num_tokens = 0

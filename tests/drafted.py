@@ -7,8 +7,19 @@ from typing import Any, NamedTuple
 
 from slotwise.core.params import SamplingParams
 from slotwise.core.step import TokenLogprobs
+from slotwise.core.step_time import StepTimeModel, Work
 from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add, Finish, StepRecord
+
+
+def slow_steps() -> StepTimeModel:
+    """Steps take a second, whatever they compute: drafts are worth their time."""
+    times = StepTimeModel()
+    for _ in range(20):
+        times.learn(Work(1, 1, 10, 0.0, longest=10), 1.0)
+        times.learn(Work(9, 9, 0, 0.0, drafts=8), 1.0)
+        times.learn(Work(100, 3, 0, 1e4), 1.0)
+    return times
 
 
 class Output(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Any
 import checkpoints
 import pytest
 import torch
-from drafted import Played, mixed, play, several
+from drafted import Played, mixed, play, several, slow_steps
 from live import Live, serving
 from safetensors.torch import load_file, save_file
 
@@ -23,7 +23,6 @@ from slotwise import SamplingParams as Asked
 from slotwise.compose.engine import Loaded, build_engine, load
 from slotwise.core.grammar import JSON_SCHEMA, Grammar
 from slotwise.core.params import SamplingParams
-from slotwise.core.step_time import StepTimeModel, Work
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add
@@ -73,16 +72,6 @@ def config(draft: Path, **settings: Any) -> EngineConfig:
     return EngineConfig.of(**{
         "model": str(builtin.path()), "dtype": "float32", "max_num_seqs": 8, "max_stall_ms": 0.0,
         "speculative_config": {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 4}} | settings)
-
-
-def slow_steps() -> StepTimeModel:
-    """Steps take a second, whatever they compute."""
-    times = StepTimeModel()
-    for _ in range(20):
-        times.learn(Work(1, 1, 10, 0.0, longest=10), 1.0)
-        times.learn(Work(9, 9, 0, 0.0, drafts=8), 1.0)
-        times.learn(Work(100, 3, 0, 1e4), 1.0)
-    return times
 
 
 def engine(loaded: Loaded, draft: Path, *, drafts: bool = True, **settings: Any) -> Engine:

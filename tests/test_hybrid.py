@@ -10,8 +10,7 @@ from typing import Any
 
 import checkpoints
 import pytest
-from drafted import Played, play
-from test_speculation import free
+from drafted import Played, play, slow_steps
 
 from slotwise.compose.engine import Loaded, load
 from slotwise.core.params import SamplingParams
@@ -46,7 +45,7 @@ def config(folder: Path, **settings: Any) -> EngineConfig:
 def engine(loaded: Loaded, folder: Path, *, drafts: bool = False, **settings: Any) -> Engine:
     made, _ = loaded.engine(config(folder, **settings))
     if drafts:
-        made._scheduler._drafting.proposer = DraftProposer(Speculation("prediction", prompt_lookup_min=1), free())
+        made._scheduler._drafting.proposer = DraftProposer(Speculation("prediction", prompt_lookup_min=1), slow_steps())
     return made
 
 

@@ -16,7 +16,7 @@ import lora
 import pytest
 import quantized
 from checkpoints import FAMILIES, SIZES, make, prompts
-from drafted import Played, play
+from drafted import Played, play, slow_steps
 from kernels.paged import distance
 from ragged import Driver
 from rank_threads import Paired, ranks_on_threads
@@ -25,7 +25,6 @@ from safetensors.torch import load_file, save_file
 from slotwise.compose.engine import build_engine
 from slotwise.core.grammar import REGEX, Grammar
 from slotwise.core.params import SamplingParams
-from slotwise.core.step_time import StepTimeModel, Work
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add
@@ -54,16 +53,6 @@ LONG = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 def threads() -> Iterator[None]:
     with ranks_on_threads():
         yield
-
-
-def slow_steps() -> StepTimeModel:
-    """Steps take a second, whatever they compute: drafts are worth their time."""
-    times = StepTimeModel()
-    for _ in range(20):
-        times.learn(Work(1, 1, 10, 0.0, longest=10), 1.0)
-        times.learn(Work(9, 9, 0, 0.0, drafts=8), 1.0)
-        times.learn(Work(100, 3, 0, 1e4), 1.0)
-    return times
 
 
 def engine_of(folder: Path, layout: tuple[int, int] = (1, 1), **settings: Any) -> Engine:

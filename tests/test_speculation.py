@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drafted import Played, mixed, play, several
+from drafted import Played, mixed, play, several, slow_steps
 from live import Live, serving
 
 from slotwise import builtin
 from slotwise.compose.engine import Loaded, load
 from slotwise.core.params import SamplingParams, ThinkingBudget
-from slotwise.core.step_time import StepTimeModel, Work
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add
@@ -54,21 +53,11 @@ def prompt(tokenizer: Tokenizer) -> list[int]:
     return tokenizer.encode(CODE * 2)
 
 
-def free() -> StepTimeModel:
-    """Steps take a second, whatever they compute."""
-    times = StepTimeModel()
-    for _ in range(20):
-        times.learn(Work(1, 1, 10, 0.0, longest=10), 1.0)
-        times.learn(Work(9, 9, 0, 0.0, drafts=8), 1.0)
-        times.learn(Work(100, 3, 0, 1e4), 1.0)
-    return times
-
-
 def engine(loaded: Loaded, method: str = "", **settings: Any) -> Engine:
     config = replace(EngineConfig(str(builtin.path()), dtype="float32", max_num_seqs=8, max_stall_ms=0.0), **settings)
     made, _ = loaded.engine(config)
     if method:
-        made._scheduler._drafting.proposer = DraftProposer(Speculation(method, prompt_lookup_min=1), free())
+        made._scheduler._drafting.proposer = DraftProposer(Speculation(method, prompt_lookup_min=1), slow_steps())
     return made
 
 

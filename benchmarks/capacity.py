@@ -5,8 +5,8 @@
     trials, each of other traffic: N of the servers behind the door, and N - 1 ◄────────────┘
 
 The event log is of traffic that keeps both servers busy, so its step times are those of replicas that share a machine.
-The traffic of the trials comes at multiples of the rate that the simulation says one replica bears.  An objective is
-met if that share of the requests keeps it, as their client measures.
+Each trial's traffic comes at a multiple of the rate at which, by simulation, one replica bears just this traffic.  An
+objective is met if that share of the requests keeps it, as their client measures.
 
 usage: python -m benchmarks.capacity MODEL --trace CSV --json FILE      (nine minutes; nothing else may run)
 """
@@ -35,7 +35,7 @@ from slotwise.bench.measures import COMPLETED, Outcome
 from slotwise.bench.results import environment, write_json
 from slotwise.bench.serving import measure, resolve
 from slotwise.observe.event_log import read_file
-from slotwise.simulate.capacity import Target, at_load, fewest, served
+from slotwise.simulate.capacity import Target, at_load, fewest, scaled, served
 from slotwise.simulate.figures import Objectives
 from slotwise.simulate.recorded import read_recording
 from slotwise.simulate.requests import SimulatedRequest
@@ -45,11 +45,11 @@ from slotwise.workload.requests import Workload
 READY = re.compile(r"Ready after .* on (http://\S+)")
 REPLICAS = 2
 TARGET = Target(ttft=2.0, tpot=0.15, share=0.95)
-LOADS = (1.3, 1.4, 1.5, 1.6, 1.7)  # of what one replica bears, by trial
+LOADS = (1.3, 1.4, 1.5, 1.6, 1.7)  # of what one replica bears of a trial's traffic
 CALIBRATION, FIRST = 60, 10  # seeds of the traffic
 WARMING = 0.4  # windows' worth of traffic before the calibration
 PATIENCE = 20.0  # seconds in which a door finds its replicas
-MOST = 8.0  # times the calibration's rate
+MOST = 8.0  # times the traffic's rate
 
 
 @contextmanager
@@ -105,11 +105,15 @@ def bearable(workload: Workload, setup: Setup) -> float:
     return low
 
 
-def trial(number: int, rate: float, windows: Windows, setup: Setup, urls: Sequence[str]) -> dict[str, Any]:
-    """Asks how many replicas the traffic needs, and sends it to as many and to one fewer."""
-    workload = windows.conversations(rate, FIRST + number)
+def trial(traffic: Workload, load: float, setup: Setup, urls: Sequence[str]) -> dict[str, Any]:
+    """Asks how many replicas `load` times what one bears needs, and sends it to as many and to one fewer."""
+    borne = bearable(traffic, setup)
+    if not borne:
+        raise RuntimeError("one simulated replica misses the objective at any load: is anything else running?")
+    workload = scaled(traffic, borne * load)
+    rate = len(workload.requests) / (workload.requests[-1].arrives_at or 1.0)
     needed = fewest(workload, setup, TARGET)
-    found: dict[str, Any] = {"rate": rate, "seed": FIRST + number, "needed": needed, "foreseen": [
+    found: dict[str, Any] = {"load": load, "rate": rate, "seed": workload.seed, "needed": needed, "foreseen": [
         {"replicas": count, **kept(served(workload, setup, count))} for count in (needed, needed - 1) if count]}
     if 1 < needed <= len(urls):
         found["measured"] = [{"replicas": count, **kept(sent(urls[:count], workload))}
@@ -132,18 +136,14 @@ def run(asked: argparse.Namespace) -> dict[str, Any]:
             sent(urls, workload)
         time.sleep(SETTLED)
         setup, recording = read_recording(read_file(folder / str(processors[0])))
-        rate = asked.rate * bearable(calibration, setup)
-        if not rate:
-            raise RuntimeError("one simulated replica misses the objective at any load: is anything else running?")
-        print(f"one replica bears {rate:.2f} requests a second", flush=True)
         trials: list[dict[str, Any]] = []
         result = {
             "version": 1, "environment": environment(), "trace": asked.trace.name, "length_scale": asked.scale,
             "seconds": asked.seconds, "objective": {
                 "ttft_s": TARGET.ttft, "tpot_s": TARGET.tpot, "share": TARGET.share},
-            "bearable": rate, "calibration_requests": len(recording.measured), "trials": trials}
+            "calibration_requests": len(recording.measured), "trials": trials}
         for number, load in enumerate(LOADS):
-            trials.append(trial(number, rate * load, windows, setup, urls))
+            trials.append(trial(windows.conversations(asked.rate, FIRST + number), load, setup, urls))
             print(trials[-1], flush=True)
             write_json(asked.json, result)  # what an interrupt does not take away
     return result
@@ -154,7 +154,8 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--scale", type=float, default=0.125)
-    parser.add_argument("--rate", type=float, default=4.0, help="requests a second of the calibration, of both servers")
+    parser.add_argument("--rate", type=float, default=4.0,
+                        help="requests a second of the calibration, of both servers, and of traffic to scale")
     parser.add_argument("--seconds", type=float, default=25.0, help="of a trial's traffic")
     parser.add_argument("--json", required=True)
     asked = parser.parse_args()

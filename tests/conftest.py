@@ -32,9 +32,14 @@ def pytest_collection() -> Iterator[None]:
         gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """What was left out is given back, or libraries report all of it as leaked when the process ends."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session")
 def openai() -> ModuleType:
-    """OpenAI's client, which takes seconds to import: whoever only collects the tests that use it is spared them."""
+    """OpenAI's client, which takes seconds to import: a process that only collects the tests is spared them."""
     return importlib.import_module("openai")
 
 

@@ -315,10 +315,15 @@ def test_adapters_are_there_again_after_a_sleep(world: World, server: Live) -> N
 
 
 def test_the_next_engine_has_the_adapters_whose_files_are_the_same(world: World, server: Live, log: Path) -> None:
-    (world.paths["b"] / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 1}))
-    (engine,) = children(server.process.pid, b"slotwise.compose.worker")
-    os.kill(engine, signal.SIGKILL)
-    _wait_for_adapters(server, "a")
+    config = world.paths["b"] / "adapter_config.json"
+    before = config.read_text()
+    config.write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 1}))
+    try:
+        (engine,) = children(server.process.pid, b"slotwise.compose.worker")
+        os.kill(engine, signal.SIGKILL)
+        _wait_for_adapters(server, "a")
+    finally:
+        config.write_text(before)
     assert tokens(server, "a", world.prompts[1]) == world.expected["a"][1]
     assert server.client.post("/v1/completions", json={"model": "b", "prompt": "x"}).status_code == 404
     assert "the adapter b is not served any more: its files have changed" in log.read_text()

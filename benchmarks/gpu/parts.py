@@ -98,6 +98,6 @@ def _finished(arguments: tuple[str, ...], output: int, budget: float) -> str:
 
 
 def _counts(text: str) -> dict[str, int]:
-    """Returns the number of tests by outcome, from pytest's last line."""
-    found = re.findall(r"(\d+) (passed|failed|errors?|skipped)", text[-400:])
-    return {outcome: int(number) for number, outcome in found}
+    """Returns the number of tests by outcome, from pytest's summary; libraries may write behind it."""
+    *_, summary = ["", *(line for line in text.splitlines() if re.search(r" in \d+\.\d+s", line))]
+    return {outcome: int(number) for number, outcome in re.findall(r"(\d+) (passed|failed|errors?|skipped)", summary)}

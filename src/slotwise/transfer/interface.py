@@ -93,5 +93,5 @@ class Connector(Protocol):
         ...
 
     def connect(self, host: str, port: int, timeout: float) -> Wire:
-        """Raises OSError: nobody answers."""
+        """Raises OSError: there is no answer."""
         ...

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class Offer:
-    """A prompt whose blocks are sent to whoever knows its transfer's id."""
+    """A prompt whose blocks are sent to the consumer that knows its transfer's id."""
 
     def __init__(self, prompt: str, num_blocks: int) -> None:
         self.prompt = prompt  # digest of its tokens

@@ -61,6 +61,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "perplexity of gguf": results.perplexity_of_gguf,
     "stalls": results.stalls,
     "step times": results.step_times,
+    "prefill apart": routing.apart,
     "routers": routing.routers,
     "routers-on-ray": routing.routers_on_ray,
     "simulator": simulator.validation,

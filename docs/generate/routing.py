@@ -1,4 +1,5 @@
-"""Tables of routers: simulated (`benchmarks/results/routing-simulated*.json`), and on Ray (`routing-ray.json`)."""
+"""Tables of several engines: routers, simulated (`benchmarks/results/routing-simulated*.json`) and on Ray
+(`routing-ray.json`); prefill and decode apart (`apart-cpu.json`)."""
 
 from __future__ import annotations
 
@@ -37,6 +38,18 @@ def routers_on_ray() -> str:
         lines.append((PROMPTS[kind], f"{rate:g}", router, str(len(rows)), *times, *ratios, *simulated))
     return table(("a prompt is", "requests/s and replica>", "router", "runs>", "mean>", "p99>", "mean, of product's>",
                   "p99, of product's>", "simulated mean>", "simulated p99>"), lines)
+
+
+def apart() -> str:
+    """Returns the gaps between the steps of a decoding engine, quiet and while giant prompts arrive."""
+    found = load("apart-cpu")
+    lines = []
+    for name, words in (("apart", "prefill apart: an engine for each"), ("one engine", "one engine for both")):
+        quiet, giant = found[name]["quiet"], found[name]["giant"]
+        lines.append((words, *(f"{gaps[which]:.1f} ms" for which in ("p50_ms", "p99_ms") for gaps in (quiet, giant)),
+                      f"{giant['p99_ms'] / quiet['p99_ms']:.2f}", f"{giant['worst_ms']:.1f} ms"))
+    return table(("two cores", "p50, quiet>", "p50, giant prompts>", "p99, quiet>", "p99, giant prompts>",
+                  "ratio of p99>", "longest>"), lines)
 
 
 def _ms(seconds: float) -> str:

@@ -80,21 +80,21 @@ def test_a_want_is_read_as_it_was_written():
 
 
 @pytest.mark.parametrize("connector", [TCP, SHARED_MEMORY])
-def test_a_producer_outlives_strangers(connector):
+def test_a_producer_outlives_connections_that_are_no_consumers(connector):
     pair, prompt = Pair(connector, timeout=1.0), list(range(1, 20))
-    strangers = []
+    connections = []
     for sent in (b"", b"x" * 100, header(Kind.WANT, 4, zlib.crc32(b"null")) + b"null", header(Kind.DONE, 0)):
         address = (HOST, pair.port) if connector == TCP else f"\0slotwise-kv-{os.getuid()}-{pair.port}"
-        stranger = socket.socket(socket.AF_INET if connector == TCP else socket.AF_UNIX)
-        stranger.connect(address)
-        stranger.sendall(sent)
-        strangers.append(stranger)
-    for stranger in strangers[1:]:
-        stranger.close()
+        connection = socket.socket(socket.AF_INET if connector == TCP else socket.AF_UNIX)
+        connection.connect(address)
+        connection.sendall(sent)
+        connections.append(connection)
+    for connection in connections[1:]:
+        connection.close()
     pair.prefill("a", prompt)
     pair.decode("a", prompt)
     pair.run()
-    strangers[0].close()
+    connections[0].close()
     assert pair.consumer.tokens["a"] == alone(request("a", prompt, 8), LIMITS)
     pair.check_nothing_is_left()
     pair.close()

@@ -104,7 +104,7 @@ def test_an_unknown_transfer_and_another_prompt_are_computed_here():
     pair.close()
 
 
-def test_pinned_blocks_are_released_in_time_if_nobody_asks(pair):
+def test_pinned_blocks_are_released_in_time_if_no_consumer_asks(pair):
     pair.prefill("a", PROMPT, timeout=0.05)
     pair.run(lambda: "a" in pair.producer.ended)
     assert pair.producer.scheduler.num_free_blocks == LIMITS.num_blocks - 13

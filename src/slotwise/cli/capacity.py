@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from slotwise.cli.machine_options import MS, add_machine_options, setup_of_machine
 from slotwise.cli.numbers import Number
 from slotwise.cli.options import Commands, add_command
-from slotwise.cli.simulate import MS, add_machine_options, setup_of_machine
 from slotwise.cli.workload_options import Defaults, add_seed_option, add_workload_options, workload_of
 from slotwise.core.ranges import whole
 from slotwise.files import write_output

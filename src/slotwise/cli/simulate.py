@@ -9,17 +9,16 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from slotwise.cli.machine_options import MAX_MS, MS, add_machine_options, setup_of_machine
 from slotwise.cli.numbers import Number
 from slotwise.cli.options import (
     Commands,
     add_command,
-    add_engine_options,
     add_overwrite_option,
     input_file,
 )
@@ -28,23 +27,16 @@ from slotwise.core.ranges import real, whole
 from slotwise.observe.event_log import read_file
 from slotwise.routing.routers import ROUTERS
 from slotwise.simulate.apart import Arrived, simulate_apart
-from slotwise.simulate.drafts import DraftModel
 from slotwise.simulate.figures import Figures, Objectives, figures
-from slotwise.simulate.machines import LINK, ModelShape, described, names, setup_of
-from slotwise.simulate.recorded import read_recording
 from slotwise.simulate.requests import SimulatedRequest
 from slotwise.simulate.routed import RoutedServers
 from slotwise.simulate.simulator import Server, Setup, simulate
-from slotwise.simulate.traffic import Adapters, Traffic, traffic_of
+from slotwise.simulate.traffic import Traffic, traffic_of
 from slotwise.simulate.what_if import MEASURED, REPLAYED, WHAT_IF, what_if
 from slotwise.terminal import plain
 
-MS = 1000.0
-MAX_REPLICAS, MAX_ADAPTERS = 1000, 4096
-MAX_MS = 86_400_000.0
+MAX_REPLICAS = 1000
 WORKLOAD = Defaults(num_prompts=1000, arrivals="poisson:1")
-ENGINE = ("--max-model-len", "--max-num-seqs", "--max-num-batched-tokens", "--max-stall-ms", "--enable-prefix-caching",
-          "--tensor-parallel-size", "--pipeline-parallel-size")
 LATENCIES = ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99")
 ROWS = (("first token, p50", "ttft_p50"), ("first token, p99", "ttft_p99"), ("between tokens, p50", "itl_p50"),
         ("between tokens, p99", "itl_p99"), ("output tokens a second", "output_throughput"),
@@ -82,44 +74,10 @@ def add(commands: Commands) -> None:
     _add_common(command)
 
 
-def add_machine_options(command: argparse.ArgumentParser) -> None:
-    """Options of the server that is simulated; `setup_of_machine` reads them."""
-    command.add_argument("--machine", required=True, metavar="NAME|LOG", help="a machine of the package's file, with "
-                         f"--model: {', '.join(names())}; or an event log, whose engine's settings and step times are "
-                         "taken")
-    command.add_argument("--model", metavar="MODEL", help="with a machine's name: a checkpoint's folder or GGUF file, "
-                         "of which only the config is read")
-    command.add_argument("--acceptance", type=_shares, metavar="SHARE,...", help="simulate a draft model: of a row's "
-                         "drafts the share that is right at each position where those before are, from 0 to 1; there "
-                         "are as many drafts as shares, or fewer (default: a log's, else no drafts)")
-    command.add_argument("--draft-ms", type=Number(real(0, MAX_MS)), default=None, metavar="MS",
-                         help="with --acceptance: milliseconds of a pass of the draft model (default: 0)")
-    command.add_argument("--link-us", type=Number(real(0, 1e6)), default=None, metavar="US",
-                         help="with several ranks: microseconds in which they exchange the sums of a layer, and hand a "
-                         f"step on to the next stage (default: {LINK * 1e6:g})")
-    command.add_argument("--adapters", type=Number(whole(1, MAX_ADAPTERS)), default=None, metavar="N",
-                         help="each request is of one of N LoRA adapters, in turn (default: of none)")
-    command.add_argument("--max-loras", type=Number(whole(1, MAX_ADAPTERS)), default=None, metavar="N",
-                         help="with --adapters: adapters among the rows of one step (default: 1)")
-    command.add_argument("--adapter-ms", type=Number(real(0, MAX_MS)), default=None, metavar="MS",
-                         help="with --adapters: milliseconds that each adapter among a step's rows takes (default: 0)")
-    add_engine_options(command, ENGINE)
-    for name in ENGINE:
-        command.set_defaults(**{name.removeprefix("--").replace("-", "_"): None})
-
-
 def add_changes_option(command: argparse.ArgumentParser) -> None:
     """The option whose pairs `simulate.what_if` takes as changes."""
     command.add_argument("--set", action="append", default=[], type=_change, metavar="NAME=VALUE", dest="changes",
                          help="change a scheduling setting, named as in `PUT /admin/scheduling`; repeatable")
-
-
-def _shares(text: str) -> tuple[float, ...]:
-    """The type of --acceptance."""
-    try:
-        return DraftModel(tuple(map(float, text.split(",")))).shares
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r:.80} does not read as shares from 0 to 1, as 0.8,0.7,0.6") from None
 
 
 def _add_common(command: argparse.ArgumentParser) -> None:
@@ -199,67 +157,6 @@ def _check_roles(asked: argparse.Namespace, setup: Setup) -> None:
             raise ValueError(f"{name} is not for servers with roles: leave it out beside --prefill-replicas")
     if setup.limits.stages > 1 or setup.draft_model is not None:
         raise ValueError("servers with roles have one stage and no draft model")
-
-
-def setup_of_machine(asked: argparse.Namespace) -> tuple[Setup, str]:
-    """Returns the setup of a server on the machine, and words for the machine."""
-    setup, about = _machine(asked)
-    setup = _with_adapters(setup, asked)
-    if asked.acceptance is None:
-        if asked.draft_ms is not None:
-            raise ValueError("--draft-ms is of the draft model that --acceptance describes")
-        return setup, about
-    model = DraftModel(asked.acceptance, (asked.draft_ms or 0.0) / MS)
-    return replace(setup, speculation=model.speculation, draft_model=model), about
-
-
-def _with_adapters(setup: Setup, asked: argparse.Namespace) -> Setup:
-    if asked.adapters is None:
-        for name in ("max_loras", "adapter_ms"):
-            if getattr(asked, name) is not None:
-                raise ValueError(f"--{name.replace('_', '-')} is of the adapters of --adapters")
-        return setup
-    limits = replace(setup.limits, max_loras=asked.max_loras or setup.limits.max_loras)
-    return replace(setup, limits=limits, adapters=Adapters(asked.adapters, (asked.adapter_ms or 0.0) / MS))
-
-
-def _machine(asked: argparse.Namespace) -> tuple[Setup, str]:
-    if os.path.isfile(asked.machine):
-        of_names = ("--model", "--link-us", *ENGINE)
-        given = [name for name in of_names if getattr(asked, name[2:].replace("-", "_")) is not None]
-        if given:
-            raise ValueError(f"{given[0]} is for a machine of the file: the log says what its engine had")
-        setup, recording = read_recording(read_file(asked.machine))
-        return setup, f"the machine of {asked.machine} ({recording.run.model}, {recording.run.device})"
-    if asked.model is None:
-        raise ValueError("--machine with a machine's name needs --model; an event log must be a file")
-    from slotwise.engine.config import EngineConfig
-
-    options = {name[2:].replace("-", "_"): getattr(asked, name[2:].replace("-", "_")) for name in ENGINE}
-    config = EngineConfig.of(model=asked.model, **{name: value for name, value in options.items() if value is not None})
-    ranks = config.tensor_parallel_size * config.pipeline_parallel_size
-    if asked.link_us is not None and ranks == 1:
-        raise ValueError("--link-us is between ranks: give --tensor-parallel-size or --pipeline-parallel-size, too")
-    link = LINK if asked.link_us is None else asked.link_us * 1e-6
-    return setup_of(asked.machine, _shape(asked.model), config, link), (
-        f"{ranks} of " * (ranks > 1) + described(asked.machine))
-
-
-def _shape(model: str) -> ModelShape:
-    """Returns a model's shape, from its config; in bfloat16."""
-    from slotwise.model.checkpoint import read_config
-    from slotwise.model.locate import locate
-
-    config = read_config(locate(model))
-    head, width = config.hidden_size * config.vocab_size, 2
-    if config.mixture is not None:
-        raise ValueError("the roofline of a mixture of experts depends on which experts a step hits: name an event log")
-    if config.recurrent is not None:
-        raise ValueError("recurrent states, which steps read and write whole, are in no data sheet: name an event log")
-    positions = 2 * config.num_layers * config.num_kv_heads * config.head_dim * width
-    return ModelShape((config.layer_weights + head) * width, positions, config.layer_weights, head,
-                      4 * config.num_layers * config.num_heads * config.head_dim, config.max_position_embeddings,
-                      config.num_layers)
 
 
 def _logged(asked: argparse.Namespace, setup: Setup, stack: ExitStack) -> Server:

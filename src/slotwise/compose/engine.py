@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -268,8 +269,7 @@ def load(
     warming = Warming(kernels, described.dtype)  # loading kernels holds the GIL, packing weights does not
     vocabulary = Vocabulary(folder, described) if joining is None else None
 
-    def read(done: int, total: int) -> None:
-        progress("weights", done, total)
+    read = partial(progress, "weights")
 
     def admit(num_bytes: int) -> None:
         _check_memory(num_bytes, kernels.device)

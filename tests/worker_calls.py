@@ -13,6 +13,10 @@ def echo(value: Any) -> Any:
     return value
 
 
+def lengths(*values: bytes) -> list[int]:
+    return [len(value) for value in values]
+
+
 def sleep(seconds: float) -> None:
     time.sleep(seconds)
 
@@ -49,4 +53,5 @@ def process() -> dict[str, Any]:
             "heavy": [name for name in ("torch", "numpy", "numba") if name in sys.modules]}
 
 
-CALLS = {function.__name__: function for function in (echo, sleep, refuse, fail, crash, eat, give, once_slow, process)}
+CALLS = {function.__name__: function for function in (
+    echo, lengths, sleep, refuse, fail, crash, eat, give, once_slow, process)}

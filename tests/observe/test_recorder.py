@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -19,7 +20,7 @@ from slotwise.observe import event_log, log_file, recorder
 from slotwise.observe.log_file import LogFile
 from slotwise.observe.log_format import LogError
 from slotwise.observe.recorder import Recorder
-from slotwise.observe.ring import Ring
+from slotwise.observe.ring import Overtaken, Ring
 
 ENTRIES = Recorded(0, Batching(), depth=1).play(60)
 
@@ -68,8 +69,8 @@ def test_a_line_leaves_nothing_behind() -> None:
     assert num_objects() - before < len(ENTRIES)
 
 
-@given(capacity=st.integers(1, 60_000))
-def test_a_ring_is_bounded_and_tells_what_comes_before_it(capacity: int) -> None:
+@given(capacity=st.integers(1, 60_000), most=st.integers(0, 70_000))
+def test_a_ring_is_bounded_and_tells_what_comes_before_each_of_its_lines(capacity: int, most: int) -> None:
     ring = Ring(capacity)
     for position, entry in enumerate(ENTRIES):
         ring.append(entry, event_log.line_of(entry))
@@ -77,7 +78,10 @@ def test_a_ring_is_bounded_and_tells_what_comes_before_it(capacity: int) -> None
     held = [line.data for line in ring.since(ring.first, 1 << 30).lines]
     assert list(event_log.read(held)) == ENTRIES[ring.first :]
     assert len(held) == 1 or sum(map(len, held)) <= capacity
-    assert ring.preface() == known(ENTRIES[: ring.first])
+    latest = ring.latest(most)
+    assert ring.first <= latest <= ring.end and (most < sum(map(len, held)) or latest == ring.first)
+    for position in (ring.first, latest):
+        assert ring.preface(position) == known(ENTRIES[:position])
     assert ring.unfinished() == known(ENTRIES) == known(remembered(ring))
 
 
@@ -94,6 +98,29 @@ def test_a_reader_misses_nothing_without_being_told(capacity: int, turns: list[i
         assert entries == ENTRIES[start : start + len(entries)] and len(entries) <= most
         position, seen = batch.position, start + len(entries)
     assert seen == position <= ring.end
+
+
+@given(capacity=st.integers(1500, 60_000), piece=st.integers(1, 30), between=st.integers(0, 12))
+def test_pieces_are_what_was_held_while_lines_arrive_or_say_that_they_were_overtaken(
+        capacity: int, piece: int, between: int) -> None:
+    ring, coming = Ring(capacity), iter(ENTRIES)
+
+    def append(number: int) -> None:
+        for entry in islice(coming, number):
+            ring.append(entry, event_log.line_of(entry))
+
+    append(len(ENTRIES) // 2)
+    held, first, read = ring.lines(), ring.first, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("slotwise.observe.ring.PIECE", piece)
+        try:
+            for lines in ring.pieces():
+                read.append(lines)
+                append(between)
+        except Overtaken:
+            assert ring.first > first, "lines have left the ring"
+    whole = b"".join(held)
+    assert b"".join(read) == whole or (ring.first > first and whole.startswith(b"".join(read)))
 
 
 def test_a_stream_tells_neither_prompts_nor_whatever_else_is_only_in_the_file() -> None:

@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,31 @@ def test_values_come_back_and_failures_say_why() -> None:
         with pytest.raises(CallError, match="gave more than 1 MiB"):
             await call(worker, "give", 2 << 20)
         assert (await call(worker, "process"))["pid"] == pid, "nothing of that costs a process"
+
+    with_worker(play)
+
+
+def test_pieces_come_first_and_other_tasks_run_between_them() -> None:
+    async def play(worker: Worker) -> None:
+        ran_at: list[int] = []
+
+        def pieces() -> Iterator[bytes]:
+            for number in range(8):
+                asyncio.get_running_loop().call_soon(ran_at.append, number)
+                yield bytes([number]) * 100_000
+                assert number in ran_at, "another task has run meanwhile"
+
+        found = await worker.call("", "lengths", lambda: (b"after",), pieces)
+        assert found == [800_000, 5]
+        assert await worker.call("", "lengths", lambda: (b"alone",), lambda: [b"", b""]) == [5]
+        pid = (await call(worker, "process"))["pid"]
+        with pytest.raises(RuntimeError, match="in the middle"):
+            await worker.call("", "lengths", tuple, failing)
+        assert (await call(worker, "process"))["pid"] != pid, "another call would begin with half of it"
+
+    def failing() -> Iterator[bytes]:
+        yield b"half"
+        raise RuntimeError("in the middle")
 
     with_worker(play)
 

@@ -47,8 +47,9 @@ class Index:
                 self._remove(timeline)
 
     def unended_before(self, position: int) -> list[Request]:
-        """Returns the requests that had arrived and not ended there; all that ended before have been dropped."""
-        return [one.request for one in self.timelines.by_number.values() if one.position < position]
+        """Returns the requests that had arrived and not ended there."""
+        return [one.request for one in self.timelines.by_number.values()
+                if one.position < position and not 0 <= one.over_at < position]
 
     def named(self, tenant: str, name: str) -> Iterator[RequestTimeline]:
         """Yields a tenant's requests ("": all tenants') of this name, the latest first."""

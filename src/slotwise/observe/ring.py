@@ -11,7 +11,7 @@ for it: a slow reader gets the number of lines it missed.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, takewhile
 from typing import NamedTuple
 
@@ -22,7 +22,13 @@ from slotwise.observe.fold import Changes, Timelines
 from slotwise.observe.index import Index
 from slotwise.observe.request_timeline import RequestTimeline
 
-CAPACITY = 5 << 20  # bytes; about 2,000 steps of 64 rows, as many as a page shows smoothly
+CAPACITY = 16 << 20  # bytes; about ten minutes of steps of eight rows that take 10 ms each
+
+PIECE = 500  # lines; read and sent within a small part of a step
+
+
+class Overtaken(Exception):
+    """Lines have left the ring before they were read."""
 
 
 class Line(NamedTuple):
@@ -94,9 +100,14 @@ class Ring:
         while len(self._runs) > 1 and self._runs[1][0] < self.first:
             self._runs.popleft()
 
-    def preface(self) -> list[Entry]:
-        """Returns the entries needed before the first line held."""
-        return self._known_at(self.first, self._index.unended_before(self.first))
+    def preface(self, position: int) -> list[Entry]:
+        """Returns the entries needed before the line at `position`, which is held: the run, and unfinished requests."""
+        return self._known_at(position, self._index.unended_before(position))
+
+    def latest(self, most: int) -> int:
+        """Returns the position of the first of the latest lines, of about `most` bytes."""
+        share = min(1.0, most / self._size) if self._size else 1.0
+        return self._end - round(share * len(self._lines))
 
     def unfinished(self) -> list[Entry]:
         """Returns the entries needed before the next line: the run, and the unfinished requests."""
@@ -145,9 +156,24 @@ class Ring:
             return list(islice(self._lines, start - first, end - first))
         return list(islice(reversed(self._lines), self._end - end, self._end - start))[::-1]
 
+    def pieces(self) -> Iterator[bytes]:
+        """Yields all lines held, after their preface, in pieces; lines may be appended between two of them.
+
+        Raises:
+            Overtaken: so many were appended that some had to go before they were read.
+        """
+        position, end = self.first, self._end
+        yield b"".join(map(line_of, self.preface(position)))
+        while position < end:
+            batch = self.since(position, min(PIECE, end - position))
+            if batch.missed:
+                raise Overtaken("the latest lines of the log changed faster than they could be read")
+            yield b"".join([line.data for line in batch.lines])
+            position = batch.position
+
     def lines(self) -> list[bytes]:
         """Returns all lines held, after their preface."""
-        return [*map(line_of, self.preface()), *(line.data for line in self._lines)]
+        return b"".join(self.pieces()).splitlines(keepends=True)
 
     def since(self, position: int, most: int) -> Batch:
         """Returns up to `most` lines from `position` on, as far as they are still held."""

@@ -17,6 +17,7 @@ from slotwise.server.subscribers import TenantFilter
 SWITCHES = ("backlog", "follow")  # 0 or 1; default 1
 EVERY = 0.1  # seconds between two polls of the ring
 MOST = 64  # entries encoded at a time: a millisecond or two in which no other stream is served
+BACKLOG = 5 << 20  # bytes of the latest entries; about 2,000 steps of 64 rows, as many as a page shows smoothly
 UNREAD = 10.0  # seconds a subscriber has to read what was written, beyond what sockets and buffers hold
 MAX_QUERY = 1024  # characters
 MAX_UNSENT = 128 << 10  # bytes of socket buffer per subscriber
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 async def events(api: Api, exchange: HttpExchange) -> None:
     """Stream the event log: one JSON object per line (see observe.event_log).
 
-    Begins with the entries the ring still holds, or with `backlog=0` with the unfinished requests.  Ends with the
+    Begins with the latest entries of the ring, or with `backlog=0` with the unfinished requests.  Ends with the
     server, or with `follow=0` after the entries written so far.
     """
     switches = _switches(exchange)
@@ -101,9 +102,9 @@ class _View:
         self._position = 0
 
     def opening(self) -> Iterator[bytes]:
-        """Entries that describe the state before the oldest entry of the ring, in parts."""
-        self._position = self._ring.first
-        return self._lines(self._ring.preface())
+        """Entries that describe the state before the latest entries of the ring, in parts."""
+        self._position = self._ring.latest(BACKLOG)
+        return self._lines(self._ring.preface(self._position))
 
     def opening_now(self) -> Iterator[bytes]:
         """Entries that describe the unfinished requests, in parts."""
@@ -115,7 +116,7 @@ class _View:
         batch = self._ring.since(self._position, MOST)
         self._position = batch.position
         if batch.missed:  # first: it says whose requests the lines are
-            yield from self._lines([Gap(batch.missed), *self._ring.preface()])
+            yield from self._lines([Gap(batch.missed), *self._ring.preface(self._ring.first)])
         if batch.lines:
             yield b"".join(map(self._filter.line, batch.lines))
 

@@ -10,7 +10,7 @@ from http import HTTPStatus
 from typing import Any
 
 from slotwise.observe.batched_observer import BatchedObserver
-from slotwise.observe.ring import Ring
+from slotwise.observe.ring import Overtaken, Ring
 from slotwise.server.admin_protocol import WhatIfRequest
 from slotwise.server.errors import ApiError, bad_request
 from slotwise.server.turns import QueueFull, Turns
@@ -41,10 +41,10 @@ class WhatIf:
 
         def arguments() -> tuple[Any, ...]:
             self._batched_observer.flush()
-            return b"".join(self._ring.lines()), request.changes, *limits, request.request_id or ""
+            return request.changes, *limits, request.request_id or ""
 
         try:
-            found: dict[str, Any] = await self._worker.call(holder, "what_if", arguments)
+            found: dict[str, Any] = await self._worker.call(holder, "what_if", arguments, self._ring.pieces)
         except QueueFull as error:
             raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "too many what-ifs at once; try again later",
                            code="what_if_busy", retry_after=1) from error
@@ -52,6 +52,9 @@ class WhatIf:
             raise bad_request(str(error)) from error
         except (OverflowError, UnicodeError) as error:
             raise bad_request("changes: a number beyond 64 bits, or no valid Unicode", "changes") from error
+        except Overtaken as error:
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}; try again", code="what_if_busy",
+                           retry_after=1) from error
         except CallError as error:
             raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, f"the what-if {error}", code="not_simulated") from error
         return found

@@ -4,7 +4,7 @@ The first call starts a worker, and so does the first after one that was killed:
 much memory.  A worker that another process killed or stopped is replaced, and its call made once more.  Calls run one
 at a time; clients take turns (see `server.turns`).
 
-    call ──► turn ──► [function, arguments] ──socket pair──► worker_main ──► [outcome, value] ──► result
+    call ──► turn ──► [function, arguments], pieces, an end ──socket pair──► worker_main ──► [outcome, value] ──► result
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import logging
 import socket
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from slotwise import child, spawn
 from slotwise.engine.ipc import ChannelClosed, Unframer, frame, pair
 from slotwise.observe import lines
 from slotwise.server.turns import Turns
-from slotwise.server.worker_main import DONE, FAILED, OUT_OF_MEMORY, REFUSED, TOO_LARGE, Limits
+from slotwise.server.worker_main import DONE, END, FAILED, OUT_OF_MEMORY, REFUSED, TOO_LARGE, Limits
 
 START = 60.0  # seconds for the imports of a worker, on a busy machine
 RECEIVE = 1 << 18  # bytes
@@ -62,12 +62,17 @@ class Worker:
         self._child: _Child | None = None
         self._is_closed = False
 
-    async def call(self, holder: str, function: str, arguments: Callable[[], tuple[Any, ...]]) -> Any:
+    async def call(
+        self, holder: str, function: str, arguments: Callable[[], tuple[Any, ...]],
+        pieces: Callable[[], Iterable[bytes]] = tuple,
+    ) -> Any:
         """The result of `function`.
 
         Args:
             holder: the client; clients take turns.
             arguments: called when it is its turn.
+            pieces: called then, too: of what is too large to be sent at once; this process does other work between two.
+                The function gets them joined, before its arguments, if there are any.
 
         Raises:
             QueueFull: too many are waiting.
@@ -75,18 +80,19 @@ class Worker:
             WorkerError: because the worker failed, twice.
         """
         async with self.turns.turn(holder):
-            message = frame(msgspec.msgpack.encode((function, arguments())))
+            message = msgspec.msgpack.encode((function, arguments()))
             try:
-                outcome, value = await self._ask(message)
+                outcome, value = await self._ask(message, pieces())
             except WorkerError:  # another process may have ended it, perhaps long ago
-                outcome, value = await self._ask(message)
+                outcome, value = await self._ask(message, pieces())
             return self._result(outcome, value)
 
-    async def _ask(self, message: bytes) -> tuple[str, Any]:
+    async def _ask(self, message: bytes, pieces: Iterable[bytes]) -> tuple[str, Any]:
         ready = await self._ready()
         try:
             async with asyncio.timeout(self._limits.seconds):
-                await ready.send(message)
+                for part in _parts(message, pieces):
+                    await ready.send(part)
                 outcome, value = msgspec.msgpack.decode(await ready.receive())
         except TimeoutError:
             was_stopped = ready.is_stopped
@@ -159,7 +165,8 @@ class _Child:
             self._process = _start(module, limits, theirs)
 
     async def send(self, message: bytes) -> None:
-        await asyncio.get_running_loop().sock_sendall(self._socket, message)
+        await asyncio.get_running_loop().sock_sendall(self._socket, frame(message))
+        await asyncio.sleep(0)  # a socket that accepts all at once would starve other tasks
 
     async def receive(self) -> bytes:
         """The next message.  Raises OSError or ChannelClosed when the process has ended."""
@@ -185,6 +192,12 @@ class _Child:
         self._socket.close()
         # A killed process ends when it next gets a processor, which may take a while at low priority.
         threading.Thread(target=self._process.wait, name="worker-end").start()
+
+
+def _parts(message: bytes, pieces: Iterable[bytes]) -> Iterator[bytes]:
+    yield message
+    yield from filter(None, pieces)
+    yield END
 
 
 def _start(module: str, limits: Limits, theirs: socket.socket) -> subprocess.Popen[bytes]:

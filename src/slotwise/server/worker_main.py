@@ -15,7 +15,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -24,6 +24,7 @@ from slotwise.engine.ipc import BlockingChannel, ChannelClosed
 from slotwise.observe import lines
 
 READY, DONE, REFUSED, FAILED, OUT_OF_MEMORY, TOO_LARGE = "ready", "done", "refused", "failed", "memory", "large"
+END = b""  # the message behind a call and its pieces
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -37,18 +38,19 @@ class Limits(msgspec.Struct, frozen=True):
 
 def confine(limits: Limits) -> None:
     """Set limits for the rest of this process."""
-    os.nice(limits.niceness)
     for what, most in ((resource.RLIMIT_DATA, limits.memory), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
         resource.setrlimit(what, (most, most))
     for number in (signal.SIGINT, signal.SIGTERM):  # also sent to a process group: the parent decides
         signal.signal(number, signal.SIG_IGN)
 
 
-def answer(calls: Mapping[str, Callable[..., Any]], message: bytes, most: int) -> bytes:
-    """The answer to a call: [outcome, value or reason]."""
+def answer(calls: Mapping[str, Callable[..., Any]], call: list[bytes], most: int) -> bytes:
+    """The answer to a call, which is a message and its pieces: [outcome, value or reason]."""
     try:
-        name, arguments = msgspec.msgpack.decode(message)
-        encoded = msgspec.msgpack.encode((DONE, calls[name](*arguments)))
+        name, arguments = msgspec.msgpack.decode(call[0])
+        joined = [b"".join(call[1:])] if call[1:] else []
+        call.clear()  # half of the memory
+        encoded = msgspec.msgpack.encode((DONE, calls[name](*joined, *arguments)))
     except MemoryError:
         encoded = msgspec.msgpack.encode((OUT_OF_MEMORY, ""))
     except ValueError as error:
@@ -58,17 +60,29 @@ def answer(calls: Mapping[str, Callable[..., Any]], message: bytes, most: int) -
     return encoded if len(encoded) <= most else msgspec.msgpack.encode((TOO_LARGE, ""))
 
 
+def received(channel: BlockingChannel) -> Iterator[list[bytes]]:
+    """Yields calls: a message, and the pieces that follow it."""
+    call: list[bytes] = []
+    while True:
+        for message in channel.receive(None):
+            if message != END:
+                call.append(message)
+            else:
+                yield call
+                call = []
+
+
 def main(module: str, limits: Limits, descriptor: int) -> None:
     channel = BlockingChannel(socket.socket(fileno=descriptor))
+    os.nice(limits.niceness)  # its imports, too, run beside streams
     calls = importlib.import_module(module).CALLS
     confine(limits)
     channel.send(msgspec.msgpack.encode((READY, "")))
-    while True:
-        for message in channel.receive(None):
-            signal.setitimer(signal.ITIMER_REAL, 2 * limits.seconds)  # the parent ends it earlier, if it still runs
-            answered = answer(calls, message, limits.answer)
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            channel.send(answered)
+    for call in received(channel):
+        signal.setitimer(signal.ITIMER_REAL, 2 * limits.seconds)  # the parent ends it earlier, if it still runs
+        answered = answer(calls, call, limits.answer)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        channel.send(answered)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from toy import alone, request
 from slotwise.core.params import SamplingParams
 from slotwise.core.reasons import WAITING_FOR_KV
 from slotwise.core.step import KVTransfer
-from slotwise.engine.messages import Add
+from slotwise.engine.messages import Add, Finish
 from slotwise.observe import event_log
 from slotwise.simulate.replay import replay
 from slotwise.transfer.settings import CONNECTORS, TCP
@@ -110,6 +110,27 @@ def test_pinned_blocks_are_released_in_time_if_no_consumer_asks(pair):
     assert pair.producer.scheduler.num_free_blocks == LIMITS.num_blocks - 13
     pair.run()
     pair.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("why", ["all is cached", "it has ended in the queue"])
+@pytest.mark.parametrize("first", ["producer", "consumer"])
+def test_a_consumer_that_needs_no_block_says_so(pair, why, first):
+    pair.prefill("before", PROMPT)
+    pair.decode("before", PROMPT)
+    pair.run()
+    prompt = PROMPT[:49] if why == "all is cached" else PROMPT[::-1]  # 12 blocks, and the token to compute
+    turns = [lambda: pair.prefill("a", prompt, timeout=600.0), lambda: _decoded_or_left(pair, prompt, why)]
+    for turn in turns if first == "producer" else turns[::-1]:
+        turn()
+    pair.run()  # it would take the pin's ten minutes
+    assert ("a" in pair.consumer.tokens) == (why == "all is cached") and pair.consumer.num_computed <= 2
+    pair.check_nothing_is_left()
+
+
+def _decoded_or_left(pair: Pair, prompt: list[int], why: str) -> None:
+    pair.decode("a", prompt)
+    if why != "all is cached":
+        pair.consumer.handle(Finish("a", "abort"))
 
 
 def test_requests_wait_for_pinned_blocks_and_run_when_these_are_released():

@@ -64,6 +64,11 @@ class KVTransfers:
         """Index of the first block of its prompt that is not computed."""
         return request.num_computed // self._table.kv.block_size
 
+    def pop_unwanted(self) -> list[Request]:
+        """Returns the requests since the last call that will not ask: all is cached here, or they have ended."""
+        unwanted, self._table.unwanted = self._table.unwanted, []
+        return unwanted
+
     def sending(self) -> set[str]:
         """The transfers of unfinished requests whose blocks are to be sent."""
         return {request.kv.transfer_id for request in self._table.unfinished.values()

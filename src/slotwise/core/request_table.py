@@ -42,6 +42,7 @@ class RequestTable:
         self.unfinished: dict[str, Request] = {}  # in order of arrival
         self.waiting = WaitingQueue(policy.lane_key)
         self.running: dict[str, Request] = {}  # in order of admission
+        self.unwanted: list[Request] = []  # requests that will not ask for the blocks another engine keeps for them
         self.held_outputs = HeldOutputs()
         self.events: list[Event] = []
         self.num_with_tpot = 0  # unfinished requests with a TPOT objective
@@ -97,14 +98,23 @@ class RequestTable:
         self.running[request.request_id] = request
         request.num_at_join = len(request.tokens)
         request.start_from(self.kv.allocate(request, allocation))
-        is_lacking = request.num_computed < len(request.tokens) - 1
-        if request.kv is not None and not request.kv.sends and is_lacking and request.state is State.WAITING:
+        if self._may_receive(request) and request.num_computed < len(request.tokens) - 1:
             request.transition(State.WAITING_FOR_KV)
             self.await_kv(request, now)
         else:
+            self._need_no_kv(request)
             request.transition(State.RUNNING)
         self.policy.admitted(request, now)
         self.events.append(Admitted(now, request.request_id, request.slot, step, request.num_computed))
+
+    def _may_receive(self, request: Request) -> bool:
+        """True before a request asks another engine for its blocks, which it does once."""
+        return request.kv is not None and not request.kv.sends and request.state is State.WAITING
+
+    def _need_no_kv(self, request: Request) -> None:
+        """Remember that a request which has not asked will not."""
+        if self._may_receive(request):
+            self.unwanted.append(request)
 
     def await_kv(self, request: Request, now: float) -> None:
         """Wait for the next blocks of a request from now on."""
@@ -129,6 +139,7 @@ class RequestTable:
                 self.kv.pin(request, request.kv, now)
             self._release(request)
         else:
+            self._need_no_kv(request)
             self.waiting.remove(request)
         self.held_outputs.drop(request.request_id)
         request.transition(State.FINISHED)
@@ -141,6 +152,7 @@ class RequestTable:
     def reject(self, request: Request, objection: str, now: float) -> None:
         """Reject a waiting request that turns out never to be able to run."""
         self.policy.finished(request, "rejected", now)
+        self._need_no_kv(request)
         self.waiting.remove(request)
         request.transition(State.REJECTED)
         request.reason = objection

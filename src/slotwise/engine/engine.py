@@ -118,6 +118,8 @@ class Engine:
                     self._grammars.compile(command.request_id, grammar)
         elif isinstance(command, Finish):
             self._scheduler.finish(command.request_id, command.reason, now)
+            if self._kv_link is not None:
+                self._kv_link.follow(self._scheduler.transfers)
         else:
             self._configured = command.scheduling
             self._configure(command.scheduling, now)
@@ -320,8 +322,7 @@ class Engine:
         """Returns `record` with the engine's current counters, and the commands and plans since the last record."""
         record.configured, self._configured = self._configured, None
         record.planned, record.taken = tuple(self._planned), tuple(self._taken)
-        self._planned.clear()
-        self._taken.clear()
+        self._planned, self._taken = [], []
         if self._compiled:
             record.compiled = tuple(self._compiled)
             self._compiled.clear()

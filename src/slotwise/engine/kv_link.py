@@ -1,6 +1,6 @@
 """The engine's end of transfers: tells sender and receiver what the scheduler has decided, and it what they did.
 
-    handle ──► offer
+    handle ──► offer, follow
     step:  pop_news ─► Scheduler.transfers      schedule ─► follow ─► submit ─► begin      commit ─► follow
 
 `follow` comes between a plan and its execution: the plan may give blocks to other requests, and then they are neither
@@ -42,7 +42,7 @@ class KVLink(Protocol):
         ...
 
     def follow(self, transfers: KVTransfers) -> None:
-        """Blocks may have been computed, and others may have been released."""
+        """Blocks may have been computed, others released, and requests may turn out to need none."""
         ...
 
     def begin(self, transfers: KVTransfers) -> None:
@@ -84,6 +84,9 @@ class Transferring:
             waiting = {request.request_id for request in transfers.receiving()}
             for request_id in [name for name in self._receiver.receiving if name not in waiting]:
                 self._receiver.cancel(request_id)
+        for request in transfers.pop_unwanted():
+            if self._receiver is not None:
+                self._receiver.decline(self._source(request, -(-request.num_prompt // self._block_size)))
 
     def begin(self, transfers: KVTransfers) -> None:
         if self._receiver is None:

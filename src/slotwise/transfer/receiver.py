@@ -1,8 +1,8 @@
 """The consumer's side: asks for the blocks of prompts, and writes them to blocks of its own cache.
 
-    engine's thread      begin ──────────────► pop_arrivals ... ──► the last one
-                           │                       ▲
-    a thread of each     WANT ──► BLOCK, BLOCK ... ┘ written, in order ──► DONE
+    engine's thread      begin ──────────────► pop_arrivals ... ──► the last one        decline
+                           │                       ▲                                       │
+    a thread of each     WANT ──► BLOCK, BLOCK ... ┘ written, in order ──► DONE          one for all: WANT no block, DONE
     transfer
 
 A block that is damaged or missing is asked for again, a few times: the producer goes back to it, and what comes
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -24,6 +25,7 @@ from slotwise.transfer.interface import Blocks, Connector, Frame, Kind, Transfer
 from slotwise.transfer.sender import SIGNS, go_last
 from slotwise.transfer.want import Want
 
+MAX_DECLINED = 1024  # prompts whose producers are still to be told
 RETRIES = 3  # times that a transfer asks again
 REST = 3.0  # times the time worked, after each block: steps need the interpreter and the processors meanwhile
 
@@ -68,6 +70,8 @@ class Receiver:
         self._transfers: dict[str, _Transfer] = {}
         self._arrivals: dict[str, Arrival] = {}  # the last one of each request
         self._lock = threading.Lock()
+        self._declined: queue.Queue[Source | None] = queue.Queue(MAX_DECLINED)
+        threading.Thread(target=self._decline, name="kv-decline", daemon=True).start()
 
     # -- the engine's thread -------------------------------------------------------------------------------------
 
@@ -77,6 +81,11 @@ class Receiver:
         with self._lock:
             self._transfers[request_id] = transfer
         threading.Thread(target=self._run, args=(request_id, transfer), name="kv-receive", daemon=True).start()
+
+    def decline(self, source: Source) -> None:
+        """Tell the producer that no block is wanted from `source.first` on, which is the last; else it waits in vain."""
+        with contextlib.suppress(queue.Full):  # then it waits
+            self._declined.put_nowait(source)
 
     @property
     def receiving(self) -> Collection[str]:
@@ -107,6 +116,8 @@ class Receiver:
         """End all transfers."""
         for request_id in list(self._transfers):
             self.cancel(request_id)
+        with contextlib.suppress(queue.Full):  # then its thread has work until the process ends
+            self._declined.put_nowait(None)
 
     # -- transfers -----------------------------------------------------------------------------------------------
 
@@ -126,6 +137,19 @@ class Receiver:
             source = transfer.source
             logger.warning("the prompt of %s is computed from block %d of %d on: %s", request_id, transfer.num_arrived,
                            len(source.blocks), failure)
+
+    def _decline(self) -> None:
+        self._place()
+        go_last()
+        while (source := self._declined.get()) is not None:
+            transfer = _Transfer(source)
+            try:
+                self._receive("", transfer)  # nothing is missing
+            except OSError as error:
+                logger.info("the producer of %s was not told that it is not wanted: %s", source.transfer_id, error)
+            finally:
+                if transfer.wire is not None:
+                    transfer.wire.close()
 
     def _receive(self, request_id: str, transfer: _Transfer) -> None:
         source = transfer.source

@@ -2,7 +2,7 @@
 
     engine's thread      begin ──────────────► pop_arrivals ... ──► the last one        decline
                            │                       ▲                                       │
-    a thread of each     WANT ──► BLOCK, BLOCK ... ┘ written, in order ──► DONE          one for all: WANT no block, DONE
+    a thread of each     WANT ──► BLOCK, BLOCK ... ┘ written, in order ──► DONE          one for all: WANT none, DONE
     transfer
 
 A block that is damaged or missing is asked for again, a few times: the producer goes back to it, and what comes
@@ -83,7 +83,7 @@ class Receiver:
         threading.Thread(target=self._run, args=(request_id, transfer), name="kv-receive", daemon=True).start()
 
     def decline(self, source: Source) -> None:
-        """Tell the producer that no block is wanted from `source.first` on, which is the last; else it waits in vain."""
+        """Tell the producer that no block is wanted: `source.first` is behind the last."""
         with contextlib.suppress(queue.Full):  # then it waits
             self._declined.put_nowait(source)
 

@@ -201,6 +201,14 @@ def test_one_command_serves_prefill_and_decode_apart(tmp_path: Path):
                 "model": "slotwise-builtin", "messages": [{"role": "user", "content": "def add(a, b): " * 40}],
                 "max_tokens": 4, "stream": True}) as response:
             assert response.read().count(b"data: ") >= 3
+        said = "def sub(a, b): " * 40
+        for path, body in (
+                ("/v1/messages", {"messages": [{"role": "user", "content": said}], "max_tokens": 4}),
+                ("/v1/responses", {"input": said + "x", "max_output_tokens": 4})):
+            answer = door.post(path, {"model": "slotwise-builtin", **body})
+            assert answer.status_code == 200 and answer.json()["usage"]["output_tokens"] == 4, answer.text
+        eventually(lambda: re.search(r'slotwise:kv_transfers_total\{replica="1".*outcome="complete".*\} 6',
+                                     door.get("/metrics").text))
         (replica,) = [pid for pid in children(door.process.pid, b"replica_main")
                       if PRODUCER.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()]
         os.kill(replica, signal.SIGKILL)

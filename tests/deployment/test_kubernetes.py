@@ -17,6 +17,7 @@ from slotwise.cli import build_parser
 from slotwise.cli.parser import Parser
 from slotwise.cli.serve import add_options
 from slotwise.scale.addresses import checked
+from slotwise.transfer.settings import KVTransferConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 MANIFESTS = list(yaml.safe_load_all((ROOT / "deploy/kubernetes/slotwise.yaml").read_text()))
@@ -149,6 +150,20 @@ def test_the_router_of_compose_finds_its_replicas() -> None:
     assert seconds(services["router"]["stop_grace_period"]) > 40
     assert services["router"]["ports"] == ["127.0.0.1:8000:8000"] and services["grafana"]["ports"] == [
         "127.0.0.1:3000:3000"]
+
+
+def test_roles_of_compose_fit_each_other() -> None:
+    services = yaml.safe_load((ROOT / "compose.prefill.yaml").read_text())["services"]
+    extended = services["prefill"]["extends"]
+    assert extended["service"] in yaml.safe_load((ROOT / extended["file"]).read_text())["services"]
+    config: dict[str, KVTransferConfig] = {}
+    for name in ("prefill", "replica"):
+        served = build_parser("serve").parse_args(["serve", *services[name]["command"]])
+        config[name] = served.kv_transfer_config
+    producer, consumer = config["prefill"], config["replica"]
+    assert producer.is_producer and producer.kv_ip in services and services["prefill"]["deploy"]["replicas"] == 1
+    assert consumer.is_consumer and consumer.accepts(producer.kv_ip, producer.kv_port)
+    assert services["prefill"]["networks"]["default"]["aliases"] == ["replica"], "as the router asks for them"
 
 
 def test_prometheus_finds_replicas_and_router_and_uses_the_key() -> None:

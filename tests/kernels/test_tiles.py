@@ -1,4 +1,4 @@
-"""Software tiles against the manual's semantics in NumPy, and what the same kernel becomes for a processor with AMX."""
+"""Tiles, of software and of this processor, against the manual's semantics in NumPy; kernels for one with AMX."""
 
 from __future__ import annotations
 
@@ -17,25 +17,33 @@ from slotwise.kernels.cpu.memory import aligned
 SUMS, LEFT, RIGHT = 0, 4, 6
 
 
-def _instruction(name):
+def _instruction(name, kind=tiles.SoftwareTiles):
     def emit(builder, left, right, sums, memory):
-        software = tiles.SoftwareTiles(builder, memory)
-        software.begin()
-        software.load(LEFT, left, 64)
-        software.load(RIGHT, right, 64)
-        software.load(SUMS, sums, 64)
-        getattr(software, name)(SUMS, LEFT, RIGHT)
-        software.zero(LEFT)
-        software.store(SUMS, sums, 64)
-        software.store(LEFT, left, 64)
-        software.end()
+        used = kind(builder, memory)
+        used.begin()
+        used.load(LEFT, left, 64)
+        used.load(RIGHT, right, 64)
+        used.load(SUMS, sums, 64)
+        getattr(used, name)(SUMS, LEFT, RIGHT)
+        used.zero(LEFT)
+        used.store(SUMS, sums, 64)
+        used.store(LEFT, left, 64)
+        used.end()
 
     operation = intrinsic(emit, *[INT] * 4)
     return cfunc("void(int64, int64, int64, int64)", nopython=True)(
         lambda left, right, sums, memory: operation(left, right, sums, memory)).ctypes
 
 
-ADD_BF16, ADD_INT8 = _instruction("add_bf16"), _instruction("add_int8")
+@pytest.fixture(params=[tiles.SoftwareTiles, tiles.HardwareTiles], ids=["software", "hardware"])
+def instruction(request):
+    """Compiles an instruction of software, or of this processor."""
+    def compiled(name, feature):
+        if request.param is tiles.HardwareTiles and (why := tiles.obstacle(feature)):
+            pytest.skip(why)
+        return _instruction(name, request.param)
+
+    return compiled
 
 
 def computed(instruction, left, right, sums):
@@ -71,28 +79,30 @@ def bfloat16(generator, *size, scale=1.0):
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-12, 1e18], ids=["ordinary", "small", "large"])
-def test_a_bfloat16_product_has_the_bits_of_the_manual(scale):
+def test_a_bfloat16_product_has_the_bits_of_the_manual(instruction, scale):
     generator = np.random.default_rng(1)
     left, right = bfloat16(generator, 16, 32, scale=scale), bfloat16(generator, 16, 16, 2)
     sums = generator.standard_normal((16, 16), np.float32)
-    assert np.array_equal(computed(ADD_BF16, left, right, sums).view(np.uint32),
+    add = instruction("add_bf16", "amx-bf16")
+    assert np.array_equal(computed(add, left, right, sums).view(np.uint32),
                           by_the_manual(left, right, sums).view(np.uint32))
 
 
-def test_numbers_below_the_smallest_normal_one_are_zero():
+def test_numbers_below_the_smallest_normal_one_are_zero(instruction):
+    add = instruction("add_bf16", "amx-bf16")
     left, right = np.full((16, 32), 0x0001, np.uint16), np.full((16, 16, 2), 0x7F00, np.uint16)  # tiny * 2**127
     sums = np.full((16, 16), 1e-40, np.float32)
-    assert np.array_equal(computed(ADD_BF16, left, right, sums), np.zeros((16, 16)))
+    assert np.array_equal(computed(add, left, right, sums), np.zeros((16, 16)))
     left[:] = right[:] = 0x1F80  # 2**-64: products are 2**-128, below the smallest normal number
-    assert np.array_equal(computed(ADD_BF16, left, right, np.ones((16, 16), np.float32)), np.ones((16, 16)))
+    assert np.array_equal(computed(add, left, right, np.ones((16, 16), np.float32)), np.ones((16, 16)))
 
 
-def test_an_integer_product_is_exact():
+def test_an_integer_product_is_exact(instruction):
     generator = np.random.default_rng(2)
     left, right = generator.integers(-128, 128, (16, 64), np.int8), generator.integers(0, 256, (16, 16, 4), np.uint8)
     sums = generator.integers(-1000, 1000, (16, 16), np.int32)
     expected = sums + left.astype(np.int32) @ right.astype(np.int32).transpose(0, 2, 1).reshape(64, 16)
-    assert np.array_equal(computed(ADD_INT8, left, right, sums), expected)
+    assert np.array_equal(computed(instruction("add_int8", "amx-int8"), left, right, sums), expected)
 
 
 def test_the_configuration_is_laid_out_as_the_manual_says():

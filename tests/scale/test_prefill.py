@@ -30,6 +30,7 @@ def test_one_prompt_may_travel(body):
 
 @pytest.mark.parametrize("body", [
     {"prompt": ["a"]}, {"prompt": [[1, 2]]}, {"prompt": []}, {"prompt": "a", "n": 2}, {"prompt": "a", "echo": True},
+    {"input": "a", "previous_response_id": "b"},
     {"prompt": "a", "prompt_logprobs": 0}, {"prompt": "a", "kv_transfer_params": {}}, {"prompt": {"a": 1}}])
 def test_others_stay(body):
     assert not _has_one_prompt(fields(**body))
@@ -38,10 +39,13 @@ def test_others_stay(body):
 def test_a_prompt_is_asked_for_with_one_token_and_whole():
     chat = {"messages": [{"role": "user", "content": "a"}], "tools": [], "max_completion_tokens": 9, "stream": True,
             "stream_options": {"include_usage": True}, "min_tokens": 5, "temperature": 0.5}
-    assert json.loads(_for_prompt(fields(**chat), "t")) == {
-        "messages": chat["messages"], "tools": [], "temperature": 0.5, "max_completion_tokens": 1,
-        "kv_transfer_params": {"do_remote_decode": True, "transfer_id": "t"}}
-    assert json.loads(_for_prompt(fields(prompt="a"), "t"))["max_tokens"] == 1
+    sent = {"do_remote_decode": True, "transfer_id": "t"}
+    assert json.loads(_for_prompt(fields(**chat), "t", "/v1/chat/completions")) == {
+        "messages": chat["messages"], "tools": [], "temperature": 0.5, "max_tokens": 1, "kv_transfer_params": sent}
+    assert json.loads(_for_prompt(fields(prompt="a"), "t", "/v1/completions"))["max_tokens"] == 1
+    response = fields(input="a", max_output_tokens=7, store=True, stream=True)
+    assert json.loads(_for_prompt(response, "t", "/v1/responses")) == {
+        "input": "a", "max_output_tokens": 1, "store": False, "kv_transfer_params": sent}
 
 
 def test_prompts_take_turns_in_the_order_in_which_they_were_sent():

@@ -152,7 +152,7 @@ class Forwarding:
         if self._gone:
             raise ClientGone
         method, headers = exchange.scope["method"], headers_of(exchange, self._prompt)
-        prefill = Prefill(self._door, exchange, headers, self._body, self._prompt)
+        prefill = Prefill(self._door, exchange.scope["path"], headers, self._body, self._prompt)
         try:
             async with upstream.until_lost() as self._scope:
                 body = await prefill.begin(upstream.name, self._id, self._failed)

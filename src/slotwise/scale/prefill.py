@@ -26,16 +26,17 @@ from slotwise.routing.fleet import Shed
 from slotwise.routing.replica import Replica
 from slotwise.scale.routed import Prompt
 from slotwise.scale.upstream import ReplicaLost
-from slotwise.server.http_exchange import HttpExchange
+from slotwise.server.responses import RESPONSES
 
 if TYPE_CHECKING:
     from slotwise.scale.door import Door
 
-APART = ("/v1/completions", "/v1/chat/completions")  # routes whose prompts may travel
+APART = {"/v1/completions": "max_tokens", "/v1/chat/completions": "max_tokens", "/v1/messages": "max_tokens",
+         RESPONSES: "max_output_tokens"}  # routes whose prompts may travel, with the field of the most output tokens
 LEAST = 64.0  # tokens that a decode replica lacks; fewer are computed there beside its rows
-ONE = {"max_tokens": 1, "max_completion_tokens": 1}  # of the request for a prompt
-LEFT_OUT = ("stream", "stream_options", "min_tokens", "explain", "bench_output_tokens")  # of it, likewise
-AT_HOME = ("kv_transfer_params", "prompt_logprobs", "echo")  # fields with which a prompt does not travel
+LEFT_OUT = ("stream", "stream_options", "min_tokens", "explain", "bench_output_tokens",
+            "max_completion_tokens")  # of the request for a prompt
+AT_HOME = ("kv_transfer_params", "prompt_logprobs", "echo", "previous_response_id")  # with one no prompt travels
 
 logger = logging.getLogger(__name__)
 _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -67,12 +68,12 @@ class Prefill:
     """The prompt of one request, on its way to the replica that answers.
 
     Args:
+        path: of the request.
         headers: with which it is sent on.
     """
 
-    def __init__(self, door: Door, exchange: HttpExchange, headers: Mapping[str, str], body: bytes,
-                 prompt: Prompt) -> None:
-        self._door, self._exchange, self._headers = door, exchange, headers
+    def __init__(self, door: Door, path: str, headers: Mapping[str, str], body: bytes, prompt: Prompt) -> None:
+        self._door, self._path, self._headers = door, path, headers
         self._body, self._prompt = body, prompt
         self._task: asyncio.Task[None] | None = None
 
@@ -94,7 +95,7 @@ class Prefill:
         transfer_id = secrets.token_hex(16)
         its_turn = self._door.prompts.join(chosen.name, request.request_id)
         self._task = asyncio.create_task(
-            self._compute(chosen.name, request.request_id, _for_prompt(fields, transfer_id)))
+            self._compute(chosen.name, request.request_id, _for_prompt(fields, transfer_id, self._path)))
         self._task.add_done_callback(lambda task: self._computed(chosen.name, request.request_id))
         await its_turn.wait()
         return msgspec.json.encode(fields | {"kv_transfer_params": {
@@ -108,7 +109,7 @@ class Prefill:
 
     def _fields(self, answering: Replica, request_id: str) -> dict[str, msgspec.Raw]:
         """The fields of a body whose prompt may travel; none of any other."""
-        if not answering.report.receives_prompts or self._exchange.scope["path"] not in APART:
+        if not answering.report.receives_prompts or self._path not in APART:
             return {}
         if answering.lacked(request_id) < LEAST:
             return {}
@@ -123,11 +124,11 @@ class Prefill:
         self._door.prompts.leave(name, request_id)
 
     async def _compute(self, name: str, request_id: str, body: bytes) -> None:
-        door, path = self._door, self._exchange.scope["path"]
+        door = self._door
         why = "it was lost"
         try:
             upstream = door.replicas.upstream(name)
-            async with upstream.until_lost(), upstream.sending("POST", path, self._headers, body) as response:
+            async with upstream.until_lost(), upstream.sending("POST", self._path, self._headers, body) as response:
                 answer = await response.read()
                 door.fleet.first_output(request_id, asyncio.get_running_loop().time())
                 if response.status == HTTPStatus.OK:
@@ -148,9 +149,9 @@ def _has_one_prompt(fields: Mapping[str, msgspec.Raw]) -> bool:
     return prompt.startswith(b'"') or prompt.removeprefix(b"[").lstrip()[:1].isdigit()
 
 
-def _for_prompt(fields: Mapping[str, msgspec.Raw], transfer_id: str) -> bytes:
+def _for_prompt(fields: Mapping[str, msgspec.Raw], transfer_id: str, path: str) -> bytes:
     """The body with which a prompt is computed for another replica."""
     kept = {name: raw for name, raw in fields.items() if name not in LEFT_OUT}
-    most = {name: value for name, value in ONE.items() if name in fields} or {"max_tokens": 1}
-    return msgspec.json.encode(kept | most | {
+    own = {"store": False} if path == RESPONSES else {}
+    return msgspec.json.encode(kept | own | {APART[path]: 1} | {
         "kv_transfer_params": {"do_remote_decode": True, "transfer_id": transfer_id}})

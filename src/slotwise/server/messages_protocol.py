@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from slotwise.server.errors import bad_request
+from slotwise.server.kv_transfer_params import KVTransferParams
 from slotwise.server.protocol import (
     ChatRequest,
     Milliseconds,
@@ -113,11 +114,12 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     tpot_ms: Milliseconds | None = None  # objective, milliseconds between two tokens; None: its tier's
     queue_timeout: Seconds | None = None  # seconds to its first slot; the server's own bound holds as well
     cache_salt: Salt | None = None  # cached prefixes are shared only among requests of one key and one salt
+    kv_transfer_params: KVTransferParams | None = None  # its prompt travels between engines: docs/disaggregation.md
 
     def as_chat(self) -> ChatRequest:
         chat = super().as_chat()
         for name in ("max_tokens", "stream", "temperature", "top_p", "top_k", "request_id", "seed", "priority",
-                     "ttft_ms", "tpot_ms", "queue_timeout", "cache_salt"):
+                     "ttft_ms", "tpot_ms", "queue_timeout", "cache_salt", "kv_transfer_params"):
             setattr(chat, name, getattr(self, name))
         chat.stop = self.stop_sequences or None
         chat.user = self.metadata.user_id if self.metadata else None

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from slotwise.server.errors import bad_request
+from slotwise.server.kv_transfer_params import KVTransferParams
 from slotwise.server.protocol import (
     ChatRequest,
     Effort,
@@ -79,6 +80,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     tpot_ms: Milliseconds | None = None  # objective, milliseconds between two tokens; None: its tier's
     queue_timeout: Seconds | None = None  # seconds to its first slot; the server's own bound holds as well
     cache_salt: Salt | None = None  # cached prefixes are shared only among requests of one key and one salt
+    kv_transfer_params: KVTransferParams | None = None  # its prompt travels between engines: docs/disaggregation.md
     chat_template_kwargs: dict[str, Any] | None = None  # further variables of the template
     background: Any = None  # not supported
     context_management: Any = None  # not supported
@@ -117,7 +119,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
         chat = ChatRequest(messages=[*system, *before, *messages_of(self.input)], max_tokens=self.max_output_tokens)
         for name in ("model", "stream", "temperature", "top_p", "service_tier", "user", "request_id", "top_k", "seed",
                      "priority", "ttft_ms", "tpot_ms", "queue_timeout", "cache_salt", "chat_template_kwargs",
-                     "parallel_tool_calls"):
+                     "parallel_tool_calls", "kv_transfer_params"):
             setattr(chat, name, getattr(self, name))
         chat.reasoning_effort = self.reasoning.effort if self.reasoning else None
         chat.tools = [_tool(tool) for tool in self.tools] if self.tools else None

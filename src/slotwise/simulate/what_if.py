@@ -12,24 +12,29 @@ from typing import Any
 from slotwise.engine.messages import Command, Configure
 from slotwise.observe import event_log
 from slotwise.simulate.figures import Objectives, figures, grouped
+from slotwise.simulate.pacing import Pacer
 from slotwise.simulate.recorded import Recording, read_recording
 from slotwise.simulate.requests import SimulatedRequest
 from slotwise.simulate.simulator import Server, simulate
 
 MEASURED, REPLAYED, WHAT_IF = "measured", "replayed", "what_if"
 ALL = "all requests"
+WANTED = 8.0  # seconds after which a server has its answer
+READING, REPLAY = 0.4, 0.3  # shares of the work: a log's lines, and each replay of its traffic
 
 Runs = Mapping[str, Mapping[str, SimulatedRequest]]
 
 
 def what_if(
     entries: Iterable[event_log.Entry], changes: Mapping[str, Any], objectives: Objectives, request_id: str = "",
+    pacer: Pacer | None = None,
 ) -> dict[str, Any]:
     """Returns the figures of a log's traffic: measured, replayed, and replayed under changed settings; JSON-ready.
 
     Args:
         changes: of the settings that held last, as `Scheduling.changed` names them.
         request_id: of a request to tell apart, with the times of its own; "": none.
+        pacer: of the work; None: it is done on end.
 
     Raises:
         ValueError: the log or the changes are no such; the message is one line.
@@ -41,10 +46,11 @@ def what_if(
         raise ValueError("prompts of this log were computed by other engines: a replay does not know when they arrive")
     changed = setup.under(recording.scheduling or setup.scheduling).changed(changes)
     traffic = recording.traffic
+    over = pacer.over if pacer is not None else lambda commands, _: commands
     runs: Runs = {
         MEASURED: recording.measured,
-        REPLAYED: simulate(traffic, [Server(setup, recording.outputs)]),
-        WHAT_IF: simulate(_without_changes(traffic), [Server(changed, recording.outputs)])}
+        REPLAYED: simulate(over(traffic, REPLAY), [Server(setup, recording.outputs)]),
+        WHAT_IF: simulate(over(_without_changes(traffic), REPLAY), [Server(changed, recording.outputs)])}
     whole = {name for name in recording.measured if name not in recording.partial}
     if not whole:
         raise ValueError("no request of the log has begun and ended in it")
@@ -88,7 +94,9 @@ def _of_request(runs: Runs, request_id: str) -> dict[str, Any]:
 
 def _from_lines(lines: bytes, changes: dict[str, Any], ttft: float | None, tpot: float | None, request_id: str,
                 ) -> dict[str, Any]:
-    return what_if(event_log.read(lines.splitlines(keepends=True)), changes, Objectives(ttft, tpot), request_id)
+    with Pacer(WANTED) as pacer:
+        entries = event_log.read(pacer.over(lines.splitlines(keepends=True), READING))
+        return what_if(entries, changes, Objectives(ttft, tpot), request_id, pacer)
 
 
 CALLS = {"what_if": _from_lines}

@@ -1,0 +1,83 @@
+"""Spreads a calculation over the time until its end is wanted: moments of work, and rests between them.
+
+    work │ rest ……………… │ work │ rest ……………… │ work        a moment is 0.3 ms
+
+Helper threads that compute a server's steps poll for work and give their core to any program that wants it, for as long
+as the system lets that run.  Even of the lowest priority, a program that works for a second on end takes them all of
+it, and steps twice as long.  In moments far shorter than a step it lengthens each by what it takes.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import Self, TypeVar
+
+MOMENT = 0.0003  # seconds of work between two rests
+LEAST = 0.05  # of the time, worked; also until enough is done for an estimate of the rest
+ESTIMATED = 0.02  # of the work, done
+
+Item = TypeVar("Item")
+
+
+class Pacer:
+    """A context, of the main thread, in which work is paced.
+
+    An alarm that is set when it begins ends the process at its time all the same.
+
+    Args:
+        seconds: from its beginning until the work is to be done.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._done = 0.0  # of all work
+        self._is_over = False
+
+    def over(self, items: Sequence[Item], share: float) -> Iterator[Item]:
+        """Yields `items`: what is done with them is this share of all work."""
+        before = self._done
+        for number, item in enumerate(items):
+            self._done = before + share * number / len(items)
+            yield item
+        self._done = before + share
+
+    def __enter__(self) -> Self:
+        self._began, self._worked = time.monotonic(), time.process_time()
+        self._resumed = self._worked
+        self._handler = signal.signal(signal.SIGALRM, self._rest)
+        self._alarm, _ = signal.setitimer(signal.ITIMER_REAL, MOMENT)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over = True  # a moment that ends from here on sets no alarm
+        left = self._alarm - (time.monotonic() - self._began)
+        signal.setitimer(signal.ITIMER_REAL, max(left, MOMENT) if self._alarm else 0.0)
+        signal.signal(signal.SIGALRM, self._handler)
+
+    def _rest(self, _number: int, _frame: FrameType | None) -> None:
+        if self._is_over:
+            return
+        now = time.monotonic()
+        if self._alarm and now - self._began > self._alarm:
+            signal.signal(signal.SIGALRM, self._handler)
+            signal.raise_signal(signal.SIGALRM)
+        worked = time.process_time()
+        share = self._share(self._seconds - (now - self._began), worked - self._worked)
+        time.sleep((worked - self._resumed) * (1 / share - 1))
+        self._resumed = time.process_time()
+        signal.setitimer(signal.ITIMER_REAL, MOMENT)
+
+    def _share(self, left: float, worked: float) -> float:
+        """Returns the part of the time to work.
+
+        Args:
+            left: seconds until the work is to be done.
+            worked: seconds of work so far.
+        """
+        if self._done < ESTIMATED:
+            return LEAST
+        to_come = worked * (1 - self._done) / self._done
+        return min(1.0, max(LEAST, to_come / left)) if left > 0 else 1.0

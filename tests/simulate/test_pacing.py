@@ -46,7 +46,8 @@ def test_work_is_done_whole_with_rests_between_moments() -> None:
 
 def test_an_error_ends_it_and_the_alarm_before_is_set_again() -> None:
     heard: list[int] = []
-    timer, before = signal.getitimer(signal.ITIMER_REAL)[0], signal.signal(signal.SIGALRM, lambda number, _: heard.append(number))
+    timer, _ = signal.getitimer(signal.ITIMER_REAL)
+    before = signal.signal(signal.SIGALRM, lambda number, _: heard.append(number))
     try:
         signal.setitimer(signal.ITIMER_REAL, 1000.0)
         with pytest.raises(ValueError, match="wrong"), Pacer(1.0):

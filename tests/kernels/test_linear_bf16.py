@@ -73,6 +73,15 @@ def test_a_row_has_the_same_bits_alone_in_any_company_and_in_a_chunk_of_any_size
 
 
 @each_path
+def test_a_row_alone_has_the_bits_of_company_with_numbers_too_small_for_a_normal_float32(path):
+    weight, x = numbers(64, 100).float() * 2.0**-64, numbers(20, 100).float() * 2.0**-62
+    product = linear_bf16.bf16_linear(weight.bfloat16(), None, KernelLauncher(1), path=path)
+    together = product(x.bfloat16())
+    assert torch.equal(torch.cat([product(row[None]) for row in x.bfloat16()]), together)
+    assert (together == 0).any() or path == "bf16"
+
+
+@each_path
 @pytest.mark.parametrize("strange", [torch.inf, -torch.inf, torch.nan])
 def test_what_is_no_number_shows_in_its_own_row_and_nowhere_else(strange, path):
     weight, x = numbers(70, 64), numbers(5, 64)

@@ -19,8 +19,8 @@ from slotwise.simulate.simulator import Server, simulate
 
 MEASURED, REPLAYED, WHAT_IF = "measured", "replayed", "what_if"
 ALL = "all requests"
-WANTED = 8.0  # seconds after which a server has its answer
-READING, REPLAY = 0.4, 0.3  # shares of the work: a log's lines, and each replay of its traffic
+WANTED = 9.0  # seconds after which a server has its answer
+READING, REPLAY = 0.3, 0.35  # shares of the work: a log's lines, and each replay of its traffic
 
 Runs = Mapping[str, Mapping[str, SimulatedRequest]]
 

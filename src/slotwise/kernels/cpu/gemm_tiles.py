@@ -3,10 +3,11 @@
     rows 1 ... 16     sums 0 1                left 4
     rows 17 ... 32    sums 0 1 / 2 3          left 4 5       right 6 7: 16 outputs each
 
-From 17 rows on every tile that is loaded serves two products, which hides the loads.  The depth runs in the same order
-for any number of rows, and a row's sums depend on no other row of its tile: its result is the same in any company, bit
-for bit.  Operands are packed as for `gemm_bf16.py`; rows of activations fill whole tiles, and what lies behind the last
-row is computed and dropped.
+A row alone is multiplied by vectors, with the sums of a tile: for each strip of 32 inputs the even and the odd products
+are added in order, then both to the result, each operation as in `tiles.py`.  From 17 rows on every tile that is loaded
+serves two products, which hides the loads.  The depth runs in the same order for any number of rows, and a row's sums
+depend on no other row of its tile: its result is the same in any company, bit for bit.  Operands are packed as for
+`gemm_bf16.py`; rows of activations fill whole tiles, and what lies behind the last row is computed and dropped.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from llvmlite import ir
 from numba import types
 
 from slotwise.kernels.cpu.gemm_bf16 import LINE_BYTES, PANEL, STRIP_PAIRS, Panel
-from slotwise.kernels.cpu.gemm_finish import added, finish_row, for_either_kind, read_floats
-from slotwise.kernels.cpu.llvm import LINE, Loop, behind, number, prefetch
-from slotwise.kernels.cpu.tiles import MEMORY_BYTES, ROW_BYTES, ROWS, TILE_BYTES, Tiles
+from slotwise.kernels.cpu.gemm_finish import added, finish_row, for_either_kind, no_sums, read_floats
+from slotwise.kernels.cpu.llvm import LINE, WORD, Loop, behind, fma, number, prefetch, read, spread, write
+from slotwise.kernels.cpu.tiles import MEMORY_BYTES, ROW_BYTES, ROWS, TILE_BYTES, WORDS, Tiles, halves
 
 TALLEST = 2 * ROWS  # rows multiplied at once
 SUMS_ROW_BYTES = PANEL * 4
@@ -27,11 +28,14 @@ LEFT, RIGHT = 4, 6  # tiles; sums are before them
 
 def emit_gemm(builder: ir.IRBuilder, tiles: Tiles, height: ir.Value, panel: Panel) -> None:
     """The weights of a `panel` times `height` rows, at most `TALLEST`, plus bias, to rows of bfloat16."""
-    with builder.if_else(builder.icmp_signed(">", height, number(ROWS))) as (two, one):
-        with two:
-            _add_all(builder, tiles, 2, panel)
-        with one:
-            _add_all(builder, tiles, 1, panel)
+    with builder.if_else(builder.icmp_signed("==", height, number(1))) as (alone, together):
+        with alone, tiles.vectors():
+            _add_row(builder, tiles, panel)
+        with together, builder.if_else(builder.icmp_signed(">", height, number(ROWS))) as (two, one):
+            with two:
+                _add_all(builder, tiles, 2, panel)
+            with one:
+                _add_all(builder, tiles, 1, panel)
     _finish(builder, height, panel)
 
 
@@ -57,6 +61,29 @@ def _add_all(builder: ir.IRBuilder, tiles: Tiles, blocks: int, panel: Panel) -> 
     for row, half in places:
         offset = MEMORY_BYTES + row * ROWS * SUMS_ROW_BYTES + half * ROW_BYTES
         tiles.store(2 * row + half, behind(builder, panel.scratch, offset), SUMS_ROW_BYTES)
+
+
+def _add_row(builder: ir.IRBuilder, tiles: Tiles, panel: Panel) -> None:
+    """Store the sums of one row in the scratch memory."""
+    strips = Loop(builder, panel.strips, 1, [panel.x, panel.weights, panel.asked, *no_sums(2)])
+    x, weights, asked, *sums = strips.values
+    pairs = Loop(builder, number(STRIP_PAIRS), 1, [x, weights, asked, *no_sums(4)])
+    column, line, ahead, *products = pairs.values
+    prefetch(builder, ahead)
+    prefetch(builder, builder.add(ahead, builder.lshr(panel.step, number(1))))
+    ours = halves(builder, tiles, spread(builder, read(builder, column, WORD, 4), WORDS))
+    longer = []
+    for half in (0, 1):
+        theirs = halves(builder, tiles, read(builder, behind(builder, line, half * ROW_BYTES), WORDS, 4))
+        so_far = products[2 * half : 2 * half + 2]
+        longer += [tiles.flushed(fma(builder, *each)) for each in zip(ours, theirs, so_far, strict=True)]
+    _, weights, asked, *products = pairs.close([
+        behind(builder, column, 4), behind(builder, line, LINE_BYTES), builder.add(ahead, panel.step), *longer])
+    totals = [tiles.flushed(builder.fadd(*products[2 * half : 2 * half + 2])) for half in (0, 1)]
+    sums = strips.close([builder.add(x, panel.strip_bytes), weights, asked, *(
+        tiles.flushed(builder.fadd(*each)) for each in zip(sums, totals, strict=True))])[3:]
+    for half in (0, 1):
+        write(builder, sums[half], behind(builder, panel.scratch, MEMORY_BYTES + half * ROW_BYTES))
 
 
 def _finish(builder: ir.IRBuilder, height: ir.Value, panel: Panel) -> None:

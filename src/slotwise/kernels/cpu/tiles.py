@@ -21,7 +21,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol, TypeAlias, cast
 
 from llvmlite import ir
@@ -50,8 +51,9 @@ TILE_BYTES = ROWS * ROW_BYTES
 COUNT = 8
 MEMORY_BYTES = COUNT * TILE_BYTES  # of software tiles
 
+_ZERO_IF_SMALL = 0x8040  # of MXCSR: operands and results below the smallest normal number
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # Linux on x86-64: asm/prctl.h
-_BYTES, _WORDS, _FLOATS = (ir.VectorType(kind, lanes) for kind, lanes in ((BYTE, 64), (WORD, 16), (SINGLE, 16)))
+_BYTES, WORDS, _FLOATS = (ir.VectorType(kind, lanes) for kind, lanes in ((BYTE, 64), (WORD, 16), (SINGLE, 16)))
 
 
 class Tiles(Protocol):
@@ -75,6 +77,14 @@ class Tiles(Protocol):
 
     def add_int8(self, sums: int, left: int, right: int) -> None: ...
 
+    def vectors(self) -> AbstractContextManager[None]:
+        """Vectors of float32 are computed in it as numbers of tiles are: what is `flushed` is flushed."""
+        ...
+
+    def flushed(self, value: ir.Value) -> ir.Value:
+        """Zero, with its sign, for numbers below the smallest normal float32."""
+        ...
+
 
 @functools.cache
 def obstacle(feature: str) -> str:
@@ -96,8 +106,9 @@ def configuration() -> bytes:
 class HardwareTiles:
     """AMX's registers."""
 
-    def __init__(self, builder: ir.IRBuilder, _memory: ir.Value) -> None:
+    def __init__(self, builder: ir.IRBuilder, memory: ir.Value) -> None:
         self._builder = builder
+        self._memory = memory
 
     def begin(self) -> None:
         place = self._builder.alloca(_BYTES)
@@ -123,6 +134,24 @@ class HardwareTiles:
     def add_int8(self, sums: int, left: int, right: int) -> None:
         self._emit("tdpbsud", *map(_tile, (sums, left, right)))
 
+    @contextmanager
+    def vectors(self) -> Iterator[None]:
+        """All operations between are emitted into loops, over which none is moved."""
+        before, within = self._memory, behind(self._builder, self._memory, 4)
+        self._control("stmxcsr", before)
+        bits = self._builder.or_(read(self._builder, before, WORD), ir.Constant(WORD, _ZERO_IF_SMALL))
+        write(self._builder, bits, within)
+        self._control("ldmxcsr", within)
+        yield
+        self._control("ldmxcsr", before)
+
+    def flushed(self, value: ir.Value) -> ir.Value:
+        """The processor has done it; without a fence LLVM, which may reorder sums, would."""
+        return call(self._builder, "llvm.arithmetic.fence.v16f32", _FLOATS, value)
+
+    def _control(self, name: str, place: ir.Value) -> None:
+        call(self._builder, f"llvm.x86.sse.{name}", ir.VoidType(), pointer(self._builder, place, BYTE))
+
     def _emit(self, name: str, *arguments: ir.Value) -> None:
         call(self._builder, f"llvm.x86.{name}", ir.VoidType(), *arguments)
 
@@ -146,45 +175,56 @@ class SoftwareTiles:
 
     def zero(self, tile: int) -> None:
         for row in range(ROWS):
-            write(self._builder, all_of(_WORDS, 0), self._row(tile, number(row)))
+            write(self._builder, all_of(WORDS, 0), self._row(tile, number(row)))
 
     def load(self, tile: int, address: ir.Value, stride: int) -> None:
         for row in range(ROWS):
-            value = read(self._builder, behind(self._builder, address, row * stride), _WORDS, 1)
+            value = read(self._builder, behind(self._builder, address, row * stride), WORDS, 1)
             write(self._builder, value, self._row(tile, number(row)))
 
     def store(self, tile: int, address: ir.Value, stride: int) -> None:
         for row in range(ROWS):
-            value = read(self._builder, self._row(tile, number(row)), _WORDS)
+            value = read(self._builder, self._row(tile, number(row)), WORDS)
             write(self._builder, value, behind(self._builder, address, row * stride), align=1)
 
     def add_bf16(self, sums: int, left: int, right: int) -> None:
         builder = self._builder
         rows = Loop(builder, number(ROWS), 1, [])
         pairs = Loop(builder, number(ROWS), 1, [all_of(_FLOATS, 0.0)] * 2)
-        ours = self._bfloat16(spread(builder, self._word(left, rows.index, pairs.index), _WORDS))
-        theirs = self._bfloat16(read(builder, self._row(right, pairs.index), _WORDS))
+        ours = halves(builder, self, spread(builder, self._word(left, rows.index, pairs.index), WORDS))
+        theirs = halves(builder, self, read(builder, self._row(right, pairs.index), WORDS))
         even, odd = pairs.close([
-            self._flushed(fma(builder, x, y, so_far)) for x, y, so_far in zip(ours, theirs, pairs.values, strict=True)])
+            self.flushed(fma(builder, *each)) for each in zip(ours, theirs, pairs.values, strict=True)])
         place = self._row(sums, rows.index)
-        total = self._flushed(builder.fadd(even, odd))
-        write(builder, self._flushed(builder.fadd(self._flushed(read(builder, place, _FLOATS)), total)), place)
+        total = self.flushed(builder.fadd(even, odd))
+        so_far = self.flushed(read(builder, place, _FLOATS))
+        write(builder, self.flushed(builder.fadd(so_far, total)), place)
         rows.close([])
 
     def add_int8(self, sums: int, left: int, right: int) -> None:
         builder = self._builder
         rows = Loop(builder, number(ROWS), 1, [])
         place = self._row(sums, rows.index)
-        quads = Loop(builder, number(ROWS), 1, [read(builder, place, _WORDS)])
-        ours = spread(builder, self._word(left, rows.index, quads.index), _WORDS)
-        theirs = read(builder, self._row(right, quads.index), _WORDS)
+        quads = Loop(builder, number(ROWS), 1, [read(builder, place, WORDS)])
+        ours = spread(builder, self._word(left, rows.index, quads.index), WORDS)
+        theirs = read(builder, self._row(right, quads.index), WORDS)
         (total,) = quads.values
         for byte in range(4):
-            signed = builder.ashr(builder.shl(ours, all_of(_WORDS, 24 - 8 * byte)), all_of(_WORDS, 24))
-            unsigned = builder.and_(builder.lshr(theirs, all_of(_WORDS, 8 * byte)), all_of(_WORDS, 255))
+            signed = builder.ashr(builder.shl(ours, all_of(WORDS, 24 - 8 * byte)), all_of(WORDS, 24))
+            unsigned = builder.and_(builder.lshr(theirs, all_of(WORDS, 8 * byte)), all_of(WORDS, 255))
             total = builder.add(total, builder.mul(signed, unsigned))
         write(builder, quads.close([total])[0], place)
         rows.close([])
+
+    def vectors(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def flushed(self, value: ir.Value) -> ir.Value:
+        bits = self._builder.bitcast(value, WORDS)
+        is_small = self._builder.icmp_unsigned(
+            "==", self._builder.and_(bits, all_of(WORDS, 0x7F800000)), all_of(WORDS, 0))
+        kept = self._builder.select(is_small, self._builder.and_(bits, all_of(WORDS, 0x80000000)), bits)
+        return self._builder.bitcast(kept, _FLOATS)
 
     def _row(self, tile: int, row: ir.Value) -> ir.Value:
         """The address of a row."""
@@ -195,19 +235,11 @@ class SoftwareTiles:
         place = self._builder.add(self._row(tile, row), self._builder.mul(word, number(4)))
         return read(self._builder, place, WORD)
 
-    def _bfloat16(self, pairs: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """The even and the odd numbers of pairs as float32."""
-        halves = self._builder.shl(pairs, all_of(_WORDS, 16)), self._builder.and_(pairs, all_of(_WORDS, 0xFFFF0000))
-        even, odd = (self._flushed(self._builder.bitcast(half, _FLOATS)) for half in halves)
-        return even, odd
 
-    def _flushed(self, value: ir.Value) -> ir.Value:
-        """Zero, with its sign, for numbers below the smallest normal float32."""
-        builder = self._builder
-        bits = builder.bitcast(value, _WORDS)
-        is_small = builder.icmp_unsigned("==", builder.and_(bits, all_of(_WORDS, 0x7F800000)), all_of(_WORDS, 0))
-        kept = builder.select(is_small, builder.and_(bits, all_of(_WORDS, 0x80000000)), bits)
-        return builder.bitcast(kept, _FLOATS)
+def halves(builder: ir.IRBuilder, tiles: Tiles, pairs: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """The even and the odd numbers of pairs of bfloat16 as float32."""
+    even, odd = builder.shl(pairs, all_of(WORDS, 16)), builder.and_(pairs, all_of(WORDS, 0xFFFF0000))
+    return tiles.flushed(builder.bitcast(even, _FLOATS)), tiles.flushed(builder.bitcast(odd, _FLOATS))
 
 
 

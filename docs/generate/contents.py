@@ -50,6 +50,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "long contexts": results.long_contexts,
     "beside vllm summary": results.beside_vllm_summary,
     "product paths": results.product_paths,
+    "product paths with AMX": results.product_paths_with_amx,
     "disciplines": results.disciplines,
     "static and continuous": results.static_and_continuous,
     "start": results.start,

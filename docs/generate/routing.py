@@ -25,18 +25,18 @@ def routers() -> str:
 
 def routers_on_ray() -> str:
     """Returns times to the first token on Ray beside simulated ones: medians of seeds, by load and router."""
-    groups: dict[tuple[str, float, str], list[dict[str, Any]]] = {}
+    groups: dict[tuple[str, str, float, str], list[dict[str, Any]]] = {}
     for row in load("routing-ray")["rows"]:
-        groups.setdefault((row["prefixes"], row["rate"], row["router"]), []).append(row)
+        groups.setdefault((row["steps"], row["prefixes"], row["rate"], row["router"]), []).append(row)
     lines = []
-    for (kind, rate, router), rows in groups.items():
-        ours = groups[kind, rate, "product"]
+    for (steps, kind, rate, router), rows in groups.items():
+        ours = groups[steps, kind, rate, "product"]
         times = [_ms(median([row[name] for row in rows])) for name in ("ttft_mean", "ttft_p99")]
         simulated = [_ms(median([row["simulated"][name] for row in rows])) for name in ("ttft_mean", "ttft_p99")]
         ratios = [f"{median([row[name] for row in rows]) / median([row[name] for row in ours]):.2f}"
                   for name in ("ttft_mean", "ttft_p99")]
-        lines.append((PROMPTS[kind], f"{rate:g}", router, str(len(rows)), *times, *ratios, *simulated))
-    return table(("a prompt is", "requests/s and replica>", "router", "runs>", "mean>", "p99>", "mean, of product's>",
+        lines.append((steps, PROMPTS[kind], f"{rate:g}", router, *times, *ratios, *simulated))
+    return table(("steps of", "a prompt is", "requests/s and replica>", "router", "mean>", "p99>", "mean, of product's>",
                   "p99, of product's>", "simulated mean>", "simulated p99>"), lines)
 
 

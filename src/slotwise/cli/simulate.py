@@ -215,8 +215,9 @@ def _asked_server(asked: argparse.Namespace, changes: Mapping[str, Any]) -> dict
     if asked.api_key:
         headers["Authorization"] = f"Bearer {asked.api_key}"
     request = urllib.request.Request(f"{asked.url.rstrip('/')}/what_if", json.dumps(body).encode(), headers)
+    waiting = Console(stderr=True).status("The server replays its last minutes beside its streams: about ten seconds")
     try:
-        with urllib.request.urlopen(request) as response:
+        with waiting, urllib.request.urlopen(request) as response:
             answer: dict[str, Any] = json.load(response)
     except urllib.error.HTTPError as error:
         raise RuntimeError(f"the server answered {error.code}: {error.read(2000).decode(errors='replace')}") from error

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate, chain
+from itertools import accumulate, compress, islice, repeat
 from math import ceil
+from operator import mul, sub
+from typing import NamedTuple
 
 from slotwise.simulate.requests import REFUSED, SERVED, SimulatedRequest
 
@@ -57,7 +59,8 @@ class Figures:
 def figures(requests: Sequence[SimulatedRequest], objectives: Objectives = ANY) -> Figures:
     """Returns the figures of requests."""
     first, gaps = Distribution(), gaps_of(requests)
-    first.add([(ttft, 1) for request in requests if (ttft := request.ttft) is not None])
+    waits = [ttft for request in requests if (ttft := request.ttft) is not None]
+    first.add(Part(lambda: waits, lambda: repeat(1)))
     ends = [max(request.ended, request.arrived) for request in requests]
     seconds = max(ends, default=0.0) - min([request.arrived for request in requests], default=0.0)
     rate = 1 / seconds if seconds > 0 else 0.0
@@ -69,6 +72,17 @@ def figures(requests: Sequence[SimulatedRequest], objectives: Objectives = ANY) 
         sum(map(objectives.met, requests)) * rate)
 
 
+class Part(NamedTuple):
+    """Reads values, and the weight of each, any number of times."""
+
+    values: Callable[[], Iterable[float]]
+    weights: Callable[[], Iterable[int]]  # at least as many
+
+    def buckets(self) -> Iterable[int]:
+        """The bucket of each value; a million steps are read without a loop in Python."""
+        return map(int, map(mul, self.values(), repeat(BUCKETS)))
+
+
 class Distribution:
     """Values with a weight each.  They stay where they are: a quantile reads them again, and sorts a small part.
 
@@ -76,20 +90,19 @@ class Distribution:
     """
 
     def __init__(self) -> None:
-        self._parts: list[Iterable[tuple[float, int]]] = []
-        self._buckets: Counter[int] = Counter()  # weights
+        self._parts: list[Part] = []
+        self._buckets: defaultdict[int, int] = defaultdict(int)  # weights
 
     @property
     def total(self) -> int:
         """The sum of all weights."""
-        return self._buckets.total()
+        return sum(self._buckets.values())
 
-    def add(self, weighted: Iterable[tuple[float, int]]) -> None:
-        """Add a part that can be read any number of times."""
-        self._parts.append(weighted)
+    def add(self, part: Part) -> None:
+        self._parts.append(part)
         buckets = self._buckets
-        for value, weight in weighted:
-            buckets[int(value * BUCKETS)] += weight
+        for bucket, weight in zip(part.buckets(), part.weights(), strict=False):
+            buckets[bucket] += weight
 
     def quantiles(self, *shares: float) -> list[float]:
         """Returns for each share the smallest value that at least as many of all do not exceed; 0 of none."""
@@ -100,9 +113,10 @@ class Distribution:
         targets = [ceil(share * total) for share in shares]
         places = [bisect_left(ends, target) for target in targets]
         inside: dict[int, Counter[float]] = {buckets[place]: Counter() for place in places}
-        for value, weight in chain.from_iterable(self._parts):
-            if (bucket := int(value * BUCKETS)) in inside:
-                inside[bucket][value] += weight
+        for part in self._parts:
+            weighted = zip(part.values(), part.weights(), strict=False)
+            for value, weight in compress(weighted, map(inside.__contains__, part.buckets())):
+                inside[int(value * BUCKETS)][value] += weight
         found = []
         for target, place in zip(targets, places, strict=True):
             within = inside[buckets[place]]
@@ -127,23 +141,18 @@ def gaps_of(requests: Iterable[SimulatedRequest]) -> Distribution:
         pauses.update([clock[first] - clock[last] for last, first in zip(spans[1:-1:2], spans[2::2], strict=True)])
     found = Distribution()
     for clock, changes in clocks.values():
-        found.add(_StepsBetween(clock, changes))
-    found.add(pauses.items())
+        found.add(_steps_between(clock, changes))
+    found.add(Part(pauses.keys, pauses.values))
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _StepsBetween:
-    """Yields the seconds from the step before, and how many requests have a token of both steps."""
+def _steps_between(clock: array[float], changes: array[int]) -> Part:
+    """Returns the seconds of each step from the one before, weighted by the requests that have a token of both.
 
-    clock: array[float]
-    changes: array[int]  # by step, how many more requests than one step before
-
-    def __iter__(self) -> Iterator[tuple[float, int]]:
-        clock = self.clock
-        for index, number in enumerate(accumulate(self.changes)):
-            if number:
-                yield clock[index] - clock[index - 1], number
+    Args:
+        changes: by step, how many more requests than one step before.
+    """
+    return Part(lambda: map(sub, islice(clock, 1, None), clock), lambda: islice(accumulate(changes), 1, None))
 
 
 def grouped(requests: Mapping[str, SimulatedRequest], group_of: Mapping[str, str]) -> dict[str, list[SimulatedRequest]]:

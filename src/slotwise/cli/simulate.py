@@ -215,7 +215,7 @@ def _asked_server(asked: argparse.Namespace, changes: Mapping[str, Any]) -> dict
     if asked.api_key:
         headers["Authorization"] = f"Bearer {asked.api_key}"
     request = urllib.request.Request(f"{asked.url.rstrip('/')}/what_if", json.dumps(body).encode(), headers)
-    waiting = Console(stderr=True).status("The server replays its last minutes beside its streams: about ten seconds")
+    waiting = Console(stderr=True).status("The server replays its last minutes, beside its streams: ten seconds")
     try:
         with waiting, urllib.request.urlopen(request) as response:
             answer: dict[str, Any] = json.load(response)

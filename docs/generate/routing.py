@@ -36,8 +36,8 @@ def routers_on_ray() -> str:
         ratios = [f"{median([row[name] for row in rows]) / median([row[name] for row in ours]):.2f}"
                   for name in ("ttft_mean", "ttft_p99")]
         lines.append((steps, PROMPTS[kind], f"{rate:g}", router, *times, *ratios, *simulated))
-    return table(("steps of", "a prompt is", "requests/s and replica>", "router", "mean>", "p99>", "mean, of product's>",
-                  "p99, of product's>", "simulated mean>", "simulated p99>"), lines)
+    return table(("steps of", "a prompt is", "requests/s and replica>", "router", "mean>", "p99>",
+                  "mean, of product's>", "p99, of product's>", "simulated mean>", "simulated p99>"), lines)
 
 
 def apart() -> str:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slotwise.simulate.pacing import ESTIMATED, LEAST, MOMENT, Pacer
+from slotwise.simulate.pacing import ESTIMATED, LEAST, PERIOD, Pacer
 
 
 @given(st.floats(-5, 20), st.floats(0, 20), st.floats(0, 1))
@@ -34,13 +34,13 @@ def test_work_is_done_whole_with_rests_between_moments() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "sleep", rested.append)
         with Pacer(1e9) as pacer:
-            until = time.process_time() + 20 * MOMENT
+            until = time.process_time() + 20 * LEAST * PERIOD
             items = list(pacer.over(range(5), 0.5))
             while time.process_time() < until:
                 pass
             assert pacer._done == 0.5
     assert items == list(range(5))
-    assert len(rested) > 2 and all(rest > MOMENT for rest in rested), "of a time without end little is worked"
+    assert len(rested) > 2 and all(rest > LEAST * PERIOD for rest in rested), "of a time without end little is worked"
     assert signal.getsignal(signal.SIGALRM) is handler
 
 

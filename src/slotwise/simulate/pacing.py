@@ -1,6 +1,6 @@
 """Spreads a calculation over the time until its end is wanted: moments of work, and rests between them.
 
-    work │ rest ……………… │ work │ rest ……………… │ work        a moment is 0.3 ms
+    work │ rest ……………… │ work │ rest ……………… │ work        together 5 ms
 
 Helper threads that compute a server's steps poll for work and give their core to any program that wants it, for as long
 as the system lets that run.  Even of the lowest priority, a program that works for a second on end takes them all of
@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Self, TypeVar
 
-MOMENT = 0.0003  # seconds of work between two rests
+PERIOD = 0.005  # seconds of work and the rest behind it: a part of a step
 LEAST = 0.05  # of the time, worked; also until enough is done for an estimate of the rest
-ESTIMATED = 0.02  # of the work, done
+ESTIMATED = 0.002  # of the work, done
 
 Item = TypeVar("Item")
 
@@ -48,13 +48,13 @@ class Pacer:
         self._began, self._worked = time.monotonic(), time.process_time()
         self._resumed = self._worked
         self._handler = signal.signal(signal.SIGALRM, self._rest)
-        self._alarm, _ = signal.setitimer(signal.ITIMER_REAL, MOMENT)
+        self._alarm, _ = signal.setitimer(signal.ITIMER_REAL, LEAST * PERIOD)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._is_over = True  # a moment that ends from here on sets no alarm
         left = self._alarm - (time.monotonic() - self._began)
-        signal.setitimer(signal.ITIMER_REAL, max(left, MOMENT) if self._alarm else 0.0)
+        signal.setitimer(signal.ITIMER_REAL, max(left, PERIOD) if self._alarm else 0.0)
         signal.signal(signal.SIGALRM, self._handler)
 
     def _rest(self, _number: int, _frame: FrameType | None) -> None:
@@ -68,7 +68,7 @@ class Pacer:
         share = self._share(self._seconds - (now - self._began), worked - self._worked)
         time.sleep((worked - self._resumed) * (1 / share - 1))
         self._resumed = time.process_time()
-        signal.setitimer(signal.ITIMER_REAL, MOMENT)
+        signal.setitimer(signal.ITIMER_REAL, share * PERIOD)
 
     def _share(self, left: float, worked: float) -> float:
         """Returns the part of the time to work.

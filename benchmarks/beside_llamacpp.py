@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -24,8 +25,8 @@ import statistics
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,30 +59,31 @@ def command(asked: argparse.Namespace, port: int) -> list[str]:
             "-c", str(SLOTS * CONTEXT), "-a", "model", "--no-webui", "--cache-ram", "0"]
 
 
-@contextmanager
-def server(asked: argparse.Namespace) -> Iterator[str]:
+@contextlib.contextmanager
+def server(asked: argparse.Namespace) -> Iterator[tuple[str, float]]:
+    """The address of a server, and the seconds until it was ready."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with open(asked.log, "w") as output:
         process = subprocess.Popen(command(asked, port), stdout=output, stderr=output, env=os.environ)
+        base, began = f"http://127.0.0.1:{port}", time.perf_counter()
         try:
-            yield f"http://127.0.0.1:{port}"
+            await_ready(process, base)
+            yield base, time.perf_counter() - began
         finally:
             process.terminate()
             process.wait(20)
 
 
-async def ready(session: aiohttp.ClientSession, base: str) -> None:
-    began = time.perf_counter()
-    while time.perf_counter() - began < READY_SECONDS:
-        try:
-            async with session.get(f"{base}/health") as reply:
-                if reply.status == 200:
-                    return
-        except aiohttp.ClientError:
-            pass
-        await asyncio.sleep(0.1)
+def await_ready(process: subprocess.Popen[bytes], base: str) -> None:
+    until = time.perf_counter() + READY_SECONDS
+    while time.perf_counter() < until:
+        if process.poll() is not None:
+            raise SystemExit(f"the server ended with status {process.returncode}; --log FILE keeps what it said")
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{base}/health", timeout=5):
+            return
+        time.sleep(0.1)
     raise SystemExit("the server did not become ready")
 
 
@@ -138,9 +140,7 @@ async def measured(base: str, seed: int, only: list[str]) -> dict[str, float]:
     limits = aiohttp.ClientTimeout(600)
     connections = aiohttp.TCPConnector(limit=0, force_close=True)  # llama.cpp closes those that it has answered on
     async with aiohttp.ClientSession(timeout=limits, connector=connections) as session:
-        began = time.perf_counter()
-        await ready(session, base)
-        figures = {"ready": time.perf_counter() - began}
+        figures: dict[str, float] = {}
         await streams(session, base, 2, draw)  # not counted
         measures: dict[str, Callable[[], Awaitable[float]]] = {
             **{name: lambda count=count: median(lambda: streams(session, base, count, draw))  # type: ignore[misc]
@@ -163,8 +163,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="the file to which the figures are added")
     parser.add_argument("--log", default=os.devnull, help="of the server")
     asked = parser.parse_args()
-    with server(asked) as base:
-        figures = asyncio.run(measured(base, asked.seed, asked.only))
+    with server(asked) as (base, seconds):
+        figures = {"ready": seconds} | asyncio.run(measured(base, asked.seed, asked.only))
     run = {"engine": "slotwise" if asked.engine == "slotwise" else "llama.cpp", "file": os.path.basename(asked.file),
            "quantization": asked.quantization} | {key: round(value, 2) for key, value in figures.items()}
     print(json.dumps(run), flush=True)

@@ -60,6 +60,7 @@ PATHS = {"amx_int8": Whole(np.uint32(0)), "vnni": Whole(np.uint16(0)), "integer"
          "software tiles": Whole(np.uint64(0))}
 """As `gemm_blocks.py` and `gemm_block_tiles.py` tell paths apart."""
 TILED = ("amx_int8", "software tiles")
+TILED_UNIT = 32  # the smallest unit whose products are sooner by AMX's tiles; a processor with them has VNNI, too
 TALL = ZERO_AND_FACTOR + 1  # an argument: rows of the tallest tile
 
 
@@ -243,6 +244,8 @@ def pack_blocks(
     panels = pack(matrix, layout, launcher.panels, is_gated=is_gated)
     added = torch.zeros(matrix.outputs) if bias is None else bias.float()
     table = torch.tensor((*levels.table, *[0] * (16 - len(levels.table))), dtype=torch.uint8)
+    if path == "amx_int8" and layout.unit < TILED_UNIT:
+        path = "vnni"  # with the same bits
     (factor_bits,) = struct.unpack("<I", struct.pack("<f", levels.factor))
     return PackedBlocks(
         panels, in_panels(added, COLUMNS, is_gated=is_gated), table,

@@ -21,6 +21,8 @@ from slotwise.transfer.settings import KVTransferConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 MANIFESTS = list(yaml.safe_load_all((ROOT / "deploy/kubernetes/slotwise.yaml").read_text()))
+OVERLAY = ROOT / "deploy/kubernetes-prefill"
+PREFILL = list(yaml.safe_load_all((OVERLAY / "prefill.yaml").read_text()))
 RAY = yaml.safe_load((ROOT / "deploy/kubernetes/rayservice.yaml").read_text())
 COMPOSE = yaml.safe_load((ROOT / "compose.scale.yaml").read_text())
 MODULES = {"apps/v1": "apps_v1", "v1": "core_v1", "policy/v1": "policy_v1", "networking.k8s.io/v1": "networking_v1"}
@@ -57,7 +59,7 @@ def seconds(text: str) -> float:
     return float(text.removesuffix("s"))
 
 
-@pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda one: f"{one['kind']}-{one['metadata']['name']}")
+@pytest.mark.parametrize("manifest", [*MANIFESTS, *PREFILL], ids=lambda one: f"{one['kind']}-{one['metadata']['name']}")
 def test_a_manifest_has_the_type_that_kubernetes_has(manifest: dict[str, Any]) -> None:
     check(manifest, kind_of(manifest))
 
@@ -73,7 +75,7 @@ def test_a_field_that_kubernetes_does_not_have_is_found(broken: dict[str, Any]) 
         check(wrong, kind_of(REPLICA))
 
 
-@pytest.mark.parametrize("manifest", [REPLICA, ROUTER], ids=["replica", "router"])
+@pytest.mark.parametrize("manifest", [REPLICA, ROUTER, PREFILL[0]], ids=["replica", "router", "prefill"])
 def test_a_pod_is_probed_drained_and_has_few_rights(manifest: dict[str, Any]) -> None:
     pod, one = manifest["spec"]["template"]["spec"], container(manifest)
     assert one["readinessProbe"]["httpGet"]["path"] == "/health"
@@ -114,6 +116,30 @@ def assert_served(rest: list[str]) -> None:
     add_options(parser)
     served = parser.parse_args(rest)
     assert served.host == "0.0.0.0" and served.port == 8000
+
+
+def test_roles_of_kubernetes_fit_each_other() -> None:
+    overlay = yaml.safe_load((OVERLAY / "kustomization.yaml").read_text())
+    base = yaml.safe_load((ROOT / "deploy/kubernetes/kustomization.yaml").read_text())
+    assert overlay["resources"] == ["../kubernetes", "prefill.yaml"] and base["resources"] == ["slotwise.yaml"]
+    more: dict[str, list[str]] = {}
+    for patch in overlay["patches"]:
+        operations = yaml.safe_load(patch["patch"])
+        assert {(one["op"], one["path"]) for one in operations} == {("add", "/spec/template/spec/containers/0/args/-")}
+        assert ("Deployment", patch["target"]["name"]) in BY_NAME
+        more[patch["target"]["name"]] = [one["value"] for one in operations]
+    stateful, service, _ = PREFILL
+    name = f"{stateful['metadata']['name']}-0"  # of the first pod
+    producer, consumer = (
+        build_parser("serve").parse_args(["serve", *arguments]).kv_transfer_config for arguments in (
+            [one.replace("$(POD_NAME)", name) for one in container(stateful)["args"]],
+            [*container(REPLICA)["args"], *more["slotwise-replica"]]))
+    assert producer.is_producer and consumer.is_consumer and consumer.accepts(producer.kv_ip, producer.kv_port)
+    assert producer.kv_ip == f"{name}.{service['metadata']['name']}"
+    assert stateful["spec"]["serviceName"] == service["metadata"]["name"]
+    assert {port["containerPort"] for port in container(stateful)["ports"]} == {8000, producer.kv_port}
+    asked = build_parser("scale").parse_args(["scale", *container(ROUTER)["args"], *more["slotwise-router"]])
+    assert asked.urls[1:] == [f"http://{service['metadata']['name']}:8000"]
 
 
 def test_ray_runs_the_application_of_this_package() -> None:

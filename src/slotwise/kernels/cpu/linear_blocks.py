@@ -229,6 +229,11 @@ def blocks_linear(parts: Sequence[PackedBlocks], launcher: KernelLauncher) -> Li
     return product
 
 
+def path_for(layout: Layout, path: str) -> str:
+    """The path of a layout where others take `path`; with the same bits."""
+    return "vnni" if path == "amx_int8" and layout.unit < TILED_UNIT else path
+
+
 def pack_blocks(
     matrix: QuantisedMatrix, bias: Tensor | None, path: str, launcher: KernelLauncher, *, is_gated: bool = False
 ) -> PackedBlocks:
@@ -244,11 +249,9 @@ def pack_blocks(
     panels = pack(matrix, layout, launcher.panels, is_gated=is_gated)
     added = torch.zeros(matrix.outputs) if bias is None else bias.float()
     table = torch.tensor((*levels.table, *[0] * (16 - len(levels.table))), dtype=torch.uint8)
-    if path == "amx_int8" and layout.unit < TILED_UNIT:
-        path = "vnni"  # with the same bits
     (factor_bits,) = struct.unpack("<I", struct.pack("<f", levels.factor))
     return PackedBlocks(
         panels, in_panels(added, COLUMNS, is_gated=is_gated), table,
         None if matrix.order is None else matrix.order.argsort().to(torch.int32), levels.zero << 32 | factor_bits,
         layout, matrix.depth, len(panels) * COLUMNS if is_gated else matrix.outputs,
-        matrix.outputs // 2 if is_gated else matrix.outputs, path, launcher.threads)
+        matrix.outputs // 2 if is_gated else matrix.outputs, path_for(layout, path), launcher.threads)

@@ -76,7 +76,8 @@ class Packing:
 
     def kernels_of_blocks(self, kind: torch.dtype) -> list[Compiled]:
         """The kernels of the quantised matrices packed so far, with activations of `kind`."""
-        of_products = [linear_blocks.compiled(layout, kind, self._quantised) for layout in sorted(self._layouts)]
+        of_products = [linear_blocks.compiled(layout, kind, linear_blocks.path_for(layout, self._quantised))
+                       for layout in sorted(self._layouts)]
         beside = [pointwise.SILU_MUL[kind]] if of_products else []  # of gates in several formats
         return [*of_products, *sorted(self._lookups, key=lambda code: code.name), *beside]
 

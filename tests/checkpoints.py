@@ -164,6 +164,9 @@ def edit_config(folder: Path, **fields: Any) -> Path:
     return folder
 
 
+TIE = 1e-5  # between two logits, of the standard deviation of all
+
+
 def prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
     """Random prompts of the given lengths, without special tokens."""
     import numpy as np
@@ -173,7 +176,24 @@ def prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
 
 
 def greedy(folder: Path, asked: list[list[int]], max_tokens: int) -> list[list[int]]:
-    """What transformers' `generate` continues each prompt with: float32, greedy, never ending early.
+    """What transformers' `generate` continues each prompt with: float32, greedy, never ending early."""
+    return [continuation for continuation, _ in _continued(folder, asked, max_tokens)]
+
+
+def clear(
+    folder: Path, asked: list[list[int]], max_tokens: int, number: int) -> tuple[list[list[int]], list[list[int]]]:
+    """The first `number` prompts whose next token is never a matter of rounding, and what `greedy` says of them.
+
+    Processors round differently: where the best two logits differ by less than a `TIE`, either is right.
+    """
+    found = [(ids, continuation) for ids, (continuation, margin) in zip(
+        asked, _continued(folder, asked, max_tokens), strict=True) if margin > TIE][:number]
+    assert len(found) == number, "too many ties"
+    return [ids for ids, _ in found], [continuation for _, continuation in found]
+
+
+def _continued(folder: Path, asked: list[list[int]], max_tokens: int) -> list[tuple[list[int], float]]:
+    """Continuations, and by how many standard deviations each token's logit is ahead of the next one's, at least.
 
     Generated together, as transformers spends far more on a step than on its rows; then each is looked at alone: every
     token must be the most probable one after those before it.
@@ -188,10 +208,13 @@ def greedy(folder: Path, asked: list[list[int]], max_tokens: int) -> list[list[i
     with torch.inference_mode(), one_thread():
         together = model.generate(padded, attention_mask=mask, do_sample=False, max_new_tokens=max_tokens)
         continuations = together[:, longest:].tolist()
+        margins = []
         for ids, continuation in zip(asked, continuations, strict=True):
-            alone = model(torch.tensor([ids + continuation[:-1]])).logits[0, len(ids) - 1 :].argmax(-1)
-            assert alone.tolist() == continuation, "transformers does not agree with itself"
-    return continuations
+            logits = model(torch.tensor([ids + continuation[:-1]])).logits[0, len(ids) - 1 :]
+            most, best = logits.topk(2)
+            assert best[:, 0].tolist() == continuation, "transformers does not agree with itself"
+            margins.append(float(((most[:, 0] - most[:, 1]) / logits.std(1)).min()))
+    return list(zip(continuations, margins, strict=True))
 
 
 @contextmanager

@@ -118,8 +118,7 @@ class Engine:
                     self._grammars.compile(command.request_id, grammar)
         elif isinstance(command, Finish):
             self._scheduler.finish(command.request_id, command.reason, now)
-            if self._kv_link is not None:
-                self._kv_link.follow(self._scheduler.transfers)
+            self._follow()
         else:
             self._configured = command.scheduling
             self._configure(command.scheduling, now)
@@ -196,17 +195,19 @@ class Engine:
             return self._failed(error, plan, started)
         ended = self.clock()
         self._scheduler.commit(plan, result, ended * 1e-9)
-        if self._kv_link is not None:
-            self._kv_link.follow(self._scheduler.transfers)
+        self._follow()
         self._idle_until = 0.0 if plan.slots else self._reopens_at(plan)
         return self._record(plan, result, started, ended)
 
     def _submit(self, plan: StepPlan) -> None:
-        if self._kv_link is not None:
-            self._kv_link.follow(self._scheduler.transfers)
+        self._follow()
         self.executor.submit(plan)
         if self._kv_link is not None:
             self._kv_link.begin(self._scheduler.transfers)
+
+    def _follow(self) -> None:
+        if self._kv_link is not None:
+            self._kv_link.follow(self._scheduler.transfers, self._scheduler.transfers.pop_unwanted())
 
     def _reopens_at(self, plan: StepPlan) -> float:
         """Returns until when there is no work after a plan without rows, in seconds; 0: that is not known."""
@@ -223,8 +224,7 @@ class Engine:
 
     def take(
         self, run: DecodeRun, number: int, times: Callable[[int], tuple[int, int]], outputs: Outputs, *,
-        each: bool = True,
-    ) -> Iterator[StepRecord]:
+        each: bool = True) -> Iterator[StepRecord]:
         """Takes the first `number` steps of a run, and yields their records.
 
         Must be read to its end.

@@ -41,8 +41,8 @@ class KVLink(Protocol):
         """A new request's blocks are to be sent.  Does nothing for any other."""
         ...
 
-    def follow(self, transfers: KVTransfers) -> None:
-        """Blocks may have been computed, others released, and requests may turn out to need none."""
+    def follow(self, transfers: KVTransfers, unwanted: Sequence[Request]) -> None:
+        """Blocks may have been computed, others released; the requests `unwanted` will not ask for theirs."""
         ...
 
     def begin(self, transfers: KVTransfers) -> None:
@@ -77,14 +77,14 @@ class Transferring:
             self._sender.offer(request.kv.transfer_id, prompt_digest(request.tokens),
                                -(-request.num_prompt // self._block_size))
 
-    def follow(self, transfers: KVTransfers) -> None:
+    def follow(self, transfers: KVTransfers, unwanted: Sequence[Request]) -> None:
         if self._sender is not None and self._sender.offered:
             self._sender.update(transfers.readable(self._sender.offered), transfers.sending())
         if self._receiver is not None and self._receiver.receiving:
             waiting = {request.request_id for request in transfers.receiving()}
             for request_id in [name for name in self._receiver.receiving if name not in waiting]:
                 self._receiver.cancel(request_id)
-        for request in transfers.pop_unwanted():
+        for request in unwanted:
             if self._receiver is not None:
                 self._receiver.decline(self._source(request, -(-request.num_prompt // self._block_size)))
 

@@ -42,7 +42,7 @@ class Arrived:
     def offer(self, request: Request) -> None:
         """No blocks are sent."""
 
-    def follow(self, transfers: KVTransfers) -> None:
+    def follow(self, transfers: KVTransfers, unwanted: Sequence[Request]) -> None:
         """None of the blocks is read or written."""
 
     def begin(self, transfers: KVTransfers) -> None:

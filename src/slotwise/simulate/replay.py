@@ -12,7 +12,7 @@ reasons, tokens, and requests that ended.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from slotwise.core.grammar import Grammar
@@ -221,7 +221,7 @@ class _RecordedLink:
 
     def offer(self, request: Request) -> None: ...
 
-    def follow(self, transfers: KVTransfers) -> None: ...
+    def follow(self, transfers: KVTransfers, unwanted: Sequence[Request]) -> None: ...
 
     def begin(self, transfers: KVTransfers) -> None: ...
 

@@ -146,7 +146,7 @@ class HardwareTiles:
         self._control("ldmxcsr", before)
 
     def flushed(self, value: ir.Value) -> ir.Value:
-        """The processor has done it; without a fence LLVM, which may reorder sums, would."""
+        """The processor has done it; the fence keeps LLVM, which may reorder sums, from that."""
         return call(self._builder, "llvm.arithmetic.fence.v16f32", _FLOATS, value)
 
     def _control(self, name: str, place: ir.Value) -> None:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from live_server import JSON, Server, counted
+from live_server import JSON, Server, counted, running
 
 from slotwise.server.app import ROUTES
 from slotwise.text.tokenizer import Tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
-SENTENCE = "This model's maximum context length is 512 tokens. However, "
+SENTENCE = "This model's maximum context length is 512 tokens"
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
 
@@ -152,17 +154,46 @@ def test_malformed_bodies(server: Server, body: bytes) -> None:
 
 
 def test_a_prompt_too_long_is_told_the_numbers(server: Server) -> None:
-    error = refused(server.post(COMPLETIONS, {"prompt": [2] * 600}), 400, "prompt")
-    assert error["message"].startswith(SENTENCE) and "600" in error["message"]
-    assert error["code"] == "context_length_exceeded"
-    error = refused(server.post(COMPLETIONS, {"prompt": [2] * 500, "max_tokens": 13}), 400, "max_tokens")
-    assert error["message"].startswith(SENTENCE) and "513" in error["message"]
+    """In OpenAI's sentences, word for word: programs look for them, and read the numbers in them."""
+    def message(body: dict[str, Any], param: str, path: str = COMPLETIONS) -> str:
+        error = refused(server.post(path, body), 400, param)
+        assert error["code"] == "context_length_exceeded" and error["type"] == "invalid_request_error"
+        assert error["message"].startswith(SENTENCE)
+        return str(error["message"]).removeprefix(SENTENCE)
+
+    end = " for the completion). Please reduce your prompt; or completion length."
+    assert message({"prompt": [2] * 600}, "prompt") == f", however you requested 600 tokens (600 in your prompt; 0{end}"
+    assert message({"prompt": [2] * 500, "max_tokens": 13}, "max_tokens") == (
+        f", however you requested 513 tokens (500 in your prompt; 13{end}")
+    assert message({"prompt": [2] * 512}, "prompt") == f", however you requested 513 tokens (512 in your prompt; 1{end}"
     for body in ({"prompt": "x" * 100_000}, {"prompt": "the fox " * 2000}, {"prompt": [[2], [2] * 512]}):
-        assert refused(server.post(COMPLETIONS, body), 400, "prompt")["message"].startswith(SENTENCE)
-    long = {"messages": [{"role": "user", "content": "the fox " * 2000}]}
-    for path in (CHAT, "/tokenize"):
-        assert refused(server.post(path, long), 400, "messages")["message"].startswith(SENTENCE)
+        assert re.match(r", however you requested (\d+) tokens \(\d+ in your prompt; \d+ for", message(body, "prompt"))
+    for path, length in ((CHAT, 500), ("/tokenize", 500), (CHAT, 2000)):
+        long = {"messages": [{"role": "user", "content": "the fox " * length}]}
+        matched = re.fullmatch if length == 500 else re.match  # after it: how the tokens of a long text are counted
+        assert matched(r"\. However, your messages resulted in (\d+) tokens\. Please reduce the length of the "
+                       r"messages\.", message(long, "messages", path))
+    number = server.post("/tokenize", {"messages": HELLO}).json()["count"]
+    for param in ("max_tokens", "max_completion_tokens"):
+        assert message({"messages": HELLO, param: 4000}, param, CHAT) == (
+            f". However, you requested {number + 4000} tokens ({number} in the messages, 4000 in the completion). "
+            "Please reduce the length of the messages or completion.")
     assert server.post(COMPLETIONS, {"prompt": [2] * 500, "max_tokens": 12}).status_code == 200
+
+
+def test_the_context_is_what_the_cache_holds(folder: Path, tmp_path: Path) -> None:
+    """Clients shorten what they send by the same sentence, and the operator learns what to change."""
+    with running(folder, tmp_path / "engine", "num_blocks=4") as small:
+        places = 4 * 16
+        chat = refused(small.post(CHAT, {"messages": [{"role": "user", "content": "the fox " * 100}]}), 400, "messages")
+        assert chat["code"] == "context_length_exceeded"
+        assert chat["message"].startswith(f"This model's maximum context length is {places + 1} tokens. However, your ")
+        assert chat["message"].endswith("The cache holds no more of the model's 512: start with a larger cache.")
+        asked = refused(small.post(COMPLETIONS, {"prompt": [2] * 40, "max_tokens": 40}), 400, "max_tokens")
+        assert "however you requested 80 tokens (40 in your prompt; 40 for" in asked["message"]
+        claude = small.post("/v1/messages", {"messages": HELLO, "max_tokens": 400}).json()["error"]["message"]
+        assert re.match(rf"input length and `max_tokens` exceed context limit: \d+ \+ 400 > {places + 1}, ", claude)
+        assert small.post(COMPLETIONS, {"prompt": [2] * places, "max_tokens": 1}).status_code == 200
 
 
 def test_an_unknown_model(server: Server) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -103,7 +105,7 @@ def test_text_blocks_are_one_text(client: Any, server: Server) -> None:
      "redacted_thinking"),
     ({"system": [{"type": "image"}]}, "system"), ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": None}, "max_tokens"), ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "budget_tokens"),
-    ({"max_tokens": 4096}, "maximum context length"), ({"temperature": -1}, "temperature"),
+    ({"max_tokens": 4096}, "exceed context limit"), ({"temperature": -1}, "temperature"),
     ({"stop_sequences": ["x" * 2000]}, "stop_sequences"), ({"container": "c"}, "container"),
     ({"mcp_servers": [{}]}, "mcp_servers"), ({"thinking": {"type": "often"}}, "thinking"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
@@ -118,8 +120,27 @@ def test_what_is_wrong_is_named_in_anthropics_form(server: Server, changes: dict
     assert answer["request_id"] == response.headers["x-request-id"]
 
 
+def test_what_is_too_long_is_told_in_anthropics_sentences(client: Any, anthropic: ModuleType) -> None:
+    """Claude Code asks for fewer tokens, or shortens the conversation, by the numbers in them."""
+    number = client.messages.count_tokens(model="toy", messages=HELLO).input_tokens
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        client.messages.create(model="toy", max_tokens=32_000, messages=HELLO, stream=True)
+    assert re.findall(r"input length and `max_tokens` exceed context limit: (\d+) \+ (\d+) > (\d+)",
+                      caught.value.message) == [(str(number), "32000", "512")]
+    long = [{"role": "user", "content": "the fox " * 500}]
+    for ask in (client.messages.count_tokens, partial(client.messages.create, max_tokens=4)):
+        with pytest.raises(anthropic.BadRequestError) as caught:
+            ask(model="toy", messages=long)
+        [(found, most)] = re.findall(r"prompt is too long: (\d+) tokens > (\d+) maximum", caught.value.message)
+        assert int(found) > int(most) == 512
+    with pytest.raises(anthropic.BadRequestError) as caught:  # so long that it is not even tokenized
+        client.messages.create(model="toy", max_tokens=4, messages=[{"role": "user", "content": "x" * 100_000}])
+    [(found, most)] = re.findall(r"prompt is too long: (\d+) tokens > (\d+) maximum", caught.value.message)
+    assert int(found) > int(most) == 512 and "at least" in caught.value.message
+
+
 def test_other_errors_have_that_form_too(server: Server, client: Any, anthropic: ModuleType) -> None:
-    with pytest.raises(anthropic.NotFoundError, match="does not exist"):
+    with pytest.raises(anthropic.NotFoundError, match="model: the model 'other' does not exist"):
         client.messages.create(model="other", max_tokens=4, messages=HELLO)
     assert server.post(PATH, "{").json()["error"]["type"] == "invalid_request_error"
     assert server.post("/v1/messages/batches", {}).json()["error"]["type"] == "not_found_error"
@@ -137,6 +158,7 @@ def slow(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_a_key_may_stand_in_either_header(slow: Server, anthropic: ModuleType) -> None:
     refused = slow.post(PATH, BODY)
     assert refused.status_code == 401 and refused.json()["error"]["type"] == "authentication_error"
+    assert "x-api-key" in refused.json()["error"]["message"]  # by which Claude Code asks for another key
     assert slow.post(PATH, BODY, **{"x-api-key": "three"}).status_code == 401
     for options in ({"api_key": "one"}, {"auth_token": "two"}):
         client = anthropic.Anthropic(base_url=slow.url, max_retries=0, **options)

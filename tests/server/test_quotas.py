@@ -73,7 +73,7 @@ def test_tokens_are_held_until_it_is_known_how_many_were_used() -> None:
         with pytest.raises(ApiError) as caught:
             bank.ask("ann", 150)
         assert caught.value.status == 429 and caught.value.retry_after == 5 and bank.refused == ["quota_tokens"]
-        assert "has 100 left; this request may need 150, which fit in 5s" in caught.value.message
+        assert "has 100 left; this request may need 150; please try again in 5s" in caught.value.message
         bank.ask("ann", 100, used=100)
     assert bank.told("ann") == {"limit-tokens": "600", "remaining-tokens": "480", "reset-tokens": "12s"}
     with pytest.raises(ZeroDivisionError), bank.quotas.reserved(account, 480, lambda: 0):

@@ -76,6 +76,28 @@ def test_a_stream_has_openais_events_in_order(client: Any, server: Server) -> No
     assert finished[-1].type == "response.completed"
 
 
+def test_an_input_that_is_too_long_is_told_as_openai_does(client: Any, server: Server, openai: ModuleType) -> None:
+    """Whole with 400; in a stream by its last events, in which Codex looks for it."""
+    sentences = ("Your input exceeds the context window of this model. Please adjust your input and try again. "
+                 "This model's maximum context length is 512 tokens. However, your messages resulted in ")
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError if not stream else openai.APIError) as caught:
+            list(client.responses.create(model="toy", input="the fox " * 500, stream=stream))
+        assert caught.value.message.removeprefix("Error code: 400 - ").find(sentences) >= 0
+        assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "input")
+    created, begun, error, failed = events_of(server, input="the fox " * 500, instructions="be short")
+    assert (created["type"], begun["type"]) == ("response.created", "response.in_progress")
+    assert error["type"] == "error" and error["error"]["code"] == "context_length_exceeded"
+    response = failed["response"]
+    assert failed["type"] == "response.failed" and response["status"] == "failed" and response["output"] == []
+    assert response["error"]["code"] == "context_length_exceeded" and sentences in response["error"]["message"]
+    assert response["id"] == created["response"]["id"] and response["instructions"] == "be short"
+    number = client.responses.create(model="toy", input="hello", max_output_tokens=1).usage.input_tokens
+    with pytest.raises(openai.BadRequestError, match=rf"\({number} in the messages, 600 in the completion\)") as caught:
+        client.responses.create(model="toy", input="hello", max_output_tokens=600)
+    assert caught.value.param == "max_output_tokens"
+
+
 def test_a_response_is_continued_fetched_and_deleted(client: Any, server: Server, openai: ModuleType) -> None:
     first = client.responses.create(model="toy", input="hello", instructions="old", max_output_tokens=4)
     assert client.responses.retrieve(first.id).output_text == first.output_text

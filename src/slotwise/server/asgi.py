@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from slotwise.server import lifecycle, lora, messages_output
 from slotwise.server.browsers import WITH_A_BODY, Browsers, check_json, check_one_host, is_local, is_preflight
 from slotwise.server.connections import ALWAYS
-from slotwise.server.errors import OPENAI, ApiError, ClientGone, ErrorFormat
+from slotwise.server.errors import CONTEXT_EXCEEDED, OPENAI, ApiError, ClientGone, ErrorFormat
 from slotwise.server.http_exchange import HttpExchange, checked_request_id
 from slotwise.server.keys import Keys
 from slotwise.server.request_log import RequestLog
@@ -32,7 +32,7 @@ ERROR_FORMATS = {messages_output.MESSAGES: messages_output.ERRORS, RESPONSES: ER
 ADMIN = (  # beginnings of the operator's routes
     "/admin/", "/what_if", lifecycle.SLEEP, lifecycle.WAKE_UP, lifecycle.LOAD_MODEL, lora.LOAD, lora.UNLOAD)
 MAX_ROUTES = 2000  # characters of the routes that an error lists
-REJECTIONS = ("context_length_exceeded", "tokenizer_busy")  # codes of errors that count as refused admissions
+REJECTIONS = (CONTEXT_EXCEEDED, "tokenizer_busy")  # codes of errors that count as refused admissions
 
 logger = logging.getLogger(__name__)
 

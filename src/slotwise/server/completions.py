@@ -118,7 +118,7 @@ async def asked_of_chat(api: Api, exchange: HttpExchange, request: ChatRequest, 
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     defaults = api.settings.sampling_defaults
     default = _default(api, slo, request, [prompt], defaults.max_tokens, logprobs)
-    max_tokens = api.prompts.max_tokens(defaults.limited(asked), len(prompt), default, param)
+    max_tokens = api.prompts.max_tokens(defaults.limited(asked), len(prompt), default, "messages", param)
     others = await _others(api, exchange, request, grammar)
     others["thinking"] = thinking_budget(form, api.prompts.tokenizer, request.thinking_token_budget, begun)
     params = request.sampling_params(max_tokens, logprobs, others)

@@ -16,7 +16,7 @@ from slotwise.engine.generation import AT_THE_END
 from slotwise.server.choice import Choice, together
 from slotwise.server.context import Api
 from slotwise.server.embeddings_protocol import EmbeddingRequest
-from slotwise.server.errors import ApiError, bad_request, from_params
+from slotwise.server.errors import ApiError, ContextExceeded, bad_request, from_params
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.job import Job, usage_of
 from slotwise.server.pipeline import Asked, check, encoding_of, respond
@@ -42,13 +42,12 @@ async def _embedding(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
     request = asked.as_generate()
     slo = check(api, exchange, request)
     pooling = _pooling(api, asked)
-    encoding = encoding_of(api, request, 0, adds_special_tokens=True)._replace(param="input", least_output=0)
+    encoding = encoding_of(api, request, 0, adds_special_tokens=True)._replace(param="input")
     api.check_capacity(slo)
     with api.admission_control.entering(slo):
         prompts = await api.prompts.of_completion(asked.input, api.settings.max_choices, exchange.holder, encoding)
-    limits = api.engine_client.info.limits
-    if objection := limits.objection(max(map(len, prompts)), 0):
-        raise bad_request(f"input: {objection}", "input", "context_length_exceeded")
+    if (longest := max(map(len, prompts))) > (places := api.engine_client.info.limits.cache_tokens):
+        raise ContextExceeded(places, longest, 0, "input", hint="The cache holds no more: start with a larger cache.")
     if (num_numbers := len(prompts) * _width(api, pooling)) > MAX_NUMBERS:
         raise bad_request(f"input: vectors of {num_numbers} numbers in all are more than {MAX_NUMBERS}; send fewer "
                           "inputs", "input")

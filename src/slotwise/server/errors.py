@@ -20,6 +20,8 @@ KINDS: dict[int, str] = {
     HTTPStatus.UNAUTHORIZED: "authentication_error", HTTPStatus.FORBIDDEN: "permission_error",
     HTTPStatus.NOT_FOUND: "not_found_error", HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
     HTTPStatus.SERVICE_UNAVAILABLE: "service_unavailable_error", HTTPStatus.GATEWAY_TIMEOUT: "timeout_error"}
+CONTEXT_EXCEEDED = "context_length_exceeded"  # OpenAI's code of a prompt that is too long
+MODEL_NOT_FOUND = "model_not_found"  # OpenAI's code
 SHED = "shed"  # code of a request that could no longer meet its objectives
 
 _AT = re.compile(r"^(?P<what>.*) - at (?:`key` in )?`\$\.?(?P<param>[^`.\[]*)(?P<rest>[^`]*)`$", re.DOTALL)
@@ -114,14 +116,36 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(HTTPStatus.BAD_REQUEST, message, param, code)
 
 
-def beyond_context(longest: int, why: str, param: str) -> ApiError:
-    """The error of a request that exceeds the context.  Clients look for the first sentence."""
-    return too_long(f"This model's maximum context length is {longest} tokens. However, {why}. Please shorten the "
-                    "prompt or the output.", param)
+class ContextExceeded(ApiError):
+    """A prompt that, alone or with its output, exceeds the context.
 
+    Clients read the numbers in their API's own sentence, to shorten what they send.  `message` is OpenAI's for chats
+    or, where another field than `messages` holds the prompt, for completions; other routes write theirs.
 
-def too_long(message: str, param: str) -> ApiError:
-    return bad_request(message, param, "context_length_exceeded")
+    Args:
+        longest: tokens that a prompt and its output may have.
+        num_prompt: tokens of the prompt, or a lower bound.
+        num_output: those that the request wants; 0: the prompt alone is too long.
+        prompt: the field that holds the prompt.
+        param: the field at fault; "": `prompt`.
+        hint: a further sentence, for the operator.
+    """
+
+    def __init__(self, longest: int, num_prompt: int, num_output: int, prompt: str, param: str = "",
+                 hint: str = "") -> None:
+        self.longest, self.num_prompt, self.num_output = longest, num_prompt, num_output
+        self.hint = f" {hint}" if hint else ""
+        limit, num_tokens = f"This model's maximum context length is {longest} tokens", num_prompt + num_output
+        if prompt != "messages":
+            told = (f"{limit}, however you requested {num_tokens} tokens ({num_prompt} in your prompt; {num_output} "
+                    "for the completion). Please reduce your prompt; or completion length.")
+        elif num_prompt > longest:
+            told = (f"{limit}. However, your messages resulted in {num_prompt} tokens. Please reduce the length of the "
+                    "messages.")
+        else:
+            told = (f"{limit}. However, you requested {num_tokens} tokens ({num_prompt} in the messages, {num_output} "
+                    "in the completion). Please reduce the length of the messages or completion.")
+        super().__init__(HTTPStatus.BAD_REQUEST, told + self.hint, param or prompt, CONTEXT_EXCEEDED)
 
 
 def from_refusal(refused: Refused, retry_after: int = 1) -> ApiError:

@@ -95,8 +95,8 @@ class Keys:
         given = self._digest(key.strip())
         known = [hmac.compare_digest(given, name) for name in names]
         if not (any(known) and scheme.lower() == b"bearer"):
-            raise ApiError(HTTPStatus.UNAUTHORIZED, "a valid API key is needed: Authorization: Bearer <key>, or "
-                           "x-api-key: <key>", code="invalid_api_key")
+            raise ApiError(HTTPStatus.UNAUTHORIZED, "Incorrect API key provided: the server's is needed, as "
+                           "Authorization: Bearer <key> or x-api-key: <key>", code="invalid_api_key")
         return given
 
     def _digest(self, key: bytes) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from slotwise.server.errors import ApiError, ErrorFormat, renamed
+from slotwise.server.errors import MODEL_NOT_FOUND, ApiError, ContextExceeded, ErrorFormat, renamed
 from slotwise.server.parsers.parser import new_call_id
 from slotwise.server.parsers.parts import CallArguments, CallName, Content, Part, Reasoning, merged
 from slotwise.server.shapes import to_json
@@ -119,18 +119,30 @@ class MessagesErrorContent(msgspec.Struct):
     message: str
 
 
-class MessagesErrorBody(msgspec.Struct):
+class MessagesErrorBody(msgspec.Struct, kw_only=True):
     """Anthropic's error object."""
 
+    type: Literal["error"] = "error"
     error: MessagesErrorContent
     request_id: str
-    type: Literal["error"] = "error"
 
 
 def _body(error: ApiError, request_id: str) -> bytes:
     others = "invalid_request_error" if error.status < HTTPStatus.INTERNAL_SERVER_ERROR else "api_error"
-    return to_json(MessagesErrorBody(
-        MessagesErrorContent(KINDS.get(error.status, others), renamed(error, FIELDS).message), request_id))
+    told = MessagesErrorContent(KINDS.get(error.status, others), _sentence(error))
+    return to_json(MessagesErrorBody(error=told, request_id=request_id))
+
+
+def _sentence(error: ApiError) -> str:
+    """The message, in Anthropic's words where clients read them: Claude Code, LangChain, LiteLLM."""
+    if isinstance(error, ContextExceeded):
+        if error.num_prompt > error.longest:
+            return f"prompt is too long: {error.num_prompt} tokens > {error.longest} maximum.{error.hint}"
+        return (f"input length and `max_tokens` exceed context limit: {error.num_prompt} + {error.num_output} > "
+                f"{error.longest}, decrease input length or `max_tokens` and try again.{error.hint}")
+    if error.code == MODEL_NOT_FOUND:
+        return f"model: {error.message}"
+    return renamed(error, FIELDS).message
 
 
 ERRORS = ErrorFormat(_body, lambda error, request_id: b"event: error\ndata: %b\n\n" % _body(error, request_id))

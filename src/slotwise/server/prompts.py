@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 from slotwise.core.params import MAX_BAD_WORD_TOKENS
 from slotwise.engine.messages import EngineInfo
 from slotwise.server.conversation import Conversation
-from slotwise.server.errors import bad_request, beyond_context, from_queue_full, from_text, too_long
+from slotwise.server.errors import ContextExceeded, bad_request, from_queue_full, from_text
 from slotwise.server.limited_tokenizer import LimitedTokenizer
 from slotwise.server.protocol import Prompt
 from slotwise.server.templates import Template
@@ -33,7 +33,6 @@ class Encoding(NamedTuple):
     most: int | None = None  # tokens that are kept; None: all of them
     keeps_last: bool = True  # the last ones; else the first
     param: str = "prompt"  # the request's field, for errors
-    least_output: int = 1  # tokens for which a prompt must leave room
 
     def kept(self, ids: list[int]) -> list[int]:
         if self.most is None or len(ids) <= self.most:
@@ -80,8 +79,9 @@ class Prompts:
 
     @property
     def longest(self) -> int:
-        """The model's context length in tokens."""
-        return self._engine_info().limits.max_model_len
+        """Tokens that a prompt and its output may have: as the model's context and the whole cache allow."""
+        limits = self._engine_info().limits
+        return min(limits.max_model_len, limits.cache_tokens + 1)  # the last token needs no place in the cache
 
     async def of_completion(self, prompt: Prompt, max_prompts: int, holder: str,
                             encoding: Encoding = WHOLE) -> list[list[int]]:
@@ -125,13 +125,13 @@ class Prompts:
             ids = await self._encode(holder, prompt, encoding.param, encoding)
         else:
             ids = self._given(prompt, encoding)
-        self.check(ids, encoding.param, encoding.least_output)
+        self.check(ids, encoding.param)
         return ids
 
     def _given(self, prompt: object, encoding: Encoding) -> list[int]:
         if isinstance(prompt, list):
             prompt = encoding.kept(prompt)
-            self._check_length(prompt, encoding.param, encoding.least_output)
+            self._check_length(prompt, encoding.param)
             if all(issubclass(kind, int) for kind in set(map(type, prompt))):
                 return prompt
         raise bad_request(f"{encoding.param}: must be a string, token ids, or a list of either", encoding.param)
@@ -229,7 +229,7 @@ class Prompts:
                 self.tokenizer.check_length(text, most)
                 ids = await self._limited.encode(holder, text, add_special_tokens=special)
         except TextTooLong as error:
-            raise beyond_context(self.longest, str(error), param) from error
+            raise self._beyond_context(error.least, 0, param, hint=f"It has at least so many: {error}.") from error
         except TokenizerError as error:
             raise from_text(error, param) from error
         except QueueFull as error:
@@ -243,39 +243,44 @@ class Prompts:
         async with self._turns.turn(holder):
             return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    def check(self, ids: Sequence[int], param: str, least_output: int = 1) -> None:
-        """Raises ApiError for a prompt that leaves no room for so many tokens of output."""
+    def check(self, ids: Sequence[int], param: str) -> None:
+        """Raises ApiError for a prompt that exceeds the context by itself, or has ids that the model has not."""
         if not ids:
             raise bad_request(f"{param}: the prompt has no tokens", param)
-        self._check_length(ids, param, least_output)
+        self._check_length(ids, param)
         self._check_vocabulary(ids, param)
 
-    def _check_length(self, ids: Sequence[int], param: str, least_output: int) -> None:
-        if len(ids) + least_output > self.longest:
-            why = f"the prompt has {len(ids)} tokens" + ", and the output needs one" * bool(least_output)
-            raise beyond_context(self.longest, why, param)
+    def _check_length(self, ids: Sequence[int], param: str) -> None:
+        if len(ids) > self.longest:
+            raise self._beyond_context(len(ids), 0, param)
+
+    def _beyond_context(self, num_prompt: int, num_output: int, prompt: str, param: str = "",
+                        hint: str = "") -> ContextExceeded:
+        """See `ContextExceeded`."""
+        if self.longest < (whole := self._engine_info().limits.max_model_len):
+            hint = f"{hint} The cache holds no more of the model's {whole}: start with a larger cache.".strip()
+        return ContextExceeded(self.longest, num_prompt, num_output, prompt, param, hint)
 
     def _check_vocabulary(self, ids: Sequence[int], param: str) -> None:
         vocab_size = self._engine_info().vocab_size
         if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
             raise bad_request(f"{param}: token ids must be between 0 and {vocab_size - 1}", param)
 
-    def max_tokens(self, asked: int | None, longest_prompt: int, default: int | None, param: str = "max_tokens") -> int:
+    def max_tokens(self, asked: int | None, longest_prompt: int, default: int | None, prompt: str = "prompt",
+                   param: str = "max_tokens") -> int:
         """The most tokens to generate: the value of the field `param`, else `default` as far as it fits.
+
+        Args:
+            prompt: the field that holds the prompt.
 
         Raises:
             ApiError: the value can never fit the model's context, or the whole cache.
         """
-        limits = self._engine_info().limits
+        left = self.longest - longest_prompt
         if asked is None:
-            left = min(self.longest, limits.cache_tokens + 1) - longest_prompt  # the last token needs no cache place
             asked = max(1, left if default is None else min(default, left))
-        if longest_prompt + asked > self.longest:
-            raise beyond_context(
-                self.longest, f"you requested {longest_prompt + asked} tokens ({longest_prompt} in the prompt, {asked} "
-                "in the output)", param)
-        if objection := limits.objection(longest_prompt, asked):
-            raise too_long(objection, param)
+        if asked > left:
+            raise self._beyond_context(longest_prompt, asked, prompt, param if left > 0 else prompt)
         return asked
 
 

@@ -109,8 +109,8 @@ class Quotas:
             return
         wait = bucket.until(1, now)
         raise self._refusal(
-            OVER_REQUESTS, f"this key may send {bucket.capacity} requests a minute and has none left; the next one "
-            f"fits in {duration(wait)}", ceil(wait / SECOND_NS))
+            OVER_REQUESTS, f"this key may send {bucket.capacity} requests a minute and has none left; please try "
+            f"again in {duration(wait)}", ceil(wait / SECOND_NS))
 
     @contextmanager
     def reserved(self, account: Account, most: int, used: Callable[[], int]) -> Iterator[None]:
@@ -139,8 +139,8 @@ class Quotas:
         wait = bucket.until(most, now)
         raise self._refusal(
             OVER_TOKENS, f"this key may use {bucket.capacity} tokens a minute, prompts and outputs together, and has "
-            f"{bucket.level(now)} left; this request may need {most}, which fit in {duration(wait)}",
-            ceil(wait / SECOND_NS))
+            f"{bucket.level(now)} left; this request may need {most}; please try again in "
+            f"{duration(wait)}", ceil(wait / SECOND_NS))
 
     def _refusal(self, reason: str, message: str, retry_after: int) -> ApiError:
         self._refused(reason)

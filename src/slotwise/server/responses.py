@@ -15,7 +15,7 @@ from slotwise.engine.generation import Chunk
 from slotwise.server.choice import Choice, Delta, parts_of
 from slotwise.server.completions import asked_of_chat
 from slotwise.server.context import Api
-from slotwise.server.errors import ApiError, ErrorFormat, bad_request, renamed
+from slotwise.server.errors import ApiError, ContextExceeded, ErrorFormat, bad_request, renamed
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.job import Job
 from slotwise.server.parsers.parts import Part, Reasoning
@@ -24,7 +24,7 @@ from slotwise.server.protocol import MAX_NAME, decode
 from slotwise.server.response_store import Stored, StoreFull
 from slotwise.server.responses_items import Event, Items
 from slotwise.server.responses_protocol import ResponsesRequest, messages_of
-from slotwise.server.shapes import RESPONSE, to_json
+from slotwise.server.shapes import RESPONSE, Heading, to_json
 from slotwise.server.unknown_fields import warn_of_unknown_fields
 from slotwise.text.conversation import Message
 
@@ -35,8 +35,19 @@ FIELDS = {"max_tokens": "max_output_tokens", "messages": "input", "response_form
 NEUTRAL = (("stream", "false"), ("include_obfuscation", "false"))  # parameters of a query, with what changes nothing
 CODES = {HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_exceeded"}  # of a response that failed; else `server_error`
 
-ERRORS = ErrorFormat(lambda error, _: renamed(error, FIELDS).body(),
-                     lambda error, _: b"event: error\ndata: %b\n\n" % renamed(error, FIELDS).body())
+
+
+def _in_own_words(error: ApiError) -> ApiError:
+    """An error with this API's names of fields, and its sentence for an input that is too long."""
+    own = renamed(error, FIELDS)
+    if isinstance(error, ContextExceeded) and error.num_prompt > error.longest:
+        own.message = ("Your input exceeds the context window of this model. Please adjust your input and try again. "
+                       + own.message)
+    return own
+
+
+ERRORS = ErrorFormat(lambda error, _: _in_own_words(error).body(),
+                     lambda error, _: b"event: error\ndata: %b\n\n" % _in_own_words(error).body())
 
 
 async def responses(api: Api, exchange: HttpExchange) -> None:
@@ -81,7 +92,29 @@ async def _response(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
         "text": {"format": text or {"type": "text"}}}
     encoded = {name: msgspec.Raw(to_json(value)) for name, value in repeated.items()}
     request.input, request.tools, request.tool_choice, request.text = "", None, None, None
-    return await asked_of_chat(api, exchange, chat, partial(_render, asked=_Request(request, conversation, encoded)))
+    asked = _Request(request, conversation, encoded)
+    try:
+        return await asked_of_chat(api, exchange, chat, partial(_render, asked=asked))
+    except ContextExceeded:
+        if request.stream:
+            name = request.model or api.settings.served_model_name
+            await _begin_to_fail(exchange, asked, Heading.now(RESPONSE, exchange.request_id, name, ""))
+        raise
+
+
+async def _begin_to_fail(exchange: HttpExchange, asked: _Request, heading: Heading) -> None:
+    """Begin the stream of an input that is too long, as OpenAI does: Codex looks for the error in its last event."""
+    def response(status: str, error: Json | None = None) -> Json:
+        return {"response": asked.response(heading, status) | {"output": [], "usage": None, "error": error}}
+
+    def last(error: ApiError, _: str) -> bytes:
+        own = _in_own_words(error)
+        failed = response("failed", {"code": own.code, "message": own.message})
+        return _event("error", 2, {"error": own.content()}) + _event("response.failed", 3, failed)
+
+    exchange.error_format = ErrorFormat(ERRORS.body, last)
+    await exchange.event(_event("response.created", 0, response("in_progress"))
+                         + _event("response.in_progress", 1, response("in_progress")))
 
 
 class _Request(NamedTuple):
@@ -90,6 +123,21 @@ class _Request(NamedTuple):
     fields: ResponsesRequest  # without those below
     conversation: bytes  # messages of a chat, without instructions, as JSON; empty: the response is not stored
     repeated: dict[str, msgspec.Raw]  # fields of any depth that the response repeats
+
+    def response(self, heading: Heading, status: str) -> Json:
+        """The fields of a response that its request determines."""
+        request, fields = self.fields, heading.of("response")
+        reasoning = request.reasoning
+        return {
+            "id": fields.pop("id"), "object": fields.pop("object"), "created_at": fields.pop("created"), **fields,
+            "status": status, "error": None, "background": False,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": request.instructions, "max_output_tokens": request.max_output_tokens,
+            "previous_response_id": request.previous_response_id,
+            "parallel_tool_calls": request.parallel_tool_calls is not False, "store": request.stores,
+            "reasoning": {"effort": reasoning.effort if reasoning else None, "summary": None},
+            "temperature": request.temperature, "top_p": request.top_p, "truncation": "disabled",
+            "user": request.user, **self.repeated, "metadata": request.metadata or {}}
 
 
 def _before(api: Api, exchange: HttpExchange, response_id: str | None) -> list[Message]:
@@ -137,7 +185,7 @@ def _joined(first: bytes, second: bytes) -> bytes:
 async def _send(api: Api, exchange: HttpExchange, output: _Output) -> None:
     choice = output.choice
     if output.request.stream:
-        exchange.error_format = ErrorFormat(ERRORS.body, lambda error, _: output.failed(renamed(error, FIELDS)))
+        exchange.error_format = ErrorFormat(ERRORS.body, lambda error, _: output.failed(_in_own_words(error)))
     else:
         choice.wait()
     first_ns, num_events = 0, 0
@@ -163,7 +211,7 @@ class _Output:
     def __init__(self, job: Job, choice: Choice, asked: _Request) -> None:
         self.choice = choice
         self.request = asked.fields
-        self._repeated = asked.repeated
+        self._asked = asked
         self.items = Items(job.heading.response_id)
         self.status = "in_progress"
         self._job = job
@@ -192,7 +240,7 @@ class _Output:
         """The events before any item."""
         begun = {"response": self.response("in_progress") | {"output": [], "usage": None}}
         # They are written with the first items, and numbered before them.
-        return [self._event(0, ("created", begun)), self._event(1, ("in_progress", begun))]
+        return [_event("response.created", 0, begun), _event("response.in_progress", 1, begun)]
 
     def failed(self, error: ApiError) -> bytes:
         """The last event of a stream that failed."""
@@ -201,21 +249,10 @@ class _Output:
 
     def response(self, status: str) -> Json:
         """The response as it is now."""
-        request, params, heading = self.request, self._job.params, self._job.heading
-        reasoning = request.reasoning
-        fields = heading.of("response")
-        ended = status in ("completed", "incomplete")
-        return {
-            "id": fields.pop("id"), "object": fields.pop("object"), "created_at": fields.pop("created"), **fields,
-            "status": status, "error": None, "background": False,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "instructions": request.instructions, "max_output_tokens": request.max_output_tokens,
-            "output": self.items.items, "previous_response_id": request.previous_response_id,
-            "parallel_tool_calls": request.parallel_tool_calls is not False, "store": request.stores,
-            "reasoning": {"effort": reasoning.effort if reasoning else None, "summary": None},
-            "temperature": params.temperature, "top_p": params.top_p, "truncation": "disabled",
-            "user": request.user, **self._repeated,
-            "metadata": request.metadata or {}, "usage": self._usage() if ended else None}
+        params, ended = self._job.params, status in ("completed", "incomplete")
+        return self._asked.response(self._job.heading, status) | {
+            "output": self.items.items, "temperature": params.temperature, "top_p": params.top_p,
+            "usage": self._usage() if ended else None}
 
     def _usage(self) -> Json:
         num_prompt, num_output = len(self._job.prompts[0]), self.choice.num_tokens
@@ -241,16 +278,15 @@ class _Output:
                 pass
             return []
         found = []
-        for event in events:
-            found.append(self._event(self._num_events + 2, event))  # behind the two of the opening
+        for kind, fields in events:
+            found.append(_event(f"response.{kind}", self._num_events + 2, fields))  # behind the two of the opening
             self._num_events += 1
         return found
 
-    def _event(self, number: int, event: Event) -> bytes:
-        kind, fields = event
-        kind = f"response.{kind}"
-        data = to_json({"type": kind, "sequence_number": number} | fields)
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+
+def _event(kind: str, number: int, fields: Json) -> bytes:
+    data = to_json({"type": kind, "sequence_number": number} | fields)
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
 
 
 def _singly(chunk: Chunk) -> Iterator[Chunk]:

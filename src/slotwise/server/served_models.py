@@ -25,7 +25,7 @@ from slotwise.engine.messages import EngineInfo
 from slotwise.engine.observer import Observer
 from slotwise.engine.refusals import AdapterError, Refused
 from slotwise.errors import printable
-from slotwise.server.errors import ApiError, bad_request, from_refusal
+from slotwise.server.errors import MODEL_NOT_FOUND, ApiError, bad_request, from_refusal
 from slotwise.server.settings import LoraModule, ServerSettings
 
 MAX_NAME = 200  # characters of a name, and of those that an error repeats
@@ -83,7 +83,7 @@ class ServedModels(Observer):
         served = " or ".join(map(repr, self.names))
         served = served if len(served) <= MAX_NAME else f"{served[:MAX_NAME]} ..."
         raise ApiError(HTTPStatus.NOT_FOUND, f"the model {name[:MAX_NAME]!r} does not exist; this server has {served}",
-                       "model", "model_not_found")
+                       "model", MODEL_NOT_FOUND)
 
     @contextmanager
     def held(self, name: str | None) -> Iterator[ServedAdapter | None]:

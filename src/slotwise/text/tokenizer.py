@@ -43,7 +43,11 @@ class TokenizerError(OneLineError, ValueError):
 
 
 class TextTooLong(TokenizerError):
-    """A text that must have more tokens than allowed, known without tokenizing it."""
+    """A text that must have more tokens than allowed, known without tokenizing it: at least `least`."""
+
+    def __init__(self, message: str, least: int) -> None:
+        super().__init__(message)
+        self.least = least
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -156,8 +160,8 @@ class Tokenizer:
     def check_length(self, text: str, max_tokens: int | None) -> None:
         """Raises TextTooLong if `text` must have more than `max_tokens` tokens."""
         if max_tokens is not None and len(text) > SHORT and len(text) > max_tokens * self.longest_token:
-            least = len(text) // self.longest_token
-            raise TextTooLong(f"{len(text)} characters are at least {least} tokens, more than {max_tokens}")
+            least = -(-len(text) // self.longest_token)
+            raise TextTooLong(f"{len(text)} characters in tokens of at most {self.longest_token}", least)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         """Token ids of `text`.  Long texts are encoded without holding the interpreter's lock.

@@ -138,6 +138,14 @@ def test_what_a_request_may_say(plain, tmp_path):
         LoRARequest("a", 0, str(path))
 
 
+def test_what_initialised_an_adapter_changes_nothing(plain, tmp_path):
+    plainly = lora.write(tmp_path / "a", plain, seed=1)
+    by_eva = lora.write(tmp_path / "b", plain, seed=1, init_lora_weights="eva", eva_config={
+        "rho": 2.0, "tau": 0.99, "use_label_mask": True, "adjust_scaling_factors": True})
+    llm = make_llm(plain)
+    assert run(llm, [[5]], LoRARequest("b", 2, str(by_eva))) == run(llm, [[5]], LoRARequest("a", 1, str(plainly)))
+
+
 @pytest.mark.parametrize(("config", "message"), [
     ({"use_dora": True}, "use_dora"), ({"peft_type": "IA3"}, "peft_type"),
     ({"modules_to_save": ["lm_head"]}, "modules_to_save"), ({"bias": "some"}, "bias"),

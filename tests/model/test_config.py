@@ -34,6 +34,15 @@ class TestLlama:
     def test_null_counts_as_absent(self) -> None:
         assert read(num_key_value_heads=None, head_dim=None, rope_scaling=None) == read(num_key_value_heads=8)
 
+    def test_an_empty_object_is_not_a_value(self) -> None:
+        yarn = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0}
+        assert read(rope_scaling={}, rope_parameters=yarn) == read(rope_parameters=yarn) != read()
+
+    def test_a_null_is_false_where_yarn_rounds_its_bounds(self) -> None:
+        yarn = {"rope_type": "yarn", "factor": 4.0}
+        assert read(rope_parameters=yarn | {"truncate": None}) == read(rope_parameters=yarn | {"truncate": False})
+        assert read(rope_parameters=yarn | {"truncate": None}) != read(rope_parameters=yarn)
+
     def test_head_dim_may_differ_from_the_share_of_hidden(self) -> None:
         assert read(head_dim=32).head_dim == 32
         assert read(head_dim=32, num_attention_heads=6).num_heads == 6
@@ -260,3 +269,11 @@ class TestMixtures:
 def test_refusals_by_family(name: str, fields: dict[str, Any], problem: str) -> None:
     with pytest.raises(CheckpointError, match=problem):
         read(architectures=[f"{name}ForCausalLM"], **fields)
+
+
+def test_an_empty_object_beside_a_text_config_hides_nothing_of_it() -> None:
+    text = {name: value for name, value in BASE.items() if name != "architectures"} | {
+        "quantization_config": {"quant_method": "fp8"}}
+    config = configure(Fields({"architectures": ["Gemma3ForConditionalGeneration"], "quantization_config": {},
+                               "text_config": text}, "config.json"))
+    assert config.quantization is not None

@@ -13,6 +13,8 @@ from typing import NamedTuple
 from slotwise.model.fields import Fields
 from slotwise.model.layers.rope import LinearRope, Llama3Rope, LongRope, Rope, YarnRope
 
+ORIGINAL = "original_max_position_embeddings"
+
 
 class _Context(NamedTuple):
     """What a scaling depends on beside its own fields."""
@@ -33,10 +35,12 @@ def read_rope(
 
     Raises CheckpointError for variants that are not implemented.
     """
-    name = "rope_scaling" if fields.has("rope_scaling") else "rope_parameters"
+    name = "rope_scaling" if fields.section("rope_scaling").values else "rope_parameters"
     scaling = fields.section(name)
     if any(isinstance(value, dict) for value in scaling.values.values()):
         raise fields.error(name, "differs by layer type, which is not supported")
+    if fields.has(ORIGINAL):
+        scaling = Fields({**scaling.values, ORIGINAL: fields.values[ORIGINAL]}, scaling.where)
     base = scaling.number("rope_theta", default=fields.number("rope_theta", default=theta))
     return _read(fields, name, scaling, base, head_dim, aliases or {})
 
@@ -44,7 +48,8 @@ def read_rope(
 def read_ropes(fields: Fields, thetas: Mapping[str, float]) -> dict[str, Rope]:
     """The embedding of each kind of layer in `thetas`, with that base where `rope_parameters` names none.
 
-    `rope_scaling`, from before transformers 5, is that of layers with full attention.
+    `rope_scaling`, from before transformers 5, is that of layers with full attention.  As in transformers, `truncate`
+    has no effect in the object of a kind of layer.
 
     Raises CheckpointError for variants that are not implemented, and where `rope_parameters` is not by kind of layer.
     """
@@ -58,6 +63,7 @@ def read_ropes(fields: Fields, thetas: Mapping[str, float]) -> dict[str, Rope]:
         scaling = by_kind.section(kind)
         if kind == "full_attention" and old.values:
             scaling = Fields({**scaling.values, **old.values}, f"{fields.where}, rope_scaling")
+        scaling = Fields({name: value for name, value in scaling.values.items() if name != "truncate"}, scaling.where)
         ropes[kind] = _read(fields, "rope_parameters", scaling, scaling.number("rope_theta", default=theta), None, {})
     return ropes
 
@@ -78,8 +84,7 @@ def _read(
     if kind not in _READERS:
         raise fields.error(name, f"type {kind!r:.40} is not supported; these are: {', '.join(_READERS)}")
     longest = fields.integer("max_position_embeddings")
-    before = scaling.integer("original_max_position_embeddings", default=longest)
-    original = fields.integer("original_max_position_embeddings", default=before)
+    original = scaling.integer(ORIGINAL, default=longest)
     return _READERS[kind](scaling, _Context(theta, original, longest, rotated // 2), share)
 
 
@@ -115,7 +120,7 @@ def _read_yarn(scaling: Fields, context: _Context, share: float) -> Rope:
         beta_fast=scaling.number("beta_fast", default=32.0),
         beta_slow=scaling.number("beta_slow", default=1.0),
         attention_factor=scaling.number("attention_factor", default=sharper),
-        truncate=scaling.flag("truncate", default=True),
+        truncate=scaling.flag("truncate", default=not scaling.is_null("truncate")),  # null: as in transformers
         share=share,
     )
 

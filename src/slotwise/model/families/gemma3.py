@@ -50,6 +50,6 @@ def configure_text(fields: Fields) -> ModelConfig:
 
 def text_part(fields: Fields, defaults: Mapping[str, object]) -> Fields:
     """The fields of the text part of a model for images and text, `defaults` in place of those that it leaves out."""
-    shared = {name: fields.values[name] for name in SHARED if fields.has(name)}
+    shared = {name: fields.values[name] for name in SHARED if fields.values.get(name) not in (None, {})}
     text = {name: value for name, value in fields.section("text_config").values.items() if value is not None}
     return Fields({**defaults, "dtype": None, **text, **shared}, f"{fields.where}, text_config")

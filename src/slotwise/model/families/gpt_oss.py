@@ -29,7 +29,7 @@ ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_po
 
 
 def configure(fields: Fields) -> ModelConfig:
-    if not fields.has("rope_parameters") and not fields.has("rope_scaling"):
+    if not fields.has("rope_parameters") and not fields.section("rope_scaling").values:
         fields = Fields({**fields.values, "rope_parameters": ROPE}, fields.where)
     config, bias = read_common(fields, DEFAULTS), fields.flag("attention_bias", default=True)
     num_layers = config.num_layers

@@ -61,7 +61,8 @@ def test_the_engine_gets_every_parameter_that_it_has() -> None:
 
 @pytest.mark.parametrize(("given", "says"), [
     ({"temperature": -1}, "temperature: must be"), ({"temperature": float("nan")}, "temperature"),
-    ({"temperature": "1"}, "temperature"), ({"top_p": 0}, "top_p"), ({"top_k": -2}, "top_k"), ({"min_p": 2}, "min_p"),
+    ({"temperature": "1"}, "temperature"), ({"top_p": 1e-31}, "top_p"), ({"top_k": -2}, "top_k"),
+    ({"min_p": 2}, "min_p"),
     ({"n": 0}, "n: must be"), ({"n": True}, "n: must be"), ({"max_tokens": 0}, "max_tokens"),
     ({"min_tokens": 20}, "min_tokens"), ({"logprobs": 21}, "logprobs"), ({"logprobs": -1}, "logprobs"),
     ({"stop": [""]}, "stop: each"), ({"stop": 5}, "stop: must be a list"), ({"stop": [5]}, "stop"),

@@ -69,6 +69,7 @@ def refused(live: Live, param: str, **body: Any) -> str:
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize("field", [
     {"response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}},
+    {"response_format": {"type": "json_object", "schema": PERSON}},
     {"structured_outputs": {"json": PERSON}}, {"structured_outputs": {"json": json.dumps(PERSON)}},
     {"structured_outputs": {"json": PERSON, "disable_any_whitespace": True}}, {"guided_json": PERSON}],
     ids=lambda field: ",".join(field))

@@ -119,6 +119,18 @@ def test_anthropics_budget(live: Live) -> None:
     assert message["usage"]["output_tokens"] == len(tokens)
 
 
+def test_thinking_that_is_disabled_ends_at_once(tmp_path: Path) -> None:
+    """Of a model that always begins with it, and whose template cannot leave it out."""
+    pytest.importorskip("transformers")
+    folder = scripted.write(tmp_path, {"#reason": f"{THOUGHT}</think>\n\n{ANSWER}"},
+                            scripted.TEMPLATE + "<think>", ["<think>", "</think>"])
+    with serving(str(folder), "--served-model-name", "scripted", "--dtype", "float32", "--reasoning-parser",
+                 "deepseek_r1", log=tmp_path / "stderr") as always:
+        enabled, disabled = (sent(always, MESSAGES, thinking={"type": kind})["content"]
+                             for kind in ("enabled", "disabled"))
+    assert [block["type"] for block in disabled] == ["text"] and len(enabled) == 2
+
+
 @pytest.mark.parametrize("fields", [
     {"thinking_token_budget": -2}, {"thinking_token_budget": True}, {"thinking_token_budget": "3"},
     {"thinking_token_budget": 2**63}, {"thinking_token_budget": 3, "allowed_token_ids": [5]}])

@@ -6,7 +6,7 @@ has no such value but None.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 ANY: tuple[Any, ...] = (...,)  # no value changes anything
@@ -23,6 +23,17 @@ def is_neutral(value: object, accepted: Collection[Any]) -> bool:
     return value is None or accepted is ANY or any(
         isinstance(value, bool) == isinstance(one, bool) and isinstance(value, type(one) | int | float)
         and value == one for one in accepted)
+
+
+def ignored_key(given: Mapping[str, Any], obeyed: Collection[str], neutral: Mapping[str, Collection[Any]]) -> str:
+    """Returns a key of a free-form value that would be ignored though it has a meaning, "" if there is none.
+
+    Args:
+        obeyed: the keys that are read.
+        neutral: further keys, with the values that change nothing beside None.
+    """
+    return next((key for key, value in given.items()
+                 if key not in obeyed and not is_neutral(value, neutral.get(key, ()))), "")
 
 
 def nearest(name: str, names: Collection[str]) -> str:

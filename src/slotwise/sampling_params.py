@@ -68,7 +68,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # subtracted once for each time that the output contains the token
     repetition_penalty: float = 1.0  # divides positive logits of known tokens, multiplies negative ones
     temperature: float = 1.0  # divides the logits; 0: greedy
-    top_p: float = 1.0  # keep the smallest set of tokens whose probabilities sum to this
+    top_p: float = 1.0  # keep the smallest set of tokens whose probabilities sum to this; 0: one token
     top_k: int = 0  # keep the k most probable tokens; 0 or -1: all
     min_p: float = 0.0  # drop tokens less probable than this share of the most probable one
     seed: int | None = None  # the same seed gives the same tokens, whatever the batch; -1: none

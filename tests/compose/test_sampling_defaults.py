@@ -100,7 +100,7 @@ def test_what_the_operator_gives_bounds_every_request(
 
 BAD: tuple[tuple[str, Any], ...] = (
     ("temperature", float("nan")), ("temperature", -1), ("temperature", "0.5"), ("temperature", True),
-    ("temperature", [0.5]), ("top_p", float("inf")), ("top_p", 0), ("top_p", 1.5), ("top_k", 2.5), ("top_k", -2),
+    ("temperature", [0.5]), ("top_p", float("inf")), ("top_p", 1e-31), ("top_p", 1.5), ("top_k", 2.5), ("top_k", -2),
     ("top_k", 10**30), ("min_p", 2), ("min_p", {"__float__": "NaN"}), ("repetition_penalty", 0),
     ("repetition_penalty", float("-inf")), ("max_new_tokens", 0), ("max_new_tokens", 1.0),
     ("max_new_tokens", "x" * 999))

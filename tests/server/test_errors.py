@@ -53,7 +53,7 @@ def refused(response: httpx.Response, status: int, param: str | None) -> dict[st
 COMMON: list[tuple[str, Any]] = [
     ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", 10**6), ("max_tokens", 10**30), ("max_tokens", "5"),
     ("max_tokens", 1.5), ("max_tokens", True), ("max_tokens", []), ("temperature", -0.1), ("temperature", 1e9),
-    ("temperature", "hot"), ("temperature", 10**400), ("top_p", 0), ("top_p", 1.1), ("top_p", -1), ("top_k", -2),
+    ("temperature", "hot"), ("temperature", 10**400), ("top_p", 1e-31), ("top_p", 1.1), ("top_p", -1), ("top_k", -2),
     ("top_k", 2**63), ("top_k", 0.5), ("min_p", 2), ("min_p", -1), ("min_tokens", -1), ("min_tokens", 10**5),
     ("n", 0), ("n", -3), ("n", 129), ("n", 10**20), ("seed", 2**63), ("seed", "x"), ("presence_penalty", 3),
     ("frequency_penalty", -3), ("repetition_penalty", 0), ("stop", ""), ("stop", [""]), ("stop", 7),

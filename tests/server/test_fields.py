@@ -15,6 +15,7 @@ from live_server import Server
 from slotwise.server import unknown_fields as module
 from slotwise.server.body_precheck import LARGE, MAX_FIELD
 from slotwise.server.http_exchange import HttpExchange
+from slotwise.server.messages_protocol import MessagesRequest
 from slotwise.server.protocol import ChatRequest, CompletionRequest, decode
 from slotwise.server.responses_protocol import ReasoningConfig, ResponsesRequest
 from slotwise.server.throttled_warning import ThrottledWarning
@@ -77,7 +78,7 @@ def test_a_known_field_has_one_treatment(server: Server, path: str, name: str) -
 
 
 def test_the_values_that_change_nothing_are_of_fields_that_exist() -> None:
-    kinds = [*(kind for kind, _ in BODIES.values()), ResponsesRequest, ReasoningConfig]
+    kinds = [*(kind for kind, _ in BODIES.values()), ResponsesRequest, ReasoningConfig, MessagesRequest]
     fields = {name for kind in kinds for name in kind.__struct_fields__}
     assert set(NEUTRAL) | set(HINTS) <= fields and not set(NEUTRAL) & set(HINTS)
     assert treatment(CompletionRequest, "detokenize") == NEUTRAL_FIELD and treatment(ChatRequest, "audio") == REFUSED
@@ -110,6 +111,64 @@ def test_an_unknown_field_of_an_inner_object_is_named_with_it(server: Server) ->
     large = {"stream_options": options, "prompt": "x" * LARGE, "x": 1}
     assert unknown_fields(CompletionRequest, json.dumps(large).encode()) == ["stream_options.include"]
     assert unknown_fields(CompletionRequest, b'{"prompt":"x","stream_options":null,"y":1}') == ["y"]
+
+
+@pytest.mark.parametrize(("path", "fields"), [
+    (CHAT, {"logprobs": False, "top_logprobs": 0}), (CHAT, {"top_logprobs": 0}), (CHAT, {"documents": []}),
+    (COMPLETIONS, {"stream_options": {}}), (COMPLETIONS, {"stream": False, "stream_options": {"include_usage": False}}),
+    (CHAT, {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True}), (CHAT, {"chat_template_kwargs": {}}),
+    (CHAT, {"response_format": {"type": "text", "json_schema": None}}), (COMPLETIONS, {"kv_transfer_params": None}),
+    (COMPLETIONS, {"top_p": 0}), (COMPLETIONS, {"bad_words": [], "stop": [], "logit_bias": {}, "suffix": ""})])
+def test_values_that_change_nothing_pass(server: Server, path: str, fields: dict[str, Any]) -> None:
+    plain, given = sent(server, path), sent(server, path, **fields)
+    assert given.status_code == 200 and HEADER not in given.headers, given.text
+    assert given.json()["choices"] == plain.json()["choices"]
+
+
+SCHEMA = {"type": "object"}
+
+
+@pytest.mark.parametrize(("path", "fields", "named"), [
+    (COMPLETIONS, {"response_format": {"type": "text", "schema": SCHEMA}}, "response_format: schema is not supported"),
+    (CHAT, {"response_format": {"type": "json_object", "json_schema": {"schema": SCHEMA}}}, "json_schema is not"),
+    (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}, "schema": {}}}, "schema is"),
+    (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA, "shcema": 1}}},
+     "json_schema.shcema is not supported"),
+    (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}],
+            "tool_choice": {"type": "function", "function": {"name": "f", "arguments": "{}"}}},
+     "tool_choice.function.arguments is not supported"),
+    (COMPLETIONS, {"response_format": {"type": "structural_tag", "triggers": ["<"], "at_least_one": True,
+                                       "structures": [{"begin": "<", "end": ">"}]}}, "at_least_one is not supported"),
+    (COMPLETIONS, {"structured_outputs": {"structural_tag": {"triggers": ["<"], "structures": [
+        {"begin": "<", "end": ">", "max": 3}]}}}, "structures[0].max is not supported"),
+    (CHAT, {"documents": [{"text": "a"}]}, "documents: the model's chat template leaves them out")])
+def test_a_key_that_would_be_ignored_is_named(server: Server, path: str, fields: dict[str, Any], named: str) -> None:
+    answer = sent(server, path, **fields)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] in fields and named in answer.json()["error"]["message"]
+
+
+def test_a_variable_that_the_template_does_not_read_is_told(server: Server) -> None:
+    given = {"chat_template_kwargs": {"enable_thinking": True, "colour": "red", "m": 1}}
+    for path, messages in ((CHAT, BODIES[CHAT][1]), ("/tokenize", {"messages": BODIES[CHAT][1]["messages"]})):
+        answer = server.post(path, messages | given)
+        assert answer.headers[HEADER] == (
+            "unknown fields are ignored: 'chat_template_kwargs.enable_thinking', 'chat_template_kwargs.colour', "
+            "'chat_template_kwargs.m'")
+
+
+def test_a_refusal_is_what_the_assistant_said(server: Server) -> None:
+    def prompt(content: Any, **more: Any) -> Any:
+        messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": content}, *more.get("then", ())]
+        return sent(server, CHAT, messages=messages, return_prompt_text=True)
+
+    part = {"type": "refusal", "refusal": "the fox"}
+    for then in ([], [{"role": "user", "content": "hello"}]):  # the last message is left open, or not
+        assert prompt([part], then=then).json()["prompt_text"] == prompt("the fox", then=then).json()["prompt_text"]
+    both = [{"type": "text", "text": "the"}, part]
+    assert "the\nthe fox" in prompt(both).json()["prompt_text"]
+    answer = sent(server, CHAT, messages=[{"role": "user", "content": [part]}])
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages"
 
 
 def test_obfuscated_events_are_refused(server: Server) -> None:

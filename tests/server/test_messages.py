@@ -104,10 +104,16 @@ def test_text_blocks_are_one_text(client: Any, server: Server) -> None:
     ({"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}]},
      "redacted_thinking"),
     ({"system": [{"type": "image"}]}, "system"), ({"max_tokens": 0}, "max_tokens"),
-    ({"max_tokens": None}, "max_tokens"), ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "budget_tokens"),
+    ({"max_tokens": None}, "max_tokens"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking: this model does not reason"),
     ({"max_tokens": 4096}, "exceed context limit"), ({"temperature": -1}, "temperature"),
     ({"stop_sequences": ["x" * 2000]}, "stop_sequences"), ({"container": "c"}, "container"),
-    ({"mcp_servers": [{}]}, "mcp_servers"), ({"thinking": {"type": "often"}}, "thinking"),
+    ({"mcp_servers": [{}]}, "mcp_servers"), ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+                                             "context_management"),
+    ({"tools": [{"name": "f", "input_schema": {}, "input_examples": [{"a": 1}]}]}, "tools[0].input_examples"),
+    ({"tools": [{"name": "f", "input_schema": {}, "defer_loading": True}]}, "tools[0].defer_loading"),
+    ({"output_config": {"format": {"type": "json_schema", "schema": {}, "strict": True}}},
+     "output_config.format.strict"), ({"thinking": {"type": "often"}}, "thinking"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
     ({"tools": [{"name": "f"}]}, "input_schema"), ({"tool_choice": {"type": "tool"}}, "tool_choice"),
     ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"), ({"speed": "fast"}, "speed")])
@@ -118,6 +124,49 @@ def test_what_is_wrong_is_named_in_anthropics_form(server: Server, changes: dict
     assert answer["type"] == "error" and answer["error"]["type"] == "invalid_request_error"
     assert named in answer["error"]["message"]
     assert answer["request_id"] == response.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("fields", [
+    {"context_management": {}}, {"context_management": {"edits": []}}, {"mcp_servers": []}, {"container": None},
+    {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}},
+    {"thinking": {"type": "disabled"}}, {"thinking": {"type": "disabled", "budget_tokens": 0}},
+    {"thinking": {"type": "adaptive"}}, {"speed": "standard"}, {"stop_sequences": []}, {"system": []},
+    {"tools": [], "tool_choice": {"type": "auto", "disable_parallel_tool_use": False}}, {"output_config": {}},
+    {"tools": [{"type": "custom", "name": "f", "input_schema": {}, "cache_control": {"type": "ephemeral"},
+                "eager_input_streaming": True, "defer_loading": False, "allowed_callers": ["direct"], "strict": None}],
+     "tool_choice": {"type": "none"}}])
+def test_what_changes_nothing_passes(server: Server, fields: dict[str, Any]) -> None:
+    plain = server.post(PATH, BODY).json()["content"]
+    for path in (PATH, COUNT):
+        answer = server.post(path, BODY | fields)
+        assert answer.status_code == 200, answer.text
+        assert "x-slotwise-warning" not in answer.headers or path == COUNT
+    assert server.post(PATH, BODY | fields).json()["content"] == plain
+
+
+def test_thinking_is_the_templates(folder: Path, tmp_path: Path) -> None:
+    """Where it reads one of the two names; a budget needs to know where the reasoning ends."""
+    for name in ("enable_thinking", "thinking"):
+        (checkpoint := tmp_path / name).mkdir()
+        (checkpoint / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+        template = "{{ messages[0].content }}{{ 'ab' if NAME is not defined else 'cd' if NAME else 'ef' }}"
+        (checkpoint / "tokenizer_config.json").write_text(json.dumps(
+            {"chat_template": template.replace("NAME", name), "eos_token": "</s>"}))
+        with running(checkpoint, tmp_path / f"{name}.log") as started:
+            chat = {"messages": HELLO, "max_tokens": 1, "return_prompt_text": True}
+            said = {}
+            for kind in ("", "enabled", "adaptive", "disabled"):
+                thinking = {"thinking": {"type": kind}} if kind else {}
+                answer = started.post(PATH, BODY | thinking)
+                assert answer.status_code == 200, answer.text
+                said[kind] = answer.json()["content"]
+            assert said["enabled"] == said["adaptive"] != said["disabled"] != said[""] != said["enabled"]
+            assert started.post("/v1/chat/completions", chat | {"reasoning_effort": "high"}).json()[
+                "prompt_text"] == "hellocd"
+            budget = started.post(PATH, BODY | {"thinking": {"type": "enabled", "budget_tokens": 9}})
+            assert "thinking.budget_tokens: where reasoning ends" in budget.json()["error"]["message"]
+            none = started.post(PATH, BODY | {"thinking": {"type": "enabled", "budget_tokens": 0}})
+            assert "thinking.budget_tokens: must be at least 1" in none.json()["error"]["message"]
 
 
 def test_what_is_too_long_is_told_in_anthropics_sentences(client: Any, anthropic: ModuleType) -> None:
@@ -215,12 +264,11 @@ def test_fields_of_a_chat() -> None:
     body = BODY | {
         "tools": [{"name": "f", "description": "d", "input_schema": {"type": "object"}}],
         "tool_choice": {"type": "any", "disable_parallel_tool_use": True}, "stop_sequences": ["."],
-        "thinking": {"type": "disabled"}, "metadata": {"user_id": "u"}, "service_tier": "standard_only", "top_k": 3}
+        "metadata": {"user_id": "u"}, "service_tier": "standard_only", "top_k": 3}
     chat = decode(MessagesRequest, json.dumps(body).encode()).as_chat()
     assert chat.tools == [{"type": "function", "function": {
         "name": "f", "description": "d", "parameters": {"type": "object"}}}]
     assert (chat.tool_choice, chat.parallel_tool_calls, chat.stop) == ("required", False, ["."])
-    assert chat.chat_template_kwargs == {"enable_thinking": False}
     assert (chat.user, chat.service_tier, chat.top_k, chat.max_tokens) == ("u", "default", 3, 8)
     named = body | {"tool_choice": {"type": "tool", "name": "f"}}
     assert decode(CountTokensRequest, json.dumps(named).encode()).as_chat().tool_choice == {

@@ -76,6 +76,27 @@ def test_a_stream_has_openais_events_in_order(client: Any, server: Server) -> No
     assert finished[-1].type == "response.completed"
 
 
+@pytest.mark.parametrize(("changes", "named"), [
+    ({"tools": [{"type": "function", "name": "f", "parameters": {}, "output_schema": {}}]}, "tools[0].output_schema"),
+    ({"tools": [{"type": "function", "name": "f", "parameters": {}, "defer_loading": True}]}, "tools[0].defer_loading"),
+    ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {}, "title": "t"}}}, "json_schema.title"),
+    ({"text": {"format": {"type": "text", "schema": {}}}}, "schema is not supported"),
+    ({"include": ["message.output_text.logprobs"]}, "include"), ({"context_management": [{"type": "compaction"}]},
+                                                                 "context_management")])
+def test_a_key_that_would_be_ignored_is_named(server: Server, changes: dict[str, Any], named: str) -> None:
+    answer = server.post(PATH, BODY | changes)
+    assert answer.status_code == 400 and named in answer.json()["error"]["message"], answer.text
+
+
+def test_values_that_change_nothing_pass(server: Server) -> None:
+    tool = {"type": "function", "name": "f", "parameters": {}, "strict": None, "defer_loading": False, "async": False}
+    answer = server.post(PATH, BODY | {
+        "include": ["reasoning.encrypted_content", "web_search_call.action.sources"], "max_tool_calls": 3,
+        "context_management": [], "top_logprobs": 0, "truncation": "disabled", "background": False,
+        "tools": [tool], "tool_choice": "none", "text": {"format": {"type": "text", "schema": None}}})
+    assert answer.status_code == 200 and "x-slotwise-warning" not in answer.headers, answer.text
+
+
 def test_an_input_that_is_too_long_is_told_as_openai_does(client: Any, server: Server, openai: ModuleType) -> None:
     """Whole with 400; in a stream by its last events, in which Codex looks for it."""
     sentences = ("Your input exceeds the context window of this model. Please adjust your input and try again. "
@@ -138,7 +159,7 @@ def test_a_response_that_is_not_stored_is_gone(client: Any, openai: ModuleType) 
     ({"max_output_tokens": 0}, "max_output_tokens"), ({"max_output_tokens": 4096}, "max_output_tokens"),
     ({"input": "x" * 9000}, "input"), ({"background": True}, "background"), ({"conversation": "c"}, "conversation"),
     ({"truncation": "auto"}, "truncation"), ({"include": ["message.output_text.logprobs"]}, "include"),
-    ({"top_logprobs": 2}, "top_logprobs"), ({"max_tool_calls": 1}, "max_tool_calls"),
+    ({"top_logprobs": 2}, "top_logprobs"), ({"max_tool_calls": 0}, "max_tool_calls"),
     ({"prompt": {"id": "p"}}, "prompt"),
     ({"reasoning": {"summary": "detailed"}}, "reasoning"), ({"reasoning": {"effort": "a lot"}}, "reasoning"),
     ({"text": {"verbosity": "high"}}, "text"), ({"stream_options": {"include_obfuscation": True}}, "stream_options"),

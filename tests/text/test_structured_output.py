@@ -29,7 +29,9 @@ def schema_of(grammar: Grammar | None) -> Any:
 
 def test_response_formats() -> None:
     assert of_response_format({"type": "text"}) is None
-    assert schema_of(of_response_format({"type": "json_object"})) == OBJECT
+    for more in ({}, {"schema": None}):
+        assert schema_of(of_response_format({"type": "json_object"} | more)) == OBJECT
+    assert schema_of(of_response_format({"type": "json_object", "schema": {"const": 5}})) == {"const": 5}
     for strict in (True, False, None):
         described = {"name": "x", "schema": {"const": 5}, "strict": strict, "description": "a number"}
         assert schema_of(of_response_format({"type": "json_schema", "json_schema": described})) == {"const": 5}

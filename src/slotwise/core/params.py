@@ -20,12 +20,12 @@ MAX_BAD_WORDS = 256  # sequences of tokens: a word may have several
 MAX_BAD_WORD_TOKENS = 1024
 
 
-# Logits are float32.  The smallest `top_p` is one that float32 can tell from 0; a repetition penalty divides and
+# Logits are float32.  The smallest `top_p` but 0 is one that float32 can tell from 0; a repetition penalty divides and
 # multiplies logits, and within its range none of them overflows.
 RANGES = {
     "n": Range(1, MAX_N),
     "temperature": Range(0, 100, is_whole=False),
-    "top_p": Range(1e-30, 1, is_whole=False),
+    "top_p": Range(0, 1, is_whole=False, smallest=1e-30),
     "top_k": Range(-1, INT64),
     "min_p": Range(0, 1, is_whole=False),
     "max_tokens": Range(1, INT64, may_be_none=True),
@@ -110,7 +110,7 @@ class SamplingParams:
 
     n: int = 1  # continuations of the same prompt
     temperature: float = 1.0  # divides the logits; 0: greedy
-    top_p: float = 1.0  # keep the smallest set of tokens whose probabilities sum to this
+    top_p: float = 1.0  # keep the smallest set of tokens whose probabilities sum to this; 0: one token
     top_k: int = 0  # keep the k most probable tokens; 0 or -1: all
     min_p: float = 0.0  # drop tokens less probable than this share of the most probable one
     max_tokens: int | None = 16  # most output tokens; None: as many as fit the model's context

@@ -145,7 +145,8 @@ async def tokenize(api: Api, exchange: HttpExchange) -> None:
         if request.messages is not None:
             chat, encoding = request.as_chat(), Encoding(bool(request.add_special_tokens))
             allowed_tools(api, chat)
-            tokens = (await api.prompts.of_chat(conversation_of(api, chat), exchange.holder, encoding)).ids
+            conversation = await conversation_of(api, exchange, chat)
+            tokens = (await api.prompts.of_chat(conversation, exchange.holder, encoding)).ids
         else:
             request.check_text()
             special = request.add_special_tokens is not False

@@ -23,7 +23,7 @@ from slotwise.server.shapes import CHAT, COMPLETION
 from slotwise.server.streams import respond_stream
 from slotwise.server.thinking_budget import BUDGET, thinking_budget
 from slotwise.server.tools import allowed_tools, constraint, parsing_of
-from slotwise.server.unknown_fields import warn_of_unknown_fields
+from slotwise.server.unknown_fields import warn_of_ignored, warn_of_unknown_fields
 from slotwise.server.whole import respond_whole
 
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens; a chat's is the model's own, else whatever fits
@@ -102,7 +102,7 @@ async def asked_of_chat(api: Api, exchange: HttpExchange, request: ChatRequest, 
     """
     slo = check(api, exchange, request)
     chosen = allowed_tools(api, request)
-    conversation = conversation_of(api, request)
+    conversation = await conversation_of(api, exchange, request)
     param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     asked, is_silent = request.length(param)
     encoding = encoding_of(api, request, 1 if asked is None else asked, adds_special_tokens=False)
@@ -126,11 +126,22 @@ async def asked_of_chat(api: Api, exchange: HttpExchange, request: ChatRequest, 
     return Asked(request, slo, [prompt], params, render, repeated, is_silent, parsing=parsing)
 
 
-def conversation_of(api: Api, request: ChatRequest) -> Conversation:
-    """Raises ApiError for a template in a request of a server that takes none."""
+async def conversation_of(api: Api, exchange: HttpExchange, request: ChatRequest) -> Conversation:
+    """The conversation of a request; the response tells of variables that its template does not read.
+
+    Raises:
+        ApiError: a template in a request of a server that takes none, or documents for one that leaves them out.
+    """
     if request.chat_template is not None and not api.settings.trust_request_chat_template:
         raise bad_request("chat_template: the server takes none from requests unless it is started with "
                           "--trust-request-chat-template", "chat_template")
+    if request.documents or request.chat_template_kwargs:
+        read = await api.prompts.template_variables(request.chat_template, exchange.holder)
+        if request.documents and "documents" not in read:
+            raise bad_request("documents: the model's chat template leaves them out; put them into a message",
+                              "documents", "unsupported_parameter")
+        warn_of_ignored(exchange, [
+            f"chat_template_kwargs.{name}" for name in request.chat_template_kwargs or () if name not in read])
     return Conversation(
         request.messages, request.variables(), request.chat_template, bool(request.continue_final_message))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from slotwise.text.conversation import Message
+from slotwise.text.conversation import Message, text_of
 
 
 class Conversation(NamedTuple):
@@ -24,4 +24,4 @@ def last_text(messages: Sequence[Message], role: str) -> str:
 
 def _text(message: Message) -> str:
     content = message.get("content") or ""
-    return content if isinstance(content, str) else "\n".join([part["text"] for part in content])
+    return content if isinstance(content, str) else "\n".join(map(text_of, content))

@@ -14,8 +14,9 @@ from slotwise.server.job import Job
 from slotwise.server.messages_output import Blocks, content, event, stop_fields, usage
 from slotwise.server.messages_protocol import CountTokensRequest, MessagesRequest
 from slotwise.server.parsers.parts import Part
+from slotwise.server.parsers.registry import HARMONY
 from slotwise.server.pipeline import Asked, respond
-from slotwise.server.protocol import decode
+from slotwise.server.protocol import SWITCHES, ChatRequest, decode
 from slotwise.server.shapes import MESSAGE
 from slotwise.server.tools import allowed_tools
 from slotwise.server.unknown_fields import warn_of_unknown_fields
@@ -33,16 +34,44 @@ async def count_tokens(api: Api, exchange: HttpExchange) -> None:
         request = decode(CountTokensRequest, body)
         warn_of_unknown_fields(exchange, CountTokensRequest, body)
         api.models.adapter(request.model)
-        chat = request.as_chat()
+        chat = await _as_chat(api, exchange, request)
         allowed_tools(api, chat)
-        rendered = await api.prompts.of_chat(conversation_of(api, chat), exchange.holder)
+        rendered = await api.prompts.of_chat(await conversation_of(api, exchange, chat), exchange.holder)
     await exchange.respond_json({"input_tokens": len(rendered.ids)})
 
 
 async def _message(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
     request = decode(MessagesRequest, body)
     warn_of_unknown_fields(exchange, MessagesRequest, body)
-    return await asked_of_chat(api, exchange, request.as_chat(), _stream if request.stream else _whole)
+    chat = await _as_chat(api, exchange, request)
+    return await asked_of_chat(api, exchange, chat, _stream if request.stream else _whole)
+
+
+async def _as_chat(api: Api, exchange: HttpExchange, request: CountTokensRequest) -> ChatRequest:
+    """The request as a chat.  Raises ApiError for thinking that the model cannot be told to do, or not to do."""
+    chat, thinking = request.as_chat(), request.thinking
+    if thinking is None:
+        return chat
+    read = await api.prompts.template_variables(None, exchange.holder)
+    switches = [name for name in SWITCHES if name in read]
+    chat.chat_template_kwargs = dict.fromkeys(switches, thinking.type != "disabled") | (chat.chat_template_kwargs or {})
+    reasons = api.output_format.reasoning
+    if thinking.type == "enabled":
+        if not switches and not reasons:
+            raise bad_request("thinking: this model does not reason: its chat template reads neither "
+                              f"{' nor '.join(SWITCHES)}; leave the field out", "thinking", "unsupported_parameter")
+        if thinking.budget_tokens == 0:
+            raise bad_request("thinking.budget_tokens: must be at least 1; the type disabled turns thinking off",
+                              "thinking")
+        chat.thinking_token_budget = thinking.budget_tokens
+    elif thinking.type == "disabled" and reasons and not switches:
+        if reasons == HARMONY:
+            raise bad_request("thinking: this model always reasons; leave the field out", "thinking",
+                              "unsupported_parameter")
+        chat.thinking_token_budget = 0  # what it begins ends at once
+    if thinking.display == "omitted":
+        chat.include_reasoning = False
+    return chat
 
 
 async def _whole(api: Api, exchange: HttpExchange, job: Job, choices: list[Choice]) -> None:

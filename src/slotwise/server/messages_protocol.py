@@ -11,11 +11,13 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from slotwise.neutral import ANY
 from slotwise.server.errors import bad_request
 from slotwise.server.kv_transfer_params import KVTransferParams
 from slotwise.server.protocol import (
     ChatRequest,
     Milliseconds,
+    NoneOrMore,
     OneOrMore,
     Priority,
     Salt,
@@ -27,7 +29,7 @@ from slotwise.server.protocol import (
     TopP,
 )
 from slotwise.server.shapes import to_json
-from slotwise.server.unsupported import refuse
+from slotwise.server.unsupported import refuse, refuse_others
 from slotwise.text.conversation import MAX_MESSAGES, Message
 
 Json = dict[str, Any]
@@ -37,13 +39,19 @@ MEDIA = {"image": "images", "document": "documents", "container_upload": "files"
 TIERS = {"standard_only": "default"}  # Anthropic's names of tiers, and OpenAI's
 
 
+TOOL = ("type", "name", "description", "input_schema", "strict")  # keys of a tool
+NEUTRAL_OF_TOOL: dict[str, tuple[Any, ...]] = {
+    "cache_control": ANY, "eager_input_streaming": (False, True), "defer_loading": (False,), "input_examples": ([],),
+    "allowed_callers": ([], ["direct"])}
+
+
 class Metadata(msgspec.Struct):
     user_id: str | None = None  # the tenant, where the server has no keys
 
 
 class Thinking(msgspec.Struct):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: OneOrMore | None = None  # of `enabled`: tokens of reasoning, as `thinking_token_budget`
+    budget_tokens: NoneOrMore | None = None  # of `enabled`: tokens of reasoning, as `thinking_token_budget`
     display: Literal["summarized", "omitted"] | None = None  # omitted: the response has no thinking blocks
 
 
@@ -66,16 +74,16 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     system: Text | None = None  # the system message: a text, or blocks of type `text`
     tools: list[dict[str, Any]] | None = None  # `name`, `description` and `input_schema` of each
     tool_choice: ToolChoice | None = None  # `auto`, `any`, `tool` with a name, or `none`
-    thinking: Thinking | None = None  # the template's `enable_thinking`; by default the model's own
+    thinking: Thinking | None = None  # turns reasoning on or off, where the template can; by default it decides
     output_config: OutputConfig | None = None  # `effort`, the template's `reasoning_effort`, and `format`
     chat_template_kwargs: dict[str, Any] | None = None  # further variables of the template
     cache_control: dict[str, Any] | None = None  # changes nothing: every prompt is looked up in the cache
     speed: Literal["standard"] | None = None  # changes nothing
     container: Any = None  # not supported
-    context_management: Any = None  # not supported
+    context_management: Any = None  # nothing is cleared
     diagnostics: Any = None  # not supported
     inference_geo: Any = None  # not supported
-    mcp_servers: Any = None  # not supported
+    mcp_servers: Any = None  # not supported, but an empty list
 
     def as_chat(self) -> ChatRequest:
         """The same conversation as a chat.  Raises ApiError for a field that is not valid, or not supported."""
@@ -93,8 +101,6 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
         if (config := self.output_config) is not None:
             chat.reasoning_effort = config.effort
             chat.response_format = None if config.format is None else _response_format(config.format)
-        if self.thinking is not None:
-            _set_thinking(chat, self.thinking)
         return chat
 
 
@@ -103,7 +109,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     stream: bool | None = None  # send server-sent events
     stop_sequences: StopSequences | None = None  # texts that end the answer, and are not part of it
     temperature: Temperature | None = None  # divides the logits; by default the model's own
-    top_p: TopP | None = None  # keep the smallest set of tokens whose probabilities sum to this
+    top_p: TopP | None = None  # keep the smallest set of tokens whose probabilities sum to this; 0: one token
     top_k: TopK | None = None  # keep the k most probable tokens
     metadata: Metadata | None = None  # `user_id`: the tenant, where the server has no keys
     service_tier: str | None = None  # `auto`, `standard_only`, or one of the server's own: docs/tiers.md
@@ -127,18 +133,10 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
         return chat
 
 
-def _set_thinking(chat: ChatRequest, thinking: Thinking) -> None:
-    begins = thinking.type != "disabled"
-    chat.chat_template_kwargs = {"enable_thinking": begins} | (chat.chat_template_kwargs or {})
-    if thinking.type == "enabled" and thinking.budget_tokens is not None:
-        chat.thinking_token_budget = thinking.budget_tokens
-    if thinking.display == "omitted":
-        chat.include_reasoning = False
-
-
 def _response_format(form: Json) -> Json:
     if form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):
         raise bad_request('output_config.format: must be {"type": "json_schema", "schema": ...}', "output_config")
+    refuse_others(form, "output_config.format", "output_config", ("type", "schema"))
     return {"type": "json_schema", "json_schema": {"name": "output", "schema": form["schema"], "strict": True}}
 
 
@@ -158,6 +156,7 @@ def _function(index: int, tool: Json) -> Json:
                           "supported", "tools", "unsupported_parameter")
     if "input_schema" not in tool:
         raise bad_request(f"tools[{index}].input_schema: is needed", "tools")
+    refuse_others(tool, f"tools[{index}]", "tools", TOOL, NEUTRAL_OF_TOOL)
     function = {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool["input_schema"],
                 "strict": tool.get("strict")}
     return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}

@@ -178,6 +178,18 @@ class Prompts:
         self.check(ids, "messages")
         return Rendered(text, ids)
 
+    async def template_variables(self, source: str | None, holder: str) -> frozenset[str]:
+        """The names of variables that a template reads: `source`, or the model's own, which may not exist.
+
+        Raises:
+            ApiError: it does not compile.
+        """
+        template = self._template if source is None else self._of_requests()
+        try:
+            return frozenset() if template is None else await template.variables(holder, source)
+        except ChatTemplateError as error:
+            raise from_text(error, "messages" if source is None else "chat_template") from error
+
     def _of_requests(self) -> Template:
         """A template that has no source of its own: one that takes too long delays no rendering of the model's."""
         if self._requested is None:

@@ -69,6 +69,7 @@ Hint = Annotated[str, msgspec.Meta(max_length=512)]
 TemplateSource = Annotated[str, msgspec.Meta(min_length=1, max_length=body_precheck.MAX_FIELD)]
 KeptTokens = Annotated[int, msgspec.Meta(ge=-1, le=INT64)]
 Budget = Annotated[int, msgspec.Meta(ge=-1, le=INT64)]
+SWITCHES = ("enable_thinking", "thinking")  # templates' variables that turn reasoning on or off
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -154,9 +155,10 @@ class Generate(Unsupported, kw_only=True):
     def refuse_unsupported(self) -> None:
         """Raises ApiError for an unsupported field."""
         refuse(self)
-        if self.stream_options is not None and not self.stream:
+        options = self.stream_options
+        if not self.stream and options is not None and any(msgspec.structs.astuple(options)):
             raise bad_request("stream_options: only allowed when stream is true", "stream_options")
-        if self.stream_options is not None and self.stream_options.include_obfuscation:
+        if options is not None and options.include_obfuscation:
             raise bad_request("stream_options.include_obfuscation is not supported", "stream_options",
                               "unsupported_parameter")
         if self.prompt_logprobs is not None and self.stream:
@@ -243,7 +245,7 @@ class ChatRequest(Generate, kw_only=True):
     chat_template: TemplateSource | None = None  # the template, where the server has `--trust-request-chat-template`
     chat_template_kwargs: dict[str, Any] | None = None  # further variables of the template
     documents: list[dict[str, Any]] | None = None  # the template's variable of this name
-    reasoning_effort: Effort | None = None  # the template's variable; sets `enable_thinking`, too, unless that is given
+    reasoning_effort: Effort | None = None  # the template's variable; sets `enable_thinking` and `thinking`, too
     return_prompt_text: bool | None = None  # the response contains the conversation as the template wrote it
     metadata: dict[str, Any] | None = None  # changes nothing
     tools: list[dict[str, Any]] | None = None  # functions that the answer may call, with the schemas of arguments
@@ -267,7 +269,7 @@ class ChatRequest(Generate, kw_only=True):
 
     def refuse_unsupported(self) -> None:
         super().refuse_unsupported()
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise bad_request("top_logprobs: only allowed when logprobs is true", "top_logprobs")
         if self.continue_final_message and self.add_generation_prompt:
             raise bad_request("continue_final_message: not allowed when add_generation_prompt is true",
@@ -285,7 +287,7 @@ class ChatRequest(Generate, kw_only=True):
         if self.documents is not None:
             variables["documents"] = self.documents
         if self.reasoning_effort is not None:
-            variables = {"enable_thinking": self.reasoning_effort != "none"} | variables
+            variables = dict.fromkeys(SWITCHES, self.reasoning_effort != "none") | variables
             variables["reasoning_effort"] = self.reasoning_effort
         return variables
 

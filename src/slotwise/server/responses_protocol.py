@@ -28,12 +28,19 @@ from slotwise.server.protocol import (
     TopP,
     User,
 )
-from slotwise.server.unsupported import refuse
+from slotwise.server.unsupported import refuse, refuse_others
 from slotwise.text.conversation import MAX_MESSAGES, OTHER_MEDIA, Message
 
 Json = dict[str, Any]
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}  # and those of chats
 TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")  # kinds of parts
+
+
+Included = Literal["reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
+                   "web_search_call.action.sources", "message.input_image.image_url",
+                   "computer_call_output.output.image_url", "code_interpreter_call.outputs"]
+FUNCTION = ("type", "name", "description", "parameters", "strict")  # keys of a tool
+NEUTRAL_OF_TOOL = {"defer_loading": (False,), "allowed_callers": ([], ["direct"]), "async": (False,)}
 
 
 class ReasoningConfig(msgspec.Struct):
@@ -61,7 +68,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     stream_options: ResponseStreamOptions | None = None  # changes nothing
     max_output_tokens: OneOrMore | None = None  # most output tokens, reasoning included; None: what fits
     temperature: Temperature | None = None  # divides the logits; by default the model's own
-    top_p: TopP | None = None  # keep the smallest set of tokens whose probabilities sum to this
+    top_p: TopP | None = None  # keep the smallest set of tokens whose probabilities sum to this; 0: one token
     tools: list[dict[str, Any]] | None = None  # `function` tools: `name`, `description` and `parameters` of each
     tool_choice: str | dict[str, Any] | None = None  # `auto`, `none`, `required`, or a function to call
     parallel_tool_calls: bool | None = None  # false: the response has one call at most
@@ -85,8 +92,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     background: Any = None  # not supported
     context_management: Any = None  # not supported
     conversation: Any = None  # not supported: previous_response_id continues a response
-    include: Any = None  # of reasoning the text itself is returned, so encrypted content may be asked for
-    max_tool_calls: Any = None  # not supported
+    include: list[Included] | None = None  # changes nothing: reasoning is returned as text, and no tool is hosted here
+    max_tool_calls: OneOrMore | None = None  # changes nothing: it bounds calls of hosted tools
     moderation: Any = None  # not supported
     prompt: Any = None  # not supported
     prompt_cache_options: Any = None  # not supported
@@ -122,7 +129,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
                      "parallel_tool_calls", "kv_transfer_params"):
             setattr(chat, name, getattr(self, name))
         chat.reasoning_effort = self.reasoning.effort if self.reasoning else None
-        chat.tools = [_tool(tool) for tool in self.tools] if self.tools else None
+        chat.tools = [_tool(f"tools[{index}]", tool) for index, tool in enumerate(self.tools or ())] or None
         chat.tool_choice = _tool_choice(self.tool_choice)
         if self.text is not None and self.text.format is not None:
             chat.response_format = _response_format(self.text.format)
@@ -136,28 +143,26 @@ def _refuse_within(name: str, section: msgspec.Struct) -> None:
         raise bad_request(f"{name}.{error}", name, "unsupported_parameter") from error
 
 
-def _tool(tool: Json) -> Json:
-    """A tool as chats have it; what is wrong with it is told there."""
+def _tool(where: str, tool: Json) -> Json:
+    """A tool as chats have it; what is wrong with its values is told there."""
     if tool.get("type") != "function":
         return tool
-    function = {name: tool[name] for name in ("name", "description", "parameters", "strict")
-                if tool.get(name) is not None}
+    refuse_others(tool, where, "tools", FUNCTION, NEUTRAL_OF_TOOL)
+    function = {name: tool[name] for name in FUNCTION[1:] if tool.get(name) is not None}
     return {"type": "function", "function": function}
 
 
 def _tool_choice(choice: str | Json | None) -> str | Json | None:
     if isinstance(choice, dict) and choice.get("type") == "function":
+        refuse_others(choice, "tool_choice", "tool_choice", ("type", "name"))
         return {"type": "function", "function": {"name": choice.get("name")}}
     return choice
 
 
-def _response_format(form: Json) -> Json | None:
-    kind = form.get("type")
-    if kind == "text":
-        return None
-    if kind != "json_schema":
+def _response_format(form: Json) -> Json:
+    if form.get("type") != "json_schema":
         return form
-    schema = {name: form[name] for name in ("name", "description", "schema", "strict") if form.get(name) is not None}
+    schema = {name: value for name, value in form.items() if name != "type" and value is not None}
     return {"type": "json_schema", "json_schema": schema}
 
 

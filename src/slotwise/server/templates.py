@@ -13,6 +13,7 @@ from slotwise.server.worker_main import Limits
 from slotwise.text.chat_source import ChatTemplateError
 
 MAX_WAITING, MAX_WAITING_OF_ONE = 4096, 2048  # renderings of all clients, and of one
+RENDERINGS = "chat templates to render"  # in an error
 LIMITS = Limits(seconds=5.0, memory=512 << 20, answer=32 << 20)
 
 
@@ -27,6 +28,7 @@ class Template:
     def __init__(self, source: str, special_tokens: Mapping[str, str], limits: Limits = LIMITS, *,
                  for_tools: str | None = None) -> None:
         self._for_tools = for_tools
+        self._variables: frozenset[str] | None = None  # once they were asked for
         self._source, self._special_tokens = source, list(special_tokens.items())
         self._worker = Worker("slotwise.text.rendering", limits, Turns(MAX_WAITING, MAX_WAITING_OF_ONE))
 
@@ -59,7 +61,29 @@ class Template:
                 source = self._for_tools
             return str(await self._call(holder, "render", messages, variables, source=source))
         except QueueFull as error:
-            raise from_queue_full(error, "chat templates to render") from error
+            raise from_queue_full(error, RENDERINGS) from error
+
+    async def variables(self, holder: str, source: str | None = None) -> frozenset[str]:
+        """The names of variables that the template reads, or may read.
+
+        Args:
+            source: of a request's template; None: the model's own, with or without tools.
+
+        Raises:
+            ChatTemplateError, ApiError: as `render`.
+        """
+        if source is not None:
+            return await self._read_by(holder, source)
+        if self._variables is None:
+            own = await self._read_by(holder, self._source)
+            self._variables = own if self._for_tools is None else own | await self._read_by(holder, self._for_tools)
+        return self._variables
+
+    async def _read_by(self, holder: str, source: str) -> frozenset[str]:
+        try:
+            return frozenset(await self._call(holder, "variables", source=source))
+        except QueueFull as error:
+            raise from_queue_full(error, RENDERINGS) from error
 
     def close(self) -> None:
         """End the worker."""

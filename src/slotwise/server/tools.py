@@ -15,6 +15,7 @@ from slotwise.server.parsers.grammar import MOST_CALLS, Schemas, lark_of_regex
 from slotwise.server.parsers.parser import Tools
 from slotwise.server.parsers.registry import OutputFormat
 from slotwise.server.protocol import ChatRequest
+from slotwise.server.unsupported import refuse_others
 from slotwise.text.structured_output import StructuredOutputError, json_schema, lark
 
 MAX_TOOLS = 512
@@ -178,6 +179,8 @@ def _named(choice: object) -> str:
     if isinstance(choice, dict) and choice.get("type") == "function":
         function = choice.get("function")
         if isinstance(function, dict) and isinstance(name := function.get("name"), str):
+            refuse_others(choice, "tool_choice", "tool_choice", ("type", "function"))
+            refuse_others(function, "tool_choice.function", "tool_choice", ("name",))
             return name
     raise _wrong(choice)
 

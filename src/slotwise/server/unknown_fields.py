@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, get_args
 
@@ -30,7 +31,12 @@ _warning = ThrottledWarning(logging.getLogger(__name__))
 
 def warn_of_unknown_fields(exchange: HttpExchange, kind: type[msgspec.Struct], body: bytes) -> None:
     """Tell the client, and the log, which fields of a decoded body are ignored."""
-    if names := unknown_fields(kind, body):
+    warn_of_ignored(exchange, unknown_fields(kind, body))
+
+
+def warn_of_ignored(exchange: HttpExchange, names: Sequence[str]) -> None:
+    """Tell the client, and the log, of these fields; of many, the first ones."""
+    if names := names[:MAX_NAMES]:
         told = f"unknown fields are ignored: {', '.join(map(_shown, names))}"
         exchange.more.append((HEADER, told.encode("ascii")))
         _warning.warn(told)
@@ -83,8 +89,6 @@ def _object_in(kind: Any) -> type[msgspec.Struct] | None:
     kinds = [one for one in get_args(kind) or (kind,) if one is not type(None)]
     is_struct = len(kinds) == 1 and isinstance(kinds[0], type) and issubclass(kinds[0], msgspec.Struct)
     return kinds[0] if is_struct else None
-
-
 
 
 def _shown(name: str) -> str:

@@ -7,12 +7,13 @@ hints are for accounts, stores and routers that stand before a server.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from functools import cache
 from typing import Any
 
 import msgspec
 
-from slotwise.neutral import SAMPLING, is_neutral
+from slotwise.neutral import SAMPLING, ignored_key, is_neutral
 from slotwise.server.errors import bad_request
 
 NEUTRAL: dict[str, tuple[Any, ...]] = SAMPLING | {  # beside null
@@ -22,7 +23,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = SAMPLING | {  # beside null
     "modalities": (["text"],), "media_io_kwargs": ({},), "mm_processor_kwargs": ({},),
     "prompt_cache_options": ({},), "prompt_cache_retention": ("in_memory",), "store": (False,),
     "verbosity": ("medium",), "background": (False,), "truncation": ("disabled",), "top_logprobs": (0,),
-    "include": ([], ["reasoning.encrypted_content"]), "generate_summary": ("auto",),
+    "generate_summary": ("auto",), "mcp_servers": ([],),
+    "context_management": ({}, [], {"edits": []}, *({"edits": [{"type": "clear_thinking_20251015", "keep": keep}]}
+                                                     for keep in ("all", {"type": "all"}))),
 }
 AS_ANOTHER = {"best_of": "n"}  # accepted with the value of another field, and with no other
 PATHS = {  # of OpenAI's and vLLM's routes that are not served, by their beginnings
@@ -68,6 +71,19 @@ def unsupported_fields(kind: type[msgspec.Struct]) -> dict[str, tuple[Any, ...]]
     """Fields of type Any, which are not supported, each with the values that are accepted."""
     names = [field.name for field in msgspec.structs.fields(kind) if field.type is Any]
     return {name: (None, *NEUTRAL.get(name, ())) for name in names}
+
+
+def refuse_others(given: Mapping[str, Any], where: str, param: str, obeyed: Collection[str],
+                  neutral: Mapping[str, Collection[Any]] | None = None) -> None:
+    """Raises ApiError for a key of a free-form value that would be ignored though it has a meaning.
+
+    Args:
+        where: the value, for messages.
+        param: the request's field that holds it.
+        obeyed, neutral: see `slotwise.neutral.ignored_key`.
+    """
+    if key := ignored_key(given, obeyed, neutral or {}):
+        raise bad_request(f"{where}.{key:.60} is not supported", param, "unsupported_parameter")
 
 
 def refuse(request: msgspec.Struct) -> None:

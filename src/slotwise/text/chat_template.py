@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+from jinja2 import meta
 from jinja2.compiler import CodeGenerator
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Expr, Impossible, Node, TemplateData
@@ -20,6 +21,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from slotwise.text.chat_source import ChatTemplateError, find_chat_template
+from slotwise.text.conversation import text_of
 from slotwise.text.tool_calls import ArgumentsError, with_parsed_arguments
 
 __all__ = ["ChatTemplate", "ChatTemplateError", "load_chat_template"]
@@ -76,6 +78,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self._source = source
         try:
             self._template = _environment().from_string(source)
         except MemoryError:
@@ -83,6 +86,10 @@ class ChatTemplate:
         except Exception as error:  # a source can fail in any way that Python can: it is compiled to Python
             raise ChatTemplateError(f"the chat template does not compile: {error}") from error
         self._special_tokens = dict(special_tokens)
+
+    def variables(self) -> set[str]:
+        """The names of variables that the template reads, and some that it may set itself."""
+        return meta.find_undeclared_variables(_environment().parse(self._source))
 
     def render(self, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
         """The prompt for `messages`, each with `role` and `content`.
@@ -133,4 +140,4 @@ def _prepared(message: Mapping[str, Any]) -> dict[str, Any]:
     content = message.get("content")
     if not isinstance(content, list):
         return dict(message)
-    return {**message, "content": "\n".join(part["text"] for part in content)}
+    return {**message, "content": "\n".join(map(text_of, content))}

@@ -41,7 +41,7 @@ class OpenEnd:
         self._marker = f"OPEN{secrets.token_hex(16)}END"
         content = messages[-1].get("content")
         if isinstance(content, list) and content:
-            content = [*content[:-1], content[-1] | {"text": content[-1]["text"] + self._marker}]
+            content = [*content[:-1], {"type": "text", "text": text_of(content[-1]) + self._marker}]
         elif isinstance(content, str):
             content += self._marker
         else:
@@ -76,11 +76,18 @@ def _check_message(where: str, message: Message) -> None:
     if not isinstance(content, list):
         raise InvalidMessages(f"{where}.content: must be a string or a list of parts", "messages")
     for part in content:
-        _check_part(where, part)
+        _check_part(where, part, *["refusal"] * (message["role"] == "assistant"))
 
 
-def _check_part(where: str, part: object) -> None:
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+def text_of(part: dict[str, Any]) -> str:
+    """The text of a checked part: one of type `refusal` is what the assistant said instead."""
+    text: str = part[part["type"]]
+    return text
+
+
+def _check_part(where: str, part: object, *more: str) -> None:
+    """Args: more: types of texts beside `text`."""
+    if isinstance(part, dict) and (kind := part.get("type")) in ("text", *more) and isinstance(part.get(kind), str):
         return
     kind = part.get("type") if isinstance(part, dict) else None
     if isinstance(kind, str) and kind in OTHER_MEDIA:

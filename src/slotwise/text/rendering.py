@@ -30,4 +30,9 @@ def render(source: str, special: Special, messages: Sequence[Mapping[str, Any]],
     return _template(source, special).render(messages, **variables)
 
 
-CALLS = {"check": check, "render": render}
+def variables(source: str, special: Special) -> list[str]:
+    """See `ChatTemplate.variables`."""
+    return sorted(_template(source, special).variables())
+
+
+CALLS = {"check": check, "render": render, "variables": variables}

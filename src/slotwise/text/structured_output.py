@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slotwise.core.grammar import JSON_SCHEMA, LARK, REGEX, Grammar
+from slotwise.neutral import ignored_key
 
 MAX_DEPTH = 64  # values within values, of a schema
 MAX_CHOICES = 16_384
@@ -27,6 +28,11 @@ FIELDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 OPTIONS = ("whitespace_pattern", "disable_any_whitespace")
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # further fields of vLLM's, with the values that are accepted
     "disable_fallback": (None, False, True), "disable_additional_properties": (None, False), "name": (None,)}
+
+
+KEYS = {  # of `response_format`, by its type
+    "text": (), "json_object": ("schema",), "json_schema": ("json_schema",),
+    "structural_tag": ("structures", "triggers")}
 
 
 class StructuredOutputError(ValueError):
@@ -45,23 +51,26 @@ def of_response_format(value: Mapping[str, Any]) -> Grammar | None:
     """
     field = "response_format"
     kind = value.get("type")
+    if not isinstance(kind, str) or kind not in KEYS:
+        raise StructuredOutputError(
+            field, f"type must be text, json_object, json_schema or structural_tag, not {_shown(kind)}")
+    _refuse_others(value, field, "", ("type", *KEYS[kind]))
     if kind == "text":
         return None
     if kind == "json_object":
-        return json_schema(ANY_OBJECT, field)
+        schema = value.get("schema")
+        return json_schema(ANY_OBJECT if schema is None else schema, field)
     if kind == "json_schema":
         described = value.get("json_schema")
         if not isinstance(described, Mapping) or not isinstance(described.get("name", ""), str):
             raise StructuredOutputError(field, "json_schema must be an object with a name and a schema")
+        _refuse_others(described, field, "json_schema.", ("name", "description", "schema", "strict"))
         if not isinstance(described.get("strict"), bool | None):
             raise StructuredOutputError(field, "json_schema.strict must be true or false")
         if (schema := described.get("schema")) is None:
             raise StructuredOutputError(field, "json_schema has no schema")
         return json_schema(schema, field)
-    if kind == "structural_tag":
-        return structural_tag(value, field)
-    raise StructuredOutputError(
-        field, f"type must be text, json_object, json_schema or structural_tag, not {_shown(kind)}")
+    return structural_tag(value, field)
 
 
 def of_structured_outputs(value: Mapping[str, Any], field: str = "structured_outputs") -> Grammar | None:
@@ -153,13 +162,16 @@ def structural_tag(value: object, field: str) -> Grammar:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
             raise StructuredOutputError(field, f"the structural tag is not valid JSON ({error})") from error
-    structures: Any = value.get("structures") if isinstance(value, Mapping) else None
-    triggers: Any = value.get("triggers") if isinstance(value, Mapping) else None
+    tag: Mapping[str, Any] = value if isinstance(value, Mapping) else {}
+    structures: Any = tag.get("structures")
+    triggers: Any = tag.get("triggers")
     if not _is_list(structures, Mapping) or not _is_list(triggers, str) or not all(triggers):
         raise StructuredOutputError(
             field, f"a structural tag has 1 to {MAX_TAGS} structures (begin, schema, end), and as many triggers")
+    _refuse_others(tag, field, "", ("type", *KEYS["structural_tag"]))
     rules = [f"start: ({' | '.join(f'tag_{index}' for index in range(len(structures)))})* TEXT", "TEXT: /(.|\\n)*/"]
     for index, one in enumerate(structures):
+        _refuse_others(one, field, f"structures[{index}].", ("begin", "schema", "end"))
         begin, end = one.get("begin"), one.get("end")
         if not isinstance(begin, str) or not isinstance(end, str):
             raise StructuredOutputError(field, f"begin and end of structure {index} must be texts")
@@ -170,6 +182,12 @@ def structural_tag(value: object, field: str) -> Grammar:
         parts = [f"trigger_{index}", _quoted(begin[len(trigger):]), f"%json {schema}", _quoted(end)]
         rules += [f"tag_{index}: {' '.join(parts)}", f"trigger_{index}[lazy]: TEXT {_quoted(trigger)}"]
     return _grammar(LARK, "\n".join(rules) + "\n", field)
+
+
+def _refuse_others(value: Mapping[str, Any], field: str, where: str, known: Sequence[str]) -> None:
+    """Raises StructuredOutputError for a key that is not known, and has a value."""
+    if key := ignored_key(value, known, {}):
+        raise StructuredOutputError(field, f"{where}{key:.60} is not supported")
 
 
 def _is_list(value: object, kind: type) -> bool:

@@ -127,6 +127,11 @@ class TestDistribution:
         assert set(draws(logits, SamplingParams(top_k=2), 500)) == {0, 1, 2, 3}
         assert set(draws(logits, SamplingParams(top_p=0.6), 500)) == {0, 1, 2, 3}
 
+    def test_no_mass_at_all_keeps_one_token(self):
+        logits = torch.tensor([1.0, 2.0, 2.0, 1.9])
+        assert set(draws(logits, SamplingParams(top_p=0), 500)) == {1}
+        assert set(draws(logits, SamplingParams(top_p=1e-30), 500)) == {1, 2}
+
     @pytest.mark.parametrize("vocab", [20, 700, 3000])
     @pytest.mark.parametrize(
         "params",

@@ -206,7 +206,7 @@ class Sampling(Protocol):
 
 def is_greedy(params: SamplingParams) -> bool:
     """Whether the most probable token is taken."""
-    return params.temperature < GREEDY_BELOW
+    return params.temperature < GREEDY_BELOW or params.top_p == 0
 
 
 def has_penalties(params: SamplingParams) -> bool:

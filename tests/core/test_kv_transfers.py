@@ -7,6 +7,7 @@ wrong request, or counted before it is there, fails an assertion.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from random import Random
 
 from hypothesis import given, settings
@@ -16,6 +17,7 @@ from toy import VOCAB, Driver, alone, request
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.reasons import WAITING_FOR_KV
 from slotwise.core.request import Request, State
+from slotwise.core.slo import SLO
 from slotwise.core.step import Arrival, KVTransfer
 from slotwise.policies.settings import Ordering
 
@@ -38,6 +40,15 @@ class Network(Driver):
         self.scheduler.transfers.received(Arrival(waiting.request_id, num_blocks, is_last), self.now)
         self.scheduler.check()
 
+    def run_until_ended(self, name: str) -> None:
+        """Step until a request has ended; a producer's pins may remain."""
+        for _ in range(100):
+            if name in self.ended:
+                return
+            self.plan()
+            self.commit()
+        raise AssertionError(f"{name} has not ended")
+
     @property
     def waiting(self) -> list[Request]:
         return list(self.scheduler.transfers.receiving())
@@ -51,7 +62,7 @@ def remote(name: str, prompt: list[int], max_tokens: int = 6) -> Request:
 
 def offered(name: str, prompt: list[int]) -> Request:
     new = request(name, prompt, 1)
-    new.kv = KVTransfer(name, True, TIMEOUT)
+    new.kv = KVTransfer(name, True, 20 * TIMEOUT)
     return new
 
 
@@ -105,7 +116,7 @@ def test_blocks_stay_pinned_until_they_are_read_or_time_is_over():
         if is_read:
             network.scheduler.transfers.acknowledged("a")
         else:
-            network.now += TIMEOUT
+            network.now += 20 * TIMEOUT
             network.plan()
         assert network.scheduler.num_free_blocks == LIMITS.num_blocks
         network.scheduler.check()
@@ -138,7 +149,7 @@ def many_networks(seed: int) -> None:
         match draw.choices(("add", "arrive", "acknowledge", "abort", "jump", "step"), (12, 30, 12, 2, 3, 60))[0]:
             case "add":
                 name, prompt = f"r{len(expected)}", [draw.randrange(1, VOCAB) for _ in range(draw.randint(1, 30))]
-                new = draw.choice((remote, remote, offered, request))(name, prompt)
+                new = of(draw.choice("ab"), draw.choice((remote, remote, offered, request))(name, prompt))
                 expected[name] = alone(new, LIMITS)
                 network.add(new)
             case "arrive" if network.waiting:
@@ -158,17 +169,136 @@ def many_networks(seed: int) -> None:
             case "jump":
                 before = network.scheduler.transfers.num_pinned_blocks
                 SEEN["late"] += len(network.waiting)
-                network.now += TIMEOUT
+                network.now += 20 * TIMEOUT
                 SEEN["expired"] += before > 0
             case "step" if len(network.flying) < 2 and (not network.flying or draw.random() < 0.5):
                 network.plan()
             case "step":
                 network.commit()
     network.run()
-    network.now += TIMEOUT
+    network.now += 20 * TIMEOUT
     network.plan()
     SEEN["preempted"] += len(network.preempted)
     assert network.scheduler.num_free_blocks == LIMITS.num_blocks
     assert set(network.ended) == set(expected)
     for name, reason in network.ended.items():
         assert reason == "abort" or network.output.get(name, []) == expected[name]
+
+
+def of(tenant: str, new: Request) -> Request:
+    new.slo = SLO(tenant)
+    return new
+
+
+def test_prompts_that_never_arrive_hold_no_slot_and_delay_no_other_tenant():
+    network = Network(LIMITS)
+    for index in range(500):
+        network.add(of("flood", remote(f"f{index}", [1, 2, 3])))
+    other = request("other", list(range(1, 9)), 4)
+    network.add(of("other", other))
+    network.add(of("third", remote("third", list(range(1, 9)))))
+    plan = network.plan()
+    assert network.admitted == ["other"] and other.state is State.RUNNING
+    assert "third" in [one.request_id for one in network.waiting]  # the flood leaves it a place
+    assert {one.reason for one in plan.refused} == {WAITING_FOR_KV} and len(plan.refused) <= LIMITS.max_num_seqs
+    network.commit()
+    while "other" not in network.ended:
+        network.plan()
+        network.commit()
+    assert network.now == 4.0  # seconds: one for each token
+
+
+def test_a_landing_that_was_silent_leaves_its_place_to_the_next_one_of_its_tenant():
+    network = Network(LIMITS)
+    for index in range(20):
+        network.add(of("flood", remote(f"f{index}", [1, 2, 3])))
+    seen = set()
+    while network.scheduler.has_work:
+        network.plan()
+        seen |= {one.request_id for one in network.waiting}
+        network.commit()
+    assert seen == set(network.ended) == {f"f{index}" for index in range(20)}
+
+
+def test_a_request_that_waits_for_another_engine_obeys_its_deadline():
+    network = Network(LIMITS)
+    for index in range(8):  # some of which have no place to land
+        new = remote(f"r{index}", [1, 2, 3])
+        new.kv, new.deadline = new.kv._replace(timeout=100.0), 2.0
+        network.add(new)
+    network.plan()
+    assert 0 < len(network.waiting) < 8
+    network.commit()
+    network.now = 2.0
+    network.plan()
+    assert set(network.ended.values()) == {"timeout"} and len(network.ended) == 8
+
+
+def test_pins_that_no_engine_reads_leave_the_cache_to_others():
+    network = Network(LIMITS)
+    for index in range(9):
+        network.add(of("flood", offered(f"f{index}", [index + 1, *range(1, 18)])))
+        network.run_until_ended(f"f{index}")
+    assert network.scheduler.num_free_blocks <= 5  # nothing else needs the others
+    began = network.now
+    network.add(of("other", request("other", list(range(1, 40)), 4)))  # 10 blocks
+    network.run_until_ended("other")
+    assert network.now - began == 7.0 and not network.preempted  # seconds: four chunks, and three more tokens
+
+
+def test_the_oldest_pins_are_released_first_and_no_more_than_needed():
+    network = Network(LIMITS)
+    for index in range(3):
+        network.add(of(str(index), offered(f"r{index}", [index + 1, *range(1, 18)])))
+        network.run_until_ended(f"r{index}")
+    network.add(request("big", list(range(1, 29)), 1))  # 7 blocks, and 5 are free
+    network.run_until_ended("big")
+    left = network.scheduler.transfers.readable({"r0", "r1", "r2"})
+    assert set(left) == {"r1", "r2"}
+
+
+def test_pins_beyond_a_tenants_share_take_the_place_of_its_own():
+    network = Network(LIMITS)
+    network.add(of("quiet", offered("quiet", [9, *range(1, 8)])))
+    network.run_until_ended("quiet")
+    for index in range(9):
+        network.add(of("flood", offered(f"f{index}", [index + 1, *range(1, 14)])))
+        network.run_until_ended(f"f{index}")
+        assert "quiet" in network.scheduler.transfers.readable({"quiet"})
+    left = network.scheduler.transfers.readable({f"f{index}" for index in range(9)})
+    assert 0 < len(left) < 5 and "f8" in left and "f0" not in left
+
+
+def test_running_rows_take_the_blocks_of_requests_that_have_landed():
+    network = Network(LIMITS)
+    for index in range(2):
+        new = of(f"t{index}", remote(f"r{index}", [index + 1, *range(1, 18)]))
+        new.kv = new.kv._replace(timeout=100.0)
+        network.add(new)
+    network.plan()
+    network.commit()
+    assert len(network.waiting) == 2
+    long = request("long", list(range(1, 34)), 24)
+    expected = [alone(new, LIMITS) for new in (long, *network.waiting)]
+    network.add(long)
+    while "long" not in network.ended:
+        network.plan()
+        network.commit()
+    assert not network.preempted
+    network.run()
+    assert [network.output[name] for name in ("long", "r0", "r1")] == expected
+
+
+def test_what_has_arrived_waits_for_a_slot_with_its_blocks():
+    network = Network(replace(LIMITS, max_num_seqs=1))
+    network.add(request("before", [5, 6], 6))
+    new = remote("a", list(range(1, 19)))
+    expected = alone(new, LIMITS)
+    network.add(new)
+    network.plan()
+    network.commit()
+    network.arrive(new, 5, is_last=True)
+    assert new.state is State.WAITING and not new.holds_slot and network.scheduler.num_waiting == 1
+    network.run()
+    assert network.output["a"] == expected
+    assert [plan.counts for plan in network.plans if plan.new_requests] == [(2,), (1,)]

@@ -33,7 +33,7 @@ def test_next_is_the_first_of_all_whoever_was_taken_and_whatever_that_changed(en
     walk, shown, closed = queue.walk(0.0), [], set()
     for move in moves:
         request = walk.next()
-        candidates = [entry for entry in left if entry[2] not in shown and entry[0].tier not in closed]
+        candidates = [entry for entry in left if entry[2] not in shown and entry[0].group not in closed]
         expected = min(candidates, key=lambda entry: (counters[entry[0].name], entry[1], entry[2].arrival),
                        default=(None, None, None))
         assert request is expected[2]
@@ -44,8 +44,8 @@ def test_next_is_the_first_of_all_whoever_was_taken_and_whatever_that_changed(en
             left.remove(expected)
             counters[expected[0].name] += 2
         elif move == "close":
-            walk.close_tier(expected[0].tier)
-            closed.add(expected[0].tier)
+            walk.close(expected[0].group)
+            closed.add(expected[0].group)
         else:
             shown.append(request)
     assert len(queue) == len(left)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slotwise.engine.tenant_capacity import reserve_of
+from slotwise.core.tenant_capacity import reserve_of
 from slotwise.engine.unsent_commands import MAX_UNSENT, UnsentCommands
 
 MB = 1 << 20

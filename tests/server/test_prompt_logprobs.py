@@ -11,7 +11,7 @@ import pytest
 from live_server import Server, eventually, running, unanswered
 
 from slotwise.core.step import TokenLogprobs
-from slotwise.engine.tenant_capacity import TenantCapacity
+from slotwise.core.tenant_capacity import TenantCapacity
 from slotwise.server.errors import ApiError
 from slotwise.server.logprobs import held
 from slotwise.server.prompt_logprobs import PromptFormat

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
+from itertools import chain
 
 from slotwise.core.chunking import Chunking
 from slotwise.core.interfaces import Discipline, Gate, View
 from slotwise.core.kv_manager import Allocation
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.plan_builder import PlanBuilder
+from slotwise.core.prefill_isolation import goes_before
 from slotwise.core.reasons import (
     FIRST_TOKEN,
     GRAMMAR_COMPILING,
@@ -69,7 +71,7 @@ class Admission:
             return NO_BLOCKS
         if len(allocation.on_host) > self._table.kv.host.num_loads_left:
             return TOKEN_BUDGET
-        start = len(allocation.found) * self._limits.block_size
+        start = allocation.num_computed
         return allocation if chunking.fits(start, len(request.tokens) - start, builder) else TIME_BUDGET
 
     def has_adapter_slot(self, request: Request) -> bool:
@@ -121,11 +123,38 @@ class Admission:
         return self._table.kv.missing(needed, leaving) + spare
 
     def allocation(self, request: Request, builder: PlanBuilder) -> Allocation | None:
-        """Returns blocks for a waiting request; None: too few, or this plan preempted a request for want of them."""
+        """Returns blocks for a waiting request; None: too few, or this plan preempted a request for want of them.
+
+        It goes before pins, and before requests that have landed and follow it; before all of these if nothing runs,
+        which would free blocks for it.
+        """
         if builder.is_pressed:
             return None
-        spare = self._spare(request, len(self._table.running))
-        return self._table.kv.find(request, self._discipline.reserve(request), spare)
+        table = self._table
+        landed = [] if request.state is State.WAITING_FOR_KV else [
+            other for other in table.landings if other is not request and (
+                not table.running or goes_before(table.policy, request, other, builder.now))]
+        return self._found(request, landed, builder.now)
+
+    def landing(self, request: Request, now: float) -> Allocation | None:
+        """Returns blocks for a request WAITING_FOR_KV; None: too few, or its tenant's landings hold their share."""
+        needed = self.needed(request)
+        if not self._table.landings.allows(request.slo.tenant, sum(needed.ends)):
+            return None
+        if len(needed.on_host) > self._table.kv.host.num_loads_left:
+            return None
+        return self._found(request, (), now)
+
+    def _found(self, request: Request, landed: Collection[Request], now: float) -> Allocation | None:
+        """Returns the blocks that a request needs, if they are free or can be had from pins and those `landed`."""
+        spare, kv = self._spare(request, len(self._table.running)), self._table.kv
+        allocation = self.needed(request)
+        kept = {cached.block for cached in chain(*allocation.used)}
+
+        def lacking() -> int:
+            return kv.num_lacking(allocation) + spare
+
+        return allocation if self._table.reclaim(lacking, kept, landed, now) else None
 
     def _spare(self, request: Request, num_running: int) -> int:
         """Blocks that stay free beside running requests; none where every request reserves its maximum."""

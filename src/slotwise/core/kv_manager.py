@@ -29,6 +29,7 @@ NEVER = 1 << 62  # tokens
 class Allocation(NamedTuple):
     """Blocks for a waiting request: the cached prefix, and how many blocks must be allocated."""
 
+    num_computed: int  # tokens that need not be computed
     found: list[Entry]  # cached prefix, in order
     used: list[list[CachedBlock]]  # by group, the blocks of `found` that it reads
     on_host: list[CachedBlock]  # those that are only in host memory
@@ -58,14 +59,6 @@ class KVManager:
         self._freed: Counter[tuple[int, int]] = Counter()  # by slot and group: blocks truncated since the last plan
         self._expired: Counter[tuple[int, int]] = Counter()  # likewise: blocks that fell behind a window
 
-    def find(self, request: Request, num_tokens: int, spare: int) -> Allocation | None:
-        """Returns blocks for `num_tokens` tokens of a request without blocks, leaving `spare` free; None: too few.
-
-        The cached prefix ends before the last known token, which must be computed to sample the next one.
-        """
-        allocation = self.match(request, num_tokens)
-        return None if self._num_lacking(allocation) + spare > 0 else allocation
-
     def missing(self, allocation: Allocation, leaving: Iterable[Request]) -> int:
         """Blocks to be freed before `allocation` fits once the requests `leaving` have left; below 1: it fits.
 
@@ -73,16 +66,22 @@ class KVManager:
         """
         kept = {cached.block for cached in chain(*allocation.used)}
         dropped = Counter(block for request in leaving for block in request.blocks if block not in kept)
-        return self._num_lacking(allocation) - self.pool.num_freed(dropped)
+        return self.num_lacking(allocation) - self.pool.num_freed(dropped)
 
-    def _num_lacking(self, allocation: Allocation) -> int:
+    def num_lacking(self, allocation: Allocation) -> int:
+        """Blocks to be freed before `allocation` fits; below 1: it fits."""
         idle = sum([self.pool.is_cached(cached.block) for cached in chain(*allocation.used)])
         return allocation.num_missing - (self.pool.num_available - idle)
 
     def match(self, request: Request, num_tokens: int) -> Allocation:
-        """Returns what `num_tokens` tokens of a request without blocks need; of a prefix in host memory no more than
-        one plan may load.
+        """Returns what `num_tokens` tokens of a request need; of a prefix in host memory, what one plan may load.
+
+        The cached prefix ends before the last known token, which must be computed to sample the next one.
         """
+        if request.tables:  # it has landed: it keeps its blocks
+            grown = [max(table.end, -(-num_tokens // self.block_size)) for table in request.tables]
+            more = sum(grown) - sum([table.end for table in request.tables])
+            return Allocation(request.num_computed, [], [[] for _ in grown], [], grown, more)
         computes_all = request.wants_prompt and not request.num_output
         found = [] if computes_all or not self._shares else self.prefix.match(
             request.block_hashes, request.tokens, len(request.tokens) - 1, self.host.max_loads)
@@ -90,11 +89,17 @@ class KVManager:
         on_host = [cached for cached in chain(*used) if cached.block == NOWHERE]
         ends = self._groups.ends(len(found), -(-num_tokens // self.block_size))
         missing = sum(ends) - len(ends) * len(found) + len(on_host)
-        return Allocation(found, used, on_host, ends, missing)
+        return Allocation(len(found) * self.block_size, found, used, on_host, ends, missing)
 
     def allocate(self, request: Request, allocation: Allocation) -> int:
-        """Set the block tables of `request`.  Returns its cached tokens, including those the plan will load."""
-        found, used, on_host, ends, num_missing = allocation
+        """Set the block tables of `request`.  Returns its computed tokens, including those the plan will load."""
+        num_computed, found, used, on_host, ends, num_missing = allocation
+        if request.tables:
+            more = iter(self._pop_blocks(num_missing))
+            for table, end in zip(request.tables, ends, strict=True):
+                table.blocks.extend(islice(more, end - table.end))
+            request.num_reserved, request.capacity = max(ends), min(ends) * self.block_size
+            return num_computed
         self.pool.share(cached.block for cached in chain(*used) if cached.block != NOWHERE)
         self.host.hold(on_host)  # evictions below may save to the host, but not to these blocks
         taken = iter(self._pop_blocks(num_missing))
@@ -112,7 +117,7 @@ class KVManager:
         block_hashes.length = len(found)
         block_hashes.before = found[-1].number if found else block_hashes.salt
         self._set_advance_at(request, len(found))
-        return len(found) * self.block_size
+        return num_computed
 
     def allocated(self, request: Request) -> list[NewBlocks]:
         """Returns all blocks of `request`, as a plan tells them to a slot without any."""
@@ -127,8 +132,7 @@ class KVManager:
         """Append blocks up to a capacity of `num_tokens` tokens.  Returns them; None, and no change, if too few."""
         if num_tokens <= request.capacity:
             return ()
-        num_blocks = -(-num_tokens // self.block_size)
-        missing = [max(0, num_blocks - table.end) for table in request.tables]
+        missing = self._missing_to(request, num_tokens)
         if sum(missing) > self.pool.num_available:
             return None
         taken = iter(self._pop_blocks(sum(missing)))
@@ -138,6 +142,15 @@ class KVManager:
             request.tables[group].blocks.extend(blocks)
         request.capacity = min([table.end for table in request.tables]) * self.block_size
         return new
+
+    def num_lacking_to(self, request: Request, num_tokens: int) -> int:
+        """Blocks to be freed before `extend` succeeds; below 1: it does."""
+        return sum(self._missing_to(request, num_tokens)) - self.pool.num_available
+
+    def _missing_to(self, request: Request, num_tokens: int) -> list[int]:
+        """By group, the blocks that a capacity of `num_tokens` needs beyond those of `request`."""
+        num_blocks = -(-num_tokens // self.block_size)
+        return [max(0, num_blocks - table.end) for table in request.tables]
 
     def truncate(self, request: Request) -> None:
         """Free the blocks behind the computed tokens: the drafts in them were not accepted, or none are in them.
@@ -193,7 +206,7 @@ class KVManager:
     def pin(self, request: Request, transfer: KVTransfer, now: float) -> None:
         """Keep the blocks of the prompt of `request`, which is about to end, for the engine that reads them."""
         num_blocks = -(-request.num_prompt // self.block_size)
-        self.pinned.pin(transfer.transfer_id, request.blocks[:num_blocks], now + transfer.timeout)
+        self.pinned.pin(transfer.transfer_id, request.slo.tenant, request.blocks[:num_blocks], now + transfer.timeout)
 
     def check(self, requests: Iterable[Request]) -> None:
         """Check conservation of blocks over all unfinished `requests`.  Raises ConservationError."""

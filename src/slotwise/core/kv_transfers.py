@@ -1,23 +1,27 @@
 """Prompts whose keys and values one engine computes and another one uses.
 
-    producer   RUNNING ──last chunk──► FINISHED, its blocks pinned ──acknowledged, or too late──► released
+    producer   RUNNING ──last chunk──► FINISHED, its blocks pinned ──acknowledged, late, or needed──► released
                   │ blocks of each committed chunk
                   ▼
-    consumer   WAITING ──admit──► WAITING_FOR_KV ──all arrived, or too late──► RUNNING: computes what has not arrived
+    consumer   WAITING_FOR_KV ──land──► holds blocks ──all arrived, late, or needed──► WAITING ──admit──► RUNNING
 
-A request that waits for its blocks holds a slot and all blocks of its prompt, into which they are written beside the
-steps, and is in no plan.  What has arrived counts as computed: it is published like blocks computed here.  At least the
-last token of a prompt is computed here, because sampling needs its logits.  A request asks once: after a preemption it
-computes its prompt like any other.
+A request that waits for another engine holds no slot.  It holds all blocks of its prompt, into which they are written
+beside the steps, as far as its tenant's share goes (`core/landings.py`); it keeps them in the queue for a slot.  What
+has arrived counts as computed: it is published like blocks computed here.  At least the last token of a prompt is
+computed here, because sampling needs its logits.  A request asks once: when it has lost its blocks to others that need
+them, or was preempted, it computes its prompt like any other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from slotwise.core.admission import Admission
+from slotwise.core.plan_builder import PlanBuilder
+from slotwise.core.reasons import WAITING_FOR_KV
 from slotwise.core.request import Request, State
 from slotwise.core.request_table import RequestTable
-from slotwise.core.step import Arrival
+from slotwise.core.step import Arrival, Stop
 
 
 class KVTransfers:
@@ -28,8 +32,8 @@ class KVTransfers:
 
     @property
     def is_active(self) -> bool:
-        """Whether a request waits for blocks, or blocks are pinned."""
-        return bool(self._table.kv.pinned) or any(True for _ in self.receiving())
+        """Whether a request waits for another engine, or blocks are pinned."""
+        return bool(self._table.kv.pinned) or bool(self._table.incoming)
 
     @property
     def num_pinned_blocks(self) -> int:
@@ -37,15 +41,10 @@ class KVTransfers:
         return self._table.kv.pinned.num_blocks
 
     @property
-    def all_wait(self) -> bool:
-        """Whether all requests with a slot wait for blocks, and there are any."""
-        running = self._table.running.values()
-        return bool(running) and all(request.state is State.WAITING_FOR_KV for request in running)
-
-    @property
     def next_moment(self) -> float:
-        """When the next transfer is late, in seconds; infinite: none will be."""
-        return min([self._table.kv.pinned.next_moment, *(request.kv_until for request in self.receiving())])
+        """When the next transfer is late, or a request that waits is due, in seconds; infinite: none will be."""
+        return min([self._table.kv.pinned.next_moment, self._table.incoming.next_moment,
+                    *(request.kv_until for request in self.receiving())])
 
     def objection(self, request: Request) -> str:
         """Returns why the blocks of a new request cannot be sent; "" if they can, or are not to be."""
@@ -57,8 +56,37 @@ class KVTransfers:
         return f"transfer_id: another prompt is sent as {name:.40}" if is_taken else ""
 
     def receiving(self) -> Iterator[Request]:
-        """The requests that wait for blocks."""
-        return (request for request in self._table.running.values() if request.state is State.WAITING_FOR_KV)
+        """The requests that hold blocks, and wait for their contents."""
+        return (request for request in self._table.landings if request.state is State.WAITING_FOR_KV)
+
+    def land(self, admission: Admission, now: float) -> None:
+        """Give blocks to the requests that wait for another engine, in the policy's order and by their tenants' shares.
+
+        The first one of a tenant that has to wait stops only those of its tenant.
+        """
+        if not self._table.incoming:
+            return
+        queue = self._table.incoming.walk(now)
+        while (request := queue.next()) is not None:
+            if request.tables:
+                continue
+            if (allocation := admission.landing(request, now)) is None:
+                queue.close(request.slo.tenant)
+            else:
+                self._table.land(request, allocation, now)
+
+    def refuse(self, builder: PlanBuilder) -> None:
+        """Record in the plan that requests wait for another engine; those without blocks wait behind these."""
+        waiting = list(self.receiving())
+        for request in waiting:
+            builder.refuse(request, WAITING_FOR_KV)
+        if builder.stop is not None:
+            builder.stop = builder.stop._replace(num_behind=builder.stop.num_behind + len(self._table.incoming))
+        elif waiting:  # they stop no other request
+            num_behind, host = len(self._table.incoming) - 1, self._table.kv.host
+            may_land = num_behind >= len(waiting) and host.num_loads_left < host.max_loads  # in the next plan
+            builder.stop = Stop(WAITING_FOR_KV, waiting[0].request_id, num_behind,
+                                builder.now if may_land else self.next_moment)
 
     def first_missing(self, request: Request) -> int:
         """Index of the first block of its prompt that is not computed."""
@@ -82,7 +110,7 @@ class KVTransfers:
         pinned = self._table.kv.pinned
         found = {name: list(pinned.blocks(name)) for name in transfer_ids if name in pinned}
         for request in self._table.running.values():
-            if request.kv is not None and request.kv.transfer_id in transfer_ids:
+            if request.kv is not None and request.kv.sends and request.kv.transfer_id in transfer_ids:
                 num_full = min(request.num_prompt, request.num_computed) // self._table.kv.block_size
                 found[request.kv.transfer_id] = request.blocks[:num_full]
         return found
@@ -90,15 +118,16 @@ class KVTransfers:
     def received(self, arrival: Arrival, now: float) -> None:
         """Count blocks as computed.  Does nothing for a request that does not wait for any."""
         request, kv = self._table.unfinished.get(arrival.request_id), self._table.kv
-        if request is None or request.state is not State.WAITING_FOR_KV:
+        if request is None or request.state is not State.WAITING_FOR_KV or not request.tables:
             return
         computed = min(arrival.num_blocks * kv.block_size, len(request.tokens) - 1)
         if computed > request.num_computed:
+            request.num_received += computed - request.num_computed
             request.start_from(computed)
             if computed >= request.advance_at:
                 kv.advance(request)
         if arrival.is_last:
-            request.transition(State.RUNNING)
+            self._table.arrived(request, now)
         else:
             self._table.await_kv(request, now)
 
@@ -113,4 +142,4 @@ class KVTransfers:
         """Compute what is late, and release what is not read in time."""
         self._table.kv.pinned.expire(now)
         for request in [late for late in self.receiving() if late.kv_until <= now]:
-            request.transition(State.RUNNING)
+            self._table.arrived(request, now)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from slotwise.core.admission import Admission
 from slotwise.core.commits import Commits
 from slotwise.core.limits import ERROR
@@ -34,17 +36,23 @@ class Preemption:
     def extend(self, request: Request, num_tokens: int, builder: PlanBuilder, on_pressure: str) -> bool:
         """Allocate the blocks a running row needs, preempting victims; False if the row itself was preempted.
 
+        Blocks that no row holds, pinned or landed, go first.
+
         Args:
             on_pressure: of the limits; ERROR: a victim ends instead.
         """
-        while (blocks := self._table.kv.extend(request, num_tokens)) is None:
+        table = self._table
+        lacking = partial(table.kv.num_lacking_to, request, num_tokens)
+        while (blocks := table.kv.extend(request, num_tokens)) is None:
+            if table.reclaim(lacking, (), list(table.landings), builder.now):
+                continue
             victim = self.victim(builder)
             builder.preempt(victim, NO_BLOCKS)
             if on_pressure == ERROR:
                 message = "the cache is full, and this server ends requests instead of preempting them; try again later"
                 self._commits.end(victim, "error", builder.now, message)
             else:
-                self._table.preempt(victim, builder.step, builder.now)
+                table.preempt(victim, builder.step, builder.now)
             if victim is request:
                 return False
         builder.new_blocks += blocks

@@ -30,7 +30,7 @@ from slotwise.core.step import KVTransfer, Output
 
 class State(Enum):
     WAITING = "waiting"  # in the queue, never admitted
-    WAITING_FOR_KV = "waiting_for_kv"  # holds a slot and blocks, which another engine's contents are written to
+    WAITING_FOR_KV = "waiting_for_kv"  # in no queue for a slot: another engine computes its prompt
     RUNNING = "running"  # holds a slot and blocks
     PREEMPTED = "preempted"  # slot and blocks released; in the queue, to be recomputed
     FINISHED = "finished"  # ended, with a finish reason
@@ -39,7 +39,7 @@ class State(Enum):
 
 TRANSITIONS: dict[State, frozenset[State]] = {
     State.WAITING: frozenset({State.WAITING_FOR_KV, State.RUNNING, State.FINISHED, State.REJECTED}),
-    State.WAITING_FOR_KV: frozenset({State.RUNNING, State.PREEMPTED, State.FINISHED}),
+    State.WAITING_FOR_KV: frozenset({State.WAITING, State.FINISHED, State.REJECTED}),
     State.RUNNING: frozenset({State.PREEMPTED, State.FINISHED}),
     State.PREEMPTED: frozenset({State.RUNNING, State.FINISHED}),
     State.FINISHED: frozenset(),
@@ -73,8 +73,9 @@ class Request:
     __slots__ = (
         "adapter", "advance_at", "arrival", "arrived_at", "block_hashes", "capacity", "deadline", "end", "epoch",
         "expected_tokens", "forced", "is_compiling", "kv", "kv_until", "num_at_join", "num_computed", "num_passed",
-        "num_prompt", "num_reserved", "num_scheduled", "output", "params", "pending", "pooling", "prediction", "reason",
-        "request_id", "seed", "slo", "slot", "state", "stop_ids", "tables", "tokens", "wants_prompt",
+        "num_prompt", "num_received", "num_reserved", "num_scheduled", "output", "params", "pending", "pooling",
+        "prediction", "reason", "request_id", "seed", "slo", "slot", "state", "stop_ids", "tables", "tokens",
+        "wants_prompt",
     )
 
     def __init__(
@@ -111,7 +112,7 @@ class Request:
         self.num_passed = 0  # later arrivals admitted while it waited for blocks
         self.end = 0  # maximum length, prompt and output, in tokens; a vector counts as one
         self.slot = NO_SLOT_HELD
-        self.tables: list[BlockTable] = []  # by cache group; none while it holds no slot
+        self.tables: list[BlockTable] = []  # by cache group; none without a slot, but for `core/landings.py`
         self.capacity = 0  # tokens that fit in the blocks of every group
         self.num_reserved = 0  # blocks allocated on admission; truncation keeps them
         self.adapter = adapter
@@ -119,7 +120,8 @@ class Request:
         self.advance_at = 0  # number of computed tokens at which the next block is full
         self.epoch = 0
         self.kv = kv
-        self.kv_until = 0.0  # seconds; when a request that waits for blocks computes what has not arrived
+        self.kv_until = 0.0  # seconds; when a request that holds blocks waits for their contents no longer
+        self.num_received = 0  # tokens whose keys and values another engine has sent
         self.forced: tuple[int, tuple[int, ...]] = (0, ())  # tokens its grammar forces, behind so many known ones
 
     @property

@@ -1,9 +1,9 @@
 """Request table: all unfinished requests, with their states, slots and blocks.
 
-    add ──► WAITING ──admit──► RUNNING ──end──► FINISHED      also: end from WAITING and PREEMPTED,
-               │         preempt ▼  ▲▲ admit                  and add to REJECTED, with an objection
-         admit │          PREEMPTED ┘│ arrived, or late
-               └─► WAITING_FOR_KV ───┘                        also: preempt and end
+    add ──┬─────────► WAITING ──admit──► RUNNING ──end──► FINISHED    also: end from every state,
+          │              ▲          preempt ▼  ▲ admit                and add to REJECTED, with an objection
+          │  arrived, or late        PREEMPTED ┘
+          └─► WAITING_FOR_KV
 
 Every state change happens here, along TRANSITIONS of `core/request.py`, on the scheduler's decision, and is recorded as
 an event.  The lowest free slot is taken first.
@@ -12,18 +12,20 @@ an event.  The lowest free slot is taken first.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
+from collections.abc import Callable, Collection
 
 from slotwise.core.events import Admitted, Arrived, Event, Finished, Preempted, Rejected
 from slotwise.core.held_outputs import HeldOutputs, Outputs
 from slotwise.core.host_cache import HostCache
 from slotwise.core.interfaces import Policy
 from slotwise.core.kv_manager import Allocation, KVManager
+from slotwise.core.landings import Landings
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.request import NO_SLOT_HELD, Request, State
 from slotwise.core.step import StepPlan
 from slotwise.core.waiting_queue import Lane, WaitingQueue
 
-HOLDING = (State.WAITING_FOR_KV, State.RUNNING)  # states with a slot and blocks
 COMPLETE = ("stop", "length")  # finish reasons of requests whose prompts are computed
 Ended = tuple[Request, str]  # and its finish reason
 
@@ -41,6 +43,8 @@ class RequestTable:
         self._released_slots: list[int] = []
         self.unfinished: dict[str, Request] = {}  # in order of arrival
         self.waiting = WaitingQueue(policy.lane_key)
+        self.incoming = WaitingQueue(policy.lane_key)  # those WAITING_FOR_KV
+        self.landings = Landings(self.num_slots, limits.num_blocks)
         self.running: dict[str, Request] = {}  # in order of admission
         self.unwanted: list[Request] = []  # requests that will not ask for the blocks another engine keeps for them
         self.held_outputs = HeldOutputs()
@@ -62,14 +66,15 @@ class RequestTable:
         self.kv.check(self.unfinished.values())
         for request in self.unfinished.values():
             holds_slot = request.holds_slot
-            assert holds_slot == (request.state in HOLDING) == (request.request_id in self.running), request
+            assert holds_slot == (request.state is State.RUNNING) == (request.request_id in self.running), request
+            assert bool(request.tables) == (holds_slot or request.request_id in self.landings), request
             assert request.num_computed <= request.num_scheduled <= request.num_known, request
             assert request.pending >= 0, request
             ends = [table.end for table in request.tables]
             assert request.num_scheduled <= request.capacity == min(ends, default=0) * self.kv.block_size, request
             holds_all = not holds_slot or request.num_known <= request.capacity + 1
             assert holds_all or self.kv.is_windowed, request
-        assert len(self.unfinished) == len(self.running) + len(self.waiting)
+        assert len(self.unfinished) == len(self.running) + len(self.waiting) + len(self.incoming)
         taken = [request.slot for request in self.running.values()]
         assert sorted([*taken, *self._free_slots]) == list(range(self.num_slots))
 
@@ -86,40 +91,83 @@ class RequestTable:
             self.events.append(Rejected(now, request.request_id, objection))
             return
         self.unfinished[request.request_id] = request
+        if request.kv is not None and not request.kv.sends:
+            request.transition(State.WAITING_FOR_KV)
         self.num_with_tpot += request.slo.tpot is not None
         self.policy.arrived(request, now)
         self._enqueue(request, now)
         self.events.append(Arrived(now, request.request_id, request.num_prompt))
 
-    def admit(self, request: Request, allocation: Allocation, step: int, now: float) -> None:
-        """Give a waiting request a slot and the blocks of `allocation`; cached tokens count as computed."""
-        self.waiting.remove(request)
-        request.slot = heapq.heappop(self._free_slots)
-        self.running[request.request_id] = request
-        request.num_at_join = len(request.tokens)
+    def land(self, request: Request, allocation: Allocation, now: float) -> None:
+        """Give a request WAITING_FOR_KV the blocks of `allocation`, which another engine's contents are written to."""
         request.start_from(self.kv.allocate(request, allocation))
-        if self._may_receive(request) and request.num_computed < len(request.tokens) - 1:
-            request.transition(State.WAITING_FOR_KV)
+        self.landings.add(request)
+        if request.num_computed < len(request.tokens) - 1:
             self.await_kv(request, now)
         else:
-            self._need_no_kv(request)
-            request.transition(State.RUNNING)
-        self.policy.admitted(request, now)
-        self.events.append(Admitted(now, request.request_id, request.slot, step, request.num_computed))
-
-    def _may_receive(self, request: Request) -> bool:
-        """True before a request asks another engine for its blocks, which it does once."""
-        return request.kv is not None and not request.kv.sends and request.state is State.WAITING
-
-    def _need_no_kv(self, request: Request) -> None:
-        """Remember that a request which has not asked will not."""
-        if self._may_receive(request):
             self.unwanted.append(request)
+            self.arrived(request, now)
 
     def await_kv(self, request: Request, now: float) -> None:
         """Wait for the next blocks of a request from now on."""
         assert request.kv is not None
         request.kv_until = now + request.kv.timeout
+
+    def arrived(self, request: Request, now: float) -> None:
+        """Enqueue a request WAITING_FOR_KV: it computes what has not arrived."""
+        self.incoming.remove(request)
+        request.transition(State.WAITING)
+        self._enqueue(request, now)
+
+    def reclaim(
+        self, lacking: Callable[[], int], kept: Collection[int], landed: Collection[Request], now: float,
+    ) -> bool:
+        """Release blocks that no running request holds, until `lacking` returns less than 1.
+
+        Pins go first, the oldest before the others; then requests of `landed` lose their blocks, and compute their
+        prompts.  Returns whether there is enough; else nothing changes.
+
+        Args:
+            kept: blocks that are of no use when they are released.
+        """
+        if lacking() <= 0:
+            return True
+        holders = [*self.kv.pinned.holders, *[request.blocks for request in landed]]
+        dropped = Counter(block for blocks in holders for block in blocks if block not in kept)
+        if self.kv.pool.num_freed(dropped) < lacking():
+            return False
+        left = list(landed)
+        while lacking() > 0:
+            if self.kv.pinned:
+                self.kv.pinned.unpin_oldest()
+                continue
+            victim = self.landings.victim(left)
+            left.remove(victim)
+            self._lose_blocks(victim)
+            if victim.state is State.WAITING_FOR_KV:
+                self.arrived(victim, now)
+        return True
+
+    def _lose_blocks(self, request: Request) -> None:
+        """A request without a slot releases the blocks in which it has landed."""
+        self.landings.remove(request)
+        self.kv.release(request)
+        request.num_received = 0
+        request.start_from(0)
+
+    def admit(self, request: Request, allocation: Allocation, step: int, now: float) -> None:
+        """Give a waiting request a slot and the blocks of `allocation`; cached tokens count as computed."""
+        self.waiting.remove(request)
+        if request.request_id in self.landings:
+            self.landings.remove(request)
+        request.slot = heapq.heappop(self._free_slots)
+        self.running[request.request_id] = request
+        request.num_at_join = len(request.tokens)
+        request.start_from(self.kv.allocate(request, allocation))
+        request.transition(State.RUNNING)
+        self.policy.admitted(request, now)
+        cached = request.num_computed - request.num_received
+        self.events.append(Admitted(now, request.request_id, request.slot, step, cached))
 
     def preempt(self, request: Request, step: int, now: float) -> None:
         """Release slot and blocks, and requeue; known tokens are kept, and so are those of a step in flight."""
@@ -127,6 +175,7 @@ class RequestTable:
         self._release(request)
         request.transition(State.PREEMPTED)
         request.epoch += 1
+        request.num_received = 0
         request.start_from(0)
         self.policy.preempted(request, now)
         self._enqueue(request, now)
@@ -139,8 +188,7 @@ class RequestTable:
                 self.kv.pin(request, request.kv, now)
             self._release(request)
         else:
-            self._need_no_kv(request)
-            self.waiting.remove(request)
+            self._leave_queue(request)
         self.held_outputs.drop(request.request_id)
         request.transition(State.FINISHED)
         request.reason = reason
@@ -152,8 +200,7 @@ class RequestTable:
     def reject(self, request: Request, objection: str, now: float) -> None:
         """Reject a waiting request that turns out never to be able to run."""
         self.policy.finished(request, "rejected", now)
-        self._need_no_kv(request)
-        self.waiting.remove(request)
+        self._leave_queue(request)
         request.transition(State.REJECTED)
         request.reason = objection
         del self.unfinished[request.request_id]
@@ -182,7 +229,7 @@ class RequestTable:
     def set_policy(self, policy: Policy, now: float) -> None:
         """Replace the policy, and requeue all waiting requests by it."""
         self.policy = policy
-        self.waiting = WaitingQueue(policy.lane_key)
+        self.waiting, self.incoming = WaitingQueue(policy.lane_key), WaitingQueue(policy.lane_key)
         for request in self.unfinished.values():
             policy.arrived(request, now)
             if request.holds_slot:
@@ -192,16 +239,28 @@ class RequestTable:
 
     def requeue(self, request: Request, now: float) -> None:
         """Re-insert a waiting request by its key as of `now`."""
-        self.waiting.remove(request)
+        self._queue_of(request).remove(request)
         self._enqueue(request, now)
+
+    def _queue_of(self, request: Request) -> WaitingQueue:
+        return self.incoming if request.state is State.WAITING_FOR_KV else self.waiting
 
     def _enqueue(self, request: Request, now: float) -> None:
         policy = self.policy
         moment = policy.patience(request, now)
-        if request.state is State.WAITING:
+        if request.state is not State.PREEMPTED:
             moment = min(moment, request.deadline)
-        lane = Lane(request.slo.tier, policy.lane(request))
-        self.waiting.add(request, lane, policy.waiting_key(request, now), moment)
+        group = request.slo.tenant if request.state is State.WAITING_FOR_KV else request.slo.tier
+        lane = Lane(group, policy.lane(request))
+        self._queue_of(request).add(request, lane, policy.waiting_key(request, now), moment)
+
+    def _leave_queue(self, request: Request) -> None:
+        """A request without a slot is about to end."""
+        self._queue_of(request).remove(request)
+        if request.request_id in self.landings:
+            self._lose_blocks(request)
+        elif request.state is State.WAITING_FOR_KV:
+            self.unwanted.append(request)  # it has not asked, and will not
 
     def _release(self, request: Request) -> None:
         """Release slot and blocks.  The next plan may reuse them, because executors run plans in order."""

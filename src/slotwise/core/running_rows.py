@@ -16,7 +16,7 @@ from slotwise.core.limits import SchedulerLimits
 from slotwise.core.micro_batches import MicroBatches
 from slotwise.core.plan_builder import PlanBuilder
 from slotwise.core.preemption import Preemption
-from slotwise.core.reasons import ENDING, TIME_BUDGET, VERIFYING, WAITING_FOR_KV
+from slotwise.core.reasons import ENDING, TIME_BUDGET, VERIFYING
 from slotwise.core.request import Request, State
 from slotwise.core.request_table import RequestTable
 from slotwise.core.step import RowKind
@@ -75,9 +75,6 @@ class RunningRows:
         drafts = self._drafting.proposer is not None
         rows = iter(running)
         for request in rows:  # `length_hint(rows)`: those behind this one
-            if request.state is State.WAITING_FOR_KV:
-                builder.refuse(request, WAITING_FOR_KV)
-                continue
             if builder.preempted and request.state is not State.RUNNING:
                 continue  # preempted in this plan, for a row before it
             num_known = len(request.tokens) + request.pending

@@ -6,14 +6,15 @@
 
 A step is scheduled in this order:
 
- 1. Waiting requests past their deadline end; requests whose rank changes with the clock are requeued.
+ 1. Waiting requests past their deadline end; requests whose rank changes with the clock are requeued.  Requests whose
+    prompts another engine computes get blocks for them (`core/kv_transfers.py`).
  2. Where the policy allows it, waiting requests preempt running ones (`core/preemption.py`).
  3. A running row gets one token, or a prefill chunk (`core/running_rows.py`).  If blocks run out, `Preemption.victim`
     chooses among the rows not yet planned: of those that the policy ranks last (at most half of them) the one with the
     fewest computed tokens.  A running request without a token is in `refused`, with a reason: its last token is in
     flight (ENDING), its drafts are (VERIFYING), it is in another step (MICRO_BATCH), a budget is spent (TOKEN_BUDGET,
-    SHORT_STEP, TIME_BUDGET), it pauses for a prompt (FIRST_TOKEN), its blocks have not arrived (WAITING_FOR_KV), or the
-    discipline starts prompts alone (PROMPTS_ALONE).
+    SHORT_STEP, TIME_BUDGET), it pauses for a prompt (FIRST_TOKEN), or the discipline starts prompts alone
+    (PROMPTS_ALONE).
  4. Waiting requests are admitted from the head of the queue (`core/waiting_requests.py`) while `core/admission.py`
     finds no reason against it.
 
@@ -199,6 +200,7 @@ class Scheduler:
         self.transfers.expire(now)
         builder = PlanBuilder(
             self._steps, now, self._discipline.budget(self.limits), self._chunking.time_budget())
+        self.transfers.land(self._admission, now)
         if self._table.policy.may_preempt and not self._discipline.leaves_together:
             self._preemption.preempt_outranked(self._admission, builder)
         if self._discipline.prompts_alone:
@@ -209,6 +211,7 @@ class Scheduler:
         else:
             self._running.schedule(builder)
             self._waiting.schedule(builder)
+        self.transfers.refuse(builder)
         self._drafting.add(builder)
         if builder.new_requests:  # in other steps all rows of a padded batch have one token
             builder.padding = self._discipline.padding(builder.counts)
@@ -222,9 +225,10 @@ class Scheduler:
     def _expire(self, now: float) -> None:
         """Finish waiting requests past their deadline or shed by the policy; requeue the others that are due."""
         policy = self._table.policy
-        for request in list(self._table.waiting.due(now)):
-            if request.state is State.WAITING and request.deadline <= now:
-                waited = f"no slot came free in {now - request.arrived_at:.1f} s, and it was to wait no longer"
+        for request in [*self._table.waiting.due(now), *self._table.incoming.due(now)]:
+            if request.state is not State.PREEMPTED and request.deadline <= now:
+                what = "its prompt did not arrive" if request.state is State.WAITING_FOR_KV else "no slot came free"
+                waited = f"{what} in {now - request.arrived_at:.1f} s, and it was to wait no longer"
                 self._commits.end(request, "timeout", now, waited)
             elif why := policy.overdue(request, now):
                 self._commits.end(request, "shed", now, why)
@@ -256,7 +260,7 @@ class Scheduler:
     def decode_run(self, now: float) -> DecodeRun | None:
         """Returns the steps from `now` on in which there is nothing to decide; None: the next step is none of them."""
         table, policy = self._table, self._table.policy
-        if (not table.running or self._in_flight or self._drafting.proposer or table.kv.is_windowed
+        if (not table.running or table.incoming or self._in_flight or self._drafting.proposer or table.kv.is_windowed
                 or table.held_outputs or self._discipline.leaves_together or policy.isolates_prefill
                 or self.limits.stages > 1
                 or self._discipline.budget(self.limits) < len(table.running)

@@ -26,7 +26,7 @@ Entry = tuple[Key, int, Request]
 class Lane(NamedTuple):
     """A sub-queue: requests whose relative order is fixed by their keys."""
 
-    tier: str
+    group: str  # its tier, or its tenant while it waits for another engine
     name: str  # from Policy.lane
 
 
@@ -131,7 +131,7 @@ class Walk:
         if self._shown is not None:
             self._step_past(self._shown)
         while self._heads and (head := self._head(self._heads[0][3])) != self._heads[0]:
-            heapreplace(self._heads, head)  # an admission from another tier's lane of this name changed the key
+            heapreplace(self._heads, head)  # an admission from another group's lane of this name changed the key
         if not self._heads:
             self._shown = None
             return None
@@ -150,8 +150,8 @@ class Walk:
         else:
             heappop(self._heads)
 
-    def close_tier(self, tier: str) -> None:
-        """Skip all further requests of `tier`."""
+    def close(self, group: str) -> None:
+        """Skip all further requests of `group`."""
         self._shown = None
-        self._heads = [head for head in self._heads if head[3].tier != tier]
+        self._heads = [head for head in self._heads if head[3].group != group]
         heapify(self._heads)

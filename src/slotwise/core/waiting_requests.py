@@ -12,8 +12,8 @@ from slotwise.core.interfaces import Discipline
 from slotwise.core.kv_manager import Allocation
 from slotwise.core.plan_builder import PlanBuilder
 from slotwise.core.prefill_isolation import goes_before
-from slotwise.core.reasons import GRAMMAR_COMPILING, NO_ADAPTER_SLOT, NO_BLOCKS, TIER_CAP, WAITING_FOR_KV
-from slotwise.core.request import Request, State
+from slotwise.core.reasons import GRAMMAR_COMPILING, NO_ADAPTER_SLOT, NO_BLOCKS, TIER_CAP
+from slotwise.core.request import Request
 from slotwise.core.request_table import RequestTable
 from slotwise.core.running_rows import RunningRows
 from slotwise.core.step import NewRequest, RowKind, Stop
@@ -69,7 +69,7 @@ class WaitingRequests:
                     continue
                 break
             if decision == TIER_CAP:
-                queue.close_tier(request.slo.tier)
+                queue.close(request.slo.tier)
                 continue
             examined.append(request)
             if decision != NO_BLOCKS or builder.is_pressed or len(examined) > MAX_LOOK:
@@ -85,9 +85,6 @@ class WaitingRequests:
             request.request_id, request.slot, tuple(request.tokens), request.num_prompt, request.params, request.seed,
             tuple(sorted(request.stop_ids)), request.output, request.pooling, request.adapter))
         builder.new_blocks += self._table.kv.allocated(request)
-        if request.state is State.WAITING_FOR_KV:
-            builder.refuse(request, WAITING_FOR_KV)
-            return
         count = self._chunking.first_chunk(request, builder)
         builder.add_row(request, request.num_scheduled, count, RowKind.PREFILL)
 

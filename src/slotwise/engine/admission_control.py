@@ -6,7 +6,7 @@
 
 By Little's law (1961) the last request of a queue that drains at `r` requests a second waits `waiting / r` seconds.
 The bound is `r` times the longest acceptable wait, so it is measured and follows the engine's speed.  Tenants share
-the capacity of each bound (`engine.tenant_capacity`): a flood of one is refused while others still have capacity.
+the capacity of each bound (`core.tenant_capacity`): a flood of one is refused while others still have capacity.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import NamedTuple
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.request import NO_SLO
 from slotwise.core.slo import SLO
+from slotwise.core.tenant_capacity import TenantCapacity
 from slotwise.engine.client import MAX_LIVE
 from slotwise.engine.messages import Add, Command, EngineInfo, StepRecord
 from slotwise.engine.observer import Observer
-from slotwise.engine.tenant_capacity import TenantCapacity
 
 PATIENCE = 60.0  # seconds within which the last request of the queue is expected to start
 MEMORY = 30.0  # seconds of queueing after which a measurement counts for 1/e

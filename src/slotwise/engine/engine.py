@@ -212,7 +212,7 @@ class Engine:
     def _reopens_at(self, plan: StepPlan) -> float:
         """Returns until when there is no work after a plan without rows, in seconds; 0: that is not known."""
         transfers = self._scheduler.transfers
-        if plan.stop is None and not (transfers.is_active and (transfers.all_wait or not self._scheduler.num_running)):
+        if plan.stop is None and (self._scheduler.num_running or not transfers.is_active):
             return 0.0
         return min(plan.stop.reopens_at if plan.stop else float("inf"), transfers.next_moment)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from slotwise.engine.tenant_capacity import TenantCapacity
+from slotwise.core.tenant_capacity import TenantCapacity
 
 MAX_UNSENT = 64 << 20  # bytes; a reserve and the last request accepted may exceed it
 

@@ -29,10 +29,10 @@ CHOICES = (1, 2, 5, 10, 20, 50, 100)
 WAITS = (
     STEP_UNDER_WAY, reasons.NO_SLOT, reasons.NO_BLOCKS, reasons.TOKEN_BUDGET, reasons.SHORT_STEP, reasons.TIME_BUDGET,
     reasons.TIER_CAP, reasons.FIRST_TOKEN, reasons.BATCH_RUNNING, reasons.WINDOW_OPEN, reasons.ONE_AT_A_TIME,
-    reasons.GRAMMAR_COMPILING, reasons.NO_ADAPTER_SLOT)
+    reasons.GRAMMAR_COMPILING, reasons.NO_ADAPTER_SLOT, reasons.WAITING_FOR_KV)
 STALLS = (
     reasons.TOKEN_BUDGET, reasons.SHORT_STEP, reasons.TIME_BUDGET, reasons.FIRST_TOKEN,
-    reasons.ENDING, reasons.VERIFYING, reasons.MICRO_BATCH, reasons.PROMPTS_ALONE, reasons.WAITING_FOR_KV)
+    reasons.ENDING, reasons.VERIFYING, reasons.MICRO_BATCH, reasons.PROMPTS_ALONE)
 FINISHED = ("stop", "length", "abort", "timeout", "shed", "error")
 
 HISTOGRAMS = {
@@ -119,7 +119,7 @@ LABELLED = {
 GAUGES = {
     "num_requests_running": "Requests with a slot.",
     "num_requests_waiting": "Requests that wait for a slot, preempted ones included.",
-    "num_requests_waiting_for_kv": "Requests with a slot whose prompts come from another engine and have not arrived.",
+    "num_requests_waiting_for_kv": "Requests whose prompts another engine computes, and that have not arrived.",
     "kv_pinned_blocks": "Blocks of ended requests that another engine still reads.",
     "kv_cache_usage_perc": "Share of cache blocks that requests reference, from 0 to 1.",
     "max_num_seqs": "Slots in use.",

@@ -2,7 +2,7 @@
 
 A body counts from the moment its length is known, or as it arrives, until its prompts are token ids; once it is read,
 so do the values it is decoded to, which may take twenty times its bytes.  The bound is shared by tenants, or by client
-addresses where there are no keys (see engine.tenant_capacity).  Small bodies do not count: the number of connections
+addresses where there are no keys (see core.tenant_capacity).  Small bodies do not count: the number of connections
 bounds them.
 
 A body may be packed with gzip.  Packed and unpacked it has the same bound, and both count: what it unpacks to is known
@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 
-from slotwise.engine.tenant_capacity import TenantCapacity
+from slotwise.core.tenant_capacity import TenantCapacity
 from slotwise.server.body_precheck import MAX_VALUES
 from slotwise.server.errors import ApiError, bad_request
 from slotwise.server.http_exchange import STEP, HttpExchange, too_large

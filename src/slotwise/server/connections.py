@@ -15,7 +15,7 @@ import resource
 from ipaddress import IPv6Address, ip_address
 from typing import Protocol
 
-from slotwise.engine.tenant_capacity import TenantCapacity
+from slotwise.core.tenant_capacity import TenantCapacity
 from slotwise.server.throttled_warning import ThrottledWarning
 
 ALWAYS = ("/health", "/ping", "/metrics")  # paths answered on connections of the reserve

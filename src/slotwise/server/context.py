@@ -10,11 +10,11 @@ from http import HTTPStatus
 from typing import NamedTuple
 
 from slotwise.core.slo import SLO
+from slotwise.core.tenant_capacity import TenantCapacity
 from slotwise.engine.admission_control import AdmissionControl
 from slotwise.engine.client import EngineClient
 from slotwise.engine.refusals import QUEUE_FULL, Refused
 from slotwise.engine.sleep import Sleep
-from slotwise.engine.tenant_capacity import TenantCapacity
 from slotwise.observe.batched_observer import BatchedObserver
 from slotwise.observe.metrics import Metrics
 from slotwise.observe.prefix_index import PrefixIndex

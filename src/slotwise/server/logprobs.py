@@ -17,7 +17,7 @@ import msgspec
 
 from slotwise.core.params import SamplingParams
 from slotwise.core.step import TokenLogprobs
-from slotwise.engine.tenant_capacity import TenantCapacity
+from slotwise.core.tenant_capacity import TenantCapacity
 from slotwise.server.choice import Delta
 from slotwise.server.errors import ApiError, bad_request
 

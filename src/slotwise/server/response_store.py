@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass
 
-from slotwise.engine.tenant_capacity import TenantCapacity
+from slotwise.core.tenant_capacity import TenantCapacity
 
 MAX_BYTES = 64 << 20
 MAX_ENTRIES = 4096

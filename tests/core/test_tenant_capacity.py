@@ -7,7 +7,7 @@ from fractions import Fraction
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slotwise.engine.tenant_capacity import SHARE, TenantCapacity, reserve_of
+from slotwise.core.tenant_capacity import SHARE, TenantCapacity, reserve_of
 
 TENANTS = st.sampled_from("abcdefgh")
 MOVES = st.lists(st.tuples(TENANTS, st.integers(-9, 9)), max_size=200)

@@ -19,14 +19,14 @@ from typing import Any
 
 import aiohttp
 from benchmarks.reliability import clients, ledger
-from benchmarks.reliability.clients import Answer, HealthWatch, ask
+from benchmarks.reliability.clients import Answer, ask
 from benchmarks.reliability.family import command
 from benchmarks.reliability.server import Server, children, serving
 
 CLIENTS = 8
 KINDS = 12  # of requests
 OF_A_SERVER = 4  # faults: the supervisor pauses 1, 2, 4 and 8 seconds
-HUNG = 10.0  # seconds that a stream may go on after its rank is lost
+HUNG = 10.0  # seconds that a stream may go on after its rank is lost, or after the last fault
 BACK = 120.0  # seconds within which service must be back
 FROZEN = 0.2  # share of faults that freeze a rank in place of killing it
 RETRY = 0.05  # seconds until a client that was refused asks again
@@ -34,8 +34,10 @@ RETRY = 0.05  # seconds until a client that was refused asks again
 
 @dataclass
 class Seen:
-    """What happened to all requests, and how long service was away."""
+    """What happened to all requests, and how long service was away; its limits are in seconds."""
 
+    hangs_after: float = HUNG
+    gone_after: float = BACK
     faults: Counter[str] = field(default_factory=Counter)
     fates: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
@@ -50,7 +52,7 @@ class Seen:
 
         return {"faults": dict(self.faults), "streams": dict(self.fates), "hung": self.hung, "doubled": self.doubled,
                 "lost": self.fates[ledger.LOST], "errors": dict(self.errors), "seconds_until_told": summary(self.told),
-                "seconds_until_back": summary(self.back), "not_back": sum(one >= BACK for one in self.back)}
+                "seconds_until_back": summary(self.back), "not_back": sum(one >= self.gone_after for one in self.back)}
 
 
 def bodies(rng: random.Random) -> list[dict[str, Any]]:
@@ -59,9 +61,10 @@ def bodies(rng: random.Random) -> list[dict[str, Any]]:
              "max_tokens": rng.randint(16, 400), "ignore_eos": True} for _ in range(KINDS)]
 
 
-def faults(times: int, width: int, stages: int, seed: int = 1) -> dict[str, Any]:
+def faults(times: int, width: int, stages: int, seed: int = 1, hangs_after: float = HUNG,
+           gone_after: float = BACK) -> dict[str, Any]:
     """What `times` faults did, on servers of `stages` stages of `width` ranks."""
-    rng, seen = random.Random(seed), Seen()
+    rng, seen = random.Random(seed), Seen(hangs_after, gone_after)
     while times > 0:
         with serving("--dtype", "float32", "--tensor-parallel-size", str(width), "--pipeline-parallel-size",
                      str(stages)) as server:
@@ -71,7 +74,7 @@ def faults(times: int, width: int, stages: int, seed: int = 1) -> dict[str, Any]
 
 
 async def _disturb(server: Server, times: int, rng: random.Random, seen: Seen) -> None:
-    async with clients.session() as http, HealthWatch(http, server).watching() as watch:
+    async with clients.session() as http:
         asked = bodies(rng)
         expected = [(await ask(http, server, body)).text for body in asked]
         answers: list[tuple[int, Answer]] = []
@@ -81,10 +84,11 @@ async def _disturb(server: Server, times: int, rng: random.Random, seen: Seen) -
         struck = []
         for _ in range(times):
             await asyncio.sleep(rng.uniform(0.3, 3.0))
-            struck.append(_strike(server, rng, seen))
-            seen.back.append(await _back(http, server, asked[0], watch, struck[-1]))
+            engine = server.engine_pid
+            struck.append(_strike(engine, rng, seen))
+            seen.back.append(await _back(http, server, asked[0], engine, struck[-1], seen.gone_after))
         enough.set()
-        _, endless = await asyncio.wait(load, timeout=HUNG)
+        _, endless = await asyncio.wait(load, timeout=seen.hangs_after)
         seen.hung += len(endless)
         for task in endless:
             task.cancel()
@@ -104,9 +108,8 @@ async def _stream(http: aiohttp.ClientSession, server: Server, asked: list[dict[
             answers.append((kind, answer))
 
 
-def _strike(server: Server, rng: random.Random, seen: Seen) -> float:
+def _strike(engine: int, rng: random.Random, seen: Seen) -> float:
     """Kills or freezes a rank; returns when.  Rank 0 is the engine process, and starts the others in order."""
-    engine = server.engine_pid
     ranks = [engine, *(pid for pid in sorted(children(engine)) if "rank_worker" in command(pid))]
     rank = rng.randrange(len(ranks))
     sent = signal.SIGSTOP if rank and rng.random() < FROZEN else signal.SIGKILL
@@ -115,17 +118,14 @@ def _strike(server: Server, rng: random.Random, seen: Seen) -> float:
     return time.perf_counter()
 
 
-async def _back(http: aiohttp.ClientSession, server: Server, body: dict[str, Any], watch: HealthWatch,
-                struck: float) -> float:
-    """Seconds until health was bad and good again, and a request was served."""
-    down = await watch.until(503, struck, BACK)
-    if down < BACK:
-        await watch.until(200, struck + down, BACK)
-    while time.perf_counter() - struck < BACK:
-        if (await ask(http, server, body)).fate == ledger.COMPLETED:
+async def _back(http: aiohttp.ClientSession, server: Server, body: dict[str, Any], lost: int, struck: float,
+                limit: float) -> float:
+    """Seconds until a request was served by another engine than the process `lost`."""
+    while time.perf_counter() - struck < limit:
+        if server.engine_pid not in (0, lost) and (await ask(http, server, body)).fate == ledger.COMPLETED:
             return time.perf_counter() - struck
         await asyncio.sleep(RETRY)
-    return BACK
+    return limit
 
 
 def judge(seen: Seen, answers: list[tuple[int, Answer]], expected: list[str], struck: list[float]) -> None:
@@ -138,5 +138,5 @@ def judge(seen: Seen, answers: list[tuple[int, Answer]], expected: list[str], st
             answer.text == expected[kind] if is_whole else expected[kind].startswith(answer.text))
     for moment in struck:
         ends = [answer.ended - moment for _, answer in answers if answer.sent < moment < answer.ended]
-        seen.hung += sum(end > HUNG for end in ends)
+        seen.hung += sum(end > seen.hangs_after for end in ends)
         seen.told += [max(ends)] if ends else []

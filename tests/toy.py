@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from random import Random
 
@@ -42,6 +43,16 @@ def alone(request: Request, limits: SchedulerLimits) -> list[int]:
         if tokens[-1] in request.stop_ids and len(tokens) - request.num_prompt >= request.params.min_tokens:
             break
     return tokens[request.num_prompt:]
+
+
+@contextlib.contextmanager
+def in_seed(seed: int) -> Iterator[None]:
+    """A failure says which seed it needs."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"with the seed {seed}")
+        raise
 
 
 def scheduler(

@@ -14,9 +14,7 @@ from math import inf
 from random import Random
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
-from toy import VOCAB, Driver, Guesses, alone, next_token, request
+from toy import VOCAB, Driver, Guesses, alone, in_seed, next_token, request
 
 from slotwise.batching.settings import Batching
 from slotwise.core.events import Admitted
@@ -25,7 +23,7 @@ from slotwise.core.params import POOLING_TYPES, PoolingParams
 from slotwise.core.slo import SLO, Tier
 from slotwise.policies.settings import Ordering
 
-EXAMPLES, OPERATIONS = 200, 500
+SEEDS, OPERATIONS = (7235, 327836540, *range(200)), 500  # first rows held when the budget or the discipline changed
 HOST_BLOCKS = (3, 40, 0)
 WINDOWS = ((0,), (0,), (0, 6), (7,), (0, 3, 11), (5, 0))  # of cache groups
 DISCIPLINES = (
@@ -119,7 +117,9 @@ class Life(Driver):
 @pytest.mark.slow
 def test_nothing_is_lost_and_nobody_gets_what_is_not_theirs():
     SEEN.clear()
-    many_lives()
+    for seed in SEEDS:
+        with in_seed(seed):
+            live(Random(seed), HOST_BLOCKS[seed % 3])
     total = sum(SEEN[name] for name in ("arrive", "step", "abort", "jump", "switch", "order"))
     assert total >= 100_000
     for kind in ("hit", "save", "load", "preempted", "length", "stop", "abort", "timeout", "shed", "error", "rejected",
@@ -127,13 +127,8 @@ def test_nothing_is_lost_and_nobody_gets_what_is_not_theirs():
         assert SEEN[kind] >= 50, f"{kind} hardly ever happened: {SEEN}"
 
 
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None)
-@example(7235)  # rows held when the budget was lowered
-@example(327836540)  # a pooled row held when the discipline changed
-@given(st.integers(0, 2**64))
-def many_lives(seed: int) -> None:
-    draw = Random(seed)
-    life = Life(draw, drawn_limits(draw, HOST_BLOCKS[seed % 3]))
+def live(draw: Random, num_host_blocks: int) -> None:
+    life = Life(draw, drawn_limits(draw, num_host_blocks))
     for _ in range(OPERATIONS):
         life.operate()
     life.run()

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import leftovers
 import pytest
 from servers import Server, started
 from table import Table
@@ -31,6 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.update(SET | {name: os.path.join(home, name.lower()) for name in HOMES})
     for name in UNSET:
         os.environ.pop(name, None)
+    leftovers.guard()
     if path := config.getoption("--table"):
         config.pluginmanager.register(Table(path))
 

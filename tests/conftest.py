@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from types import ModuleType
 
+import leftovers
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -19,6 +20,7 @@ settings.load_profile("busy")
 def pytest_configure() -> None:
     """A shell that starts the tests in the background has Ctrl-C ignored, here and in every process started here."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    leftovers.guard()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -76,7 +76,6 @@ class Servers:
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    pytest.importorskip("transformers")
     root = tmp_path_factory.mktemp("servers")
     folder = scripted.write(root / "scripted", SCRIPTS, TEMPLATE, ["<think>", "</think>"])
     options = (str(folder), "--served-model-name", "scripted", "--dtype", "float32", "--reasoning-parser", "qwen3",

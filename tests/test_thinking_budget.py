@@ -31,7 +31,6 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory, log: Path) -> Iterator[Live]:
-    pytest.importorskip("transformers")
     folder = scripted.write(tmp_path_factory.mktemp("scripted"), {"#reason": f"<think>{THOUGHT}</think>\n\n{ANSWER}"},
                             TEMPLATE, ["<think>", "</think>"])
     with serving(str(folder), "--served-model-name", "scripted", "--dtype", "float32", "--reasoning-parser", "qwen3",

@@ -25,7 +25,6 @@ PERSON = {"type": "json_schema", "json_schema": {"name": "person", "schema": {
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    pytest.importorskip("transformers")
     folder = scripted.write(tmp_path_factory.mktemp("scripted"))
     with serving(str(folder), "--served-model-name", "scripted", "--dtype", "float32", "--reasoning-parser", "qwen3",
                  log=tmp_path_factory.mktemp("log") / "stderr") as started:
@@ -118,7 +117,6 @@ CALL = 'commentary to=functions.weather <|constrain|>json<|message|>{"city": "Pa
 
 
 def test_harmony_by_the_special_tokens_of_the_checkpoint(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
     folder = scripted.write(tmp_path / "model", {"#weather": f"<|channel|>{CALL}"}, special=HARMONY)
     with serving(str(folder), "--dtype", "float32", "--tool-call-parser", "openai", log=tmp_path / "log") as live:
         for fields in ({}, {"tool_choice": "required"}, {"tools": [STRICT]}):

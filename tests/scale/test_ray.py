@@ -1,24 +1,27 @@
-"""The application on Ray Serve, where Ray is installed: `pip install slotwise[ray]`."""
+"""The application on Ray Serve."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import leftovers
 import pytest
 from live_server import eventually
 
 from slotwise.scale.ray_settings import RaySettings
 
-URL = "http://127.0.0.1:8123"
 ASK = {"model": "slotwise-builtin", "prompt": "def add(a, b):", "max_tokens": 8, "temperature": 0}
 ARGUMENTS = "--max-num-seqs 4 --max-model-len 512 --dtype float32"
 
@@ -35,29 +38,44 @@ def test_settings_are_read_from_texts_and_refused_by_name() -> None:
 
 @pytest.fixture(scope="module")
 def application() -> Iterator[str]:
-    """Two replicas of the built-in model on a cluster of this process' own."""
-    ray = pytest.importorskip("ray")
+    """Two replicas of the built-in model on a cluster of this process' own, of which no process is left afterwards."""
+    before = set(leftovers.running(os.environ[leftovers.MARK]))
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # read when it is imported
+    import ray
     from ray import serve
 
     from slotwise.scale.ray_app import app
 
-    ray.init(num_cpus=4, include_dashboard=False, logging_level="warning")
-    serve.start(http_options={"host": "127.0.0.1", "port": 8123})
-    serve.run(app({"arguments": ARGUMENTS, "min_replicas": 2, "max_replicas": 2}))
-    yield URL
-    serve.shutdown()
-    ray.shutdown()
+    folder = tempfile.mkdtemp(prefix="ray-")  # a short one: paths of sockets may have 107 bytes
+    try:
+        ray.init("local", num_cpus=4, include_dashboard=False, logging_level="warning", object_store_memory=100 << 20,
+                 _temp_dir=folder)
+        port = free_port()
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        serve.run(app({"arguments": ARGUMENTS, "min_replicas": 2, "max_replicas": 2}))
+        yield f"http://127.0.0.1:{port}"
+        serve.shutdown()
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+    eventually(lambda: before.issuperset(leftovers.running(os.environ[leftovers.MARK])))
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return found.getsockname()[1]
 
 
 def servers() -> list[int]:
-    """Processes of replicas' servers, whose parents are actors of Ray."""
+    """Processes of this cluster's servers, whose parents are actors of Ray."""
     found = []
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, ValueError, IndexError):
+    for pid in leftovers.running(os.environ[leftovers.MARK]):
+        entry = Path(f"/proc/{pid}")
+        with contextlib.suppress(OSError, IndexError):
             if b"slotwise.cli.replica_main" in (entry / "cmdline").read_bytes():
                 parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
                 if b"ray::" in Path(f"/proc/{parent}/cmdline").read_bytes():
-                    found.append(int(entry.name))
+                    found.append(pid)
     return found
 
 

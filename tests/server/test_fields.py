@@ -48,11 +48,10 @@ def sent(server: Server, path: str, **fields: Any) -> Any:
 
 
 def test_the_lists_have_openais_own_parameters() -> None:
-    """Where its package is installed."""
-    params = pytest.importorskip("openai.types.chat.completion_create_params")
-    chat = params.CompletionCreateParamsNonStreaming
-    text = pytest.importorskip("openai.types.completion_create_params").CompletionCreateParamsNonStreaming
-    for path, kind in ((COMPLETIONS, text), (CHAT, chat)):
+    from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming as ChatParams
+    from openai.types.completion_create_params import CompletionCreateParamsNonStreaming as TextParams
+
+    for path, kind in ((COMPLETIONS, TextParams), (CHAT, ChatParams)):
         parameters = kind.__required_keys__ | kind.__optional_keys__
         assert len(parameters) > 15 and parameters <= set(names("openai", path))
 

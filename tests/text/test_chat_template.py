@@ -81,7 +81,8 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("opened", [True, False])
 def test_renders_as_transformers_does(folder: Path, name: str, conversation: str, opened: bool) -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **SPECIAL)
     messages = CONVERSATIONS[conversation]
     arguments = {"add_generation_prompt": opened, "enable_thinking": False}

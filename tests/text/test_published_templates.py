@@ -5,9 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("transformers")
-
 from published_templates import renderings, transformers_tokenizer
 
 from slotwise.server.parsers.registry import tool_parser_of

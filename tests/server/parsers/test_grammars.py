@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import llguidance
 import pytest
 
 from slotwise.server.parsers.grammar import Schemas, lark_of_regex
 from slotwise.server.parsers.parts import gathered
 from slotwise.server.parsers.registry import TOOL_PARSERS, OutputFormat
-
-llguidance = pytest.importorskip("llguidance")
 
 SPECIAL = ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>", "<|return|>",
            "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>"]

@@ -32,7 +32,7 @@ def extracted(ring: Ring, found: list[RequestTimeline], times: StepTimeModel) ->
     return CALLS["explain"](*msgspec.msgpack.decode(sent))
 
 
-@pytest.mark.parametrize(("capacity", "depth"), [(20_000, 0), (20_000, 1), (60_000, 1), (1 << 20, 0)])
+@pytest.mark.parametrize(("capacity", "depth"), [(60_000, 0), (60_000, 1), (180_000, 1), (4 << 20, 0)])
 def test_every_request_whose_steps_are_there_is_explained_as_by_the_whole_log(capacity: int, depth: int) -> None:
     play = Play(7, depth=depth).run(120, arriving=(0, 0, 0, 1, 1))
     times, ring = times_of(play.entries), Ring(capacity)
@@ -79,7 +79,7 @@ def request(number: int, name: str, salt: str) -> event_log.Request:
 
 
 def test_what_is_gone_from_the_ring_is_gone_from_the_index() -> None:
-    ring = Ring(20_000)
+    ring = Ring(80_000)
     for number in range(2000):
         entry = request(number, "x", "one")
         ring.append(entry, event_log.line_of(entry))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 from itertools import islice
 from pathlib import Path
@@ -77,12 +79,51 @@ def test_a_ring_is_bounded_and_tells_what_comes_before_each_of_its_lines(capacit
         assert ring.end == position + 1
     held = [line.data for line in ring.since(ring.first, 1 << 30).lines]
     assert list(event_log.read(held)) == ENTRIES[ring.first :]
-    assert len(held) == 1 or sum(map(len, held)) <= capacity
+    cost = sum(line.cost for line in ring.since(ring.first, 1 << 30).lines)
+    assert sum(map(len, held)) < cost and (len(held) == 1 or cost <= capacity)
     latest = ring.latest(most)
-    assert ring.first <= latest <= ring.end and (most < sum(map(len, held)) or latest == ring.first)
+    assert ring.first <= latest <= ring.end and (most < cost or latest == ring.first)
     for position in (ring.first, latest):
         assert ring.preface(position) == known(ENTRIES[:position])
     assert ring.unfinished() == known(ENTRIES) == known(remembered(ring))
+
+
+FLOOD = """
+from pathlib import Path
+from slotwise.core.params import SamplingParams
+from slotwise.engine.messages import Add, Finish, RowEnd, StepRecord
+from slotwise.observe.recorder import Recorder
+from slotwise.observe.ring import Ring
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+recorder, sizes, time = Recorder(Ring(CAPACITY)), [], 10**15
+for number in range(60_000):
+    if number % 10_000 == 0:
+        sizes.append(resident())
+    if FLOOD == "refused":
+        recorder.refused("queue_full")
+        continue
+    name, params = f"cmpl-{number:032d}-0", SamplingParams(temperature=0.2, max_tokens=2000)
+    recorder.commanded(Add(name, [1] * 8, params, seed=number << 30, received_ns=time, read_ns=time), time)
+    recorder.commanded(Finish(name, "abort"), time)
+    recorder.stepped(StepRecord(
+        number, time, time, taken=(time, time), ended=(RowEnd(name, "abort", 0),)))
+print(*sizes, resident())
+"""
+
+
+@pytest.mark.parametrize("flood", ["refused", "queued and cut"])
+def test_a_flood_of_requests_takes_the_memory_that_the_ring_may_take(flood: str) -> None:
+    """Measured in a process of its own; the ids of ended requests take a few megabytes, too."""
+    capacity = 4 << 20
+    done = subprocess.run(
+        [sys.executable, "-c", FLOOD.replace("CAPACITY", str(capacity)).replace("FLOOD", repr(flood))],
+        capture_output=True, text=True, check=True, timeout=120)
+    sizes = [*map(int, done.stdout.split())]
+    assert sizes[-1] - sizes[0] < 3 * capacity, "all of it"
+    assert sizes[-1] - sizes[-3] < capacity, "a plateau"
 
 
 @given(capacity=st.integers(1500, 12_000), turns=st.lists(st.integers(0, 40), min_size=1), most=st.integers(1, 20))

@@ -268,8 +268,12 @@ encode, encode_lines = _encoder.encode, _encoder.encode_lines
 
 
 def line_of(entry: Entry) -> bytes:
-    """Returns the line of an entry, with its line end."""
-    return encode_lines([entry])  # msgspec 0.22 never frees the iterator of any other sequence
+    """Returns the line of an entry, with its line end, in memory of its own size.
+
+    The encoder's buffer of a kilobyte is shrunk where it lies, so a short line that is kept as it was encoded leaves a
+    hole behind it that no later buffer fits into.
+    """
+    return bytes(memoryview(encode_lines([entry])))  # msgspec 0.22 frees the iterator of no sequence but a list
 
 
 def decode(line: bytes | str) -> Entry:

@@ -4,6 +4,9 @@ An entry is encoded once, for the file and all readers.  As bytes it takes a fra
 its objects is reused at once: if entries were kept as objects, each new one would start in memory that has not been in
 a processor cache for minutes.
 
+What is bounded is the memory that lines take, and not their bytes alone: most of a short line is its objects', and a
+request's timeline takes several times as much as its line.
+
 Lines have positions, counted from the first line ever.  Each reader holds its own position, and the ring never waits
 for it: a slow reader gets the number of lines it missed.
 """
@@ -22,7 +25,9 @@ from slotwise.observe.fold import Changes, Timelines
 from slotwise.observe.index import Index
 from slotwise.observe.request_timeline import RequestTimeline
 
-CAPACITY = 16 << 20  # bytes; about ten minutes of steps of eight rows that take 10 ms each
+CAPACITY = 24 << 20  # bytes; about ten minutes of steps of eight rows that take 10 ms each
+OVERHEAD = 104  # bytes of a line's objects, beside those of its text
+TIMELINE = 4  # bytes of a request's timeline and its places in the index, for each byte of its line
 
 PIECE = 500  # lines; read and sent within a small part of a step
 
@@ -36,6 +41,11 @@ class Line(NamedTuple):
 
     data: bytes
     kind: type[Entry]
+
+    @property
+    def cost(self) -> int:
+        """Bytes of memory that it takes, about."""
+        return OVERHEAD + len(self.data) * (1 + TIMELINE * (self.kind is Request))
 
 
 class Batch(NamedTuple):
@@ -53,12 +63,12 @@ class Extract(NamedTuple):
 
 
 class Ring:
-    """Holds at most `capacity` bytes of lines, or a single line."""
+    """Holds lines that take at most `capacity` bytes of memory, or a single one."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._capacity = capacity
         self._lines: deque[Line] = deque()
-        self._size = 0  # bytes
+        self._size = 0  # bytes of memory
         self._end = 0  # position behind the last
         self._runs: deque[tuple[int, Run]] = deque()  # the run in force from a position on, with its settings
         self._index = Index()
@@ -86,8 +96,8 @@ class Ring:
         elif isinstance(entry, Step) and entry.configured is not None and self._runs:
             run = msgspec.structs.replace(self._runs[-1][1], scheduling=entry.configured)
             self._runs.append((self._end, run))
-        self._lines.append(Line(data, type(entry)))
-        self._size += len(data)
+        self._lines.append(line := Line(data, type(entry)))
+        self._size += line.cost
         self._end += 1
         if self._size > self._capacity and len(self._lines) > 1:
             self._shrink()
@@ -95,7 +105,7 @@ class Ring:
 
     def _shrink(self) -> None:
         while self._size > self._capacity and len(self._lines) > 1:
-            self._size -= len(self._lines.popleft().data)
+            self._size -= self._lines.popleft().cost
         self._index.drop_before(self.first)
         while len(self._runs) > 1 and self._runs[1][0] < self.first:
             self._runs.popleft()
@@ -105,7 +115,7 @@ class Ring:
         return self._known_at(position, self._index.unended_before(position))
 
     def latest(self, most: int) -> int:
-        """Returns the position of the first of the latest lines, of about `most` bytes."""
+        """Returns the position of the first of the latest lines, which take about `most` bytes here."""
         share = min(1.0, most / self._size) if self._size else 1.0
         return self._end - round(share * len(self._lines))
 

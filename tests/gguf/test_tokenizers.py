@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,8 @@ from gguf_files import add_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotwise.gguf.metadata import Metadata
 from slotwise.gguf.model import open_model
-from slotwise.gguf.special_tokens import end_token_ids
+from slotwise.gguf.special_tokens import find_special_tokens
 from slotwise.text.chat_source import find_chat_template, find_tool_template
 from slotwise.text.gguf_splits import SPLITS
 from slotwise.text.tokenizer import Tokenizer, TokenizerError
@@ -104,17 +104,56 @@ def test_named_templates(tmp_path: Path) -> None:
     assert find_chat_template(vocabulary(tmp_path / "none.gguf")) is None
 
 
-def test_end_tokens_are_those_named_and_those_known(tmp_path: Path) -> None:
+HARMONY = ["<|return|>", "<|call|>", "<|end|>", "<|start|>", "<|channel|>", "<|endoftext|>"]
+
+
+@pytest.mark.parametrize(("tokens", "named", "ends"), [
+    (["a", "<|eot_id|>", "<|im_end|>", "</s>", "<|end|>"], {"eos": 3, "eot": 77}, ["</s>", "<|eot_id|>", "<|im_end|>",
+                                                                               "<|end|>"]),  # 77: none of them
+    (HARMONY, {"eos": 0}, ["<|return|>", "<|endoftext|>", "<|call|>"]),
+    (HARMONY[1:], {"eos": 4}, ["<|endoftext|>", "<|call|>", "<|end|>"]),  # as of other models
+    (["<|flush|>", "<|calls|>", "<|end|>"], {}, ["<|flush|>", "<|calls|>"]),
+    (["</s>", "<eos>", "<|tool_response>", "<turn|>"], {"eos": 1}, ["<eos>", "<|tool_response>", "<turn|>"]),
+    (["</s>", "<|plamo:eos|>"], {"eos": 1}, ["<|plamo:eos|>"]),
+    (["x", "</s>", "y"], {"eos": 0, "eom": 2}, ["x", "y", "</s>"]),
+    (["<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|fim_middle|>"], {}, [
+        "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"]),
+    (["<|fim_pad|>", "other"], {"fim_pad": 1}, ["other"]),
+])
+def test_end_tokens_are_those_of_llamacpp(tokens: list[str], named: dict[str, int], ends: list[str],
+                                          tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "ends.gguf", "llama")
-    writer.add_token_list(["a", "<|eot_id|>", "<|im_end|>", "</s>", "<|end|>"])
-    writer.add_token_types([1, 3, 1, 3, 3])  # <|im_end|> is an ordinary word here
-    writer.add_eos_token_id(3)
-    writer.add_eot_token_id(77)  # outside the vocabulary
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * len(tokens))  # ordinary words, by mistake
+    for role, token in named.items():
+        writer.add_uint32(f"tokenizer.ggml.{role}_token_id", token)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    metadata: Metadata = open_model(tmp_path / "ends.gguf").metadata
-    assert end_token_ids(metadata) == [3, 1, 4]
+    found = find_special_tokens(open_model(tmp_path / "ends.gguf").metadata, tokens)
+    assert sorted(tokens[token] for token in found.ends) == sorted(ends)
+    assert [tokens[token] for token in found.ends][:1] == ([tokens[named["eos"]]] if "eos" in named else ends[:1])
+
+
+def test_a_token_that_ends_a_text_is_special_whatever_its_type_says(folder: Path, tmp_path: Path) -> None:
+    """`<|im_end|>`, typed as an ordinary word, is one token of a prompt and hidden in an answer."""
+    description = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = description["model"]["vocab"]
+    last = max(vocabulary, key=vocabulary.__getitem__)
+    vocabulary["<|im_end|>"] = vocabulary.pop(last)
+    description["model"]["merges"] = [merge for merge in description["model"]["merges"] if "".join(merge) != last]
+    made = tmp_path / "folder"
+    made.mkdir()
+    (made / "tokenizer.json").write_text(json.dumps(description))
+    (made / "tokenizer_config.json").write_bytes((folder / "tokenizer_config.json").read_bytes())
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
+    add_tokenizer(writer, made)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    tokenizer = Tokenizer.load(tmp_path / "x.gguf")
+    ids = tokenizer.encode("hi<|im_end|>", add_special_tokens=False)
+    assert ids[-1] == vocabulary["<|im_end|>"] and tokenizer.decode(ids) == "hi"
 
 
 def test_unknown_kinds_are_refused_by_name(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from slotwise.gguf.metadata import Metadata
 from slotwise.gguf.model import open_model
-from slotwise.gguf.special_tokens import CONTROL, TOKEN_TYPES, TOKENS, named_tokens
+from slotwise.gguf.special_tokens import CONTROL, NORMAL, TOKEN_TYPES, TOKENS, find_special_tokens, named_tokens
 from slotwise.text.gguf_splits import SPLITS, Splits
 
 MODEL, PRE = "tokenizer.ggml.model", "tokenizer.ggml.pre"
@@ -79,10 +79,13 @@ def _tokens(metadata: Metadata) -> list[str]:
 
 
 def _types(metadata: Metadata, tokens: Sequence[str]) -> list[float]:
-    types = metadata.numbers(TOKEN_TYPES)
-    if types and len(types) != len(tokens):
+    """The types of all tokens, those that are special by their texts among them."""
+    types = metadata.numbers(TOKEN_TYPES) or [NORMAL] * len(tokens)
+    if len(types) != len(tokens):
         raise metadata.error(TOKEN_TYPES, f"has {len(types)} items for {len(tokens)} tokens")
-    return types
+    special = find_special_tokens(metadata, tokens)
+    return [CONTROL if number in special.controls else NORMAL if number in special.words else kind
+            for number, kind in enumerate(types)]
 
 
 def _added(metadata: Metadata, tokens: Sequence[str]) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from slotwise.gguf.metadata import Metadata
 from slotwise.gguf.model import open_model
-from slotwise.gguf.special_tokens import end_token_ids
+from slotwise.gguf.special_tokens import TOKENS, find_special_tokens
 from slotwise.model.config import MAX_LAYERS, ModelConfig
 from slotwise.model.errors import CheckpointError
 from slotwise.model.families import FAMILIES, configure
@@ -92,7 +92,7 @@ def _common(keys: Keys, architecture: Architecture) -> dict[str, object]:
         "intermediate_size": keys.alike("feed_forward_length", layers), "max_position_embeddings": context,
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon", minimum=MIN_EPS, maximum=1.0),
         "vocab_size": _vocab_size(keys, hidden), "tie_word_embeddings": "output.weight" not in keys.tensors,
-        "eos_token_id": end_token_ids(keys.metadata), "dtype": _dtype(keys),
+        "eos_token_id": find_special_tokens(keys.metadata, keys.metadata.texts(TOKENS)).ends, "dtype": _dtype(keys),
         "attention_bias": has_bias(keys, "attn_q") and has_bias(keys, "attn_output"),
         "mlp_bias": has_bias(keys, "ffn_gate"), "rope_parameters": read_rope(keys, context, head_dim),
     }  # fmt: skip

@@ -71,6 +71,38 @@ def test_log_probabilities_of_the_prompt_come_first(server: Server, tokenizer: T
         assert "prompt_logprobs" not in choice
 
 
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize(("prompt", "split"), [("你好吗", 2), ("the 🙂 fox", 5), ("é<s>the</s>", 4), ("a b", 1)])
+def test_offsets_are_characters_of_the_text(server: Server, tokenizer: Tokenizer, prompt: str, split: int,
+                                            named: bool) -> None:
+    """Evaluations split a text by them: what stands before `split` is the context, the rest is rated."""
+    [choice] = completion(server, prompt=prompt, echo=True, logprobs=1, max_tokens=2, return_tokens_as_token_ids=named)[
+        "choices"]
+    ids, text, offsets = tokenizer.encode(prompt), choice["text"], choice["logprobs"]["text_offset"]
+    assert text.startswith(prompt) and len(offsets) == len(ids) + 2
+    before = [tokenizer.decode(ids[:at], skip_special_tokens=False).rstrip("\ufffd") for at in range(len(ids))]
+    assert offsets[: len(ids)] == list(map(len, before)) and offsets[len(ids)] == len(prompt)
+    rated = [token for token, at in zip(ids, offsets, strict=False) if at >= split]
+    assert tokenizer.decode(rated, skip_special_tokens=False) == prompt[split:]
+
+
+def test_hidden_tokens_take_no_place_in_the_text(server: Server, tokenizer: Tokenizer) -> None:
+    ids = [0, 40, 1, 50]
+    for hides in (True, False):
+        body = {"prompt": ids, "max_tokens": 2, "skip_special_tokens": hides, "logprobs": 1}
+        [choice] = completion(server, echo=True, **body)["choices"]
+        kept = [tokenizer.decode([*ids, 51][:at], skip_special_tokens=hides) for at in range(6)]
+        assert choice["logprobs"]["text_offset"] == list(map(len, kept))
+        [without] = completion(server, **body)["choices"]
+        assert without["logprobs"]["text_offset"] == [0, 1]
+        events = server.events(COMPLETIONS, body)
+        assert [at for event in events for at in event["choices"][0]["logprobs"]["text_offset"]] == [0, 1]
+    [cut] = completion(server, prompt="the quick brown", truncate_prompt_tokens=3, echo=True, logprobs=0, max_tokens=1)[
+        "choices"]
+    assert cut["logprobs"]["text_offset"][-1] == len(cut["text"]) - len(tokenizer.decode([
+        tokenizer.encode("the quick brown")[-1] + 1]))
+
+
 def test_both_kinds_of_prompt_log_probabilities_at_once(server: Server) -> None:
     [choice] = completion(server, echo=True, logprobs=1, prompt_logprobs=1)["choices"]
     assert len(choice["prompt_logprobs"]) == 3 and len(choice["logprobs"]["tokens"]) == 7

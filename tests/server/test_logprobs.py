@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from slotwise.server.logprobs import (
     LogprobsWriter,
     most_tokens,
 )
+from slotwise.text.detokenizer import TextOffsets, detokenizer
 from slotwise.text.tokenizer import Tokenizer
 
 TOP = 20
@@ -45,11 +47,18 @@ class Counted:
         return self._inner.of(piece)
 
 
-@pytest.mark.parametrize("shape", [ChatLogprobs, CompletionLogprobs])
-def test_choices_share_one_slice_in_each_pass_of_the_loop(tokenizer: Tokenizer, shape: type[LogprobFormat]) -> None:
+def of_completions(tokenizer: Tokenizer) -> CompletionLogprobs:
+    return CompletionLogprobs(tokenizer, TextOffsets(detokenizer(tokenizer)).of)
+
+
+@pytest.mark.parametrize("shape", [ChatLogprobs, of_completions])
+def test_choices_share_one_slice_in_each_pass_of_the_loop(
+        tokenizer: Tokenizer, shape: Callable[[Tokenizer], LogprobFormat]) -> None:
+    format_of = partial(shape, tokenizer)
+
     async def formatted() -> list[list[bytes]]:
         turn, passes = asyncio.Lock(), [0]
-        writers = [LogprobsWriter(Counted(shape(tokenizer), passes), turn) for _ in range(5)]  # type: ignore[arg-type]
+        writers = [LogprobsWriter(Counted(format_of(), passes), turn) for _ in range(5)]
         work = asyncio.gather(*[writer.add(delta(i, 300)) for i, writer in enumerate(writers)])
         while not work.done():
             passes.append(0)
@@ -60,19 +69,19 @@ def test_choices_share_one_slice_in_each_pass_of_the_loop(tokenizer: Tokenizer, 
         return [writer.pop() for writer in writers]
 
     for i, parts in enumerate(asyncio.run(formatted())):
-        assert json.loads(b"".join(parts)) == shape(tokenizer).of(delta(i, 300))
+        assert json.loads(b"".join(parts)) == format_of().of(delta(i, 300))
 
 
 def test_parts_of_a_stream_are_those_of_the_whole(tokenizer: Tokenizer) -> None:
     async def formatted() -> list[dict[str, list[object]]]:
-        writer, events = LogprobsWriter(CompletionLogprobs(tokenizer), asyncio.Lock()), []
+        writer, events = LogprobsWriter(of_completions(tokenizer), asyncio.Lock()), []
         for first, count in ((0, 1), (1, 0), (1, 2), (3, 97)):
             await writer.add(delta(first, count))
             events.append(json.loads(b"".join(writer.pop())))
         return events
 
     events = asyncio.run(formatted())
-    whole = CompletionLogprobs(tokenizer).of(delta(0, 100))
+    whole = of_completions(tokenizer).of(delta(0, 100))
     assert {name: [one for event in events for one in event[name]] for name in whole} == whole
 
 

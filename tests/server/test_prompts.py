@@ -177,7 +177,9 @@ def test_a_relative_folder_is_found_by_the_worker(tmp_path: Path, monkeypatch: p
     assert tokenizer.slow_folder is not None
     limited = LimitedTokenizer(tokenizer.slow_folder, tokenizer.digest, Turns(4, 4))
     try:
-        ids = asyncio.run(limited.encode("one", "def add(a):", add_special_tokens=False))
+        ids, offsets = (asyncio.run(limited.encode(
+            "one", "def add(a):", add_special_tokens=False, wants_offsets=wants)) for wants in (False, True))
     finally:
         limited.close()
     assert ids == whole.encode("def add(a):", add_special_tokens=False)
+    assert offsets == whole.offsets("def add(a):", add_special_tokens=False)

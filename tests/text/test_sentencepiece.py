@@ -21,7 +21,7 @@ from tokenizers import AddedToken, pre_tokenizers, processors
 from tokenizers import Tokenizer as Inner
 from transformers import AutoTokenizer
 
-from slotwise.text.detokenizer import detokenizer
+from slotwise.text.detokenizer import TextOffsets, detokenizer
 from slotwise.text.tokenizer import Tokenizer
 
 TEXTS = [
@@ -124,3 +124,20 @@ def test_a_continuation_keeps_its_spaces(skip: bool, tmp_path: Path) -> None:
             rest = "".join([stream.feed([one]) for one in ids[cut:]]) + stream.flush()
             if "\ufffd" not in prompt:  # not cut within a character
                 assert prompt + rest == theirs.decode(ids, skip_special_tokens=skip), (text, cut)
+
+
+@pytest.mark.parametrize("inner", [llama2(), resaved("first"), resaved("never")], ids=["llama", "first", "never"])
+def test_offsets_are_characters_of_the_text(tmp_path: Path, inner: Inner) -> None:
+    """Of a text as it was given, and of the text of its tokens."""
+    tokenizer, _ = both(tmp_path, inner)
+    for text in TEXTS:
+        ids = tokenizer.encode(text)
+        parts = [b"" if one in tokenizer.special_ids else tokenizer.token_bytes(one) for one in ids]
+        more = len(b"".join(parts).decode()) - len(text)  # the space that encoding puts before it
+        before = [len(b"".join(parts[:at]).decode(errors="ignore")) for at in range(len(ids))]
+        expected = [max(0, length - more) for length in before]
+        assert tokenizer.offsets(text) == TextOffsets(detokenizer(tokenizer)).of(ids) == expected, text
+    for text in SPECIAL:  # a text has them as they were given
+        offsets, ids = tokenizer.offsets(text), tokenizer.encode(text)
+        assert len(offsets) == len(ids) and offsets[0] == 0 and offsets == sorted(offsets)
+        assert all(text.startswith("</s>", at) for at, one in zip(offsets, ids, strict=True) if one == 2)

@@ -51,7 +51,7 @@ async def _completion(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
     with api.admission_control.entering(slo):
         prompts = await api.prompts.of_completion(
             request.prompt, api.settings.max_choices, exchange.holder, encoding)
-        echoes = await _echoes(api, exchange, request, prompts, encoding)
+        repeated = await _repeated(api, exchange, request, prompts, encoding)
         budget = await _budget(api, exchange, request, prompts, encoding)
     request.prompt = ""
     default = _default(api, slo, request, prompts, COMPLETION_TOKENS, request.logprobs)
@@ -60,15 +60,17 @@ async def _completion(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
     others = await _others(api, exchange, request, grammar_of(request))
     others["thinking"] = budget
     params = request.sampling_params(max_tokens, request.logprobs, others)
-    return Asked(request, slo, prompts, params, _renderer(request), Repeated(echoes), is_silent)
+    return Asked(request, slo, prompts, params, _renderer(request), repeated, is_silent)
 
 
-async def _echoes(api: Api, exchange: HttpExchange, request: CompletionRequest, prompts: list[list[int]],
-                  encoding: Encoding) -> tuple[str, ...]:
+async def _repeated(api: Api, exchange: HttpExchange, request: CompletionRequest, prompts: list[list[int]],
+                    encoding: Encoding) -> Repeated:
     if not request.echo:
-        return ()
-    special = request.skip_special_tokens is False
-    return tuple(await api.prompts.texts(request.prompt, prompts, exchange.holder, encoding, special=special))
+        return Repeated()
+    asked, special = (request.prompt, prompts, exchange.holder, encoding), request.skip_special_tokens is False
+    texts = await api.prompts.texts(*asked, special=special)
+    offsets = [] if request.logprobs is None else await api.prompts.offsets(*asked, special=special)
+    return Repeated(tuple(texts), tuple(offsets))
 
 
 async def _budget(api: Api, exchange: HttpExchange, request: CompletionRequest, prompts: list[list[int]],
@@ -122,7 +124,7 @@ async def asked_of_chat(api: Api, exchange: HttpExchange, request: ChatRequest, 
     others = await _others(api, exchange, request, grammar)
     others["thinking"] = thinking_budget(form, api.prompts.tokenizer, request.thinking_token_budget, begun)
     params = request.sampling_params(max_tokens, logprobs, others)
-    repeated = Repeated((echo,) if echo else (), rendered.text if request.return_prompt_text else None)
+    repeated = Repeated((echo,) if echo else (), prompt_text=rendered.text if request.return_prompt_text else None)
     return Asked(request, slo, [prompt], params, render, repeated, is_silent, parsing=parsing)
 
 

@@ -5,31 +5,14 @@ They are the engine's prompt log-probabilities, which the first choice of each p
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import islice
 
 from slotwise.server.choice import Choice, Delta
 from slotwise.server.context import Api
 from slotwise.server.job import Job, names_of
-from slotwise.server.logprobs import CompletionLogprobs, LogprobsWriter, TokenTexts
-
-SLICE = 4096  # tokens named in one pass of the event loop: about a millisecond
-
-
-async def offsets(api: Api, job: Job) -> list[int]:
-    """Of each prompt, the characters that its tokens have in the lists of log-probabilities."""
-    if not job.echoes_logprobs:
-        return [0] * len(job.prompts)
-    names = names_of(api, job)
-    return [await _length(names, prompt) for prompt in job.prompts]
-
-
-async def _length(names: TokenTexts, prompt: Sequence[int]) -> int:
-    length = 0
-    for start in range(0, len(prompt), SLICE):
-        length += sum([len(names.token_text(token)) for token in prompt[start : start + SLICE]])
-        await asyncio.sleep(0)
-    return length
+from slotwise.server.logprobs import CompletionLogprobs, LogprobsWriter
 
 
 async def put_prompts(api: Api, job: Job, choices: Sequence[Choice], writers: Sequence[LogprobsWriter | None]) -> None:
@@ -37,7 +20,7 @@ async def put_prompts(api: Api, job: Job, choices: Sequence[Choice], writers: Se
     names, num_choices = names_of(api, job), job.params.n
     for number, prompt in enumerate(job.prompts):
         first = number * num_choices
-        formatted = CompletionLogprobs(names)
+        formatted = CompletionLogprobs(names, partial(_next, iter(job.repeated.offsets[number])))
         entries = choices[first].generation.prompt_logprobs
         of_prompt = LogprobsWriter(formatted, api.formatting)
         of_prompt.put(formatted.of_first(prompt[0]))
@@ -48,3 +31,7 @@ async def put_prompts(api: Api, job: Job, choices: Sequence[Choice], writers: Se
                 writer.put_first(lists)
         if job.request.prompt_logprobs is None:
             entries.clear()  # JSON takes half of the memory
+
+
+def _next(offsets: Iterator[int], tokens: Sequence[int]) -> list[int]:
+    return list(islice(offsets, len(tokens)))

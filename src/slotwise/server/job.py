@@ -10,17 +10,19 @@ from slotwise.core.step import KVTransfer
 from slotwise.server.choice import Choice
 from slotwise.server.context import Api
 from slotwise.server.http_exchange import HttpExchange
-from slotwise.server.logprobs import CompletionLogprobs, LogprobFormat, LogprobsWriter, TokenNames, TokenTexts
+from slotwise.server.logprobs import ChatLogprobs, CompletionLogprobs, LogprobsWriter, TokenNames, TokenTexts
 from slotwise.server.output_parsing import Parsing
 from slotwise.server.protocol import Generate
 from slotwise.server.served_models import ServedAdapter
 from slotwise.server.shapes import Heading, Shape, drafted, usage
+from slotwise.text.detokenizer import TextOffsets, detokenizer
 
 
 class Repeated(NamedTuple):
     """What a response repeats of its prompts."""
 
     echoes: tuple[str, ...] = ()  # the text before the output of each prompt; empty: there is no echo
+    offsets: tuple[list[int], ...] = ()  # where the tokens of each prompt begin in it, with log-probabilities
     prompt_text: str | None = None  # the conversation as rendered; None: it is not returned
 
 
@@ -53,11 +55,6 @@ class Job(NamedTuple):
         """The most tokens it may need, prompts and outputs."""
         return sum(map(len, self.prompts)) + len(self.prompts) * self.params.n * (self.params.max_tokens or 0)
 
-    @property
-    def echoes_logprobs(self) -> bool:
-        """Whether log-probabilities of the prompts stand before those of the outputs."""
-        return bool(self.repeated.echoes) and self.params.logprobs is not None and self.shape.prompts_in_choices
-
     def echo(self, index: int) -> str:
         """The text before the output of choice `index`."""
         return self.repeated.echoes[self.place(index)] if self.repeated.echoes else ""
@@ -72,17 +69,16 @@ def names_of(api: Api, job: Job) -> TokenTexts:
     return TokenNames() if job.request.return_tokens_as_token_ids else api.prompts.tokenizer
 
 
-def writer_of(api: Api, job: Job, offset: int = 0) -> LogprobsWriter | None:
-    """Writes the log-probabilities of one choice; None where none are wanted.
-
-    Args:
-        offset: characters of the tokens that stand before its own.
-    """
+def writer_of(api: Api, job: Job, index: int) -> LogprobsWriter | None:
+    """Writes the log-probabilities of choice `index`; None where none are wanted."""
     if job.params.logprobs is None:
         return None
     names = names_of(api, job)
-    formatted: LogprobFormat = CompletionLogprobs(names, offset) if job.echoes_logprobs else job.shape.logprobs(names)
-    return LogprobsWriter(formatted, api.formatting)
+    if not job.shape.prompts_in_choices:
+        return LogprobsWriter(ChatLogprobs(names), api.formatting)
+    text = detokenizer(api.prompts.tokenizer, job.prompts[job.place(index)],
+                       shows_special=job.request.skip_special_tokens is False)
+    return LogprobsWriter(CompletionLogprobs(names, TextOffsets(text, len(job.echo(index))).of), api.formatting)
 
 
 def usage_of(job: Job, choices: list[Choice]) -> dict[str, Any]:

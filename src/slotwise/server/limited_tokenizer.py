@@ -33,8 +33,9 @@ class LimitedTokenizer:
         self._has_told = False
         self._worker = Worker("slotwise.text.encoding", limits, turns)
 
-    async def encode(self, holder: str, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of `text`.
+    async def encode(self, holder: str, text: str, *, add_special_tokens: bool,
+                     wants_offsets: bool = False) -> list[int]:
+        """Token ids of `text`, or where they begin in it: see `Tokenizer.offsets`.
 
         Raises:
             TokenizerError: it has none.
@@ -43,7 +44,7 @@ class LimitedTokenizer:
         """
         try:
             ids: list[int] | None = await self._worker.call(
-                holder, "encode", lambda: (self._folder, self._digest, text, add_special_tokens))
+                holder, "encode", lambda: (self._folder, self._digest, text, add_special_tokens, wants_offsets))
         except CallRefused as error:
             raise TokenizerError(str(error)) from error
         except CallError as error:

@@ -7,7 +7,7 @@ slices, one per pass of the event loop for all choices together, and keeps JSON,
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
 from math import isfinite
@@ -99,26 +99,24 @@ class TokenNames:
 
 
 class LogprobFormat(Protocol):
-    def __init__(self, names: TokenTexts) -> None: ...
-
     def of(self, delta: Delta) -> dict[str, Any]: ...
 
 
 class CompletionLogprobs:
-    """`/v1/completions`: parallel lists; offsets count characters of the tokens' own texts.
+    """`/v1/completions`: parallel lists.
 
     Args:
-        offset: of the first token.
+        offsets: of the tokens that come, in the text as it is returned.
     """
 
-    def __init__(self, names: TokenTexts, offset: int = 0) -> None:
+    def __init__(self, names: TokenTexts, offsets: Callable[[Sequence[int]], list[int]]) -> None:
         self._names = names
-        self._offset = offset
+        self._offsets = offsets
 
     def of(self, delta: Delta) -> dict[str, Any]:
         texts = [self._names.token_text(token) for token in delta.token_ids]
         return {
-            "text_offset": self._offsets(texts),
+            "text_offset": self._offsets(delta.token_ids),
             "tokens": texts,
             "token_logprobs": [finite(entry.logprob) for entry in delta.logprobs],
             "top_logprobs": [self._top(text, entry) for text, entry in zip(texts, delta.logprobs, strict=False)],
@@ -127,15 +125,8 @@ class CompletionLogprobs:
     def of_first(self, token: int) -> dict[str, Any]:
         """The entries of the first token of a prompt, which has no log-probability."""
         text = self._names.token_text(token)
-        return {"text_offset": self._offsets([text]), "tokens": [text], "token_logprobs": [None],
+        return {"text_offset": self._offsets((token,)), "tokens": [text], "token_logprobs": [None],
                 "top_logprobs": [None]}
-
-    def _offsets(self, texts: list[str]) -> list[int]:
-        offsets = []
-        for text in texts:
-            offsets.append(self._offset)
-            self._offset += len(text)
-        return offsets
 
     def _top(self, sampled: str, entry: TokenLogprobs) -> dict[str, float]:
         """The most probable tokens and the sampled one; of tokens with equal text, the most probable."""

@@ -17,11 +17,13 @@ from slotwise.server.templates import Template
 from slotwise.server.turns import QueueFull, Turns
 from slotwise.text.chat_source import ChatTemplateError
 from slotwise.text.conversation import InvalidMessages, OpenEnd, check_messages
+from slotwise.text.detokenizer import TextOffsets, detokenizer
 from slotwise.text.tokenizer import SHORT, TextTooLong, Tokenizer, TokenizerError, spellings
 
 MAX_WAITING, MAX_WAITING_OF_ONE = 4096, 256  # long texts of all clients, and of one, that wait for the thread
 MAX_SUFFIXES = 1 << 20  # characters of a request's suffix, which stands behind each of its prompts
 TEXTS = "long texts to tokenize"  # in an error
+SLICE = 4096  # tokens detokenized in one pass of the event loop: about a millisecond
 
 T = TypeVar("T")
 
@@ -151,6 +153,21 @@ class Prompts:
             await asyncio.sleep(0)
         return texts
 
+    async def offsets(self, prompt: Prompt, ids: Sequence[list[int]], holder: str, encoding: Encoding, *,
+                      special: bool) -> list[list[int]]:
+        """Where the tokens of each prompt begin in its text: see `texts`, and `TextOffsets`."""
+        found = []
+        for one, kept in zip(_listed(prompt), ids, strict=True):
+            if isinstance(one, str) and encoding.most is None:
+                found.append(await self._encoded(holder, one, encoding, wants_offsets=True))
+                continue
+            offsets, begun = list[int](), TextOffsets(detokenizer(self.tokenizer, shows_special=special))
+            for start in range(0, len(kept), SLICE):
+                offsets += begun.of(kept[start : start + SLICE])
+                await asyncio.sleep(0)
+            found.append(offsets)
+        return found
+
     async def of_chat(self, conversation: Conversation, holder: str, encoding: Encoding = RENDERED) -> Rendered:
         """The rendered messages.
 
@@ -231,22 +248,27 @@ class Prompts:
             raise from_queue_full(error, TEXTS) from error
 
     async def _encode(self, holder: str, text: str, param: str, encoding: Encoding) -> list[int]:
-        special = encoding.add_special_tokens
-        most = self.longest if encoding.most is None else None  # of a text that is truncated any length is encoded
         try:
-            if self._limited is None:
-                ids = await self._aside(holder, len(text), lambda: self.tokenizer.encode(
-                    text, add_special_tokens=special, max_tokens=most))
-            else:
-                self.tokenizer.check_length(text, most)
-                ids = await self._limited.encode(holder, text, add_special_tokens=special)
+            if encoding.most is None:  # of a text that is truncated any length is encoded
+                self.tokenizer.check_length(text, self.longest)
+            ids = await self._encoded(holder, text, encoding._replace(param=param), wants_offsets=False)
         except TextTooLong as error:
             raise self._beyond_context(error.least, 0, param, hint=f"It has at least so many: {error}.") from error
+        return encoding.kept(ids)
+
+    async def _encoded(self, holder: str, text: str, encoding: Encoding, *, wants_offsets: bool) -> list[int]:
+        """The token ids of a text, or where its tokens begin."""
+        special = encoding.add_special_tokens
+        try:
+            if self._limited is not None:
+                return await self._limited.encode(
+                    holder, text, add_special_tokens=special, wants_offsets=wants_offsets)
+            call = self.tokenizer.offsets if wants_offsets else self.tokenizer.encode
+            return await self._aside(holder, len(text), lambda: call(text, add_special_tokens=special))
         except TokenizerError as error:
-            raise from_text(error, param) from error
+            raise from_text(error, encoding.param) from error
         except QueueFull as error:
             raise from_queue_full(error, TEXTS) from error
-        return encoding.kept(ids)
 
     async def _aside(self, holder: str, size: int, work: Callable[[], T]) -> T:
         """Do the work on a text of so many characters or tokens."""

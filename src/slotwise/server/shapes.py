@@ -14,7 +14,6 @@ import msgspec
 
 from slotwise.server.chat_output import delta_fields
 from slotwise.server.choice import Delta
-from slotwise.server.logprobs import ChatLogprobs, CompletionLogprobs, LogprobFormat
 
 to_json = msgspec.json.Encoder().encode
 
@@ -30,17 +29,16 @@ class Shape:
     after_text: bytes
     opening: bytes  # a choice's first event, before any text; may be empty
     whole: Callable[[str], dict[str, Any]]  # a choice's whole text
-    logprobs: type[LogprobFormat]
     prompts_in_choices: bool  # log-probabilities of prompts are in the choices; else a field of the response
 
 
 COMPLETION = Shape(
-    "cmpl", "text_completion", "text_completion", b'"text":', b"", b"", lambda text: {"text": text}, CompletionLogprobs,
+    "cmpl", "text_completion", "text_completion", b'"text":', b"", b"", lambda text: {"text": text},
     prompts_in_choices=True)
 CHAT = Shape(
     "chatcmpl", "chat.completion", "chat.completion.chunk", b'"delta":{"content":', b"}",
     b'"delta":{"role":"assistant","content":""}',
-    lambda text: {"message": {"role": "assistant", "content": text, "refusal": None}}, ChatLogprobs,
+    lambda text: {"message": {"role": "assistant", "content": text, "refusal": None}},
     prompts_in_choices=False)
 
 RESPONSE = replace(CHAT, id_prefix="resp", whole_object="response")

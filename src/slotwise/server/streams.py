@@ -20,7 +20,7 @@ async def respond_stream(api: Api, exchange: HttpExchange, job: Job, choices: li
     options = job.request.stream_options
     has_usage = options is not None and bool(options.include_usage)
     events = Events(job.heading, has_usage=has_usage)
-    streams = [_Streamed(api, exchange, job, events) for _ in choices]
+    streams = [_Streamed(api, exchange, job, events, choice.index) for choice in choices]
     await together([stream.run(choice) for stream, choice in zip(streams, choices, strict=True)])
     extras = await explained(api, exchange, job, choices)
     await exchange.end(events.last(usage_of(job, choices), extras) if has_usage or extras else b"")
@@ -32,11 +32,11 @@ async def respond_stream(api: Api, exchange: HttpExchange, job: Job, choices: li
 class _Streamed:
     """Writes one choice's events."""
 
-    def __init__(self, api: Api, exchange: HttpExchange, job: Job, events: Events) -> None:
+    def __init__(self, api: Api, exchange: HttpExchange, job: Job, events: Events, index: int) -> None:
         options = job.request.stream_options
         self._exchange, self._events, self._job = exchange, events, job
         self._interval = max(api.settings.stream_interval, job.request.stream_interval or 1)
-        self._writer = writer_of(api, job)
+        self._writer = writer_of(api, job, index)
         self._counts = options is not None and bool(options.continuous_usage_stats)
         self._has_ids = bool(job.request.return_token_ids)
         self._is_plain = self._writer is None and not self._counts and not self._has_ids and job.parsing is None

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from slotwise.server import echo as echoes
 from slotwise.server.chat_output import message_fields
 from slotwise.server.choice import Choice, Delta, together
 from slotwise.server.context import Api
+from slotwise.server.echo import put_prompts
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.job import Job, explained, usage_of, writer_of
 from slotwise.server.kv_transfer import told
@@ -36,11 +36,10 @@ async def respond_whole(api: Api, exchange: HttpExchange, job: Job, choices: lis
     Raises:
         ApiError: the engine rejected or shed the request, timed it out, or failed.
     """
-    offsets = await echoes.offsets(api, job)
-    writers = [writer_of(api, job, offsets[job.place(choice.index)]) for choice in choices]
+    writers = [writer_of(api, job, choice.index) for choice in choices]
     outputs = await together([_read(*pair) for pair in zip(choices, writers, strict=True)])
-    if job.echoes_logprobs:
-        await echoes.put_prompts(api, job, choices, writers)
+    if job.repeated.offsets:
+        await put_prompts(api, job, choices, writers)
     answers = [_choice(job, *one) for one in zip(choices, outputs, writers, strict=True)]
     del outputs, writers
     extras = await explained(api, exchange, job, choices)

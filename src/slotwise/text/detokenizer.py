@@ -42,6 +42,32 @@ def detokenizer(tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, shows_s
     return ByteDetokenizer(tokenizer.bytes_by_id, hidden, begins_text=begins)
 
 
+class TextOffsets:
+    """Where tokens begin in a text: characters before the one that a token begins with, or within.
+
+        bytes       E4 BD A0  E5 A5 BD  61
+        tokens      AA AA BB  CC CC CC  DD
+        offsets     0     0   1         2
+
+    A token without text stands where the next one begins.
+
+    Args:
+        inner: of the text.
+        before: characters that stand before it.
+    """
+
+    def __init__(self, inner: Detokenizer, before: int = 0) -> None:
+        self._inner, self._length = inner, before
+
+    def of(self, token_ids: Sequence[int]) -> list[int]:
+        """The offsets of the next tokens."""
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(self._length)
+            self._length += len(self._inner.feed((token_id,)))
+        return offsets
+
+
 class MarkingDetokenizer:
     """Writes some special tokens as texts of their own; each begins the text anew.
 

@@ -24,8 +24,8 @@ def _loaded(folder: str, digest: str) -> Tokenizer:
     return tokenizer
 
 
-def encode(folder: str, digest: str, text: str, add_special_tokens: bool) -> list[int] | None:
-    """See `Tokenizer.encode`.
+def encode(folder: str, digest: str, text: str, add_special_tokens: bool, wants_offsets: bool) -> list[int] | None:
+    """See `Tokenizer.encode`, or `Tokenizer.offsets`.
 
     Args:
         folder: of the tokenizer, which is loaded by the first call of a process.
@@ -39,7 +39,8 @@ def encode(folder: str, digest: str, text: str, add_special_tokens: bool) -> lis
     except Changed:
         return None
     with no_panic_messages():  # a regular expression that backtracks too often is a panic of the library
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        call = tokenizer.offsets if wants_offsets else tokenizer.encode
+        return call(text, add_special_tokens=add_special_tokens)
 
 
 CALLS = {"encode": encode}

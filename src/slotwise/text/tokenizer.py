@@ -182,6 +182,26 @@ class Tokenizer:
         except BaseException as error:
             raise TokenizerError(f"the tokenizer cannot encode the text ({error})") from error
 
+    def offsets(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """For each token of `text`, the characters before the one that it begins with, or within.
+
+        A token that the tokenizer adds stands where the next one begins.
+
+        Raises:
+            TokenizerError: as `encode`.
+        """
+        try:
+            spans = self.inner.encode(text, add_special_tokens=add_special_tokens).offsets
+        except INTERRUPTS:
+            raise
+        except BaseException as error:
+            raise TokenizerError(f"the tokenizer cannot encode the text ({error})") from error
+        found, end = list[int](), 0
+        for first, last in spans:  # without the spaces that a word of some tokenizers begins with
+            found.append(min(first, end) if first < last else end)
+            end = max(end, last)
+        return found
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of tokens.  Raises TokenizerError if the tokenizer fails."""
         try:

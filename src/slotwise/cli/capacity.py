@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from slotwise.cli.machine_options import MS, add_machine_options, setup_of_machine
+from slotwise.cli.machine_options import add_machine_options, setup_of_machine
 from slotwise.cli.numbers import Number
 from slotwise.cli.options import Commands, add_command
 from slotwise.cli.workload_options import Defaults, add_seed_option, add_workload_options, workload_of
@@ -18,7 +18,7 @@ from slotwise.files import write_output
 from slotwise.policies.settings import POLICIES
 from slotwise.simulate.capacity import LOADS, Load, Target, at_load, fewest, interval
 from slotwise.simulate.simulator import Setup
-from slotwise.terminal import plain
+from slotwise.terminal import duration, plain
 from slotwise.workload.requests import Workload
 
 WORKLOAD = Defaults(num_prompts=1000, arrivals="poisson:1")
@@ -104,7 +104,7 @@ def _table(title: str, loads: Sequence[Load]) -> Table:
         found = one.figures
         table.add_row(
             str(one.replicas), f"{one.load:g}", f"{one.offered:.4g}", f"{found.goodput:.4g}",
-            f"{found.ttft_p99 * MS:,.0f} ms", f"{found.itl_p99 * MS:,.1f} ms", str(found.refused),
+            duration(found.ttft_p99), duration(found.itl_p99), str(found.refused),
             "met" if one.met else "missed")
     return table
 
@@ -134,8 +134,8 @@ def run_tune(asked: argparse.Namespace) -> int:
         table.add_column(head, justify="right")
     for one in shown if now in shown else [*shown, now]:
         figures = one.found.figures
-        table.add_row(*map(str, one.settings.values()), f"{figures.goodput:.4g}", f"{figures.ttft_p99 * MS:,.0f} ms",
-                      f"{figures.itl_p99 * MS:,.1f} ms", style="bold" if one is now else "")
+        table.add_row(*map(str, one.settings.values()), f"{figures.goodput:.4g}", duration(figures.ttft_p99),
+                      duration(figures.itl_p99), style="bold" if one is now else "")
     console.print(table)
     console.print(plain("bold: the settings now"))
     if asked.output:

@@ -86,7 +86,9 @@ def _machine(asked: argparse.Namespace) -> tuple[Setup, str]:
         if given:
             raise ValueError(f"{given[0]} is for a machine of the file: the log says what its engine had")
         setup, recording = read_recording(read_file(asked.machine))
-        return setup, f"the machine of {asked.machine} ({recording.run.model}, {recording.run.device})"
+        run, error = recording.run, recording.times.error
+        return setup, (f"the machine of {asked.machine} ({run.model}, {run.device}; its step times are predicted with "
+                       f"a median error of {error:.0%})")
     if asked.model is None:
         raise ValueError("--machine with a machine's name needs --model; an event log must be a file")
     from slotwise.engine.config import EngineConfig

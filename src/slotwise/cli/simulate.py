@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import urllib.error
@@ -24,23 +25,22 @@ from slotwise.cli.options import (
 )
 from slotwise.cli.workload_options import Defaults, add_seed_option, add_workload_options, workload_of
 from slotwise.core.ranges import real, whole
+from slotwise.errors import printable
 from slotwise.observe.event_log import read_file
 from slotwise.routing.routers import ROUTERS
 from slotwise.simulate.apart import Arrived, simulate_apart
-from slotwise.simulate.figures import Figures, Objectives, figures
+from slotwise.simulate.figures import WORDS, Figures, Objectives, figures
 from slotwise.simulate.requests import SimulatedRequest
 from slotwise.simulate.routed import RoutedServers
 from slotwise.simulate.simulator import Server, Setup, simulate
 from slotwise.simulate.traffic import Traffic, traffic_of
-from slotwise.simulate.what_if import MEASURED, REPLAYED, WHAT_IF, what_if
-from slotwise.terminal import plain
+from slotwise.simulate.what_if import MEASURED, REPLAYED, WHAT_IF, error_of, in_words, is_reliable, what_if
+from slotwise.terminal import duration, plain
 
 MAX_REPLICAS = 1000
+MAX_ERROR = 8000  # bytes read of an answer that is an error
 WORKLOAD = Defaults(num_prompts=1000, arrivals="poisson:1")
 LATENCIES = ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99")
-ROWS = (("first token, p50", "ttft_p50"), ("first token, p99", "ttft_p99"), ("between tokens, p50", "itl_p50"),
-        ("between tokens, p99", "itl_p99"), ("output tokens a second", "output_throughput"),
-        ("goodput, requests a second", "goodput"), ("requests served", "served"), ("requests refused", "refused"))
 
 
 def add(commands: Commands) -> None:
@@ -184,10 +184,14 @@ def run_what_if(asked: argparse.Namespace) -> int:
         read_file(asked.log), changes, _objectives(asked), asked.request)
     console = Console(highlight=False)
     for name, found in answer["groups"].items():
-        runs = {run.replace("_", " "): Figures(**one) for run, one in found.items()}
-        console.print(_table(name, runs, has_error=True))
-    console.print(plain(f"{answer['requests']} requests within {answer['seconds']:.0f} s; error: replayed under the "
-                        "settings in force, against measured"))
+        worth = answer["verdicts"][name]
+        console.print(plain(worth["text"], "" if worth["is_reliable"] else "bold red"))
+        console.print(_table(name, {run.replace("_", " "): Figures(**one) for run, one in found.items()}, worth))
+    console.print(plain(f"{answer['requests']} requests within {duration(answer['seconds'])}; error: replayed under "
+                        "the settings in force, against measured"))
+    if (held := answer.get("held_seconds", 0.0)) > answer["seconds"]:
+        console.print(plain(f"the server holds {duration(held)} of traffic: it had the time to replay the latest of "
+                            "it, and no more"))
     if answer["refused_unknown"]:
         console.print(plain(f"{answer['refused_unknown']} requests were refused meanwhile: their lengths are unknown, "
                             "and they are in no figure"))
@@ -200,10 +204,12 @@ def run_what_if(asked: argparse.Namespace) -> int:
 def counterfactual(found: Mapping[str, Any], changes: Sequence[tuple[str, Any]]) -> str:
     """Returns what a what-if says of one request, as a sentence."""
     def first(run: str) -> str:
-        return "none" if (at := found[run]["first_token"]) is None else f"{at:.3f} s"
+        return "never" if (at := found[run]["first_token"]) is None else f"after {duration(at)}"
 
     settings = ", ".join(f"{name} {value}" for name, value in changes)
-    return (f"had {found['id']} arrived under {settings}: its first token after {first(WHAT_IF)} instead of "
+    error = error_of(*(found[run]["first_token"] or 0.0 for run in (MEASURED, REPLAYED)))
+    warning = "" if is_reliable(error) else in_words(error, "its first token") + " "
+    return (f"{warning}had {found['id']} arrived under {settings}: its first token {first(WHAT_IF)} instead of "
             f"{first(MEASURED)} (replayed under the settings in force: {first(REPLAYED)})")
 
 
@@ -220,26 +226,35 @@ def _asked_server(asked: argparse.Namespace, changes: Mapping[str, Any]) -> dict
         with waiting, urllib.request.urlopen(request) as response:
             answer: dict[str, Any] = json.load(response)
     except urllib.error.HTTPError as error:
-        raise RuntimeError(f"the server answered {error.code}: {error.read(2000).decode(errors='replace')}") from error
+        said = error.read(MAX_ERROR).decode(errors="replace")
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            said = json.loads(said)["error"]["message"]
+        raise RuntimeError(f"the server answered {error.code}: {printable(said)}") from error
     return answer
 
 
 # -- output ------------------------------------------------------------------------------------------------------------
 
 
-def _table(title: str, runs: Mapping[str, Figures], *, has_error: bool = False) -> Table:
+def _table(title: str, runs: Mapping[str, Figures], worth: Mapping[str, Any] | None = None) -> Table:
+    """Args: worth: the verdict on the last run; None: nothing was measured."""
     table = Table(title=plain(title), title_justify="left", header_style="bold")
     table.add_column("")
     for name in runs:
         table.add_column(name, justify="right")
-    if has_error:
+    if worth is not None:
         table.add_column("error", justify="right")
-    for words, name in ROWS:
+    for name, words in WORDS.items():
         values: Sequence[float] = [getattr(one, name) for one in runs.values()]
-        cells = [f"{value * MS:,.1f} ms" if name in LATENCIES else f"{value:,.6g}" for value in values]
-        if has_error:
-            cells.append(f"{values[1] / values[0] - 1:+.1%}" if values[0] else "–")
-        table.add_row(words, *cells)
+        cells = [duration(value) if name in LATENCIES else f"{value:,.6g}" for value in values]
+        style = ""
+        if worth is not None:
+            error = worth["errors"][name]
+            cells.append("–" if error is None else f"{error:+.1%}")
+            if name in worth["unreliable"]:
+                cells[-1] += ", not reliable"
+                style = "dim"
+        table.add_row(words, *cells, style=style)
     return table
 
 

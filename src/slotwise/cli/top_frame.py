@@ -154,7 +154,7 @@ def _cells(state: LiveState, live: RequestTimeline, now_ns: int, name_width: int
 
 def _since(live: RequestTimeline, now_ns: int) -> str:
     seconds = max(0, now_ns - live.request.ns) * 1e-9
-    return f"{seconds:.1f} s" if seconds < 1000 else f"{seconds:,.0f} s"
+    return f"{seconds:.1f} s" if seconds < 100 else f"{seconds / 60:,.0f} min"
 
 
 def _progress(live: RequestTimeline, phase: str, style: str) -> ProgressBar:

@@ -119,6 +119,17 @@ class Ring:
         share = min(1.0, most / self._size) if self._size else 1.0
         return self._end - round(share * len(self._lines))
 
+    @property
+    def size(self) -> int:
+        """Bytes of the lines held."""
+        return self._size
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the first arrival held to the last."""
+        arrivals = [one.request.ns for one in self.timelines.by_number.values() if self._is_whole(one)]
+        return (max(arrivals) - min(arrivals)) * 1e-9 if arrivals else 0.0
+
     def unfinished(self) -> list[Entry]:
         """Returns the entries needed before the next line: the run, and the unfinished requests."""
         unfinished = [one.request for one in self.timelines.by_number.values() if one.over_at < 0]
@@ -166,13 +177,16 @@ class Ring:
             return list(islice(self._lines, start - first, end - first))
         return list(islice(reversed(self._lines), self._end - end, self._end - start))[::-1]
 
-    def pieces(self) -> Iterator[bytes]:
-        """Yields all lines held, after their preface, in pieces; lines may be appended between two of them.
+    def pieces(self, most: int | None = None) -> Iterator[bytes]:
+        """Yields the lines held, after their preface, in pieces; lines may be appended between two of them.
+
+        Args:
+            most: bytes, about, of the latest lines; None: all.
 
         Raises:
             Overtaken: so many were appended that some had to go before they were read.
         """
-        position, end = self.first, self._end
+        position, end = self.first if most is None else self.latest(most), self._end
         yield b"".join(map(line_of, self.preface(position)))
         while position < end:
             batch = self.since(position, min(PIECE, end - position))

@@ -25,8 +25,8 @@ MAX_ASKING, MAX_ASKING_OF_ONE = 64, 4  # `GET /explain` waiting, of all clients 
 MAX_WAITING, MAX_WAITING_OF_ONE = 256, 64  # with responses waiting for their field `explain`
 BUSY = "explainer_busy"
 RETRY_AFTER = 1  # seconds
-# The processor's share of a process of the lowest priority is what others leave, so its time is generous.
-LIMITS = Limits(seconds=30.0, memory=512 << 20, answer=8 << 20, niceness=19)
+# Lower than that of streams, but with a quarter of a processor that another program uses whole.
+LIMITS = Limits(seconds=30.0, memory=512 << 20, answer=8 << 20, niceness=5)
 
 
 class Explainer:

@@ -24,7 +24,7 @@ from slotwise.text.structured_output import StructuredOutputError, of_response_f
 MAX_WAITING, MAX_WAITING_OF_ONE = 1024, 256  # grammars of all clients, and of one
 MAX_KNOWN = 4096  # results
 GUIDED = "guided_"
-LIMITS = Limits(seconds=5.0, memory=1 << 30, answer=1 << 16, niceness=10)
+LIMITS = Limits(seconds=5.0, memory=1 << 30, answer=1 << 16, niceness=5)
 
 
 def grammar_of(request: Generate) -> Grammar | None:

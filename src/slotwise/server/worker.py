@@ -60,6 +60,7 @@ class Worker:
         self._limits = limits
         self.tells = True  # log why a process is ended; False: the caller tells all there is
         self._child: _Child | None = None
+        self._starting: asyncio.Task[_Child] | None = None
         self._is_closed = False
 
     async def call(
@@ -118,8 +119,17 @@ class Worker:
     async def _ready(self) -> _Child:
         if self._is_closed:
             raise WorkerError("cannot run: the server is closing")
-        if self._child is not None:
+        if self._starting is None and self._child is not None:
             return self._child
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start())
+        starting = self._starting
+        await asyncio.wait([starting])  # a start goes on for the next call where this one is cancelled
+        if self._starting is starting:
+            self._starting = None
+        return starting.result()
+
+    async def _start(self) -> _Child:
         started = self._child = _Child(self._module, self._limits)
         try:
             async with asyncio.timeout(START):
@@ -127,9 +137,6 @@ class Worker:
         except (OSError, ChannelClosed, TimeoutError) as error:
             self._end("it did not start")
             raise WorkerError("could not be started") from error
-        except BaseException:
-            self._end("its start was cancelled")
-            raise
         return started
 
     def _result(self, outcome: str, value: Any) -> Any:
@@ -162,7 +169,7 @@ class _Child:
         self._socket, theirs = pair()
         self._socket.setblocking(False)
         with theirs:
-            self._process = _start(module, limits, theirs)
+            self._process = _begin(module, limits, theirs)
 
     async def send(self, message: bytes) -> None:
         await asyncio.get_running_loop().sock_sendall(self._socket, frame(message))
@@ -200,7 +207,7 @@ def _parts(message: bytes, pieces: Iterable[bytes]) -> Iterator[bytes]:
     yield END
 
 
-def _start(module: str, limits: Limits, theirs: socket.socket) -> subprocess.Popen[bytes]:
+def _begin(module: str, limits: Limits, theirs: socket.socket) -> subprocess.Popen[bytes]:
     """Start a Python process that inherits only `theirs`, standard error and the environment."""
     descriptor = theirs.fileno()
     command = child.python(

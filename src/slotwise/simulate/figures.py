@@ -35,6 +35,9 @@ class Objectives:
 
 
 ANY = Objectives()
+WORDS = {"ttft_p50": "first token, p50", "ttft_p99": "first token, p99", "itl_p50": "between tokens, p50",
+         "itl_p99": "between tokens, p99", "output_throughput": "output tokens a second",
+         "goodput": "goodput, requests a second", "served": "requests served", "refused": "requests refused"}
 BUCKETS = 1_000_000  # a second, of the values that quantiles are taken of
 
 

@@ -4,7 +4,8 @@
 
 Helper threads that compute a server's steps poll for work and give their core to any program that wants it, for as long
 as the system lets that run.  Even of the lowest priority, a program that works for a second on end takes them all of
-it, and steps twice as long.  In moments far shorter than a step it lengthens each by what it takes.
+it, and steps twice as long.  In moments far shorter than a step it lengthens each by what it takes.  The rests are all
+of its politeness: a low priority beside them would starve it where other programs use every processor.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from math import inf
 from types import FrameType
 from typing import Self, TypeVar
 
@@ -22,6 +24,14 @@ ESTIMATED = 0.002  # of the work, done
 Item = TypeVar("Item")
 
 
+class OutOfTime(Exception):
+    """The work was not done in time; `seconds` estimates what all of it would have taken."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"it takes about {seconds:.0f} s")
+        self.seconds = seconds
+
+
 class Pacer:
     """A context, of the main thread, in which work is paced.
 
@@ -29,12 +39,19 @@ class Pacer:
 
     Args:
         seconds: from its beginning until the work is to be done.
+        most: from its beginning until OutOfTime ends what is not.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+    def __init__(self, seconds: float, most: float = inf) -> None:
+        self._seconds, self._most = seconds, most
         self._done = 0.0  # of all work
+        self._waited = 0.0  # seconds of moments in which other programs had the processor
         self._is_over = False
+
+    @property
+    def worked(self) -> float:
+        """Seconds of the work without its rests; in some of them other programs had the processor."""
+        return time.process_time() - self._worked + self._waited
 
     def over(self, items: Sequence[Item], share: float) -> Iterator[Item]:
         """Yields `items`: what is done with them is this share of all work."""
@@ -46,7 +63,7 @@ class Pacer:
 
     def __enter__(self) -> Self:
         self._began, self._worked = time.monotonic(), time.process_time()
-        self._resumed = self._worked
+        self._resumed, self._resumed_at = self._worked, self._began
         self._handler = signal.signal(signal.SIGALRM, self._rest)
         self._alarm, _ = signal.setitimer(signal.ITIMER_REAL, LEAST * PERIOD)
         return self
@@ -65,9 +82,13 @@ class Pacer:
             signal.signal(signal.SIGALRM, self._handler)
             signal.raise_signal(signal.SIGALRM)
         worked = time.process_time()
-        share = self._share(self._seconds - (now - self._began), worked - self._worked)
+        self._waited += max(0.0, now - self._resumed_at - (worked - self._resumed))
+        if now - self._began > self._most:
+            self._is_over = True
+            raise OutOfTime((now - self._began) / max(self._done, ESTIMATED))
+        share = self._share(self._seconds - (now - self._began), self.worked)
         time.sleep((worked - self._resumed) * (1 / share - 1))
-        self._resumed = time.process_time()
+        self._resumed, self._resumed_at = time.process_time(), time.monotonic()
         signal.setitimer(signal.ITIMER_REAL, share * PERIOD)
 
     def _share(self, left: float, worked: float) -> float:
@@ -75,7 +96,7 @@ class Pacer:
 
         Args:
             left: seconds until the work is to be done.
-            worked: seconds of work so far.
+            worked: seconds that the work has taken so far, as `worked`.
         """
         if self._done < ESTIMATED:
             return LEAST

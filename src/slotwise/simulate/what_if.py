@@ -1,25 +1,29 @@
 """What if: the traffic of a log under other settings, beside the same replay under its own and what was measured.
 
 The replay under the log's own settings shows the error of the method: where it is far from what was measured, so is
-what it says of other settings.  A server asks this of its ring in a process of low priority (`server/what_if.py`).
+what it says of other settings, and the answer begins with that.  A server asks this of the latest part of its ring in
+a process beside it (`server/what_if.py`), which ends in time.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
+from math import inf
 from typing import Any
 
 from slotwise.engine.messages import Command, Configure
 from slotwise.observe import event_log
-from slotwise.simulate.figures import Objectives, figures, grouped
-from slotwise.simulate.pacing import Pacer
+from slotwise.simulate.figures import WORDS, Objectives, figures, grouped
+from slotwise.simulate.pacing import OutOfTime, Pacer
 from slotwise.simulate.recorded import Recording, read_recording
 from slotwise.simulate.requests import SimulatedRequest
 from slotwise.simulate.simulator import Server, simulate
 
 MEASURED, REPLAYED, WHAT_IF = "measured", "replayed", "what_if"
 ALL = "all requests"
-WANTED = 9.0  # seconds after which a server has its answer
+RELIABLE = 0.3  # the largest error of a replay at which its figures stand without a warning
+ANSWER, REFUSED, LATE = "answer", "refused", "late"  # how a server's question ends
 READING, REPLAY = 0.3, 0.35  # shares of the work: a log's lines, and each replay of its traffic
 
 Runs = Mapping[str, Mapping[str, SimulatedRequest]]
@@ -56,10 +60,12 @@ def what_if(
         raise ValueError("no request of the log has begun and ended in it")
     runs = {run: {name: one for name, one in found.items() if name in whole} for run, found in runs.items()}
     arrivals = [one.arrived for one in runs[MEASURED].values()]
+    groups = _groups(recording, runs, objectives)
     answer = {
+        "verdicts": {name: verdict(found) for name, found in groups.items()},
         "changes": dict(changes), "settings": changed.scheduling.as_settings(), "requests": len(whole),
         "seconds": max(arrivals) - min(arrivals), "refused_unknown": recording.num_refused,
-        "groups": _groups(recording, runs, objectives)}
+        "groups": groups}
     return answer | ({"request": _of_request(runs, request_id)} if request_id else {})
 
 
@@ -92,11 +98,61 @@ def _of_request(runs: Runs, request_id: str) -> dict[str, Any]:
             (run, requests[names[0]]) for run, requests in runs.items())}}
 
 
+# -- what it is worth --------------------------------------------------------------------------------------------------
+
+
+def error_of(measured: float, replayed: float) -> float:
+    """Returns by what share of the measurement a replay misses it; infinite where nothing was measured."""
+    return replayed / measured - 1 if measured else inf if replayed else 0.0
+
+
+def is_reliable(error: float) -> bool:
+    return abs(error) <= RELIABLE
+
+
+def verdict(runs: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+    """Returns what the figures of a what-if are worth: the largest error of the replay, in figures and in words.
+
+    Args:
+        runs: the figures of each run, by name.
+    """
+    errors = {name: error_of(runs[MEASURED][name], runs[REPLAYED][name]) for name in WORDS}
+    worst = max(errors, key=lambda name: abs(errors[name]))
+    unreliable = [name for name, error in errors.items() if not is_reliable(error)]
+    return {"is_reliable": not unreliable, "text": in_words(errors[worst], WORDS[worst]), "unreliable": unreliable,
+            "errors": {name: error if abs(error) < inf else None for name, error in errors.items()}}
+
+
+def in_words(error: float, what: str) -> str:
+    """Returns the verdict on a what-if whose replay misses one of its figures by `error`, and the others by less."""
+    if is_reliable(error):
+        return f"The replay of what was is within {abs(error):.0%} of the measurement: smaller changes say nothing."
+    by = f"by {abs(error):.0%}" if abs(error) < inf else "altogether"
+    return (f"NOT RELIABLE: the replay of what was misses the measurement {by} ({what}). What it says of other "
+            "settings is as far off.")
+
+
+# -- a server's question -----------------------------------------------------------------------------------------------
+
+
 def _from_lines(lines: bytes, changes: dict[str, Any], ttft: float | None, tpot: float | None, request_id: str,
-                ) -> dict[str, Any]:
-    with Pacer(WANTED) as pacer:
-        entries = event_log.read(pacer.over(lines.splitlines(keepends=True), READING))
-        return what_if(entries, changes, Objectives(ttft, tpot), request_id, pacer)
+                wanted: float, until: float) -> tuple[str, Any, float]:
+    """Returns how the question ends, its answer, and the seconds that the work took without its rests.
+
+    Args:
+        wanted: when the answer is wanted, in seconds of the system's monotonic clock.
+        until: when a question without an answer ends as late; its answer is how long it would take.
+    """
+    now = time.monotonic()
+    try:
+        with Pacer(wanted - now, until - now) as pacer:
+            entries = event_log.read(pacer.over(lines.splitlines(keepends=True), READING))
+            found = what_if(entries, changes, Objectives(ttft, tpot), request_id, pacer)
+            return ANSWER, found, pacer.worked
+    except OutOfTime as error:
+        return LATE, error.seconds, error.seconds
+    except ValueError as error:
+        return REFUSED, str(error), pacer.worked
 
 
 CALLS = {"what_if": _from_lines}

@@ -121,7 +121,7 @@ class Ring:
 
     @property
     def size(self) -> int:
-        """Bytes of the lines held."""
+        """Bytes of memory that the lines held take, about."""
         return self._size
 
     @property

@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-TEMPLATE = ("{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('no such role') }}{% endif %}"
+TEMPLATE = ("{% for m in messages %}{% if m.content == 'bad' %}{{ raise_exception('not this') }}{% endif %}"
             "<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}")
 
 

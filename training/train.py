@@ -30,9 +30,14 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 POOL = 2048  # documents sorted by length together
 IGNORED = -100  # the target of padding
 CHECKPOINT = "checkpoint.pt"
-CHAT_TEMPLATE = (
-    "{%- set asked = messages | selectattr('role', 'equalto', 'user') | list -%}"
-    "{{- bos_token + asked[-1]['content'] | trim -}}"
+CHAT_TEMPLATE = (  # one Python file: system messages are comments, an answer continues what stands before it
+    "{{- bos_token -}}"
+    "{%- for message in messages -%}"
+    "{%- if not loop.first and message['role'] != 'assistant' -%}{{- '\\n\\n\\n' -}}{%- endif -%}"
+    "{%- if message['role'] == 'system' -%}{{- '# ' + message['content'] | trim | replace('\\n', '\\n# ') -}}"
+    "{%- elif message['role'] == 'assistant' -%}{{- message['content'] -}}"
+    "{%- else -%}{{- message['content'] | trim -}}{%- endif -%}"
+    "{%- endfor -%}"
 )
 
 

@@ -20,12 +20,26 @@ def output_parsers() -> str:
 
 
 def published_templates() -> str:
-    """Returns how many renderings of each template equal those of transformers, and its parser of tool calls."""
+    """Returns how each template renders beside transformers, what it loses, and its parser of tool calls."""
     content = json.loads((ROOT / "docs" / "templates.json").read_text())
     rows = content["rows"]
-    equal, refused, differ = [sum(row[kind] for row in rows) for kind in ("equal", "refused", "differ")]
-    head = (f"{len(rows)} templates beside transformers {content['transformers']}: {equal} renderings are equal, "
-            f"{refused} are refused by both, and {differ} differ.")
-    return head + "\n\n" + table(("template", "equal>", "refused by both>", "differ>", "parser of tool calls"), [
-        (code(row["template"]), str(row["equal"]), str(row["refused"]), str(row["differ"]),
-         code(row["parser"]) if row["parser"] else "–") for row in rows])
+    kinds = ("equal", "normalized", "refused", "differ", "sent kept", "sent refused", "sent lost", "sent unlike")
+    equal, normalized, refused, differ, kept, not_taken, lost, unlike = [
+        sum(row[kind] for row in rows) for kind in kinds]
+    head = (f"{len(rows)} templates beside transformers {content['transformers']}: {equal} renderings are equal, in "
+            f"{normalized} transformers refuses or loses something and Slotwise does not, {refused} are refused by "
+            f"both, and {differ} differ. Of {kept + not_taken + lost + unlike} further conversations {kept} are "
+            f"rendered whole, {not_taken} are refused, and {lost + unlike} lose something.")
+    unparsed = [code(row["template"]) for row in rows if not _parser(row)]
+    return "\n\n".join((head, table(
+        ("template", "equal>", "normalized>", "refused by both>", "differ>", "sent>", "refused>", "lost>",
+         "parser of tool calls"),
+        [(code(row["template"]), *(str(row[kind]) for kind in kinds[:5]), str(row["sent refused"]),
+          str(row["sent lost"] + row["sent unlike"]), _parser(row) or "–") for row in rows]),
+        f"{len(unparsed)} templates describe tools in a form that has no parser yet: {', '.join(unparsed)}."))
+
+
+def _parser(row: dict[str, str]) -> str:
+    if row["tools"] == "ignored":
+        return code("hermes") + ", generic"
+    return code(row["parser"]) if row["parser"] else ""

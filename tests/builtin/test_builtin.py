@@ -115,7 +115,7 @@ def test_encoding_begins_with_the_begin_token_once(tokenizer: PreTrainedTokenize
     assert tokenizer("def f():")["input_ids"].count(tokenizer.bos_token_id) == 1
 
 
-def test_the_chat_template_asks_for_the_last_users_code(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_the_chat_template_writes_one_file(tokenizer: PreTrainedTokenizerBase) -> None:
     messages = [
         {"role": "system", "content": "You complete code."},
         {"role": "user", "content": "def first():"},
@@ -123,5 +123,7 @@ def test_the_chat_template_asks_for_the_last_users_code(tokenizer: PreTrainedTok
         {"role": "user", "content": "\n def second(a, b):\n"},
     ]
     rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert rendered == "<|begin|>def second(a, b):"
-    assert BARE.encode(rendered, add_special_tokens=False).ids == BARE.encode("def second(a, b):").ids
+    assert rendered == (
+        "<|begin|># You complete code.\n\n\ndef first():\n    pass\n\n\ndef second(a, b):")
+    alone = tokenizer.apply_chat_template(messages[-1:], tokenize=False, add_generation_prompt=True)
+    assert BARE.encode(alone, add_special_tokens=False).ids == BARE.encode("def second(a, b):").ids

@@ -140,7 +140,7 @@ def test_what_cannot_be_left_open_is_named(server: Server) -> None:
     for content in (None, []):
         refused(server, "continue_final_message", body | {"messages": [{"role": "assistant", "content": content}]})
     message = refused(server, "continue_final_message", body | {"chat_template": "{{ messages[0].content | upper }}"})
-    assert "leaves out the last message" in message
+    assert "the chat template leaves out the last message" in message
     assert prompt_of(server, chat_template="{{ messages[0].content * 2 }}", continue_final_message=True) == "hellohello"
 
 
@@ -157,7 +157,7 @@ def test_a_request_brings_its_template(server: Server) -> None:
 def test_a_template_that_never_ends_delays_no_other_template(server: Server) -> None:
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     assert "took more than 5 seconds" in refused(server, "chat_template", {"messages": HELLO, "chat_template": endless})
-    assert prompt_of(server, chat_template="plain") == "plain"
+    assert prompt_of(server, chat_template="<{{ messages[0].content }}>") == "<hello>"
 
 
 def test_without_trust_a_template_is_refused(folder: Path, tmp_path: Path) -> None:

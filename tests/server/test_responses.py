@@ -247,7 +247,7 @@ def test_items_become_a_chat() -> None:
     called = [{"id": f"c{place}", "type": "function", "function": {"name": name, "arguments": arguments}}
               for place, name, arguments in ((1, "weather", '{"city": "Rome"}'), (2, "time", "{}"))]
     assert messages_of(items) == [
-        {"role": "system", "content": "be short"}, {"role": "user", "content": "weather?"},
+        {"role": "developer", "content": "be short"}, {"role": "user", "content": "weather?"},
         {"role": "assistant", "content": "one moment", "reasoning_content": "call it", "tool_calls": called},
         {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
         {"role": "tool", "tool_call_id": "c2", "content": "noon"}, {"role": "assistant", "content": "Sunny."}]

@@ -142,15 +142,15 @@ def test_numbers_too_long_for_a_message_are_refused(server: Server) -> None:
 
 def test_a_template_for_tools_renders_conversations_with_tools() -> None:
     async def whole() -> list[str]:
-        template = Template("plain", {}, for_tools="{{ tools | length }} tools")
+        template = Template("plain", {}, for_tools="{{ tools | length }}{{ tools | tojson }}")
         try:
             await template.check()
             return [await template.render("", [], {"tools": tools}) for tools in ([], [{}], None)] + [
-                await template.render("", [], {"tools": [{}]}, "own")]
+                await template.render("", [], {"tools": [{}]}, "own{{ tools | tojson }}")]
         finally:
             template.close()
 
-    assert asyncio.run(whole()) == ["plain", "1 tools", "plain", "own"]
+    assert asyncio.run(whole()) == ["plain", "1[{}]", "plain", "own[{}]"]
 
 
 def checked(source: str) -> str:

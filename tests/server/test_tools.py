@@ -16,7 +16,8 @@ from tokenizers import Tokenizer as Inner
 from slotwise.server.output_parsing import output_format
 
 HARMONY = ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>", "<|return|>"]
-TEMPLATE = ("<copy>{{ messages[-1].content }}<copy>{% if tools %}{{ tools | tojson }}{% endif %}"
+TEMPLATE = ("<copy>{{ messages[-1].content }}<copy>{% for m in messages[:-1] %}{{ m | tojson }}{% endfor %}"
+            "{% if tools %}{{ tools | tojson }}{% endif %}"
             "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}")
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {
     "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}
@@ -42,7 +43,7 @@ def copying(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def hermes(copying: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running(copying, tmp_path_factory.mktemp("log") / "engine", "tool_call_parser=hermes", "max_model_len=1024",
+    with running(copying, tmp_path_factory.mktemp("log") / "engine", "tool_call_parser=hermes", "max_model_len=2048",
                  "reasoning_parser=qwen3") as started:
         yield started
 

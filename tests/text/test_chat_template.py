@@ -90,9 +90,9 @@ def test_renders_as_transformers_does(folder: Path, name: str, conversation: str
         expected = theirs.apply_chat_template(
             messages, chat_template=TEMPLATES[name], tokenize=False, **arguments)
     except Exception as error:
-        with pytest.raises(ChatTemplateError, match="alternate"):
-            ChatTemplate(TEMPLATES[name], SPECIAL).render(messages, **arguments)
-        assert "alternate" in str(error)
+        assert "alternate" in str(error) and conversation == "system", "there is no such role: the user says it"
+        assert ChatTemplate(TEMPLATES[name], SPECIAL).render(messages, **arguments) == (
+            "<s> [INST] Be brief.\n\n  Hi <b> & 'you'  [/INST]")
     else:
         assert ChatTemplate(TEMPLATES[name], SPECIAL).render(messages, **arguments) == expected
 
@@ -104,9 +104,9 @@ def test_text_parts_are_joined() -> None:
 
 
 def test_reasoning_has_the_name_that_templates_know() -> None:
-    template = ChatTemplate("{{ messages[0].reasoning_content }}", {})
+    template = ChatTemplate("{% for m in messages %}{{ m.content }}{{ m.reasoning_content }}{% endfor %}", {})
     for fields in ({"reasoning": "Hm."}, {"reasoning_content": "Hm.", "reasoning": "x"}):
-        assert template.render([{"role": "assistant", "content": "No.", **fields}]) == "Hm."
+        assert template.render([{"role": "assistant", "content": "No.", **fields}]) == "No.Hm."
 
 
 def test_where_a_template_is_looked_for(folder: Path) -> None:

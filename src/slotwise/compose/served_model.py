@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -16,8 +15,6 @@ from slotwise.server.parsers.registry import OutputFormat
 from slotwise.server.settings import ServerSettings
 from slotwise.text.chat_source import find_chat_template, find_tool_template
 from slotwise.text.tokenizer import Tokenizer
-
-logger = logging.getLogger(__name__)
 
 
 class ModelOptions(NamedTuple):
@@ -37,7 +34,13 @@ class ServedModel(NamedTuple):
     tokenizer: Tokenizer
     template: str | None  # the source of its chat template
     tool_template: str | None  # of that for conversations with tools, where it has one
-    form: OutputFormat
+
+    def output_format(self, *, ignores_tools: bool) -> OutputFormat:
+        """How its outputs are parsed.  Raises ValueError.  Args: ignores_tools: the template does."""
+        settings = self.settings
+        return output_format(
+            settings.tool_call_parser, settings.reasoning_parser, settings.enable_auto_tool_choice,
+            self.tool_template or self.template or "", self.tokenizer.special_by_text, ignores_tools=ignores_tools)
 
 
 def read_model(config: EngineConfig, settings: ServerSettings, options: ModelOptions) -> ServedModel:
@@ -47,13 +50,11 @@ def read_model(config: EngineConfig, settings: ServerSettings, options: ModelOpt
         OSError, TokenizerError, ChatTemplateError, ConfigError: one line that says what is wrong.
     """
     tokenizer = Tokenizer.load(config.model)
-    template = find_chat_template(config.model, options.template)
-    for_tools = find_tool_template(config.model, options.template)
-    form = output_format(settings.tool_call_parser, settings.reasoning_parser, settings.enable_auto_tool_choice,
-                         for_tools or template or "", tokenizer.special_by_text)
-    if form.tools or form.reasoning:
-        logger.info("tool calls are parsed as %s, reasoning as %s", form.tools or "text", form.reasoning or "text")
-    return ServedModel(config, settings, tokenizer, template, for_tools, form)
+    model = ServedModel(config, settings, tokenizer, find_chat_template(config.model, options.template),
+                        find_tool_template(config.model, options.template))
+    model.output_format(ignores_tools=True)  # a parser that does not fit is told before anything is started
+    return model
+
 
 
 def read_other(before: ServedModel, options: ModelOptions, path: str, name: str) -> ServedModel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -29,8 +30,12 @@ from slotwise.observe.traces import Traces
 from slotwise.server.app import build_api
 from slotwise.server.context import Api
 from slotwise.server.errors import ApiError
+from slotwise.server.parsers.registry import OutputFormat
 from slotwise.server.settings import ServerSettings
 from slotwise.server.templates import Template
+from slotwise.text.chat_source import ChatTemplateError
+
+logger = logging.getLogger(__name__)
 
 
 @contextlib.asynccontextmanager
@@ -63,18 +68,23 @@ async def service(
 
     supervisor = Supervisor(engine_client, launch, settings.engine_timeout)
     chat: Template | None = None
+    ignores_tools = False
     try:
         supervisor.launch()
         if model.template:
             chat = Template(model.template, model.tokenizer.special_tokens, for_tools=model.tool_template)
             await chat.check()  # the engine is loading meanwhile
+            ignores_tools = await chat.ignores_tools()
+        form = _output_format(model, ignores_tools)
         with bar:
             info = await supervisor.ready()
         announce(settings.sampling_defaults)  # now: a start that fails says one line
+        if form.tools or form.reasoning:
+            logger.info("tool calls are parsed as %s, reasoning as %s", form.tools or "text", form.reasoning or "text")
         cores.leave_to(started[-1].process.pid)
         with step_time.kept(config, info) as step_times:
             api = build_api(
-                engine_client, model.tokenizer, chat, settings, step_times, model.form,
+                engine_client, model.tokenizer, chat, settings, step_times, form,
                 Sleep(engine_client, supervisor), before)
             await _load_adapters(api)
             settle()
@@ -84,6 +94,14 @@ async def service(
         if chat is not None:
             chat.close()
         await supervisor.end()
+
+
+def _output_format(model: ServedModel, ignores_tools: bool) -> OutputFormat:
+    """Raises ChatTemplateError: calls are demanded of a template that does not tell how its model writes them."""
+    try:
+        return model.output_format(ignores_tools=ignores_tools)
+    except ValueError as error:
+        raise ChatTemplateError(str(error)) from error
 
 
 async def _load_adapters(api: Api) -> None:

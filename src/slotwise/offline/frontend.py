@@ -138,7 +138,7 @@ class Frontend:
             raise ValueError(f"{self._arguments.config.model} has no chat template: use generate")
         open_end = OpenEnd(own) if continues else None
         compiled = _compiled(source, tuple(self.tokenizer.special_tokens.items()))
-        text = compiled.render(own if open_end is None else open_end.messages, **variables)
+        text = compiled.render(own if open_end is None else open_end.messages, continues, **variables)
         text = text if open_end is None else open_end.cut(text)
         return Parsed(text, self.tokenizer.encode(text, add_special_tokens=False))
 

@@ -12,8 +12,10 @@ from slotwise.server.parsers.parser import OutputParser, Tools
 from slotwise.server.parsers.parts import CallName, Part, without_reasoning
 from slotwise.server.parsers.registry import (
     HARMONY,
+    HERMES,
     REASONING_ALIASES,
     TOOL_ALIASES,
+    TOOL_PARSERS,
     OutputFormat,
     tool_parser_of,
 )
@@ -74,7 +76,7 @@ class Parsing(NamedTuple):
 
 
 def output_format(tools: str, reasoning: str, has_tools: bool | None, template: str,
-                  special: Mapping[str, int]) -> OutputFormat:
+                  special: Mapping[str, int], *, ignores_tools: bool = False) -> OutputFormat:
     """How a model's outputs are parsed.
 
     Args:
@@ -82,6 +84,7 @@ def output_format(tools: str, reasoning: str, has_tools: bool | None, template: 
         has_tools: whether models may call tools unasked; None: where the parser is known.
         template: the chat template's source.
         special: ids of the tokenizer's special tokens, by their spelling.
+        ignores_tools: the template does, so the system prompt asks for calls in the form of `HERMES`.
 
     Raises:
         ValueError: the parser is not known, or does not fit the tokenizer.
@@ -89,10 +92,10 @@ def output_format(tools: str, reasoning: str, has_tools: bool | None, template: 
     tools, reasoning = TOOL_ALIASES.get(tools, tools), REASONING_ALIASES.get(reasoning, reasoning)
     if has_tools is False:
         return OutputFormat("", reasoning, special)
-    if tools or not (found := tool_parser_of(template)):
+    if tools or not (found := HERMES if ignores_tools else tool_parser_of(template)):
         if has_tools and not tools:
             raise ValueError("--enable-auto-tool-choice: the chat template does not tell how the model calls tools; "
-                             "name a parser with --tool-call-parser")
+                             f"name a parser with --tool-call-parser: {', '.join(sorted(TOOL_PARSERS))}")
         return OutputFormat(tools, reasoning, special)
     if found == HARMONY:
         reasoning = reasoning or HARMONY

@@ -185,7 +185,8 @@ class Prompts:
             check_messages(messages)
             open_end = OpenEnd(messages) if conversation.continues else None
             text = await template.render(
-                holder, messages if open_end is None else open_end.messages, conversation.variables, source)
+                holder, messages if open_end is None else open_end.messages, conversation.variables, source,
+                is_open=conversation.continues)
             text = text if open_end is None else open_end.cut(text)
         except ChatTemplateError as error:
             raise from_text(error, "messages" if source is None else "chat_template") from error

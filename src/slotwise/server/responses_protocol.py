@@ -32,7 +32,7 @@ from slotwise.server.unsupported import refuse, refuse_others
 from slotwise.text.conversation import MAX_MESSAGES, OTHER_MEDIA, Message
 
 Json = dict[str, Any]
-ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}  # and those of chats
+ROLES = ("user", "assistant", "system", "developer")
 TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")  # kinds of parts
 
 
@@ -202,7 +202,7 @@ def _message(where: str, item: Json) -> Message:
     role = item.get("role")
     if role not in ROLES:
         raise bad_request(f"{where}.role: must be user, assistant, system or developer, not {role!r:.40}", "input")
-    return {"role": ROLES[role], "content": _text(f"{where}.content", item.get("content"))}
+    return {"role": role, "content": _text(f"{where}.content", item.get("content"))}
 
 
 def _output(where: str, item: Json) -> Message:

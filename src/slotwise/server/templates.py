@@ -44,13 +44,24 @@ class Template:
         finally:
             self._worker.tells = True
 
+    async def ignores_tools(self) -> bool:
+        """Whether the template leaves the tools of a conversation out; False where it exceeds the limits."""
+        self._worker.tells = False
+        try:
+            return bool(await self._call("", "ignores_tools", source=self._for_tools))
+        except (ApiError, ChatTemplateError):  # requests are told so
+            return False
+        finally:
+            self._worker.tells = True
+
     async def render(self, holder: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any],
-                     source: str | None = None) -> str:
+                     source: str | None = None, *, is_open: bool = False) -> str:
         """The prompt for `messages`.
 
         Args:
             holder: the client; clients take turns.
             source: of another template, rendered by the same worker.
+            is_open: the prompt will be cut at the end of the last message.
 
         Raises:
             ChatTemplateError: the template refuses the messages, fails, or exceeds its limits.
@@ -59,7 +70,7 @@ class Template:
         try:
             if source is None and variables.get("tools"):
                 source = self._for_tools
-            return str(await self._call(holder, "render", messages, variables, source=source))
+            return str(await self._call(holder, "render", messages, variables, is_open, source=source))
         except QueueFull as error:
             raise from_queue_full(error, RENDERINGS) from error
 

@@ -13,7 +13,7 @@ from slotwise.server.grammars import grammar_of
 from slotwise.server.output_parsing import Parsing
 from slotwise.server.parsers.grammar import MOST_CALLS, Schemas, lark_of_regex
 from slotwise.server.parsers.parser import Tools
-from slotwise.server.parsers.registry import OutputFormat
+from slotwise.server.parsers.registry import TOOL_PARSERS, OutputFormat
 from slotwise.server.protocol import ChatRequest
 from slotwise.server.unsupported import refuse_others
 from slotwise.text.structured_output import StructuredOutputError, json_schema, lark
@@ -48,7 +48,8 @@ def allowed_tools(api: Api, request: ChatRequest) -> ToolChoice:
     chosen = tool_choice(request.tools or (), request.tool_choice)
     if chosen.tools is not None and not chosen.required and not api.output_format.tools:
         raise bad_request("tools is not supported, because the server has no parser of the model's tool calls: start "
-                          "it with --tool-call-parser", "tools", "unsupported_parameter")
+                          f"it with --tool-call-parser and one of {', '.join(sorted(TOOL_PARSERS))}", "tools",
+                          "unsupported_parameter")
     return chosen
 
 

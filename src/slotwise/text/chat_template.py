@@ -21,8 +21,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from slotwise.text.chat_source import ChatTemplateError, find_chat_template
-from slotwise.text.conversation import text_of
-from slotwise.text.tool_calls import ArgumentsError, with_parsed_arguments
+from slotwise.text.conversation import Message
+from slotwise.text.normalization import Normalizer
+from slotwise.text.tool_calls import ArgumentsError
 
 __all__ = ["ChatTemplate", "ChatTemplateError", "load_chat_template"]
 
@@ -86,31 +87,48 @@ class ChatTemplate:
         except Exception as error:  # a source can fail in any way that Python can: it is compiled to Python
             raise ChatTemplateError(f"the chat template does not compile: {error}") from error
         self._special_tokens = dict(special_tokens)
+        self._normalizer = Normalizer(self._write)
 
     def variables(self) -> set[str]:
         """The names of variables that the template reads, and some that it may set itself."""
         return meta.find_undeclared_variables(_environment().parse(self._source))
 
-    def render(self, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
-        """The prompt for `messages`, each with `role` and `content`.
+    @property
+    def ignores_tools(self) -> bool:
+        """Whether the template leaves tools out; then the system prompt describes them."""
+        return self._normalizer.ignores_tools
+
+    def render(self, messages: Sequence[Mapping[str, Any]], is_open: bool = False, /, **variables: Any) -> str:
+        """The prompt for `messages`, each with `role` and `content`, normalized to what the template accepts.
 
         `add_generation_prompt` (default true) opens the assistant's answer; other variables are the template's.
 
+        Args:
+            is_open: the prompt will be cut at the end of the last message.
+
         Raises:
-            ChatTemplateError: the template refuses the messages, fails, or writes more than `MAX_CHARACTERS`.
+            ChatTemplateError: the template refuses the messages or leaves one out, fails, or writes more than
+                `MAX_CHARACTERS`.
             MemoryError: it exceeds this process' memory limit.
         """
-        chosen = {"add_generation_prompt": True, "tools": None, "documents": None} | self._special_tokens | variables
+        given = {"add_generation_prompt": True, "tools": None, "documents": None} | variables
+        try:
+            return self._write(*self._normalizer.normalized(messages, given, is_open=is_open))
+        except ArgumentsError as error:
+            raise ChatTemplateError(str(error)) from error
+        except RecursionError as error:
+            raise ChatTemplateError(f"the chat template failed: {error}") from error
+
+    def _write(self, messages: list[Message], variables: Mapping[str, Any]) -> str:
+        """Messages as the template writes them."""
         parts: list[str] = []
         size = 0
         try:
-            for part in self._template.generate(chosen | {"messages": [_prepared(m) for m in messages]}):
+            for part in self._template.generate({**self._special_tokens, **variables, "messages": messages}):
                 parts.append(part)
                 size += len(part)
                 if size > MAX_CHARACTERS:
                     raise ChatTemplateError(f"the chat template wrote more than {MAX_CHARACTERS} characters")
-        except ArgumentsError as error:
-            raise ChatTemplateError(str(error)) from error
         except (ChatTemplateError, MemoryError):
             raise
         except Exception as error:  # a template can fail in any way that Python can
@@ -128,16 +146,3 @@ def load_chat_template(folder: str | Path, special_tokens: Mapping[str, str],
     source = find_chat_template(folder, file)
     return ChatTemplate(source, special_tokens) if source else None
 
-
-def _prepared(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Join content in text parts, [{"type": "text", "text"}], to one string, a line for each part.
-
-    Tool calls get their arguments as objects, and reasoning has the name that templates know.
-    """
-    message = with_parsed_arguments(message)
-    if isinstance(message.get("reasoning"), str) and message.get("reasoning_content") is None:  # vLLM's newer name
-        message = {**message, "reasoning_content": message["reasoning"]}
-    content = message.get("content")
-    if not isinstance(content, list):
-        return dict(message)
-    return {**message, "content": "\n".join(map(text_of, content))}

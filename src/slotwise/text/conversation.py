@@ -21,6 +21,8 @@ OTHER_MEDIA = {  # kinds of parts, by what they hold
     "image_url": "images", "input_image": "images", "image": "images", "image_pil": "images", "image_embeds": "images",
     "audio_url": "audio", "input_audio": "audio", "audio": "audio", "video_url": "video", "video": "video",
     "file": "files", "input_file": "files"}
+EMPTY: tuple[Any, ...] = (None, "", [])  # values of a message's field that say as much as its absence
+TEXT_FIELDS = ("name", "refusal", "reasoning_content", "reasoning", "tool_call_id")  # of a message, beside its content
 
 Message = dict[str, Any]
 
@@ -68,8 +70,15 @@ def check_messages(messages: list[Message]) -> None:
 def _check_message(where: str, message: Message) -> None:
     if not isinstance(message.get("role"), str):
         raise InvalidMessages(f"{where}.role: must be a string", "messages")
-    if message.get("audio") is not None:  # OpenAI's reference to an earlier answer in audio
+    if message.get("audio") not in EMPTY:  # OpenAI's reference to an earlier answer in audio
         raise InvalidMessages(f"{where}.audio: the model takes text only", "messages", "unsupported_content")
+    if message.get("function_call") not in EMPTY:
+        raise InvalidMessages(f"{where}.function_call: is not supported; send tool_calls", "messages",
+                              "unsupported_parameter")
+    for name in TEXT_FIELDS:
+        if message.get(name) not in EMPTY and not isinstance(message[name], str):
+            raise InvalidMessages(f"{where}.{name}: must be a string", "messages")
+    _check_calls(f"{where}.tool_calls", message)
     content = message.get("content")
     if content is None or isinstance(content, str):
         return
@@ -77,6 +86,23 @@ def _check_message(where: str, message: Message) -> None:
         raise InvalidMessages(f"{where}.content: must be a string or a list of parts", "messages")
     for part in content:
         _check_part(where, part, *["refusal"] * (message["role"] == "assistant"))
+
+
+def _check_calls(where: str, message: Message) -> None:
+    calls = message.get("tool_calls")
+    if calls in EMPTY:
+        return
+    if message["role"] != "assistant":
+        raise InvalidMessages(f"{where}: only a message of the assistant has calls", "messages")
+    if not isinstance(calls, list):
+        raise InvalidMessages(f"{where}: must be a list of calls", "messages")
+    for index, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise InvalidMessages(f'{where}[{index}]: must be {{"type": "function", "id", "function": {{"name", '
+                                  '"arguments"}}', "messages")
+        if not isinstance(call.get("id"), str | None):
+            raise InvalidMessages(f"{where}[{index}].id: must be a string", "messages")
 
 
 def text_of(part: dict[str, Any]) -> str:

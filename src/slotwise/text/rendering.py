@@ -25,9 +25,15 @@ def check(source: str, special: Special) -> None:
     _template(source, special)
 
 
-def render(source: str, special: Special, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+def ignores_tools(source: str, special: Special) -> bool:
+    """See `ChatTemplate.ignores_tools`."""
+    return _template(source, special).ignores_tools
+
+
+def render(source: str, special: Special, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any],
+           is_open: bool) -> str:
     """See `ChatTemplate.render`."""
-    return _template(source, special).render(messages, **variables)
+    return _template(source, special).render(messages, is_open, **variables)
 
 
 def variables(source: str, special: Special) -> list[str]:
@@ -35,4 +41,4 @@ def variables(source: str, special: Special) -> list[str]:
     return sorted(_template(source, special).variables())
 
 
-CALLS = {"check": check, "render": render, "variables": variables}
+CALLS = {"check": check, "ignores_tools": ignores_tools, "render": render, "variables": variables}

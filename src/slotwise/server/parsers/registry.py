@@ -17,15 +17,16 @@ from slotwise.server.parsers.qwen3_xml import Qwen3Xml
 from slotwise.server.parsers.thinking import CLOSING, OPENING, DeepSeekR1, Qwen3
 
 HARMONY = "openai"  # one format for both
+HERMES = "hermes"  # also of calls as `text.normalization` asks for them, where a template ignores tools
 TOOL_PARSERS: dict[str, type[FormatParser]] = {
-    "hermes": Hermes, "llama3_json": Llama3Json, "mistral": Mistral, HARMONY: Harmony, "pythonic": Pythonic,
+    HERMES: Hermes, "llama3_json": Llama3Json, "mistral": Mistral, HARMONY: Harmony, "pythonic": Pythonic,
     "qwen3_xml": Qwen3Xml}
 THINKING_PARSERS: dict[str, type[Qwen3]] = {"deepseek_r1": DeepSeekR1, "qwen3": Qwen3}
 REASONING_PARSERS: dict[str, type[FormatParser]] = {**THINKING_PARSERS, HARMONY: Harmony}
 SIGNS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (  # a template has all of these, none of those
     (HARMONY, ("<|channel|>", "<|message|>"), ()),
     ("qwen3_xml", ("<tool_call>", "<function=", "<parameter="), ()),
-    ("hermes", ("<tool_call>", '"arguments"'), ("<arg_key>", "<function=", "<tool_calls>")),
+    (HERMES, ("<tool_call>", '"arguments"'), ("<arg_key>", "<function=", "<tool_calls>")),
     ("mistral", ("[TOOL_CALLS]",), ()),
     ("llama3_json", ("<|start_header_id|>", '"parameters"'), ("<tool_call>", "<function=")),
     ("pythonic", ("func_name1(",), ()),

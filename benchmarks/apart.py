@@ -27,12 +27,14 @@ from benchmarks.reliability.server import Server, serving
 
 from slotwise.bench.results import environment, write_json
 from slotwise.observe import event_log
+from slotwise.server.kv_transfer import HEADER
 
 STREAMS = 4
 OUTPUT = 8  # tokens of a giant prompt
 TARGET = 1.5
 PORT = 14579
 SHARED: dict[str, Any] = {"kv_connector": "SharedMemoryConnector", "kv_port": PORT}
+SECRET = secrets.token_hex(32)
 EXTRA = {"kv_connector_extra_config": {"peers": [f"127.0.0.1:{PORT}"]}}
 
 
@@ -73,10 +75,10 @@ async def giant(decode: aiohttp.ClientSession, prefill: aiohttp.ClientSession | 
 async def windows(decode: Server, prefill: Server | None, given: argparse.Namespace) -> dict[str, Any]:
     """Quiet and busy windows in turn: their bounds in nanoseconds, and the outputs of the giant prompts."""
     found: dict[str, Any] = {"quiet": [], "giant": [], "outputs": {}}
-    limit = aiohttp.ClientTimeout(600)
-    async with aiohttp.ClientSession(decode.url, timeout=limit) as one, contextlib.AsyncExitStack() as stack:
+    limit, headers = aiohttp.ClientTimeout(600), {HEADER: SECRET}
+    async with aiohttp.ClientSession(decode.url, timeout=limit, headers=headers) as one, contextlib.AsyncExitStack() as stack:
         other = None if prefill is None else await stack.enter_async_context(
-            aiohttp.ClientSession(prefill.url, timeout=limit))
+            aiohttp.ClientSession(prefill.url, timeout=limit, headers=headers))
         streams = [asyncio.create_task(stream(one, number)) for number in range(STREAMS)]
         found["outputs"][0] = await giant(one, other, prompt(0, given.prompt))
         for _ in range(given.pairs):
@@ -108,14 +110,17 @@ def gaps(log: Path, bounds: list[tuple[int, int]]) -> list[tuple[float, int, int
 
 @contextlib.contextmanager
 def servers(given: argparse.Namespace, log: Path, *, apart: bool) -> Iterator[tuple[Server, Server | None]]:
+    secret = log.with_suffix(".secret")
+    secret.write_text(SECRET)
+    roles = ("--kv-transfer-secret-file", str(secret), "--kv-transfer-config")
     common = (str(given.checkpoint), "--dtype", given.dtype, "--max-num-seqs", "16", "--max-model-len", "16384",
               "--kv-cache-memory", "1GiB")
     with contextlib.ExitStack() as stack:
         prefill = None if not apart else stack.enter_context(serving(
-            *common, "--cpu-bind", "0", "--kv-transfer-config", json.dumps(SHARED | {"kv_role": "kv_producer"})))
-        roles = () if not apart else ("--cpu-bind", "1", "--kv-transfer-config", json.dumps(
-            SHARED | EXTRA | {"kv_role": "kv_consumer"}))
-        yield stack.enter_context(serving(*common, "--event-log", str(log), *roles)), prefill
+            *common, "--cpu-bind", "0", *roles, json.dumps(SHARED | {"kv_role": "kv_producer"})))
+        consumer = () if not apart else (
+            "--cpu-bind", "1", *roles, json.dumps(SHARED | EXTRA | {"kv_role": "kv_consumer"}))
+        yield stack.enter_context(serving(*common, "--event-log", str(log), *consumer)), prefill
 
 
 def measured(given: argparse.Namespace, folder: Path, *, apart: bool) -> dict[str, Any]:

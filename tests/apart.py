@@ -33,6 +33,7 @@ LIMITS = SchedulerLimits(
     max_model_len=80, num_blocks=60, block_size=4, max_num_seqs=6, max_num_batched_tokens=16,
     enable_prefix_caching=True)
 HOST = "127.0.0.1"
+SECRET = "of the tests, for both ends"
 FAULTS = ("drop", "delay", "corrupt", "truncate", "duplicate", "reset")
 
 
@@ -121,7 +122,7 @@ class Pair:
                  change: Callable[[Wire], None] = lambda wire: None) -> None:
         self.producer, self.consumer, self.port = Side(limits), Side(limits), free_port()
         self.timeout = timeout
-        config = KVTransferConfig(connector, CONSUMER, kv_port=self.port, peers=(HOST,), timeout=timeout)
+        config = KVTransferConfig(connector, CONSUMER, kv_port=self.port, peers=(HOST,), timeout=timeout, secret=SECRET)
         made = connector_of(config, self.producer.blocks.block_bytes)
         listener = made.listen(HOST, self.port)
         accept, connect = listener.accept, made.connect

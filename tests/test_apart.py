@@ -14,7 +14,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from apart import HOST, Chaos, free_port
+from apart import HOST, SECRET, Chaos, free_port
 from checkpoints import prompts
 from live_server import children, eventually
 from scale_door import door_of
@@ -63,8 +63,8 @@ def engines(request: pytest.FixtureRequest):
     """A producer, a consumer, where they meet, and the tokens of one engine alone."""
     connector, settings = request.param
     port, model = free_port(), str(builtin.path())
-    sends = KVTransferConfig(connector, PRODUCER, kv_port=port, timeout=TIMEOUT)
-    receives = KVTransferConfig(connector, CONSUMER, kv_port=port, peers=(HOST,), timeout=TIMEOUT)
+    sends = KVTransferConfig(connector, PRODUCER, kv_port=port, timeout=TIMEOUT, secret=SECRET)
+    receives = replace(sends, kv_role=CONSUMER, peers=(HOST,))
     config = EngineConfig(model=model, **SMALL, **settings)
     loaded = load(replace(config, kv_transfer_config=sends))
     alone, _ = loaded.engine(config)
@@ -150,7 +150,7 @@ def test_a_producer_that_is_lost_in_the_middle_costs_no_request(engines):
     ({"speculative_config": Speculation("draft_model", model="m")}, "a draft model")])
 def test_what_does_not_go_together_is_refused_by_name(settings, why):
     with pytest.raises(ConfigError, match=f"kv_transfer_config is not supported with {why}"):
-        EngineConfig(model="m", kv_transfer_config=KVTransferConfig(TCP, PRODUCER), **settings)
+        EngineConfig(model="m", kv_transfer_config=KVTransferConfig(TCP, PRODUCER, secret=SECRET), **settings)
 
 
 def test_settings_are_vllms():

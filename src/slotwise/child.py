@@ -11,7 +11,8 @@ import os
 import sys
 
 CACHES = ("XDG_CACHE_HOME", "NUMBA_CACHE_DIR")  # folders that parent and child must share
-SECRETS = ("SLOTWISE_API_KEY", "SLOTWISE_ADMIN_API_KEY")  # read by commands only; children receive none
+KEYS = ("SLOTWISE_API_KEY", "SLOTWISE_ADMIN_API_KEY")
+SECRETS = (*KEYS, "SLOTWISE_KV_TRANSFER_SECRET")  # read by commands only; children receive none
 HOME = "/"  # the current folder of children, since libraries read configuration from it
 OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the folder in which this package lies
 COMMAND = "slotwise"

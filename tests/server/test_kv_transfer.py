@@ -18,16 +18,16 @@ SOURCE = {"do_remote_prefill": True, "transfer_id": "t", "remote_host": "10.0.0.
 
 
 def asked(kv: object, config: KVTransferConfig | None, prompts: int = 1, params: SamplingParams | None = None,
-          **fields: object):
+          is_trusted: bool = True, **fields: object):
     body = {"prompt": "a", "kv_transfer_params": kv, **fields}
     request = decode(CompletionRequest, json.dumps(body).encode())
-    return transfer_of(request, [[1]] * prompts, params or SamplingParams(), config)
+    return transfer_of(request, [[1]] * prompts, params or SamplingParams(), config, is_trusted=is_trusted)
 
 
 @pytest.mark.parametrize("config", [None, SENDS, RECEIVES])
 @pytest.mark.parametrize("kv", [None, {}, {"do_remote_decode": False, "remote_block_ids": None}])
 def test_most_prompts_do_not_travel(kv, config):
-    assert asked(kv, config) is None
+    assert asked(kv, config, is_trusted=False) is None
 
 
 def test_a_producers_response_is_what_a_consumer_takes():

@@ -15,6 +15,7 @@ from toy import alone, request
 from slotwise.transfer.frames import CHECKSUM, HEADER, MAGIC, MAX_TEXT, StreamWire
 from slotwise.transfer.interface import Frame, Kind, TransferError
 from slotwise.transfer.settings import SHARED_MEMORY, TCP
+from slotwise.transfer.shared_memory import folder
 from slotwise.transfer.want import Want, prompt_digest
 
 BLOCK = 40  # bytes
@@ -84,7 +85,7 @@ def test_a_producer_outlives_connections_that_are_no_consumers(connector):
     pair, prompt = Pair(connector, timeout=1.0), list(range(1, 20))
     connections = []
     for sent in (b"", b"x" * 100, header(Kind.WANT, 4, zlib.crc32(b"null")) + b"null", header(Kind.DONE, 0)):
-        address = (HOST, pair.port) if connector == TCP else f"\0slotwise-kv-{os.getuid()}-{pair.port}"
+        address = (HOST, pair.port) if connector == TCP else str(folder() / f"{pair.port}.sock")
         connection = socket.socket(socket.AF_INET if connector == TCP else socket.AF_UNIX)
         connection.connect(address)
         connection.sendall(sent)

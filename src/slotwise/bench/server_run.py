@@ -54,7 +54,7 @@ def serving(arguments: Sequence[str]) -> Iterator[Served]:
     key = secrets.token_urlsafe(16)
     options = [*NO_QUEUE_BOUND, *arguments, "--port", "0"]
     command = child.python("slotwise.cli", "serve", *options)
-    environment = child.environment() | dict.fromkeys(child.SECRETS, key)  # other users can read a command line
+    environment = child.environment() | dict.fromkeys(child.KEYS, key)  # other users can read a command line
     with tempfile.TemporaryFile("w+") as log, subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True, env=environment,
             cwd=child.HOME) as process:

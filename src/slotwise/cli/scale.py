@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import secrets
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from slotwise.cli import serve
 from slotwise.cli.numbers import Number
 from slotwise.cli.options import BUILTIN_NAME, Commands, add_command
 from slotwise.cli.parser import Parser
+from slotwise.cli.transfer_option import transfer_secret_of
 from slotwise.compose.placement import AUTO, read_processors
 from slotwise.core.ranges import real, whole
 from slotwise.engine.config import DAY
@@ -19,12 +21,14 @@ from slotwise.routing.fleet import MAX_WAIT
 from slotwise.routing.routers import ROUTERS
 from slotwise.scale.addresses import checked
 from slotwise.scale.door import MAX_REPLICAS
+from slotwise.transfer.settings import SECRET
 
+SECRET_BYTES = 32  # random ones, of the transfer secret for replicas with roles
 MEMORY = 0.6  # of the machine's, for the weights, steps and caches of all replicas together
 OF_THE_DOOR = frozenset((  # options of `slotwise serve` that mean something without a server of one's own
     "host", "port", "api_key", "admin_api_key", "log_format", "shutdown_timeout", "access_log", "seed",
     "served_model_name", "config", "allowed_hosts", "allowed_origins", "allowed_methods", "allowed_headers",
-    "allow_credentials", "root_path"))
+    "allow_credentials", "root_path", "kv_transfer_secret_file"))
 NOT_SHARED = {  # options that several replicas of a machine cannot have in common
     "event_log": "each replica would write it", "cpu_threads": "the processors are divided among the replicas",
     "ssl_certfile": "let a proxy before it speak TLS"}
@@ -67,19 +71,22 @@ def run(asked: argparse.Namespace) -> int:
     parser = Parser(prog="slotwise scale", add_help=False)
     serve.add_options(parser)
     served = parser.parse_args(asked.rest)
+    secret = transfer_secret_of(served)
     if asked.urls:
         _check_addresses(asked, parser)
         launch, number = None, 0
     else:
         number, of_roles = _numbers(asked, served)
         _check_shared(served)
-        launch = _launcher(asked.rest, served, number, of_roles)
+        secret = secret or (secrets.token_hex(SECRET_BYTES) if of_roles else "")
+        launch = _launcher(asked.rest, served, number, of_roles, {SECRET: secret} if of_roles else {})
     name = next(iter(served.served_model_name), serve.model_of(served) or BUILTIN_NAME)
     network = {name: value for name, value in serve.network_of(served).items() if not name.startswith("ssl_")}
     settings = ServerSettings(
         served_model_name=name, api_keys=serve.api_keys_of(served.api_key),
         admin_api_key=serve.admin_key_of(served.admin_api_key), tiers=serve.tiers_of(served),
-        shutdown_timeout=served.shutdown_timeout, log_format=served.log_format, access_log=served.access_log, **network)
+        shutdown_timeout=served.shutdown_timeout, log_format=served.log_format, access_log=served.access_log,
+        kv_transfer_secret=secret, **network)
     scaling = Scaling(launch, number, asked.urls, asked.router, asked.max_wait, served.seed,
                       asked.prefill_replicas or 0)
     return run_scale(settings, (served.host, served.port), scaling)
@@ -134,9 +141,12 @@ def _numbers(asked: argparse.Namespace, served: argparse.Namespace) -> tuple[int
     return number, roles(asked.prefill_replicas, number)
 
 
-def _launcher(rest: Sequence[str], served: argparse.Namespace, number: int,
-              of_roles: Sequence[Sequence[str]]) -> Callable[[str], Any]:
+def _launcher(rest: Sequence[str], served: argparse.Namespace, number: int, of_roles: Sequence[Sequence[str]],
+              variables: Mapping[str, str]) -> Callable[[str], Any]:
     """Returns what starts the process of a replica, given its name, a number.
+
+    Args:
+        variables: of its environment.
 
     Replicas beyond `number`, added later, take the places of the first ones, too.
     """
@@ -150,6 +160,6 @@ def _launcher(rest: Sequence[str], served: argparse.Namespace, number: int,
 
     def launch(name: str) -> ServeProcess:
         place = int(name) % number
-        return ServeProcess([*rest, *bound[place], *memory, *(of_roles[place] if of_roles else [])])
+        return ServeProcess([*rest, *bound[place], *memory, *(of_roles[place] if of_roles else [])], variables)
 
     return launch

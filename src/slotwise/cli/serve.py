@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from slotwise.cli.options import (
     json_object,
 )
 from slotwise.cli.parser import Parser
-from slotwise.cli.transfer_option import add_transfer_option
+from slotwise.cli.transfer_option import add_transfer_option, transfer_secret_of
 from slotwise.cli.vllm_flags import add_vllm_flags, notices
 from slotwise.compose.placement import AUTO, CORES, MOST_PROCESSORS, NONE, environment, numbers, read_processors
 from slotwise.core.ranges import real, whole
@@ -265,11 +266,15 @@ def _run(asked: argparse.Namespace) -> int:
     model, network, lines = model_of(asked), network_of(asked), notices(asked)
     names = tuple(dict.fromkeys(asked.served_model_name or [model or BUILTIN_NAME]))
     adapters, modules = lora_settings(asked), lora_modules(asked, names)
+    transfer = asked.kv_transfer_config
+    if asked.kv_transfer_secret_file and transfer is None:
+        raise ValueError("--kv-transfer-secret-file has no effect without --kv-transfer-config: leave it out")
+    secret = transfer_secret_of(asked) if transfer is not None else ""
     if asked.max_log_len and not asked.enable_log_requests:
         lines.append("--max-log-len has no effect without --enable-log-requests")
     config = EngineConfig.of(
         model=str(locate(model or builtin.path())), tiers=tuple([served.tier for served in tiers]),
-        generation_config=asked.generation_config, kv_transfer_config=asked.kv_transfer_config,
+        generation_config=asked.generation_config, kv_transfer_config=transfer and replace(transfer, secret=secret),
         **engine_settings(asked), **adapters)
     defaults = read_defaults(config, asked.override_generation_config)
     pooling = read_pooling(config.model, asked.pooler_config)
@@ -295,7 +300,7 @@ def _run(asked: argparse.Namespace) -> int:
         tool_call_parser=asked.tool_call_parser, enable_auto_tool_choice=asked.enable_auto_tool_choice,
         reasoning_parser=asked.reasoning_parser, engine_environment=variables,
         trust_request_chat_template=asked.trust_request_chat_template, sampling_defaults=defaults,
-        pooling_defaults=pooling, **network)
+        pooling_defaults=pooling, kv_transfer_secret=secret, **network)
     options = ModelOptions(tuple(dict.fromkeys(asked.served_model_name)), asked.chat_template,
                            asked.override_generation_config, asked.pooler_config)
     return run_server(config, settings, (asked.host, asked.port), options, engine)

@@ -185,7 +185,7 @@ class Loaded:
         engine = Engine(scheduler, runner, time.monotonic_ns, info.eos_token_ids, depth=depth, scheduling=scheduling,
                         grammars=grammars, experts=ExpertLoad(ends) if (ends := decoder.expert_ends) else None,
                         memory=lent, adapters=self.adapters,
-                        kv_link=linked(info.kv_transfer, runner, pieces, limits, self._identity))
+                        kv_link=linked(config.kv_transfer_config, runner, pieces, limits, self._identity))
         info.learned = times.learned() if times.is_trained else None
         info.roofline = self.roofline(glance(decoder))
         return engine, info
@@ -204,7 +204,7 @@ class Loaded:
             pipeline_parallel_size=limits.stages, speculation=self._speculation(config),
             expert_layers=tuple(decoder.expert_ends),
             max_adapters=config.max_cpu_loras if config.enable_lora else 0,
-            kv_transfer=config.kv_transfer_config and config.kv_transfer_config.named())
+            kv_transfer=config.kv_transfer_config and config.kv_transfer_config.told())
 
     def ready(self) -> Decoder:
         """Returns the model when its kernels are ready, for a rank that samples nothing."""

@@ -20,7 +20,7 @@ from slotwise.errors import OneLineError
 from slotwise.policies import settings as policy_settings
 from slotwise.policies.settings import Ordering
 from slotwise.speculation.settings import DRAFT_MODEL, Speculation
-from slotwise.transfer.settings import KVTransferConfig
+from slotwise.transfer.settings import HOW, KVTransferConfig
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DTYPE_NAMES = {"half": "float16", "float": "float32"}  # vLLM's; a config has the longer ones
@@ -161,6 +161,8 @@ class EngineConfig:
 
     def _check_transfers(self, transfer: KVTransferConfig) -> None:
         """Raises ConfigError for what is not supported beside transfers."""
+        if not transfer.secret:
+            raise ConfigError(f"kv_transfer_config needs a secret that its peers have, too: {HOW}")
         drafts = self.speculative_config
         for name, is_set in (("several ranks", self.num_ranks > 1), ("enable_lora", self.enable_lora),
                              ("a draft model", drafts is not None and drafts.method == DRAFT_MODEL),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import re
 from collections.abc import Mapping
 from hashlib import blake2b
@@ -39,11 +40,12 @@ from slotwise.server.protocol import decode
 from slotwise.server.request_log import RequestLog
 from slotwise.server.responses import RESPONSES
 from slotwise.server.settings import ServerSettings
-from slotwise.transfer.settings import BOTH, CONSUMER, PRODUCER
+from slotwise.transfer.settings import BOTH, CONSUMER, HOW, PRODUCER
 
 MAX_REPLICAS = 256
 MAX_SETTINGS = 64 << 10  # bytes of a body that changes something
 DRAINED = 0.05  # seconds between two looks whether all requests have ended
+logger = logging.getLogger(__name__)
 RESPONSE_ID = re.compile(r"[\w-]{1,200}", re.ASCII)
 
 
@@ -69,6 +71,7 @@ class Door:
         self.is_draining = False
         self.prompts = Prompts()
         self.is_fixed = False  # the number of replicas stays as it is
+        self._has_warned = False
         self._ids = itertools.count()
         self._secret = blake2b("\0".join(sorted({*settings.all_keys, settings.admin_api_key})).encode()).digest()
         self._leaving: set[asyncio.Task[None]] = set()
@@ -83,6 +86,15 @@ class Door:
         told = [one.report.piece_tokens for one in self.fleet.replicas if one.report.piece_tokens]
         return prompt.request(request_id, sum(told) / len(told) if told else 0.0,
                               self.fleet.adapters | self.adapters.wanted)
+
+    @property
+    def may_transfer(self) -> bool:
+        """Whether prompts may travel between replicas; warns once where only the secret is missing."""
+        if not self.settings.kv_transfer_secret and not self._has_warned:
+            self._has_warned = True
+            logger.warning("replicas have roles, and this router no transfer secret, so each computes its own prompts: "
+                           "%s", HOW)
+        return bool(self.settings.kv_transfer_secret)
 
     def next_id(self) -> str:
         return str(next(self._ids))

@@ -25,6 +25,7 @@ from slotwise.scale.routed import Prompt
 from slotwise.scale.upstream import ReplicaLost, Upstream, end
 from slotwise.server.errors import ApiError, ClientGone, ErrorBody
 from slotwise.server.http_exchange import Headers, HttpExchange
+from slotwise.server.kv_transfer import HEADER
 
 if TYPE_CHECKING:
     from slotwise.scale.door import Door
@@ -40,7 +41,7 @@ ELSEWHERE = ("draining", "engine_dead", "queue_full", "engine_error", "too_many_
 NOT_FORWARDED = frozenset((  # of one connection (RFC 9110, 7.6.1), or made anew, or checked by the door
     b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te", b"trailer",
     b"transfer-encoding", b"upgrade", b"host", b"content-length", b"content-encoding", b"accept-encoding", b"expect",
-    b"origin", b"cookie", b"x-request-id", b"x-slotwise-prefix"))
+    b"origin", b"cookie", b"x-request-id", b"x-slotwise-prefix", HEADER.lower().encode()))
 NOT_RETURNED = NOT_FORWARDED | {b"date", b"server", b"content-type", b"x-content-type-options", b"cache-control"}
 
 
@@ -151,12 +152,12 @@ class Forwarding:
         exchange = self._exchange
         if self._gone:
             raise ClientGone
-        method, headers = exchange.scope["method"], headers_of(exchange, self._prompt)
-        prefill = Prefill(self._door, exchange.scope["path"], headers, self._body, self._prompt)
+        sent = headers_of(exchange, self._prompt)
+        prefill = Prefill(self._door, exchange.scope["path"], sent, self._body, self._prompt)
         try:
             async with upstream.until_lost() as self._scope:
-                body = await prefill.begin(upstream.name, self._id, self._failed)
-                async with upstream.sending(method, target_of(exchange), headers, body) as response:
+                body, headers = await prefill.begin(upstream.name, self._id, self._failed)
+                async with upstream.sending(exchange.scope["method"], target_of(exchange), headers, body) as response:
                     if response.content_type == EVENT_STREAM:
                         await self._pass_stream(response)
                     else:

@@ -3,10 +3,10 @@
     door ──┬── body, 1 token, do_remote_decode ────► prefill replica ──┐ blocks, chunk by chunk
            └── body, do_remote_prefill ────────────► decode replica ◄──┘ ──► the answer
 
-Both requests name the same transfer.  The second one is sent when the prefill replica has no earlier prompts, so blocks
-travel while the prompt is still computed, and a slot of the decode replica waits for one prompt, not for a queue of
-them.  If the first one fails, the decode replica computes the prompt itself; so it does where it has most of it in its
-cache.
+Both requests name the same transfer, and carry the transfer secret.  The second one is sent when the prefill replica
+has no earlier prompts, so blocks travel while the prompt is still computed, and the decode replica keeps blocks for one
+prompt, not for a queue of them.  If the first one fails, the decode replica computes the prompt itself; so it does
+where it has most of it in its cache.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from slotwise.routing.fleet import Shed
 from slotwise.routing.replica import Replica
 from slotwise.scale.routed import Prompt
 from slotwise.scale.upstream import ReplicaLost
+from slotwise.server.kv_transfer import HEADER
 from slotwise.server.responses import RESPONSES
 
 if TYPE_CHECKING:
@@ -77,30 +78,31 @@ class Prefill:
         self._body, self._prompt = body, prompt
         self._task: asyncio.Task[None] | None = None
 
-    async def begin(self, name: str, request_id: str, failed: Collection[str]) -> bytes:
+    async def begin(self, name: str, request_id: str, failed: Collection[str]) -> tuple[bytes, Mapping[str, str]]:
         """Have the prompt computed elsewhere, if that is of use.
 
-        Returns the body for the replica of that `name`, once it is to be sent.
+        Returns the body for the replica of that `name` and its headers, once it is to be sent.
         """
         fleet = self._door.fleet
         answering = next(replica for replica in fleet.replicas if replica.name == name)
         fields = self._fields(answering, request_id)
         if not fields:
-            return self._body
+            return self._body, self._headers
         request = self._door.request_of(self._prompt, f"{request_id}/prompt")
         chosen = fleet.route(request, asyncio.get_running_loop().time(), {*failed, name}, for_prompts=True)
         if isinstance(chosen, Shed):
-            return self._body
+            return self._body, self._headers
+        headers = {**self._headers, HEADER: self._door.settings.kv_transfer_secret}
         self._door.metrics.prefills[chosen.name] += 1
         transfer_id = secrets.token_hex(16)
         its_turn = self._door.prompts.join(chosen.name, request.request_id)
         self._task = asyncio.create_task(
-            self._compute(chosen.name, request.request_id, _for_prompt(fields, transfer_id, self._path)))
+            self._compute(chosen.name, request.request_id, headers, _for_prompt(fields, transfer_id, self._path)))
         self._task.add_done_callback(lambda task: self._computed(chosen.name, request.request_id))
         await its_turn.wait()
         return msgspec.json.encode(fields | {"kv_transfer_params": {
             "do_remote_prefill": True, "transfer_id": transfer_id, "remote_host": chosen.report.kv_host,
-            "remote_port": chosen.report.kv_port}})
+            "remote_port": chosen.report.kv_port}}), headers
 
     def end(self) -> None:
         """The request has its answer, or none is wanted."""
@@ -109,7 +111,7 @@ class Prefill:
 
     def _fields(self, answering: Replica, request_id: str) -> dict[str, msgspec.Raw]:
         """The fields of a body whose prompt may travel; none of any other."""
-        if not answering.report.receives_prompts or self._path not in APART:
+        if not answering.report.receives_prompts or self._path not in APART or not self._door.may_transfer:
             return {}
         if answering.lacked(request_id) < LEAST:
             return {}
@@ -123,12 +125,12 @@ class Prefill:
         self._door.fleet.finished(request_id)
         self._door.prompts.leave(name, request_id)
 
-    async def _compute(self, name: str, request_id: str, body: bytes) -> None:
+    async def _compute(self, name: str, request_id: str, headers: Mapping[str, str], body: bytes) -> None:
         door = self._door
         why = "it was lost"
         try:
             upstream = door.replicas.upstream(name)
-            async with upstream.until_lost(), upstream.sending("POST", self._path, self._headers, body) as response:
+            async with upstream.until_lost(), upstream.sending("POST", self._path, headers, body) as response:
                 answer = await response.read()
                 door.fleet.first_output(request_id, asyncio.get_running_loop().time())
                 if response.status == HTTPStatus.OK:

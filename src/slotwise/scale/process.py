@@ -6,8 +6,9 @@ import json
 import os
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from types import MappingProxyType
 
 from slotwise import child, spawn
 from slotwise.transfer.settings import CONSUMER, PRODUCER, SHARED_MEMORY
@@ -20,16 +21,17 @@ class ServeProcess:
 
     Args:
         arguments: of the command, but its host and port.
+        variables: of its environment, beside this process's; secrets, which no command line may have.
 
     Raises:
         OSError: it could not be started.
     """
 
-    def __init__(self, arguments: Sequence[str]) -> None:
+    def __init__(self, arguments: Sequence[str], variables: Mapping[str, str] = MappingProxyType({})) -> None:
         port = _free_port()
         self.url = f"http://{HOST}:{port}"
         command = child.python("slotwise.cli.replica_main", *arguments, "--host", HOST, "--port", str(port))
-        self._process = spawn.start(command, env=os.environ | child.environment(), cwd=os.getcwd(),
+        self._process = spawn.start(command, env={**os.environ, **child.environment(), **variables}, cwd=os.getcwd(),
                                     stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
     @property

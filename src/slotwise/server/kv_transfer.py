@@ -1,8 +1,15 @@
-"""Prompts that travel between engines: from a request's `kv_transfer_params` to the engine, and into the response."""
+"""Prompts that travel between engines: from a request's `kv_transfer_params` to the engine, and into the response.
+
+Only routers and proxies may say that a prompt travels: they send the transfer secret in a header, or as their API key,
+which is all that a proxy written for vLLM can send.
+"""
 
 from __future__ import annotations
 
+import hmac
 import secrets
+from collections.abc import Iterable
+from http import HTTPStatus
 from typing import Any
 
 from slotwise.core.params import SamplingParams
@@ -13,12 +20,18 @@ from slotwise.server.protocol import Generate
 from slotwise.transfer.settings import KVTransferConfig
 
 FIELD = "kv_transfer_params"
+HEADER = "X-Slotwise-Transfer-Secret"
+NEEDED = "transfer_secret_needed"  # the code of an error
 
 
 def transfer_of(
-    request: Generate, prompts: list[list[int]], params: SamplingParams, config: KVTransferConfig | None,
+    request: Generate, prompts: list[list[int]], params: SamplingParams, config: KVTransferConfig | None, *,
+    is_trusted: bool,
 ) -> KVTransfer | None:
     """Returns how the prompt of a request travels; None: it does not.
+
+    Args:
+        is_trusted: the client has the transfer secret.
 
     Raises:
         ApiError: it cannot travel like that.
@@ -28,11 +41,22 @@ def transfer_of(
         return None
     if config is None:
         raise _wrong("this server was started without --kv-transfer-config", "unsupported_parameter")
+    if not is_trusted:
+        raise ApiError(HTTPStatus.FORBIDDEN, f"{FIELD}: prompts travel for routers and proxies, which send this "
+                       f"server's transfer secret in {HEADER} or as their API key", FIELD, NEEDED)
     if asked.do_remote_decode and asked.do_remote_prefill:
         raise _wrong("do_remote_decode and do_remote_prefill exclude each other")
     if len(prompts) * params.n != 1:
         raise _wrong(f"one prompt with one choice can travel, not {len(prompts)} with {params.n}")
     return _sent(asked, request, config) if asked.do_remote_decode else _received(asked, params, config)
+
+
+def has_secret(headers: Iterable[tuple[bytes, bytes]], secret: str) -> bool:
+    """Whether a request's headers carry the transfer secret; "": there is none."""
+    given = dict(headers)
+    key = given.get(HEADER.lower().encode()) or given.get(b"x-api-key") or (
+        given.get(b"authorization", b"").partition(b" ")[2].strip())
+    return bool(secret) and hmac.compare_digest(key, secret.encode())
 
 
 def _sent(asked: KVTransferParams, request: Generate, config: KVTransferConfig) -> KVTransfer:

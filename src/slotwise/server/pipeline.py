@@ -15,7 +15,7 @@ from slotwise.server.errors import bad_request, from_params
 from slotwise.server.generate import Renderer, answer
 from slotwise.server.http_exchange import HttpExchange, checked_request_id
 from slotwise.server.job import Job, Repeated
-from slotwise.server.kv_transfer import transfer_of
+from slotwise.server.kv_transfer import has_secret, transfer_of
 from slotwise.server.output_parsing import Parsing
 from slotwise.server.prompts import Encoding
 from slotwise.server.protocol import Generate
@@ -60,7 +60,8 @@ async def respond(api: Api, exchange: HttpExchange, shape: Shape, prepare: Check
     salt = _salt(exchange.tenant, request.cache_salt)
     if api.sleep is not None:
         salt = api.sleep.salt(salt)
-    kv = transfer_of(request, asked.prompts, params, api.engine_client.info.kv_transfer)
+    kv = transfer_of(request, asked.prompts, params, api.engine_client.info.kv_transfer,
+                     is_trusted=has_secret(exchange.scope["headers"], api.settings.kv_transfer_secret))
     prediction = await _prediction(api, exchange, request)
     with api.models.held(request.model) as adapter:
         name = api.settings.served_model_name if adapter is None else adapter.name

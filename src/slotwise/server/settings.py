@@ -69,6 +69,7 @@ class ServerSettings:
     trust_request_chat_template: bool = False  # render the chat templates that requests bring
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)  # where a request names none
     pooling_defaults: PoolingDefaults = field(default_factory=PoolingDefaults)  # of vectors, likewise
+    kv_transfer_secret: str = field(default="", repr=False)  # opens `kv_transfer_params`; empty: nothing does
 
     @property
     def model_names(self) -> tuple[str, ...]:

@@ -10,5 +10,6 @@ from slotwise.transfer.tcp import TCPConnector
 
 def connector_of(config: KVTransferConfig, block_bytes: int) -> Connector:
     """Returns the connector that `config` names.  Raises TransferError: this system has none of that sort."""
-    made = SharedMemoryConnector if config.kv_connector == SHARED_MEMORY else TCPConnector
-    return made(block_bytes, config.timeout)
+    if config.kv_connector == SHARED_MEMORY:
+        return SharedMemoryConnector(block_bytes, config.timeout)
+    return TCPConnector(block_bytes, config.timeout, config.secret)

@@ -34,6 +34,7 @@ class StreamWire:
     def __init__(self, stream: socket.socket, block_bytes: int, timeout: float) -> None:
         stream.settimeout(timeout)
         self._stream = stream
+        self._timeout = timeout
         self._block_bytes = block_bytes
         self._header = bytearray(HEADER_BYTES)
         self._block = memoryview(b"")  # one block, made when the first is sent or received

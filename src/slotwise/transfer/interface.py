@@ -49,6 +49,10 @@ class Blocks(Protocol):
 class Wire(Protocol):
     """One connection between two engines, used by one thread; `close` may be called by any."""
 
+    def admit(self) -> None:
+        """Check a consumer that has connected, before anything else.  Raises OSError: it is not to be served."""
+        ...
+
     def send(self, frame: Frame) -> None:
         """Send a frame that is no block."""
         ...
@@ -76,7 +80,7 @@ class Wire(Protocol):
 
 class Listener(Protocol):
     def accept(self) -> Wire:
-        """Returns the next consumer's connection; waits for it.  Raises OSError: it was refused, or this is closed."""
+        """Returns the next connection, which is still to be admitted; waits for it.  Raises OSError: this is closed."""
         ...
 
     @property
@@ -93,5 +97,5 @@ class Connector(Protocol):
         ...
 
     def connect(self, host: str, port: int, timeout: float) -> Wire:
-        """Raises OSError: there is no answer."""
+        """Raises OSError: there is no answer, or not that of a producer which this engine trusts."""
         ...

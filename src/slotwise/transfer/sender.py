@@ -2,7 +2,7 @@
 
     engine's thread      offer ──► update, update ... ──► (pinned) ──► pop_acknowledged
                                         │ blocks that may be read
-    a thread of each     WANT ──► BLOCK, BLOCK ... ALIVE ... BLOCK ──► DONE
+    a thread of each     admitted ──► WANT ──► BLOCK, BLOCK ... ALIVE ... BLOCK ──► DONE
     connection
 
 A block is copied under the lock that `update` takes, so no block is read after the engine has withdrawn it.  Whole
@@ -25,6 +25,7 @@ from slotwise.transfer.want import Want
 SIGNS = 4  # signs of life within the timeout
 UNKNOWN = 0.25  # of the timeout: how long a consumer may be ahead of the request that offers its prompt
 MAX_CONSUMERS = 256  # connections at once
+MAX_STRANGERS = 64  # connections that are not admitted yet; beyond them the oldest one is closed
 NICENESS = 10  # of the threads that copy: the engine's own goes first
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class Sender:
         self._changed = threading.Condition()  # of the offers
         self._acknowledged: list[str] = []
         self._wires: set[Wire] = set()
+        self._strangers: dict[Wire, None] = {}  # those of them that are not admitted, the oldest first
         self._is_closed = False
         threading.Thread(target=self._accept, name="kv-accept", daemon=True).start()
 
@@ -116,9 +118,15 @@ class Sender:
                 logger.warning("a consumer of prompts was refused: %s", error)
                 time.sleep(0.01)  # out of descriptors, say
                 continue
-            if len(self._wires) >= MAX_CONSUMERS:
+            if len(self._wires) - len(self._strangers) >= MAX_CONSUMERS:
                 wire.close()
                 continue
+            with self._changed:
+                if len(self._strangers) >= MAX_STRANGERS:
+                    oldest = next(iter(self._strangers))
+                    del self._strangers[oldest]
+                    oldest.close()
+                self._strangers[wire] = None
             self._wires.add(wire)
             threading.Thread(target=self._serve, args=(wire,), name="kv-send", daemon=True).start()
 
@@ -127,6 +135,9 @@ class Sender:
         go_last()
         transfer_id = ""
         try:
+            wire.admit()
+            with self._changed:
+                self._strangers.pop(wire, None)
             frame = wire.receive()
             if frame.kind is not Kind.WANT or not frame.is_intact:
                 raise TransferError("a consumer has not said what it wants")
@@ -139,6 +150,8 @@ class Sender:
         except OSError as error:
             logger.info("a transfer has ended early: %s", error)
         finally:
+            with self._changed:
+                self._strangers.pop(wire, None)
             self._wires.discard(wire)
             wire.close()
             if transfer_id:  # its consumer does not ask twice

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 from slotwise.core.ranges import real, whole
@@ -23,6 +24,9 @@ EXTRA = {"peers": "addresses, HOST:PORT or HOST, of producers that a consumer ma
 RANGES = {"kv_port": whole(1, 65535)}
 TIMEOUTS = real(0.01, 3600)
 LOCAL = ("127.0.0.1", "localhost")
+SECRET = "SLOTWISE_KV_TRANSFER_SECRET"  # the variable of the environment with the transfer secret
+LEAST_SECRET, MOST_SECRET = 16, 1024  # characters
+HOW = f"set {SECRET}, or name its file with --kv-transfer-secret-file"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,7 @@ class KVTransferConfig:
     peers: tuple[str, ...] = ()
     timeout: float = TIMEOUT
     pin_timeout: float = PIN_TIMEOUT
+    secret: str = field(default="", repr=False)  # shared by all servers and routers between which prompts travel
 
     def __post_init__(self) -> None:
         if self.kv_connector not in CONNECTORS:
@@ -67,11 +72,13 @@ class KVTransferConfig:
     def of(cls, given: Mapping[str, Any]) -> KVTransferConfig:
         """Returns the settings of a JSON object.  Raises ValueError for an unknown name, too."""
         settings = dict(given)
-        known = [field.name for field in fields(cls) if field.name not in EXTRA]
+        known = [one.name for one in fields(cls) if one.name not in (*EXTRA, "secret")]
         extra = settings.pop("kv_connector_extra_config", {})
         if settings.pop("kv_load_failure_policy", RECOMPUTE) != RECOMPUTE:
             raise ValueError(f"kv_load_failure_policy must be {RECOMPUTE}: what does not arrive is computed")
         for name in settings:
+            if name == "secret":
+                raise ValueError(f"secret: other users of a machine see its command lines: {HOW}")
             if name not in known:
                 keys = [*known, "kv_load_failure_policy", "kv_connector_extra_config"]
                 raise ValueError(f"there is no key {name!r:.60}; there are {', '.join(keys)}")
@@ -92,9 +99,26 @@ class KVTransferConfig:
         """Whether a consumer may connect to this producer."""
         return f"{host}:{port}" in self.peers or host in self.peers
 
-    def named(self) -> KVTransferConfig:
-        """Returns the settings with an `engine_id`."""
-        return self if self.engine_id else replace(self, engine_id=str(uuid.uuid4()))
+    def told(self) -> KVTransferConfig:
+        """Returns the settings as others may know them: with an `engine_id`, and without the secret."""
+        return replace(self, engine_id=self.engine_id or str(uuid.uuid4()), secret="")
+
+
+def secret_of(file: str, environment: Mapping[str, str]) -> str:
+    """Returns the transfer secret in `file`, or without one that of the environment; "": there is none.
+
+    Raises:
+        ValueError: it is not a secret that a header can carry.
+        OSError: the file cannot be read.
+    """
+    if not file and SECRET not in environment:
+        return ""
+    secret = (Path(file).read_text() if file else environment[SECRET]).strip()
+    if not (LEAST_SECRET <= len(secret) <= MOST_SECRET and secret.isascii() and secret.isprintable()
+            and " " not in secret):
+        raise ValueError(f"{file or SECRET}: a transfer secret has {LEAST_SECRET} to {MOST_SECRET} characters of ASCII "
+                         "and no spaces: take 32 or more random ones, as of `openssl rand -hex 32`")
+    return secret
 
 
 def _extra(given: Any) -> dict[str, Any]:

@@ -4,8 +4,9 @@
                reads place 0 ◄── BLOCK, place 0 ───── writes a block to place 0
                TAKEN 0 ─────────────────────────────► place 0 is free again
 
-The memory has no name (memfd_create), and a socket in the abstract namespace has no file: nothing is left behind when
-a process is killed.  Only processes of the same user are accepted.  Linux only.
+Only processes of the same user join.  The socket lies in a folder that no other user can enter, and each end asks the
+kernel for the user of the other one before anything is sent.  The memory has no name (memfd_create).  A socket that a
+killed process has left is removed by the next producer.  Linux only.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ import fcntl
 import mmap
 import os
 import socket
+import stat
 import struct
 from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
 
 from slotwise.transfer.frames import StreamWire
 from slotwise.transfer.interface import Frame, Kind, TransferError
@@ -27,9 +31,28 @@ SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)
 CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
+ATTACH = 1.0  # seconds for the memory, which comes with the connection
+
+
+def folder() -> Path:
+    """The folder of this user's sockets: the same for all of its processes, whatever their environments say."""
+    return Path(f"/tmp/slotwise-kv-{os.getuid()}")
+
+
 def _address(port: int) -> str:
-    """The name of a producer's socket."""
-    return f"\0slotwise-kv-{os.getuid()}-{port}"
+    """The path of a producer's socket.  Raises TransferError: the folder of sockets is not this user's alone."""
+    found = folder()
+    info = found.lstat()
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077:
+        raise TransferError(f"{found} must be a folder of this user that no other user can enter: remove it")
+    return str(found / f"{port}.sock")
+
+
+def _check_user(stream: socket.socket) -> None:
+    """Raises TransferError: another user's process is at the other end."""
+    given = stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    if (user := CREDENTIALS.unpack(given)[1]) != os.getuid():
+        raise TransferError(f"another user's process (uid {user}) is at the other end")
 
 
 class SharedMemoryConnector:
@@ -49,12 +72,15 @@ class SharedMemoryConnector:
         try:
             stream.settimeout(timeout)
             stream.connect(_address(port))
+            _check_user(stream)
             descriptor = os.memfd_create("slotwise-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             try:
                 os.ftruncate(descriptor, PLACES * self._block_bytes)
                 fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
                 socket.send_fds(stream, [b"M"], [descriptor])
-                return SharedMemoryWire(stream, descriptor, self._block_bytes, self._timeout)
+                wire = SharedMemoryWire(stream, self._block_bytes, self._timeout)
+                wire.attach(descriptor)
+                return wire
             finally:
                 os.close(descriptor)
         except BaseException:
@@ -65,9 +91,18 @@ class SharedMemoryConnector:
 class SharedMemoryListener:
     def __init__(self, port: int, block_bytes: int, timeout: float) -> None:
         self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(_address(port))
-        self._listener.listen(BACKLOG)
         self.port = port
+        with contextlib.suppress(FileExistsError):
+            folder().mkdir(mode=0o700)
+        self._path = Path(_address(port))
+        try:
+            with _alone():
+                _remove_unused()
+                self._listener.bind(str(self._path))
+                self._listener.listen(BACKLOG)
+        except OSError:
+            self._listener.close()
+            raise
         self._block_bytes = block_bytes
         self._timeout = timeout
 
@@ -77,48 +112,70 @@ class SharedMemoryListener:
 
     def accept(self) -> SharedMemoryWire:
         stream, _ = self._listener.accept()
-        try:
-            return self._wire(stream)
-        except BaseException:
-            stream.close()
-            raise
+        return SharedMemoryWire(stream, self._block_bytes, self._timeout)
 
-    def _wire(self, stream: socket.socket) -> SharedMemoryWire:
-        given = stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-        if CREDENTIALS.unpack(given)[1] != os.getuid():
-            raise TransferError("another user's process has connected")
-        stream.settimeout(1.0)  # the memory comes with the connection
-        _, descriptors, _, _ = socket.recv_fds(stream, 1, 1)
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`
+        if not self.is_closed:
+            self._listener.close()
+            self._path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Only one process at a time looks for unused sockets and makes its own."""
+    descriptor = os.open(folder(), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _remove_unused() -> None:
+    """Remove the sockets of producers that have ended."""
+    for path in folder().glob("*.sock"):
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(ATTACH)
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink(missing_ok=True)
+            except OSError:  # it is busy, or has gone
+                continue
+
+
+class SharedMemoryWire(StreamWire):
+    """Frames on a local socket, whose blocks lie in shared memory."""
+
+    def __init__(self, stream: socket.socket, block_bytes: int, timeout: float) -> None:
+        super().__init__(stream, block_bytes, timeout)
+        self._places: list[memoryview] = []  # until `attach`
+        self._free = deque(range(PLACES))  # of the sender
+        self._early: deque[Frame] = deque()  # received while it waited for a place
+        self._read = -1  # place of the block received last, which its reader may still use
+
+    def admit(self) -> None:
+        _check_user(self._stream)
+        self._stream.settimeout(ATTACH)
+        _, descriptors, _, _ = socket.recv_fds(self._stream, 1, 1)
+        self._stream.settimeout(self._timeout)
         try:
             if len(descriptors) != 1 or os.fstat(descriptors[0]).st_size != PLACES * self._block_bytes:
                 raise TransferError("a consumer has blocks of another size")
             if fcntl.fcntl(descriptors[0], fcntl.F_GET_SEALS) & SEALS != SEALS:
                 raise TransferError("a consumer's memory might shrink")
-            return SharedMemoryWire(stream, descriptors[0], self._block_bytes, self._timeout)
+            self.attach(descriptors[0])
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`
-        self._listener.close()
-
-
-class SharedMemoryWire(StreamWire):
-    """Frames on a local socket, whose blocks lie in shared memory.
-
-    Args:
-        descriptor: of the memory, `PLACES` blocks long; it is not needed any more afterwards.
-    """
-
-    def __init__(self, stream: socket.socket, descriptor: int, block_bytes: int, timeout: float) -> None:
-        super().__init__(stream, block_bytes, timeout)
-        memory = memoryview(mmap.mmap(descriptor, PLACES * block_bytes))  # unmapped with the last view of it
-        self._places = [memory[place * block_bytes : (place + 1) * block_bytes] for place in range(PLACES)]
-        self._free = deque(range(PLACES))  # of the sender
-        self._early: deque[Frame] = deque()  # received while it waited for a place
-        self._read = -1  # place of the block received last, which its reader may still use
+    def attach(self, descriptor: int) -> None:
+        """Use a memory of `PLACES` blocks; its descriptor is not needed any more afterwards."""
+        size = self._block_bytes
+        memory = memoryview(mmap.mmap(descriptor, PLACES * size))  # unmapped with the last view of it
+        self._places = [memory[place * size : (place + 1) * size] for place in range(PLACES)]
 
     def buffer(self) -> memoryview:
         while not self._free:

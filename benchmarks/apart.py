@@ -75,10 +75,10 @@ async def giant(decode: aiohttp.ClientSession, prefill: aiohttp.ClientSession | 
 async def windows(decode: Server, prefill: Server | None, given: argparse.Namespace) -> dict[str, Any]:
     """Quiet and busy windows in turn: their bounds in nanoseconds, and the outputs of the giant prompts."""
     found: dict[str, Any] = {"quiet": [], "giant": [], "outputs": {}}
-    limit, headers = aiohttp.ClientTimeout(600), {HEADER: SECRET}
-    async with aiohttp.ClientSession(decode.url, timeout=limit, headers=headers) as one, contextlib.AsyncExitStack() as stack:
+    common: dict[str, Any] = {"timeout": aiohttp.ClientTimeout(600), "headers": {HEADER: SECRET}}
+    async with aiohttp.ClientSession(decode.url, **common) as one, contextlib.AsyncExitStack() as stack:
         other = None if prefill is None else await stack.enter_async_context(
-            aiohttp.ClientSession(prefill.url, timeout=limit, headers=headers))
+            aiohttp.ClientSession(prefill.url, **common))
         streams = [asyncio.create_task(stream(one, number)) for number in range(STREAMS)]
         found["outputs"][0] = await giant(one, other, prompt(0, given.prompt))
         for _ in range(given.pairs):

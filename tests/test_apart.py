@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 import signal
@@ -13,9 +15,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import httpx
 import pytest
 from apart import HOST, SECRET, Chaos, free_port
 from checkpoints import prompts
+from live import Live, serving
 from live_server import children, eventually
 from scale_door import door_of
 
@@ -26,9 +30,19 @@ from slotwise.core.step import KVTransfer
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add
+from slotwise.server.kv_transfer import HEADER
 from slotwise.speculation.settings import Speculation
 from slotwise.transfer.interface import Wire
-from slotwise.transfer.settings import BOTH, CONNECTORS, CONSUMER, PRODUCER, SHARED_MEMORY, TCP, KVTransferConfig
+from slotwise.transfer.settings import (
+    BOTH,
+    CONNECTORS,
+    CONSUMER,
+    PRODUCER,
+    SHARED_MEMORY,
+    TCP,
+    KVTransferConfig,
+    secret_of,
+)
 
 SMALL = {"max_num_seqs": 4, "max_model_len": 512, "max_num_batched_tokens": 64, "block_size": 16}
 PROMPTS = prompts([300, 130, 64, 17, 2, 200])
@@ -168,6 +182,7 @@ def test_settings_are_vllms():
     ({"kv_connector_extra_config": {"peers": ["a"]}}, "peers has no effect"),
     ({"kv_connector_extra_config": {"x": 1}}, "has no key 'x'"),
     ({"kv_connector_extra_config": {"timeout": 0}}, "timeout must be"),
+    ({"secret": "0123456789abcdef"}, "command lines: set SLOTWISE_KV_TRANSFER_SECRET"),
     ({"kv_load_failure_policy": "fail"}, "kv_load_failure_policy must be recompute"),
     ({"kv_connector": SHARED_MEMORY, "kv_ip": "10.0.0.1"}, "kv_ip must be 127.0.0.1")])
 def test_other_settings_are_refused_by_name(change, why):
@@ -175,8 +190,35 @@ def test_other_settings_are_refused_by_name(change, why):
         KVTransferConfig.of({"kv_connector": TCP, "kv_role": PRODUCER} | change)
 
 
+def test_a_role_needs_a_secret_which_no_text_shows():
+    with pytest.raises(ConfigError, match=r"needs a secret .*SLOTWISE_KV_TRANSFER_SECRET.*--kv-transfer-secret-file"):
+        EngineConfig(model="m", kv_transfer_config=KVTransferConfig(TCP, PRODUCER))
+    config = EngineConfig(model="m", kv_transfer_config=KVTransferConfig(TCP, PRODUCER, secret=SECRET))
+    assert SECRET not in repr(config) and config.kv_transfer_config.told().secret == ""
+
+
+def test_the_secret_is_read_from_a_file_or_the_environment(tmp_path: Path):
+    file, variables = tmp_path / "secret", {"SLOTWISE_KV_TRANSFER_SECRET": "of the environment".replace(" ", "-")}
+    file.write_text("0123456789abcdef\n")
+    assert secret_of(str(file), variables) == "0123456789abcdef"
+    assert secret_of("", variables) == "of-the-environment"
+    assert secret_of("", {}) == ""
+    for wrong in ("", "short", "with a space in it", "ü" * 20, "x" * 2000, "two\nlines of the file"):
+        file.write_text(wrong)
+        with pytest.raises(ValueError, match="16 to 1024 characters"):
+            secret_of(str(file), variables)
+    with pytest.raises(OSError):
+        secret_of(str(tmp_path / "missing"), variables)
+
+
 def test_all_connectors_are_described():
     assert set(CONNECTORS) == {SHARED_MEMORY, TCP}
+
+
+def secret_in(pid: int) -> str:
+    """The transfer secret in the environment of a process."""
+    variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return next(one.partition("=")[2] for one in variables if one.startswith("SLOTWISE_KV_TRANSFER_SECRET="))
 
 
 @pytest.mark.slow
@@ -193,6 +235,15 @@ def test_one_command_serves_prefill_and_decode_apart(tmp_path: Path):
             return answer.json()["choices"][0]["text"]
 
         texts = [text(number) for number in range(3)]
+        pids = children(door.process.pid, b"replica_main")
+        (secret,) = {secret_in(pid) for pid in pids}
+        assert len(secret) == 64 and not any(secret in path.read_text(errors="replace") for pid in pids
+                                             for path in (Path(f"/proc/{pid}/cmdline"), tmp_path / "door"))
+        for headers in ({}, {HEADER: "guessed"}, {HEADER: secret}):  # no client of a router names a transfer
+            refused = door.client.post(door.url + "/v1/completions", headers=headers, json={
+                "prompt": [5], "max_tokens": 1, "kv_transfer_params": {
+                    "do_remote_prefill": True, "transfer_id": "invented", "remote_host": HOST, "remote_port": 1}})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (403, "transfer_secret_needed")
         metrics = door.get("/metrics").text
         assert 'slotwise:router_prefills_total{replica="0"} 3' in metrics
         assert re.search(r'slotwise:kv_transfers_total\{replica="1".*outcome="complete".*\} 3', metrics)
@@ -213,3 +264,37 @@ def test_one_command_serves_prefill_and_decode_apart(tmp_path: Path):
                       if PRODUCER.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()]
         os.kill(replica, signal.SIGKILL)
         assert [text(number) for number in (0, 1)] == texts[:2]
+
+
+@pytest.mark.slow
+def test_a_proxy_written_for_vllm_works_with_the_secret_as_its_key(tmp_path: Path):
+    secret, port = "0123456789abcdef" * 2, free_port()
+    (tmp_path / "secret").write_text(secret)
+    small = ("--max-num-seqs", "4", "--max-model-len", "512", "--dtype", "float32", "--api-key", secret, "--api-key",
+             "of-a-client", "--kv-transfer-secret-file", str(tmp_path / "secret"), "--kv-transfer-config")
+    shared = {"kv_connector": TCP, "kv_port": port, "kv_ip": HOST}
+    roles = (shared | {"kv_role": PRODUCER}, {
+        "kv_connector": TCP, "kv_role": CONSUMER, "kv_connector_extra_config": {"peers": [f"{HOST}:{port}"]}})
+    with contextlib.ExitStack() as stack:
+        prefill, decode = (stack.enter_context(serving(*small, json.dumps(role), log=tmp_path / role["kv_role"]))
+                           for role in roles)
+
+        def ask(server: Live, key: str, **more: Any) -> httpx.Response:
+            return server.client.post(server.url + "/v1/completions", headers={"Authorization": f"Bearer {key}"}, json={
+                "prompt": PROMPTS[0], "max_tokens": 8, "temperature": 0, **more})
+
+        asks = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None,
+                "remote_block_ids": None, "remote_host": None, "remote_port": None}  # as vLLM's example proxies do
+        computed = ask(prefill, secret, max_tokens=1, kv_transfer_params=asks)
+        assert computed.status_code == 200, computed.text
+        source = computed.json()["kv_transfer_params"]
+        assert ask(decode, "of-a-client", kv_transfer_params=source).status_code == 403
+        assert ask(prefill, "of-a-client", max_tokens=1, kv_transfer_params=asks).status_code == 403
+        received = ask(decode, secret, kv_transfer_params=source)
+        assert received.status_code == 200, received.text
+        metrics = decode.client.get(decode.url + "/metrics", headers={"Authorization": f"Bearer {secret}"}).text
+        assert re.search(r'slotwise:kv_transfers_total\{.*outcome="complete".*\} 1', metrics)
+        alone = ask(prefill, "of-a-client")
+        assert received.json()["choices"][0]["text"] == alone.json()["choices"][0]["text"]
+        logs = [(tmp_path / role["kv_role"]).read_text() for role in roles]
+        assert not any(secret in log for log in logs)

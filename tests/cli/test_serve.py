@@ -62,6 +62,26 @@ def test_a_variable_that_holds_no_key_opens_no_server(
     assert line.endswith("set it to a key, or unset it to serve without one")
 
 
+@pytest.mark.parametrize(("value", "told"), [
+    (None, "kv_transfer_config needs a secret"), ("", "SLOTWISE_KV_TRANSFER_SECRET: a transfer secret has 16"),
+    ("short", "SLOTWISE_KV_TRANSFER_SECRET: a transfer secret has 16")])
+def test_no_server_lets_prompts_travel_without_a_secret(
+        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], value: str | None, told: str) -> None:
+    monkeypatch.delenv("SLOTWISE_KV_TRANSFER_SECRET", raising=False)
+    if value is not None:
+        monkeypatch.setenv("SLOTWISE_KV_TRANSFER_SECRET", value)
+    role = '{"kv_connector": "TCPConnector", "kv_role": "kv_producer"}'
+    assert main(["serve", "--port", "0", "--kv-transfer-config", role]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert told in line
+
+
+def test_a_transfer_secret_without_a_role_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("0123456789abcdef")
+    assert main(["serve", "--port", "0", "--kv-transfer-secret-file", str(tmp_path / "secret")]) == 1
+    assert "--kv-transfer-secret-file has no effect without --kv-transfer-config" in capsys.readouterr().err
+
+
 def test_there_is_one_admin_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLOTWISE_ADMIN_API_KEY", raising=False)
     assert serve.admin_key_of(None) == "" and serve.admin_key_of("a,b") == "a,b"

@@ -17,7 +17,7 @@ from slotwise.cli import build_parser
 from slotwise.cli.parser import Parser
 from slotwise.cli.serve import add_options
 from slotwise.scale.addresses import checked
-from slotwise.transfer.settings import KVTransferConfig
+from slotwise.transfer.settings import SECRET, KVTransferConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 MANIFESTS = list(yaml.safe_load_all((ROOT / "deploy/kubernetes/slotwise.yaml").read_text()))
@@ -123,11 +123,15 @@ def test_roles_of_kubernetes_fit_each_other() -> None:
     base = yaml.safe_load((ROOT / "deploy/kubernetes/kustomization.yaml").read_text())
     assert overlay["resources"] == ["../kubernetes", "prefill.yaml"] and base["resources"] == ["slotwise.yaml"]
     more: dict[str, list[str]] = {}
+    secret = [one for one in container(PREFILL[0])["env"] if one["name"] == SECRET]  # all have the same one
+    assert len(secret) == 1
     for patch in overlay["patches"]:
         operations = yaml.safe_load(patch["patch"])
-        assert {(one["op"], one["path"]) for one in operations} == {("add", "/spec/template/spec/containers/0/args/-")}
+        added = {name: f"/spec/template/spec/containers/0/{name}/-" for name in ("args", "env")}
+        assert {(one["op"], one["path"]) for one in operations} == {("add", path) for path in added.values()}
         assert ("Deployment", patch["target"]["name"]) in BY_NAME
-        more[patch["target"]["name"]] = [one["value"] for one in operations]
+        more[patch["target"]["name"]] = [one["value"] for one in operations if one["path"] == added["args"]]
+        assert [one["value"] for one in operations if one["path"] == added["env"]] == secret
     stateful, service, _ = PREFILL
     name = f"{stateful['metadata']['name']}-0"  # of the first pod
     producer, consumer = (
@@ -180,6 +184,8 @@ def test_the_router_of_compose_finds_its_replicas() -> None:
 
 def test_roles_of_compose_fit_each_other() -> None:
     services = yaml.safe_load((ROOT / "compose.prefill.yaml").read_text())["services"]
+    secrets = [services[name]["environment"][SECRET] for name in ("prefill", "replica", "router")]
+    assert len(set(secrets)) == 1 and secrets[0].startswith(f"${{{SECRET}:?")  # Compose starts nothing without it
     extended = services["prefill"]["extends"]
     assert extended["service"] in yaml.safe_load((ROOT / extended["file"]).read_text())["services"]
     config: dict[str, KVTransferConfig] = {}

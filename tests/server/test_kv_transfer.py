@@ -8,7 +8,7 @@ import pytest
 
 from slotwise.core.params import SamplingParams
 from slotwise.server.errors import ApiError
-from slotwise.server.kv_transfer import told, transfer_of
+from slotwise.server.kv_transfer import HEADER, has_secret, told, transfer_of
 from slotwise.server.protocol import CompletionRequest, decode
 from slotwise.transfer.settings import BOTH, CONSUMER, PRODUCER, TCP, KVTransferConfig
 
@@ -62,3 +62,24 @@ def test_others_are_refused_by_name(kv, config, more, why):
     with pytest.raises(ApiError, match=why) as error:
         asked(kv, config, **more)
     assert error.value.param.startswith("kv_transfer_params")
+
+
+@pytest.mark.parametrize("kv", [SOURCE, {"do_remote_decode": True}, SOURCE | {"transfer_id": None}])
+def test_only_clients_with_the_secret_may_let_a_prompt_travel(kv):
+    for config in (SENDS, RECEIVES, KVTransferConfig(TCP, BOTH, peers=("10.0.0.1",))):
+        with pytest.raises(ApiError, match="X-Slotwise-Transfer-Secret") as error:
+            asked(kv, config, is_trusted=False)
+        assert (error.value.status, error.value.code) == (403, "transfer_secret_needed")
+
+
+def test_the_secret_is_sent_in_a_header_or_as_the_key():
+    name, secret = HEADER.lower().encode(), "0123456789abcdef"
+    key = (b"authorization", b"Bearer " + secret.encode())
+    for headers in ([(name, secret.encode())], [key], [(b"x-api-key", secret.encode())], [(name, secret.encode()), (
+            b"authorization", b"Bearer of a client")]):
+        assert has_secret(headers, secret)
+    for headers in ([], [(name, b"")], [(name, b"0123456789abcdeF")], [(name, b"\xff")], [key, (name, b"another")],
+                    [(b"authorization", secret.encode())], [(b"cookie", secret.encode())]):
+        assert not has_secret(headers, secret)
+    for headers in ([], [(name, b"")], [(b"authorization", b"Bearer ")]):
+        assert not has_secret(headers, "")  # a server without one

@@ -161,14 +161,14 @@ class EngineConfig:
 
     def _check_transfers(self, transfer: KVTransferConfig) -> None:
         """Raises ConfigError for what is not supported beside transfers."""
-        if not transfer.secret:
-            raise ConfigError(f"kv_transfer_config needs a secret that its peers have, too: {HOW}")
         drafts = self.speculative_config
         for name, is_set in (("several ranks", self.num_ranks > 1), ("enable_lora", self.enable_lora),
                              ("a draft model", drafts is not None and drafts.method == DRAFT_MODEL),
                              (f"batching {self.batching}", self.batching != "continuous")):
             if is_set:
                 raise ConfigError(f"kv_transfer_config is not supported with {name}: leave one of them out")
+        if not transfer.secret:
+            raise ConfigError(f"kv_transfer_config needs a secret that its peers have, too: {HOW}")
 
     def _check_ranks(self) -> None:
         """Raises ConfigError for what is not supported with several ranks."""

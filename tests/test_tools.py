@@ -124,3 +124,73 @@ def test_harmony_by_the_special_tokens_of_the_checkpoint(tmp_path: Path) -> None
         ((name, arguments),) = calls(asked(live, "Rain?", tool_choice="required", tools=[WEATHER],
                                            reasoning_effort="none"))
         assert name == "weather" and arguments["city"] in CITIES
+
+
+@pytest.fixture(scope="module")
+def untold(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A model whose template has no tools, takes a system message only at the beginning, and roles that alternate."""
+    template = ("{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+                "{{ raise_exception('system first') }}{% endif %}{% if not loop.first and m.role == messages[loop.index0 - 1].role %}"
+                "{{ raise_exception('must alternate') }}{% endif %}<{{ m.role }}>{{ m.content + '' }}{% endfor %}")
+    scripts = {"#weather": scripted.SCRIPTS["#weather"], "</tool_response>": "It is sunny.", "#more": "Nothing."}
+    folder = scripted.write(tmp_path_factory.mktemp("untold"), scripts, template)
+    with serving(str(folder), "--served-model-name", "scripted", "--dtype", "float32",
+                 log=tmp_path_factory.mktemp("log") / "stderr") as started:
+        yield started
+
+
+def test_tools_of_a_template_that_has_none_through_openais_client(untold: Live, openai: ModuleType) -> None:
+    client = openai.OpenAI(base_url=f"{untold.url}/v1", api_key="none", max_retries=0)
+    turns: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "developer", "content": "Use tools."},
+                        {"role": "user", "content": "Hello."}, {"role": "user", "content": "Rain? #weather"}]
+    asked: dict[str, Any] = {"model": "scripted", "tools": [WEATHER], "temperature": 0, "max_tokens": 100}
+    answer = client.chat.completions.create(messages=turns, extra_body={"return_prompt_text": True}, **asked)
+    assert answer.prompt_text.startswith("<system>Be brief.\n\nUse tools.\n\n# Tools")
+    assert json.dumps(WEATHER) in answer.prompt_text and answer.prompt_text.endswith("<user>Hello.\n\nRain? #weather")
+    message = answer.choices[0].message
+    assert answer.choices[0].finish_reason == "tool_calls" and message.content == "I look it up."
+    (call,) = message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Paris"})
+    turns += [message, {"role": "tool", "tool_call_id": call.id, "content": "sun"}]
+    sunny = client.chat.completions.create(messages=turns, **asked).choices[0]
+    assert (sunny.finish_reason, sunny.message.content) == ("stop", "It is sunny.")
+    turns += [sunny.message, {"role": "user", "content": "And? #more"}]
+    assert client.chat.completions.create(messages=turns, **asked).choices[0].message.content == "Nothing."
+    required = client.chat.completions.create(messages=turns, tool_choice="required", **asked).choices[0].message
+    assert {call.function.name for call in required.tool_calls} == {"weather"}
+
+
+def test_tools_of_a_template_that_has_none_through_openais_responses(untold: Live, openai: ModuleType) -> None:
+    client = openai.OpenAI(base_url=f"{untold.url}/v1", api_key="none", max_retries=0)
+    asked: dict[str, Any] = {"model": "scripted", "instructions": "Be brief.", "temperature": 0,
+                             "max_output_tokens": 100, "tools": [{"type": "function", **WEATHER["function"], "strict": False}]}
+    turns: list[Any] = [{"role": "developer", "content": "Use tools."}, {"role": "user", "content": "Hello."},
+                        {"role": "user", "content": "Rain? #weather"}]
+    first = client.responses.create(input=turns, **asked)
+    (call,) = [item for item in first.output if item.type == "function_call"]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "sun"}
+    assert client.responses.create(input=[*turns, *first.output, result], **asked).output_text == "It is sunny."
+    assert client.responses.create(
+        input=[result], previous_response_id=first.id, **asked).output_text == "It is sunny."
+
+
+def test_tools_of_a_template_that_has_none_through_anthropics_client(untold: Live, anthropic: ModuleType) -> None:
+    client = anthropic.Anthropic(base_url=untold.url, api_key="none", max_retries=0)
+    asked: dict[str, Any] = {"model": "scripted", "system": "Be brief.", "tools": [
+        {"name": "weather", "input_schema": WEATHER["function"]["parameters"]}]}
+    turns: list[Any] = [{"role": "user", "content": "Hello."}, {"role": "user", "content": "Rain? #weather"}]
+    first = client.messages.create(messages=turns, max_tokens=100, extra_body={"temperature": 0}, **asked)
+    text, call = first.content
+    assert (text.text, call.name, call.input, first.stop_reason) == (
+        "I look it up.", "weather", {"city": "Paris"}, "tool_use")
+    turns += [{"role": "assistant", "content": first.content}, {"role": "user", "content": [
+        {"type": "tool_result", "tool_use_id": call.id, "content": "sun"}]}]
+    assert client.messages.create(
+        messages=turns, max_tokens=100, extra_body={"temperature": 0}, **asked).content[0].text == "It is sunny."
+    turns[-1]["content"].append({"type": "text", "text": "And? #more"})
+    late = [*turns, {"role": "assistant", "content": "Well."}, {"role": "system", "content": "Later."},
+            {"role": "user", "content": "And? #more"}]
+    for more in (turns, late):
+        assert client.messages.create(
+            messages=more, max_tokens=100, extra_body={"temperature": 0}, **asked).content[0].text == "Nothing."
+        assert client.messages.count_tokens(messages=more, **asked).input_tokens > 100

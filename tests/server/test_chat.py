@@ -101,6 +101,32 @@ def test_a_template_may_refuse(server: Server) -> None:
     assert "not this" in response.json()["error"]["message"] and response.json()["error"]["param"] == "messages"
 
 
+def test_a_role_that_is_not_known_is_refused_by_name(server: Server) -> None:
+    """The toy's template would write any role."""
+    for path in ("/v1/chat/completions", "/tokenize"):
+        response = server.post(path, {"messages": [*HELLO, {"role": "narrator", "content": "x"}]})
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert error["message"].startswith("messages[1].role: must be ") and "'narrator'" in error["message"]
+        assert error["param"] == "messages"
+
+
+def test_a_developer_is_the_system_and_no_empty_field_reaches_the_template(server: Server) -> None:
+    def written(*messages: dict[str, Any]) -> str:
+        return str(chat(server, messages=list(messages), max_tokens=1, return_prompt_text=True)["prompt_text"])
+
+    assert written({"role": "developer", "content": "brief"}, *HELLO) == "<system>brief<user>hello<assistant>"
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    result = {"role": "tool", "tool_call_id": "abcdefghi", "content": "ok", "name": None}
+    expected = ('<user>hello<assistant><tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+                "<user><tool_response>\nok\n</tool_response><assistant>")
+    for content in ({"content": None}, {}, {"content": ""}, {"content": []}):
+        answer = {"role": "assistant", "tool_calls": [call], "refusal": None, **content}
+        assert written(*HELLO, answer, result) == expected
+    for fields in ({"tool_calls": None}, {"tool_calls": []}, {"function_call": None, "audio": None, "name": None}):
+        assert written(*HELLO, {"role": "assistant", "content": "a", **fields}) == "<user>hello<assistant>a<assistant>"
+
+
 def test_tools_that_must_not_be_called_are_no_hindrance(server: Server) -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     assert chat(server, tools=[tool], tool_choice="none", max_tokens=1)["usage"]["completion_tokens"] == 1

@@ -48,14 +48,14 @@ _ASKED: Message = {"role": "user", "content": "zq2z"}
 TOOLS = """\
 # Tools
 
-You may call the functions described between <tools> and </tools>:
+You are provided with function signatures within <tools></tools> XML tags, and may call one or more of them:
 <tools>
 {tools}
 </tools>
 
-To call a function, write its name and its arguments as a JSON object between <tool_call> and </tool_call>:
+For each function call, return a JSON object with the function's name and arguments within <tool_call></tool_call> tags:
 <tool_call>
-{{"name": "function name", "arguments": {{"argument": "value"}}}}
+{{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
 """What the system prompt says of tools where the template ignores them, in the form of Hermes models."""
 
@@ -312,12 +312,10 @@ def _tools_as_text(messages: list[Message], variables: Variables) -> Conversatio
     """Tools in the system prompt, and calls as such a prompt asks for them."""
     text = TOOLS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in variables["tools"]))
     messages, variables = _calls_as_text(messages, variables)
-    if messages and messages[0]["role"] in INSTRUCTING:
-        first, *others = messages
-        messages = [first | {"content": _joined_text(first["content"], text)}, *others]
-    else:
-        messages = [{"role": "system", "content": text}, *messages]
-    return messages, variables | {"tools": None}
+    leading = next((place for place, message in enumerate(messages) if message["role"] not in INSTRUCTING), len(messages))
+    *before, last = messages[:leading] or [{"role": "system", "content": ""}]
+    told = [*before, last | {"content": _joined_text(last["content"], text)}, *messages[leading:]]
+    return told, variables | {"tools": None}
 
 
 def _calls_as_text(messages: list[Message], variables: Variables) -> Conversation:

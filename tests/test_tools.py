@@ -130,7 +130,8 @@ def test_harmony_by_the_special_tokens_of_the_checkpoint(tmp_path: Path) -> None
 def untold(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """A model whose template has no tools, takes a system message only at the beginning, and roles that alternate."""
     template = ("{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
-                "{{ raise_exception('system first') }}{% endif %}{% if not loop.first and m.role == messages[loop.index0 - 1].role %}"
+                "{{ raise_exception('system first') }}{% endif %}"
+                "{% if not loop.first and m.role == messages[loop.index0 - 1].role %}"
                 "{{ raise_exception('must alternate') }}{% endif %}<{{ m.role }}>{{ m.content + '' }}{% endfor %}")
     scripts = {"#weather": scripted.SCRIPTS["#weather"], "</tool_response>": "It is sunny.", "#more": "Nothing."}
     folder = scripted.write(tmp_path_factory.mktemp("untold"), scripts, template)
@@ -162,8 +163,9 @@ def test_tools_of_a_template_that_has_none_through_openais_client(untold: Live, 
 
 def test_tools_of_a_template_that_has_none_through_openais_responses(untold: Live, openai: ModuleType) -> None:
     client = openai.OpenAI(base_url=f"{untold.url}/v1", api_key="none", max_retries=0)
-    asked: dict[str, Any] = {"model": "scripted", "instructions": "Be brief.", "temperature": 0,
-                             "max_output_tokens": 100, "tools": [{"type": "function", **WEATHER["function"], "strict": False}]}
+    tool = {"type": "function", **WEATHER["function"], "strict": False}
+    asked: dict[str, Any] = {"model": "scripted", "instructions": "Be brief.", "tools": [tool], "temperature": 0,
+                             "max_output_tokens": 100}
     turns: list[Any] = [{"role": "developer", "content": "Use tools."}, {"role": "user", "content": "Hello."},
                         {"role": "user", "content": "Rain? #weather"}]
     first = client.responses.create(input=turns, **asked)

@@ -20,6 +20,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
+from itertools import takewhile
 from typing import Any
 
 from slotwise.text.chat_source import ChatTemplateError
@@ -312,10 +313,10 @@ def _tools_as_text(messages: list[Message], variables: Variables) -> Conversatio
     """Tools in the system prompt, and calls as such a prompt asks for them."""
     text = TOOLS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in variables["tools"]))
     messages, variables = _calls_as_text(messages, variables)
-    leading = next((place for place, message in enumerate(messages) if message["role"] not in INSTRUCTING), len(messages))
-    *before, last = messages[:leading] or [{"role": "system", "content": ""}]
-    told = [*before, last | {"content": _joined_text(last["content"], text)}, *messages[leading:]]
-    return told, variables | {"tools": None}
+    leading = list(takewhile(lambda message: message["role"] in INSTRUCTING, messages))
+    *before, last = leading or [{"role": "system", "content": ""}]
+    told = last | {"content": _joined_text(last["content"], text)}
+    return [*before, told, *messages[len(leading) :]], variables | {"tools": None}
 
 
 def _calls_as_text(messages: list[Message], variables: Variables) -> Conversation:

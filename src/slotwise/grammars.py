@@ -4,15 +4,18 @@ The library's limits count work, not seconds, so they refuse a grammar on every 
 everything: a large `multipleOf` alone takes minutes.  So a server compiles a grammar in a worker process first, under
 limits that the system enforces (`server/grammars.py`).
 
+In regular expressions, wherever they stand, `\\d` and `\\w` mean ASCII: the library itself means it in schemas alone.
+
 The library is imported on first use: an engine runs without it, and then no grammar compiles.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from slotwise.core.grammar import JSON_SCHEMA, REGEX, is_gbnf
+from slotwise.core.grammar import JSON_SCHEMA, REGEX, in_ascii, is_gbnf
 
 MAX_MESSAGE = 400  # characters
 MAX_GBNF, MAX_GBNF_RULES = 16 << 10, 256  # characters and rules: they are read by Python, beside the engine's steps
@@ -24,6 +27,10 @@ LIMITS: dict[str, Any] = {
     "max_items_in_row": 2_000,
     "max_lexer_states": 50_000,  # a kilobyte or two each
 }
+
+
+# A comment, a string, a special token, or a regular expression, as llguidance's lexer has them.
+_IN_LARK = re.compile(r'''(?:\#|//)[^\n]*|"(?:\\.|[^"\\])*"|<[^<>\s]+>|(/(?:\\.|[^/\\])+/)''', re.DOTALL)
 
 
 class _Source:
@@ -95,8 +102,9 @@ def _written(kind: str, text: str) -> str:
     if kind == JSON_SCHEMA:
         return str(LLMatcher.grammar_from_json_schema(text))
     if kind == REGEX:
-        return str(LLMatcher.grammar_from_regex(text))
-    return _lark_of(text) if is_gbnf(text) else text
+        return str(LLMatcher.grammar_from_regex(in_ascii(text)))
+    lark = _lark_of(text) if is_gbnf(text) else text
+    return _IN_LARK.sub(lambda found: in_ascii(found[1]) if found[1] else found[0], lark)
 
 
 def _lark_of(text: str) -> str:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from slotwise.core.grammar import JSON_SCHEMA, LARK, MAX_BYTES, REGEX, Grammar
+from slotwise.grammars import compiled, tokenizer_of
 from slotwise.text.grammar_check import check
 from slotwise.text.structured_output import (
     WHITE_SPACE,
@@ -17,6 +21,17 @@ from slotwise.text.structured_output import (
 )
 
 OBJECT = {"type": "object"}
+NUM_BYTES = 256
+BYTES = tokenizer_of([*(bytes([byte]) for byte in range(NUM_BYTES)), b"<end>"], [], [NUM_BYTES], NUM_BYTES + 1,
+                     lambda text: list(text.encode()))
+
+
+def matches(kind: str, grammar: str, text: str) -> bool:
+    """Whether a whole text matches, as the engine decides it."""
+    matcher, objection = compiled(BYTES, kind, grammar)
+    assert not objection, objection
+    said = list(text.encode())
+    return matcher.validate_tokens(said) == len(said) and matcher.consume_tokens(said) and matcher.is_accepting()
 
 
 def schema_of(grammar: Grammar | None) -> Any:
@@ -51,6 +66,43 @@ def test_structured_outputs() -> None:
     for options in ({"disable_any_whitespace": True}, {"whitespace_pattern": "[ ]?"}):
         grammar = of_structured_outputs({"json": OBJECT} | options)
         assert grammar is not None and WHITE_SPACE not in grammar.text and not check(grammar.kind, grammar.text, [])
+
+
+# What Python's `re` reads in the same way, with its flag ASCII, and what it does not.
+PLAIN = [r"\d", r"\D", r"\w", r"\W", r"[\d.]", r"[^\d]", r"[\w-]", r"[-\d]", r"[\D]", r"[^\W]", r"\\d", r"[\\d]", r"\."]
+OTHERS = [r"\s", r"\S", r"[^\w\s]", r"[\d-z]", r"[a-z-\d]", r"[\w&&[^\d]]", r"[\w--\d]", r"(?i:\w)", ".", r"\p{L}",
+          r"\p{Nd}"]
+COUNTS = ["", "?", "+", "{2}"]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(PLAIN + OTHERS), st.sampled_from(COUNTS)), min_size=1, max_size=3),
+       st.text(st.sampled_from("5\u0967aé\u212az_-. \\d\u00a0\u3000/你"), max_size=4))
+def test_a_regular_expression_means_the_same_wherever_it_stands(atoms: list[tuple[str, str]], text: str) -> None:
+    r"""`\d` and `\w` are ASCII's, as in JSON schemas; Unicode's have names."""
+    pattern = "".join(atom + count for atom, count in atoms)
+    schema = json.dumps({"type": "string", "pattern": f"^(?:{pattern})$"})
+    in_schema = matches(JSON_SCHEMA, schema, json.dumps(text, ensure_ascii=False))
+    assert matches(REGEX, pattern, text) == in_schema
+    lark = f'start: "/\\\\d/" A //  /\\d "\nA: /{pattern}/  # /"\\w\n'
+    assert matches(LARK, lark, "/\\d/" + text) == in_schema
+    if {atom for atom, _ in atoms} <= {*PLAIN}:
+        assert in_schema == bool(re.fullmatch(pattern, text, re.ASCII))
+
+
+def test_digits_are_asciis_in_every_field() -> None:
+    """Of a regular expression, of a grammar and what it embeds, of white space, and of names of properties."""
+    devanagari = "\u0967\u0968\u0969"
+    names = {"type": "object", "patternProperties": {r"^\d{3}$": {}}, "additionalProperties": False}
+    for found, form in (
+            (of_structured_outputs({"regex": r"\d{3}"}), "%s"),
+            (of_structured_outputs({"grammar": r"start: /\d{3}/"}), "%s"),
+            (of_structured_outputs({"grammar": 'start: %json {"type": "string", "pattern": "^\\\\d{3}$"}'}), '"%s"'),
+            (of_structured_outputs({"json": {"type": "array"}, "whitespace_pattern": r"(\d{3})?"}), "[%s]"),
+            (of_structured_outputs({"json": names, "disable_any_whitespace": True}), '{"%s":1}')):
+        assert found is not None
+        assert matches(found.kind, found.text, form % "123") and not matches(found.kind, found.text, form % devanagari)
+    assert matches(REGEX, r"\p{Nd}{3}", devanagari)
 
 
 def test_structural_tags() -> None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 JSON_SCHEMA, REGEX, LARK = "json_schema", "regex", "lark"
 KINDS = (JSON_SCHEMA, REGEX, LARK)
 MAX_BYTES = 256 << 10  # of a grammar's text
+CLASSES = {r"\d": "[0-9]", r"\D": "[^0-9]", r"\w": "[0-9A-Za-z_]", r"\W": "[^0-9A-Za-z_]"}
+_CLASS = re.compile(r"\\.|--|-(?=\\[dDwW])", re.DOTALL)  # or another escape; `--` is a difference of classes
 GBNF = re.compile(r"(?:\s|#[^\n]*\n)*[\w-]+[ \t]*::=")  # its first rule, behind comments
 
 
@@ -28,6 +30,14 @@ class Grammar:
             raise ValueError(f"{self.field}: a grammar is one of {', '.join(KINDS)}, not {self.kind!r:.40}")
         if (size := len(self.text.encode(errors="replace"))) > MAX_BYTES:
             raise ValueError(f"{self.field}: {size} bytes are more than the {MAX_BYTES} that a grammar may have")
+
+
+def in_ascii(pattern: str) -> str:
+    r"""Returns a regular expression whose `\d` and `\w` are digits and letters of ASCII, as JSON schemas' are.
+
+    `\D` and `\W` are all other characters.  A hyphen between a class and another character is itself.
+    """
+    return _CLASS.sub(lambda found: CLASSES.get(found[0], r"\-" if found[0] == "-" else found[0]), pattern)
 
 
 def is_gbnf(text: str) -> bool:

@@ -14,7 +14,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slotwise.core.grammar import JSON_SCHEMA, LARK, REGEX, Grammar
+from slotwise.core.grammar import JSON_SCHEMA, LARK, REGEX, Grammar, in_ascii
 from slotwise.neutral import ignored_key
 
 MAX_DEPTH = 64  # values within values, of a schema
@@ -123,7 +123,7 @@ def json_schema(schema: object, field: str, whitespace_pattern: object = None, n
     if no_whitespace not in (None, False, True):
         raise StructuredOutputError(field, "disable_any_whitespace must be true or false")
     options = {"whitespace_flexible": False} if no_whitespace else {
-        "whitespace_pattern": WHITE_SPACE if whitespace_pattern is None else whitespace_pattern}
+        "whitespace_pattern": WHITE_SPACE if whitespace_pattern is None else in_ascii(whitespace_pattern)}
     schema = {**({"allOf": [schema]} if isinstance(schema, bool) else schema), COMPILER: options}
     return _grammar(JSON_SCHEMA, json.dumps(schema, ensure_ascii=False), field)
 

@@ -79,10 +79,18 @@ def target_of(exchange: HttpExchange) -> str:
 
 def headers_of(exchange: HttpExchange, prompt: Prompt | None = None) -> dict[str, str]:
     """The headers with which a request is sent on."""
-    kept = {name.decode("latin-1"): value.decode("latin-1") for name, value in exchange.scope["headers"]
+    kept = {name.decode("latin-1"): _text(value) for name, value in exchange.scope["headers"]
             if name not in NOT_FORWARDED and not name.startswith(b"sec-fetch-")}
     prefix = {"x-slotwise-prefix": prompt.header} if prompt is not None and prompt.pieces else {}
     return kept | prefix | {"x-request-id": exchange.request_id}
+
+
+def _text(value: bytes) -> str:
+    """The value of a header; it is sent on in UTF-8, so what is UTF-8 stays as it is."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
 
 
 class Forwarding:

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Mapping
 
 import aiohttp
 import msgspec
+from yarl import URL
 
 from slotwise.server.replica import AdapterState, ReplicaState
 
@@ -55,9 +56,14 @@ class Upstream:
     @contextlib.asynccontextmanager
     async def sending(self, method: str, target: str, headers: Mapping[str, str], body: bytes,
                       ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Sends a request, and yields the response once its head is there.  For use within `until_lost`."""
+        """Sends a request, and yields the response once its head is there.  For use within `until_lost`.
+
+        Args:
+            target: sent as it is: with its dots resolved it might be another route than the one that was checked.
+        """
+        url = URL(self.url + target, encoded=True)
         async with self._session.request(
-                method, self.url + target, data=body or None, headers=headers, allow_redirects=False) as response:
+                method, url, data=body or None, headers=headers, allow_redirects=False) as response:
             yield response
 
     async def post(self, target: str, body: bytes) -> tuple[int, bytes]:

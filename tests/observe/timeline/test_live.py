@@ -11,7 +11,7 @@ import pytest
 from browser import browser
 from live import serving
 from observe.timeline.logs import cells
-from observe.timeline.looking import compare, frame, looked_at
+from observe.timeline.looking import compare, frame, looked_at, written
 
 from slotwise.bench.server_run import NO_QUEUE_BOUND
 from slotwise.core import reasons
@@ -71,7 +71,7 @@ def changing(page, act):
     with page.expect_response(lambda response: response.request.method == "PUT", timeout=60_000):
         act()
         if page.is_visible("#sure"):
-            page.click("#sure button.main")
+            page.click("#sure button[value=change]")
 
 
 def get(server, path):
@@ -234,7 +234,7 @@ def test_others_requests_are_not_rescheduled_unasked(server, opened, puts):
         assert not opened.is_disabled("#compare")
         opened.select_option("#batching", "static")
         assert "would be batched by “static”" in opened.inner_text("#change")
-        opened.click("#sure button:not(.main)")
+        opened.click("#sure button.main")
         until(opened, "document.getElementById('batching').value === 'continuous'")
         opened.select_option("#slots", "4")
         assert "would share slots: 4" in opened.inner_text("#change")
@@ -248,7 +248,10 @@ def test_a_change_that_is_wanted_is_made_from_the_keyboard(server, opened, puts)
         response.read()
     until(opened, "slotwise.history.last?.running === 0 && slotwise.history.last.waiting === 0")
     opened.select_option("#slots", "8")
-    assert "in the last minute" in opened.inner_text("#others")
+    assert re.fullmatch(r"A request of others ended [\d.]+ m?s ago\.", opened.inner_text("#others"))
+    first, second = opened.query_selector_all("#sure button")
+    assert first.inner_text() == "Leave it as it is" and first.get_attribute("class") == "main", "the first button"
+    assert second.inner_text() == "Change it" and second.get_attribute("class") is None
     opened.keyboard.press("Tab")
     assert opened.evaluate("document.activeElement.textContent") == "Change it"
     opened.keyboard.press("Enter")
@@ -272,10 +275,31 @@ def test_requests_of_this_page_are_no_others(chromium, tmp_path):
             response.read()
         until(page, f"slotwise.history.requests.size > {before}")
         until(page, "[...slotwise.history.requests.values()].at(-1).flushed")  # the last entry about it
-        page.evaluate("slotwise.heardAt = performance.now() - 61e3")
+        page.evaluate("slotwise.ahead += 65e3")
         page.select_option("#slots", "16")
         assert not page.is_visible("#sure"), "the other's request ended more than a minute ago"
         until(page, "slotwise.history.segments.at(-1).capacity === 16")
+        with looked_at(chromium, alone.url + "/timeline") as (later, _):
+            until(later, "slotwise.history.requests.size > 0 && slotwise.history.last?.running === 0")
+            later.evaluate("slotwise.ahead += 27 * 60e3")
+            later.select_option("#slots", "4")
+            assert not later.is_visible("#sure"), "nor is it asked where the page was opened long after the last step"
+            until(later, "slotwise.history.segments.at(-1).capacity === 4")
+
+
+def test_slots_that_no_request_needs_are_not_counted_against_a_server(chromium, tmp_path):
+    with (serving("--max-num-seqs", "16", log=tmp_path / "stderr") as alone,
+          looked_at(chromium, alone.url + "/timeline") as (page, _)):
+        until(page, "slotwise.history.run !== null")
+        with complete(alone) as response:
+            response.read()
+        until(page, "slotwise.history.last?.running === 0")
+        extent = "slotwise.history.first, slotwise.history.end"
+        assert page.evaluate(f"slotwise.history.useful({extent})") <= 1 / 16
+        assert page.evaluate(f"slotwise.history.needed({extent})") == 1
+        page.evaluate("slotwise.view.fit()")
+        frame(page)
+        assert "100% of the needed slots used" in written(page, "heads")
 
 
 def test_a_change_that_the_server_refuses_is_told_and_taken_back(chromium, tmp_path):

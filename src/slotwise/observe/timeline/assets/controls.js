@@ -128,11 +128,11 @@ function compare(page, demo) {
   });
 }
 
-// Returns the time and the share of useful slots of steps [from, to).
+// Returns the time of steps [from, to), and the share of the needed slots that did useful work.
 function worth(history, { from, to }) {
   const seconds = history.step(to - 1).until - history.step(from).at;
-  const share = Math.round(100 * history.useful(from, to));
-  return { from, to, seconds, words: `${to - from} steps, ${duration(seconds)}, ${share}% of the slots used` };
+  const share = Math.round(100 * history.needed(from, to));
+  return { from, to, seconds, words: `${to - from} steps, ${duration(seconds)}, ${share}% of the needed slots used` };
 }
 
 export async function openLog(page, stream, name) {
@@ -171,7 +171,11 @@ export function live(page, service, demo) {
       await asking([id], () => demo.schedule(changes).catch((error) => { restore(); throw error; }));
     });
   }
-  service.follow(() => page.begin(), (entries) => { if (!page.saved) page.take(entries); }, (state) => {
+  const open = (date) => {
+    page.ahead = date - Date.now();
+    page.begin();
+  };
+  service.follow(open, (entries) => { if (!page.saved) page.take(entries); }, (state) => {
     if (page.saved) return;
     $("state").className = state;
     $("state").textContent = state === "live" ? "live" : "no connection";

@@ -54,8 +54,8 @@ export class Demo {
     const others = [...this.history.requests.values()].filter((one) => !one.id.startsWith(`cmpl-${this.name}-`));
     const active = others.filter((one) => !one.ended).length;
     if (active) return `In progress: ${active} ${active === 1 ? "request" : "requests"} of others.`;
-    const now = (this.history.last?.until ?? 0) + (performance.now() - this.page.heardAt) / 1e3;
-    return others.some((one) => one.ended.seconds > now - LATELY) ? "Others sent requests in the last minute." : "";
+    const ago = this.page.now - Math.max(...others.map((one) => one.ended.seconds));
+    return ago < LATELY ? `A request of others ended ${Math.max(1, Math.round(ago))} s ago.` : "";
   }
 
   // Sends all requests at once; resolves when the last is answered.

@@ -65,11 +65,16 @@ export class History {
   }
 
   // The share of the slot-steps of [from, to) that did useful work.
-  useful(from, to) {
+  useful(from, to) { return this.#share(from, to, "seats", "capacity"); }
+
+  // The same of those that requests needed: they were in them, or waited while they were empty.  An idle slot is none.
+  needed(from, to) { return this.#share(from, to, "needs", "need"); }
+
+  #share(from, to, sum, own) {
     const [low, high] = [this.step(Math.max(from, this.first)), this.step(Math.min(to, this.end) - 1)];
     if (!low || !high) return null;
-    const seats = high.seats - low.seats + low.capacity;
-    return seats ? (high.wanted - low.wanted + low.useful) / seats : null;
+    const all = high[sum] - low[sum] + low[own];
+    return all ? (high.wanted - low.wanted + low.useful) / all : null;
   }
 
   spanAt(slot, ordinal) {
@@ -210,7 +215,8 @@ export class History {
       yielded: entry.sampled ?? entry.tokens ?? [],
       running: entry.num_running ?? 0, waiting: entry.num_waiting ?? 0, free: entry.num_free_blocks ?? 0,
       capacity: this.segmentAt(this.end)?.capacity ?? 0, useful: 0, worked: 0, tokensComputed: 0,
-      wanted: before?.wanted ?? 0, seats: before?.seats ?? 0, // slot-steps so far: useful ones, all
+      need: 0, wanted: before?.wanted ?? 0, needs: before?.needs ?? 0, seats: before?.seats ?? 0, // slot-steps so far:
+      // useful ones, those that requests needed, all
       sum: { decode: 0, prefill: 0, recompute: 0, held: 0, void: 0, padding: 0 },
     };
   }
@@ -233,7 +239,9 @@ export class History {
     });
     step.worked = step.sum.decode + step.sum.prefill + step.sum.recompute;
     step.tokensComputed = Object.values(step.sum).reduce((sum, one) => sum + one, 0);
+    step.need = Math.min(step.capacity, step.numbers.length + step.waiting);
     step.wanted += step.useful;
+    step.needs += step.need;
     step.seats += step.capacity;
   }
 

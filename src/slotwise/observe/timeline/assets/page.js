@@ -25,7 +25,7 @@ export class Page {
     this.saved = false;
     this.unfolded = false; // whether slots that never had a request have lanes
     this.textUpdatedAt = 0; // time of the last update of the text
-    this.heardAt = 0; // time of the last entries
+    this.ahead = 0; // milliseconds by which the server's calendar is ahead of this machine's
     this.onScheduling = () => {};
     this.actions = {}; // of keys and buttons
     const chosen = localStorage.getItem("slotwise-theme");
@@ -47,9 +47,14 @@ export class Page {
     [this.pointed, this.pinned] = [NOWHERE, null];
   }
 
+  // Seconds of the history now, on the server's clock: however long ago its last step was.
+  get now() {
+    const { run } = this.history;
+    return this.history.seconds(run.started_ns) + (Date.now() + this.ahead) / 1e3 - run.started_unix;
+  }
+
   take(entries) {
     for (const entry of entries) this.history.take(entry);
-    this.heardAt = performance.now();
     if (entries.some((entry) => entry.kind === "run" || entry.configured)) this.onScheduling();
     this.view.advance();
     this.changed();

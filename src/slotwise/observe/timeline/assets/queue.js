@@ -95,7 +95,7 @@ function listOf(runs, width) {
   return upTo(count);
 }
 
-// Draws the batching in force and its share of useful slots, for each segment.
+// Draws the batching in force and the share of the needed slots that did useful work, for each segment.
 export function drawHeads({ history, view, layout, palette, pen }) {
   const { heads, left, right, lanes } = layout;
   const [low, high] = view.shown;
@@ -105,8 +105,8 @@ export function drawHeads({ history, view, layout, palette, pen }) {
     const x = Math.max(left, view.x(view.start(from))), end = Math.min(right, view.x(view.stop(to - 1)));
     const tall = lanes.top + lanes.height - heads.top;
     if (segment.first >= low && x > left + 1) pen.rect(x - 1, heads.top, 2, tall, palette.ink);
-    const share = history.useful(from, to);
-    const name = segment.words, facts = share === null ? "" : `${Math.round(100 * share)}% of the slots used`;
+    const share = history.needed(from, to);
+    const name = segment.words, facts = share === null ? "" : `${Math.round(100 * share)}% of the needed slots used`;
     pen.clipped(x, heads.top, Math.max(0, end - x), heads.height, () => {
       const after = x + 18 + 8.6 * name.length;
       if (after - 12 < end) pen.text(name, x + 6, heads.top + 17, palette.ink, { size: 14, weight: 700 });

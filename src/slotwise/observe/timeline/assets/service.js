@@ -29,13 +29,14 @@ export class Service {
     return answer;
   }
 
-  // Follows the events without end.  `onOpen` is called before the first of each connection, `onState` with one word.
+  // Follows the events without end.  `onOpen` is called before the first of each connection, with the server's date in
+  // milliseconds; `onState` with one word.
   async follow(onOpen, onEntries, onState) {
     for (let failures = 0; ; failures++) {
       try {
         const response = await this.fetch("/events");
         if (!response.ok) throw new Error(`/events answered ${response.status}`);
-        onOpen();
+        onOpen(Date.parse(response.headers.get("date")) || Date.now());
         onState("live");
         failures = 0;
         await readLines(response.body, onEntries);

@@ -5,7 +5,9 @@ const plural = (count, one, many = `${one}s`) => `${count.toLocaleString("en")} 
 
 export function duration(seconds) {
   if (seconds < 0.0995) return `${(1e3 * seconds).toFixed(1)} ms`;
-  return seconds < 0.9995 ? `${Math.round(1e3 * seconds)} ms` : `${seconds.toFixed(2)} s`;
+  if (seconds < 0.9995) return `${Math.round(1e3 * seconds)} ms`;
+  const minutes = Math.floor(seconds / 60);
+  return (minutes ? `${minutes} min ` : "") + `${(seconds - 60 * minutes).toFixed(2)} s`;
 }
 
 export function requestStory(history, request) {

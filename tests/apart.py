@@ -146,7 +146,7 @@ class Pair:
             name, prompt, SamplingParams(max_tokens=max_tokens), 0,
             kv=KVTransfer(name, False, self.timeout, HOST, self.port)))
 
-    def run(self, until: Callable[[], bool] | None = None, seconds: float = 60.0) -> None:
+    def run(self, until: Callable[[], bool] | None = None, seconds: float = 120.0) -> None:
         """Step both until neither has anything left, or `until` holds."""
         end = time.monotonic() + seconds
         sides = (self.producer, self.consumer)
@@ -166,7 +166,7 @@ class Pair:
             side.scheduler.check()
             assert side.scheduler.num_free_blocks == side.num_blocks
             assert not side.scheduler.transfers.num_pinned_blocks
-        end = time.monotonic() + 10.0
+        end = time.monotonic() + 120.0
         while names := [one.name for one in threading.enumerate() if one.name in ("kv-send", "kv-receive")]:
             assert time.monotonic() < end, names
             time.sleep(0.01)

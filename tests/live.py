@@ -38,7 +38,7 @@ def serving(*arguments: str, log: Path, program: Sequence[str] = CLI) -> Iterato
         finally:
             process.terminate()
             try:
-                process.wait(20)
+                process.wait(120)
             except subprocess.TimeoutExpired:
                 process.kill()
                 raise

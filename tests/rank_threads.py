@@ -71,9 +71,9 @@ class Paired(Alone):
 
     def _all(self, x: torch.Tensor) -> list[torch.Tensor]:
         self._given[self.rank] = x
-        self._barrier.wait(60)
+        self._barrier.wait(120)
         parts = list(self._given)
-        self._barrier.wait(60)
+        self._barrier.wait(120)
         return parts
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:

@@ -47,7 +47,7 @@ def door_of(*arguments: str, log: Path) -> Iterator[Server]:
             raise AssertionError(f"the door ended before it was ready: {log.read_text()}")
     finally:
         process.terminate()
-        process.wait(60)
+        process.wait(120)
 
 
 @contextlib.contextmanager

@@ -285,7 +285,7 @@ def test_a_shutdown_ends_the_process_inside_and_outside_of_its_loop() -> None:
 
         asyncio.run(ended(engine, inside))
         engine.shutdown()
-        assert process is not None and process.process.wait(60) is not None  # type: ignore[attr-defined]
+        assert process is not None and process.process.wait(120) is not None  # type: ignore[attr-defined]
 
 
 def test_arguments_are_checked_before_a_process_starts() -> None:

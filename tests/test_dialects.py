@@ -126,7 +126,7 @@ def test_required_calls_are_calls(client: Any, claude: Any) -> None:
 def test_the_log_of_all_replays(live: Live, log: Path) -> None:
     """Last: the server has ended its work by then."""
     live.process.terminate()
-    live.process.wait(30)
+    live.process.wait(120)
     outcome = replay(event_log.read_file(log / "events"))
     assert outcome.difference is None and outcome.requests >= 24
     pooled = [entry for entry in event_log.read_file(log / "events")

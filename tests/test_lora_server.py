@@ -173,7 +173,7 @@ def test_adapters_come_and_go_while_streams_run(world: World, server: Live) -> N
         streams = [pool.submit(stream, server, name, prompt, event, count)
                    for name, event in zip(("a", "base"), begun, strict=True)]
         for event in begun:
-            assert event.wait(60)
+            assert event.wait(120)
         load(server, "c", world.paths["b"])
         assert tokens(server, "c", prompt) == world.expected["b"][2]
         unload(server, "c")
@@ -203,7 +203,7 @@ def test_what_tells_of_adapters(world: World, server: Live, log: Path) -> None:
         streams = [pool.submit(stream, server, name, world.prompts[0], event, 1900)
                    for name, event in zip(("a", "b"), begun, strict=True)]
         for event in begun:
-            assert event.wait(60)
+            assert event.wait(120)
         body = {"model": "c", "prompt": world.prompts[1], "max_tokens": 2, "request_id": "third"}
         third = pool.submit(server.client.post, "/v1/completions", json=body)
         while not third.done():

@@ -186,7 +186,7 @@ def test_a_lost_rank_fails_the_step_and_all_after_it(stages: int, width: int, tm
     engine.handle(Add("a", [1, 2, 3], dataclasses.replace(GREEDY, max_tokens=100), seed=0))
     engine.step()
     rank.kill()
-    ends = time.monotonic() + 10
+    ends = time.monotonic() + 120
     with pytest.raises(RuntimeError, match="rank 1 of 2"):
         while time.monotonic() < ends:
             engine.handle(Add(str(time.monotonic_ns()), [1, 2, 3], GREEDY, seed=0))
@@ -223,7 +223,7 @@ def test_a_lost_rank_ends_its_streams_and_the_next_engine_says_the_same(server: 
         rest = [line for line in lines if line]
     assert rest[-1] == "data: [DONE]" and sum('"error"' in line for line in rest) == 1
     assert any("rank 1 of 2" in line for line in rest)
-    ends = time.monotonic() + 60
+    ends = time.monotonic() + 120
     while server.client.get("/health").status_code != 200 and time.monotonic() < ends:
         time.sleep(0.1)
     assert server.client.post("/v1/completions", json=body).json()["choices"] == before

@@ -120,7 +120,6 @@ def test_anthropics_budget(live: Live) -> None:
 
 def test_thinking_that_is_disabled_ends_at_once(tmp_path: Path) -> None:
     """Of a model that always begins with it, and whose template cannot leave it out."""
-    pytest.importorskip("transformers")
     folder = scripted.write(tmp_path, {"#reason": f"{THOUGHT}</think>\n\n{ANSWER}"},
                             scripted.TEMPLATE + "<think>", ["<think>", "</think>"])
     with serving(str(folder), "--served-model-name", "scripted", "--dtype", "float32", "--reasoning-parser",
@@ -141,7 +140,7 @@ def test_a_budget_out_of_range_is_refused(live: Live, fields: dict[str, Any]) ->
 def test_the_log_has_the_budget_and_replays(live: Live, log: Path) -> None:
     begin, end = tags(live)
     asked(live, thinking_token_budget=17)
-    given_up = time.monotonic() + 30
+    given_up = time.monotonic() + 120
     while True:  # the log is written beside the answers
         entries = list(event_log.read_file(log / "events"))
         budgets = [entry.params.thinking for entry in entries if isinstance(entry, event_log.Request)]

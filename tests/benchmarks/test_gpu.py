@@ -147,7 +147,7 @@ PARTS_ENVIRONMENT = ENVIRONMENT | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{RO
 
 
 def wait_until(holds) -> None:
-    ends = time.monotonic() + 60
+    ends = time.monotonic() + 120
     while not holds():
         assert time.monotonic() < ends
         time.sleep(0.01)

@@ -156,7 +156,7 @@ def test_an_engine_process_has_no_api_keys(monkeypatch: pytest.MonkeyPatch, tmp_
             assert engine.process.poll() is None
     finally:
         engine.kill()
-        engine.process.wait(30)
+        engine.process.wait(120)
         engine.channel.close()
     assert b"PYTHONSAFEPATH=1" in given and b"secret" not in given and b"KEY" not in given
 

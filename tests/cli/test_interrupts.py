@@ -71,7 +71,7 @@ def test_children_are_told_nothing_and_end_with_the_command() -> None:
         assert process.poll() is None
         os.kill(process.pid, signal.SIGINT)
         assert process.stdout.read() == "", "the child has ended, too"
-        assert process.stderr.read() == "slotwise: interrupted\n" and process.wait(30) == 130
+        assert process.stderr.read() == "slotwise: interrupted\n" and process.wait(120) == 130
 
 
 WANTS = """
@@ -88,7 +88,7 @@ def test_a_child_that_wants_it_ends_without_a_word() -> None:
     with process:
         assert process.stdout is not None and process.stderr is not None and process.stdout.readline() == b"up\n"
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == -signal.SIGINT and process.stderr.read() == b""
+        assert process.wait(120) == -signal.SIGINT and process.stderr.read() == b""
 
 
 DISCARDED = """

@@ -110,7 +110,7 @@ def another_server(line: bytes) -> Iterator[str]:
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
-        thread.join(60)
+        thread.join(120)
 
 
 def test_top_refuses_the_stream_of_another_version(lines: list[bytes], capsys: pytest.CaptureFixture[str]) -> None:

@@ -128,7 +128,7 @@ class Terminal:
     def press(self, keys: bytes) -> None:
         os.write(self._ours, keys)
 
-    def read(self, wanted: str = "", seconds: float = 60) -> None:
+    def read(self, wanted: str = "", seconds: float = 120) -> None:
         """Reads until `wanted` was written; without it, what is there."""
         ends = time.monotonic() + seconds
         while not wanted or wanted not in self.text:
@@ -141,7 +141,7 @@ class Terminal:
 
     def ended(self) -> int:
         """The exit status; what is written meanwhile is read, or the process would wait for it."""
-        ends = time.monotonic() + 60
+        ends = time.monotonic() + 120
         while self.process.poll() is None:
             assert time.monotonic() < ends, self.text
             self.read()
@@ -209,7 +209,7 @@ def endless() -> Iterator[str]:
         thread = threading.Thread(target=_send_without_end, args=(listener,))
         thread.start()
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        thread.join(60)
+        thread.join(120)
 
 
 def _send_without_end(listener: socket.socket) -> None:

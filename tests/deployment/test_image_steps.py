@@ -118,7 +118,7 @@ def served(command: tuple[list[str], dict[str, str]], machine: Machine) -> Itera
             yield process, found.rsplit(":", 1)[1]
         finally:
             process.kill()
-            process.wait(30)
+            process.wait(120)
 
 
 def healthy(port: str, variables: dict[str, str]) -> bool:
@@ -156,5 +156,5 @@ def test_the_health_check_succeeds_on_the_server_and_fails_without_one(
     process, port = served
     assert healthy(port, variables)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 0
+    assert process.wait(120) == 0
     assert not healthy(port, variables)

@@ -14,7 +14,7 @@ from slotwise.engine.refusals import Refused
 
 def play(scenario: Callable[[QueuePositionQueries, list[QueuePositionQuery]], Awaitable[None]]) -> None:
     async def whole() -> None:
-        await asyncio.wait_for(scenario(QueuePositionQueries(), []), 20)
+        await asyncio.wait_for(scenario(QueuePositionQueries(), []), 120)
 
     asyncio.run(whole())
 

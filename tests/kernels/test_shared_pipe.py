@@ -59,7 +59,7 @@ def test_messages_arrive_as_they_were_sent_and_in_order(memory: PipeMemory, kind
     for x in sent:
         first.send(x)
         assert torch.equal(first.receive(len(x), HIDDEN, kind), x * 2)
-    thread.join(60)
+    thread.join(120)
     assert all(torch.equal(one, other) for one, other in zip(sent, echoed, strict=True))
 
 
@@ -73,13 +73,13 @@ def test_a_stage_is_at_most_as_far_ahead_as_there_are_places(memory: PipeMemory)
             done.append(number)
 
     thread = beside(run)
-    ends = time.monotonic() + 60
+    ends = time.monotonic() + 120
     while len(done) < PLACES and time.monotonic() < ends:
         time.sleep(0.01)
     time.sleep(0.1)
     assert len(done) == PLACES
     assert second.receive(1, HIDDEN, torch.float32)[0, 0] == 0
-    thread.join(60)
+    thread.join(120)
     assert len(done) == PLACES + 1
 
 
@@ -88,7 +88,7 @@ def test_all_waiting_ends_with_the_pipe(memory: PipeMemory) -> None:
     threads = [beside(partial(pipe.receive, 1, HIDDEN, torch.float32)) for pipe in (first, second)]
     memory.end()
     for thread in threads:
-        thread.join(60)
+        thread.join(120)
         assert not thread.is_alive()
 
 

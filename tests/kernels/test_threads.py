@@ -94,7 +94,7 @@ def test_a_helper_inside_is_waited_for():
     leader.join(0.2)
     assert leader.is_alive() and (job.cells == 1).all()
     shared[INSIDE] = 0
-    leader.join(10)
+    leader.join(120)
     assert not leader.is_alive()
 
 

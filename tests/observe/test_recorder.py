@@ -211,7 +211,7 @@ def test_a_file_that_cannot_keep_up_keeps_nobody_waiting(tmp_path: Path, monkeyp
     monkeypatch.setattr(log_file, "GATHER", 0.0)
     file = LogFile(tmp_path / "log", max_waiting=4000)
     file.write(event_log.line_of(ENTRIES[0]))
-    assert written.wait(10)
+    assert written.wait(120)
     for entry in ENTRIES[1:]:
         file.write(event_log.line_of(entry))  # by this very thread: were it kept waiting, the test would not end
     stuck.set()

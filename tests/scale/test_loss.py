@@ -55,7 +55,7 @@ def test_streams_with_output_end_with_an_error_and_others_go_elsewhere(folder: P
         wholes = [pool.submit(httpx.post, two.door.url + "/v1/completions", json=ask(50 + number), timeout=60)
                   for number in range(6)]
         for event in begun:
-            assert event.wait(60)
+            assert event.wait(120)
         eventually(lambda: two.replicas[0].get("/health").json()["num_live"] > 3)
         os.kill(two.replicas[0].engine_pid, signal.SIGKILL)
         two.replicas[0].process.kill()
@@ -89,7 +89,7 @@ def test_a_frozen_replica_is_given_up(folder: Path, tmp_path: Path) -> None:
     with behind(folder, tmp_path, SLOW) as two, ThreadPoolExecutor(8) as pool:
         begun = threading.Event()
         streams = [pool.submit(stream_of, two, ask(number, 400), begun) for number in range(4)]
-        assert begun.wait(60)
+        assert begun.wait(120)
         eventually(lambda: two.replicas[0].get("/health").json()["num_live"] > 0)
         os.kill(two.replicas[0].process.pid, signal.SIGSTOP)
         try:
@@ -122,11 +122,11 @@ def test_a_door_that_is_stopped_lets_requests_end(folder: Path, tmp_path: Path) 
     with behind(folder, tmp_path, SLOW) as two, ThreadPoolExecutor(2) as pool:
         begun = threading.Event()
         stream = pool.submit(stream_of, two, ask(1), begun)
-        assert begun.wait(60)
+        assert begun.wait(120)
         two.door.process.terminate()
         eventually(lambda: _refuses(two))
         assert stream.result() == (counted(41, LONG), "done")
-        assert two.door.process.wait(60) == 0
+        assert two.door.process.wait(120) == 0
 
 
 def _refuses(two: Behind) -> bool:

@@ -30,7 +30,7 @@ class Asking:
             self.answer = self._server.post(COMPLETIONS, self._body, **self._headers)
 
     def wait(self) -> Any:
-        self._thread.join(60)
+        self._thread.join(120)
         assert self.answer is not None
         return self.answer
 

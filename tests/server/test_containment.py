@@ -79,7 +79,7 @@ def scenario(folder: Path, play: Callable[[App, httpx.AsyncClient], Awaitable[No
             app.api.close()
             engine_client.give_up("enough")
             await asyncio.sleep(0.01)
-            thread.join(10)
+            thread.join(120)
             theirs.close()
 
     asyncio.run(whole())

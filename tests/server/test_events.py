@@ -36,7 +36,7 @@ class Watching:
         self._opened = threading.Event()
         self._thread = threading.Thread(target=self._read, args=(server, "/events" + query, key))
         self._thread.start()
-        assert self._opened.wait(30)
+        assert self._opened.wait(120)
 
     def _read(self, server: Server, path: str, key: str) -> None:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -51,7 +51,7 @@ class Watching:
 
     def ended(self) -> list[event_log.Entry]:
         """All there was, once the stream has ended."""
-        self._thread.join(30)
+        self._thread.join(120)
         assert not self._thread.is_alive()
         return self.entries
 
@@ -172,7 +172,7 @@ def test_a_viewer_that_does_not_read_is_disconnected(folder: Path, tmp_path: Pat
             eventually(lambda: server.get("/events?follow=0").status_code == 200)
             eventually(lambda: server.get("/load").json() == {"server_load": 0})
             for one in silent:
-                one.settimeout(30)
+                one.settimeout(120)
                 with contextlib.suppress(ConnectionResetError):
                     while one.recv(1 << 20):
                         pass

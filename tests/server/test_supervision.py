@@ -45,7 +45,7 @@ class Listening:
     def ends(self) -> list[Any]:
         """The error's code of each, or its finish reason."""
         for thread in self._threads:
-            thread.join(60)
+            thread.join(120)
         lasts = [events[-1] for events in self.streams]
         assert len(lasts) == len(self._threads)
         assert all(sum("error" in event for event in events) <= 1 for events in self.streams)

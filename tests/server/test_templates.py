@@ -128,7 +128,7 @@ def test_a_signal_ends_it_meanwhile(hostile: Path, tmp_path: Path, number: int) 
         eventually(lambda: bool(workers_of(server)))
         (worker,) = workers_of(server)
         server.process.send_signal(number)
-        server.process.wait(20)
+        server.process.wait(120)
         asking.join()
         eventually(lambda: not Path(f"/proc/{worker}").exists() or "Z" in Path(f"/proc/{worker}/stat").read_text())
 

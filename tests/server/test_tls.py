@@ -190,7 +190,7 @@ def test_a_server_ends_while_handshakes_wait(folder: Path, tmp_path: Path, autho
         assert answered(server, authority, "/health", "127.0.0.1") == 200
         server.process.terminate()
         assert received(silent) == b""
-        assert server.process.wait(60) == 0
+        assert server.process.wait(120) == 0
 
 
 @pytest.mark.slow

@@ -133,14 +133,14 @@ def test_a_grammar_is_skipped_when_its_requests_have_ended(monkeypatch: pytest.M
     def waits(_: Any, __: str, text: str) -> tuple[Any, str]:
         compiled.append(text)
         begun.set()
-        assert goes_on.wait(20)
+        assert goes_on.wait(120)
         return object(), ""
 
     monkeypatch.setattr(grammars, "compiled", waits)
     compiler = Grammars(tokenizer())
     for name in "abc":
         compiler.compile(name, Grammar(REGEX, name))
-    assert begun.wait(20), "the first is under way"
+    assert begun.wait(120), "the first is under way"
     compiler.release("b")
     compiler.release("c")
     goes_on.set()

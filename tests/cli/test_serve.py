@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 from pathlib import Path
 
 import httpx
@@ -13,6 +14,7 @@ from live import cli, serving
 
 from slotwise.cli import build_parser, main, serve
 from slotwise.core.slo import Tier
+from slotwise.server.serve import listen
 
 
 def asked(*arguments: str) -> argparse.Namespace:
@@ -172,3 +174,20 @@ def test_a_very_large_file_of_tiers_is_refused(tmp_path: Path, capsys: pytest.Ca
         file.truncate(1 << 40)
     assert main(["serve", "--tiers", str(tmp_path / "tiers")]) == 1
     assert "larger than" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["serve", "scale"])
+def test_a_port_in_use_is_named_with_the_process_that_listens_on_it(command: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        done = cli(command, "--port", str(port))
+    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith(
+        f"slotwise {command}: --port {port} is in use: process {os.getpid()} (")
+    assert "choose another port" in done.stderr
+
+
+@pytest.mark.parametrize(("host", "says"), [
+    ("192.0.2.1", "--host 192.0.2.1 is not an address of this machine"), ("no such host", "--host no such host: ")])
+def test_an_address_that_cannot_be_bound_names_its_option(host: str, says: str) -> None:
+    with pytest.raises(OSError, match=f"^{says}"):
+        listen(host, 0)

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
+import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import uvicorn
@@ -25,6 +28,7 @@ from slotwise.server.settings import ServerSettings
 from slotwise.server.tls import AT_ONCE, MOST, Tls, context_of
 
 FLUSH = 5  # seconds for responses that are written but not yet sent; then what clients have not read is dropped
+LISTENS = "0A"  # a state in /proc/net/tcp
 EXPIRE_EVERY = 0.25  # seconds between two checks for connections past their deadline
 
 logger = logging.getLogger(__name__)
@@ -61,10 +65,41 @@ def listen(host: str, port: int) -> socket.socket:
     """A listening socket; port 0 chooses any free one.
 
     Raises:
-        OSError: the address cannot be bound.
+        OSError: the address cannot be bound; one line that names the option.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    try:
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise OSError(_why_not_bound(error, host, port)) from error
+
+
+def _why_not_bound(error: OSError, host: str, port: int) -> str:
+    if error.errno == errno.EADDRINUSE:
+        holder = holder_of(port)
+        who = f"process {holder} listens on it" if holder else f"`ss -ltnp sport = :{port}` says which process listens"
+        return f"--port {port} is in use: {who}; end it, or choose another port (--port 0: any free one)"
+    if error.errno == errno.EACCES:
+        return f"--port {port} needs a privilege that this process does not have: choose one from 1024 on"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"--host {host} is not an address of this machine (0.0.0.0: all that it has)"
+    return f"--host {host}: {str(error.strerror or error).partition(' (while')[0]}"
+
+
+def holder_of(port: int) -> str:
+    """The id and the name of the process that listens on a TCP port; "" if it is another user's, or unknown."""
+    sockets = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(table).read_text().splitlines()[1:]:
+                words = line.split()
+                if words[3] == LISTENS and int(words[1].rpartition(":")[2], 16) == port:
+                    sockets.add(f"socket:[{words[9]}]")
+    for opened in Path("/proc").glob("[0-9]*/fd/*") if sockets else ():
+        with contextlib.suppress(OSError):
+            if os.readlink(opened) in sockets:
+                return f"{opened.parts[2]} ({Path('/proc', opened.parts[2], 'comm').read_text().strip()})"
+    return ""
 
 
 def url_of(listener: socket.socket, scheme: str = "http") -> str:

@@ -345,3 +345,17 @@ def test_who_is_refused_for_those_who_run_may_return_when_half_of_them_have_gone
     for _ in range(10):
         queue.step(admit=2)
     assert queue.objection(tenant="flood") and queue.control.retry_after == 10  # twenty of forty, two a second
+
+
+def test_requests_that_free_slots_take_are_counted_neither_by_the_limit_nor_by_its_message() -> None:
+    queue = Queue(max_requests=3, max_tokens=1000)
+    queue.step(running=2)  # of four slots
+    queue.come(4, 1)
+    assert queue.objection() == ""
+    queue.come(1, 1)
+    assert "the queue is full: 3 requests wait, at most 3 may; this one adds 1" in queue.objection()
+    queue = Queue()
+    queue.step(running=2)  # of four slots
+    queue.come(5, 1, "ann")
+    assert "3 requests wait, at most 3 may; this one adds 1" in queue.control.tenant_objection("ann", 3)
+    assert "3 requests wait, at most 3 may; this one adds 1" in queue.control.tier_objection(SLO("ann"), 3)

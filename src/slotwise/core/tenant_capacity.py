@@ -72,6 +72,8 @@ class TenantCapacity:
     def objection(self, tenant: str, places: int) -> str:
         """Why a tenant cannot take `places` more, with the numbers; empty when it can.
 
+        What is held in places that are about to become free does not count against the bound, nor in the message.
+
         An empty capacity accepts any amount, as does an empty reserve, and only the bound and the reserve stop a tenant
         that holds nothing: requests too large for the machine are rejected elsewhere and for good.
 
@@ -85,9 +87,10 @@ class TenantCapacity:
             may_use = bool(tenant) and not held and reserve > 0
             if may_use and (not self._num_late or self._num_late + places <= reserve):
                 return ""
-            return f"{self.total} {self._what}, at most {bound} may"
+            return f"{max(0, self.total - self._idle)} {self._what}, at most {bound} may"
         if tenant and held and held + places > self._idle + SHARE * free:
-            return f"{self.total} {self._what}, {held} of them this client's, and what is left of {bound} is for others"
+            return (f"{self.total} {self._what}, {held} of them this client's, and what is left of "
+                    f"{bound + self._idle} is for others")
         return ""
 
     def _parts(self, tenant: str) -> tuple[int, int]:

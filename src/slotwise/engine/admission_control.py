@@ -202,10 +202,11 @@ class AdmissionControl(Observer):
 
     def tenant_objection(self, tenant: str, bound: int, num_requests: int = 1) -> str:
         """Why a tenant that may have at most `bound` waiting cannot add these; empty when it can."""
-        waiting = self._requests.held(tenant)
-        if not waiting or waiting + num_requests <= bound + self._free[0]:
+        held, free = self._requests.held(tenant), self._free[0]  # those that free slots take do not count
+        if not held or held + num_requests <= bound + free:
             return ""
-        return f"this key's queue is full: {waiting} requests wait, at most {bound} may; this one adds {num_requests}"
+        return (f"this key's queue is full: {max(0, held - free)} requests wait, at most {bound} may; this one adds "
+                f"{num_requests}")
 
     def wait_estimate(self) -> WaitEstimate:
         """The expected wait of one more request."""

@@ -203,8 +203,17 @@ def test_an_unknown_model(server: Server) -> None:
     assert server.get("/v1/models/toy").json()["max_model_len"] == 512
 
 
+@pytest.mark.parametrize(("path", "near"), [
+    ("/chat/completions", CHAT), ("/v1/v1/chat/completions", CHAT), ("/api/chat", CHAT), ("/v1/chat/completion", CHAT),
+    ("/completions", COMPLETIONS), ("/v1/completions/", COMPLETIONS), ("/api/generate", COMPLETIONS),
+    ("/api/embed", "/v1/embeddings"), ("/models", "/v1/models"), ("/v1/message", "/v1/messages")])
+def test_a_path_that_is_nearly_right_is_told_the_right_one(server: Server, path: str, near: str) -> None:
+    error = refused(server.post(path, {}), 404, None)
+    assert error["code"] == "not_found" and error["message"] == f"there is no such route; did you mean {near}?"
+
+
 def test_unknown_paths_and_methods(server: Server) -> None:
-    for path in ("/v1", "/v1/nothing", "/v1/completions/", "/%00", "/v1/../metrics/x"):
+    for path in ("/v1", "/v1/nothing", "/%00", "/v1/../elsewhere/x"):
         error = refused(server.get(path), 404, None)
         assert error["code"] == "not_found" and error["type"] == "not_found_error" and len(error["message"]) < 2100
         assert "POST /v1/chat/completions" in error["message"] and "GET /v1/models/{model}" in error["message"]

@@ -25,7 +25,7 @@ from slotwise.server.keys import Keys
 from slotwise.server.request_log import RequestLog
 from slotwise.server.responses import ERRORS, RESPONSES
 from slotwise.server.settings import ServerSettings
-from slotwise.server.unsupported import why_not_served
+from slotwise.server.unsupported import meant, why_not_served
 
 OPEN_TO_ALL = ("/", "/docs", "/health", "/ping", "/timeline")  # the pages hold no data; the last prompts for a key
 ERROR_FORMATS = {messages_output.MESSAGES: messages_output.ERRORS, RESPONSES: ERRORS}  # by the beginnings of paths
@@ -142,8 +142,9 @@ class App(Generic[Served]):
             if error.status_code == HTTPStatus.NOT_FOUND:
                 if why := why_not_served(path):
                     return ApiError(HTTPStatus.NOT_FOUND, why, code="not_supported")
-                return ApiError(HTTPStatus.NOT_FOUND, f"there is no such route; there are {self._known_routes()}",
-                                code="not_found")
+                near = meant(path, [route for _, route, _ in self._routes])
+                others = f"did you mean {near}?" if near else f"there are {self._known_routes()}"
+                return ApiError(HTTPStatus.NOT_FOUND, f"there is no such route; {others}", code="not_found")
             return ApiError(error.status_code, str(error.detail))
         logger.error("a request failed", exc_info=error)
         return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "internal error; the server's log says more")

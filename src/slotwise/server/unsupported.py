@@ -8,6 +8,7 @@ hints are for accounts, stores and routers that stand before a server.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
@@ -27,6 +28,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = SAMPLING | {  # beside null
     "context_management": ({}, [], {"edits": []}, *({"edits": [{"type": "clear_thinking_20251015", "keep": keep}]}
                                                      for keep in ("all", {"type": "all"}))),
 }
+MAX_PATH = 100  # characters that are compared
+LIKE = 0.75  # ratio of characters that a misspelt path has in common with a route
 AS_ANOTHER = {"best_of": "n"}  # accepted with the value of another field, and with no other
 PATHS = {  # of OpenAI's and vLLM's routes that are not served, by their beginnings
     **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score", "/classify", "/v1/classify"),
@@ -35,6 +38,13 @@ PATHS = {  # of OpenAI's and vLLM's routes that are not served, by their beginni
     "/v1/audio": "the model takes and gives text, and no audio",
     "/v1/images": "the model takes and gives text, and no images",
     "/pooling": "/v1/embeddings gives pooled vectors",
+}
+ELSEWHERE = {  # routes of Ollama, llama.cpp and TGI, and those that do the same here
+    "/api/chat": "/v1/chat/completions",
+    **dict.fromkeys(("/api/generate", "/generate", "/generate_stream", "/completion", "/infill"), "/v1/completions"),
+    **dict.fromkeys(("/api/embed", "/api/embeddings", "/embed", "/embedding"), "/v1/embeddings"),
+    **dict.fromkeys(("/api/tags", "/api/ps", "/api/show", "/props", "/info"), "/v1/models"),
+    "/api/version": "/version", "/slots": "/load",
 }
 HINTS = ("metadata", "prompt_cache_key", "safety_identifier", "session_id")
 
@@ -64,6 +74,22 @@ def why_not_served(path: str) -> str:
         if path == beginning or path.startswith(beginning + "/"):
             return f"{beginning} is not served: {why}"
     return ""
+
+
+def meant(path: str, routes: Collection[str]) -> str:
+    """The one of `routes` that a request to an unknown path was probably meant for, "" if there is none.
+
+    The path may be another server's, may lack a beginning such as /v1 or have one too many, or may be misspelt.
+    """
+    path = path.rstrip("/")
+    if (found := ELSEWHERE.get(path, "")) in routes:
+        return found
+    known = [route for route in routes if "{" not in route and len(route) > 1]
+    if path and (longer := [route for route in known if route.endswith(path)]):
+        return min(longer, key=len)
+    if shorter := [route for route in known if path.endswith(route)]:
+        return max(shorter, key=len)
+    return next(iter(get_close_matches(path[:MAX_PATH], known, 1, LIKE)), "")
 
 
 @cache

@@ -12,7 +12,7 @@ import pytest
 from live import cli
 
 from slotwise import builtin
-from slotwise.cli import main
+from slotwise.cli import as_typed, main
 
 pytestmark = pytest.mark.slow
 
@@ -102,9 +102,21 @@ def test_an_unsupported_architecture_is_one_line(folder, one_line_here):
 
 
 @pytest.mark.parametrize(("options", "says"), [
-    (("--max-model-len", "99999"), "max_model_len"),
-    (("--max-num-seqs", "64", "--max-num-batched-tokens", "8"), "max_num_batched_tokens"),
-    (("--kv-cache-memory", "10"), "kv_cache_memory"),
+    (("--max-model-len", "99999"), "generate: --max-model-len 99999 exceeds the 1024 positions"),
+    (("--max-num-seqs", "64", "--max-num-batched-tokens", "8"), "--max-num-batched-tokens (8) must be at least"),
+    (("--kv-cache-memory", "10"), "raise --kv-cache-memory to at least the 131,072 bytes of one"),
+    (("--kv-cache-memory", "200000", "--max-model-len", "1000"), "raise --kv-cache-memory to 2,097,152 bytes"),
+    (("--override-generation-config", '{"x": 1}'), "--override-generation-config: x is not supported"),
 ])
-def test_settings_that_cannot_work_are_one_line(one_line_here, options, says):
-    assert says in one_line_here("generate", *options, "def main():")
+def test_settings_that_cannot_work_are_one_line_that_names_options_as_they_are_typed(one_line_here, options, says):
+    assert says in one_line_here("generate", "--dtype", "bfloat16", *options, "def main():")
+
+
+def test_only_names_of_settings_become_options():
+    settings = ("dtype", "model", "kv_cache_memory", "generation_config", "max_tokens", "batch_size")
+    for message, shown in (
+            ("dtype must be x, and dtype y", "--dtype must be x, and dtype y"), ("model x is", "model x is"),
+            ("raise kv_cache_memory, (batch_size)", "raise --kv-cache-memory, (--batch-size)"),
+            ("/a/generation_config.json: not_a_name", "/a/generation_config.json: not_a_name"),
+            ("'max_tokens' `max_tokens` max_tokens=3", "'max_tokens' `max_tokens` max_tokens=3")):
+        assert as_typed(message, settings) == shown

@@ -40,7 +40,9 @@ KINDS = {  # by what is told: files of a folder
 FILES = {
     "llama.gguf": "does not begin as a GGUF file does",
     "pytorch_model.bin": "is pickled weights", "model.onnx": "is an ONNX model",
-    "model.safetensors": "is a file: give the folder", "consolidated.00.pth": "is weights in their maker's own layout"}
+    "model.safetensors": "is a file of a checkpoint: give the folder",
+    "x.txt": "is not a model: give a GGUF file, or the folder that holds config.json",
+    "consolidated.00.pth": "is weights in their maker's own layout"}
 
 
 def written(folder: Path, files: dict[str, object]) -> Path:
@@ -72,7 +74,7 @@ def test_a_file_is_told_as_what_it_is(name: str, tmp_path: Path) -> None:
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    assert "is a file: give the folder" in refusal(tmp_path / "pipe")
+    assert "is not a model: give a GGUF file" in refusal(tmp_path / "pipe")
 
 
 def test_folders_that_are_offered_are_there(tmp_path: Path) -> None:
@@ -116,3 +118,9 @@ def test_the_command_line_says_it_in_one_line(command: str, tmp_path: Path) -> N
     assert done.returncode == 1 and not done.stdout
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"slotwise {command}: {tmp_path} holds a LoRA adapter for owner/base")
+
+
+@pytest.mark.parametrize("config", ['{"architectures": ', "[]"])
+def test_a_config_that_is_damaged_is_told_before_weights_are_missed(config: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(config)
+    assert "config.json" in refusal(tmp_path) and "model.safetensors" not in refusal(tmp_path)

@@ -188,7 +188,8 @@ def test_the_context_is_what_the_cache_holds(folder: Path, tmp_path: Path) -> No
         chat = refused(small.post(CHAT, {"messages": [{"role": "user", "content": "the fox " * 100}]}), 400, "messages")
         assert chat["code"] == "context_length_exceeded"
         assert chat["message"].startswith(f"This model's maximum context length is {places + 1} tokens. However, your ")
-        assert chat["message"].endswith("The cache holds no more of the model's 512: start with a larger cache.")
+        assert chat["message"].endswith(
+            "The cache holds no more of the model's 512: start with a larger --kv-cache-memory.")
         asked = refused(small.post(COMPLETIONS, {"prompt": [2] * 40, "max_tokens": 40}), 400, "max_tokens")
         assert "however you requested 80 tokens (40 in your prompt; 40 for" in asked["message"]
         claude = small.post("/v1/messages", {"messages": HELLO, "max_tokens": 400}).json()["error"]["message"]

@@ -16,8 +16,9 @@ if IS_COMMAND:
 import argparse
 import importlib
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import slotwise
 from slotwise.cli import numba_config
@@ -31,6 +32,7 @@ MODULES = {
     "simulate": "simulate", "what-if": "simulate", "capacity": "capacity", "tune": "capacity",
     "scale": "scale",
 }
+SETTING = re.compile(r"(?<![\w./'\"`-])[a-z]+(?:_[a-z]+)+(?![\w./'\"`=])|^(?!model\b)[a-z]+(?= )")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,11 +54,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, OSError, MemoryError, RuntimeError, OneLineError) as error:
-        said = f"slotwise {asked.command}: {one_line(str(error) or type(error).__name__)}"
+        said = f"slotwise {asked.command}: {one_line(as_typed(str(error) or type(error).__name__, vars(asked)))}"
         print(lines.final(getattr(asked, "log_format", lines.TEXT), said), file=sys.stderr)
         if IS_COMMAND:
             interrupts.leave(1)
         return 1
+
+
+def as_typed(message: str, settings: Collection[str]) -> str:
+    """A message with the names of settings as options: `--kv-cache-memory` for `kv_cache_memory`.
+
+    The same messages answer the offline API, whose arguments are named so.  A name of one word is one only where the
+    message begins with it.
+    """
+    def option(found: re.Match[str]) -> str:
+        return "--" + found[0].replace("_", "-") if found[0] in settings else found[0]
+
+    return SETTING.sub(option, message)
 
 
 def build_parser(command: str) -> argparse.ArgumentParser:

@@ -83,7 +83,7 @@ def sized(
     beside = 0 if kernels.device.type == "cuda" else room.workspace + num_blocks * per_block
     num_host_blocks = memory.num_host_blocks(per_block, asked, beside)
     library = kernels.library_bytes(decoder.config.dtype)
-    limits = config.limits(model_tokens, num_blocks, block_size, num_host_blocks, groups.windows)
+    limits = config.limits(model_tokens, num_blocks, block_size, per_block, num_host_blocks, groups.windows)
     return limits, MemoryUse(
         _weights(models), room.workspace, (num_blocks + 1) * per_block, num_host_blocks * per_block, library,
         room.graphs)

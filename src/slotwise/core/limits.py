@@ -121,12 +121,13 @@ class SchedulerLimits:
         if max_tokens == 0:
             return "" if num_prompt <= self.cache_tokens else (
                 f"the prompt has {num_prompt} tokens, and the cache has {self.cache_tokens} places; start with a "
-                "larger cache")
+                "larger kv_cache_memory")
         # The last token sampled is never computed, so it needs no position in the cache.
         needed = self.longest(num_prompt, max_tokens) - 1
         if needed > self.cache_tokens:
             return (f"{num_prompt} prompt tokens and up to {needed + 1 - num_prompt} output tokens need {needed} "
-                    f"places in a cache of {self.cache_tokens}; ask for fewer max_tokens or start with a larger cache")
+                    f"places in a cache of {self.cache_tokens}; ask for fewer max_tokens or start with a larger "
+                    "kv_cache_memory")
         return ""
 
 

@@ -267,13 +267,14 @@ class EngineConfig:
             self.max_stall_ms or None, self.tiers)
 
     def limits(
-        self, model_tokens: int, num_blocks: int, block_size: int, num_host_blocks: int = 0,
+        self, model_tokens: int, num_blocks: int, block_size: int, bytes_per_block: int, num_host_blocks: int = 0,
         windows: tuple[int, ...] = (0,),
     ) -> SchedulerLimits:
         """Returns the scheduler's limits for a model and a cache size.
 
         Args:
             model_tokens: the longest sequence that the model supports.
+            bytes_per_block: of the cache, for messages.
             windows: of the cache groups.
 
         Raises:
@@ -286,7 +287,8 @@ class EngineConfig:
             raise ConfigError(f"max_model_len {longest} exceeds the {model_tokens} positions the model was made for")
         if longest > cache_tokens + 1:
             raise ConfigError(f"a sequence of max_model_len {longest} does not fit the cache of {cache_tokens} tokens: "
-                              "lower max_model_len or raise kv_cache_memory")
+                              f"lower max_model_len, or raise kv_cache_memory to "
+                              f"{groups.most_blocks(longest - 1) * bytes_per_block:,} bytes")
         try:
             return self.scheduling().limits(SchedulerLimits(
                 max_model_len=longest, num_blocks=num_blocks, block_size=block_size, max_num_seqs=self.max_num_seqs,

@@ -59,7 +59,9 @@ def file_error(path: Path) -> CheckpointError:
         return CheckpointError(f"{path} does not begin as a GGUF file does: it is damaged, or something else")
     if known := _recognised([path.name]):
         return CheckpointError(_not_read(f"{path} is", known))
-    return CheckpointError(f"{path} is a file: give the folder that holds {CONFIG} and {WEIGHTS}")
+    if path.name in (CONFIG, WEIGHTS, INDEX):
+        return CheckpointError(f"{path} is a file of a checkpoint: give the folder that holds it")
+    return CheckpointError(f"{path} is not a model: give a GGUF file, or the folder that holds {CONFIG} and {WEIGHTS}")
 
 
 def checkpoint_in(folder: Path) -> Path:
@@ -78,6 +80,7 @@ def checkpoint_in(folder: Path) -> Path:
     if known := _recognised(names):
         raise CheckpointError(_not_read(f"{folder} holds", known))
     if has_config:
+        read_json(folder / CONFIG)  # else this error would come after a long download
         raise CheckpointError(f"{folder} has no {WEIGHTS} and no {INDEX}: download its weights")
     if inner:
         raise CheckpointError(f"{folder} has no {CONFIG}, but folders in it have: give one of them ({inner})")

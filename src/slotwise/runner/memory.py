@@ -95,7 +95,8 @@ def cache_budget(weights: int, workspace: int, asked: int | None, share: float |
         budget = min(int(free * SHARE), free - workspace)
     if budget + workspace > free or budget < 1:
         raise MemoryError(
-            f"a cache of {gib(budget)} beside {gib(workspace)} of workspace for a step does not fit the {gib(free)} "
+            f"a cache of {gib(max(budget, 0))} beside {gib(workspace)} of workspace for a step does not fit the "
+            f"{gib(free)} "
             f"that are free ({gib(weights)} of weights are loaded): change kv_cache_memory or gpu_memory_utilization, "
             "or make steps smaller with max_num_batched_tokens (static batches: batch_size, max_model_len)")
     return budget
@@ -137,7 +138,9 @@ def num_blocks(bytes_per_block: int, useful_blocks: int, budget: int) -> int:
     """
     blocks = min(budget // bytes_per_block, useful_blocks)
     if blocks < 1:
-        raise MemoryError(f"a cache of {gib(budget)} holds no block of {bytes_per_block} bytes: raise kv_cache_memory")
+        raise MemoryError(
+            f"a cache of {budget:,} bytes holds no block: raise kv_cache_memory to at least the {bytes_per_block:,} "
+            f"bytes of one; the slots can use {useful_blocks * bytes_per_block:,}")
     return blocks
 
 
@@ -161,7 +164,8 @@ def num_host_blocks(bytes_per_block: int, asked: int, others: int) -> int:
 
 
 def gib(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB"
+    """Bytes as text, in MiB where GiB would have no digit left."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**27 else f"{count / 2**20:.1f} MiB"
 
 
 def _machine_available() -> int:

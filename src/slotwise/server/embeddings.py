@@ -47,7 +47,8 @@ async def _embedding(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
     with api.admission_control.entering(slo):
         prompts = await api.prompts.of_completion(asked.input, api.settings.max_choices, exchange.holder, encoding)
     if (longest := max(map(len, prompts))) > (places := api.engine_client.info.limits.cache_tokens):
-        raise ContextExceeded(places, longest, 0, "input", hint="The cache holds no more: start with a larger cache.")
+        raise ContextExceeded(places, longest, 0, "input",
+                              hint="The cache holds no more: start with a larger --kv-cache-memory.")
     if (num_numbers := len(prompts) * _width(api, pooling)) > MAX_NUMBERS:
         raise bad_request(f"input: vectors of {num_numbers} numbers in all are more than {MAX_NUMBERS}; send fewer "
                           "inputs", "input")

@@ -293,7 +293,8 @@ class Prompts:
                         hint: str = "") -> ContextExceeded:
         """See `ContextExceeded`."""
         if self.longest < (whole := self._engine_info().limits.max_model_len):
-            hint = f"{hint} The cache holds no more of the model's {whole}: start with a larger cache.".strip()
+            cache = f"The cache holds no more of the model's {whole}: start with a larger --kv-cache-memory."
+            hint = f"{hint} {cache}".strip()
         return ContextExceeded(self.longest, num_prompt, num_output, prompt, param, hint)
 
     def _check_vocabulary(self, ids: Sequence[int], param: str) -> None:

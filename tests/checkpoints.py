@@ -164,6 +164,27 @@ def edit_config(folder: Path, **fields: Any) -> Path:
     return folder
 
 
+def as_part(text: Path, folder: Path, beginning: str) -> Path:
+    """Writes the checkpoint `text` as the part for text of one for images and text, with `beginning` for `model.`."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    fields = json.loads((text / "config.json").read_text())
+    [architecture] = fields.pop("architectures")
+    shared = {name: fields.pop(name) for name in ("dtype", "quantization_config") if name in fields}
+    config = shared | {
+        "architectures": [architecture.replace("CausalLM", "ConditionalGeneration")],
+        "model_type": fields.pop("model_type").removesuffix("_text"), "eos_token_id": 2, "tie_word_embeddings": False,
+        "text_config": fields, "vision_config": {}}
+    head = "lm_head." if beginning.startswith("model.") else "language_model.lm_head."
+    weights = {name.replace("model.", beginning, 1).replace("lm_head.", head): value
+               for name, value in load_file(text / "model.safetensors").items()}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights | {"vision_tower.embeddings.weight": torch.ones(3)}, folder / "model.safetensors")
+    return folder
+
+
 TIE = 1e-5  # between two logits, of the standard deviation of all
 
 

@@ -138,6 +138,19 @@ def test_what_a_request_may_say(plain, tmp_path):
         LoRARequest("a", 0, str(path))
 
 
+@pytest.mark.parametrize("beginning", ["model.language_model.", "language_model.model.", ""])
+def test_an_adapter_may_name_modules_as_its_base_was_loaded(beginning, plain, tmp_path):
+    """As a part of a model for images and text, or without a head."""
+    path = lora.write(tmp_path / "a", plain, seed=1, alpha_pattern={"model.layers.1.mlp.up_proj": 9.0})
+    expected = run(make_llm(plain), [[5, 6, 7]], LoRARequest("a", 1, str(path)))
+    tensors = load_file(path / "adapter_model.safetensors")
+    save_file({name.replace("base_model.model.model.", f"base_model.model.{beginning}"): value
+               for name, value in tensors.items()}, path / "adapter_model.safetensors")
+    config = path / "adapter_config.json"
+    config.write_text(config.read_text().replace("model.layers.1", f"{beginning}layers.1"))
+    assert run(make_llm(plain), [[5, 6, 7]], LoRARequest("a", 1, str(path))) == expected
+
+
 def test_what_initialised_an_adapter_changes_nothing(plain, tmp_path):
     plainly = lora.write(tmp_path / "a", plain, seed=1)
     by_eva = lora.write(tmp_path / "b", plain, seed=1, init_lora_weights="eva", eva_config={

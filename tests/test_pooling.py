@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from array import array
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from slotwise.core import params
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add, StepRecord
+from slotwise.errors import CheckpointError
 from slotwise.observe import event_log
 from slotwise.simulate.replay import replay
 
@@ -159,6 +161,45 @@ def test_embed_returns_vllms_outputs(folder, prompts, exact):
         llm.embed(prompts[0], pooling_params=PoolingParams(dimensions=1 << 15))
     with pytest.raises(ValueError, match="129 tokens"):
         llm.embed([[1] * 129])
+
+
+@pytest.fixture(scope="module", params=["Qwen3Model", "Qwen3ForCausalLM"])
+def headless(request, folder, tmp_path_factory):
+    """The model without its head, which its config does not tie, as published models that make vectors are stored."""
+    bare = tmp_path_factory.mktemp("headless") / "model"
+    checkpoints.reference_model(folder, "float32").model.save_pretrained(bare)
+    checkpoints.edit_config(bare, architectures=[request.param], tie_word_embeddings=False)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / name, bare)
+    return bare
+
+
+def test_a_model_without_a_head_makes_vectors_and_no_text(headless, prompts, exact):
+    llm = LLM(str(headless), dtype="float32", max_model_len=128)
+    for output, prompt in zip(llm.embed(prompts, use_tqdm=False), prompts, strict=True):
+        torch.testing.assert_close(torch.tensor(output.outputs.embedding), exact(prompt, "last"), atol=2e-5, rtol=1e-4)
+    with pytest.raises(ValueError, match=r"no head; use LLM\.embed"):
+        llm.generate([prompts[0]], SamplingParams(max_tokens=1), use_tqdm=False)
+
+
+def test_a_file_that_lacks_its_head_by_mistake_is_refused(folder, tmp_path):
+    broken = Path(shutil.copytree(folder, tmp_path / "broken"))
+    checkpoints.edit_config(broken, tie_word_embeddings=False)
+    with pytest.raises(CheckpointError, match=r"lacks 1 of .* lm_head\.weight"):
+        LLM(str(broken), dtype="float32")
+    write(broken, "modules.json", [])
+    assert LLM(str(broken), dtype="float32", max_model_len=64).embed([[1, 2]], use_tqdm=False)
+
+
+def test_a_server_of_a_model_without_a_head_refuses_to_generate(headless, prompts, exact, tmp_path):
+    with serving(str(headless), "--dtype", "float32", "--max-model-len", "128", log=tmp_path / "log") as live:
+        vector = live.client.post("/v1/embeddings", json={"input": prompts[2]}).json()["data"][0]["embedding"]
+        torch.testing.assert_close(torch.tensor(vector), exact(prompts[2], "last"), atol=2e-5, rtol=1e-4)
+        asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+        for route, body in (("completions", {"prompt": "a"}), ("chat/completions", asked), ("messages", asked),
+                            ("responses", {"input": "a"})):
+            answer = live.client.post(f"/v1/{route}", json=body)
+            assert answer.status_code == 400 and "only makes vectors" in answer.text, route
 
 
 def write(folder: Path, name: str, value: object) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import FAMILIES, LLAMA3_ROPE, edit_config, greedy, make, one_thread, prompts, reference_model
+from checkpoints import FAMILIES, LLAMA3_ROPE, as_part, edit_config, greedy, make, one_thread, prompts, reference_model
 from ragged import Driver
 from safetensors.torch import load_file, save_file
 
@@ -231,18 +231,7 @@ def test_longrope_takes_the_factors_of_the_longest_sequence_served(
     ("qwen3_5_moe", "model.language_model.")])
 def test_the_text_of_a_model_for_images_and_text(family: str, beginning: str, tmp_path: Path) -> None:
     folder, asked = make(family, tmp_path / "text"), prompts([70, 5])
-    text = json.loads((folder / "config.json").read_text())
-    [architecture] = text.pop("architectures")
-    config = {"architectures": [architecture.replace("CausalLM", "ConditionalGeneration")],
-              "model_type": text.pop("model_type").removesuffix("_text"), "dtype": text.pop("dtype"),
-              "eos_token_id": 2, "tie_word_embeddings": False, "text_config": text, "vision_config": {}}
-    weights = load_file(folder / "model.safetensors")
-    head = "lm_head." if beginning.startswith("model.") else "language_model.lm_head."
-    renamed = {name.replace("model.", beginning, 1).replace("lm_head.", head): value for name, value in weights.items()}
-    both = tmp_path / "both"
-    both.mkdir()
-    (both / "config.json").write_text(json.dumps(config))
-    save_file(renamed | {"vision_tower.embeddings.weight": torch.ones(3)}, both / "model.safetensors")
+    both = as_part(folder, tmp_path / "both", beginning)
     of_text, of_both = (load_model(each, kernels=ReferenceKernels()) for each in (folder, both))
     assert Driver(of_both).greedy(asked, 8) == Driver(of_text).greedy(asked, 8)
 

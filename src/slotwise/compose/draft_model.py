@@ -63,8 +63,11 @@ class DraftCheckpoint:
         progress: Callable[[int, int], None], admit: Callable[[int], None],
     ) -> Decoder:
         """Reads its weights, as `model.load.load_model` does."""
-        return load_model(self.folder, kernels=kernels, dtype=_dtype_of(model), max_positions=max_positions,
-                          progress=progress, admit=admit)
+        loaded = load_model(self.folder, kernels=kernels, dtype=_dtype_of(model), max_positions=max_positions,
+                            progress=progress, admit=admit)
+        if not loaded.config.has_head:
+            raise CheckpointError(f"{self.folder} has no head, so it cannot draft")
+        return loaded
 
 
 def _dtype_of(model: ModelConfig) -> str:

@@ -200,9 +200,9 @@ class Loaded:
             memory=used, depth=depth, quantization=self._stored_as(config), kv_cache_dtype=config.kv_cache_dtype,
             threads=torch.get_num_threads(), product_path=self.product_path,
             batch_invariant=not decoder.kernels.batch_dependence(decoder.config.dtype), checkpoint=self._checkpoint,
-            hidden_size=decoder.config.hidden_size, tensor_parallel_size=decoder.group.size,
-            pipeline_parallel_size=limits.stages, speculation=self._speculation(config),
-            expert_layers=tuple(decoder.expert_ends),
+            hidden_size=decoder.config.hidden_size, has_head=decoder.config.has_head,
+            tensor_parallel_size=decoder.group.size, pipeline_parallel_size=limits.stages,
+            speculation=self._speculation(config), expert_layers=tuple(decoder.expert_ends),
             max_adapters=config.max_cpu_loras if config.enable_lora else 0,
             kv_transfer=config.kv_transfer_config and config.kv_transfer_config.told())
 

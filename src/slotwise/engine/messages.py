@@ -178,6 +178,7 @@ class EngineInfo(Struct, tag="ready"):
     batch_invariant: bool = False  # no position's result depends on what else a step computes
     checkpoint: str = ""  # digest of the model's files when they were read
     hidden_size: int = 0  # numbers of a hidden state, and so of a vector
+    has_head: bool = True  # without one the model makes vectors only
     tensor_parallel_size: int = 1  # processes that share every layer of a stage
     pipeline_parallel_size: int = 1  # stages that the layers are divided into
     gives_back: bool = False  # the memory of its cache can be given back while no request runs
@@ -189,6 +190,11 @@ class EngineInfo(Struct, tag="ready"):
     def identity(self) -> tuple[object, ...]:
         """What must be the same in all engines of one server: its tokens and its model."""
         return self.vocab_size, self.eos_token_ids, self.checkpoint
+
+    @property
+    def generation_objection(self) -> str:
+        """Why the model cannot generate; "" if it can."""
+        return "" if self.has_head else "this model only makes vectors: its checkpoint has no head"
 
     @property
     def weights(self) -> str:

@@ -12,6 +12,7 @@ from slotwise.kernels.interface import Activation, AttentionShape, ClampedSwiGLU
 from slotwise.model.errors import CheckpointError
 from slotwise.model.fields import Fields
 from slotwise.model.layers.rope import Rope
+from slotwise.model.names import with_head
 from slotwise.model.quantization.config import read_quantization
 from slotwise.model.quantization.scheme import Quantization
 from slotwise.model.ropes import read_rope
@@ -52,7 +53,7 @@ class ModelConfig:
         CheckpointError: the numbers do not fit together.
     """
 
-    architecture: str  # the class name in `architectures`
+    architecture: str  # the class name in `architectures`, of the model with a head
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -67,6 +68,7 @@ class ModelConfig:
     tie_word_embeddings: bool  # the head is the embedding table
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype  # of the weights once loaded
+    has_head: bool = True  # without one a model makes vectors only
     qkv_bias: bool = False
     output_bias: bool = False  # of the product after attention
     mlp_bias: bool = False
@@ -191,7 +193,7 @@ def read_common(
     num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
     absent = heads if defaults.num_kv_heads is None or fields.is_null("num_key_value_heads") else defaults.num_kv_heads
     return ModelConfig(
-        architecture=fields.texts("architectures")[0],
+        architecture=with_head(fields.texts("architectures")[0]),
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden,
         intermediate_size=fields.integer("intermediate_size"),
@@ -244,6 +246,8 @@ def _refuse_unsupported(fields: Fields) -> None:
                   "made from, which quantization int8 or int4 quantises")
     if fields.section("per_layer_config").values:
         raise fields.error("per_layer_config", "gives layers sizes of their own, which is not supported")
+    if not fields.flag("is_causal", default=not fields.is_null("is_causal")):
+        raise fields.error("is_causal", "is false: attention to later tokens is not supported")
     if fields.flag("is_encoder_decoder"):
         raise fields.error("is_encoder_decoder", "is true: only decoders are supported")
 

@@ -146,9 +146,15 @@ class Decoder:
         return self.group.pipe.receive(len(token_ids), self.config.hidden_size, self.config.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`[samples, hidden] -> [samples, vocab]`, in the model's own type; on the first stage alone."""
+        """`[samples, hidden] -> [samples, vocab]`, in the model's own type; on the first stage alone.
+
+        Without a head zeros: requests that sample are refused, and the steps of the warm-up compare no numbers.
+        """
         assert self._network.ends is not None
-        return self._network.ends.head(hidden) if len(hidden) else hidden.new_empty(0, self.config.vocab_size)
+        head = self._network.ends.head
+        if head is None or not len(hidden):
+            return hidden.new_zeros(len(hidden), self.config.vocab_size)
+        return head(hidden)
 
 
 class Returned:

@@ -48,7 +48,8 @@ def load_model(
     folder = locate(model)
     config = describe(folder, dtype, kernels, generation)
     weights = Weights(folder)
-    config = _with_stored_head(config, weights, folder)
+    config = replace(_with_stored_head(config, weights, folder), has_head=config.tie_word_embeddings
+                     or not weights.lack_head)
     wanted, shapes = tensor_shapes(config, group), tensor_shapes(config)
     weights.assemble(config.quantization, shapes)
     weights.check(shapes)

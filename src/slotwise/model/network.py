@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor
@@ -73,7 +73,8 @@ class Network:
     @property
     def bytes(self) -> int:
         """Bytes of the weights, as packed; a tied head counts beside the embedding."""
-        ends = 0 if self.ends is None else self.ends.embedding.bytes + self.ends.head.bytes
+        ends = 0 if self.ends is None else self.ends.embedding.bytes
+        ends += 0 if self.ends is None or self.ends.head is None else self.ends.head.bytes
         return ends + sum(layer.bytes for layer in self.layers) + self.norm.bytes
 
     @property
@@ -93,6 +94,7 @@ def read_network(
 ) -> Network:
     """Reads the stage of a model that `source` is for; `layer` reads the one of a number."""
     stage = source.group.pipe.stage
+    ends = replace(ends, has_head=config.has_head)
     read = read_ends(source, config.vocab_size, config.hidden_size, ends) if stage.is_first else None
     layers = [layer(index) for index in layers_of(config, stage)]
     norm = RMSNorm(source, "model.norm", config.hidden_size, norms) if stage.is_last else NoNorm(source)

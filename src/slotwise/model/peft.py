@@ -23,6 +23,7 @@ from slotwise.files import read_part
 from slotwise.model.errors import CheckpointError
 from slotwise.model.fields import Fields, read_json
 from slotwise.model.formats import ADAPTER
+from slotwise.model.names import canonical
 from slotwise.model.safetensors_files import Entry, damaged, read_table
 
 FILE = "adapter_model.safetensors"
@@ -94,7 +95,7 @@ def read_adapter(folder: Path, most: int) -> PeftAdapter:
         if not all(part.replace("_", "a").isalnum() for part in key.split(".")):
             raise fields.error("alpha_pattern", f"has {key!r:.60}: only names of modules are supported")
     return PeftAdapter(
-        str(folder), fields.number("lora_alpha"), {key: patterns.number(key) for key in patterns.values},
+        str(folder), fields.number("lora_alpha"), {canonical(key): patterns.number(key) for key in patterns.values},
         fields.flag("use_rslora"), _tensors(folder / FILE, most))
 
 
@@ -136,7 +137,10 @@ def _tensors(path: Path, most: int) -> dict[str, dict[str, AdapterTensor]]:
             raise CheckpointError(f"{path}: {name:.120} is stored as {kind:.20}; supported are {', '.join(DENSE)}")
         if entry.nbytes != math.prod(entry.shape) * DENSE[kind].itemsize:
             raise damaged(path, ValueError(f"{name:.120} has {entry.nbytes} bytes for {list(entry.shape)}"))
-        found.setdefault(name[len(PREFIX) : -len(ending)], {})[FACTORS[ending]] = AdapterTensor(data, entry)
+        module, sort = canonical(name[len(PREFIX) : -len(ending)]), FACTORS[ending]
+        if sort in found.setdefault(module, {}):
+            raise CheckpointError(f"{path}: {name:.120} is there twice, under names that mean the same")
+        found[module][sort] = AdapterTensor(data, entry)
     if not found:
         raise CheckpointError(f"{path} holds no tensors")
     return found

@@ -20,10 +20,11 @@ from slotwise.kernels.matrix import QuantisedMatrix
 from slotwise.model.errors import CheckpointError
 from slotwise.model.fields import read_json
 from slotwise.model.formats import CONFIG, INDEX, WEIGHTS
+from slotwise.model.names import canonical
 from slotwise.model.stored import StoredTensor, TensorSource
 
-RENAMED = (("language_model.model.", "model."), ("model.language_model.", "model."),
-           ("language_model.lm_head.", "lm_head."))  # beginnings of names
+TABLE = "embed_tokens"  # the embedding, as a model saved without its head names it
+MODULES = "modules.json"  # beside a model that makes vectors
 MAX_NAME_BYTES = 255
 MAX_TABLE_BYTES = 100 << 20  # the format's own bound
 LENGTH_BYTES = 8
@@ -93,15 +94,15 @@ def open_safetensors(folder: Path) -> TensorSource:
         CheckpointError: there are none, one is damaged, or the index does not match the files.
     """
     tensors: dict[str, StoredTensor] = {}
+    is_headless = False
     for path in _files(folder):
         file = SafetensorsFile(path)
-        tensors.update({_canonical(name): SafetensorsTensor(file, name) for name in file.table})
-    return TensorSource(str(folder), CONFIG, tensors)
-
-
-def _canonical(name: str) -> str:
-    """The name in a checkpoint of a language model, of a tensor of one that is part of a model for images and text."""
-    return next((new + name.removeprefix(old) for old, new in RENAMED if name.startswith(old)), name)
+        for name in file.table:
+            if (known := canonical(name)) in tensors:
+                raise CheckpointError(f"{path}: tensor {name:.120} is there twice, under names that mean the same")
+            tensors[known] = SafetensorsTensor(file, name)
+            is_headless |= known != name and name == f"{TABLE}.weight"
+    return TensorSource(str(folder), CONFIG, tensors, is_headless=is_headless or (folder / MODULES).is_file())
 
 
 def read_table(file: BinaryIO, size: int, most: int = MAX_TABLE_BYTES) -> dict[str, Entry]:

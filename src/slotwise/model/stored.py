@@ -120,6 +120,7 @@ class TensorSource:
     described_by: str  # what says which tensors there are, for messages
     tensors: Mapping[str, StoredTensor]
     is_exact: bool = False  # nothing is there but what a model reads
+    is_headless: bool = False  # it may have been saved without its head, to make vectors
 
     def shown(self, name: str) -> str:
         """The name of a tensor in the file."""

@@ -13,6 +13,7 @@ from slotwise.kernels.matrix import Format, QuantisedMatrix, Rows, StackedMatrix
 from slotwise.model.errors import CheckpointError
 from slotwise.model.gguf.tensors import open_gguf_tensors
 from slotwise.model.layers.source import NO_CUTS
+from slotwise.model.names import HEAD
 from slotwise.model.quantization.scheme import Quantization
 from slotwise.model.quantization.stored import with_quantised
 from slotwise.model.safetensors_files import open_safetensors
@@ -42,6 +43,11 @@ class Weights:
 
     def holds(self, name: str) -> bool:
         return name in self._tensors
+
+    @property
+    def lack_head(self) -> bool:
+        """Whether the model was saved without its head, which then is no fault."""
+        return self._source.is_headless and not any(name.startswith(f"{HEAD}.") for name in self._tensors)
 
     def are_stored_as(self, kind: str) -> bool:
         """Whether any tensor is stored as `kind`, by its name in the file."""

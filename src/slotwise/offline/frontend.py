@@ -52,6 +52,8 @@ class Frontend:
         Raises:
             ValueError: the prompt can never run, or parameters are not valid; the message says why.
         """
+        if info.generation_objection:
+            raise ValueError(f"{info.generation_objection}; use LLM.embed")
         ids = self.tokenizer.encode(prompt.text or "") if prompt.ids is None else prompt.ids
         wanted = params if params is not None else self._defaults_after(info, len(ids))
         if not isinstance(wanted, SamplingParams):

@@ -40,7 +40,7 @@ async def _embedding(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
     asked = decode(EmbeddingRequest, body)
     warn_of_unknown_fields(exchange, EmbeddingRequest, body)
     request = asked.as_generate()
-    slo = check(api, exchange, request)
+    slo = check(api, exchange, request, generates=False)
     pooling = _pooling(api, asked)
     encoding = encoding_of(api, request, 0, adds_special_tokens=True)._replace(param="input")
     api.check_capacity(slo)

@@ -113,9 +113,11 @@ def _enter(api: Api, exchange: HttpExchange) -> None:
     api.quotas.count_request(account)
 
 
-def check(api: Api, exchange: HttpExchange, request: Generate) -> SLO:
+def check(api: Api, exchange: HttpExchange, request: Generate, *, generates: bool = True) -> SLO:
     """All checks that need no prompt.  Returns the objectives the request is served on."""
     api.models.adapter(request.model)
+    if generates and (objection := api.engine_client.info.generation_objection):
+        raise bad_request(f"{objection}; use /v1/embeddings", "model", "generation_not_supported")
     request.refuse_unsupported()
     if request.request_id is not None:
         exchange.request_id = checked_request_id(request.request_id, "request_id")

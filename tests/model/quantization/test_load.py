@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import quantized
 import torch
-from checkpoints import make, one_thread, prompts, reference_model
+from checkpoints import as_part, make, one_thread, prompts, reference_model
 from ragged import Driver
 from safetensors.torch import load_file
 
@@ -88,6 +88,40 @@ def test_modules_that_a_config_leaves_out_are_plain(dense: Callable[[str], Path]
     quantized.configure(tmp_path / "model", ...)
     quantized.save(whole, tmp_path / "model")
     torch.testing.assert_close(found, logits(tmp_path / "model", rows), atol=1e-4, rtol=1e-5)
+
+
+LISTS: dict[str, Callable[[str], dict[str, Any]]] = {  # that leave out the module of this name
+    "W4A16": lambda name: {"ignore": [name, "re:vision_tower.*"]},
+    "FP8, dynamic": lambda name: {"ignore": [f"re:{name.replace('.', '[.]')}"]},
+    "DeepSeek's FP8": lambda name: {"modules_to_not_convert": [name]},
+    "awq": lambda name: {"modules_to_not_convert": ["vision_tower", name]},
+    "gptq 4": lambda name: {"dynamic": {f"-:{name.replace('.', '[.]')}": {}}},
+    "NF4": lambda name: {"llm_int8_skip_modules": ["lm_head", name]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("beginning", ["model.language_model.", "language_model.model."])
+@pytest.mark.parametrize("name", LISTS)
+def test_lists_name_the_modules_of_a_part_for_text(
+        name: str, beginning: str, dense: Callable[[str], Path], tmp_path: Path) -> None:
+    left, kind = "model.layers.1.mlp.down_proj", quantized.KINDS[name]()
+    whole = quantized.quantise(dense("gemma3"), tmp_path / "text", kind)
+    stored = {part: tensor for part, tensor in load_file(tmp_path / "text" / "model.safetensors").items()
+              if not part.startswith(f"{left}.")}
+    stored[f"{left}.weight"] = whole[f"{left}.weight"] = load_file(dense("gemma3") / "model.safetensors")[
+        f"{left}.weight"]
+    quantized.save(stored, tmp_path / "text")
+    listed = LISTS[name](left.replace("model.", beginning))
+    if "config_groups" in kind.config:  # the names of all others, in place of their class
+        [(group, scheme)] = kind.config["config_groups"].items()
+        others = [part.replace("model.", beginning).removesuffix(".weight") for part in whole
+                  if quantized.is_quantised(part) and not part.startswith(left)]
+        listed["config_groups"] = {group: scheme | {"targets": others}}
+    quantized.configure(tmp_path / "text", kind.config | listed)
+    found = logits(as_part(tmp_path / "text", tmp_path / "both", beginning), rows := prompts([12, 3]))
+    quantized.configure(tmp_path / "text", ...)
+    quantized.save(whole, tmp_path / "text")
+    torch.testing.assert_close(found, logits(tmp_path / "text", rows), atol=1e-4, rtol=1e-5)
 
 
 def test_biases_that_autogptq_wrote_for_a_model_without(dense: Callable[[str], Path], tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ from slotwise.model.families import (
 )
 from slotwise.model.fields import Fields
 from slotwise.model.layers.source import Listing, Source
+from slotwise.model.names import with_head
 from slotwise.model.network import Network
 
 
@@ -90,9 +91,9 @@ def configure(fields: Fields) -> ModelConfig:
 
     Raises CheckpointError for unsupported architectures, and for a model_type of another one.
     """
-    architectures = fields.texts("architectures")
+    architectures = [with_head(name) for name in fields.texts("architectures")]
     if not architectures or architectures[0] not in FAMILIES:
-        named = architectures[0] if architectures else "none"
+        named = fields.texts("architectures")[0] if architectures else "none"
         raise CheckpointError(
             f"{fields.where}: architecture {named:.60} is not supported; these are: {', '.join(FAMILIES)}"
         )

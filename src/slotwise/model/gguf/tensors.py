@@ -104,7 +104,7 @@ def open_gguf_tensors(path: Path) -> GGUFSource:
                 raise CheckpointError(f"{file}: tensor {stored} is there twice, under names that mean the same")
             size = len(bytes_of) // len(pieces)
             tensors[one] = GGUFTensor(bytes_of[place * size : (place + 1) * size], described, interleaved, offset)
-    return GGUFSource(str(path), "metadata", tensors, True, architecture)
+    return GGUFSource(str(path), "metadata", tensors, is_exact=True, architecture=architecture)
 
 
 def _experts(entry: Entry, where: str) -> list[Entry]:

@@ -79,13 +79,14 @@ class EndOptions:
     scale: float = 1.0  # of the embedding
     soft_cap: float = 0.0
     logit_scale: float = 1.0
+    has_head: bool = True
 
 
 class Ends(NamedTuple):
     """The first and the last layer."""
 
     embedding: Embedding
-    head: Head
+    head: Head | None  # None: the model makes vectors only
 
 
 def read_ends(source: Source, vocab_size: int, hidden_size: int, options: EndOptions) -> Ends:
@@ -97,7 +98,7 @@ def read_ends(source: Source, vocab_size: int, hidden_size: int, options: EndOpt
         own, widths = share(vocab_size, source.group, "tokens"), shares(vocab_size, source.group)
         cuts = dict.fromkeys((TABLE, HEAD), Cut((own,)))
     table = read({TABLE: size}, cuts)
-    weight = table if options.tied else read({HEAD: size}, cuts)
+    weight = table if options.tied or not options.has_head else read({HEAD: size}, cuts)
     assert not isinstance(table, StackedMatrix)  # of several names
     if source.group.size > 1 and not isinstance(table, Tensor):
         raise CheckpointError("a quantised embedding is not supported with tensor_parallel_size: divide the layers by "
@@ -105,4 +106,6 @@ def read_ends(source: Source, vocab_size: int, hidden_size: int, options: EndOpt
     embedding = Embedding(source, table, options.scale, own.start)
     if options.tied and not isinstance(table, Tensor):
         embedding.bytes = 0  # kernels share what they packed for the head
+    if not options.has_head:
+        return Ends(embedding, None)
     return Ends(embedding, Head(source, weight, options.soft_cap, options.logit_scale, widths))

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from slotwise.kernels.matrix import Format, QuantisedMatrix
 from slotwise.model.fields import Fields
+from slotwise.model.names import HEAD, Spellings
 from slotwise.model.quantization.affine import Affine
 from slotwise.model.quantization.gptq import RECORDED as OF_GPTQ
 from slotwise.model.quantization.packing import unpack, words_of
 from slotwise.model.quantization.patterns import read_skipped
 from slotwise.model.quantization.scheme import (
     FLOATS,
-    HEAD,
     Layer,
     Part,
     choice,
@@ -83,7 +83,7 @@ def _unpack(words: Tensor) -> Tensor:
 class AWQ:
     """The quantization_config of quant_method `awq`."""
 
-    def __init__(self, fields: Fields) -> None:
+    def __init__(self, fields: Fields, spell: Spellings) -> None:
         """Raises CheckpointError for fields that are malformed or not supported."""
         refuse_unknown(fields, "AWQ", RECORDED | READ)
         name = "bits" if fields.has("bits") else "w_bit"
@@ -100,7 +100,7 @@ class AWQ:
                 raise fields.error(name, "is true, which is not supported with AWQ")
         self._scheme = AWQScheme(
             read_group(fields, "group_size" if fields.has("group_size") else "q_group_size", default=128))
-        self._is_skipped = read_skipped(fields, "modules_to_not_convert")
+        self._is_skipped = read_skipped(fields, spell, "modules_to_not_convert")
         self.description = f"AWQ, {BITS} bits"
 
     def scheme(self, module: str) -> AWQScheme | None:

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from slotwise.kernels.matrix import Factors, Format, QuantisedMatrix, Rows
 from slotwise.model.fields import Fields
+from slotwise.model.names import HEAD, Spellings
 from slotwise.model.quantization.patterns import read_skipped
-from slotwise.model.quantization.scheme import HEAD, NUMBER, Layer, Part, check_range, choice, refuse_unknown
+from slotwise.model.quantization.scheme import NUMBER, Layer, Part, check_range, choice, refuse_unknown
 
 BLOCK = 64  # where the config does not say it: it never does, but each layer's state must
 NESTED_BLOCK = 256
@@ -141,7 +142,7 @@ class Int8Scheme:
 class BitsAndBytes:
     """The quantization_config of quant_method `bitsandbytes`."""
 
-    def __init__(self, fields: Fields) -> None:
+    def __init__(self, fields: Fields, spell: Spellings) -> None:
         """Raises CheckpointError for fields that are malformed or not supported."""
         refuse_unknown(fields, "bitsandbytes", READ)
         is_4_bits, is_8_bits = (
@@ -154,7 +155,7 @@ class BitsAndBytes:
             choice(fields, "bnb_4bit_quant_type", "fp4", "nf4")
             choice(fields, "bnb_4bit_quant_storage", "uint8", "uint8")
         self._scheme = NF4Scheme(fields.flag("bnb_4bit_use_double_quant")) if is_4_bits else Int8Scheme()
-        self._is_skipped = read_skipped(fields, "llm_int8_skip_modules")
+        self._is_skipped = read_skipped(fields, spell, "llm_int8_skip_modules")
         self._has_head = fields.has("llm_int8_skip_modules")  # without a list the head is one of them
         self.description = f"bitsandbytes, {'NF4' if is_4_bits else 'int8'}"
 

@@ -16,6 +16,7 @@ activations are not used: activations are quantised token by token while they ar
 from __future__ import annotations
 
 from slotwise.model.fields import Fields
+from slotwise.model.names import Spellings, canonical
 from slotwise.model.quantization.compressed_schemes import (
     BLOCK,
     BYTE,
@@ -29,7 +30,7 @@ from slotwise.model.quantization.compressed_schemes import (
 from slotwise.model.quantization.fp8 import read_pair
 from slotwise.model.quantization.mxfp4 import GROUP as MXFP4_GROUP
 from slotwise.model.quantization.mxfp4 import MXFP4Scheme
-from slotwise.model.quantization.patterns import REGEX, read_expressions, read_names, read_targets
+from slotwise.model.quantization.patterns import REGEX, matches, read_expressions, read_names, read_targets
 from slotwise.model.quantization.scheme import GROUPS, Scheme, choice, read_group, refuse_unknown
 
 NAME = "compressed-tensors"
@@ -50,7 +51,7 @@ ARGUMENTS = frozenset((
 class CompressedTensors:
     """The quantization_config of quant_method `compressed-tensors`."""
 
-    def __init__(self, fields: Fields) -> None:
+    def __init__(self, fields: Fields, spell: Spellings) -> None:
         """Raises CheckpointError for fields that are malformed or not supported."""
         sparsity = fields.section("sparsity_config")
         if sparsity.values and choice(sparsity, "format", None, "dense"):
@@ -64,10 +65,11 @@ class CompressedTensors:
         for name in groups.values:
             group = groups.section(name)
             scheme = _read_scheme(group, _read_format(fields, group))
-            self._schemes |= dict.fromkeys(read_names(group, "targets"), scheme)
+            self._schemes |= dict.fromkeys(map(canonical, read_names(group, "targets")), scheme)
         expressions = [target[len(REGEX):] for target in sorted(self._schemes) if target.startswith(REGEX)]
         self._expressions = read_expressions(groups, "targets", expressions)
-        self._is_ignored = read_targets(fields, "ignore")
+        self._spell = spell
+        self._is_ignored = read_targets(fields, "ignore", spell)
         bits = sorted({f"{scheme.format(1).bits}" for scheme in self._schemes.values()})
         self.description = f"{NAME}, {' and '.join(bits)} bits"
 
@@ -78,7 +80,7 @@ class CompressedTensors:
         if module in self._schemes:
             return self._schemes[module]
         for pattern, expression in self._expressions.items():
-            if expression.match(module):
+            if matches(expression, module, self._spell):
                 return self._schemes[REGEX + pattern]
         return self._schemes.get(CLASS)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from slotwise.model.fields import Fields
+from slotwise.model.names import Spellings, spellings
 from slotwise.model.quantization.awq import AWQ
 from slotwise.model.quantization.bitsandbytes import BitsAndBytes
 from slotwise.model.quantization.compressed_tensors import CompressedTensors
@@ -13,7 +14,7 @@ from slotwise.model.quantization.gptq import GPTQ
 from slotwise.model.quantization.mxfp4 import MXFP4
 from slotwise.model.quantization.scheme import Quantization
 
-METHODS: dict[str, Callable[[Fields], Quantization]] = {
+METHODS: dict[str, Callable[[Fields, Spellings], Quantization]] = {
     "awq": AWQ, "gptq": GPTQ, "compressed-tensors": CompressedTensors, "fp8": FP8, "bitsandbytes": BitsAndBytes,
     "mxfp4": MXFP4}
 GPT_OSS = ("GptOssForCausalLM",)
@@ -35,4 +36,4 @@ def read_quantization(config: Fields) -> Quantization | None:
                            "serve the checkpoint that it was made from")
     if method == "mxfp4" and config.texts("architectures")[:1] != GPT_OSS:
         raise fields.error("quant_method", f"mxfp4 is that of the experts of {GPT_OSS[0]}")
-    return METHODS[method](fields)
+    return METHODS[method](fields, spellings((config.texts("architectures") or ("",))[0]))

@@ -19,12 +19,12 @@ from torch import Tensor
 from slotwise.kernels.cache_kinds import FP8_LARGEST
 from slotwise.kernels.matrix import E4M3, Factors, Format, QuantisedMatrix, Rows
 from slotwise.model.fields import Fields
+from slotwise.model.names import HEAD, Spellings
 from slotwise.model.quantization.mxfp4 import powers
 from slotwise.model.quantization.patterns import read_skipped
 from slotwise.model.quantization.scheme import (
     FLOATS,
     GROUPS,
-    HEAD,
     NUMBER,
     Layer,
     Part,
@@ -102,7 +102,7 @@ class FP8:
 
     description = "FP8"
 
-    def __init__(self, fields: Fields) -> None:
+    def __init__(self, fields: Fields, spell: Spellings) -> None:
         """Raises CheckpointError for fields that are malformed or not supported."""
         refuse_unknown(fields, "FP8", READ)
         choice(fields, "activation_scheme", "dynamic", "dynamic", "static")
@@ -110,7 +110,7 @@ class FP8:
         choice(fields, "scale_fmt", "float", "float", "ue8m0")
         fields.flag("dequantize")
         self._scheme = FP8Scheme(*_read_block(fields))
-        self._is_skipped = read_skipped(fields, "modules_to_not_convert", "ignored_layers")
+        self._is_skipped = read_skipped(fields, spell, "modules_to_not_convert", "ignored_layers")
 
     def scheme(self, module: str) -> FP8Scheme | None:
         return None if module == HEAD or self._is_skipped(module) else self._scheme

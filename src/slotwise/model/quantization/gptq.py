@@ -19,12 +19,12 @@ from torch import Tensor
 
 from slotwise.kernels.matrix import Format, QuantisedMatrix
 from slotwise.model.fields import Fields
+from slotwise.model.names import HEAD, Spellings
 from slotwise.model.quantization.affine import Affine
 from slotwise.model.quantization.packing import unpack, words_of
-from slotwise.model.quantization.patterns import read_expressions
+from slotwise.model.quantization.patterns import matches, read_expressions
 from slotwise.model.quantization.scheme import (
     FLOATS,
-    HEAD,
     Layer,
     Part,
     choice,
@@ -97,7 +97,7 @@ class GPTQScheme:
 class GPTQ:
     """The quantization_config of quant_method `gptq`."""
 
-    def __init__(self, fields: Fields) -> None:
+    def __init__(self, fields: Fields, spell: Spellings) -> None:
         """Raises CheckpointError for fields that are malformed or not supported."""
         refuse_unknown(fields, "GPTQ", RECORDED | READ)
         if fields.flag("is_marlin_format"):
@@ -110,6 +110,7 @@ class GPTQ:
         self._has_head = fields.flag("lm_head")
         self._only = _read_modules(fields)
         self._exceptions = _read_dynamic(fields, self._scheme)
+        self._spell = spell
         self.description = f"GPTQ, {self._scheme.bits} bits"
 
     def scheme(self, module: str) -> GPTQScheme | None:
@@ -118,7 +119,8 @@ class GPTQ:
             return None
         if self._only and not is_head and not any(module.endswith(f".{each}") for each in self._only):
             return None
-        return next((scheme for names, scheme in self._exceptions if names.match(module)), self._scheme)
+        return next((scheme for names, scheme in self._exceptions if matches(names, module, self._spell)),
+                    self._scheme)
 
 
 def _read_scheme(fields: Fields, base: GPTQScheme) -> GPTQScheme:

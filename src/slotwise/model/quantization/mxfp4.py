@@ -16,6 +16,7 @@ from torch import Tensor
 
 from slotwise.kernels.matrix import Factors, Format, QuantisedMatrix, Rows
 from slotwise.model.fields import Fields
+from slotwise.model.names import Spellings
 from slotwise.model.quantization.gguf_blocks import MXFP4_LEVELS
 from slotwise.model.quantization.packing import nibbles
 from slotwise.model.quantization.patterns import read_names
@@ -64,7 +65,7 @@ class MXFP4:
 
     description = "MXFP4"
 
-    def __init__(self, fields: Fields) -> None:
+    def __init__(self, fields: Fields, spell: Spellings) -> None:
         """Raises CheckpointError for fields that are malformed or not supported."""
         refuse_unknown(fields, "MXFP4", ("quant_method", "modules_to_not_convert", "dequantize"))
         read_names(fields, "modules_to_not_convert")  # all but experts are plain anyway

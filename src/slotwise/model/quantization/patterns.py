@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from slotwise.model.fields import Fields
+from slotwise.model.names import Spellings, canonical
 
 MAX_NAMES = 4096  # that one list may hold
 LONGEST = 64  # characters of a module's name, about
@@ -104,17 +105,22 @@ def read_names(fields: Fields, name: str) -> tuple[str, ...]:
     return names
 
 
-def read_targets(fields: Fields, name: str) -> Matches:
+def read_targets(fields: Fields, name: str, spell: Spellings) -> Matches:
     """As compressed-tensors matches: `re:` and an expression that fits from the start, or a whole name."""
     names = read_names(fields, name)
     expressions = read_expressions(fields, name, [each[len(REGEX):] for each in names if each.startswith(REGEX)])
-    whole = frozenset(each for each in names if not each.startswith(REGEX))
+    whole = frozenset(canonical(each) for each in names if not each.startswith(REGEX))
     return functools.cache(
-        lambda module: module in whole or any(each.match(module) for each in expressions.values()))
+        lambda module: module in whole or any(matches(each, module, spell) for each in expressions.values()))
 
 
-def read_skipped(fields: Fields, *fields_of_names: str) -> Matches:
+def matches(expression: re.Pattern[str], module: str, spell: Spellings) -> bool:
+    """Whether an expression fits a module's name, as the config spells it, from the start."""
+    return any(expression.match(name) for name in spell(module))
+
+
+def read_skipped(fields: Fields, spell: Spellings, *fields_of_names: str) -> Matches:
     """As the lists of modules that were not converted: the end of a name, or whole components anywhere in it."""
     names = frozenset(each for name in fields_of_names for each in read_names(fields, name) if each)
-    return functools.cache(
-        lambda module: any(module.endswith(each) or f".{each}." in f".{module}." for each in names))
+    return functools.cache(lambda module: any(
+        spelled.endswith(each) or f".{each}." in f".{spelled}." for spelled in spell(module) for each in names))

@@ -22,7 +22,6 @@ from slotwise.model.fields import Fields
 
 Shape = tuple[int, ...]
 
-HEAD = "lm_head"
 FLOATS = ("F16", "BF16", "F32")  # of scales, by their names in safetensors files
 NUMBER: tuple[Shape, ...] = ((), (1,), (1, 1))  # shapes of one number
 GROUPS = (16, 32, 64, 128)  # sizes that are supported, beside whole rows

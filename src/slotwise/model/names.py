@@ -1,0 +1,59 @@
+"""One name for every tensor and module, and the names by which files call it.
+
+Families use those of a language model with a head: `model.layers.0.mlp.up_proj`, `lm_head`.  Others are in use:
+
+    layers.0.mlp.up_proj                         of a model that was saved without its head
+    model.language_model.layers.0.mlp.up_proj    of one for images and text
+    language_model.model.layers.0.mlp.up_proj    the same before transformers 4.52, which it also saves
+
+Tensors, adapters and whole names in the lists of a config are renamed by `canonical`; expressions and parts of names
+are compared with all `spellings` of a module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+MODEL, HEAD = "model", "lm_head"
+_INNER = "language_model"
+_RENAMED = (  # beginnings of names
+    (f"{_INNER}.{MODEL}", MODEL), (f"{MODEL}.{_INNER}", MODEL), (f"{_INNER}.{HEAD}", HEAD), (_INNER, MODEL),
+    *[(part, f"{MODEL}.{part}") for part in ("layers", "embed_tokens", "norm")])
+WITH_IMAGES = "ForConditionalGeneration"  # how architectures end that have a language model as a part
+HEADLESS = ("TextModel", "Model")  # how those without a head end
+WITH_HEAD = "ForCausalLM"
+
+Spellings = Callable[[str], tuple[str, ...]]
+"""The names by which a config may call the module that families call so."""
+
+
+def canonical(name: str) -> str:
+    """The name that families use of a tensor or a module; others stay."""
+    for old, new in _RENAMED:
+        if name == old or name.startswith(f"{old}."):
+            return new + name.removeprefix(old)
+    return name
+
+
+def with_head(architecture: str) -> str:
+    """The architecture of the same model with a head."""
+    for ending in HEADLESS:
+        if architecture.endswith(ending):
+            return architecture.removesuffix(ending) + WITH_HEAD
+    return architecture
+
+
+def spellings(architecture: str) -> Spellings:
+    """The names of modules in configs of `architecture`, by those that families use."""
+    beginnings: tuple[str, ...] = (f"{MODEL}.",)
+    if architecture.endswith(WITH_IMAGES):
+        beginnings = f"{MODEL}.{_INNER}.", f"{_INNER}.{MODEL}."
+    elif architecture.endswith(HEADLESS):
+        beginnings = ("",)
+
+    def of(module: str) -> tuple[str, ...]:
+        if module.startswith(f"{MODEL}."):
+            return tuple([beginning + module.removeprefix(f"{MODEL}.") for beginning in beginnings])
+        return (module, f"{_INNER}.{module}") if architecture.endswith(WITH_IMAGES) else (module,)
+
+    return of

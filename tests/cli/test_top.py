@@ -213,7 +213,12 @@ def endless() -> Iterator[str]:
 
 
 def _send_without_end(listener: socket.socket) -> None:
-    connection, _ = listener.accept()
+    for _ in ("/replicas", "/events"):
+        connection, _ = listener.accept()
+        _answer_without_end(connection)
+
+
+def _answer_without_end(connection: socket.socket) -> None:
     with connection, contextlib.suppress(OSError):
         connection.recv(65_536)
         connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: application/x-ndjson\r\nConnection: close\r\n\r\n")

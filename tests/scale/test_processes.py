@@ -60,6 +60,10 @@ def test_replicas_are_started_replaced_added_drained_and_ended(tmp_path: Path) -
         assert len(left) == 1 and engines
     assert door.process.returncode == 0
     eventually(lambda: not any(map(is_alive, [*left, *engines])))
+    told = (tmp_path / "door").read_text().splitlines()
+    for name in "01":
+        assert any(line.startswith(f"[replica {name}] ") and "Started server process" in line for line in told)
+    assert sum("Started server process" in line and "[replica " not in line for line in told) == 1, "the router's own"
 
 
 @pytest.mark.slow

@@ -160,6 +160,6 @@ def _launcher(rest: Sequence[str], served: argparse.Namespace, number: int, of_r
 
     def launch(name: str) -> ServeProcess:
         place = int(name) % number
-        return ServeProcess([*rest, *bound[place], *memory, *(of_roles[place] if of_roles else [])], variables)
+        return ServeProcess(name, [*rest, *bound[place], *memory, *(of_roles[place] if of_roles else [])], variables)
 
     return launch

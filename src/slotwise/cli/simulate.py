@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -68,6 +69,8 @@ def add(commands: Commands) -> None:
     command.add_argument("--url", metavar="URL", help="instead of a log: ask the server there about its last minutes")
     command.add_argument("--api-key", default=os.environ.get("SLOTWISE_ADMIN_API_KEY", "").partition(",")[0],
                          metavar="KEY", help="the server's admin key (default: $SLOTWISE_ADMIN_API_KEY)")
+    command.add_argument("--replica", default="", metavar="NAME",
+                         help="with --url of a router: the replica that is asked")
     command.add_argument("--request", default="", metavar="ID", help="also tell when this request would have had its "
                          "first token")
     add_changes_option(command)
@@ -179,6 +182,8 @@ def run_what_if(asked: argparse.Namespace) -> int:
         raise ValueError("say what would change: --set NAME=VALUE")
     if (asked.log is None) == (asked.url is None):
         raise ValueError("name either an event log or a server, with --url")
+    if asked.replica and asked.url is None:
+        raise ValueError("--replica is of a router: give its --url")
     changes = dict(asked.changes)
     answer = _asked_server(asked, changes) if asked.url else what_if(
         read_file(asked.log), changes, _objectives(asked), asked.request)
@@ -220,7 +225,8 @@ def _asked_server(asked: argparse.Namespace, changes: Mapping[str, Any]) -> dict
     headers = {"Content-Type": "application/json"}
     if asked.api_key:
         headers["Authorization"] = f"Bearer {asked.api_key}"
-    request = urllib.request.Request(f"{asked.url.rstrip('/')}/what_if", json.dumps(body).encode(), headers)
+    named = f"?{urllib.parse.urlencode({'replica': asked.replica})}" if asked.replica else ""
+    request = urllib.request.Request(f"{asked.url.rstrip('/')}/what_if{named}", json.dumps(body).encode(), headers)
     waiting = Console(stderr=True).status("The server replays its last minutes, beside its streams: ten seconds")
     try:
         with waiting, urllib.request.urlopen(request) as response:

@@ -65,6 +65,79 @@ class Frame:
         yield queue
 
 
+@dataclass(frozen=True)
+class Replica:
+    """One replica behind a router."""
+
+    name: str
+    condition: str  # up, draining or down
+    state: LiveState
+    now_ns: int  # on its clock
+
+
+@dataclass(frozen=True)
+class RouterFrame:
+    """A line for each replica behind a router, and one for all.
+
+    Args:
+        trouble: why the router does not answer; empty while it does.
+        hint: how to leave; empty where no key is read.
+    """
+
+    url: str
+    replicas: Sequence[Replica]
+    trouble: str = ""
+    hint: str = ""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        up = sum(one.condition == "up" for one in self.replicas)
+        hint = [Text(self.hint, style="dim")] if self.hint else []
+        yield _flow([Text("slotwise router", style="bold"), plain(self.url),
+                     Text(f"{up} of {len(self.replicas)} replicas up"), *hint], options.max_width)
+        if self.trouble:
+            yield plain(self.trouble, "bold red")
+        table = Table(box=None, padding=(0, 1), header_style="dim", expand=False)
+        lines = [*map(_of_replica, self.replicas), *([_of_all(self.replicas)] if len(self.replicas) > 1 else [])]
+        columns = _fitting(lines, options.max_width)
+        for name in columns:
+            table.add_column(name, justify="left" if name in ("replica", "state") else "right", no_wrap=True)
+        for number, line in enumerate(lines):
+            table.add_row(*(plain(line.get(name, ""), "bold" * (number == len(self.replicas))) for name in columns))
+        yield table
+        yield Text("the batch of one: --replica NAME", style="dim")
+
+
+OF_REPLICA = ("replica", "state", "slots", "waiting", "cache", "tokens/s", "requests/s", "empty", "wasted")
+OMITTED_OF_REPLICA = ("empty", "wasted", "requests/s", "cache")  # that a narrow terminal leaves out, in this order
+
+
+def _fitting(lines: Sequence[Mapping[str, str]], width: int) -> list[str]:
+    """Returns the columns that fit."""
+    widths = {name: 2 + max(len(name), *(len(line.get(name, "")) for line in lines), 0) for name in OF_REPLICA}
+    for name in OMITTED_OF_REPLICA:
+        if sum(widths.values()) <= width:
+            break
+        del widths[name]
+    return list(widths)
+
+
+def _of_replica(one: Replica) -> Mapping[str, str]:
+    state, rates = one.state, one.state.rates(one.now_ns)
+    return {"replica": one.name, "state": state.down or one.condition, "slots": f"{state.num_running} of {state.slots}",
+            "waiting": str(state.num_waiting), "cache": f"{state.usage:.0%}",
+            "tokens/s": f"{rates.output_tokens:,.0f}", "requests/s": f"{rates.requests:.1f}",
+            "empty": f"{rates.empty:.0%}", "wasted": f"{rates.wasted:.0%}"}
+
+
+def _of_all(replicas: Sequence[Replica]) -> Mapping[str, str]:
+    states, rates = [one.state for one in replicas], [one.state.rates(one.now_ns) for one in replicas]
+    return {"replica": "all",
+            "slots": f"{sum(one.num_running for one in states)} of {sum(one.slots for one in states)}",
+            "waiting": str(sum(one.num_waiting for one in states)),
+            "tokens/s": f"{sum(one.output_tokens for one in rates):,.0f}",
+            "requests/s": f"{sum(one.requests for one in rates):.1f}"}
+
+
 def _flow(phrases: Sequence[Text], width: int) -> Text:
     """The phrases side by side; one that does not fit begins the next line."""
     flowing, taken = Text(), 0

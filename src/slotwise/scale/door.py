@@ -1,7 +1,8 @@
 """The front door: the routes of several replicas behind one address.
 
 What generates goes to the replica that the router chooses.  A response, a history or a queue position by its id is
-asked of every replica, for one of them has it; an abort is told to all.
+asked of every replica, for one of them has it; an abort is told to all.  `one_replica.py` has the other routes of a
+replica, and the pages.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 import itertools
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from http import HTTPStatus
 from typing import Any
@@ -22,6 +23,7 @@ from slotwise.errors import printable
 from slotwise.routing.fleet import Fleet, Shed
 from slotwise.routing.prompt import RoutedRequest
 from slotwise.routing.replica import Report
+from slotwise.scale import one_replica
 from slotwise.scale.adapters import Adapters, load_adapter, unload_adapter
 from slotwise.scale.door_metrics import DoorMetrics, merged
 from slotwise.scale.forward import Answer, Forwarding, ask_all, send, target_of
@@ -133,6 +135,11 @@ class Door:
             await asyncio.sleep(DRAINED)
 
     @property
+    def own_routes(self) -> Sequence[tuple[str, str, Endpoint]]:
+        """Routes that no replica has."""
+        return OWN_ROUTES
+
+    @property
     def num_unfinished(self) -> int:
         return sum(one.num_sent for one in self.fleet.replicas)
 
@@ -169,13 +176,16 @@ def _role(report: Report) -> str:
 
 
 async def forward(door: Door, exchange: HttpExchange) -> None:
-    """Send a request to the replica that the router chooses."""
+    """Send a request to the replica that the router chooses, or that `?replica=NAME` names."""
     door.check_open()
     async with door.bodies.reading(exchange) as body:
         headers: Mapping[bytes, bytes] = dict(exchange.scope["headers"])
         prompt = prompt_of(body, door.salt(headers), headers)
         others: frozenset[str] = frozenset()
-        if prompt.previous_response_id:
+        if name := one_replica.named_in(exchange)[0]:
+            wanted = one_replica.replica_of(door, name, exchange.scope["path"]).name
+            others = frozenset(one.name for one in door.fleet.replicas) - {wanted}
+        elif prompt.previous_response_id:
             others = await _without_response(door, exchange, prompt.previous_response_id)
         await Forwarding(door, exchange, body, prompt, others).run()
 
@@ -276,6 +286,8 @@ async def metrics(door: Door, exchange: HttpExchange) -> None:
     await exchange.respond((door.metrics.exposition(door.fleet) + told).encode(), content_type=PROMETHEUS)
 
 
+OWN_ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
+    ("GET", "/replicas", replicas), ("PUT", "/admin/replicas", resize))
 ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     *[("POST", path, forward) for path in (
         "/v1/completions", "/v1/chat/completions", RESPONSES, "/v1/messages", "/v1/messages/count_tokens",
@@ -295,6 +307,6 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", "/ping", health),
     ("GET", "/metrics", metrics),
     ("GET", "/load", load),
-    ("GET", "/replicas", replicas),
-    ("PUT", "/admin/replicas", resize),
+    *OWN_ROUTES,
+    *one_replica.ROUTES,
 )

@@ -178,7 +178,7 @@ class Forwarding:
         exchange = self._exchange
         async for events in whole_events(response.content):
             if not exchange.status:
-                exchange.more += _returned(response.headers)
+                exchange.more += returned(response.headers)
             self._output()
             await exchange.event(events)
         await exchange.close()
@@ -193,7 +193,7 @@ class Forwarding:
             if size > WHOLE:
                 await self._pass_long(response, b"".join(parts))
                 return
-        answer = Answer(response.status, _returned(response.headers),
+        answer = Answer(response.status, returned(response.headers),
                         response.headers.get("content-type", "application/json").encode("latin-1"), b"".join(parts))
         if answer.code in ELSEWHERE:
             raise TurnedAway(answer)
@@ -201,7 +201,7 @@ class Forwarding:
 
     async def _pass_long(self, response: aiohttp.ClientResponse, begun: bytes) -> None:
         exchange = self._exchange
-        exchange.more += _returned(response.headers)
+        exchange.more += returned(response.headers)
         try:
             await exchange.event(begun, response.headers.get("content-type", "application/json").encode("latin-1"))
             async for part in response.content.iter_any():
@@ -234,7 +234,7 @@ def replica_lost() -> ApiError:
                     code="replica_lost")
 
 
-def _returned(headers: Mapping[str, str]) -> Headers:
+def returned(headers: Mapping[str, str]) -> Headers:
     """The headers of a response that are passed on."""
     return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()
             if name.lower().encode("latin-1") not in NOT_RETURNED]
@@ -248,7 +248,7 @@ async def ask(upstream: Upstream, exchange: HttpExchange, method: str, target: s
     """
     async with upstream.until_lost(), upstream.sending(method, target, headers_of(exchange), body) as response:
         content = await response.read()
-        return Answer(response.status, _returned(response.headers),
+        return Answer(response.status, returned(response.headers),
                       response.headers.get("content-type", "application/json").encode("latin-1"), content)
 
 

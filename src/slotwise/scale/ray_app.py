@@ -81,7 +81,7 @@ class EngineReplica:
 
     def __init__(self, settings: RaySettings) -> None:
         self._settings = settings
-        self._process = ServeProcess(settings.command)
+        self._process = ServeProcess("", settings.command)
         self._session: aiohttp.ClientSession | None = None
         self._view = Replica("this")
         self._wait_until_ready()

@@ -94,4 +94,4 @@ def _greet(url: str, settings: ServerSettings, scaling: Scaling, seconds: float)
                                                "router": scaling.router, "seconds": round(seconds, 1)})
         return
     print(f"{what} behind one address, router {scaling.router}\nReady after {seconds:.1f} s on {url}  "
-          f"(try {url}/replicas)", flush=True)
+          f"(try {url}/timeline)", flush=True)

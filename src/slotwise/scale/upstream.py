@@ -66,6 +66,11 @@ class Upstream:
                 method, url, data=body or None, headers=headers, allow_redirects=False) as response:
             yield response
 
+    async def get(self, target: str) -> tuple[int, bytes]:
+        """Asks for something on behalf of the door itself, as `post` does."""
+        async with self.until_lost(), self.sending("GET", target, self._headers, b"") as response:
+            return response.status, await response.read()
+
     async def post(self, target: str, body: bytes) -> tuple[int, bytes]:
         """Sends a request of the door itself.  Returns the status and the content of the answer.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from html import escape
 from typing import Any
@@ -81,13 +81,23 @@ def _page(title: str, body: str) -> bytes:
 @cache
 def _index(names: tuple[str, ...], root_path: str) -> bytes:
     served = " or ".join(f"<code>{escape(name)}</code>" for name in names)
-    told = f"<p>This server has the model {served}.</p>" if names else "<p>This server asks for a key.</p>"
-    links = "".join(f'<dt><a href="{root_path}{path}"><code>{path}</code></a></dt><dd>{what}</dd>'
-                    for path, what in LINKS)
+    told = f"This server has the model {served}." if names else "This server asks for a key."
+    return start_page(told, LINKS, root_path)
+
+
+def start_page(told: str, links: Sequence[tuple[str, str]], root_path: str) -> bytes:
+    """Returns the page at `/`.
+
+    Args:
+        told: of the service, as HTML.
+        links: paths, each with what is there.
+    """
+    linked = "".join(f'<dt><a href="{root_path}{path}"><code>{path}</code></a></dt><dd>{what}</dd>'
+                     for path, what in links)
     example = escape(TRY.format(url=f"http://HOST{root_path}"))
     apis = " and ".join(f"{owner} API ({', '.join(f'<code>{path}</code>' for path in paths)})"
                         for owner, paths in APIS.items())
-    return _page("Slotwise", f"<h1>Slotwise <small>{__version__}</small></h1>{told}<dl>{links}</dl>"
+    return _page("Slotwise", f"<h1>Slotwise <small>{__version__}</small></h1><div>{told}</div><dl>{linked}</dl>"
                              f"<p>It speaks {apis}:</p><pre>{example}</pre>")
 
 

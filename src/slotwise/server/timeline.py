@@ -11,6 +11,11 @@ HTML = b"text/html; charset=utf-8"
 
 async def timeline(api: Api, exchange: HttpExchange) -> None:
     """The live timeline of the batch, step by step, as an HTML page."""
-    await exchange.respond(page.live(), content_type=HTML, headers=[
+    await respond(exchange, page.live())
+
+
+async def respond(exchange: HttpExchange, document: bytes) -> None:
+    """Send a page of `observe.timeline`."""
+    await exchange.respond(document, content_type=HTML, headers=[
         (b"content-security-policy", page.policy()), (b"cache-control", b"no-cache"),
         (b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")])

@@ -27,6 +27,12 @@ def live() -> bytes:
     return _document("").encode()
 
 
+@cache
+def of_router() -> bytes:
+    """Returns the page that follows a replica of the router that it was loaded from, and offers the others."""
+    return _document('<template id="router"></template>').encode()
+
+
 def saved(name: str, lines: Iterable[bytes]) -> bytes:
     """Returns the page with an embedded event log.
 

@@ -10,5 +10,21 @@ const page = new Page();
 const demo = new Demo(service, page);
 attachControls(page, demo);
 window.slotwise = page; // for inspection in the browser's console
+
+// Behind a router: shows the replica that the address names, or the first, and offers the others.
+async function choose() {
+  const { replicas } = await service.json("/replicas");
+  const named = new URLSearchParams(location.search).get("replica");
+  const names = replicas.map((one) => one.name);
+  service.replica = names.includes(named) ? named : (replicas.find((one) => one.is_up) ?? replicas[0]).name;
+  $("replica").replaceChildren(...names.map((name) => new Option(name)));
+  $("replica").value = service.replica;
+  $("replica").closest("div").hidden = false;
+  $("replica").addEventListener("change", ({ target }) => {
+    location.search = new URLSearchParams({ replica: target.value });
+  });
+}
+
 if ($("log")) openLog(page, packed($("log").textContent), $("log").dataset.name);
+else if ($("router")) choose().then(() => live(page, service, demo), (error) => { $("said").textContent = error.message; });
 else live(page, service, demo);

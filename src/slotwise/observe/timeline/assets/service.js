@@ -7,6 +7,7 @@ export class Service {
   constructor(onKey) {
     this.onKey = onKey;
     this.key = sessionStorage.getItem(KEY) ?? "";
+    this.replica = ""; // the one behind a router that this page shows; "": it was loaded from a server itself
   }
 
   async fetch(path, { method = "GET", body, signal } = {}) {
@@ -15,7 +16,8 @@ export class Service {
       if (body !== undefined) headers["Content-Type"] = "application/json";
       const keepalive = method === "PUT"; // sent even if the page is closed
       const sent = { method, headers, body: body && JSON.stringify(body), cache: "no-store", signal, keepalive };
-      const response = await fetch(path.slice(1), sent); // beside this page, which a proxy may show below a prefix
+      const named = this.replica && `?${new URLSearchParams({ replica: this.replica })}`;
+      const response = await fetch(path.slice(1) + named, sent); // beside this page, perhaps below a proxy's prefix
       if (response.status !== 401) return response;
       this.key = await this.onKey(this.key !== "");
       sessionStorage.setItem(KEY, this.key);

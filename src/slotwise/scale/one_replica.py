@@ -1,0 +1,207 @@
+"""Routes about one replica: the router asks the one that `?replica=NAME` names, or all; its pages show which there are.
+
+    GET /events?replica=1    ─► replica 1 alone
+    GET /admin/scheduling    ─► every replica: {"replicas": {"0": its answer, "1": its answer}}
+    GET /events              ─► the only replica; of several, 400 that lists them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl, quote, urlencode
+
+import msgspec
+
+from slotwise.observe.timeline import page as timeline_page
+from slotwise.scale.forward import Answer, ask, ask_all, headers_of, returned, send
+from slotwise.scale.upstream import ReplicaLost, Upstream, end
+from slotwise.server import pages
+from slotwise.server.errors import ApiError, ErrorBody, bad_request
+from slotwise.server.events import MAX_UNSENT
+from slotwise.server.http_exchange import HttpExchange
+from slotwise.server.openapi import document
+from slotwise.server.timeline import respond as respond_timeline
+
+if TYPE_CHECKING:
+    from slotwise.scale.door import Door
+
+PARAMETER = "replica"
+MAX_QUERY = 2048  # characters
+MAX_BODY = 64 << 10  # bytes of a body that changes something
+STREAM = "application/x-ndjson"
+
+
+def named_in(exchange: HttpExchange) -> tuple[str, str]:
+    """Returns the replica that the query names, "" for none, and the target without that."""
+    query = exchange.scope["query_string"].decode("latin-1")
+    if len(query) > MAX_QUERY:
+        raise bad_request(f"the query has more than {MAX_QUERY} characters")
+    given = parse_qsl(query, keep_blank_values=True)
+    names = [value for name, value in given if name == PARAMETER]
+    if len(names) > 1 or names == [""]:
+        raise bad_request(f"{PARAMETER}: name one replica", PARAMETER)
+    rest = urlencode([one for one in given if one[0] != PARAMETER])
+    path = quote(exchange.scope["path"])
+    return names[0] if names else "", path + (f"?{rest}" if rest else "")
+
+
+def replica_of(door: Door, name: str, path: str) -> Upstream:
+    """Returns the replica of that name; of "" the only one.  Raises ApiError."""
+    found = {one.name: one for one in door.replicas.upstreams}
+    if not found:
+        raise no_replica()
+    if not name and len(found) == 1:
+        return next(iter(found.values()))
+    if name not in found:
+        wrong = f"no replica {name!r:.80} answers" if name else f"{path} is of one replica"
+        raise bad_request(f"{wrong}: ask for {path}?{PARAMETER}=NAME, where NAME is one of {', '.join(found)}",
+                          PARAMETER)
+    return found[name]
+
+
+def no_replica() -> ApiError:
+    return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "no replica is ready; try again later", code="no_replica")
+
+
+async def of_one(door: Door, exchange: HttpExchange) -> None:
+    """The answer of the replica that `?replica=NAME` names, or of the only one."""
+    name, target = named_in(exchange)
+    upstream = replica_of(door, name, exchange.scope["path"])
+    async with door.bodies.reading(exchange, MAX_BODY) as body:
+        try:
+            await send(exchange, await ask(upstream, exchange, exchange.scope["method"], target, body))
+        except ReplicaLost as error:
+            raise _lost(upstream) from error
+
+
+async def of_each(door: Door, exchange: HttpExchange) -> None:
+    """The answer of the replica that `?replica=NAME` names; without one, of every replica by its name."""
+    name, target = named_in(exchange)
+    if name:
+        await of_one(door, exchange)
+        return
+    async with door.bodies.reading(exchange, MAX_BODY) as body:
+        answers = await ask_all(door.replicas.upstreams, exchange, exchange.scope["method"], target, body)
+    if not answers:
+        raise no_replica()
+    refusals = [(one.name, answer) for one, answer in answers if answer.status != HTTPStatus.OK]
+    if refusals:
+        raise _refusal(*refusals[0], [one.name for one, answer in answers if answer.status == HTTPStatus.OK])
+    await exchange.respond_json({"replicas": {one.name: msgspec.Raw(answer.body) for one, answer in answers}})
+
+
+def _refusal(name: str, answer: Answer, obeyed: Sequence[str]) -> ApiError:
+    try:
+        error = msgspec.json.decode(answer.body, type=ErrorBody).error
+    except msgspec.DecodeError:
+        return ApiError(HTTPStatus.BAD_GATEWAY, f"replica {name} answered with {answer.status}")
+    others = f" (done by replica {', '.join(obeyed)})" if obeyed else ""
+    return ApiError(answer.status, f"replica {name}: {error.message}{others}", error.param, error.code)
+
+
+def _lost(upstream: Upstream) -> ApiError:
+    return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, f"replica {upstream.name} was lost", code="replica_lost")
+
+
+async def events(door: Door, exchange: HttpExchange) -> None:
+    """Stream the event log of the replica that `?replica=NAME` names, or of the only one."""
+    name, target = named_in(exchange)
+    upstream = replica_of(door, name, exchange.scope["path"])
+    exchange.limit_unsent(MAX_UNSENT)
+    exchange.end_at_eof()
+    try:
+        async with upstream.until_lost() as scope, exchange.watched(lambda: end(scope)), upstream.sending(
+                exchange.scope["method"], target, headers_of(exchange), b"") as response:
+            if response.content_type != STREAM:
+                content_type = response.headers.get("content-type", "application/json").encode("latin-1")
+                await send(exchange, Answer(
+                    response.status, returned(response.headers), content_type, await response.read()))
+                return
+            exchange.more += returned(response.headers)
+            await exchange.event(b"", STREAM.encode())
+            async for part in response.content.iter_any():
+                await exchange.event(part, STREAM.encode())
+    except ReplicaLost as error:
+        if not exchange.status:
+            raise _lost(upstream) from error
+    await exchange.close()
+
+
+# -- pages -------------------------------------------------------------------------------------------------------------
+
+
+async def timeline(door: Door, exchange: HttpExchange) -> None:
+    """The live timeline of one replica, as an HTML page, which offers the others."""
+    await respond_timeline(exchange, timeline_page.of_router())
+
+
+async def index(door: Door, exchange: HttpExchange) -> None:
+    """A page with the replicas and links to their timelines; where a key is needed it names neither."""
+    links = [("/docs", "every route and field"), ("/timeline", "the batch of a replica, step by step, live"),
+             ("/replicas", "every replica: its address, its state and its load"),
+             ("/health", "whether requests are accepted"), ("/v1/models", "the model"),
+             ("/metrics", "of the router and of all replicas, for Prometheus")]
+    await pages.respond(exchange, pages.start_page(
+        "This router asks for a key." if door.keys.needed else _replicas_in_words(door), links,
+        door.settings.root_path))
+
+
+def _replicas_in_words(door: Door) -> str:
+    """Returns the replicas as HTML, each with its state and a link to its timeline."""
+    page = f"{door.settings.root_path}/timeline?{PARAMETER}="
+    rows = "".join(
+        f'<tr><td><a href="{page}{quote(one.name)}">{escape(one.name)}</a></td>'
+        f"<td>{'draining' if one.is_draining else 'up' if one.is_up else 'down'}</td>"
+        f"<td>{one.report.num_running} running, {one.report.num_waiting} waiting</td></tr>"
+        for one in door.fleet.replicas)
+    return ("This is a router. Each of its replicas has a timeline of its own:"
+            f"<table><tr><th>replica</th><th>state</th><th>requests</th></tr>{rows}</table>")
+
+
+async def openapi(door: Door, exchange: HttpExchange) -> None:
+    """The OpenAPI document: the routes of a replica, as this router answers them, and the router's own."""
+    await exchange.respond(await _document(door, door.settings.root_path))
+
+
+async def docs(door: Door, exchange: HttpExchange) -> None:
+    """The routes and their bodies, from the OpenAPI document, as an HTML page."""
+    root_path = door.settings.root_path
+    await pages.respond(exchange, pages.reference(await _document(door, root_path), root_path))
+
+
+async def _document(door: Door, root_path: str) -> bytes:
+    """Returns a replica's description with the routes of this router.  Raises ApiError: none answers."""
+    for upstream in door.replicas.upstreams:
+        try:
+            status, content = await upstream.get("/openapi.json")
+        except ReplicaLost:
+            continue
+        if status == HTTPStatus.OK:
+            found: dict[str, Any] = msgspec.json.decode(content)
+            found["servers"] = [{"url": root_path or "/"}]
+            for path, methods in found["paths"].items():
+                for method, operation in methods.items():
+                    if (method.upper(), path) in OF_ONE_OR_EACH:
+                        operation["summary"] += f" Of the replica that {PARAMETER} names."
+                        operation.setdefault("parameters", []).append(
+                            {"name": PARAMETER, "in": "query", "schema": {"type": "string"}})
+            own = msgspec.json.decode(document(door.own_routes, ()))["paths"]
+            own["/admin/replicas"]["put"]["requestBody"]["content"]["application/json"]["schema"] = {
+                "type": "object", "properties": {"replicas": {"type": "integer", "minimum": 1}},
+                "required": ["replicas"]}
+            found["paths"] |= own
+            return msgspec.json.encode(found)
+    raise no_replica()
+
+
+OF_ONE = (("GET", "/replica"), ("GET", "/experts"), ("POST", "/what_if"), ("POST", "/v1/load_model"))
+OF_EACH = (("GET", "/admin/scheduling"), ("PUT", "/admin/scheduling"), ("POST", "/sleep"), ("POST", "/wake_up"),
+           ("GET", "/is_sleeping"))
+OF_ONE_OR_EACH = frozenset((*OF_ONE, *OF_EACH, ("GET", "/events"), ("GET", "/timeline")))
+ROUTES = (
+    *[(method, path, of_one) for method, path in OF_ONE], *[(method, path, of_each) for method, path in OF_EACH],
+    ("GET", "/events", events), ("GET", "/timeline", timeline), ("GET", "/", index), ("GET", "/docs", docs),
+    ("GET", "/openapi.json", openapi))

@@ -1,0 +1,38 @@
+"""The timeline of a router in a real browser: it shows one replica, and offers the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from browser import browser
+from live_server import Server, eventually
+from observe.timeline.looking import looked_at
+from scale_door import Behind
+
+
+def events(two: Behind, name: str) -> str:
+    found: Server = next(one for one in two.replicas if one.url.endswith(name))
+    return found.get("/events?follow=0").text
+
+
+def test_the_timeline_shows_the_replica_that_is_chosen_and_sends_to_it(two: Behind) -> None:
+    first, second = [one["name"] for one in two.states()]
+    body = {"prompt": [40, 41], "max_tokens": 3}
+    assert two.door.post(f"/v1/completions?replica={first}", body, **{"X-Request-Id": "seen"}).status_code == 200
+    with browser() as chromium, looked_at(chromium, two.door.url + "/timeline") as (page, complaints):
+
+        def shows(held: str) -> Any:
+            return page.evaluate(f"Boolean(window.slotwise) && {held}")
+
+        seen = "[...slotwise.history.requests.values()].some((one) => one.id.startsWith('cmpl-seen-'))"
+        eventually(lambda: shows(seen))
+        assert page.eval_on_selector_all("#replica option", "all => all.map((one) => one.value)") == [first, second]
+        assert page.input_value("#replica") == first and page.inner_text("#state") == "live"
+        page.select_option("#replica", second)
+        page.wait_for_url("**/timeline?replica=*")
+        eventually(lambda: shows("slotwise.history.run !== null"))
+        assert page.input_value("#replica") == second and not shows(seen)
+        page.click("#send")
+        eventually(lambda: shows("!document.getElementById('send').disabled && slotwise.history.steps.length > 0"))
+        assert complaints == []
+    assert events(two, second).count('"id":"cmpl-timeline-') >= 24 and '"id":"cmpl-timeline-' not in events(two, first)

@@ -114,6 +114,14 @@ def test_a_subscriber_that_leaves_leaves_the_replica(two: Behind) -> None:
         eventually(is_let_in)
 
 
+def test_a_router_that_ends_ends_the_streams_of_events(folder: Path, tmp_path: Path) -> None:
+    with behind(folder, tmp_path, number=1) as one, httpx.stream("GET", f"{one.door.url}/events", timeout=60) as stream:
+        lines = stream.iter_lines()
+        assert '"run"' in next(lines)
+        one.door.process.terminate()
+        list(lines)  # to its end: a connection that is cut raises
+
+
 def test_pages_lead_to_the_replicas(two: Behind) -> None:
     page = two.door.get("/")
     assert page.headers["content-type"].startswith("text/html") and "default-src 'none'" in page.headers[

@@ -31,7 +31,7 @@ CHECKS = [content_type_conformance, response_headers_conformance, response_schem
 GAP = 0.5  # seconds of computing: ten hostile bodies in a row, each of which may cost a twentieth of one
 MAGIC = re.compile(r"\b39[6-9]\b")  # tokens at which the toy engine is told to fail
 LIFECYCLE = ("/sleep", "/wake_up", "/v1/load_model")
-REFUSALS = ("queue_full", "tokenizer_busy")
+REFUSALS = ("queue_full", "tokenizer_busy", "what_if_late")
 
 
 @pytest.fixture(scope="module")

@@ -30,6 +30,7 @@ from slotwise.scale.forward import Answer, Forwarding, ask_all, send, target_of
 from slotwise.scale.prefill import Prompts
 from slotwise.scale.replicas import Replicas
 from slotwise.scale.routed import Prompt, prompt_of
+from slotwise.scale.upstream import end
 from slotwise.server.admin import PROMETHEUS
 from slotwise.server.asgi import Endpoint
 from slotwise.server.bodies import Bodies
@@ -72,6 +73,7 @@ class Door:
         self.replicas: Replicas  # set before anything is served
         self.is_draining = False
         self.prompts = Prompts()
+        self.subscriptions: set[asyncio.Timeout] = set()  # to events of replicas, which have no end of their own
         self.is_fixed = False  # the number of replicas stays as it is
         self._has_warned = False
         self._ids = itertools.count()
@@ -128,11 +130,13 @@ class Door:
             raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is shutting down", code="draining")
 
     async def drain(self) -> None:
-        """Refuses new requests, and waits for the unfinished ones until the shutdown timeout."""
+        """Refuses new requests, waits for unfinished ones until the shutdown timeout, and ends streams of events."""
         self.is_draining = True
         ends = asyncio.get_running_loop().time() + self.settings.shutdown_timeout
         while self.num_unfinished and asyncio.get_running_loop().time() < ends:
             await asyncio.sleep(DRAINED)
+        for scope in list(self.subscriptions):
+            end(scope)
 
     @property
     def own_routes(self) -> Sequence[tuple[str, str, Endpoint]]:

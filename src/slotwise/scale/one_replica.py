@@ -121,9 +121,13 @@ async def events(door: Door, exchange: HttpExchange) -> None:
                     response.status, returned(response.headers), content_type, await response.read()))
                 return
             exchange.more += returned(response.headers)
-            await exchange.event(b"", STREAM.encode())
-            async for part in response.content.iter_any():
-                await exchange.event(part, STREAM.encode())
+            door.subscriptions.add(scope)
+            try:
+                await exchange.event(b"", STREAM.encode())
+                async for part in response.content.iter_any():
+                    await exchange.event(part, STREAM.encode())
+            finally:
+                door.subscriptions.discard(scope)
     except ReplicaLost as error:
         if not exchange.status:
             raise _lost(upstream) from error

@@ -5,14 +5,17 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from live import cli
+from live import CLI, cli
 
 from slotwise import builtin
 from slotwise.cli import as_typed, main
+from slotwise.errors import described
 
 pytestmark = pytest.mark.slow
 
@@ -120,3 +123,27 @@ def test_only_names_of_settings_become_options():
             ("/a/generation_config.json: not_a_name", "/a/generation_config.json: not_a_name"),
             ("'max_tokens' `max_tokens` max_tokens=3", "'max_tokens' `max_tokens` max_tokens=3")):
         assert as_typed(message, settings) == shown
+
+
+def test_an_error_is_not_a_bare_number():
+    assert described(OSError(12, "Cannot allocate memory")) == "Cannot allocate memory"
+    assert described(FileNotFoundError(2, "No such file or directory", "x")) == "x: No such file or directory"
+    assert described(MemoryError()) == "there is not enough memory" and described(KeyError()) == "KeyError"
+
+
+def test_a_bound_of_the_address_space_is_named_with_what_fails():
+    """Libraries fail beyond it in ways that do not name memory."""
+    command = ["bash", "-c", 'ulimit -v 33554432; exec "$@"', "-", *CLI, "replay", "nosuch"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stderr == (
+        "slotwise replay: nosuch: No such file or directory (`ulimit -v` leaves this process 32,768 MiB of address "
+        "space: raise it if that may be why)\n")
+
+
+@pytest.mark.parametrize(("argument", "ends"), [("-m", ""), ("x.py", "ImportError: ")])
+def test_an_older_python_is_told_in_a_sentence(argument, ends):
+    program = f"import sys; sys.argv[0] = {argument!r}; sys.version_info = (3, 10, 13); import slotwise"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and last.startswith(f"{ends}Slotwise needs Python 3.11 or newer, and this is ")
+    assert ends or len(done.stderr.splitlines()) == 1

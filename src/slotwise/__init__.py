@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
+
+if sys.version_info < (3, 11):  # noqa: UP036  (a checkout runs under any: `python3.10 -m slotwise`)
+    told = f"Slotwise needs Python 3.11 or newer, and this is {sys.version.split()[0]}"
+    if sys.argv[0] == "-m":
+        sys.exit(told)
+    raise ImportError(told)
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "CompletionOutput", "EmbeddingOutput",

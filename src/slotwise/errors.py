@@ -18,6 +18,15 @@ def one_line(message: str) -> str:
     return shown if len(shown) <= MOST_CHARACTERS else shown[: MOST_CHARACTERS - 4] + " ..."
 
 
+def described(error: BaseException) -> str:
+    """Returns what an error says, without a bare error number, and never nothing."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    if isinstance(error, MemoryError) and not str(error):
+        return "there is not enough memory"
+    return str(error) or type(error).__name__
+
+
 class OneLineError(Exception):
     """The message is one line, and can be printed and sent between processes."""
 

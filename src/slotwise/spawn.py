@@ -1,4 +1,4 @@
-"""Starts child processes that Ctrl-C does not reach, and kills them where this process ends at once."""
+"""Starts child processes that signals of the terminal do not reach, and kills them where this process ends at once."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ _started: weakref.WeakSet[subprocess.Popen[Any]] = weakref.WeakSet()
 
 
 def start(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-    """Starts `command` in `child.HOME` with `child.environment()`, and SIGINT blocked: Ctrl-C is sent to children, too.
+    """Starts `command` in `child.HOME` with `child.environment()`, and SIGINT and SIGHUP blocked.
 
-    The child would end with a traceback of its imports before it can set a handler.  The parent decides what ends.
+    A terminal sends them to children, too, which would end before they can set a handler.  The parent decides what
+    ends.
 
     Args:
         options: of `subprocess.Popen`.
@@ -28,7 +29,7 @@ def start(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
     Raises:
         OSError: it could not be started.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # inherited
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGHUP])  # inherited
     try:
         process = subprocess.Popen(command, **({"env": child.environment(), "cwd": child.HOME} | options))
         _started.add(process)

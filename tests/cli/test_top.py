@@ -230,3 +230,11 @@ def test_a_line_without_end_is_one_line(endless: str, capsys: pytest.CaptureFixt
     assert main(["top", endless, "--once"]) == 1
     assert capsys.readouterr() == ("", f"slotwise top: {endless}/events sends a line of more than 16 MB: "
                                        "it is no slotwise server\n")
+
+
+def test_a_port_on_which_nothing_listens_is_one_line_that_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    assert main(["top", url, "--once"]) == 1
+    assert capsys.readouterr() == ("", f"slotwise top: {url} cannot be reached (Connection refused): start a server "
+                                       "there with slotwise serve, or give the URL of one: slotwise top URL\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
 import stat
 import subprocess
 import sys
@@ -76,7 +77,8 @@ def test_kernels_are_compiled_once_and_shared_out(tmp_path):
 def test_kernels_are_compiled_where_nothing_can_be_kept(tmp_path):
     nowhere = tmp_path / "file"
     nowhere.touch()
-    assert run(COMPILE, XDG_CACHE_HOME=str(nowhere)) == ["False False"] * 2
+    (tmp_path / f"slotwise-{os.geteuid()}").touch()
+    assert run(COMPILE, XDG_CACHE_HOME=str(nowhere), TMPDIR=str(tmp_path)) == ["False False"] * 2
 
 
 def test_only_folders_used_last_are_kept(tmp_path):
@@ -203,7 +205,7 @@ def test_what_belongs_to_another_user_is_refused(place, tmp_path, caplog):
     assert f"{place} belongs to another user (uid 12345): compiled kernels are not loaded from there" in caplog.text
     os.chown(private, 12345, 12345)
     assert Store(KEY).folder is None, "the private one is looked at in the same way"
-    assert caplog.messages[-1].endswith(": compiled kernels are not kept")
+    assert "compiled kernels are not kept, and every start compiles them again" in caplog.messages[-1]
     Store(KEY).write("one", OBJECT)
     assert Store(KEY).read("one") is None
 
@@ -240,3 +242,21 @@ def test_processes_that_compile_at_once_all_compute(tmp_path):
                  for _ in range(3)]
     assert [process.communicate()[0] for process in processes] == ["True\n"] * 3
     assert told(COMPUTE, XDG_CACHE_HOME=str(tmp_path)) == (["True"], [])
+
+
+def test_a_folder_that_cannot_be_written_is_told_once_with_what_it_costs(place, tmp_path, caplog):
+    """The folder for temporary files takes its place, if that can be written."""
+    place.parent.parent.mkdir(parents=True)
+    place.parent.write_text("a file")
+    private = tmp_path / "temporary" / f"slotwise-{os.geteuid()}"
+    assert Store(KEY).folder == private / "kernels" / place.name
+    assert "cannot be written" in caplog.text and f"they are kept in {private}" in caplog.text
+    shutil.rmtree(private)
+    private.write_text("a file")
+    caplog.clear()
+    store = Store(KEY)
+    for _ in range(2):
+        store.write("one", OBJECT)
+        assert store.folder is None and store.read("one") is None
+    (message,) = caplog.messages
+    assert f"{place.parent} cannot be written" in message and "every start compiles them again" in message

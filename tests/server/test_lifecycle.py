@@ -97,14 +97,16 @@ def test_an_engine_that_dies_over_a_whole_answer(folder: Path, tmp_path: Path) -
         assert server.get("/health").status_code == 503
 
 
-def test_sigterm_lets_those_inside_finish(folder: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_lets_those_inside_finish(folder: Path, tmp_path: Path, tokenizer: Tokenizer,
+                                           sent: signal.Signals) -> None:
     with running(folder, tmp_path / "engine", SLOW, "shutdown_timeout=30") as server:
         events: list[dict[str, Any]] = []
         body = {"prompt": [40], "max_tokens": 150}
         listener = threading.Thread(target=lambda: events.extend(server.events(COMPLETIONS, body)))
         listener.start()
         eventually(lambda: gauge(server, "num_requests_running") == 1)
-        server.process.send_signal(signal.SIGTERM)
+        server.process.send_signal(sent)
         eventually(lambda: httpx.get(server.url + "/health").status_code == 503)
         refused = httpx.post(server.url + COMPLETIONS, json={"prompt": [2]})
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "draining"
@@ -115,6 +117,13 @@ def test_sigterm_lets_those_inside_finish(folder: Path, tmp_path: Path, tokenize
         output, _ = server.process.communicate(timeout=120)
         assert server.process.returncode == 0 and output == "engine 0\n"
         assert server.engine_log.read_text().endswith("closed\n")
+
+
+def test_a_hangup_is_ignored_where_it_was_ignored_before(folder: Path, tmp_path: Path) -> None:
+    with running(folder, tmp_path / "engine", before=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as server:
+        server.process.send_signal(signal.SIGHUP)
+        assert server.post(COMPLETIONS, {"prompt": [40], "max_tokens": 5}).status_code == 200
+        assert server.get("/health").status_code == 200
 
 
 def test_sigterm_does_not_wait_for_ever(folder: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,7 +16,9 @@ from live_server import Server, running
 
 from slotwise.server.app import ROUTES
 from slotwise.server.asgi import below
+from slotwise.server.openapi import BODIES
 from slotwise.server.request_log import GENERATING
+from slotwise.server.unsupported import unsupported_fields
 
 PAGES = ("/", "/docs")
 LOADS = ("src", "srcset", "data", "poster", "background", "action")  # attributes that name what a browser fetches
@@ -147,3 +150,15 @@ def test_only_get_reads_a_page(server: Server) -> None:
 def test_the_first_page_names_the_routes_that_use_the_model(server: Server) -> None:
     page = server.get("/").text
     assert all(f"<code>{path}</code>" in page for path in GENERATING)
+
+
+@pytest.mark.parametrize(("path", "first"), [
+    ("/v1/completions", ["prompt", "model"]), ("/v1/chat/completions", ["messages", "model"]),
+    ("/v1/responses", ["input", "model"]), ("/v1/messages", ["messages", "max_tokens", "model"])])
+def test_fields_begin_with_those_that_are_needed_and_refused_ones_are_folded(
+        server: Server, path: str, first: list[str]) -> None:
+    section = next(one for one in server.get("/docs").text.split("<section>") if f"POST {path}</code>" in one)
+    obeyed, refused = section.split("are refused with any value that would change something")
+    names = [re.findall(r"<td><code>(\w+)</code>", part) for part in (obeyed, refused)]
+    assert names[0][:len(first)] == first and not set(names[0]) & set(names[1])
+    assert set(names[1]) == set(unsupported_fields(BODIES[path]))

@@ -17,13 +17,14 @@ import argparse
 import importlib
 import os
 import re
+import resource
 import sys
 from collections.abc import Collection, Sequence
 
 import slotwise
 from slotwise.cli import numba_config
 from slotwise.cli.parser import Parser
-from slotwise.errors import OneLineError, one_line
+from slotwise.errors import OneLineError, described, one_line
 from slotwise.observe import lines
 
 MODULES = {
@@ -54,11 +55,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, OSError, MemoryError, RuntimeError, OneLineError) as error:
-        said = f"slotwise {asked.command}: {one_line(as_typed(str(error) or type(error).__name__, vars(asked)))}"
+        said = f"slotwise {asked.command}: {one_line(as_typed(described(error), vars(asked)))}{memory_limit()}"
         print(lines.final(getattr(asked, "log_format", lines.TEXT), said), file=sys.stderr)
         if IS_COMMAND:
             interrupts.leave(1)
         return 1
+
+
+def memory_limit() -> str:
+    """A hint where `ulimit -v` is set: beyond it libraries fail in ways that do not name memory."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return "" if limit == resource.RLIM_INFINITY else (
+        f" (`ulimit -v` leaves this process {limit >> 20:,} MiB of address space: raise it if that may be why)")
 
 
 def as_typed(message: str, settings: Collection[str]) -> str:

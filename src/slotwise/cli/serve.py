@@ -123,7 +123,7 @@ def _limit_options(group: argparse._ArgumentGroup) -> None:
                        help="silence after which the engine process is killed and replaced; after half of it "
                             f"/health is 503 (default: {ENGINE_TIMEOUT:g})")
     group.add_argument("--shutdown-timeout", type=Number(real(0, DAY)), default=30.0, metavar="SECONDS",
-                       help="time that running requests have to end after SIGTERM (default: 30)")
+                       help="time that running requests have to end after SIGTERM, SIGHUP or Ctrl-C (default: 30)")
     group.add_argument("--stream-interval", type=Size(whole(1, 65_536)), default=1, metavar="TOKENS",
                        help="tokens of each event of a stream (default: 1)")
 

@@ -119,6 +119,10 @@ class Watch:
                 await self._check(response)
                 self._date, self._connected = _date(response.headers.get("date", "")), time.monotonic()
                 await self._read(response.content)
+        except aiohttp.ClientConnectorError as error:
+            why = os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror or str(error)
+            raise TopError(f"{self.url} cannot be reached ({why}): start a server there with slotwise serve, or give "
+                           "the URL of one: slotwise top URL") from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise TopError(f"{self.url} cannot be reached: {error or type(error).__name__}") from error
         except HttpProcessingError as error:  # no ClientError: a line without end

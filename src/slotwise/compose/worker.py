@@ -36,7 +36,7 @@ from slotwise.engine.messages import (
     UnloadAdapter,
 )
 from slotwise.engine.outputs import messages_of
-from slotwise.errors import OneLineError, one_line
+from slotwise.errors import OneLineError, described, one_line
 from slotwise.kernels.cpu.jit.workers import call_early
 from slotwise.kernels.lazy_imports import spare_torch
 from slotwise.observe import lines
@@ -103,8 +103,8 @@ def _lose(channel: BlockingChannel, why: str) -> NoReturn:
 
 def _message_of(error: Exception) -> str:
     """Returns one line; unexpected errors, those outside the listed types, are prefixed with their type."""
-    named = isinstance(error, (OneLineError, ValueError, OSError, MemoryError, RuntimeError)) and str(error)
-    return one_line(str(error) if named else f"{type(error).__name__}: {error}")
+    named = isinstance(error, (OneLineError, ValueError, OSError, MemoryError, RuntimeError))
+    return one_line(described(error) if named else f"{type(error).__name__}: {error}")
 
 
 def serve(engine: Engine, channel: BlockingChannel, heartbeat_sender: HeartbeatSender) -> NoReturn:

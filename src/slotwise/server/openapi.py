@@ -27,6 +27,7 @@ from slotwise.server.lifecycle import LOAD_MODEL, SLEEP, WAKE_UP
 from slotwise.server.lora import LOAD, UNLOAD, LoadAdapterRequest, UnloadAdapterRequest
 from slotwise.server.messages_output import MESSAGES, MessagesErrorBody
 from slotwise.server.messages_protocol import CountTokensRequest, MessagesRequest
+from slotwise.server.pages import REFUSED
 from slotwise.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -95,8 +96,9 @@ def document(
     types = [*BODIES.values(), Message, ErrorBody, MessagesErrorBody, TierSettings]
     references, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     for kind in BODIES.values():
-        properties = components[kind.__name__]["properties"]
-        properties |= {name: {"enum": neutral} for name, neutral in unsupported_fields(kind).items()}
+        described, refused = components[kind.__name__], unsupported_fields(kind)
+        described["properties"] |= {name: {"enum": neutral, REFUSED: True} for name, neutral in refused.items()}
+        described["properties"] = _in_order(described["properties"], described.get("required", ()))
     schemas = dict(zip(types, references, strict=True))
     components["ChatRequest"]["properties"]["messages"] = {
         "type": "array", "items": schemas[Message], "minItems": 1, "maxItems": MAX_MESSAGES}
@@ -116,6 +118,12 @@ def document(
         "paths": paths,
         "components": {"schemas": components, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
     })
+
+
+def _in_order(properties: Json, required: Sequence[str]) -> Json:
+    """The fields as a reader wants them: required ones, the model, others, and last those that are refused."""
+    return dict(sorted(properties.items(), key=lambda one: (REFUSED in one[1], one[0] not in required,
+                                                            one[0] != "model")))
 
 
 _WORD = str.maketrans("/{}:", "____")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 from html import escape
 from typing import Any
@@ -17,6 +17,7 @@ from slotwise.server.http_exchange import HttpExchange
 Json = dict[str, Any]
 HTML = b"text/html; charset=utf-8"
 COMPONENTS = "#/components/schemas/"
+REFUSED = "x-refused"  # of a field of the OpenAPI document that is accepted only with values that change nothing
 LONGEST = 6  # values of an enumeration that are listed
 LINKS = (("/docs", "every route and field"), ("/timeline", "the batch, step by step, live"),
          ("/health", "whether requests are accepted"), ("/v1/models", "the model"), ("/metrics", "for Prometheus"),
@@ -124,12 +125,20 @@ def _operation(title: str, operation: Json, schemas: Json) -> str:
 
 def _fields(schema: Json, schemas: Json) -> str:
     schema = schemas[schema["$ref"].removeprefix(COMPONENTS)] if "$ref" in schema else schema
-    needed = schema.get("required", ())
+    needed, properties = schema.get("required", ()), schema["properties"]
+    obeyed = _table({name: of for name, of in properties.items() if REFUSED not in of}, needed)
+    refused = {name: of for name, of in properties.items() if REFUSED in of}
+    folded = (f"<details><summary>{len(refused)} more are refused with any value that would change something</summary>"
+              f"{_table(refused, needed)}</details>") if refused else ""
+    return obeyed + folded
+
+
+def _table(properties: Json, needed: Collection[str]) -> str:
     rows = "".join(
         f"<tr><td><code>{escape(name)}</code>{' (required)' * (name in needed)}</td>"
         f"<td>{escape(' or '.join(dict.fromkeys(_values(of))))}</td>"
         f"<td>{escape(json.dumps(of['default'])) if 'default' in of else ''}</td></tr>"
-        for name, of in schema["properties"].items())
+        for name, of in properties.items())
     return f"<table><tr><th>field</th><th>values</th><th>default</th></tr>{rows}</table>"
 
 

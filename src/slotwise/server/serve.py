@@ -1,7 +1,7 @@
 """Runs the application until a signal, then drains it.
 
-SIGTERM, SIGINT or an engine that cannot be restarted: new requests get 503 while running ones may finish within the
-shutdown timeout; then connections are closed.  A second signal ends it at once.
+SIGTERM, SIGINT, SIGHUP (a terminal that is gone) or an engine that cannot be restarted: new requests get 503 while
+running ones may finish within the shutdown timeout; then connections are closed.  A second signal ends it at once.
 """
 
 from __future__ import annotations
@@ -133,7 +133,10 @@ async def serve(app: App[Any], listener: socket.socket, on_listening: Callable[[
         else:
             stopping.add(loop.create_task(_drain(app, server, connections)))
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    stops = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+        stops.append(signal.SIGHUP)
+    for number in stops:
         loop.add_signal_handler(number, stop)
     scheme = "https" if tls else "http"
     beside = [loop.create_task(_announce(server, settings, lambda: on_listening(url_of(listener, scheme)))),
@@ -141,7 +144,7 @@ async def serve(app: App[Any], listener: socket.socket, on_listening: Callable[[
     try:
         await server.serve([listener])
     finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in stops:
             loop.remove_signal_handler(number)
         for task in (*stopping, *beside):
             task.cancel()

@@ -35,6 +35,9 @@ LARGEST = 1 << 24  # bytes of a file; kernels have a hundred thousand
 DIGEST = 64  # characters
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
+NOT_KEPT = ("compiled kernels are not kept, and every start compiles them again; set XDG_CACHE_HOME to a folder that "
+            "can be written")
+
 logger = logging.getLogger(__name__)
 
 
@@ -53,24 +56,28 @@ class Store:
 
     @functools.cached_property
     def folder(self) -> Path | None:
-        """The folder of these kernels; None where none is safe.  Warns once if it is not the one named first."""
+        """The folder of these kernels, None where none is safe and can be written.
+
+        Warns once if it is not the one named first.
+        """
         refused = []
         for root in homes():
             ours = root / self._key
             if why := objection(ours):
                 refused.append(why)
                 continue
-            if refused:
-                logger.warning("%s: compiled kernels are not loaded from there; they are kept in %s", refused[0], root)
             try:
                 make(ours)
                 os.utime(ours)
                 if not os.environ.get("NUMBA_CACHE_DIR"):  # another application's folder may hold other files
                     remove_unused(root)
-            except OSError:
-                return None
+            except OSError as error:
+                refused.append(f"{root} cannot be written ({error.strerror})")
+                continue
+            if refused:
+                logger.warning("%s: compiled kernels are not loaded from there; they are kept in %s", refused[0], root)
             return ours
-        logger.warning("%s: compiled kernels are not kept", "; ".join(refused))
+        logger.warning("%s: %s", "; ".join(refused), NOT_KEPT)
         return None
 
     def read(self, name: str) -> Object | None:

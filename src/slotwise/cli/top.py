@@ -120,7 +120,7 @@ class Watch:
                 self._date, self._connected = _date(response.headers.get("date", "")), time.monotonic()
                 await self._read(response.content)
         except aiohttp.ClientConnectorError as error:
-            why = os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror or str(error)
+            why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
             raise TopError(f"{self.url} cannot be reached ({why}): start a server there with slotwise serve, or give "
                            "the URL of one: slotwise top URL") from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:

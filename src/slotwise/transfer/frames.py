@@ -75,9 +75,12 @@ class StreamWire:
         data = self._payload(named, place, length)
         return Frame(named, index, data, zlib.crc32(data) == checksum)
 
-    def close(self) -> None:
+    def interrupt(self) -> None:
         with contextlib.suppress(OSError):
             self._stream.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits
+
+    def close(self) -> None:
+        self.interrupt()
         self._stream.close()
 
     def _own_block(self) -> memoryview:

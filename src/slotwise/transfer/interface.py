@@ -47,7 +47,7 @@ class Blocks(Protocol):
 
 
 class Wire(Protocol):
-    """One connection between two engines, used by one thread; `close` may be called by any."""
+    """One connection between two engines, used by one thread, which closes it; any may interrupt it."""
 
     def admit(self) -> None:
         """Check a consumer that has connected, before anything else.  Raises OSError: it is not to be served."""
@@ -73,8 +73,15 @@ class Wire(Protocol):
         """Returns the next frame, if there is one."""
         ...
 
+    def interrupt(self) -> None:
+        """End the connection: its thread, if it waits for it, gets an OSError.
+
+        The descriptor stays its own: a number that is free again may be another connection's before a wait begins.
+        """
+        ...
+
     def close(self) -> None:
-        """End the connection; a thread that waits for it gets an OSError."""
+        """End the connection, and free what it has; called by its thread."""
         ...
 
 

@@ -100,7 +100,7 @@ class Receiver:
             transfer.is_cancelled = True
             wire = transfer.wire
         if wire is not None:
-            wire.close()
+            wire.interrupt()
 
     @property
     def has_arrivals(self) -> bool:

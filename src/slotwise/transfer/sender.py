@@ -104,7 +104,7 @@ class Sender:
             self._changed.notify_all()
         self._listener.close()
         for wire in list(self._wires):
-            wire.close()
+            wire.interrupt()
 
     # -- connections ---------------------------------------------------------------------------------------------
 
@@ -125,7 +125,7 @@ class Sender:
                 if len(self._strangers) >= MAX_STRANGERS:
                     oldest = next(iter(self._strangers))
                     del self._strangers[oldest]
-                    oldest.close()
+                    oldest.interrupt()
                 self._strangers[wire] = None
             self._wires.add(wire)
             threading.Thread(target=self._serve, args=(wire,), name="kv-send", daemon=True).start()

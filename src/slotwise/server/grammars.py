@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Any
 
-from slotwise.core.grammar import Grammar
+from slotwise.core.grammar import JSON_SCHEMA, Grammar
 from slotwise.server.body_precheck import GRAMMARS
 from slotwise.server.errors import ApiError, bad_request, from_queue_full
 from slotwise.server.protocol import Generate
@@ -23,7 +23,8 @@ from slotwise.text.structured_output import StructuredOutputError, of_response_f
 
 MAX_WAITING, MAX_WAITING_OF_ONE = 1024, 256  # grammars of all clients, and of one
 MAX_KNOWN = 4096  # results
-GUIDED = "guided_"
+GUIDED, RESPONSE_FORMAT = "guided_", "response_format"
+INVALID = f"Invalid schema for {RESPONSE_FORMAT}: "  # OpenAI's words, by which LangChain tells what to do instead
 LIMITS = Limits(seconds=5.0, memory=1 << 30, answer=1 << 16, niceness=5)
 
 
@@ -47,7 +48,7 @@ def grammar_of(request: Generate) -> Grammar | None:
 
 
 def _grammar(name: str, value: Any) -> Grammar | None:
-    if name == "response_format":
+    if name == RESPONSE_FORMAT:
         return of_response_format(value)
     return of_structured_outputs(value if name == "structured_outputs" else {name.removeprefix(GUIDED): value}, name)
 
@@ -78,7 +79,8 @@ class GrammarChecker:
         if len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)
         if objection:
-            raise bad_request(f"{grammar.field}: {objection}", grammar.field)
+            is_schema = grammar.kind == JSON_SCHEMA and grammar.field == RESPONSE_FORMAT
+            raise bad_request(f"{grammar.field}: {INVALID * is_schema}{objection}", grammar.field)
 
     async def _objection(self, grammar: Grammar, holder: str) -> str:
         try:

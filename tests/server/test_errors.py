@@ -172,7 +172,8 @@ def test_a_prompt_too_long_is_told_the_numbers(server: Server) -> None:
         long = {"messages": [{"role": "user", "content": "the fox " * length}]}
         matched = re.fullmatch if length == 500 else re.match  # after it: how the tokens of a long text are counted
         assert matched(r"\. However, your messages resulted in (\d+) tokens\. Please reduce the length of the "
-                       r"messages\.", message(long, "messages", path))
+                       r"messages\. Input tokens exceed the configured limit of 512 tokens\.",
+                       message(long, "messages", path))
     number = server.post("/tokenize", {"messages": HELLO}).json()["count"]
     for param in ("max_tokens", "max_completion_tokens"):
         assert message({"messages": HELLO, param: 4000}, param, CHAT) == (

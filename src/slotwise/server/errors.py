@@ -139,9 +139,9 @@ class ContextExceeded(ApiError):
         if prompt != "messages":
             told = (f"{limit}, however you requested {num_tokens} tokens ({num_prompt} in your prompt; {num_output} "
                     "for the completion). Please reduce your prompt; or completion length.")
-        elif num_prompt > longest:
+        elif num_prompt > longest:  # the last sentence is OpenAI's newer one, for which LangChain looks
             told = (f"{limit}. However, your messages resulted in {num_prompt} tokens. Please reduce the length of the "
-                    "messages.")
+                    f"messages. Input tokens exceed the configured limit of {longest} tokens.")
         else:
             told = (f"{limit}. However, you requested {num_tokens} tokens ({num_prompt} in the messages, {num_output} "
                     "in the completion). Please reduce the length of the messages or completion.")

@@ -159,7 +159,7 @@ class Prompts:
         found = []
         for one, kept in zip(_listed(prompt), ids, strict=True):
             if isinstance(one, str) and encoding.most is None:
-                found.append(await self._encoded(holder, one, encoding, wants_offsets=True))
+                found.append(await self._encoded(holder, one, encoding.param, encoding, wants_offsets=True))
                 continue
             offsets, begun = list[int](), TextOffsets(detokenizer(self.tokenizer, shows_special=special))
             for start in range(0, len(kept), SLICE):
@@ -249,25 +249,26 @@ class Prompts:
             raise from_queue_full(error, TEXTS) from error
 
     async def _encode(self, holder: str, text: str, param: str, encoding: Encoding) -> list[int]:
-        try:
-            if encoding.most is None:  # of a text that is truncated any length is encoded
-                self.tokenizer.check_length(text, self.longest)
-            ids = await self._encoded(holder, text, encoding._replace(param=param), wants_offsets=False)
-        except TextTooLong as error:
-            raise self._beyond_context(error.least, 0, param, hint=f"It has at least so many: {error}.") from error
-        return encoding.kept(ids)
+        return encoding.kept(await self._encoded(holder, text, param, encoding))
 
-    async def _encoded(self, holder: str, text: str, encoding: Encoding, *, wants_offsets: bool) -> list[int]:
+    async def _encoded(self, holder: str, text: str, param: str, encoding: Encoding, *,
+                       wants_offsets: bool = False) -> list[int]:
         """The token ids of a text, or where its tokens begin."""
         special = encoding.add_special_tokens
+        most = self.longest if encoding.most is None else None  # of a text that is truncated any length is encoded
         try:
             if self._limited is not None:
-                return await self._limited.encode(
-                    holder, text, add_special_tokens=special, wants_offsets=wants_offsets)
-            call = self.tokenizer.offsets if wants_offsets else self.tokenizer.encode
-            return await self._aside(holder, len(text), lambda: call(text, add_special_tokens=special))
+                self.tokenizer.check_length(text, most)
+                return await self._limited.encode(holder, text, add_special_tokens=special, wants_offsets=wants_offsets)
+            if wants_offsets:
+                return await self._aside(holder, len(text), lambda: self.tokenizer.offsets(
+                    text, add_special_tokens=special))
+            return await self._aside(holder, len(text), lambda: self.tokenizer.encode(
+                text, add_special_tokens=special, max_tokens=most))
+        except TextTooLong as error:
+            raise self._beyond_context(error.least, 0, param, hint=f"It has at least so many: {error}.") from error
         except TokenizerError as error:
-            raise from_text(error, encoding.param) from error
+            raise from_text(error, param) from error
         except QueueFull as error:
             raise from_queue_full(error, TEXTS) from error
 

@@ -27,7 +27,8 @@ def test_the_timeline_shows_the_replica_that_is_chosen_and_sends_to_it(two: Behi
         seen = "[...slotwise.history.requests.values()].some((one) => one.id.startsWith('cmpl-seen-'))"
         eventually(lambda: shows(seen))
         assert page.eval_on_selector_all("#replica option", "all => all.map((one) => one.value)") == [first, second]
-        assert page.input_value("#replica") == first and page.inner_text("#state") == "live"
+        assert page.is_visible("#replica") and page.input_value("#replica") == first
+        assert page.inner_text("#state") == "live"
         page.select_option("#replica", second)
         page.wait_for_url("**/timeline?replica=*")
         eventually(lambda: shows("slotwise.history.run !== null"))

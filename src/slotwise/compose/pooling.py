@@ -1,6 +1,7 @@
 """Default pooling of a model, from its sentence-transformers files and the operator's changes to them.
 
     modules.json, 1_Pooling/config.json of the checkpoint  ─►  pooler_config  ─►  a request's own fields
+    `pooling_type` of a GGUF file
 
 A checkpoint without these files pools by its last token, and normalises.  Names of `pooler_config` are vLLM's.
 """
@@ -16,6 +17,7 @@ from slotwise.core.params import LAST, MEAN, PoolingParams
 from slotwise.core.pooling_defaults import PoolingDefaults
 from slotwise.engine.config import ConfigError
 from slotwise.files import read_part
+from slotwise.gguf.model import open_model
 from slotwise.model.errors import CheckpointError
 from slotwise.model.fields import MAX_JSON_BYTES, Fields, read_json
 from slotwise.neutral import nearest
@@ -27,6 +29,7 @@ FLAGS = {  # of a pooling module, with the pooling they stand for
     "pooling_mode_max_tokens": "max", "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
     "pooling_mode_weightedmean_tokens": "weightedmean"}
 MODES = {"lasttoken": LAST, "mean": MEAN, "last": LAST}  # values of the newer field `pooling_mode`
+OF_GGUF = (LAST, MEAN, "cls", LAST, "rank")  # by the number in a file; 0: none
 TYPES = ("pooling_type", "seq_pooling_type")  # names of one field, as vLLM's versions have it
 NORMALIZE = ("normalize", "use_activation")
 
@@ -66,8 +69,21 @@ def _changes(override: Mapping[str, Any] | None) -> dict[str, Any]:
     return changes
 
 
+def _of_gguf(path: Path) -> PoolingDefaults:
+    """What a GGUF file says; the last token, as in checkpoints, where it says nothing, or that it pools none."""
+    metadata = open_model(path).metadata
+    key = f"{metadata.text('general.architecture')}.pooling_type"
+    kind = metadata.integer(key, 0, maximum=len(OF_GGUF) - 1)
+    if OF_GGUF[kind] not in (LAST, MEAN):
+        return PoolingDefaults(objection=f"{key} is {kind} ({OF_GGUF[kind]}), and only last-token and mean pooling are "
+                               "there")
+    return PoolingDefaults(PoolingParams(OF_GGUF[kind]))
+
+
 def _of_checkpoint(folder: Path) -> PoolingDefaults:
     """What the files say; an objection where they say what is not implemented."""
+    if folder.is_file():
+        return _of_gguf(folder)
     modules, pooling, normalizes = folder / MODULES, folder / POOLING, True
     if modules.is_file():
         kinds = _modules(modules)

@@ -20,6 +20,7 @@ from slotwise.model.fields import Fields
 from slotwise.model.gguf.architectures import ARCHITECTURES, WITH_EXPERTS, Architecture
 from slotwise.model.gguf.families import has_bias
 from slotwise.model.gguf.keys import ARCHITECTURE, Keys
+from slotwise.model.gguf.neutral import check_unread
 from slotwise.model.gguf.ropes import read_factors, read_rope
 from slotwise.model.layers.rope import DividedRope, NoRope
 from slotwise.model.quantization.gguf_blocks import BLOCK_TYPES
@@ -44,6 +45,7 @@ def read_gguf_config(path: Path) -> ModelConfig:
         config = replace(config, mixture=replace(config.mixture, are_split=architecture.splits_experts))
     if kinds := [kind for kind in _types(keys) if kind in BLOCK_TYPES]:
         config = replace(config, quantization=BlockQuantization(f"GGUF, {' and '.join(kinds)}"))
+    check_unread(keys, config)
     divisors = read_factors(keys, "rope_freqs", config.head_dim // 2)
     if not divisors:
         return config

@@ -28,7 +28,8 @@ def gemma2(keys: Keys, common: Mapping[str, Any]) -> Fields:
 def gemma3(keys: Keys, common: Mapping[str, Any]) -> Fields:
     """Without a window every layer has full attention; with one, the last of six."""
     window, local = keys.has("attention.sliding_window"), theta(keys, "rope.freq_base_swa", 10_000.0)
-    kinds = [SLIDING if window and (layer + 1) % 6 else FULL for layer in range(common["num_hidden_layers"])]
+    pattern = keys.integer("attention.sliding_window_pattern", default=6)
+    kinds = [SLIDING if window and (layer + 1) % pattern else FULL for layer in range(common["num_hidden_layers"])]
     cap = "final_logit_softcapping"
     return {
         "query_pre_attn_scalar": _scale(common, GEMMA3_LARGEST), "layer_types": kinds,
@@ -45,6 +46,9 @@ def _scale(common: Mapping[str, Any], largest: int) -> float:
 
 
 def granite(keys: Keys, common: Mapping[str, Any]) -> Fields:
+    """Raises CheckpointError for a model without positions, which llama.cpp tells by a key of another meaning."""
+    if not keys.flag("rope.scaling.finetuned", default=True):
+        raise keys.error("rope.scaling.finetuned", "is false, which stands for no rotary embedding: not supported")
     return {
         "attention_multiplier": keys.number("attention.scale", common["head_dim"] ** -0.5, maximum=MAX_CAP),
         "embedding_multiplier": keys.number("embedding_scale", 1.0, maximum=MAX_CAP),
@@ -106,13 +110,14 @@ def mixtral(keys: Keys, common: Mapping[str, Any]) -> Fields:
 
 
 def olmoe(keys: Keys, common: Mapping[str, Any]) -> Fields:
-    return _experts(keys) | {"norm_topk_prob": False}
+    return _experts(keys) | {"norm_topk_prob": keys.flag("expert_weights_norm", default=False)}
 
 
 def qwen3_moe(keys: Keys, common: Mapping[str, Any]) -> Fields:
     return _experts(keys) | {
         "moe_intermediate_size": keys.integer("expert_feed_forward_length"),
-        "norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1}
+        "norm_topk_prob": keys.flag("expert_weights_norm", default=True),
+        "mlp_only_layers": [], "decoder_sparse_step": 1}
 
 
 def _experts(keys: Keys, count: str = "num_experts") -> Fields:

@@ -24,11 +24,14 @@ def read_rope(keys: Keys, context: int, head_dim: int) -> Fields:
     original = {"original_max_position_embeddings": keys.integer("rope.scaling.original_context_length",
                                                                  default=context)}
     if factors := read_factors(keys, LONG, rotated // 2):
+        if (kind := keys.text("rope.scaling.type", "longrope")) != "longrope":
+            raise keys.error("rope.scaling.type", f"is {kind!r:.40}, but the file has tensors of longrope")
         return rope | original | {
             "rope_type": "longrope", "long_factor": [*factors],
             "short_factor": [*read_factors(keys, SHORT, rotated // 2)],
             "attention_factor": keys.number("rope.scaling.attn_factor", 1.0, maximum=MAX_FACTOR)}
-    kind = keys.text("rope.scaling.type", "linear" if keys.has("rope.scale_linear") else "none")
+    is_scaled = keys.has("rope.scale_linear") or keys.has("rope.scaling.factor")
+    kind = keys.text("rope.scaling.type", "linear" if is_scaled else "none")  # as in llama.cpp
     if kind == "none":
         return rope
     older = keys.number("rope.scale_linear", 1.0, minimum=MIN_FACTOR, maximum=MAX_FACTOR)
@@ -37,10 +40,14 @@ def read_rope(keys: Keys, context: int, head_dim: int) -> Fields:
         return rope | {"rope_type": "linear", "factor": factor}
     if kind != "yarn":
         raise keys.error("rope.scaling.type", f"{kind!r:.40} is not supported; these are: none, linear, yarn")
-    sharper = keys.number("rope.scaling.attn_factor", 1.0, maximum=MAX_FACTOR)
+    length = math.log(max(factor, 1.0))
+    sharper = (0.1 * length + 1.0) / (
+        0.1 * length * keys.number("rope.scaling.yarn_log_multiplier", 0.0, minimum=-1.0, maximum=MAX_FACTOR) + 1.0)
+    # The converter writes a checkpoint's `attention_factor` there, which is all of it.
+    sharper = keys.number("rope.scaling.yarn_attn_factor", sharper, maximum=MAX_FACTOR)
     return rope | original | {
         "rope_type": "yarn", "factor": factor,
-        "attention_factor": sharper * (0.1 * math.log(max(factor, 1.0)) + 1.0),
+        "attention_factor": sharper * keys.number("rope.scaling.attn_factor", 1.0, maximum=MAX_FACTOR),
         "beta_fast": keys.number("rope.scaling.yarn_beta_fast", 32.0, maximum=MAX_FACTOR),
         "beta_slow": keys.number("rope.scaling.yarn_beta_slow", 1.0, maximum=MAX_FACTOR)}
 

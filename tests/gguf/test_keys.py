@@ -1,0 +1,135 @@
+"""Every key of an architecture is obeyed, known to change nothing, or refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+from checkpoints import make
+from gguf_files import write
+
+from slotwise.compose.pooling import read_pooling
+from slotwise.core.params import PoolingParams
+from slotwise.model.config import ModelConfig
+from slotwise.model.errors import CheckpointError
+from slotwise.model.gguf.config import read_gguf_config
+from slotwise.model.layers.rope import LinearRope, Rope, YarnRope
+
+PREFIX = "{arch}."
+STRANGE: dict[str, Any] = {  # values that ask for something; 3 for all others
+    "rope.scaling.type": "yarn", "tensor_data_layout": "other", "attention.causal": False, "swin_norm": True,
+    "use_parallel_residual": True, "rope.scaling.finetuned": False, "expert_weights_norm": False, "vocab_size": 5,
+    "block_count": 2,
+}  # fmt: skip
+NEUTRAL: dict[str, Any] = {  # values that ask for nothing
+    "attention.causal": True, "attention.scale": 32**-0.5, "attn_logit_softcapping": 0.0, "logit_scale": 1.0,
+    "final_logit_softcapping": 0.0, "rope.scaling.attn_factor": 1.0, "rope.scaling.yarn_ext_factor": 0.0,
+    "rope.freq_base_swa": 10_000.0, "rope.scaling.factor": 1.0, "embedding_scale": 1.0, "attention.clamp_kqv": 0.0,
+    "attention.sliding_window": 0, "rope.scaling.type": "none", "attention.key_length_swa": 32,
+}  # fmt: skip
+WITHOUT_EFFECT = {  # whatever they say, in a file without experts and windows
+    "tensor_data_layout", "rope.scaling.finetuned", "attention.layer_norm_epsilon", "pooling_type",
+    "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "rope.freq_base_swa",
+    "rope.scaling.original_context_length",  # of YaRN
+}  # fmt: skip
+
+
+def keys_of_architectures() -> list[str]:
+    """Those that the gguf package knows, without the name of the architecture."""
+    groups = [group for _, group in inspect.getmembers(gguf.Keys, inspect.isclass)]
+    values = {value for group in groups for value in vars(group).values() if isinstance(value, str)}
+    return sorted(value.removeprefix(PREFIX).replace("{dense}", "dense_2") for value in values
+                  if value.startswith(PREFIX))
+
+
+def typed(value: Any) -> gguf.GGUFValueType:
+    kinds = {bool: gguf.GGUFValueType.BOOL, int: gguf.GGUFValueType.UINT32, float: gguf.GGUFValueType.FLOAT32}
+    return kinds.get(type(value), gguf.GGUFValueType.STRING)
+
+
+def read(folder: Path, path: Path, arch: str = "llama", **keys: Any) -> ModelConfig:
+    def edit(writer: gguf.GGUFWriter) -> None:
+        for key, value in keys.items():
+            writer.kv_data[0].pop(f"{arch}.{key}", None)
+            writer.add_key_value(f"{arch}.{key}", value, typed(value))
+
+    return read_gguf_config(write(folder, path, edit=edit))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make("llama2", tmp_path_factory.mktemp("plain"))
+
+
+def test_every_key_is_obeyed_without_effect_or_refused(plain: Path, tmp_path: Path) -> None:
+    before, found = read(plain, tmp_path / "x.gguf"), dict[str, str]()
+    for key in keys_of_architectures():
+        try:
+            config = read(plain, tmp_path / "x.gguf", **{key: STRANGE.get(key, 3)})
+        except CheckpointError as error:
+            assert key.rpartition(".")[2] in str(error) or key == "expert_count"  # which asks for other keys
+            found[key] = "refused"
+        else:
+            found[key] = "obeyed" if config != before else "without effect"
+    without = {key for key, what in found.items() if what == "without effect"}
+    experts = {key for key in found if key.startswith("expert_")}
+    assert without - experts == WITHOUT_EFFECT
+    assert {key for key, what in found.items() if what == "obeyed"} >= {
+        "context_length", "rope.freq_base", "rope.scaling.factor", "attention.layer_norm_rms_epsilon"}
+
+
+def test_values_that_ask_for_nothing_change_nothing(plain: Path, tmp_path: Path) -> None:
+    before = read(plain, tmp_path / "x.gguf")
+    assert read(plain, tmp_path / "x.gguf", **NEUTRAL) == before
+
+
+@pytest.mark.parametrize(("keys", "rope"), [
+    ({"rope.scaling.factor": 4.0}, LinearRope(10_000.0, 4.0)),  # as llama.cpp, where no type is named
+    ({"rope.scaling.type": "none", "rope.scaling.factor": 1.0}, Rope(10_000.0)),
+    ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.yarn_attn_factor": 1.25,
+      "rope.scaling.yarn_beta_fast": 16.0, "rope.scaling.yarn_beta_slow": 2.0, "rope.scaling.yarn_ext_factor": 1.0,
+      "rope.scaling.original_context_length": 512},
+     YarnRope(10_000.0, 4.0, 512, beta_fast=16.0, beta_slow=2.0, attention_factor=1.25, truncate=True)),
+    ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.yarn_log_multiplier": 1.0},
+     YarnRope(10_000.0, 4.0, 2048, beta_fast=32.0, beta_slow=1.0, attention_factor=1.0, truncate=True))])
+def test_rotary_embeddings(keys: dict[str, Any], rope: Rope, plain: Path, tmp_path: Path) -> None:
+    assert read(plain, tmp_path / "x.gguf", **keys).ropes == (rope,) * 3
+
+
+@pytest.mark.parametrize(("keys", "key"), [
+    ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor"),
+    ({"rope.scaling.type": "longrope"}, "rope.scaling.type"), ({"something.new": 1}, "something.new")])
+def test_what_is_refused_beside_others(keys: dict[str, Any], key: str, plain: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=key):
+        read(plain, tmp_path / "x.gguf", **keys)
+
+
+def test_experts_are_normed_as_the_file_says(tmp_path: Path) -> None:
+    folder = make("qwen3_moe", tmp_path / "model", decoder_sparse_step=1)
+    before = read(folder, tmp_path / "x.gguf", "qwen3moe")
+    other = read(folder, tmp_path / "x.gguf", "qwen3moe", expert_weights_norm=False)
+    assert before.mixture is not None and other.mixture is not None
+    assert other.mixture.routing == dataclasses.replace(before.mixture.routing, is_normalised=False)
+    for key, value in (("expert_gating_func", 2), ("expert_weights_scale", 2.5), ("expert_shared_count", 1)):
+        with pytest.raises(CheckpointError, match=key):
+            read(folder, tmp_path / "x.gguf", "qwen3moe", **{key: value})
+
+
+def test_a_granite_without_positions_is_refused(tmp_path: Path) -> None:
+    folder = make("granite", tmp_path / "model")
+    with pytest.raises(CheckpointError, match=r"rope\.scaling\.finetuned is false"):
+        read(folder, tmp_path / "x.gguf", "granite", **{"rope.scaling.finetuned": False})
+
+
+@pytest.mark.parametrize(("kind", "pooling"), [(None, "last"), (0, "last"), (1, "mean"), (3, "last"), (2, ""), (4, "")])
+def test_vectors_are_pooled_as_the_file_says(kind: int | None, pooling: str, plain: Path, tmp_path: Path) -> None:
+    read(plain, tmp_path / "x.gguf", **({} if kind is None else {"pooling_type": kind}))
+    defaults = read_pooling(tmp_path / "x.gguf")
+    if pooling:
+        assert defaults.params == PoolingParams(pooling) and not defaults.objection
+    else:
+        assert "pooling_type is" in defaults.objection

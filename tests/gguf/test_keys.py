@@ -23,7 +23,7 @@ PREFIX = "{arch}."
 STRANGE: dict[str, Any] = {  # values that ask for something; 3 for all others
     "rope.scaling.type": "yarn", "tensor_data_layout": "other", "attention.causal": False, "swin_norm": True,
     "use_parallel_residual": True, "rope.scaling.finetuned": False, "expert_weights_norm": False, "vocab_size": 5,
-    "block_count": 2,
+    "block_count": 2, "attention.layer_norm_rms_epsilon": 0.5,
 }  # fmt: skip
 NEUTRAL: dict[str, Any] = {  # values that ask for nothing
     "attention.causal": True, "attention.scale": 32**-0.5, "attn_logit_softcapping": 0.0, "logit_scale": 1.0,

@@ -68,6 +68,15 @@ def test_wrong_key(chat: Server) -> None:
             model=chat.model, max_tokens=1, messages=TURNS)
 
 
+def test_too_long(builtin: Server) -> None:
+    """Is told in Anthropic's sentences what is too long, the prompt or the output."""
+    code = anthropic.Anthropic(base_url=builtin.url, api_key=builtin.key, max_retries=0)
+    with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > \d+ maximum"):
+        code.messages.create(model=builtin.model, max_tokens=1, messages=[{"role": "user", "content": "x " * 4096}])
+    with pytest.raises(anthropic.BadRequestError, match=r"`max_tokens` exceed context limit: \d+ \+ 8192 > \d+"):
+        code.messages.create(model=builtin.model, max_tokens=8192, messages=TURNS)
+
+
 @pytest.mark.parametrize(("asks", "fields"), [
     ("an image", {"messages": [{"role": "user", "content": [
         {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}]}]}),

@@ -9,6 +9,7 @@ from typing import Literal
 
 import openai
 import pytest
+from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.tools import tool
@@ -158,6 +159,17 @@ def test_schema_is_enforced(chat: Server) -> None:
     """`with_structured_output`: random weights answer with what the schema allows."""
     talk = ChatOpenAI(base_url=chat.base_url, api_key=chat.key, model=chat.model, temperature=1, max_retries=0)
     assert talk.with_structured_output(Part, method="json_schema").invoke(CONVERSATION).kind in ("slot", "block")
+
+
+@pytest.mark.parametrize("responses", [False, True], ids=["chat", "responses"])
+def test_too_long(builtin: Server, responses: bool) -> None:
+    """A conversation that is too long is LangChain's `ContextOverflowError`, of chats and of streamed responses."""
+    talk = ChatOpenAI(base_url=builtin.base_url, api_key=builtin.key, model=builtin.model, max_retries=0,
+                      use_responses_api=responses)
+    long = "x " * 4096
+    for ask in (lambda: talk.invoke(long), lambda: list(talk.stream(long))):
+        with pytest.raises(ContextOverflowError):
+            ask()
 
 
 @pytest.mark.parametrize(("asks", "field", "change"), [

@@ -72,9 +72,12 @@ def test_errors(builtin: Server, chat: Server) -> None:
         litellm.completion(messages=MESSAGES, **asked(chat, "openai", api_key="wrong"))
     with pytest.raises(litellm.NotFoundError):
         litellm.completion(messages=MESSAGES, **asked(chat, "openai", model="openai/gpt-4"))
-    with pytest.raises(litellm.ContextWindowExceededError):
-        long = [{"role": "user", "content": "x " * 4096}]
-        litellm.completion(messages=long, **asked(builtin, "openai", max_tokens=1))
+    long = [{"role": "user", "content": "x " * 4096}]
+    for provider, url in (("openai", builtin.base_url), ("anthropic", builtin.url)):
+        for messages, max_tokens in ((long, 1), (MESSAGES, 8192)):
+            with pytest.raises(litellm.ContextWindowExceededError):
+                litellm.completion(
+                    messages=messages, **asked(builtin, provider, max_tokens=max_tokens, api_base=url, api_key="x"))
 
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {

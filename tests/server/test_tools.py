@@ -150,6 +150,13 @@ def whole_prompt(server: Server, **fields: Any) -> str:
     return str(server.post(PATH, body("x", return_prompt_text=True, **fields)).json()["prompt_text"])
 
 
+def test_a_stream_has_no_empty_content_around_calls(hermes: Server) -> None:
+    deltas = [event["choices"][0]["delta"] for event in hermes.events(PATH, body(THOUGHT + HERMES))]
+    assert deltas[0] == {"role": "assistant"} and deltas[-1] == {}
+    assert any("tool_calls" in delta for delta in deltas)
+    assert all(delta["content"] for delta in deltas if "content" in delta)
+
+
 def test_reasoning_can_be_left_out(hermes: Server) -> None:
     for read in (whole, streamed):
         assert said_of(read(hermes, THOUGHT + "Here.", include_reasoning=False)) == ("", "Here.", [], "stop")

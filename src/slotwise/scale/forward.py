@@ -1,12 +1,14 @@
 """The path of one request through the front door: to a replica, and its response back to the client.
 
-    route ─► send ─► head ─► first byte to the client ─► ... ─► end
-      ▲        │ failed       │                            │ failed
-      └────────┴──────────────┘ once                       └─► an error ends the stream
+    route ─► send ─► head ─► first output to the client ─► ... ─► end
+      ▲        │ failed       │                              │ failed
+      └────────┴──────────────┘ once                         └─► an error ends the stream
 
-A request whose replica fails before the client has received a byte goes to another replica, once.  Behind that an error
-ends a stream, in the form of its route, and cuts a whole response short.  A stream is passed on in whole events.  A
-client that leaves closes the connection to the replica, which then aborts the generation.
+A request whose replica fails before the client has received any output goes to another replica, once.  Behind that an
+error ends a stream, in the form of its route, and cuts a whole response short.  A stream is passed on in whole events.
+Signs of life are passed on, too, and are no output: the stream that they begin may still come from another replica, and
+an answer with an error becomes an event.  A client that leaves closes the connection to the replica, which then aborts
+the generation.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from slotwise.scale.upstream import ReplicaLost, Upstream, end
 from slotwise.server.errors import ApiError, ClientGone, ErrorBody
 from slotwise.server.http_exchange import Headers, HttpExchange
 from slotwise.server.kv_transfer import HEADER
+from slotwise.server.shapes import CHAT, MESSAGE
 
 if TYPE_CHECKING:
     from slotwise.scale.door import Door
@@ -34,6 +37,7 @@ ATTEMPTS = 2
 WHOLE = 1 << 20  # bytes of a response that is sent only once it is whole
 MAX_EVENT = 16 << 20  # bytes; a longer event is passed on in parts
 EVENT_STREAM = "text/event-stream"
+SIGNS = (CHAT.waiting, MESSAGE.waiting)
 ELSEWHERE = ("draining", "engine_dead", "queue_full", "engine_error", "too_many_connections", "bodies_full",
              "adapter_loading")
 """Codes of errors with which another replica may serve the request."""
@@ -106,6 +110,7 @@ class Forwarding:
         self._failed = set(without)
         self._id = door.next_id()
         self._gone = False
+        self._has_output = False  # the client has received some, not signs of life alone
         self._scope: asyncio.Timeout | None = None  # of the attempt in progress
 
     async def run(self) -> None:
@@ -153,7 +158,7 @@ class Forwarding:
         """Raises unless the request may go elsewhere."""
         if self._gone:
             raise ClientGone from error
-        if self._exchange.status:
+        if self._has_output:
             raise replica_lost() from error
 
     async def _attempt(self, upstream: Upstream) -> None:
@@ -177,9 +182,14 @@ class Forwarding:
     async def _pass_stream(self, response: aiohttp.ClientResponse) -> None:
         exchange = self._exchange
         async for events in whole_events(response.content):
+            if not self._has_output and (output := _without_signs(events)):
+                if _code_of(output) in ELSEWHERE:
+                    raise TurnedAway(_answer(response, output))
+                self._has_output = True
             if not exchange.status:
                 exchange.more += returned(response.headers)
-            self._output()
+            if self._has_output:
+                self._output()
             await exchange.event(events)
         await exchange.close()
 
@@ -193,14 +203,13 @@ class Forwarding:
             if size > WHOLE:
                 await self._pass_long(response, b"".join(parts))
                 return
-        answer = Answer(response.status, returned(response.headers),
-                        response.headers.get("content-type", "application/json").encode("latin-1"), b"".join(parts))
+        answer = _answer(response, b"".join(parts))
         if answer.code in ELSEWHERE:
             raise TurnedAway(answer)
         await send(exchange, answer)
 
     async def _pass_long(self, response: aiohttp.ClientResponse, begun: bytes) -> None:
-        exchange = self._exchange
+        exchange, self._has_output = self._exchange, True
         exchange.more += returned(response.headers)
         try:
             await exchange.event(begun, response.headers.get("content-type", "application/json").encode("latin-1"))
@@ -228,10 +237,31 @@ async def whole_events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
         yield pending
 
 
+def _without_signs(events: bytes) -> bytes:
+    """Whole events behind the signs of life that they begin with."""
+    while sign := next((sign for sign in SIGNS if events.startswith(sign)), b""):
+        events = events[len(sign) :]
+    return events
+
+
+def _code_of(events: bytes) -> str:
+    """The code of the error that a stream begins with; "" for anything else."""
+    if not events.startswith((b'data: {"error":', b"event: error\n")):
+        return ""
+    _, _, data = events.partition(b"data: ")
+    return Answer(HTTPStatus.OK, [], b"", data.partition(b"\n")[0]).code
+
+
 def replica_lost() -> ApiError:
     """The error of a request whose replica failed, and that no other one may serve."""
     return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the replica that served this request was lost",
                     code="replica_lost")
+
+
+def _answer(response: aiohttp.ClientResponse, body: bytes) -> Answer:
+    """A response with the body that was read."""
+    content_type = response.headers.get("content-type", "application/json").encode("latin-1")
+    return Answer(response.status, returned(response.headers), content_type, body)
 
 
 def returned(headers: Mapping[str, str]) -> Headers:
@@ -247,9 +277,7 @@ async def ask(upstream: Upstream, exchange: HttpExchange, method: str, target: s
         ReplicaLost: the replica failed.
     """
     async with upstream.until_lost(), upstream.sending(method, target, headers_of(exchange), body) as response:
-        content = await response.read()
-        return Answer(response.status, returned(response.headers),
-                      response.headers.get("content-type", "application/json").encode("latin-1"), content)
+        return _answer(response, await response.read())
 
 
 async def ask_all(upstreams: Sequence[Upstream], exchange: HttpExchange, method: str, target: str, body: bytes = b"",
@@ -267,5 +295,9 @@ async def ask_all(upstreams: Sequence[Upstream], exchange: HttpExchange, method:
 
 
 async def send(exchange: HttpExchange, answer: Answer) -> None:
-    """Sends a replica's answer to the client."""
+    """Sends a replica's answer to the client: as the last events of a stream that signs of life have begun."""
+    if exchange.status:
+        is_stream = answer.content_type.startswith(EVENT_STREAM.encode())
+        await exchange.close(answer.body if is_stream else exchange.error_format.events % answer.body)
+        return
     await exchange.respond(answer.body, answer.status, answer.content_type, answer.headers)

@@ -12,7 +12,7 @@ NAMES_OF_REASONING = ("reasoning_content", "reasoning")  # vLLM's older name, an
 
 
 def delta_fields(parts: Sequence[Part]) -> dict[str, Any]:
-    """The delta of an event.  Without any part its content is empty, as in an event that adds no text."""
+    """The delta of an event, with what it adds alone: empty content beside tool calls would make a text of its own."""
     content, reasoning, calls = "", "", dict[int, dict[str, Any]]()
     for part in parts:
         match part:
@@ -26,7 +26,7 @@ def delta_fields(parts: Sequence[Part]) -> dict[str, Any]:
                 call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
                 call["function"]["arguments"] += text
     fields: dict[str, Any] = _reasoning(reasoning)
-    if content or not (fields or calls):
+    if content:
         fields["content"] = content
     if calls:
         fields["tool_calls"] = list(calls.values())

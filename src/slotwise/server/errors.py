@@ -95,10 +95,16 @@ class ErrorFormat(NamedTuple):
     """How a route writes errors; each function also receives the request's id."""
 
     body: Callable[[ApiError, str], bytes]  # a response
-    last: Callable[[ApiError, str], bytes]  # the last events of a stream in progress
+    events: bytes  # the last events of a stream in progress: `%b` is that body
+    of_stream: Callable[[ApiError, str], bytes] | None = None  # those events, where they are others
+
+    def last(self, error: ApiError, request_id: str) -> bytes:
+        """The last events of a stream in progress."""
+        return self.events % self.body(error, request_id) if self.of_stream is None else self.of_stream(
+            error, request_id)
 
 
-OPENAI = ErrorFormat(lambda error, _: error.body(), lambda error, _: b"data: %b\n\ndata: [DONE]\n\n" % error.body())
+OPENAI = ErrorFormat(lambda error, _: error.body(), b"data: %b\n\ndata: [DONE]\n\n")
 
 
 def renamed(error: ApiError, fields: Mapping[str, str]) -> ApiError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -168,7 +169,7 @@ async def _answered(api: Api, exchange: HttpExchange, job: Job, choices: list[Ch
 
     try:
         with api.active_requests.listed(names, ActiveRequest(exchange.tenant, abort, choices, job.slo.tier)):
-            async with exchange.watched(abort):
+            async with exchange.watched(abort), _kept_alive(api, exchange, job, choices):
                 await render(api, exchange, job, choices)
     except ApiError as error:
         if error.code == SHED:
@@ -181,6 +182,20 @@ async def _answered(api: Api, exchange: HttpExchange, job: Job, choices: list[Ch
         raise
     finally:
         abort()
+
+
+def _kept_alive(api: Api, exchange: HttpExchange, job: Job, choices: list[Choice]) -> AbstractAsyncContextManager[None]:
+    """Within it a silent stream shows signs of life: from then on the response has no other status than 200."""
+    if not job.request.stream or exchange.scope["http_version"] == "1.0":
+        return nullcontext()
+    refuses = _queue_timeout(api, job.request.queue_timeout) or job.params.grammar is not None or job.kv is not None
+
+    def is_settled() -> bool:
+        """Whether all choices have been admitted, or wait for slots alone, and for as long as it takes."""
+        waits = not refuses and not api.engine_client.scheduling.ordering.shed_late
+        return waits or all(choice.generation.num_cached >= 0 for choice in choices)
+
+    return exchange.kept_alive(job.shape.waiting, api.settings.silence_timeout, is_settled)
 
 
 def _used(job: Job, choices: list[Choice]) -> int:

@@ -23,6 +23,7 @@ Headers = list[tuple[bytes, bytes]]
 STEP = 256 << 10  # bytes that one read returns, claimed ahead of a body without an announced length; or sent at once
 NO_SNIFFING = (b"x-content-type-options", b"nosniff")  # browsers then run no response as a script
 DONE = b"data: [DONE]\n\n"
+LOOK = 1.0  # seconds between two looks whether a silent stream may begin
 
 
 class HttpExchange:
@@ -46,6 +47,8 @@ class HttpExchange:
         self.about_generation: Callable[[HttpExchange], dict[str, Any]] = lambda exchange: {}  # for its log line
         self.more: Headers = [NO_SNIFFING]  # headers of every response
         self.late_headers: Callable[[], Headers] = list  # further headers, evaluated when the response begins
+        self._sent_ns = self.received_ns  # the last event was sent
+        self._is_closed = False  # so was the last of a stream
         self._receive = receive
         self._send = send
 
@@ -109,6 +112,29 @@ class HttpExchange:
             pass
         on_gone()
 
+    @asynccontextmanager
+    async def kept_alive(self, sign: bytes, seconds: float, may_begin: Callable[[], bool]) -> AsyncIterator[None]:
+        """Send `sign`, a whole event that clients pass over, whenever a stream has been silent for `seconds`.
+
+        Args:
+            may_begin: whether it may begin the response, so that an error from then on is an event and has no status.
+        """
+        task = asyncio.create_task(self._keep_alive(sign, seconds, may_begin))
+        try:
+            yield
+        finally:
+            task.cancel()
+
+    async def _keep_alive(self, sign: bytes, seconds: float, may_begin: Callable[[], bool]) -> None:
+        while not self._is_closed:
+            silent = (time.monotonic_ns() - self._sent_ns) * 1e-9
+            if silent < seconds:
+                await asyncio.sleep(seconds - silent)
+            elif self.status or may_begin():
+                await self.event(sign)
+            else:
+                await asyncio.sleep(min(seconds, LOOK))
+
     # -- response ------------------------------------------------------------------------------------------------
 
     async def respond(self, body: bytes, status: int = HTTPStatus.OK, content_type: bytes = b"application/json",
@@ -155,6 +181,7 @@ class HttpExchange:
             if self.scope["http_version"] == "1.0":
                 raise bad_request("stream: a stream needs HTTP/1.1", "stream")
             await self._start(HTTPStatus.OK, [(b"content-type", content_type), (b"cache-control", b"no-cache")])
+        self._sent_ns = time.monotonic_ns()
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self, events: bytes = b"") -> None:
@@ -163,6 +190,7 @@ class HttpExchange:
 
     async def close(self, rest: bytes = b"") -> None:
         """Send the rest of a stream."""
+        self._is_closed = True
         await self._send({"type": "http.response.body", "body": rest})
 
     def abort(self) -> None:

@@ -118,7 +118,7 @@ async def _stream(api: Api, exchange: HttpExchange, job: Job, choices: list[Choi
 
 def _opening(job: Job, choice: Choice) -> bytes:
     message = _heading(job) | {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(job, choice)}
-    return event("message_start", {"message": message}) + event("ping", {})
+    return event("message_start", {"message": message}) + MESSAGE.waiting
 
 
 def _heading(job: Job) -> dict[str, Any]:

@@ -145,4 +145,4 @@ def _sentence(error: ApiError) -> str:
     return renamed(error, FIELDS).message
 
 
-ERRORS = ErrorFormat(_body, lambda error, request_id: b"event: error\ndata: %b\n\n" % _body(error, request_id))
+ERRORS = ErrorFormat(_body, b"event: error\ndata: %b\n\n")

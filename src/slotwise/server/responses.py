@@ -46,8 +46,7 @@ def _in_own_words(error: ApiError) -> ApiError:
     return own
 
 
-ERRORS = ErrorFormat(lambda error, _: _in_own_words(error).body(),
-                     lambda error, _: b"event: error\ndata: %b\n\n" % _in_own_words(error).body())
+ERRORS = ErrorFormat(lambda error, _: _in_own_words(error).body(), b"event: error\ndata: %b\n\n")
 
 
 async def responses(api: Api, exchange: HttpExchange) -> None:
@@ -112,7 +111,7 @@ async def _begin_to_fail(exchange: HttpExchange, asked: _Request, heading: Headi
         failed = response("failed", {"code": own.code, "message": own.message})
         return _event("error", 2, {"error": own.content()}) + _event("response.failed", 3, failed)
 
-    exchange.error_format = ErrorFormat(ERRORS.body, last)
+    exchange.error_format = ERRORS._replace(of_stream=last)
     await exchange.event(_event("response.created", 0, response("in_progress"))
                          + _event("response.in_progress", 1, response("in_progress")))
 
@@ -184,15 +183,14 @@ def _joined(first: bytes, second: bytes) -> bytes:
 
 async def _send(api: Api, exchange: HttpExchange, output: _Output) -> None:
     choice = output.choice
-    if output.request.stream:
-        exchange.error_format = ErrorFormat(ERRORS.body, lambda error, _: output.failed(_in_own_words(error)))
-    else:
+    if not output.request.stream:
         choice.wait()
     first_ns, num_events = 0, 0
     async for chunk in choice.generation:
         events = output.read(chunk)
         if output.request.stream:
             await exchange.event(b"".join([] if num_events else output.opening()) + events)
+            exchange.error_format = ERRORS._replace(of_stream=lambda error, _: output.failed(_in_own_words(error)))
             choice.generation.interval = api.settings.stream_interval
         first_ns, num_events = first_ns or time.monotonic_ns(), num_events + 1
         if output.status != "in_progress":

@@ -34,6 +34,7 @@ class ServerSettings:
     body_timeout: float = 60.0  # seconds a request's body may take to arrive
     keep_alive_timeout: int = 75  # seconds between two requests; balancers close idle connections after a minute
     unread_timeout: float = 30.0  # seconds for which a client may read nothing of what was written
+    silence_timeout: float = 15.0  # seconds without an event after which a stream shows a sign of life
     max_choices: int = 1024  # choices of one request, prompts times `n`
     shutdown_timeout: float = 30.0  # seconds that running requests have at the end
     engine_timeout: float = ENGINE_TIMEOUT  # seconds without a heartbeat after which the engine is restarted

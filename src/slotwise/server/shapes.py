@@ -30,6 +30,7 @@ class Shape:
     opening: bytes  # a choice's first event, before any text; may be empty
     whole: Callable[[str], dict[str, Any]]  # a choice's whole text
     prompts_in_choices: bool  # log-probabilities of prompts are in the choices; else a field of the response
+    waiting: bytes = b": waiting\n\n"  # what a silent stream sends: a comment, which clients pass over
 
 
 COMPLETION = Shape(
@@ -42,7 +43,7 @@ CHAT = Shape(
     prompts_in_choices=False)
 
 RESPONSE = replace(CHAT, id_prefix="resp", whole_object="response")
-MESSAGE = replace(CHAT, id_prefix="msg")
+MESSAGE = replace(CHAT, id_prefix="msg", waiting=b'event: ping\ndata: {"type":"ping"}\n\n')
 EMBEDDING = replace(COMPLETION, id_prefix="embd", whole_object="list")
 
 
@@ -113,15 +114,16 @@ class Events:
 
     Args:
         has_usage: the client requested usage; every event then has the field.
+        may_call: outputs may call tools; there is no content before they have any.
     """
 
-    def __init__(self, heading: Heading, *, has_usage: bool) -> None:
+    def __init__(self, heading: Heading, *, has_usage: bool, may_call: bool = False) -> None:
         shape = heading.shape
         self._head = b"data: " + to_json(heading.of(shape.event_object))[:-1] + b',"choices":['
         self._no_usage = b',"usage":null' if has_usage else b""
         self._before, self._after = b"," + shape.before_text, shape.after_text
         self._plain = self._after + b',"logprobs":null,"finish_reason":null}]' + self._no_usage + b"}\n\n"
-        self._opening = shape.opening
+        self._opening = shape.opening.replace(b',"content":""', b"") if may_call else shape.opening
 
     def opening(self, index: int, extras: bytes = b"") -> bytes:
         """The first event of a choice, before any text; empty where its endpoint has none.

@@ -19,7 +19,8 @@ async def respond_stream(api: Api, exchange: HttpExchange, job: Job, choices: li
     """
     options = job.request.stream_options
     has_usage = options is not None and bool(options.include_usage)
-    events = Events(job.heading, has_usage=has_usage)
+    may_call = job.parsing is not None and job.parsing.tools is not None
+    events = Events(job.heading, has_usage=has_usage, may_call=may_call)
     streams = [_Streamed(api, exchange, job, events, choice.index) for choice in choices]
     await together([stream.run(choice) for stream, choice in zip(streams, choices, strict=True)])
     extras = await explained(api, exchange, job, choices)

@@ -1,0 +1,76 @@
+"""Signs of life through the front door: passed on, no output, and no reason to give a request up."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from live_server import Server, children, counted, eventually, unanswered
+from scale_door import Behind, behind
+
+ONE_SLOT = ("max_num_seqs=1", "seconds_per_step=0.05", "silence_timeout=0.02", "max_num_queued_reqs=1", "backoff=0.1")
+BLOCKING = {"prompt": [40], "max_tokens": 500, "ignore_eos": True}
+BODY = {"prompt": [60], "max_tokens": 3, "ignore_eos": True, "return_token_ids": True, "stream": True}
+SIGN = ": waiting"
+
+
+@contextlib.contextmanager
+def blocked(two: Behind) -> Iterator[dict[str, contextlib.ExitStack]]:
+    """The only slot of each replica is taken, until its stack, by the replica's URL, is closed."""
+    with contextlib.ExitStack() as stack:
+        found = {}
+        for replica in two.replicas:
+            found[replica.url] = stack.enter_context(contextlib.ExitStack())
+            found[replica.url].enter_context(unanswered(replica, "/v1/completions", BLOCKING))
+            eventually(lambda replica=replica: replica.get("/health").json()["num_live"] == 1)
+        yield found
+
+
+@contextlib.contextmanager
+def waiting(two: Behind) -> Iterator[tuple[Iterator[str], Server, Server]]:
+    """The lines of a stream that has begun with signs of life; the replica where it waits, and the other one."""
+    with two.door.client.stream("POST", two.door.url + "/v1/completions", json=BODY) as response:
+        assert response.status_code == 200
+        lines = (line for line in response.iter_lines() if line)
+        assert [next(lines) for _ in range(3)] == [SIGN] * 3
+        there, other = [sorted(two.replicas, key=lambda one: one.get("/health").json()["num_live"])[i] for i in (-1, 0)]
+        yield lines, there, other
+
+
+def tokens_of(lines: Iterator[str]) -> list[int]:
+    events = [line.removeprefix("data: ") for line in lines if line != SIGN]
+    assert events.pop() == "[DONE]"
+    return [token for event in events for token in json.loads(event)["choices"][0]["token_ids"]]
+
+
+@pytest.mark.parametrize("ends", ["the replica", "its engine"])
+def test_a_stream_that_has_only_signs_of_life_goes_elsewhere(folder: Path, tmp_path: Path, ends: str) -> None:
+    with behind(folder, tmp_path, *ONE_SLOT) as two, blocked(two) as others, waiting(two) as (lines, there, other):
+        (engine,) = children(there.process.pid, b"engine_process.py")
+        if ends == "the replica":
+            there.process.kill()
+        os.kill(engine, signal.SIGKILL)
+        eventually(lambda: other.get("/health").json()["num_live"] == 2)
+        others[other.url].close()
+        assert tokens_of(lines) == counted(60, 3)
+
+
+def test_a_status_from_elsewhere_is_an_event_of_the_stream(folder: Path, tmp_path: Path) -> None:
+    with (behind(folder, tmp_path, *ONE_SLOT) as two, blocked(two), waiting(two) as (lines, there, other),
+          unanswered(other, "/v1/completions", BLOCKING)):
+        eventually(lambda: other.get("/health").json()["num_live"] == 2)  # as many as its slot and queue hold
+        there.process.kill()
+        error, done = [line.removeprefix("data: ") for line in lines if line != SIGN]
+    assert json.loads(error)["error"]["code"] == "queue_full" and done == "[DONE]"
+
+
+def test_a_replica_that_is_lost_without_another_one_is_an_event_of_the_stream(folder: Path, tmp_path: Path) -> None:
+    with behind(folder, tmp_path, *ONE_SLOT, number=1) as one, blocked(one), waiting(one) as (lines, there, _):
+        there.process.kill()
+        error, done = [line.removeprefix("data: ") for line in lines if line != SIGN]
+    assert json.loads(error)["error"]["code"] == "replica_lost" and done == "[DONE]"

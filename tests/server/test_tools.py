@@ -157,6 +157,15 @@ def test_a_stream_has_no_empty_content_around_calls(hermes: Server) -> None:
     assert all(delta["content"] for delta in deltas if "content" in delta)
 
 
+@pytest.mark.parametrize("stop", ["<|start|>", "<|start|>user"])
+def test_a_special_token_stops_completions_and_streams(hermes: Server, stop: str) -> None:
+    fields = {"prompt": "<copy>Hello.<|start|>user<copy>", "max_tokens": 50, "stop": [stop]}
+    choice = hermes.post("/v1/completions", fields).json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("Hello.", "stop", stop)
+    events = [event["choices"][0] for event in hermes.events("/v1/completions", fields)]
+    assert "".join(event["text"] for event in events) == "Hello." and events[-1]["stop_reason"] == stop
+
+
 def test_reasoning_can_be_left_out(hermes: Server) -> None:
     for read in (whole, streamed):
         assert said_of(read(hermes, THOUGHT + "Here.", include_reasoning=False)) == ("", "Here.", [], "stop")

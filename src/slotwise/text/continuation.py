@@ -1,4 +1,12 @@
-"""The text of one continuation, from its tokens as they are generated."""
+"""The text of one continuation, from its tokens as they are generated.
+
+A special token has no text, and yet a stop string may spell it.  It then stands in the text that is searched as one
+character, a lone surrogate, which no decoded text has, and is left out of the text that is returned:
+
+    tokens      Hi .  <|im_start|>  user         stop string    <|im_start|>user
+    searched    Hi.\\ud800user                   searched for   \\ud800user, and as it is spelled
+    returned    Hi.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +29,7 @@ class Shown(NamedTuple):
 
 
 PLAIN = Shown()
+STAND_INS = range(0xD800, 0xDC00)  # those of parsers are behind these: see `server.parsers.markers`
 
 
 class Continuation:
@@ -35,8 +44,15 @@ class Continuation:
         self.num_tokens = 0  # up to the one that completed a stop string
         self.stop_reason: str | None = None  # the stop string that ended it
         begin = partial(detokenizer, tokenizer, prompt_ids, shows_special=shown.special)
-        self._detokenizer: Detokenizer = MarkingDetokenizer(begin, shown.marks) if shown.marks else begin()
-        self._stops = StopStrings(stop) if stop else None
+        named = tokenizer.named_in(tuple(stop)) if stop else {}
+        self._hidden = {} if shown.special else {
+            token_id: chr(number) for token_id, number in zip(named.values(), STAND_INS, strict=False)
+            if token_id not in shown.marks}
+        self._left_out = {ord(character): "" for character in self._hidden.values()}
+        marks = {**shown.marks, **self._hidden}
+        self._detokenizer: Detokenizer = MarkingDetokenizer(begin, marks) if marks else begin()
+        self._spelled = {_marked(one, named, marks): one for one in stop}  # what else ends it, by how it is searched
+        self._stops = StopStrings([*self._spelled, *stop]) if stop else None
         self._min_tokens = min_tokens
         self._shows_stop = shown.stop
 
@@ -69,12 +85,20 @@ class Continuation:
             return ""
         self.num_tokens += 1
         text = self._detokenizer.feed((token_id,))
-        return text if self.num_tokens <= self._min_tokens else self._searched(text, stops)
+        return self._returned(text) if self.num_tokens <= self._min_tokens else self._searched(text, stops)
 
     def _searched(self, text: str, stops: StopStrings) -> str:
         """The part of `text` that may be returned now; sets the stop reason if a stop string ends in it."""
-        text, self.stop_reason = stops.feed(text)
-        return text + self.stop_reason if self._shows_stop and self.stop_reason is not None else text
+        text, stop = stops.feed(text)
+        text = self._returned(text)
+        if stop is None:
+            return text
+        self.stop_reason = self._spelled.get(stop, stop)
+        return text + self.stop_reason if self._shows_stop else text
+
+    def _returned(self, text: str) -> str:
+        """A part of the searched text without the special tokens that stand in it for the search alone."""
+        return text if not self._left_out or text.isascii() else text.translate(self._left_out)
 
     def end(self, terminators: Sequence[int] = ()) -> str:
         """The text held back, once no stop string can follow.
@@ -85,8 +109,16 @@ class Continuation:
         if self.stop_reason is not None:
             return ""
         self.num_tokens += len(terminators)
-        text = (self._detokenizer.feed(terminators) if self._shows_stop else "") + self._detokenizer.flush()
+        has_text = self._shows_stop or not self._hidden.keys().isdisjoint(terminators)
+        text = (self._detokenizer.feed(terminators) if has_text else "") + self._detokenizer.flush()
         if self._stops is None:
             return text
         text = self._searched(text, self._stops)
-        return text if self.stop_reason is not None else text + self._stops.flush()
+        return text if self.stop_reason is not None else text + self._returned(self._stops.flush())
+
+
+def _marked(text: str, named: Mapping[str, int], marks: Mapping[int, str]) -> str:
+    """A stop string as it stands in the searched text where the special tokens that it spells were generated."""
+    for spelling, token_id in named.items():
+        text = text.replace(spelling, marks.get(token_id, spelling))
+    return text

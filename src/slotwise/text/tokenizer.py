@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,6 +94,7 @@ class Tokenizer:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.fill_marks = marks_of({token.content for token in added.values()})
         self.bytes_by_id = token_bytes_of(inner)
+        self.named_in = lru_cache(maxsize=16)(self._named_in)  # the choices of one request share an answer
 
     @classmethod
     def load(cls, checkpoint: str | Path) -> Tokenizer:
@@ -214,6 +215,12 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """One token by itself, special or not, as listed beside its log-probability."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
+
+    def _named_in(self, texts: tuple[str, ...]) -> dict[str, int]:
+        """The special tokens that the texts spell, longer ones first."""
+        text = "\0".join(texts)
+        named = [one for one in self.special_by_text if one and one in text]
+        return {one: self.special_by_text[one] for one in sorted(named, key=len, reverse=True)}
 
     def token_of(self, text: str) -> int | None:
         """The token whose text is `text`, special or not; None where no single token has it."""

@@ -70,7 +70,7 @@ VLLM_OPTIONS = (  # options of `vllm serve`; those that Slotwise has by the same
     Elsewhere("--tensor-parallel-size", ""),
     Elsewhere("--pipeline-parallel-size", ""),
     Elsewhere("--enable-expert-parallel", "", "Within the processes of `--tensor-parallel-size`."),
-    Elsewhere("--data-parallel-size", ""),
+    Elsewhere("--data-parallel-size", "", "`slotwise scale` starts several servers behind one address."),
     Elsewhere("--enable-lora", ""),
     Elsewhere("--lora-modules", "", "Folders of this machine."),
     Elsewhere("--max-loras", "", "By the step; `--max-cpu-loras` bounds the adapters in memory."),
@@ -105,7 +105,8 @@ LLAMA_CPP = (
               "static batch."),
     Elsewhere("`--predict`", "The field `max_tokens`"),
     Elsewhere("`--threads`", "`--cpu-threads`"),
-    Elsewhere("`--n-gpu-layers`", "`--device`", "The whole model is on one device."),
+    Elsewhere("`--n-gpu-layers`", "`--device`", "No layers are split between a GPU and the CPU; "
+              "`--tensor-parallel-size` divides a model among GPUs."),
     Elsewhere("`--cache-type-k`, `--cache-type-v`", "`--kv-cache-dtype`", "The same type for keys and values."),
     Elsewhere("`--chat-template-file`", "`--chat-template`", "Always Jinja."),
     Elsewhere("`--metrics`", "`/metrics`", "Always there; other names."),
@@ -119,13 +120,18 @@ LLAMA_CPP = (
     Elsewhere("`--grammar`, `--json-schema`", "The fields `guided_grammar` and `guided_json`", "Of a request; grammars "
               "in Lark's syntax, too."),
     Elsewhere("`--lora`", "`--enable-lora` and `--lora-modules`", "In the format of PEFT, not GGUF; requests name it."),
-    Elsewhere("`--model-draft`", ""),
+    Elsewhere("`--model-draft`", "`--speculative-config`", "Its key `model`, with the method draft_model."),
     Elsewhere("`--mmproj`", "", "Text only."),
-    Elsewhere("`/embedding`, `/rerank`, `/infill`, `/props`", ""),
+    Elsewhere("`/embedding`", "`/v1/embeddings`", "OpenAI's body."),
+    Elsewhere("`/infill`", "`/v1/completions` with `suffix`", "`input_prefix` is `prompt`, `input_suffix` is `suffix`; "
+              "of models with tokens for it."),
+    Elsewhere("`/props`", "`/v1/models` and `/admin/scheduling`", "The longest sequence, and slots."),
+    Elsewhere("`/rerank`", "", "No supported family has a head for it."),
 )
 
 OLLAMA = (
-    Elsewhere("`ollama serve`", "`slotwise serve`", "One server has one model, loaded from its start to its end."),
+    Elsewhere("`ollama serve`", "`slotwise serve`", "One server has one model at a time, loaded at its start; "
+              "`/v1/load_model` changes it."),
     Elsewhere("`ollama run`", "`slotwise chat`", "Loads the model in its own process; needs no server."),
     Elsewhere("`ollama pull`", "", "A hub id that is served is downloaded first."),
     Elsewhere("`ollama ps`", "`slotwise top`", "Slots, queue, cache and rates."),
@@ -141,8 +147,9 @@ OLLAMA = (
     Elsewhere("`OLLAMA_MAX_QUEUE`", "`--max-num-queued-reqs`", "By default from the measured pace."),
     Elsewhere("`OLLAMA_CONTEXT_LENGTH`, `num_ctx`", "`--max-model-len`", "Of the server, not of a request."),
     Elsewhere("`OLLAMA_KV_CACHE_TYPE`", "`--kv-cache-dtype`"),
-    Elsewhere("`OLLAMA_KEEP_ALIVE`, `keep_alive`", "", "The model stays loaded."),
-    Elsewhere("`OLLAMA_MAX_LOADED_MODELS`", "", "Start a server for each model."),
+    Elsewhere("`OLLAMA_KEEP_ALIVE`, `keep_alive`", "`/sleep` and `/wake_up`", "The model stays loaded until it is "
+              "told to sleep."),
+    Elsewhere("`OLLAMA_MAX_LOADED_MODELS`", "", "Start a server for each model that is to be served at once."),
     Elsewhere("`/api/generate`", "`/v1/completions`", "OpenAI's body; streams are server-sent events, and only with "
               "`stream`."),
     Elsewhere("`/api/chat`", "`/v1/chat/completions`", "Likewise."),
@@ -150,12 +157,13 @@ OLLAMA = (
     Elsewhere("`/api/version`", "`/version`"),
     Elsewhere("`options`", "Fields of the body", "`num_predict` is `max_tokens`, `repeat_penalty` is "
               "`repetition_penalty`; `temperature`, `top_k`, `top_p`, `min_p`, `seed` and `stop` have the same names."),
-    Elsewhere("`/api/embed`", ""),
-    Elsewhere("`/api/pull`, `/api/create`, `/api/delete`", "", "A server's model does not change."),
+    Elsewhere("`/api/embed`", "`/v1/embeddings`", "OpenAI's body and answer."),
+    Elsewhere("`/api/ps`, `/api/show`", "`/v1/models`"),
+    Elsewhere("`/api/pull`, `/api/create`, `/api/delete`", "", "`/v1/load_model` loads a model of this machine."),
 )
 
 FOREIGN = frozenset({  # names of the others that notes mention
-    "VLLM_API_KEY", "n_predict", "repeat_penalty", "content", "num_predict"})
+    "VLLM_API_KEY", "n_predict", "repeat_penalty", "content", "num_predict", "input_prefix", "input_suffix"})
 
 
 def vllm_options() -> str:

@@ -48,27 +48,28 @@ def _rules(meaning: str, neutral: Mapping[str, tuple[Any, ...]] = {}, *, free: s
 
 
 RULES: dict[str, Rule] = dict((
-    *_rules("a model runs on one device", {
+    *_rules("a model's ranks are processes of one machine", {
         "prefill_context_parallel_size": ONE, "decode_context_parallel_size": ONE, "nnodes": ONE, "node_rank": (0,),
         "enable_hc_sp": OFF, "enable_batch_sharded_sampling": OFF, "enable_dbo": OFF, "numa_bind": OFF,
         "worker_use_ray": OFF},
         refused="device_ids numa_bind_nodes numa_bind_cpus",
-        instead="a model runs on one device: make it fit with {quantization}, {dtype} or {kv_cache_dtype}, and start "
-        "an engine of its own for each further device"),
-    *_rules("there is one engine on one device", {
+        instead="a model's ranks are processes of one machine, as many as {tensor_parallel_size} and "
+        "{pipeline_parallel_size} say: leave it out"),
+    *_rules("an engine has one copy of its model", {
         "data_parallel_size": ONE, "data_parallel_rank": (0,), "data_parallel_start_rank": (0,),
         "data_parallel_size_local": (0, 1), "data_parallel_hybrid_lb": OFF, "data_parallel_external_lb": OFF,
-        "data_parallel_multi_port_external_lb": OFF}, instead="there is one engine: start another for each further "
-        "device, servers behind a load balancer"),
-    *_rules("one device needs no communication", free="disable_custom_all_reduce dcp_comm_backend dcp_q_replicate "
-            "dcp_kv_cache_interleave_size cp_kv_cache_interleave_size master_addr master_port all2all_backend "
+        "data_parallel_multi_port_external_lb": OFF}, instead="an engine has one copy of its model: start "
+        "several servers behind one address with slotwise scale"),
+    *_rules("how ranks reach each other follows from their device", free="disable_custom_all_reduce "
+            "dcp_comm_backend dcp_q_replicate dcp_kv_cache_interleave_size "
+            "cp_kv_cache_interleave_size master_addr master_port all2all_backend "
             "distributed_timeout_seconds cpu_distributed_timeout_seconds data_parallel_address data_parallel_rpc_port "
             "data_parallel_backend dp_sync_interval disable_nccl_for_dp_synchronization enable_nccl_comm_suspend "
             "ray_workers_use_nsight enable_shm_tensor_arena ubatch_size dbo_decode_token_threshold "
             "dbo_prefill_token_threshold"),
-    *_rules("one worker computes", {
+    *_rules("each rank is a process that the engine starts", {
         "distributed_executor_backend": ("mp", "uni"), "worker_cls": ("auto",), "worker_extension_cls": ("",)},
-        instead="one worker on this machine computes: leave it out"),
+        instead="each rank is a process that the engine starts: leave it out; on Ray Serve each replica is a server"),
     *_rules("experts stay on the ranks that read them", {
         "enable_eplb": OFF, "enable_elastic_ep": OFF, "enable_ep_weight_filter": OFF,
         "enable_return_routed_experts": OFF}, free="moe_backend eplb_config elastic_ep_max_dp_size eplb_window_size "
@@ -83,8 +84,9 @@ RULES: dict[str, Rule] = dict((
             "attention_backend attention_config kernel_config enable_flashinfer_autotune disable_cascade_attn "
             "gdn_prefill_backend kda_prefill_backend kda_decode_backend performance_mode use_fp64_gumbel "
             "logits_processor_pattern"),
-    *_rules("no supported model has state-space or other recurrent layers", free="mamba_config mamba_backend "
-            "mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size mamba_cache_mode prefix_match_unit "
+    *_rules("recurrent states are kept in float32, in the blocks of the cache", {
+        "mamba_cache_dtype": ("auto", "float32"), "mamba_ssm_cache_dtype": ("auto", "float32")},
+            free="mamba_config mamba_backend mamba_block_size mamba_cache_mode prefix_match_unit "
             "enable_mamba_shared_prefix_checkpoint replayssm_buffer_len use_replayssm mamba_ssu_algorithm "
             "enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds engram_config"),
     *_rules("on a GPU a step is planned while another runs, on a CPU none is", free="async_scheduling "
@@ -118,11 +120,11 @@ RULES: dict[str, Rule] = dict((
         free="safetensors_load_strategy safetensors_prefetch_num_threads safetensors_prefetch_block_size "
         "pt_load_map_location max_parallel_loading_workers use_tqdm_on_load",
         instead="weights are read from safetensors and GGUF: convert the checkpoint"),
-    *_rules("the checkpoint's tokenizer.json is used", {
+    *_rules("the checkpoint's own tokenizer is used", {
         "tokenizer_mode": ("auto", "hf"), "tokenizer": (SAME,), "skip_tokenizer_init": OFF, "tokens_only": OFF,
         "tokenizer_revision": ("main",), "tokenizer_pool_size": (0,)}, free="tokenizer_pool_type "
-        "tokenizer_pool_extra_config", instead="the checkpoint's tokenizer.json is used: put the file into the "
-        "checkpoint's folder"),
+        "tokenizer_pool_extra_config", instead="the checkpoint's own tokenizer is used: put another "
+        "tokenizer.json into its folder"),
     *_rules("a checkpoint's config.json is obeyed", {
         "hf_overrides": ({},), "model_class_overrides": ({},), "hf_config_path": (SAME,), "config_format": ("auto",
         "hf"), "rope_scaling": ({},), "model_impl": ("auto", "vllm"),
@@ -159,10 +161,10 @@ RULES: dict[str, Rule] = dict((
         "guided_decoding_disable_additional_properties": OFF},
         free="guided_decoding_backend guided_decoding_disable_fallback", instead="it is a field of a request: "
         "whitespace_pattern or disable_any_whitespace of structured_outputs, or a schema's additionalProperties"),
-    *_rules("outputs follow no reasoning format", {
+    *_rules("outputs are returned as they are; slotwise serve tells reasoning from answers", {
         "reasoning_parser": ("",), "reasoning_parser_plugin": ("",),
         "logits_processors": ([],), "aux_output_config": ({},)}, refused="reasoning_config",
-        instead="outputs follow no reasoning format: leave it out"),
+        instead="outputs are returned as they are, and slotwise serve tells reasoning from answers: leave it out"),
     *_rules("{speculative_config} says where drafts come from, and names a draft model", {"num_lookahead_slots": (0,)},
             free="speculative_disable_mqa_scorer disable_logprobs_during_spec_decoding spec_decoding_acceptance_method "
             "typical_acceptance_sampler_posterior_threshold typical_acceptance_sampler_posterior_alpha "
@@ -185,9 +187,9 @@ RULES: dict[str, Rule] = dict((
         "show_hidden_metrics_for_version",
         refused="custom_histogram_buckets otlp_traces_endpoint collect_detailed_traces",
         instead="metrics are those of docs/observability.md; traces are those of slotwise serve"),
-    *_rules("an engine works alone", {
+    *_rules("an engine outside of slotwise serve works alone", {
         "enable_fault_tolerance": OFF, "fault_tolerance_config": ({},), "override_neuron_config": ({},),
         "additional_config": ({},), "shutdown_timeout": (0,)}, free="fail_on_environ_validation",
         refused="kv_transfer_config kv_events_config weight_transfer_config",
-        instead="an engine works alone, with the weights it has loaded: leave it out"),
+        instead="an engine outside of slotwise serve works alone, with the weights it has loaded: leave it out"),
 ))

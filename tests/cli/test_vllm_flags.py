@@ -48,7 +48,7 @@ def test_without_such_flags_there_is_no_line() -> None:
 def test_a_refused_flag_ends_the_command_with_one_line() -> None:
     done = cli("serve", "--data-parallel-size", "2")
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
-    assert "slotwise serve: --data-parallel-size 2: there is one engine" in done.stderr
+    assert "slotwise serve: --data-parallel-size 2: an engine has one copy" in done.stderr
 
 
 def test_a_command_for_vllm_starts_a_server(tmp_path: Path) -> None:

@@ -18,8 +18,10 @@ from slotwise.cli import build_parser  # noqa: E402
 from slotwise.engine.config import KV_CACHE_DTYPES  # noqa: E402
 from slotwise.kernels.reference import ReferenceKernels  # noqa: E402
 from slotwise.kernels.select import choose  # noqa: E402
+from slotwise.server.unsupported import ELSEWHERE  # noqa: E402
 
 FLAG = re.compile(r"`(--[\w-]+)`")
+ROUTE = re.compile(r"`?(/[\w/]+)`?")
 ABSENT = sorted(
     {option.there for option in coming_from.VLLM_OPTIONS if option.there not in names.all_options()}
     | {flag for row in coming_from.LLAMA_CPP for flag in FLAG.findall(row.there)
@@ -94,3 +96,9 @@ def test_commands_of_a_page_are_the_parsers(page: str) -> None:
         build_parser("serve").parse_args(["serve", *arguments.split()])
     if page == "coming-from":
         assert COMMAND.findall(text)
+
+
+def test_a_route_of_another_server_that_is_served_here_is_not_denied() -> None:
+    rows = {path: row for row in (*coming_from.LLAMA_CPP, *coming_from.OLLAMA) for path in ROUTE.findall(row.there)}
+    served = {path: here for path, here in ELSEWHERE.items() if path in rows}
+    assert len(served) > 8 and all(here in rows[path].here for path, here in served.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,16 @@ def test_an_argument_of_vllm_has_one_treatment(name: str) -> None:
     assert len(str(wrong.value)) > len(name) + 60 and "{quant" not in str(wrong.value), "it says what to do"
 
 
+def test_what_is_served_is_not_denied() -> None:
+    assert {"tensor_parallel_size", "pipeline_parallel_size"} <= set(SETTINGS)
+    texts = " ".join(text for rule in RULES.values() for text in rule.told(str))
+    assert not re.search("one device|one worker|no supported model has|load balancer", texts)
+    for kind in ("mamba_cache_dtype", "mamba_ssm_cache_dtype"):  # of the states of Qwen3-Next and Qwen3.5
+        check(None, {kind: "float32"})
+        with pytest.raises(ConfigError, match="kept in float32"):
+            check(None, {kind: "float16"})
+
+
 def test_the_list_has_every_argument_that_is_not_implemented() -> None:
     assert set(RULES) <= set(LISTED) and len(LISTED) > 300
     assert not set(RULES) & {*SETTINGS, *OWN}
@@ -88,14 +99,14 @@ def test_an_obeyed_argument_is_a_setting(given: dict[str, Any], field: str, valu
 
 
 @pytest.mark.parametrize(("given", "says"), [
-    ({"decode_context_parallel_size": 2}, "decode_context_parallel_size 2 is not supported: a model runs on one "
-     "device: make it fit with quantization, dtype or kv_cache_dtype"),
+    ({"decode_context_parallel_size": 2}, "decode_context_parallel_size 2 is not supported: a model's ranks are "
+     "processes of one machine, as many as tensor_parallel_size and pipeline_parallel_size say"),
     ({"decode_context_parallel_size": True}, "decode_context_parallel_size True"),
     ({"pipeline_parallel_size": True}, "pipeline_parallel_size must be a whole number"),
     ({"trust_remote": True}, "did you mean trust_remote_code"),
     ({"max_modellen": 5}, "there is no argument 'max_modellen'; did you mean max_model_len?"),
     ({"zzz": 5}, "there is no argument 'zzz'$"), ({"enable_chunked_prefill": False}, "use prefill inline"),
-    ({"tokenizer": "other/model"}, "tokenizer 'other/model' is not supported: the checkpoint's tokenizer.json"),
+    ({"tokenizer": "other/model"}, "tokenizer 'other/model' is not supported: the checkpoint's own tokenizer"),
     ({"quantization": "awq"}, "quantization must be one of none, int8"), ({"dtype": "int3"}, "dtype must be one of"),
     ({"max_model_len": "4q"}, "max_model_len must be a whole number .* not '4q'"),
     ({"max_model_len": "0.0015k"}, "max_model_len must be a whole number"), ({"stream_interval": 0}, "stream_interval"),

@@ -51,7 +51,7 @@ def _shared(*arguments: str, short: str = "", is_switch: bool = False) -> Flag:
 FLAGS: tuple[Flag, ...] = (
     _shared("data_parallel_size", short="-dp"),
     Flag(("--api-server-count",), ("1",), "one process serves HTTP",
-         "one process serves HTTP: start further servers behind a load balancer"),
+         "one process serves HTTP: start further servers with slotwise scale"),
     _shared("distributed_executor_backend"),
     _shared("disable_custom_all_reduce", is_switch=True),
     _switch("--disable-frontend-multiprocessing", "the engine always has a process of its own"),

@@ -5,8 +5,8 @@
           │  arrived, or late        PREEMPTED ┘
           └─► WAITING_FOR_KV
 
-Every state change happens here, along TRANSITIONS of `core/request.py`, on the scheduler's decision, and is recorded as
-an event.  The lowest free slot is taken first.
+States change here alone, along TRANSITIONS of `core/request.py`, on the scheduler's decision.  Each change is recorded
+as an event, except that from WAITING_FOR_KV to WAITING.  The lowest free slot is taken first.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ LIKE = 0.75  # ratio of characters that a misspelt path has in common with a rou
 AS_ANOTHER = {"best_of": "n"}  # accepted with the value of another field, and with no other
 PATHS = {  # of OpenAI's and vLLM's routes that are not served, by their beginnings
     **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score", "/classify", "/v1/classify"),
-                    "it needs a model with a classification head, and this server has one that generates text; "
-                    "compare vectors of /v1/embeddings instead"),
+                    "it needs a model with a classification head, which no supported model has; compare vectors of "
+                    "/v1/embeddings instead"),
     "/v1/audio": "the model takes and gives text, and no audio",
     "/v1/images": "the model takes and gives text, and no images",
     "/pooling": "/v1/embeddings gives pooled vectors",
@@ -44,7 +44,7 @@ ELSEWHERE = {  # routes of Ollama, llama.cpp and TGI, and those that do the same
     **dict.fromkeys(("/api/generate", "/generate", "/generate_stream", "/completion", "/infill"), "/v1/completions"),
     **dict.fromkeys(("/api/embed", "/api/embeddings", "/embed", "/embedding"), "/v1/embeddings"),
     **dict.fromkeys(("/api/tags", "/api/ps", "/api/show", "/props", "/info"), "/v1/models"),
-    "/api/version": "/version", "/slots": "/load",
+    "/api/version": "/version", "/slots": "/timeline",
 }
 HINTS = ("metadata", "prompt_cache_key", "safety_identifier", "session_id")
 

@@ -130,7 +130,7 @@ def test_a_continuation_keeps_its_spaces(skip: bool, tmp_path: Path) -> None:
 def test_offsets_are_characters_of_the_text(tmp_path: Path, inner: Inner) -> None:
     """Of a text as it was given, and of the text of its tokens."""
     tokenizer, _ = both(tmp_path, inner)
-    for text in TEXTS:
+    for text in [*TEXTS, "the quick 日本 " * 500]:
         ids = tokenizer.encode(text)
         parts = [b"" if one in tokenizer.special_ids else tokenizer.token_bytes(one) for one in ids]
         more = len(b"".join(parts).decode()) - len(text)  # the space that encoding puts before it

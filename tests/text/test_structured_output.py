@@ -105,6 +105,17 @@ def test_digits_are_asciis_in_every_field() -> None:
     assert matches(REGEX, r"\p{Nd}{3}", devanagari)
 
 
+def test_a_hyphen_before_a_class_is_itself() -> None:
+    literal = {"pattern": r"[+-\d]"}
+    patterned = {"type": "string", "pattern": r"^[+-\d]+$"}
+    schema = of_structured_outputs({"json": {"anyOf": [patterned, {"const": literal}]}})
+    regex = of_structured_outputs({"regex": r"[+-\d]+"})
+    assert schema is not None and regex is not None
+    for text, holds in (("+-5", True), ("+ 5", False), (".", False)):
+        assert matches(schema.kind, schema.text, json.dumps(text)) == matches(regex.kind, regex.text, text) == holds
+    assert matches(schema.kind, schema.text, json.dumps(literal))
+
+
 def test_structural_tags() -> None:
     tag = {"structures": [{"begin": "<f=a>", "schema": OBJECT, "end": "</f>"}, {"begin": "<f=b>", "end": ""}],
            "triggers": ["<f="]}

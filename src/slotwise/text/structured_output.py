@@ -22,6 +22,7 @@ MAX_CHOICES = 16_384
 MAX_TAGS = 64
 MAX_MULTIPLE = 100_000  # of `multipleOf`: compiling takes time in proportion
 ANY_OBJECT = {"type": "object"}
+LITERALS = ("const", "enum", "default", "examples")  # keywords of a schema whose values are no schemas
 COMPILER = "x-guidance"  # the compiler's options within a schema
 WHITE_SPACE = r" |(\r?\n){1,2}[ \t]{0,32}"  # between JSON's symbols: bounded, for small models never leave it
 FIELDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")  # one of them is the constraint
@@ -124,7 +125,7 @@ def json_schema(schema: object, field: str, whitespace_pattern: object = None, n
         raise StructuredOutputError(field, "disable_any_whitespace must be true or false")
     options = {"whitespace_flexible": False} if no_whitespace else {
         "whitespace_pattern": WHITE_SPACE if whitespace_pattern is None else in_ascii(whitespace_pattern)}
-    schema = {**({"allOf": [schema]} if isinstance(schema, bool) else schema), COMPILER: options}
+    schema = {**({"allOf": [schema]} if isinstance(schema, bool) else _in_ascii(schema)), COMPILER: options}
     return _grammar(JSON_SCHEMA, json.dumps(schema, ensure_ascii=False), field)
 
 
@@ -193,6 +194,14 @@ def _refuse_others(value: Mapping[str, Any], field: str, where: str, known: Sequ
 def _is_list(value: object, kind: type) -> bool:
     return (isinstance(value, Sequence) and not isinstance(value, str) and 0 < len(value) <= MAX_TAGS
             and all(isinstance(one, kind) for one in value))
+
+
+def _in_ascii(value: Any) -> Any:
+    """A schema with its patterns as `in_ascii` writes them: the compiler misreads a hyphen before a class."""
+    if isinstance(value, Mapping):
+        return {key: in_ascii(one) if key == "pattern" and isinstance(one, str) else one if key in LITERALS
+                else _in_ascii(one) for key, one in value.items()}
+    return [_in_ascii(one) for one in value] if isinstance(value, list) else value
 
 
 def _check_schema(schema: object, field: str) -> None:

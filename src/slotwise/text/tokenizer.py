@@ -186,13 +186,17 @@ class Tokenizer:
     def offsets(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """For each token of `text`, the characters before the one that it begins with, or within.
 
+        Long texts are encoded without holding the interpreter's lock.
         A token that the tokenizer adds stands where the next one begins.
 
         Raises:
             TokenizerError: as `encode`.
         """
         try:
-            spans = self.inner.encode(text, add_special_tokens=add_special_tokens).offsets
+            if len(text) <= SHORT:
+                spans = self.inner.encode(text, add_special_tokens=add_special_tokens).offsets
+            else:
+                spans = self.inner.encode_batch([text], add_special_tokens=add_special_tokens)[0].offsets
         except INTERRUPTS:
             raise
         except BaseException as error:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import re
 import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +23,19 @@ from safetensors.torch import load_file, save_file
 
 from slotwise import LLM, SamplingParams
 from slotwise.compose.check import objection as of_model
+from slotwise.compose.engine import load as load_weights
 from slotwise.compose.exchange import objection
-from slotwise.engine.config import EngineConfig
+from slotwise.compose.served_model import ModelOptions, ServedModel, read_model, read_other
+from slotwise.compose.service import chat_of
+from slotwise.engine.config import ConfigError, EngineConfig
+from slotwise.errors import OneLineError
+from slotwise.model.load import Unread
 from slotwise.server.settings import ServerSettings
+from slotwise.transfer.settings import KVTransferConfig
 
 ADMIN = {"Authorization": "Bearer root"}
 PROMPT = list(range(40, 70))
+LONGEST = 1000  # tokens of a sequence
 HELLO = [{"role": "user", "content": "hello"}]
 
 
@@ -32,6 +43,7 @@ class Models(NamedTuple):
     first: Path
     second: Path
     unsound: Path  # its weights are not numbers
+    shorter: Path  # sound, and its context is shorter than `LONGEST`
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +57,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     tensors = load_file(unsound / "model.safetensors")
     save_file({name: torch.full_like(tensor, float("nan")) for name, tensor in tensors.items()},
               unsound / "model.safetensors", metadata={"format": "pt"})
-    return Models(first, second, unsound)
+    shorter = folder / "shorter"
+    shutil.copytree(second, shorter)
+    checkpoints.edit_config(shorter, max_position_embeddings=LONGEST - 1)
+    return Models(first, second, unsound, shorter)
 
 
 @pytest.fixture(scope="module")
 def server(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Any:
     log = tmp_path_factory.mktemp("log") / "log"
     with serving(str(models.first), "--admin-api-key", "root", "--dtype", "float32", "--max-num-seqs", "4",
-                 "--kv-cache-memory", "50M", log=log) as live:
+                 "--max-model-len", str(LONGEST), "--kv-cache-memory", "50M", log=log) as live:
         yield live
 
 
@@ -123,8 +138,12 @@ def test_what_cannot_be_served_disturbs_nothing(server: Live, models: Models, tm
     shutil.copytree(models.second, cut)
     whole = (cut / "model.safetensors").read_bytes()
     (cut / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    templated = tmp_path / "templated"
+    shutil.copytree(models.second, templated)
+    (templated / "chat_template.jinja").write_text("{% if %}")
     for model, said in ((tmp_path / "nowhere", "absolute path"), ("Qwen/Qwen3-0.6B", "absolute path"),
-                        (other, ""), (cut, "model.safetensors")):
+                        (other, ""), (cut, "model.safetensors"), (models.shorter, "max_model_len 1000 exceeds the 999"),
+                        (templated, "template")):
         told = load(server, model)
         assert told.status_code == 400 and told.json()["error"]["param"] == "model"
         assert said in told.json()["error"]["message"]
@@ -158,6 +177,136 @@ def test_a_model_is_checked_without_its_weights(models: Models) -> None:
     assert of_model(config, 0) == ""
     assert "the weights take" in of_model(config, -(1 << 60))
     assert "kv_cache_dtype" in of_model(replace(config, kv_cache_dtype="fp8"), 0), "settings that the device refuses"
+
+
+def changed(**fields: Any) -> Callable[[Path], None]:
+    return lambda folder: checkpoints.edit_config(folder, **fields)
+
+
+def stored(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    """Changes the tensors of a checkpoint."""
+
+    def apply(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return apply
+
+
+def written(name: str, text: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_text(text) and None
+
+
+NORM = "model.norm.weight"
+BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {  # and a part of what is said
+    "no config": (lambda folder: (folder / "config.json").unlink(), "config.json"),
+    "a config that is not JSON": (written("config.json", "{"), "not valid JSON"),
+    "another architecture": (changed(architectures=["BertModel"]), "BertModel is not supported"),
+    "a context below max_model_len": (changed(max_position_embeddings=999), "exceeds the 999 positions"),
+    "more layers than are stored": (changed(num_hidden_layers=4, layer_types=...), "lacks"),
+    "fewer layers than are stored": (changed(num_hidden_layers=2), ""),
+    "other sizes than are stored": (changed(intermediate_size=161), "has shape"),
+    "a method of quantization that is not there": (changed(quantization_config={"quant_method": "x"}), "x"),
+    "parts of quantized weights that are not there": (changed(quantization_config={
+        "quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}), "lacks"),
+    "a tensor too few": (stored(lambda tensors: tensors.pop(NORM)), NORM),
+    "a tensor too many": (stored(lambda tensors: tensors.update(
+        {"model.layers.0.self_attn.q_norm.bias": torch.ones(4)})), "q_norm"),
+    "a tensor of another shape": (stored(lambda tensors: tensors.update({NORM: torch.ones(7)})), "has shape [7]"),
+    "a tensor of whole numbers": (stored(lambda tensors: tensors.update(
+        {NORM: tensors[NORM].to(torch.int32)})), "I32"),
+    "a file that is cut": (lambda folder: cut(folder / "model.safetensors"), "model.safetensors"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "weights"),
+    "an index of a file that is not there": (lambda folder: renamed(folder, "other.safetensors"), "other.safetensors"),
+    "a link out of the folder": (lambda folder: outside(folder / "model.safetensors"), "outside of the checkpoint"),
+    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer"),
+    "a tokenizer that is not one": (written("tokenizer.json", "{}"), "tokenizer.json"),
+    "a template that does not compile": (written("chat_template.jinja", "{% if %}"), "template"),
+    "defaults out of range": (written("generation_config.json", '{"temperature": -1}'), "temperature"),
+    "end tokens that are not numbers": (written("generation_config.json", '{"eos_token_id": "x"}'), "eos_token_id"),
+    "pooling that is not JSON": (written("modules.json", "{"), "modules.json"),
+}
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-8])
+
+
+def renamed(folder: Path, listed: str) -> None:
+    """The weights are no longer where the index has them."""
+    names = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").rename(folder / "renamed.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, listed)}))
+
+
+def outside(path: Path) -> None:
+    path.rename(path.parent.with_suffix(".elsewhere"))
+    path.symlink_to(path.parent.with_suffix(".elsewhere"))
+
+
+async def refusal(server: ServedModel, path: Path) -> str:
+    """Why a server does not exchange its model for the one at `path`; "" if it would end its engine for it."""
+    try:
+        other = read_other(server, ModelOptions(), str(path), "")
+        chat, _ = await chat_of(other)
+        if chat is not None:
+            chat.close()
+    except (OneLineError, OSError, ValueError) as error:
+        return str(error)
+    return of_model(other.config, 0)
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_every_fault_of_a_folder_is_found_before_the_old_engine_ends(
+        models: Models, tmp_path: Path, fault: str) -> None:
+    config = EngineConfig.of(model=str(models.first), dtype="float32", max_model_len=LONGEST, kv_cache_memory=20 << 20)
+    server = read_model(config, ServerSettings("m"), ModelOptions())
+    folder = tmp_path / "model"
+    shutil.copytree(models.second, folder)
+    assert asyncio.run(refusal(server, folder)) == ""
+    breaks, said = BROKEN[fault]
+    breaks(folder)
+    told = asyncio.run(refusal(server, folder))
+    assert told and said in told and "\n" not in told
+
+
+def test_a_context_without_room_for_a_prompt_and_an_output_is_refused_before_weights_are_read(
+        models: Models, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(models.second, folder)
+    config = EngineConfig.of(model=str(folder), dtype="float32", kv_cache_memory=20 << 20)
+    checkpoints.edit_config(folder, max_position_embeddings=1)
+    assert "sequences of 1 token" in of_model(config, 0)
+    with pytest.raises(ConfigError, match="max_model_len must be a whole number from 2"):
+        replace(config, max_model_len=1)
+    checkpoints.edit_config(folder, max_position_embeddings=2)
+    assert of_model(config, 0) == ""
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    llm = LLM(folder, dtype="float32", max_num_seqs=4, kv_cache_memory_bytes=20 << 20)
+    (output,) = llm.generate({"prompt_token_ids": [40]}, params, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 1
+
+
+@pytest.mark.parametrize(("settings", "said"), [
+    ({"quantization": "int4", "dtype": "float32"}, ""), ({"kv_cache_memory": 1}, "raise kv_cache_memory"),
+    ({"kv_cache_memory": 1 << 49}, "do not fit"), ({"kv_cache_memory": 100_000}, "does not fit the cache"),
+    ({"max_num_batched_tokens": 3}, "must be at least max_num_seqs"), ({"packed_weights_cache": 1.0}, "plain"),
+    ({"kv_transfer_config": KVTransferConfig(
+        "SharedMemoryConnector", "kv_producer", secret="x" * 32)}, "windowed attention")])
+def test_settings_that_do_not_suit_a_model_are_found_before_its_weights_are_read(
+        models: Models, tmp_path: Path, settings: dict[str, Any], said: str) -> None:
+    """By an exchange, and by a start in the same words."""
+    folder = models.first
+    if "kv_transfer_config" in settings:
+        folder = checkpoints.make("mistral", tmp_path / "windowed", tokenizer=True)
+    config = replace(EngineConfig.of(model=str(folder), dtype="float32", max_model_len=LONGEST), **settings)
+    told = of_model(config, 0)
+    assert said in told and bool(said) == bool(told)
+    if said:
+        with pytest.raises((OneLineError, MemoryError), match=re.escape(said)), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Unread, "read", lambda *arguments: pytest.fail("weights were read"))
+            load_weights(config)
 
 
 def test_servers_that_have_one_model_say_so() -> None:

@@ -18,7 +18,7 @@ from live import Live, serving
 
 from slotwise import LLM, StructuredOutputsParams
 from slotwise import SamplingParams as AskedParams
-from slotwise.compose.choices import joined
+from slotwise.compose.choices import other_ranks
 from slotwise.compose.engine import build_engine
 from slotwise.compose.ranks import visible_gpus
 from slotwise.core.params import SamplingParams
@@ -156,7 +156,7 @@ def test_ranks_on_gpus_have_one_each(setting: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     kernels = SimpleNamespace(device=torch.device("cuda"))
     with pytest.raises(ConfigError, match="2 ranks needs as many GPUs, and torch sees 1"):
-        joined(EngineConfig.of(model="any", **{setting: 2}), kernels, None, None, print)
+        other_ranks(EngineConfig.of(model="any", **{setting: 2}), kernels, None, print)
 
 
 @pytest.mark.parametrize(("stages", "width"), [(1, 2), (2, 1), pytest.param(2, 2, marks=pytest.mark.slow)])

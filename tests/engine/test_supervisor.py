@@ -39,6 +39,8 @@ class Process:
         self._polite, self._mortal = polite, mortal
         self.other.send(encode(info if starts else EngineFailed("no memory")))
 
+    held_bytes = 0
+
     @property
     def ended(self) -> bool:
         return (self._mortal and self.killed) or (self._polite and not self.killed and self._hears_nobody())

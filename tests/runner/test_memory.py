@@ -93,7 +93,7 @@ def test_a_share_of_everything_counts_weights_and_workspace(group: Path):
     (GIB, 7 * GIB, None), (8 * GIB, None, None), (8 * GIB, 1, None), (7 * GIB, None, 0.5)])
 def test_what_is_not_there_is_refused_with_the_numbers(group: Path, workspace: int, asked: int | None,
                                                       share: float | None):
-    with pytest.raises(MemoryError, match=r"does not fit the 7.00 GiB that are free"):
+    with pytest.raises(MemoryError, match=r"do not fit the 7.00 GiB that are free"):
         memory.cache_budget(GIB, workspace, asked=asked, share=share)
 
 

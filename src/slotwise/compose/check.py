@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import socket
 import sys
-from typing import NoReturn
 
 import msgspec
 
@@ -21,10 +20,6 @@ from slotwise.errors import OneLineError, one_line
 from slotwise.observe import lines
 
 SECONDS = 120.0  # for imports and headers of files, on a busy machine
-
-
-class _Admitted(Exception):
-    """Nothing is wrong so far, and weights would be read next."""
 
 
 class _Asked(msgspec.Struct):
@@ -62,38 +57,13 @@ def _first(channel: BlockingChannel) -> list[bytes]:
 
 def objection(config: EngineConfig, freed: int) -> str:
     """Why the model of `config` cannot be loaded; "" where nothing is wrong with what can be seen."""
+    from slotwise.compose.engine import check_loadable  # torch
+
     try:
-        _load_no_weight(config, freed)
-    except _Admitted:
-        return ""
+        check_loadable(config, freed)
     except (OneLineError, ValueError, OSError, MemoryError, RuntimeError) as error:
         return one_line(str(error))
-    raise AssertionError("a model was loaded to be checked")
-
-
-def _load_no_weight(config: EngineConfig, freed: int) -> None:
-    """Loads a model up to its weights.  Raises _Admitted, or what `compose.engine.load` raises."""
-    from slotwise.compose.choices import check_model, chosen
-    from slotwise.compose.draft_model import DraftCheckpoint
-    from slotwise.model.generation import named_file
-    from slotwise.model.load import describe, load_model
-    from slotwise.model.locate import locate
-    from slotwise.runner import memory
-
-    _, kernels = chosen(config, lambda plain: plain)
-    folder, generation = locate(config.model), named_file(config.generation_config)
-    described = describe(folder, config.dtype, kernels, generation)
-    check_model(config, folder, described, kernels)
-    if (draft := DraftCheckpoint.of(config)) is not None:
-        draft.check(folder, described, kernels)
-
-    def admit(num_bytes: int) -> NoReturn:
-        if kernels.device.type == "cpu":
-            memory.check_weights(num_bytes, memory.loadable_bytes() + freed, "memory")
-        raise _Admitted
-
-    load_model(folder, kernels=kernels, dtype=config.dtype, generation=generation, max_positions=config.max_model_len,
-               admit=admit)
+    return ""
 
 
 def main(log_format: str, descriptor: int) -> None:

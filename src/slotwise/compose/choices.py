@@ -44,6 +44,10 @@ def check_model(config: EngineConfig, folder: Path, described: ModelConfig, kern
     if config.quantization != "none" and described.quantization is not None:
         raise ConfigError(f"quantization {config.quantization} is for full weights: those of {folder} are quantised "
                           f"already ({described.quantization.description}); leave the option out")
+    if config.packed_weights_cache and kernels.name != "cpu":
+        raise ConfigError(f"packed_weights_cache needs device cpu, not {kernels.name}: only there weights are repacked")
+    if config.packed_weights_cache and described.quantization is None:
+        raise ConfigError(f"packed_weights_cache is for quantised checkpoints: the weights of {folder} are plain")
     if config.batch_invariant and (why := kernels.batch_dependence(described.dtype)):
         raise ConfigError(f"batch_invariant cannot be kept: {why}")
     if described.recurrent is None:
@@ -56,19 +60,24 @@ def check_model(config: EngineConfig, folder: Path, described: ModelConfig, kern
                           "choose method suffix, ngram or prediction")
 
 
-def joined(
-    config: EngineConfig, kernels: Kernels, described: ModelConfig, joining: Callable[[Kernels], Group] | None,
-    on_lost: Callable[[str], None],
-) -> tuple[Ranks | None, Group]:
-    """Returns the other ranks, where this process starts them, and the group that computes the model.
+def divided(config: EngineConfig) -> Group:
+    """What rank 0 holds of the model, and exchanges with no other: to know sizes before the others start."""
+    if config.num_ranks == 1:
+        return ALONE
+    return Divided(config.tensor_parallel_size, Stage(0, config.pipeline_parallel_size),
+                   splits_experts=config.enable_expert_parallel)
+
+
+def other_ranks(
+    config: EngineConfig, kernels: Kernels, described: ModelConfig, on_lost: Callable[[str], None],
+) -> Ranks | None:
+    """Starts the other ranks; None: there are none.
 
     Raises:
         ConfigError: there are fewer GPUs than ranks, no experts to divide, or other ranks in torch's process group.
     """
-    if joining is not None:
-        return None, joining(kernels)
     if config.num_ranks == 1:
-        return None, ALONE
+        return None
     if kernels.device.type == "cuda" and (there := torch.cuda.device_count()) < config.num_ranks:
         raise ConfigError(f"a model of {config.num_ranks} ranks needs as many GPUs, and torch sees {there}")
     if kernels.name != "cpu" and torch.distributed.is_initialized():
@@ -82,5 +91,4 @@ def joined(
         stage = Stage(number, config.pipeline_parallel_size)
         tensor_shapes(described, Divided(
             config.tensor_parallel_size, stage, splits_experts=config.enable_expert_parallel))
-    ranks = Ranks(config, kernels, described, on_lost)
-    return ranks, ranks.group
+    return Ranks(config, kernels, described, on_lost)

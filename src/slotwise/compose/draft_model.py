@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.kernels.interface import Kernels
 from slotwise.model.config import ModelConfig
-from slotwise.model.decoder import Decoder
 from slotwise.model.errors import CheckpointError
-from slotwise.model.load import describe, load_model
+from slotwise.model.load import Unread, describe
 from slotwise.model.locate import locate
 from slotwise.text.tokenizer import MAX_TOKENIZER_BYTES, Tokenizer, TokenizerError
 
@@ -58,16 +56,12 @@ class DraftCheckpoint:
         """Its config, in the type in which the model is computed."""
         return describe(self.folder, _dtype_of(model), kernels)
 
-    def load(
-        self, model: ModelConfig, kernels: Kernels, max_positions: int | None,
-        progress: Callable[[int, int], None], admit: Callable[[int], None],
-    ) -> Decoder:
-        """Reads its weights, as `model.load.load_model` does."""
-        loaded = load_model(self.folder, kernels=kernels, dtype=_dtype_of(model), max_positions=max_positions,
-                            progress=progress, admit=admit)
-        if not loaded.config.has_head:
+    def unread(self, model: ModelConfig, kernels: Kernels) -> Unread:
+        """Its files, checked.  Raises CheckpointError."""
+        unread = Unread(self.folder, self.describe(model, kernels), _dtype_of(model), kernels)
+        if not unread.config.has_head:
             raise CheckpointError(f"{self.folder} has no head, so it cannot draft")
-        return loaded
+        return unread
 
 
 def _dtype_of(model: ModelConfig) -> str:

@@ -7,17 +7,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from slotwise.compose.choices import check_model, chosen, joined
+from slotwise.compose.choices import check_model, chosen, divided, other_ranks
 from slotwise.compose.draft_model import DraftCheckpoint
 from slotwise.compose.executors import leading
-from slotwise.compose.kv_transfer import check_transfers, linked
+from slotwise.compose.kv_transfer import linked
 from slotwise.compose.machine import glance, measure_machine, roofline
 from slotwise.compose.packed_weights import packed_weights
-from slotwise.compose.sizes import cache_groups, sized, step_tokens
+from slotwise.compose.sizes import cache_groups, check_sizes, check_weights, sized, step_tokens
 from slotwise.compose.vocabulary import Vocabulary
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.roofline import Machine, Roofline
@@ -34,10 +35,10 @@ from slotwise.kernels.interface import Kernels
 from slotwise.kernels.select import launcher_of
 from slotwise.model.adapters import Adapters
 from slotwise.model.config import ModelConfig
-from slotwise.model.decoder import Decoder
+from slotwise.model.decoder import Decoder, DecoderSizes
 from slotwise.model.fingerprint import fingerprint
 from slotwise.model.generation import named_file
-from slotwise.model.load import describe, load_model
+from slotwise.model.load import Unread, describe
 from slotwise.model.locate import locate
 from slotwise.observe.step_time import load_or_learn
 from slotwise.runner import memory
@@ -153,7 +154,6 @@ class Loaded:
             self._ranks.wait()
             self._ranks.measure(config)
         limits, used = sized(config, decoder, self._draft)
-        check_transfers(config, limits, kernels)
         progress("kernels", 0, 1)
         self._warming.finish()
         progress("kernels", 1, 1)
@@ -234,6 +234,47 @@ class Loaded:
         return MemoryUse(used.weights, used.workspace, used.cache, used.host, runtime, used.graphs)
 
 
+class _Found(NamedTuple):
+    """A model's files and those of its draft model, checked for the settings of an engine."""
+
+    folder: Path
+    described: ModelConfig
+    unread: Unread
+    draft: Unread | None
+
+    @property
+    def sizes(self) -> list[DecoderSizes]:
+        return [one.sizes for one in (self.unread, self.draft) if one is not None]
+
+
+def check_loadable(config: EngineConfig, freed: int) -> None:
+    """Raises what `load` and `Loaded.engine` would raise, as far as it can be known before weights are read.
+
+    Args:
+        freed: bytes of host memory that will be free beside those that are.
+    """
+    _, kernels = chosen(config, lambda plain: plain)
+    found = _found(config, locate(config.model), kernels, DraftCheckpoint.of(config), divided(config))
+    check_sizes(config, found.sizes, freed)
+
+
+def _found(
+    config: EngineConfig, folder: Path, kernels: Kernels, draft_model: DraftCheckpoint | None, group: Group,
+) -> _Found:
+    """Reads configs and headers.
+
+    Raises:
+        CheckpointError: the files are invalid.
+        ConfigError: the settings do not suit the model.
+    """
+    described = describe(folder, config.dtype, kernels, named_file(config.generation_config))
+    check_model(config, folder, described, kernels)
+    if draft_model is not None:
+        draft_model.check(folder, described, kernels)
+    return _Found(folder, described, Unread(folder, described, config.dtype, kernels, group),
+                  None if draft_model is None else draft_model.unread(described, kernels))
+
+
 def load(
     config: EngineConfig, progress: Progress = silent, wrap: Callable[[Kernels], Kernels] = lambda k: k,
     joining: Callable[[Kernels], Group] | None = None, on_lost: Callable[[str], None] = lambda why: None,
@@ -259,40 +300,27 @@ def load(
     draft_model = DraftCheckpoint.of(config) if joining is None else None  # rank 0 alone proposes
     if draft_model is not None:
         checkpoint += fingerprint(draft_model.folder)
-    generation = named_file(config.generation_config)
-    described = describe(folder, config.dtype, kernels, generation)
-    check_model(config, folder, described, kernels)
-    if draft_model is not None:
-        draft_model.check(folder, described, kernels)
-    ranks, group = joined(config, kernels, described, joining, on_lost)
+    group = divided(config) if joining is None else joining(kernels)
+    found = _found(config, folder, kernels, draft_model, group)
+    described, unread, ranks = found.described, found.unread, None
+    if joining is None:
+        check_sizes(config, found.sizes)
+        ranks = other_ranks(config, kernels, described, on_lost)
+    elif kernels.device.type == "cuda":  # on a CPU, rank 0 has checked the weights of all
+        check_weights(unread.sizes.weight_bytes, kernels.device)
+    if ranks is not None:
+        unread = Unread(folder, described, config.dtype, kernels, ranks.group)
     packing = 1 if workers.are_waiting() else torch.get_num_threads()  # all other threads compile
     warming = Warming(kernels, described.dtype)  # loading kernels holds the GIL, packing weights does not
     vocabulary = Vocabulary(folder, described) if joining is None else None
-
     read = partial(progress, "weights")
-
-    def admit(num_bytes: int) -> None:
-        _check_memory(num_bytes, kernels.device)
-
+    adapters = (config.max_cpu_loras, config.max_lora_rank) if config.enable_lora else None
     with _threads(packing):
-        with packed_weights(config, kernels, folder, described):
-            decoder = load_model(
-                config.model, kernels=kernels, dtype=config.dtype, generation=generation,
-                max_positions=config.max_model_len, progress=read, admit=admit, group=group,
-                adapters=(config.max_cpu_loras, config.max_lora_rank) if config.enable_lora else None)
-        draft = None if draft_model is None else draft_model.load(
-            described, kernels, config.max_model_len, read, admit)
+        with packed_weights(config, kernels, folder):
+            decoder = unread.read(config.max_model_len, read, adapters)
+        draft = None if found.draft is None else found.draft.read(config.max_model_len, read)
     return Loaded(config.model, device, decoder, warming, checkpoint=checkpoint, identity=identity,
                   vocabulary=vocabulary, draft=draft, ranks=ranks)
-
-
-def _check_memory(weights: int, device: torch.device) -> None:
-    """Raises MemoryError if weights of so many bytes do not fit the free memory of `device`."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        memory.check_weights(weights, free + torch.cuda.memory_reserved(device), "the GPU's memory")
-    else:
-        memory.check_weights(weights, memory.loadable_bytes(), "memory")
 
 
 def _warm_up(decoder: Decoder) -> None:

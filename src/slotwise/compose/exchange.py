@@ -18,7 +18,7 @@ from slotwise.compose.check import check
 from slotwise.compose.cores import Cores
 from slotwise.compose.launch import ChildProcess
 from slotwise.compose.served_model import ModelOptions, ServedModel, read_other
-from slotwise.compose.service import service
+from slotwise.compose.service import chat_of, service
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.refusals import EngineError
 from slotwise.engine.sleep import Sleep
@@ -27,6 +27,7 @@ from slotwise.server.app import ROUTES
 from slotwise.server.asgi import App
 from slotwise.server.context import Api
 from slotwise.server.settings import ServerSettings
+from slotwise.text.chat_source import ChatTemplateError
 
 EXCHANGED = "the model is being exchanged; try again later"
 
@@ -75,7 +76,13 @@ class Exchange:
             if why := objection(self._model.config, self._model.settings):
                 raise ValueError(f"model: {why}")
             model = await asyncio.to_thread(self._read, path, name)
-            await check(model.config, api.engine_client.info.memory.total if api.sleep.level < 2 else 0)
+            try:
+                chat, _ = await chat_of(model)
+            except ChatTemplateError as error:
+                raise ValueError(f"model: {error}") from error
+            if chat is not None:
+                chat.close()
+            await check(model.config, api.sleep.held_bytes)
             await self._replace(api, api.sleep, model)
         return model.settings.served_model_name
 

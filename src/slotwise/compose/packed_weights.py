@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import slotwise
-from slotwise.engine.config import ConfigError, EngineConfig
+from slotwise.engine.config import EngineConfig
 from slotwise.kernels.interface import Kernels
 from slotwise.kernels.select import launcher_of
-from slotwise.model.config import ModelConfig
 from slotwise.model.fingerprint import content_digest
 
 CODE = ("kernels/cpu/block_layout.py", "kernels/cpu/block_packing.py", "kernels/matrix.py", "model/**/*.py")
@@ -19,19 +18,11 @@ CODE = ("kernels/cpu/block_layout.py", "kernels/cpu/block_packing.py", "kernels/
 
 
 @contextmanager
-def packed_weights(config: EngineConfig, kernels: Kernels, checkpoint: Path, described: ModelConfig) -> Iterator[None]:
-    """Takes the panels of weights that are packed meanwhile from disk, or writes them there.
-
-    Raises:
-        ConfigError: these kernels or this checkpoint have none.
-    """
+def packed_weights(config: EngineConfig, kernels: Kernels, checkpoint: Path) -> Iterator[None]:
+    """Takes the panels of weights that are packed meanwhile from disk, or writes them there."""
     if not config.packed_weights_cache:
         yield
         return
-    if kernels.name != "cpu":
-        raise ConfigError(f"packed_weights_cache needs device cpu, not {kernels.name}: only there weights are repacked")
-    if described.quantization is None:
-        raise ConfigError(f"packed_weights_cache is for quantised checkpoints: the weights of {checkpoint} are plain")
     from slotwise.kernels.cpu.packed_file import kept
 
     key = hashlib.sha256(f"{content_digest(checkpoint)} {_code_digest()}".encode()).hexdigest()

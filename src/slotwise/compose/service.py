@@ -68,14 +68,9 @@ async def service(
 
     supervisor = Supervisor(engine_client, launch, settings.engine_timeout)
     chat: Template | None = None
-    ignores_tools = False
     try:
         supervisor.launch()
-        if model.template:
-            chat = Template(model.template, model.tokenizer.special_tokens, for_tools=model.tool_template)
-            await chat.check()  # the engine is loading meanwhile
-            ignores_tools = await chat.ignores_tools()
-        form = _output_format(model, ignores_tools)
+        chat, form = await chat_of(model)  # the engine is loading meanwhile
         with bar:
             info = await supervisor.ready()
         announce(settings.sampling_defaults)  # now: a start that fails says one line
@@ -96,12 +91,26 @@ async def service(
         await supervisor.end()
 
 
-def _output_format(model: ServedModel, ignores_tools: bool) -> OutputFormat:
-    """Raises ChatTemplateError: calls are demanded of a template that does not tell how its model writes them."""
+async def chat_of(model: ServedModel) -> tuple[Template | None, OutputFormat]:
+    """The model's chat template, compiled within its limits, and how its outputs are parsed; None: it has none.
+
+    Raises:
+        ChatTemplateError: it does not compile, or calls are demanded of a template that does not tell how its model
+            writes them.
+    """
+    chat, ignores_tools = None, False
     try:
-        return model.output_format(ignores_tools=ignores_tools)
-    except ValueError as error:
-        raise ChatTemplateError(str(error)) from error
+        if model.template:
+            chat = Template(model.template, model.tokenizer.special_tokens, for_tools=model.tool_template)
+            await chat.check()
+            ignores_tools = await chat.ignores_tools()
+        return chat, model.output_format(ignores_tools=ignores_tools)
+    except BaseException as error:
+        if chat is not None:
+            chat.close()
+        if isinstance(error, ValueError) and not isinstance(error, ChatTemplateError):
+            raise ChatTemplateError(str(error)) from error
+        raise
 
 
 async def _load_adapters(api: Api) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
+from slotwise.compose.kv_transfer import check_transfers
 from slotwise.core.cache_groups import CacheGroups
 from slotwise.core.drafting import MAX_STEP_DRAFTS
 from slotwise.core.limits import SchedulerLimits
@@ -17,7 +18,7 @@ from slotwise.kernels.interface import LayerShape
 from slotwise.kernels.pipe import PLACES, Stage
 from slotwise.kernels.select import draw_for
 from slotwise.model.cache_groups import LayerGroups, cache_shapes, layer_groups, least_block_size, one_group
-from slotwise.model.decoder import Decoder
+from slotwise.model.decoder import Decoder, DecoderSizes
 from slotwise.model.families import weight_bytes
 from slotwise.model.stages import layers_of
 from slotwise.runner import kv_offload, memory
@@ -42,13 +43,50 @@ class _Room(NamedTuple):
     budget: int  # what the cache may take
 
 
-def step_tokens(decoder: Decoder, *, stalls_are_bounded: bool) -> int:
+def step_tokens(decoder: DecoderSizes, *, stalls_are_bounded: bool) -> int:
     """Returns the token capacity of the longest step."""
     seconds = BURST_SECONDS if stalls_are_bounded else STEP_SECONDS
     sizes = GPU_STEP_SIZES if decoder.kernels.device.type == "cuda" else STEP_SIZES
     rate = decoder.kernels.operations_per_second(decoder.config.dtype)
     tokens = seconds * rate / (2 * decoder.config.layer_weights)
     return next(size for size in sizes if size <= tokens or size == sizes[-1])
+
+
+def check_sizes(config: EngineConfig, models: Sequence[DecoderSizes], freed: int = 0) -> None:
+    """Checks, before weights are read, what `sized` finds afterwards; not what it measures on a GPU.
+
+    Args:
+        models: the model, and the draft model if there is one.
+        freed: bytes of host memory that will be free beside those that are.
+
+    Raises:
+        ConfigError: the settings contradict each other or the model.
+        MemoryError: the weights or the settings need more memory than there is.
+    """
+    decoder, weights = models[0], _weights(models)
+    device = decoder.kernels.device
+    config = config.sized(step_tokens(decoder, stalls_are_bounded=config.bounds_stalls))
+
+    def on_gpu(longest: int, staging: int) -> _Room:
+        return _Room(staging, 0, config.kv_cache_memory or memory.UNLIMITED)
+
+    def on_host(longest: int, staging: int) -> _Room:
+        swapped = max(0, memory.loadable_bytes() - memory.available_bytes())  # idle programs, while weights are read
+        read = 0 if config.packed_weights_cache else weights  # else mapped, which takes no memory
+        return _on_host(config, models, longest, staging, freed + swapped - read)
+
+    if device.type == "cuda":
+        check_weights(weights, device)
+    else:
+        memory.check_weights(weights, memory.loadable_bytes() + freed, "memory")
+    limits, _ = _sized(config, models, on_gpu if device.type == "cuda" else on_host, freed)
+    check_transfers(config, limits, decoder.kernels)
+
+
+def check_weights(weights: int, device: torch.device) -> None:
+    """Raises MemoryError if weights of so many bytes do not fit the free memory of a GPU."""
+    free, _ = torch.cuda.mem_get_info(device)
+    memory.check_weights(weights, free + torch.cuda.memory_reserved(device), "the GPU's memory")
 
 
 def sized(
@@ -63,12 +101,26 @@ def sized(
         ConfigError: the settings contradict each other or the model.
         MemoryError: the settings need more memory than there is.
     """
+    models = [decoder] if draft is None else [decoder, draft]
+    on_device = _on_gpu if decoder.kernels.device.type == "cuda" else _on_host
+    return _sized(config, models, lambda longest, staging: on_device(config, models, longest, staging))
+
+
+def _sized(
+    config: EngineConfig, models: Sequence[DecoderSizes], room_for: Callable[[int, int], _Room], freed: int = 0,
+) -> tuple[SchedulerLimits, MemoryUse]:
+    """As `sized`.
+
+    Args:
+        room_for: returns the room with sequences of so many tokens and so many bytes of staging.
+        freed: bytes of host memory that will be free beside those that are.
+    """
+    decoder = models[0]
     kernels = decoder.kernels
     if config.kv_offloading_size and kernels.name == "cpu":
         raise ConfigError("kv_offloading_size is for devices with memory of their own: on the CPU the cache is in host "
                           "memory already, so raise kv_cache_memory instead")
     model_tokens = decoder.config.max_position_embeddings
-    models = [decoder] if draft is None else [decoder, draft]
     groups = cache_groups(config, decoder)
     block_size = block_tokens(config, decoder, groups)
     per_block = sum(kernels.cache_bytes_per_block(block_size, shape, model.config.dtype)
@@ -76,12 +128,11 @@ def sized(
     per_block += _block_bytes(decoder, groups, block_size)
     longest = min(config.max_model_len or model_tokens, model_tokens)
     useful = config.max_num_seqs * CacheGroups(groups.windows, block_size, config.step_tokens).most_blocks(longest)
-    size = _on_gpu if kernels.device.type == "cuda" else _on_host
     asked = config.offloading_bytes
-    room = size(config, models, longest, kv_offload.staging_bytes(asked // per_block, per_block))
+    room = room_for(longest, kv_offload.staging_bytes(asked // per_block, per_block))
     num_blocks = memory.num_blocks(per_block, useful, room.budget)
     beside = 0 if kernels.device.type == "cuda" else room.workspace + num_blocks * per_block
-    num_host_blocks = memory.num_host_blocks(per_block, asked, beside)
+    num_host_blocks = memory.num_host_blocks(per_block, asked, beside - freed)
     library = kernels.library_bytes(decoder.config.dtype)
     limits = config.limits(model_tokens, num_blocks, block_size, per_block, num_host_blocks, groups.windows)
     return limits, MemoryUse(
@@ -89,7 +140,7 @@ def sized(
         room.graphs)
 
 
-def cache_groups(config: EngineConfig, decoder: Decoder) -> LayerGroups:
+def cache_groups(config: EngineConfig, decoder: DecoderSizes) -> LayerGroups:
     """Returns the cache groups of the model's layers: with a draft model one, whose blocks hold the layers of both."""
     if config.speculative_config and config.speculative_config.model:
         return one_group(len(decoder.layer_shapes))
@@ -97,7 +148,7 @@ def cache_groups(config: EngineConfig, decoder: Decoder) -> LayerGroups:
     return layer_groups(decoder.layer_shapes, min(config.max_model_len or model_tokens, model_tokens))
 
 
-def block_tokens(config: EngineConfig, decoder: Decoder, groups: LayerGroups) -> int:
+def block_tokens(config: EngineConfig, decoder: DecoderSizes, groups: LayerGroups) -> int:
     """Returns the tokens of a cache block: as asked, or those of the measurements, as many times as a state needs.
 
     Raises:
@@ -111,7 +162,9 @@ def block_tokens(config: EngineConfig, decoder: Decoder, groups: LayerGroups) ->
     return config.block_size or -(-least // BLOCK_SIZE) * BLOCK_SIZE
 
 
-def _on_host(config: EngineConfig, models: Sequence[Decoder], longest: int, staging: int) -> _Room:
+def _on_host(
+    config: EngineConfig, models: Sequence[DecoderSizes], longest: int, staging: int, freed: int = 0,
+) -> _Room:
     """Returns the room by the computed size of the largest step plus `staging`; graphs are part of the runtime.
 
     A draft model's passes and the target's forward pass take their workspace in turn.
@@ -124,15 +177,15 @@ def _on_host(config: EngineConfig, models: Sequence[Decoder], longest: int, stag
           for draft in drafts), 0)
     others = workspace + decoder.kernels.library_bytes(decoder.config.dtype)
     asked, share = config.kv_cache_memory, config.gpu_memory_utilization
-    return _Room(workspace, 0, memory.cache_budget(_weights(models), others, asked, share))
+    return _Room(workspace, 0, memory.cache_budget(_weights(models), others, asked, share, freed))
 
 
-def _ranks(decoder: Decoder) -> int:
+def _ranks(decoder: DecoderSizes) -> int:
     """Returns the ranks that take the memory of one device together."""
     return num_ranks(decoder.group) if decoder.kernels.device.type == "cpu" else 1
 
 
-def _weights(models: Sequence[Decoder]) -> int:
+def _weights(models: Sequence[DecoderSizes]) -> int:
     """Returns the bytes of all ranks' weights in the memory of one device: none of a stage has more than its first."""
     held, decoder = sum(model.weight_bytes for model in models), models[0]
     width, count = decoder.group.size, decoder.group.pipe.stage.total
@@ -145,7 +198,7 @@ def _weights(models: Sequence[Decoder]) -> int:
         weight_bytes(decoder.config, decoder.kernels, decoder.formats, stage) for stage in stages))
 
 
-def _block_bytes(decoder: Decoder, groups: LayerGroups, block_size: int) -> int:
+def _block_bytes(decoder: DecoderSizes, groups: LayerGroups, block_size: int) -> int:
     """Returns the bytes of a block of the cache, in the ranks that share a memory, or in the one that has most."""
     count = decoder.group.pipe.stage.total
 
@@ -160,7 +213,7 @@ def _block_bytes(decoder: Decoder, groups: LayerGroups, block_size: int) -> int:
     return max(of_stages) if decoder.kernels.device.type == "cuda" else decoder.group.size * sum(of_stages)
 
 
-def _handed_on(decoder: Decoder, tokens: int) -> int:
+def _handed_on(decoder: DecoderSizes, tokens: int) -> int:
     """Returns the bytes of hidden states between a stage and the next."""
     of_step = tokens * decoder.config.hidden_size * decoder.config.dtype.itemsize
     return PLACES * of_step if decoder.group.pipe.stage.total > 1 else 0

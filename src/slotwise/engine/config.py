@@ -35,11 +35,12 @@ DAY = 86_400.0  # seconds
 SLOTS = 1 << 16
 MOST_RANKS = 16
 TOKENS = 1 << 24  # of a sequence or a step
+LEAST_TOKENS = 2  # of the longest sequence: a prompt's and an output's
 BYTES = 1 << 50
 ENGINE: dict[str, Range] = {  # the numbers of `EngineConfig`
     **batching_settings.RANGES,
     **policy_settings.RANGES,
-    "max_model_len": whole(1, TOKENS),
+    "max_model_len": whole(LEAST_TOKENS, TOKENS),
     "max_num_seqs": whole(1, SLOTS),
     "max_num_batched_tokens": whole(1, TOKENS),
     "max_step_ms": real(0.001, 3_600_000),
@@ -283,6 +284,10 @@ class EngineConfig:
         groups = CacheGroups(windows, block_size, self.step_tokens)
         cache_tokens = groups.longest(num_blocks, max(num_blocks, -(-model_tokens // block_size)))
         longest = self.max_model_len or min(model_tokens, cache_tokens)
+        if longest < LEAST_TOKENS:
+            limit = ("the model was made for sequences of 1 token: serve one with more positions"
+                     if model_tokens < LEAST_TOKENS else "the cache holds sequences of 1 token: raise kv_cache_memory")
+            raise ConfigError(f"{limit}; the shortest has a prompt and an output")
         if longest > model_tokens:
             raise ConfigError(f"max_model_len {longest} exceeds the {model_tokens} positions the model was made for")
         if longest > cache_tokens + 1:

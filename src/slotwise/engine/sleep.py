@@ -30,6 +30,9 @@ class Engines(Protocol):
 
     async def wake(self) -> EngineInfo: ...
 
+    @property
+    def held_bytes(self) -> int: ...
+
 
 class Busy(Exception):
     """Another change is in progress."""
@@ -55,6 +58,11 @@ class Sleep:
             own: begins with no digit and colon.
         """
         return f"{self._num_given_back}:{own}" if self._num_given_back else own
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of the machine that sleep at level 2 gives back."""
+        return self._engines.held_bytes
 
     @contextlib.asynccontextmanager
     async def changing(self) -> AsyncIterator[None]:

@@ -43,6 +43,9 @@ class EngineProcess(Protocol):
     @property
     def ended(self) -> bool: ...
 
+    @property
+    def held_bytes(self) -> int: ...
+
     def kill(self) -> None:
         """Kills the process in any state, also when it is stopped."""
         ...
@@ -103,6 +106,11 @@ class Supervisor:
         self._ready_at = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
         self._replacing: asyncio.Task[None] | None = None
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of the machine that the engine process holds."""
+        return 0 if self._process is None else self._process.held_bytes
 
     def launch(self) -> None:
         """Starts the first engine process, which loads while the caller goes on.

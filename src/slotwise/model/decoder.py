@@ -28,7 +28,7 @@ from slotwise.model.layers.moe import MixtureOfExperts
 from slotwise.model.layers.rope import RotaryTable
 from slotwise.model.layers.share import heads_of
 from slotwise.model.layers.source import Source
-from slotwise.model.network import DecoderLayer
+from slotwise.model.network import DecoderLayer, Network
 from slotwise.model.stages import layers_of
 from slotwise.model.stored import Read
 
@@ -42,33 +42,28 @@ class Advanced(NamedTuple):
     again: Again
 
 
-class Decoder:
-    """A model ready to run steps.  It holds weights and no request state; caches belong to the caller."""
+class DecoderSizes:
+    """What a decoder takes and what its layers keep, which is known before its weights are read.
+
+    Args:
+        network: its layers, with weights or without.
+        formats: of the quantised matrices of all ranks, by name.
+    """
 
     def __init__(
-        self, config: ModelConfig, read: Read, kernels: Kernels, max_positions: int, adapters: Adapters | None = None,
+        self, config: ModelConfig, kernels: Kernels, network: Network, adapters: Adapters | None = None,
         group: Group = ALONE, formats: Mapping[str, Format] = {},
     ) -> None:
-        """Reads and packs the weights of this rank; `max_positions` (tokens) bounds the positions of a batch.
-
-        `formats` are those of the quantised matrices of all ranks, by name.
-        """
-        self.group = group
-        self.formats = formats
         self.config = config
         self.kernels = kernels
         self.adapters = adapters
-        self._network = compose(config, Source(read, kernels, config.dtype, adapters, group, formats))
-        self.layers = layers_of(config, group.pipe.stage)
-        layers = self._network.layers
-        self._rotary = {
-            rope: RotaryTable(rope, config.head_dim, max_positions, kernels.device)
-            for rope in dict.fromkeys(rope for layer in layers for rope in layer.attention.ropes)}
-        self._norms_after = [*(layer.attention_norm for layer in layers[1:]), self._network.norm]
+        self.group = group
+        self.formats = formats
+        self._network = network
 
     @property
     def layer_shapes(self) -> list[LayerShape]:
-        """The shapes for which the caches of all the model's layers must be allocated; `layers` are those held here."""
+        """The shapes for which the caches of all the model's layers must be allocated."""
         shapes = map(self.config.layer_shape, range(self.config.num_layers))
         return [heads_of(shape, self.group).shape if isinstance(shape, AttentionShape) else shape for shape in shapes]
 
@@ -76,6 +71,35 @@ class Decoder:
     def weight_bytes(self) -> int:
         """Bytes of all weights, as packed, with those of as many adapters as fit."""
         return self._network.bytes + (self.adapters.bytes if self.adapters is not None else 0)
+
+    def workspace_bytes(self, num_tokens: int, num_samples: int) -> int:
+        """The most bytes of activations that a step of so many tokens and sampling rows holds at a time."""
+        config, network = self.config, self._network
+        heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        attending = max(2 * heads + 2 * config.num_heads * config.head_dim, config.recurrent_width)
+        mlp = config.mlp_width
+        hidden = (4 if network.has_post_norms else 3) * config.hidden_size
+        a_token = (hidden + max(attending, mlp)) * config.dtype.itemsize
+        logits = 2 if config.logit_soft_cap else 1  # copies in the model's own type
+        return num_tokens * a_token + num_samples * config.vocab_size * (logits * config.dtype.itemsize + FLOAT32)
+
+
+class Decoder(DecoderSizes):
+    """A model ready to run steps.  It holds weights and no request state; caches belong to the caller."""
+
+    def __init__(
+        self, config: ModelConfig, read: Read, kernels: Kernels, max_positions: int, adapters: Adapters | None = None,
+        group: Group = ALONE, formats: Mapping[str, Format] = {},
+    ) -> None:
+        """Reads and packs the weights of this rank; `max_positions` (tokens) bounds the positions of a batch."""
+        network = compose(config, Source(read, kernels, config.dtype, adapters, group, formats))
+        super().__init__(config, kernels, network, adapters, group, formats)
+        self.layers = layers_of(config, group.pipe.stage)  # those held here
+        layers = self._network.layers
+        self._rotary = {
+            rope: RotaryTable(rope, config.head_dim, max_positions, kernels.device)
+            for rope in dict.fromkeys(rope for layer in layers for rope in layer.attention.ropes)}
+        self._norms_after = [*(layer.attention_norm for layer in layers[1:]), self._network.norm]
 
     @property
     def step_weight_bytes(self) -> int:
@@ -94,17 +118,6 @@ class Decoder:
         """Compute the rotary tables for `num_positions` positions.  Call before a captured step runs again."""
         for table in self._rotary.values():
             table.until(num_positions)
-
-    def workspace_bytes(self, num_tokens: int, num_samples: int) -> int:
-        """The most bytes of activations that a step of so many tokens and sampling rows holds at a time."""
-        config, network = self.config, self._network
-        heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        attending = max(2 * heads + 2 * config.num_heads * config.head_dim, config.recurrent_width)
-        mlp = config.mlp_width
-        hidden = (4 if network.has_post_norms else 3) * config.hidden_size
-        a_token = (hidden + max(attending, mlp)) * config.dtype.itemsize
-        logits = 2 if config.logit_soft_cap else 1  # copies in the model's own type
-        return num_tokens * a_token + num_samples * config.vocab_size * (logits * config.dtype.itemsize + FLOAT32)
 
     def hidden(
         self, batch: RaggedBatch, caches: Sequence[LayerCache], advanced: list[Advanced] | None = None,

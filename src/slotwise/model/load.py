@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,11 +16,11 @@ from slotwise.kernels.pipe import Stage
 from slotwise.model.adapters import Adaptable, Adapters
 from slotwise.model.checkpoint import read_config
 from slotwise.model.config import ModelConfig
-from slotwise.model.decoder import Decoder
+from slotwise.model.decoder import Decoder, DecoderSizes
 from slotwise.model.errors import CheckpointError
-from slotwise.model.families import adaptable, tensor_shapes, weight_bytes
+from slotwise.model.families import adaptable, compose, tensor_shapes
 from slotwise.model.layers.embedding import HEAD, TABLE
-from slotwise.model.layers.source import NO_CUTS
+from slotwise.model.layers.source import NO_CUTS, Listing
 from slotwise.model.locate import locate
 from slotwise.model.stored import Cuts
 from slotwise.model.weights import Progress, Weights
@@ -31,43 +31,77 @@ logger = logging.getLogger(__name__)
 
 
 def load_model(
-    model: str | Path, *, kernels: Kernels, dtype: str = "auto", generation: Path | None = None,
-    max_positions: int | None = None, progress: Progress | None = None, adapters: tuple[int, int] | None = None,
-    admit: Callable[[int], None] = lambda num_bytes: None, group: Group = ALONE,
+    model: str | Path, *, kernels: Kernels, dtype: str = "auto", max_positions: int | None = None,
+    progress: Progress | None = None, adapters: tuple[int, int] | None = None, group: Group = ALONE,
 ) -> Decoder:
     """Load a checkpoint: a folder, a GGUF file, or a hub id.
 
     `dtype` is one of `DTYPES`, or `auto`: as stored.  float16 becomes bfloat16 where the kernels do not compute in it,
-    which a warning says; the decoder's `config.dtype` is the result.  `generation` is a generation_config.json
-    instead of the checkpoint's.  `max_positions` (tokens) bounds the rotary table.  `admit` receives the bytes of all
-    weights, as packed, before a file of them is mapped, and may refuse by raising.  `adapters` are how many may be
-    loaded, and their largest rank.
+    which a warning says; the decoder's `config.dtype` is the result.  `Unread` and its `read` have the other arguments.
 
     Raises CheckpointError, with one line that says what to do, for any fault of the checkpoint.
     """
     folder = locate(model)
-    config = describe(folder, dtype, kernels, generation)
-    weights = Weights(folder)
-    config = replace(_with_stored_head(config, weights, folder), has_head=config.tie_word_embeddings
-                     or not weights.lack_head)
-    wanted, shapes = tensor_shapes(config, group), tensor_shapes(config)
-    weights.assemble(config.quantization, shapes)
-    weights.check(shapes)
-    if torch.float16 not in kernels.kinds:
-        _tell_of_float16(dtype, config, weights, kernels)
-    _widen(weights, weights.formats(shapes), kernels, config.dtype, folder)
-    formats = weights.formats(shapes)
-    admit(weight_bytes(config, kernels, formats, group))
-    read = weights.reader(shapes, config.dtype, progress, wanted)
-    device = kernels.device
-    longest = config.max_position_embeddings
+    unread = Unread(folder, describe(folder, dtype, kernels), dtype, kernels, group)
+    return unread.read(max_positions, progress, adapters)
 
-    def read_to_device(*names: str, cuts: Cuts = NO_CUTS) -> Weight:
-        weight = read(*names, cuts=cuts)
-        return weight.to(device) if isinstance(weight, torch.Tensor) else weight  # kernels unpack to their device
 
-    loaded = None if adapters is None else Adapters(kernels, *adapters, config.dtype, _elsewhere(config, group))
-    return Decoder(config, read_to_device, kernels, min(max_positions or longest, longest), loaded, group, formats)
+class Unread:
+    """A checkpoint whose files have all that its config asks for, in the right shapes and types; no weight is read.
+
+    Args:
+        described: its config, as `describe` has it for these kernels and this `dtype`.
+        group: of the rank that holds the model, or a part of it.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or a tensor is missing or not as the config says.
+    """
+
+    def __init__(
+        self, folder: Path, described: ModelConfig, dtype: str, kernels: Kernels, group: Group = ALONE,
+    ) -> None:
+        self._kernels, self._group = kernels, group
+        self._weights = weights = Weights(folder)
+        config = _with_stored_head(described, weights, folder)
+        self.config = config = replace(config, has_head=config.tie_word_embeddings or not weights.lack_head)
+        self._wanted, self._shapes = tensor_shapes(config, group), tensor_shapes(config)
+        weights.assemble(config.quantization, self._shapes)
+        weights.check(self._shapes)
+        if torch.float16 not in kernels.kinds:
+            _tell_of_float16(dtype, config, weights, kernels)
+        _widen(weights, weights.formats(self._shapes), kernels, config.dtype, folder)
+        self._formats = weights.formats(self._shapes)
+
+    @property
+    def sizes(self) -> DecoderSizes:
+        """What the decoder will take, without adapters."""
+        config, group = self.config, self._group
+        network = compose(config, Listing(config.dtype, self._kernels, self._formats, group))
+        return DecoderSizes(config, self._kernels, network, group=group, formats=self._formats)
+
+    def read(
+        self, max_positions: int | None = None, progress: Progress | None = None,
+        adapters: tuple[int, int] | None = None,
+    ) -> Decoder:
+        """Reads and packs the weights.
+
+        `max_positions` (tokens) bounds the rotary table.  `adapters` are how many may be loaded, and their largest
+        rank.
+
+        Raises CheckpointError for weights that are not numbers.
+        """
+        config, kernels, group = self.config, self._kernels, self._group
+        read = self._weights.reader(self._shapes, config.dtype, progress, self._wanted)
+        device = kernels.device
+        longest = config.max_position_embeddings
+
+        def read_to_device(*names: str, cuts: Cuts = NO_CUTS) -> Weight:
+            weight = read(*names, cuts=cuts)
+            return weight.to(device) if isinstance(weight, torch.Tensor) else weight  # kernels unpack to their device
+
+        loaded = None if adapters is None else Adapters(kernels, *adapters, config.dtype, _elsewhere(config, group))
+        return Decoder(config, read_to_device, kernels, min(max_positions or longest, longest), loaded, group,
+                       self._formats)
 
 
 def _elsewhere(config: ModelConfig, group: Group) -> list[Adaptable]:

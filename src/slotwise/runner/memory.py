@@ -74,7 +74,7 @@ def resident_bytes() -> int:
     return 0
 
 
-def cache_budget(weights: int, workspace: int, asked: int | None, share: float | None) -> int:
+def cache_budget(weights: int, workspace: int, asked: int | None, share: float | None, freed: int = 0) -> int:
     """Bytes the cache may take.
 
     Args:
@@ -82,11 +82,12 @@ def cache_budget(weights: int, workspace: int, asked: int | None, share: float |
         workspace: bytes of the largest step's activations.
         asked: bytes of cache, as set; None: decide.
         share: of all this process may take, for weights, workspace and cache together; None: decide.
+        freed: bytes that will be free beside those that are.
 
     Raises:
         MemoryError: it does not fit.
     """
-    free = available_bytes()
+    free = available_bytes() + freed
     if asked is not None:
         budget = asked
     elif share is not None:
@@ -95,9 +96,9 @@ def cache_budget(weights: int, workspace: int, asked: int | None, share: float |
         budget = min(int(free * SHARE), free - workspace)
     if budget + workspace > free or budget < 1:
         raise MemoryError(
-            f"a cache of {gib(max(budget, 0))} beside {gib(workspace)} of workspace for a step does not fit the "
-            f"{gib(free)} "
-            f"that are free ({gib(weights)} of weights are loaded): change kv_cache_memory or gpu_memory_utilization, "
+            f"a cache of {gib(max(budget, 0))} and {gib(workspace)} of workspace for a step do not fit the "
+            f"{gib(max(free, 0))} that are free beside {gib(weights)} of weights: change kv_cache_memory or "
+            "gpu_memory_utilization, "
             "or make steps smaller with max_num_batched_tokens (static batches: batch_size, max_model_len)")
     return budget
 

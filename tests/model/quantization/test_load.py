@@ -19,7 +19,7 @@ from slotwise.kernels.matrix import Format
 from slotwise.kernels.reference import ReferenceKernels
 from slotwise.model.checkpoint import read_config
 from slotwise.model.errors import CheckpointError
-from slotwise.model.load import load_model
+from slotwise.model.load import Unread, describe, load_model
 
 # What transformers loads on a CPU.  Its activations stay as they are for these, so that logits are the same numbers.
 SAME = ["W4A16", "W8A16", "FP8, blocks", "DeepSeek's FP8", "fp8, static"]
@@ -168,12 +168,14 @@ def test_the_kernels_of_the_cpu_differ_by_their_rounding(
         name: str, dense: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Activations have 8 bits there: a format's own rounding of weights to 4 bits moves logits by more."""
     whole = quantized.quantise(dense("llama3"), tmp_path / "model", quantized.KINDS[name]())
-    rows, admitted = prompts([12, 3]), []
-    decoder = load_model(tmp_path / "model", kernels=CpuKernels(), admit=admitted.append)
+    rows, kernels = prompts([12, 3]), CpuKernels()
+    described = describe(tmp_path / "model", "auto", kernels)
+    unread = Unread(tmp_path / "model", described, "auto", kernels)
+    decoder = unread.read()
     found = Driver(decoder).step(list(enumerate(rows)))
     exact = logits(tmp_path / "model", rows)
     assert (found - exact).abs().max() < 0.08 * exact.abs().max()
-    assert admitted == [decoder.weight_bytes]
+    assert unread.sizes.weight_bytes == decoder.weight_bytes
     is_widened = "fp8" in name.lower()
     assert is_widened is any("weights in FP8 are widened" in record.getMessage() for record in caplog.records)
     full = sum(tensor.nbytes for tensor in [*whole.values(), whole["model.embed_tokens.weight"]])  # the head, too
@@ -248,11 +250,12 @@ def test_experts_of_gpt_oss(tmp_path: Path) -> None:
 
 def packed_experts_agree(folder: Path, rows: list[list[int]], exact: torch.Tensor) -> int:
     """Compares logits of the CPU's kernels with `exact` ones; returns the bytes of the weights as packed."""
-    admitted: list[int] = []
-    decoder = load_model(folder, kernels=CpuKernels(), admit=admitted.append)
+    kernels = CpuKernels()
+    unread = Unread(folder, describe(folder, "auto", kernels), "auto", kernels)
+    decoder = unread.read()
     found = Driver(decoder).step(list(enumerate(rows)))
     assert (found - exact).abs().max() < 0.08 * exact.abs().max()
-    assert admitted == [decoder.weight_bytes]
+    assert unread.sizes.weight_bytes == decoder.weight_bytes
     return decoder.weight_bytes
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,22 @@ def test_a_router_that_ends_ends_the_streams_of_events(folder: Path, tmp_path: P
         assert '"run"' in next(lines)
         one.door.process.terminate()
         list(lines)  # to its end: a connection that is cut raises
+
+
+@pytest.mark.slow
+def test_a_client_that_reads_nothing_is_disconnected(folder: Path, tmp_path: Path) -> None:
+    """The backlog is larger than what sockets and buffers of such a connection hold."""
+    with behind(folder, tmp_path, "seconds_per_step=0", number=1) as one, socket.socket() as silent:
+        for _ in range(9):
+            assert one.door.post("/v1/completions", {"prompt": [40], "n": 64, "max_tokens": 300}).status_code == 200
+        host, port = one.door.url.removeprefix("http://").split(":")
+        silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        silent.connect((host, int(port)))
+        silent.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert silent.recv(1)
+        assert one.door.get("/load").json()["server_load"] == 1
+        eventually(lambda: one.door.get("/load").json()["server_load"] == 0)
+        eventually(lambda: one.replicas[0].get("/load").json()["server_load"] == 0)
 
 
 def test_pages_lead_to_the_replicas(two: Behind) -> None:

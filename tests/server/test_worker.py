@@ -162,6 +162,21 @@ def test_a_call_that_is_cancelled_leaves_no_answer_to_the_next() -> None:
     with_worker(play)
 
 
+def test_a_start_goes_on_where_the_call_that_began_it_is_cancelled() -> None:
+    """Where starting takes longer than calls have time, each would begin anew, and none would ever be answered."""
+
+    async def play(worker: Worker) -> None:
+        first = asyncio.create_task(call(worker, "echo", 0))
+        while worker._child is None:
+            await asyncio.sleep(0)
+        started = worker._child
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        assert await call(worker, "echo", 1) == 1 and worker._child is started
+
+    with_worker(play)
+
+
 def test_a_worker_that_is_closed_ends_and_stays_closed() -> None:
     async def play(worker: Worker) -> None:
         pid = (await call(worker, "process"))["pid"]

@@ -7,7 +7,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Awaitable, Sequence
 from html import escape
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,8 @@ from slotwise.observe.timeline import page as timeline_page
 from slotwise.scale.forward import Answer, ask, ask_all, headers_of, returned, send
 from slotwise.scale.upstream import ReplicaLost, Upstream, end
 from slotwise.server import pages
-from slotwise.server.errors import ApiError, ErrorBody, bad_request
-from slotwise.server.events import MAX_UNSENT
+from slotwise.server.errors import ApiError, ClientGone, ErrorBody, bad_request
+from slotwise.server.events import MAX_UNSENT, UNREAD
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.openapi import document
 from slotwise.server.timeline import respond as respond_timeline
@@ -123,15 +124,29 @@ async def events(door: Door, exchange: HttpExchange) -> None:
             exchange.more += returned(response.headers)
             door.subscriptions.add(scope)
             try:
-                await exchange.event(b"", STREAM.encode())
+                await _read(exchange, exchange.event(b"", STREAM.encode()))
                 async for part in response.content.iter_any():
-                    await exchange.event(part, STREAM.encode())
+                    await _read(exchange, exchange.event(part, STREAM.encode()))
             finally:
                 door.subscriptions.discard(scope)
     except ReplicaLost as error:
         if not exchange.status:
             raise _lost(upstream) from error
-    await exchange.close()
+    await _read(exchange, exchange.close())
+
+
+async def _read(exchange: HttpExchange, sending: Awaitable[None]) -> None:
+    """Sends a part of a stream; disconnects a client that leaves it unread as long as a replica would.
+
+    Raises:
+        ClientGone: it was.
+    """
+    try:
+        async with asyncio.timeout(UNREAD):
+            await sending
+    except TimeoutError as error:
+        exchange.abort()
+        raise ClientGone from error
 
 
 # -- pages -------------------------------------------------------------------------------------------------------------

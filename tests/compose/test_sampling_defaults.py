@@ -169,3 +169,18 @@ def test_every_field_of_transformers_class_is_obeyed_told_or_without_effect() ->
 
 def test_what_the_built_in_model_says() -> None:
     assert read_defaults(EngineConfig(str(builtin.path()))).given == {"temperature": 0.2, "max_tokens": 384}
+
+
+def test_a_server_without_a_default_length_names_the_option_that_bounds_it(
+        folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    announce(read(folder), 8192)
+    (record,) = caplog.records
+    option = record.getMessage().partition("--override-generation-config '")[2].partition("'")[0]
+    assert "8192" in record.getMessage()
+    bounded = read(folder, "auto", json.loads(option))
+    assert bounded.limited(5000) == bounded.max_tokens == bounded.max_tokens_limit
+    caplog.clear()
+    announce(bounded, 8192)
+    (record,) = caplog.records
+    assert "max_new_tokens" not in record.getMessage()

@@ -26,7 +26,8 @@ from slotwise.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from slotwise.llm import LLM
 
-USUAL: dict[str, Any] = {"max_tokens": 256, "temperature": 0.2}  # of a model that has no defaults
+USUAL: dict[str, Any] = {"max_tokens": 256, "temperature": 0.2}  # of `generate`, for a model that has no defaults
+AS_SERVED: dict[str, Any] = {"max_tokens": None}  # of `chat`: those of /v1/chat/completions
 
 
 def add(commands: Commands) -> None:
@@ -36,16 +37,19 @@ def add(commands: Commands) -> None:
     for command in (generate, chat):
         command.add_argument("--model",
                              help="a checkpoint's folder, a GGUF file or a hub id (default: the built-in model)")
-        _sampling_options(command)
+        _sampling_options(command, USUAL if command is generate else AS_SERVED)
         add_engine_options(command)
 
 
-def _sampling_options(command: argparse.ArgumentParser) -> None:
+def _sampling_options(command: argparse.ArgumentParser, usual: Mapping[str, Any]) -> None:
+    """Args: usual: what holds where neither the command line nor the model says anything."""
+    command.set_defaults(usual=usual)
     group = command.add_argument_group("sampling")
+    most = usual["max_tokens"] or "as many as fit the context"
     group.add_argument("--max-tokens", type=Size(whole(1, TOKENS)),
-                       help=f"most output tokens (default: the model's own, else {USUAL['max_tokens']})")
+                       help=f"most output tokens (default: the model's own, else {most})")
     group.add_argument("--temperature", type=Number(real(0, 100)),
-                       help=f"0 is greedy (default: the model's own, else {USUAL['temperature']})")
+                       help=f"0 is greedy (default: the model's own, else {usual.get('temperature', 1.0)})")
     group.add_argument("--top-p", type=Number(real(0.000001, 1)),
                        help="nucleus sampling (default: the model's own, else 1.0, off)")
     group.add_argument("--top-k", type=Number(whole(-1)),
@@ -55,10 +59,10 @@ def _sampling_options(command: argparse.ArgumentParser) -> None:
 
 
 def _sampling_params(asked: argparse.Namespace, defaults: Mapping[str, Any]) -> SamplingParams:
-    """What the command line says, else the model's `defaults`, else what is usual here."""
+    """What the command line says, else the model's `defaults`, else what is usual for the command."""
     names = ("temperature", "top_p", "top_k", "max_tokens")
     given = {name: value for name in names if (value := getattr(asked, name)) is not None}
-    return SamplingParams(stop=asked.stop, **{**USUAL, **defaults, **given})
+    return SamplingParams(stop=asked.stop, **{**asked.usual, **defaults, **given})
 
 
 def _load(asked: argparse.Namespace) -> LLM:

@@ -23,6 +23,7 @@ from slotwise.observe import lines
 
 OVERRIDE = "override_generation_config"
 LENGTH = "max_new_tokens"
+BOUND = f"--override-generation-config '{{\"{LENGTH}\": 1024}}'"  # as it is typed
 OBEYED = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")} | {
     LENGTH: "max_tokens"}  # names in the file, and in `SamplingParams`
 NONE: tuple[Any, ...] = (None, [], {}, "")
@@ -91,13 +92,21 @@ def _changes(override: Mapping[str, Any]) -> dict[str, Any]:
     return changes
 
 
-def announce(defaults: SamplingDefaults) -> None:
-    """Logs the defaults in one line, and in another the fields of the file that are not obeyed."""
+def announce(defaults: SamplingDefaults, longest: int | None = None) -> None:
+    """Logs the defaults in one line, and in others what a chat's length is by default, and what is not obeyed.
+
+    Args:
+        longest: tokens of a server's prompts and outputs; None: there is no server.
+    """
     if given := defaults.given:
         shown = ", ".join(f"{name} {value}" for name, value in given.items())
         most = f", at most {defaults.max_tokens_limit}" if defaults.max_tokens_limit is not None else ""
         lines.tell(logger, f"sampling by default: {shown}{most} (from {defaults.source}; a request's own fields win)",
                    {"default_sampling_params": given, "max_tokens_limit": defaults.max_tokens_limit})
+    if longest is not None and defaults.max_tokens is None:
+        lines.tell(logger, f"a chat that names no max_tokens may use the whole context of {longest} tokens, and a "
+                   f"small model may repeat itself until then: {BOUND} bounds every output",
+                   {"default_max_tokens": None, "max_model_len": longest})
     if defaults.ignored:
         logger.warning("%s: %s would change the answers and %s not implemented: requests are served without",
                        defaults.source, ", ".join(defaults.ignored), "is" if len(defaults.ignored) == 1 else "are")

@@ -73,7 +73,8 @@ async def service(
         chat, form = await chat_of(model)  # the engine is loading meanwhile
         with bar:
             info = await supervisor.ready()
-        announce(settings.sampling_defaults)  # now: a start that fails says one line
+        longest = info.limits.max_model_len if info.has_head else None
+        announce(settings.sampling_defaults, longest)  # now: a start that fails says one line
         if form.tools or form.reasoning:
             logger.info("tool calls are parsed as %s, reasoning as %s", form.tools or "text", form.reasoning or "text")
         cores.leave_to(started[-1].process.pid)

@@ -135,18 +135,21 @@ def test_any_order_of_events_loses_nothing():
     for seed in range(80):
         with in_seed(seed):
             live(Random(seed))
-    for kind in ("partly", "wholly", "late", "preempted", "acknowledged", "expired"):
+    for kind in ("partly", "wholly", "late", "preempted", "acknowledged", "expired", "given up"):
         assert SEEN[kind] >= 20, f"{kind} hardly ever happened: {SEEN}"
 
 
 def live(draw: Random) -> None:
-    network = Network(LIMITS, policy=Ordering("priority").policy((), None) if draw.random() < 0.5 else None)
+    limits = replace(LIMITS, enable_prefix_caching=draw.random() < 0.7)
+    policy = draw.choice(("fcfs", "priority", "fair", "shortest"))
+    network = Network(limits, policy=Ordering(policy).policy((), None))
     expected: dict[str, list[int]] = {}
     for _ in range(150):
         match draw.choices(("add", "arrive", "acknowledge", "abort", "jump", "step"), (12, 30, 12, 2, 3, 60))[0]:
             case "add":
                 name, prompt = f"r{len(expected)}", [draw.randrange(1, VOCAB) for _ in range(draw.randint(1, 30))]
-                new = of(draw.choice("ab"), draw.choice((remote, remote, offered, request))(name, prompt))
+                made = draw.choice((remote, remote, offered, request))(name, prompt)
+                new = of(draw.choice(("a", "b", "")), made, draw.choice((0, 0, 1)))
                 expected[name] = alone(new, LIMITS)
                 network.add(new)
             case "arrive" if network.waiting:
@@ -170,6 +173,7 @@ def live(draw: Random) -> None:
                 SEEN["expired"] += before > 0
             case "step" if len(network.flying) < 2 and (not network.flying or draw.random() < 0.5):
                 network.plan()
+                SEEN["given up"] += len(network.scheduler._table.given_up)
             case "step":
                 network.commit()
     network.run()
@@ -182,8 +186,8 @@ def live(draw: Random) -> None:
         assert reason == "abort" or network.output.get(name, []) == expected[name]
 
 
-def of(tenant: str, new: Request) -> Request:
-    new.slo = SLO(tenant)
+def of(tenant: str, new: Request, priority: int = 0) -> Request:
+    new.slo = SLO(tenant, priority=priority)
     return new
 
 

@@ -134,18 +134,18 @@ class Admission:
         landed = [] if request.state is State.WAITING_FOR_KV else [
             other for other in table.landings if other is not request and (
                 not table.running or goes_before(table.policy, request, other, builder.now))]
-        return self._found(request, landed, builder.now)
+        return self._found(request, landed)
 
-    def landing(self, request: Request, now: float) -> Allocation | None:
+    def landing(self, request: Request) -> Allocation | None:
         """Returns blocks for a request WAITING_FOR_KV; None: too few, or its tenant's landings hold their share."""
         needed = self.needed(request)
         if not self._table.landings.allows(request.slo.tenant, sum(needed.ends)):
             return None
         if len(needed.on_host) > self._table.kv.host.num_loads_left:
             return None
-        return self._found(request, (), now)
+        return self._found(request, ())
 
-    def _found(self, request: Request, landed: Collection[Request], now: float) -> Allocation | None:
+    def _found(self, request: Request, landed: Collection[Request]) -> Allocation | None:
         """Returns the blocks that a request needs, if they are free or can be had from pins and those `landed`."""
         spare, kv = self._spare(request, len(self._table.running)), self._table.kv
         allocation = self.needed(request)
@@ -154,7 +154,7 @@ class Admission:
         def lacking() -> int:
             return kv.num_lacking(allocation) + spare
 
-        return allocation if self._table.reclaim(lacking, kept, landed, now) else None
+        return allocation if self._table.reclaim(lacking, kept, landed) else None
 
     def _spare(self, request: Request, num_running: int) -> int:
         """Blocks that stay free beside running requests; none where every request reserves its maximum."""

@@ -43,6 +43,8 @@ class KVTransfers:
     @property
     def next_moment(self) -> float:
         """When the next transfer is late, or a request that waits is due, in seconds; infinite: none will be."""
+        if self._table.given_up:
+            return 0.0
         return min([self._table.kv.pinned.next_moment, self._table.incoming.next_moment,
                     *(request.kv_until for request in self.receiving())])
 
@@ -70,7 +72,7 @@ class KVTransfers:
         while (request := queue.next()) is not None:
             if request.tables:
                 continue
-            if (allocation := admission.landing(request, now)) is None:
+            if (allocation := admission.landing(request)) is None:
                 queue.close(request.slo.tenant)
             else:
                 self._table.land(request, allocation, now)
@@ -139,7 +141,9 @@ class KVTransfers:
                 request.kv = None
 
     def expire(self, now: float) -> None:
-        """Compute what is late, and release what is not read in time."""
+        """Compute what is late or was given up, and release what is not read in time."""
         self._table.kv.pinned.expire(now)
-        for request in [late for late in self.receiving() if late.kv_until <= now]:
+        given_up, self._table.given_up = self._table.given_up, []
+        late = [request for request in self.receiving() if request.kv_until <= now]
+        for request in [*late, *(one for one in given_up if not one.ended)]:
             self._table.arrived(request, now)

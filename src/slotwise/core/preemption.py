@@ -44,7 +44,7 @@ class Preemption:
         table = self._table
         lacking = partial(table.kv.num_lacking_to, request, num_tokens)
         while (blocks := table.kv.extend(request, num_tokens)) is None:
-            if table.reclaim(lacking, (), list(table.landings), builder.now):
+            if table.reclaim(lacking, (), list(table.landings)):
                 continue
             victim = self.victim(builder)
             builder.preempt(victim, NO_BLOCKS)

@@ -46,6 +46,7 @@ class RequestTable:
         self.incoming = WaitingQueue(policy.lane_key)  # those WAITING_FOR_KV
         self.landings = Landings(self.num_slots, limits.num_blocks)
         self.running: dict[str, Request] = {}  # in order of admission
+        self.given_up: list[Request] = []  # WAITING_FOR_KV, without the blocks they had; enqueued before the next plan
         self.unwanted: list[Request] = []  # requests that will not ask for the blocks another engine keeps for them
         self.held_outputs = HeldOutputs()
         self.events: list[Event] = []
@@ -119,9 +120,7 @@ class RequestTable:
         request.transition(State.WAITING)
         self._enqueue(request, now)
 
-    def reclaim(
-        self, lacking: Callable[[], int], kept: Collection[int], landed: Collection[Request], now: float,
-    ) -> bool:
+    def reclaim(self, lacking: Callable[[], int], kept: Collection[int], landed: Collection[Request]) -> bool:
         """Release blocks that no running request holds, until `lacking` returns less than 1.
 
         Pins go first, the oldest before the others; then requests of `landed` lose their blocks, and compute their
@@ -145,7 +144,8 @@ class RequestTable:
             left.remove(victim)
             self._lose_blocks(victim)
             if victim.state is State.WAITING_FOR_KV:
-                self.arrived(victim, now)
+                victim.kv = None
+                self.given_up.append(victim)
         return True
 
     def _lose_blocks(self, request: Request) -> None:
@@ -259,7 +259,7 @@ class RequestTable:
         self._queue_of(request).remove(request)
         if request.request_id in self.landings:
             self._lose_blocks(request)
-        elif request.state is State.WAITING_FOR_KV:
+        elif request.state is State.WAITING_FOR_KV and request.kv is not None:
             self.unwanted.append(request)  # it has not asked, and will not
 
     def _release(self, request: Request) -> None:

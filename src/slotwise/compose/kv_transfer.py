@@ -10,6 +10,7 @@ from slotwise.core.limits import SchedulerLimits
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.executor import Executor
 from slotwise.engine.kv_link import Transferring
+from slotwise.errors import described
 from slotwise.kernels.cpu.openmp import roam
 from slotwise.kernels.interface import Kernels
 from slotwise.runner.kv_blocks import HostCacheBlocks
@@ -53,7 +54,7 @@ def linked(
         sender = None if not transfer.is_producer else Sender(
             blocks, connector.listen(transfer.kv_ip, transfer.kv_port), transfer.timeout, roam)
     except OSError as error:
-        raise ConfigError(f"kv_transfer_config: {transfer.kv_ip}:{transfer.kv_port}: {error}") from error
+        raise ConfigError(f"kv_transfer_config: {transfer.kv_ip}:{transfer.kv_port}: {described(error)}") from error
     receiver = Receiver(blocks, connector, transfer.timeout, roam) if transfer.is_consumer else None
     if transfer.is_consumer and isinstance(runner, Prefault):
         runner.touch_all()  # a prompt that arrives is written faster than one that is computed

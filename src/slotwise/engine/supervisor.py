@@ -25,6 +25,7 @@ from slotwise.engine.client import EngineClient
 from slotwise.engine.heartbeat import ENGINE_TIMEOUT, HEARTBEAT_SECONDS, Clock, HeartbeatMonitor
 from slotwise.engine.messages import EngineInfo
 from slotwise.engine.refusals import CheckpointChanged, EngineError
+from slotwise.errors import described
 
 EXIT = 3.0  # seconds that an engine process gets to exit once its channel is closed
 REAP = 10.0  # seconds that the operating system gets to end a killed one
@@ -157,7 +158,7 @@ class Supervisor:
             self._process = self._launch(self._client.info)
             info = await self._attach(self._process)
         except OSError as error:
-            raise EngineError(f"no process could be started ({error})") from error
+            raise EngineError(f"no process could be started ({described(error)})") from error
         except EngineError:
             await self._kill_process()
             raise
@@ -262,7 +263,7 @@ class Supervisor:
         except EngineError:
             return False
         except OSError as error:
-            self._client.failure = f"no process could be started ({error})"
+            self._client.failure = f"no process could be started ({described(error)})"
             return False
         return True
 

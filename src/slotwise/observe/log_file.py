@@ -14,7 +14,7 @@ from io import FileIO
 from pathlib import Path
 from types import TracebackType
 
-from slotwise.errors import OneLineError
+from slotwise.errors import OneLineError, described
 from slotwise.files import PRIVATE
 from slotwise.observe.event_log import Gap, Run, decode, line_of
 from slotwise.observe.log_format import FormatError, LogError
@@ -174,7 +174,7 @@ class LogFile:
             self._put(b"".join(lines))
         except OSError as error:
             self._broken = True
-            logger.error("the event log %s ends here: %s", self._path, error)
+            logger.error("the event log %s ends here: %s", self._path, described(error))
 
     def _put(self, data: bytes) -> None:
         rest = memoryview(data)

@@ -17,6 +17,7 @@ from slotwise import __version__, folders
 from slotwise.core import step_time
 from slotwise.core.step_time import Learned, work_of
 from slotwise.engine.observer import Observer
+from slotwise.errors import described
 from slotwise.files import PRIVATE, read_regular, write_whole
 
 if TYPE_CHECKING:
@@ -111,4 +112,4 @@ def save(path: Path, times: step_time.StepTimeModel) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, msgspec.json.encode(times.learned()), PRIVATE)
     except OSError as error:
-        logger.warning("step times are not kept: %s", error)
+        logger.warning("step times are not kept: %s", described(error))

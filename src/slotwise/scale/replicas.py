@@ -20,6 +20,7 @@ from typing import Protocol
 import aiohttp
 
 from slotwise.engine.supervisor import Backoff
+from slotwise.errors import described
 from slotwise.routing.fleet import Fleet
 from slotwise.scale.adapters import Adapters
 from slotwise.scale.upstream import ReplicaLost, Upstream
@@ -172,7 +173,7 @@ class Replicas:
         try:
             kept.process = process = self._launch(name)
         except OSError as error:
-            return f"replica {name} could not be started: {error}"
+            return f"replica {name} could not be started: {described(error)}"
         kept.upstream = Upstream(name, process.url, self._session, self._headers)
         has_served = await self._until_lost(name, kept)
         process.kill()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from slotwise.errors import CheckpointError, OneLineError
+from slotwise.errors import CheckpointError, OneLineError, described
 from slotwise.files import read_part, read_regular
 from slotwise.text.gguf_tokenizer import read_template
 from slotwise.text.tokenizer import TokenizerError, read_json
@@ -55,7 +55,7 @@ def _read(path: Path, read: Callable[[Path, int], bytes]) -> str:
     try:
         return _bounded(read(path, MAX_BYTES).decode(), path)
     except (OSError, UnicodeError) as error:
-        raise ChatTemplateError(f"cannot read the chat template {path}: {error}") from error
+        raise ChatTemplateError(f"cannot read the chat template {path}: {described(error)}") from error
 
 
 def _bounded(source: str, path: Path) -> str:

@@ -120,7 +120,7 @@ def test_bad_requests_are_refused_with_the_replicas_words(two: Behind) -> None:
     answer = two.door.post("/v1/completions", {"prompt": [40], "max_tokens": -1})
     assert answer.status_code == 400 and "max_tokens" in answer.json()["error"]["message"]
     assert two.door.post("/v1/completions", "{").status_code == 400
-    missing = two.door.get("/timelines")
+    missing = two.door.get("/zebra")
     assert missing.status_code == 404 and "PUT /admin/replicas" in missing.json()["error"]["message"]
     assert two.door.client.put(two.door.url + "/admin/replicas", json={"replicas": 3}).status_code == 400
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import os
@@ -32,6 +33,7 @@ from slotwise.model.errors import CheckpointError
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 LONG = dataclasses.replace(GREEDY, max_tokens=24)
 SAMPLED = dataclasses.replace(GREEDY, temperature=1.0, top_p=0.9, logprobs=2, prompt_logprobs=1, max_tokens=4)
+LISTENS, LOOPBACK = "0A", "0100007F"  # a state, and 127.0.0.1, in /proc/net/tcp
 SMALL = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 4, "kv_cache_memory": 8 << 20}
 
 
@@ -171,12 +173,25 @@ def test_ranks_of_plain_torch_exchange_through_gloo_until_their_engine_is_droppe
         llm = LLM(str(folder), **settings, **sizes)
         told.append([output.outputs[0].token_ids for output in llm.generate(asked, params, use_tqdm=False)])
         assert torch.distributed.is_initialized() == bool(sizes)
+        for pid in (os.getpid(), *children(os.getpid()).values()):
+            assert listening(pid) <= {LOOPBACK}, "other machines cannot reach a rank"
     with pytest.raises(ConfigError, match="one model of several ranks at a time"):
         LLM(str(folder), **settings, **ranks)
     assert told[0] == told[1]
     del llm
     gc.collect()
     assert not torch.distributed.is_initialized()
+
+
+def listening(pid: int) -> set[str]:
+    """The addresses on which a process listens, as the system writes them."""
+    opened = set()
+    for one in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            opened.add(os.readlink(one))
+    tables = [Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table]
+    return {row[1].partition(":")[0] for row in rows if row[3] == LISTENS and f"socket:[{row[9]}]" in opened}
 
 
 @pytest.mark.parametrize(("stages", "width"), [(1, 2), (2, 1)])

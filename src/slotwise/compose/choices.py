@@ -83,6 +83,9 @@ def other_ranks(
     if kernels.name != "cpu" and torch.distributed.is_initialized():
         raise ConfigError(f"on device {kernels.name} a process has one model of several ranks at a time: drop the one "
                           "before, or start another process")
+    if kernels.name != "cpu" and not hasattr(os, "memfd_create"):
+        raise ConfigError(f"several ranks on device {kernels.name} need Linux, whose files in memory they find each "
+                          "other by")
     if config.enable_expert_parallel and described.mixture is None:
         raise ConfigError("enable_expert_parallel needs a model with experts, and this one has none: leave it out")
     from slotwise.compose.ranks import Ranks  # needs msgspec, which one process does without

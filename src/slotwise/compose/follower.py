@@ -27,7 +27,7 @@ class Follower:
 
     def __init__(self, join: Join, rank: Rank, memory: RankMemory) -> None:
         def group(kernels: Kernels) -> Group:
-            return group_of(kernels, rank, memory, store_of(join.port, rank.size) if join.port else None)
+            return group_of(kernels, rank, memory, store_of(join.store, rank.size) if join.store >= 0 else None)
 
         self._config = join.config
         self._loaded: Loaded = load(join.config, joining=group)

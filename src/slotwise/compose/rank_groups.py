@@ -20,7 +20,6 @@ from slotwise.kernels.pipe import NoPipe, Pipe, Stage, TorchPipe
 from slotwise.kernels.select import launcher_of
 from slotwise.model.config import ModelConfig
 
-HOST = "127.0.0.1"
 LOGIT = 4  # bytes
 
 
@@ -89,10 +88,12 @@ class RankMemory:
         self.boxes = PipeMemory(boxes, rank.size)
 
 
-def store_of(port: int, size: int) -> Any:
-    """The store of torch.distributed through which ranks find each other: this process' own where the port is 0."""
-    return torch.distributed.TCPStore(  # type: ignore[attr-defined]
-        HOST, port, size, is_master=not port, wait_for_workers=False)
+def store_of(descriptor: int, size: int) -> Any:
+    """The store of torch.distributed through which ranks find each other, in a file that no other process can open.
+
+    A TCPStore would listen on every address of the machine, and do what any client asks.
+    """
+    return torch.distributed.FileStore(f"/proc/self/fd/{descriptor}", size)  # type: ignore[attr-defined]
 
 
 def group_of(kernels: Kernels, rank: Rank, memory: RankMemory, store: Any) -> Group:

@@ -18,7 +18,7 @@ class Join(Struct, tag="join"):
     rank: int
     memory: int  # descriptor of the memory that the ranks of its stage share
     boxes: int  # descriptor of the memory between stages
-    port: int  # of torch.distributed's store; 0: the ranks exchange through the shared memory
+    store: int  # descriptor of the file of torch.distributed's store; -1: the ranks exchange through the shared memory
 
 
 class Measure(Struct, tag="measure"):

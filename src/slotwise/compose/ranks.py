@@ -42,7 +42,7 @@ from slotwise.engine.ipc import BlockingChannel, ChannelClosed, pair
 from slotwise.engine.messages import AdapterLoaded, LoadAdapter, UnloadAdapter
 from slotwise.errors import OneLineError
 from slotwise.kernels.cpu.openmp import places
-from slotwise.kernels.cpu.shared_group import SharedMemory
+from slotwise.kernels.cpu.shared_group import SharedMemory, shared_file
 from slotwise.kernels.interface import Kernels
 from slotwise.model.config import ModelConfig
 
@@ -60,9 +60,10 @@ class _Rank:
 
     Args:
         gpu: the only one that it sees; "" on a CPU.
+        store: descriptor of torch.distributed's store; -1: there is none.
     """
 
-    def __init__(self, rank: Rank, threads: int, files: RankFiles, gpu: str) -> None:
+    def __init__(self, rank: Rank, threads: int, files: RankFiles, gpu: str, store: int) -> None:
         self.rank, self.number = rank, rank.number
         number, of_stage = rank.number, files.of_stages[rank.stage.number]
         self.memory = SharedMemory(of_stage, rank.width)
@@ -77,10 +78,11 @@ class _Rank:
             environment["OMP_PROC_BIND"] = "false"
         if gpu:
             environment["CUDA_VISIBLE_DEVICES"] = gpu
+        shared = [theirs.fileno(), of_stage, files.boxes, *([] if store < 0 else [store])]
         with theirs, _everywhere():
             self.process: subprocess.Popen[bytes] = spawn.start(
                 child.python("slotwise.compose.rank_worker", str(theirs.fileno())), env=environment,
-                pass_fds=[theirs.fileno(), of_stage, files.boxes], stdin=subprocess.DEVNULL)
+                pass_fds=shared, stdin=subprocess.DEVNULL)
         self.beats, self.heard = -1, time.monotonic()
 
     def report(self) -> RankReport:
@@ -120,18 +122,18 @@ class Ranks:
         self._measures = kernels.name != "cpu" and first.stages == 1
         files = RankFiles.made(config, described)
         self._memory = RankMemory(files.of_stages[0], files.boxes, first)
-        store = None if kernels.name == "cpu" else store_of(0, first.size)
+        store = -1 if kernels.name == "cpu" else shared_file(0)
         gpus = visible_gpus(first.size) if kernels.device.type == "cuda" else [""] * first.size
-        self._others = [_Rank(first._replace(number=number), torch.get_num_threads(), files, gpus[number])
+        self._others = [_Rank(first._replace(number=number), torch.get_num_threads(), files, gpus[number], store)
                         for number in range(1, first.size)]
         for other in self._others:
             other.channel.send(encode(Join(
                 replace(config, model=os.path.abspath(config.model) if os.path.exists(config.model) else config.model),
-                other.number, files.of_stages[other.rank.stage.number], files.boxes, store.port if store else 0)))
+                other.number, files.of_stages[other.rank.stage.number], files.boxes, store)))
         files.close()
-        self.group = group_of(kernels, first, self._memory, store)
-        if store is not None:  # the next engine of this process makes a process group of its own
-            weakref.finalize(self, torch.distributed.destroy_process_group).atexit = False
+        self.group = group_of(kernels, first, self._memory, None if store < 0 else store_of(store, first.size))
+        if store >= 0:  # the next engine of this process makes a process group of its own
+            weakref.finalize(self, _end_process_group, store).atexit = False
 
     @property
     def processes(self) -> list[subprocess.Popen[bytes]]:
@@ -242,6 +244,11 @@ class Ranks:
                 self.lose(f"rank {rank.number} of {size} ended with status {status}")
             elif now - rank.heard > SILENCE:
                 self.lose(f"rank {rank.number} of {size} has been frozen for {SILENCE:g} s")
+
+
+def _end_process_group(store: int) -> None:
+    torch.distributed.destroy_process_group()
+    os.close(store)
 
 
 def _watch(found: weakref.ref[Ranks]) -> None:

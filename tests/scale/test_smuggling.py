@@ -7,6 +7,7 @@ import re
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -25,6 +26,7 @@ EVIL = b"GET /evil HTTP/1.1\r\nHost: x\r\n\r\n"
 class Front(NamedTuple):
     door: Server
     heads: list[bytes]  # that the replica has received, as they were
+    log: Path  # of the door
 
     def send(self, line: bytes, headers: bytes = b"", body: bytes = b'{"prompt": "a"}', length: bool = True) -> bytes:
         """The answer of the door, whose connection is closed then."""
@@ -42,22 +44,35 @@ class Front(NamedTuple):
 
 @pytest.fixture(scope="module")
 def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
+    with before(STATE, folder=tmp_path_factory.mktemp("log")) as found:
+        yield found
+
+
+@contextlib.contextmanager
+def before(*states: ReplicaState, folder: Path, arguments: tuple[str, ...] = ()) -> Iterator[Front]:
+    """A door before replicas which tell these states, and answer everything."""
     heads: list[bytes] = []
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=_accept, args=(listener, heads), daemon=True).start()
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        with door_of("--replica-url", url, "--api-key", KEY, log=tmp_path_factory.mktemp("log") / "door") as door:
-            eventually(lambda: door.get("/health").json()["usable"] == 1)
-            yield Front(door, heads)
+    urls: list[str] = []
+    with contextlib.ExitStack() as stack:
+        for state in states:
+            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            threading.Thread(target=_accept, args=(listener, state, heads), daemon=True).start()
+            urls += ["--replica-url", f"http://127.0.0.1:{listener.getsockname()[1]}"]
+        log = folder / "door"
+        door = stack.enter_context(door_of(*urls, "--api-key", KEY, *arguments, log=log))
+        headers = {"Authorization": f"Bearer {KEY}".encode()}
+        eventually(lambda: sum(one["is_up"] for one in door.client.get(
+            door.url + "/replicas", headers=headers).json()["replicas"]) == len(states))
+        yield Front(door, heads, log)
 
 
-def _accept(listener: socket.socket, heads: list[bytes]) -> None:
+def _accept(listener: socket.socket, state: ReplicaState, heads: list[bytes]) -> None:
     with contextlib.suppress(OSError):
         while True:
-            threading.Thread(target=_answer, args=(listener.accept()[0], heads), daemon=True).start()
+            threading.Thread(target=_answer, args=(listener.accept()[0], state, heads), daemon=True).start()
 
 
-def _answer(stream: socket.socket, heads: list[bytes]) -> None:
+def _answer(stream: socket.socket, state: ReplicaState, heads: list[bytes]) -> None:
     received = b""
     while part := stream.recv(65536):
         received += part
@@ -69,8 +84,8 @@ def _answer(stream: socket.socket, heads: list[bytes]) -> None:
             received = rest[length:]
             polls = head.startswith(b"GET /replica?")
             if not polls:
-                heads.append(head)
-            body = msgspec.json.encode(STATE) if polls else b"{}"
+                heads.append(head + b"\r\n\r\n" + rest[:length])
+            body = msgspec.json.encode(state) if polls else b"{}"
             stream.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: "
                            b"%d\r\n\r\n" % len(body) + body)
 
@@ -107,3 +122,32 @@ def test_what_only_a_door_may_say_is_dropped_and_keys_arrive_whole(front: Front)
     for head in front.heads:
         assert b"of a client" not in head and b"1:2" not in head
         assert b"Bearer " + KEY.encode() in head
+
+
+ROLES = (msgspec.structs.replace(STATE, sends_prompts=True, kv_host="10.0.0.1", kv_port=9000),
+         msgspec.structs.replace(STATE, receives_prompts=True))
+LONG = b'{"prompt": "%s"}' % (b"a" * 40_000)
+
+
+def test_prompts_travel_with_the_doors_secret_alone(tmp_path: Path) -> None:
+    secret = "0123456789abcdef"
+    (tmp_path / "secret").write_text(secret)
+    mine = HEADER.encode() + b": of a client\r\n"
+    with before(*ROLES, folder=tmp_path, arguments=("--kv-transfer-secret-file", str(tmp_path / "secret"))) as front:
+        assert front.send(b"POST /v1/completions HTTP/1.1", mine, LONG).startswith(b"HTTP/1.1 200 ")
+        assert len(front.heads) == 2 and all(b"kv_transfer_params" in one for one in front.heads)
+        for one in front.heads:
+            assert f"{HEADER}: {secret}".encode() in one and b"of a client" not in one
+        front.heads.clear()
+        named = LONG[:-1] + b', "kv_transfer_params": {"do_remote_decode": true}}'
+        front.send(b"POST /v1/completions HTTP/1.1", mine, named)
+        (one,) = front.heads  # what a client names is the client's own: the replica refuses it
+        assert HEADER.encode() not in one and HEADER.lower().encode() not in one and b"do_remote_decode" in one
+
+
+def test_a_door_without_a_secret_lets_no_prompt_travel_and_says_so_once(tmp_path: Path) -> None:
+    with before(*ROLES, folder=tmp_path) as front:
+        for _ in range(2):
+            assert front.send(b"POST /v1/completions HTTP/1.1", body=LONG).startswith(b"HTTP/1.1 200 ")
+        assert len(front.heads) == 2 and not any(b"kv_transfer_params" in one for one in front.heads)
+        assert front.log.read_text().count("SLOTWISE_KV_TRANSFER_SECRET") == 1

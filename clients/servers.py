@@ -45,9 +45,9 @@ class Server:
         body = self.post("/v1/completions", prompt=prompt, max_tokens=max_tokens, temperature=0)
         return body["choices"][0]["text"]
 
-    def chat(self, messages: list[dict[str, Any]] = MESSAGES, max_tokens: int = MAX_TOKENS) -> str:
+    def chat(self, messages: list[dict[str, Any]] = MESSAGES, max_tokens: int = MAX_TOKENS, **more: Any) -> str:
         """The greedy answer to a conversation."""
-        body = self.post("/v1/chat/completions", messages=messages, max_tokens=max_tokens, temperature=0)
+        body = self.post("/v1/chat/completions", messages=messages, max_tokens=max_tokens, temperature=0, **more)
         return body["choices"][0]["message"]["content"]
 
 

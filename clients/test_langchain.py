@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from importlib.metadata import version
 from typing import Literal
 
-import openai
 import pytest
 from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
@@ -172,15 +170,8 @@ def test_too_long(builtin: Server, responses: bool) -> None:
             ask()
 
 
-@pytest.mark.parametrize(("asks", "field", "change"), [
-    ("tools of a model without them (`bind_tools`)", "tools", lambda talk: talk.bind_tools([Answer])),
-], ids=["tools"])
-def test_refused(
-    talk: ChatOpenAI, asks: str, field: str, change: Callable[[ChatOpenAI], ChatOpenAI],
-    record_property: Callable[[str, object], None],
-) -> None:
-    """Asks for {asks}."""
-    with pytest.raises(openai.BadRequestError) as refused:
-        change(talk).invoke(CONVERSATION)
-    assert refused.value.param == field
-    record_property("refused", refused.value.body["message"])
+def test_tools_of_a_template_that_has_none(talk: ChatOpenAI) -> None:
+    """`bind_tools` with a model whose template has no tools: the system prompt describes them."""
+    answer = talk.bind_tools([Person]).invoke(CONVERSATION)
+    assert isinstance(answer.content, str)
+    assert answer.usage_metadata["input_tokens"] > talk.invoke(CONVERSATION).usage_metadata["input_tokens"] + 100

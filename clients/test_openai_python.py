@@ -255,10 +255,16 @@ def test_structured_output(talk: openai.OpenAI, chat: Server) -> None:
     assert isinstance(answer.choices[0].message.parsed, Answer)
 
 
+def test_tools_of_a_template_that_has_none(talk: openai.OpenAI, chat: Server) -> None:
+    """Offers tools to a model whose template has none (`tools`): the system prompt describes them."""
+    answer = talk.chat.completions.create(
+        model=chat.model, messages=MESSAGES, tools=[WEATHER], max_tokens=MAX_TOKENS, temperature=0)
+    assert answer.choices[0].message.content == chat.chat(tools=[WEATHER]) != chat.chat()
+
+
 @pytest.mark.parametrize(("asks", "fields"), [
-    ("tool calls of a model without them (`tools`)", {"tools": [WEATHER]}),
     ("audio (`modalities`)", {"modalities": ["text", "audio"]}),
-], ids=["tools", "audio"])
+], ids=["audio"])
 def test_refused_fields(
     talk: openai.OpenAI, chat: Server, asks: str, fields: dict[str, Any], record_property: Refused,
 ) -> None:

@@ -20,7 +20,8 @@ from pathlib import Path
 
 HIDDEN = 256
 TEMPLATE = ('{% if tools %}<tools>{{ tools | tojson }}</tools><tool_call>{"name", "arguments"}</tool_call>{% endif %}'
-            "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}{% endfor %}")
+            "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}{% for c in m.tool_calls or [] %}<tool_call>"
+            "{{ c.function | tojson }}</tool_call>{% endfor %}{% endfor %}")
 WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 PERSON = '{"name": "Ada", "age": 36}'
 SCRIPTS = {

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from slotwise.text import normalization
 from slotwise.text.chat_template import ChatTemplate, ChatTemplateError
 from slotwise.text.conversation import InvalidMessages, OpenEnd, check_messages
 
@@ -186,6 +187,27 @@ def test_what_is_found_of_a_template_costs_little(source: str) -> None:
     template.lengths.clear()
     template.render([RULE, *turn * 51], tools=[TOOL])
     assert len(template.lengths) == 1, "the skeleton is known"
+
+
+def test_what_is_remembered_of_a_template_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(normalization, "MAX_CHOICES", 3)
+    template = Counted(ANY_ROLE)
+    turns = [[RULE] * rules + [USER] * users for rules, users in ((0, 1), (1, 1), (2, 1), (1, 2), (2, 2))]
+    for one in turns:
+        template.render(one)
+    template.lengths.clear()
+    template.render(turns[-1])
+    assert len(template.lengths) == 1
+    template.render(turns[0])
+    assert len(template.lengths) == 3, "it was forgotten"
+
+
+def test_a_conversation_too_long_to_be_searched_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(normalization, "MAX_SEARCHED", 3)
+    template = Counted(FIRST_ONLY)
+    assert template.render([RULE, USER, message("assistant", "a"), message("system", "later"), USER]) == (
+        "<rule\n\nlater\n\nhi>(a)<hi>")
+    assert len(template.lengths) == 3
 
 
 def test_a_conversation_is_rendered_alike_whatever_was_rendered_before() -> None:

@@ -29,6 +29,7 @@ from slotwise.text.tool_calls import with_parsed_arguments
 
 MAX_ROLE = 64  # characters
 MAX_RUN = 8  # messages
+MAX_SEARCHED = 512  # messages of a skeleton; a longer one that cannot stay as it is gets all rewrites
 MAX_CHOICES = 256  # skeletons whose rewrites are remembered
 ROLES = ("system", "user", "assistant", "tool")
 INSTRUCTING = ("system", "developer")
@@ -70,7 +71,7 @@ class Normalizer:
 
     def __init__(self, write: Write) -> None:
         self._write = write
-        self._chosen = lru_cache(MAX_CHOICES)(self._choose)
+        self._chosen: dict[bytes, Sequence[str] | None] = {}  # by the digest of a skeleton
         self._knows = lru_cache(MAX_CHOICES)(self._finds_role)
         self._null_content = lru_cache(2)(self._finds_null_content)
 
@@ -87,7 +88,12 @@ class Normalizer:
         found = [self._canonical(index, message, variables) for index, message in enumerate(messages)]
         places = _outline(found)
         skeleton = _skeleton([found[place] for place in places], variables)
-        names = self._chosen(json.dumps([*skeleton, is_open], default=str))
+        digest = hashlib.sha256(json.dumps([*skeleton, is_open], default=str).encode()).digest()
+        if digest not in self._chosen:
+            if len(self._chosen) == MAX_CHOICES:
+                del self._chosen[next(iter(self._chosen))]
+            self._chosen[digest] = self._choose(*skeleton, is_open)
+        names = self._chosen[digest]
         if names is None:
             self._write(found, variables)  # raises what the template has to say about it
             raise ChatTemplateError(self._loss(skeleton, places, is_open))
@@ -161,9 +167,8 @@ class Normalizer:
         except ChatTemplateError:
             return None
 
-    def _choose(self, shape: str) -> tuple[str, ...] | None:
-        """The fewest rewrites with which the template keeps all of a skeleton, as JSON; None: nothing helps."""
-        messages, variables, is_open = json.loads(shape)
+    def _choose(self, messages: list[Message], variables: Variables, is_open: bool) -> Sequence[str] | None:
+        """The fewest rewrites with which the template keeps all of a skeleton; None: nothing helps."""
         wanted = _marks([messages, variables["tools"]])
         always = [TOOLS_AS_TEXT] if variables["tools"] and self.ignores_tools else []
         others = [name for name in REWRITES if name != TOOLS_AS_TEXT]
@@ -173,11 +178,13 @@ class Normalizer:
             return text is not None and wanted <= _marks(text) and not (is_open and self._is_moved(messages, text))
 
         if keeps(()):
-            return tuple(always)
+            return always
+        if len(messages) > MAX_SEARCHED:
+            return [*always, *others] if keeps(others) else None
         plain = _rewritten(messages, variables, always)
         for name in reversed(others):
             if name != CALLS_AS_TEXT and _rewritten(messages, variables, [*always, name]) != plain and keeps([name]):
-                return (*always, name)
+                return [*always, name]
         chosen = others
         if not keeps(chosen):
             return None
@@ -185,7 +192,7 @@ class Normalizer:
             fewer = [one for one in chosen if one != name]
             if keeps(fewer):
                 chosen = fewer
-        return (*always, *chosen)
+        return [*always, *chosen]
 
     def _is_moved(self, messages: list[Message], text: str) -> bool:
         """Whether text of other messages stands behind that of the last one, which is to be left open."""

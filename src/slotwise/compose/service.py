@@ -30,7 +30,7 @@ from slotwise.observe.traces import Traces
 from slotwise.server.app import build_api
 from slotwise.server.context import Api
 from slotwise.server.errors import ApiError
-from slotwise.server.parsers.registry import HERMES, OutputFormat
+from slotwise.server.parsers.registry import OutputFormat
 from slotwise.server.settings import ServerSettings
 from slotwise.server.templates import Template
 from slotwise.text.chat_source import ChatTemplateError
@@ -77,9 +77,6 @@ async def service(
         announce(settings.sampling_defaults, longest)  # now: a start that fails says one line
         if form.tools or form.reasoning:
             logger.info("tool calls are parsed as %s, reasoning as %s", form.tools or "text", form.reasoning or "text")
-        if ignores_tools and form.tools not in ("", HERMES):
-            logger.warning("the chat template ignores tools, so the system prompt asks for calls in the form of %s; "
-                           "--tool-call-parser %s reads others", HERMES, form.tools)
         cores.leave_to(started[-1].process.pid)
         with step_time.kept(config, info) as step_times:
             api = build_api(

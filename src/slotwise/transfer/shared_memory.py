@@ -118,8 +118,8 @@ class SharedMemoryListener:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`
         if not self.is_closed:
+            self._path.unlink(missing_ok=True)  # first: behind it the path may be another producer's
             self._listener.close()
-            self._path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ The library is imported on first use: an engine runs without it, and then no gra
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,6 +32,13 @@ LIMITS: dict[str, Any] = {
 
 # A comment, a string, a special token, or a regular expression, as llguidance's lexer has them.
 _IN_LARK = re.compile(r'''(?:\#|//)[^\n]*|"(?:\\.|[^"\\])*"|<[^<>\s]+>|(/(?:\\.|[^/\\])+/)''', re.DOTALL)
+
+
+MAX_SHOWN = 60  # bytes of an output, in a message
+MAX_PLACES = 64  # alternatives of a schema that are looked at for a message
+COMPILER = "x-guidance"  # the compiler's options within a schema
+SYMBOL = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]:,]', re.DOTALL)  # what divides a JSON text
+WRAPPING = {"$ref", "allOf", "anyOf", "oneOf", "$defs", "definitions", COMPILER}  # keywords that say nothing themselves
 
 
 class _Source:
@@ -94,6 +102,96 @@ def message_of(matcher: Any) -> str:
     """The error of a matcher on one line, without the excerpt of the grammar that the library shows."""
     first, *others = str(matcher.get_error()).replace("<state>", "\n").strip().split("\n")
     return _one_line(" ".join([first, *[line for line in others if line.startswith("error: ")]]))
+
+
+def died(kind: str, text: str, output: bytes, why: str) -> str:
+    """What to say of an output after which the grammar allows no token, or cannot tell which.
+
+    Args:
+        kind, text: of the grammar.
+        output: the beginning of a text that it matches.
+        why: the compiler's words, or "".
+    """
+    said = output[-MAX_SHOWN:].decode(errors="replace")
+    after = f"after {'...' if len(output) > MAX_SHOWN else ''}{said!r}" if output else "at its beginning"
+    place = "the grammar"
+    if kind == JSON_SCHEMA:
+        place = f"the schema at {_place_of(text, output.decode(errors='replace'))}"
+    return f"{after} no token follows in {place}{f' ({why})' if why else ''}"[:MAX_MESSAGE]
+
+
+def _place_of(text: str, output: str) -> str:
+    """Where in a schema an output ends, as a JSON pointer and the keywords that stand there."""
+    schema = json.loads(text)
+    places = [("#", schema)]
+    for key in _keys_of(output):
+        found = []
+        for place, one in _alternatives(schema, places):
+            name = key.replace("~", "~0").replace("/", "~1") if isinstance(key, str) else key
+            for inner in ((f"properties/{name}", "patternProperties", "additionalProperties") if isinstance(key, str)
+                          else (f"prefixItems/{name}", "items")):
+                if (value := at_pointer(one, inner)) is not None:
+                    found.append((f"{place}/{inner}", value))
+                    break
+        if not found:
+            break
+        places = found[:MAX_PLACES]
+    alternatives = _alternatives(schema, places)
+    place, one = alternatives[0] if len(alternatives) == 1 else places[0]
+    keywords = [name for name in one if name != COMPILER] if isinstance(one, dict) else []
+    return place + (f", which has {', '.join(keywords)}" if keywords else "")
+
+
+def _alternatives(schema: Any, places: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """The schemas at `places`, and those that they refer to or are made of."""
+    found, seen = list[tuple[str, Any]](), set[str]()
+    waiting = list(places)
+    while waiting and len(found) < MAX_PLACES:
+        place, one = waiting.pop(0)
+        if place in seen or not isinstance(one, dict):
+            continue
+        seen.add(place)
+        parts = [(f"{place}/{name}/{index}", part) for name in ("allOf", "anyOf", "oneOf")
+                 if isinstance(one.get(name), list) for index, part in enumerate(one[name])]
+        if isinstance(target := one.get("$ref"), str) and target.startswith("#"):
+            parts.append((target, at_pointer(schema, target.removeprefix("#").removeprefix("/"))))
+        waiting += parts
+        if not parts or one.keys() - WRAPPING:
+            found.append((place, one))
+    return found or places
+
+
+def at_pointer(schema: Any, path: str) -> Any:
+    """What stands at a JSON pointer without its first slash; None where there is nothing."""
+    for part in path.split("/") if path else ():
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(schema, list) and name.isdecimal() and int(name) < len(schema):
+            schema = schema[int(name)]
+        elif isinstance(schema, dict):
+            schema = schema.get(name)
+        else:
+            return None
+    return schema
+
+
+def _keys_of(output: str) -> list[str | int]:
+    """The keys and indices of the value in which the beginning of a JSON text ends."""
+    open_values: list[str | int | None] = []  # of each value that is open: its key or index; None: before a key
+    last, at = "", 0
+    while match := SYMBOL.search(output, at):
+        symbol, at = match[0], match.end()
+        if symbol[0] == '"':
+            last = symbol[1:-1]
+        elif symbol in "{[":
+            open_values.append(None if symbol == "{" else 0)
+        elif symbol in "}]":
+            del open_values[-1:]
+        elif symbol == ":" and open_values:
+            open_values[-1] = last
+        elif open_values:
+            index = open_values[-1]
+            open_values[-1] = index + 1 if isinstance(index, int) else None
+    return [key for key in open_values if key is not None]
 
 
 def _written(kind: str, text: str) -> str:

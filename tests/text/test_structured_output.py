@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_schemas import random_schema, random_text
 
 from slotwise.core.grammar import JSON_SCHEMA, LARK, MAX_BYTES, REGEX, Grammar
 from slotwise.grammars import compiled, tokenizer_of
@@ -16,6 +18,7 @@ from slotwise.text.grammar_check import check
 from slotwise.text.structured_output import (
     WHITE_SPACE,
     StructuredOutputError,
+    json_schema,
     of_response_format,
     of_structured_outputs,
 )
@@ -155,3 +158,79 @@ def test_formats_that_are_none(value: dict[str, Any]) -> None:
 def test_keywords_without_an_implementation_are_named() -> None:
     for keyword, value in (("uniqueItems", True), ("propertyNames", {}), ("not", {}), ("contains", {}), ("if", {})):
         assert keyword in check(JSON_SCHEMA, json.dumps({keyword: value}), [])
+
+
+INTEGER = {"type": "integer"}
+USED_UP = {"type": "object", "properties": {"k": INTEGER}, "patternProperties": {"^k$": {}},
+           "additionalProperties": False}
+
+
+@pytest.mark.parametrize("schema", [
+    USED_UP,
+    USED_UP | {"required": ["k"]},
+    {"type": "object", "patternProperties": {"^(a|b)$": INTEGER}, "required": ["a", "b"],
+     "additionalProperties": False},
+    {"type": "object", "properties": {"deep": {"type": "array", "items": {"anyOf": [{"type": "null"}, USED_UP]}}}},
+    {"$defs": {"used": USED_UP}, "type": "array", "items": {"$ref": "#/$defs/used"}}])
+def test_a_pattern_whose_names_are_used_up_is_refused_with_its_place(schema: dict[str, Any]) -> None:
+    """It compiled, and an output that went on behind the last name ended in `NoExtensionBias` after a 200."""
+    said = refused(schema)
+    assert "no token follows" in said and "patternProperties" in said, said
+
+
+@pytest.mark.parametrize("target", [
+    {"$ref": "#/$defs/x"},
+    {"allOf": [{"$ref": "#/$defs/x"}]},
+    {"type": "object", "properties": {"x": {"$ref": "#/$defs/x"}}, "required": ["x"]},
+    {"type": "array", "prefixItems": [{"$ref": "#/$defs/x"}], "minItems": 1},
+    {"type": "array", "items": {"$ref": "#/$defs/x"}, "minItems": 2},
+    {"anyOf": [{"$ref": "#/$defs/x"}, {"$ref": "#/$defs/y"}]}])
+def test_a_reference_without_end_is_refused_by_name(target: dict[str, Any]) -> None:
+    for use in ({"properties": {"a": {"$ref": "#/$defs/x"}}}, {"additionalProperties": {"$ref": "#/$defs/x"}},
+                {"patternProperties": {"^a": {"items": {"$ref": "#/$defs/x"}}}}):
+        said = refused(use | {"type": "object", "$defs": {"x": target, "y": {"$ref": "#/$defs/x"}}})
+        assert said.startswith("$ref '#/$defs/") and "ever ends" in said
+
+
+def test_rules_that_never_end_and_schemas_within_them_are_refused() -> None:
+    assert "no token follows" in check(LARK, 'start: "a" x\nx: x "b"\n', [])
+    assert "patternProperties" in check(LARK, f'start: "a" %json {json.dumps(USED_UP)}\n', [])
+
+
+@pytest.mark.parametrize("schema", [
+    {"$defs": {"x": {"type": "object", "properties": {"next": {"$ref": "#/$defs/x"}, "n": INTEGER}}},
+     "$ref": "#/$defs/x"},
+    {"$defs": {"x": {"type": "array", "items": {"$ref": "#/$defs/x"}}}, "$ref": "#/$defs/x"},
+    {"$defs": {"x": {"anyOf": [INTEGER, {"type": "object", "properties": {"x": {"$ref": "#/$defs/x"}},
+                                         "required": ["x"]}]}}, "$ref": "#/$defs/x"},
+    {"$defs": {"unused": {"$ref": "#/$defs/unused"}}, "type": "object"},
+    {"type": "object", "properties": {"x": INTEGER}, "patternProperties": {"^x": INTEGER},
+     "additionalProperties": False},
+    {"type": "object", "properties": {"k": INTEGER}, "patternProperties": {"^k$": INTEGER}},
+    {"type": "object", "patternProperties": {"^[0-9]{3}$": INTEGER, "^[a-z]$": {}}, "additionalProperties": False}])
+def test_schemas_that_end_pass(schema: dict[str, Any]) -> None:
+    assert refused(schema) == ""
+
+
+def refused(schema: dict[str, Any]) -> str:
+    grammar = json_schema(schema, "json")
+    return check(grammar.kind, grammar.text, [])
+
+
+def test_of_random_schemas_none_that_passes_has_a_text_that_dies() -> None:
+    """Longer texts than the check writes, of schemas with a fixed seed; those that it refuses do die."""
+    draw, passed, died = random.Random(7), 0, 0
+    for number in range(200):
+        schema = random_schema(draw, 3)
+        grammar = json_schema(schema, "json")
+        said = check(grammar.kind, grammar.text, [])
+        died += "no token follows" in said
+        if said:
+            continue
+        passed += 1
+        matcher, objection = compiled(BYTES, grammar.kind, grammar.text)
+        assert not objection
+        for _ in range(4):
+            text, why = random_text(matcher, random.Random(number), 200)
+            assert not why, (schema, text, why)
+    assert passed > 40 and died

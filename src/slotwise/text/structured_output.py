@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slotwise.core.grammar import JSON_SCHEMA, LARK, REGEX, Grammar, in_ascii
+from slotwise.grammars import COMPILER
 from slotwise.neutral import ignored_key
 
 MAX_DEPTH = 64  # values within values, of a schema
@@ -23,7 +24,6 @@ MAX_TAGS = 64
 MAX_MULTIPLE = 100_000  # of `multipleOf`: compiling takes time in proportion
 ANY_OBJECT = {"type": "object"}
 LITERALS = ("const", "enum", "default", "examples")  # keywords of a schema whose values are no schemas
-COMPILER = "x-guidance"  # the compiler's options within a schema
 WHITE_SPACE = r" |(\r?\n){1,2}[ \t]{0,32}"  # between JSON's symbols: bounded, for small models never leave it
 FIELDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")  # one of them is the constraint
 OPTIONS = ("whitespace_pattern", "disable_any_whitespace")

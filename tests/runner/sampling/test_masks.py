@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from threading import Event
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from slotwise import grammars
-from slotwise.core.grammar import LARK, REGEX, Grammar
+from slotwise.core.grammar import JSON_SCHEMA, LARK, REGEX, Grammar
 from slotwise.core.params import SamplingParams
 from slotwise.core.step import NewRequest, RowKind, StepPlan
 from slotwise.kernels.sampling import FAILED, allowed_only, draw
@@ -216,3 +217,27 @@ def test_an_ambiguous_grammar_is_stopped_while_its_masks_are_cheap() -> None:
             break
         matcher.consume_token(ord("a"))
     assert matcher.is_error() and "Too many items" in grammars.message_of(matcher)
+
+
+@pytest.mark.parametrize(("kind", "text", "outputs", "says"), [
+    (JSON_SCHEMA, json.dumps({
+        "type": "object", "properties": {"a": {"type": "array", "items": {"$ref": "#/$defs/k"}}},
+        "$defs": {"k": {"type": "object", "patternProperties": {"^k$": {}}, "required": ["k"],
+                        "additionalProperties": False}}, "x-guidance": {"whitespace_flexible": False}}),
+     b'{"a":[{"k":1},{"k":[2],', "at #/$defs/k, which has type, patternProperties, required, additionalProperties"),
+    (LARK, 'start: "a" x\nx: x "b"\n', b"a", "after 'a' no token follows in the grammar")])
+def test_what_dies_later_says_what_in_the_grammar_did_it(kind: str, text: str, outputs: bytes, says: str) -> None:
+    """What the check before the engine does not find: it compiles here, and leads to where nothing may follow."""
+    compiler = Grammars(tokenizer())
+    masks, grammar = Masks(compiler, VOCAB), Grammar(kind, text, "response_format")
+    compiler.compile("r", grammar)
+    while not compiler.has_compiled:
+        pass
+    assert [one.objection for one in compiler.pop_compiled()] == [""]
+    masks.join(NewRequest("r", 0, PROMPT, len(PROMPT), SamplingParams(temperature=0, grammar=grammar), 1, ()))
+    for number, byte in enumerate(outputs):
+        assert allowed(masks, plan(number)) != [""] and not masks.objection(0)
+        masks.record(plan(number), [(byte,)])
+    assert allowed(masks, plan(len(outputs))) == [""]
+    objection = masks.objection(0)
+    assert objection.startswith("response_format: after ") and says in objection, objection

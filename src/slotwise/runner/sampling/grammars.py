@@ -16,6 +16,7 @@ import queue
 import sys
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 from slotwise import grammars
@@ -112,6 +113,10 @@ class Grammars:
     def matcher(self, request_id: str) -> Any:
         """A matcher of the request's grammar at its beginning, for one caller."""
         return self._held[request_id][1].deep_copy()
+
+    def bytes_of(self, tokens: Sequence[int]) -> bytes:
+        """The text of tokens, special ones by their names."""
+        return bytes(self._tokenizer.decode_bytes(list(tokens)))
 
     def _run(self, tokenizer: Any) -> None:
         roam()

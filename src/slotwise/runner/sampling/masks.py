@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slotwise.core.step import NewRequest, StepPlan
-from slotwise.grammars import message_of
+from slotwise.grammars import died, message_of
 from slotwise.kernels.cpu.openmp import roam
 from slotwise.runner.sampling.grammars import Grammars
 
@@ -69,7 +69,7 @@ class Masks:
         """Set the slot's request, new or resumed after preemption."""
         self._texts.pop(join.slot, None)
         if join.params.grammar is not None:
-            self._texts[join.slot] = _Text(join, self._grammars.matcher(join.request_id))
+            self._texts[join.slot] = _Text(join, self._grammars.matcher(join.request_id), self._grammars.bytes_of)
 
     def leave(self, slot: int) -> None:
         """Clear the slot."""
@@ -155,12 +155,12 @@ def _first_output(plan: StepPlan, row: int, num_prompt: int) -> int:
 class _Text:
     """The output of a request, and its matcher, which has consumed a beginning of it."""
 
-    def __init__(self, join: NewRequest, matcher: Any) -> None:
+    def __init__(self, join: NewRequest, matcher: Any, bytes_of: Callable[[Sequence[int]], bytes]) -> None:
         self.request_id = join.request_id
         self.num_prompt = join.num_prompt
         self.error = ""
-        self._field = join.params.grammar.field if join.params.grammar is not None else ""
-        self._matcher = matcher
+        self._grammar = join.params.grammar
+        self._matcher, self._bytes_of = matcher, bytes_of
         self._outputs = list(join.tokens[join.num_prompt :])
         self._num_consumed = 0
         self._num_held = 0  # of those that the matcher consumed, the first ones that are still outputs
@@ -210,8 +210,16 @@ class _Text:
                 break
             matcher.consume_token(drafts[num_drafted])
             num_drafted += 1
-        if matcher.is_error():
+        if matcher.is_error() or not bits[0].any():
             bits.fill(0)
-            self.error = f"{self._field}: {message_of(matcher)}"
+            self.error = self._died(drafts[:num_drafted])
         elif num_drafted:
             matcher.rollback(num_drafted)
+
+    def _died(self, drafts: Sequence[int]) -> str:
+        """Why no token may follow the outputs that were consumed and some drafts, and what in the grammar did it."""
+        if (grammar := self._grammar) is None:
+            return ""
+        output = self._bytes_of([*self._outputs[: self._num_consumed], *drafts])
+        why = message_of(self._matcher) if self._matcher.is_error() else ""
+        return f"{grammar.field}: {died(grammar.kind, grammar.text, output, why)}"

@@ -101,6 +101,8 @@ def test_what_if_shows_what_was_measured_replayed_and_changed(log: Path, tmp_pat
     (["what-if", "LOG"], "--set NAME=VALUE"),
     (["what-if", "--set", "max_num_seqs=2"], "either an event log or a server"),
     (["what-if", "LOG", "--set", "tiers=[]"], "changes no tiers"),
+    (["what-if", "LOG", "--set", "max_num_seqs=2", "--replica", "1"], "--replica is of a router"),
+    (["what-if", "--url", "http://127.0.0.1:9", "--set", "max_num_seqs=2"], "http://127.0.0.1:9 cannot be reached"),
     (["what-if", "LOG", "--set", "max_num_seqs=2", "--request", "none"], "no request"),
     (["what-if", "LOG", "--set", "scheduling_policy=slowest"], "scheduling_policy must be one of"),
 ])

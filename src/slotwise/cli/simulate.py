@@ -236,6 +236,8 @@ def _asked_server(asked: argparse.Namespace, changes: Mapping[str, Any]) -> dict
         with contextlib.suppress(ValueError, KeyError, TypeError):
             said = json.loads(said)["error"]["message"]
         raise RuntimeError(f"the server answered {error.code}: {printable(said)}") from error
+    except urllib.error.URLError as error:
+        raise RuntimeError(f"{asked.url} cannot be reached ({error.reason}): give the URL of a server") from error
     return answer
 
 

@@ -57,6 +57,25 @@ class Model:
         return [product(x) for product in self._products]
 
 
+@pytest.mark.parametrize("fault", ["link", "mode", "owner"])
+def test_a_file_that_another_user_could_change_is_not_mapped(home: Path, fault: str) -> None:
+    """Its digest is right, and it could be changed as long as it is mapped."""
+    Model()
+    (path,) = home.glob(f"*{packed_file.SUFFIX}")
+    if fault == "link":
+        path.rename(home.parent / "elsewhere")
+        path.symlink_to(home.parent / "elsewhere")
+    elif fault == "mode":
+        path.chmod(0o666)
+    elif os.geteuid() == 0:
+        os.chown(path, 12345, 12345)
+    else:
+        pytest.skip("only root can give a file to another user")
+    again = Model()
+    assert again.read and not again.mapped and not path.is_symlink()
+    assert not Model().read, "it was written anew"
+
+
 def equal(one: Model, other: Model) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one.results(), other.results(), strict=True))
 

@@ -95,6 +95,9 @@ def load(path: Path) -> StepTimeModel:
     """Returns the stored model; an empty one if there is no readable file."""
     import msgspec
 
+    if path.exists() and (why := folders.objection(path)):
+        logger.warning("step times are learned anew: %s", why)
+        return StepTimeModel()
     try:
         return StepTimeModel(msgspec.json.decode(read_regular(path, MAX_BYTES), type=Learned))
     except FileNotFoundError:
@@ -108,6 +111,9 @@ def save(path: Path, times: step_time.StepTimeModel) -> None:
     """Stores `times` atomically; logs a warning if the folder is not writable."""
     import msgspec
 
+    if why := folders.objection(path):
+        logger.warning("step times are not kept: %s", why)
+        return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, msgspec.json.encode(times.learned()), PRIVATE)

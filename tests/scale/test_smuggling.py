@@ -85,6 +85,8 @@ def _answer(stream: socket.socket, state: ReplicaState, heads: list[bytes]) -> N
             polls = head.startswith(b"GET /replica?")
             if not polls:
                 heads.append(head + b"\r\n\r\n" + rest[:length])
+            if b"do_remote_prefill" in rest[:length]:  # an answer would end the request for its prompt
+                eventually(lambda: any(b"do_remote_decode" in one for one in heads))
             body = msgspec.json.encode(state) if polls else b"{}"
             stream.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: "
                            b"%d\r\n\r\n" % len(body) + body)

@@ -183,9 +183,15 @@ def test_ranks_of_plain_torch_exchange_through_gloo_until_their_engine_is_droppe
     with pytest.raises(ConfigError, match="one model of several ranks at a time"):
         LLM(str(folder), **settings, **ranks)
     assert told[0] == told[1]
+    processes = torch.distributed.group.WORLD
     del llm
     gc.collect()
     assert not torch.distributed.is_initialized()
+    with contextlib.ExitStack() as stack:
+        others = [stack.enter_context((tmp_path / str(number)).open("w+b")) for number in range(32)]
+        del processes
+        gc.collect()
+        assert not any(os.fstat(file.fileno()).st_size for file in others), "the file of the ranks' store is another"
 
 
 @pytest.mark.parametrize("sent", [

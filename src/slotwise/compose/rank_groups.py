@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -86,6 +87,16 @@ class RankMemory:
     def __init__(self, stage: int, boxes: int, rank: Rank) -> None:
         self.stage = SharedMemory(stage, rank.width)
         self.boxes = PipeMemory(boxes, rank.size)
+
+
+@cache
+def store_file() -> int:
+    """Descriptor of the file of this process's stores.
+
+    It is never closed: a store opens it by its number, and does so a last time when its last process group is freed,
+    which may be long after the engine was dropped.  Another file of that number would be written to.
+    """
+    return shared_file(0)
 
 
 def store_of(descriptor: int, size: int) -> Any:

@@ -22,7 +22,7 @@ from dataclasses import replace
 import torch
 
 from slotwise import child, spawn
-from slotwise.compose.rank_groups import Rank, RankFiles, RankMemory, group_of, store_of
+from slotwise.compose.rank_groups import Rank, RankFiles, RankMemory, group_of, store_file, store_of
 from slotwise.compose.rank_messages import (
     Allocate,
     Collect,
@@ -42,7 +42,7 @@ from slotwise.engine.ipc import BlockingChannel, ChannelClosed, pair
 from slotwise.engine.messages import AdapterLoaded, LoadAdapter, UnloadAdapter
 from slotwise.errors import OneLineError
 from slotwise.kernels.cpu.openmp import places
-from slotwise.kernels.cpu.shared_group import SharedMemory, shared_file
+from slotwise.kernels.cpu.shared_group import SharedMemory
 from slotwise.kernels.interface import Kernels
 from slotwise.model.config import ModelConfig
 
@@ -131,7 +131,9 @@ class Ranks:
         self._measures = kernels.name != "cpu" and first.stages == 1
         files = RankFiles.made(config, described)
         self._memory = RankMemory(files.of_stages[0], files.boxes, first)
-        store = -1 if kernels.name == "cpu" else shared_file(0)
+        store = -1 if kernels.name == "cpu" else store_file()
+        if store >= 0:
+            os.ftruncate(store, 0)  # what the ranks of an earlier engine have left
         gpus = visible_gpus(first.size) if kernels.device.type == "cuda" else [""] * first.size
         self._others = [_Rank(first._replace(number=number), torch.get_num_threads(), files, gpus[number], store)
                         for number in range(1, first.size)]
@@ -142,7 +144,7 @@ class Ranks:
         files.close()
         self.group = group_of(kernels, first, self._memory, None if store < 0 else store_of(store, first.size))
         if store >= 0:  # the next engine of this process makes a process group of its own
-            weakref.finalize(self, _end_process_group, store).atexit = False
+            weakref.finalize(self, torch.distributed.destroy_process_group).atexit = False
 
     @property
     def processes(self) -> list[subprocess.Popen[bytes]]:
@@ -253,11 +255,6 @@ class Ranks:
                 self.lose(f"rank {rank.number} of {size} ended with status {status}")
             elif now - rank.heard > SILENCE:
                 self.lose(f"rank {rank.number} of {size} has been frozen for {SILENCE:g} s")
-
-
-def _end_process_group(store: int) -> None:
-    torch.distributed.destroy_process_group()
-    os.close(store)
 
 
 def _watch(found: weakref.ref[Ranks]) -> None:

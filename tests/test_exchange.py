@@ -226,6 +226,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {  # and a part of what 
     "defaults out of range": (written("generation_config.json", '{"temperature": -1}'), "temperature"),
     "end tokens that are not numbers": (written("generation_config.json", '{"eos_token_id": "x"}'), "eos_token_id"),
     "pooling that is not JSON": (written("modules.json", "{"), "modules.json"),
+    "pooling in a file that is gone": (lambda folder: (folder / "modules.json").symlink_to("gone"), "modules.json"),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 from collections.abc import Iterator
@@ -198,6 +199,19 @@ def test_a_link_to_a_file_of_the_machine_is_not_followed(folder: Path, tmp_path:
         (copy / name).unlink()
         (tmp_path / "elsewhere" / name).rename(copy / name)
     assert opened(copy) == ""
+
+
+@pytest.mark.parametrize("name", [
+    "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"])
+def test_a_file_that_may_be_missing_and_cannot_be_read_is_not_taken_for_missing(
+        folder: Path, name: str, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "model"))
+    path = copy / name
+    for broken in (lambda: path.symlink_to("nowhere"), lambda: path.symlink_to(name), lambda: os.mkfifo(path)):
+        path.unlink(missing_ok=True)
+        assert opened(copy) == ""
+        broken()
+        assert name in opened(copy)
 
 
 def test_links_of_the_hubs_cache_are_followed(folder: Path, tmp_path: Path) -> None:

@@ -89,6 +89,15 @@ def read_regular(path: Path | str, most: int) -> bytes:
     return data
 
 
+def has_part(path: Path) -> bool:
+    """Whether a checkpoint has a file of this name that may be missing.
+
+    A link to nothing counts, and so does a pipe or a folder: reading it fails, where the model would else be served as
+    if its file did not exist, without its chat template for one.
+    """
+    return os.path.lexists(path)
+
+
 def read_part(path: Path, most: int) -> bytes:
     """Returns the content of a checkpoint's file, as `read_regular`.
 

@@ -16,7 +16,7 @@ from typing import Any
 from slotwise.core.params import LAST, MEAN, PoolingParams
 from slotwise.core.pooling_defaults import PoolingDefaults
 from slotwise.engine.config import ConfigError
-from slotwise.files import read_part
+from slotwise.files import has_part, read_part
 from slotwise.gguf.model import open_model
 from slotwise.model.errors import CheckpointError
 from slotwise.model.fields import MAX_JSON_BYTES, Fields, read_json
@@ -85,12 +85,12 @@ def _of_checkpoint(folder: Path) -> PoolingDefaults:
     if folder.is_file():
         return _of_gguf(folder)
     modules, pooling, normalizes = folder / MODULES, folder / POOLING, True
-    if modules.is_file():
+    if has_part(modules):
         kinds = _modules(modules)
         if others := [kind for kind in kinds if kind not in OBEYED]:
             return PoolingDefaults(objection=f"{modules.name} has the module {others[0]:.40}, which is not supported")
         normalizes = "Normalize" in kinds
-    if not pooling.is_file():
+    if not has_part(pooling):
         return PoolingDefaults(PoolingParams(normalize=normalizes))
     kind = _pooling(read_json(pooling))
     if kind not in (LAST, MEAN):

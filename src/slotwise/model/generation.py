@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from slotwise.files import has_part
 from slotwise.gguf.model import open_model
 from slotwise.model.errors import CheckpointError
 from slotwise.model.fields import Fields, read_json
@@ -49,4 +50,4 @@ def read_generation(checkpoint: Path, named: Path | None = None) -> Fields:
         given = {name: metadata.scalar(key) for name, key in SAMPLING.items() if metadata.has(key)}
         return Fields(given, f"{checkpoint}: {PREFIX}*, as {FILE}")
     path = named or checkpoint / FILE
-    return read_json(path) if named is not None or path.is_file() else Fields({}, str(path))
+    return read_json(path) if named is not None or has_part(path) else Fields({}, str(path))

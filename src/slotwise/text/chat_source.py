@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from slotwise.errors import CheckpointError, OneLineError, described
-from slotwise.files import read_part, read_regular
+from slotwise.files import has_part, read_part, read_regular
 from slotwise.text.gguf_tokenizer import read_template
 from slotwise.text.tokenizer import TokenizerError, read_json
 
@@ -29,7 +29,7 @@ def find_chat_template(folder: str | Path, file: str | Path | None = None) -> st
         ChatTemplateError: it cannot be read, or is not a text.
     """
     path = Path(file) if file is not None else Path(folder) / "chat_template.jinja"
-    if file is not None or path.is_file():
+    if file is not None or has_part(path):
         return _read(path, read_regular if file is not None else read_part)
     named = _named(folder)
     if named and DEFAULT not in named:
@@ -46,8 +46,8 @@ def find_tool_template(folder: str | Path, file: str | Path | None = None) -> st
     if file is not None:
         return None
     path = Path(folder) / "additional_chat_templates" / f"{FOR_TOOLS}.jinja"
-    if (Path(folder) / "chat_template.jinja").is_file():
-        return _read(path, read_part) if path.is_file() else None
+    if has_part(Path(folder) / "chat_template.jinja"):
+        return _read(path, read_part) if has_part(path) else None
     return _bounded(source, path) if (source := _named(folder).get(FOR_TOOLS)) else None
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import tokenizers
 
 from slotwise.errors import CheckpointError, OneLineError
-from slotwise.files import read_part
+from slotwise.files import has_part, read_part
 from slotwise.text.declared_tokens import DECODER, NAMED_TOKENS, DeclarationError, Declared, content_of, declared_tokens
 from slotwise.text.fill_in_the_middle import marks_of
 from slotwise.text.gguf_tokenizer import read_tokenizer
@@ -56,7 +56,7 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         TokenizerError: the file is not a JSON object.
     """
-    if not path.is_file():
+    if not has_part(path):
         return {}
     try:
         value = json.loads(read_part(path, MAX_JSON_BYTES).decode("utf-8-sig"))

@@ -116,6 +116,8 @@ class AsyncLLM(VllmMethods):
         one = one._replace(text=prompt_text or one.text)
         try:
             async with self._adapters.held(lora_request) as adapter:
+                if isinstance(sampling_params, SamplingParams):  # others are refused by `job`
+                    await asyncio.to_thread(self._frontend.check_grammar, sampling_params)
                 job = self._frontend.job(info, one, sampling_params, request_id, priority, adapter)
                 async with contextlib.aclosing(self._outputs(job, request_id)) as outputs:
                     async for output in outputs:

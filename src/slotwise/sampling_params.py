@@ -166,11 +166,11 @@ class SamplingParams:
         if not all(isinstance(word, str) and 0 < len(word) <= MAX_STOP_LENGTH for word in words):
             raise InvalidParams("bad_words", f"each must be a string of 1 to {MAX_STOP_LENGTH} characters")
         given = {name: getattr(self, name) for name in SHARED if getattr(self, name) is not None}
-        given["grammar"] = self._grammar()
+        given["grammar"] = self.grammar()
         given["bad_words_token_ids"] = [*bad_words, *(self.bad_words_token_ids or ())]
         return EngineParams(**given | {"max_tokens": self.max_tokens})
 
-    def _grammar(self) -> Grammar | None:
+    def grammar(self) -> Grammar | None:
         """What the output must match.  Raises InvalidParams."""
         grammars = [_constraint(name, getattr(self, name)) for name in ("structured_outputs", "guided_decoding")]
         if None not in grammars:

@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 from slotwise import LLM, SamplingParams
+from slotwise.core.grammar import LARK
+from slotwise.sampling_params import StructuredOutputsParams
+from slotwise.text.grammar_check import check
 
 pytestmark = pytest.mark.slow
 
@@ -71,3 +74,14 @@ def test_the_tokenizer_has_the_methods_of_transformers(llm: LLM):
     assert tokenizer.apply_chat_template(asked, add_generation_prompt=True) == llm.template(asked)
     assert tokenizer.apply_chat_template(CHAT, chat_template=TEMPLATE, tokenize=False, hint="!") == (
         "[user]hi\n[assistant]def f\n!")
+
+
+NEVER_ENDS = 'start: "a" x\nx: x "b"\n'
+
+
+def test_a_grammar_that_a_server_refuses_is_refused_with_its_words(llm: LLM):
+    params = SamplingParams(max_tokens=4, structured_outputs=StructuredOutputsParams(grammar=NEVER_ENDS))
+    with pytest.raises(ValueError) as found:
+        llm.generate(PROMPT, params, use_tqdm=False)
+    assert str(found.value) == f"structured_outputs: {check(LARK, NEVER_ENDS, [])}"
+    assert llm.generate(PROMPT, GREEDY, use_tqdm=False)[0].finished

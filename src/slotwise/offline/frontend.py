@@ -11,6 +11,7 @@ from typing import Any
 
 from slotwise.compose.pooling import read_pooling
 from slotwise.compose.sampling_defaults import announce, read_defaults
+from slotwise.core.params import InvalidParams
 from slotwise.engine.messages import EngineInfo
 from slotwise.inputs import Parsed
 from slotwise.offline.arguments import Arguments
@@ -23,6 +24,7 @@ from slotwise.sampling_params import SamplingParams
 from slotwise.text.chat_source import find_chat_template, find_tool_template
 from slotwise.text.chat_template import ChatTemplate
 from slotwise.text.conversation import RESERVED_VARIABLES, InvalidMessages, OpenEnd, check_messages
+from slotwise.text.grammar_check import check
 from slotwise.text.tokenizer import Tokenizer, spellings
 
 
@@ -58,6 +60,7 @@ class Frontend:
         wanted = params if params is not None else self._defaults_after(info, len(ids))
         if not isinstance(wanted, SamplingParams):
             raise ValueError(f"sampling_params must be slotwise.SamplingParams, not {type(wanted).__name__}")
+        self.check_grammar(wanted)
         engine_params = wanted.for_engine(self._bad_words(wanted.bad_words or (), info.vocab_size))
         engine_params.check_vocabulary(info.vocab_size, info.eos_token_ids)
         self._check_prompt(info, ids, engine_params.max_tokens)
@@ -67,6 +70,12 @@ class Frontend:
         output = RequestOutput(request_id, prompt.text, ids, None, [], finished=False, metrics=metrics)
         return Job(
             output, wanted, engine_params, seed, self.tokenizer, info.eos_token_ids, salt, priority, adapter)
+
+    def check_grammar(self, params: SamplingParams) -> None:
+        """Raises InvalidParams for a grammar that a server refuses.  That may take seconds, for the first time."""
+        grammar = params.grammar()
+        if grammar and (objection := _objection(grammar.kind, grammar.text, self.tokenizer.special_texts)):
+            raise InvalidParams(grammar.field, objection)
 
     def embedding_job(self, info: EngineInfo, prompt: Parsed, params: PoolingParams | None, request_id: str,
                       most: int | None, adapter: Held = BASE) -> EmbeddingJob:
@@ -168,6 +177,11 @@ def template_variables(
     if taken := [name for name in given or {} if name in RESERVED_VARIABLES]:
         raise ValueError(f"chat_template_kwargs: {taken[0]} is an argument of its own, or cannot be set")
     return {"add_generation_prompt": begins, "tools": tools or None, **(given or {})}
+
+
+@lru_cache(256)
+def _objection(kind: str, text: str, special: tuple[str, ...]) -> str:
+    return check(kind, text, special)
 
 
 @lru_cache(4)

@@ -107,7 +107,7 @@ class Api:
         self.prefix_index.started(engine_client.info)
         self.batched_observer = BatchedObserver([self.recorder, self.metrics, self.step_times, self.prefix_index])
         tokenizer = prompts.tokenizer
-        self.grammars = GrammarChecker(map(tokenizer.token_text, sorted(tokenizer.special_ids)))
+        self.grammars = GrammarChecker(tokenizer.special_texts)
         self.explainer = Explainer(self.batched_observer, self.recorder, step_times)
         self.what_if = WhatIf(self.batched_observer, self.recorder.ring)
         self.models = ServedModels(engine_client, settings)

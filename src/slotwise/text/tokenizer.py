@@ -154,6 +154,11 @@ class Tokenizer:
         return self.inner.get_vocab_size(with_added_tokens=True)
 
     @cached_property
+    def special_texts(self) -> tuple[str, ...]:
+        """The texts of the special tokens, by id."""
+        return tuple(map(self.token_text, sorted(self.special_ids)))
+
+    @cached_property
     def longest_token(self) -> int:
         """Characters of the longest token: no text of n tokens has more than n times as many."""
         return max(map(len, self.inner.get_vocab(with_added_tokens=True)), default=1)

@@ -191,7 +191,8 @@ def test_what_is_too_long_is_told_in_anthropics_sentences(client: Any, anthropic
 def test_other_errors_have_that_form_too(server: Server, client: Any, anthropic: ModuleType) -> None:
     with pytest.raises(anthropic.NotFoundError, match="model: the model 'other' does not exist"):
         client.messages.create(model="other", max_tokens=4, messages=HELLO)
-    assert server.post(PATH, "{").json()["error"]["type"] == "invalid_request_error"
+    malformed = server.post(PATH, "{").json()["error"]
+    assert (malformed["type"], malformed["code"]) == ("invalid_request_error", "malformed_json")
     assert server.post("/v1/messages/batches", {}).json()["error"]["type"] == "not_found_error"
     assert server.post("/v1/chat/completions", "{").json()["error"]["code"] == "malformed_json"
 

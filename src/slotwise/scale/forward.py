@@ -25,7 +25,7 @@ from slotwise.routing.fleet import Shed
 from slotwise.scale.prefill import Prefill
 from slotwise.scale.routed import Prompt
 from slotwise.scale.upstream import ReplicaLost, Upstream, end
-from slotwise.server.errors import ApiError, ClientGone, ErrorBody
+from slotwise.server.errors import ApiError, ClientGone
 from slotwise.server.http_exchange import Headers, HttpExchange
 from slotwise.server.kv_transfer import HEADER
 from slotwise.server.shapes import CHAT, MESSAGE
@@ -49,6 +49,16 @@ NOT_FORWARDED = frozenset((  # of one connection (RFC 9110, 7.6.1), or made anew
 NOT_RETURNED = NOT_FORWARDED | {b"date", b"server", b"content-type", b"x-content-type-options", b"cache-control"}
 
 
+class _Content(msgspec.Struct):
+    code: str | None = None
+
+
+class _Error(msgspec.Struct):
+    """What errors of all routes' forms have."""
+
+    error: _Content
+
+
 class Answer(NamedTuple):
     """A response that was read whole."""
 
@@ -60,10 +70,36 @@ class Answer(NamedTuple):
     @property
     def code(self) -> str:
         """The code of an error; "" for anything else."""
-        try:
-            return msgspec.json.decode(self.body, type=ErrorBody).error.code or ""
-        except msgspec.DecodeError:
-            return ""
+        return _code_in(self.body)
+
+
+class Opening:
+    """What another replica may still replace of a response in whole events: nothing, or signs of life."""
+
+    def __init__(self) -> None:
+        self.is_over = False  # the client has received some output
+
+    def read(self, events: bytes) -> bool:
+        """Whether the next events are an error with which another replica may serve the request."""
+        output = events
+        while sign := next((sign for sign in SIGNS if output.startswith(sign)), b""):
+            output = output[len(sign) :]
+        if self.is_over or not output:
+            return False
+        if output.startswith((b'data: {"error":', b"event: error\n")):
+            _, _, data = output.partition(b"data: ")
+            if _code_in(data.partition(b"\n")[0]) in ELSEWHERE:
+                return True
+        self.is_over = True
+        return False
+
+
+def _code_in(body: bytes) -> str:
+    """The code of an error; "" for anything else."""
+    try:
+        return msgspec.json.decode(body, type=_Error).error.code or ""
+    except msgspec.DecodeError:
+        return ""
 
 
 class TurnedAway(Exception):
@@ -110,7 +146,7 @@ class Forwarding:
         self._failed = set(without)
         self._id = door.next_id()
         self._gone = False
-        self._has_output = False  # the client has received some, not signs of life alone
+        self._opening = Opening()
         self._scope: asyncio.Timeout | None = None  # of the attempt in progress
 
     async def run(self) -> None:
@@ -158,7 +194,7 @@ class Forwarding:
         """Raises unless the request may go elsewhere."""
         if self._gone:
             raise ClientGone from error
-        if self._has_output:
+        if self._opening.is_over:
             raise replica_lost() from error
 
     async def _attempt(self, upstream: Upstream) -> None:
@@ -182,13 +218,11 @@ class Forwarding:
     async def _pass_stream(self, response: aiohttp.ClientResponse) -> None:
         exchange = self._exchange
         async for events in whole_events(response.content):
-            if not self._has_output and (output := _without_signs(events)):
-                if _code_of(output) in ELSEWHERE:
-                    raise TurnedAway(_answer(response, output))
-                self._has_output = True
+            if self._opening.read(events):
+                raise TurnedAway(_answer(response, events))
             if not exchange.status:
                 exchange.more += returned(response.headers)
-            if self._has_output:
+            if self._opening.is_over:
                 self._output()
             await exchange.event(events)
         await exchange.close()
@@ -209,7 +243,7 @@ class Forwarding:
         await send(exchange, answer)
 
     async def _pass_long(self, response: aiohttp.ClientResponse, begun: bytes) -> None:
-        exchange, self._has_output = self._exchange, True
+        exchange, self._opening.is_over = self._exchange, True
         exchange.more += returned(response.headers)
         try:
             await exchange.event(begun, response.headers.get("content-type", "application/json").encode("latin-1"))
@@ -235,21 +269,6 @@ async def whole_events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
             pending = pending[length:]
     if pending:
         yield pending
-
-
-def _without_signs(events: bytes) -> bytes:
-    """Whole events behind the signs of life that they begin with."""
-    while sign := next((sign for sign in SIGNS if events.startswith(sign)), b""):
-        events = events[len(sign) :]
-    return events
-
-
-def _code_of(events: bytes) -> str:
-    """The code of the error that a stream begins with; "" for anything else."""
-    if not events.startswith((b'data: {"error":', b"event: error\n")):
-        return ""
-    _, _, data = events.partition(b"data: ")
-    return Answer(HTTPStatus.OK, [], b"", data.partition(b"\n")[0]).code
 
 
 def replica_lost() -> ApiError:

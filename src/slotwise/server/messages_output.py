@@ -117,6 +117,7 @@ def _arguments(text: str) -> Json:
 class MessagesErrorContent(msgspec.Struct):
     type: str
     message: str
+    code: str | None  # as OpenAI's errors have it; Anthropic's have none
 
 
 class MessagesErrorBody(msgspec.Struct, kw_only=True):
@@ -129,7 +130,7 @@ class MessagesErrorBody(msgspec.Struct, kw_only=True):
 
 def _body(error: ApiError, request_id: str) -> bytes:
     others = "invalid_request_error" if error.status < HTTPStatus.INTERNAL_SERVER_ERROR else "api_error"
-    told = MessagesErrorContent(KINDS.get(error.status, others), _sentence(error))
+    told = MessagesErrorContent(KINDS.get(error.status, others), _sentence(error), error.code)
     return to_json(MessagesErrorBody(error=told, request_id=request_id))
 
 

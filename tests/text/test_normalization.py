@@ -93,6 +93,15 @@ def test_content_that_is_null_or_absent_is_empty(empty: Any) -> None:
     assert rendered(ANY_ROLE, USER, answer) == "<user>hi<assistant>"
 
 
+@pytest.mark.parametrize("parameters", [{"type": "object", "properties": None}, {"properties": ["x"]}, ["x"], "x"])
+def test_schemas_of_any_shape_are_written_where_a_conversation_is_rewritten(parameters: Any) -> None:
+    tool = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
+    alternating = ("{{ tools | tojson }}{% for m in messages %}{% if loop.index0 % 2 and m.role == 'user' %}"
+                   "{{ raise_exception('no') }}{% endif %}<{{ m.content }}>{% endfor %}")
+    text = rendered(alternating, USER, message("user", "there"), tools=[tool])
+    assert "weather" in text and text.endswith("<hi\n\nthere>")
+
+
 @pytest.mark.parametrize("field", ["tool_calls", "refusal", "audio", "function_call", "name", "reasoning_content",
                                    "reasoning", "annotations", "tool_call_id"])
 @pytest.mark.parametrize("empty", [None, "", []])

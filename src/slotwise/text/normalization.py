@@ -295,6 +295,11 @@ def _without_nulls(tools: Any) -> Any:
              if value is not None} if isinstance(tool, dict) else tool for tool in tools] if tools else tools
 
 
+def _object(value: Any) -> dict[str, Any]:
+    """The value where it is an object; else an empty one."""
+    return value if isinstance(value, dict) else {}
+
+
 def _fields(function: Any) -> Any:
     if not isinstance(function, dict):
         return function
@@ -492,9 +497,9 @@ def _tools_complete(messages: list[Message], variables: Variables) -> Conversati
     def complete(tool: Any) -> Any:
         if not isinstance(tool, dict) or not isinstance(tool.get("function"), dict):
             return tool
-        given = tool["function"].get("parameters", {})
+        given = _object(tool["function"].get("parameters"))
         properties = {name: {"description": "", **value} if isinstance(value, dict) else value
-                      for name, value in given.get("properties", {}).items()}
+                      for name, value in _object(given.get("properties")).items()}
         parameters = {"type": "object", **given, "properties": properties}
         return tool | {"function": {"description": "", **tool["function"], "parameters": parameters}}
 

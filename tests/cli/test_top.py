@@ -16,6 +16,7 @@ import termios
 import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import msgspec
@@ -230,6 +231,27 @@ def test_a_line_without_end_is_one_line(endless: str, capsys: pytest.CaptureFixt
     assert main(["top", endless, "--once"]) == 1
     assert capsys.readouterr() == ("", f"slotwise top: {endless}/events sends a line of more than 16 MB: "
                                        "it is no slotwise server\n")
+
+
+class Stranger(BaseHTTPRequestHandler):
+    """Answers in HTML, as servers of other programs do."""
+
+    def do_GET(self) -> None:
+        self.send_error(404, "Nothing here")
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+def test_an_answer_of_another_program_is_told_by_its_status(capsys: pytest.CaptureFixture[str]) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Stranger) as server:
+        threading.Thread(target=server.serve_forever).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        try:
+            assert main(["top", url, "--once"]) == 1
+        finally:
+            server.shutdown()
+    assert capsys.readouterr() == ("", f"slotwise top: {url}/events answers with 404 Nothing here\n")
 
 
 def test_a_port_on_which_nothing_listens_is_one_line_that_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:

@@ -238,7 +238,7 @@ def _headers(api_key: str) -> dict[str, str]:
 async def _message(response: aiohttp.ClientResponse) -> str:
     """Returns what an error says, behind a colon; "" if that is no answer of slotwise."""
     try:
-        return f": {(await response.json())['error']['message']}"
+        return f": {json.loads(await response.content.read(MAX_LINE))['error']['message']}"
     except (ValueError, KeyError, TypeError, OSError):
         return ""
 

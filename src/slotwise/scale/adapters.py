@@ -21,7 +21,7 @@ import msgspec
 
 from slotwise.errors import printable
 from slotwise.routing.fleet import Fleet
-from slotwise.scale.forward import Answer, ask_all, send
+from slotwise.scale.forward import Answer, ask_all, no_replica, send
 from slotwise.scale.upstream import ReplicaLost, Upstream
 from slotwise.server.errors import ApiError, ErrorBody
 from slotwise.server.http_exchange import HttpExchange
@@ -191,7 +191,7 @@ class Adapters:
 
 def _refusal(refusals: Sequence[tuple[Upstream, Answer]]) -> ApiError:
     if not refusals:
-        return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "no replica is ready; try again later", code="no_replica")
+        return no_replica()
     upstream, answer = refusals[0]
     try:
         error = msgspec.json.decode(answer.body, type=ErrorBody).error

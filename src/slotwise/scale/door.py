@@ -26,12 +26,12 @@ from slotwise.routing.replica import Report
 from slotwise.scale import one_replica
 from slotwise.scale.adapters import Adapters, load_adapter, unload_adapter
 from slotwise.scale.door_metrics import DoorMetrics, merged
-from slotwise.scale.forward import Answer, Forwarding, ask_all, send, target_of
+from slotwise.scale.forward import Answer, Forwarding, ask_all, no_replica, send, target_of
 from slotwise.scale.prefill import Prompts
 from slotwise.scale.replicas import Replicas
 from slotwise.scale.routed import Prompt, prompt_of
 from slotwise.scale.upstream import end
-from slotwise.server.admin import PROMETHEUS
+from slotwise.server.admin import MAX_SETTINGS, PROMETHEUS
 from slotwise.server.asgi import Endpoint
 from slotwise.server.bodies import Bodies
 from slotwise.server.browsers import Browsers
@@ -46,7 +46,6 @@ from slotwise.server.settings import ServerSettings
 from slotwise.transfer.settings import BOTH, CONSUMER, HOW, PRODUCER
 
 MAX_REPLICAS = 256
-MAX_SETTINGS = 64 << 10  # bytes of a body that changes something
 DRAINED = 0.05  # seconds between two looks whether all requests have ended
 logger = logging.getLogger(__name__)
 RESPONSE_ID = re.compile(r"[\w-]{1,200}", re.ASCII)
@@ -119,7 +118,7 @@ class Door:
             return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, f"no replica has the adapter {printable(adapter)!r} now; "
                             "try again later", "model", ADAPTER_LOADING)
         if not shed.wait:
-            return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "no replica is ready; try again later", code="no_replica")
+            return no_replica()
         self.refused("shed")
         return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "every replica is busy: the first output is predicted after "
                         f"{shed.wait:.0f} s", code="queue_full", retry_after=shed.retry_after)
@@ -214,7 +213,7 @@ async def by_id(door: Door, exchange: HttpExchange) -> None:
     """The answer of the replica that knows this id."""
     answers = [answer for _, answer in await _of_all(door, exchange, exchange.scope["method"], target_of(exchange))]
     if not answers:
-        raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "no replica is ready; try again later", code="no_replica")
+        raise no_replica()
     await send(exchange, next((one for one in answers if one.status != HTTPStatus.NOT_FOUND), answers[0]))
 
 
@@ -223,7 +222,7 @@ async def models(door: Door, exchange: HttpExchange) -> None:
     answers = [answer for _, answer in await _of_all(door, exchange, "GET", "/v1/models")]
     listed = [msgspec.json.decode(answer.body)["data"] for answer in answers if answer.status == HTTPStatus.OK]
     if not listed:
-        raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "no replica is ready; try again later", code="no_replica")
+        raise no_replica()
     cards = {card["id"]: card for data in reversed(listed) for card in data}
     order = dict.fromkeys(card["id"] for data in listed for card in data)
     await exchange.respond_json({"object": "list", "data": [cards[name] for name in order]})

@@ -219,7 +219,7 @@ class Forwarding:
         exchange = self._exchange
         async for events in whole_events(response.content):
             if self._opening.read(events):
-                raise TurnedAway(_answer(response, events))
+                raise TurnedAway(answer_of(response, events))
             if not exchange.status:
                 exchange.more += returned(response.headers)
             if self._opening.is_over:
@@ -237,7 +237,7 @@ class Forwarding:
             if size > WHOLE:
                 await self._pass_long(response, b"".join(parts))
                 return
-        answer = _answer(response, b"".join(parts))
+        answer = answer_of(response, b"".join(parts))
         if answer.code in ELSEWHERE:
             raise TurnedAway(answer)
         await send(exchange, answer)
@@ -271,13 +271,18 @@ async def whole_events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
         yield pending
 
 
+def no_replica() -> ApiError:
+    """The error of a request while no replica answers."""
+    return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "no replica is ready; try again later", code="no_replica")
+
+
 def replica_lost() -> ApiError:
     """The error of a request whose replica failed, and that no other one may serve."""
     return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the replica that served this request was lost",
                     code="replica_lost")
 
 
-def _answer(response: aiohttp.ClientResponse, body: bytes) -> Answer:
+def answer_of(response: aiohttp.ClientResponse, body: bytes) -> Answer:
     """A response with the body that was read."""
     content_type = response.headers.get("content-type", "application/json").encode("latin-1")
     return Answer(response.status, returned(response.headers), content_type, body)
@@ -296,7 +301,7 @@ async def ask(upstream: Upstream, exchange: HttpExchange, method: str, target: s
         ReplicaLost: the replica failed.
     """
     async with upstream.until_lost(), upstream.sending(method, target, headers_of(exchange), body) as response:
-        return _answer(response, await response.read())
+        return answer_of(response, await response.read())
 
 
 async def ask_all(upstreams: Sequence[Upstream], exchange: HttpExchange, method: str, target: str, body: bytes = b"",

@@ -17,11 +17,12 @@ from urllib.parse import parse_qsl, quote, urlencode
 import msgspec
 
 from slotwise.observe.timeline import page as timeline_page
-from slotwise.scale.forward import Answer, ask, ask_all, headers_of, returned, send
+from slotwise.scale.forward import Answer, answer_of, ask, ask_all, headers_of, no_replica, returned, send
 from slotwise.scale.upstream import ReplicaLost, Upstream, end
 from slotwise.server import pages
+from slotwise.server.admin import MAX_SETTINGS
 from slotwise.server.errors import ApiError, ClientGone, ErrorBody, bad_request
-from slotwise.server.events import MAX_UNSENT, UNREAD
+from slotwise.server.events import MAX_UNSENT, NDJSON, UNREAD
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.openapi import document
 from slotwise.server.timeline import respond as respond_timeline
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 
 PARAMETER = "replica"
 MAX_QUERY = 2048  # characters
-MAX_BODY = 64 << 10  # bytes of a body that changes something
-STREAM = "application/x-ndjson"
 
 
 def named_in(exchange: HttpExchange) -> tuple[str, str]:
@@ -63,15 +62,11 @@ def replica_of(door: Door, name: str, path: str) -> Upstream:
     return found[name]
 
 
-def no_replica() -> ApiError:
-    return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "no replica is ready; try again later", code="no_replica")
-
-
 async def of_one(door: Door, exchange: HttpExchange) -> None:
     """The answer of the replica that `?replica=NAME` names, or of the only one."""
     name, target = named_in(exchange)
     upstream = replica_of(door, name, exchange.scope["path"])
-    async with door.bodies.reading(exchange, MAX_BODY) as body:
+    async with door.bodies.reading(exchange, MAX_SETTINGS) as body:
         try:
             await send(exchange, await ask(upstream, exchange, exchange.scope["method"], target, body))
         except ReplicaLost as error:
@@ -84,7 +79,7 @@ async def of_each(door: Door, exchange: HttpExchange) -> None:
     if name:
         await of_one(door, exchange)
         return
-    async with door.bodies.reading(exchange, MAX_BODY) as body:
+    async with door.bodies.reading(exchange, MAX_SETTINGS) as body:
         answers = await ask_all(door.replicas.upstreams, exchange, exchange.scope["method"], target, body)
     if not answers:
         raise no_replica()
@@ -116,26 +111,24 @@ async def events(door: Door, exchange: HttpExchange) -> None:
     try:
         async with upstream.until_lost() as scope, exchange.watched(lambda: end(scope)), upstream.sending(
                 exchange.scope["method"], target, headers_of(exchange), b"") as response:
-            if response.content_type != STREAM:
-                content_type = response.headers.get("content-type", "application/json").encode("latin-1")
-                await send(exchange, Answer(
-                    response.status, returned(response.headers), content_type, await response.read()))
+            if response.content_type.encode() != NDJSON:
+                await send(exchange, answer_of(response, await response.read()))
                 return
             exchange.more += returned(response.headers)
             door.subscriptions.add(scope)
             try:
-                await _read(exchange, exchange.event(b"", STREAM.encode()))
+                await _send_in_time(exchange, exchange.event(b"", NDJSON))
                 async for part in response.content.iter_any():
-                    await _read(exchange, exchange.event(part, STREAM.encode()))
+                    await _send_in_time(exchange, exchange.event(part, NDJSON))
             finally:
                 door.subscriptions.discard(scope)
     except ReplicaLost as error:
         if not exchange.status:
             raise _lost(upstream) from error
-    await _read(exchange, exchange.close())
+    await _send_in_time(exchange, exchange.close())
 
 
-async def _read(exchange: HttpExchange, sending: Awaitable[None]) -> None:
+async def _send_in_time(exchange: HttpExchange, sending: Awaitable[None]) -> None:
     """Sends a part of a stream; disconnects a client that leaves it unread as long as a replica would.
 
     Raises:

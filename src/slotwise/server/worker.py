@@ -119,24 +119,22 @@ class Worker:
     async def _ready(self) -> _Child:
         if self._is_closed:
             raise WorkerError("cannot run: the server is closing")
-        if self._starting is None and self._child is not None:
-            return self._child
         if self._starting is None:
+            if self._child is not None:
+                return self._child
             self._starting = asyncio.create_task(self._start())
-        starting = self._starting
-        await asyncio.wait([starting])  # a start goes on for the next call where this one is cancelled
-        if self._starting is starting:
-            self._starting = None
-        return starting.result()
+        return await asyncio.shield(self._starting)  # it goes on for the next call where this one is cancelled
 
     async def _start(self) -> _Child:
-        started = self._child = _Child(self._module, self._limits)
         try:
+            started = self._child = _Child(self._module, self._limits)
             async with asyncio.timeout(START):
                 await started.receive()
         except (OSError, ChannelClosed, TimeoutError) as error:
             self._end("it did not start")
             raise WorkerError("could not be started") from error
+        finally:
+            self._starting = None
         return started
 
     def _result(self, outcome: str, value: Any) -> Any:

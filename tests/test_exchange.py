@@ -29,7 +29,7 @@ from slotwise.compose.served_model import ModelOptions, ServedModel, read_model,
 from slotwise.compose.service import chat_of
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.errors import OneLineError
-from slotwise.model.load import Unread
+from slotwise.model.load import UnreadModel
 from slotwise.server.settings import ServerSettings
 from slotwise.transfer.settings import KVTransferConfig
 
@@ -306,7 +306,7 @@ def test_settings_that_do_not_suit_a_model_are_found_before_its_weights_are_read
     assert said in told and bool(said) == bool(told)
     if said:
         with pytest.raises((OneLineError, MemoryError), match=re.escape(said)), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Unread, "read", lambda *arguments: pytest.fail("weights were read"))
+            patch.setattr(UnreadModel, "read", lambda *arguments: pytest.fail("weights were read"))
             load_weights(config)
 
 

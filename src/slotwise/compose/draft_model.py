@@ -8,7 +8,7 @@ from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.kernels.interface import Kernels
 from slotwise.model.config import ModelConfig
 from slotwise.model.errors import CheckpointError
-from slotwise.model.load import Unread, describe
+from slotwise.model.load import UnreadModel, describe
 from slotwise.model.locate import locate
 from slotwise.text.tokenizer import MAX_TOKENIZER_BYTES, Tokenizer, TokenizerError
 
@@ -56,9 +56,9 @@ class DraftCheckpoint:
         """Its config, in the type in which the model is computed."""
         return describe(self.folder, _dtype_of(model), kernels)
 
-    def unread(self, model: ModelConfig, kernels: Kernels) -> Unread:
+    def unread(self, model: ModelConfig, kernels: Kernels) -> UnreadModel:
         """Its files, checked.  Raises CheckpointError."""
-        unread = Unread(self.folder, self.describe(model, kernels), _dtype_of(model), kernels)
+        unread = UnreadModel(self.folder, self.describe(model, kernels), _dtype_of(model), kernels)
         if not unread.config.has_head:
             raise CheckpointError(f"{self.folder} has no head, so it cannot draft")
         return unread

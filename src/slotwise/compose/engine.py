@@ -38,7 +38,7 @@ from slotwise.model.config import ModelConfig
 from slotwise.model.decoder import Decoder, DecoderSizes
 from slotwise.model.fingerprint import fingerprint
 from slotwise.model.generation import named_file
-from slotwise.model.load import Unread, describe
+from slotwise.model.load import UnreadModel, describe
 from slotwise.model.locate import locate
 from slotwise.observe.step_time import load_or_learn
 from slotwise.runner import memory
@@ -234,13 +234,13 @@ class Loaded:
         return MemoryUse(used.weights, used.workspace, used.cache, used.host, runtime, used.graphs)
 
 
-class _Found(NamedTuple):
+class _CheckedModel(NamedTuple):
     """A model's files and those of its draft model, checked for the settings of an engine."""
 
     folder: Path
     described: ModelConfig
-    unread: Unread
-    draft: Unread | None
+    unread: UnreadModel
+    draft: UnreadModel | None
 
     @property
     def sizes(self) -> list[DecoderSizes]:
@@ -260,7 +260,7 @@ def check_loadable(config: EngineConfig, freed: int) -> None:
 
 def _found(
     config: EngineConfig, folder: Path, kernels: Kernels, draft_model: DraftCheckpoint | None, group: Group,
-) -> _Found:
+) -> _CheckedModel:
     """Reads configs and headers.
 
     Raises:
@@ -271,7 +271,7 @@ def _found(
     check_model(config, folder, described, kernels)
     if draft_model is not None:
         draft_model.check(folder, described, kernels)
-    return _Found(folder, described, Unread(folder, described, config.dtype, kernels, group),
+    return _CheckedModel(folder, described, UnreadModel(folder, described, config.dtype, kernels, group),
                   None if draft_model is None else draft_model.unread(described, kernels))
 
 
@@ -309,7 +309,7 @@ def load(
     elif kernels.device.type == "cuda":  # on a CPU, rank 0 has checked the weights of all
         check_weights(unread.sizes.weight_bytes, kernels.device)
     if ranks is not None:
-        unread = Unread(folder, described, config.dtype, kernels, ranks.group)
+        unread = UnreadModel(folder, described, config.dtype, kernels, ranks.group)
     packing = 1 if workers.are_waiting() else torch.get_num_threads()  # all other threads compile
     warming = Warming(kernels, described.dtype)  # loading kernels holds the GIL, packing weights does not
     vocabulary = Vocabulary(folder, described) if joining is None else None

@@ -56,7 +56,6 @@ def read_model(config: EngineConfig, settings: ServerSettings, options: ModelOpt
     return model
 
 
-
 def read_other(before: ServedModel, options: ModelOptions, path: str, name: str) -> ServedModel:
     """Reads another model, to be served with the options of the first.
 

@@ -37,16 +37,17 @@ def load_model(
     """Load a checkpoint: a folder, a GGUF file, or a hub id.
 
     `dtype` is one of `DTYPES`, or `auto`: as stored.  float16 becomes bfloat16 where the kernels do not compute in it,
-    which a warning says; the decoder's `config.dtype` is the result.  `Unread` and its `read` have the other arguments.
+    which a warning says; the decoder's `config.dtype` is the result.  The other arguments are those of
+    `UnreadModel` and its `read`.
 
     Raises CheckpointError, with one line that says what to do, for any fault of the checkpoint.
     """
     folder = locate(model)
-    unread = Unread(folder, describe(folder, dtype, kernels), dtype, kernels, group)
+    unread = UnreadModel(folder, describe(folder, dtype, kernels), dtype, kernels, group)
     return unread.read(max_positions, progress, adapters)
 
 
-class Unread:
+class UnreadModel:
     """A checkpoint whose files have all that its config asks for, in the right shapes and types; no weight is read.
 
     Args:

@@ -19,7 +19,7 @@ from slotwise.kernels.matrix import Format
 from slotwise.kernels.reference import ReferenceKernels
 from slotwise.model.checkpoint import read_config
 from slotwise.model.errors import CheckpointError
-from slotwise.model.load import Unread, describe, load_model
+from slotwise.model.load import UnreadModel, describe, load_model
 
 # What transformers loads on a CPU.  Its activations stay as they are for these, so that logits are the same numbers.
 SAME = ["W4A16", "W8A16", "FP8, blocks", "DeepSeek's FP8", "fp8, static"]
@@ -170,7 +170,7 @@ def test_the_kernels_of_the_cpu_differ_by_their_rounding(
     whole = quantized.quantise(dense("llama3"), tmp_path / "model", quantized.KINDS[name]())
     rows, kernels = prompts([12, 3]), CpuKernels()
     described = describe(tmp_path / "model", "auto", kernels)
-    unread = Unread(tmp_path / "model", described, "auto", kernels)
+    unread = UnreadModel(tmp_path / "model", described, "auto", kernels)
     decoder = unread.read()
     found = Driver(decoder).step(list(enumerate(rows)))
     exact = logits(tmp_path / "model", rows)
@@ -251,7 +251,7 @@ def test_experts_of_gpt_oss(tmp_path: Path) -> None:
 def packed_experts_agree(folder: Path, rows: list[list[int]], exact: torch.Tensor) -> int:
     """Compares logits of the CPU's kernels with `exact` ones; returns the bytes of the weights as packed."""
     kernels = CpuKernels()
-    unread = Unread(folder, describe(folder, "auto", kernels), "auto", kernels)
+    unread = UnreadModel(folder, describe(folder, "auto", kernels), "auto", kernels)
     decoder = unread.read()
     found = Driver(decoder).step(list(enumerate(rows)))
     assert (found - exact).abs().max() < 0.08 * exact.abs().max()

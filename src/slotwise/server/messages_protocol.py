@@ -38,7 +38,6 @@ StopSequences = Annotated[list[Stop], msgspec.Meta(max_length=64)]
 MEDIA = {"image": "images", "document": "documents", "container_upload": "files"}
 TIERS = {"standard_only": "default"}  # Anthropic's names of tiers, and OpenAI's
 
-
 TOOL = ("type", "name", "description", "input_schema", "strict")  # keys of a tool
 NEUTRAL_OF_TOOL: dict[str, tuple[Any, ...]] = {
     "cache_control": ANY, "eager_input_streaming": (False, True), "defer_loading": (False,), "input_examples": ([],),

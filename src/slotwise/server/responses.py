@@ -36,7 +36,6 @@ NEUTRAL = (("stream", "false"), ("include_obfuscation", "false"))  # parameters 
 CODES = {HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_exceeded"}  # of a response that failed; else `server_error`
 
 
-
 def _in_own_words(error: ApiError) -> ApiError:
     """An error with this API's names of fields, and its sentence for an input that is too long."""
     own = renamed(error, FIELDS)

@@ -145,4 +145,3 @@ def load_chat_template(folder: str | Path, special_tokens: Mapping[str, str],
     """
     source = find_chat_template(folder, file)
     return ChatTemplate(source, special_tokens) if source else None
-

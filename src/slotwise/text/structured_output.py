@@ -29,8 +29,6 @@ FIELDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 OPTIONS = ("whitespace_pattern", "disable_any_whitespace")
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # further fields of vLLM's, with the values that are accepted
     "disable_fallback": (None, False, True), "disable_additional_properties": (None, False), "name": (None,)}
-
-
 KEYS = {  # of `response_format`, by its type
     "text": (), "json_object": ("schema",), "json_schema": ("json_schema",),
     "structural_tag": ("structures", "triggers")}

@@ -29,8 +29,6 @@ PLACES = 4  # blocks in the memory of a transfer: one is copied out while others
 BACKLOG = 128
 SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)
 CREDENTIALS = struct.Struct("3i")  # process, user, group
-
-
 ATTACH = 1.0  # seconds for the memory, which comes with the connection
 
 

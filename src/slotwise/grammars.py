@@ -37,6 +37,7 @@ _IN_LARK = re.compile(r'''(?:\#|//)[^\n]*|"(?:\\.|[^"\\])*"|<[^<>\s]+>|(/(?:\\.|
 MAX_SHOWN = 60  # bytes of an output, in a message
 MAX_PLACES = 64  # alternatives of a schema that are looked at for a message
 COMPILER = "x-guidance"  # the compiler's options within a schema
+OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")  # keywords of schemas by name
 SYMBOL = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]:,]', re.DOTALL)  # what divides a JSON text
 WRAPPING = {"$ref", "allOf", "anyOf", "oneOf", "$defs", "definitions", COMPILER}  # keywords that say nothing themselves
 

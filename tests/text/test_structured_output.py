@@ -108,6 +108,19 @@ def test_digits_are_asciis_in_every_field() -> None:
     assert matches(REGEX, r"\p{Nd}{3}", devanagari)
 
 
+@pytest.mark.parametrize("schema, text, other", [
+    ({"properties": {"default": {"type": "string", "pattern": r"^[+-\d]+$"}}}, '{"default":"-1"}', '{"default":",1"}'),
+    ({"patternProperties": {r"^[+-\d]+$": {"type": "integer"}}, "additionalProperties": False}, '{"-1":1}', '{",1":1}'),
+    ({"patternProperties": {r"^[+-\d]$": {"minimum": 3}, r"^[+\-\d]$": {"type": "integer"}},
+      "additionalProperties": False}, '{"-":3}', '{"-":2}')])
+def test_a_hyphen_before_a_class_is_itself_wherever_a_schema_has_expressions(
+    schema: dict[str, Any], text: str, other: str,
+) -> None:
+    found = of_structured_outputs({"json": {"type": "object"} | schema, "disable_any_whitespace": True})
+    assert found is not None
+    assert matches(found.kind, found.text, text) and not matches(found.kind, found.text, other)
+
+
 def test_a_hyphen_before_a_class_is_itself() -> None:
     literal = {"pattern": r"[+-\d]"}
     patterned = {"type": "string", "pattern": r"^[+-\d]+$"}

@@ -22,7 +22,7 @@ from functools import lru_cache
 from typing import Any
 
 from slotwise.core.grammar import JSON_SCHEMA, LARK
-from slotwise.grammars import COMPILER, at_pointer, compiled, died, message_of, tokenizer_of
+from slotwise.grammars import COMPILER, OF_NAMES, at_pointer, compiled, died, message_of, tokenizer_of
 
 NUM_BYTES = 256
 WALKS, STEPS = 24, 100  # random texts of a grammar, or of a part of it, and tokens of each
@@ -32,7 +32,6 @@ MAX_PARTS = 32  # objects with patterns that are checked by themselves
 TOO_COMPLEX = ("ParserTooComplex", "LexerTooComplex")
 QUOTE = ord('"')
 USUAL = frozenset(b'abc"}],:{[ 1234567890-')
-OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")  # keywords of schemas by name
 OF_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 OF_ONE = ("items", "additionalProperties")
 

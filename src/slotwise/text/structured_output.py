@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slotwise.core.grammar import JSON_SCHEMA, LARK, REGEX, Grammar, in_ascii
-from slotwise.grammars import COMPILER
+from slotwise.grammars import COMPILER, OF_NAMES
 from slotwise.neutral import ignored_key
 
 MAX_DEPTH = 64  # values within values, of a schema
@@ -197,9 +197,24 @@ def _is_list(value: object, kind: type) -> bool:
 def _in_ascii(value: Any) -> Any:
     """A schema with its patterns as `in_ascii` writes them: the compiler misreads a hyphen before a class."""
     if isinstance(value, Mapping):
-        return {key: in_ascii(one) if key == "pattern" and isinstance(one, str) else one if key in LITERALS
-                else _in_ascii(one) for key, one in value.items()}
+        return {key: _value_in_ascii(key, one) for key, one in value.items()}
     return [_in_ascii(one) for one in value] if isinstance(value, list) else value
+
+
+def _value_in_ascii(keyword: str, value: Any) -> Any:
+    """The value of a schema's keyword; keys of those in `OF_NAMES` are names, and no keywords."""
+    if keyword in LITERALS:
+        return value
+    if keyword == "pattern" and isinstance(value, str):
+        return in_ascii(value)
+    if keyword not in OF_NAMES or not isinstance(value, Mapping):
+        return _in_ascii(value)
+    if keyword != "patternProperties":
+        return {name: _in_ascii(one) for name, one in value.items()}
+    found: dict[str, list[Any]] = {}
+    for name, one in value.items():  # several may become the same
+        found.setdefault(in_ascii(name), []).append(_in_ascii(one))
+    return {name: ones[0] if len(ones) == 1 else {"allOf": ones} for name, ones in found.items()}
 
 
 def _check_schema(schema: object, field: str) -> None:

@@ -18,11 +18,13 @@ from typing import Any
 import httpx
 import leftovers
 import pytest
-from live_server import eventually
+from live_server import children, eventually
 
 from slotwise.scale.ray_settings import RaySettings
 
 ASK = {"model": "slotwise-builtin", "prompt": "def add(a, b):", "max_tokens": 8, "temperature": 0}
+SIGN = ": waiting"
+ENGINE = b"slotwise.compose.worker"
 ARGUMENTS = "--max-num-seqs 4 --max-model-len 512 --dtype float32"
 
 
@@ -80,11 +82,54 @@ def servers() -> list[int]:
 
 
 def _streamed(client: httpx.Client) -> str:
-    """The text of a stream, which has to end as OpenAI's do."""
     with client.stream("POST", "/v1/completions", json=ASK | {"stream": True}) as response:
-        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
-    assert lines.pop() == "[DONE]"
-    return "".join(json.loads(line)["choices"][0]["text"] for line in lines)
+        return _text_of(response.iter_lines())
+
+
+def _text_of(lines: Iterator[str]) -> str:
+    """The text of a stream, which has to end as OpenAI's do."""
+    events = [line.removeprefix("data: ") for line in lines if line not in ("", SIGN)]
+    assert events.pop() == "[DONE]"
+    return "".join(json.loads(event)["choices"][0]["text"] for event in events)
+
+
+def _num_live(server: int) -> int:
+    """Unfinished requests of a server."""
+    command = Path(f"/proc/{server}/cmdline").read_text().split("\0")
+    return httpx.get(f"http://127.0.0.1:{command[command.index('--port') + 1]}/health").json()["num_live"]
+
+
+def _is_replaced(server: int) -> bool:
+    """Whether two replicas serve, and a server that was lost belongs to neither."""
+    from ray import serve
+
+    states = serve.status().applications["default"].deployments["EngineReplica"].replica_states
+    return states == {"RUNNING": 2} and len(servers()) == 2 and server not in servers()
+
+
+def _go_on(process: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, signal.SIGCONT)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_stream_that_has_only_signs_of_life_goes_to_another_replica(application: str) -> None:
+    with httpx.Client(base_url=application, timeout=120) as client:
+        text = _streamed(client)
+        engines = {server: children(server, ENGINE)[0] for server in servers()}
+        with contextlib.ExitStack() as stack:
+            for engine in engines.values():
+                os.kill(engine, signal.SIGSTOP)
+                stack.callback(_go_on, engine)
+            with client.stream("POST", "/v1/completions", json=ASK | {"stream": True}) as response:
+                lines = response.iter_lines()
+                assert next(lines) == SIGN
+                (there,) = [server for server in engines if _num_live(server)]
+                os.kill(there, signal.SIGKILL)
+                stack.close()
+                assert _text_of(lines) == text
+        eventually(lambda: _is_replaced(there))
 
 
 @pytest.mark.slow
@@ -104,7 +149,7 @@ def test_the_application_answers_streams_and_survives_a_lost_server(application:
         os.kill(before[0], signal.SIGKILL)
         for _ in range(6):
             assert client.post("/v1/completions", json=ASK).json()["choices"][0]["text"] == text
-        eventually(lambda: len(servers()) == 2 and before[0] not in servers())
+        eventually(lambda: _is_replaced(before[0]))
         assert _streamed(client) == text
 
 

@@ -37,6 +37,7 @@ from slotwise.scale.forward import (
     NOT_FORWARDED,
     NOT_RETURNED,
     Answer,
+    Opening,
     replica_lost,
     whole_events,
 )
@@ -62,6 +63,10 @@ class Head(NamedTuple):
     replica: str
     status: int = 0
     headers: dict[str, str] | None = None
+
+    @property
+    def is_stream(self) -> bool:
+        return (self.headers or {}).get("content-type", "").startswith(EVENT_STREAM)
 
 
 class Call(NamedTuple):
@@ -172,57 +177,72 @@ def _authorization() -> dict[str, str]:
 
 
 class Entrance:
-    """Reads requests, and sends each to a replica: once more if that is lost before anything was sent back."""
+    """Reads requests, and sends each to a replica: to another one if that fails before any output, as a front door."""
 
     def __init__(self, replicas: DeploymentHandle) -> None:
         self._replicas = replicas.options(stream=True, method_name="forward")
 
     async def __call__(self, request: Request) -> Response:
+        path = request.url.path
         try:
-            if request.url.path.startswith(ADMIN):
-                raise ApiError(HTTPStatus.NOT_FOUND, f"{request.url.path} would reach one replica: give all of them "
+            if path.startswith(ADMIN):
+                raise ApiError(HTTPStatus.NOT_FOUND, f"{path} would reach one replica: give all of them "
                                "options (arguments), or a user_config", code="not_supported")
             body = await _body(request)
         except ApiError as error:
-            return _answer(error)
+            return _answer(error, path)
         headers = {name: value for name, value in request.headers.items() if not name.startswith("sec-fetch-")
                    and (name in KEPT or name.encode("latin-1") not in NOT_FORWARDED)}
         prompt = prompt_of(body, headers.get("authorization", ""), dict(request.headers.raw))
         query = f"?{request.url.query}" if request.url.query else ""
-        call = Call(request.method, request.url.path + query, headers, body)
+        parts = self._forwarded(prompt, Call(request.method, path + query, headers, body), path)
+        head: Head = await anext(parts)
+        return StreamingResponse(parts, head.status, head.headers)
+
+    async def _forwarded(self, prompt: Prompt, call: Call, path: str) -> AsyncIterator[Any]:
+        """Yields the head of a response, then its content; an error ends a stream whose replica is lost."""
+        form, opening, is_begun = error_format(path), Opening(), False
         without: frozenset[str] = frozenset()
-        answer = _answer(replica_lost())
+        lost = _answer(replica_lost(), path)
+        last = Head("", lost.status_code, dict(lost.headers)), bytes(lost.body)
         for _ in range(ATTEMPTS):
             parts = self._replicas.remote(prompt, call, without)
             try:
                 head: Head = await anext(parts)
-                first = await anext(parts, None)
-            except (RayError, aiohttp.ClientError, OSError):
-                continue
-            without |= {head.replica}
-            if head.status in (HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.SERVICE_UNAVAILABLE):
-                answer = Response(first or b"", head.status, head.headers)
-                if Answer(head.status, [], b"", first or b"").code in ELSEWHERE:
+                without |= {head.replica}
+                if not head.status:
                     continue
-            if head.status:
-                return StreamingResponse(_content(parts, first, head, request.url.path), head.status, head.headers)
-        return answer
-
-
-async def _content(parts: Any, first: Any, head: Head, path: str) -> AsyncIterator[bytes]:
-    """The content of a response; an error ends a stream whose replica is lost."""
-    try:
-        if first is not None:
-            yield first
-            async for part in parts:
-                yield part
-    except (RayError, aiohttp.ClientError, OSError):
-        if not (head.headers or {}).get("content-type", "").startswith(EVENT_STREAM):
-            raise
-        yield error_format(path).last(replica_lost(), "")
-    except (asyncio.CancelledError, GeneratorExit):
-        parts.cancel()
-        raise
+                if head.status >= HTTPStatus.BAD_REQUEST:
+                    last = head, b"".join([part async for part in parts])
+                    if Answer(head.status, [], b"", last[1]).code in ELSEWHERE:
+                        continue
+                    break
+                async for part in parts:
+                    if opening.read(part):
+                        last = head, part
+                        break
+                    if not is_begun:
+                        is_begun = True
+                        yield head
+                    yield part
+                else:
+                    if not is_begun:
+                        yield head
+                    return
+            except (RayError, aiohttp.ClientError, OSError):
+                if not opening.is_over:
+                    continue
+                if not head.is_stream:
+                    raise
+                yield form.last(replica_lost(), "")
+                return
+            except (asyncio.CancelledError, GeneratorExit):
+                parts.cancel()
+                raise
+        head, content = last
+        if not is_begun:
+            yield head
+        yield form.events % content if is_begun and not head.is_stream else content
 
 
 async def _body(request: Request) -> bytes:
@@ -239,9 +259,9 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
-def _answer(error: ApiError) -> Response:
+def _answer(error: ApiError, path: str) -> Response:
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in error.headers()}
-    return Response(error.body(), error.status, headers, "application/json")
+    return Response(error_format(path).body(error, ""), error.status, headers, "application/json")
 
 
 # -- the application ---------------------------------------------------------------------------------------------------

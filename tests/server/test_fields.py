@@ -18,9 +18,9 @@ from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.messages_protocol import MessagesRequest
 from slotwise.server.protocol import ChatRequest, CompletionRequest, decode
 from slotwise.server.responses_protocol import ReasoningConfig, ResponsesRequest
-from slotwise.server.throttled_warning import ThrottledWarning
 from slotwise.server.unknown_fields import unknown_fields
 from slotwise.server.unsupported import AS_ANOTHER, HINTS, NEUTRAL, unsupported_fields
+from slotwise.throttled_warning import ThrottledWarning
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # `docs` is run from the repository's root
 

@@ -122,6 +122,38 @@ def test_silent_connections_keep_no_consumer_out_and_few_threads_busy(monkeypatc
     pair.close()
 
 
+@pytest.mark.parametrize("sent", [b"", b"x" * (NONCE + PROOF)])
+def test_connections_without_the_secret_do_not_fill_the_log(
+        pair: Pair, sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(30):
+        with socket.create_connection((HOST, pair.port), 5.0) as stream:
+            stream.sendall(sent)
+            stream.shutdown(socket.SHUT_WR)
+            while stream.recv(100):
+                pass
+    assert ["refused" in record.message for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize("name", ["kv-send", "kv-receive"])
+def test_a_transfer_without_a_thread_costs_the_computed_prompt_alone(
+        pair: Pair, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, left = threading.Thread.start, [1]
+
+    def limited(thread: threading.Thread) -> None:
+        if thread.name == name and left:
+            left.pop()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    for request_id, prompt in (("a", PROMPT), ("b", PROMPT[::-1])):
+        pair.prefill(request_id, prompt)
+        pair.decode(request_id, prompt)
+        pair.run()
+        assert pair.consumer.tokens[request_id] == alone(request("alone", prompt, 8), LIMITS)
+    assert not left and [bool(failure) for failure in received(pair)] == [True, False]
+
+
 def _has_ended(stream: socket.socket) -> bool:
     """Whether the other end has closed a connection, behind its greeting at most."""
     stream.setblocking(False)

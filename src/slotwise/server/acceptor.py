@@ -12,7 +12,7 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable
 
-from slotwise.server.throttled_warning import ThrottledWarning
+from slotwise.throttled_warning import ThrottledWarning
 
 AT_ONCE = 16  # connections accepted in one pass: some 6 ms
 RETRY_AFTER = 1.0  # seconds without accepting after the process has run out of files or memory

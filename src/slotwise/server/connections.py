@@ -16,7 +16,7 @@ from ipaddress import IPv6Address, ip_address
 from typing import Protocol
 
 from slotwise.core.tenant_capacity import TenantCapacity
-from slotwise.server.throttled_warning import ThrottledWarning
+from slotwise.throttled_warning import ThrottledWarning
 
 ALWAYS = ("/health", "/ping", "/metrics")  # paths answered on connections of the reserve
 MOST = 16_384  # connections, whatever the file limit: some hundred MB

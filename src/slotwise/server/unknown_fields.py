@@ -16,7 +16,7 @@ import msgspec
 
 from slotwise.server.body_precheck import ABSENT, LARGE
 from slotwise.server.http_exchange import HttpExchange
-from slotwise.server.throttled_warning import ThrottledWarning
+from slotwise.throttled_warning import ThrottledWarning
 
 HEADER = b"x-slotwise-warning"
 MAX_NAMES = 5

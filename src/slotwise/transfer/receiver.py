@@ -80,7 +80,10 @@ class Receiver:
         transfer = _Transfer(source)
         with self._lock:
             self._transfers[request_id] = transfer
-        threading.Thread(target=self._run, args=(request_id, transfer), name="kv-receive", daemon=True).start()
+        try:
+            threading.Thread(target=self._run, args=(request_id, transfer), name="kv-receive", daemon=True).start()
+        except RuntimeError as error:  # as many threads as the system allows
+            self._tell(request_id, transfer, failure=str(error), is_last=True)
 
     def decline(self, source: Source) -> None:
         """Tell the producer that no block is wanted: `source.first` is behind the last."""

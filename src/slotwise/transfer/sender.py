@@ -19,6 +19,8 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+from slotwise.errors import described
+from slotwise.throttled_warning import ThrottledWarning
 from slotwise.transfer.interface import Blocks, Frame, Kind, Listener, TransferError, Wire
 from slotwise.transfer.want import Want
 
@@ -60,6 +62,7 @@ class Sender:
         self._acknowledged: list[str] = []
         self._wires: set[Wire] = set()
         self._strangers: dict[Wire, None] = {}  # those of them that are not admitted, the oldest first
+        self._refused = ThrottledWarning(logger)  # anyone may connect, as often as they like
         self._is_closed = False
         threading.Thread(target=self._accept, name="kv-accept", daemon=True).start()
 
@@ -115,7 +118,7 @@ class Sender:
             except OSError as error:
                 if self._listener.is_closed or self._is_closed:
                     return
-                logger.warning("a consumer of prompts was refused: %s", error)
+                self._refuse(error)
                 time.sleep(0.01)  # out of descriptors, say
                 continue
             if len(self._wires) - len(self._strangers) >= MAX_CONSUMERS:
@@ -128,14 +131,19 @@ class Sender:
                     oldest.interrupt()
                 self._strangers[wire] = None
             self._wires.add(wire)
-            threading.Thread(target=self._serve, args=(wire,), name="kv-send", daemon=True).start()
+            try:
+                threading.Thread(target=self._serve, args=(wire,), name="kv-send", daemon=True).start()
+            except RuntimeError as error:  # as many threads as the system allows
+                self._drop(wire)
+                self._refuse(error)
 
     def _serve(self, wire: Wire) -> None:
         self._place()
         go_last()
-        transfer_id = ""
+        transfer_id, is_admitted = "", False
         try:
             wire.admit()
+            is_admitted = True
             with self._changed:
                 self._strangers.pop(wire, None)
             frame = wire.receive()
@@ -148,14 +156,24 @@ class Sender:
                 transfer_id = want.transfer_id
                 self._send(wire, want)
         except OSError as error:
-            logger.info("a transfer has ended early: %s", error)
+            if is_admitted:
+                logger.info("a transfer has ended early: %s", described(error))
+            else:
+                self._refuse(error)
         finally:
-            with self._changed:
-                self._strangers.pop(wire, None)
-            self._wires.discard(wire)
-            wire.close()
+            self._drop(wire)
             if transfer_id:  # its consumer does not ask twice
                 self._acknowledge(transfer_id)
+
+    def _drop(self, wire: Wire) -> None:
+        with self._changed:
+            self._strangers.pop(wire, None)
+        self._wires.discard(wire)
+        wire.close()
+
+    def _refuse(self, error: Exception) -> None:
+        with self._changed:
+            self._refused.warn(f"a connection to the port for prompts was refused: {described(error)}")
 
     def _refusal(self, want: Want) -> str:
         """Why a consumer gets nothing; waits a little for the request that makes the offer."""

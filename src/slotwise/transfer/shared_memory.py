@@ -157,9 +157,11 @@ class SharedMemoryWire(StreamWire):
     def admit(self) -> None:
         _check_user(self._stream)
         self._stream.settimeout(ATTACH)
-        _, descriptors, _, _ = socket.recv_fds(self._stream, 1, 1)
+        byte, descriptors, _, _ = socket.recv_fds(self._stream, 1, 1)
         self._stream.settimeout(self._timeout)
         try:
+            if not byte:  # another producer looks whether the socket is in use, say
+                raise TransferError("it was closed before it asked for anything")
             if len(descriptors) != 1 or os.fstat(descriptors[0]).st_size != PLACES * self._block_bytes:
                 raise TransferError("a consumer has blocks of another size")
             if fcntl.fcntl(descriptors[0], fcntl.F_GET_SEALS) & SEALS != SEALS:

@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from slotwise.server import throttled_warning
-from slotwise.server.throttled_warning import ThrottledWarning
+from slotwise import throttled_warning
+from slotwise.throttled_warning import ThrottledWarning
 
 
 def test_a_flood_is_one_warning_and_then_a_number(

@@ -195,8 +195,9 @@ def test_a_prefix_is_forgotten(served: Served) -> None:
 @pytest.mark.parametrize(("prompt", "params", "more", "error", "says"), [
     ([5] * 600, None, {}, ValueError, "at most 512"), ({"image": 1}, None, {}, ValueError, "no 'image'"),
     ("a", {"n": 1}, {}, ValueError, "slotwise.SamplingParams"),
-    ("a", SamplingParams(structured_outputs={"grammar": 'start: "a" x\nx: x "b"\n'}), {}, ValueError,
-     "structured_outputs: .*no token follows"),
+    ("a", SamplingParams(structured_outputs={"json": {
+        "type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}}), {}, ValueError,
+     "structured_outputs: .*contains itself"),
     ("a", None, {"lora_request": object()}, ValueError, "lora_request"),
     ("a", None, {"x": 1}, TypeError, "no argument"),
     ("a", None, {"priority": 5000}, ValueError, "priority must be")])

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
@@ -64,12 +65,32 @@ def hasten_interpreter() -> None:
     interpreter._patch_lang = prepare_once
 
 
+def sum_dots_in_double() -> None:
+    """Sum the interpreter's products in float64: they round to the same float32 in any order.
+
+    They are numpy's, and OpenBLAS's kernels for Haswell add a row's products in an order that depends on its place in a
+    tile.
+    """
+    from triton.runtime import interpreter
+
+    create_dot = interpreter.InterpreterBuilder.create_dot
+
+    def in_double(builder: Any, a: Any, b: Any, d: Any, *others: Any) -> Any:
+        if d.data.dtype != np.float32 or a.data.dtype.kind != "f" or b.data.dtype.kind != "f":
+            return create_dot(builder, a, b, d, *others)
+        product = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64)).astype(np.float32)
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = in_double
+
+
 with interpreted():
     from slotwise.kernels.cuda import CudaKernels
 
     KERNELS = CudaKernels(DEVICE)
 if DEVICE == "cpu":
     hasten_interpreter()
+    sum_dots_in_double()
 
 EXAMPLES = 25 if DEVICE == "cuda" else 1
 """So many times more examples are drawn where running one costs nothing."""

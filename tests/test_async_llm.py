@@ -211,10 +211,10 @@ def test_what_cannot_run_is_refused(
 def test_an_id_is_unique_while_its_request_is_unfinished(served: Served) -> None:
     async def twice() -> None:
         stream = served.engine.generate(PROMPTS[0], greedy(), "same")
-        await anext(stream)
+        first = await anext(stream)
         with pytest.raises(ValueError, match="a request named 'same' is unfinished"):
             await anext(served.engine.generate(PROMPTS[0], greedy(), "same"))
-        assert [output async for output in stream][-1].finished
+        assert [first, *[output async for output in stream]][-1].finished
 
     served.run(twice())
     assert served.run(outputs_of(served.engine, PROMPTS[0], greedy(), "same"))[-1].finished

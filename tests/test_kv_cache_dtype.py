@@ -88,7 +88,7 @@ def test_what_cannot_be_is_refused():
 def test_a_bad_option_is_one_line():
     run = cli("generate", "--kv-cache-dtype", "fp8", "--device", "cpu", "def f(x):")
     assert run.returncode == 1
-    assert run.stderr == "slotwise generate: kv_cache_dtype must be auto or int8 on device cpu, not 'fp8'\n"
+    assert run.stderr == "slotwise generate: --kv-cache-dtype must be auto or int8 on device cpu, not 'fp8'\n"
 
 
 def test_a_server_tells_what_its_cache_holds(tmp_path: Path):

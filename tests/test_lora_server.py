@@ -344,9 +344,9 @@ def test_the_next_engine_has_the_adapters_whose_files_are_the_same(world: World,
     (("--enable-lora", "--lora-modules", '{"name": "a"}'), "must be NAME=PATH"),
     (("--enable-lora", "--lora-modules", "a=org/name"), "local folders"),
     (("--enable-lora", "--lora-modules", "a=/"), "not a LoRA adapter"),
-    (("--enable-lora", "--max-loras", "17"), "max_cpu_loras 16 must be at least max_loras 17"),
+    (("--enable-lora", "--max-loras", "17"), "--max-cpu-loras 16 must be at least --max-loras 17"),
     (("--enable-lora", "--kv-transfer-config", '{"kv_connector": "SharedMemoryConnector", "kv_role": "kv_producer"}'),
-     "kv_transfer_config is not supported with enable_lora")])
+     "--kv-transfer-config is not supported with --enable-lora")])
 def test_options_that_contradict_each_other(arguments: tuple[str, ...], message: str) -> None:
     ended = cli("serve", *arguments)
     assert ended.returncode != 0 and message in ended.stderr and ended.stderr.count("\n") == 1, ended.stderr

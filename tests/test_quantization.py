@@ -47,7 +47,7 @@ def test_what_cannot_be_is_refused(settings):
 def test_a_bad_option_is_one_line():
     run = cli("generate", "--quantization", "int8", "--device", "reference", "def f(x):")
     assert run.returncode == 1
-    assert run.stderr == "slotwise generate: quantization int8 needs device cpu: the reference computes exactly\n"
+    assert run.stderr == "slotwise generate: --quantization int8 needs device cpu: the reference computes exactly\n"
 
 
 def test_a_quantised_checkpoint_is_served_as_it_is_stored(tmp_path):

@@ -31,7 +31,7 @@ def compare(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     ("leave out --kv-cache-memory", ("--equal-memory", "auto", "--kv-cache-memory", "1000000")),
     ("batching must be one of", ("--disciplines", "static,fastest")),
     ("give each once", ("--disciplines", "static,static")),
-    ("a batch_size of 5 needs as many slots", ("--slots", "4", "--batch-size", "5")),
+    ("a --batch-size of 5 needs as many slots", ("--slots", "4", "--batch-size", "5")),
     ("belongs to dynamic, which is not compared", ("--disciplines", "static", "--max-wait-ms", "5")),
     ("leave out --online", ("--online", "--speculative-config", '{"method": "ngram"}')),
     ("not by draft_model", ("--speculative-config", '{"model": "smaller"}')),

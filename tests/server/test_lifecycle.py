@@ -100,7 +100,8 @@ def test_an_engine_that_dies_over_a_whole_answer(folder: Path, tmp_path: Path) -
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_lets_those_inside_finish(folder: Path, tmp_path: Path, tokenizer: Tokenizer,
                                            sent: signal.Signals) -> None:
-    with running(folder, tmp_path / "engine", SLOW, "shutdown_timeout=30") as server:
+    with running(folder, tmp_path / "engine", SLOW, "shutdown_timeout=30",
+                 before=lambda: signal.signal(sent, signal.SIG_DFL)) as server:  # `nohup make test` ignores SIGHUP
         events: list[dict[str, Any]] = []
         body = {"prompt": [40], "max_tokens": 150}
         listener = threading.Thread(target=lambda: events.extend(server.events(COMPLETIONS, body)))

@@ -102,6 +102,13 @@ def test_level_1_gives_the_cache_back_and_keeps_the_engine(server: Live) -> None
     assert tokens(server) == expected and metric(server, "engine_starts_total") == 1
 
 
+@pytest.mark.parametrize("path", ["/sleep", "/wake_up"])
+def test_a_field_in_a_body_is_refused(server: Live, path: str) -> None:
+    told = server.client.post(path, headers=ADMIN, json={"level": 2})
+    assert told.status_code == 400 and told.json()["error"]["param"] == "level"
+    awake(server)
+
+
 def test_level_2_ends_the_engine_and_starts_it_again(server: Live) -> None:
     expected, engine = tokens(server), engines(server)
     starts = metric(server, "engine_starts_total")

@@ -18,7 +18,7 @@ from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.messages_protocol import MessagesRequest
 from slotwise.server.protocol import ChatRequest, CompletionRequest, decode
 from slotwise.server.responses_protocol import ReasoningConfig, ResponsesRequest
-from slotwise.server.unknown_fields import unknown_fields
+from slotwise.server.unknown_fields import KEYS, unknown_fields, unknown_keys
 from slotwise.server.unsupported import AS_ANOTHER, HINTS, NEUTRAL, unsupported_fields
 from slotwise.throttled_warning import ThrottledWarning
 
@@ -156,6 +156,67 @@ def test_a_variable_that_the_template_does_not_read_is_told(server: Server) -> N
             "'chat_template_kwargs.m'")
 
 
+def test_an_effort_that_the_template_does_not_read_is_told(server: Server) -> None:
+    answer = sent(server, CHAT, reasoning_effort="low")
+    assert answer.status_code == 200 and answer.headers[HEADER] == "unknown fields are ignored: 'reasoning_effort'"
+
+
+def block(**more: Any) -> dict[str, Any]:
+    return {"type": "text", "text": "x"} | more
+
+
+CALL = {"id": "c", "type": "function", "index": 0, "function": {"name": "f", "arguments": "{}"}}
+RESULT = {"type": "tool_result", "tool_use_id": "c", "content": [block(foo=1)], "bar": True}
+
+
+@pytest.mark.parametrize(("path", "body", "named"), [
+    (CHAT, {"messages": [{"role": "user", "content": "x"}, {"role": "user", "content": [block(), block(foo=1)]}]},
+     "'messages[1].content[1].foo'"),
+    (CHAT, {"messages": [{"role": "user", "content": "x", "nmae": "y"}]}, "'messages[0].nmae'"),
+    ("/v1/messages", {"messages": [{"role": "user", "content": [RESULT]}], "system": [block(foo=1)]},
+     "'messages[0].content[0].bar', 'messages[0].content[0].content[0].foo'"),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "system": [block(foo=1)]}, "'system[0].foo'"),
+    ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_text", "text": "x", "foo": 1}]}]},
+     "'input[0].content[0].foo'"),
+    ("/v1/responses", {"input": [{"role": "user", "content": "x", "foo": 1}]}, "'input[0].foo'")])
+def test_an_unknown_key_of_a_message_is_named_with_its_path(
+        server: Server, path: str, body: dict[str, Any], named: str) -> None:
+    answer = server.post(path, {"model": "toy", "max_tokens" if "input" not in body else "max_output_tokens": 1} | body)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers[HEADER].startswith(f"unknown fields are ignored: {named}")
+
+
+@pytest.mark.parametrize(("name", "values"), [
+    ("messages", [{"role": "user", "content": [block(cache_control={"type": "ephemeral"}, citations=None, foo=None)]},
+                  {"role": "assistant", "content": None, "refusal": None, "annotations": [], "audio": None,
+                   "function_call": None, "tool_calls": [CALL], "parsed": {"a": 1}, "x": []}]),
+    ("input", [{"type": "message", "id": "m", "status": "completed", "role": "assistant", "phase": "final_answer",
+                "content": [block(annotations=[], logprobs=[], parsed=1)]},
+               {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "e", "content": [block()]},
+               {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}",
+                "parsed_arguments": {"a": 1}}])])
+def test_what_sdks_send_back_is_no_unknown_key(name: str, values: list[dict[str, Any]]) -> None:
+    assert list(unknown_keys(name, values)) == []
+
+
+def test_keys_that_sdks_answers_have_are_known() -> None:
+    import anthropic.types as blocks
+    from openai.types import chat, responses
+
+    kinds = (chat.ChatCompletionMessage, responses.ResponseOutputMessage, responses.ResponseOutputText,
+             responses.ResponseFunctionToolCall, responses.ResponseReasoningItem, blocks.TextBlock,
+             blocks.ThinkingBlock, blocks.ToolUseBlock, blocks.Message)
+    for kind in kinds:
+        assert kind.model_fields.keys() <= KEYS, kind
+
+
+@pytest.mark.parametrize(("query", "told"), [("?beta=true", None), ("?api-version=1", None), ("?foo=", "'?foo'")])
+def test_an_unknown_parameter_of_a_query_is_told(server: Server, query: str, told: str | None) -> None:
+    answer = server.post(CHAT + query, BODIES[CHAT][1])
+    assert answer.status_code == 200
+    assert answer.headers.get(HEADER) == (told and f"unknown fields are ignored: {told}")
+
+
 def test_a_refusal_is_what_the_assistant_said(server: Server) -> None:
     def prompt(content: Any, **more: Any) -> Any:
         messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": content}, *more.get("then", ())]
@@ -180,7 +241,7 @@ def test_obfuscated_events_are_refused(server: Server) -> None:
 def test_any_name_is_escaped_and_bounded(server: Server, name: str) -> None:
     told = sent(server, COMPLETIONS, **{name: 1})
     assert told.status_code == 200 and "set-cookie" not in told.headers
-    assert told.headers[HEADER] == f"unknown fields are ignored: {name[:40]!a}"
+    assert told.headers[HEADER] == f"unknown fields are ignored: {name[:module.MAX_CHARACTERS]!a}"
 
 
 def test_many_unknown_fields_are_few_in_the_header(server: Server) -> None:
@@ -197,7 +258,7 @@ def test_of_a_large_body_the_first_unknown_field_is_named() -> None:
 
 def test_a_warning_is_logged_once_a_minute(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(module, "_warning", ThrottledWarning(logging.getLogger("fields")))
-    exchange = HttpExchange({"headers": []}, None, None, "x")  # type: ignore[arg-type]
+    exchange = HttpExchange({"headers": [], "query_string": b""}, None, None, "x")  # type: ignore[arg-type]
     before = len(exchange.more)
     for number in range(50):
         module.warn_of_unknown_fields(exchange, CompletionRequest, b'{"prompt":"x","k%d":1}' % number)

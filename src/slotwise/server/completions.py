@@ -18,12 +18,12 @@ from slotwise.server.logprobs import most_tokens
 from slotwise.server.parsers.thinking import has_begun
 from slotwise.server.pipeline import Asked, check, encoding_of, respond
 from slotwise.server.prompts import Encoding
-from slotwise.server.protocol import ChatRequest, CompletionRequest, Generate, decode
+from slotwise.server.protocol import SWITCHES, ChatRequest, CompletionRequest, Generate, decode
 from slotwise.server.shapes import CHAT, COMPLETION
 from slotwise.server.streams import respond_stream
 from slotwise.server.thinking_budget import BUDGET, thinking_budget
 from slotwise.server.tools import allowed_tools, constraint, parsing_of
-from slotwise.server.unknown_fields import warn_of_ignored, warn_of_unknown_fields
+from slotwise.server.unknown_fields import warn_of_ignored, warn_of_unknown_fields, warn_of_unknown_keys
 from slotwise.server.whole import respond_whole
 
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens; a chat's is the model's own, else whatever fits
@@ -90,6 +90,7 @@ async def _budget(api: Api, exchange: HttpExchange, request: CompletionRequest, 
 async def _chat(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
     request = decode(ChatRequest, body)
     warn_of_unknown_fields(exchange, ChatRequest, body)
+    warn_of_unknown_keys(exchange, "messages", request.messages)
     return await asked_of_chat(api, exchange, request, _renderer(request))
 
 
@@ -137,13 +138,15 @@ async def conversation_of(api: Api, exchange: HttpExchange, request: ChatRequest
     if request.chat_template is not None and not api.settings.trust_request_chat_template:
         raise bad_request("chat_template: the server takes none from requests unless it is started with "
                           "--trust-request-chat-template", "chat_template")
-    if request.documents or request.chat_template_kwargs:
+    if request.documents or request.chat_template_kwargs or request.reasoning_effort:
         read = await api.prompts.template_variables(request.chat_template, exchange.holder)
         if request.documents and "documents" not in read:
             raise bad_request("documents: the model's chat template leaves them out; put them into a message",
                               "documents", "unsupported_parameter")
-        warn_of_ignored(exchange, [
-            f"chat_template_kwargs.{name}" for name in request.chat_template_kwargs or () if name not in read])
+        ignored = [f"chat_template_kwargs.{name}" for name in request.chat_template_kwargs or () if name not in read]
+        if request.reasoning_effort and read.isdisjoint({*SWITCHES, "reasoning_effort"}):
+            ignored.append("reasoning_effort")
+        warn_of_ignored(exchange, ignored)
     return Conversation(
         request.messages, request.variables(), request.chat_template, bool(request.continue_final_message))
 

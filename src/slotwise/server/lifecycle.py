@@ -13,7 +13,7 @@ from slotwise.server.admin_protocol import LoadModelRequest
 from slotwise.server.context import Api
 from slotwise.server.errors import ApiError, bad_request
 from slotwise.server.http_exchange import HttpExchange
-from slotwise.server.protocol import decode
+from slotwise.server.protocol import decode, decode_object
 from slotwise.server.unknown_fields import warn_of_unknown_fields
 
 SLEEP, WAKE_UP, LOAD_MODEL = "/sleep", "/wake_up", "/v1/load_model"
@@ -27,6 +27,7 @@ ELSEWHERE = {  # parameters of vLLM's that have no meaning here
 
 async def sleep(api: Api, exchange: HttpExchange) -> None:
     """Give memory back: the cache's at level 1, by default, and the weights' as well at level 2."""
+    await _no_fields(api, exchange)
     given = _query(exchange, "level").get("level", "1")
     if given not in map(str, LEVELS):
         raise bad_request(f"level: 1 or 2, not {given!r:.40}", "level")
@@ -37,6 +38,7 @@ async def sleep(api: Api, exchange: HttpExchange) -> None:
 
 async def wake_up(api: Api, exchange: HttpExchange) -> None:
     """Serve again after a sleep; the response comes when requests are taken."""
+    await _no_fields(api, exchange)
     _query(exchange)
     with _errors():
         await _sleep_of(api).wake_up()
@@ -78,6 +80,15 @@ def _errors() -> Iterator[None]:
         raise ApiError(HTTPStatus.CONFLICT, str(error), code="busy") from error
     except EngineError as error:
         raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, str(error), code="engine_error") from error
+
+
+async def _no_fields(api: Api, exchange: HttpExchange) -> None:
+    """Raises ApiError for a body with a field: parameters stand in the query."""
+    async with api.bodies.reading(exchange, MAX_BODY) as body:
+        given = decode_object(body) if body.strip() else {}
+    for name, value in given.items():
+        if value is not None:
+            raise bad_request(f"{name:.40}: the body takes no fields; parameters stand in the query", name[:40])
 
 
 def _query(exchange: HttpExchange, *known: str) -> dict[str, str]:

@@ -19,7 +19,7 @@ from slotwise.server.pipeline import Asked, respond
 from slotwise.server.protocol import SWITCHES, ChatRequest, decode
 from slotwise.server.shapes import MESSAGE
 from slotwise.server.tools import allowed_tools
-from slotwise.server.unknown_fields import warn_of_unknown_fields
+from slotwise.server.unknown_fields import warn_of_unknown_fields, warn_of_unknown_keys
 
 
 async def messages(api: Api, exchange: HttpExchange) -> None:
@@ -33,6 +33,8 @@ async def count_tokens(api: Api, exchange: HttpExchange) -> None:
     async with api.bodies.reading(exchange) as body:
         request = decode(CountTokensRequest, body)
         warn_of_unknown_fields(exchange, CountTokensRequest, body)
+        warn_of_unknown_keys(exchange, "messages", request.messages)
+        warn_of_unknown_keys(exchange, "system", request.system)
         api.models.adapter(request.model)
         chat = await _as_chat(api, exchange, request)
         allowed_tools(api, chat)
@@ -43,6 +45,8 @@ async def count_tokens(api: Api, exchange: HttpExchange) -> None:
 async def _message(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
     request = decode(MessagesRequest, body)
     warn_of_unknown_fields(exchange, MessagesRequest, body)
+    warn_of_unknown_keys(exchange, "messages", request.messages)
+    warn_of_unknown_keys(exchange, "system", request.system)
     chat = await _as_chat(api, exchange, request)
     return await asked_of_chat(api, exchange, chat, _stream if request.stream else _whole)
 

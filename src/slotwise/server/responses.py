@@ -25,7 +25,7 @@ from slotwise.server.response_store import Stored, StoreFull
 from slotwise.server.responses_items import Event, Items
 from slotwise.server.responses_protocol import ResponsesRequest, messages_of
 from slotwise.server.shapes import RESPONSE, Heading, to_json
-from slotwise.server.unknown_fields import warn_of_unknown_fields
+from slotwise.server.unknown_fields import warn_of_unknown_fields, warn_of_unknown_keys
 from slotwise.text.conversation import Message
 
 Json = dict[str, Any]
@@ -81,6 +81,7 @@ def _stored(api: Api, exchange: HttpExchange, response_id: str) -> Stored:
 async def _response(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
     request = decode(ResponsesRequest, body)
     warn_of_unknown_fields(exchange, ResponsesRequest, body)
+    warn_of_unknown_keys(exchange, "input", request.input)
     request.check()
     chat = request.as_chat(_before(api, exchange, request.previous_response_id))
     conversation = to_json(chat.messages[bool(request.instructions) :]) if request.stores else b""

@@ -1,16 +1,19 @@
 """Fields that neither OpenAI's nor vLLM's protocol has: named in a header of the response, and in the log.
 
-They may be misspelt.  A field of an inner object is named with its object: `stream_options.include`.  Names are the
-client's text: bounded in number and length, and escaped.  The log has one line a minute.
+They may be misspelt.  A field of an inner object is named with its object: `stream_options.include`,
+`messages[2].content[0].foo`; a parameter of the query with a question mark.  Names are the client's text: bounded in
+number and length, and escaped.  The log has one line a minute.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import islice
 from typing import Any, get_args
+from urllib.parse import parse_qsl
 
 import msgspec
 
@@ -21,7 +24,22 @@ from slotwise.throttled_warning import ThrottledWarning
 HEADER = b"x-slotwise-warning"
 MAX_NAMES = 5
 UNREADABLE = "(not UTF-8)"  # in the place of a name
-MAX_CHARACTERS = 40  # of a name; each may be written as ten
+MAX_CHARACTERS = 48  # of a name; each may be written as ten
+MAX_QUERY = 1024  # characters that are looked at
+QUERY_HINTS = ("beta", "api-version")  # that clients of Anthropic's and of Azure's send with every request
+
+# Keys of messages, items, parts, blocks and calls: those that are read, those that chat templates read, and what the
+# APIs themselves send and clients send back with the next turn, which changes nothing.
+KEYS = frozenset((
+    "role", "content", "type", "text", "refusal", "name", "id", "index", "status", "phase", "input", "output",
+    "arguments", "function", "tool_calls", "tool_call_id", "tool_use_id", "call_id", "is_error", "audio",
+    "function_call", "reasoning", "reasoning_content", "thinking", "tool_plan", "thoughts", "prefix", "tools",
+    "documents", "weight", "signature", "summary", "encrypted_content", "annotations", "logprobs", "citations",
+    "cache_control", "prompt_cache_breakpoint", "caller", "async", "async_", "namespace", "created_by", "parsed",
+    "parsed_arguments", "toolset_name", "diagnostics",
+    "model", "stop_reason", "stop_sequence", "stop_details", "usage", "container", "context_management"))
+DEPTH = 3  # a message, a result in it, and the texts of that
+NESTED = ("content", "output", "summary", "tool_calls")  # keys whose lists hold such objects
 
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _UNKNOWN = re.compile(
@@ -31,7 +49,33 @@ _warning = ThrottledWarning(logging.getLogger(__name__))
 
 def warn_of_unknown_fields(exchange: HttpExchange, kind: type[msgspec.Struct], body: bytes) -> None:
     """Tell the client, and the log, which fields of a decoded body are ignored."""
-    warn_of_ignored(exchange, unknown_fields(kind, body))
+    query = exchange.scope["query_string"][:MAX_QUERY].decode("latin-1")
+    asked = [f"?{name}" for name, _ in parse_qsl(query, keep_blank_values=True) if name not in QUERY_HINTS]
+    warn_of_ignored(exchange, [*unknown_fields(kind, body), *asked])
+
+
+def warn_of_unknown_keys(exchange: HttpExchange, name: str, values: object) -> None:
+    """Tell of keys that are ignored inside the messages, items or blocks of the field `name`."""
+    warn_of_ignored(exchange, list(islice(unknown_keys(name, values), MAX_NAMES)))
+
+
+def unknown_keys(where: str, values: object, depth: int = DEPTH) -> Iterator[str]:
+    """Yields the paths of keys of messages, items and their parts that are ignored and hold a value."""
+    for index, value in enumerate(values if isinstance(values, list) else ()):
+        if not isinstance(value, dict):
+            continue
+        path = f"{where}[{index}]"
+        yield from _keys_beside(path, value)
+        if isinstance(called := value.get("function"), dict):
+            yield from _keys_beside(f"{path}.function", called)
+        for name in NESTED if depth > 1 else ():
+            if isinstance(inside := value.get(name), list):
+                yield from unknown_keys(f"{path}.{name}", inside, depth - 1)
+
+
+def _keys_beside(path: str, value: dict[str, Any]) -> Iterator[str]:
+    if not value.keys() <= KEYS:
+        yield from (f"{path}.{key}" for key in value if key not in KEYS and value[key])
 
 
 def warn_of_ignored(exchange: HttpExchange, names: Sequence[str]) -> None:

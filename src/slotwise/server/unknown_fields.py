@@ -36,7 +36,8 @@ KEYS = frozenset((
     "function_call", "reasoning", "reasoning_content", "thinking", "tool_plan", "thoughts", "prefix", "tools",
     "documents", "weight", "signature", "summary", "encrypted_content", "annotations", "logprobs", "citations",
     "cache_control", "prompt_cache_breakpoint", "caller", "async", "async_", "namespace", "created_by", "parsed",
-    "parsed_arguments", "toolset_name", "diagnostics",
+    "parsed_arguments", "toolset_name", "diagnostics", "thought", "tool_responses", "recipient", "end_turn",
+    "content_type", "outputs", "calls", "chosen",
     "model", "stop_reason", "stop_sequence", "stop_details", "usage", "container", "context_management"))
 DEPTH = 3  # a message, a result in it, and the texts of that
 NESTED = ("content", "output", "summary", "tool_calls")  # keys whose lists hold such objects

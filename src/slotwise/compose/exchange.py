@@ -103,9 +103,15 @@ class Exchange:
         try:
             api = await stack.enter_async_context(service(model, self._cores, before=before))
         except Exception as error:
+            state = "sleeps at level 2"
             if level == 0:
-                await sleep.return_to_work()
-            state = "is served again" if level == 0 else "sleeps at level 2"
+                try:
+                    await sleep.return_to_work()
+                    state = "is served again"
+                except EngineError as other:  # its files are gone, say
+                    state = f"did not start again either, and sleeps at level 2 until POST /wake_up: {other}"
+            if sleep.level:
+                sleep.stay()
             raise EngineError(f"{error}; {self._model.settings.served_model_name} {state}") from error
         api.load_model = self.load
         logger.info("%s is served in the place of %s", model.settings.served_model_name,

@@ -110,6 +110,10 @@ class Sleep:
         self.level = level
         logger.info("the model is asleep at level %d", level)
 
+    def stay(self) -> None:
+        """Tells requests that the model sleeps, whatever it was put to sleep for."""
+        self._engine_client.pause = ASLEEP
+
     async def wake_up(self) -> None:
         """Serves again; does nothing if it is awake.
 

@@ -19,7 +19,7 @@ from slotwise.server.prompts import Encoding
 from slotwise.server.protocol import decode, decode_object
 from slotwise.server.tiers import read_tiers
 from slotwise.server.tools import allowed_tools
-from slotwise.server.unknown_fields import warn_of_unknown_fields
+from slotwise.server.unknown_fields import warn_of_unknown_fields, warn_of_unknown_keys
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +139,7 @@ async def tokenize(api: Api, exchange: HttpExchange) -> None:
     async with api.bodies.reading(exchange) as body:
         request = decode(TokenizeRequest, body)
         warn_of_unknown_fields(exchange, TokenizeRequest, body)
+        warn_of_unknown_keys(exchange, "messages", request.messages)
         api.models.adapter(request.model)
         if (request.prompt is None) == (request.messages is None):
             raise bad_request("give either prompt or messages", "prompt")

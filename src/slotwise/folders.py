@@ -49,7 +49,7 @@ def objection(folder: Path) -> str:
 def file_objection(info: os.stat_result) -> str:
     """Why a file with `info` may be another user's; empty where it is not."""
     if not stat.S_ISREG(info.st_mode):
-        return "is no file"
+        return "is not a regular file"
     if not _is_trusted(info):
         return f"belongs to another user (uid {info.st_uid})"
     return "can be changed by other users" if _may_be_changed(info) else ""

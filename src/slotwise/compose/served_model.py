@@ -52,7 +52,7 @@ def read_model(config: EngineConfig, settings: ServerSettings, options: ModelOpt
     tokenizer = Tokenizer.load(config.model)
     model = ServedModel(config, settings, tokenizer, find_chat_template(config.model, options.template),
                         find_tool_template(config.model, options.template))
-    model.output_format(ignores_tools=True)  # a parser that does not fit is told before anything is started
+    model.output_format(ignores_tools=True)  # a parser that does not fit is reported before anything starts
     return model
 
 

@@ -66,7 +66,7 @@ class SpecialTokens(NamedTuple):
 
     ends: list[int]  # ids of the tokens that end a text, the one named as such first
     controls: frozenset[int]  # ids of tokens that are special, whatever their types say
-    words: frozenset[int]  # ids of tokens that are none, whatever their types say
+    words: frozenset[int]  # ids of ordinary tokens, whatever their types say
 
 
 def find_special_tokens(metadata: Metadata, tokens: Sequence[str]) -> SpecialTokens:

@@ -46,7 +46,7 @@ class Weights:
 
     @property
     def lack_head(self) -> bool:
-        """Whether the model was saved without its head, which then is no fault."""
+        """Whether the model was saved without its head, which is then valid."""
         return self._source.is_headless and not any(name.startswith(f"{HEAD}.") for name in self._tensors)
 
     def are_stored_as(self, kind: str) -> bool:

@@ -1,7 +1,7 @@
 """The front door: the routes of several replicas behind one address.
 
 What generates goes to the replica that the router chooses.  A response, a history or a queue position by its id is
-asked of every replica, for one of them has it; an abort is told to all.  `one_replica.py` has the other routes of a
+asked of every replica, for one of them has it; an abort is sent to all.  `one_replica.py` has the other routes of a
 replica, and the pages.
 """
 

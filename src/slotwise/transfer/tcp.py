@@ -1,4 +1,4 @@
-"""Blocks over TCP, between hosts.  Both ends prove that they have the transfer secret before anything is asked for.
+"""Blocks over TCP, between hosts.  Both ends prove that they have the transfer secret before any block is requested.
 
     producer ── MAGIC, nonce p ──────────────────────► consumer
              ◄── nonce c, HMAC(secret, "consumer" p c) ──

@@ -52,7 +52,7 @@ class Keys:
         return value
 
     def unread(self) -> list[str]:
-        """The keys that no reader has asked for."""
+        """The keys that nothing has read."""
         prefix = f"{self.prefix}."
         return [key.removeprefix(prefix) for key in self.metadata.keys(prefix) if key not in self._read]
 

@@ -20,7 +20,7 @@ CLOSE = 1e-6  # relative, of float32
 
 
 def check_unread(keys: Keys, config: ModelConfig) -> None:
-    """Raises CheckpointError for a key that no reader has asked for and that may change the answer."""
+    """Raises CheckpointError for a key that nothing has read and that may change the answer."""
     neutral = _neutral(config)
     for key in keys.unread():
         if key in ANY or key.startswith(OF_YARN) or (config.mixture is None and key.startswith(OF_EXPERTS)):

@@ -67,7 +67,7 @@ export class History {
   // The share of the slot-steps of [from, to) that did useful work.
   useful(from, to) { return this.#share(from, to, "seats", "capacity"); }
 
-  // The same of those that requests needed: they were in them, or waited while they were empty.  An idle slot is none.
+  // The same of those that requests needed: they were in them, or waited while they were empty.  An idle slot does not count.
   needed(from, to) { return this.#share(from, to, "needs", "need"); }
 
   #share(from, to, sum, own) {

@@ -118,7 +118,8 @@ def test_a_check_that_is_killed_again_and_again_ends(tmp_path):
     log.touch()
 
     def begin(seconds: float) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", CHECK, str(log), str(seconds), "--rehearse", "--output", str(output)]
+        command = [sys.executable, "-c", CHECK, str(log), str(seconds), "--rehearse", "--output", str(output),
+                   "--commit", "of the test"]  # git may answer late beside other tests
         return subprocess.Popen(command, cwd=ROOT, env=PARTS_ENVIRONMENT, stdout=subprocess.PIPE, text=True)
 
     said: list[str] = []

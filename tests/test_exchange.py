@@ -16,6 +16,9 @@ import checkpoints
 import httpx
 import pytest
 import torch
+from gguf import GGUFValueType
+from gguf.gguf_writer import GGUFValue
+from gguf_files import write
 from live import Live, serving
 from live_server import children, eventually
 from prometheus_client.parser import text_string_to_metric_families
@@ -141,9 +144,11 @@ def test_what_cannot_be_served_disturbs_nothing(server: Live, models: Models, tm
     templated = tmp_path / "templated"
     shutil.copytree(models.second, templated)
     (templated / "chat_template.jinja").write_text("{% if %}")
+    of_one = write(models.first, tmp_path / "one.gguf", edit=lambda writer: writer.kv_data[0].update(
+        {"llama.context_length": GGUFValue(1, GGUFValueType.UINT32)}))
     for model, said in ((tmp_path / "nowhere", "absolute path"), ("Qwen/Qwen3-0.6B", "absolute path"),
                         (other, ""), (cut, "model.safetensors"), (models.shorter, "max_model_len 1000 exceeds the 999"),
-                        (templated, "template")):
+                        (templated, "template"), (of_one, "llama.context_length must be a whole number from 2 to")):
         told = load(server, model)
         assert told.status_code == 400 and told.json()["error"]["param"] == "model"
         assert said in told.json()["error"]["message"]

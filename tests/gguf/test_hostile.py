@@ -117,6 +117,7 @@ def test_every_truncation_of_the_header_is_refused(file: Path, tmp_path: Path) -
 
 EDITS: dict[str, tuple[Callable[[gguf.GGUFWriter], None], str]] = {
     "layers": (lambda w: w.add_block_count(10**6), "llama.block_count must be a whole number from 1 to 1024"),
+    "context": (lambda w: w.add_context_length(1), "llama.context_length must be a whole number from 2 to"),
     "no layers": (lambda w: w.add_block_count(0), "llama.block_count must be"),
     "fewer layers": (lambda w: w.add_block_count(2), "its metadata leaves no room for: tensor blk.2."),
     "heads": (lambda w: w.add_head_count(0), "llama.attention.head_count must be"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 from pathlib import Path
@@ -13,11 +14,15 @@ from checkpoints import make
 from gguf_files import write
 
 from slotwise.compose.pooling import read_pooling
+from slotwise.compose.sampling_defaults import read_defaults
 from slotwise.core.params import PoolingParams
+from slotwise.engine.config import EngineConfig
 from slotwise.model.config import ModelConfig
 from slotwise.model.errors import CheckpointError
 from slotwise.model.gguf.config import read_gguf_config
 from slotwise.model.layers.rope import LinearRope, Rope, YarnRope
+from slotwise.text.gguf_tokenizer import OBEYED
+from slotwise.text.tokenizer import Tokenizer, TokenizerError
 
 PREFIX = "{arch}."
 STRANGE: dict[str, Any] = {  # values that ask for something; 3 for all others
@@ -44,6 +49,13 @@ def keys_of_architectures() -> list[str]:
     values = {value for group in groups for value in vars(group).values() if isinstance(value, str)}
     return sorted(value.removeprefix(PREFIX).replace("{dense}", "dense_2") for value in values
                   if value.startswith(PREFIX))
+
+
+def other_keys(prefix: str) -> list[str]:
+    """Those that the gguf package knows under `prefix`, and of each group of keys one."""
+    groups = [group for _, group in inspect.getmembers(gguf.Keys, inspect.isclass)]
+    values = {value for group in groups for value in vars(group).values() if isinstance(value, str)}
+    return sorted(value.format(id=0, name="rag") for value in values if value.startswith(prefix))
 
 
 def typed(value: Any) -> gguf.GGUFValueType:
@@ -123,6 +135,99 @@ def test_a_granite_without_positions_is_refused(tmp_path: Path) -> None:
     folder = make("granite", tmp_path / "model")
     with pytest.raises(CheckpointError, match=r"rope\.scaling\.finetuned is false"):
         read(folder, tmp_path / "x.gguf", "granite", **{"rope.scaling.finetuned": False})
+
+
+NO_NAMES = {  # keys of a description, which no answer depends on
+    f"general.{name}" for name in (
+        "author", "basename", "description", "doi", "file_type", "finetune", "languages", "license", "license.link",
+        "license.name", "name", "organization", "quantized_by", "repo_url", "size_label", "tags", "url", "uuid",
+        "version")} | {
+    f"general.{group}.{name}" for group in ("base_model.0", "dataset.0") for name in (
+        "author", "description", "doi", "name", "organization", "repo_url", "url", "uuid", "version")} | {
+    f"general.source.{name}" for name in ("doi", "repo_url", "url", "uuid")} | {
+    "general.base_model.count", "general.dataset.count"}
+OF_FILES = {"general.alignment", "general.architecture", "general.type"}  # tests/gguf/test_hostile.py
+OF_SAMPLING = {  # keys by what becomes of them: a default of requests, a warning, nothing
+    **dict.fromkeys(("temp", "top_k", "top_p", "min_p", "penalty_repeat"), "obeyed"),
+    **dict.fromkeys(("sequence", "xtc_probability", "mirostat"), "told"),
+    **dict.fromkeys(("xtc_threshold", "mirostat_tau", "mirostat_eta", "penalty_last_n"), "nothing")}  # alone
+
+
+def with_key(folder: Path, path: Path, key: str, value: Any, **more: Any) -> Path:
+    def edit(writer: gguf.GGUFWriter) -> None:
+        for name, one in {key: value, **more}.items():
+            writer.kv_data[0].pop(name, None)
+            if isinstance(one, list):
+                writer.add_array(name, one)
+            else:
+                writer.add_key_value(name, one, typed(one))
+
+    return write(folder, path, edit=edit)
+
+
+def test_every_general_key_is_obeyed_descriptive_or_refused(plain: Path, tmp_path: Path) -> None:
+    before, passed, told = read(plain, tmp_path / "x.gguf"), set(), {}
+    for key in [*other_keys("general."), "general.tensor_extra.prec_a4", "general.sampling.new"]:
+        if key in OF_FILES:
+            continue
+        last = key.rpartition(".")[2]
+        value = {"sequence": "strange", "top_p": 0.5, "min_p": 0.5}.get(last, 3)
+        path = with_key(plain, tmp_path / "x.gguf", key, value)
+        try:
+            assert read_gguf_config(path) == before
+        except CheckpointError as error:
+            assert key in str(error)
+            continue
+        passed.add(key)
+        if key.startswith("general.sampling."):
+            found = read_defaults(EngineConfig.of(model=str(path)))
+            told[last] = "obeyed" if found.given else "told" if found.ignored else "nothing"
+            assert found.ignored in ((), (key,))
+    assert passed == NO_NAMES | {f"general.sampling.{name}" for name in OF_SAMPLING}
+    assert told == OF_SAMPLING
+    last_n = "general.sampling.penalty_last_n"
+    path = with_key(plain, tmp_path / "x.gguf", last_n, 64, **{"general.sampling.penalty_repeat": 1.5})
+    assert read_defaults(EngineConfig.of(model=str(path))).ignored == (last_n,)
+
+
+@pytest.mark.parametrize(("version", "why"), [(2, ""), (3, "general.quantization_version is 3")])
+def test_blocks_of_another_version_are_refused(version: int, why: str, plain: Path, tmp_path: Path) -> None:
+    path = with_key(plain, tmp_path / "x.gguf", "general.quantization_version", version)
+    with pytest.raises(CheckpointError, match=why) if why else contextlib.nullcontext():
+        read_gguf_config(path)
+
+
+WITHOUT_TOKENS = {  # keys of tokenizers without effect, whatever they say
+    "tokenizer.ggml.add_sep_token", "tokenizer.ggml.token_type_count", "tokenizer.huggingface.json",
+    "tokenizer.chat_template.rag", "tokenizer.chat_templates"}
+REFUSED_OF_TOKENS = {
+    "tokenizer.ggml.remove_extra_whitespaces": True, "tokenizer.ggml.precompiled_charsmap": [1, 2],
+    "tokenizer.rwkv.world": "x", "tokenizer.ggml.normalizer.lowercase": True, "tokenizer.ggml.suppress_tokens": [3],
+    "tokenizer.ggml.something_new": 1}
+
+
+def test_every_key_of_a_tokenizer_is_obeyed_without_effect_or_refused(folder: Path, tmp_path: Path) -> None:
+    assert {*other_keys("tokenizer.")} <= OBEYED | WITHOUT_TOKENS | REFUSED_OF_TOKENS.keys()
+    assert Tokenizer.load(with_key(folder, tmp_path / "x.gguf", "tokenizer.ggml.remove_extra_whitespaces", False))
+    assert Tokenizer.load(with_key(folder, tmp_path / "x.gguf", "tokenizer.ggml.add_sep_token", True))
+    for key, value in REFUSED_OF_TOKENS.items():
+        with pytest.raises(TokenizerError, match=rf"x\.gguf: {key} is set, which is not supported"):
+            Tokenizer.load(with_key(folder, tmp_path / "x.gguf", key, value))
+
+
+def test_marks_of_a_gap_are_those_that_the_file_names(folder: Path, tmp_path: Path) -> None:
+    """Also where the file types them as words."""
+    plain = Tokenizer.load(write(folder, tmp_path / "x.gguf"))
+    assert plain.fill_marks is None
+    ids = [token for token in range(300, 400) if plain.token_text(token).isalpha()][:3]
+    keys = {f"tokenizer.ggml.fim_{name}_token_id": token
+            for name, token in zip(("pre", "suf", "mid"), ids, strict=True)}
+    first, *others = keys.items()
+    marks = (tokenizer := Tokenizer.load(with_key(folder, tmp_path / "x.gguf", *first, **dict(others)))).fill_marks
+    assert marks == tuple(map(plain.token_text, ids))
+    prompt = tokenizer.encode(marks.prompt("def ", "return"), add_special_tokens=False)
+    assert [token for token in prompt if token in ids] == ids and prompt[0] == ids[0] and prompt[-1] == ids[-1]
+    assert Tokenizer.load(with_key(folder, tmp_path / "x.gguf", *first)).fill_marks is None
 
 
 @pytest.mark.parametrize(("kind", "pooling"), [(None, "last"), (0, "last"), (1, "mean"), (3, "last"), (2, ""), (4, "")])

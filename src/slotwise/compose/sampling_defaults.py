@@ -18,7 +18,7 @@ from slotwise.core.params import RANGES
 from slotwise.core.sampling_defaults import SamplingDefaults
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.model.fields import Fields
-from slotwise.model.generation import NEUTRAL, named_file, read_generation
+from slotwise.model.generation import NEUTRAL, NOT_OBEYED, named_file, read_generation
 from slotwise.observe import lines
 
 OVERRIDE = "override_generation_config"
@@ -36,7 +36,7 @@ IGNORED: dict[str, tuple[Any, ...]] = {  # not implemented; with the values that
     "force_words_ids": NONE, "constraints": NONE, "forced_bos_token_id": NONE, "forced_eos_token_id": NONE,
     "exponential_decay_length_penalty": NONE, "suppress_tokens": NONE, "begin_suppress_tokens": NONE,
     "forced_decoder_ids": NONE, "sequence_bias": NONE, "token_healing": (None, False), "guidance_scale": (None, 1),
-    "watermarking_config": NONE, "num_return_sequences": (None, 1),
+    "watermarking_config": NONE, "num_return_sequences": (None, 1), **NOT_OBEYED,
 }  # fmt: skip
 
 logger = logging.getLogger(__name__)

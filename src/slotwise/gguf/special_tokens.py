@@ -19,6 +19,7 @@ NAMED = {  # fields of a tokenizer_config.json, by their keys
     "tokenizer.ggml.bos_token_id": "bos_token", "tokenizer.ggml.eos_token_id": "eos_token",
     "tokenizer.ggml.unknown_token_id": "unk_token", "tokenizer.ggml.padding_token_id": "pad_token",
     "tokenizer.ggml.seperator_token_id": "sep_token", "tokenizer.ggml.mask_token_id": "mask_token",
+    "tokenizer.ggml.cls_token_id": "cls_token",
 }  # fmt: skip
 EOS = "tokenizer.ggml.eos_token_id"
 NORMAL, CONTROL = 1, 3  # types of tokens: an ordinary word, and a special one
@@ -47,6 +48,8 @@ _ROLES = (
         "<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>", "<|code_middle|>",
         "<|middle|>"), ends=False),
 )  # fmt: skip
+_MARKS = ("fim_pre", "fim_suf", "fim_mid")  # first keys of roles: what precedes the texts around a gap, and its own
+ROLE_KEYS = frozenset(f"tokenizer.ggml.{name}_token_id" for role in _ROLES for name in role.keys)
 _END_TEXTS = frozenset({
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
     "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
@@ -67,6 +70,7 @@ class SpecialTokens(NamedTuple):
     ends: list[int]  # ids of the tokens that end a text, the one named as such first
     controls: frozenset[int]  # ids of tokens that are special, whatever their types say
     words: frozenset[int]  # ids of ordinary tokens, whatever their types say
+    marks: tuple[int, ...]  # ids of the tokens before a prefix, a suffix and the gap to fill; () unless all are there
 
 
 def find_special_tokens(metadata: Metadata, tokens: Sequence[str]) -> SpecialTokens:
@@ -77,6 +81,7 @@ def find_special_tokens(metadata: Metadata, tokens: Sequence[str]) -> SpecialTok
     named = metadata.integer(EOS, len(tokens))
     ends, controls = dict.fromkeys([named] if named < len(tokens) else []), set()
     first = {text: number for number, text in reversed([*enumerate(tokens)])}
+    marks: list[int] = []
     for role in _ROLES:
         found = [metadata.integer(key) for name in reversed(role.keys)
                  if metadata.has(key := f"tokenizer.ggml.{name}_token_id")]
@@ -85,6 +90,8 @@ def find_special_tokens(metadata: Metadata, tokens: Sequence[str]) -> SpecialTok
             usable = [min(texts)]
             controls |= {*usable}
         ends |= dict.fromkeys(usable[:1] if role.ends else [])
+        marks += usable[:1] if role.keys[0] in _MARKS else []
+    marks = marks if len({*marks}) == len(_MARKS) else []
     by_text = [number for number, token in enumerate(tokens) if token in _END_TEXTS]
     ends |= dict.fromkeys(by_text)
     words: set[int] = set()
@@ -94,7 +101,7 @@ def find_special_tokens(metadata: Metadata, tokens: Sequence[str]) -> SpecialTok
             removed = {number for number in ends if tokens[number] == exception}
             ends = {number: None for number in ends if number not in removed}
             words |= removed if exception == "</s>" else set()
-    return SpecialTokens([*ends], frozenset(controls | {*by_text} - words), frozenset(words))
+    return SpecialTokens([*ends], frozenset(controls | {*marks, *by_text} - words), frozenset(words), tuple(marks))
 
 
 def named_tokens(metadata: Metadata, tokens: Sequence[str]) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from slotwise.files import has_part
 from slotwise.gguf.model import open_model
@@ -15,6 +16,12 @@ PREFIX = "general.sampling."
 SAMPLING = {  # keys of a GGUF file's metadata, by the fields that they stand for
     "temperature": f"{PREFIX}temp", "top_k": f"{PREFIX}top_k", "top_p": f"{PREFIX}top_p", "min_p": f"{PREFIX}min_p",
     "repetition_penalty": f"{PREFIX}penalty_repeat"}
+LAST_N = f"{PREFIX}penalty_last_n"
+NOT_OBEYED: dict[str, tuple[Any, ...]] = {  # with the values that change no answer
+    f"{PREFIX}xtc_probability": (None, 0), f"{PREFIX}mirostat": (None, 0), LAST_N: (None, -1),
+    f"{PREFIX}sequence": (None, "")}
+OF_OTHERS = tuple(f"{PREFIX}{name}" for name in (  # count only beside those
+    "xtc_threshold", "mirostat_tau", "mirostat_eta"))
 AUTO, NEUTRAL = "auto", "vllm"  # values of the setting that name no file
 
 
@@ -47,7 +54,10 @@ def read_generation(checkpoint: Path, named: Path | None = None) -> Fields:
     """
     if named is None and checkpoint.is_file():
         metadata = open_model(checkpoint).metadata
-        given = {name: metadata.scalar(key) for name, key in SAMPLING.items() if metadata.has(key)}
+        fields = SAMPLING | {key: key for key in NOT_OBEYED}
+        given = {name: metadata.scalar(key) for name, key in fields.items() if metadata.has(key)}
+        if given.get("repetition_penalty", 1) == 1:
+            given.pop(LAST_N, None)  # the tokens that are penalized
         return Fields(given, f"{checkpoint}: {PREFIX}*, as {FILE}")
     path = named or checkpoint / FILE
     return read_json(path) if named is not None or has_part(path) else Fields({}, str(path))

@@ -17,7 +17,17 @@ from typing import Any, NamedTuple
 
 from slotwise.gguf.metadata import Metadata
 from slotwise.gguf.model import open_model
-from slotwise.gguf.special_tokens import CONTROL, NORMAL, TOKEN_TYPES, TOKENS, find_special_tokens, named_tokens
+from slotwise.gguf.special_tokens import (
+    CONTROL,
+    NAMED,
+    NORMAL,
+    ROLE_KEYS,
+    TOKEN_TYPES,
+    TOKENS,
+    find_special_tokens,
+    named_tokens,
+)
+from slotwise.text.fill_in_the_middle import Marks
 from slotwise.text.gguf_splits import SPLITS, Splits
 
 MODEL, PRE = "tokenizer.ggml.model", "tokenizer.ggml.pre"
@@ -25,6 +35,17 @@ MERGES, SCORES = "tokenizer.ggml.merges", "tokenizer.ggml.scores"
 ADD_BOS, ADD_EOS, ADD_SPACE = (f"tokenizer.ggml.add_{name}" for name in ("bos_token", "eos_token", "space_prefix"))
 BOS, EOS = "tokenizer.ggml.bos_token_id", "tokenizer.ggml.eos_token_id"
 TEMPLATE = "tokenizer.chat_template"
+OBEYED = {MODEL, PRE, TOKENS, TOKEN_TYPES, MERGES, SCORES, ADD_BOS, ADD_EOS, ADD_SPACE, TEMPLATE, *NAMED, *ROLE_KEYS}
+ANY = (  # keys without effect here, whatever they say
+    "tokenizer.huggingface.json",  # the same tokenizer again
+    "tokenizer.ggml.token_type_count",  # of an embedding, whose tensor would be refused
+    "tokenizer.ggml.add_sep_token",  # between the two texts that a reranker compares
+    "tokenizer.chat_templates",  # names of those that follow
+)
+TEMPLATES = f"{TEMPLATE}."  # each is one to choose by its name
+OFF = tuple(f"tokenizer.ggml.{name}" for name in (  # keys that ask for nothing where they are false
+    "remove_extra_whitespaces", "normalizer.lowercase", "normalizer.strip_accents"))
+EMPTY = tuple(f"tokenizer.ggml.{name}" for name in ("precompiled_charsmap", "suppress_tokens"))  # the same of arrays
 UNKNOWN, USER_DEFINED, BYTE = 2, 4, 6  # types of tokens, beside `CONTROL`
 MAX_TOKEN = 1024  # characters
 MAX_DIVIDED = 1 << 28  # characters copied in dividing tokens into two: a second
@@ -36,6 +57,7 @@ class TokenizerParts(NamedTuple):
 
     tokenizer: str  # of tokenizer.json
     config: dict[str, Any]  # of tokenizer_config.json
+    marks: Marks | None  # of a gap to fill
 
 
 def read_tokenizer(path: Path) -> TokenizerParts:
@@ -49,9 +71,20 @@ def read_tokenizer(path: Path) -> TokenizerParts:
     kind = metadata.text(MODEL)
     if kind not in _KINDS:
         raise metadata.error(MODEL, f"{kind!r:.40} is not supported; these are: {', '.join(_KINDS)}")
-    named = named_tokens(metadata, tokens)
+    _check_unread(metadata)
+    named, marks = named_tokens(metadata, tokens), find_special_tokens(metadata, tokens).marks
     description = _KINDS[kind](metadata, tokens) | {"version": "1.0", "truncation": None, "padding": None}
-    return TokenizerParts(json.dumps(description), named)
+    return TokenizerParts(json.dumps(description), named, Marks(*(tokens[mark] for mark in marks)) if marks else None)
+
+
+def _check_unread(metadata: Metadata) -> None:
+    """Raises CheckpointError for a key that nothing here obeys, and that may change the tokens."""
+    for key in metadata.keys("tokenizer."):
+        if key in OBEYED or key in ANY or key.startswith(TEMPLATES):
+            continue
+        if (key in OFF and not metadata.flag(key)) or (key in EMPTY and not metadata.numbers(key)):
+            continue
+        raise metadata.error(key, "is set, which is not supported")
 
 
 def read_template(path: Path, name: str = "") -> str | None:

@@ -19,7 +19,7 @@ import tokenizers
 from slotwise.errors import CheckpointError, OneLineError
 from slotwise.files import has_part, read_part
 from slotwise.text.declared_tokens import DECODER, NAMED_TOKENS, DeclarationError, Declared, content_of, declared_tokens
-from slotwise.text.fill_in_the_middle import marks_of
+from slotwise.text.fill_in_the_middle import Marks, marks_of
 from slotwise.text.gguf_tokenizer import read_tokenizer
 from slotwise.text.linear_rules import has_regex, is_linear, num_rules
 from slotwise.text.token_bytes import token_bytes_of
@@ -118,6 +118,7 @@ class Tokenizer:
                 declared = declared_tokens(files.config, files.mapped, inner.get_added_tokens_decoder())
                 moved = _add(inner, declared)
                 tokenizer = cls(inner, special)
+                tokenizer.fill_marks = files.marks or tokenizer.fill_marks
                 tokenizer._check_samples()
                 tokenizer.slow_folder = None if is_linear(description) else Path(checkpoint).absolute()
                 tokenizer.digest = tokenizer._digest(text) if tokenizer.slow_folder is not None else ""
@@ -256,6 +257,7 @@ class _Files(NamedTuple):
     config: dict[str, Any]
     mapped_path: Path
     mapped: dict[str, Any]
+    marks: Marks | None = None  # that a file names
 
 
 def _files_of(checkpoint: Path) -> _Files:
@@ -265,7 +267,7 @@ def _files_of(checkpoint: Path) -> _Files:
             parts = read_tokenizer(checkpoint)
         except CheckpointError as error:
             raise TokenizerError(str(error)) from error
-        return _Files(checkpoint, lambda: parts.tokenizer, checkpoint, parts.config, checkpoint, {})
+        return _Files(checkpoint, lambda: parts.tokenizer, checkpoint, parts.config, checkpoint, {}, parts.marks)
     path = checkpoint / "tokenizer.json"
     if not path.is_file():
         raise TokenizerError(f"{path}: no such file (only tokenizers in this format can be read)")

@@ -20,13 +20,14 @@ from slotwise.model.fields import Fields
 from slotwise.model.gguf.architectures import ARCHITECTURES, WITH_EXPERTS, Architecture
 from slotwise.model.gguf.families import has_bias
 from slotwise.model.gguf.keys import ARCHITECTURE, Keys
-from slotwise.model.gguf.neutral import check_unread
+from slotwise.model.gguf.neutral import check_general, check_unread
 from slotwise.model.gguf.ropes import read_factors, read_rope
 from slotwise.model.layers.rope import DividedRope, NoRope
 from slotwise.model.quantization.gguf_blocks import BLOCK_TYPES
 from slotwise.model.quantization.scheme import Scheme
 
 MIN_EPS = 1e-12
+MIN_CONTEXT = 2  # tokens: a prompt's and an output's
 TABLE = "token_embd.weight"
 _DTYPES = {"F32": "float32", "F16": "float16"}  # of most weights; bfloat16 computes with all others
 
@@ -46,6 +47,7 @@ def read_gguf_config(path: Path) -> ModelConfig:
     if kinds := [kind for kind in _types(keys) if kind in BLOCK_TYPES]:
         config = replace(config, quantization=BlockQuantization(f"GGUF, {' and '.join(kinds)}"))
     check_unread(keys, config)
+    check_general(keys.metadata)
     divisors = read_factors(keys, "rope_freqs", config.head_dim // 2)
     if not divisors:
         return config
@@ -84,7 +86,7 @@ def _common(keys: Keys, architecture: Architecture) -> dict[str, object]:
         raise keys.error("attention.head_count", f"({heads}) must be a multiple of head_count_kv ({kv_heads})")
     if keys.integer("expert_count", default=0, minimum=0) and not architecture.has_experts:
         raise keys.error("expert_count", "is set: mixtures of experts are not supported in this architecture")
-    head_dim, context = _head_dim(keys, hidden, heads), keys.integer("context_length")
+    head_dim, context = _head_dim(keys, hidden, heads), keys.integer("context_length", minimum=MIN_CONTEXT)
     rotated = keys.integer("rope.dimension_count", default=head_dim)
     if rotated != head_dim and not architecture.rotates_parts:
         raise keys.error("rope.dimension_count", f"({rotated}) must be the size of a head ({head_dim})")

@@ -5,8 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from slotwise.gguf.metadata import Metadata
+from slotwise.gguf.model import TYPE
+from slotwise.gguf.reader import ALIGNMENT
 from slotwise.model.config import ModelConfig
-from slotwise.model.gguf.keys import Keys
+from slotwise.model.generation import NOT_OBEYED, OF_OTHERS, SAMPLING
+from slotwise.model.gguf.keys import ARCHITECTURE, Keys
 from slotwise.model.layers.rope import YarnRope
 
 ANY = (  # keys without effect here, whatever they say
@@ -16,6 +20,14 @@ ANY = (  # keys without effect here, whatever they say
 )  # fmt: skip
 OF_YARN = "rope.scaling.yarn_beta_"
 OF_EXPERTS = "expert_"
+GENERAL = "general."
+OBEYED = {ARCHITECTURE, TYPE, ALIGNMENT, *SAMPLING.values(), *NOT_OBEYED, *OF_OTHERS}
+DESCRIPTIVE = {GENERAL + name for name in (
+    "name", "author", "version", "organization", "finetune", "basename", "description", "quantized_by", "size_label",
+    "license", "url", "doi", "uuid", "repo_url", "tags", "languages", "datasets", "file_type")}
+DESCRIPTIONS = tuple(f"{GENERAL}{name}." for name in ("license", "source", "base_model", "dataset"))
+QUANTIZATION = f"{GENERAL}quantization_version"
+BLOCKS_VERSION = 2  # of the layouts in `quantization/gguf_blocks.py`
 CLOSE = 1e-6  # relative, of float32
 
 
@@ -31,6 +43,17 @@ def check_unread(keys: Keys, config: ModelConfig) -> None:
         if not all(_is_among(value, allowed) for value in values):
             shown = f"{values[0]!r:.40}" if len(values) == 1 else "set"
             raise keys.error(key, f"is {shown}, which is not supported in this architecture")
+
+
+def check_general(metadata: Metadata) -> None:
+    """Raises CheckpointError for a key beside the architecture's that is not known to change nothing."""
+    for key in metadata.keys(GENERAL):
+        if key in OBEYED or key in DESCRIPTIVE or key.startswith(DESCRIPTIONS):
+            continue
+        if key != QUANTIZATION:
+            raise metadata.error(key, "is set, and what it asks for is not known")
+        if (version := metadata.integer(key)) != BLOCKS_VERSION:
+            raise metadata.error(key, f"is {version}, and only blocks of version {BLOCKS_VERSION} are supported")
 
 
 def _neutral(config: ModelConfig) -> dict[str, tuple[object, ...]]:

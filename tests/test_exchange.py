@@ -26,13 +26,15 @@ from safetensors.torch import load_file, save_file
 
 from slotwise import LLM, SamplingParams
 from slotwise.compose.check import objection as of_model
+from slotwise.compose.choices import chosen, divided
 from slotwise.compose.engine import load as load_weights
 from slotwise.compose.exchange import objection
 from slotwise.compose.served_model import ModelOptions, ServedModel, read_model, read_other
 from slotwise.compose.service import chat_of
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.errors import OneLineError
-from slotwise.model.load import UnreadModel
+from slotwise.model.load import UnreadModel, describe, load_model
+from slotwise.runner import memory
 from slotwise.server.settings import ServerSettings
 from slotwise.transfer.settings import KVTransferConfig
 
@@ -311,6 +313,41 @@ def test_a_context_without_room_for_a_prompt_and_an_output_is_refused_before_wei
     llm = LLM(folder, dtype="float32", max_num_seqs=4, kv_cache_memory_bytes=20 << 20)
     (output,) = llm.generate({"prompt_token_ids": [40]}, params, use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 1
+
+
+@pytest.mark.parametrize("ranks", [{}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+def test_adapters_are_counted_before_weights_are_read(models: Models, ranks: dict[str, int]) -> None:
+    """As many as fit, of all ranks: as weights, and beside the cache."""
+    lora = {"enable_lora": True, "max_lora_rank": 16, "max_cpu_loras": 8}
+    config = EngineConfig.of(model=str(models.first), dtype="float32", kv_cache_memory=20 << 20, **lora, **ranks)
+    assert of_model(config, 0) == ""
+    told = of_model(replace(config, max_lora_rank=4096, max_cpu_loras=4096), 0)
+    assert "of them for adapters" in told and "lower max_cpu_loras or max_lora_rank" in told
+    _, kernels = chosen(config, lambda plain: plain)
+    described = describe(models.first, "float32", kernels)
+    plain, adapted = (UnreadModel(models.first, described, "float32", kernels, divided(config), adapters).sizes
+                      for adapters in (None, (8, 16)))
+    assert adapted.adapters is not None and adapted.adapters.bytes == adapted.weight_bytes - plain.weight_bytes > 0
+    if not ranks:
+        read = load_model(models.first, kernels=kernels, dtype="float32", adapters=(8, 16))
+        assert adapted.weight_bytes == read.weight_bytes
+
+
+@pytest.mark.parametrize(("free", "said"), [(200 << 20, "of them for adapters"), (330 << 20, "a cache of")])
+def test_an_engine_is_refused_where_it_fits_only_without_its_adapters(
+        models: Models, free: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take 288 MiB: the weights do not fit, or what is left is too little for the cache."""
+    monkeypatch.setattr(memory, "available_bytes", lambda: free)
+    monkeypatch.setattr(memory, "loadable_bytes", lambda: free)
+    config = EngineConfig.of(model=str(models.first), dtype="float32", kv_cache_memory=60 << 20)
+    assert of_model(config, 0) == ""
+    assert said in of_model(replace(config, enable_lora=True, max_lora_rank=256, max_cpu_loras=64), 0)
+
+
+def test_an_adapter_of_a_model_that_takes_none_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
+    folder = checkpoints.make("qwen3_5", tmp_path / "recurrent")
+    told = of_model(EngineConfig.of(model=str(folder), dtype="float32", enable_lora=True), 0)
+    assert "enable_lora: adapters are not supported with a recurrent state" in told
 
 
 @pytest.mark.parametrize(("settings", "said"), [

@@ -182,6 +182,15 @@ def test_a_model_without_a_head_makes_vectors_and_no_text(headless, prompts, exa
         llm.generate([prompts[0]], SamplingParams(max_tokens=1), use_tqdm=False)
 
 
+@pytest.mark.parametrize("ranks", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+def test_a_model_without_a_head_is_divided_among_ranks(ranks, headless, prompts, exact):
+    llm = LLM(str(headless), dtype="float32", max_model_len=128, **ranks)
+    for output, prompt in zip(llm.embed(prompts, use_tqdm=False), prompts, strict=True):
+        torch.testing.assert_close(torch.tensor(output.outputs.embedding), exact(prompt, "last"), atol=2e-5, rtol=1e-4)
+    with pytest.raises(ValueError, match=r"no head; use LLM\.embed"):
+        llm.generate([prompts[0]], SamplingParams(max_tokens=1), use_tqdm=False)
+
+
 def test_a_file_that_lacks_its_head_by_mistake_is_refused(folder, tmp_path):
     broken = Path(shutil.copytree(folder, tmp_path / "broken"))
     checkpoints.edit_config(broken, tie_word_embeddings=False)

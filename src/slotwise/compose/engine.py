@@ -271,8 +271,16 @@ def _found(
     check_model(config, folder, described, kernels)
     if draft_model is not None:
         draft_model.check(folder, described, kernels)
-    return _CheckedModel(folder, described, UnreadModel(folder, described, config.dtype, kernels, group),
+    return _CheckedModel(folder, described, _unread(config, folder, described, kernels, group),
                   None if draft_model is None else draft_model.unread(described, kernels))
+
+
+def _unread(
+    config: EngineConfig, folder: Path, described: ModelConfig, kernels: Kernels, group: Group,
+) -> UnreadModel:
+    """Raises CheckpointError: the files are invalid."""
+    adapters = (config.max_cpu_loras, config.max_lora_rank) if config.enable_lora else None
+    return UnreadModel(folder, described, config.dtype, kernels, group, adapters)
 
 
 def load(
@@ -307,17 +315,16 @@ def load(
         check_sizes(config, found.sizes)
         ranks = other_ranks(config, kernels, described, on_lost)
     elif kernels.device.type == "cuda":  # on a CPU, rank 0 has checked the weights of all
-        check_weights(unread.sizes.weight_bytes, kernels.device)
+        check_weights([unread.sizes], kernels.device)
     if ranks is not None:
-        unread = UnreadModel(folder, described, config.dtype, kernels, ranks.group)
+        unread = _unread(config, folder, described, kernels, ranks.group)
     packing = 1 if workers.are_waiting() else torch.get_num_threads()  # all other threads compile
     warming = Warming(kernels, described.dtype)  # loading kernels holds the GIL, packing weights does not
     vocabulary = Vocabulary(folder, described) if joining is None else None
     read = partial(progress, "weights")
-    adapters = (config.max_cpu_loras, config.max_lora_rank) if config.enable_lora else None
     with _threads(packing):
         with packed_weights(config, kernels, folder):
-            decoder = unread.read(config.max_model_len, read, adapters)
+            decoder = unread.read(config.max_model_len, read)
         draft = None if found.draft is None else found.draft.read(config.max_model_len, read)
     return Loaded(config.model, device, decoder, warming, checkpoint=checkpoint, identity=identity,
                   vocabulary=vocabulary, draft=draft, ranks=ranks)

@@ -63,7 +63,7 @@ def check_sizes(config: EngineConfig, models: Sequence[DecoderSizes], freed: int
         ConfigError: the settings contradict each other or the model.
         MemoryError: the weights or the settings need more memory than there is.
     """
-    decoder, weights = models[0], _weights(models)
+    decoder, weights, adapters = models[0], _weights(models), _adapters(models[0])
     device = decoder.kernels.device
     config = config.sized(step_tokens(decoder, stalls_are_bounded=config.bounds_stalls))
 
@@ -72,21 +72,22 @@ def check_sizes(config: EngineConfig, models: Sequence[DecoderSizes], freed: int
 
     def on_host(longest: int, staging: int) -> _Room:
         swapped = max(0, memory.loadable_bytes() - memory.available_bytes())  # idle programs, while weights are read
-        read = 0 if config.packed_weights_cache else weights  # else mapped, which takes no memory
+        read = 0 if config.packed_weights_cache else weights - adapters  # else mapped, which takes no memory
         return _on_host(config, models, longest, staging, freed + swapped - read)
 
     if device.type == "cuda":
-        check_weights(weights, device)
+        check_weights(models, device)
     else:
-        memory.check_weights(weights, memory.loadable_bytes() + freed, "memory")
+        memory.check_weights(weights, memory.loadable_bytes() + freed, "memory", adapters)
     limits, _ = _sized(config, models, on_gpu if device.type == "cuda" else on_host, freed)
     check_transfers(config, limits, decoder.kernels)
 
 
-def check_weights(weights: int, device: torch.device) -> None:
-    """Raises MemoryError if weights of so many bytes do not fit the free memory of a GPU."""
+def check_weights(models: Sequence[DecoderSizes], device: torch.device) -> None:
+    """Raises MemoryError if the weights do not fit the free memory of a GPU."""
     free, _ = torch.cuda.mem_get_info(device)
-    memory.check_weights(weights, free + torch.cuda.memory_reserved(device), "the GPU's memory")
+    memory.check_weights(_weights(models), free + torch.cuda.memory_reserved(device), "the GPU's memory",
+                         _adapters(models[0]))
 
 
 def sized(
@@ -177,7 +178,8 @@ def _on_host(
           for draft in drafts), 0)
     others = workspace + decoder.kernels.library_bytes(decoder.config.dtype)
     asked, share = config.kv_cache_memory, config.gpu_memory_utilization
-    return _Room(workspace, 0, memory.cache_budget(_weights(models), others, asked, share, freed))
+    unread = _adapters(decoder)  # requests load them later
+    return _Room(workspace, 0, memory.cache_budget(_weights(models), others, asked, share, freed - unread))
 
 
 def _ranks(decoder: DecoderSizes) -> int:
@@ -191,11 +193,19 @@ def _weights(models: Sequence[DecoderSizes]) -> int:
     width, count = decoder.group.size, decoder.group.pipe.stage.total
     if decoder.kernels.device.type == "cuda" or count == 1:
         return _ranks(decoder) * held
-    adapters = 0 if decoder.adapters is None else decoder.adapters.bytes_of_stages
     stages = [Divided(width, Stage(number, count), splits_experts=decoder.group.splits_experts)
               for number in range(count)]
-    return width * (adapters + sum(
-        weight_bytes(decoder.config, decoder.kernels, decoder.formats, stage) for stage in stages))
+    return _adapters(decoder) + width * sum(
+        weight_bytes(decoder.config, decoder.kernels, decoder.formats, stage) for stage in stages)
+
+
+def _adapters(decoder: DecoderSizes) -> int:
+    """Returns the bytes of as many adapters as fit, of all ranks in the memory of one device."""
+    if decoder.adapters is None:
+        return 0
+    if decoder.kernels.device.type == "cuda":
+        return decoder.adapters.bytes
+    return decoder.group.size * decoder.adapters.bytes_of_stages
 
 
 def _block_bytes(decoder: DecoderSizes, groups: LayerGroups, block_size: int) -> int:

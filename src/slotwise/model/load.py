@@ -13,6 +13,7 @@ from slotwise.kernels.group import ALONE, Divided, Group
 from slotwise.kernels.interface import AttentionShape, Kernels
 from slotwise.kernels.matrix import Format, Weight
 from slotwise.kernels.pipe import Stage
+from slotwise.kernels.reference import ReferenceKernels
 from slotwise.model.adapters import Adaptable, Adapters
 from slotwise.model.checkpoint import read_config
 from slotwise.model.config import ModelConfig
@@ -43,8 +44,8 @@ def load_model(
     Raises CheckpointError, with one line that says what to do, for any fault of the checkpoint.
     """
     folder = locate(model)
-    unread = UnreadModel(folder, describe(folder, dtype, kernels), dtype, kernels, group)
-    return unread.read(max_positions, progress, adapters)
+    unread = UnreadModel(folder, describe(folder, dtype, kernels), dtype, kernels, group, adapters)
+    return unread.read(max_positions, progress)
 
 
 class UnreadModel:
@@ -53,6 +54,7 @@ class UnreadModel:
     Args:
         described: its config, as `describe` has it for these kernels and this `dtype`.
         group: of the rank that holds the model, or a part of it.
+        adapters: how many may be loaded, and their largest rank.
 
     Raises:
         CheckpointError: a file is missing or damaged, or a tensor is missing or not as the config says.
@@ -60,8 +62,9 @@ class UnreadModel:
 
     def __init__(
         self, folder: Path, described: ModelConfig, dtype: str, kernels: Kernels, group: Group = ALONE,
+        adapters: tuple[int, int] | None = None,
     ) -> None:
-        self._kernels, self._group = kernels, group
+        self._kernels, self._group, self._adapters = kernels, group, adapters
         self._weights = weights = Weights(folder)
         config = _with_stored_head(described, weights, folder)
         self.config = config = replace(config, has_head=config.tie_word_embeddings or not weights.lack_head)
@@ -75,19 +78,16 @@ class UnreadModel:
 
     @property
     def sizes(self) -> DecoderSizes:
-        """What the decoder will take, without adapters."""
+        """What the decoder will take.  Raises CheckpointError for a model whose products adapters cannot change."""
         config, group = self.config, self._group
-        network = compose(config, Listing(config.dtype, self._kernels, self._formats, group))
-        return DecoderSizes(config, self._kernels, network, group=group, formats=self._formats)
+        adapters = self._loadable(ReferenceKernels())
+        network = compose(config, Listing(config.dtype, self._kernels, self._formats, group, adapters))
+        return DecoderSizes(config, self._kernels, network, adapters, group, self._formats)
 
-    def read(
-        self, max_positions: int | None = None, progress: Progress | None = None,
-        adapters: tuple[int, int] | None = None,
-    ) -> Decoder:
+    def read(self, max_positions: int | None = None, progress: Progress | None = None) -> Decoder:
         """Reads and packs the weights.
 
-        `max_positions` (tokens) bounds the rotary table.  `adapters` are how many may be loaded, and their largest
-        rank.
+        `max_positions` (tokens) bounds the rotary table.
 
         Raises CheckpointError for weights that are not numbers.
         """
@@ -100,9 +100,13 @@ class UnreadModel:
             weight = read(*names, cuts=cuts)
             return weight.to(device) if isinstance(weight, torch.Tensor) else weight  # kernels unpack to their device
 
-        loaded = None if adapters is None else Adapters(kernels, *adapters, config.dtype, _elsewhere(config, group))
-        return Decoder(config, read_to_device, kernels, min(max_positions or longest, longest), loaded, group,
-                       self._formats)
+        return Decoder(config, read_to_device, kernels, min(max_positions or longest, longest), self._loadable(kernels),
+                       group, self._formats)
+
+    def _loadable(self, kernels: Kernels) -> Adapters | None:
+        """Places for adapters; None: there are none."""
+        config, asked = self.config, self._adapters
+        return asked and Adapters(kernels, *asked, config.dtype, _elsewhere(config, self._group))
 
 
 def _elsewhere(config: ModelConfig, group: Group) -> list[Adaptable]:

@@ -42,22 +42,25 @@ def loadable_bytes() -> int:
     return min(available + swap, *[_free_of(group) + min(swap, _swap_of(group)) for group in _groups()])
 
 
-def check_weights(weights: int, free: int, where: str) -> None:
+def check_weights(weights: int, free: int, where: str, adapters: int = 0) -> None:
     """Checks that the weights fit, before they are read: what does not would end this process without a word.
 
     Args:
         weights: bytes of the weights, as packed.
         free: bytes that are free for them.
         where: the memory, for the message.
+        adapters: bytes among them of as many adapters as fit.
 
     Raises:
         MemoryError: they do not fit.
     """
     if weights > free:
+        of_adapters = f", {gib(adapters)} of them for adapters" if adapters else ""
+        fewer = "lower max_cpu_loras or max_lora_rank, " if adapters else ""
         raise MemoryError(
-            f"the weights take {gib(weights)}, and {gib(free)} of {where} are free for them: serve a smaller model, "
-            "store weights in fewer bits (on a CPU quantization int8 or int4; dtype bfloat16 instead of float32), or "
-            "end what else uses the memory")
+            f"the weights take {gib(weights)}{of_adapters}, and {gib(free)} of {where} are free for them: {fewer}serve "
+            "a smaller model, store weights in fewer bits (on a CPU quantization int8 or int4; dtype bfloat16 instead "
+            "of float32), or end what else uses the memory")
 
 
 def give_back() -> None:

@@ -119,10 +119,9 @@ def tensor_shapes(config: ModelConfig, group: Group = ALONE) -> dict[str, tuple[
 def adaptable(config: ModelConfig, group: Group) -> list[Adaptable]:
     """The products that adapters may change, of the part of a model that the rank of `group` holds."""
     kernels = ReferenceKernels()
-    listing = Listing(config.dtype, group=group)
-    listing.adapters = Adapters(kernels, 0, 1, config.dtype)
-    compose(config, listing)
-    return listing.adapters.products
+    adapters = Adapters(kernels, 0, 1, config.dtype)
+    compose(config, Listing(config.dtype, group=group, adapters=adapters))
+    return adapters.products
 
 
 def weight_bytes(config: ModelConfig, kernels: Kernels, formats: Mapping[str, Format], group: Group = ALONE) -> int:

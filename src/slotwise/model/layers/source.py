@@ -74,11 +74,11 @@ class Listing(Source):
 
     def __init__(
         self, dtype: torch.dtype, kernels: Kernels | None = None, formats: Mapping[str, Format] | None = None,
-        group: Group = ALONE,
+        group: Group = ALONE, adapters: Adapters | None = None,
     ) -> None:
         self._formats = formats or {}
-        super().__init__(self._record, _Sizes(kernels) if kernels else ReferenceKernels(), dtype, group=group,
-                         formats=self._formats)
+        super().__init__(self._record, _Sizes(kernels) if kernels else ReferenceKernels(), dtype, adapters, group,
+                         self._formats)
         self.shapes: dict[str, tuple[int, ...]] = {}
 
     def weight(self, shapes: Shapes, cuts: Cuts = NO_CUTS) -> Weight:

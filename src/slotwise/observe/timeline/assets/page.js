@@ -22,6 +22,7 @@ export class Page {
     this.pointed = NOWHERE;
     this.pinned = null;
     this.dirty = false;
+    this.textDue = 0;  // the timer of a text that waits
     this.saved = false;
     this.unfolded = false; // whether slots that never had a request have lanes
     this.textUpdatedAt = 0; // time of the last update of the text
@@ -119,10 +120,12 @@ export class Page {
     $("empty").hidden = this.history.steps.length > 0 || this.history.run === null;
     const words = this.view.following ? "❚❚ pause" : "▶ follow";
     if ($("pause").textContent !== words) $("pause").textContent = words;
-    const now = performance.now();
-    if (now - this.textUpdatedAt > BESIDE) {
+    const now = performance.now(), left = this.textUpdatedAt + BESIDE - now;
+    if (left < 0) {
       this.textUpdatedAt = now;
       this.tell();
+    } else if (!this.textDue) {  // what was drawn last would else never be in the text
+      this.textDue = setTimeout(() => { this.textDue = 0; this.changed(); }, left + 1);
     }
   }
 

@@ -21,7 +21,7 @@ def add_transfer_option(command: argparse.ArgumentParser) -> None:
 
 
 def transfer_secret_of(asked: argparse.Namespace) -> str:
-    """The transfer secret, "" where there is none.  Raises ValueError, OSError: one line that says what is wrong."""
+    """The transfer secret, "" if not configured.  Raises ValueError, OSError: one line that says what is wrong."""
     return secret_of(asked.kv_transfer_secret_file or "", os.environ)
 
 

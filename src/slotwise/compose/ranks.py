@@ -61,7 +61,7 @@ class _Rank:
 
     Args:
         gpu: the only one that it sees; "" on a CPU.
-        store: descriptor of torch.distributed's store; -1: there is none.
+        store: descriptor of torch.distributed's store; -1: not needed.
     """
 
     def __init__(self, rank: Rank, threads: int, files: RankFiles, gpu: str, store: int) -> None:

@@ -52,7 +52,7 @@ def transfer_of(
 
 
 def has_secret(headers: Iterable[tuple[bytes, bytes]], secret: str) -> bool:
-    """Whether a request's headers carry the transfer secret; "": there is none."""
+    """Whether a request's headers carry the transfer secret; "": the server has none."""
     given = dict(headers)
     key = given.get(HEADER.lower().encode()) or given.get(b"x-api-key") or (
         given.get(b"authorization", b"").partition(b" ")[2].strip())

@@ -105,7 +105,7 @@ class KVTransferConfig:
 
 
 def secret_of(file: str, environment: Mapping[str, str]) -> str:
-    """Returns the transfer secret in `file`, or without one that of the environment; "": there is none.
+    """Returns the transfer secret in `file`, or without one that of the environment; "": not configured.
 
     Raises:
         ValueError: it is not a secret that a header can carry.

@@ -14,7 +14,7 @@ from docs.generate.markdown import code, first_sentence, listed, number, sentenc
 from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
-from slotwise.core.ranges import INT64
+from slotwise.core.settings import INT64
 from slotwise.engine.scheduling import Scheduling, changes_schema
 from slotwise.policies.settings import Ordering
 from slotwise.server.app import ROUTES

@@ -17,7 +17,7 @@ from docs.generate.markdown import code, sentence, table
 
 from slotwise.cli.options import ENGINE_OPTIONS
 from slotwise.core.params import RANGES
-from slotwise.core.ranges import Range
+from slotwise.core.settings import Range
 from slotwise.engine.config import ENGINE
 from slotwise.neutral import ANY
 from slotwise.offline.arguments import OWN, SETTINGS

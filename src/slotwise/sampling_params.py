@@ -11,7 +11,7 @@ from typing import Any
 from slotwise.core.grammar import Grammar
 from slotwise.core.params import MAX_BIAS, MAX_STOP_LENGTH, InvalidParams
 from slotwise.core.params import SamplingParams as EngineParams
-from slotwise.core.ranges import Range, whole
+from slotwise.core.settings import Range, whole
 from slotwise.neutral import ANY, SAMPLING, is_neutral, nearest
 from slotwise.text.structured_output import StructuredOutputError, of_structured_outputs
 

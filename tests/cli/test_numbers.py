@@ -13,7 +13,7 @@ from live import cli
 
 from slotwise.cli import MODULES, build_parser
 from slotwise.cli.numbers import Bytes, Gibibytes, Number, Size
-from slotwise.core.ranges import Range
+from slotwise.core.settings import Range
 from slotwise.engine.config import ENGINE, RETIRED, ConfigError, EngineConfig
 
 TEXTS = ["", "x", " 1", "1 ", "1_0", "٣", "0x10", "1.5", "1e3", "0", "-0", "1", "-1", "2", "5e-324", "1e-12", "1e308",

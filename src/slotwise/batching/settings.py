@@ -8,7 +8,7 @@ from slotwise.batching.continuous import Alone, Chunked, Inline
 from slotwise.batching.groups import Dynamic, OneAtATime, Static
 from slotwise.batching.orca import Orca
 from slotwise.core.interfaces import Discipline
-from slotwise.core.ranges import real, whole
+from slotwise.core.settings import real, whole
 
 KINDS = ("continuous", "orca", "dynamic", "static", "one_at_a_time")
 PREFILLS = ("chunked", "inline", "alone")

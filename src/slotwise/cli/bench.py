@@ -22,7 +22,7 @@ from slotwise.cli.options import (
     engine_settings,
 )
 from slotwise.cli.workload_options import Defaults, add_seed_option, add_workload_options, workload_of
-from slotwise.core.ranges import Range, real, whole
+from slotwise.core.settings import Range, real, whole
 from slotwise.engine.config import QUANTIZATIONS, SLOTS, TOKENS
 from slotwise.workload.arrivals import MAX_USERS
 from slotwise.workload.lengths import MAX_LENGTH

@@ -13,7 +13,7 @@ from slotwise.cli.machine_options import add_machine_options, setup_of_machine
 from slotwise.cli.numbers import Number
 from slotwise.cli.options import Commands, add_command
 from slotwise.cli.workload_options import Defaults, add_seed_option, add_workload_options, workload_of
-from slotwise.core.ranges import whole
+from slotwise.core.settings import whole
 from slotwise.files import write_output
 from slotwise.policies.settings import POLICIES
 from slotwise.simulate.capacity import LOADS, Load, Target, at_load, fewest, interval

@@ -16,7 +16,7 @@ from slotwise.cli.interrupts import INTERRUPTED
 from slotwise.cli.numbers import Bytes, Number
 from slotwise.cli.options import BUILTIN_NAME, Commands, add_command, add_engine_options, speculation
 from slotwise.cli.workload_options import Defaults, add_seed_option, add_workload_options, workload_of
-from slotwise.core.ranges import real, whole
+from slotwise.core.settings import real, whole
 from slotwise.engine.config import BYTES, EngineConfig
 from slotwise.engine.config import ENGINE as ENGINE_NUMBERS
 from slotwise.workload.requests import Workload

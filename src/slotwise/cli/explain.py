@@ -13,7 +13,7 @@ from slotwise.cli.numbers import Number
 from slotwise.cli.options import Commands, add_command
 from slotwise.cli.simulate import add_changes_option, counterfactual
 from slotwise.core.drafting import DRAFT_LIMITS
-from slotwise.core.ranges import whole
+from slotwise.core.settings import whole
 from slotwise.observe.event_log import Entry, read_file
 from slotwise.observe.explain import MS, PARTS, Explanation, explain
 from slotwise.observe.fold import gather

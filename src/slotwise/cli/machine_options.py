@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from slotwise.cli.numbers import Number
 from slotwise.cli.options import add_engine_options
-from slotwise.core.ranges import real, whole
+from slotwise.core.settings import real, whole
 from slotwise.observe.event_log import read_file
 from slotwise.simulate.drafts import DraftModel
 from slotwise.simulate.machines import LINK, ModelShape, described, names, setup_of

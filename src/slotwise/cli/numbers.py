@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 
-from slotwise.core.ranges import BYTE_UNITS, MOST_DIGITS, UNITS, Range, with_unit
+from slotwise.core.settings import BYTE_UNITS, MOST_DIGITS, UNITS, Range, with_unit
 
 GIB = 2**30  # bytes
 

@@ -17,7 +17,7 @@ from slotwise.cli.options import (
     add_generation_options,
     engine_settings,
 )
-from slotwise.core.ranges import real, whole
+from slotwise.core.settings import real, whole
 from slotwise.engine.config import TOKENS, ConfigError, EngineConfig
 from slotwise.errors import printable
 from slotwise.model.locate import locate

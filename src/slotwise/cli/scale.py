@@ -14,7 +14,7 @@ from slotwise.cli.options import BUILTIN_NAME, Commands, add_command
 from slotwise.cli.parser import Parser
 from slotwise.cli.transfer_option import transfer_secret_of
 from slotwise.compose.placement import AUTO, read_processors
-from slotwise.core.ranges import real, whole
+from slotwise.core.settings import real, whole
 from slotwise.engine.config import DAY
 from slotwise.host import processors
 from slotwise.routing.fleet import MAX_WAIT

@@ -29,7 +29,7 @@ from slotwise.cli.parser import Parser
 from slotwise.cli.transfer_option import add_transfer_option, transfer_secret_of
 from slotwise.cli.vllm_flags import add_vllm_flags, notices
 from slotwise.compose.placement import AUTO, CORES, MOST_PROCESSORS, NONE, environment, numbers, read_processors
-from slotwise.core.ranges import real, whole
+from slotwise.core.settings import real, whole
 from slotwise.engine.admission_control import PATIENCE
 from slotwise.engine.config import DAY, EngineConfig
 from slotwise.engine.heartbeat import ENGINE_TIMEOUT, SHORTEST_TIMEOUT

@@ -25,7 +25,7 @@ from slotwise.cli.options import (
     input_file,
 )
 from slotwise.cli.workload_options import Defaults, add_seed_option, add_workload_options, workload_of
-from slotwise.core.ranges import real, whole
+from slotwise.core.settings import real, whole
 from slotwise.errors import printable
 from slotwise.observe.event_log import read_file
 from slotwise.routing.routers import ROUTERS

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from slotwise.cli.numbers import Number
 from slotwise.cli.options import Commands, add_command
-from slotwise.core.ranges import real
+from slotwise.core.settings import real
 
 if TYPE_CHECKING:
     import aiohttp

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from slotwise.cli.numbers import Number, Size
 from slotwise.cli.options import input_file
-from slotwise.core.ranges import Range, real, whole
+from slotwise.core.settings import Range, real, whole
 from slotwise.engine.config import ENGINE
 from slotwise.workload import arrivals, files, lengths, prefixes
 from slotwise.workload.arrivals import MAX_RATE, Arrivals

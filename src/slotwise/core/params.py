@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from slotwise.core.grammar import Grammar
-from slotwise.core.ranges import INT64, Range
+from slotwise.core.settings import INT64, Range
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024

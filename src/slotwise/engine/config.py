@@ -13,7 +13,7 @@ from slotwise.batching import settings as batching_settings
 from slotwise.batching.settings import Batching
 from slotwise.core.cache_groups import CacheGroups
 from slotwise.core.limits import PRESSURES, RECOMPUTE, SchedulerLimits
-from slotwise.core.ranges import Range, real, whole
+from slotwise.core.settings import Range, real, whole
 from slotwise.core.slo import Tier
 from slotwise.engine.scheduling import Scheduling
 from slotwise.errors import OneLineError

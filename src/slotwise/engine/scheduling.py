@@ -14,7 +14,7 @@ from slotwise.batching import settings as batching_settings
 from slotwise.batching.settings import KINDS, PREFILLS, Batching
 from slotwise.core.interfaces import Discipline, Policy
 from slotwise.core.limits import LEAST_MS, MOST_MS, SchedulerLimits
-from slotwise.core.ranges import Range, whole
+from slotwise.core.settings import Range, whole
 from slotwise.core.slo import Tier
 from slotwise.core.step_time import StepTimeModel
 from slotwise.policies import settings as policy_settings

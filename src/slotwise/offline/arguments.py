@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from slotwise import builtin
-from slotwise.core.ranges import BYTE_UNITS, UNITS, whole, with_unit
+from slotwise.core.settings import BYTE_UNITS, UNITS, whole, with_unit
 from slotwise.engine.config import RETIRED, ConfigError, EngineConfig
 from slotwise.model.locate import locate
 from slotwise.neutral import is_neutral, nearest

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from slotwise.core.interfaces import Policy
 from slotwise.core.limits import LEAST_MS
-from slotwise.core.ranges import real, whole
+from slotwise.core.settings import real, whole
 from slotwise.core.slo import Tier
 from slotwise.core.step_time import StepTimeModel
 from slotwise.policies.deadline import Deadline

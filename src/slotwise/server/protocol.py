@@ -24,7 +24,7 @@ from slotwise.core.params import (
     InvalidParams,
     SamplingParams,
 )
-from slotwise.core.ranges import INT64, Range, whole
+from slotwise.core.settings import INT64, Range, whole
 from slotwise.core.slo import PRIORITIES
 from slotwise.server import body_precheck
 from slotwise.server.errors import bad_request, from_decoding, from_params

@@ -20,7 +20,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from slotwise.core.ranges import LARGEST
+from slotwise.core.settings import LARGEST
 from slotwise.core.slo import LEAST_WEIGHT, MOST_WEIGHT, Tier
 from slotwise.engine.scheduling import MAX_TIERS
 from slotwise.errors import printable

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from slotwise.core.ranges import whole
+from slotwise.core.settings import whole
 
 AUTO, NGRAM, SUFFIX, PREDICTION, NONE = "auto", "ngram", "suffix", "prediction", "none"
 DRAFT_MODEL = "draft_model"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from slotwise.core.ranges import real, whole
+from slotwise.core.settings import real, whole
 
 SHARED_MEMORY, TCP = "SharedMemoryConnector", "TCPConnector"
 CONNECTORS = {SHARED_MEMORY: "memory that two processes of one host share", TCP: "a connection between hosts"}

@@ -1,0 +1,204 @@
+"""Settings and parameters declared once, as dataclass fields with metadata, and the ranges of their numbers.
+
+    max_num_seqs: int = setting(64, "slots of the batch", range=whole(1, SLOTS), phase=LIVE)
+
+The field says all there is to say: the command line, the config file, the offline arguments, the body of
+`PUT /admin/scheduling`, the tables of the docs and the error for a wrong value are derived from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass
+from fractions import Fraction
+from functools import cache
+from numbers import Integral, Real
+from typing import Any, cast
+
+START, LIVE = "start", "live"  # a setting is fixed when the engine starts, or may change while it runs
+METADATA = "setting"  # the key under which a field's metadata has its `Setting`
+
+SMALLEST = 1e-9  # of a real setting that is not 0: smaller ones are mistakes, and overflow where they divide
+LARGEST = 1 << 31
+INT64 = 2**63 - 1
+MOST_DIGITS = 64
+UNITS = {  # vLLM's
+    "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+BYTE_UNITS = UNITS | {
+    "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+_WITH_UNIT = re.compile(r"(\d+(?:\.\d+)?)([A-Za-z]+)", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Numbers from `least` to `most`, both included."""
+
+    least: float
+    most: float
+    is_whole: bool = True
+    may_be_infinite: bool = False
+    may_be_none: bool = False
+    smallest: float = 0.0  # magnitude of a number that is not 0
+
+    @property
+    def kind(self) -> type[int] | type[float]:
+        return int if self.is_whole else float
+
+    def objection(self, value: Any) -> str:
+        """What is wrong with `value`; "" if nothing is."""
+        if value is None and self.may_be_none:
+            return ""
+        kind: type[Any] = Integral if self.is_whole else Real
+        if not isinstance(value, bool) and isinstance(value, kind) and self._holds(value):
+            return ""
+        return f"must be {self}, not {value!r:.40}"
+
+    def checked(self, value: Any) -> int | float | None:
+        """Returns `value` as an `int`, a `float` or None.  Raises ValueError, with the objection."""
+        if wrong := self.objection(value):
+            raise ValueError(wrong)
+        return None if value is None else self.kind(value)
+
+    def _holds(self, value: Any) -> bool:
+        if self.may_be_infinite and value == math.inf:
+            return True
+        within = self.least <= value <= self.most  # false for NaN
+        return bool(within and (value == 0 or abs(value) >= self.smallest))
+
+    def __str__(self) -> str:
+        kind = "a whole number" if self.is_whole else "a number"
+        return f"{kind} from {_written(self.least)} to {_written(self.most)}" + (" or inf" * self.may_be_infinite)
+
+
+def _written(number: float) -> str:
+    if isinstance(number, int):
+        return "2^63 - 1" if number == INT64 else str(number)
+    return f"{number:.15g}"
+
+
+def whole(least: int, most: int = LARGEST) -> Range:
+    return Range(least, most)
+
+
+def real(least: float, most: float) -> Range:
+    return Range(least, most, is_whole=False, smallest=SMALLEST)
+
+
+def with_unit(text: str, units: Mapping[str, int]) -> Fraction | None:
+    """Returns the number that a text such as 4k says; None for one without a unit of `units`."""
+    found = _WITH_UNIT.fullmatch(text) if len(text) <= MOST_DIGITS else None
+    return Fraction(found[1]) * units[found[2]] if found is not None and found[2] in units else None
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The declaration of one field.
+
+    `help` is a phrase that reads well in a list of options: no capital at its start, no period at its end, and not the
+    default, which is added to it.
+    """
+
+    help: str
+    unit: str = ""  # what a number counts, or a value stands for, as in `--max-model-len TOKENS`
+    range: Range | None = None
+    choices: tuple[str, ...] = ()
+    otherwise: str = ""  # what holds without a value, where the default alone does not say it
+    phase: str = START
+    option: str | None = None  # its option's name; None: that of the field; "": the command line has none
+    aliases: tuple[str, ...] = ()  # further names that callers may use: vLLM's, and short options
+    name: str = ""  # of the field; filled in, like the next two, by `settings_of`
+    type: str = ""  # of the field, as it is written
+    default: Any = MISSING
+
+    def objection(self, value: Any) -> str:
+        """Returns what is wrong with `value`, to be read behind the setting's name; "" if nothing is."""
+        kinds = self.type.split(" | ")
+        if value is None and "None" in kinds:
+            return ""
+        if self.choices:
+            listed = isinstance(value, str) and value in self.choices
+            return "" if listed else f"must be one of {', '.join(self.choices)}, not {value!r:.40}"
+        if self.range is not None:
+            return self.range.objection(value)
+        if "bool" in kinds:
+            return "" if isinstance(value, bool) else f"must be true or false, not {value!r:.40}"
+        if "str" in kinds:
+            return "" if isinstance(value, str) else f"must be a text, not {value!r:.40}"
+        return ""
+
+    @property
+    def may_be_none(self) -> bool:
+        return "None" in self.type.split(" | ")
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The JSON schema of its values."""
+        found: dict[str, Any] = {}
+        if self.choices:
+            found = {"type": "string", "enum": list(self.choices)}
+        elif self.range is not None:
+            found = {"type": "integer" if self.range.is_whole else "number", "minimum": self.range.least,
+                     "maximum": self.range.most}
+        elif "bool" in self.type:
+            found = {"type": "boolean"}
+        elif "str" in self.type:
+            found = {"type": "string"}
+        if self.default is not MISSING and self.default is not None:
+            found["default"] = self.default
+        return {"anyOf": [found, {"type": "null"}]} if self.may_be_none else found
+
+
+def setting(
+    default: Any = MISSING, help: str = "", *, unit: str = "", range: Range | None = None,
+    choices: tuple[str, ...] = (), otherwise: str = "", phase: str = START, option: str | None = None,
+    aliases: tuple[str, ...] = (), factory: Callable[[], Any] | None = None, repr: bool = True,
+) -> Any:
+    """Returns a dataclass field that declares a setting.
+
+    Args:
+        default: its default; without one, and without a `factory`, the field is required.
+        help, unit, range, choices, otherwise, phase, option, aliases: see `Setting`.
+        factory: makes the default, where that is an object.
+        repr: False for a secret.
+    """
+    declared = Setting(help, unit, range, choices, otherwise, phase, option, aliases)
+    more: dict[str, Any] = {"repr": repr, "metadata": {METADATA: declared}}
+    if factory is not None:
+        more["default_factory"] = factory
+    elif default is not MISSING:
+        more["default"] = default
+    return dataclasses.field(**more)
+
+
+def redeclared(owner: type, name: str, default: Any, **changes: Any) -> Any:
+    """Returns a field with another default that is otherwise the setting `name` of `owner`."""
+    (field,) = [one for one in dataclasses.fields(owner) if one.name == name]
+    declared = dataclasses.replace(field.metadata[METADATA], **changes)
+    return dataclasses.field(default=default, metadata={METADATA: declared})
+
+
+def settings_of(owner: type[Any]) -> Mapping[str, Setting]:
+    """Returns the settings that a dataclass declares, by name, in the order of its fields."""
+    return _settings_of(cast("Any", owner))  # a type is hashable; mypy does not see it
+
+
+@cache
+def _settings_of(owner: Any) -> Mapping[str, Setting]:
+    found = {}
+    for field in dataclasses.fields(owner):
+        if (declared := field.metadata.get(METADATA)) is not None:
+            default = field.default if field.default_factory is MISSING else field.default_factory()
+            found[field.name] = dataclasses.replace(
+                declared, name=field.name, type=str(field.type), default=default)
+    return found
+
+
+def check_settings(values: Any) -> None:
+    """Checks every setting of a dataclass' instance.  Raises ValueError: one line that begins with the name."""
+    for name, declared in settings_of(type(values)).items():
+        if wrong := declared.objection(getattr(values, name)):
+            raise ValueError(f"{name} {wrong}")

@@ -112,7 +112,7 @@ class Setting:
     aliases: tuple[str, ...] = ()  # further names that callers may use: vLLM's, and short options
     name: str = ""  # of the field; filled in, like the next two, by `settings_of`
     type: str = ""  # of the field, as it is written
-    default: Any = MISSING
+    default: Any = ...  # ...: a value must be given
 
     def objection(self, value: Any) -> str:
         """Returns what is wrong with `value`, to be read behind the setting's name; "" if nothing is."""
@@ -147,7 +147,7 @@ class Setting:
             found = {"type": "boolean"}
         elif "str" in self.type:
             found = {"type": "string"}
-        if self.default is not MISSING and self.default is not None:
+        if self.default is not ... and self.default is not None:
             found["default"] = self.default
         return {"anyOf": [found, {"type": "null"}]} if self.may_be_none else found
 
@@ -192,6 +192,7 @@ def _settings_of(owner: Any) -> Mapping[str, Setting]:
     for field in dataclasses.fields(owner):
         if (declared := field.metadata.get(METADATA)) is not None:
             default = field.default if field.default_factory is MISSING else field.default_factory()
+            default = ... if default is MISSING else default
             found[field.name] = dataclasses.replace(
                 declared, name=field.name, type=str(field.type), default=default)
     return found

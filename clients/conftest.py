@@ -11,9 +11,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import leftovers
 import pytest
 from servers import Server, started
+from support import leftovers
 from table import Table
 
 SET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
@@ -51,7 +51,7 @@ def builtin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def chat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A random checkpoint of transformers' whose template has all roles and turns, behind a key."""
-    import checkpoints
+    from support import checkpoints
 
     folder = checkpoints.make("smollm2", tmp_path_factory.mktemp("checkpoint"), tokenizer=True)
     with started(folder, "tiny-chat", "key-of-clients", tmp_path_factory.mktemp("chat") / "log") as server:
@@ -61,7 +61,7 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A checkpoint of transformers' whose weights say what a test wants, tool calls among it: see tests/scripted.py."""
-    import scripted as checkpoint
+    from support import scripted as checkpoint
 
     folder = checkpoint.write(tmp_path_factory.mktemp("scripted"))
     with started(folder, "scripted", "", tmp_path_factory.mktemp("scripts") / "log", "--reasoning-parser",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from live import serving
+from support.live import serving
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = (str(ROOT / ".venv" / "bin" / "slotwise"),)  # the project's own environment, not the clients'

@@ -66,7 +66,7 @@ def _in_order(samples: Iterable[dict[str, Any]]) -> Samples:
 def likelihood() -> Likelihood:
     """transformers' log-likelihood of a text after another one, and whether it is the greedy continuation."""
     import torch
-    from checkpoints import one_thread, reference_model
+    from support.checkpoints import one_thread, reference_model
     from transformers import AutoTokenizer
 
     model, tokenizer = reference_model(BUILTIN, "float32"), AutoTokenizer.from_pretrained(BUILTIN)

@@ -8,9 +8,9 @@ import signal
 from collections.abc import Iterator
 from types import ModuleType
 
-import leftovers
 import pytest
 from hypothesis import HealthCheck, settings
+from support import leftovers
 
 # How fast a machine is proves nothing.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -17,11 +17,11 @@ from typing import Any
 
 import httpx
 import pytest
-from apart import HOST, SECRET, Chaos, free_port
-from checkpoints import prompts
-from live import Live, serving
-from live_server import children, eventually
-from scale_door import door_of
+from support.apart import HOST, SECRET, Chaos, free_port
+from support.checkpoints import prompts
+from support.live import Live, serving
+from support.live_server import children, eventually
+from support.scale_door import door_of
 
 from slotwise import builtin
 from slotwise.compose.engine import load

@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-import checkpoints
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy import Proposing
+from support import checkpoints
+from support.toy import Proposing
 
 from slotwise import LLM
 from slotwise.compose.engine import Loaded, load

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from live import CLI, cli
+from support.live import CLI, cli
 
 from slotwise import builtin
 from slotwise.cli import as_typed, main

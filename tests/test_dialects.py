@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import pydantic
 import pytest
-from live import Live, serving
+from support.live import Live, serving
 
 from slotwise.observe import event_log
 from slotwise.simulate.replay import replay

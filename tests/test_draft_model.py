@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import checkpoints
 import pytest
 import torch
-from drafted import Played, mixed, play, several, slow_steps
-from live import Live, serving
 from safetensors.torch import load_file, save_file
+from support import checkpoints
+from support.drafted import Played, mixed, play, several, slow_steps
+from support.live import Live, serving
 
 from slotwise import LLM, builtin
 from slotwise import SamplingParams as Asked

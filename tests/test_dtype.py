@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from checkpoints import make
-from live import serving
+from support.checkpoints import make
+from support.live import serving
 
 from slotwise import LLM, SamplingParams
 from slotwise.engine.config import ConfigError, EngineConfig

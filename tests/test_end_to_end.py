@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
-from live import Live, serving
+from support.live import Live, serving
 
 from slotwise import LLM, SamplingParams
 

@@ -12,17 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import checkpoints
 import httpx
 import pytest
 import torch
 from gguf import GGUFValueType
 from gguf.gguf_writer import GGUFValue
-from gguf_files import write
-from live import Live, serving
-from live_server import children, eventually
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file, save_file
+from support import checkpoints
+from support.gguf_files import write
+from support.live import Live, serving
+from support.live_server import children, eventually
 
 from slotwise import LLM, SamplingParams
 from slotwise.compose.check import objection as of_model

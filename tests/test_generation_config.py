@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live import Live, cli, serving
+from support.live import Live, cli, serving
 
 from slotwise import LLM, SamplingParams, builtin
 

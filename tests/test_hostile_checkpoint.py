@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import edit_config, make
-from live import cli, serving
+from support.checkpoints import edit_config, make
+from support.live import cli, serving
 
 from slotwise.engine.config import ConfigError
 from slotwise.errors import MOST_CHARACTERS, OneLineError, one_line

@@ -8,9 +8,9 @@ import random
 from pathlib import Path
 from typing import Any
 
-import checkpoints
 import pytest
-from drafted import Played, play, slow_steps
+from support import checkpoints
+from support.drafted import Played, play, slow_steps
 
 from slotwise.compose.engine import Loaded, load
 from slotwise.core.params import SamplingParams

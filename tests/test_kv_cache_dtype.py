@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from checkpoints import make, prompts
-from live import cli, serving
-from ragged import Driver
+from support.checkpoints import make, prompts
+from support.live import cli, serving
+from support.ragged import Driver
 
 from slotwise import LLM, SamplingParams
 from slotwise.engine.config import ConfigError, EngineConfig

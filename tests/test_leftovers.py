@@ -8,9 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import leftovers
 import pytest
-from live_server import eventually
+from support import leftovers
+from support.live_server import eventually
 
 TEST = """
 import os, subprocess, sys, time

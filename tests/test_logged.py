@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live import Live, cli, serving
-from live_server import children, eventually
+from support.live import Live, cli, serving
+from support.live_server import children, eventually
 
 TEXT_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (INFO|WARNING|ERROR|CRITICAL) \S|    ).*")
 SECRET = "class Secret:\n    password"

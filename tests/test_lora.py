@@ -7,11 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import checkpoints
-import lora
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support import checkpoints
+from support import lora_adapters as lora
 
 from slotwise import LLM, AsyncLLM, LoRARequest, SamplingParams
 from slotwise.core.reasons import NO_ADAPTER_SLOT

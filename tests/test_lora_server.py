@@ -13,13 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import checkpoints
 import httpx
-import lora
 import openai
 import pytest
-from live import Live, cli, serving
-from live_server import children
+from support import checkpoints
+from support import lora_adapters as lora
+from support.live import Live, cli, serving
+from support.live_server import children
 
 from slotwise import LLM
 

@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import dashboards
 import httpx
 import pytest
-from observe import vllm_names
-from otlp import Collector, attributes, collecting
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
+from support import dashboards, vllm_names
+from support.otlp import Collector, attributes, collecting
 
 KEY = "a-key"
 NUM_REQUESTS, SLOTS = 12, 4

@@ -10,8 +10,8 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
-import checkpoints
 import pytest
+from support import checkpoints
 
 from slotwise.compose.engine import build_engine, load
 from slotwise.core.params import SamplingParams

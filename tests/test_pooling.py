@@ -8,10 +8,10 @@ from array import array
 from collections.abc import Callable
 from pathlib import Path
 
-import checkpoints
 import pytest
 import torch
-from live import serving
+from support import checkpoints
+from support.live import serving
 
 from slotwise import LLM, PoolingParams, SamplingParams
 from slotwise.compose.engine import build_engine

@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-import checkpoints
 import pytest
 import torch
-from toy import Proposing
+from support import checkpoints
+from support.toy import Proposing
 
 import slotwise
 from slotwise import LLM

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import quantized
-from checkpoints import make, prompts
-from live import cli
+from support import quantized_checkpoints as quantized
+from support.checkpoints import make, prompts
+from support.live import cli
 
 from slotwise import LLM, SamplingParams
 from slotwise.engine.config import ConfigError, EngineConfig

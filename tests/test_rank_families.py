@@ -12,15 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import lora
 import pytest
-import quantized
-from checkpoints import FAMILIES, SIZES, make, prompts
-from drafted import Played, play, slow_steps
-from kernels.paged import distance
-from ragged import Driver
-from rank_threads import Paired, ranks_on_threads
 from safetensors.torch import load_file, save_file
+from support import lora_adapters as lora
+from support import quantized_checkpoints as quantized
+from support.checkpoints import FAMILIES, SIZES, make, prompts
+from support.drafted import Played, play, slow_steps
+from support.paged import distance
+from support.ragged import Driver
+from support.rank_threads import Paired, ranks_on_threads
 
 from slotwise.compose.engine import build_engine
 from slotwise.core.grammar import REGEX, Grammar

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make, prompts
-from live import Live, serving
+from support.checkpoints import make, prompts
+from support.live import Live, serving
 
 from slotwise import LLM, StructuredOutputsParams, spawn
 from slotwise import SamplingParams as AskedParams

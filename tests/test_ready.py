@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import make
-from live import cli
 from safetensors.torch import load_file, save_file
+from support.checkpoints import make
+from support.live import cli
 
 from slotwise.compose.engine import build_engine
 from slotwise.core.step_time import StepTimeModel, Work

@@ -6,12 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import checkpoints
 import httpx
 import pytest
-from live import Live, serving
-from live_server import children, eventually
 from prometheus_client.parser import text_string_to_metric_families
+from support import checkpoints
+from support.live import Live, serving
+from support.live_server import children, eventually
 
 from slotwise import LLM, SamplingParams
 

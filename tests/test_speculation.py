@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drafted import Played, mixed, play, several, slow_steps
-from live import Live, serving
+from support.drafted import Played, mixed, play, several, slow_steps
+from support.live import Live, serving
 
 from slotwise import builtin
 from slotwise.compose.engine import Loaded, load

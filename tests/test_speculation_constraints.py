@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import scripted
-from live import Live, serving
+from support import scripted
+from support.live import Live, serving
 
 from slotwise.observe import event_log
 

@@ -18,7 +18,7 @@ import httpx
 import jsonschema
 import pydantic
 import pytest
-from live import Live, serving
+from support.live import Live, serving
 
 from slotwise.observe import event_log
 from slotwise.simulate.replay import replay

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import scripted
-from live import Live, serving
+from support import scripted
+from support.live import Live, serving
 
 from slotwise.core.params import ThinkingBudget
 from slotwise.observe import event_log

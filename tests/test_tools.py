@@ -9,8 +9,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import scripted
-from live import Live, serving
+from support import scripted
+from support.live import Live, serving
 
 CITIES = ["Paris", "Rome"]
 WEATHER: dict[str, Any] = {"type": "function", "function": {"name": "weather", "parameters": {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import checkpoints
 import pytest
+from support import checkpoints
 
 from slotwise.compose.engine import load
 from slotwise.core.params import SamplingParams

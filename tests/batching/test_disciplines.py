@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy import Driver, request
+from support.toy import Driver, request
 
 from slotwise.batching.continuous import Alone, Chunked, Inline
 from slotwise.batching.groups import Dynamic, OneAtATime, Static

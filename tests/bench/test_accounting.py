@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from bench.lengths import padded_tokens
-from bench.virtual import BLOCK_BYTES, arriving, queued, stand
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.lengths import padded_tokens
+from support.virtual import BLOCK_BYTES, arriving, queued, stand
 
 from slotwise.bench import accounting, lanes
 from slotwise.bench.accounting import Accounts, thinned

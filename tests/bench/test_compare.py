@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from bench.lengths import drawn
-from bench.virtual import BLOCK_BYTES, ROW_NS, STEP_NS, arriving, queued, stand
 from rich.console import Console
+from support.lengths import drawn
+from support.virtual import BLOCK_BYTES, ROW_NS, STEP_NS, arriving, queued, stand
 
 from slotwise.bench.accounting import Accounts
 from slotwise.bench.compare import DISCIPLINES, Comparison, contenders, rounds, same_cache

@@ -11,8 +11,8 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from bench.fake_server import Behaviour, fake_server
-from live import cli, serving
+from support.fake_server import Behaviour, fake_server
+from support.live import cli, serving
 
 from slotwise.cli import main
 

@@ -7,7 +7,7 @@ import urllib.request
 from typing import Any
 
 import pytest
-from bench.fake_server import CUT, ERROR_EVENT, HALVES, NO_USAGE, SILENT_ENDING, Behaviour, fake_server
+from support.fake_server import CUT, ERROR_EVENT, HALVES, NO_USAGE, SILENT_ENDING, Behaviour, fake_server
 
 from slotwise.bench.client import CHAT, COMPLETIONS, BenchError, Phrasing, Target
 from slotwise.bench.measures import Objectives, Outcome

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from bench.virtual import ROW_NS, STEP_NS, TOKEN_NS, queued, stand
+from support.virtual import ROW_NS, STEP_NS, TOKEN_NS, queued, stand
 
 from slotwise.bench.offline import Batch, latency, throughput
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from bench.lengths import FIXED, SLOTS, TABLE, drawn
-from bench.virtual import STEP_NS, arriving, queued, stand
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.lengths import FIXED, SLOTS, TABLE, drawn
+from support.virtual import STEP_NS, arriving, queued, stand
 
 from slotwise.bench import theory
 from slotwise.bench.compare import DISCIPLINES

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench.virtual import arriving
+from support.virtual import arriving
 
 from slotwise.bench import server_run
 from slotwise.bench.measures import COMPLETED, FAILED, Outcome

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from bench.virtual import stand
+from support.virtual import stand
 
 from slotwise.bench.steps import MOST, loads, run_steps
 from slotwise.cli import main

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from bench.lengths import drawn
-from bench.virtual import ROW_NS, STEP_NS, TOKEN_NS, stand
+from support.lengths import drawn
+from support.virtual import ROW_NS, STEP_NS, TOKEN_NS, stand
 
 from slotwise.bench import step_sweeps, sweeps
 from slotwise.bench.offline_run import Stand

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from bench.lengths import FIXED, SLOTS, TABLE, drawn, expected_step_ratio, longest_over_mean
 from hypothesis import given
 from hypothesis import strategies as st
+from support.lengths import FIXED, SLOTS, TABLE, drawn, expected_step_ratio, longest_over_mean
 
 from slotwise.bench import theory
 

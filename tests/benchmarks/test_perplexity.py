@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 from benchmarks.perplexity import OF_MODEL, WINDOW, loss, of_model, windows_of
-from checkpoints import make, one_thread, reference_model
-from gguf_files import write
+from support.checkpoints import make, one_thread, reference_model
+from support.gguf_files import write
 
 
 def test_a_model_in_gguf_is_measured_with_each_type_of_weights_and_of_cache(tmp_path: Path) -> None:

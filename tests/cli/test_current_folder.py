@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from live import READY
+from support.live import READY
 
 from slotwise import builtin, child
 from slotwise.cli import serve

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from observe.played import LIMITS, Play
+from support.played import LIMITS, Play
 
 from slotwise.batching.settings import Batching
 from slotwise.cli import main

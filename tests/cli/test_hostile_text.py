@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from observe.played import Play
 from rich.console import Console
+from support.played import Play
 
 from slotwise.bench.tables import throughput_table
 from slotwise.cli import main

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recorded import Recorded
+from support.recorded import Recorded
 
 from slotwise import __version__
 from slotwise.batching.settings import Batching

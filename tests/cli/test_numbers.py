@@ -9,7 +9,7 @@ from dataclasses import MISSING, fields
 from typing import Any, get_type_hints
 
 import pytest
-from live import cli
+from support.live import cli
 
 from slotwise.cli import MODULES, build_parser
 from slotwise.cli.numbers import Bytes, Gibibytes, Number, Size

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from live import Live, cli, serving
+from support.live import Live, cli, serving
 
 from slotwise.observe import event_log
 

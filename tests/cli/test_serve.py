@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from live import cli, serving
+from support.live import cli, serving
 
 from slotwise.cli import build_parser, main, serve
 from slotwise.core.slo import Tier

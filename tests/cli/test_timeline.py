@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from observe.timeline.logs import everything
+from support.timeline_logs import everything
 
 from slotwise.cli import main
 from slotwise.observe import event_log

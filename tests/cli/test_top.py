@@ -21,9 +21,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from live import serving
-from observe.played import Play
 from rich.console import Console
+from support.live import serving
+from support.played import Play
 
 from slotwise.cli import main
 from slotwise.cli.top_frame import WIDTHS, Frame

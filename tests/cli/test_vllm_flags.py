@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 import pytest
-from live import cli, serving
+from support.live import cli, serving
 
 from slotwise.cli import build_parser
 from slotwise.cli.vllm_flags import FLAGS, NO, YES, Flag, notices

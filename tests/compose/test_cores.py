@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from live import serving
+from support.live import serving
 
 from slotwise.compose.cores import Cores
 

@@ -7,8 +7,8 @@ import os
 import subprocess
 import sys
 
-import product_paths
 import pytest
+from support import product_paths
 
 from slotwise.engine.messages import MemoryUse
 

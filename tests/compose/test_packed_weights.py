@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from checkpoints import make, prompts
-from gguf_files import write
+from support.checkpoints import make, prompts
+from support.gguf_files import write
 
 from slotwise import LLM, SamplingParams
 from slotwise.engine.config import ConfigError

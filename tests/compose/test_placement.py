@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from live import cli, serving
+from support.live import cli, serving
 
 from slotwise.compose.placement import AUTO, CORES, NONE, Processor, environment, numbers, read_processors
 

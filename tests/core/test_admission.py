@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from crowds import ROOMY, Comer, comers, crowd, play, running, slo, waiting
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy import Driver, alone
+from support.crowds import ROOMY, Comer, comers, crowd, play, running, slo, waiting
+from support.toy import Driver, alone
 
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.reasons import TIER_CAP

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from beginnings import Watching, ask, limits
-from toy import Driver, alone, request
+from support.beginnings import Watching, ask, limits
+from support.toy import Driver, alone, request
 
 from slotwise.core.cache_groups import BlockTable, CacheGroups
 from slotwise.core.limits import SchedulerLimits

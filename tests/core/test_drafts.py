@@ -8,8 +8,8 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from operations import DISCIPLINE, LIMITS, OPERATION, play
-from toy import VOCAB, Driver, Guesses, Placeholders, Proposing, alone, next_token, request
+from support.operations import DISCIPLINE, LIMITS, OPERATION, play
+from support.toy import VOCAB, Driver, Guesses, Placeholders, Proposing, alone, next_token, request
 
 from slotwise.core.chunking import AIM
 from slotwise.core.drafting import MAX_STEP_DRAFTS

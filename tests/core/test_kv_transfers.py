@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import replace
 from random import Random
 
-from toy import VOCAB, Driver, alone, in_seed, request
+from support.toy import VOCAB, Driver, alone, in_seed, request
 
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.reasons import WAITING_FOR_KV

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from toy import Driver, request
+from support.toy import Driver, request
 
 from slotwise.batching.continuous import Chunked
 from slotwise.core.limits import SchedulerLimits

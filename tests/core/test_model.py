@@ -14,7 +14,7 @@ from math import inf
 from random import Random
 
 import pytest
-from toy import VOCAB, Driver, Guesses, alone, in_seed, next_token, request
+from support.toy import VOCAB, Driver, Guesses, alone, in_seed, next_token, request
 
 from slotwise.batching.settings import Batching
 from slotwise.core.events import Admitted

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from toy import Driver, next_token, request
+from support.toy import Driver, next_token, request
 
 from slotwise.batching.continuous import Chunked
 from slotwise.batching.groups import Static

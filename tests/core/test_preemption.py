@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from toy import Driver, request
+from support.toy import Driver, request
 
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.reasons import OUTRANKED

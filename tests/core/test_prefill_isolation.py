@@ -6,10 +6,10 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from crowds import ROOMY, Comer, Priced, comers, crowd, play, running, slo
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy import Driver, alone
+from support.crowds import ROOMY, Comer, Priced, comers, crowd, play, running, slo
+from support.toy import Driver, alone
 
 from slotwise.batching.settings import Batching
 from slotwise.core.prefill_isolation import MAX_ISOLATED_STEPS, SHORT

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from beginnings import FORGES, SYSTEM, Watching, ask, check_against_each_alone, limits, use_digest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy import alone
+from support.beginnings import FORGES, SYSTEM, Watching, ask, check_against_each_alone, limits, use_digest
+from support.toy import alone
 
 
 def test_a_beginning_is_computed_once():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from toy import EOS, Driver, alone, next_token, request
+from support.toy import EOS, Driver, alone, next_token, request
 
 from slotwise.batching.continuous import Chunked
 from slotwise.core.cache_groups import STATE_WINDOW

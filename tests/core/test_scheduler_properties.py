@@ -7,7 +7,7 @@ from math import inf
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from operations import DISCIPLINE, LIMITS, OPERATION, PROMPT, TERMS, play
+from support.operations import DISCIPLINE, LIMITS, OPERATION, PROMPT, TERMS, play
 
 from slotwise.core.reasons import ENDING, MICRO_BATCH, PROMPTS_ALONE, TIME_BUDGET, TOKEN_BUDGET
 

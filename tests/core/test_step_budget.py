@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from crowds import ROOMY, Comer, Priced, crowd, play
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from toy import Driver, alone, request
+from support.crowds import ROOMY, Comer, Priced, crowd, play
+from support.toy import Driver, alone, request
 
 from slotwise.batching.continuous import Chunked, Inline
 from slotwise.core.chunking import FLOOR

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from crowds import Comer, crowd
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.crowds import Comer, crowd
 
 from slotwise.core.request import Request
 from slotwise.core.waiting_queue import Lane, WaitingQueue

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
-from dockerfiles import Stage, environment, line_of, read
+from support.dockerfiles import Stage, environment, line_of, read
 
 from slotwise.cli import build_parser
 from slotwise.server.serve import FLUSH

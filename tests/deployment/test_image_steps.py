@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from dockerfiles import environment, line_of, read
-from live import READY
+from support.dockerfiles import environment, line_of, read
+from support.live import READY
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGES = read(ROOT / "Dockerfile")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-import checkpoints
 import pytest
 from docs.generate import architectures
+from support import checkpoints
 
 from slotwise.model.families import FAMILIES
 

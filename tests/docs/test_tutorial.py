@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from toy_checkpoint import write_checkpoint
+from support.toy_checkpoint import write_checkpoint
 
 from slotwise.model.families import FAMILIES
 from slotwise.server import app

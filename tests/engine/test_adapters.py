@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from toy import EOS, next_token, scheduler
+from support.toy import EOS, next_token, scheduler
 
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams

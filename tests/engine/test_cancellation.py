@@ -6,7 +6,7 @@ from collections.abc import Callable
 from itertools import count
 
 import pytest
-from toy import EOS, alone, next_token, scheduler
+from support.toy import EOS, alone, next_token, scheduler
 
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from toy import EOS, VOCAB, alone, next_token, scheduler
+from support.toy import EOS, VOCAB, alone, next_token, scheduler
 
 from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import count
 
 import pytest
-from toy import EOS, alone, next_token, request, scheduler
+from support.toy import EOS, alone, next_token, request, scheduler
 
 from slotwise.batching.settings import Batching
 from slotwise.core.interfaces import NEVER

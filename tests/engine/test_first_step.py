@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from observe.played import LIMITS, Clock
-from toy import next_token
+from support.played import LIMITS, Clock
+from support.toy import next_token
 
 from slotwise.core.step import StepPlan, StepResult
 from slotwise.engine.executor import FakeExecutor

@@ -7,8 +7,8 @@ from itertools import count
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recorded import Recorded
-from toy import EOS, next_token
+from support.recorded import Recorded
+from support.toy import EOS, next_token
 
 from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits

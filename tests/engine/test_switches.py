@@ -10,7 +10,7 @@ from itertools import count
 from typing import Any
 
 import pytest
-from toy import EOS, alone, next_token, request
+from support.toy import EOS, alone, next_token, request
 
 from slotwise.batching.settings import KINDS, PREFILLS, Batching
 from slotwise.core.limits import SchedulerLimits

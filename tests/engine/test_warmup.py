@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from observe.played import LIMITS, Clock, Timed, cost
-from toy import Driver, alone, request
+from support.played import LIMITS, Clock, Timed, cost
+from support.toy import Driver, alone, request
 
 from slotwise.core.step import StepPlan, StepResult
 from slotwise.core.step_time import Work, work_of

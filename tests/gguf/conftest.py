@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from checkpoints import make
-from gguf_files import write
+from support.checkpoints import make
+from support.gguf_files import write
 
 
 @pytest.fixture(scope="session")

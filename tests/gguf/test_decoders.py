@@ -12,10 +12,10 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from checkpoints import FAMILIES, class_name, make, one_thread, prompts
-from gguf_files import ARCHITECTURES, write
-from ragged import Driver
 from safetensors.torch import load_file, save_file
+from support.checkpoints import FAMILIES, class_name, make, one_thread, prompts
+from support.gguf_files import ARCHITECTURES, write
+from support.ragged import Driver
 
 from slotwise.kernels.reference import ReferenceKernels
 from slotwise.model.checkpoint import read_config

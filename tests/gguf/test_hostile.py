@@ -11,8 +11,8 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
-from gguf_files import write
-from ragged import Driver
+from support.gguf_files import write
+from support.ragged import Driver
 
 from slotwise.engine.config import ConfigError
 from slotwise.errors import OneLineError

@@ -10,8 +10,8 @@ from typing import Any
 
 import gguf
 import pytest
-from checkpoints import make
-from gguf_files import write
+from support.checkpoints import make
+from support.gguf_files import write
 
 from slotwise.compose.pooling import read_pooling
 from slotwise.compose.sampling_defaults import read_defaults

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import make, prompts
-from gguf_files import write
-from ragged import Driver
+from support.checkpoints import make, prompts
+from support.gguf_files import write
+from support.ragged import Driver
 
 from slotwise import LLM, SamplingParams
 from slotwise.engine.config import ConfigError

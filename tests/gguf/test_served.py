@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from live import serving
+from support.live import serving
 
 from slotwise import LLM, SamplingParams
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import gguf
 import pytest
-from gguf_files import add_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.gguf_files import add_tokenizer
 
 from slotwise.gguf.model import open_model
 from slotwise.gguf.special_tokens import find_special_tokens

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import product_paths
 import pytest
 import torch
+from support import product_paths
 from torch import Tensor
 
 from slotwise.kernels.cpu import paths

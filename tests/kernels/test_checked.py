@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import checkpoints
 import pytest
 import torch
-from kernels.paged import Layer, rotary
+from support import checkpoints
+from support.paged import Layer, rotary
 
 from slotwise.compose.engine import load
 from slotwise.core.params import SamplingParams

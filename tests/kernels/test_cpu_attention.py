@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.paged import Layer, chunks, decodes, distance, layers, rotary
+from support.paged import Layer, chunks, decodes, distance, layers, rotary
 
 from slotwise.kernels.cpu import gemm_pairs
 from slotwise.kernels.cpu.kernels import CpuKernels

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-import product_paths
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.paged import distance
+from support import product_paths
+from support.paged import distance
 
 from slotwise.kernels.cpu import paths
 from slotwise.kernels.cpu.kernels import CpuKernels

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import product_paths
 import pytest
 import torch
-from kernels.mixtures import CLAMPED, numbers, weights
-from kernels.paged import distance
-from kernels.quantised import random_matrix
+from support import product_paths
+from support.mixtures import CLAMPED, numbers, weights
+from support.paged import distance
+from support.quantized_matrices import random_matrix
 from torch import Tensor
 
 from slotwise.kernels.cpu import paths

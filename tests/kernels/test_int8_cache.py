@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.paged import HEAD_DIMS, Layer, chunks, decodes, distance, layers, rotary
+from support.paged import HEAD_DIMS, Layer, chunks, decodes, distance, layers, rotary
 from torch import Tensor
 
 from slotwise.kernels.cpu.cache import CpuCache

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import product_paths
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.paged import distance
 from numba import config
+from support import product_paths
+from support.paged import distance
 
 from slotwise.kernels.cpu import linear_bf16, tiles
 from slotwise.kernels.cpu.launcher import KernelLauncher

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import product_paths
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.paged import distance
-from kernels.quantised import random_matrix, rounded_activations
+from support import product_paths
+from support.paged import distance
+from support.quantized_matrices import random_matrix, rounded_activations
 from torch import Tensor
 
 from slotwise.kernels.checked import CheckedKernels

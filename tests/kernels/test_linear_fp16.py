@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.paged import distance
 from numba import config
+from support.paged import distance
 
 from slotwise.kernels.cpu import linear_fp16
 from slotwise.kernels.cpu.launcher import KernelLauncher

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import product_paths
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.paged import distance
+from support import product_paths
+from support.paged import distance
 from torch import Tensor
 
 from slotwise.engine.config import QUANTIZATIONS

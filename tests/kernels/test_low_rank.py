@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernels.paged import distance
+from support.paged import distance
 from torch import Tensor
 
 from slotwise.kernels.cpu.kernels import CpuKernels

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernels.quantised import random_matrix
 from kernels.test_memory import resident
+from support.quantized_matrices import random_matrix
 from torch import Tensor
 
 from slotwise.kernels.cpu import packed_file

@@ -6,11 +6,11 @@ import os
 import subprocess
 import sys
 
-import product_paths
 import pytest
 import torch
-from live import cli
 from numba import config
+from support import product_paths
+from support.live import cli
 
 from slotwise import LLM, SamplingParams
 from slotwise.compose.engine import load

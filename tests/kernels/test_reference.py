@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from kernels.paged import Layer, distance, rotary
+from support.paged import Layer, distance, rotary
 
 from slotwise.kernels.interface import AttentionShape, QKNorm
 from slotwise.kernels.reference import ReferenceKernels

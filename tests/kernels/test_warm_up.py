@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from kernels.quantised import random_matrix
+from support.quantized_matrices import random_matrix
 
 from slotwise.kernels.cpu import paths
 from slotwise.kernels.cpu.jit.compiler import Compiled

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from checkpoints import make, one_thread
+from support.checkpoints import make, one_thread
 
 from slotwise.kernels.interface import Kernels
 from slotwise.kernels.select import choose

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import SIZES, edit_config, make, prompts, reference_model
-from ragged import Driver
 from safetensors.torch import load_file, save_file
+from support.checkpoints import SIZES, edit_config, make, prompts, reference_model
+from support.ragged import Driver
 
 from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.kernels.reference import ReferenceKernels

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import edit_config, greedy, make, one_thread, prompts
-from ragged import Driver
+from support.checkpoints import edit_config, greedy, make, one_thread, prompts
+from support.ragged import Driver
 
 from slotwise.kernels.reference import ReferenceKernels
 from slotwise.model.checkpoint import read_config

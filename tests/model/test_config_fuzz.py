@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import edit_config, make, one_thread, prompts, reference_model
 from huggingface_hub.errors import StrictDataclassError
-from ragged import Driver
+from support.checkpoints import edit_config, make, one_thread, prompts, reference_model
+from support.ragged import Driver
 
 from slotwise.kernels.reference import ReferenceKernels
 from slotwise.model.errors import CheckpointError

@@ -13,9 +13,19 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import FAMILIES, LLAMA3_ROPE, as_part, edit_config, greedy, make, one_thread, prompts, reference_model
-from ragged import Driver
 from safetensors.torch import load_file, save_file
+from support.checkpoints import (
+    FAMILIES,
+    LLAMA3_ROPE,
+    as_part,
+    edit_config,
+    greedy,
+    make,
+    one_thread,
+    prompts,
+    reference_model,
+)
+from support.ragged import Driver
 
 from slotwise.kernels.interface import Kernels
 from slotwise.kernels.reference import ReferenceKernels

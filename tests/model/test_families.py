@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import FAMILIES, make, prompts
-from ragged import Driver
 from safetensors.torch import load_file
+from support.checkpoints import FAMILIES, make, prompts
+from support.ragged import Driver
 
 from slotwise.kernels.checked import CheckedKernels
 from slotwise.kernels.cpu.kernels import CpuKernels

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from live import cli
 from safetensors.torch import save_file
+from support.live import cli
 
 from slotwise.model.errors import CheckpointError
 from slotwise.model.locate import locate

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import checkpoints
-import product_paths
 import pytest
 import torch
+from support import checkpoints, product_paths
 from torch import Tensor
 
 from slotwise.kernels.cpu.kernels import CpuKernels

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from checkpoints import make
+from support.checkpoints import make
 
 from slotwise.kernels.group import Divided
 from slotwise.kernels.pipe import Stage

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from recorded import Recorded
+from support.recorded import Recorded
 
 from slotwise.batching.settings import Batching
 from slotwise.core.step_time import StepTimeModel, Work

@@ -5,11 +5,11 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import dashboards
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
-from toy_engine import engine
+from support import dashboards
+from support.toy_engine import engine
 
 from slotwise.observe.fold import Timelines
 from slotwise.observe.metrics import Metrics

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import checkpoints
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import checkpoints
 
 from slotwise import LLM, SamplingParams
 from slotwise.observe.expert_load import LATELY, ExpertLoad

@@ -7,7 +7,7 @@ from functools import cache
 
 import msgspec
 import pytest
-from observe.played import LIMITS, MS, Play
+from support.played import LIMITS, MS, Play
 
 from slotwise.batching.settings import Batching
 from slotwise.core.params import SamplingParams

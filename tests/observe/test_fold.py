@@ -10,8 +10,8 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from recorded import Recorded
-from toy_engine import MS, Rehearsal, engine
+from support.recorded import Recorded
+from support.toy_engine import MS, Rehearsal, engine
 
 from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits

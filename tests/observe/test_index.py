@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from observe.played import Play
+from support.played import Play
 
 from slotwise.core.params import SamplingParams
 from slotwise.core.step_time import StepTimeModel, work_of

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from toy_engine import MS, engine
+from support.toy_engine import MS, engine
 
 from slotwise.core.params import SamplingParams
 from slotwise.observe.event_log import (

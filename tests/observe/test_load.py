@@ -4,8 +4,8 @@ import asyncio
 import logging
 
 import pytest
-from observe.measured import Measured
-from toy_engine import MS, engine
+from support.measured import Measured
+from support.toy_engine import MS, engine
 
 from slotwise.core.step import Decision, Stop
 from slotwise.engine.messages import RowEnd, StepRecord

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from live import cli
-from live_server import eventually
-from observe.played import LIMITS
+from support.live import cli
+from support.live_server import eventually
+from support.played import LIMITS
 
 from slotwise import LLM
 from slotwise.batching.settings import Batching

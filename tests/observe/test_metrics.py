@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from observe.measured import Measured
 from prometheus_client.parser import text_string_to_metric_families
-from toy_engine import LIMITS, MS, Rehearsal, engine
+from support.measured import Measured
+from support.toy_engine import LIMITS, MS, Rehearsal, engine
 
 from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits

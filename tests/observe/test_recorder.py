@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from recorded import Recorded
+from support.recorded import Recorded
 
 from slotwise.batching.settings import Batching
 from slotwise.core.params import SamplingParams

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from observe.played import LIMITS
+from support.played import LIMITS
 
 from slotwise.batching.settings import Batching
 from slotwise.core.step_time import StepTimeModel, Work, work_of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from observe.played import Play
+from support.played import Play
 
 from slotwise.observe import event_log
 from slotwise.observe.fold import gather

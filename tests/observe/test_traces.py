@@ -6,8 +6,8 @@ import sys
 import time
 
 import pytest
-from otlp import attributes, collecting, silent
-from toy_engine import MS, engine
+from support.otlp import attributes, collecting, silent
+from support.toy_engine import MS, engine
 
 from slotwise.core.params import SamplingParams
 from slotwise.observe.event_log import FORMAT, Admission, End, Request, Run, Sent, Step

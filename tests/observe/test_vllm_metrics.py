@@ -7,11 +7,11 @@ from dataclasses import replace
 from fnmatch import fnmatch
 
 import pytest
-from observe import vllm_names
-from observe.measured import Measured
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
-from toy_engine import LIMITS, MS, Rehearsal, engine
+from support import vllm_names
+from support.measured import Measured
+from support.toy_engine import LIMITS, MS, Rehearsal, engine
 
 from slotwise.core import reasons
 from slotwise.core.params import SamplingParams

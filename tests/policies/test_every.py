@@ -6,10 +6,10 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from crowds import ROOMY, Comer, KnownTimes, comers, crowd, play, running, slo, waiting
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy import Driver, alone
+from support.crowds import ROOMY, Comer, KnownTimes, comers, crowd, play, running, slo, waiting
+from support.toy import Driver, alone
 
 from slotwise.batching.settings import Batching
 from slotwise.core import reasons

@@ -6,9 +6,9 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from crowds import TIGHT, Comer, Starts, assert_right, comers, crowd, play, running, slo, waiting
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.crowds import TIGHT, Comer, Starts, assert_right, comers, crowd, play, running, slo, waiting
 
 from slotwise.core.interfaces import Policy
 from slotwise.core.request import State

@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from crowds import ROOMY, TIGHT, Comer, KnownTimes, Starts, assert_right, comers, crowd, play, running, slo, waiting
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy import alone
+from support.crowds import (
+    ROOMY,
+    TIGHT,
+    Comer,
+    KnownTimes,
+    Starts,
+    assert_right,
+    comers,
+    crowd,
+    play,
+    running,
+    slo,
+    waiting,
+)
+from support.toy import alone
 
 from slotwise.core.interfaces import Policy
 from slotwise.core.reasons import NO_SLOT, OUTRANKED

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from crowds import ROOMY, Comer, KnownTimes, comers, crowd, play, slo
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from naive import Naive, NaiveDeadline, NaiveFair, NaiveOracle, NaivePriority, NaiveShortest, One
-from toy import Driver, alone
+from support.crowds import ROOMY, Comer, KnownTimes, comers, crowd, play, slo
+from support.naive import Naive, NaiveDeadline, NaiveFair, NaiveOracle, NaivePriority, NaiveShortest, One
+from support.toy import Driver, alone
 
 from slotwise.core.interfaces import Policy
 from slotwise.policies.deadline import Deadline

@@ -10,8 +10,8 @@ from random import Random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from operations import LIMITS, PROMPT
-from toy import VOCAB, Driver, Placeholders, next_token, request
+from support.operations import LIMITS, PROMPT
+from support.toy import VOCAB, Driver, Placeholders, next_token, request
 
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.step import StepPlan

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import product_paths
 import pytest
 import torch
-from checkpoints import FAMILIES, make
+from support import product_paths
+from support.checkpoints import FAMILIES, make
 
 from slotwise.kernels.cpu import linear_bf16, linear_int, paths
 from slotwise.kernels.cpu.kernels import CpuKernels

@@ -9,9 +9,9 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-import checkpoints
 import pytest
 import torch
+from support import checkpoints
 
 from slotwise.compose.engine import load
 from slotwise.core.params import SamplingParams

@@ -12,11 +12,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import checkpoints
 import pytest
 import torch
+from support import checkpoints
+from support.toy import Proposing
 from torch import Tensor
-from toy import Proposing
 
 from slotwise.compose.engine import load
 from slotwise.core.params import SamplingParams

@@ -6,11 +6,11 @@ import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
-import checkpoints
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rank_threads import Paired
+from support import checkpoints
+from support.rank_threads import Paired
 
 from slotwise.kernels.checked import CheckedKernels
 from slotwise.kernels.reference import ReferenceKernels

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from scale_door import Behind, behind
-from toy_checkpoint import write_checkpoint
+from support.scale_door import Behind, behind
+from support.toy_checkpoint import write_checkpoint
 
 
 @pytest.fixture(scope="session")

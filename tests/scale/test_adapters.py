@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import checkpoints
 import httpx
-import lora
 import pytest
-from live_server import Server, children, eventually
-from scale_door import door_of
+from support import checkpoints
+from support import lora_adapters as lora
+from support.live_server import Server, children, eventually
+from support.scale_door import door_of
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 ROOT = {"Authorization": "Bearer root"}

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from live_server import counted, eventually, unanswered
-from scale_door import Behind, behind, door_of
+from support.live_server import counted, eventually, unanswered
+from support.scale_door import Behind, behind, door_of
 
 PROMPT = [40 + number % 9 for number in range(200)]
 

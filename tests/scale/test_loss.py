@@ -13,8 +13,8 @@ from typing import Any
 
 import httpx
 import pytest
-from live_server import JSON, Server, counted, eventually
-from scale_door import Behind, behind
+from support.live_server import JSON, Server, counted, eventually
+from support.scale_door import Behind, behind
 
 SLOW = "seconds_per_step=0.02"
 LONG = 100  # tokens: two seconds

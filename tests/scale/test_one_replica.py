@@ -9,8 +9,8 @@ from typing import Any
 
 import httpx
 import pytest
-from live_server import JSON, Server, eventually
-from scale_door import Behind, behind
+from support.live_server import JSON, Server, eventually
+from support.scale_door import Behind, behind
 
 from slotwise.cli import main
 from slotwise.observe.lines import JSON as JSON_LINES

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_server import Server, children, eventually
-from scale_door import door_of
+from support.live_server import Server, children, eventually
+from support.scale_door import door_of
 
 from slotwise.cli import main
 from slotwise.scale.process import roles, shares

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import leftovers
 import pytest
-from live_server import children, eventually
+from support import leftovers
+from support.live_server import children, eventually
 
 from slotwise.scale.ray_settings import RaySettings
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from browser import browser
-from live_server import Server, eventually
-from observe.timeline.looking import looked_at
-from scale_door import Behind
+from support.browser import browser
+from support.live_server import Server, eventually
+from support.scale_door import Behind
+from support.timeline_pages import looked_at
 
 
 def events(two: Behind, name: str) -> str:

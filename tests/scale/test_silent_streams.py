@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_server import Server, children, counted, eventually, unanswered
-from scale_door import Behind, behind
+from support.live_server import Server, children, counted, eventually, unanswered
+from support.scale_door import Behind, behind
 
 ONE_SLOT = ("max_num_seqs=1", "seconds_per_step=0.05", "silence_timeout=0.02", "max_num_queued_reqs=1", "backoff=0.1")
 BLOCKING = {"prompt": [40], "max_tokens": 500, "ignore_eos": True}

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import msgspec
 import pytest
-from live_server import Server, eventually
-from scale_door import door_of
+from support.live_server import Server, eventually
+from support.scale_door import door_of
 
 from slotwise.server.kv_transfer import HEADER
 from slotwise.server.replica import ReplicaState

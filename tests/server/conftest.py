@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from live_server import Server, running
-from toy_checkpoint import write_checkpoint
+from support.live_server import Server, running
+from support.toy_checkpoint import write_checkpoint
 
 from slotwise.text.tokenizer import Tokenizer
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_server import Server, counted, running
 from server.test_lifecycle import COMPLETIONS, LONG, SLOW, eventually, gauge
+from support.live_server import Server, counted, running
 
 from slotwise.server.body_precheck import MAX_ABORTS
 from slotwise.text.tokenizer import Tokenizer

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from live import serving
-from live_server import JSON, running
 from server.test_containment import scenario
+from support.live import serving
+from support.live_server import JSON, running
 
 from slotwise.server.asgi import App
 from slotwise.server.browsers import is_local

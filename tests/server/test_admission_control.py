@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from live_server import POSTED, Server, counted, eventually, running
+from support.live_server import POSTED, Server, counted, eventually, running
 
 from slotwise.text.tokenizer import Tokenizer
 

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from live_server import POSTED, eventually, running
+from support.live_server import POSTED, eventually, running
 
 from slotwise.observe import event_log
 

@@ -11,8 +11,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from live_server import POSTED, Server, eventually, running
 from starlette.types import Message
+from support.live_server import POSTED, Server, eventually, running
 
 from slotwise.server import bodies
 from slotwise.server.http_exchange import HttpExchange

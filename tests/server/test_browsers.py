@@ -9,8 +9,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from live import cli
-from live_server import JSON, Server, eventually, running
+from support.live import cli
+from support.live_server import JSON, Server, eventually, running
 
 from slotwise.cli import network_options as command
 from slotwise.server.browsers import is_loopback

@@ -6,7 +6,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from live_server import Server, counted
+from support.live_server import Server, counted
 
 from slotwise.text.tokenizer import Tokenizer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from live_server import Server
+from support.live_server import Server
 
 from slotwise.server.head_joined import HeadJoined
 

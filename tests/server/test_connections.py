@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from live_server import POSTED, Server, eventually, running, unanswered
+from support.live_server import POSTED, Server, eventually, running, unanswered
 
 from slotwise.server.connections import Connections, backlog_within, client_of, most_within, raise_file_limit
 

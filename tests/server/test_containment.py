@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 from engine.test_client import INFO, LIMITS
-from toy import EOS, next_token, scheduler
+from support.toy import EOS, next_token, scheduler
 
 from slotwise.compose.worker import serve
 from slotwise.core.step import StepResult

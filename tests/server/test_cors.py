@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from live_server import JSON, Server, running
+from support.live_server import JSON, Server, running
 
 from slotwise.cli import build_parser
 from slotwise.cli.network_options import network_settings

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from live_server import Server
+from support.live_server import Server
 
 CALL = ('{"max_tokens":2,"messages":[{"role":"user","content":"x"},{"role":"assistant","content":'
         '[{"type":"tool_use","id":"a","name":"b","input":%s}]}]}')

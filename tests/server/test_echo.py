@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_server import Server, counted, running
+from support.live_server import Server, counted, running
 
 from slotwise.text.tokenizer import Tokenizer
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from live_server import JSON, Server, eventually, running, unanswered
+from support.live_server import JSON, Server, eventually, running, unanswered
 
 from slotwise.text.tokenizer import Tokenizer
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from live_server import JSON, Server, counted, running
+from support.live_server import JSON, Server, counted, running
 
 from slotwise.server.app import ROUTES
 from slotwise.text.tokenizer import Tokenizer

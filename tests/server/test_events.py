@@ -14,9 +14,9 @@ from typing import Any
 
 import httpx
 import pytest
-from live_server import Server, counted, running
-from recorded import Recorded
 from server.test_lifecycle import COMPLETIONS, LONG, SLOW, eventually
+from support.live_server import Server, counted, running
+from support.recorded import Recorded
 
 from slotwise.batching.settings import Batching
 from slotwise.core.params import SamplingParams

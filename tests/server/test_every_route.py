@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_server import JSON, Server, eventually, running, unanswered
+from support.live_server import JSON, Server, eventually, running, unanswered
 
 from slotwise.server.request_log import GENERATING
 

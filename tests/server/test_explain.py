@@ -12,8 +12,8 @@ from typing import Any
 
 import httpx
 import pytest
-from canary import singing
-from live_server import Server, children, counted, running
+from support.canary import singing
+from support.live_server import Server, children, counted, running
 
 from slotwise.observe.event_log import Sent, decode
 from slotwise.observe.explain import PARTS, explain

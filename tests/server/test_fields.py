@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from live_server import Server
+from support.live_server import Server
 
 from slotwise.server import unknown_fields as module
 from slotwise.server.body_precheck import LARGE, MAX_FIELD

@@ -10,8 +10,8 @@ import zlib
 
 import httpx
 import pytest
-from live_server import JSON, Server, eventually
 from server.test_bodies import LARGEST, MB, memory
+from support.live_server import JSON, Server, eventually
 
 from slotwise.server import bodies
 from slotwise.server.bodies import unpacked

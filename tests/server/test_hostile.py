@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from canary import Canary, singing
-from live_server import JSON, Server, counted
+from support.canary import Canary, singing
+from support.live_server import JSON, Server, counted
 
 from slotwise.text.tokenizer import Tokenizer
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from live_server import Server, running
+from support.live_server import Server, running
 
 from slotwise.server import keys
 from slotwise.server.app import ROUTES

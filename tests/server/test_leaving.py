@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_server import JSON, POSTED, Server, counted, eventually, running
+from support.live_server import JSON, POSTED, Server, counted, eventually, running
 
 from slotwise.server.connection import CONTINUE, MAX_PIPELINED, MAX_REQUESTS, TOO_MANY
 from slotwise.text.tokenizer import Tokenizer

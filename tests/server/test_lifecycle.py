@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from live_server import JSON, POSTED, Server, counted, eventually, running, unanswered
+from support.live_server import JSON, POSTED, Server, counted, eventually, running, unanswered
 
 from slotwise.server.app import ROUTES
 from slotwise.server.asgi import ADMIN, OPEN_TO_ALL

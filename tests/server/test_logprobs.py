@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from live_server import Server, running
+from support.live_server import Server, running
 
 from slotwise.core.step import TokenLogprobs
 from slotwise.server.choice import Delta

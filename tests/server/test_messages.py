@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from live_server import JSON, Server, counted, eventually, running, unanswered
+from support.live_server import JSON, Server, counted, eventually, running, unanswered
 
 from slotwise.server.messages_output import Blocks, content
 from slotwise.server.messages_protocol import CountTokensRequest, MessagesRequest, messages_of

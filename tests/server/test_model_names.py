@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from live_server import Server, running
+from support.live_server import Server, running
 
 PROMPT = {"prompt": [2], "max_tokens": 1}
 CHAT = {"messages": [{"role": "user", "content": "fox"}], "max_tokens": 1}

@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 import schemathesis
-from canary import singing
 from hypothesis import HealthCheck, assume, given, settings
-from live_server import Server, counted, running
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
@@ -21,6 +19,8 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
+from support.canary import singing
+from support.live_server import Server, counted, running
 
 from slotwise.server.app import ROUTES
 from slotwise.server.asgi import OPEN_TO_ALL

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from live_server import Server, running
+from support.live_server import Server, running
 
 from slotwise.server.app import ROUTES
 from slotwise.server.asgi import below

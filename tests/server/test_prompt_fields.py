@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_server import Server, counted, running
+from support.live_server import Server, counted, running
+from support.toy_checkpoint import write_checkpoint
 from tokenizers import Tokenizer as Inner
 from tokenizers.processors import TemplateProcessing
-from toy_checkpoint import write_checkpoint
 
 from slotwise.text.tokenizer import Tokenizer
 

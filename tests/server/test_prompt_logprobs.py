@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
-from live_server import Server, eventually, running, unanswered
+from support.live_server import Server, eventually, running, unanswered
 
 from slotwise.core.step import TokenLogprobs
 from slotwise.core.tenant_capacity import TenantCapacity

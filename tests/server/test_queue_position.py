@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from live_server import Server, eventually, running, unanswered
+from support.live_server import Server, eventually, running, unanswered
 
 COMPLETIONS, SCHEDULING = "/v1/completions", "/admin/scheduling"
 LONG = {"prompt": [2], "max_tokens": 500, "ignore_eos": True}

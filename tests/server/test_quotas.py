@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from live_server import Server, eventually, running, unanswered
+from support.live_server import Server, eventually, running, unanswered
 
 from slotwise.core.limits import SchedulerLimits
 from slotwise.engine.admission_control import AdmissionControl

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from live_server import Server, eventually, running
+from support.live_server import Server, eventually, running
 
 from slotwise.routing.prompt import PIECE, digests, written
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from live_server import JSON, Server, counted, eventually, running, unanswered
+from support.live_server import JSON, Server, counted, eventually, running, unanswered
 
 from slotwise.server.parsers.parts import CallArguments, CallName, Content, Part, Reasoning
 from slotwise.server.protocol import decode

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_server import Server, running
+from support.live_server import Server, running
 
 from slotwise.core.params import SamplingParams
 from slotwise.core.sampling_defaults import SamplingDefaults

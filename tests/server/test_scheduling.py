@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from live_server import JSON, Server, running
+from support.live_server import JSON, Server, running
 
 ROUTE = "/admin/scheduling"
 COMPLETIONS = "/v1/completions"

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from live_server import Server, children, counted, eventually, running, unanswered
+from support.live_server import Server, children, counted, eventually, running, unanswered
 
 ONE_SLOT = ("max_num_seqs=1", "seconds_per_step=0.2", "silence_timeout=0.05")
 BLOCKING = {"prompt": [40], "max_tokens": 400, "ignore_eos": True}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_server import Server, running
+from support.live_server import Server, running
 from tokenizers import Tokenizer as Inner
 
 from slotwise.server.prompts import MAX_SUFFIXES

@@ -13,9 +13,9 @@ from typing import Any
 
 import httpx
 import pytest
-from live_server import POSTED, Server, counted, running, unanswered
 from server.test_abort_requests import Asking
 from server.test_lifecycle import COMPLETIONS, LONG, SLOW, eventually, gauge
+from support.live_server import POSTED, Server, counted, running, unanswered
 
 from slotwise.text.tokenizer import Tokenizer
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
-from live import serving
-from live_server import Server, counted, eventually, running
+from support.live import serving
+from support.live_server import Server, counted, eventually, running
 
 from slotwise.batching.settings import KINDS
 from slotwise.observe import event_log

@@ -15,9 +15,9 @@ from typing import Any
 
 import httpx
 import pytest
-from canary import singing
-from live_server import Server, children, counted, eventually, running
-from toy_checkpoint import write_checkpoint
+from support.canary import singing
+from support.live_server import Server, children, counted, eventually, running
+from support.toy_checkpoint import write_checkpoint
 
 from slotwise.server.templates import Limits, Template
 from slotwise.text.chat_source import ChatTemplateError

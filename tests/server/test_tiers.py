@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from live_server import Server, counted, eventually, running
+from support.live_server import Server, counted, eventually, running
 
 from slotwise.server.tiers import TiersError, load_tiers
 

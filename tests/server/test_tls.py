@@ -15,8 +15,8 @@ import httpx
 import pytest
 import trustme
 from cryptography.hazmat.primitives import serialization
-from live import cli, serving
-from live_server import JSON, Server, eventually, running
+from support.live import cli, serving
+from support.live_server import JSON, Server, eventually, running
 
 from slotwise.cli import build_parser
 from slotwise.cli.network_options import network_settings

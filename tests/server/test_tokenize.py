@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from live_server import Server
+from support.live_server import Server
 
 HEADER = "x-slotwise-warning"
 MESSAGES = [{"role": "user", "content": "the fox"}, {"role": "assistant", "content": "runs"}]

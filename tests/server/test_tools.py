@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from live_server import Server, running
+from support.live_server import Server, running
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Inner
 

@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from live_server import Server, running
+from support.live_server import Server, running
 
 BODY = json.dumps({"prompt": [2], "max_tokens": 1}).encode()
 LENGTH = b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from live_server import JSON, Server
+from support.live_server import JSON, Server
 
 from slotwise.core.params import MAX_BIAS, RANGES
 from slotwise.engine import scheduling

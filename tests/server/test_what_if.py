@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
-from live_server import JSON, Server, running
+from support.live_server import JSON, Server, running
 
 from slotwise import builtin
 from slotwise.cli import main

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_server import eventually
+from support.live_server import eventually
 
 from slotwise.server.turns import QueueFull, Turns
 from slotwise.server.worker import CallError, CallRefused, Limits, Worker, WorkerError
@@ -29,7 +29,7 @@ def path_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def with_worker(play: Callable[[Worker], Awaitable[None]], limits: Limits = LIMITS) -> None:
     async def whole() -> None:
-        worker = Worker("worker_calls", limits, Turns(8, 4))
+        worker = Worker("support.worker_calls", limits, Turns(8, 4))
         try:
             await play(worker)
         finally:
@@ -194,7 +194,7 @@ from slotwise.server.turns import Turns
 from slotwise.server.worker import Limits, Worker
 
 async def main():
-    worker = Worker("worker_calls", Limits(seconds=4.0, memory=1 << 28, answer=1 << 20), Turns(1, 1))
+    worker = Worker("support.worker_calls", Limits(seconds=4.0, memory=1 << 28, answer=1 << 20), Turns(1, 1))
     print((await worker.call("", "process", tuple))["pid"], flush=True)
     await worker.call("", {what!r}, lambda: {arguments!r})
 

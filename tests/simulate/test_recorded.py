@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import pytest
-from toy import EOS, VOCAB, next_token
+from support.toy import EOS, VOCAB, next_token
 
 from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from recorded import TIGHT, Recorded
-from toy import Guesses
+from support.recorded import TIGHT, Recorded
+from support.toy import Guesses
 
 from slotwise.batching.settings import KINDS, Batching
 from slotwise.engine.messages import NO_STEP, RowEnd, StepRecord

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from toy import EOS, VOCAB
+from support.toy import EOS, VOCAB
 
 from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits

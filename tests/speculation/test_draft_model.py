@@ -7,7 +7,7 @@ from itertools import pairwise
 from random import Random
 
 import pytest
-from toy import Driver, alone, next_token, request
+from support.toy import Driver, alone, next_token, request
 
 from slotwise.core.drafting import MEASURING, NO_GAIN, NO_ROOM
 from slotwise.core.limits import SchedulerLimits

@@ -10,8 +10,8 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from operations import DISCIPLINE, LIMITS, OPERATION, play
-from toy import VOCAB, Driver, alone, request
+from support.operations import DISCIPLINE, LIMITS, OPERATION, play
+from support.toy import VOCAB, Driver, alone, request
 
 from slotwise.core.drafting import MAX_DRAFTS, NO_GAIN, NO_MATCH, RESTING
 from slotwise.core.interfaces import DraftRow, Proposal

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from published_templates import losses, renderings, transformers_tokenizer
+from support.published_templates import losses, renderings, transformers_tokenizer
 
 from slotwise.server.parsers.registry import tool_parser_of
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from stop_automata import Automata
+from support.stop_automata import Automata
 
 from slotwise.text.stop_strings import StopStrings
 

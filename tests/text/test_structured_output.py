@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_schemas import random_schema, random_text
+from support.random_schemas import random_schema, random_text
 
 from slotwise.core.grammar import JSON_SCHEMA, LARK, MAX_BYTES, REGEX, Grammar
 from slotwise.grammars import compiled, tokenizer_of

@@ -9,8 +9,8 @@ from collections import Counter
 from random import Random
 
 import pytest
-from apart import FAULTS, LIMITS, Chaos, Pair
-from toy import VOCAB, alone, request
+from support.apart import FAULTS, LIMITS, Chaos, Pair
+from support.toy import VOCAB, alone, request
 
 from slotwise.transfer.settings import CONNECTORS
 

@@ -7,10 +7,10 @@ import socket
 import zlib
 
 import pytest
-from apart import HOST, LIMITS, Pair
 from hypothesis import given
 from hypothesis import strategies as st
-from toy import alone, request
+from support.apart import HOST, LIMITS, Pair
+from support.toy import alone, request
 
 from slotwise.transfer.frames import CHECKSUM, HEADER, MAGIC, MAX_TEXT, StreamWire
 from slotwise.transfer.interface import Frame, Kind, TransferError

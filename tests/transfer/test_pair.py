@@ -6,8 +6,8 @@ import time
 from dataclasses import replace
 
 import pytest
-from apart import LIMITS, Pair
-from toy import alone, request
+from support.apart import LIMITS, Pair
+from support.toy import alone, request
 
 from slotwise.core.params import SamplingParams
 from slotwise.core.reasons import WAITING_FOR_KV

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from apart import HOST, LIMITS, SECRET, Pair, ToyBlocks
-from live_server import eventually
-from toy import alone, next_token, request
+from support.apart import HOST, LIMITS, SECRET, Pair, ToyBlocks
+from support.live_server import eventually
+from support.toy import alone, next_token, request
 
 from slotwise.engine.executor import FakeExecutor
 from slotwise.transfer import shared_memory, tcp

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 
 import pytest
-from bench.report.pages import RESULT
-from browser import browser, opened
+from support.browser import browser, opened
+from support.report_pages import RESULT
 
 from slotwise.bench.report import render, slot_charts
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from xml.etree import ElementTree
 
 import pytest
-from bench.report.pages import RESULT, Charts, text_of, with_runs
+from support.report_pages import RESULT, Charts, text_of, with_runs
 
 from slotwise.bench.report import data, lanes, render, slot_charts
 

@@ -10,9 +10,9 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from bench.example_result import result as example
-from bench.report.pages import RESULT, Charts, text_of, with_runs
-from bench.virtual import queued, stand
+from support.example_result import result as example
+from support.report_pages import RESULT, Charts, text_of, with_runs
+from support.virtual import queued, stand
 
 from slotwise.bench.compare import DISCIPLINES, Comparison, contenders
 from slotwise.bench.report import curves, data, lanes, render, slot_charts, svg, words, write_report

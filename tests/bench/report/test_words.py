@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from bench.report.pages import RESULT, text_of, with_runs
+from support.report_pages import RESULT, text_of, with_runs
 
 from slotwise.bench.report import data, render, words
 

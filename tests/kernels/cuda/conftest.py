@@ -9,7 +9,7 @@ import torch
 @pytest.fixture(autouse=True)
 def interpreter() -> Iterator[None]:
     """The interpreter asks the environment again while it runs."""
-    from kernels.cuda.device import interpreted
+    from support.cuda_device import interpreted
 
     with interpreted():
         yield

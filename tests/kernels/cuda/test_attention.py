@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.cuda.device import DEVICE, EXAMPLES, geometry
-from kernels.cuda.ragged import SMALL, apart, attend, caches
-from kernels.paged import Layer
+from support.cuda_device import DEVICE, EXAMPLES, geometry
+from support.cuda_ragged import SMALL, apart, attend, caches
+from support.paged import Layer
 
 from slotwise.kernels.cuda import attention, decode, prefill
 from slotwise.kernels.cuda.configs import default_tuning

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from kernels.cuda.device import interpreted
+from support.cuda_device import interpreted
 
 with interpreted():
     from slotwise.kernels.cuda import configs

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import checkpoints
-import gguf_files
 import pytest
-import quantized
 import torch
-from kernels.cuda.device import DEVICE, KERNELS, interpreted
-from kernels.cuda.ragged import REFERENCE, moved
-from kernels.paged import distance
+from support import checkpoints, gguf_files
+from support import quantized_checkpoints as quantized
+from support.cuda_device import DEVICE, KERNELS, interpreted
+from support.cuda_ragged import REFERENCE, moved
+from support.paged import distance
 
 from slotwise.kernels.interface import RaggedBatch
 from slotwise.model.decoder import Decoder

@@ -8,15 +8,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
-import checkpoints
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.cuda.device import DEVICE, KERNELS
-from kernels.cuda.ragged import moved
-from kernels.paged import distance
 from runner.test_graphs import BLOCK, BLOCKS, WIDTH, decode_batch
+from support import checkpoints
+from support.cuda_device import DEVICE, KERNELS
+from support.cuda_ragged import moved
+from support.paged import distance
 from torch import Tensor
 
 sys.path.append(str(Path(__file__).resolve().parents[3]))  # `benchmarks` is run from the root and never installed

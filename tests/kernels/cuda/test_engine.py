@@ -8,9 +8,9 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-import checkpoints
 import pytest
-from kernels.cuda.device import DEVICE, KERNELS
+from support import checkpoints
+from support.cuda_device import DEVICE, KERNELS
 
 from slotwise.compose.engine import load
 from slotwise.core.params import SamplingParams

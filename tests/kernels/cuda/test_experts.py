@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.cuda.device import DEVICE, EXAMPLES, KERNELS, interpreted
-from kernels.cuda.ragged import REFERENCE
-from kernels.mixtures import CLAMPED, numbers, weights
-from kernels.paged import distance
-from kernels.quantised import FORMATS, depth_of, random_matrix
+from support.cuda_device import DEVICE, EXAMPLES, KERNELS, interpreted
+from support.cuda_ragged import REFERENCE
+from support.mixtures import CLAMPED, numbers, weights
+from support.paged import distance
+from support.quantized_matrices import FORMATS, depth_of, random_matrix
 
 from slotwise.kernels.interface import ExpertWeights, Routing
 from slotwise.kernels.matrix import Factors, StackedMatrix

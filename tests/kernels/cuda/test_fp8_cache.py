@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernels.cuda.device import DEVICE
-from kernels.cuda.ragged import attend, moved
-from kernels.paged import Layer, distance, rotary
+from support.cuda_device import DEVICE
+from support.cuda_ragged import attend, moved
+from support.paged import Layer, distance, rotary
 
 from slotwise.kernels.cache_kinds import FP8_LARGEST, as_bytes
 from slotwise.kernels.cuda import CudaKernels

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernels.cuda.device import DEVICE, KERNELS
+from support.cuda_device import DEVICE, KERNELS
 
 from slotwise.kernels.cuda import graphs
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from kernels.cuda.device import DEVICE, KERNELS
+from support.cuda_device import DEVICE, KERNELS
 
 from slotwise.kernels.delta import DeltaKernels, DeltaShape
 from slotwise.kernels.interface import Kernels

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernels.cuda.device import DEVICE, KERNELS
-from kernels.cuda.ragged import REFERENCE
-from kernels.paged import distance
+from support.cuda_device import DEVICE, KERNELS
+from support.cuda_ragged import REFERENCE
+from support.paged import distance
 
 from slotwise.kernels.low_rank import NO_ADAPTER, LowRank, LowRankPart
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernels.cuda.device import DEVICE, interpreted
+from support.cuda_device import DEVICE, interpreted
 
 from slotwise.kernels.sampling import allowed_only
 

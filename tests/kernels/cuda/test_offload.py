@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernels.cuda.device import DEVICE, KERNELS
+from support.cuda_device import DEVICE, KERNELS
 
 from slotwise.core.step import Copy
 from slotwise.kernels.interface import AttentionShape

@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.cuda.device import DEVICE, EXAMPLES, KERNELS, interpreted
-from kernels.paged import distance
-from kernels.quantised import FORMATS, depth_of, random_matrix
+from support.cuda_device import DEVICE, EXAMPLES, KERNELS, interpreted
+from support.paged import distance
+from support.quantized_matrices import FORMATS, depth_of, random_matrix
 
 from slotwise.kernels.matrix import Format, QuantisedMatrix, Rows, StackedMatrix
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.cuda.device import DEVICE, EXAMPLES, geometry, interpreted
+from support.cuda_device import DEVICE, EXAMPLES, geometry, interpreted
 from torch import Tensor
 
 from slotwise.kernels import sampling as reference

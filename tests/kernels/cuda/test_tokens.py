@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.cuda.device import DEVICE, EXAMPLES, KERNELS, geometry
-from kernels.cuda.ragged import REFERENCE, moved
-from kernels.paged import Layer, distance, rotary
+from support.cuda_device import DEVICE, EXAMPLES, KERNELS, geometry
+from support.cuda_ragged import REFERENCE, moved
+from support.paged import Layer, distance, rotary
 
 from slotwise.kernels.interface import AttentionShape, QKNorm, SharedNorm
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import quantized
+from support import quantized_checkpoints as quantized
 
 from slotwise.model.errors import CheckpointError
 from slotwise.model.fields import Fields

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import quantized
 import torch
-from checkpoints import make, one_thread, prompts
-from ragged import Driver
 from safetensors.torch import load_file
+from support import quantized_checkpoints as quantized
+from support.checkpoints import make, one_thread, prompts
+from support.ragged import Driver
 from torch import Tensor
 
 from slotwise.errors import MOST_CHARACTERS

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import quantized
 import torch
-from checkpoints import as_part, make, one_thread, prompts, reference_model
-from ragged import Driver
 from safetensors.torch import load_file
+from support import quantized_checkpoints as quantized
+from support.checkpoints import as_part, make, one_thread, prompts, reference_model
+from support.ragged import Driver
 
 from slotwise.kernels.cpu import linear_bf16
 from slotwise.kernels.cpu.kernels import CpuKernels

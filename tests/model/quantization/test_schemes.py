@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import quantized
 import torch
+from support import quantized_checkpoints as quantized
 from torch import Tensor
 
 from slotwise.kernels.cpu.kernels import CpuKernels

@@ -8,10 +8,10 @@ from itertools import pairwise
 
 import httpx
 import pytest
-from browser import browser
-from live import serving
-from observe.timeline.logs import cells
-from observe.timeline.looking import compare, frame, looked_at, written
+from support.browser import browser
+from support.live import serving
+from support.timeline_logs import cells
+from support.timeline_pages import compare, frame, looked_at, written
 
 from slotwise.bench.server_run import NO_QUEUE_BOUND
 from slotwise.core import reasons

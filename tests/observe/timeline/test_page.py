@@ -7,10 +7,10 @@ from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
-from browser import browser
-from observe.played import LIMITS, Play
-from observe.timeline.logs import cells, everything
-from observe.timeline.looking import compare, frame, looked_at, written
+from support.browser import browser
+from support.played import LIMITS, Play
+from support.timeline_logs import cells, everything
+from support.timeline_pages import compare, frame, looked_at, written
 
 from slotwise.core.step import RankSpan
 from slotwise.engine.messages import NO_STEP

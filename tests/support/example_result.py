@@ -2,7 +2,7 @@
 
 A step takes BASE + ROW x rows + TOKEN x prompt tokens seconds, as a small model on two cores does.
 
-usage: python tests/bench/example_result.py [FILE.html]
+usage: python tests/support/example_result.py [FILE.html]
 """
 
 from __future__ import annotations

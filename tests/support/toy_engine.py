@@ -7,8 +7,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from toy import EOS, VOCAB, next_token, scheduler
-
 from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
@@ -17,6 +15,7 @@ from slotwise.engine.executor import FakeExecutor
 from slotwise.engine.messages import Add, Command, EngineInfo, StepRecord
 from slotwise.engine.observer import Observer
 from slotwise.engine.scheduling import Scheduling
+from support.toy import EOS, VOCAB, next_token, scheduler
 
 MS = 1_000_000
 LIMITS = SchedulerLimits(max_model_len=100, num_blocks=10, block_size=4, max_num_seqs=4, max_num_batched_tokens=64)

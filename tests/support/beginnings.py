@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from toy import Driver, alone, request
 
 from slotwise.core import prefix_cache
 from slotwise.core.events import Admitted
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.request import Request
+from support.toy import Driver, alone, request
 
 SYSTEM = list(range(12))  # three blocks
 

@@ -8,7 +8,7 @@ from collections import defaultdict
 from html.parser import HTMLParser
 from typing import Any
 
-from bench.example_result import result as example
+from support.example_result import result as example
 
 RESULT = example(count=24, slots=4)
 BOX = re.compile(r"M([\d.]+) ([\d.]+)H([\d.]+)V([\d.]+)H[\d.]+z")

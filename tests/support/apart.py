@@ -10,9 +10,6 @@ from collections import Counter
 from collections.abc import Callable
 from random import Random
 
-from recorded import Shelf
-from toy import EOS, VOCAB, next_token, scheduler
-
 from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
@@ -28,6 +25,8 @@ from slotwise.transfer.interface import Listener, Wire
 from slotwise.transfer.receiver import Receiver
 from slotwise.transfer.sender import Sender
 from slotwise.transfer.settings import CONSUMER, KVTransferConfig
+from support.recorded import Shelf
+from support.toy import EOS, VOCAB, next_token, scheduler
 
 LIMITS = SchedulerLimits(
     max_model_len=80, num_blocks=60, block_size=4, max_num_seqs=6, max_num_batched_tokens=16,

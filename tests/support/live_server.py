@@ -18,7 +18,7 @@ import httpx
 
 JSON = {"Content-Type": "application/json"}
 POSTED = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
-PROGRAM = Path(__file__).with_name("server") / "server_process.py"
+PROGRAM = Path(__file__).with_name("server_process.py")
 
 
 @dataclass

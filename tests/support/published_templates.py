@@ -1,7 +1,7 @@
 """Chat templates as models are published with: our rendering beside that of transformers' `apply_chat_template`, and
 what becomes of conversations that clients send and templates were not written for: nothing of them may be lost.
 
-usage: python tests/published_templates.py FOLDER     writes docs/templates.json about all templates of a folder
+usage: python tests/support/published_templates.py FOLDER     writes docs/templates.json about all templates of a folder
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ def main(folder: Path) -> None:
             kind: found[kind] for kind in (
                 "equal", "normalized", "refused", "differ", "sent kept", "sent refused", "sent lost", "sent unlike")})
     content = {"transformers": transformers.__version__, "rows": rows}
-    Path(__file__).parents[1].joinpath("docs", "templates.json").write_text(json.dumps(content, indent=1) + "\n")
+    Path(__file__).parents[2].joinpath("docs", "templates.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
-from toy import VOCAB, Driver, alone, request
 
 from slotwise.core.events import Admitted
 from slotwise.core.interfaces import Policy
@@ -15,6 +14,7 @@ from slotwise.core.request import NO_SLO, Request, State
 from slotwise.core.slo import SLO
 from slotwise.core.step import StepPlan
 from slotwise.core.step_time import StepTimeModel, Work
+from support.toy import VOCAB, Driver, alone, request
 
 ROOMY = SchedulerLimits(
     max_model_len=128, num_blocks=512, block_size=4, max_num_seqs=3, max_num_batched_tokens=1024)

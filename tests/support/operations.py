@@ -6,7 +6,6 @@ from dataclasses import replace
 from math import inf
 
 from hypothesis import strategies as st
-from toy import VOCAB, Driver, alone, request
 
 from slotwise.batching.continuous import Alone, Chunked, Inline
 from slotwise.batching.groups import Dynamic, OneAtATime, Static
@@ -16,6 +15,7 @@ from slotwise.core.limits import ERROR, RECOMPUTE, SchedulerLimits
 from slotwise.core.slo import SLO, Tier
 from slotwise.core.step_time import StepTimeModel
 from slotwise.policies.settings import Ordering
+from support.toy import VOCAB, Driver, alone, request
 
 LIMITS = st.builds(
     lambda slots, extra, **others: SchedulerLimits(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from observe.timeline.logs import Cell
+from support.timeline_logs import Cell
 
 WINDOW = 60  # steps looked at together: each is more than ten pixels wide
 PLAIN = {"prefill": "strong", "decode": "soft"}

@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from toy import EOS, VOCAB, next_token, scheduler
-
 from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
@@ -19,6 +17,7 @@ from slotwise.engine.scheduling import Scheduling
 from slotwise.observe.event_log import Entry, decode
 from slotwise.observe.recorder import Recorder
 from slotwise.observe.ring import Ring
+from support.toy import EOS, VOCAB, next_token, scheduler
 
 LIMITS = SchedulerLimits(max_model_len=64, num_blocks=40, block_size=4, max_num_seqs=6, max_num_batched_tokens=16,
                          enable_prefix_caching=True, max_passes=2)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from kernels.cuda.device import DEVICE, KERNELS
-from kernels.paged import Layer, distance
 from torch import Tensor
 
 from slotwise.kernels.cuda import attention
@@ -15,6 +13,8 @@ from slotwise.kernels.cuda.configs import DecodeConfig, PrefillConfig, Tuning
 from slotwise.kernels.interface import RaggedBatch
 from slotwise.kernels.paged_cache import PagedCache
 from slotwise.kernels.reference import ReferenceKernels
+from support.cuda_device import DEVICE, KERNELS
+from support.paged import Layer, distance
 
 REFERENCE = ReferenceKernels()
 SMALL = Tuning(PrefillConfig(16, 16, 4, 2), DecodeConfig(16, 4, 2), segment=32)

@@ -6,8 +6,6 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from toy import EOS, Guesses, next_token
-
 from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
@@ -20,6 +18,7 @@ from slotwise.engine.scheduling import Scheduling
 from slotwise.observe import event_log
 from slotwise.observe.recorder import Recorder
 from slotwise.policies.fcfs import FirstComeFirstServed
+from support.toy import EOS, Guesses, next_token
 
 LIMITS = SchedulerLimits(
     max_model_len=256, num_blocks=22, block_size=8, max_num_seqs=6, max_num_batched_tokens=48,

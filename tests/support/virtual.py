@@ -6,8 +6,6 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from toy import VOCAB, next_token
-
 from slotwise.batching.settings import Batching
 from slotwise.bench.offline_run import Clock, Stand
 from slotwise.core.limits import SchedulerLimits
@@ -17,6 +15,7 @@ from slotwise.engine.engine import Engine
 from slotwise.engine.executor import Executor, FakeExecutor
 from slotwise.policies.fcfs import FirstComeFirstServed
 from slotwise.workload.requests import Workload, WorkRequest
+from support.toy import VOCAB, next_token
 
 STEP_NS, ROW_NS, TOKEN_NS = 10_000_000, 1_000_000, 100_000  # of a step, of each of its rows, of each prompt token
 BLOCK_BYTES = 1000

@@ -6,8 +6,6 @@ import random
 from collections import deque
 from typing import Any
 
-from toy import EOS, VOCAB, next_token, scheduler
-
 from slotwise.batching.settings import Batching
 from slotwise.core.interfaces import Proposer
 from slotwise.core.limits import SchedulerLimits
@@ -22,6 +20,7 @@ from slotwise.observe.event_log import Entry, decode
 from slotwise.observe.recorder import Recorder
 from slotwise.speculation.proposer import proposer_of
 from slotwise.speculation.settings import Speculation
+from support.toy import EOS, VOCAB, next_token, scheduler
 
 MS = 1_000_000
 TIGHT = SchedulerLimits(  # somebody has to yield again and again

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
-from live_server import Server
+
+from support.live_server import Server
 
 BODY = {"prompt": [40], "max_tokens": 200, "stream": True}  # through the toy's vocabulary, without meeting its end
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from live_server import Server, eventually, running
+from support.live_server import Server, eventually, running
 
 READY = re.compile(r"Ready after .* on (http://\S+)")
 

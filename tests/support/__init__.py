@@ -1,0 +1,1 @@
+"""What tests share: servers, toy engines, checkpoints, recorded logs, and naive models to compare with."""

@@ -172,7 +172,7 @@ def test_a_row_preempted_while_it_is_verified_keeps_what_was_accepted():
     driver = decoding(Fixed(2))
     driver.plan()
     (one,) = driver.scheduler.requests()
-    driver.scheduler._table.preempt(one, 1, driver.now)
+    driver.scheduler._preempt(one, 1, driver.now)
     assert "one" not in driver.plan().request_ids
     driver.commit()
     assert len(driver.output["one"]) == 4

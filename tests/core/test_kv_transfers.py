@@ -35,7 +35,7 @@ class Network(Driver):
         for position, token in enumerate(waiting.tokens[: num_blocks * size]):
             digest = hash((digest, token))
             self.executor._cache[waiting.blocks[position // size], position % size] = digest
-        self.scheduler.transfers.received(Arrival(waiting.request_id, num_blocks, is_last), self.now)
+        self.scheduler.received(Arrival(waiting.request_id, num_blocks, is_last), self.now)
         self.scheduler.check()
 
     def run_until_ended(self, name: str) -> None:
@@ -112,7 +112,7 @@ def test_blocks_stay_pinned_until_they_are_read_or_time_is_over():
         assert network.scheduler.num_free_blocks == LIMITS.num_blocks - 5
         assert [len(blocks) for blocks in network.scheduler.transfers.readable({"a"}).values()] == [5]
         if is_read:
-            network.scheduler.transfers.acknowledged("a")
+            network.scheduler.acknowledged("a")
         else:
             network.now += 20 * TIMEOUT
             network.plan()
@@ -124,7 +124,7 @@ def test_a_prompt_that_is_not_wanted_any_more_is_not_pinned():
     network = Network(LIMITS)
     network.add(offered("a", list(range(1, 19))))
     network.plan()
-    network.scheduler.transfers.acknowledged("a")
+    network.scheduler.acknowledged("a")
     network.commit()
     network.run()
     assert network.scheduler.num_free_blocks == LIMITS.num_blocks
@@ -162,7 +162,7 @@ def live(draw: Random) -> None:
                 network.arrive(one, number, is_last=is_last)
             case "acknowledge" if expected:
                 before = network.scheduler.transfers.num_pinned_blocks
-                network.scheduler.transfers.acknowledged(draw.choice(list(expected)))
+                network.scheduler.acknowledged(draw.choice(list(expected)))
                 SEEN["acknowledged"] += network.scheduler.transfers.num_pinned_blocks < before
             case "abort":
                 network.finish(f"r{draw.randrange(len(expected) + 1)}")
@@ -173,7 +173,7 @@ def live(draw: Random) -> None:
                 SEEN["expired"] += before > 0
             case "step" if len(network.flying) < 2 and (not network.flying or draw.random() < 0.5):
                 network.plan()
-                SEEN["given up"] += len(network.scheduler._table.given_up)
+                SEEN["given up"] += len(network.scheduler.transfers.given_up)
             case "step":
                 network.commit()
     network.run()

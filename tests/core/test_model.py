@@ -94,7 +94,7 @@ class Life(Driver):
         self.now += self.draw.choice((0.0, 0.5, 10.0))
 
     def switch(self) -> None:
-        slots = self.draw.randint(2, self.scheduler._table.num_slots)
+        slots = self.draw.randint(2, self.scheduler.num_slots)
         self.configure(self.draw.choice(DISCIPLINES).discipline(slots), slots, self.draw.randint(0, 20))
 
     def order(self) -> None:
@@ -108,7 +108,7 @@ class Life(Driver):
             self.discipline, limits.max_num_seqs, limits.max_num_batched_tokens - limits.max_num_seqs, policy)
 
     def _fold(self) -> None:
-        for event in self.scheduler._table.events:
+        for event in self.scheduler.events:
             if isinstance(event, Admitted) and event.num_cached:
                 SEEN["hit"] += 1
         super()._fold()

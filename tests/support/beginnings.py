@@ -33,7 +33,7 @@ class Watching(Driver):
         self.cached: dict[str, list[int]] = {}
 
     def _fold(self) -> None:
-        for event in list(self.scheduler._table.events):
+        for event in list(self.scheduler.events):
             if isinstance(event, Admitted):
                 self.cached.setdefault(event.request_id, []).append(event.num_cached)
         super()._fold()

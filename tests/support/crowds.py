@@ -119,7 +119,7 @@ class Starts(Driver):
         super().add(new)
 
     def _fold(self) -> None:
-        for event in self.scheduler._table.events:
+        for event in self.scheduler.events:
             if isinstance(event, Admitted):
                 went = self.everyone[event.request_id]
                 self._unstarted.pop(went.request_id, None)

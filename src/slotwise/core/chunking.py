@@ -12,13 +12,13 @@ the window are freed, so that a prompt of any length holds a bounded number of t
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from math import inf
 
-from slotwise.core.interfaces import Discipline
+from slotwise.core.interfaces import Discipline, Policy
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.plan_builder import PlanBuilder
 from slotwise.core.request import Request
-from slotwise.core.request_table import RequestTable
 from slotwise.core.step_budget import SHARE, StallLimit, StepBudget, stall_limit
 from slotwise.core.step_time import StepTimeModel, Work
 
@@ -27,57 +27,52 @@ AIM = 0.9  # of a step's time limit: predictions are medians, and half of the st
 
 
 class Chunking:
-    """Sizes prefill chunks, under fixed limits and a fixed discipline."""
+    """Sizes prefill chunks, under fixed limits, a fixed discipline and a fixed policy."""
 
     def __init__(
-        self, table: RequestTable, limits: SchedulerLimits, discipline: Discipline, times: StepTimeModel,
+        self, limits: SchedulerLimits, discipline: Discipline, policy: Policy, times: StepTimeModel,
     ) -> None:
-        self._table = table
         self._limits = limits
         self._discipline = discipline
+        self._policy = policy
         self._times = times
         self._most = limits.max_chunk if limits.groups.are_windowed else inf
         cuts_prompts = discipline.chunk(2, 1) == 1
         self._stall = limits.max_stall_ms / 1000 if limits.max_stall_ms is not None and cuts_prompts else None
 
     @property
-    def needs_step_times(self) -> bool:
-        """True if any limit or request needs step-time predictions."""
-        return self._limits.max_step_ms is not None or self._stall is not None or self._table.num_with_tpot > 0
+    def limits_time(self) -> bool:
+        """Whether a limit bounds the time of steps, so that these are predicted."""
+        return self._limits.max_step_ms is not None or self._stall is not None
 
-    def time_budget(self) -> StepBudget | None:
-        """Returns the time budget of the next step; None: unlimited."""
+    def time_budget(self, running: Collection[Request], num_waiting: int, num_with_tpot: int) -> StepBudget | None:
+        """Returns the time budget of the next step; None: unlimited.
+
+        Args:
+            num_with_tpot: unfinished requests with a TPOT objective.
+        """
         fixed = inf if self._limits.max_step_ms is None else self._limits.max_step_ms / 1000
-        own, of_tiers = self._objectives()
-        stall = self._stall_limit(self._stall) if self._stall is not None else None
+        own = of_tiers = inf  # the lowest TPOT objective of the running requests, and the lowest that a tier backs
+        if num_with_tpot:
+            objectives = [(one.slo.tpot, one.slo.tier) for one in running if one.slo.tpot is not None]
+            own = min((tpot for tpot, _ in objectives), default=inf)
+            of_tiers = min((tpot for tpot, tier in objectives if tier), default=inf)
+        stall = self._stall_limit(self._stall, running, num_waiting) if self._stall is not None else None
         if stall is None and fixed == own == inf:
             return None
         promised = min(fixed, of_tiers)
         if own < promised:
-            own = max(own, SHARE * self._times.seconds(self._decode_work()))
+            contexts = [one.num_scheduled for one in running if one.unscheduled <= 1]
+            decode = Work(len(contexts), len(contexts), sum(contexts) + len(contexts), 0.0)
+            own = max(own, SHARE * self._times.seconds(decode))
         return StepBudget(self._times, min(own, promised) * AIM, stall, promised * AIM)
 
-    def _decode_work(self) -> Work:
-        """Returns the work of the decoding rows alone."""
-        contexts = [one.num_scheduled for one in self._table.running.values() if one.unscheduled <= 1]
-        return Work(len(contexts), len(contexts), sum(contexts) + len(contexts), 0.0)
-
-    def _objectives(self) -> tuple[float, float]:
-        """Returns the lowest TPOT objective of the running requests, and the lowest that a tier backs, in seconds."""
-        if not self._table.num_with_tpot:
-            return inf, inf
-        objectives = [(one.slo.tpot, one.slo.tier) for one in self._table.running.values() if one.slo.tpot is not None]
-        return (min((tpot for tpot, _ in objectives), default=inf),
-                min((tpot for tpot, tier in objectives if tier), default=inf))
-
-    def _stall_limit(self, bound: float) -> StallLimit | None:
+    def _stall_limit(self, bound: float, running: Collection[Request], num_waiting: int) -> StallLimit | None:
         """Returns the stall limit of a step that mixes prefill and decode; None if this step cannot."""
-        table = self._table
-        num_running = len(table.running)
-        joining = min(len(table.waiting), max(0, self._limits.max_num_seqs - num_running))
-        contexts = [request.num_scheduled for request in table.running.values()
+        joining = min(num_waiting, max(0, self._limits.max_num_seqs - len(running)))
+        contexts = [request.num_scheduled for request in running
                     if len(request.tokens) + request.pending - request.num_scheduled <= 1]
-        newcomers = joining + num_running - len(contexts)
+        newcomers = joining + len(running) - len(contexts)
         if not contexts or not newcomers:
             return None
         return StallLimit(*(AIM * limit for limit in stall_limit(self._times, bound, contexts, newcomers)))
@@ -118,5 +113,5 @@ class Chunking:
 
     def _allowed(self, request: Request, wanted: int, builder: PlanBuilder, num_behind: int) -> int:
         """Returns the tokens that policy, discipline and token budget allow."""
-        cap = max(1, self._table.policy.cap(request, wanted, builder.now))
+        cap = max(1, self._policy.cap(request, wanted, builder.now))
         return self._discipline.chunk(int(min(wanted, cap, self._most)), builder.budget - num_behind)

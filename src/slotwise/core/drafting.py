@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slotwise.core.interfaces import DraftRow, Proposer
+from slotwise.core.kv_manager import KVManager
 from slotwise.core.plan_builder import PlanBuilder
 from slotwise.core.reasons import TIME_BUDGET
 from slotwise.core.request import Request
-from slotwise.core.request_table import RequestTable
 from slotwise.core.step import Proposing, RowKind
 from slotwise.core.step_time import StepTimeModel, Work, work_of
 
@@ -37,9 +37,9 @@ DRAFT_LIMITS = {  # why a step has no more drafts, beside the `reasons` TOKEN_BU
 class Drafting:
     """Adds the drafts of a proposer to planned steps; without a proposer, nothing."""
 
-    def __init__(self, table: RequestTable, times: StepTimeModel, proposer: Proposer | None) -> None:
+    def __init__(self, kv: KVManager, times: StepTimeModel, proposer: Proposer | None) -> None:
         self.proposer = proposer
-        self._table = table
+        self._kv = kv
         self._times = times
         self._resting = 0  # steps in which no row is due unless a request joins, and why
         self._why = ""
@@ -88,7 +88,7 @@ class Drafting:
 
     def _row(self, request: Request, spare: int) -> DraftRow:
         """Args: spare: blocks that stay free.  With steps in flight, plain rows need theirs before this commit."""
-        limit = min(request.end - 1, self._table.kv.largest_capacity(request, spare)) - len(request.tokens)
+        limit = min(request.end - 1, self._kv.largest_capacity(request, spare)) - len(request.tokens)
         return DraftRow(request, max(0, limit))
 
     def _most(self, builder: PlanBuilder, work: Work, proposer: Proposer, num_rows: int) -> int:
@@ -114,7 +114,7 @@ class Drafting:
     def _plan(self, place: int, drafts: tuple[int, ...], builder: PlanBuilder) -> None:
         """Plan the drafts of a row, or as many as its blocks have room for: rows before it may have taken the rest."""
         request = builder.rows[place][0]
-        blocks = self._table.kv.extend(request, len(request.tokens) + len(drafts))
+        blocks = self._kv.extend(request, len(request.tokens) + len(drafts))
         if blocks is None:
             drafts, builder.draft_limit = drafts[: request.capacity - len(request.tokens)], NO_ROOM
         else:

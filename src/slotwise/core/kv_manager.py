@@ -18,7 +18,7 @@ from typing import NamedTuple
 from slotwise.core.block_pool import BlockPool, ConservationError
 from slotwise.core.cache_groups import BlockTable, CacheGroups
 from slotwise.core.host_cache import HostCache
-from slotwise.core.pinned_blocks import PinnedBlocks
+from slotwise.core.kv_transfers import PinnedBlocks
 from slotwise.core.prefix_cache import NOWHERE, CachedBlock, Entry, PrefixCache
 from slotwise.core.request import Request
 from slotwise.core.step import FREED, FreedBlocks, KVTransfer, NewBlocks

@@ -6,102 +6,159 @@
     consumer   WAITING_FOR_KV ──land──► holds blocks ──all arrived, late, or needed──► WAITING ──admit──► RUNNING
 
 A request that waits for another engine holds no slot.  It holds all blocks of its prompt, into which they are written
-beside the steps, as far as its tenant's share goes (`core/landings.py`); it keeps them in the queue for a slot.  What
-has arrived counts as computed: it is published like blocks computed here.  At least the last token of a prompt is
-computed here, because sampling needs its logits.  A request asks once: when it has lost its blocks to others that need
-them, or was preempted, it computes its prompt like any other.
+between steps or during them, and keeps them in the queue for a slot.  What has arrived counts as computed: it is
+published like blocks computed here.  At least the last token of a prompt is computed here, because sampling needs its
+logits.  A request asks once: when it has lost its blocks to others that need them, or was preempted, it computes its
+prompt like any other.
+
+A pin is a reference of its own, so a pinned block is neither reused nor evicted.  Nothing forces another engine to ask
+for it, and prompts may never arrive.  So tenants share (`core/tenant_capacity.py`) the blocks that pins may keep, where
+a pin beyond a tenant's share takes the place of its oldest ones, the number of requests that have landed, and the half
+of the cache that these may hold: a flood costs its own tenant time, and others none.
+
+The scheduler changes states; here is what it keeps of requests that send, or receive.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
-from slotwise.core.admission import Admission
-from slotwise.core.plan_builder import PlanBuilder
-from slotwise.core.reasons import WAITING_FOR_KV
+from slotwise.core.block_pool import BlockPool
+from slotwise.core.interfaces import Key
 from slotwise.core.request import Request, State
-from slotwise.core.request_table import RequestTable
-from slotwise.core.step import Arrival, Stop
+from slotwise.core.tenant_capacity import TenantCapacity
+from slotwise.core.waiting_queue import WaitingQueue
+
+
+class Pin(NamedTuple):
+    tenant: str
+    blocks: Sequence[int]
+    until: float  # seconds
+
+
+class PinnedBlocks:
+    """Pins by the id of the transfer that reads them, the oldest first."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._pins: dict[str, Pin] = {}
+        self._held = TenantCapacity("blocks", pool.total, includes_reserve=True)
+
+    def __contains__(self, transfer_id: str) -> bool:
+        return transfer_id in self._pins
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    @property
+    def holders(self) -> list[Sequence[int]]:
+        """The blocks of each pin."""
+        return [pin.blocks for pin in self._pins.values()]
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(len(pin.blocks) for pin in self._pins.values())
+
+    @property
+    def next_moment(self) -> float:
+        """When the next pin ends by itself, in seconds; infinite: none does."""
+        return min((pin.until for pin in self._pins.values()), default=float("inf"))
+
+    def blocks(self, transfer_id: str) -> Sequence[int]:
+        """The blocks of a pin; none where there is no such pin."""
+        pin = self._pins.get(transfer_id)
+        return pin.blocks if pin is not None else ()
+
+    def pin(self, transfer_id: str, tenant: str, blocks: Sequence[int], until: float) -> None:
+        """Keep `blocks`, which are referenced, until `unpin`, or `until`.
+
+        Releases the oldest pins of the tenant beyond its share, and of all tenants beyond the whole.
+        """
+        while self._pins and self._held.objection(tenant, len(blocks)):
+            mine = (name for name, pin in self._pins.items() if pin.tenant == tenant)
+            self.unpin(next(mine, next(iter(self._pins))))
+        self._pool.share(blocks)
+        self._pins[transfer_id] = Pin(tenant, tuple(blocks), until)
+        self._held.acquire(tenant, len(blocks))
+
+    def unpin_oldest(self) -> None:
+        self.unpin(next(iter(self._pins)))
+
+    def unpin(self, transfer_id: str) -> None:
+        """Release the blocks of a pin, the last one first.  Does nothing if there is none."""
+        pin = self._pins.pop(transfer_id, None)
+        if pin is not None:
+            self._held.release(pin.tenant, len(pin.blocks))
+            self._pool.release(reversed(pin.blocks))
+
+    def expire(self, now: float) -> None:
+        """Release the blocks of pins whose time is over."""
+        for transfer_id in [name for name, pin in self._pins.items() if pin.until <= now]:
+            self.unpin(transfer_id)
 
 
 class KVTransfers:
-    """Applies what other engines send and acknowledge to the requests of a table."""
+    """Requests that send or receive prompts, and the blocks that those without a slot hold.
 
-    def __init__(self, table: RequestTable) -> None:
-        self._table = table
+    Args:
+        pinned: blocks of ended requests.
+        unfinished: all requests, as the scheduler has them, like `running`.
+        lane_key: `Policy.lane_key`.
+        max_landed: requests that may hold blocks at once; each is received by a thread of its own.
+        num_blocks: of the cache.
+    """
+
+    def __init__(
+        self, pinned: PinnedBlocks, block_size: int, unfinished: dict[str, Request], running: dict[str, Request],
+        lane_key: Callable[[str, float], Key], max_landed: int, num_blocks: int,
+    ) -> None:
+        self._pinned = pinned
+        self._block_size = block_size
+        self._unfinished, self._running = unfinished, running
+        self.incoming = WaitingQueue(lane_key)  # requests WAITING_FOR_KV
+        self.given_up: list[Request] = []  # of these, without the blocks they had; enqueued before the next plan
+        self.unwanted: list[Request] = []  # requests that will not ask for the blocks another engine keeps for them
+        self._landed: dict[str, Request] = {}  # requests without a slot that hold blocks, in the order they got them
+        self._places = TenantCapacity("requests", max_landed, includes_reserve=True)
+        self._blocks = TenantCapacity("blocks", max(1, num_blocks // 2), includes_reserve=True)
+
+    # -- what an engine asks -------------------------------------------------------------------------------------
 
     @property
     def is_active(self) -> bool:
         """Whether a request waits for another engine, or blocks are pinned."""
-        return bool(self._table.kv.pinned) or bool(self._table.incoming)
+        return bool(self._pinned) or bool(self.incoming)
 
     @property
     def num_pinned_blocks(self) -> int:
         """Blocks of ended requests that another engine still reads."""
-        return self._table.kv.pinned.num_blocks
+        return self._pinned.num_blocks
 
     @property
     def next_moment(self) -> float:
         """When the next transfer is late, or a request that waits is due, in seconds; infinite: none will be."""
-        if self._table.given_up:
+        if self.given_up:
             return 0.0
-        return min([self._table.kv.pinned.next_moment, self._table.incoming.next_moment,
+        return min([self._pinned.next_moment, self.incoming.next_moment,
                     *(request.kv_until for request in self.receiving())])
-
-    def objection(self, request: Request) -> str:
-        """Returns why the blocks of a new request cannot be sent; "" if they can, or are not to be."""
-        if request.kv is None or not request.kv.sends:
-            return ""
-        name = request.kv.transfer_id
-        is_taken = name in self._table.kv.pinned or any(
-            other.kv is not None and other.kv.transfer_id == name for other in self._table.unfinished.values())
-        return f"transfer_id: another prompt is sent as {name:.40}" if is_taken else ""
 
     def receiving(self) -> Iterator[Request]:
         """The requests that hold blocks, and wait for their contents."""
-        return (request for request in self._table.landings if request.state is State.WAITING_FOR_KV)
-
-    def land(self, admission: Admission, now: float) -> None:
-        """Give blocks to the requests that wait for another engine, in the policy's order and by their tenants' shares.
-
-        The first one of a tenant that has to wait stops only those of its tenant.
-        """
-        if not self._table.incoming:
-            return
-        queue = self._table.incoming.walk(now)
-        while (request := queue.next()) is not None:
-            if request.tables:
-                continue
-            if (allocation := admission.landing(request)) is None:
-                queue.close(request.slo.tenant)
-            else:
-                self._table.land(request, allocation, now)
-
-    def refuse(self, builder: PlanBuilder) -> None:
-        """Record in the plan that requests wait for another engine; those without blocks wait behind these."""
-        waiting = list(self.receiving())
-        for request in waiting:
-            builder.refuse(request, WAITING_FOR_KV)
-        if builder.stop is not None:
-            builder.stop = builder.stop._replace(num_behind=builder.stop.num_behind + len(self._table.incoming))
-        elif waiting:  # they stop no other request
-            num_behind, host = len(self._table.incoming) - 1, self._table.kv.host
-            may_land = num_behind >= len(waiting) and host.num_loads_left < host.max_loads  # in the next plan
-            builder.stop = Stop(WAITING_FOR_KV, waiting[0].request_id, num_behind,
-                                builder.now if may_land else self.next_moment)
+        return (request for request in self._landed.values() if request.state is State.WAITING_FOR_KV)
 
     def first_missing(self, request: Request) -> int:
         """Index of the first block of its prompt that is not computed."""
-        return request.num_computed // self._table.kv.block_size
+        return request.num_computed // self._block_size
 
     def pop_unwanted(self) -> list[Request]:
         """Returns the requests since the last call that will not ask: all is cached here, or they have ended."""
-        unwanted, self._table.unwanted = self._table.unwanted, []
+        unwanted, self.unwanted = self.unwanted, []
         return unwanted
 
     def sending(self) -> set[str]:
         """The transfers of unfinished requests whose blocks are to be sent."""
-        return {request.kv.transfer_id for request in self._table.unfinished.values()
+        return {request.kv.transfer_id for request in self._unfinished.values()
                 if request.kv is not None and request.kv.sends}
 
     def readable(self, transfer_ids: Collection[str]) -> dict[str, list[int]]:
@@ -109,41 +166,61 @@ class KVTransfers:
 
         A block stays as it is until a plan is made that preempts or ends its request, or until its pin is released.
         """
-        pinned = self._table.kv.pinned
-        found = {name: list(pinned.blocks(name)) for name in transfer_ids if name in pinned}
-        for request in self._table.running.values():
+        found = {name: list(self._pinned.blocks(name)) for name in transfer_ids if name in self._pinned}
+        for request in self._running.values():
             if request.kv is not None and request.kv.sends and request.kv.transfer_id in transfer_ids:
-                num_full = min(request.num_prompt, request.num_computed) // self._table.kv.block_size
+                num_full = min(request.num_prompt, request.num_computed) // self._block_size
                 found[request.kv.transfer_id] = request.blocks[:num_full]
         return found
 
-    def received(self, arrival: Arrival, now: float) -> None:
-        """Count blocks as computed.  Does nothing for a request that does not wait for any."""
-        request, kv = self._table.unfinished.get(arrival.request_id), self._table.kv
-        if request is None or request.state is not State.WAITING_FOR_KV or not request.tables:
-            return
-        computed = min(arrival.num_blocks * kv.block_size, len(request.tokens) - 1)
-        if computed > request.num_computed:
-            request.num_received += computed - request.num_computed
-            request.start_from(computed)
-            if computed >= request.advance_at:
-                kv.advance(request)
-        if arrival.is_last:
-            self._table.arrived(request, now)
-        else:
-            self._table.await_kv(request, now)
+    # -- what the scheduler asks ---------------------------------------------------------------------------------
 
-    def acknowledged(self, transfer_id: str) -> None:
-        """Release the blocks that another engine has read, and keep none that it does not want any more."""
-        self._table.kv.pinned.unpin(transfer_id)
-        for request in self._table.unfinished.values():
-            if request.kv is not None and request.kv.transfer_id == transfer_id and request.kv.sends:
-                request.kv = None
+    def objection(self, request: Request) -> str:
+        """Returns why the blocks of a new request cannot be sent; "" if they can, or are not to be."""
+        if request.kv is None or not request.kv.sends:
+            return ""
+        name = request.kv.transfer_id
+        is_taken = name in self._pinned or any(
+            other.kv is not None and other.kv.transfer_id == name for other in self._unfinished.values())
+        return f"transfer_id: another prompt is sent as {name:.40}" if is_taken else ""
 
-    def expire(self, now: float) -> None:
-        """Compute what is late or was given up, and release what is not read in time."""
-        self._table.kv.pinned.expire(now)
-        given_up, self._table.given_up = self._table.given_up, []
+    @property
+    def landed(self) -> Iterable[Request]:
+        """The requests without a slot that hold blocks, in the order in which they got them."""
+        return self._landed.values()
+
+    def has_landed(self, request: Request) -> bool:
+        return request.request_id in self._landed
+
+    def allows(self, tenant: str, num_blocks: int) -> bool:
+        """Whether the tenant's share has room for one more request with so many blocks."""
+        return not (self._places.objection(tenant, 1) or self._blocks.objection(tenant, num_blocks))
+
+    def land(self, request: Request) -> None:
+        """Count a request that has got its blocks."""
+        self._landed[request.request_id] = request
+        self._count(request, 1)
+
+    def take_off(self, request: Request) -> None:
+        """Count a request no more, if it has landed: it is admitted, or is about to release its blocks."""
+        if self._landed.pop(request.request_id, None) is not None:
+            self._count(request, -1)
+
+    def _count(self, request: Request, sign: int) -> None:
+        self._places.acquire(request.slo.tenant, sign)
+        self._blocks.acquire(request.slo.tenant, sign * len(request.blocks))
+
+    def victim(self, candidates: Collection[Request]) -> Request:
+        """The request that gives up its blocks first: the last arrival of the tenant that holds most."""
+        return max(candidates, key=lambda request: (self._blocks.held(request.slo.tenant), request.arrival))
+
+    def await_blocks(self, request: Request, now: float) -> None:
+        """Wait for the next blocks of a request from now on."""
+        assert request.kv is not None
+        request.kv_until = now + request.kv.timeout
+
+    def pop_late(self, now: float) -> list[Request]:
+        """Returns the requests that wait for blocks no longer: these are late, or were given up."""
+        given_up, self.given_up = self.given_up, []
         late = [request for request in self.receiving() if request.kv_until <= now]
-        for request in [*late, *(one for one in given_up if not one.ended)]:
-            self._table.arrived(request, now)
+        return [*late, *(one for one in given_up if not one.ended)]

@@ -35,7 +35,6 @@ from slotwise.core.interfaces import Key, Policy
 from slotwise.core.plan_builder import PlanBuilder
 from slotwise.core.reasons import FIRST_TOKEN, SHORT_STEP
 from slotwise.core.request import Request
-from slotwise.core.request_table import RequestTable
 from slotwise.core.step import Decision
 
 MAX_ISOLATED_STEPS = 4  # in a row with paused rows: steps, or stall limits within one step
@@ -56,25 +55,27 @@ def goes_before(policy: Policy, request: Request, other: Request, now: float) ->
 class PrefillIsolation:
     """Decides in each step which prompts start, which rows pause for them, and which prefills are deferred."""
 
-    def __init__(self, table: RequestTable) -> None:
-        self._table = table
+    def __init__(self) -> None:
         self._num_isolated = 0  # isolated steps in a row; a step counts once per stall limit it lasts
 
-    def start(self, builder: PlanBuilder, next_in_line: Request | None) -> None:
+    def start(
+        self, builder: PlanBuilder, policy: Policy, running: Iterable[Request], next_in_line: Request | None,
+    ) -> None:
         """Set in `builder` the starting prompts, the rows that pause for them, and the deferred prefills."""
-        running = [request for request in self._table.running.values() if self._goes_on(request)]
+        going_on = [request for request in running if not request.reason and request.num_known < request.end]
         if self._num_isolated < MAX_ISOLATED_STEPS:
-            starting = [request for request in running if starts_prefill(request)]
+            starting = [request for request in going_on if starts_prefill(request)]
             if next_in_line is not None and starts_prefill(next_in_line):
                 starting.append(next_in_line)
-            self._pause(builder, running, starting)
+            self._pause(builder, policy, going_on, starting)
             if not builder.paused:
-                self._shorten(builder, running, starting)
-        self._defer(builder, running, next_in_line)
+                _shorten(builder, policy, going_on, starting)
+        _defer(builder, policy, going_on, next_in_line)
 
-    def _pause(self, builder: PlanBuilder, running: list[Request], starting: list[Request]) -> None:
+    def _pause(
+        self, builder: PlanBuilder, policy: Policy, running: list[Request], starting: list[Request],
+    ) -> None:
         """Choose the rows to pause.  No request of their lanes is admitted in the same step."""
-        policy = self._table.policy
         builder.paused = policy.paused(running, starting, builder.now) if starting else frozenset()
         if not builder.paused:
             return
@@ -84,49 +85,12 @@ class PrefillIsolation:
         if all(request.unscheduled > 1 or request.request_id in builder.paused for request in running):
             builder.isolated_steps = MAX_ISOLATED_STEPS - self._num_isolated
 
-    def _defer(self, builder: PlanBuilder, running: list[Request], next_in_line: Request | None) -> None:
-        """Defer running prefills that `next_in_line` outranks, and, if rows pause, those they do not pause for."""
-        policy, now = self._table.policy, builder.now
-
-        def is_behind(request: Request) -> bool:
-            if builder.paused and request not in builder.starting:
-                return True
-            return next_in_line is not None and goes_before(policy, next_in_line, request, now)
-
-        prefills = [request for request in running if request.request_id not in builder.paused
-                    and request.unscheduled > 1 and is_behind(request)]
-        builder.deferred = sorted(prefills, key=lambda request: (policy.running_key(request, now), request.arrival))
-
-    def _shorten(self, builder: PlanBuilder, running: list[Request], starting: list[Request]) -> None:
-        """Reduce the step's prefill budget, but not below the starting prompts that outrank another lane's rows."""
-        last: dict[str, tuple[Key, int]] = {}  # by lane: the place of its last running row
-        for lane, place in self._places(running, builder.now):
-            last[lane] = max(place, last.get(lane, place))
-        owed = sum(
-            request.unscheduled
-            for request, (lane, place) in zip(starting, self._places(starting, builder.now), strict=True)
-            if any(lane != other and place < its for other, its in last.items()))
-        # at least one row makes progress
-        budget = max(1, len(running) + max(owed, builder.budget // SHORT))
-        if budget < builder.budget:
-            builder.budget, builder.shortage = budget, SHORT_STEP
-
-    def _places(self, requests: Iterable[Request], now: float) -> Iterator[tuple[str, tuple[Key, int]]]:
-        """Yields the lane of each request, and its place in the order of running rows."""
-        policy = self._table.policy
-        return (
-            (policy.lane(request), (policy.running_key(request, now), request.arrival)) for request in requests)
-
-    @staticmethod
-    def _goes_on(request: Request) -> bool:
-        return not request.reason and request.num_known < request.end
-
-    def settle(self, builder: PlanBuilder) -> Sequence[Request]:
+    def settle(self, builder: PlanBuilder, running: Iterable[Request]) -> Sequence[Request]:
         """Returns the paused rows to plan after all, if no starting prompt got a token; else records their refusal."""
         if not builder.paused:
             return ()
-        idle = [request for request in self._table.running.values() if request.request_id in builder.paused]
-        if not self._is_isolated(builder):
+        idle = [request for request in running if request.request_id in builder.paused]
+        if not _is_isolated(builder):
             return idle
         builder.refused[:0] = [Decision(request.request_id, FIRST_TOKEN) for request in idle]
         return ()
@@ -134,8 +98,42 @@ class PrefillIsolation:
     def count(self, builder: PlanBuilder) -> None:
         """Update the count of isolated steps; called when the plan is complete."""
         stalls = builder.time.stalls if builder.time is not None else 1
-        self._num_isolated = self._num_isolated + stalls if self._is_isolated(builder) else 0
+        self._num_isolated = self._num_isolated + stalls if _is_isolated(builder) else 0
 
-    @staticmethod
-    def _is_isolated(builder: PlanBuilder) -> bool:
-        return any(builder.has(request) for request in builder.starting)
+
+def _defer(builder: PlanBuilder, policy: Policy, running: list[Request], next_in_line: Request | None) -> None:
+    """Defer running prefills that `next_in_line` outranks, and, if rows pause, those they do not pause for."""
+    now = builder.now
+
+    def is_behind(request: Request) -> bool:
+        if builder.paused and request not in builder.starting:
+            return True
+        return next_in_line is not None and goes_before(policy, next_in_line, request, now)
+
+    prefills = [request for request in running if request.request_id not in builder.paused
+                and request.unscheduled > 1 and is_behind(request)]
+    builder.deferred = sorted(prefills, key=lambda request: (policy.running_key(request, now), request.arrival))
+
+
+def _shorten(builder: PlanBuilder, policy: Policy, running: list[Request], starting: list[Request]) -> None:
+    """Reduce the step's prefill budget, but not below the starting prompts that outrank another lane's rows."""
+
+    def places(requests: Iterable[Request]) -> Iterator[tuple[str, tuple[Key, int]]]:
+        """Yields the lane of each request, and its place in the order of running rows."""
+        return ((policy.lane(request), (policy.running_key(request, builder.now), request.arrival))
+                for request in requests)
+
+    last: dict[str, tuple[Key, int]] = {}  # by lane: the place of its last running row
+    for lane, place in places(running):
+        last[lane] = max(place, last.get(lane, place))
+    owed = sum(
+        request.unscheduled for request, (lane, place) in zip(starting, places(starting), strict=True)
+        if any(lane != other and place < its for other, its in last.items()))
+    # at least one row makes progress
+    budget = max(1, len(running) + max(owed, builder.budget // SHORT))
+    if budget < builder.budget:
+        builder.budget, builder.shortage = budget, SHORT_STEP
+
+
+def _is_isolated(builder: PlanBuilder) -> bool:
+    return any(builder.has(request) for request in builder.starting)

@@ -4,37 +4,36 @@
     ... the executor runs it ...
     commit(plan, result, now)    appends tokens, finishes requests, frees blocks, records events
 
-A step is scheduled in this order:
+This file owns every request from its arrival to its end, and reads in the order in which a step happens: expire, land
+prompts, preempt for rank, running rows, waiting rows, drafts, close the plan; then commit.  States change at its end
+alone, along TRANSITIONS of `core/request.py`:
 
- 1. Waiting requests past their deadline end; requests whose rank changes with the clock are requeued.  Requests whose
-    prompts another engine computes get blocks for them (`core/kv_transfers.py`).
- 2. Where the policy allows it, waiting requests preempt running ones (`core/preemption.py`).
- 3. A running row gets one token, or a prefill chunk (`core/running_rows.py`).  If blocks run out, `Preemption.victim`
-    chooses among the rows not yet planned: of those that the policy ranks last (at most half of them) the one with the
-    fewest computed tokens.  A running request without a token is in `refused`, with a reason: its last token is in
-    flight (ENDING), its drafts are (VERIFYING), it is in another step (MICRO_BATCH), a budget is spent (TOKEN_BUDGET,
-    SHORT_STEP, TIME_BUDGET), it pauses for a prompt (FIRST_TOKEN), or the discipline starts prompts alone
-    (PROMPTS_ALONE).
- 4. Waiting requests are admitted from the head of the queue (`core/waiting_requests.py`) while `core/admission.py`
-    finds no reason against it.
+    add ──┬─────────► WAITING ──admit──► RUNNING ──finish──► FINISHED    also: finish from every state,
+          │              ▲          preempt ▼  ▲ admit                   and add to REJECTED, with an objection
+          │  arrived, or late        PREEMPTED ┘
+          └─► WAITING_FOR_KV
 
-Under a policy that isolates prefill, rows pause in step 3 for the prompts of 4; `core/prefill_isolation.py` explains
-*starting*, *paused* and *deferred*.
+What it calls downward knows no scheduler: the cache (`core/kv_manager.py`), the sizes of prompt chunks
+(`core/chunking.py`), which rows pause for another tenant's prompt (`core/prefill_isolation.py`), drafts
+(`core/drafting.py`), prompts that another engine computes (`core/kv_transfers.py`), the discipline and the policy
+(`core/interfaces.py`).
 
-PlanBuilder keeps the step's account: each row that is added lowers its token budget and sets `num_logits` and `kinds`.
-A prefix hit always ends before the last known token, which is computed for its logits.  A freed block may be reused by
-the very next plan, although a step in flight still reads it, because executors run plans in order.
+A running request without a token is in the plan's `refused`, with a reason: its last token is in flight (ENDING), its
+drafts are (VERIFYING), it is in another step (MICRO_BATCH), a budget is spent (TOKEN_BUDGET, SHORT_STEP, TIME_BUDGET),
+it pauses for a prompt (FIRST_TOKEN), or the discipline starts prompts alone (PROMPTS_ALONE).  A waiting request is
+admitted if the discipline's gate is open and slots, token budget, blocks and step time suffice, in this order.
 
-A step may be in flight, or one fewer than there are stages (`core/micro_batches.py`): schedule() works from *scheduled*
-token counts, commit() advances *computed* ones.  If a request finishes after its next row was planned, that row's
-tokens are dropped.  A preemption sets scheduled and computed counts to 0 (`RequestTable.preempt`) and keeps the pending
-token of a row in flight; until that token is committed, and so never in the same plan, the request is not admitted
-again.
+A step may be in flight, or one fewer than there are stages: schedule() works from *scheduled* token counts, commit()
+advances *computed* ones.  A prefix hit always ends before the last known token, which is computed for its logits.  A
+freed block may be reused by the very next plan, although a step in flight still reads it, because executors run plans
+in order.  If a request finishes after its next row was planned, that row's tokens are dropped.  A preemption keeps the
+pending token of a row in flight; until that token is committed, and so never in the same plan, the request is not
+admitted again.  A decoding row may carry drafts: it yields 1 to 1 + drafts tokens, and only the commit tells how many,
+so it is in no other step before that.  Where a model's layers are divided into stages that compute at once, a decode
+row is in one step at a time, too:
 
-A decoding row may carry drafts, which are planned last (`core/drafting.py`).  Such a row yields 1 to 1 + drafts tokens.
-The commit tells how many, so the row is in no other step before it; `core/commits.py` appends them, and frees the
-blocks behind the computed ones.  A held row has no drafts: where a batch leaves together, a request that ends early is
-held longer.
+    stage 0    | a b | c d | a b | c d |          a step has half of the decode rows, where there are two stages
+    stage 1          | a b | c d | a b | c d |
 
 The scheduler is deterministic: time is an argument, ties fall to the arrival number, and no code here reads a clock,
 draws a random number or iterates a set.
@@ -42,112 +41,179 @@ draws a random number or iterates a set.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Iterator
+import heapq
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import chain, compress, repeat
+from operator import length_hint
+from typing import NamedTuple
 
-from slotwise.core.admission import Admission
 from slotwise.core.chunking import Chunking
-from slotwise.core.commits import Commits
-from slotwise.core.decode_run import Changes, DecodeRun, Outputs, is_decoding
 from slotwise.core.drafting import Drafting
-from slotwise.core.events import Event, Finished, Rejected
-from slotwise.core.interfaces import Discipline, Policy, Proposer
+from slotwise.core.events import Admitted, Arrived, Committed, Event, Finished, Preempted, Rejected
+from slotwise.core.host_cache import HostCache
+from slotwise.core.interfaces import Discipline, Gate, Policy, Proposer, View
+from slotwise.core.kv_manager import Allocation, KVManager
 from slotwise.core.kv_transfers import KVTransfers
-from slotwise.core.limits import SchedulerLimits
+from slotwise.core.limits import ERROR, SchedulerLimits
 from slotwise.core.plan_builder import InFlight, PlanBuilder
-from slotwise.core.preemption import Preemption
-from slotwise.core.prefill_isolation import PrefillIsolation
+from slotwise.core.prefill_isolation import PrefillIsolation, goes_before
 from slotwise.core.reasons import (
+    ENDING,
+    FIRST_TOKEN,
+    GRAMMAR_COMPILING,
+    MICRO_BATCH,
+    NO_ADAPTER_SLOT,
+    NO_BLOCKS,
+    NO_SLOT,
+    OUTRANKED,
     PROMPTS_ALONE,
+    TIER_CAP,
+    TIME_BUDGET,
+    TOKEN_BUDGET,
+    VERIFYING,
+    WAITING_FOR_KV,
 )
-from slotwise.core.request import Request, State
-from slotwise.core.request_table import RequestTable
-from slotwise.core.running_rows import RunningRows
-from slotwise.core.step import StepPlan, StepResult
-from slotwise.core.step_time import StepTimeModel
-from slotwise.core.waiting_requests import WaitingRequests
+from slotwise.core.request import NO_SLOT_HELD, Request, State
+from slotwise.core.step import Arrival, NewRequest, RowKind, StepPlan, StepResult, Stop, TokenLogprobs
+from slotwise.core.step_time import StepTimeModel, work_of
+from slotwise.core.waiting_queue import Lane, WaitingQueue
+
+PREFILL, DECODE = RowKind.PREFILL, RowKind.DECODE
+COMPLETE = ("stop", "length")  # finish reasons of requests whose prompts are computed
+MAX_OUTRANKED = 4  # running requests that may be preempted per step for waiting ones
+# Requests examined per step behind one that waits for blocks: each costs a prefix lookup, in every step of the wait.
+MAX_LOOK = 8
+MAX_UNSLOTTED = 64  # requests examined per step that wait for an adapter's slot: a microsecond each
+
+Tokens = tuple[int, ...]
+Logprobs = tuple[TokenLogprobs, ...]
+Ended = list[tuple[Request, str]]
+"""Requests, and the reasons for which they finish."""
+
+
+class Outputs(NamedTuple):
+    """Tokens that a step publishes: columns, one entry a request."""
+
+    request_ids: Sequence[str]
+    tokens: Sequence[Tokens]
+    logprobs: Sequence[Logprobs]  # an entry is () for a request without log-probabilities
 
 
 class Scheduler:
-    """Owns the state of every request, through its RequestTable."""
+    """Owns the state of every request.
+
+    Args:
+        times: predicts step times; commit() trains it while any policy, limit or request needs predictions.
+        proposer: drafts tokens for decoding rows; None: no row has drafts.
+    """
 
     def __init__(
         self, limits: SchedulerLimits, discipline: Discipline, policy: Policy, times: StepTimeModel | None = None,
         proposer: Proposer | None = None,
     ) -> None:
-        """
-        Args:
-            times: predicts step times; commit() trains it while any policy, limit or request needs predictions.
-            proposer: drafts tokens for decoding rows; None: no row has drafts.
-        """
         self.times = times or StepTimeModel()
-        self._table = RequestTable(limits, policy)
-        self._drafting = Drafting(self._table, self.times, proposer)
-        self._isolation = PrefillIsolation(self._table)
-        self._commits = Commits(self._table, self._drafting, self.times)
-        self._preemption = Preemption(self._table, self._commits)
-        self.transfers = KVTransfers(self._table)
+        self.policy = policy
+        self.kv = KVManager(
+            limits.num_blocks, limits.groups, HostCache(limits.num_host_blocks, limits.max_loads),
+            shares=limits.enable_prefix_caching)
+        self.unfinished: dict[str, Request] = {}  # in order of arrival
+        self.running: dict[str, Request] = {}  # in order of admission
+        self.waiting = WaitingQueue(policy.lane_key)
+        self.transfers = KVTransfers(
+            self.kv.pinned, limits.block_size, self.unfinished, self.running, policy.lane_key,
+            limits.max_num_seqs, limits.num_blocks)
+        self.events: list[Event] = []
+        self.num_slots = limits.max_num_seqs
+        self._free_slots = list(range(self.num_slots))  # a heap: the lowest one is taken first
+        self._released_slots: list[int] = []  # since the last plan
         self._in_flight: deque[InFlight] = deque()  # planned and not yet committed, oldest first
+        self._held: dict[str, tuple[Tokens, Logprobs]] = {}  # outputs kept until a batch that leaves together has ended
+        self._drafting = Drafting(self.kv, self.times, proposer)
+        self._isolation = PrefillIsolation()
+        self._last_victim = ""
+        self._num_with_tpot = 0  # unfinished requests with a TPOT objective
+        self._arrivals = 0
         self._steps = 0
         self._set_limits(limits, discipline)
 
     def _set_limits(self, limits: SchedulerLimits, discipline: Discipline) -> None:
         self.limits = limits
         self._discipline = discipline
-        self._chunking = Chunking(self._table, limits, discipline, self.times)
-        self._admission = Admission(self._table, limits, discipline)
-        self._running = RunningRows(
-            self._table, limits, discipline, self._chunking, self._drafting, self._preemption)
-        self._waiting = WaitingRequests(self._table, discipline, self._admission, self._chunking, self._running)
+        self._chunking = Chunking(limits, discipline, self.policy, self.times)
+        self._reserved = {tier.name: tier.slots for tier in limits.tiers if tier.slots}
 
     # -- state ---------------------------------------------------------------------------------------------------
 
     @property
-    def policy(self) -> Policy:
-        return self._table.policy
-
-    @property
     def num_running(self) -> int:
-        return len(self._table.running)
+        return len(self.running)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._table.waiting)
+        return len(self.waiting)
 
     @property
     def num_unfinished(self) -> int:
-        return len(self._table.unfinished)
+        return len(self.unfinished)
 
     @property
     def num_free_blocks(self) -> int:
         """Blocks without a reference; some of them may hold cached prefixes."""
-        return self._table.kv.pool.num_available
+        return self.kv.pool.num_available
 
     @property
     def has_work(self) -> bool:
-        return bool(self._table.unfinished) or bool(self._in_flight)
+        return bool(self.unfinished) or bool(self._in_flight)
 
     @property
     def may_fill(self) -> bool:
         """Whether a step planned now may have rows."""
-        return self._running.may_fill
+        if self.limits.stages == 1:
+            return bool(self.unfinished)
+        return bool(self.waiting and self._free_slots) or any(
+            not request.pending for request in self.running.values())
+
+    @property
+    def _learns(self) -> bool:
+        """Whether the step-time model is needed, and so trained."""
+        return self.times.learns and (
+            self._chunking.limits_time or self._num_with_tpot > 0 or self.policy.needs_step_times)
 
     def requests(self) -> tuple[Request, ...]:
         """All unfinished requests, in order of arrival."""
-        return tuple(self._table.unfinished.values())
+        return tuple(self.unfinished.values())
 
     def queue_positions(self, request_ids: Collection[str], now: float) -> dict[str, int]:
         """Queue position of each waiting request among `request_ids`: how many are to start before it, as of `now`."""
-        return self._table.waiting.positions(request_ids, now)
+        return self.waiting.positions(request_ids, now)
 
     def pop_events(self) -> list[Event]:
         """Events since the last call."""
-        events, self._table.events = self._table.events, []
+        events, self.events = self.events, []
         return events
+
+    def pop_released_slots(self) -> tuple[int, ...]:
+        """Slots released since the last call."""
+        released, self._released_slots = tuple(self._released_slots), []
+        return released
 
     def check(self) -> None:
         """Check the conservation of requests, slots and blocks.  Raises AssertionError naming the violation."""
-        self._table.check()
+        self.kv.check(self.unfinished.values())
+        for request in self.unfinished.values():
+            holds_slot = request.holds_slot
+            assert holds_slot == (request.state is State.RUNNING) == (request.request_id in self.running), request
+            assert bool(request.tables) == (holds_slot or self.transfers.has_landed(request)), request
+            assert request.num_computed <= request.num_scheduled <= request.num_known, request
+            assert request.pending >= 0, request
+            ends = [table.end for table in request.tables]
+            assert request.num_scheduled <= request.capacity == min(ends, default=0) * self.kv.block_size, request
+            holds_all = not holds_slot or request.num_known <= request.capacity + 1
+            assert holds_all or self.kv.is_windowed, request
+        assert len(self.unfinished) == len(self.running) + len(self.waiting) + len(self.transfers.incoming)
+        taken = [request.slot for request in self.running.values()]
+        assert sorted([*taken, *self._free_slots]) == list(range(self.num_slots))
 
     # -- commands ------------------------------------------------------------------------------------------------
 
@@ -159,34 +225,79 @@ class Scheduler:
         """
         if limits.fixed != self.limits.fixed:
             raise ValueError("the cache and the longest sequence are fixed at the start")
-        if limits.max_num_seqs > self._table.num_slots:
-            raise ValueError(f"max_num_seqs is at most the {self._table.num_slots} slots made at the start")
+        if limits.max_num_seqs > self.num_slots:
+            raise ValueError(f"max_num_seqs is at most the {self.num_slots} slots made at the start")
+        if policy is not self.policy:
+            self.policy = policy
+            self.waiting, self.transfers.incoming = WaitingQueue(policy.lane_key), WaitingQueue(policy.lane_key)
+            for request in self.unfinished.values():
+                policy.arrived(request, now)
+                if request.holds_slot:
+                    policy.admitted(request, now)
+                else:
+                    self._enqueue(request, now)
         self._set_limits(limits, discipline)
-        if policy is not self._table.policy:
-            self._table.set_policy(policy, now)
 
     def add(self, request: Request, now: float) -> None:
         """Enqueue a request, or reject it if it could never run."""
-        is_pooled = request.pooling is not None
-        request.end = self.limits.longest(request.num_prompt, request.max_tokens) + is_pooled
+        request.end = self.limits.longest(request.num_prompt, request.max_tokens) + (request.pooling is not None)
+        request.arrived_at = now
+        request.arrival = self._arrivals
+        self._arrivals += 1
         objection = self.limits.objection(request.num_prompt, request.max_tokens) or self.transfers.objection(request)
-        self._table.add(request, objection, now)
+        if request.request_id in self.unfinished:
+            objection = f"a request named {request.request_id} is still alive"
+        if objection:
+            request.transition(State.REJECTED)
+            request.reason = objection
+            self.events.append(Rejected(now, request.request_id, objection))
+            return
+        self.unfinished[request.request_id] = request
+        if request.kv is not None and not request.kv.sends:
+            request.transition(State.WAITING_FOR_KV)
+        self._num_with_tpot += request.slo.tpot is not None
+        self.policy.arrived(request, now)
+        self._enqueue(request, now)
+        self.events.append(Arrived(now, request.request_id, request.num_prompt))
 
     def finish(self, request_id: str, reason: str, now: float) -> None:
         """Finish a request in any state.  Does nothing if the id is unknown or already finished."""
-        request = self._table.unfinished.get(request_id)
+        request = self.unfinished.get(request_id)
         if request is not None:
-            self._commits.end(request, reason, now)
+            self._finish(request, reason, now)
 
     def compiled(self, request_id: str, objection: str, now: float) -> None:
         """The grammar of a waiting request is compiled; with an objection it is not, and the request is rejected."""
-        request = self._table.unfinished.get(request_id)
+        request = self.unfinished.get(request_id)
         if request is not None and request.is_compiling:
             request.is_compiling = False
             if objection:
-                self._table.reject(request, objection, now)
+                self._reject(request, objection, now)
 
-    # -- scheduling a step ---------------------------------------------------------------------------------------
+    def received(self, arrival: Arrival, now: float) -> None:
+        """Count blocks that another engine has sent as computed.  Does nothing for a request that waits for none."""
+        request = self.unfinished.get(arrival.request_id)
+        if request is None or request.state is not State.WAITING_FOR_KV or not request.tables:
+            return
+        computed = min(arrival.num_blocks * self.kv.block_size, len(request.tokens) - 1)
+        if computed > request.num_computed:
+            request.num_received += computed - request.num_computed
+            request.start_from(computed)
+            if computed >= request.advance_at:
+                self.kv.advance(request)
+        if arrival.is_last:
+            self._arrive(request, now)
+        else:
+            self.transfers.await_blocks(request, now)
+
+    def acknowledged(self, transfer_id: str) -> None:
+        """Release the blocks that another engine has read, and keep none that it does not want any more."""
+        self.kv.pinned.unpin(transfer_id)
+        for request in self.unfinished.values():
+            if request.kv is not None and request.kv.transfer_id == transfer_id and request.kv.sends:
+                request.kv = None
+
+    # -- a step --------------------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> StepPlan:
         """Returns the next step; it has no rows when no request can run.
@@ -197,105 +308,462 @@ class Scheduler:
         if len(self._in_flight) > self.limits.max_in_flight:
             raise RuntimeError(f"commit a step in flight before planning {len(self._in_flight)} ahead")
         self._expire(now)
-        self.transfers.expire(now)
         builder = PlanBuilder(
-            self._steps, now, self._discipline.budget(self.limits), self._chunking.time_budget())
-        self.transfers.land(self._admission, now)
-        if self._table.policy.may_preempt and not self._discipline.leaves_together:
-            self._preemption.preempt_outranked(self._admission, builder)
+            self._steps, now, self._discipline.budget(self.limits),
+            self._chunking.time_budget(self.running.values(), len(self.waiting), self._num_with_tpot))
+        self._land(now)
+        if self.policy.may_preempt and not self._discipline.leaves_together:
+            self._preempt_outranked(builder)
         if self._discipline.prompts_alone:
-            if not self._schedule_prompts(builder):
-                self._running.schedule(builder)
-        elif self._table.policy.isolates_prefill and not self._discipline.leaves_together:
-            self._schedule_isolated(builder)
+            running = tuple(self.running.values())
+            self._add_waiting(builder)
+            if builder.new_requests:
+                for request in running:
+                    builder.refuse(request, PROMPTS_ALONE)
+            else:
+                self._add_running(builder)
+        elif self.policy.isolates_prefill and not self._discipline.leaves_together:
+            self._add_isolated(builder)
         else:
-            self._running.schedule(builder)
-            self._waiting.schedule(builder)
-        self.transfers.refuse(builder)
+            self._add_running(builder)
+            self._add_waiting(builder)
+        self._refuse_receiving(builder)
         self._drafting.add(builder)
         if builder.new_requests:  # in other steps all rows of a padded batch have one token
             builder.padding = self._discipline.padding(builder.counts)
-        kv = self._table.kv
         step = builder.close(
-            self._table.pop_released_slots(), kv.pop_freed(), kv.pop_expired(), kv.host.pop_copies())
+            self.pop_released_slots(), self.kv.pop_freed(), self.kv.pop_expired(), self.kv.host.pop_copies())
         self._steps += 1
         self._in_flight.append(step)
         return step.plan
 
     def _expire(self, now: float) -> None:
-        """Finish waiting requests past their deadline or shed by the policy; requeue the others that are due."""
-        policy = self._table.policy
-        for request in [*self._table.waiting.due(now), *self._table.incoming.due(now)]:
+        """Finish waiting requests past their deadline or shed by the policy; requeue the others that are due.
+
+        Requests whose blocks from another engine are late compute their prompts.
+        """
+        for request in [*self.waiting.due(now), *self.transfers.incoming.due(now)]:
             if request.state is not State.PREEMPTED and request.deadline <= now:
                 what = "its prompt did not arrive" if request.state is State.WAITING_FOR_KV else "no slot came free"
                 waited = f"{what} in {now - request.arrived_at:.1f} s, and it was to wait no longer"
-                self._commits.end(request, "timeout", now, waited)
-            elif why := policy.overdue(request, now):
-                self._commits.end(request, "shed", now, why)
+                self._finish(request, "timeout", now, waited)
+            elif why := self.policy.overdue(request, now):
+                self._finish(request, "shed", now, why)
             else:
-                self._table.requeue(request, now)
+                self._queue_of(request).remove(request)
+                self._enqueue(request, now)
+        self.kv.pinned.expire(now)
+        for request in self.transfers.pop_late(now):
+            self._arrive(request, now)
 
-    def _schedule_prompts(self, builder: PlanBuilder) -> bool:
-        """Plan a step of new prompts only; False if no request can be admitted."""
-        running = tuple(self._table.running.values())
-        self._waiting.schedule(builder)
-        if builder.new_requests:
-            for request in running:
-                builder.refuse(request, PROMPTS_ALONE)
-        return bool(builder.new_requests)
+    def _land(self, now: float) -> None:
+        """Give blocks to the requests that wait for another engine, in the policy's order and by their tenants' shares.
 
-    def _schedule_isolated(self, builder: PlanBuilder) -> None:
+        The first one of a tenant that has to wait stops only those of its tenant.
+        """
+        if not self.transfers.incoming:
+            return
+        queue = self.transfers.incoming.walk(now)
+        while (request := queue.next()) is not None:
+            if request.tables:
+                continue
+            needed = self._needed(request)
+            allowed = self.transfers.allows(request.slo.tenant, sum(needed.ends))
+            if not allowed or len(needed.on_host) > self.kv.host.num_loads_left or (
+                    allocation := self._free_for(request, ())) is None:
+                queue.close(request.slo.tenant)
+                continue
+            request.start_from(self.kv.allocate(request, allocation))
+            self.transfers.land(request)
+            if request.num_computed < len(request.tokens) - 1:
+                self.transfers.await_blocks(request, now)
+            else:
+                self.transfers.unwanted.append(request)
+                self._arrive(request, now)
+
+    def _refuse_receiving(self, builder: PlanBuilder) -> None:
+        """Record in the plan that requests wait for another engine; those without blocks wait behind these."""
+        receiving, num_incoming = list(self.transfers.receiving()), len(self.transfers.incoming)
+        for request in receiving:
+            builder.refuse(request, WAITING_FOR_KV)
+        if builder.stop is not None:
+            builder.stop = builder.stop._replace(num_behind=builder.stop.num_behind + num_incoming)
+        elif receiving:  # they stop no other request
+            host = self.kv.host
+            may_land = num_incoming > len(receiving) and host.num_loads_left < host.max_loads  # in the next plan
+            builder.stop = Stop(WAITING_FOR_KV, receiving[0].request_id, num_incoming - 1,
+                                builder.now if may_land else self.transfers.next_moment)
+
+    # -- preemption ----------------------------------------------------------------------------------------------
+
+    def _preempt_outranked(self, builder: PlanBuilder) -> None:
+        """Preempt running requests for the first waiting ones without capacity: all victims that one needs, or none."""
+        for _ in range(MAX_OUTRANKED):
+            request, before = self._first_without_capacity(builder)
+            victims = [] if request is None else self._outranked(request, before, builder.now)
+            for victim in victims:
+                builder.preempt(victim, OUTRANKED)
+                self._preempt(victim, builder.step, builder.now)
+            if not victims:
+                return
+
+    def _first_without_capacity(self, builder: PlanBuilder) -> tuple[Request | None, int]:
+        """Returns the first waiting request without slot (at the head: or blocks), and its position; None: all fit."""
+        if not self.waiting:
+            return None, 0
+        walk = self.waiting.walk(builder.now)
+        num_free = min(len(self._free_slots), max(0, self._gate(builder.now).max_new))
+        for before in range(num_free + 1):
+            while (request := walk.next()) is not None and self._waits_apart(request):
+                pass
+            if request is None or min(num_free, self._num_slots_for(request)) <= before:
+                break
+            if before == 0 and self._allocation(request, builder) is None:
+                break
+        return request, before
+
+    def _outranked(self, request: Request, before: int, now: float) -> list[Request]:
+        """Returns the requests to preempt so that `request`, at queue position `before`, gets a slot and blocks."""
+        surplus = self._surplus()
+        ranked = sorted(
+            (running for running in self.running.values() if not running.reason),
+            key=lambda running: (self.policy.victim_key(running, now), running.arrival), reverse=True)
+        needed = self._needed(request)
+
+        def num_missing(leaving: Collection[Request]) -> int:
+            return self.kv.missing(needed, leaving) + self._spare(request, len(self.running) - len(leaving))
+
+        missing = num_missing(())
+        slots = min(self._num_slots_for(request), self._gate(now).max_new) - before
+        victims: list[Request] = []
+        for running in ranked:
+            if (slots >= 1 and missing <= 0) or len(victims) == MAX_OUTRANKED:
+                break
+            tier = running.slo.tier
+            if surplus.get(tier, 1) <= 0 and tier != request.slo.tier:
+                continue  # its slot is reserved for its tier
+            if not self.policy.preempts(request, running, now):
+                continue
+            victims.append(running)
+            surplus[tier] -= 1
+            slots += 1
+            missing = num_missing(victims)
+        return victims if slots >= 1 and missing <= 0 else []
+
+    def _extend(self, request: Request, num_tokens: int, builder: PlanBuilder) -> bool:
+        """Allocate the blocks a running row needs, preempting victims; False if the row itself was preempted.
+
+        Blocks that no row holds, pinned or landed, go first.
+        """
+        while (blocks := self.kv.extend(request, num_tokens)) is None:
+            if self._reclaim(lambda: self.kv.num_lacking_to(request, num_tokens), (), list(self.transfers.landed)):
+                continue
+            victim = self._victim(builder)
+            builder.preempt(victim, NO_BLOCKS)
+            if self.limits.on_pressure == ERROR:
+                message = "the cache is full, and this server ends requests instead of preempting them; try again later"
+                self._finish(victim, "error", builder.now, message)
+            else:
+                self._preempt(victim, builder.step, builder.now)
+            if victim is request:
+                return False
+        builder.new_blocks += blocks
+        return True
+
+    def _victim(self, builder: PlanBuilder) -> Request:
+        """Choose the victim for blocks among the rows not yet planned: of the last rank (at most half of them) the one
+        with the fewest computed tokens; never the same victim twice in a row if another exists.
+        """
+        key = self.policy.victim_key
+        ranked = [(key(r, builder.now), r.arrival, r)
+                  for r in self.running.values() if not r.reason and not builder.has(r)]
+        ranked.sort(key=lambda entry: entry[:2])
+        lowest = ranked[-1][0][0]
+        last = [request for rank, _, request in ranked[len(ranked) // 2 :] if rank[0] == lowest]
+        victim = min(last, key=lambda r: (r.request_id == self._last_victim, r.num_computed, -r.arrival))
+        self._last_victim = victim.request_id
+        return victim
+
+    # -- running rows --------------------------------------------------------------------------------------------
+
+    def rows_in_order(self, now: float) -> Sequence[Request]:
+        """The running requests in the order of a plan's rows."""
+        if not self.policy.orders_running:
+            return tuple(self.running.values())
+        return sorted(self.running.values(),
+                      key=lambda request: (self.policy.running_key(request, now), request.arrival))
+
+    def _add_running(self, builder: PlanBuilder) -> None:
+        """Plan all running rows but those paused or deferred, in the policy's order."""
+        running = self.rows_in_order(builder.now)
+        if builder.paused or builder.deferred:
+            left_out = builder.paused.union(request.request_id for request in builder.deferred)
+            running = [request for request in running if request.request_id not in left_out]
+        self._add_rows(running, builder)
+
+    def _add_late(self, running: Sequence[Request], builder: PlanBuilder) -> None:
+        """Plan running rows after admissions; in `refused` they are still listed before waiting requests."""
+        refused, builder.refused = builder.refused, []
+        self._add_rows(running, builder)
+        builder.refused += refused
+
+    def _add_rows(self, running: Sequence[Request], builder: PlanBuilder) -> None:
+        """Plan a token, or a prefill chunk, of each request; or refuse it, with the reason."""
+        if self.limits.stages > 1:
+            running = self._micro_batch(running, builder)
+        if builder.time is not None:  # decoding rows are charged before any prefill chunk
+            builder.time.add_decodes([
+                request.num_scheduled for request in running
+                if (known := len(request.tokens) + request.pending) == request.num_scheduled + 1
+                and known < request.end and not request.reason and request.pending < 2])
+        drafts = self._drafting.proposer is not None
+        rows = iter(running)
+        for request in rows:  # `length_hint(rows)`: those behind this one
+            if builder.preempted and request.state is not State.RUNNING:
+                continue  # preempted in this plan, for a row before it
+            num_known = len(request.tokens) + request.pending
+            count = num_known - request.num_scheduled
+            if request.pending > 1 and not request.reason:
+                builder.refuse(request, VERIFYING)
+                continue
+            if request.reason or (num_known >= request.end and self._discipline.leaves_together):
+                builder.hold(request)
+                continue
+            if num_known >= request.end:
+                builder.refuse(request, ENDING)
+                continue
+            if builder.budget < 1:
+                builder.refuse(request, builder.shortage)
+                continue
+            start = num_known - count
+            if count > 1 and not (count := self._chunking.chunk(request, count, builder, length_hint(rows))):
+                builder.refuse(request, TIME_BUDGET)
+                continue
+            kind = DECODE if start >= request.num_at_join else PREFILL
+            if drafts and kind is DECODE and self._drafting.waits(request):
+                builder.refuse(request, VERIFYING)
+                continue
+            if start + count > request.capacity and not self._extend(request, start + count, builder):
+                continue
+            builder.add_row(request, start, count, kind)
+
+    def _micro_batch(self, running: Sequence[Request], builder: PlanBuilder) -> Sequence[Request]:
+        """Returns those of `running` that a step of one of several stages may have, in order; refuses the others.
+
+        A row's next token is known when the last stage is done.  Chunks of a prompt follow each other at once: a stage
+        computes steps in order, and nothing is sampled between them.
+        """
+        left = -(-len(self.running) // self.limits.stages) - sum(row[-1] is DECODE for row in builder.rows)
+        ready = []
+        for request in running:
+            decodes = request.unscheduled == 1 and request.num_scheduled >= request.num_at_join and not request.reason
+            if (request.pending and not request.reason) or (decodes and left < 1):
+                builder.refuse(request, MICRO_BATCH)
+                continue
+            left -= decodes
+            ready.append(request)
+        return ready
+
+    def _add_isolated(self, builder: PlanBuilder) -> None:
         """Plan paused rows last: they run after all if the step computes no prompt that they would pause for."""
-        self._isolation.start(builder, self._admission.next_in_line(builder.now))
-        self._running.schedule(builder)
-        self._waiting.schedule(builder)
-        late = self._running.schedule_late
-        late([request for request in builder.deferred if request in builder.starting], builder)
-        late(self._isolation.settle(builder), builder)
-        late([request for request in builder.deferred if request not in builder.starting], builder)
-        self._isolation.count(builder)
+        isolation = self._isolation
+        isolation.start(builder, self.policy, self.running.values(), self._next_in_line(builder.now))
+        self._add_running(builder)
+        self._add_waiting(builder)
+        self._add_late([request for request in builder.deferred if request in builder.starting], builder)
+        self._add_late(isolation.settle(builder, self.running.values()), builder)
+        self._add_late([request for request in builder.deferred if request not in builder.starting], builder)
+        isolation.count(builder)
 
-    # -- decode runs ---------------------------------------------------------------------------------------------
+    def _catch_up(self, builder: PlanBuilder, request: Request) -> None:
+        """Continue deferred prefills that outrank the waiting `request`; reserve a token for each paused row."""
+        ahead = [prefill for prefill in builder.deferred if goes_before(self.policy, prefill, request, builder.now)]
+        if ahead:
+            builder.deferred = builder.deferred[len(ahead):]
+            builder.budget -= len(builder.paused)
+            self._add_late(ahead, builder)
+            builder.budget += len(builder.paused)
 
-    def decode_run(self, now: float) -> DecodeRun | None:
-        """Returns the steps from `now` on in which there is nothing to decide; None: the next step is none of them."""
-        table, policy = self._table, self._table.policy
-        if (not table.running or table.incoming or self._in_flight or self._drafting.proposer or table.kv.is_windowed
-                or table.held_outputs or self._discipline.leaves_together or policy.isolates_prefill
-                or self.limits.stages > 1
-                or self._discipline.budget(self.limits) < len(table.running)
-                or any(isinstance(event, Finished | Rejected) for event in table.events)
-                or not all(map(is_decoding, reversed(table.running.values())))):
+    # -- waiting rows --------------------------------------------------------------------------------------------
+
+    def _add_waiting(self, builder: PlanBuilder) -> None:
+        """Admit waiting requests from the head of the queue, and record in the plan why the others wait.
+
+        A few smaller ones may pass a request that waits for blocks, and all of them a request with a grammar that is
+        still being compiled.
+        """
+        if not self.waiting:
+            return
+        gate = self._gate(builder.now)
+        queue = self.waiting.walk(builder.now)
+        examined: list[Request] = []  # and not admitted
+        unslotted: list[Request] = []  # that wait for an adapter's slot: they stop only others that need one
+        compiling: Request | None = None  # the first one with a grammar that is
+        while all(map(self._may_be_passed, examined)) and (request := queue.next()) is not None:
+            if builder.deferred:
+                self._catch_up(builder, request)
+            is_open = len(builder.new_requests) < gate.max_new
+            decision = self._decide(request, builder) if is_open else gate.reason
+            if isinstance(decision, Allocation):
+                self._admit(request, decision, builder)
+                for before in examined if not request.adapter else [*examined, *unslotted]:
+                    before.num_passed += 1
+                continue
+            builder.refuse(request, decision)
+            if decision == GRAMMAR_COMPILING:
+                compiling = compiling or request
+                continue
+            builder.stop = builder.stop or Stop(
+                decision, request.request_id, 0, min(gate.reopens_at, self.waiting.next_moment))
+            if decision == NO_ADAPTER_SLOT and not self._discipline.in_strict_order:
+                unslotted.append(request)
+                builder.is_adapter_overdue |= not self._may_be_passed(request)
+                if len(unslotted) < MAX_UNSLOTTED:
+                    continue
+                break
+            if decision == TIER_CAP:
+                queue.close(request.slo.tier)
+                continue
+            examined.append(request)
+            if decision != NO_BLOCKS or builder.is_pressed or len(examined) > MAX_LOOK:
+                break
+        if compiling is not None and builder.stop is None:  # it stops no other request
+            reopens_at = min(gate.reopens_at, self.waiting.next_moment)
+            builder.stop = Stop(GRAMMAR_COMPILING, compiling.request_id, 0, reopens_at)
+        if builder.stop:
+            builder.stop = builder.stop._replace(num_behind=len(self.waiting) - 1)
+
+    def _decide(self, request: Request, builder: PlanBuilder) -> Allocation | str:
+        """Returns the blocks with which a waiting request may join the step, or the reason why it may not.
+
+        A request preempted in this plan may have a token in flight, and is not admitted again before its commit.
+        """
+        if request.is_compiling:
+            return GRAMMAR_COMPILING
+        if request.pending:
+            return OUTRANKED
+        if not self._free_slots:
+            return NO_SLOT
+        if self._num_slots_for(request) < 1:
+            return TIER_CAP
+        if request.adapter and (builder.is_adapter_overdue or not self._has_adapter_slot(request)):
+            return NO_ADAPTER_SLOT
+        if builder.budget < 1:
+            return builder.shortage
+        if builder.lanes and self.policy.lane(request) in builder.lanes:
+            return FIRST_TOKEN
+        allocation = self._allocation(request, builder)
+        if allocation is None:
+            return NO_BLOCKS
+        if len(allocation.on_host) > self.kv.host.num_loads_left:
+            return TOKEN_BUDGET
+        start = allocation.num_computed
+        return allocation if self._chunking.fits(start, len(request.tokens) - start, builder) else TIME_BUDGET
+
+    def _gate(self, now: float) -> Gate:
+        """Returns how many requests the discipline admits now."""
+        oldest = next(iter(self.unfinished.values())).arrived_at
+        return self._discipline.gate(
+            View(len(self.running), len(self.waiting), self.limits.max_num_seqs, oldest), now)
+
+    def _next_in_line(self, now: float) -> Request | None:
+        """Returns the request to admit first in this step, if blocks suffice; None: no slot, or a closed gate."""
+        if not self.waiting or not self._free_slots or self._gate(now).max_new < 1:
             return None
-        if not table.waiting:
-            run = DecodeRun(table, self._running.in_order(now))
-        elif policy.may_preempt or self._admission.gate(now).max_new > 0:
-            return None
-        else:
-            waiting = PlanBuilder(self._steps, now, 0)
-            self._waiting.schedule(waiting)
-            run = DecodeRun(table, self._running.in_order(now), waiting.refused, waiting.stop)
-        return run if run.length and now < run.until else None
+        walk = self.waiting.walk(now)
+        while (request := walk.next()) is not None and self._waits_apart(request):
+            pass
+        return request if request is not None and self._num_slots_for(request) > 0 else None
 
-    def commit_run(
-        self, run: DecodeRun, number: int, times: Callable[[int], tuple[float, float]], outputs: Outputs, *, each: bool,
-    ) -> Iterator[tuple[int, int, Changes]]:
-        """Take the first `number` steps of a run; yields as `DecodeRun.commit`, with the step's number.
+    def _has_adapter_slot(self, request: Request) -> bool:
+        """Whether a step may have this request next to the running ones: it has at most `max_loras` adapters."""
+        if not request.adapter:
+            return True
+        adapters = {running.adapter for running in self.running.values() if running.adapter}
+        return request.adapter in adapters or len(adapters) < self.limits.max_loras
+
+    def _waits_apart(self, request: Request) -> bool:
+        """Whether a request waits for its grammar or for an adapter's slot, which others need not wait for."""
+        return request.is_compiling or not self._has_adapter_slot(request)
+
+    def _may_be_passed(self, request: Request) -> bool:
+        """Whether a later arrival may be admitted before this request, which waits for blocks or an adapter's slot."""
+        limit = 0 if self._discipline.in_strict_order else self.limits.max_passes
+        return request.state is State.WAITING and request.num_passed < limit
+
+    def _num_slots_for(self, request: Request) -> int:
+        """Free slots that are not reserved for other tiers."""
+        free = min(len(self._free_slots), self.limits.max_num_seqs - len(self.running))
+        if not self._reserved:
+            return free
+        surplus = self._surplus()
+        return free - sum(max(0, -surplus[tier]) for tier in self._reserved if tier != request.slo.tier)
+
+    def _surplus(self) -> Counter[str]:
+        """By tier: slots in use minus slots reserved; below zero, reserved slots that are unused."""
+        used = Counter(request.slo.tier for request in self.running.values())
+        used.subtract(self._reserved)
+        return used
+
+    # -- blocks --------------------------------------------------------------------------------------------------
+
+    def _needed(self, request: Request) -> Allocation:
+        """Returns the blocks that `request` needs to be admitted, whether they are free or not."""
+        return self.kv.match(request, self._discipline.reserve(request))
+
+    def _spare(self, request: Request, num_running: int) -> int:
+        """Blocks that stay free next to running requests; none where every request reserves its maximum."""
+        grows = self._discipline.reserve(request) < request.end - 1
+        return self.limits.watermark_blocks if num_running and grows else 0
+
+    def _allocation(self, request: Request, builder: PlanBuilder) -> Allocation | None:
+        """Returns blocks for a waiting request; None: too few, or this plan preempted a request for want of them.
+
+        It goes before pins, and before requests that have landed and follow it; before all of these if nothing runs,
+        which would free blocks for it.
+        """
+        if builder.is_pressed:
+            return None
+        landed = [] if request.state is State.WAITING_FOR_KV else [
+            other for other in self.transfers.landed if other is not request and (
+                not self.running or goes_before(self.policy, request, other, builder.now))]
+        return self._free_for(request, landed)
+
+    def _free_for(self, request: Request, landed: Collection[Request]) -> Allocation | None:
+        """Returns the blocks that a request needs, if they are free or can be had from pins and those `landed`."""
+        spare = self._spare(request, len(self.running))
+        allocation = self._needed(request)
+        kept = {cached.block for cached in chain(*allocation.used)}
+        return allocation if self._reclaim(lambda: self.kv.num_lacking(allocation) + spare, kept, landed) else None
+
+    def _reclaim(self, lacking: Callable[[], int], kept: Collection[int], landed: Collection[Request]) -> bool:
+        """Release blocks that no running request holds, until `lacking` returns less than 1.
+
+        Pins go first, the oldest before the others; then requests of `landed` lose their blocks, and compute their
+        prompts.  Returns whether there is enough; else nothing changes.
 
         Args:
-            times: returns by a step's index when it was planned and when it ended, in seconds.
+            kept: blocks that are of no use when they are released.
         """
-        policy = self._table.policy
-        if self._learns:
-            for index in range(number):
-                self.times.step(run.work(index), *times(index))
-        for tokens in outputs.steps:
-            policy.served(run.requests, run.counts, tokens)
-        for index, changes in run.commit(number, outputs, each=each):
-            for request, reason in changes.ended:
-                self._commits.end(request, reason, times(index)[1])
-            yield index, self._steps + index, changes
-        self._steps += number
+        if lacking() <= 0:
+            return True
+        pinned = self.kv.pinned
+        holders = [*pinned.holders, *[request.blocks for request in landed]]
+        dropped = Counter(block for blocks in holders for block in blocks if block not in kept)
+        if self.kv.pool.num_freed(dropped) < lacking():
+            return False
+        left = list(landed)
+        while lacking() > 0:
+            if pinned:
+                pinned.unpin_oldest()
+                continue
+            victim = self.transfers.victim(left)
+            left.remove(victim)
+            self._lose_blocks(victim)
+            if victim.state is State.WAITING_FOR_KV:
+                victim.kv = None
+                self.transfers.given_up.append(victim)
+        return True
 
     # -- committing a step ---------------------------------------------------------------------------------------
 
@@ -309,12 +777,80 @@ class Scheduler:
             raise RuntimeError(f"step {plan.step} is not the next to commit")
         result.check(plan)
         step = self._in_flight.popleft()
-        self._commits.apply(step, result, now, together=self._discipline.leaves_together, learns=self._learns)
+        kept, ended = self._append(step, result)
+        for request, forced in zip(step.requests, result.forced, strict=False):
+            request.forced = (len(request.tokens), forced)
+        failed = dict(step.failed(result)) if result.failed else {}
+        ended += [(request, "rejected" if objection else "error") for request, objection in failed.items()]
+        done = result.executed(plan)
+        self._drafting.committed(step.requests, done.drafts, result.proposing)
+        if self._learns or self._drafting.needs_step_times:
+            proposing = result.proposing.seconds if result.proposing else 0.0
+            self.times.step(work_of(done.starts, done.counts, done.padding, done.drafts), done.now + proposing, now)
+        self.policy.served(step.requests, done.counts, result.tokens)
+        outputs = _outputs(plan, result, kept)
+        if self._discipline.leaves_together or self._held or plan.held:  # a pooled row holds no output
+            outputs, ended = self._hold(outputs, ended, plan)
+        self.events.append(Committed(
+            now, plan.step, tuple(outputs.request_ids), tuple(outputs.tokens), tuple(outputs.logprobs)))
+        for request, reason in ended:
+            self._finish(request, reason, now, failed.get(request, ""))
 
-    @property
-    def _learns(self) -> bool:
-        """Whether the step-time model is needed, and so trained."""
-        return self.times.learns and (self._chunking.needs_step_times or self._table.policy.needs_step_times)
+    def _append(self, step: InFlight, result: StepResult) -> tuple[dict[int, Tokens], Ended]:
+        """Append each row's tokens to its request, and advance what is computed.
+
+        Returns by row the tokens kept, where these are not all that was sampled, and the requests that end.  A request
+        that ended after its row was planned keeps nothing of it; a row that was preempted since then keeps its tokens,
+        and their positions are computed again.
+        """
+        plan, kept = step.plan, dict[int, Tokens]()
+        ended: Ended = []
+        num_drafts = map(len, plan.drafts) if plan.drafts else repeat(0)
+        rows = zip(step.requests, step.epochs, plan.counts, num_drafts, result.tokens, strict=False)
+        for row, (request, epoch, count, drafted, tokens) in enumerate(rows):
+            if request.reason:  # finished or held since it was planned
+                kept[row] = ()
+                continue
+            accepted, reason = request.append(tokens, drafted) if tokens else ((), "")
+            if not tokens and request.pooling is not None and row not in result.failed:
+                reason = request.pool(plan.starts[row] + count)
+            if request.epoch == epoch:
+                computed = len(accepted) if drafted else count
+                request.num_computed += computed
+                if request.num_computed >= request.advance_at:
+                    self.kv.advance(request)
+                if computed < count:  # drafts were not accepted
+                    request.num_scheduled -= count - computed
+                    self.kv.truncate(request)
+            if not accepted or accepted != tokens:
+                kept[row] = accepted
+            if reason:
+                ended.append((request, reason))
+        return kept, ended
+
+    def _hold(self, outputs: Outputs, ended: Ended, plan: StepPlan) -> tuple[Outputs, Ended]:
+        """Hold the outputs of a batch that leaves together until all of its requests have ended.
+
+        Returns the outputs to publish now, and those of `ended` that may finish now.
+        """
+        for request_id, tokens, logprobs in zip(*outputs, strict=True):
+            before = self._held.get(request_id, ((), ()))
+            self._held[request_id] = (before[0] + tokens, before[1] + logprobs)
+        gone = [(request, reason) for request, reason in ended if request.state is not State.RUNNING]
+        for request, reason in ended:
+            if request.state is State.RUNNING:
+                request.reason = reason  # held: it keeps its slot until its batch has ended
+        held = [request for request in self.running.values() if request.reason]
+        if self._discipline.leaves_together and len(held) < len(self.running):
+            return self._release_outputs(request.request_id for request, _ in gone), gone
+        present = frozenset(plan.request_ids)  # a held row that pauses here finishes in its next step
+        ending = gone + [(request, request.reason) for request in held if request.request_id in present]
+        return self._release_outputs(plan.request_ids), ending
+
+    def _release_outputs(self, request_ids: Iterable[str]) -> Outputs:
+        """Remove and return the outputs held for these requests."""
+        found = [(request_id, *self._held.pop(request_id)) for request_id in request_ids if request_id in self._held]
+        return Outputs(*zip(*found, strict=True)) if found else Outputs((), (), ())
 
     def rollback(self) -> list[str]:
         """Drop all steps in flight after a failure; their rows are planned again from the last commit.
@@ -327,6 +863,121 @@ class Scheduler:
         for step in steps:
             for request in step.requests:
                 request.unschedule()
-        lost = steps if self._table.kv.has_states else steps[:1]
+        lost = steps if self.kv.has_states else steps[:1]
         return list(dict.fromkeys(
             request.request_id for step in lost for request in step.requests if not request.ended))
+
+    # -- transitions of a request --------------------------------------------------------------------------------
+
+    def _admit(self, request: Request, allocation: Allocation, builder: PlanBuilder) -> None:
+        """Give a waiting request a slot, the blocks of `allocation` and its first row; cached tokens count as computed.
+        """
+        self.waiting.remove(request)
+        self.transfers.take_off(request)
+        request.slot = heapq.heappop(self._free_slots)
+        self.running[request.request_id] = request
+        request.num_at_join = len(request.tokens)
+        request.start_from(self.kv.allocate(request, allocation))
+        request.transition(State.RUNNING)
+        self.policy.admitted(request, builder.now)
+        cached = request.num_computed - request.num_received
+        self.events.append(Admitted(builder.now, request.request_id, request.slot, builder.step, cached))
+        builder.new_requests.append(NewRequest(
+            request.request_id, request.slot, tuple(request.tokens), request.num_prompt, request.params, request.seed,
+            tuple(sorted(request.stop_ids)), request.output, request.pooling, request.adapter))
+        builder.new_blocks += self.kv.allocated(request)
+        count = self._chunking.first_chunk(request, builder)
+        builder.add_row(request, request.num_scheduled, count, PREFILL)
+
+    def _preempt(self, request: Request, step: int, now: float) -> None:
+        """Release slot and blocks, and requeue; known tokens are kept, and so are those of a step in flight."""
+        self.events.append(Preempted(now, request.request_id, step, request.num_computed))
+        self._release(request)
+        request.transition(State.PREEMPTED)
+        request.epoch += 1
+        request.num_received = 0
+        request.start_from(0)
+        self.policy.preempted(request, now)
+        self._enqueue(request, now)
+
+    def _finish(self, request: Request, reason: str, now: float, message: str = "") -> None:
+        """Finish an unfinished request: release what it holds, and record the event."""
+        self.policy.finished(request, reason, now)
+        if request.holds_slot:
+            if request.kv is not None and request.kv.sends and reason in COMPLETE:
+                self.kv.pin(request, request.kv, now)
+            self._release(request)
+        else:
+            self._leave_queue(request)
+        self._held.pop(request.request_id, None)
+        request.transition(State.FINISHED)
+        request.reason = reason
+        request.epoch += 1
+        self._forget(request)
+        self.events.append(Finished(now, request.request_id, reason, request.num_output, message))
+        self._drafting.finished(request)
+
+    def _reject(self, request: Request, objection: str, now: float) -> None:
+        """Reject a waiting request that turns out never to be able to run."""
+        self.policy.finished(request, "rejected", now)
+        self._leave_queue(request)
+        request.transition(State.REJECTED)
+        request.reason = objection
+        self._forget(request)
+        self.events.append(Rejected(now, request.request_id, objection))
+
+    def _arrive(self, request: Request, now: float) -> None:
+        """Enqueue a request WAITING_FOR_KV for a slot: it computes what has not arrived."""
+        self.transfers.incoming.remove(request)
+        request.transition(State.WAITING)
+        self._enqueue(request, now)
+
+    def _forget(self, request: Request) -> None:
+        del self.unfinished[request.request_id]
+        self._num_with_tpot -= request.slo.tpot is not None
+
+    def _queue_of(self, request: Request) -> WaitingQueue:
+        return self.transfers.incoming if request.state is State.WAITING_FOR_KV else self.waiting
+
+    def _enqueue(self, request: Request, now: float) -> None:
+        moment = self.policy.patience(request, now)
+        if request.state is not State.PREEMPTED:
+            moment = min(moment, request.deadline)
+        group = request.slo.tenant if request.state is State.WAITING_FOR_KV else request.slo.tier
+        lane = Lane(group, self.policy.lane(request))
+        self._queue_of(request).add(request, lane, self.policy.waiting_key(request, now), moment)
+
+    def _leave_queue(self, request: Request) -> None:
+        """Take a request without a slot, which is about to end, out of its queue."""
+        self._queue_of(request).remove(request)
+        if self.transfers.has_landed(request):
+            self._lose_blocks(request)
+        elif request.state is State.WAITING_FOR_KV and request.kv is not None:
+            self.transfers.unwanted.append(request)  # it has not asked, and will not
+
+    def _release(self, request: Request) -> None:
+        """Release slot and blocks.  The next plan may reuse them, because executors run plans in order."""
+        self.kv.release(request)
+        heapq.heappush(self._free_slots, request.slot)
+        self._released_slots.append(request.slot)
+        request.slot = NO_SLOT_HELD
+        del self.running[request.request_id]
+
+    def _lose_blocks(self, request: Request) -> None:
+        """Release the blocks of a request without a slot, in which it has landed."""
+        self.transfers.take_off(request)
+        self.kv.release(request)
+        request.num_received = 0
+        request.start_from(0)
+
+
+def _outputs(plan: StepPlan, result: StepResult, kept: Mapping[int, Tokens]) -> Outputs:
+    """Returns the tokens each row sampled; for rows in `kept` the tokens kept, and no entry if none were."""
+    logprobs: Sequence[Logprobs] = result.logprobs or ((),) * plan.num_rows
+    if not kept:
+        return Outputs(plan.request_ids, result.tokens, logprobs)
+    tokens, logprobs = list(result.tokens), list(logprobs)
+    for row, some in kept.items():
+        tokens[row], logprobs[row] = some, logprobs[row][: len(some)]
+    return Outputs(
+        list(compress(plan.request_ids, tokens)), list(compress(tokens, tokens)), list(compress(logprobs, tokens)))

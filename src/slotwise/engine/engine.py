@@ -14,9 +14,8 @@ sleep before the next `step`, when the last plan had no rows and waits for the c
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from slotwise.core.decode_run import DecodeRun, Outputs
 from slotwise.core.events import Admitted, Event, Preempted
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.request import Request
@@ -216,39 +215,6 @@ class Engine:
             return 0.0
         return min(plan.stop.reopens_at if plan.stop else float("inf"), transfers.next_moment)
 
-    def decode_run(self) -> DecodeRun | None:
-        """Returns the coming steps in which there is nothing to decide, from now on; None: the next is none of them."""
-        if self.depth or self._grammars is not None:
-            return None
-        return self._scheduler.decode_run(self.clock() * 1e-9)
-
-    def take(
-        self, run: DecodeRun, number: int, times: Callable[[int], tuple[int, int]], outputs: Outputs, *,
-        each: bool = True) -> Iterator[StepRecord]:
-        """Takes the first `number` steps of a run, and yields their records.
-
-        Must be read to its end.
-
-        Args:
-            times: returns by a step's index when it was planned and when it ended, in nanoseconds.
-            each: the record of every step; else only that of the last.
-        """
-        self._idle_until = 0.0
-
-        def seconds(index: int) -> tuple[float, float]:
-            started, ended = times(index)
-            return started * 1e-9, ended * 1e-9
-
-        for index, step, changes in self._scheduler.commit_run(run, number, seconds, outputs, each=each):
-            started, ended = times(index)
-            self._planned.append(started)
-            record = StepRecord(
-                step, started, ended, run.request_ids, run.slots, tuple([start + index for start in run.starts]),
-                run.counts, token_ids=outputs.steps[index], refused=run.refused, stop=run.stop,
-                ended=ends(self._scheduler.pop_events()), released_slots=changes.released_slots,
-                new_blocks=changes.new_blocks, saves=changes.copies.saves, loads=changes.copies.loads, kinds=run.kinds)
-            yield self._stamped(record)
-
     def _take_news(self, now: float) -> None:
         """Tells the scheduler what happened beside the steps."""
         if self._grammars is not None:
@@ -256,9 +222,9 @@ class Engine:
         if self._kv_link is not None and self._kv_link.has_news:
             self._news = self._kv_link.pop_news()
             for arrival in self._news.arrivals:
-                self._scheduler.transfers.received(arrival, now)
+                self._scheduler.received(arrival, now)
             for transfer_id in self._news.acknowledged:
-                self._scheduler.transfers.acknowledged(transfer_id)
+                self._scheduler.acknowledged(transfer_id)
 
     def _take_compiled(self, grammars: GrammarCompiler, now: float) -> None:
         """Lets requests with compiled grammars be admitted, and rejects those with grammars that cannot be compiled."""

@@ -20,22 +20,19 @@ from heapq import heappop, heappush
 from math import inf
 from typing import Any
 
-from slotwise.core.decode_run import Outputs
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.scheduler import Scheduler
 from slotwise.core.step_time import Learned, StepTimeModel
 from slotwise.engine.admission_control import AdmissionControl
-from slotwise.engine.engine import Engine
 from slotwise.engine.kv_link import KVLink
 from slotwise.engine.messages import Add, Command, EngineInfo, StepRecord
 from slotwise.engine.observer import Observer
 from slotwise.engine.scheduling import Scheduling
+from slotwise.simulate.decode_run import RunEngine, RunInProgress, RunScheduler, RunTokens
 from slotwise.simulate.drafts import DraftModel, Verifier
 from slotwise.simulate.no_collector import no_collector
 from slotwise.simulate.pace import Known, Pace
 from slotwise.simulate.requests import REFUSED, SimulatedRequest, new_clock
 from slotwise.simulate.routed import RoutedServers
-from slotwise.simulate.run_in_progress import RunInProgress
 from slotwise.simulate.traffic import NO_ADAPTERS, Adapters
 from slotwise.simulate.virtual_machine import VirtualMachine
 from slotwise.speculation.proposer import proposer_of
@@ -99,11 +96,11 @@ class Server:
     ) -> None:
         limits = setup.scheduling.limits(setup.limits)
         times = StepTimeModel(setup.learned) if setup.learns else Known(setup.pace)
-        scheduler = Scheduler(limits, setup.scheduling.discipline(), setup.scheduling.policy(times), times,
+        scheduler = RunScheduler(limits, setup.scheduling.discipline(), setup.scheduling.policy(times), times,
                               proposer_of(setup.speculation, times))
         self.machine = VirtualMachine(
             setup.pace, outputs, Verifier(setup.draft_model, replica), setup.limits.stages, setup.adapters.seconds)
-        self.engine = Engine(
+        self.engine = RunEngine(
             scheduler, self.machine, self.machine.clock, setup.eos_token_ids, depth=setup.depth,
             scheduling=setup.scheduling, kv_link=kv_link)
         self.admission = AdmissionControl(limits, *setup.max_queued)
@@ -220,7 +217,7 @@ class Server:
         self.clock.extend(run.ended)
         for request_id in run.run.request_ids:
             self._requests[request_id].add_tokens(first, first + number - 1)
-        outputs = Outputs(run.rows, self.machine.steps(run.rows, number))
+        outputs = RunTokens(run.rows, self.machine.steps(run.rows, number))
         is_watched = len(self._observers) > 1 or run.run.stop is not None or self.admission.is_queueing
         for record in self.engine.take(run.run, number, run.times, outputs, each=is_watched):
             self._tell(record)

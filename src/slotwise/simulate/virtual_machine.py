@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from math import inf
 
-from slotwise.core.decode_run import DecodeRun
 from slotwise.core.step import StepPlan, StepResult
 from slotwise.core.step_time import work_of
+from slotwise.simulate.decode_run import DecodeRun
 from slotwise.simulate.drafts import Verifier
 from slotwise.simulate.pace import Pace
 

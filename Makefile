@@ -42,7 +42,7 @@ docs: $(VENV)/docs.ready   ## build the documentation as a site, build/site/inde
 
 clients-install: $(CLIENTS)/clients.ready
 
-clients: clients-install $(VENV)/kernels.ready   ## real clients against live servers; writes the table of docs/clients.md
+clients: clients-install $(VENV)/kernels.ready   ## real clients against live servers; writes the table of docs/reference/clients.md
 	OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m pytest -W ignore clients $(or $(ARGS),--table docs/clients.json); \
 	outcome=$$?; $(BIN)/python -m docs.generate && exit $$outcome
 

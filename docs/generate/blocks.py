@@ -1,4 +1,4 @@
-"""Generated blocks of pages.  A page of `docs/` (or the README) holds what its author wrote, and between two comments
+"""Generated blocks of pages.  A page contains what its author wrote, and between two comments
 
     <!-- generated: NAME -->
     ...
@@ -19,9 +19,10 @@ BLOCK = re.compile(r"(?P<begin><!-- generated: (?P<name>[\w -]+) -->\n).*?(?P<en
 
 
 def pages() -> Iterator[Path]:
-    """Yields every page of the documentation, the README included."""
+    """Yields every page that may have generated blocks: the README, the documentation and the measured results."""
     yield ROOT / "README.md"
     yield from sorted((ROOT / "docs").rglob("*.md"))
+    yield from sorted((ROOT / "benchmarks" / "results").glob("*.md"))
 
 
 def renewed(text: str, blocks: Mapping[str, Callable[[], str]]) -> str:

@@ -19,7 +19,8 @@ def clients() -> str:
     told = ", ".join(f"{result}: {counts[result]}" for result in RESULTS if counts[result])
     head = f"Run on {content['date']} with Python {content['python']}; {len(rows)} rows ({told})."
     return head + "\n\n" + table(("client", "version", "what it does", "result"), [
-        (row["client"], row["version"], sentence(row["does"]), _result(row)) for row in rows])
+        (row["client"], row["version"], sentence(row["does"]).replace("](#", "](../clients.md#"), _result(row))
+        for row in rows])
 
 
 def _result(row: dict[str, str]) -> str:

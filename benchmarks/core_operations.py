@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from slotwise.batching.continuous import Chunked
+from slotwise.batching.disciplines import Chunked
 from slotwise.batching.settings import Batching
 from slotwise.core.events import Admitted, Committed, Finished, Preempted, Rejected
 from slotwise.core.interfaces import DraftRow, Due, Proposal

@@ -24,7 +24,7 @@ from slotwise.bench.results import environment
 from slotwise.bench.roofline import cost_of
 from slotwise.compose.engine import Loaded, load
 from slotwise.core.params import SamplingParams
-from slotwise.core.roofline import Cost, Machine, Roofline
+from slotwise.core.step_time import Cost, Machine, Roofline
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import Add
 

@@ -28,8 +28,8 @@ import torch
 from slotwise.bench.results import commit, environment
 from slotwise.compose.engine import Loaded, load
 from slotwise.core.params import SamplingParams
-from slotwise.core.roofline import Machine, Roofline
 from slotwise.core.step import CACHE_GROUP, NewBlocks, NewRequest, RowKind, StepPlan
+from slotwise.core.step_time import Machine, Roofline
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.executor import Executor
 

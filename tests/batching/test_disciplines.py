@@ -6,9 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.toy import Driver, request
 
-from slotwise.batching.continuous import Alone, Chunked, Inline
-from slotwise.batching.groups import Dynamic, OneAtATime, Static
-from slotwise.batching.orca import Orca
+from slotwise.batching.disciplines import Chunked, Dynamic, Inline, OneAtATime, Orca, PromptsAlone, Static
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.reasons import BATCH_RUNNING, NO_BLOCKS, ONE_AT_A_TIME, PROMPTS_ALONE, WINDOW_OPEN
 from slotwise.core.step import StepPlan
@@ -136,16 +134,16 @@ def test_orca_is_never_preempted_where_pages_are():
 
 def test_a_prompt_beside_decode_in_pieces_whole_or_alone():
     shapes = {}
-    for discipline in (Chunked(), Inline(), Alone()):
+    for discipline in (Chunked(), Inline(), PromptsAlone()):
         driver = Driver(limits(max_num_batched_tokens=8), discipline)
         driver.add(lasting("decodes", 2, 9))
         step(driver)
         driver.add(lasting("prompt", 12, 2))
         plan = driver.plan()
         shapes[type(discipline)] = rows(plan)
-        assert bool(plan.refused) == (type(discipline) is Alone)
+        assert bool(plan.refused) == (type(discipline) is PromptsAlone)
     assert shapes == {
-        Chunked: {"decodes": 1, "prompt": 7}, Inline: {"decodes": 1, "prompt": 12}, Alone: {"prompt": 12}}
+        Chunked: {"decodes": 1, "prompt": 7}, Inline: {"decodes": 1, "prompt": 12}, PromptsAlone: {"prompt": 12}}
     assert plan.refused == (("decodes", PROMPTS_ALONE),)
 
 

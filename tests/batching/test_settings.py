@@ -2,15 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from slotwise.batching.continuous import Alone, Chunked, Inline
-from slotwise.batching.groups import Dynamic, OneAtATime, Static
-from slotwise.batching.orca import Orca
+from slotwise.batching.disciplines import Chunked, Dynamic, Inline, OneAtATime, Orca, PromptsAlone, Static
 from slotwise.batching.settings import Batching
 from slotwise.engine.config import ConfigError, EngineConfig
 
 
 @pytest.mark.parametrize(("settings", "discipline"), [
-    ({}, Chunked), ({"prefill": "chunked"}, Chunked), ({"prefill": "inline"}, Inline), ({"prefill": "alone"}, Alone),
+    ({}, Chunked), ({"prefill": "chunked"}, Chunked), ({"prefill": "inline"}, Inline),
+    ({"prefill": "alone"}, PromptsAlone),
     ({"kind": "orca"}, Orca), ({"kind": "one_at_a_time"}, OneAtATime), ({"kind": "static"}, Static),
     ({"kind": "dynamic", "batch_size": 2, "max_wait_ms": 0}, Dynamic),
 ])

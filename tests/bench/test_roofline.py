@@ -13,8 +13,8 @@ from slotwise.cli import main
 from slotwise.compose import machine as machine_module
 from slotwise.compose.engine import load
 from slotwise.compose.machine import faster, measure_machine
-from slotwise.core.roofline import Machine, Roofline
 from slotwise.core.step import RowKind
+from slotwise.core.step_time import Machine, Roofline
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import StepRecord
 from slotwise.kernels.reference import ReferenceKernels

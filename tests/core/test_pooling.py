@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from support.toy import Driver, next_token, request
 
-from slotwise.batching.continuous import Chunked
-from slotwise.batching.groups import Static
+from slotwise.batching.disciplines import Chunked, Static
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import InvalidParams, PoolingParams
 from slotwise.core.step import Output, StepResult

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.toy import EOS, Driver, alone, next_token, request
 
-from slotwise.batching.continuous import Chunked
+from slotwise.batching.disciplines import Chunked
 from slotwise.core.cache_groups import STATE_WINDOW
 from slotwise.core.interfaces import NEVER
 from slotwise.core.limits import SchedulerLimits

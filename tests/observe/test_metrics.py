@@ -14,8 +14,8 @@ from support.toy_engine import LIMITS, MS, Rehearsal, engine
 from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
-from slotwise.core.roofline import Machine, Roofline
 from slotwise.core.step import Copy, Decision, RankSpan, RowKind, Stop
+from slotwise.core.step_time import Machine, Roofline
 from slotwise.engine.messages import Add, Configure, MemoryUse, RowEnd, StepRecord
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe.series import ITL, SOURCES, Histogram

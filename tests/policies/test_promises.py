@@ -28,9 +28,8 @@ from slotwise.core.request import Request, State
 from slotwise.core.slo import SLO
 from slotwise.policies.deadline import Deadline
 from slotwise.policies.fcfs import FirstComeFirstServed
-from slotwise.policies.lengths import ENOUGH, KEPT, MAX_KINDS, Guesses
 from slotwise.policies.priority import Priority
-from slotwise.policies.shortest import PROMPT_SHARE, Shortest
+from slotwise.policies.shortest import ENOUGH, KEPT, MAX_KINDS, PROMPT_SHARE, Guesses, Shortest
 
 SECONDS = st.sampled_from((1.0, 4.0, 30.0))
 bounded = settings(max_examples=25, deadline=None)

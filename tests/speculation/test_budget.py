@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slotwise.core.step_time import StepTimeModel, Work
-from slotwise.speculation.acceptance import GROUPS, Acceptance
-from slotwise.speculation.budget import GRID, LEAST_GAIN, Costs, best, may_gain
+from slotwise.speculation.budget import GRID, GROUPS, LEAST_GAIN, Acceptance, Costs, best, may_gain
 
 PROBABILITIES = st.lists(st.floats(0, 1), max_size=40).map(lambda found: sorted(found, reverse=True))
 COSTS = st.lists(st.floats(0, 1), min_size=len(GRID) - 1, max_size=len(GRID) - 1).map(

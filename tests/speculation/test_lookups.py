@@ -7,11 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slotwise.speculation import suffix
-from slotwise.speculation.follow import Follower
-from slotwise.speculation.ids import NOT_FOUND, TokenText
-from slotwise.speculation.ngram import NgramLookup
-from slotwise.speculation.prediction import PredictionLookup
+from slotwise.speculation.lookups import NgramLookup, PredictionLookup
 from slotwise.speculation.suffix import END, INDEXED, SuffixIndex, SuffixLookup
+from slotwise.speculation.token_text import NOT_FOUND, TextFollower, TokenText
 
 # Ids whose bytes are alike, so that a search in bytes finds many that begin within a token.
 ALIKE = st.sampled_from((0, 1, 256, 257, 65536, 65793, 16843009))
@@ -132,7 +130,7 @@ def test_outputs_are_indexed_a_part_at_each_look_up_and_all_in_the_end():
 
 def test_a_follower_gives_up_a_text_that_it_no_longer_agrees_with():
     text = TokenText(range(100))
-    follower = Follower(text, 0)
+    follower = TextFollower(text, 0)
     known = TokenText([])
     for token in range(1000, 1200):
         known.extend([token])

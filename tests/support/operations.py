@@ -7,9 +7,7 @@ from math import inf
 
 from hypothesis import strategies as st
 
-from slotwise.batching.continuous import Alone, Chunked, Inline
-from slotwise.batching.groups import Dynamic, OneAtATime, Static
-from slotwise.batching.orca import Orca
+from slotwise.batching.disciplines import Chunked, Dynamic, Inline, OneAtATime, Orca, PromptsAlone, Static
 from slotwise.core.interfaces import Discipline, Proposer
 from slotwise.core.limits import ERROR, RECOMPUTE, SchedulerLimits
 from slotwise.core.slo import SLO, Tier
@@ -26,7 +24,8 @@ LIMITS = st.builds(
     on_pressure=st.sampled_from((RECOMPUTE, RECOMPUTE, ERROR)))
 DISCIPLINE = st.one_of(
     st.builds(Chunked, st.integers(0, 7)),
-    st.builds(Inline), st.builds(Alone), st.builds(Orca), st.builds(OneAtATime), st.builds(Static, st.integers(1, 6)),
+    st.builds(Inline), st.builds(PromptsAlone), st.builds(Orca), st.builds(OneAtATime),
+    st.builds(Static, st.integers(1, 6)),
     st.builds(Dynamic, st.integers(1, 6), st.floats(0, 5)))
 BEGINNINGS = ([], [3] * 12, [3] * 6 + [7] * 6, list(range(16)))
 PROMPT = st.builds(

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from random import Random
 
-from slotwise.batching.continuous import Chunked
+from slotwise.batching.disciplines import Chunked
 from slotwise.core import step
 from slotwise.core.events import Admitted, Committed, Finished, Preempted, Rejected
 from slotwise.core.interfaces import Discipline, DraftRow, Due, Policy, Proposal, Proposer

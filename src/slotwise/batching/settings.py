@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slotwise.batching.continuous import Alone, Chunked, Inline
-from slotwise.batching.groups import Dynamic, OneAtATime, Static
-from slotwise.batching.orca import Orca
+from slotwise.batching.disciplines import Chunked, Dynamic, Inline, OneAtATime, Orca, PromptsAlone, Static
 from slotwise.core.interfaces import Discipline
 from slotwise.core.settings import real, whole
 
@@ -74,5 +72,5 @@ class Batching:
         if self.prefill == "inline":
             return Inline()
         if self.prefill == "alone":
-            return Alone()
+            return PromptsAlone()
         return Chunked(self.long_prefill_token_threshold)

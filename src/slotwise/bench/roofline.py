@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from slotwise.core.roofline import Cost, Roofline
 from slotwise.core.step import RowKind
+from slotwise.core.step_time import Cost, Roofline
 from slotwise.engine.messages import StepRecord
 
 NANO = 1e-9

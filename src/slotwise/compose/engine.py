@@ -21,8 +21,8 @@ from slotwise.compose.packed_weights import packed_weights
 from slotwise.compose.sizes import cache_groups, check_sizes, check_weights, sized, step_tokens
 from slotwise.compose.vocabulary import Vocabulary
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.roofline import Machine, Roofline
 from slotwise.core.scheduler import Scheduler
+from slotwise.core.step_time import Machine, Roofline
 from slotwise.engine.adapters import AdapterStore
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.engine import Engine

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from slotwise.core.roofline import Machine, Roofline
+from slotwise.core.step_time import Machine, Roofline
 from slotwise.host import last_cache_bytes
 from slotwise.kernels.interface import AttentionShape, Kernels
 from slotwise.kernels.select import launcher_of

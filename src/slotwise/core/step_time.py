@@ -1,4 +1,4 @@
-"""Step times: a model that predicts and learns the seconds of a step, and its fit.
+"""Step times: a model that predicts and learns the seconds of a step, its fit, and the roofline, a lower bound.
 
 **Model.**  A step's seconds are a non-negative linear function of its work, times a factor of its size and a level:
 
@@ -18,6 +18,14 @@ terms are divided by its seconds): a step of two milliseconds counts as much as 
 other processes made ten times longer hardly counts.  A factor corrects a size whose steps persistently take more or
 less than the linear function, interpolated between two sizes.  The level follows the last dozens of steps, of any size,
 because a shared machine changes its speed; the *typical* time omits it.
+
+**Roofline** (Williams, Waterman and Patterson, 2009).  A step cannot be faster than its bytes at the machine's
+bandwidth, nor than its operations at the machine's rate.  Both come from the step's plan, so the bound accounts for
+every row, chunk and context.
+
+    a step    bytes       all weights once, and the keys and values of every row's context
+              operations  two for each weight and token, the head's only for rows that sample; four for each pair of a
+                          query and a key, head and dimension
 """
 
 from __future__ import annotations
@@ -31,8 +39,6 @@ from dataclasses import dataclass, field
 from operator import mul
 from typing import NamedTuple
 
-from slotwise.core.least_squares import non_negative
-
 FADE = 0.98  # decay of a size's sums at its next step: half is forgotten after 34
 REMEMBERED = 10.0  # steps of a size that sums learned in another run count for at most
 DOUBT = 0.5  # prior weight of a factor of 1, in steps of its size
@@ -40,7 +46,7 @@ REFIT = 32  # steps between two fits; fewer in the first steps
 FAMILIAR = 24.0  # steps of a size after which only one in ROUTINE is compared, and one in SELDOM of these is added to
 ROUTINE = 4  # the sums: comparing takes time beside the engine, and a disturbance of seconds should not fade the others
 SELDOM = 8
-# Regularisation of each term towards 0.  A step's constant is regularised least: eight unchanging streams say nothing
+# Regularization of each term towards 0.  A step's constant is regularized least: eight unchanging streams say nothing
 # about a single one, and most of a step is reading weights.
 RIDGE = (1e-6, 1e-4, 1e-3, 1e-2, 1e-3, 1e-3)
 JUDGED = 256  # steps that `error` is computed over
@@ -341,3 +347,89 @@ def _size(work: Work, kind: str) -> str:
 def _graph_of(work: Work) -> tuple[int, int]:
     """Returns the key of a captured graph: number of rows, and the context up to a power of two."""
     return work.rows, max(SHORT - 1, work.longest - 1).bit_length()
+
+
+Matrix = list[list[float]]
+
+
+def non_negative(matrix: Matrix, target: Sequence[float], ridge: Sequence[float]) -> list[float]:
+    """Returns the least-squares solution x >= 0 of `matrix` x = `target`.
+
+    Drops the column with the most negative coefficient until none is negative.  This is nearly always the solution of
+    non-negative least squares (Lawson and Hanson, 1974), in at most as many solves as there are columns.
+
+    Args:
+        matrix, target: the normal equations; `matrix` is symmetric and positive semi-definite.
+        ridge: regularization towards 0, by column, relative to its weight: decides between collinear columns.
+    """
+    kept = [at for at, row in enumerate(matrix) if row[at] > 0]
+    solution = [0.0] * len(matrix)
+    while kept:
+        scale = [matrix[at][at] ** -0.5 for at in kept]  # columns of unit length: their magnitudes differ widely
+        found = _solved([
+            [matrix[i][j] * scale[row] * scale[column] + ridge[i] * (i == j) for column, j in enumerate(kept)]
+            + [target[i] * scale[row]] for row, i in enumerate(kept)])
+        least = min(range(len(kept)), key=found.__getitem__)
+        if found[least] >= 0:
+            for at, value, factor in zip(kept, found, scale, strict=True):
+                solution[at] = value * factor
+            break
+        del kept[least]
+    return solution
+
+
+def _solved(system: Matrix) -> list[float]:
+    """Gaussian elimination of a positive definite system, the right side as its last column; destroys `system`."""
+    size = len(system)
+    for pivot in range(size):
+        for row in range(pivot + 1, size):
+            factor = system[row][pivot] / system[pivot][pivot]
+            for column in range(pivot, size + 1):
+                system[row][column] -= factor * system[pivot][column]
+    values = [0.0] * size
+    for row in reversed(range(size)):
+        known = sum(system[row][column] * values[column] for column in range(row + 1, size))
+        values[row] = (system[row][size] - known) / system[row][row]
+    return values
+
+
+class Cost(NamedTuple):
+    """The least that a step must read and compute."""
+
+    bytes: int
+    operations: int
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Measured peak rates."""
+
+    bytes_per_second: float  # of memory reads
+    operations_per_second: float  # of large matrix products
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """A model on a machine."""
+
+    machine: Machine
+    weight_bytes: int  # of all weights that a step reads, quantized or not
+    position_bytes: int  # keys and values of one position, in all layers
+    token_weights: int  # weights that each token is multiplied by
+    head_weights: int  # weights that each sampling row is multiplied by in addition
+    pair_operations: int  # operations of a query and a key, in all layers
+
+    def cost(self, starts: Sequence[int], counts: Sequence[int], num_sampled: int) -> Cost:
+        """Returns the cost of rows that compute `counts` tokens from positions `starts`; padding is not counted."""
+        computed, contexts = sum(counts), sum(starts) + sum(counts)
+        pairs = contexts
+        if computed > len(counts):
+            pairs = sum([count * start + count * (count + 1) // 2 for start, count in zip(starts, counts, strict=True)])
+        return Cost(
+            self.weight_bytes + contexts * self.position_bytes,
+            2 * (computed * self.token_weights + num_sampled * self.head_weights) + pairs * self.pair_operations)
+
+    def seconds(self, cost: Cost) -> float:
+        """Returns the larger of the memory and the compute bound, in seconds."""
+        machine = self.machine
+        return max(cost.bytes / machine.bytes_per_second, cost.operations / machine.operations_per_second)

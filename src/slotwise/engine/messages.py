@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import PoolingParams, SamplingParams
 from slotwise.core.request import NO_SLO
-from slotwise.core.roofline import Roofline
 from slotwise.core.slo import SLO
 from slotwise.core.step import (
     Arrival,
@@ -27,7 +26,7 @@ from slotwise.core.step import (
     Stop,
     TokenLogprobs,
 )
-from slotwise.core.step_time import Learned
+from slotwise.core.step_time import Learned, Roofline
 from slotwise.engine.grammars import Compiled
 from slotwise.engine.scheduling import Scheduling
 from slotwise.speculation.settings import Speculation

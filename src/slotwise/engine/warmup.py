@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from slotwise.batching.continuous import Chunked
+from slotwise.batching.disciplines import Chunked
 from slotwise.core.interfaces import DraftRow, Due, Proposal, Proposer
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams

@@ -42,7 +42,7 @@ from slotwise.observe.series import (
 from slotwise.observe.vllm_metrics import as_vllm
 
 if TYPE_CHECKING:
-    from slotwise.core.roofline import Roofline
+    from slotwise.core.step_time import Roofline
     from slotwise.engine.messages import EngineInfo, StepRecord
 
 NS = 1e-9

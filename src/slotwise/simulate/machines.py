@@ -8,7 +8,7 @@ from importlib import resources
 from typing import Any
 
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.roofline import Machine, Roofline
+from slotwise.core.step_time import Machine, Roofline
 from slotwise.engine.config import MAX_PASSES, WATERMARK, EngineConfig
 from slotwise.simulate.pace import RooflinePace
 from slotwise.simulate.simulator import Setup

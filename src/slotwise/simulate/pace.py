@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Protocol
 
-from slotwise.core.roofline import Roofline
-from slotwise.core.step_time import StepTimeModel, Work
+from slotwise.core.step_time import Roofline, StepTimeModel, Work
 
 # Multiplicative hashing (Knuth): consecutive numbers are spread evenly.
 GOLDEN, MASK = 0x9E3779B1, 0xFFFFFFFF

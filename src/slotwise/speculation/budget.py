@@ -34,7 +34,7 @@ FIRST_MEASURED = 4  # first steps of a size without drafts: one of them captures
 MEASURED_EVERY = 32
 
 
-class Choice(NamedTuple):
+class DraftCount(NamedTuple):
     """A number of drafts, and whether more would have been taken had there been any."""
 
     num_drafts: int
@@ -88,7 +88,7 @@ class Costs:
         return [1.0 + max(cost, LEAST_COST * number / num_rows) for number, cost in zip(GRID, more, strict=True)]
 
 
-def best(costs: Sequence[float], num_rows: int, probabilities: Sequence[float]) -> Choice:
+def best(costs: Sequence[float], num_rows: int, probabilities: Sequence[float]) -> DraftCount:
     """Returns how many drafts to verify beside `num_rows` decoding rows.
 
     Args:
@@ -100,14 +100,73 @@ def best(costs: Sequence[float], num_rows: int, probabilities: Sequence[float]) 
     chosen, best_rate = 0, LEAST_GAIN * num_rows
     for place, number in enumerate(GRID):
         if number > most:
-            return Choice(chosen, chosen == GRID[place - 1])
+            return DraftCount(chosen, chosen == GRID[place - 1])
         rate = (num_rows + expected[number]) / costs[place]
         if number and rate > best_rate:
             chosen, best_rate = number, rate
-    return Choice(chosen, chosen == GRID[-1])
+    return DraftCount(chosen, chosen == GRID[-1])
 
 
 def may_gain(costs: Sequence[float], num_rows: int, most: int) -> bool:
     """Whether drafts would be worth their time if all of them were right, `most` a row."""
     return any(number <= num_rows * most and (num_rows + number) / cost > LEAST_GAIN * num_rows
                for number, cost in zip(GRID[1:], costs[1:], strict=True))
+
+
+GROUPS = 8
+PRIOR_WEIGHT = 4.0  # comparisons that a prior counts for
+UNLIKELY = 0.05
+REMEMBERED = 32.0  # comparisons of a request, and of all requests, after which older ones count half
+REMEMBERED_BY_ALL = 512.0
+
+
+class Acceptance:
+    """Shares of right drafts by group of positions.
+
+    Args:
+        prior: where the shares come from until there are comparisons: of all requests, or a number for each group.
+    """
+
+    def __init__(self, prior: Acceptance | tuple[float, ...]) -> None:
+        self._prior = prior
+        self._remembered = REMEMBERED if isinstance(prior, Acceptance) else REMEMBERED_BY_ALL
+        self._right = [0.0] * GROUPS
+        self._compared = [0.0] * GROUPS
+
+    def share(self, group: int) -> float:
+        prior = self._prior.share(group) if isinstance(self._prior, Acceptance) else self._prior[group]
+        return (self._right[group] + PRIOR_WEIGHT * prior) / (self._compared[group] + PRIOR_WEIGHT)
+
+    def survival(self, match: int, number: int) -> list[float]:
+        """Returns for each of `number` drafts behind a match the probability that it and all before it are right.
+
+        Ends with the first that is below UNLIKELY: no step has a use for more.
+        """
+        shares: dict[int, float] = {}
+        survival, alive = [], 1.0
+        for position in range(match, match + number):
+            group = min(GROUPS - 1, position.bit_length())
+            if group not in shares:
+                shares[group] = self.share(group)
+            alive *= shares[group]
+            survival.append(alive)
+            if alive < UNLIKELY:
+                break
+        return survival
+
+    def observe(self, match: int, num_right: int, *, diverged: bool) -> None:
+        """Count `num_right` drafts behind a match that were right, and the one behind that was wrong if `diverged`."""
+        for position in range(match, match + num_right):
+            self._count(position, 1.0)
+        if diverged:
+            self._count(match + num_right, 0.0)
+
+    def _count(self, position: int, right: float) -> None:
+        group = min(GROUPS - 1, position.bit_length())
+        if self._compared[group] >= self._remembered:
+            self._compared[group] /= 2
+            self._right[group] /= 2
+        self._compared[group] += 1
+        self._right[group] += right
+        if isinstance(self._prior, Acceptance):
+            self._prior._count(position, right)

@@ -22,13 +22,11 @@ from slotwise.core.drafting import MAX_DRAFTS, MEASURING, NO_GAIN, NO_ROOM
 from slotwise.core.interfaces import DraftRow, Due, Proposal, Proposer
 from slotwise.core.request import Request
 from slotwise.core.step import PROPOSED, Proposing
-from slotwise.core.step_time import StepTimeModel, Work
-from slotwise.speculation.acceptance import Acceptance
-from slotwise.speculation.budget import GRID, LEAST_GAIN, Costs
-from slotwise.speculation.proposing_times import ProposingTimes
+from slotwise.core.step_time import StepTimeModel, Work, non_negative
+from slotwise.speculation.budget import GRID, LEAST_GAIN, Acceptance, Costs
 from slotwise.speculation.settings import Speculation
 
-PRIOR = (0.7,) * 8  # shares of right drafts by group of positions (`acceptance.py`), before anything is known
+PRIOR = (0.7,) * 8  # shares of right drafts by group of positions (`budget.py`), before anything is known
 PRIOR_PASS = 0.2  # of the time of a step of one row: a pass of the draft model, before one is measured
 TRIED = 2  # drafts of a row that tries whether they have become worth their time
 FIRST_REST, MAX_REST = 16, 1024  # steps between two tries
@@ -236,3 +234,36 @@ class DraftModelProposer:
         if row is None:
             row = self._rows[request.request_id] = _Row(self._shared)
         return row
+
+
+FADE = 0.98  # decay at the next step: half is forgotten after 34
+RIDGE = (1e-4, 1e-3)  # regularization of each term towards 0, relative to its weight
+
+
+class ProposingTimes:
+    """Predicts the seconds of proposing."""
+
+    def __init__(self) -> None:
+        self._products = [[0.0, 0.0], [0.0, 0.0]]
+        self._totals = [0.0, 0.0]
+        self._coefficients = [0.0, 0.0]
+
+    @property
+    def is_trained(self) -> bool:
+        return any(self._coefficients)
+
+    def seconds(self, passes: int, tokens: int) -> float:
+        """Returns the predicted seconds; 0 while untrained."""
+        return self._coefficients[0] * passes + self._coefficients[1] * tokens
+
+    def learn(self, proposing: Proposing) -> None:
+        """Learn from a step."""
+        seconds, *numbers = proposing
+        if seconds <= 0 or not proposing.passes:
+            return
+        terms = [number / seconds for number in numbers]
+        self._totals = [known * FADE + term for known, term in zip(self._totals, terms, strict=True)]
+        self._products = [
+            [known * FADE + term * other for known, other in zip(row, terms, strict=True)]
+            for row, term in zip(self._products, terms, strict=True)]
+        self._coefficients = non_negative(self._products, self._totals, RIDGE)

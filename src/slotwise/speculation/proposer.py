@@ -10,19 +10,15 @@ from slotwise.core.interfaces import DraftRow, Due, Proposal, Proposer
 from slotwise.core.request import Request
 from slotwise.core.step import Proposing
 from slotwise.core.step_time import StepTimeModel, Work
-from slotwise.speculation.acceptance import Acceptance
-from slotwise.speculation.budget import Costs, best, may_gain
+from slotwise.speculation.budget import Acceptance, Costs, best, may_gain
 from slotwise.speculation.draft_model import DraftModelProposer
-from slotwise.speculation.forced import ForcedTokens
-from slotwise.speculation.guess import NO_GUESS, Source
-from slotwise.speculation.ids import TokenText
-from slotwise.speculation.ngram import NgramLookup
-from slotwise.speculation.prediction import PredictionLookup
+from slotwise.speculation.lookups import ForcedTokens, NgramLookup, PredictionLookup
 from slotwise.speculation.settings import DRAFT_MODEL, NGRAM, NONE, PREDICTION, SUFFIX, Speculation
 from slotwise.speculation.suffix import SuffixIndex, SuffixLookup
+from slotwise.speculation.token_text import NO_GUESS, DraftSource, TokenText
 
 FORCED = "forced"  # by a grammar
-PRIORS = {  # shares of right drafts by group of positions (`acceptance.py`), before anything is known
+PRIORS = {  # shares of right drafts by group of positions (`budget.py`), before anything is known
     NGRAM: (0.3, 0.3, 0.4, 0.55, 0.7, 0.8, 0.85, 0.85),
     SUFFIX: (0.3, 0.3, 0.4, 0.6, 0.75, 0.85, 0.9, 0.9),
     FORCED: (0.9,) * 8,
@@ -41,7 +37,7 @@ def rest_after(failures: int) -> int:
     return min(MAX_REST, 1 << max(0, min(8, failures - PATIENCE)))
 
 
-class Row:
+class RowDrafts:
     """What is known about one request.
 
     Args:
@@ -51,7 +47,7 @@ class Row:
     __slots__ = ("_acceptance", "_base", "_source", "_sources", "failures", "guess", "known", "look_at")
 
     def __init__(
-        self, request: Request, sources: dict[str, Source], shared: dict[str, Acceptance], failures: int,
+        self, request: Request, sources: dict[str, DraftSource], shared: dict[str, Acceptance], failures: int,
     ) -> None:
         self.known = TokenText()  # the request's tokens as of the last look
         self._sources = sources
@@ -118,7 +114,7 @@ class DraftProposer:
         self._settings = settings
         self._times = times
         self._costs = Costs(times)
-        self._rows: dict[str, Row] = {}
+        self._rows: dict[str, RowDrafts] = {}
         self._next_look = 0  # place among the rows
         self._full = self._unpaid = 0  # rows of a step that no drafts paid for, and steps that this holds for
         self._failures = 0  # of the request that ended last: where looks gave nothing, the next one begins with few
@@ -205,17 +201,17 @@ class DraftProposer:
             begin = max(request.num_prompt, len(request.tokens) - MAX_OUTPUT)
             self._index.add(request.block_hashes.salt, request.tokens[begin:])
 
-    def _new_row(self, request: Request) -> Row | None:
+    def _new_row(self, request: Request) -> RowDrafts | None:
         """Begin to keep what is known about a request; None if nothing can propose drafts for it."""
         if not self._looks_up and not request.prediction and request.params.grammar is None:
             return None
         sources = self._sources(request)
         failures = 0 if FORCED in sources or PREDICTION in sources else self._failures
-        row = self._rows[request.request_id] = Row(request, sources, self._shared, failures)
+        row = self._rows[request.request_id] = RowDrafts(request, sources, self._shared, failures)
         return row
 
-    def _sources(self, request: Request) -> dict[str, Source]:
-        sources: dict[str, Source] = {} if request.params.grammar is None else {FORCED: ForcedTokens(request)}
+    def _sources(self, request: Request) -> dict[str, DraftSource]:
+        sources: dict[str, DraftSource] = {} if request.params.grammar is None else {FORCED: ForcedTokens(request)}
         if request.prediction:
             sources[PREDICTION] = PredictionLookup(request.prediction, request.num_prompt)
         if self._looks_up:

@@ -12,7 +12,7 @@ whose batches leave no time for drafts does not pay for an index.
 
 Memory is bounded: a salt keeps two generations of GENERATION tokens, of which the older is dropped when the newer is
 full, and as many that wait to be indexed; all salts together keep MAX_TOKENS, and the salt used least recently goes
-first.  Outputs are found only under their own salt, as cached prefixes are.
+first.  SaltOutputs are found only under their own salt, as cached prefixes are.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 
-from slotwise.speculation.follow import Follower
-from slotwise.speculation.guess import MAX_MATCH, Guess
-from slotwise.speculation.ids import TokenText
+from slotwise.speculation.token_text import MAX_MATCH, Guess, TextFollower, TokenText
 
 ORDER = 3  # tokens that must match
 CANDIDATES = 8  # latest occurrences that are compared
@@ -35,8 +33,8 @@ END = (1 << 32) - 1  # no token: follows each output in the text
 Key = tuple[int, int, int]  # ORDER tokens
 
 
-class Generation:
-    """Outputs one after another, and for each position the one before that ends with the same ORDER tokens."""
+class OutputGeneration:
+    """SaltOutputs one after another, and for each position the one before that ends with the same ORDER tokens."""
 
     __slots__ = ("_before", "_last", "text")
 
@@ -64,11 +62,11 @@ class Generation:
         return found
 
 
-class Outputs:
+class SaltOutputs:
     """Recent outputs of one salt."""
 
     def __init__(self) -> None:
-        self._generations = [Generation()]  # the newest last
+        self._generations = [OutputGeneration()]  # the newest last
         self._waiting: deque[array[int]] = deque()  # to be indexed; of the last one perhaps a part is
         self._num_waiting = 0
 
@@ -95,7 +93,7 @@ class Outputs:
             most -= len(tokens)
             self._num_waiting -= len(tokens)
             if len(self._generations[-1].text) + len(tokens) > GENERATION:
-                self._generations = [self._generations[-1], Generation()]
+                self._generations = [self._generations[-1], OutputGeneration()]
             self._generations[-1].extend(tokens)
 
     def longest(self, known: TokenText) -> tuple[TokenText, int, int] | None:
@@ -120,7 +118,7 @@ class SuffixIndex:
     """Recent outputs by salt."""
 
     def __init__(self) -> None:
-        self._salts: OrderedDict[str, Outputs] = OrderedDict()  # the one used last at the end
+        self._salts: OrderedDict[str, SaltOutputs] = OrderedDict()  # the one used last at the end
         self._num_tokens = 0
 
     @property
@@ -129,7 +127,7 @@ class SuffixIndex:
 
     def add(self, salt: str, output: Sequence[int]) -> None:
         """Record an output; the salts used least recently go while there are more than MAX_TOKENS."""
-        outputs = self._salts.pop(salt, None) or Outputs()
+        outputs = self._salts.pop(salt, None) or SaltOutputs()
         self._salts[salt] = outputs
         before = outputs.num_tokens
         outputs.add(output)
@@ -139,7 +137,7 @@ class SuffixIndex:
             self._num_tokens -= oldest.num_tokens
 
     def longest(self, salt: str, known: TokenText) -> tuple[TokenText, int, int] | None:
-        """As `Outputs.longest`, of the outputs of a salt, after indexing a part of those that wait."""
+        """As `SaltOutputs.longest`, of the outputs of a salt, after indexing a part of those that wait."""
         outputs = self._salts.get(salt)
         if outputs is None:
             return None
@@ -155,7 +153,7 @@ class SuffixLookup:
     def __init__(self, index: SuffixIndex, salt: str) -> None:
         self._index = index
         self._salt = salt
-        self._follower = Follower()
+        self._follower = TextFollower()
 
     def guess(self, known: TokenText, most: int) -> Guess:
         """Returns up to `most` tokens that may follow `known`, a text that only grows."""

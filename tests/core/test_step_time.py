@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slotwise.core.least_squares import non_negative
+from slotwise.core.step_time import non_negative
 
 FEW = (1e-6, 1e-6)
 

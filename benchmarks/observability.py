@@ -52,7 +52,7 @@ def serve(arguments: list[str]) -> int:
 
     def build_api(*given: Any) -> Any:
         api = whole(*given)
-        engine_client, admission_control = api.engine_client, api.admission_control
+        engine_client, admission_control = api.engine.client, api.limits.admission_control
         everyone = list(engine_client.observers)
 
         def observe(number: int, _: object) -> None:

@@ -110,7 +110,7 @@ async def neighbours(client: httpx.AsyncClient, besides: Awaitable[Any]) -> Any:
 
 
 async def nobody_is_left(app: App, client: httpx.AsyncClient) -> None:
-    while app.api.engine_client.state != "idle":
+    while app.api.engine.client.state != "idle":
         await asyncio.sleep(0.01)
     text = (await client.get("/metrics")).text
     assert 'num_requests_running{model_name="toy"} 0.0' in text

@@ -52,7 +52,7 @@ class Exchange:
     async def __aenter__(self) -> App[Api]:
         """Starts the first service.  Raises what `service` raises."""
         api = await self._stack.enter_async_context(service(self._model, self._cores, self._first))
-        api.load_model = self.load
+        api.engine.load_model = self.load
         self._app = App(api, ROUTES)
         return self._app
 
@@ -71,8 +71,8 @@ class Exchange:
             Busy: another change is in progress.
         """
         api = self._app.api
-        assert api.sleep is not None
-        async with api.sleep.changing():
+        assert api.engine.sleep is not None
+        async with api.engine.sleep.changing():
             if why := objection(self._model.config, self._model.settings):
                 raise ValueError(f"model: {why}")
             model = await asyncio.to_thread(self._read, path, name)
@@ -82,8 +82,8 @@ class Exchange:
                 raise ValueError(f"model: {error}") from error
             if chat is not None:
                 chat.close()
-            await check(model.config, api.sleep.held_bytes)
-            await self._replace(api, api.sleep, model)
+            await check(model.config, api.engine.sleep.held_bytes)
+            await self._replace(api, api.engine.sleep, model)
         return model.settings.served_model_name
 
     def _read(self, path: str, name: str) -> ServedModel:
@@ -113,10 +113,10 @@ class Exchange:
             if sleep.level:
                 sleep.stay()
             raise EngineError(f"{error}; {self._model.settings.served_model_name} {state}") from error
-        api.load_model = self.load
+        api.engine.load_model = self.load
         logger.info("%s is served in the place of %s", model.settings.served_model_name,
                     self._model.settings.served_model_name)
-        self._app.api, self._stack, self._model, before.is_over = api, stack, model, True
+        self._app.api, self._stack, self._model, before.engine.is_over = api, stack, model, True
         await old.aclose()
 
 

@@ -53,7 +53,7 @@ async def _serve(
 ) -> int:
     model = read_model(config, settings, options)  # the engine is loading meanwhile
     async with Exchange(model, options, Cores(), first) as app:
-        engine_client = app.api.engine_client
+        engine_client = app.api.engine.client
         await serve(app, listener, lambda url: _greet(
             url, engine_client.info, settings, time.monotonic() - first.started))
     return 1 if engine_client.hopeless.is_set() else 0

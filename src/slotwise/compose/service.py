@@ -56,7 +56,7 @@ async def service(
     bar = _LoadingBar(settings.log_format)
     engine_client, started = EngineClient(bar), list[ChildProcess]()
     if before is not None:
-        engine_client.hopeless = before.engine_client.hopeless
+        engine_client.hopeless = before.engine.client.hopeless
 
     def launch(last: EngineInfo | None) -> ChildProcess:
         if last is None and first is not None:
@@ -118,7 +118,7 @@ async def _load_adapters(api: Api) -> None:
     """Loads the adapters of `--lora-modules`.  Raises EngineError for one that cannot be served."""
     for module in api.settings.lora_modules:
         try:
-            await api.models.load(module)
+            await api.engine.models.load(module)
         except ApiError as error:
             raise EngineError(f"--lora-modules {printable(module.name)}: {error}") from error
 
@@ -127,15 +127,15 @@ async def _load_adapters(api: Api) -> None:
 async def _observed(api: Api, traces: Traces | None, settings: ServerSettings) -> AsyncIterator[None]:
     """Runs traces, the load report and the event log while the model is served."""
     if traces is not None:
-        api.trace(traces)
-    reporting = [asyncio.create_task(report(api.metrics))] if settings.log_stats else []
+        api.observers.trace(traces)
+    reporting = [asyncio.create_task(report(api.observers.metrics))] if settings.log_stats else []
     try:
         with (LogFile(settings.event_log, overwrite=settings.overwrite_event_log) if settings.event_log
               else contextlib.nullcontext()) as file:
             if file is not None:
-                api.recorder.write_to(file)
+                api.observers.recorder.write_to(file)
             yield
-            api.batched_observer.flush()
+            api.observers.batched_observer.flush()
     finally:
         for task in reporting:
             task.cancel()

@@ -224,7 +224,7 @@ def _loaded(answer: Answer) -> _Wanted:
 
 async def load_adapter(door: Door, exchange: HttpExchange) -> None:
     """Load an adapter on all replicas, or on none; a replica that starts later loads it, too."""
-    async with door.bodies.reading(exchange, MAX_BODY) as body:
+    async with door.clients.bodies.reading(exchange, MAX_BODY) as body:
         change = _Change(decode(LoadAdapterRequest, body).lora_name, LOAD, body)
         found = await door.adapters.change(door.replicas.upstreams, exchange, change)
     await send(exchange, found[0])
@@ -232,7 +232,7 @@ async def load_adapter(door: Door, exchange: HttpExchange) -> None:
 
 async def unload_adapter(door: Door, exchange: HttpExchange) -> None:
     """Unload an adapter on all replicas; requests that have it go on to their end."""
-    async with door.bodies.reading(exchange, MAX_BODY) as body:
+    async with door.clients.bodies.reading(exchange, MAX_BODY) as body:
         change = _Change(decode(UnloadAdapterRequest, body).lora_name, UNLOAD, body)
         found = await door.adapters.change(door.replicas.upstreams, exchange, change)
     told = [msgspec.json.decode(answer.body) for answer in found]

@@ -33,11 +33,9 @@ from slotwise.scale.routed import Prompt, prompt_of
 from slotwise.scale.upstream import end
 from slotwise.server.admin import MAX_SETTINGS, PROMETHEUS
 from slotwise.server.asgi import Endpoint
-from slotwise.server.bodies import Bodies
-from slotwise.server.browsers import Browsers
+from slotwise.server.context import Clients
 from slotwise.server.errors import ApiError, bad_request
 from slotwise.server.http_exchange import HttpExchange
-from slotwise.server.keys import Keys
 from slotwise.server.lora import LOAD, UNLOAD
 from slotwise.server.protocol import decode
 from slotwise.server.request_log import RequestLog
@@ -62,9 +60,7 @@ class Door:
 
     def __init__(self, settings: ServerSettings, fleet: Fleet) -> None:
         self.settings, self.fleet = settings, fleet
-        self.keys = Keys(settings.all_keys, settings.admin_api_key)
-        self.browsers = Browsers(settings)
-        self.bodies = Bodies(settings)
+        self.clients = Clients(settings)
         self.request_log = RequestLog(settings)
         self.metrics = DoorMetrics()
         self.adapters = Adapters(fleet)
@@ -104,7 +100,7 @@ class Door:
 
     def salt(self, headers: Mapping[bytes, bytes]) -> str:
         """What the prompts of one key begin with: the same at every door with the same keys; "" without keys."""
-        if not self.keys.needed:
+        if not self.clients.keys.needed:
             return ""
         given = headers.get(b"authorization") or headers.get(b"x-api-key", b"")
         return blake2b(given.rpartition(b" ")[2], key=self._secret, digest_size=16).hexdigest()
@@ -181,7 +177,7 @@ def _role(report: Report) -> str:
 async def forward(door: Door, exchange: HttpExchange) -> None:
     """Send a request to the replica that the router chooses, or that `?replica=NAME` names."""
     door.check_open()
-    async with door.bodies.reading(exchange) as body:
+    async with door.clients.bodies.reading(exchange) as body:
         headers: Mapping[bytes, bytes] = dict(exchange.scope["headers"])
         prompt = prompt_of(body, door.salt(headers), headers)
         others: frozenset[str] = frozenset()
@@ -230,7 +226,7 @@ async def models(door: Door, exchange: HttpExchange) -> None:
 
 async def abort_requests(door: Door, exchange: HttpExchange) -> None:
     """Abort requests by their ids, wherever they are."""
-    async with door.bodies.reading(exchange) as body:
+    async with door.clients.bodies.reading(exchange) as body:
         answers = [answer for _, answer in await _of_all(door, exchange, "POST", "/abort_requests", body)]
     refused = next((one for one in answers if one.status != HTTPStatus.OK), None)
     if refused is not None:
@@ -269,7 +265,7 @@ async def replicas(door: Door, exchange: HttpExchange) -> None:
 
 async def resize(door: Door, exchange: HttpExchange) -> None:
     """Change the number of replicas: new ones are started, the last ones drained."""
-    async with door.bodies.reading(exchange, MAX_SETTINGS) as body:
+    async with door.clients.bodies.reading(exchange, MAX_SETTINGS) as body:
         number = decode(ReplicasRequest, body).replicas
     if not door.replicas.starts_processes:
         raise bad_request("replicas: those at addresses are started and stopped by others", "replicas")

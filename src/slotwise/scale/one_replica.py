@@ -66,7 +66,7 @@ async def of_one(door: Door, exchange: HttpExchange) -> None:
     """The answer of the replica that `?replica=NAME` names, or of the only one."""
     name, target = named_in(exchange)
     upstream = replica_of(door, name, exchange.scope["path"])
-    async with door.bodies.reading(exchange, MAX_SETTINGS) as body:
+    async with door.clients.bodies.reading(exchange, MAX_SETTINGS) as body:
         try:
             await send(exchange, await ask(upstream, exchange, exchange.scope["method"], target, body))
         except ReplicaLost as error:
@@ -79,7 +79,7 @@ async def of_each(door: Door, exchange: HttpExchange) -> None:
     if name:
         await of_one(door, exchange)
         return
-    async with door.bodies.reading(exchange, MAX_SETTINGS) as body:
+    async with door.clients.bodies.reading(exchange, MAX_SETTINGS) as body:
         answers = await ask_all(door.replicas.upstreams, exchange, exchange.scope["method"], target, body)
     if not answers:
         raise no_replica()
@@ -157,7 +157,7 @@ async def index(door: Door, exchange: HttpExchange) -> None:
              ("/health", "whether requests are accepted"), ("/v1/models", "the model"),
              ("/metrics", "of the router and of all replicas, for Prometheus")]
     await pages.respond(exchange, pages.start_page(
-        "This router asks for a key." if door.keys.needed else _replicas_in_words(door), links,
+        "This router asks for a key." if door.clients.keys.needed else _replicas_in_words(door), links,
         door.settings.root_path))
 
 

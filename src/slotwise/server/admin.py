@@ -12,11 +12,12 @@ from slotwise import __version__
 from slotwise.engine.refusals import Refused
 from slotwise.server.admin_protocol import AbortRequest, DetokenizeRequest, TokenizeRequest, WhatIfRequest
 from slotwise.server.completions import conversation_of
-from slotwise.server.context import Api
+from slotwise.server.context import Api, Observers, RequestLimits, ServedEngine, ServerClients, TextService
 from slotwise.server.errors import bad_request, from_refusal
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.prompts import Encoding
 from slotwise.server.protocol import decode, decode_object
+from slotwise.server.settings import ServerSettings
 from slotwise.server.tiers import read_tiers
 from slotwise.server.tools import allowed_tools
 from slotwise.server.unknown_fields import warn_of_unknown_fields, warn_of_unknown_keys
@@ -28,9 +29,9 @@ STARTED = int(time.time())
 PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
 
 
-async def health(api: Api, exchange: HttpExchange) -> None:
+async def health(engine: ServedEngine, exchange: HttpExchange) -> None:
     """200 while requests are accepted.  An engine in a long step is busy; one without heartbeats is frozen."""
-    engine_client = api.engine_client
+    engine_client = engine.client
     state: dict[str, Any] = {
         "status": "ok", "engine": engine_client.state, "last_step_age_s": engine_client.last_step_age,
         "num_live": engine_client.num_live}
@@ -38,11 +39,11 @@ async def health(api: Api, exchange: HttpExchange) -> None:
         await exchange.respond_json(state)
         return
     error = from_refusal(refusal)
-    state |= {"status": "asleep" if api.sleep_level else "unavailable", "error": error.content()}
+    state |= {"status": "asleep" if engine.sleep_level else "unavailable", "error": error.content()}
     await exchange.respond(msgspec.json.encode(state), error.status, headers=error.headers())
 
 
-async def version(api: Api, exchange: HttpExchange) -> None:
+async def version(exchange: HttpExchange) -> None:
     """The version of Slotwise."""
     await exchange.respond_json({"version": __version__})
 
@@ -52,118 +53,122 @@ async def load(api: Api, exchange: HttpExchange) -> None:
     await exchange.respond_json({"server_load": api.num_exchanges - 1})
 
 
-async def metrics(api: Api, exchange: HttpExchange) -> None:
+async def metrics(observers: Observers, exchange: HttpExchange) -> None:
     """Metrics in Prometheus' text format."""
-    api.batched_observer.flush()
-    await exchange.respond(api.metrics.exposition(), content_type=PROMETHEUS)
+    observers.batched_observer.flush()
+    await exchange.respond(observers.metrics.exposition(), content_type=PROMETHEUS)
 
 
-async def experts(api: Api, exchange: HttpExchange) -> None:
+async def experts(observers: Observers, exchange: HttpExchange) -> None:
     """Tokens of each expert of each layer, since the engine started and lately; no layers without experts."""
-    api.batched_observer.flush()
-    await exchange.respond_json({"layers": api.metrics.experts.table()})
+    observers.batched_observer.flush()
+    await exchange.respond_json({"layers": observers.metrics.experts.table()})
 
 
-def model_card(api: Api, name: str) -> dict[str, object]:
+def model_card(engine: ServedEngine, settings: ServerSettings, name: str) -> dict[str, object]:
     """What the list of models tells of one; `root` of an adapter is its folder.  Raises ApiError: there is none."""
-    info, adapter = api.engine_client.info, api.models.adapter(name)
+    info, adapter = engine.client.info, engine.models.adapter(name)
     created, root, parent = (STARTED, info.model, None) if adapter is None else (
-        adapter.created, adapter.module.path, adapter.module.base_model_name or api.settings.served_model_name)
+        adapter.created, adapter.module.path, adapter.module.base_model_name or settings.served_model_name)
     return {
         "id": name, "object": "model", "created": created, "owned_by": "slotwise", "root": root, "parent": parent,
         "max_model_len": info.limits.max_model_len,
-        "default_sampling_params": api.settings.sampling_defaults.given,
+        "default_sampling_params": settings.sampling_defaults.given,
     }
 
 
-async def scheduling(api: Api, exchange: HttpExchange) -> None:
+async def scheduling(engine: ServedEngine, limits: RequestLimits, exchange: HttpExchange) -> None:
     """The scheduling settings in force."""
-    await exchange.respond_json(_scheduling(api))
+    await exchange.respond_json(_scheduling(engine, limits))
 
 
-def _scheduling(api: Api) -> dict[str, Any]:
-    return api.engine_client.scheduling.as_settings() | {"tiers": api.tiers.settings}
+def _scheduling(engine: ServedEngine, limits: RequestLimits) -> dict[str, Any]:
+    return engine.client.scheduling.as_settings() | {"tiers": limits.tiers.settings}
 
 
-async def reschedule(api: Api, exchange: HttpExchange) -> None:
+async def reschedule(clients: ServerClients, engine: ServedEngine, limits: RequestLimits,
+                     exchange: HttpExchange) -> None:
     """Change scheduling settings from the next step on: the whole body or nothing of it."""
-    async with api.bodies.reading(exchange, MAX_SETTINGS) as body:
+    async with clients.bodies.reading(exchange, MAX_SETTINGS) as body:
         changes = decode_object(body)
     try:
-        tiers = read_tiers(changes["tiers"]) if "tiers" in changes else api.tiers.settings
-        api.tiers.check(tiers)
-        api.engine_client.reschedule(changes | {"tiers": [tier.tier() for tier in tiers]})
+        tiers = read_tiers(changes["tiers"]) if "tiers" in changes else limits.tiers.settings
+        limits.tiers.check(tiers)
+        engine.client.reschedule(changes | {"tiers": [tier.tier() for tier in tiers]})
     except ValueError as error:
         raise bad_request(str(error)) from error
     except Refused as refused:
         raise from_refusal(refused) from refused
-    api.tiers.change(tiers)
-    changed = _scheduling(api)
+    limits.tiers.change(tiers)
+    changed = _scheduling(engine, limits)
     logger.info("scheduling is now %s", changed)
     await exchange.respond_json(changed)
 
 
-async def what_if(api: Api, exchange: HttpExchange) -> None:
+async def what_if(clients: ServerClients, observers: Observers, exchange: HttpExchange) -> None:
     """The last minutes, replayed under other scheduling settings, beside what was measured; changes nothing."""
-    async with api.bodies.reading(exchange, MAX_SETTINGS) as body:
+    async with clients.bodies.reading(exchange, MAX_SETTINGS) as body:
         request = decode(WhatIfRequest, body)
         warn_of_unknown_fields(exchange, WhatIfRequest, body)
-    await exchange.respond_json(await api.what_if.answer(exchange.holder, request))
+    await exchange.respond_json(await observers.what_if.answer(exchange.holder, request))
 
 
-async def abort_requests(api: Api, exchange: HttpExchange) -> None:
+async def abort_requests(clients: ServerClients, engine: ServedEngine, exchange: HttpExchange) -> None:
     """Abort requests in any state by their ids; each one in progress ends with finish_reason `abort`."""
-    async with api.bodies.reading(exchange) as body:
+    async with clients.bodies.reading(exchange) as body:
         names = decode(AbortRequest, body).names()
         warn_of_unknown_fields(exchange, AbortRequest, body)
-    scope = api.keys.scope_of(exchange.tenant)
-    found = {name: api.active_requests.abort(scope, name) for name in names}
+    scope = clients.keys.scope_of(exchange.tenant)
+    found = {name: engine.active_requests.abort(scope, name) for name in names}
     await exchange.respond_json({
         "aborted": [name for name, was_there in found.items() if was_there],
         "not_found": [name for name, was_there in found.items() if not was_there]})
 
 
-async def models(api: Api, exchange: HttpExchange) -> None:
+async def models(engine: ServedEngine, settings: ServerSettings, exchange: HttpExchange) -> None:
     """The served model, once by each of its names, and its adapters."""
-    await exchange.respond_json({"object": "list", "data": [model_card(api, name) for name in api.models.names]})
+    cards = [model_card(engine, settings, name) for name in engine.models.names]
+    await exchange.respond_json({"object": "list", "data": cards})
 
 
-async def model(api: Api, exchange: HttpExchange) -> None:
+async def model(engine: ServedEngine, settings: ServerSettings, exchange: HttpExchange) -> None:
     """The served model, or one of its adapters."""
-    await exchange.respond_json(model_card(api, exchange.scope["path_params"]["model"]))
+    await exchange.respond_json(model_card(engine, settings, exchange.scope["path_params"]["model"]))
 
 
 async def tokenize(api: Api, exchange: HttpExchange) -> None:
     """Token ids of a text, or of messages through the chat template."""
-    api.quotas.count_request(api.account(exchange))
-    async with api.bodies.reading(exchange) as body:
+    api.limits.quotas.count_request(api.limits.account(exchange))
+    async with api.clients.bodies.reading(exchange) as body:
         request = decode(TokenizeRequest, body)
         warn_of_unknown_fields(exchange, TokenizeRequest, body)
         warn_of_unknown_keys(exchange, "messages", request.messages)
-        api.models.adapter(request.model)
+        api.engine.models.adapter(request.model)
         if (request.prompt is None) == (request.messages is None):
             raise bad_request("give either prompt or messages", "prompt")
         if request.messages is not None:
             chat, encoding = request.as_chat(), Encoding(bool(request.add_special_tokens))
             allowed_tools(api, chat)
             conversation = await conversation_of(api, exchange, chat)
-            tokens = (await api.prompts.of_chat(conversation, exchange.holder, encoding)).ids
+            tokens = (await api.text.prompts.of_chat(conversation, exchange.holder, encoding)).ids
         else:
             request.check_text()
             special = request.add_special_tokens is not False
-            tokens = await api.prompts.plain(request.prompt or "", exchange.holder, add_special_tokens=special)
-    texts = [api.prompts.tokenizer.inner.id_to_token(token) for token in tokens] if request.return_token_strs else None
+            tokens = await api.text.prompts.plain(request.prompt or "", exchange.holder, add_special_tokens=special)
+    inner = api.text.prompts.tokenizer.inner
+    texts = [inner.id_to_token(token) for token in tokens] if request.return_token_strs else None
     await exchange.respond_json({
-        "count": len(tokens), "max_model_len": api.engine_client.info.limits.max_model_len, "tokens": tokens,
+        "count": len(tokens), "max_model_len": api.engine.client.info.limits.max_model_len, "tokens": tokens,
         "token_strs": texts})
 
 
-async def detokenize(api: Api, exchange: HttpExchange) -> None:
+async def detokenize(clients: ServerClients, engine: ServedEngine, limits: RequestLimits, text: TextService,
+                     exchange: HttpExchange) -> None:
     """The text of token ids."""
-    api.quotas.count_request(api.account(exchange))
-    async with api.bodies.reading(exchange) as body:
+    limits.quotas.count_request(limits.account(exchange))
+    async with clients.bodies.reading(exchange) as body:
         request = decode(DetokenizeRequest, body)
         warn_of_unknown_fields(exchange, DetokenizeRequest, body)
-        api.models.adapter(request.model)
-        text = await api.prompts.decode(request.tokens, exchange.holder)
-    await exchange.respond_json({"prompt": text})
+        engine.models.adapter(request.model)
+        prompt = await text.prompts.decode(request.tokens, exchange.holder)
+    await exchange.respond_json({"prompt": prompt})

@@ -27,14 +27,14 @@ from slotwise.server.timeline import timeline
 from slotwise.text.tokenizer import Tokenizer
 
 
-async def openapi(api: Api, exchange: HttpExchange) -> None:
+async def openapi(settings: ServerSettings, exchange: HttpExchange) -> None:
     """The OpenAPI document of this service."""
-    await exchange.respond(_document(api.settings.root_path))
+    await exchange.respond(_document(settings.root_path))
 
 
-async def docs(api: Api, exchange: HttpExchange) -> None:
+async def docs(settings: ServerSettings, exchange: HttpExchange) -> None:
     """The routes and their bodies, from the OpenAPI document, as an HTML page."""
-    await pages.respond(exchange, _reference(api.settings.root_path))
+    await pages.respond(exchange, _reference(settings.root_path))
 
 
 @cache

@@ -6,10 +6,12 @@ There is no middleware: one object stands before the routes, and streams write t
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from http import HTTPStatus
+from operator import attrgetter
 from typing import Any, Generic, Protocol, TypeVar
 
 from starlette.exceptions import HTTPException
@@ -17,11 +19,11 @@ from starlette.routing import Match, Route, Router
 from starlette.types import Receive, Scope, Send
 
 from slotwise.server import lifecycle, lora, messages_output
-from slotwise.server.browsers import WITH_A_BODY, Browsers, check_json, check_one_host, is_local, is_preflight
+from slotwise.server.browsers import WITH_A_BODY, check_json, check_one_host, is_local, is_preflight
 from slotwise.server.connections import ALWAYS
+from slotwise.server.context import Clients
 from slotwise.server.errors import CONTEXT_EXCEEDED, OPENAI, ApiError, ClientGone, ErrorFormat
 from slotwise.server.http_exchange import HttpExchange, checked_request_id
-from slotwise.server.keys import Keys
 from slotwise.server.request_log import RequestLog
 from slotwise.server.responses import ERRORS, RESPONSES
 from slotwise.server.settings import ServerSettings
@@ -36,18 +38,21 @@ REJECTIONS = (CONTEXT_EXCEEDED, "tokenizer_busy")  # codes of errors that count 
 
 logger = logging.getLogger(__name__)
 
-Endpoint = Callable[[Any, HttpExchange], Awaitable[None]]
-"""Receives the service and an exchange."""
+Endpoint = Callable[..., Awaitable[None]]
+"""Receives the parts of the service that its parameters name, then the exchange: `metrics(observers, exchange)`."""
+
+WHOLE = ("api", "door")  # names of a parameter that receives the service itself
 
 
 class Service(Protocol):
     """What stands behind the routes: a server's `Api`, or a front door."""
 
     settings: ServerSettings
-    keys: Keys
-    browsers: Browsers
     request_log: RequestLog
     num_exchanges: int  # in progress, of any kind
+
+    @property
+    def clients(self) -> Clients: ...
 
     @property
     def hopeless(self) -> asyncio.Event:
@@ -77,7 +82,7 @@ class App(Generic[Served]):
         self.api = api
         self._routes = routes
         # The most frequent routes need no search, which is a sixth of the cost of refusing a request.
-        self._known = {(method, path): endpoint for method, path, endpoint in routes if "{" not in path}
+        self._known = {(method, path): _bound(endpoint) for method, path, endpoint in routes if "{" not in path}
         self.router = Router(
             [Route(path, _Endpoint(self, endpoint), methods=[method]) for method, path, endpoint in routes],
             redirect_slashes=False)
@@ -97,12 +102,12 @@ class App(Generic[Served]):
             if given := headers.get(b"x-request-id"):
                 exchange.request_id = checked_request_id(given.decode("latin-1"), "X-Request-Id")
             check_one_host(scope["headers"])
-            exchange.more += self.api.browsers.check(scope["method"], headers)
+            exchange.more += self.api.clients.browsers.check(scope["method"], headers)
             if "reserved" in scope and scope["path"] not in ALWAYS:
                 raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections are open; try again later",
                                code="too_many_connections")
             if is_preflight(scope["method"], headers):
-                await exchange.respond(b"", headers=self.api.browsers.preflight(headers))
+                await exchange.respond(b"", headers=self.api.clients.browsers.preflight(headers))
                 return
             if scope["path"] not in OPEN_TO_ALL:
                 exchange.tenant = self._tenant(scope, headers)
@@ -155,13 +160,26 @@ class App(Generic[Served]):
 
     def _tenant(self, scope: Scope, headers: Mapping[bytes, bytes]) -> str:
         """The tenant of a request's key.  Raises ApiError: the key does not open this path."""
-        keys, authorization = self.api.keys, headers.get(b"authorization", b"")
+        keys, authorization = self.api.clients.keys, headers.get(b"authorization", b"")
         if not authorization and (key := headers.get(b"x-api-key")):  # Anthropic's header
             authorization = b"Bearer " + key
         if not scope["path"].startswith(ADMIN):
             return keys.tenant(authorization)
         client = scope.get("client") or ("",)
         return keys.admin(authorization, is_local=is_local(client[0], headers))
+
+
+def _bound(endpoint: Endpoint) -> Callable[[Any, HttpExchange], Awaitable[None]]:
+    """An endpoint that receives the whole service, and passes on the parts that its parameters name."""
+    *names, _ = inspect.signature(endpoint).parameters
+    if names in ([name] for name in WHOLE):
+        return endpoint
+    parts = [_itself if name in WHOLE else attrgetter(name) for name in names]
+    return lambda service, exchange: endpoint(*[part(service) for part in parts], exchange)
+
+
+def _itself(service: Any) -> Any:
+    return service
 
 
 def below(root_path: str, path: str) -> str:
@@ -180,7 +198,7 @@ class _Endpoint:
 
     def __init__(self, app: App[Any], endpoint: Endpoint) -> None:
         self._app = app
-        self._endpoint = endpoint
+        self._endpoint = _bound(endpoint)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._endpoint(self._app.api, scope["exchange"])

@@ -44,19 +44,19 @@ async def _completion(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
     warn_of_unknown_fields(exchange, CompletionRequest, body)
     slo = check(api, exchange, request)
     if request.suffix:
-        request.prompt = api.prompts.with_gap(request.prompt, request.suffix)
+        request.prompt = api.text.prompts.with_gap(request.prompt, request.suffix)
     asked, is_silent = request.length("max_tokens")
     encoding = encoding_of(api, request, COMPLETION_TOKENS if asked is None else asked, adds_special_tokens=True)
-    api.check_capacity(slo)
-    with api.admission_control.entering(slo):
-        prompts = await api.prompts.of_completion(
+    api.limits.check_capacity(slo)
+    with api.limits.admission_control.entering(slo):
+        prompts = await api.text.prompts.of_completion(
             request.prompt, api.settings.max_choices, exchange.holder, encoding)
         repeated = await _repeated(api, exchange, request, prompts, encoding)
         budget = await _budget(api, exchange, request, prompts, encoding)
     request.prompt = ""
     default = _default(api, slo, request, prompts, COMPLETION_TOKENS, request.logprobs)
     limited = api.settings.sampling_defaults.limited(asked)
-    max_tokens = api.prompts.max_tokens(limited, max(map(len, prompts)), default)
+    max_tokens = api.text.prompts.max_tokens(limited, max(map(len, prompts)), default)
     others = await _others(api, exchange, request, grammar_of(request))
     others["thinking"] = budget
     params = request.sampling_params(max_tokens, request.logprobs, others)
@@ -68,8 +68,8 @@ async def _repeated(api: Api, exchange: HttpExchange, request: CompletionRequest
     if not request.echo:
         return Repeated()
     asked, special = (request.prompt, prompts, exchange.holder, encoding), request.skip_special_tokens is False
-    texts = await api.prompts.texts(*asked, special=special)
-    offsets = [] if request.logprobs is None else await api.prompts.offsets(*asked, special=special)
+    texts = await api.text.prompts.texts(*asked, special=special)
+    offsets = [] if request.logprobs is None else await api.text.prompts.offsets(*asked, special=special)
     return Repeated(tuple(texts), tuple(offsets))
 
 
@@ -80,11 +80,11 @@ async def _budget(api: Api, exchange: HttpExchange, request: CompletionRequest, 
         return None
     if grammar_of(request) is not None:
         raise bad_request(f"{BUDGET}: not available where a grammar begins with the output, as in completions", BUDGET)
-    texts = await api.prompts.texts(request.prompt, prompts, exchange.holder, encoding, special=True)
+    texts = await api.text.prompts.texts(request.prompt, prompts, exchange.holder, encoding, special=True)
     begun, *others = set(map(has_begun, texts))
     if others:
         raise bad_request(f"{BUDGET}: some prompts have begun to reason, others not; send them one by one", BUDGET)
-    return thinking_budget(api.output_format, api.prompts.tokenizer, request.thinking_token_budget, begun)
+    return thinking_budget(api.text.output_format, api.text.prompts.tokenizer, request.thinking_token_budget, begun)
 
 
 async def _chat(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
@@ -109,21 +109,21 @@ async def asked_of_chat(api: Api, exchange: HttpExchange, request: ChatRequest, 
     param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     asked, is_silent = request.length(param)
     encoding = encoding_of(api, request, 1 if asked is None else asked, adds_special_tokens=False)
-    api.check_capacity(slo)
-    with api.admission_control.entering(slo):
-        rendered = await api.prompts.of_chat(conversation, exchange.holder, encoding)
+    api.limits.check_capacity(slo)
+    with api.limits.admission_control.entering(slo):
+        rendered = await api.text.prompts.of_chat(conversation, exchange.holder, encoding)
     continued = last_text(request.messages, "assistant")
     echo = continued if request.echo else ""
-    form, begun = api.output_format, has_begun(rendered.text, continued if conversation.continues else None)
+    form, begun = api.text.output_format, has_begun(rendered.text, continued if conversation.continues else None)
     grammar, writes_calls = constraint(form, request, chosen, begun)
     parsing = parsing_of(form, request, chosen, begun, is_written=writes_calls)
     request.messages, prompt = [], rendered.ids
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     defaults = api.settings.sampling_defaults
     default = _default(api, slo, request, [prompt], defaults.max_tokens, logprobs)
-    max_tokens = api.prompts.max_tokens(defaults.limited(asked), len(prompt), default, "messages", param)
+    max_tokens = api.text.prompts.max_tokens(defaults.limited(asked), len(prompt), default, "messages", param)
     others = await _others(api, exchange, request, grammar)
-    others["thinking"] = thinking_budget(form, api.prompts.tokenizer, request.thinking_token_budget, begun)
+    others["thinking"] = thinking_budget(form, api.text.prompts.tokenizer, request.thinking_token_budget, begun)
     params = request.sampling_params(max_tokens, logprobs, others)
     repeated = Repeated((echo,) if echo else (), prompt_text=rendered.text if request.return_prompt_text else None)
     return Asked(request, slo, [prompt], params, render, repeated, is_silent, parsing=parsing)
@@ -139,7 +139,7 @@ async def conversation_of(api: Api, exchange: HttpExchange, request: ChatRequest
         raise bad_request("chat_template: the server takes none from requests unless it is started with "
                           "--trust-request-chat-template", "chat_template")
     if request.documents or request.chat_template_kwargs or request.reasoning_effort:
-        read = await api.prompts.template_variables(request.chat_template, exchange.holder)
+        read = await api.text.prompts.template_variables(request.chat_template, exchange.holder)
         if request.documents and "documents" not in read:
             raise bad_request("documents: the model's chat template leaves them out; put them into a message",
                               "documents", "unsupported_parameter")
@@ -159,9 +159,9 @@ async def _others(api: Api, exchange: HttpExchange, request: Generate, grammar: 
     """Sampling parameters that are the model's own, or that need the tokenizer or the compiler of grammars."""
     others = api.settings.sampling_defaults.of_sampling
     if request.bad_words:
-        others["bad_words_token_ids"] = await api.prompts.of_bad_words(request.bad_words, exchange.holder)
+        others["bad_words_token_ids"] = await api.text.prompts.of_bad_words(request.bad_words, exchange.holder)
     if grammar is not None:
-        await api.grammars.check(grammar, exchange.holder)
+        await api.text.grammars.check(grammar, exchange.holder)
         others["grammar"] = grammar
     return others
 
@@ -170,7 +170,7 @@ def _default(api: Api, slo: SLO, request: Generate, prompts: list[list[int]], us
              logprobs: int | None) -> int | None:
     """`max_tokens` by default: `usual`, within the bounds of server, quota and log-probabilities; None: any."""
     num_choices = len(prompts) * (request.n or 1)
-    capacity = api.quotas.account(slo.tenant).output_capacity(sum(map(len, prompts)), num_choices)
+    capacity = api.limits.quotas.account(slo.tenant).output_capacity(sum(map(len, prompts)), num_choices)
     limit = api.settings.sampling_defaults.max_tokens_limit
     bounds = (usual, limit, capacity, most_tokens(num_choices, logprobs))
     return min((bound for bound in bounds if bound is not None), default=None)

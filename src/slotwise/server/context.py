@@ -1,4 +1,13 @@
-"""The components of the service that the endpoints work with."""
+"""`Api`: what the routes of a server work with, in five parts.
+
+    clients      keys, browsers, bodies, subscribers of events, stored responses: kept when another model is served
+    engine       the engine's client, the models it serves, the requests that are in it
+    text         prompts, grammars, the format of outputs
+    limits       tiers, quotas, admission control, and bounds on what responses hold
+    observers    metrics, the event log's ring, predictions, explanations
+
+An endpoint names the parts it uses as its parameters (see `asgi.App`).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +16,6 @@ import itertools
 import random
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
-from typing import NamedTuple
 
 from slotwise.core.slo import SLO
 from slotwise.core.tenant_capacity import TenantCapacity
@@ -52,73 +60,38 @@ LoadModel = Callable[[str, str], Awaitable[str]]
 """Serves the model in a folder or a file, by a name or "", in the place of this one; returns its name."""
 
 
-class Clients(NamedTuple):
-    """What the server keeps of its clients, whatever model it serves."""
+class Clients:
+    """What a service knows of its clients, and reads from them."""
 
-    keys: Keys
-    browsers: Browsers
-    bodies: Bodies
-    subscribers: Subscribers
-    responses: ResponseStore
-
-    @classmethod
-    def of(cls, settings: ServerSettings) -> Clients:
-        keys = Keys(settings.all_keys, settings.admin_api_key)
-        return cls(keys, Browsers(settings), Bodies(settings), Subscribers(), ResponseStore())
+    def __init__(self, settings: ServerSettings) -> None:
+        self.keys = Keys(settings.all_keys, settings.admin_api_key)
+        self.browsers = Browsers(settings)
+        self.bodies = Bodies(settings)
 
 
-class Api:
-    """All components, built on an engine that is ready.
+class ServerClients(Clients):
+    """Also what a server keeps for its clients, whatever model it serves."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        super().__init__(settings)
+        self.subscribers = Subscribers()
+        self.responses = ResponseStore()
+
+
+class ServedEngine:
+    """The engine, the models that it serves, and the requests that are in it.
 
     Args:
-        step_times: a step-time model, possibly fitted earlier.
-        output_format: how the model's outputs are parsed.
         sleep: of the engine; None: it cannot sleep here.
-        clients: of the model before; None: this is the first.
     """
 
-    def __init__(self, engine_client: EngineClient, prompts: Prompts, settings: ServerSettings,
-                 step_times: StepTimeModel, output_format: OutputFormat = UNPARSED,
-                 sleep: Sleep | None = None, clients: Clients | None = None) -> None:
-        limits = engine_client.info.limits
-        self.clients = clients if clients is not None else Clients.of(settings)
-        self.keys, self.browsers, self.bodies, self.subscribers, self.responses = self.clients
-        self.tiers = Tiers(settings.tiers, self.keys)
-        self.sleep = sleep
-        self.is_over = False  # another model is served
-        self.load_model: LoadModel | None = None  # set by what exchanges models
-        self.engine_client = engine_client
-        self.prompts = prompts
-        self.settings = settings
-        self.output_format = output_format
-        self.admission_control = AdmissionControl(limits, settings.max_num_queued_reqs, settings.max_num_queued_tokens,
-                                                  engine_client.max_live)
-        self.recorder = Recorder()
-        self.metrics = Metrics(settings.served_model_name, engine_client.info, self.recorder.timelines,
-                               lambda: engine_client.healthy, has_vllm_names=settings.vllm_metrics)
-        self.recorder.add_reader(self.metrics)
-        self.recorder.started(engine_client.info)
-        self.quotas = Quotas(self.tiers.quota, self.admission_control, self.refused)
-        self.step_times = step_times
-        self.metrics.extra_gauges |= {
-            "step_time_model_error": lambda: step_times.error, "sleep_level": lambda: self.sleep_level}
-        self.traces: Traces | None = None  # set by `trace`
-        self.prefix_index = PrefixIndex()
-        self.prefix_index.started(engine_client.info)
-        self.batched_observer = BatchedObserver([self.recorder, self.metrics, self.step_times, self.prefix_index])
-        tokenizer = prompts.tokenizer
-        self.grammars = GrammarChecker(tokenizer.special_texts)
-        self.explainer = Explainer(self.batched_observer, self.recorder, step_times)
-        self.what_if = WhatIf(self.batched_observer, self.recorder.ring)
-        self.models = ServedModels(engine_client, settings)
-        engine_client.observers += [self.admission_control, self.batched_observer, self.models]
+    def __init__(self, client: EngineClient, settings: ServerSettings, sleep: Sleep | None) -> None:
+        self.client = client
+        self.models = ServedModels(client, settings)
         self.active_requests = ActiveRequests()
-        self.position_queries = Turns(MAX_QUERIES, MAX_QUERIES_OF_ONE)
-        self.prompt_entries = TenantCapacity("log-probabilities of prompts are held", MAX_HELD)
-        self.vector_numbers = TenantCapacity("numbers of vectors are held", MAX_NUMBERS)
-        self.formatting = asyncio.Lock()  # see server.logprobs
-        self.num_exchanges = 0  # in progress, of any kind
-        self.request_log = RequestLog(settings, prompts.tokenizer)
+        self.sleep = sleep
+        self.load_model: LoadModel | None = None  # set by what exchanges models
+        self.is_over = False  # another model is served
         self.seeds = random.Random(settings.seed)  # of requests without one
         self.serials = itertools.count()  # tracing ids may repeat; the engine's names may not
 
@@ -126,6 +99,85 @@ class Api:
     def sleep_level(self) -> int:
         """How deeply the model sleeps; 0 while it is awake."""
         return 0 if self.sleep is None else self.sleep.level
+
+
+class TextService:
+    """From prompts to tokens, and from tokens to text.
+
+    Args:
+        output_format: how the model's outputs are parsed.
+    """
+
+    def __init__(self, prompts: Prompts, output_format: OutputFormat) -> None:
+        self.prompts = prompts
+        self.output_format = output_format
+        self.grammars = GrammarChecker(prompts.tokenizer.special_texts)
+        self.formatting = asyncio.Lock()  # see server.logprobs
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self.prompts.close()
+        self.grammars.close()
+
+
+class Observers:
+    """What watches the engine: the event log's ring, metrics, predictions, and what is computed from them.
+
+    Args:
+        step_times: a step-time model, possibly fitted earlier.
+    """
+
+    def __init__(self, engine: ServedEngine, settings: ServerSettings, step_times: StepTimeModel) -> None:
+        client = engine.client
+        self.recorder = Recorder()
+        self.metrics = Metrics(settings.served_model_name, client.info, self.recorder.timelines,
+                               lambda: client.healthy, has_vllm_names=settings.vllm_metrics)
+        self.recorder.add_reader(self.metrics)
+        self.recorder.started(client.info)
+        self.step_times = step_times
+        self.metrics.extra_gauges |= {
+            "step_time_model_error": lambda: step_times.error, "sleep_level": lambda: engine.sleep_level}
+        self.traces: Traces | None = None  # set by `trace`
+        self.prefix_index = PrefixIndex()
+        self.prefix_index.started(client.info)
+        self.batched_observer = BatchedObserver([self.recorder, self.metrics, step_times, self.prefix_index])
+        self.explainer = Explainer(self.batched_observer, self.recorder, step_times)
+        self.what_if = WhatIf(self.batched_observer, self.recorder.ring)
+
+    def trace(self, traces: Traces) -> None:
+        """Trace every request from here on."""
+        self.traces = traces
+        self.recorder.add_reader(traces)
+
+    def refused(self, kind: str) -> None:
+        """Count a request that was refused before the engine service received it."""
+        self.batched_observer.refused(kind)
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self.explainer.close()
+        self.what_if.close()
+
+
+class RequestLimits:
+    """What a client may send now: by the queue, its tier, its quota, and what responses in progress hold.
+
+    Args:
+        refused: counts a request that was refused.
+    """
+
+    def __init__(self, engine_client: EngineClient, settings: ServerSettings, keys: Keys,
+                 refused: Callable[[str], None]) -> None:
+        self._engine_client = engine_client
+        self._refused = refused
+        self.tiers = Tiers(settings.tiers, keys)
+        self.admission_control = AdmissionControl(
+            engine_client.info.limits, settings.max_num_queued_reqs, settings.max_num_queued_tokens,
+            engine_client.max_live)
+        self.quotas = Quotas(self.tiers.quota, self.admission_control, refused)
+        self.position_queries = Turns(MAX_QUERIES, MAX_QUERIES_OF_ONE)
+        self.prompt_entries = TenantCapacity("log-probabilities of prompts are held", MAX_HELD)
+        self.vector_numbers = TenantCapacity("numbers of vectors are held", MAX_NUMBERS)
 
     def check_capacity(self, slo: SLO, num_requests: int = 1, num_tokens: int = 0) -> None:
         """Raises ApiError when this many more do not fit the queue or their tier's bound, or the engine is closed.
@@ -135,7 +187,7 @@ class Api:
         """
         admission_control = self.admission_control
         try:
-            self.engine_client.check_open()
+            self._engine_client.check_open()
         except Refused as refused:
             raise from_refusal(refused, admission_control.retry_after) from refused
         objection, retry_after = admission_control.objection(slo.tenant, num_requests, num_tokens), 0
@@ -143,7 +195,7 @@ class Api:
             objection = admission_control.tier_objection(slo, bound, num_requests)
             retry_after = admission_control.tier_retry_after(slo.tier, bound)
         if objection:
-            self.refused(QUEUE_FULL)
+            self._refused(QUEUE_FULL)
             raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, objection, code=QUEUE_FULL,
                            retry_after=retry_after or admission_control.retry_after,
                            more=headers_of(admission_control.wait_estimate()))
@@ -158,27 +210,45 @@ class Api:
         """The objectives of a request.  Raises ApiError for a request that exceeds what its tier allows."""
         return slo_of(request, tenant, self.tiers.choose(request.service_tier, tenant))
 
+
+class Api:
+    """All parts, built on an engine that is ready.
+
+    Args:
+        output_format: how the model's outputs are parsed.
+        step_times: a step-time model, possibly fitted earlier.
+        sleep: of the engine; None: it cannot sleep here.
+        clients: of the model before; None: this is the first.
+    """
+
+    def __init__(self, engine_client: EngineClient, prompts: Prompts, settings: ServerSettings,
+                 step_times: StepTimeModel, output_format: OutputFormat = UNPARSED,
+                 sleep: Sleep | None = None, clients: ServerClients | None = None) -> None:
+        self.settings = settings
+        self.clients = clients if clients is not None else ServerClients(settings)
+        self.engine = ServedEngine(engine_client, settings, sleep)
+        self.text = TextService(prompts, output_format)
+        self.observers = Observers(self.engine, settings, step_times)
+        self.limits = RequestLimits(engine_client, settings, self.clients.keys, self.refused)
+        engine_client.observers += [
+            self.limits.admission_control, self.observers.batched_observer, self.engine.models]
+        self.request_log = RequestLog(settings, prompts.tokenizer)
+        self.num_exchanges = 0  # in progress, of any kind
+
     @property
     def hopeless(self) -> asyncio.Event:
         """Set when no further engine will be started."""
-        return self.engine_client.hopeless
-
-    async def drain(self) -> None:
-        """Refuse new requests, and abort those that are unfinished when the shutdown timeout is over."""
-        await self.engine_client.drain(self.settings.shutdown_timeout)
-
-    def close(self) -> None:
-        """End the worker processes."""
-        self.prompts.close()
-        self.grammars.close()
-        self.explainer.close()
-        self.what_if.close()
-
-    def trace(self, traces: Traces) -> None:
-        """Trace every request from here on."""
-        self.traces = traces
-        self.recorder.add_reader(traces)
+        return self.engine.client.hopeless
 
     def refused(self, kind: str) -> None:
         """Count a request that was refused before the engine service received it."""
-        self.batched_observer.refused(kind)
+        self.observers.refused(kind)
+
+    async def drain(self) -> None:
+        """Refuse new requests, and abort those that are unfinished when the shutdown timeout is over."""
+        await self.engine.client.drain(self.settings.shutdown_timeout)
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self.text.close()
+        self.observers.close()

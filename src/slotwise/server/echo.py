@@ -22,7 +22,7 @@ async def put_prompts(api: Api, job: Job, choices: Sequence[Choice], writers: Se
         first = number * num_choices
         formatted = CompletionLogprobs(names, partial(_next, iter(job.repeated.offsets[number])))
         entries = choices[first].generation.prompt_logprobs
-        of_prompt = LogprobsWriter(formatted, api.formatting)
+        of_prompt = LogprobsWriter(formatted, api.text.formatting)
         of_prompt.put(formatted.of_first(prompt[0]))
         await of_prompt.add(Delta("", prompt[1 : 1 + len(entries)], entries, None))
         lists = of_prompt.pop_lists()

@@ -43,10 +43,10 @@ async def _embedding(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
     slo = check(api, exchange, request, generates=False)
     pooling = _pooling(api, asked)
     encoding = encoding_of(api, request, 0, adds_special_tokens=True)._replace(param="input")
-    api.check_capacity(slo)
-    with api.admission_control.entering(slo):
-        prompts = await api.prompts.of_completion(asked.input, api.settings.max_choices, exchange.holder, encoding)
-    if (longest := max(map(len, prompts))) > (places := api.engine_client.info.limits.cache_tokens):
+    api.limits.check_capacity(slo)
+    with api.limits.admission_control.entering(slo):
+        prompts = await api.text.prompts.of_completion(asked.input, api.settings.max_choices, exchange.holder, encoding)
+    if (longest := max(map(len, prompts))) > (places := api.engine.client.info.limits.cache_tokens):
         raise ContextExceeded(places, longest, 0, "input",
                               hint="The cache holds no more: start with a larger --kv-cache-memory.")
     if (num_numbers := len(prompts) * _width(api, pooling)) > MAX_NUMBERS:
@@ -63,7 +63,7 @@ def _pooling(api: Api, asked: EmbeddingRequest) -> PoolingParams:
         raise bad_request(f"this model gives no embeddings: {defaults.objection}", "model", "embeddings_not_supported")
     try:
         pooling = defaults.chosen(asked.dimensions, normalize=asked.normalize)
-        pooling.check_width(api.engine_client.info.hidden_size)
+        pooling.check_width(api.engine.client.info.hidden_size)
     except InvalidParams as error:
         raise from_params(error) from error
     return pooling
@@ -71,24 +71,24 @@ def _pooling(api: Api, asked: EmbeddingRequest) -> PoolingParams:
 
 def _width(api: Api, pooling: PoolingParams | None) -> int:
     """Numbers of one vector."""
-    return (pooling.dimensions if pooling else None) or api.engine_client.info.hidden_size
+    return (pooling.dimensions if pooling else None) or api.engine.client.info.hidden_size
 
 
 async def _respond(api: Api, exchange: HttpExchange, job: Job, choices: list[Choice], formatted: Format) -> None:
     """Send all vectors, when the last of them is there."""
     num_numbers = len(choices) * _width(api, job.pooling)
-    if objection := api.vector_numbers.objection(exchange.holder, num_numbers):
+    if objection := api.limits.vector_numbers.objection(exchange.holder, num_numbers):
         raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, f"input: {objection}", code="vectors_full")
-    api.vector_numbers.acquire(exchange.holder, num_numbers)
+    api.limits.vector_numbers.acquire(exchange.holder, num_numbers)
     try:
         await together([_read(choice) for choice in choices])
         first_ns = time.monotonic_ns()
         await exchange.respond_in_parts(await _body(job, choices, formatted))
     finally:
-        api.vector_numbers.release(exchange.holder, num_numbers)
+        api.limits.vector_numbers.release(exchange.holder, num_numbers)
     last_ns = time.monotonic_ns()
     for choice in choices:
-        api.batched_observer.sent(choice.generation.request_id, first_ns, last_ns, 1)
+        api.observers.batched_observer.sent(choice.generation.request_id, first_ns, last_ns, 1)
 
 
 async def _read(choice: Choice) -> None:

@@ -9,7 +9,7 @@ from urllib.parse import parse_qsl
 
 from slotwise.observe.event_log import Entry, Gap, encode_lines
 from slotwise.observe.ring import Ring
-from slotwise.server.context import Api
+from slotwise.server.context import Observers, ServedEngine, ServerClients
 from slotwise.server.errors import bad_request
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.subscribers import TenantFilter
@@ -26,17 +26,17 @@ NDJSON = b"application/x-ndjson"
 logger = logging.getLogger(__name__)
 
 
-async def events(api: Api, exchange: HttpExchange) -> None:
+async def events(clients: ServerClients, engine: ServedEngine, observers: Observers, exchange: HttpExchange) -> None:
     """Stream the event log: one JSON object per line (see observe.event_log).
 
     Begins with the latest entries of the ring, or with `backlog=0` with the unfinished requests.  Ends with the
     server, or with `follow=0` after the entries written so far.
     """
     switches = _switches(exchange)
-    api.batched_observer.flush()
-    view = _View(api.recorder.ring, TenantFilter(api.keys.scope_of(exchange.tenant)))
+    observers.batched_observer.flush()
+    view = _View(observers.recorder.ring, TenantFilter(clients.keys.scope_of(exchange.tenant)))
     gone = asyncio.Event()
-    with api.subscribers.entering(exchange.holder):
+    with clients.subscribers.entering(exchange.holder):
         if exchange.is_head:
             await exchange.event(b"", NDJSON)
             await exchange.close()
@@ -46,9 +46,9 @@ async def events(api: Api, exchange: HttpExchange) -> None:
         async with exchange.watched(gone.set):
             await _write_parts(exchange, view.opening() if switches["backlog"] else view.opening_now(), gone)
             while not gone.is_set():
-                is_ending = not switches["follow"] or api.is_over or (
-                    api.engine_client.draining and api.engine_client.state != "busy")
-                api.batched_observer.flush()
+                is_ending = not switches["follow"] or engine.is_over or (
+                    engine.client.draining and engine.client.state != "busy")
+                observers.batched_observer.flush()
                 if await _write_parts(exchange, view.more(), gone):
                     continue
                 if is_ending:

@@ -52,10 +52,10 @@ async def start(api: Api, job: Job) -> list[Choice]:
     _check_biases(len(prompts) * params.n, params)
     _check_repeated(job)
     lengths = job.request.forced_lengths(len(prompts))
-    api.check_capacity(job.slo, len(prompts) * params.n, sum(map(len, prompts)) * params.n)
-    api.quotas.check_queue(api.quotas.account(job.slo.tenant), len(prompts) * params.n)
+    api.limits.check_capacity(job.slo, len(prompts) * params.n, sum(map(len, prompts)) * params.n)
+    api.limits.quotas.check_queue(api.limits.quotas.account(job.slo.tenant), len(prompts) * params.n)
     timeout = _queue_timeout(api, job.request.queue_timeout)
-    seed = api.seeds.getrandbits(63) if params.seed is None else params.seed
+    seed = api.engine.seeds.getrandbits(63) if params.seed is None else params.seed
     sent, stop_lengths = _without_long_stops(params)
     shown, stop_ids = _shown(job), _stop_ids(api, params)
     adapter, adapter_name = (job.adapter.number, job.adapter.name) if job.adapter is not None else (0, "")
@@ -67,11 +67,11 @@ async def start(api: Api, job: Job) -> list[Choice]:
                 if (num_sent := num_sent + len(prompt) + CHOICE_TOKENS) > PASS_TOKENS:
                     num_sent = 0
                     await asyncio.sleep(0)
-                unique = f"{job.heading.response_id}-{next(api.serials)}"
-                text = Continuation(api.prompts.tokenizer, prompt, params.stop, params.min_tokens, shown)
-                if api.traces is not None and job.traceparent:
-                    api.traces.caller(unique, job.traceparent)
-                generation = api.engine_client.submit(Add(
+                unique = f"{job.heading.response_id}-{next(api.engine.serials)}"
+                text = Continuation(api.text.prompts.tokenizer, prompt, params.stop, params.min_tokens, shown)
+                if api.observers.traces is not None and job.traceparent:
+                    api.observers.traces.caller(unique, job.traceparent)
+                generation = api.engine.client.submit(Add(
                     unique, prompt, sent.of_choice(k), (seed + k) % 2**64, output_tokens, job.salt, timeout,
                     job.received_ns, job.read_ns, tokenised_ns, job.slo, stop_lengths, job.pooling,
                     job.prediction, adapter, adapter_name, job.kv))
@@ -81,7 +81,7 @@ async def start(api: Api, job: Job) -> list[Choice]:
     except BaseException as error:
         finish(choices, "abort")
         if isinstance(error, Refused):
-            raise from_refusal(error, api.admission_control.retry_after) from error
+            raise from_refusal(error, api.limits.admission_control.retry_after) from error
         raise
     return choices
 
@@ -130,7 +130,7 @@ def _shown(job: Job) -> Shown:
 def _stop_ids(api: Api, params: SamplingParams) -> frozenset[int]:
     """Stop tokens that a response names as its stop reason: those that do not end every output of the model."""
     return frozenset(params.stop_token_ids).difference(
-        () if params.ignore_eos else api.engine_client.info.eos_token_ids)
+        () if params.ignore_eos else api.engine.client.info.eos_token_ids)
 
 
 def finish(choices: list[Choice], reason: str) -> None:
@@ -148,14 +148,14 @@ async def answer(api: Api, exchange: HttpExchange, job: Job, render: Renderer) -
     Raises:
         ApiError: the engine rejected the request, timed it out, or failed.
     """
-    wait_estimate, prefix = api.admission_control.wait_estimate(), named_prefix(exchange)
+    wait_estimate, prefix = api.limits.admission_control.wait_estimate(), named_prefix(exchange)
     choices: list[Choice] = []
-    account = api.quotas.account(job.slo.tenant)
-    with (api.quotas.reserved(account, job.most_tokens, lambda: _used(job, choices)),
-          held(api.prompt_entries, exchange.holder, num_prompt_entries(job.params, sum(map(len, job.prompts))))):
+    account = api.limits.quotas.account(job.slo.tenant)
+    with (api.limits.quotas.reserved(account, job.most_tokens, lambda: _used(job, choices)),
+          held(api.limits.prompt_entries, exchange.holder, num_prompt_entries(job.params, sum(map(len, job.prompts))))):
         exchange.about_generation = partial(api.request_log.about, job, choices)
         choices += await start(api, job)
-        api.prefix_index.expect(choices[0].generation.request_id, prefix, len(job.prompts[0]), PIECE,
+        api.observers.prefix_index.expect(choices[0].generation.request_id, prefix, len(job.prompts[0]), PIECE,
                                 job.adapter.number if job.adapter is not None else 0)
         exchange.more += headers_of(wait_estimate)
         await _answered(api, exchange, job, choices, render)
@@ -168,12 +168,12 @@ async def _answered(api: Api, exchange: HttpExchange, job: Job, choices: list[Ch
         finish(choices, "abort")
 
     try:
-        with api.active_requests.listed(names, ActiveRequest(exchange.tenant, abort, choices, job.slo.tier)):
+        with api.engine.active_requests.listed(names, ActiveRequest(exchange.tenant, abort, choices, job.slo.tier)):
             async with exchange.watched(abort), _kept_alive(api, exchange, job, choices):
                 await render(api, exchange, job, choices)
     except ApiError as error:
         if error.code == SHED:
-            error.retry_after = api.admission_control.retry_after
+            error.retry_after = api.limits.admission_control.retry_after
         raise
     except asyncio.CancelledError:
         raise
@@ -192,7 +192,7 @@ def _kept_alive(api: Api, exchange: HttpExchange, job: Job, choices: list[Choice
 
     def is_settled() -> bool:
         """Whether all choices have been admitted, or wait for slots alone, and for as long as it takes."""
-        waits = not refuses and not api.engine_client.scheduling.ordering.shed_late
+        waits = not refuses and not api.engine.client.scheduling.ordering.shed_late
         return waits or all(choice.generation.num_cached >= 0 for choice in choices)
 
     return exchange.kept_alive(job.shape.waiting, api.settings.silence_timeout, is_settled)

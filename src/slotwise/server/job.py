@@ -66,7 +66,7 @@ class Job(NamedTuple):
 
 def names_of(api: Api, job: Job) -> TokenTexts:
     """What tokens are called beside their log-probabilities."""
-    return TokenNames() if job.request.return_tokens_as_token_ids else api.prompts.tokenizer
+    return TokenNames() if job.request.return_tokens_as_token_ids else api.text.prompts.tokenizer
 
 
 def writer_of(api: Api, job: Job, index: int) -> LogprobsWriter | None:
@@ -75,10 +75,10 @@ def writer_of(api: Api, job: Job, index: int) -> LogprobsWriter | None:
         return None
     names = names_of(api, job)
     if not job.shape.prompts_in_choices:
-        return LogprobsWriter(ChatLogprobs(names), api.formatting)
-    text = detokenizer(api.prompts.tokenizer, job.prompts[job.place(index)],
+        return LogprobsWriter(ChatLogprobs(names), api.text.formatting)
+    text = detokenizer(api.text.prompts.tokenizer, job.prompts[job.place(index)],
                        shows_special=job.request.skip_special_tokens is False)
-    return LogprobsWriter(CompletionLogprobs(names, TextOffsets(text, len(job.echo(index))).of), api.formatting)
+    return LogprobsWriter(CompletionLogprobs(names, TextOffsets(text, len(job.echo(index))).of), api.text.formatting)
 
 
 def usage_of(job: Job, choices: list[Choice]) -> dict[str, Any]:
@@ -93,4 +93,4 @@ async def explained(api: Api, exchange: HttpExchange, job: Job, choices: list[Ch
     if not job.request.explain:
         return {}
     ids = [choice.generation.request_id for choice in choices]
-    return {"slotwise": await api.explainer.of_response(exchange.holder, ids)}
+    return {"slotwise": await api.observers.explainer.of_response(exchange.holder, ids)}

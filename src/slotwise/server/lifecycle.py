@@ -10,10 +10,11 @@ from urllib.parse import parse_qsl
 from slotwise.engine.refusals import EngineError
 from slotwise.engine.sleep import LEVELS, Busy, Sleep
 from slotwise.server.admin_protocol import LoadModelRequest
-from slotwise.server.context import Api
+from slotwise.server.context import ServedEngine, ServerClients
 from slotwise.server.errors import ApiError, bad_request
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.protocol import decode, decode_object
+from slotwise.server.settings import ServerSettings
 from slotwise.server.unknown_fields import warn_of_unknown_fields
 
 SLEEP, WAKE_UP, LOAD_MODEL = "/sleep", "/wake_up", "/v1/load_model"
@@ -25,48 +26,48 @@ ELSEWHERE = {  # parameters of vLLM's that have no meaning here
     "tags": "the whole model wakes up"}
 
 
-async def sleep(api: Api, exchange: HttpExchange) -> None:
+async def sleep(clients: ServerClients, engine: ServedEngine, settings: ServerSettings, exchange: HttpExchange) -> None:
     """Give memory back: the cache's at level 1, by default, and the weights' as well at level 2."""
-    await _no_fields(api, exchange)
+    await _no_fields(clients, exchange)
     given = _query(exchange, "level").get("level", "1")
     if given not in map(str, LEVELS):
         raise bad_request(f"level: 1 or 2, not {given!r:.40}", "level")
     with _errors():
-        await _sleep_of(api).fall_asleep(int(given), api.settings.shutdown_timeout)
-    await is_sleeping(api, exchange)
+        await _sleep_of(engine).fall_asleep(int(given), settings.shutdown_timeout)
+    await is_sleeping(engine, exchange)
 
 
-async def wake_up(api: Api, exchange: HttpExchange) -> None:
+async def wake_up(clients: ServerClients, engine: ServedEngine, exchange: HttpExchange) -> None:
     """Serve again after a sleep; the response comes when requests are taken."""
-    await _no_fields(api, exchange)
+    await _no_fields(clients, exchange)
     _query(exchange)
     with _errors():
-        await _sleep_of(api).wake_up()
-    await is_sleeping(api, exchange)
+        await _sleep_of(engine).wake_up()
+    await is_sleeping(engine, exchange)
 
 
-async def load_model(api: Api, exchange: HttpExchange) -> None:
+async def load_model(clients: ServerClients, engine: ServedEngine, exchange: HttpExchange) -> None:
     """Serve another model in the place of this one, once running requests have finished."""
-    async with api.bodies.reading(exchange, MAX_BODY) as body:
+    async with clients.bodies.reading(exchange, MAX_BODY) as body:
         request = decode(LoadModelRequest, body)
         warn_of_unknown_fields(exchange, LoadModelRequest, body)
-    if api.load_model is None:
+    if engine.load_model is None:
         raise bad_request(ELSEWHERE_OWNED, code="not_supported")
     with _errors():
-        name = await api.load_model(request.model, request.served_model_name or "")
+        name = await engine.load_model(request.model, request.served_model_name or "")
     await exchange.respond_json({"model": name})
 
 
-async def is_sleeping(api: Api, exchange: HttpExchange) -> None:
+async def is_sleeping(engine: ServedEngine, exchange: HttpExchange) -> None:
     """Whether the model sleeps, and at which level."""
-    await exchange.respond_json({"is_sleeping": bool(api.sleep_level), "level": api.sleep_level})
+    await exchange.respond_json({"is_sleeping": bool(engine.sleep_level), "level": engine.sleep_level})
 
 
-def _sleep_of(api: Api) -> Sleep:
+def _sleep_of(engine: ServedEngine) -> Sleep:
     """Raises ApiError where the engine cannot sleep."""
-    if api.sleep is None:
+    if engine.sleep is None:
         raise bad_request(ELSEWHERE_OWNED, code="not_supported")
-    return api.sleep
+    return engine.sleep
 
 
 @contextlib.contextmanager
@@ -82,9 +83,9 @@ def _errors() -> Iterator[None]:
         raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, str(error), code="engine_error") from error
 
 
-async def _no_fields(api: Api, exchange: HttpExchange) -> None:
+async def _no_fields(clients: ServerClients, exchange: HttpExchange) -> None:
     """Raises ApiError for a body with a field: parameters stand in the query."""
-    async with api.bodies.reading(exchange, MAX_BODY) as body:
+    async with clients.bodies.reading(exchange, MAX_BODY) as body:
         given = decode_object(body) if body.strip() else {}
     for name, value in given.items():
         if value is not None:

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 
 from slotwise.server.admin import model_card
-from slotwise.server.context import Api
+from slotwise.server.context import ServedEngine, ServerClients
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.protocol import decode
-from slotwise.server.settings import LoraModule
+from slotwise.server.settings import LoraModule, ServerSettings
 from slotwise.server.unknown_fields import warn_of_unknown_fields
 from slotwise.server.unsupported import refuse
 
@@ -32,23 +32,24 @@ class UnloadAdapterRequest(msgspec.Struct, kw_only=True):
     lora_int_id: Any = None  # refused: the name says which
 
 
-async def load_adapter(api: Api, exchange: HttpExchange) -> None:
+async def load_adapter(clients: ServerClients, engine: ServedEngine, settings: ServerSettings,
+                       exchange: HttpExchange) -> None:
     """Load an adapter beside the running requests; the answer comes when requests may name it."""
-    async with api.bodies.reading(exchange, MAX_BODY) as body:
+    async with clients.bodies.reading(exchange, MAX_BODY) as body:
         request = decode(LoadAdapterRequest, body)
         warn_of_unknown_fields(exchange, LoadAdapterRequest, body)
     refuse(request)
     module = LoraModule(request.lora_name, os.path.abspath(request.lora_path), request.base_model_name or "")
-    adapter = await api.models.load(module, in_place=bool(request.load_inplace))
-    await exchange.respond_json(model_card(api, adapter.name))
+    adapter = await engine.models.load(module, in_place=bool(request.load_inplace))
+    await exchange.respond_json(model_card(engine, settings, adapter.name))
 
 
-async def unload_adapter(api: Api, exchange: HttpExchange) -> None:
+async def unload_adapter(clients: ServerClients, engine: ServedEngine, exchange: HttpExchange) -> None:
     """Unload an adapter: no new request may name it, and its memory is free when those that have it have ended."""
-    async with api.bodies.reading(exchange, MAX_BODY) as body:
+    async with clients.bodies.reading(exchange, MAX_BODY) as body:
         request = decode(UnloadAdapterRequest, body)
         warn_of_unknown_fields(exchange, UnloadAdapterRequest, body)
     refuse(request)
-    adapter = api.models.unload(request.lora_name)
+    adapter = engine.models.unload(request.lora_name)
     await exchange.respond_json({"id": adapter.name, "object": "model", "deleted": True,
                                  "num_unfinished_exchanges": adapter.num_users})

@@ -29,16 +29,16 @@ async def messages(api: Api, exchange: HttpExchange) -> None:
 
 async def count_tokens(api: Api, exchange: HttpExchange) -> None:
     """The number of tokens that the prompt of such a conversation has."""
-    api.quotas.count_request(api.account(exchange))
-    async with api.bodies.reading(exchange) as body:
+    api.limits.quotas.count_request(api.limits.account(exchange))
+    async with api.clients.bodies.reading(exchange) as body:
         request = decode(CountTokensRequest, body)
         warn_of_unknown_fields(exchange, CountTokensRequest, body)
         warn_of_unknown_keys(exchange, "messages", request.messages)
         warn_of_unknown_keys(exchange, "system", request.system)
-        api.models.adapter(request.model)
+        api.engine.models.adapter(request.model)
         chat = await _as_chat(api, exchange, request)
         allowed_tools(api, chat)
-        rendered = await api.prompts.of_chat(await conversation_of(api, exchange, chat), exchange.holder)
+        rendered = await api.text.prompts.of_chat(await conversation_of(api, exchange, chat), exchange.holder)
     await exchange.respond_json({"input_tokens": len(rendered.ids)})
 
 
@@ -56,10 +56,10 @@ async def _as_chat(api: Api, exchange: HttpExchange, request: CountTokensRequest
     chat, thinking = request.as_chat(), request.thinking
     if thinking is None:
         return chat
-    read = await api.prompts.template_variables(None, exchange.holder)
+    read = await api.text.prompts.template_variables(None, exchange.holder)
     switches = [name for name in SWITCHES if name in read]
     chat.chat_template_kwargs = dict.fromkeys(switches, thinking.type != "disabled") | (chat.chat_template_kwargs or {})
-    reasons = api.output_format.reasoning
+    reasons = api.text.output_format.reasoning
     if thinking.type == "enabled":
         if not switches and not reasons:
             raise bad_request("thinking: this model does not reason: its chat template reads neither "
@@ -93,7 +93,7 @@ async def _whole(api: Api, exchange: HttpExchange, job: Job, choices: list[Choic
             break
     first_ns = time.monotonic_ns()
     await exchange.respond_json(_heading(job) | {"content": content(parts)} | ending | {"usage": _usage(job, choice)})
-    api.batched_observer.sent(choice.generation.request_id, first_ns, time.monotonic_ns(), 1)
+    api.observers.batched_observer.sent(choice.generation.request_id, first_ns, time.monotonic_ns(), 1)
 
 
 async def _stream(api: Api, exchange: HttpExchange, job: Job, choices: list[Choice]) -> None:
@@ -117,7 +117,7 @@ async def _stream(api: Api, exchange: HttpExchange, job: Job, choices: list[Choi
             break
         choice.generation.interval = api.settings.stream_interval
     await exchange.close()
-    api.batched_observer.sent(choice.generation.request_id, first_ns, time.monotonic_ns(), num_events)
+    api.observers.batched_observer.sent(choice.generation.request_id, first_ns, time.monotonic_ns(), num_events)
 
 
 def _opening(job: Job, choice: Choice) -> bytes:

@@ -11,8 +11,9 @@ from html import escape
 from typing import Any
 
 from slotwise import __version__
-from slotwise.server.context import Api
+from slotwise.server.context import ServedEngine, ServerClients
 from slotwise.server.http_exchange import HttpExchange
+from slotwise.server.settings import ServerSettings
 
 Json = dict[str, Any]
 HTML = b"text/html; charset=utf-8"
@@ -54,10 +55,10 @@ TRY = """curl {url}/v1/completions -H 'Content-Type: application/json' \\
   -d '{{"prompt": "def add(a, b):", "max_tokens": 16}}'"""
 
 
-async def index(api: Api, exchange: HttpExchange) -> None:
+async def index(clients: ServerClients, engine: ServedEngine, settings: ServerSettings, exchange: HttpExchange) -> None:
     """A page with links to the others, and the model's name where no key is needed."""
-    names = () if api.keys.needed else api.models.names
-    await respond(exchange, _index(names, api.settings.root_path))
+    names = () if clients.keys.needed else engine.models.names
+    await respond(exchange, _index(names, settings.root_path))
 
 
 async def respond(exchange: HttpExchange, page: bytes) -> None:

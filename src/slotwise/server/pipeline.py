@@ -45,7 +45,7 @@ Check = Callable[[Api, HttpExchange, bytes], Awaitable[Asked]]
 async def respond(api: Api, exchange: HttpExchange, shape: Shape, prepare: Check) -> None:
     """Answer a request.  Raises ApiError: it cannot be served, or failed."""
     _enter(api, exchange)
-    async with api.bodies.reading(exchange) as body:
+    async with api.clients.bodies.reading(exchange) as body:
         try:
             asked = await prepare(api, exchange, body)
         except RecursionError as error:
@@ -53,17 +53,17 @@ async def respond(api: Api, exchange: HttpExchange, shape: Shape, prepare: Check
         del body  # frees its memory while the response is generated
     request, slo, params = asked.request, asked.slo, asked.params
     try:
-        params.check_vocabulary(api.engine_client.info.vocab_size, api.engine_client.info.eos_token_ids)
+        params.check_vocabulary(api.engine.client.info.vocab_size, api.engine.client.info.eos_token_ids)
     except InvalidParams as error:
         raise from_params(error) from error
     tier = slo.tier or (UNTIERED if request.service_tier is not None else "")
     salt = _salt(exchange.tenant, request.cache_salt)
-    if api.sleep is not None:
-        salt = api.sleep.salt(salt)
-    kv = transfer_of(request, asked.prompts, params, api.engine_client.info.kv_transfer,
+    if api.engine.sleep is not None:
+        salt = api.engine.sleep.salt(salt)
+    kv = transfer_of(request, asked.prompts, params, api.engine.client.info.kv_transfer,
                      is_trusted=has_secret(exchange.scope["headers"], api.settings.kv_transfer_secret))
     prediction = await _prediction(api, exchange, request)
-    with api.models.held(request.model) as adapter:
+    with api.engine.models.held(request.model) as adapter:
         name = api.settings.served_model_name if adapter is None else adapter.name
         heading = Heading.now(shape, exchange.request_id, name, tier)
         job = Job(request, asked.prompts, params, heading, slo, salt, exchange.received_ns, exchange.read_ns,
@@ -76,12 +76,12 @@ async def _prediction(api: Api, exchange: HttpExchange, request: Generate) -> tu
     """The tokens that the client expects.  Raises ApiError where no drafts are verified."""
     if request.prediction is None:
         return ()
-    speculation = api.engine_client.info.speculation
+    speculation = api.engine.client.info.speculation
     if speculation is None or speculation.method == NONE:
         raise bad_request("prediction is not supported by a server that was started with the speculative-config "
                           "method none", "prediction", "unsupported_parameter")
     text, request.prediction.content = request.prediction.text, ""
-    return await api.prompts.of_prediction(text, exchange.holder)
+    return await api.text.prompts.of_prediction(text, exchange.holder)
 
 
 def encoding_of(api: Api, request: Generate, num_output: int, *, adds_special_tokens: bool) -> Encoding:
@@ -91,7 +91,7 @@ def encoding_of(api: Api, request: Generate, num_output: int, *, adds_special_to
         num_output: tokens for which a prompt leaves room if as many of its own are kept as fit.
         adds_special_tokens: by default.
     """
-    most, longest = request.truncate_prompt_tokens, api.prompts.longest
+    most, longest = request.truncate_prompt_tokens, api.text.prompts.longest
     if most == -1:
         most = max(1, longest - num_output)
     elif most is not None and not 0 < most <= longest:
@@ -107,18 +107,18 @@ def _salt(tenant: str, cache_salt: str | None) -> str:
 
 def _enter(api: Api, exchange: HttpExchange) -> None:
     """Refuse, before its body is read, a request that finds the queue full or its quota of requests used up."""
-    api.check_capacity(SLO(exchange.tenant))
-    account = api.account(exchange)
-    api.quotas.check_queue(account)
-    api.quotas.count_request(account)
+    api.limits.check_capacity(SLO(exchange.tenant))
+    account = api.limits.account(exchange)
+    api.limits.quotas.check_queue(account)
+    api.limits.quotas.count_request(account)
 
 
 def check(api: Api, exchange: HttpExchange, request: Generate, *, generates: bool = True) -> SLO:
     """All checks that need no prompt.  Returns the objectives the request is served on."""
-    api.models.adapter(request.model)
-    if generates and (objection := api.engine_client.info.generation_objection):
+    api.engine.models.adapter(request.model)
+    if generates and (objection := api.engine.client.info.generation_objection):
         raise bad_request(f"{objection}; use /v1/embeddings", "model", "generation_not_supported")
     request.refuse_unsupported()
     if request.request_id is not None:
         exchange.request_id = checked_request_id(request.request_id, "request_id")
-    return api.slo(request, exchange.tenant)
+    return api.limits.slo(request, exchange.tenant)

@@ -14,7 +14,7 @@ from typing import Any
 from slotwise.engine.messages import RequestPosition
 from slotwise.engine.refusals import Refused
 from slotwise.server.choice import Choice
-from slotwise.server.context import Api
+from slotwise.server.context import RequestLimits, ServedEngine, ServerClients
 from slotwise.server.errors import ApiError, from_queue_full, from_refusal
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.turns import QueueFull
@@ -23,36 +23,38 @@ MOST = 16  # choices in one response: tracing ids may repeat, and a response may
 FINISHED = "finished"
 
 
-async def of_request(api: Api, exchange: HttpExchange) -> None:
+async def of_request(clients: ServerClients, engine: ServedEngine, limits: RequestLimits,
+                     exchange: HttpExchange) -> None:
     """The state and queue position of a request in progress, by its `X-Request-Id` or the `id` of its response."""
     name = exchange.scope["path_params"]["request_id"]
-    requests = api.active_requests.named(api.keys.scope_of(exchange.tenant), name)
+    requests = engine.active_requests.named(clients.keys.scope_of(exchange.tenant), name)
     found = [(choice, request.tier) for request in requests for choice in request.choices][-MOST:]
     if not found:
         raise ApiError(HTTPStatus.NOT_FOUND, "no request of that name is under way", "request_id", "request_not_found")
-    positions = await _positions(api, exchange.holder, [choice for choice, _ in found])
-    statuses = [_status(api, choice, tier, positions.get(choice.generation.request_id)) for choice, tier in found]
+    positions = await _positions(engine, limits, exchange.holder, [choice for choice, _ in found])
+    statuses = [_status(limits, choice, tier, positions.get(choice.generation.request_id)) for choice, tier in found]
     await exchange.respond_json({"object": "request.status", "requests": statuses})
 
 
-async def _positions(api: Api, holder: str, choices: Sequence[Choice]) -> dict[str, RequestPosition]:
+async def _positions(engine: ServedEngine, limits: RequestLimits, holder: str,
+                     choices: Sequence[Choice]) -> dict[str, RequestPosition]:
     """Positions of the unfinished choices.  Clients take turns, for an answer may have to visit the whole queue."""
     unfinished = [choice.generation.request_id for choice in choices if not choice.generation.ended]
     if not unfinished:
         return {}
     try:
-        async with api.position_queries.turn(holder):
-            return {position.request_id: position for position in await api.engine_client.queue_positions(unfinished)}
+        async with limits.position_queries.turn(holder):
+            return {position.request_id: position for position in await engine.client.queue_positions(unfinished)}
     except QueueFull as error:
         raise from_queue_full(error, "queries of queue positions", "queries_full") from error
     except Refused as refused:
-        raise from_refusal(refused, api.admission_control.retry_after) from refused
+        raise from_refusal(refused, limits.admission_control.retry_after) from refused
 
 
-def _status(api: Api, choice: Choice, tier: str, position: RequestPosition | None) -> dict[str, Any]:
+def _status(limits: RequestLimits, choice: Choice, tier: str, position: RequestPosition | None) -> dict[str, Any]:
     generation = choice.generation
     num_ahead = position.position if position is not None else None
-    start = api.admission_control.start_of(num_ahead) if num_ahead is not None else None
+    start = limits.admission_control.start_of(num_ahead) if num_ahead is not None else None
     return {
         "id": generation.request_id, "index": choice.index, "service_tier": tier or None,
         "state": position.state if position is not None else FINISHED,

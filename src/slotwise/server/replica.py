@@ -15,7 +15,7 @@ from slotwise.core.step_time import Prediction, StepTimeModel
 from slotwise.observe.prefix_index import Changes
 from slotwise.routing.prompt import read
 from slotwise.routing.replica import Report, prefill_rate
-from slotwise.server.context import Api
+from slotwise.server.context import Observers, RequestLimits, ServedEngine
 from slotwise.server.errors import bad_request
 from slotwise.server.http_exchange import HttpExchange
 
@@ -66,22 +66,22 @@ class ReplicaState(msgspec.Struct, frozen=True):
                       self.sends_prompts, self.receives_prompts, self.kv_host, self.kv_port)
 
 
-async def replica(api: Api, exchange: HttpExchange) -> None:
+async def replica(engine: ServedEngine, limits: RequestLimits, observers: Observers, exchange: HttpExchange) -> None:
     """What a router needs to know: load, step times, and which pieces of prompts are cached."""
     instance, since = _asked(exchange)
-    api.batched_observer.flush()
-    client, index = api.engine_client, api.prefix_index
-    index.salted(api.sleep.salt("") if api.sleep is not None else "")
-    adapters = api.models.adapters
+    observers.batched_observer.flush()
+    client, index = engine.client, observers.prefix_index
+    index.salted(engine.sleep.salt("") if engine.sleep is not None else "")
+    adapters = engine.models.adapters
     index.adapters_are({one.number for one in adapters})
     changes: Changes = index.changes(instance, since)
-    timelines, rate = api.recorder.timelines, api.admission_control.rate
-    accepts = client.refusal is None and not api.is_over
+    timelines, rate = observers.recorder.timelines, limits.admission_control.rate
+    accepts = client.refusal is None and not engine.is_over
     state = ReplicaState(
         index.instance, changes.version, changes.is_whole, changes.added, changes.removed,
         accepts, client.scheduling.max_num_seqs, client.info.limits.max_num_batched_tokens,
         timelines.num_running, timelines.num_waiting, rate.requests if rate.measured else 0.0, index.piece_tokens,
-        api.step_times.prediction() if api.step_times.is_trained else None,
+        observers.step_times.prediction() if observers.step_times.is_trained else None,
         tuple([AdapterState(one.name, one.module.path, one.module.base_model_name, one.digest) for one in adapters]),
         client.info.limits.max_loras)
     if (kv := client.info.kv_transfer) is not None:

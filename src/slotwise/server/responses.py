@@ -14,7 +14,7 @@ import msgspec
 from slotwise.engine.generation import Chunk
 from slotwise.server.choice import Choice, Delta, parts_of
 from slotwise.server.completions import asked_of_chat
-from slotwise.server.context import Api
+from slotwise.server.context import Api, ServerClients
 from slotwise.server.errors import ApiError, ContextExceeded, ErrorFormat, bad_request, renamed
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.job import Job
@@ -53,25 +53,25 @@ async def responses(api: Api, exchange: HttpExchange) -> None:
     await respond(api, exchange, RESPONSE, _response)
 
 
-async def stored_response(api: Api, exchange: HttpExchange) -> None:
+async def stored_response(clients: ServerClients, exchange: HttpExchange) -> None:
     """A stored response of this key."""
     for name, value in parse_qsl(exchange.scope["query_string"].decode("latin-1")):
         if (name, value) not in NEUTRAL:
             raise bad_request(f"{name[:MAX_NAME]} is not supported", name[:MAX_NAME], "unsupported_parameter")
-    await exchange.respond(_stored(api, exchange, exchange.scope["path_params"]["response_id"]).response)
+    await exchange.respond(_stored(clients, exchange, exchange.scope["path_params"]["response_id"]).response)
 
 
-async def delete_response(api: Api, exchange: HttpExchange) -> None:
+async def delete_response(clients: ServerClients, exchange: HttpExchange) -> None:
     """Forget a stored response of this key."""
     response_id = exchange.scope["path_params"]["response_id"]
-    _stored(api, exchange, response_id)
-    api.responses.drop(exchange.tenant, response_id)
+    _stored(clients, exchange, response_id)
+    clients.responses.drop(exchange.tenant, response_id)
     await exchange.respond_json({"id": response_id, "object": "response", "deleted": True})
 
 
-def _stored(api: Api, exchange: HttpExchange, response_id: str) -> Stored:
+def _stored(clients: ServerClients, exchange: HttpExchange, response_id: str) -> Stored:
     """Raises ApiError: there is no such response of this key, or its time is over."""
-    found = api.responses.find(exchange.tenant, response_id, time.monotonic())
+    found = clients.responses.find(exchange.tenant, response_id, time.monotonic())
     if found is None:
         raise ApiError(HTTPStatus.NOT_FOUND, f"there is no response {response_id!r:.200}", "response_id",
                        "response_not_found")
@@ -83,7 +83,7 @@ async def _response(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
     warn_of_unknown_fields(exchange, ResponsesRequest, body)
     warn_of_unknown_keys(exchange, "input", request.input)
     request.check()
-    chat = request.as_chat(_before(api, exchange, request.previous_response_id))
+    chat = request.as_chat(_before(api.clients, exchange, request.previous_response_id))
     conversation = to_json(chat.messages[bool(request.instructions) :]) if request.stores else b""
     text = request.text.format if request.text else None
     repeated = {
@@ -139,11 +139,11 @@ class _Request(NamedTuple):
             "user": request.user, **self.repeated, "metadata": request.metadata or {}}
 
 
-def _before(api: Api, exchange: HttpExchange, response_id: str | None) -> list[Message]:
+def _before(clients: ServerClients, exchange: HttpExchange, response_id: str | None) -> list[Message]:
     """The messages of the response that is continued."""
     if response_id is None:
         return []
-    found = api.responses.find(exchange.tenant, response_id, time.monotonic())
+    found = clients.responses.find(exchange.tenant, response_id, time.monotonic())
     if found is None or found.expires_at == float("inf"):
         raise bad_request(f"previous_response_id: there is no complete response {response_id!r:.200}",
                           "previous_response_id", "previous_response_not_found")
@@ -154,7 +154,7 @@ def _before(api: Api, exchange: HttpExchange, response_id: str | None) -> list[M
 async def _render(api: Api, exchange: HttpExchange, job: Job, choices: list[Choice], asked: _Request) -> None:
     """Send the response, whole or as events, and store it."""
     (choice,), conversation = choices, asked.conversation
-    name, tenant, store = job.heading.response_id, exchange.tenant, api.responses
+    name, tenant, store = job.heading.response_id, exchange.tenant, api.clients.responses
     output = _Output(job, choice, asked)
     if not conversation:
         await _send(api, exchange, output)
@@ -200,7 +200,7 @@ async def _send(api: Api, exchange: HttpExchange, output: _Output) -> None:
     else:
         first_ns, num_events = time.monotonic_ns(), 1
         await exchange.respond_json(output.response(output.status))
-    api.batched_observer.sent(choice.generation.request_id, first_ns, time.monotonic_ns(), num_events)
+    api.observers.batched_observer.sent(choice.generation.request_id, first_ns, time.monotonic_ns(), num_events)
 
 
 class _Output:

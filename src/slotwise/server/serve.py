@@ -113,7 +113,7 @@ async def serve(app: App[Any], listener: socket.socket, on_listening: Callable[[
     Args:
         on_listening: receives the URL once requests are accepted.
     """
-    app.api.browsers.listens_on(listener.getsockname()[0])
+    app.api.clients.browsers.listens_on(listener.getsockname()[0])
     settings, file_limit = app.api.settings, raise_file_limit()
     tls, most = _tls(settings), most_within(file_limit)
     connections = Connections(min(most, MOST) if tls else most)

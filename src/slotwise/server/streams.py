@@ -27,7 +27,7 @@ async def respond_stream(api: Api, exchange: HttpExchange, job: Job, choices: li
     await exchange.end(events.last(usage_of(job, choices), extras) if has_usage or extras else b"")
     last_ns = time.monotonic_ns()
     for stream, choice in zip(streams, choices, strict=True):
-        api.batched_observer.sent(choice.generation.request_id, stream.first_ns, last_ns, stream.num_events)
+        api.observers.batched_observer.sent(choice.generation.request_id, stream.first_ns, last_ns, stream.num_events)
 
 
 class _Streamed:

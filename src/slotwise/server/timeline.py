@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from slotwise.observe.timeline import page
-from slotwise.server.context import Api
 from slotwise.server.http_exchange import HttpExchange
 
 HTML = b"text/html; charset=utf-8"
 
 
-async def timeline(api: Api, exchange: HttpExchange) -> None:
+async def timeline(exchange: HttpExchange) -> None:
     """The live timeline of the batch, step by step, as an HTML page."""
     await respond(exchange, page.live())
 

@@ -46,7 +46,7 @@ def allowed_tools(api: Api, request: ChatRequest) -> ToolChoice:
         ApiError: a field is not valid, or the server cannot do what it asks for.
     """
     chosen = tool_choice(request.tools or (), request.tool_choice)
-    if chosen.tools is not None and not chosen.required and not api.output_format.tools:
+    if chosen.tools is not None and not chosen.required and not api.text.output_format.tools:
         raise bad_request("tools is not supported, because the server has no parser of the model's tool calls: start "
                           f"it with --tool-call-parser and one of {', '.join(sorted(TOOL_PARSERS))}", "tools",
                           "unsupported_parameter")

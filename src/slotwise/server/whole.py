@@ -46,15 +46,15 @@ async def respond_whole(api: Api, exchange: HttpExchange, job: Job, choices: lis
     last: list[bytes] = []
     if job.request.prompt_logprobs is not None:
         last = await with_prompts(job.shape, job.prompts, choices, answers, PromptFormat(
-            api.prompts.tokenizer, api.formatting))
-    extras |= _repeated(job, answers) | told(job.kv, api.engine_client.info.kv_transfer)
+            api.text.prompts.tokenizer, api.text.formatting))
+    extras |= _repeated(job, answers) | told(job.kv, api.engine.client.info.kv_transfer)
     first_ns = time.monotonic_ns()
     body = whole_response(job.heading, answers, usage_of(job, choices), extras, last)
     del answers, extras, last
     await exchange.respond_in_parts(body)
     last_ns = time.monotonic_ns()
     for choice in choices:
-        api.batched_observer.sent(choice.generation.request_id, first_ns, last_ns, 1)
+        api.observers.batched_observer.sent(choice.generation.request_id, first_ns, last_ns, 1)
 
 
 async def _read(choice: Choice, writer: LogprobsWriter | None) -> Output:

@@ -46,14 +46,14 @@ VLLM_OPTIONS = (  # options of `vllm serve`; those that Slotwise has by the same
     Elsewhere("--block-size", "", "64 tokens by default."),
     Elsewhere("--gpu-memory-utilization", "", "On a CPU a share of the machine's memory."),
     Elsewhere("--kv-cache-memory-bytes", "`--kv-cache-memory`"),
-    Elsewhere("--enable-prefix-caching", "", "Keys share no blocks."),
+    Elsewhere("--enable-prefix-caching", "", "Requests with different keys do not share blocks."),
     Elsewhere("--kv-offloading-size", "", "On a GPU."),
     Elsewhere("--seed", ""),
     Elsewhere("--stream-interval", ""),
     Elsewhere("--allowed-origins", "", "A browser page of any other site is refused, not only without CORS headers."),
     Elsewhere("--otlp-traces-endpoint", "", "OTLP over HTTP."),
     Elsewhere("--shutdown-timeout", "", "30 seconds by default."),
-    Elsewhere("--disable-log-stats", "", "A line each ten seconds under load, none when idle."),
+    Elsewhere("--disable-log-stats", "", "A line every ten seconds, only under load."),
     Elsewhere("--enable-log-requests", "", "A line at the end of each request, without its text."),
     Elsewhere("--max-log-len", "", "Without it no text is logged; with it, that many characters of the prompts."),
     Elsewhere("--disable-uvicorn-access-log", "`--access-log`", "No access log by default."),
@@ -64,7 +64,7 @@ VLLM_OPTIONS = (  # options of `vllm serve`; those that Slotwise has by the same
     Elsewhere("--root-path", ""),
     Elsewhere("--ssl-certfile", ""),
     Elsewhere("--tokenizer", "", "The checkpoint's own."),
-    Elsewhere("--revision", ""),
+    Elsewhere("--revision", "", "The newest revision is downloaded."),
     Elsewhere("--download-dir", "The environment variable `HF_HOME`"),
     Elsewhere("--trust-remote-code", "", "Code of a checkpoint is never run."),
     Elsewhere("--tensor-parallel-size", ""),
@@ -73,11 +73,11 @@ VLLM_OPTIONS = (  # options of `vllm serve`; those that Slotwise has by the same
     Elsewhere("--data-parallel-size", "", "`slotwise scale` starts several servers behind one address."),
     Elsewhere("--enable-lora", ""),
     Elsewhere("--lora-modules", "", "Folders of this machine."),
-    Elsewhere("--max-loras", "", "By the step; `--max-cpu-loras` bounds the adapters in memory."),
+    Elsewhere("--max-loras", "", "Of one step; `--max-cpu-loras` bounds the adapters in memory."),
     Elsewhere("--max-lora-rank", ""),
     Elsewhere("--speculative-config", ""),
-    Elsewhere("--enable-auto-tool-choice", "", "By default where it is known how the model calls tools."),
-    Elsewhere("--tool-call-parser", "", "By default as the chat template tells."),
+    Elsewhere("--enable-auto-tool-choice", "", "On by default if the model's format of calls is known."),
+    Elsewhere("--tool-call-parser", "", "By default chosen from the chat template."),
     Elsewhere("--reasoning-parser", ""),
     Elsewhere("--enforce-eager", ""),
     Elsewhere("--cpu-offload-gb", ""),
@@ -91,7 +91,7 @@ VLLM_ROUTES = (
 
 LLAMA_CPP = (
     Elsewhere("`-m model.gguf`", "The first argument, `MODEL`: the file"),
-    Elsewhere("`-hf owner/name:Q4_K_M`", "The first argument, `MODEL`", "The same; without a quantisation, a "
+    Elsewhere("`-hf owner/name:Q4_K_M`", "The first argument, `MODEL`", "The same; without a quantization, the "
               "repository's safetensors."),
     Elsewhere("`--alias`", "`--served-model-name`"),
     Elsewhere("`--host`, `--port`", "`--host` and `--port`", "Port 8000 by default, not 8080."),
@@ -101,15 +101,14 @@ LLAMA_CPP = (
               "that all requests share."),
     Elsewhere("`--parallel`", "`--max-num-seqs`"),
     Elsewhere("`--cont-batching`", "`--batching`", "Continuous by default."),
-    Elsewhere("`--batch-size`", "`--max-num-batched-tokens`", "`--batch-size` here is another thing: the requests of a "
-              "static batch."),
+    Elsewhere("`--batch-size`", "`--max-num-batched-tokens`", "`--batch-size` is the size of a static batch here."),
     Elsewhere("`--predict`", "The field `max_tokens`"),
     Elsewhere("`--threads`", "`--cpu-threads`"),
-    Elsewhere("`--n-gpu-layers`", "`--device`", "No layers are split between a GPU and the CPU; "
+    Elsewhere("`--n-gpu-layers`", "`--device`", "Layers are not split between a GPU and the CPU; "
               "`--tensor-parallel-size` divides a model among GPUs."),
     Elsewhere("`--cache-type-k`, `--cache-type-v`", "`--kv-cache-dtype`", "The same type for keys and values."),
     Elsewhere("`--chat-template-file`", "`--chat-template`", "Always Jinja."),
-    Elsewhere("`--metrics`", "`/metrics`", "Always there; other names."),
+    Elsewhere("`--metrics`", "`/metrics`", "Always on; the metrics have vLLM's names."),
     Elsewhere("`--slots`, `/slots`", "`/timeline` and `/events`", "The batch step by step, as a page and as lines."),
     Elsewhere("`/completion`", "`/v1/completions`", "`n_predict` is `max_tokens`, `repeat_penalty` is "
               "`repetition_penalty`."),
@@ -117,15 +116,15 @@ LLAMA_CPP = (
               "`content`."),
     Elsewhere("`/apply-template`", "`/tokenize` with `messages`", "Token ids, not text."),
     Elsewhere("`cache_prompt`", "`--enable-prefix-caching`", "On by default, for all requests of a key."),
-    Elsewhere("`--grammar`, `--json-schema`", "The fields `guided_grammar` and `guided_json`", "Of a request; grammars "
+    Elsewhere("`--grammar`, `--json-schema`", "The fields `guided_grammar` and `guided_json`", "Per request; grammars "
               "in Lark's syntax, too."),
     Elsewhere("`--lora`", "`--enable-lora` and `--lora-modules`", "In the format of PEFT, not GGUF; requests name it."),
     Elsewhere("`--model-draft`", "`--speculative-config`", "Its key `model`, with the method draft_model."),
     Elsewhere("`--mmproj`", "", "Text only."),
     Elsewhere("`/embedding`", "`/v1/embeddings`", "OpenAI's body."),
     Elsewhere("`/infill`", "`/v1/completions` with `suffix`", "`input_prefix` is `prompt`, `input_suffix` is `suffix`; "
-              "of models with tokens for it."),
-    Elsewhere("`/props`", "`/v1/models` and `/admin/scheduling`", "The longest sequence, and slots."),
+              "for models with tokens for it."),
+    Elsewhere("`/props`", "`/v1/models` and `/admin/scheduling`", "The context length and the slots."),
     Elsewhere("`/rerank`", "", "No supported family has a head for it."),
 )
 
@@ -144,20 +143,20 @@ OLLAMA = (
     Elsewhere("`OLLAMA_ORIGINS`", "`--allowed-origins`"),
     Elsewhere("`OLLAMA_MODELS`", "The environment variable `HF_HOME`", "The hub's own cache of models."),
     Elsewhere("`OLLAMA_NUM_PARALLEL`", "`--max-num-seqs`"),
-    Elsewhere("`OLLAMA_MAX_QUEUE`", "`--max-num-queued-reqs`", "By default from the measured pace."),
-    Elsewhere("`OLLAMA_CONTEXT_LENGTH`, `num_ctx`", "`--max-model-len`", "Of the server, not of a request."),
+    Elsewhere("`OLLAMA_MAX_QUEUE`", "`--max-num-queued-reqs`", "By default from the measured rate of starts."),
+    Elsewhere("`OLLAMA_CONTEXT_LENGTH`, `num_ctx`", "`--max-model-len`", "Per server, not per request."),
     Elsewhere("`OLLAMA_KV_CACHE_TYPE`", "`--kv-cache-dtype`"),
     Elsewhere("`OLLAMA_KEEP_ALIVE`, `keep_alive`", "`/sleep` and `/wake_up`", "The model stays loaded until it is "
               "told to sleep."),
-    Elsewhere("`OLLAMA_MAX_LOADED_MODELS`", "", "Start a server for each model that is to be served at once."),
+    Elsewhere("`OLLAMA_MAX_LOADED_MODELS`", "", "Start one server for each model."),
     Elsewhere("`/api/generate`", "`/v1/completions`", "OpenAI's body; streams are server-sent events, and only with "
               "`stream`."),
-    Elsewhere("`/api/chat`", "`/v1/chat/completions`", "Likewise."),
+    Elsewhere("`/api/chat`", "`/v1/chat/completions`", "OpenAI's body; the same streams."),
     Elsewhere("`/api/tags`", "`/v1/models`"),
     Elsewhere("`/api/version`", "`/version`"),
     Elsewhere("`options`", "Fields of the body", "`num_predict` is `max_tokens`, `repeat_penalty` is "
               "`repetition_penalty`; `temperature`, `top_k`, `top_p`, `min_p`, `seed` and `stop` have the same names."),
-    Elsewhere("`/api/embed`", "`/v1/embeddings`", "OpenAI's body and answer."),
+    Elsewhere("`/api/embed`", "`/v1/embeddings`", "OpenAI's body and response."),
     Elsewhere("`/api/ps`, `/api/show`", "`/v1/models`"),
     Elsewhere("`/api/pull`, `/api/create`, `/api/delete`", "", "`/v1/load_model` loads a model of this machine."),
 )
@@ -167,9 +166,11 @@ FOREIGN = frozenset({  # names of the others that notes mention
 
 
 def vllm_options() -> str:
-    """Returns what stands for each option of `vllm serve`."""
-    rows = [Elsewhere(code(option.there), _stands_for(option), option.note) for option in VLLM_OPTIONS]
-    return _table("`vllm serve`", rows)
+    """Returns the options of `vllm serve` that are the same here, and what stands for each of the others."""
+    same = [code(option.there) for option in VLLM_OPTIONS if _is_same(option)]
+    rows = [Elsewhere(code(option.there), _stands_for(option), option.note)
+            for option in VLLM_OPTIONS if not _is_same(option)]
+    return f"The same: {', '.join(same)}.\n\n{_table('`vllm serve`', rows)}"
 
 
 def vllm_routes() -> str:
@@ -203,7 +204,11 @@ def check(text: str) -> str:
 
 def _table(title: str, rows: Iterable[Elsewhere]) -> str:
     return table((title, "here", "what differs"), [
-        (there, f"{check(here)}." if here else NONE, check(note)) for there, here, note in rows])
+        (there, f"{check(here)}." if here else NONE, check(note) or "Nothing.") for there, here, note in rows])
+
+
+def _is_same(option: Elsewhere) -> bool:
+    return names.has(option.there) and not option.note
 
 
 def _stands_for(option: Elsewhere) -> str:

@@ -86,8 +86,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "devices": supported.devices,
     "formats": supported.formats,
     "quantized checkpoints": supported.quantized,
-    "fields taken and refused": supported.fields,
-    "served routes": supported.served_routes,
     "not there": supported.without,
     "output parsers": parsers.output_parsers,
     "published templates": parsers.published_templates,

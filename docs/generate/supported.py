@@ -18,7 +18,6 @@ from slotwise.model.gguf.architectures import ARCHITECTURES
 from slotwise.model.quantization.config import METHODS
 from slotwise.model.quantization.gguf_blocks import BLOCK_TYPES
 from slotwise.model.weights import DENSE
-from slotwise.server.protocol import ChatRequest, CompletionRequest
 from slotwise.text.gguf_splits import SPLITS
 
 KERNELS = {  # files, not imported: Triton may be absent
@@ -96,21 +95,6 @@ def devices() -> str:
     if set(KERNELS) | {"auto"} != set(DEVICES):
         raise ValueError(f"there are other devices than {', '.join(KERNELS)}")
     return table(("`--device`", "`--dtype`", "`--quantization`", "`--kv-cache-dtype`", "state"), rows)
-
-
-def fields() -> str:
-    """Returns the fields that the generating routes take and refuse."""
-    rows = []
-    for path, kind in (("/v1/completions", CompletionRequest), ("/v1/chat/completions", ChatRequest)):
-        taken, refused = names.fields(kind)
-        rows += [(code(path), "taken", f"{listed(sorted(taken))}."),
-                 (code(path), "refused", f"{listed(sorted(refused))}.")]
-    return table(("route", "a value is", "fields"), rows)
-
-
-def served_routes() -> str:
-    """Returns all routes."""
-    return f"{listed(names.routes())}."
 
 
 def without() -> str:

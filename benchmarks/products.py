@@ -26,10 +26,9 @@ from slotwise.compose.machine import read_rate
 from slotwise.kernels.cpu import paths
 from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.kernels.cpu.linear import tiled_linear
-from slotwise.kernels.cpu.linear_bf16 import bf16_linear, has_bf16_gemm
+from slotwise.kernels.cpu.linear_bf16 import bf16_linear, has_bf16_gemm, onednn_linear
 from slotwise.kernels.cpu.linear_fp16 import fp16_linear, has_fp16_gemm
 from slotwise.kernels.cpu.linear_int import int_linear
-from slotwise.kernels.cpu.onednn import onednn_linear
 from slotwise.kernels.interface import Linear
 from slotwise.kernels.matrix import QuantisedMatrix
 from slotwise.model.quantization.gguf_blocks import BLOCK_TYPES

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from slotwise.core.step_time import StepTimeModel, Work
-from slotwise.kernels.cpu import path_choice
+from slotwise.kernels.cpu import paths
 from slotwise.observe import step_time
 
 SCRIPT = """
@@ -55,11 +55,11 @@ def kept(root: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
         times.step(Work(number % 7 + 1, 1, 100, 0.0), number, number + 0.5)
     path = step_time.path_for(["a"])
     step_time.save(path, times)
-    return path, path_choice.keep("bf16")
+    return path, paths.keep("bf16")
 
 
 def found(path: Path) -> tuple[bool, str]:
-    return step_time.load(path).is_trained, path_choice.read()
+    return step_time.load(path).is_trained, paths.read()
 
 
 def test_what_is_kept_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

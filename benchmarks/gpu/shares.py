@@ -18,8 +18,7 @@ from benchmarks.gpu.setup import Setup, asked
 from benchmarks.kernels import step
 
 from slotwise.kernels.cuda import CudaKernels
-from slotwise.kernels.cuda.masks import mask_rows
-from slotwise.kernels.cuda.sampling import sample
+from slotwise.kernels.cuda.sampling import mask_rows, sample
 from slotwise.kernels.interface import AttentionShape, ExpertWeights, RaggedBatch, Routing
 from slotwise.kernels.matrix import Factors, Format, QuantisedMatrix, Rows
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from slotwise.kernels.cuda import attention, codes, experts, masks, narrow, packed, pointwise, rotary, sampling
+from slotwise.kernels.cuda import attention, experts, narrow, packed, pointwise, rotary, sampling
 from slotwise.kernels.cuda.cache import CudaCache
 from slotwise.kernels.cuda.configs import (
     FEW,
@@ -20,7 +20,7 @@ from slotwise.kernels.cuda.configs import (
     experts_tile,
     narrow_tile,
 )
-from slotwise.kernels.cuda.expert_codes import ExpertCodes
+from slotwise.kernels.cuda.experts import ExpertCodes
 from slotwise.kernels.cuda.low_rank import CudaAdapters
 from slotwise.kernels.interface import AttentionShape, QKNorm, RaggedBatch, Routing
 from slotwise.kernels.matrix import E4M3, Factors, Format
@@ -134,7 +134,7 @@ def _others(kind: str) -> Iterator[Launch]:
             indices = torch.zeros(2, dtype=torch.int64)
             logits = torch.zeros(2, vocabulary, dtype=KINDS[kind])
             sampling.sample(logits, torch.zeros(2, 4), indices, indices)
-            masks.mask_rows(logits, indices, torch.zeros(2, -(-vocabulary // 32), dtype=torch.int32))
+            sampling.mask_rows(logits, indices, torch.zeros(2, -(-vocabulary // 32), dtype=torch.int32))
 
         yield Launch(f"vocabulary {vocabulary}", kind, draw)
 
@@ -187,10 +187,10 @@ def _products(kind: str, name: str, form: Format, capability: int) -> Iterator[L
     for tokens in FEW_AND_MANY:
         def work(tokens: int = tokens) -> None:
             for outputs in (OUTPUTS, WIDE) if tokens == FEW else (OUTPUTS,):
-                codes.multiply(torch.empty(tokens, DEPTH, dtype=KINDS[kind]), _packed(form, outputs), None)
+                packed.multiply(torch.empty(tokens, DEPTH, dtype=KINDS[kind]), _packed(form, outputs), None)
             if tokens == FEW:
                 ids = torch.zeros(tokens, dtype=torch.int64)
-                codes.rows_of(_packed(form, OUTPUTS), ids, KINDS[kind], 1.0)
+                packed.rows_of(_packed(form, OUTPUTS), ids, KINDS[kind], 1.0)
 
         tile = codes_tile(tokens, KINDS[kind], has_table=bool(form.levels) and not form.are_floats)
         yield Launch(f"{tokens} tokens, {name}", kind, work, {"multiply_codes": tile.programs})

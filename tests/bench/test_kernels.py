@@ -10,7 +10,7 @@ from numba import config
 
 from slotwise.bench import kernels
 from slotwise.cli import main
-from slotwise.kernels.cpu import path_choice, paths
+from slotwise.kernels.cpu import paths
 from slotwise.kernels.cpu.kernels import CpuKernels
 
 POSSIBLE = [path for path in paths.DENSE if not paths.obstacle(path)]
@@ -50,9 +50,9 @@ def test_measuring_changes_nothing_unless_it_is_to_be_kept(tmp_path, monkeypatch
     file = tmp_path / "result.json"
     assert main(["bench", "kernels", "--rows", "1", "--rounds", "1", "--output-json", str(file)]) == 0
     assert json.loads(file.read_text())["fastest"] == other
-    assert product_path() == before and not path_choice.file().exists()
+    assert product_path() == before and not paths.file().exists()
     assert main(["bench", "kernels", "--rows", "1", "--rounds", "1", "--keep-fastest"]) == 0
-    assert str(path_choice.file()) in capsys.readouterr().out
+    assert str(paths.file()) in capsys.readouterr().out
     assert product_path() == other
     monkeypatch.setattr(config, "CPU_FEATURES", "+avx512f")  # another processor
     assert product_path() == "float32"
@@ -63,28 +63,28 @@ def test_paths_of_quantised_weights_are_shown_and_not_kept(capsys):
     shown = capsys.readouterr().out
     assert "int8" in shown and all(path in shown for path in paths.QUANTISED)
     assert main(["bench", "kernels", "--quantization", "int8", "--keep-fastest"]) == 1
-    assert "--keep-fastest is for bfloat16" in capsys.readouterr().err and not path_choice.file().exists()
+    assert "--keep-fastest is for bfloat16" in capsys.readouterr().err and not paths.file().exists()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"path": 3}', '{"path": "float32"}', "\x00" * 100_000])
 def test_a_damaged_file_is_as_none(text):
     before = product_path()
-    path_choice.file().parent.mkdir(parents=True)
-    path_choice.file().write_text(text)
+    paths.file().parent.mkdir(parents=True)
+    paths.file().write_text(text)
     assert product_path() == before
 
 
 def test_a_kept_path_that_cannot_run_or_is_none_any_more_is_not_used(monkeypatch):
     before = product_path()
-    path_choice.keep("abacus")
+    paths.keep("abacus")
     assert product_path() == before
-    path_choice.keep("float32")
+    paths.keep("float32")
     assert product_path() == "float32"
     monkeypatch.setattr(paths, "obstacle", lambda path: "it cannot run" if path == "float32" else "")
     assert product_path() != "float32"
 
 
 def test_a_forced_path_goes_first(monkeypatch):
-    path_choice.keep(POSSIBLE[-1])
+    paths.keep(POSSIBLE[-1])
     monkeypatch.setenv(paths.VARIABLE, "float32")
     assert product_path() == "float32"

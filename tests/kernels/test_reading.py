@@ -10,7 +10,7 @@ import torch
 
 from slotwise.kernels.cpu.launcher import HEADER, KernelLauncher
 from slotwise.kernels.cpu.reading import PIECE, READ, read_all
-from slotwise.kernels.cpu.work_queue import COUNTERS, LINE
+from slotwise.kernels.cpu.threads import COUNTERS, LINE
 
 
 @pytest.mark.parametrize("threads", [1, 2])

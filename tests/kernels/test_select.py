@@ -7,7 +7,7 @@ import torch
 
 from slotwise.compose.engine import load
 from slotwise.engine.config import ConfigError, EngineConfig
-from slotwise.kernels import sampling
+from slotwise.kernels import reference
 from slotwise.kernels.select import choose, draw_for, resolve
 
 
@@ -52,4 +52,4 @@ def test_a_cache_that_a_device_does_not_keep_is_refused_with_those_it_does(monke
 
 
 def test_tokens_are_drawn_in_plain_torch_beside_plain_kernels():
-    assert draw_for(choose("reference")) is sampling.draw
+    assert draw_for(choose("reference")) is reference.draw

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from slotwise.kernels.cpu.kernels import CpuKernels
-from slotwise.kernels.cpu.shared_group import shared_file
-from slotwise.kernels.cpu.shared_pipe import PipeMemory, SharedPipe, pipe_size
-from slotwise.kernels.pipe import PLACES, Stage
+from slotwise.kernels.cpu.shared_group import PipeMemory, SharedPipe, pipe_size, shared_file
+from slotwise.kernels.group import PLACES, Stage
 
 ROWS, HIDDEN = 5, 48
 MESSAGE = ROWS * HIDDEN * 4  # bytes

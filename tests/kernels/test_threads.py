@@ -14,9 +14,8 @@ import pytest
 from slotwise.kernels.cpu.jit.compiler import Compiled, kernel
 from slotwise.kernels.cpu.launcher import HEADER, MAX_ARGUMENTS, THREAD_COUNTER
 from slotwise.kernels.cpu.memory import aligned
-from slotwise.kernels.cpu.openmp import torch_threads
 from slotwise.kernels.cpu.simd import INT64, fetch_add, load, store
-from slotwise.kernels.cpu.threads import INSIDE, RUN_SHARED, SIZE, ThreadPool
+from slotwise.kernels.cpu.threads import INSIDE, RUN_SHARED, SIZE, ThreadPool, torch_threads
 
 CELLS, COUNT, THREADS = range(HEADER, HEADER + 3)
 
@@ -200,7 +199,7 @@ def test_helpers_give_way_and_stay_where_openmp_s_threads_would():
 
 ROAM = """
 import os, threading
-from slotwise.kernels.cpu.openmp import roam
+from slotwise.kernels.cpu.threads import roam
 everywhere, told = os.sched_getaffinity(os.getppid()), []
 def look():
     told.append(os.sched_getaffinity(0) == everywhere)

@@ -11,7 +11,7 @@ from numba import cfunc
 from slotwise.kernels.cpu.launcher import HEADER
 from slotwise.kernels.cpu.memory import aligned
 from slotwise.kernels.cpu.simd import INT64, load, store
-from slotwise.kernels.cpu.work_queue import NOTHING, pop, upcoming
+from slotwise.kernels.cpu.threads import NOTHING, pop, upcoming
 
 
 def _take_turns(words, threads, items, order, turns, expected, taken):

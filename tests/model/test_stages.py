@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from support.checkpoints import make
 
-from slotwise.kernels.group import Divided
-from slotwise.kernels.pipe import Stage
+from slotwise.kernels.group import Divided, Stage
 from slotwise.model.checkpoint import read_config
 from slotwise.model.config import ModelConfig
 from slotwise.model.errors import CheckpointError

@@ -13,8 +13,7 @@ from support import checkpoints
 from support.rank_threads import Paired
 
 from slotwise.kernels.checked import CheckedKernels
-from slotwise.kernels.reference import ReferenceKernels
-from slotwise.kernels.sampling import draw
+from slotwise.kernels.reference import ReferenceKernels, draw
 from slotwise.model.load import load_model
 from slotwise.runner.profile import CAPTURES, batch_of_nothing, measured_graph, measured_workspace
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slotwise.core.step import TokenLogprobs
-from slotwise.kernels import sampling
+from slotwise.kernels import reference
 from slotwise.runner.input_batch import SlotTable
 from slotwise.runner.prompt_logprobs import PromptRow, describe, rows_at_a_time, workspace_rows
 from slotwise.runner.sampling.cpu import Sampler
@@ -24,7 +24,7 @@ VOCAB, HIDDEN = 300, 24
 def sampler(request: pytest.FixtureRequest) -> Sampling:
     if request.param == "cpu":
         return Sampler(4, VOCAB)
-    return DeviceSampler(SlotTable(4, 64, 16, 3), VOCAB, sampling.draw, torch.device("cpu"))
+    return DeviceSampler(SlotTable(4, 64, 16, 3), VOCAB, reference.draw, torch.device("cpu"))
 
 
 class Head:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slotwise.core.params import SamplingParams, ThinkingBudget
 from slotwise.core.step import NewRequest, RowKind, StepPlan, StepResult
-from slotwise.kernels.sampling import draw
+from slotwise.kernels.reference import draw
 from slotwise.runner.input_batch import SlotTable
 from slotwise.runner.sampling.cpu import Sampler
 from slotwise.runner.sampling.gpu import DeviceSampler

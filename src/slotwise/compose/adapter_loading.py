@@ -73,7 +73,7 @@ def _yield_to_steps() -> None:
     """Lets the calling thread run on any core, with one compute thread, at the lowest priority."""
     import torch
 
-    from slotwise.kernels.cpu.openmp import roam
+    from slotwise.kernels.cpu.threads import roam
 
     roam()
     torch.set_num_threads(1)

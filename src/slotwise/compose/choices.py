@@ -11,9 +11,8 @@ import torch
 
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.kernels.checked import CheckedKernels
-from slotwise.kernels.group import ALONE, Divided, Group
+from slotwise.kernels.group import ALONE, Divided, Group, Stage
 from slotwise.kernels.interface import Kernels
-from slotwise.kernels.pipe import Stage
 from slotwise.kernels.select import choose, resolve
 from slotwise.model.config import ModelConfig
 from slotwise.model.families import tensor_shapes

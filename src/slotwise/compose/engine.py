@@ -29,7 +29,7 @@ from slotwise.engine.engine import Engine
 from slotwise.engine.messages import EngineInfo, MemoryUse
 from slotwise.engine.warmup import check_steps, warmup
 from slotwise.kernels.cpu.jit import workers
-from slotwise.kernels.cpu.openmp import roam
+from slotwise.kernels.cpu.threads import roam
 from slotwise.kernels.group import Group, num_ranks
 from slotwise.kernels.interface import Kernels
 from slotwise.kernels.select import launcher_of

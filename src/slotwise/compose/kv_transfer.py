@@ -11,7 +11,7 @@ from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.executor import Executor
 from slotwise.engine.kv_link import Transferring
 from slotwise.errors import described
-from slotwise.kernels.cpu.openmp import roam
+from slotwise.kernels.cpu.threads import roam
 from slotwise.kernels.interface import Kernels
 from slotwise.runner.kv_blocks import HostCacheBlocks
 from slotwise.runner.prefault import Prefault

@@ -13,7 +13,7 @@ from slotwise.kernels.interface import Kernels
 from slotwise.kernels.select import launcher_of
 from slotwise.model.fingerprint import content_digest
 
-CODE = ("kernels/cpu/block_layout.py", "kernels/cpu/block_packing.py", "kernels/matrix.py", "model/**/*.py")
+CODE = ("kernels/cpu/block_layout.py", "kernels/cpu/block_layout.py", "kernels/matrix.py", "model/**/*.py")
 """What determines which panels a checkpoint becomes."""
 
 

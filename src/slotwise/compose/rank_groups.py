@@ -13,11 +13,18 @@ from typing import Any, NamedTuple
 import torch
 
 from slotwise.engine.config import EngineConfig
-from slotwise.kernels.cpu.shared_group import CHUNK, SharedGroup, SharedMemory, shared_file, size_of
-from slotwise.kernels.cpu.shared_pipe import PipeMemory, SharedPipe, pipe_size
-from slotwise.kernels.group import Alone, Group, TorchGroup
+from slotwise.kernels.cpu.shared_group import (
+    CHUNK,
+    PipeMemory,
+    SharedGroup,
+    SharedMemory,
+    SharedPipe,
+    pipe_size,
+    shared_file,
+    size_of,
+)
+from slotwise.kernels.group import Alone, Group, NoPipe, Pipe, Stage, TorchGroup, TorchPipe
 from slotwise.kernels.interface import Kernels
-from slotwise.kernels.pipe import NoPipe, Pipe, Stage, TorchPipe
 from slotwise.kernels.select import launcher_of
 from slotwise.model.config import ModelConfig
 

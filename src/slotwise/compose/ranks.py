@@ -41,8 +41,8 @@ from slotwise.engine.config import EngineConfig
 from slotwise.engine.ipc import BlockingChannel, ChannelClosed, pair
 from slotwise.engine.messages import AdapterLoaded, LoadAdapter, UnloadAdapter
 from slotwise.errors import OneLineError
-from slotwise.kernels.cpu.openmp import places
 from slotwise.kernels.cpu.shared_group import SharedMemory
+from slotwise.kernels.cpu.threads import places
 from slotwise.kernels.interface import Kernels
 from slotwise.model.config import ModelConfig
 

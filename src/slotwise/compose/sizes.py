@@ -13,9 +13,8 @@ from slotwise.core.drafting import MAX_STEP_DRAFTS
 from slotwise.core.limits import SchedulerLimits
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.messages import MemoryUse
-from slotwise.kernels.group import Divided, num_ranks
+from slotwise.kernels.group import PLACES, Divided, Stage, num_ranks
 from slotwise.kernels.interface import LayerShape
-from slotwise.kernels.pipe import PLACES, Stage
 from slotwise.kernels.select import draw_for
 from slotwise.model.cache_groups import LayerGroups, cache_shapes, layer_groups, least_block_size, one_group
 from slotwise.model.decoder import Decoder, DecoderSizes

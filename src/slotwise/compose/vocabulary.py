@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slotwise import grammars
-from slotwise.kernels.cpu.openmp import roam
+from slotwise.kernels.cpu.threads import roam
 from slotwise.model.config import ModelConfig
 from slotwise.text.tokenizer import Tokenizer
 

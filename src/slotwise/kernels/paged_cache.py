@@ -5,14 +5,40 @@ A block's bytes lie together, so that layers of other kinds may keep in them wha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, dtype, float8_e4m3fn, int8
 
-from slotwise.kernels.cache_kinds import FP8_LARGEST, as_bytes
 from slotwise.kernels.delta import DeltaShape
 from slotwise.kernels.interface import AttentionShape
+
+# The types that a cache of keys and values may have.
+
+CACHE_KINDS: dict[str, dtype | None] = {"auto": None, "int8": int8, "fp8": float8_e4m3fn}
+"""The types of a cache, by the names of options; None: the type that the model computes in.
+
+int8 has a scale for each token and head.  fp8 has none; values beyond FP8_LARGEST are stored as FP8_LARGEST.
+"""
+
+FP8_LARGEST = 448.0  # of four bits of exponent and three of fraction (Micikevicius et al., 2022)
+
+
+def cache_kind(name: str, device: str, kept: Sequence[str]) -> dtype | None:
+    """The type of `CACHE_KINDS` for `name`, which must be in `kept`, the names a device supports.
+
+    Raises:
+        ValueError: it is not in `kept`.
+    """
+    if name not in kept:
+        raise ValueError(f"kv_cache_dtype must be {' or '.join(kept)} on device {device}, not {name!r}")
+    return CACHE_KINDS[name]
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """`x` itself, or for one-byte elements that torch does not index, a view as int8, which it does."""
+    return x.view(int8) if x.itemsize == 1 else x
 
 
 class PagedCache(NamedTuple):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from slotwise.host import kernels_obstacle
-from slotwise.kernels import sampling
+from slotwise.kernels import reference
 from slotwise.kernels.interface import Kernels
 
 if TYPE_CHECKING:
@@ -60,22 +60,22 @@ def choose(device: str, quantization: str = "none", kv_cache_dtype: str = "auto"
     raise ValueError(f"no kernels for device {device!r}: choose 'cpu', 'cuda' or 'reference'")
 
 
-def draw_for(kernels: Kernels) -> sampling.Draw:
+def draw_for(kernels: Kernels) -> reference.Draw:
     """The sampling function for kernels other than the CPU's, whose sampler has its own."""
     if kernels.name == "cuda":
         from slotwise.kernels.cuda.sampling import sample
 
         return sample
-    return sampling.draw
+    return reference.draw
 
 
-def mask_for(kernels: Kernels) -> sampling.Mask:
+def mask_for(kernels: Kernels) -> reference.Mask:
     """The function that applies grammars' masks to logits of the same kernels."""
     if kernels.name == "cuda":
-        from slotwise.kernels.cuda.masks import mask_rows
+        from slotwise.kernels.cuda.sampling import mask_rows
 
         return mask_rows
-    return sampling.allowed_only
+    return reference.allowed_only
 
 
 def launcher_of(kernels: Kernels) -> KernelLauncher:

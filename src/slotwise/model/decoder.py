@@ -6,7 +6,7 @@
 
 A family composes the layers (`families/`); the decoder runs them, with each norm fused to the sum before it.  A layer
 with a recurrent state advances it where others store keys and values.  Where the layers are divided into stages
-(`kernels/pipe.py`), the decoder runs those of one, between the stages before and after.
+(`kernels/group.py`), the decoder runs those of one, between the stages before and after.
 """
 
 from __future__ import annotations

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import torch
 
-from slotwise.kernels.group import ALONE, Divided, Group
+from slotwise.kernels.group import ALONE, Divided, Group, Stage
 from slotwise.kernels.interface import AttentionShape, Kernels
 from slotwise.kernels.matrix import Format, Weight
-from slotwise.kernels.pipe import Stage
 from slotwise.kernels.reference import ReferenceKernels
 from slotwise.model.adapters import Adaptable, Adapters
 from slotwise.model.checkpoint import read_config

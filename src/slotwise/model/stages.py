@@ -8,7 +8,7 @@ waits long for another:
 
 from __future__ import annotations
 
-from slotwise.kernels.pipe import Stage
+from slotwise.kernels.group import Stage
 from slotwise.model.config import ModelConfig
 from slotwise.model.errors import CheckpointError
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from slotwise.core.step import PROPOSED, Proposing, RowKind, StepPlan
 from slotwise.kernels.interface import LayerCache
-from slotwise.kernels.sampling import FAILED
+from slotwise.kernels.reference import FAILED
 from slotwise.model.decoder import Decoder
 from slotwise.runner.draft_cache import DraftPositions
 from slotwise.runner.graphs import DecodeGraphs

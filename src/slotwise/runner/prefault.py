@@ -14,7 +14,7 @@ from typing import Protocol
 
 from slotwise.core.step import StepPlan, StepResult
 from slotwise.engine.executor import Executor
-from slotwise.kernels.cpu.openmp import roam
+from slotwise.kernels.cpu.threads import roam
 
 REST = 2.0  # times the time worked, after each layer
 

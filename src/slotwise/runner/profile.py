@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from slotwise.kernels.interface import LayerCache, RaggedBatch
-from slotwise.kernels.sampling import Draw
+from slotwise.kernels.reference import Draw
 from slotwise.model.decoder import Decoder
 from slotwise.runner.prompt_logprobs import rows_at_a_time
 from slotwise.runner.sampling.gpu import logprobs_of

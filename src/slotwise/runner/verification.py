@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from slotwise.core.step import StepPlan, StepResult, TokenLogprobs
-from slotwise.kernels.sampling import FAILED
+from slotwise.kernels.reference import FAILED
 from slotwise.runner.input_batch import SlotTable
 from slotwise.runner.pooling import Pooled
 from slotwise.runner.prompt_logprobs import Described, workspace_rows

@@ -12,7 +12,7 @@ from support.cuda_device import DEVICE, EXAMPLES, geometry
 from support.cuda_ragged import SMALL, apart, attend, caches
 from support.paged import Layer
 
-from slotwise.kernels.cuda import attention, decode, prefill
+from slotwise.kernels.cuda import attention
 from slotwise.kernels.cuda.configs import default_tuning
 from slotwise.kernels.interface import AttentionShape
 
@@ -169,14 +169,14 @@ def test_tiles_are_enough_for_any_rows(lengths, group, block_m):
     firsts = [start * group // block_m + row for row, start in enumerate(starts)]
     needed = [-(-length * group // block_m) for length in lengths]
     assert all(firsts[row] + needed[row] <= firsts[row + 1] for row in range(len(lengths)))
-    assert firsts[-1] == prefill.num_tiles(starts[-1], len(lengths), group, block_m)
+    assert firsts[-1] == attention.num_tiles(starts[-1], len(lengths), group, block_m)
 
 
 def test_grids_are_small_enough_to_launch():
     for rows in (1, 7, 512, 100_000):
         for visible, most in ((1_000_000, 31_250), (5000, 158)):
-            segments = decode.num_segments(1_000_000, visible, SMALL.segment)
-            assert 1 <= decode.num_programs(rows, 8, segments) <= segments == most
+            segments = attention.num_segments(1_000_000, visible, SMALL.segment)
+            assert 1 <= attention.num_programs(rows, 8, segments) <= segments == most
 
 
 @pytest.mark.parametrize("window", [0, 1, 21, 40])

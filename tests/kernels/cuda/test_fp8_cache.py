@@ -12,10 +12,10 @@ from support.cuda_device import DEVICE
 from support.cuda_ragged import attend, moved
 from support.paged import Layer, distance, rotary
 
-from slotwise.kernels.cache_kinds import FP8_LARGEST, as_bytes
 from slotwise.kernels.cuda import CudaKernels
 from slotwise.kernels.cuda.cache import CudaCache
 from slotwise.kernels.interface import AttentionShape
+from slotwise.kernels.paged_cache import FP8_LARGEST, as_bytes
 from slotwise.kernels.reference import ReferenceKernels
 
 if DEVICE == "cuda" and torch.cuda.get_device_capability() < (8, 9):

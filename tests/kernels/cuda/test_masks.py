@@ -6,10 +6,10 @@ import pytest
 import torch
 from support.cuda_device import DEVICE, interpreted
 
-from slotwise.kernels.sampling import allowed_only
+from slotwise.kernels.reference import allowed_only
 
 with interpreted():
-    from slotwise.kernels.cuda.masks import mask_rows
+    from slotwise.kernels.cuda.sampling import mask_rows
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.cuda_device import DEVICE, EXAMPLES, geometry, interpreted
 from torch import Tensor
 
-from slotwise.kernels import sampling as reference
+from slotwise.kernels import reference
 
 with interpreted():
     from slotwise.kernels.cuda import sampling

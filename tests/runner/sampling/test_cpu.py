@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from slotwise.core.params import SamplingParams
 from slotwise.core.step import NewRequest
-from slotwise.kernels.sampling import FAILED
+from slotwise.kernels.reference import FAILED
 from slotwise.runner.sampling.cpu import Sampler
 from slotwise.runner.sampling.params import Sampled
 

@@ -10,7 +10,7 @@ import torch
 
 from slotwise.core.params import SamplingParams
 from slotwise.core.step import NewRequest, StepPlan
-from slotwise.kernels.sampling import FAILED, draw, uniform
+from slotwise.kernels.reference import FAILED, draw, uniform
 from slotwise.runner.input_batch import SlotTable
 from slotwise.runner.sampling.cpu import Sampler
 from slotwise.runner.sampling.gpu import DeviceSampler, largest

@@ -14,7 +14,7 @@ from slotwise import grammars
 from slotwise.core.grammar import JSON_SCHEMA, LARK, REGEX, Grammar
 from slotwise.core.params import SamplingParams
 from slotwise.core.step import NewRequest, RowKind, StepPlan
-from slotwise.kernels.sampling import FAILED, allowed_only, draw
+from slotwise.kernels.reference import FAILED, allowed_only, draw
 from slotwise.runner.input_batch import SlotTable
 from slotwise.runner.sampling.cpu import Sampler
 from slotwise.runner.sampling.gpu import DeviceSampler

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from slotwise.core.params import InvalidParams, SamplingParams, ThinkingBudget
 from slotwise.core.step import NewRequest, StepPlan
-from slotwise.kernels.sampling import draw
+from slotwise.kernels.reference import draw
 from slotwise.runner.input_batch import SlotTable
 from slotwise.runner.sampling.cpu import Sampler
 from slotwise.runner.sampling.gpu import DeviceSampler

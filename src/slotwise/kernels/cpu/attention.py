@@ -1,8 +1,8 @@
 """Attention over the paged cache, decode and prefill alike.
 
-A tile (see `attention_plan.py`) walks the row's blocks once with an online softmax (Milakov and Gimelshein, 2018;
+A tile walks the row's blocks once with an online softmax (Milakov and Gimelshein, 2018;
 FlashAttention, Dao et al., 2022), so every key and value is read once for the whole group.  Each segment of the context
-has a softmax of its own, and their results are merged in order (`attention_parts.py`).  Segments of a row of one tile,
+has a softmax of its own, and their results are merged in order.  Segments of a row of one tile,
 such as a decode row, are separate work, which the last thread to finish merges (Flash-Decoding, Dao et al., 2023);
 every other tile walks and merges its segments one by one.
 
@@ -17,51 +17,18 @@ the next tile's) during the softmax, the others during the value product.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from numba import types
 
-from slotwise.kernels.cpu.attention_parts import join_parts, leave_part, merge
-from slotwise.kernels.cpu.attention_plan import (
-    BLOCK,
-    BLOCK_PADDED,
-    CACHE,
-    CONTEXT_LENS,
-    DIM,
-    DIM_PADDED,
-    FIRST,
-    GROUP,
-    HEAD_BLOCK,
-    KV_HEADS,
-    LAST,
-    MULTIPLY_ADDRESS,
-    OUT,
-    QUERY,
-    QUERY_STARTS,
-    ROW,
-    SCALE_BITS,
-    SCRATCH,
-    SCRATCH_BYTES,
-    SEGMENT,
-    SEGMENTS,
-    SINKS,
-    SOFT_CAP_BITS,
-    TABLE,
-    TABLE_WIDTH,
-    TABLES,
-    THREADS,
-    TILE_ROWS,
-    TILE_WORDS,
-    TILES,
-    TOKEN,
-    TOKENS,
-    WINDOW,
-)
+from slotwise.kernels.cpu.cache import padded
 from slotwise.kernels.cpu.gemm import STRIP, STRIP_ROW_BYTES, call_multiply
-from slotwise.kernels.cpu.jit.compiler import kernel, specialised
+from slotwise.kernels.cpu.jit.compiler import Compiled, kernel, specialised
 from slotwise.kernels.cpu.jit.intrinsic import INT, KIND, intrinsic
-from slotwise.kernels.cpu.launcher import THREAD_COUNTER
+from slotwise.kernels.cpu.launcher import HEADER, THREAD_COUNTER
 from slotwise.kernels.cpu.llvm import LINE, number
 from slotwise.kernels.cpu.processor import PAIR
 from slotwise.kernels.cpu.simd import (
@@ -81,11 +48,155 @@ from slotwise.kernels.cpu.simd import (
     fill,
     float32,
     float_of,
+    larger,
     load,
     store,
+    weighted,
 )
 from slotwise.kernels.cpu.softmax import ask_for, ask_for_scales, soft_cap, softmax_strip
-from slotwise.kernels.cpu.work_queue import NOTHING, pop, upcoming
+from slotwise.kernels.cpu.threads import NOTHING, pop, upcoming
+from slotwise.kernels.interface import AttentionShape
+
+# Attention's plan of a step: its rows cut into tiles, and the workspace that they need.
+#
+# A tile is a few tokens of a row, for all query heads of one key-value head.  A row that is one tile is cut again, into
+# the segments of its context, for several threads.
+#
+#     segments    0 ... 1023 | 1024 ... 2047 | 2048 ...        by absolute position, whatever the row and the window
+
+TILE_ROWS = 48  # the most queries (tokens x heads) of a tile: its scores stay in the first-level cache
+SEGMENT = 1024  # tokens of context per segment: another core's results are slow to come by
+
+# A tile: `TILE_WORDS` int32 in a table.
+ROW, TOKEN, TOKENS, FIRST, LAST, SEGMENT_INDEX, SEGMENTS, PART = range(8)
+TILE_WORDS = 8
+TABLE = 64  # bytes before the table: a cache line for the number of tiles
+
+# Arguments of `_plan` and of `_attend`, in words after the header.
+(
+    MULTIPLY_ADDRESS, QUERY, OUT, CACHE, TABLES, TABLE_WIDTH, QUERY_STARTS, CONTEXT_LENS, ROWS, TILES, ARRIVALS, PARTS,
+    SCRATCH, SCRATCH_BYTES, GROUP, KV_HEADS, DIM, DIM_PADDED, BLOCK, BLOCK_PADDED, HEAD_BLOCK, WINDOW, SCALE_BITS,
+    THREADS, SOFT_CAP_BITS, SINKS,
+) = range(HEADER, HEADER + 26)
+
+
+class Workspace(NamedTuple):
+    """Offsets in bytes of the parts of a step's workspace, behind the number of tiles and their table."""
+
+    arrivals: int
+    parts: int
+    threads: int
+    thread_bytes: int
+
+    def floats(self, threads: int) -> int:
+        """Size of the workspace in float32 words."""
+        return (self.threads + threads * self.thread_bytes) // 4
+
+
+@functools.lru_cache(maxsize=256)
+def workspace(shape: AttentionShape, rows: int, tokens: int, max_context_len: int) -> Workspace:
+    """The largest workspace that a step of this size may need."""
+    group, width = shape.num_heads // shape.num_kv_heads, padded(shape.head_dim)
+    per_tile = max(1, TILE_ROWS // group)
+    segments = max_context_len // SEGMENT + 1
+    results = segments * min(tokens, rows * per_tile)  # of tokens in segments
+    arrivals = TABLE + 4 * TILE_WORDS * (rows * segments + rows + tokens // per_tile)
+    parts = arrivals + 8 * results * shape.num_kv_heads
+    threads = parts + 4 * results * shape.num_heads * (width + 2)
+    strips = -(-width // STRIP)
+    return Workspace(arrivals, parts, threads, 4 * per_tile * group * ((strips + 1) * STRIP + 2 * (width + 2)))
+
+
+def _plan(words: int) -> None:
+    """Cut the step's rows into tiles, and the tile of a row that has only one into its segments."""
+    starts, contexts = load(words, QUERY_STARTS, INT64), load(words, CONTEXT_LENS, INT64)
+    tile, arrivals = load(words, TILES, INT64) + TABLE, load(words, ARRIVALS, INT64)
+    kv_heads, window = load(words, KV_HEADS, INT64), load(words, WINDOW, INT64)
+    per_tile = max(1, TILE_ROWS // load(words, GROUP, INT64))
+    count, parts = 0, 0
+    for row in range(load(words, ROWS, INT64)):
+        token, end = load(starts, row, INT32), load(starts, row + 1, INT32)
+        is_one_tile = end - token <= per_tile
+        while token < end:
+            tokens = min(per_tile, end - token)
+            position = load(contexts, row, INT32) - (end - token)
+            first = max(0, position - window + 1) if window > 0 else 0
+            last = position + tokens
+            segments = (last - 1) // SEGMENT - first // SEGMENT + 1 if is_one_tile else 1
+            for segment in range(segments):
+                after = (first // SEGMENT + 1) * SEGMENT if segment + 1 < segments else last
+                store(tile, ROW, row, INT32)
+                store(tile, TOKEN, token, INT32)
+                store(tile, TOKENS, tokens, INT32)
+                store(tile, FIRST, first, INT32)
+                store(tile, LAST, after, INT32)
+                store(tile, SEGMENT_INDEX, segment, INT32)
+                store(tile, SEGMENTS, segments, INT32)
+                store(tile, PART, parts, INT32)
+                tile += TILE_WORDS * 4
+                first = after
+            count += segments
+            if segments > 1:
+                for head in range(kv_heads):
+                    store(arrivals, parts * kv_heads + head, 0, INT64)
+                parts += segments * tokens
+            token += tokens
+    store(load(words, TILES, INT64), 0, count, INT64)
+
+
+PLAN = Compiled(_plan)
+
+
+# The results of attention over segments of a context, and how they are merged, in the order of positions.
+#
+#     a result    sums [rows, width], maxima [rows], totals [rows], float32, together
+#
+# Segments of a row of one tile are left in the step's workspace by the threads that walk them; the last one joins them.
+
+@kernel
+def merge(rows: int, width: int, sums: int, others: int) -> None:
+    """Merge the sums, maxima and totals of a segment, `others`, into those of the segments before it."""
+    maxima, their_maxima = sums + rows * width * 4, others + rows * width * 4
+    totals, their_totals = maxima + rows * 4, their_maxima + rows * 4
+    for row in range(rows):
+        before, after = load(maxima, row, FLOAT32), load(their_maxima, row, FLOAT32)
+        top = larger(before, after)
+        keep, share = exp2(before - top), exp2(after - top)
+        store(maxima, row, top, FLOAT32)
+        store(totals, row, weighted(load(totals, row, FLOAT32), keep, load(their_totals, row, FLOAT32), share), FLOAT32)
+        for i in range(row * width, (row + 1) * width):
+            store(sums, i, weighted(load(sums, i, FLOAT32), keep, load(others, i, FLOAT32), share), FLOAT32)
+
+
+@kernel
+def _part(words: int, tile: int, head: int, segment: int) -> int:
+    """Address of the sums, maxima and totals of a tile's segment."""
+    tokens, kv_heads = load(tile, TOKENS, INT32), load(words, KV_HEADS, INT64)
+    token = (load(tile, PART, INT32) + segment * tokens) * kv_heads + head * tokens
+    return load(words, PARTS, INT64) + token * load(words, GROUP, INT64) * (load(words, DIM_PADDED, INT64) + 2) * 4
+
+
+@kernel
+def leave_part(words: int, tile: int, head: int, sums: int) -> bool:
+    """Store a segment's sums, maxima and totals, which lie together.  Returns whether its row's segments are done."""
+    part = _part(words, tile, head, load(tile, SEGMENT_INDEX, INT32))
+    rows = load(tile, TOKENS, INT32) * load(words, GROUP, INT64)
+    for i in range(rows * (load(words, DIM_PADDED, INT64) + 2)):
+        store(part, i, load(sums, i, FLOAT32), FLOAT32)
+    arrivals = load(words, ARRIVALS, INT64) + (load(tile, PART, INT32) * load(words, KV_HEADS, INT64) + head) * 8
+    return fetch_add(arrivals, 1) + 1 == load(tile, SEGMENTS, INT32)
+
+
+@kernel
+def join_parts(words: int, tile: int, head: int, sums: int) -> None:
+    """Merge all segments of a row into its sums, maxima and totals, in order."""
+    width, rows = load(words, DIM_PADDED, INT64), load(tile, TOKENS, INT32) * load(words, GROUP, INT64)
+    first = _part(words, tile, head, 0)
+    for i in range(rows * (width + 2)):
+        store(sums, i, load(first, i, FLOAT32), FLOAT32)
+    for segment in range(1, load(tile, SEGMENTS, INT32)):
+        merge(rows, width, sums, _part(words, tile, head, segment))
+
 
 ASKED = 16  # lines prefetched while scores become weights: as many as a core can have in flight
 NO_SCORE = float32(-1e20)  # below every score

@@ -7,22 +7,23 @@ multiplication", 2008).  Linear layers call it with packed weights as B; attenti
 with values (dimensions are columns), so a block of the cache is read once for all query heads that share it.
 
 A is laid out in *strips*: 64 columns of all rows, then the next 64, so that the step from row to row is a constant the
-address mode can hold.  It is of float32, or of bfloat16 where B is multiplied in pairs (`gemm_pairs.py`).  A row's
+address mode can hold.  It is of float32, or of bfloat16 where B is multiplied in pairs.  A row's
 result does not depend on the rows beside it, bit for bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from llvmlite import ir
 from numba import types
 
-from slotwise.kernels.cpu.gemm_pairs import Operands, accumulate_pairs
 from slotwise.kernels.cpu.jit.compiler import Compiled, kernel
 from slotwise.kernels.cpu.jit.intrinsic import INT, KIND, ElementType, intrinsic
 from slotwise.kernels.cpu.llvm import (
+    BRAIN,
     BYTE,
     LONG,
     SHORT,
@@ -37,13 +38,152 @@ from slotwise.kernels.cpu.llvm import (
     pointer,
     prefetch,
     read,
+    round_to_bfloat16,
+    silu,
     spread,
     switch,
     widened,
     write,
 )
-from slotwise.kernels.cpu.processor import AVX512, LANES, PAIR
+from slotwise.kernels.cpu.processor import AVX512, LANES, PAIR, has
 from slotwise.kernels.cpu.simd import BFLOAT16, FLOAT32, INT8, PAIRS, Real
+
+# The loop of a product over depth where bfloat16 is multiplied in pairs, with sums in float32 (AVX-512 BF16).
+#
+#     sums[rows, columns]  +=  A[rows, 2i + 1] * B[2i + 1, columns], then  A[rows, 2i] * B[2i, columns], for each i
+#
+# One instruction (`vdpbf16ps`) adds the products of a pair to 16 sums: half of the instructions that float32 takes.  It
+# wants both rows of B in one vector.  The cache stores two vectors of a row element beside element (`cache.py`), so two
+# rows exchange halves, and no element changes its place within 32 bits:
+#
+#     row 2i      0 16  1 17 ...        columns 0 ... 15     0 of row 2i  0 of row 2i + 1  1 of row 2i ...
+#     row 2i + 1  0 16  1 17 ...   ->   columns 16 ... 31   16 of row 2i 16 of row 2i + 1 17 of row 2i ...
+#
+# Where depth is odd, the last row of B stands for the one behind it, which may hold anything, and A has a zero there.
+
+LINE = 4 * LANES  # bytes of two vectors of bfloat16
+
+_FLOATS, _WORDS = ir.VectorType(SINGLE, LANES), ir.VectorType(WORD, LANES)
+_BRAINS, _SHORTS = ir.VectorType(BRAIN, 2 * LANES), ir.VectorType(SHORT, LANES)
+
+_MULTIPLY_ADD = f"llvm.x86.avx512bf16.dpbf16ps.{32 * LANES}"
+
+
+class Operands(NamedTuple):
+    """A and B: their addresses, and strides in bytes."""
+
+    a: ir.Value
+    strip_bytes: ir.Value
+    b: ir.Value
+    row_bytes: ir.Value
+    pair_bytes: ir.Value
+    depth: ir.Value
+    ahead: ir.Value
+
+
+def pays() -> bool:
+    """Whether pairs are faster than float32 here: where there is FP16, too, they take four times as long."""
+    return has("avx512bf16") and not has("avx512fp16")
+
+
+def _two_vectors(builder: ir.IRBuilder, line: ir.Value, below: ir.Value) -> list[ir.Value]:
+    """32 columns of the rows at `line` and `below`, in pairs."""
+    upper, lower = (read(builder, row, _WORDS, align=2) for row in (line, below))
+    half, high = all_of(_WORDS, 16), all_of(_WORDS, 0xFFFF0000)
+    return [builder.or_(builder.and_(upper, all_of(_WORDS, 0xFFFF)), builder.shl(lower, half)),
+            builder.or_(builder.lshr(upper, half), builder.and_(lower, high))]
+
+
+def _one_vector(builder: ir.IRBuilder, line: ir.Value, below: ir.Value) -> list[ir.Value]:
+    """16 columns, of an odd last vector."""
+    upper, lower = (builder.zext(read(builder, row, _SHORTS, align=2), _WORDS) for row in (line, below))
+    return [builder.or_(upper, builder.shl(lower, all_of(_WORDS, 16)))]
+
+
+def accumulate_pairs(
+    builder: ir.IRBuilder, rows: int, vectors: int, operands: Operands, start: list[ir.Value], strip: int,
+) -> list[ir.Value]:
+    """The loop over depth, strip by strip, from the vectors in `start`; returns the accumulators at its end.
+
+    A holds bfloat16, `strip` columns of a row in the first half of the bytes that they have in float32, and a zero
+    behind an odd number of them.
+    """
+    together = min(vectors, 2)
+    offsets = [builder.mul(operands.pair_bytes, number(pair)) for pair in range(vectors // together)]
+    strips = Loop(builder, operands.depth, strip, [operands.a, operands.b, *start])
+    column, line, *sums = strips.values
+    left = builder.sub(operands.depth, strips.index)
+    length = builder.select(builder.icmp_signed("<", left, number(strip)), left, number(strip))
+    turns = Loop(builder, length, 2, [column, line, *sums])
+    pair, line, *sums = turns.values
+    is_last = builder.icmp_signed(">=", behind(builder, turns.index, 1), length)
+    step = builder.select(is_last, number(0), operands.row_bytes)
+    panel: list[ir.Value] = []
+    for offset in offsets:
+        place = builder.add(line, offset)
+        below = builder.add(place, step)
+        for each in (place, below):
+            prefetch(builder, builder.add(each, operands.ahead), together * LINE // 2)
+        panel += (_one_vector if together == 1 else _two_vectors)(builder, place, below)
+    panel = [builder.bitcast(vector, _BRAINS) for vector in panel]
+    results = []
+    for row in range(rows):
+        both = read(builder, behind(builder, pair, row * 4 * strip), WORD, align=2)
+        factor = builder.bitcast(spread(builder, both, _WORDS), _BRAINS)
+        for v in range(vectors):
+            added = sums[row * vectors + v]
+            results.append(call(builder, _MULTIPLY_ADD, _FLOATS, added, panel[v], factor))
+    further = builder.add(builder.add(line, operands.row_bytes), operands.row_bytes)
+    _, line, *sums = turns.close([behind(builder, pair, 4), further, *results])
+    return strips.close([builder.add(column, operands.strip_bytes), line, *sums])[2:]
+
+
+# What becomes of a product's sums while they are in registers: bias, the gate, rounding.
+
+FLOATS = ir.VectorType(SINGLE, 16)
+
+
+def read_floats(builder: ir.IRBuilder, address: ir.Value, vectors: int) -> list[ir.Value]:
+    """Vectors of float32 that lie together."""
+    return [read(builder, behind(builder, address, v * 64), FLOATS, 4) for v in range(vectors)]
+
+
+def no_sums(vectors: int) -> list[ir.Value]:
+    """Vectors of zeros."""
+    return [all_of(FLOATS, 0.0)] * vectors
+
+
+def added(builder: ir.IRBuilder, sums: Sequence[ir.Value], bias: Sequence[ir.Value]) -> list[ir.Value]:
+    """Sums plus bias."""
+    return [builder.fadd(*pair) for pair in zip(sums, bias, strict=True)]
+
+
+def finish_row(
+    builder: ir.IRBuilder, results: Sequence[ir.Value], target: ir.Value, kind: ElementType, *, is_gated: bool
+) -> None:
+    """Store a row's vectors of float32 as `kind`, or of a panel of gates their products with the other half."""
+    if is_gated:
+        half = len(results) // 2
+        results = [builder.fmul(silu(builder, gate), up)
+                   for gate, up in zip(results[:half], results[half:], strict=True)]
+    for v, result in enumerate(results):
+        if kind == types.uint16:
+            result = round_to_bfloat16(builder, result)
+        write(builder, result, behind(builder, target, v * kind.bitwidth * 2), align=2)
+
+
+class OfKind(Protocol):
+    def __call__(self, *, is_gated: bool) -> None: ...
+
+
+def for_either_kind(builder: ir.IRBuilder, is_gated: ir.Value, emit: OfKind) -> None:
+    """`emit` for a panel of gates and for any other, of which one is executed."""
+    with builder.if_else(builder.icmp_signed("!=", is_gated, number(0))) as (gated, plain):
+        with gated:
+            emit(is_gated=True)
+        with plain:
+            emit(is_gated=False)
+
 
 STRIP = 64  # columns of A that lie side by side
 STRIP_ROW_BYTES = 4 * STRIP

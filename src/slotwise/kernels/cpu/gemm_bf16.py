@@ -19,7 +19,7 @@ from typing import NamedTuple
 from llvmlite import ir
 from numba import types
 
-from slotwise.kernels.cpu.gemm_finish import FLOATS, added, finish_row, for_either_kind, no_sums, read_floats
+from slotwise.kernels.cpu.gemm import FLOATS, added, finish_row, for_either_kind, no_sums, read_floats
 from slotwise.kernels.cpu.llvm import (
     BRAIN,
     WORD,

@@ -18,6 +18,7 @@ from numba import types
 from slotwise.kernels.cpu import tiles as tiles_of
 from slotwise.kernels.cpu.block_activations import FACTS
 from slotwise.kernels.cpu.block_layout import COLUMNS, STEP, Layout
+from slotwise.kernels.cpu.gemm import no_sums, read_floats
 from slotwise.kernels.cpu.gemm_blocks import (
     VECTORS,
     WORDS,
@@ -29,7 +30,6 @@ from slotwise.kernels.cpu.gemm_blocks import (
     prefetch_step,
     start_of_unit,
 )
-from slotwise.kernels.cpu.gemm_finish import no_sums, read_floats
 from slotwise.kernels.cpu.jit.intrinsic import INT, KIND, ElementType, intrinsic
 from slotwise.kernels.cpu.llvm import Loop, all_of, behind, number, read, write
 from slotwise.kernels.cpu.tiles import MEMORY_BYTES, ROW_BYTES, ROWS, TILE_BYTES, Tiles

@@ -19,8 +19,7 @@ from numba import types
 from slotwise.kernels.cpu import block_layout
 from slotwise.kernels.cpu.block_activations import FACTS
 from slotwise.kernels.cpu.block_layout import COLUMNS, PLANES, STEP, Layout
-from slotwise.kernels.cpu.dot_bytes import add_fours, pick
-from slotwise.kernels.cpu.gemm_finish import FLOATS, added, finish_row, for_either_kind, read_floats
+from slotwise.kernels.cpu.gemm import FLOATS, added, finish_row, for_either_kind, read_floats
 from slotwise.kernels.cpu.jit.intrinsic import INT, KIND, ElementType, intrinsic
 from slotwise.kernels.cpu.llvm import (
     BYTE,
@@ -42,6 +41,7 @@ from slotwise.kernels.cpu.llvm import (
     widened,
 )
 from slotwise.kernels.cpu.processor import AVX2, AVX512
+from slotwise.kernels.cpu.simd import add_fours, pick
 
 HEIGHTS = (1, 2, 3, 4, 6, 8) if AVX512 else (1, 2)  # of a tile, as registers allow
 TALLEST = HEIGHTS[-1]

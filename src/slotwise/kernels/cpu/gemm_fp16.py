@@ -17,7 +17,7 @@ from __future__ import annotations
 from llvmlite import ir
 from numba import types
 
-from slotwise.kernels.cpu.gemm_finish import FLOATS, finish_row, for_either_kind, read_floats
+from slotwise.kernels.cpu.gemm import FLOATS, finish_row, for_either_kind, read_floats
 from slotwise.kernels.cpu.llvm import (
     HALF,
     SINGLE,

@@ -23,8 +23,7 @@ from typing import NamedTuple, TypeAlias
 
 from llvmlite import ir
 
-from slotwise.kernels.cpu.dot_bytes import add_fours, pairs_of_bytes, pairs_of_shorts
-from slotwise.kernels.cpu.gemm_finish import FLOATS, added, finish_row, for_either_kind, no_sums, read_floats
+from slotwise.kernels.cpu.gemm import FLOATS, added, finish_row, for_either_kind, no_sums, read_floats
 from slotwise.kernels.cpu.jit.intrinsic import ElementType
 from slotwise.kernels.cpu.llvm import (
     BYTE,
@@ -44,6 +43,7 @@ from slotwise.kernels.cpu.llvm import (
 )
 from slotwise.kernels.cpu.processor import AVX512
 from slotwise.kernels.cpu.quantize import BYTES, GROUP, RECORD
+from slotwise.kernels.cpu.simd import add_fours, pairs_of_bytes, pairs_of_shorts
 
 HEIGHTS = range(1, 7) if AVX512 else range(1, 3)  # of a tile, as registers allow
 TALLEST = HEIGHTS[-1]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from slotwise.kernels.cpu.gemm_finish import added, finish_row, for_either_kind, no_sums, read_floats
+from slotwise.kernels.cpu.gemm import added, finish_row, for_either_kind, no_sums, read_floats
 from slotwise.kernels.cpu.gemm_int import (
     STEPS_OF_A_GROUP,
     WORDS,

@@ -15,8 +15,8 @@ from __future__ import annotations
 from llvmlite import ir
 from numba import types
 
+from slotwise.kernels.cpu.gemm import added, finish_row, for_either_kind, no_sums, read_floats
 from slotwise.kernels.cpu.gemm_bf16 import LINE_BYTES, PANEL, STRIP_PAIRS, Panel
-from slotwise.kernels.cpu.gemm_finish import added, finish_row, for_either_kind, no_sums, read_floats
 from slotwise.kernels.cpu.llvm import LINE, WORD, Loop, behind, fma, number, prefetch, read, spread, write
 from slotwise.kernels.cpu.tiles import MEMORY_BYTES, ROW_BYTES, ROWS, TILE_BYTES, WORDS, Tiles, halves
 

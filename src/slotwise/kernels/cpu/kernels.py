@@ -10,15 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from slotwise.kernels.cache_kinds import cache_kind
 from slotwise.kernels.cpu import (
-    argmax,
     attention,
-    attention_plan,
     delta,
     experts,
     gemm,
-    gemm_pairs,
     onednn,
     paths,
     pointwise,
@@ -37,7 +33,6 @@ from slotwise.kernels.cpu.reading import READ
 from slotwise.kernels.cpu.rotary import ROTARY_STORE, SQUARES_OF
 from slotwise.kernels.cpu.threads import RUN_SHARED, WORK
 from slotwise.kernels.delta import DeltaShape, DeltaWeights
-from slotwise.kernels.gates import activated, in_two_steps
 from slotwise.kernels.interface import (
     Activation,
     AttentionShape,
@@ -49,8 +44,11 @@ from slotwise.kernels.interface import (
     QKNorm,
     RaggedBatch,
     Routing,
+    activated,
+    in_two_steps,
 )
 from slotwise.kernels.matrix import Format, QuantisedMatrix, Weight
+from slotwise.kernels.paged_cache import cache_kind
 
 LOG2_E = math.log2(math.e)
 SMALL = 1 << 14  # elements that one thread computes before two have synchronised
@@ -95,9 +93,9 @@ class CpuKernels:
         attend, multiply_cache = self._attention(kind, stored)
         of_the_cache = [attend, ROTARY_STORE[kind, stored]]
         multiply = list(dict.fromkeys((gemm.MULTIPLY[kind], multiply_cache)))
-        of_logits = [sampling.DRAW, sampling.LOG_PROBABILITIES, argmax.GREEDY[kind], argmax.MASKED_GREEDY[kind],
-                     argmax.MASK, sampling.WIDEN[kind]]
-        compile_all([*self._packing.kernels(kind), *of_the_cache, *multiply, *of_logits, attention_plan.PLAN,
+        of_logits = [sampling.DRAW, sampling.LOG_PROBABILITIES, sampling.GREEDY[kind], sampling.MASKED_GREEDY[kind],
+                     sampling.MASK, sampling.WIDEN[kind]]
+        compile_all([*self._packing.kernels(kind), *of_the_cache, *multiply, *of_logits, attention.PLAN,
                      pointwise.EMBED, pointwise.NORM[kind], PROGRAM, WORK, RUN_SHARED, READ])
         for code in self._packing.kernels_of_blocks(kind):  # workers do not know these by name
             code.compile()
@@ -311,7 +309,7 @@ class CpuKernels:
         """Causal attention of every row over its own cached context: `[tokens, heads * head_dim]`."""
         tokens, rows, tables = query.shape[0], batch.context_lens.shape[0], batch.block_tables
         launcher, out = self.launcher, self.launcher.empty((tokens, shape.num_heads * shape.head_dim), query.dtype)
-        workspace = attention_plan.workspace(shape, rows, tokens, batch.max_context_len)
+        workspace = attention.workspace(shape, rows, tokens, batch.max_context_len)
         base = launcher.scratch(workspace.floats(launcher.threads))
         attend, multiply = self._attention(query.dtype, cache.storage.dtype)
         launcher.give(
@@ -322,13 +320,13 @@ class CpuKernels:
             shape.window, _bits(shape.scale * LOG2_E), launcher.threads, _bits(shape.soft_cap * LOG2_E),
             0 if sinks is None else sinks.data_ptr(),
         )
-        launcher.alone(attention_plan.PLAN)
+        launcher.alone(attention.PLAN)
         launcher.together(attend)
         return out
 
     @functools.cached_property
     def _multiplies_pairs(self) -> bool:
-        return gemm_pairs.pays()
+        return gemm.pays()
 
     def _attention(self, kind: torch.dtype, stored: torch.dtype) -> tuple[Compiled, Compiled]:
         """The kernel for queries of `kind` over a cache that is `stored`, and the product that it calls."""

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from slotwise.kernels.cpu.jit.compiler import Compiled
 from slotwise.kernels.cpu.memory import HugePages, Panels, aligned
-from slotwise.kernels.cpu.openmp import torch_threads
-from slotwise.kernels.cpu.threads import thread_pool
+from slotwise.kernels.cpu.threads import thread_pool, torch_threads
 
 HEADER = 16  # int64 words: work is counted in word 0, threads in word 8, on a cache line each; word 1 is the pool's
 THREAD_COUNTER = 64  # bytes from the start of the words

@@ -19,8 +19,7 @@ from slotwise.kernels.cpu.gemm_bf16 import LINE_BYTES, PANEL, STRIP, STRIP_PAIRS
 from slotwise.kernels.cpu.jit.compiler import kernel
 from slotwise.kernels.cpu.jit.intrinsic import INT, intrinsic
 from slotwise.kernels.cpu.launcher import KernelLauncher
-from slotwise.kernels.cpu.linear import DEPTH, in_panels, x_at
-from slotwise.kernels.cpu.linear_panels import Layout, Method, PanelProduct, Tile, panel_product
+from slotwise.kernels.cpu.linear import DEPTH, Layout, Method, PanelProduct, Tile, in_panels, panel_product, x_at
 from slotwise.kernels.cpu.llvm import LONG, read, write
 from slotwise.kernels.cpu.processor import has
 from slotwise.kernels.cpu.simd import BFLOAT16, INT64, ZERO, load, store

@@ -1,7 +1,7 @@
 """Products with quantised matrices (`kernels/matrix.py`), whose packed codes are unpacked in registers.
 
 Activations are quantised by `block_activations.py`; weights stay the codes of their file, in the panels of
-`block_layout.py`.  Threads take items, a block of rows times a panel, from `work_queue.py`.
+`block_layout.py`.  Threads take items, a block of rows times a panel, from `threads.py`.
 
     a thread's scratch    [ a tile | an unfinished unit | units x rows of bytes | units x rows of facts | of tiles ]
 
@@ -22,8 +22,7 @@ from torch import Tensor
 
 from slotwise.kernels.cpu import gemm_block_tiles
 from slotwise.kernels.cpu.block_activations import FACTS, STRIDE, TABLE, ZERO_AND_FACTOR, quantise_rows
-from slotwise.kernels.cpu.block_layout import COLUMNS, LARGEST_UNIT, STEP, Layout, layout_of, levels_of
-from slotwise.kernels.cpu.block_packing import pack
+from slotwise.kernels.cpu.block_layout import COLUMNS, LARGEST_UNIT, STEP, Layout, layout_of, levels_of, pack
 from slotwise.kernels.cpu.gemm_block_tiles import begin_tiles, end_tiles, tile_gemm
 from slotwise.kernels.cpu.gemm_blocks import HEIGHTS, TALLEST, block_gemm
 from slotwise.kernels.cpu.jit.compiler import Compiled, kernel, specialised
@@ -45,7 +44,7 @@ from slotwise.kernels.cpu.linear import (
     panel_after,
 )
 from slotwise.kernels.cpu.simd import BFLOAT16, FLOAT32, INT64, Real, Whole, bytes_of, fetch_add, load, store
-from slotwise.kernels.cpu.work_queue import NOTHING, pop, rows_of_a_block, upcoming
+from slotwise.kernels.cpu.threads import NOTHING, pop, rows_of_a_block, upcoming
 from slotwise.kernels.interface import Linear
 from slotwise.kernels.matrix import QuantisedMatrix
 

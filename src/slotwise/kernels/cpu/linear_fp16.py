@@ -29,8 +29,7 @@ from slotwise.kernels.cpu.gemm_fp16 import (
 from slotwise.kernels.cpu.jit.compiler import kernel
 from slotwise.kernels.cpu.jit.intrinsic import FLOAT, INT, intrinsic
 from slotwise.kernels.cpu.launcher import KernelLauncher
-from slotwise.kernels.cpu.linear import BLOCK, DEPTH, in_panels, x_at
-from slotwise.kernels.cpu.linear_panels import Layout, Method, Tile, panel_product
+from slotwise.kernels.cpu.linear import BLOCK, DEPTH, Layout, Method, Tile, in_panels, panel_product, x_at
 from slotwise.kernels.cpu.llvm import (
     HALF,
     LONG,

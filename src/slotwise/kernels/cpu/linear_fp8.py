@@ -23,9 +23,8 @@ from slotwise.kernels.cpu.gemm_bf16 import LINE_BYTES, PANEL, STRIP, STRIP_ROW_B
 from slotwise.kernels.cpu.jit.compiler import kernel
 from slotwise.kernels.cpu.jit.intrinsic import INT, intrinsic
 from slotwise.kernels.cpu.launcher import KernelLauncher
-from slotwise.kernels.cpu.linear import BLOCK, DEPTH, in_panels
+from slotwise.kernels.cpu.linear import BLOCK, DEPTH, Method, PanelProduct, Tile, in_panels, panel_product
 from slotwise.kernels.cpu.linear_bf16 import around, gemm_by, layout_of, pack_block
-from slotwise.kernels.cpu.linear_panels import Method, PanelProduct, Tile, panel_product
 from slotwise.kernels.cpu.llvm import BRAIN, BYTE, SHORT, SINGLE, Loop, all_of, behind, call, number, read, write
 from slotwise.kernels.cpu.simd import BFLOAT16, INT64, ZERO, fill, load
 from slotwise.kernels.interface import Linear

@@ -19,8 +19,7 @@ from slotwise.kernels.cpu.gemm_int import STEPS_OF_A_GROUP, Panel, Weights
 from slotwise.kernels.cpu.jit.compiler import kernel
 from slotwise.kernels.cpu.jit.intrinsic import INT, KIND, intrinsic
 from slotwise.kernels.cpu.launcher import KernelLauncher
-from slotwise.kernels.cpu.linear import DEPTH, in_panels
-from slotwise.kernels.cpu.linear_panels import Layout, Method, PanelProduct, Tile, panel_product
+from slotwise.kernels.cpu.linear import DEPTH, Layout, Method, PanelProduct, Tile, in_panels, panel_product
 from slotwise.kernels.cpu.processor import AVX512, has
 from slotwise.kernels.cpu.quantize import (
     COLUMNS,

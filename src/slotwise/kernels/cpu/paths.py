@@ -11,18 +11,65 @@
                  vnni       of bytes, added in fours by one instruction (`linear_int.py`): AVX-512 VNNI or AVX-VNNI
                  integer    of bytes, added in pairs (`linear_int.py`)
 
-By default the path of bfloat16 is the one that the user had measured and kept (`path_choice.py`), or else the first of
-`FASTEST` whose feature this processor has.  A start measures nothing, so that every start on a machine computes the
-same.  One path can be forced, by an argument of `CpuKernels` or by the environment variable SLOTWISE_CPU_LINEAR; the
-other group keeps its default.  Tests run every path without an `obstacle`.
+By default the path of bfloat16 is the one that the user had measured and kept (`slotwise bench kernels
+--keep-fastest`), or else the first of `FASTEST` whose feature this processor has.  A start measures nothing, so that
+every start on a machine computes the same.  One path can be forced, by an argument of `CpuKernels` or by the
+environment variable SLOTWISE_CPU_LINEAR; the other group keeps its default.  Tests run every path without an
+`obstacle`.
 """
 
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
 
-from slotwise.kernels.cpu import linear_bf16, linear_fp16, linear_int, onednn, path_choice
+from numba import config
+from numba.core.codegen import get_host_cpu_features
+
+from slotwise import folders
+from slotwise.files import read_regular, write_output
+from slotwise.kernels.cpu import linear_bf16, linear_fp16, linear_int, onednn
 from slotwise.kernels.cpu.processor import has
+
+# The path that a user had measured and kept for this processor (`slotwise bench kernels --keep-fastest`).
+#
+# It is a file of one line of JSON in the user's folder of caches.  It changes only when that command is run, so that
+# every start on a machine computes the same; without the file, `paths.FASTEST` decides.
+
+MAX_BYTES = 1 << 16
+
+
+def file() -> Path:
+    """Where the choice is kept."""
+    return folders.cache() / "slotwise" / "product-path.json"
+
+
+def read() -> str:
+    """The path kept for this processor; empty where there is none."""
+    try:
+        kept = json.loads(read_regular(file(), MAX_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return ""
+    if folders.objection(file()):  # other users may not decide what this one computes
+        return ""
+    matches = isinstance(kept, dict) and kept.get("features") == _features() and isinstance(kept.get("path"), str)
+    return str(kept["path"]) if matches else ""
+
+
+def keep(path: str) -> Path:
+    """Keep `path` for this processor; returns the file."""
+    target = file()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_output(target, f"{json.dumps({'path': path, 'features': _features()})}\n".encode())
+    return target
+
+
+def _features() -> str:
+    """What kernels are compiled for."""
+    forced: str | None = getattr(config, "CPU_FEATURES", None)
+    return str(get_host_cpu_features()) if forced is None else forced
+
 
 VARIABLE = "SLOTWISE_CPU_LINEAR"
 DENSE = ("amx", "fp16", "bf16", "float32", "onednn")  # for weights of bfloat16
@@ -77,7 +124,7 @@ def dense(forced: str) -> str:
     """The path of bfloat16 weights."""
     if forced in DENSE:
         return forced
-    kept = path_choice.read()
+    kept = read()
     if kept in DENSE and not obstacle(kept):
         return kept
     return next(path for feature, path in FASTEST if (not feature or has(feature)) and not obstacle(path))

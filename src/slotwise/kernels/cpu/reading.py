@@ -1,6 +1,6 @@
 """Reads memory as products read their weights: each thread its own neighbouring pieces, in order, prefetched ahead.
 
-The rate of it is a bound of every product with few rows.  Work is divided as that of products is (`work_queue.py`), so
+The rate of it is a bound of every product with few rows.  Work is divided as that of products is (`threads.py`), so
 a thread that the system has preempted holds up one piece, and no barrier.
 """
 
@@ -16,7 +16,7 @@ from slotwise.kernels.cpu.jit.intrinsic import INT, intrinsic
 from slotwise.kernels.cpu.launcher import HEADER, THREAD_COUNTER, KernelLauncher
 from slotwise.kernels.cpu.llvm import LONG, Loop, all_of, behind, number, prefetch, read, write
 from slotwise.kernels.cpu.simd import INT64, fetch_add, load
-from slotwise.kernels.cpu.work_queue import NOTHING, pop
+from slotwise.kernels.cpu.threads import NOTHING, pop
 
 PIECE = 1 << 18  # bytes that a thread takes at once
 TURN = 256  # bytes read at once

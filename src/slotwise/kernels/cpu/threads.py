@@ -25,13 +25,14 @@ import functools
 import os
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
+import torch
 
 from slotwise.host import num_processors
 from slotwise.kernels.cpu.jit.compiler import Compiled, kernel, specialised
 from slotwise.kernels.cpu.memory import aligned
-from slotwise.kernels.cpu.openmp import places
 from slotwise.kernels.cpu.simd import (
     INT64,
     call_kernel,
@@ -44,6 +45,115 @@ from slotwise.kernels.cpu.simd import (
     store,
     wait_at,
 )
+
+
+@functools.cache
+def _openmp_library() -> ctypes.CDLL | None:
+    """The library with OpenMP's functions, if this torch has any."""
+    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
+        path = Path(torch.__file__).parent / "lib" / name
+        if path.exists():
+            try:
+                library = ctypes.CDLL(str(path))
+                library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+                library.GOMP_parallel.restype = None
+                return library if library.omp_get_num_places else None
+            except (OSError, AttributeError):
+                return None
+    return None
+
+
+class TorchThreads:
+    """Up to `threads` of torch's threads."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+
+    def run(self, code: int, words: int) -> None:
+        """Call the kernel at `code` with `words` on every thread; returns when all have returned."""
+        library = _openmp_library()
+        assert library is not None
+        library.GOMP_parallel(code, words, self._threads, 0)
+
+
+def torch_threads(threads: int) -> TorchThreads | None:
+    """None where torch has no OpenMP."""
+    return None if _openmp_library() is None else TorchThreads(threads)
+
+
+def places() -> list[frozenset[int]]:
+    """The processors of each OpenMP place, starting with the first thread's; empty where threads are not bound."""
+    library = _openmp_library()
+    if library is None or not library.omp_get_proc_bind():
+        return []
+    count, first = library.omp_get_num_places(), max(0, library.omp_get_place_num())
+    return [_processors(library, (first + number) % count) for number in range(count)]
+
+
+def roam() -> None:
+    """Allow the calling thread on all of OpenMP's places: a thread inherits the one core of a bound thread."""
+    if (bound := places()) and sys.platform == "linux":
+        with contextlib.suppress(OSError):  # not permitted: the thread works where it is
+            os.sched_setaffinity(0, frozenset().union(*bound))
+
+
+def _processors(library: ctypes.CDLL, place: int) -> frozenset[int]:
+    numbers = (ctypes.c_int * library.omp_get_place_num_procs(place))()
+    library.omp_get_place_proc_ids(place, numbers)
+    return frozenset(numbers)
+
+
+# Work queues: the items of a kernel that each thread takes.
+#
+# Neighbouring items share what must be prepared or prefetched for them: panels of weights follow each other in memory,
+# and a block of rows that is packed or quantised for one panel serves for the next.  So every thread begins with a
+# queue of neighbours, in order, and steals from the others only when that is empty.  Until then its next item is known,
+# and prefetched before the current one is done.
+#
+#     queue 0   block 0: panel 0, 1, 2 ...   block 1: panel 0, 1, 2 ...
+#     queue 1   block 2: panel 0, 1, 2 ...   block 3: panel 0, 1, 2 ...
+#
+# Queues lie in turns on two cache lines: each item would cost two threads that share one the time to move it.
+
+MAX_QUEUES = 12  # as many counters are free in the words of a kernel
+COUNTERS, LINE = 16, 64  # bytes from the start of the words to the first counter, and from there to the second
+NOTHING = -1
+
+
+@kernel
+def _counter(words: int, queue: int) -> int:
+    """The address of the number of items that were taken from a queue."""
+    return words + COUNTERS + queue % 2 * LINE + queue // 2 * 8
+
+
+@kernel
+def pop(words: int, thread: int, threads: int, items: int) -> int:
+    """The next of `items` for a thread, as its number; NOTHING when all are taken."""
+    queues = min(threads, MAX_QUEUES)
+    for turn in range(queues):
+        queue = (thread + turn) % queues
+        first, end, counter = items * queue // queues, items * (queue + 1) // queues, _counter(words, queue)
+        if first + look(counter) < end:
+            item = first + fetch_add(counter, 1)
+            if item < end:
+                return item
+    return NOTHING
+
+
+@kernel
+def upcoming(words: int, thread: int, threads: int, items: int) -> int:
+    """The item that `pop` will return next from a thread's own queue; NOTHING when that is empty."""
+    queues = min(threads, MAX_QUEUES)
+    queue = thread % queues
+    item = items * queue // queues + look(_counter(words, queue))
+    return item if item < items * (queue + 1) // queues else NOTHING
+
+
+def rows_of_a_block(tokens: int, most: int, threads: int) -> int:
+    """Rows per block, at most `most`, such that there is one block or as many for each thread."""
+    blocks = -(-tokens // most)
+    return most if blocks <= 1 else -(-tokens // (blocks + -blocks % threads))
+
 
 CODE = 1  # word of a kernel's header: the address of its code, beside the counter that helpers read first
 NICE = 19
@@ -165,6 +275,12 @@ class ThreadPool:
         for thread in self._threads:
             thread.join()
 
+
+# Torch's own OpenMP: its threads, for kernels that run between torch's products, and the places they are bound to.
+#
+# Another pool's threads would compete with torch's, which spin on the same cores for milliseconds after each product.
+# So such a kernel is started through the `GOMP_parallel` that torch itself is linked with (libgomp, and libomp and
+# libiomp5 by their compatibility entry).
 
 @functools.cache
 def _library() -> ctypes.CDLL:

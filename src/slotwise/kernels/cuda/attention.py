@@ -1,4 +1,7 @@
-"""Launches the attention kernels of a step, with their grids.  Nothing here waits for the device."""
+"""Attention over the paged cache: the kernels of rows with few and with many new tokens, and how a step launches them.
+
+Nothing here waits for the device.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,234 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
-from slotwise.kernels.cuda import decode, prefill
 from slotwise.kernels.cuda.cache import CudaCache
 from slotwise.kernels.cuda.configs import Tuning
-from slotwise.kernels.cuda.tile import OPERANDS
+from slotwise.kernels.cuda.jit import jit, jit_varying
+from slotwise.kernels.cuda.tile import (
+    OPERANDS,
+    attend_tile,
+    load_query,
+    merge_weights,
+    query_offset,
+    start_segment,
+    store_query,
+)
 from slotwise.kernels.interface import AttentionShape, RaggedBatch
+
+# Attention of rows with few new tokens: a long context is split among programs, then combined.
+#
+# That is flash-decoding (Dao, Haziza, Massa and Sizov, 2023), with the query heads of a key head packed into one tile.
+# Where a context is split depends on positions alone, and splits are merged in order, as `attention.py` merges them:
+#
+#     a segment   positions s * SEGMENT ... (s + 1) * SEGMENT - 1, of which a row has those that its queries see
+#     programs    the same number for every row; program i takes segments i, i + programs, ..., and may find none
+#     results     of decode rows one for each row, segment and head; of rows with drafts one for each of their tokens
+#
+# The grid depends on the number of rows and the longest context only, so a captured launch serves every shorter one.
+
+ENOUGH_PROGRAMS = 8192  # in a grid: a row far longer than its batch-mates is then still spread over many
+
+
+def num_programs(rows: int, kv_heads: int, segments: int) -> int:
+    """Programs per row and key head, for rows of at most `segments` segments."""
+    return max(1, min(segments, ENOUGH_PROGRAMS // (rows * kv_heads)))
+
+
+def num_segments(max_context_len: int, visible: int, segment: int) -> int:
+    """The most segments of `segment` positions that a row of `max_context_len` tokens has, which sees `visible`."""
+    return min(-(-max_context_len // segment), -(-visible // segment) + 1)
+
+
+@jit
+def row_segments(
+    context_len: tl.tensor, length: tl.tensor, WINDOW: tl.constexpr, SEGMENT: tl.constexpr
+) -> tuple[tl.tensor, ...]:
+    """First position a row may see, its first segment, and the number of its segments."""
+    first = tl.maximum(context_len - length - WINDOW + 1, 0) if WINDOW else 0
+    return first, first // SEGMENT, (context_len + SEGMENT - 1) // SEGMENT - first // SEGMENT
+
+
+@jit
+def first_place(row: tl.tensor, start: tl.tensor, short: tl.tensor) -> tl.tensor:
+    """Where the results of a row's first token are: tokens have places of their own where rows have several."""
+    return tl.where(short == 1, row, start)
+
+
+@jit_varying("table_stride", "short", "room", alignments=("tables", "query_starts", "context_lens"))
+def attend_segments(
+    partials: tl.tensor, states: tl.tensor, query: tl.tensor, storage: tl.tensor, tables: tl.tensor,
+    table_stride: tl.tensor, query_starts: tl.tensor, context_lens: tl.tensor, short: tl.tensor, scale: tl.tensor,
+    room: tl.tensor, sinks: tl.tensor, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr,
+    OPERAND: tl.constexpr, SEGMENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+) -> None:
+    """Each segment's own attention, for every row of at most `short` new tokens; BLOCK_M packed queries hold them.
+
+    Args:
+        partials: `[rows or tokens, heads, room, head_dim]` float32, weighted sums of values.
+        states: `[rows or tokens, heads, room, 2]` float32, sums of weights and largest scores.
+        room: the most segments of a row.
+    """
+    row, kv_head = tl.program_id(0), tl.program_id(1)
+    start = tl.load(query_starts + row)
+    length = tl.load(query_starts + row + 1) - start
+    if length > short:
+        return
+    context_len = tl.load(context_lens + row)
+    first, begin, segments = row_segments(context_len, length, WINDOW, SEGMENT)
+    packed = tl.arange(0, BLOCK_M)
+    positions = context_len - length + packed // GROUP
+    tensor = load_query(query, packed, start, length, kv_head, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, OPERAND)
+    table = tables + row.to(tl.int64) * table_stride
+    column = tl.arange(0, BLOCK_D)
+    present = packed < length * GROUP
+    inside = present[:, None] & (column < HEAD_DIM)[None, :]
+    unsplit = query_offset(packed, first_place(row, start, short), kv_head, KV_HEADS, GROUP, 1)
+    for split in range(tl.program_id(2), segments, tl.num_programs(2)):
+        segment = begin + split
+        weight, largest = start_segment(
+            sinks, packed, positions, kv_head, segment, GROUP, SINKS, WINDOW, SEGMENT, BLOCK_M)
+        total, weight, largest = attend_tile(
+            tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32), weight, largest, tensor, positions, storage, table, kv_head,
+            segment * SEGMENT, tl.minimum((segment + 1) * SEGMENT, context_len), first, context_len - 1, scale,
+            KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N, True)
+        place = unsplit * room + split
+        tl.store(states + place * 2, weight, present)
+        tl.store(states + place * 2 + 1, largest, present)
+        tl.store(partials + place[:, None] * HEAD_DIM + column[None, :], total, inside)
+
+
+@jit_varying("room", "short", alignments=("query_starts", "context_lens"))
+def combine_segments(
+    out: tl.tensor, partials: tl.tensor, states: tl.tensor, query_starts: tl.tensor, context_lens: tl.tensor,
+    room: tl.tensor, short: tl.tensor, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    WINDOW: tl.constexpr, SEGMENT: tl.constexpr,
+) -> None:
+    """`out [tokens, heads, head_dim]` of every row of at most `short` new tokens; one program per query."""
+    row, head, token = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start = tl.load(query_starts + row)
+    length = tl.load(query_starts + row + 1) - start
+    if (length > short) | (token >= length):
+        return
+    _, _, segments = row_segments(tl.load(context_lens + row), length, WINDOW, SEGMENT)
+    column = tl.arange(0, BLOCK_D)
+    in_head = column < HEAD_DIM
+    first = ((first_place(row, start, short) + token).to(tl.int64) * HEADS + head) * room
+    total = tl.full([BLOCK_D], 0.0, tl.float32)
+    weight, largest = tl.full([1], 0.0, tl.float32), tl.full([1], float("-inf"), tl.float32)
+    for place in range(first, first + segments):
+        state = states + place * 2 + tl.arange(0, 1)
+        weight, largest, keep, share = merge_weights(weight, largest, tl.load(state), tl.load(state + 1))
+        part = tl.load(partials + place * HEAD_DIM + column, in_head, 0.0)
+        total = tl.fma(part, tl.broadcast_to(share, [BLOCK_D]), total * keep)
+    to = out + ((start + token).to(tl.int64) * HEADS + head) * HEAD_DIM + column
+    tl.store(to, (total / weight).to(out.dtype.element_ty), in_head)
+
+
+# Attention of rows with many new tokens: one program per tile of packed queries and key head.
+#
+# The tiles of a step are numbered without reading row lengths from the device.  Row r, whose packed queries are
+# `GROUP * query_starts[r] ... GROUP * query_starts[r + 1] - 1`, owns the tiles from
+#
+#     first_tile(r) = GROUP * query_starts[r] // BLOCK_M + r
+#
+# on, which are always enough and at most one too many; a program finds its row by bisection (as vLLM's unified Triton
+# attention does).  Programs start from the last tile, since under a causal mask a row's last tiles take longest.
+#
+# A tile merges the segments of its context in order, each with a softmax of its own, as `attention.py` does with a
+# row's: so a position's sums have the same order in a prompt's chunk and alone.
+
+def num_tiles(tokens: int, rows: int, group: int, block_m: int) -> int:
+    """The most tiles of `tokens` tokens in `rows` rows."""
+    return tokens * group // block_m + rows
+
+
+@jit
+def first_tile(query_starts: tl.tensor, row: tl.tensor, GROUP: tl.constexpr, BLOCK_M: tl.constexpr) -> tl.tensor:
+    """The first tile of a row's queries."""
+    return tl.load(query_starts + row) * GROUP // BLOCK_M + row
+
+
+@jit
+def find_row(
+    query_starts: tl.tensor, tile: tl.tensor, num_rows: tl.tensor, GROUP: tl.constexpr, BLOCK_M: tl.constexpr
+) -> tl.tensor:
+    """The last row whose first tile is not behind `tile`."""
+    low, high = 0, num_rows
+    while high - low > 1:
+        middle = (low + high) // 2
+        if first_tile(query_starts, middle, GROUP, BLOCK_M) <= tile:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@jit
+def find_tile(
+    query_starts: tl.tensor, tile: tl.tensor, num_rows: tl.tensor, GROUP: tl.constexpr, BLOCK_M: tl.constexpr
+) -> tuple[tl.tensor, ...]:
+    """A tile's row, the row's first token and number of tokens, and the tile's first packed query within it."""
+    row = find_row(query_starts, tile, num_rows, GROUP, BLOCK_M)
+    start = tl.load(query_starts + row)
+    length = tl.load(query_starts + row + 1) - start
+    return row, start, length, (tile - first_tile(query_starts, row, GROUP, BLOCK_M)) * BLOCK_M
+
+
+@jit_varying("table_stride", "num_rows", "short", alignments=("tables", "query_starts", "context_lens"))
+def attend_tiles(
+    out: tl.tensor, query: tl.tensor, storage: tl.tensor, tables: tl.tensor, table_stride: tl.tensor,
+    query_starts: tl.tensor, context_lens: tl.tensor, num_rows: tl.tensor, short: tl.tensor, scale: tl.tensor,
+    sinks: tl.tensor, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr, OPERAND: tl.constexpr,
+    SEGMENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+) -> None:
+    """`out [tokens, heads, head_dim]` of every row of more than `short` new tokens."""
+    kv_head = tl.program_id(0) % KV_HEADS
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS
+    row, start, length, begin = find_tile(query_starts, tile, num_rows, GROUP, BLOCK_M)
+    if (begin >= length * GROUP) | (length <= short):
+        return
+    packed = begin + tl.arange(0, BLOCK_M)
+    before = tl.load(context_lens + row) - length
+    nearest = before + begin // GROUP  # position of the tile's first query, then of its last
+    last = before + (tl.minimum(begin + BLOCK_M, length * GROUP) - 1) // GROUP
+    first = tl.maximum(nearest - WINDOW + 1, 0) if WINDOW else 0
+    first_for_all = tl.maximum(last - WINDOW + 1, 0) if WINDOW else 0
+    # Whole tiles that every query sees need no masks; those before (a window's edge) and behind (causal) do.
+    whole = (first_for_all + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+    edge = tl.maximum((nearest + 1) // BLOCK_N * BLOCK_N, whole)
+
+    positions = before + packed // GROUP
+    tensor = load_query(query, packed, start, length, kv_head, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, OPERAND)
+    table = tables + row.to(tl.int64) * table_stride
+    total = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
+    weight, largest = tl.full([BLOCK_M], 0.0, tl.float32), tl.full([BLOCK_M], float("-inf"), tl.float32)
+    for segment in range(first // SEGMENT, last // SEGMENT + 1):
+        left, stop = segment * SEGMENT, tl.minimum((segment + 1) * SEGMENT, last + 1)
+        part_weight, part_largest = start_segment(
+            sinks, packed, positions, kv_head, segment, GROUP, SINKS, WINDOW, SEGMENT, BLOCK_M)
+        part = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
+        if WINDOW:
+            part, part_weight, part_largest = attend_tile(
+                part, part_weight, part_largest, tensor, positions, storage, table, kv_head,
+                tl.maximum(left, first // BLOCK_N * BLOCK_N), tl.minimum(whole, stop), first, last, scale, KV_HEADS,
+                HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N, True)
+        part, part_weight, part_largest = attend_tile(
+            part, part_weight, part_largest, tensor, positions, storage, table, kv_head, tl.maximum(left, whole),
+            tl.minimum(edge, stop), first, last, scale, KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, SOFT_CAP,
+            BLOCK_N, False)
+        part, part_weight, part_largest = attend_tile(
+            part, part_weight, part_largest, tensor, positions, storage, table, kv_head, tl.maximum(left, edge), stop,
+            first, last, scale, KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N, True)
+        weight, largest, keep, share = merge_weights(weight, largest, part_weight, part_largest)
+        total = tl.fma(part, tl.broadcast_to(share[:, None], [BLOCK_M, BLOCK_D]), total * keep[:, None])
+    divisor = tl.where(weight == 0, 1.0, weight)[:, None]  # 0 in places past the row's end
+    store_query(out, total / divisor, packed, start, length, kv_head, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
+
 
 LOG2_E = math.log2(math.e)
 SMALLEST_TILE = 16  # rows of the smallest `tl.dot`
@@ -26,8 +250,8 @@ def attend(
 ) -> Tensor:
     """Causal attention of every row over its own cached context: `[tokens, heads * head_dim]`.
 
-    Rows of few new tokens are split along their context (`decode.py`), the others are cut into tiles of queries
-    (`prefill.py`).  Both add a query's positions in the same order, in segments.
+    Rows of few new tokens are split along their context, the others are cut into tiles of queries
+   .  Both add a query's positions in the same order, in segments.
     """
     query = query.contiguous()
     out = torch.empty_like(query)
@@ -66,8 +290,8 @@ def _attend_long(
 ) -> None:
     shape = layer.shape
     group, rows, chosen = shape.num_heads // shape.num_kv_heads, len(batch.context_lens), tuning.prefill
-    tiles = prefill.num_tiles(len(query), rows, group, chosen.block_m)
-    prefill.attend_tiles[(tiles * shape.num_kv_heads,)](
+    tiles = num_tiles(len(query), rows, group, chosen.block_m)
+    attend_tiles[(tiles * shape.num_kv_heads,)](
         out, query, cache.storage, batch.block_tables, batch.block_tables.stride(0), batch.query_starts,
         batch.context_lens, rows, layer.short, shape.scale * LOG2_E, query if layer.sinks is None else layer.sinks,
         **_geometry(query, cache, layer), SEGMENT=tuning.segment,
@@ -83,15 +307,15 @@ def _attend_short(
     short, places = layer.short, rows if layer.short == 1 else len(query)
     packed = max(SMALLEST_TILE, triton.next_power_of_2(short * heads // kv_heads))
     visible = shape.window + short - 1 if shape.window else batch.max_context_len
-    room = decode.num_segments(batch.max_context_len, visible, tuning.segment)
+    room = num_segments(batch.max_context_len, visible, tuning.segment)
     partials = query.new_empty(places, heads, room, shape.head_dim, dtype=torch.float32)
     states = query.new_empty(places, heads, room, 2, dtype=torch.float32)
-    decode.attend_segments[(rows, kv_heads, decode.num_programs(rows, kv_heads, room))](
+    attend_segments[(rows, kv_heads, num_programs(rows, kv_heads, room))](
         partials, states, query, cache.storage, batch.block_tables, batch.block_tables.stride(0), batch.query_starts,
         batch.context_lens, short, shape.scale * LOG2_E, room, query if layer.sinks is None else layer.sinks,
         **geometry, BLOCK_M=packed, BLOCK_N=chosen.block_n, num_warps=chosen.num_warps,
         num_stages=chosen.num_stages)
-    decode.combine_segments[(rows, heads, short)](
+    combine_segments[(rows, heads, short)](
         out, partials, states, batch.query_starts, batch.context_lens, room, short, HEADS=heads,
         HEAD_DIM=shape.head_dim, BLOCK_D=geometry["BLOCK_D"], WINDOW=shape.window, SEGMENT=tuning.segment, num_warps=2)
 

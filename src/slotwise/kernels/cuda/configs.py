@@ -22,7 +22,7 @@ FOLDER = Path(__file__).parent / "configs"
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    """Tiles of `prefill.py`: packed queries by cached positions."""
+    """Tiles of `attention.py`: packed queries by cached positions."""
 
     block_m: int
     block_n: int
@@ -33,7 +33,7 @@ class PrefillConfig:
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """Tiles of `decode.py`: cached positions."""
+    """Tiles of `attention.py`: cached positions."""
 
     block_n: int
     num_warps: int
@@ -133,13 +133,13 @@ _NARROW = ProductConfig(FEW, 64, 128, 4, 4, 2), ProductConfig(128, 128, 128, 8, 
 
 
 def codes_tile(tokens: int, kind: torch.dtype, *, has_table: bool) -> ProductConfig:
-    """Of `codes.py`, whose inputs at a time are a chunk of the format; codes may stand for levels of a table."""
+    """Of `packed.py`, whose inputs at a time are a chunk of the format; codes may stand for levels of a table."""
     tiles = _CODES_FLOAT32 if kind == torch.float32 else _CODES_OF_A_TABLE if has_table else _CODES
     return tiles[tokens > FEW]
 
 
 def expert_codes_tile(pairs: int, experts: int, kind: torch.dtype) -> ProductConfig:
-    """Of `expert_codes.py`: by how many pairs an expert has on average, as `experts_tile`."""
+    """Of `experts.py`: by how many pairs an expert has on average, as `experts_tile`."""
     return (_CODES_FLOAT32 if kind == torch.float32 else _EXPERT_CODES)[pairs > 2 * FEW * experts]
 
 

@@ -2,7 +2,7 @@
 
 A token and one of its experts are a *pair*, `token * top_k + rank`.  Pairs are put in the order of their experts, and
 the rows of an expert are cut into tiles (MegaBlocks, Gale et al., 2023), numbered as those of attention are: expert e
-owns the tiles from `starts[e] // BLOCK_M + e` on (`prefill.py`).
+owns the tiles from `starts[e] // BLOCK_M + e` on (`attention.py`).
 
     route        a token      its experts and their shares
     arrange      an expert    where its pairs begin, and which they are
@@ -16,6 +16,7 @@ The weights of experts that no token chose are not read.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -24,16 +25,122 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slotwise.kernels.cuda import expert_codes
-from slotwise.kernels.cuda.configs import experts_tile
-from slotwise.kernels.cuda.expert_codes import ExpertCodes
-from slotwise.kernels.cuda.expert_tiles import Arranged, rows_of_tile
+from slotwise.kernels.cuda.attention import find_row, first_tile, num_tiles
+from slotwise.kernels.cuda.configs import expert_codes_tile, experts_tile
 from slotwise.kernels.cuda.jit import jit, jit_varying
-from slotwise.kernels.cuda.packed import PackedMatrix, pack
-from slotwise.kernels.cuda.prefill import num_tiles
+from slotwise.kernels.cuda.packed import PackedMatrix, add_products, constants, factors, pack
 from slotwise.kernels.cuda.tile import OPERANDS
 from slotwise.kernels.interface import ExpertWeights, Linear, Routing
-from slotwise.kernels.matrix import StackedMatrix, Weight
+from slotwise.kernels.matrix import Factors, StackedMatrix, Weight
+
+# The rows of one tile of a product with experts: pairs in the order of their experts (`experts.py`).
+
+class Arranged(NamedTuple):
+    """Pairs in the order of their experts."""
+
+    pairs: Tensor  # [tokens * top_k] int32
+    starts: Tensor  # [experts + 1] int32, where each expert's begin
+
+
+@jit
+def rows_of_tile(
+    pairs: tl.tensor, starts: tl.tensor, num_experts: tl.tensor, TOP_K: tl.constexpr, FIRST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+) -> tuple[tl.tensor, ...]:
+    """The expert, whether it has none of these rows, which it has, the rows that are read, and those written.
+
+    The first product reads tokens and writes in the order of experts; the second goes back to pairs.
+    """
+    tile = tl.program_id(0)
+    expert = find_row(starts, tile, num_experts, 1, BLOCK_M)
+    begin = tl.load(starts + expert) + (tile - first_tile(starts, expert, 1, BLOCK_M)) * BLOCK_M
+    end = tl.load(starts + expert + 1)
+    place = begin + tl.arange(0, BLOCK_M)
+    present = place < end
+    pair = tl.load(pairs + place, present, 0)
+    row = pair // TOP_K if FIRST else place
+    to = place if FIRST else pair
+    return expert.to(tl.int64), begin >= end, present, row.to(tl.int64), to.to(tl.int64)
+
+
+# Products of tokens with the packed weights of the experts that they chose, all experts in one launch.
+#
+# The matrices of a layer's experts lie one behind the other along their outputs, as one packed matrix; codes become
+# numbers in registers, as in `codes.py`.  The codes of experts that no token chose are not read.
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertCodes:
+    """A matrix of each expert, in one format."""
+
+    together: PackedMatrix
+    experts: int
+    inputs: Tensor | None  # [experts, depth] int64, the input at each place, where a file orders them
+
+    @property
+    def outputs(self) -> int:
+        """Of each."""
+        return self.together.outputs // self.experts
+
+
+def tensors_of(matrix: PackedMatrix) -> list[Tensor | None]:
+    """All that differs between experts; `together` takes them stacked."""
+    minimums: tuple[Tensor | None, ...] = (None, None) if matrix.minimums is None else matrix.minimums
+    return [matrix.codes, *matrix.scales, *minimums, matrix.inputs]
+
+
+def together(of_one: PackedMatrix, stacked: Sequence[Tensor | None]) -> ExpertCodes:
+    """Matrices like `of_one`, from their tensors `[experts, ...]`."""
+    codes, scales, scale_units, minimums, minimum_units = (
+        None if each is None else each.flatten(0, 1) for each in stacked[:-1])
+    assert codes is not None and scales is not None
+    experts = len(codes) // of_one.outputs
+    whole = replace(
+        of_one, outputs=len(codes), codes=codes, scales=Factors(scales, scale_units),
+        minimums=None if minimums is None else Factors(minimums, minimum_units), order=None, inputs=None)
+    return ExpertCodes(whole, experts, stacked[-1])
+
+
+def multiply_codes(
+    out: Tensor, x: Tensor, weight: ExpertCodes, bias: Tensor | None, arranged: Arranged, top_k: int, *,
+    is_first: bool,
+) -> None:
+    """To `out [pairs, outputs]`, as `experts.multiply` does; `bias [experts, outputs]`."""
+    pairs, matrix = len(arranged.pairs), weight.together
+    tile = expert_codes_tile(pairs, weight.experts, x.dtype)
+    grid = (num_tiles(pairs, weight.experts, 1, tile.block_m), triton.cdiv(weight.outputs, tile.block_n))
+    _multiply_expert_codes[grid](
+        out, x, matrix.codes, *factors(matrix), matrix.codes if weight.inputs is None else weight.inputs,
+        x if bias is None else bias, arranged.pairs, arranged.starts, weight.experts,
+        **(constants(matrix) | {"OUTPUTS": weight.outputs}), ORDERED=weight.inputs is not None, TOP_K=top_k,
+        FIRST=is_first, BIAS=bias is not None, OPERAND=OPERANDS[x.dtype], BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        num_warps=tile.num_warps, num_stages=tile.num_stages)
+
+
+@jit_varying("num_experts")
+def _multiply_expert_codes(
+    out: tl.tensor, x: tl.tensor, codes: tl.tensor, scales: tl.tensor, scale_units: tl.tensor, minimums: tl.tensor,
+    minimum_units: tl.tensor, levels: tl.tensor, inputs: tl.tensor, bias: tl.tensor, pairs: tl.tensor,
+    starts: tl.tensor, num_experts: tl.tensor, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, ROW_BYTES: tl.constexpr,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, PER_UNIT: tl.constexpr, ZERO: tl.constexpr, NIBBLES: tl.constexpr,
+    MINIMUMS: tl.constexpr, LEVELS: tl.constexpr, CHUNK: tl.constexpr, ORDERED: tl.constexpr, TOP_K: tl.constexpr,
+    FIRST: tl.constexpr, BIAS: tl.constexpr, OPERAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+) -> None:
+    """A tile of one expert's pairs and outputs."""
+    expert, is_empty, present, row, to = rows_of_tile(pairs, starts, num_experts, TOP_K, FIRST, BLOCK_M)
+    if is_empty:
+        return
+    output = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    there, matrix = output < OUTPUTS, expert * OUTPUTS
+    total = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
+    total = add_products(
+        total, x, row, present, codes, scales, scale_units, minimums, minimum_units, levels, matrix + output, there,
+        inputs + expert * DEPTH, 0, ROW_BYTES, DEPTH, ROW_BYTES, GROUPS, GROUP, PER_UNIT, ZERO, NIBBLES, MINIMUMS,
+        LEVELS, OPERAND, CHUNK, ORDERED)
+    if BIAS:
+        total += tl.load(bias + matrix + output, there, 0.0).to(tl.float32)[None, :]
+    tl.store(out + to[:, None] * OUTPUTS + output[None, :], total.to(out.dtype.element_ty),
+             present[:, None] & there[None, :])
+
 
 COLUMNS = 512  # of a token's result that a program adds
 _PAIRS = tl.constexpr(1024)  # read together
@@ -88,7 +195,7 @@ def _packed(weights: ExpertWeights, device: torch.device) -> _Packed:
 
 def _tensors(of_one: _Packed) -> list[Tensor | None]:
     """All of an expert's, in one order."""
-    products = ([part] if isinstance(part, Tensor) else expert_codes.tensors_of(part)
+    products = ([part] if isinstance(part, Tensor) else tensors_of(part)
                 for part in (*of_one.gate_up, *of_one.down))
     return [*chain.from_iterable(products), of_one.gate_up_bias, of_one.down_bias]
 
@@ -96,7 +203,7 @@ def _tensors(of_one: _Packed) -> list[Tensor | None]:
 def _stacked(part: Tensor | PackedMatrix, left: Iterator[Tensor | None]) -> Product:
     """The product of all experts whose first is `part`, which takes its tensors from those that are left."""
     if isinstance(part, PackedMatrix):
-        return expert_codes.together(part, list(islice(left, len(expert_codes.tensors_of(part)))))
+        return together(part, list(islice(left, len(tensors_of(part)))))
     stacked = next(left)
     assert stacked is not None
     return stacked
@@ -170,7 +277,7 @@ def multiply(
     pairs, outputs = len(arranged.pairs), weight.shape[1] if isinstance(weight, Tensor) else weight.outputs
     out = x.new_empty(pairs, outputs) if out is None else out
     if isinstance(weight, ExpertCodes):
-        expert_codes.multiply(out, x, weight, bias, arranged, top_k, is_first=is_first)
+        multiply_codes(out, x, weight, bias, arranged, top_k, is_first=is_first)
         return out
     experts, _, depth = weight.shape
     tile = experts_tile(pairs, experts, x.dtype)

@@ -9,14 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slotwise.kernels.cache_kinds import as_bytes, cache_kind
-from slotwise.kernels.cuda import attention, codes, configs, experts, graphs, narrow, packed, pointwise
+from slotwise.kernels.cuda import attention, configs, experts, graphs, narrow, packed, pointwise
 from slotwise.kernels.cuda.cache import CudaCache, bytes_per_block
 from slotwise.kernels.cuda.low_rank import CudaAdapters
 from slotwise.kernels.cuda.rotary import rotary_store
 from slotwise.kernels.cuda.tile import INTERPRETED
 from slotwise.kernels.delta import DeltaShape, DeltaWeights
-from slotwise.kernels.gates import activated, in_two_steps
 from slotwise.kernels.group import embed_part
 from slotwise.kernels.interface import (
     Activation,
@@ -30,9 +28,12 @@ from slotwise.kernels.interface import (
     QKNorm,
     RaggedBatch,
     Routing,
+    activated,
+    in_two_steps,
 )
 from slotwise.kernels.low_rank import AdapterProducts
 from slotwise.kernels.matrix import Format, QuantisedMatrix, StackedMatrix, Weight
+from slotwise.kernels.paged_cache import as_bytes, cache_kind
 
 _DENSE_RATES = {8: 2.5e14, 9: 8e14, 10: 1.8e15}  # 16-bit operations a second, by major compute capability
 FP8_SINCE = 8, 9  # compute capability with conversions to fp8 and back
@@ -113,7 +114,7 @@ class CudaKernels:
         return packed.refusal(format)
 
     def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
-        """A product over the last dimension: by cuBLAS, or by `codes.py` or `narrow.py` with what is quantised.
+        """A product over the last dimension: by cuBLAS, or by `packed.py` or `narrow.py` with what is quantised.
 
         Raises:
             ValueError: a format that is refused.
@@ -131,7 +132,7 @@ class CudaKernels:
             return lambda x: F.linear(x, weight, bias)
         if isinstance(weight, QuantisedMatrix):
             matrix = self._pack(weight)
-            return lambda x: codes.multiply(x, matrix, bias)
+            return lambda x: packed.multiply(x, matrix, bias)
         sizes = [part.outputs for part in weight.parts]
         biases = [None] * len(sizes) if bias is None else bias.split(sizes)
         products = [multiply(part, own) for part, own in zip(weight.parts, biases, strict=True)]
@@ -174,7 +175,7 @@ class CudaKernels:
     def embedding(self, table: QuantisedMatrix, kind: torch.dtype, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
         """Rows of a packed table, dequantised as they are read."""
         matrix = self._pack(table)
-        return lambda token_ids: codes.rows_of(matrix, token_ids, kind, scale)
+        return lambda token_ids: packed.rows_of(matrix, token_ids, kind, scale)
 
     def linear_bytes(self, weight: Weight) -> int:
         """Bytes of a weight as `linear` packs it."""

@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slotwise.kernels.cache_kinds import FP8_LARGEST
 from slotwise.kernels.cuda.configs import narrow_tile
 from slotwise.kernels.cuda.jit import jit_varying
 from slotwise.kernels.cuda.splits import Parts, part_of
 from slotwise.kernels.matrix import Format, QuantisedMatrix
+from slotwise.kernels.paged_cache import FP8_LARGEST
 
 INT8_LARGEST = 127.0
 FP8_SINCE = 89  # compute capability with products of 8-bit floats

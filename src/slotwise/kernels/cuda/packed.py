@@ -11,12 +11,193 @@ act-order), codes lie in that order, and products read their inputs in it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
 
+from slotwise.kernels.cuda.configs import ProductConfig, codes_tile
+from slotwise.kernels.cuda.jit import jit, jit_varying
+from slotwise.kernels.cuda.splits import Parts, part_of
+from slotwise.kernels.cuda.tile import OPERANDS
 from slotwise.kernels.matrix import Factors, Format, QuantisedMatrix
+
+# Products of numbers of 16 bits with quantised matrices, and rows of quantised tables (W4A16, W8A16).
+#
+# A program multiplies a tile of tokens with a tile of outputs.  Codes go from memory to registers, become numbers of
+# the tokens' type there, and are multiplied by tensor cores: a step reads as many bytes as the packed matrix has (as
+# Marlin does, Frantar et al., 2024, for one of these formats).
+
+COLUMNS = 256  # of a table's row that a program reads
+_NUMBERS, _TABLE, _FLOATS = (tl.constexpr(which) for which in range(3))  # what a code stands for
+
+
+def multiply(x: Tensor, matrix: PackedMatrix, bias: Tensor | None) -> Tensor:
+    """`x [tokens, depth] @ matrix.T + bias`: `[tokens, outputs]` of x's type."""
+    x = x.contiguous() if matrix.inputs is None else x.index_select(1, matrix.inputs)
+    tokens = len(x)
+    out = x.new_empty(tokens, matrix.outputs)
+    if not tokens:
+        return out
+    tile: ProductConfig = codes_tile(tokens, x.dtype, has_table=matrix.levels is not None)
+    grid = (triton.cdiv(tokens, tile.block_m), triton.cdiv(matrix.outputs, tile.block_n))
+    parts = Parts.of(out, grid, matrix.codes.shape[1], matrix.chunk)
+    _multiply_codes[(*grid, parts.number)](
+        parts.sums, x, matrix.codes, *factors(matrix), x if bias is None else bias, tokens, **constants(matrix),
+        BIAS=bias is not None and parts.number == 1, OPERAND=OPERANDS[x.dtype], PART=parts.depth, BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n, num_warps=tile.num_warps, num_stages=tile.num_stages)
+    return parts.added(out, bias)
+
+
+def rows_of(matrix: PackedMatrix, token_ids: Tensor, kind: torch.dtype, scale: float) -> Tensor:
+    """Rows of a table by `token_ids [tokens]` int64, times `scale`, rounded to `kind`: `[tokens, depth]`."""
+    out = torch.empty(len(token_ids), matrix.depth, dtype=kind, device=token_ids.device)
+    if len(token_ids):
+        order = matrix.codes if matrix.order is None else matrix.order
+        _look_up[len(token_ids), triton.cdiv(matrix.depth, COLUMNS)](
+            out, token_ids, matrix.codes, *factors(matrix), order, scale, **constants(matrix),
+            ORDERED=matrix.order is not None, BLOCK=COLUMNS, num_warps=4)
+    return out
+
+
+def factors(matrix: PackedMatrix) -> tuple[Tensor, ...]:
+    """Scales and minimums with their units, and levels; in place of what a format has not, the codes."""
+    nothing = matrix.codes
+    minimums = matrix.minimums or Factors(nothing)
+    return (matrix.scales.values, nothing if matrix.scales.units is None else matrix.scales.units, minimums.values,
+            nothing if minimums.units is None else minimums.units,
+            nothing if matrix.levels is None else matrix.levels)
+
+
+def constants(matrix: PackedMatrix) -> dict[str, Any]:
+    """What kernels are compiled for."""
+    kind, groups, units = matrix.format, matrix.scales.values.shape[1], matrix.scales.units
+    return {
+        "OUTPUTS": matrix.outputs, "DEPTH": matrix.depth, "ROW_BYTES": matrix.codes.shape[1], "GROUPS": groups,
+        "GROUP": kind.group or 1 << 30, "PER_UNIT": 0 if units is None else groups // units.shape[1],
+        "ZERO": kind.zero, "NIBBLES": kind.bits <= NIBBLE, "MINIMUMS": kind.has_minimums,
+        "LEVELS": (_FLOATS if kind.are_floats else _TABLE if kind.levels else _NUMBERS).value, "CHUNK": matrix.chunk}
+
+
+@jit_varying("tokens")
+def _multiply_codes(
+    out: tl.tensor, x: tl.tensor, codes: tl.tensor, scales: tl.tensor, scale_units: tl.tensor, minimums: tl.tensor,
+    minimum_units: tl.tensor, levels: tl.tensor, bias: tl.tensor, tokens: tl.tensor, OUTPUTS: tl.constexpr,
+    DEPTH: tl.constexpr, ROW_BYTES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, PER_UNIT: tl.constexpr,
+    ZERO: tl.constexpr, NIBBLES: tl.constexpr, MINIMUMS: tl.constexpr, LEVELS: tl.constexpr, BIAS: tl.constexpr,
+    OPERAND: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+) -> None:
+    """One tile of tokens and outputs, of one part of PART bytes."""
+    token = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    output = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    present, there = token < tokens, output < OUTPUTS
+    total = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
+    begin, end = part_of(ROW_BYTES, PART)
+    total = add_products(
+        total, x, token, present, codes, scales, scale_units, minimums, minimum_units, levels, output, there, codes,
+        begin, end, DEPTH, ROW_BYTES, GROUPS, GROUP, PER_UNIT, ZERO, NIBBLES, MINIMUMS, LEVELS, OPERAND, CHUNK, False)
+    if BIAS:
+        total += tl.load(bias + output, there, 0.0).to(tl.float32)[None, :]
+    inside = present[:, None] & there[None, :]
+    if PART < ROW_BYTES:
+        token += tl.program_id(2).to(tl.int64) * tokens
+    tl.store(out + token[:, None] * OUTPUTS + output[None, :], total.to(out.dtype.element_ty), inside)
+
+
+@jit
+def add_products(
+    total: tl.tensor, x: tl.tensor, row: tl.tensor, present: tl.tensor, codes: tl.tensor, scales: tl.tensor,
+    scale_units: tl.tensor, minimums: tl.tensor, minimum_units: tl.tensor, levels: tl.tensor, output: tl.tensor,
+    there: tl.tensor, inputs: tl.tensor, begin: tl.tensor, end: tl.tensor, DEPTH: tl.constexpr,
+    ROW_BYTES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, PER_UNIT: tl.constexpr, ZERO: tl.constexpr,
+    NIBBLES: tl.constexpr, MINIMUMS: tl.constexpr, LEVELS: tl.constexpr, OPERAND: tl.constexpr, CHUNK: tl.constexpr,
+    ORDERED: tl.constexpr,
+) -> tl.tensor:
+    """Add the products of rows of `x` and outputs over bytes `begin ... end - 1`, CHUNK of them at a time.
+
+    Args:
+        total: `[rows, outputs]` float32.
+        row: int64, of those that are `present`.
+        output: int64, of those that are `there`.
+        inputs: `[DEPTH]` int64, the input at each place, where they are ORDERED.
+    """
+    place = tl.arange(0, CHUNK)
+    for byte in range(begin, end, CHUNK):
+        pointers = codes + output[None, :] * ROW_BYTES + (byte + place)[:, None]
+        packed = tl.load(pointers, there[None, :], 0).to(tl.int32)
+        for half in tl.static_range(2 if NIBBLES else 1):
+            first = byte * 2 + half * CHUNK if NIBBLES else byte
+            code = (packed >> half * 4) & 15 if NIBBLES else packed
+            at = tl.minimum(first // GROUP, GROUPS - 1)
+            scale = _factor(scales, scale_units, output, at, there, GROUPS, PER_UNIT)
+            minimum = _factor(minimums, minimum_units, output, at, there, GROUPS, PER_UNIT) if MINIMUMS else scale
+            weight = _number(code, scale[None, :], minimum[None, :], levels, ZERO, MINIMUMS, LEVELS)
+            column = first + place
+            inside = column < DEPTH
+            source = tl.load(inputs + column, inside, 0) if ORDERED else column
+            numbers = tl.load(x + row[:, None] * DEPTH + source[None, :], present[:, None] & inside[None, :], 0.0)
+            total = tl.dot(numbers.to(OPERAND), weight.to(OPERAND), total, input_precision="ieee")
+    return total
+
+
+@jit
+def _look_up(
+    out: tl.tensor, token_ids: tl.tensor, codes: tl.tensor, scales: tl.tensor, scale_units: tl.tensor,
+    minimums: tl.tensor, minimum_units: tl.tensor, levels: tl.tensor, order: tl.tensor, by: tl.tensor,
+    OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, ROW_BYTES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    PER_UNIT: tl.constexpr, ZERO: tl.constexpr, NIBBLES: tl.constexpr, MINIMUMS: tl.constexpr, LEVELS: tl.constexpr,
+    CHUNK: tl.constexpr, ORDERED: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:
+    """BLOCK columns of one token's row; an id outside of the table reads its nearest row."""
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.minimum(tl.maximum(tl.load(token_ids + token).to(tl.int64), 0), OUTPUTS - 1)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < DEPTH
+    place = tl.load(order + column, inside, 0).to(tl.int32) if ORDERED else column
+    byte = place // (2 * CHUNK) * CHUNK + place % CHUNK if NIBBLES else place
+    code = tl.load(codes + row * ROW_BYTES + byte, inside, 0).to(tl.int32)
+    if NIBBLES:
+        code = (code >> place // CHUNK % 2 * 4) & 15
+    group = place // GROUP
+    scale = _factor(scales, scale_units, row, group, inside, GROUPS, PER_UNIT)
+    minimum = _factor(minimums, minimum_units, row, group, inside, GROUPS, PER_UNIT) if MINIMUMS else scale
+    number = _number(code, scale, minimum, levels, ZERO, MINIMUMS, LEVELS) * by
+    tl.store(out + token * DEPTH + column, number.to(out.dtype.element_ty), inside)
+
+
+@jit
+def _factor(
+    values: tl.tensor, units: tl.tensor, output: tl.tensor, group: tl.tensor, inside: tl.tensor, GROUPS: tl.constexpr,
+    PER_UNIT: tl.constexpr,
+) -> tl.tensor:
+    """Scales or minimums of outputs' groups, float32."""
+    factor = tl.load(values + output * GROUPS + group, inside, 0).to(tl.float32)
+    if PER_UNIT:
+        unit = tl.load(units + output * (GROUPS // PER_UNIT) + group // PER_UNIT, inside, 0)
+        factor = unit.to(tl.float32) * factor
+    return factor
+
+
+@jit
+def _number(
+    code: tl.tensor, scale: tl.tensor, minimum: tl.tensor, levels: tl.tensor, ZERO: tl.constexpr,
+    MINIMUMS: tl.constexpr, LEVELS: tl.constexpr,
+) -> tl.tensor:
+    """What codes stand for, float32: `scale * (level - ZERO) - minimum`."""
+    if LEVELS == _TABLE:
+        level = tl.load(levels + code)
+    elif LEVELS == _FLOATS:  # E4M3 has float16's layout with a bit of exponent less, whose bias is smaller by 8
+        bits = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
+        level = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        level = tl.where((code & 0x7F) == 0x7F, 0.0, level)  # NaN, which no matrix has
+    else:
+        level = code.to(tl.float32)
+    number = scale * (level - ZERO)
+    return number - minimum if MINIMUMS else number
+
 
 LARGEST_CHUNK, SMALLEST_CHUNK = 64, 16  # inputs
 NIBBLE = 4  # bits

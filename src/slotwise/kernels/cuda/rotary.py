@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slotwise.kernels.cache_kinds import FP8_LARGEST
 from slotwise.kernels.cuda.cache import CudaCache
 from slotwise.kernels.cuda.jit import jit, jit_varying
 from slotwise.kernels.cuda.pointwise import rms_norm
 from slotwise.kernels.interface import AttentionShape, QKNorm, RaggedBatch
+from slotwise.kernels.paged_cache import FP8_LARGEST
 
 HEADS_A_PROGRAM = 8
 

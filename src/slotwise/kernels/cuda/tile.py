@@ -101,7 +101,7 @@ def tanh(x: tl.tensor) -> tl.tensor:
 
 
 @jit
-def attend(
+def attend_tile(
     total: tl.tensor, weight: tl.tensor, largest: tl.tensor, query: tl.tensor, positions: tl.tensor, storage: tl.tensor,
     table: tl.tensor, kv_head: tl.tensor, start: tl.tensor, stop: tl.tensor, first: tl.tensor, last: tl.tensor,
     scale: tl.tensor, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -153,7 +153,7 @@ def attend(
     return total, weight, largest
 
 
-INTERPRETED = not isinstance(attend, triton.JITFunction)
+INTERPRETED = not isinstance(attend_tile, triton.JITFunction)
 """Whether these kernels were defined under Triton's interpreter, and run on the CPU."""
 
 # The interpreter multiplies the bits of bfloat16 instead of its values.

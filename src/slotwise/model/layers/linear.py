@@ -18,8 +18,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from slotwise.kernels.gates import activated
-from slotwise.kernels.interface import Activation
+from slotwise.kernels.interface import Activation, activated
 from slotwise.kernels.interface import Linear as PackedLinear
 from slotwise.kernels.matrix import Weight
 from slotwise.model.adapters import Adaptable

@@ -1,6 +1,6 @@
 """From logits to tokens, on the CPU.
 
-Plain greedy rows are one argmax.  The others are copied to float32, edited (`logits.py`), drawn
+Plain greedy rows are one sampling.  The others are copied to float32, edited (`logits.py`), drawn
 (`kernels/cpu/sampling.py`) and, where requested, described by log-probabilities.  The same row gives the same token in
 every batch, bit for bit.
 """
@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slotwise.core.step import NewRequest
-from slotwise.kernels.cpu import argmax
+from slotwise.kernels.cpu import sampling
 from slotwise.kernels.cpu import sampling as kernels
 from slotwise.kernels.cpu.jit.compiler import Compiled
 from slotwise.kernels.cpu.launcher import KernelLauncher
-from slotwise.kernels.sampling import FAILED
+from slotwise.kernels.reference import FAILED
 from slotwise.runner.sampling.logits import LogitEdits
 from slotwise.runner.sampling.masks import Masks
 from slotwise.runner.sampling.params import NO_LOGPROBS, Logprobs, RequestParams, Sampled, SlotParams, sampled
@@ -89,7 +89,7 @@ class Sampler:
             work = self._edited(logits, special, some, indices)
             if masked is not None and (mine := masked.of(np.array(special))) is not None:
                 places = np.searchsorted(special, mine.rows)
-                self._run(argmax.MASK, work.data_ptr(), work.shape[1], places.ctypes.data, len(places), 0,
+                self._run(sampling.MASK, work.data_ptr(), work.shape[1], places.ctypes.data, len(places), 0,
                           mine.bits.ctypes.data)
             tokens[special] = drawn = self._draw(work, [request.slot for request in some], indices)
             logprobs = self._describe(work, special, some, drawn)
@@ -102,7 +102,7 @@ class Sampler:
         """The most probable token of every row.  Args: masks: `[rows, words]`, of the tokens that are allowed."""
         logits = logits.contiguous()
         tokens = np.empty(len(rows), dtype=np.int64)
-        code = argmax.GREEDY if masks is None else argmax.MASKED_GREEDY
+        code = sampling.GREEDY if masks is None else sampling.MASKED_GREEDY
         more = () if masks is None else (masks.ctypes.data,)
         self._run(
             code[logits.dtype],

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slotwise.core.step import NewRequest
-from slotwise.kernels.sampling import Draw, Mask, allowed_only
+from slotwise.kernels.reference import Draw, Mask, allowed_only
 from slotwise.runner.input_batch import SlotTable
 from slotwise.runner.sampling.logits import DeviceEdits
 from slotwise.runner.sampling.masks import Masks

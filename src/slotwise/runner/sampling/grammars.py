@@ -22,7 +22,7 @@ from typing import Any
 from slotwise import grammars
 from slotwise.core.grammar import Grammar
 from slotwise.engine.grammars import Compiled
-from slotwise.kernels.cpu.openmp import roam
+from slotwise.kernels.cpu.threads import roam
 
 MAX_CACHED = 32  # grammars: one of the largest that the limits allow has taken 19 MB
 MAX_OBJECTIONS = 128  # grammars that cannot be used

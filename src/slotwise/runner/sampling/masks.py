@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from slotwise.core.step import NewRequest, StepPlan
 from slotwise.grammars import died, message_of
-from slotwise.kernels.cpu.openmp import roam
+from slotwise.kernels.cpu.threads import roam
 from slotwise.runner.sampling.grammars import Grammars
 
 MOST_FORCED = 16  # rows with grammars: with more, steps have no time for drafts

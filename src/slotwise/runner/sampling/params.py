@@ -19,7 +19,7 @@ from torch import Tensor
 
 from slotwise.core.params import SamplingParams
 from slotwise.core.step import NewRequest, TokenLogprobs
-from slotwise.kernels.sampling import FAILED
+from slotwise.kernels.reference import FAILED
 
 GREEDY_BELOW = 1e-5  # temperature; the same threshold as vLLM's
 NO_LOGPROBS = -1

@@ -253,7 +253,7 @@ def run_kernels(asked: argparse.Namespace) -> int:
     from slotwise.bench.kernels import measure_paths, number_of_paths
     from slotwise.bench.results import environment
     from slotwise.bench.tables import kernels_table
-    from slotwise.kernels.cpu import path_choice
+    from slotwise.kernels.cpu import paths
 
     if asked.keep_fastest and asked.quantization != "none":
         raise ValueError("--keep-fastest is for bfloat16: of the paths of quantized weights the first possible one is "
@@ -264,7 +264,7 @@ def run_kernels(asked: argparse.Namespace) -> int:
     result = {"version": 1, "kind": "kernels", "status": "completed", "environment": environment()} | measured
     status = _show(kernels_table(result), result, asked.output_json)
     if asked.keep_fastest:
-        print(f"\n{measured['fastest']} is used from now on: {path_choice.keep(measured['fastest'])}")
+        print(f"\n{measured['fastest']} is used from now on: {paths.keep(measured['fastest'])}")
     return status
 
 

@@ -19,14 +19,10 @@ of the token before its first one, and writes those of its own tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from slotwise.kernels.interface import LayerCache, RaggedBatch
 
 LENGTH_EPS = 1e-6  # added to the squares of queries and keys that are made as long as 1
 
@@ -71,81 +67,3 @@ class DeltaWeights(NamedTuple):
     step_bias: Tensor  # [value heads]
     norm: Tensor  # [value_dim]
     eps: float
-
-
-class DeltaKernels(Protocol):
-    """What such layers need of kernels."""
-
-    delta_refusal: str  # why `gated_delta` does not work, in one sentence; "" where it does
-
-    def gated_delta(
-        self, mixed: Tensor, gates: Tensor, weights: DeltaWeights, cache: LayerCache, batch: RaggedBatch,
-        shape: DeltaShape,
-    ) -> Tensor:
-        """All between a layer's products, of every row: `[tokens, value heads * value_dim]`.
-
-        `mixed [tokens, channels + value heads * value_dim]` are queries, keys and values, then z; `gates [tokens, 2 *
-        value heads]` are b, then a.  A row whose first position is 0 begins with a state of zeros, any other with that
-        in the block of the position before; whatever else the cache holds does not matter.  Every row writes the states
-        of its blocks, but those `batch.on_trial`.  A row's result is the same bit for bit however its tokens are
-        divided among steps.
-
-        Raises:
-            ValueError: these kernels have no such layers: `delta_refusal`.
-        """
-        ...
-
-    def sigmoid_mul(self, gate: Tensor, x: Tensor) -> Tensor:
-        """`sigmoid(gate) * x`, both `[tokens, size]`."""
-        ...
-
-
-def reference_gated_delta(
-    mixed: Tensor, gates: Tensor, weights: DeltaWeights, states: Tensor, batch: RaggedBatch, block_size: int,
-    shape: DeltaShape,
-) -> Tensor:
-    """The contract in plain torch, over `states [blocks, floats]` float32."""
-    out = mixed.new_empty(len(mixed), shape.values)
-    starts = batch.query_starts.tolist()
-    on_trial = [0] * len(starts) if batch.on_trial is None else batch.on_trial.tolist()
-    for row, context in enumerate(batch.context_lens.tolist()):
-        first, end = starts[row], starts[row + 1]
-        position, table = context - (end - first), batch.block_tables[row].tolist()
-        state = states[table[(position - 1) // block_size]].clone() if position else torch.zeros_like(states[0])
-        while first < end:
-            stop = min(end, first + block_size - position % block_size)
-            part = slice(first, stop)
-            out[part] = _advance(state, mixed[part].float(), gates[part].float(), weights, shape).to(out.dtype)
-            if not on_trial[row]:
-                states[table[position // block_size]] = state
-            first, position = stop, position + stop - first
-    return out
-
-
-def _advance(state: Tensor, mixed: Tensor, gates: Tensor, weights: DeltaWeights, shape: DeltaShape) -> Tensor:
-    """Advances `state [floats]`, in place, over the tokens of `mixed`; returns their results."""
-    tokens, heads = len(mixed), shape.num_value_heads
-    rule, before = state.split([shape.rule_floats, len(state) - shape.rule_floats])
-    x, z = mixed.split([shape.channels, shape.values], dim=1)
-    seen = torch.cat((before.view(shape.taps - 1, shape.channels), x))
-    mixed = F.silu(sum(seen[tap : tap + tokens] * weight for tap, weight in enumerate(weights.convolution)))
-    before.copy_(seen[tokens:].flatten())
-    keys = shape.num_key_heads * shape.key_dim
-    query, key, value = mixed.split([keys, keys, shape.values], dim=1)
-    query, key = (_of_length_1(part.view(tokens, -1, shape.key_dim)).repeat_interleave(
-        heads // shape.num_key_heads, dim=1) for part in (query, key))
-    b, a = gates.chunk(2, dim=1)
-    decay = torch.exp(weights.rate * F.softplus(a + weights.step_bias))
-    matrix, beta, out = rule.view(heads, shape.key_dim, shape.value_dim), b.sigmoid(), torch.empty_like(value)
-    for token, known in enumerate(value.view(tokens, heads, -1)):
-        matrix *= decay[token, :, None, None]
-        error = known - torch.einsum("hk,hkv->hv", key[token], matrix)
-        matrix += torch.einsum("hk,hv->hkv", key[token], beta[token, :, None] * error)
-        out[token] = torch.einsum("hk,hkv->hv", query[token], matrix).flatten() * shape.key_dim**-0.5
-    heads_out = out.view(tokens, heads, -1)
-    normed = heads_out * torch.rsqrt(heads_out.square().mean(-1, keepdim=True) + weights.eps) * weights.norm
-    return normed.flatten(1) * F.silu(z)
-
-
-def _of_length_1(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + LENGTH_EPS)

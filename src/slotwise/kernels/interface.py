@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor, device, dtype
 
-from slotwise.kernels.delta import DeltaKernels, DeltaShape
+from slotwise.kernels.delta import DeltaShape, DeltaWeights
 from slotwise.kernels.low_rank import AdapterProducts
 from slotwise.kernels.matrix import Format, QuantisedMatrix, Weight
 
@@ -149,6 +149,33 @@ class Graph(Protocol):
 
     def run(self) -> Tensor:
         """Run it again, and return its result."""
+        ...
+
+
+class DeltaKernels(Protocol):
+    """What layers with a recurrent state (`delta.py`) need of kernels."""
+
+    delta_refusal: str  # why `gated_delta` does not work, in one sentence; "" where it does
+
+    def gated_delta(
+        self, mixed: Tensor, gates: Tensor, weights: DeltaWeights, cache: LayerCache, batch: RaggedBatch,
+        shape: DeltaShape,
+    ) -> Tensor:
+        """All between a layer's products, of every row: `[tokens, value heads * value_dim]`.
+
+        `mixed [tokens, channels + value heads * value_dim]` are queries, keys and values, then z; `gates [tokens, 2 *
+        value heads]` are b, then a.  A row whose first position is 0 begins with a state of zeros, any other with that
+        in the block of the position before; whatever else the cache holds does not matter.  Every row writes the states
+        of its blocks, but those `batch.on_trial`.  A row's result is the same bit for bit however its tokens are
+        divided among steps.
+
+        Raises:
+            ValueError: these kernels have no such layers: `delta_refusal`.
+        """
+        ...
+
+    def sigmoid_mul(self, gate: Tensor, x: Tensor) -> Tensor:
+        """`sigmoid(gate) * x`, both `[tokens, size]`."""
         ...
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slotwise.kernels import paged_cache
-from slotwise.kernels.delta import DeltaShape, DeltaWeights, reference_gated_delta
+from slotwise.kernels.delta import LENGTH_EPS, DeltaShape, DeltaWeights
 from slotwise.kernels.group import embed_part
 from slotwise.kernels.interface import (
     Activation,
@@ -379,3 +379,54 @@ def _attend_row(
         scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(query), 1)), dim=-1)
         weights = scores.softmax(-1)[..., :-1]
     return torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype)
+
+
+def reference_gated_delta(
+    mixed: Tensor, gates: Tensor, weights: DeltaWeights, states: Tensor, batch: RaggedBatch, block_size: int,
+    shape: DeltaShape,
+) -> Tensor:
+    """The contract in plain torch, over `states [blocks, floats]` float32."""
+    out = mixed.new_empty(len(mixed), shape.values)
+    starts = batch.query_starts.tolist()
+    on_trial = [0] * len(starts) if batch.on_trial is None else batch.on_trial.tolist()
+    for row, context in enumerate(batch.context_lens.tolist()):
+        first, end = starts[row], starts[row + 1]
+        position, table = context - (end - first), batch.block_tables[row].tolist()
+        state = states[table[(position - 1) // block_size]].clone() if position else torch.zeros_like(states[0])
+        while first < end:
+            stop = min(end, first + block_size - position % block_size)
+            part = slice(first, stop)
+            out[part] = _advance(state, mixed[part].float(), gates[part].float(), weights, shape).to(out.dtype)
+            if not on_trial[row]:
+                states[table[position // block_size]] = state
+            first, position = stop, position + stop - first
+    return out
+
+
+def _advance(state: Tensor, mixed: Tensor, gates: Tensor, weights: DeltaWeights, shape: DeltaShape) -> Tensor:
+    """Advances `state [floats]`, in place, over the tokens of `mixed`; returns their results."""
+    tokens, heads = len(mixed), shape.num_value_heads
+    rule, before = state.split([shape.rule_floats, len(state) - shape.rule_floats])
+    x, z = mixed.split([shape.channels, shape.values], dim=1)
+    seen = torch.cat((before.view(shape.taps - 1, shape.channels), x))
+    mixed = F.silu(sum(seen[tap : tap + tokens] * weight for tap, weight in enumerate(weights.convolution)))
+    before.copy_(seen[tokens:].flatten())
+    keys = shape.num_key_heads * shape.key_dim
+    query, key, value = mixed.split([keys, keys, shape.values], dim=1)
+    query, key = (_of_length_1(part.view(tokens, -1, shape.key_dim)).repeat_interleave(
+        heads // shape.num_key_heads, dim=1) for part in (query, key))
+    b, a = gates.chunk(2, dim=1)
+    decay = torch.exp(weights.rate * F.softplus(a + weights.step_bias))
+    matrix, beta, out = rule.view(heads, shape.key_dim, shape.value_dim), b.sigmoid(), torch.empty_like(value)
+    for token, known in enumerate(value.view(tokens, heads, -1)):
+        matrix *= decay[token, :, None, None]
+        error = known - torch.einsum("hk,hkv->hv", key[token], matrix)
+        matrix += torch.einsum("hk,hv->hkv", key[token], beta[token, :, None] * error)
+        out[token] = torch.einsum("hk,hkv->hv", query[token], matrix).flatten() * shape.key_dim**-0.5
+    heads_out = out.view(tokens, heads, -1)
+    normed = heads_out * torch.rsqrt(heads_out.square().mean(-1, keepdim=True) + weights.eps) * weights.norm
+    return normed.flatten(1) * F.silu(z)
+
+
+def _of_length_1(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + LENGTH_EPS)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from support.cuda_device import DEVICE, KERNELS
 
-from slotwise.kernels.delta import DeltaKernels, DeltaShape
-from slotwise.kernels.interface import Kernels
+from slotwise.kernels.delta import DeltaShape
+from slotwise.kernels.interface import DeltaKernels, Kernels
 
 CODE = """
 import sys, slotwise, slotwise.compose.engine

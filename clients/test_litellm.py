@@ -59,7 +59,7 @@ def test_async(chat: Server) -> None:
 
 
 def test_extra_fields(builtin: Server) -> None:
-    """vLLM's fields beside OpenAI's: `top_k`, `ignore_eos`."""
+    """vLLM's fields in addition to OpenAI's: `top_k`, `ignore_eos`."""
     fields = asked(builtin, "hosted_vllm", max_tokens=200, temperature=1.0)
     answer = litellm.text_completion(prompt=PROMPT, extra_body={"top_k": 1, "ignore_eos": True}, **fields)
     assert answer.usage.completion_tokens == 200 and answer.choices[0].text.startswith(builtin.completion())

@@ -86,7 +86,7 @@ def test_advanced_parameters(chat: Server) -> None:
 
 @pytest.mark.parametrize("task", ["title", "follow_up", "tags"])
 def test_task(chat: Server, task: str) -> None:
-    """A task beside the chat, whole: `{task}` generation."""
+    """A task next to the chat, whole: `{task}` generation."""
     messages = [{"role": "user", "content": TASK}]
     limit = {"max_tokens": 1000} if task == "title" else {}
     answer = chat.post("/v1/chat/completions", messages=messages, stream=False, **limit)

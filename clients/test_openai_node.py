@@ -81,7 +81,7 @@ def test_logprobs(builtin: Server, chat: Server) -> None:
 
 
 def test_extra_fields(builtin: Server) -> None:
-    """vLLM's fields beside OpenAI's: `ignore_eos`, `top_k`."""
+    """vLLM's fields in addition to OpenAI's: `ignore_eos`, `top_k`."""
     answer = node("completion", builtin, prompt=PROMPT, max_tokens=200, temperature=1, top_k=1, ignore_eos=True)
     assert answer["usage"]["completion_tokens"] == 200
     assert answer["choices"][0]["text"].startswith(builtin.completion())

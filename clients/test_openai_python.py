@@ -237,7 +237,7 @@ def test_tool_calls_streamed(caller: openai.OpenAI) -> None:
 
 
 def test_reasoning(caller: openai.OpenAI) -> None:
-    """Reasoning stands beside the answer (`reasoning_content`), whole and streamed."""
+    """Reasoning stands next to the answer (`reasoning_content`), whole and streamed."""
     asked = {"model": "scripted", "messages": [{"role": "user", "content": "Where? #reason"}]}
     message = caller.chat.completions.create(**asked).choices[0].message
     assert (message.reasoning_content, message.content) == ("Where is Paris?", "In France.")

@@ -26,10 +26,10 @@ def published_templates() -> str:
     kinds = ("equal", "normalized", "refused", "differ", "sent kept", "sent refused", "sent lost", "sent unlike")
     equal, normalized, refused, differ, kept, not_taken, lost, unlike = [
         sum(row[kind] for row in rows) for kind in kinds]
-    head = (f"{len(rows)} templates beside transformers {content['transformers']}: {equal} renderings are equal, in "
-            f"{normalized} transformers refuses or loses something and Slotwise does not, {refused} are refused by "
-            f"both, and {differ} differ. Of {kept + not_taken + lost + unlike} further conversations {kept} are "
-            f"rendered whole, {not_taken} are refused, and {lost + unlike} lose something.")
+    head = (f"{len(rows)} templates compared with transformers {content['transformers']}: {equal} renderings are "
+            f"equal, in {normalized} transformers refuses or loses something and Slotwise does not, {refused} are "
+            f"refused by both, and {differ} differ. Of {kept + not_taken + lost + unlike} further conversations {kept} "
+            f"are rendered whole, {not_taken} are refused, and {lost + unlike} lose something.")
     unparsed = [code(row["template"]) for row in rows if not _parser(row)]
     return "\n\n".join((head, table(
         ("template", "equal>", "normalized>", "refused by both>", "differ>", "sent>", "refused>", "lost>",

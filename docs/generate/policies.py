@@ -10,7 +10,7 @@ from docs.generate.results import load
 
 Figures = dict[str, Any]
 TARGETS = {  # by experiment: each promise, and its target
-    "giants": (("Giants beside streams: gaps within 1.25 × `--max-step-ms`.", "99%"),
+    "giants": (("Giants next to streams: gaps within 1.25 × `--max-step-ms`.", "99%"),
                ("Giants' mean TTFT against unlimited chunks.", "1.3×")),
     "tiers": (("Two tiers at twice the capacity: premium's p99 TTFT.", "500 ms"),
               ("Premium's p99 TPOT.", "50 ms"),
@@ -20,7 +20,7 @@ TARGETS = {  # by experiment: each promise, and its target
     "shortest": (("`shortest`, predicted lengths: share of an oracle's gain in mean latency.", "0.7 (azure)"),
                  ("Mean latency against `fcfs`.", "1.05× (bursty)"),
                  ("Longest wait, and its bound.", "the bound")),
-    "fair": (("`fair`: light tenant's p99 TTFT beside a flood of 20×, against being alone.", "1.5×"),),
+    "fair": (("`fair`: light tenant's p99 TTFT next to a flood of 20×, against being alone.", "1.5×"),),
 }
 
 

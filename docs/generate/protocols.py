@@ -47,12 +47,12 @@ def treatment(kind: type[msgspec.Struct], name: str) -> str:
     return OBEYED
 
 
-def beside_vllm() -> str:
+def compared_with_vllm() -> str:
     """Returns a table for each route with vLLM's fields."""
     return _tables("vllm")
 
 
-def beside_openai() -> str:
+def compared_with_openai() -> str:
     """Returns a table for each route with the fields that OpenAI's protocol has and vLLM's does not."""
     return _tables("openai", "vllm")
 
@@ -89,7 +89,7 @@ def _offline(kind: str, notes: Mapping[str, str], ranges: Mapping[str, Range]) -
         done, accepted = offline_treatment(kind, name)
         values = {OBEYED: str(ranges.get(name, "")), REFUSED: "none"}.get(done) or " or ".join(map(_written, accepted))
         rows.append((code(name), done, " ".join(filter(None, (sentence(values), sentence(notes.get(name, "")))))))
-    return table(("argument", "Slotwise", "values accepted, beside `None`, and what holds"), rows)
+    return table(("argument", "Slotwise", "values accepted, other than `None`, and what holds"), rows)
 
 
 def _written(value: object) -> str:
@@ -98,14 +98,14 @@ def _written(value: object) -> str:
     return "the value of `model`" if value == SAME else code(repr(value))
 
 
-def _tables(protocol: str, beside: str = "") -> str:
+def _tables(protocol: str, other: str = "") -> str:
     parts = []
     for path in ("/v1/completions", "/v1/chat/completions"):
-        shown = set(names(protocol, path)) - set(names(beside, path) if beside else ())
+        shown = set(names(protocol, path)) - set(names(other, path) if other else ())
         if shown:
             kind, schemas = BODIES[path], properties(BODIES[path])
             rows = [(code(name), treatment(kind, name), _accepted(kind, name, schemas[name])) for name in sorted(shown)]
-            parts.append(f"`POST {path}`:\n\n" + table(("field", "Slotwise", "values accepted, beside null"), rows))
+            parts.append(f"`POST {path}`:\n\n" + table(("field", "Slotwise", "values accepted, other than null"), rows))
     return "\n\n".join(parts)
 
 

@@ -20,10 +20,10 @@ def load(name: str) -> Any:
     return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
 
 
-# -- beside vLLM -------------------------------------------------------------------------------------------------------
+# -- compared with vLLM ------------------------------------------------------------------------------------------------
 
 
-def beside_vllm() -> str:
+def compared_with_vllm() -> str:
     """Returns the last comparison of each machine, model and workload, in output tokens per second."""
     machines = load("beside-vllm-cpu")["machines"]
     rows = []
@@ -36,7 +36,7 @@ def beside_vllm() -> str:
     return table(("processor, two cores", "model", "workload", "vLLM>", "Slotwise>", "ratio>", "measured"), rows)
 
 
-def beside_openvino() -> str:
+def compared_with_openvino() -> str:
     """Returns every comparison with OpenVINO GenAI, in output tokens per second."""
     machines = load("beside-vllm-cpu")["machines"]
     head = ("processor, two cores", "model", "weights", "workload", "OpenVINO>", "Slotwise>", "ratio>", "measured")
@@ -47,7 +47,7 @@ def beside_openvino() -> str:
          f"{row['date']}, {row['commit']}") for row in load("beside-openvino-cpu")["rows"]])
 
 
-def beside_vllm_summary() -> str:
+def summary_compared_with_vllm() -> str:
     """Returns one line for each machine: output tokens per second of vLLM and Slotwise, and when they were ready."""
     rows = []
     for machine, name in load("beside-vllm-cpu")["machines"].items():

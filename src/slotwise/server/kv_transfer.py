@@ -13,7 +13,7 @@ from http import HTTPStatus
 from typing import Any
 
 from slotwise.core.params import SamplingParams
-from slotwise.core.step import KVTransfer
+from slotwise.core.request import KVTransfer
 from slotwise.server.errors import ApiError, bad_request
 from slotwise.server.kv_transfer_params import KVTransferParams
 from slotwise.server.protocol import Generate

@@ -23,13 +23,14 @@ from slotwise.text.gguf_splits import SPLITS
 KERNELS = {  # files, not imported: Triton may be absent
     "cpu": "cpu/kernels.py", "cuda": "cuda/kernels.py", "reference": "reference.py"}
 MEASURED = {
-    "cpu": "Measured on x86-64 with AVX2, AVX-512 and AVX-512 FP16; on aarch64 run under emulation only.",
+    "cpu": "Measured on x86-64 with AVX2, AVX-512 (FP16, BF16) and AMX; on aarch64 only emulated.",
     "cuda": "Never measured on hardware; its kernels are tested under Triton's interpreter.",
     "reference": "Plain torch, for tests and comparisons: slow."}
 OF_METHODS = {  # methods of a quantization_config: what is read and what is not
     "gptq": ("4 and 8 bits, groups of 16 to 128 or whole rows, `sym` or not, `desc_act` with `g_idx`, `lm_head`, "
              "`dynamic`; `checkpoint_format` `gptq` and `gptq_v2`.", "2 and 3 bits; Marlin's and other packings."),
-    "awq": ("4 bits, groups of 16 to 128 or whole rows, `version` `gemm`.", "`gemv`, `llm-awq`; no zero points."),
+    "awq": ("4 bits, groups of 16 to 128 or whole rows, `version` `gemm`.",
+            "`gemv`, `llm-awq`; weights without zero points."),
     "compressed-tensors": (
         "`pack-quantized` (W4A16, W8A16), `int-quantized` (W8A8), `float-quantized` (FP8), `naive-quantized`, "
         "`mxfp4-pack-quantized`, and `mixed-precision` of these; scales by matrix, channel, group or block; zero "

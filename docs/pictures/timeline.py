@@ -23,8 +23,8 @@ from playwright.sync_api import Page, sync_playwright
 READY = re.compile(r"Ready after .* on (http://\S+)")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 PATIENCE = 120  # seconds
-WIDE, NARROW = {"width": 1360, "height": 860}, {"width": 390, "height": 844}
-CLOSE = 44  # steps shown where a freed slot is seen to be taken
+WIDE = {"width": 1360, "height": 860}
+CLOSE = 44  # steps in the picture of a freed slot
 
 
 @contextmanager
@@ -47,7 +47,7 @@ def until(page: Page, holds: str) -> None:
 
 
 def show(page: Page, first: str, last: str) -> None:
-    """Steps by JavaScript that tells their ordinals."""
+    """Shows the steps whose ordinals the two JavaScript expressions give."""
     page.evaluate(f"slotwise.view.show({first}, {last}); slotwise.changed()")
     page.wait_for_timeout(300)
 
@@ -66,10 +66,6 @@ def main() -> None:
         until(page, "!document.getElementById('compare').disabled")
         page.wait_for_timeout(500)
         page.screenshot(path=folder / "timeline.png")
-        page.keyboard.press("d")
-        page.wait_for_timeout(300)
-        page.screenshot(path=folder / "timeline_dark.png")
-        page.keyboard.press("d")
         continuous = "slotwise.history.segments.at(-2).first"
         show(page, continuous, f"{continuous} + {CLOSE}")
         x, y = page.evaluate("""() => {
@@ -82,12 +78,8 @@ def main() -> None:
         page.mouse.move(x, y)
         page.wait_for_timeout(300)
         page.screenshot(path=folder / "timeline_close.png")
-        page.mouse.move(5, 5)
-        page.set_viewport_size(NARROW)
-        show(page, f"{continuous} - 60", f"{continuous} + 70")
-        page.screenshot(path=folder / "timeline_narrow.png", full_page=True)
         browser.close()
-    for name in ("timeline", "timeline_dark", "timeline_close", "timeline_narrow"):
+    for name in ("timeline", "timeline_close"):
         print(f"wrote {folder / name}.png")
 
 

@@ -27,7 +27,7 @@ from benchmarks.reliability.server import Server, serving
 
 from slotwise.bench.results import environment, write_json
 from slotwise.observe import event_log
-from slotwise.server.kv_transfer import HEADER
+from slotwise.server.prompt_transfer import HEADER
 
 STREAMS = 4
 OUTPUT = 8  # tokens of a giant prompt

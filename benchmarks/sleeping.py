@@ -19,7 +19,7 @@ from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add, EngineInfo, StepRecord
 from slotwise.observe.prefix_index import PrefixIndex
 from slotwise.routing.prompt import PIECE
-from slotwise.server.replica import ReplicaState
+from slotwise.server.replica_state import ReplicaState
 from slotwise.simulate.drafts import Verifier
 from slotwise.simulate.pace import Known, LearnedPace
 from slotwise.simulate.simulator import Setup
@@ -77,7 +77,7 @@ class SleepingServer:
         """Args: prefix: the bytes of its prompt, and the digests of its pieces."""
         with self._lock:
             self._admission.commanded(command, time.monotonic_ns())
-            self._index.expect(command.request_id, prefix, len(command.spec.prompt), PIECE)
+            self._index.expect(command.request_id, prefix, len(command.prompt), PIECE)
         self._inbox.put(command)
 
     def state(self) -> ReplicaState:

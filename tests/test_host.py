@@ -16,7 +16,7 @@ from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.kernels.cpu.jit import workers
 from slotwise.kernels.select import resolve
 from slotwise.runner import memory
-from slotwise.server import connections
+from slotwise.server import listener
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 OTHERS = [("Darwin", "arm64"), ("Darwin", "x86_64"), ("Linux", "riscv64"), ("Linux", "ppc64le"), ("Linux", "armv7l"),
@@ -111,7 +111,7 @@ def test_without_proc_threads_stay_and_files_are_guessed(monkeypatch: pytest.Mon
     monkeypatch.setattr("slotwise.compose.cores._of", lambda thread: frozenset({0}))
     cores.leave_to(1)
     most = 1 << 12
-    assert connections.most_within(most) == most - 2 * connections.OWN_FILES - connections.backlog_within(most)
+    assert listener.most_within(most) == most - 2 * listener.OWN_FILES - listener.backlog_within(most)
 
 
 def test_the_last_cache_is_the_largest_that_the_system_tells_of() -> None:

@@ -15,7 +15,6 @@ from support import checkpoints
 
 from slotwise.compose.engine import build_engine, load
 from slotwise.core.params import SamplingParams
-from slotwise.core.request import RequestSpec
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add, Finish
@@ -47,8 +46,7 @@ def engine(folder: Path, **settings: object) -> Engine:
 
 
 def add(index: int, prompt: list[int], length: int = OUTPUT) -> Add:
-    return Add(f"r{index}",
-               RequestSpec(prompt, SamplingParams(temperature=0, max_tokens=length, ignore_eos=True), index))
+    return Add(f"r{index}", prompt, SamplingParams(temperature=0, max_tokens=length, ignore_eos=True), seed=index)
 
 
 def run(subject: Engine, arrivals: dict[int, list[Add]], aborts: dict[int, list[str]] | None = None) -> dict[int, list]:

@@ -46,7 +46,7 @@ SHUTDOWN = 5.0
 CACHE = 64 * MIB  # bytes of the key-value cache: the load fills it
 MEMORY = 1.1  # times the ready line's figure: the limit of the engine process
 GAP_LAW = "the paced stream's gap"
-WORKER = "slotwise.server.worker_main"
+WORKER = "slotwise.server.worker_process"
 
 
 @dataclass

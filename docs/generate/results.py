@@ -127,7 +127,7 @@ def static_and_continuous() -> str:
         rows += _pair(model, static, continuous)
         if file == "disciplines-builtin":
             reserved, paged = (run for label, run in runs.items() if "same cache" in label)
-            rows.append((f"{model}, the same cache bytes: reserving for the longest output against paging",
+            rows.append((f"{model}, the same cache bytes: Orca's reservation against pages",
                          *_rates(reserved, paged)))
     return table(("two CPU cores, 16 slots, log-normal lengths", "static>", "continuous>", "gain>"), rows)
 

@@ -27,7 +27,7 @@ from support.played import Play
 
 from slotwise.cli import main
 from slotwise.cli.top_frame import WIDTHS, Frame
-from slotwise.observe.event_log import Entry, RequestEntry
+from slotwise.observe.event_log import Entry, Request
 from slotwise.observe.live_state import LiveState
 
 NARROW = 60  # columns
@@ -43,7 +43,7 @@ def states() -> Iterator[LiveState]:
 
 
 def _named_at_length(entry: Entry) -> Entry:
-    return msgspec.structs.replace(entry, id=f"{entry.number}{LONG}") if isinstance(entry, RequestEntry) else entry
+    return msgspec.structs.replace(entry, id=f"{entry.number}{LONG}") if isinstance(entry, Request) else entry
 
 
 def shown(state: LiveState, width: int, rows: int = 50) -> list[str]:

@@ -14,7 +14,7 @@ from ray.serve._private.common import DeploymentID, ReplicaID
 from slotwise.core.step_time import Prediction
 from slotwise.scale.ray_router import ASKED_AT, STATE, RoutingOnRay
 from slotwise.scale.routed import Prompt
-from slotwise.server.replica import AdapterState, ReplicaState
+from slotwise.server.replica_state import AdapterState, ReplicaState
 
 SECOND = Prediction([1.0, 0.0, 0.0, 0.0, 0.0, 0.0], {kind: {} for kind in ("decode", "first", "prompts", "drafts")}, [])
 STEP_TOKENS = 256  # a second

@@ -15,8 +15,8 @@ import pytest
 from support.live_server import Server, eventually
 from support.scale_door import door_of
 
-from slotwise.server.kv_transfer import HEADER
-from slotwise.server.replica import ReplicaState
+from slotwise.server.prompt_transfer import HEADER
+from slotwise.server.replica_state import ReplicaState
 
 STATE = ReplicaState("i", 1, True, [], [], True, 4, 512, 0, 0, 0.0, 4.0, None)
 KEY = "clé"

@@ -10,7 +10,7 @@ import pytest
 from server.test_lifecycle import COMPLETIONS, LONG, SLOW, eventually, gauge
 from support.live_server import Server, counted, running
 
-from slotwise.server.body_precheck import MAX_ABORTS
+from slotwise.server.decoding import MAX_ABORTS
 from slotwise.text.tokenizer import Tokenizer
 
 

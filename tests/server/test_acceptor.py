@@ -13,8 +13,7 @@ from contextlib import ExitStack, closing, contextmanager
 import pytest
 import uvloop
 
-from slotwise.server import acceptor
-from slotwise.server.acceptor import AT_ONCE, Acceptor, plain
+from slotwise.server.listener import AT_ONCE, Acceptor, plain
 
 CLIENTS = 5 * AT_ONCE + 3
 
@@ -88,7 +87,7 @@ def test_a_pass_accepts_a_few(loop: type[asyncio.AbstractEventLoop]) -> None:
 
 def test_accepting_goes_on_once_there_are_files_again(monkeypatch: pytest.MonkeyPatch,
                                                       caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(acceptor, "RETRY_AFTER", 0.05)
+    monkeypatch.setattr("slotwise.server.listener.RETRY_AFTER", 0.05)
 
     async def accepted(listener: socket.socket) -> None:
         passes, made = Passes(), list[int]()

@@ -10,10 +10,10 @@ from server.test_containment import scenario
 from support.live import serving
 from support.live_server import JSON, running
 
+from slotwise.server.api_errors import ApiError
+from slotwise.server.api_keys import ApiKeys
 from slotwise.server.asgi import App
 from slotwise.server.browsers import is_local
-from slotwise.server.errors import ApiError
-from slotwise.server.keys import Keys
 
 SCHEDULING = "/admin/scheduling"
 
@@ -51,7 +51,7 @@ def test_a_client_of_another_machine_may_not(folder: Path) -> None:
 
 @pytest.mark.parametrize("is_local", [True, False])
 def test_an_admin_key_is_asked_for_and_enough_anywhere(is_local: bool) -> None:
-    for keys in (Keys([], "root"), Keys(["one"], "root")):
+    for keys in (ApiKeys([], "root"), ApiKeys(["one"], "root")):
         assert keys.admin(b"Bearer root", is_local=is_local)
         for header, status in ((b"", 401), (b"Bearer two", 401), *([(b"Bearer one", 403)] if keys.needed else [])):
             with pytest.raises(ApiError) as refused:

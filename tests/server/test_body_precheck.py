@@ -17,16 +17,11 @@ from typing import NamedTuple
 import pytest
 
 from slotwise.server.admin_protocol import AbortRequest, DetokenizeRequest, TokenizeRequest
-from slotwise.server.body_precheck import MAX_ELEMENTS
-from slotwise.server.errors import ApiError
-from slotwise.server.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    decode,
-    decode_object,
-)
+from slotwise.server.api_errors import ApiError
+from slotwise.server.bodies import unknown_fields
+from slotwise.server.decoding import MAX_ELEMENTS, decode, decode_object
+from slotwise.server.protocol import ChatRequest, CompletionRequest
 from slotwise.server.settings import ServerSettings
-from slotwise.server.unknown_fields import unknown_fields
 
 LARGEST = ServerSettings("toy").max_body_bytes
 LARGE = LARGEST // 4  # already far above what the look at a body's shape costs

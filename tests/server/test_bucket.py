@@ -7,7 +7,7 @@ from fractions import Fraction
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slotwise.server.bucket import MINUTE_NS, Bucket
+from slotwise.server.quotas import MINUTE_NS, Bucket
 
 START = 5 * 10**12
 CAPACITIES = st.integers(1, 10**6)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from support.live_server import Server
 
-from slotwise.server.head_joined import HeadJoined
+from slotwise.server.connection import HeadJoined
 
 HEAD, BODY = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n", b"ok"
 

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from support.live_server import POSTED, Server, eventually, running, unanswered
 
-from slotwise.server.connections import Connections, backlog_within, client_of, most_within, raise_file_limit
+from slotwise.server.listener import Connections, backlog_within, client_of, most_within, raise_file_limit
 
 COMPLETIONS = "/v1/completions"
 FILES = 256

@@ -28,9 +28,9 @@ from slotwise.engine.heartbeat import HeartbeatMonitor, HeartbeatSender
 from slotwise.engine.ipc import BlockingChannel, ChannelClosed, encode, pair
 from slotwise.server import app as served  # as a module: the tutorial changes its table
 from slotwise.server.asgi import App
+from slotwise.server.checkpoint_workers import Template
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.settings import ServerSettings
-from slotwise.server.templates import Template
 from slotwise.text.chat_source import find_chat_template
 from slotwise.text.continuation import Continuation
 from slotwise.text.tokenizer import Tokenizer

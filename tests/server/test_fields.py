@@ -12,13 +12,13 @@ import msgspec
 import pytest
 from support.live_server import Server
 
-from slotwise.server import unknown_fields as module
-from slotwise.server.body_precheck import LARGE, MAX_FIELD
+from slotwise.server import bodies as module
+from slotwise.server.bodies import KEYS, unknown_fields, unknown_keys
+from slotwise.server.decoding import LARGE, MAX_FIELD, decode
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.messages_protocol import MessagesRequest
-from slotwise.server.protocol import ChatRequest, CompletionRequest, decode
+from slotwise.server.protocol import ChatRequest, CompletionRequest
 from slotwise.server.responses_protocol import ReasoningConfig, ResponsesRequest
-from slotwise.server.unknown_fields import KEYS, unknown_fields, unknown_keys
 from slotwise.server.unsupported import AS_ANOTHER, HINTS, NEUTRAL, unsupported_fields
 from slotwise.throttled_warning import ThrottledWarning
 

@@ -14,8 +14,8 @@ from server.test_bodies import LARGEST, MB, memory
 from support.live_server import JSON, Server, eventually
 
 from slotwise.server import bodies
+from slotwise.server.api_errors import ApiError
 from slotwise.server.bodies import unpacked
-from slotwise.server.errors import ApiError
 from slotwise.server.http_exchange import STEP
 
 COMPLETIONS = "/v1/completions"

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from support.live_server import Server, running
 
-from slotwise.server import keys
+from slotwise.server import api_keys
+from slotwise.server.api_errors import ApiError
+from slotwise.server.api_keys import ApiKeys
 from slotwise.server.app import ROUTES
 from slotwise.server.asgi import OPEN_TO_ALL, App
-from slotwise.server.errors import ApiError
-from slotwise.server.keys import Keys
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = list(range(100, 200))  # six blocks of sixteen and some more
@@ -75,13 +75,13 @@ def test_the_routes_that_are_listed_are_those_that_answer() -> None:
 
 
 def test_a_name_is_no_key_and_changes_with_the_process() -> None:
-    names = [Keys(["secret", "other"]).tenant(b"Bearer secret") for _ in range(2)]
+    names = [ApiKeys(["secret", "other"]).tenant(b"Bearer secret") for _ in range(2)]
     assert names[0] != names[1] and all("secret" not in name and len(name) == 32 for name in names)
-    assert Keys([]).tenant(b"anything") == ""
+    assert ApiKeys([]).tenant(b"anything") == ""
 
 
 def test_keys_of_all_bytes() -> None:
-    ours = Keys(["käse", "a b"])
+    ours = ApiKeys(["käse", "a b"])
     assert ours.tenant("Bearer käse".encode()) != ours.tenant(b"bearer  a b ")
     for header in (b"", b"Bearer \xff", b"Bearer " + "käse".encode("latin-1"), b"Bearer a"):
         with pytest.raises(ApiError) as caught:
@@ -98,8 +98,8 @@ def test_a_key_is_compared_with_all_in_constant_time(monkeypatch: pytest.MonkeyP
             compared.append((one, other))
             return hmac.compare_digest(one, other)
 
-    monkeypatch.setattr(keys, "hmac", Watched)
-    ours = Keys(["first", "second", "third"])
+    monkeypatch.setattr(api_keys, "hmac", Watched)
+    ours = ApiKeys(["first", "second", "third"])
     for header in (b"Bearer first", b"Bearer third"):
         compared.clear()
         ours.tenant(header)

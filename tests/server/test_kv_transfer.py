@@ -7,9 +7,10 @@ import json
 import pytest
 
 from slotwise.core.params import SamplingParams
-from slotwise.server.errors import ApiError
-from slotwise.server.kv_transfer import HEADER, has_secret, told, transfer_of
-from slotwise.server.protocol import CompletionRequest, decode
+from slotwise.server.api_errors import ApiError
+from slotwise.server.decoding import decode
+from slotwise.server.prompt_transfer import HEADER, has_secret, told, transfer_of
+from slotwise.server.protocol import CompletionRequest
 from slotwise.transfer.settings import BOTH, CONSUMER, PRODUCER, TCP, KVTransferConfig
 
 SENDS = KVTransferConfig(TCP, PRODUCER, "10.0.0.1", 9000, "engine")

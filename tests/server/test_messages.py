@@ -14,10 +14,10 @@ import httpx
 import pytest
 from support.live_server import JSON, Server, counted, eventually, running, unanswered
 
-from slotwise.server.messages_output import Blocks, content
+from slotwise.server.decoding import decode
+from slotwise.server.messages import MessageBlocks, content
 from slotwise.server.messages_protocol import CountTokensRequest, MessagesRequest, messages_of
-from slotwise.server.parsers.parts import CallArguments, CallName, Content, Part, Reasoning
-from slotwise.server.protocol import decode
+from slotwise.server.parsers.output_parser import CallArguments, CallName, Content, Part, Reasoning
 from slotwise.text.tokenizer import Tokenizer
 
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
@@ -282,7 +282,7 @@ PARTS: list[Part] = [
 
 
 def test_events_build_what_a_whole_message_has() -> None:
-    blocks, built = Blocks(), dict[int, dict[str, Any]]()
+    blocks, built = MessageBlocks(), dict[int, dict[str, Any]]()
     data = b"".join(event for part in PARTS for event in blocks.read([part])) + b"".join(blocks.close())
     open_index = None
     for line in data.decode().splitlines():

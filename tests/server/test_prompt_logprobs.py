@@ -12,9 +12,8 @@ from support.live_server import Server, eventually, running, unanswered
 
 from slotwise.core.step import TokenLogprobs
 from slotwise.core.tenant_capacity import TenantCapacity
-from slotwise.server.errors import ApiError
-from slotwise.server.logprobs import held
-from slotwise.server.prompt_logprobs import PromptFormat
+from slotwise.server.api_errors import ApiError
+from slotwise.server.logprobs import PromptFormat, held
 from slotwise.text.tokenizer import Tokenizer
 
 PROMPT = list(range(40, 80))

@@ -15,11 +15,11 @@ from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.engine.messages import EngineInfo
 from slotwise.engine.scheduling import Scheduling
-from slotwise.server.errors import ApiError
-from slotwise.server.limited_tokenizer import LimitedTokenizer
+from slotwise.server.api_errors import ApiError
+from slotwise.server.checkpoint_workers import LimitedTokenizer
 from slotwise.server.prompts import MAX_WAITING_OF_ONE, Prompts
 from slotwise.server.turns import Turns
-from slotwise.server.worker_main import Limits
+from slotwise.server.worker_process import CallLimits
 from slotwise.text.tokenizer import SHORT, Tokenizer
 
 LIMITS = SchedulerLimits(max_model_len=10_000, num_blocks=2500, block_size=4)
@@ -121,7 +121,7 @@ def test_a_panic_on_a_text_is_an_error_and_writes_nothing(tmp_path: Path, capfd:
 
 def test_a_tokenizer_has_limits(tmp_path: Path) -> None:
     digest = slow(tmp_path, "b*b*c").digest
-    limited = LimitedTokenizer(tmp_path, digest, Turns(4, 4), Limits(seconds=60.0, memory=32 << 20, answer=1 << 20))
+    limited = LimitedTokenizer(tmp_path, digest, Turns(4, 4), CallLimits(seconds=60.0, memory=32 << 20, answer=1 << 20))
 
     async def play() -> None:
         with pytest.raises(ApiError, match="the tokenizer ") as told:

@@ -16,7 +16,7 @@ from support.live_server import Server, eventually, running, unanswered
 
 from slotwise.core.limits import SchedulerLimits
 from slotwise.engine.admission_control import AdmissionControl
-from slotwise.server.errors import ApiError
+from slotwise.server.api_errors import ApiError
 from slotwise.server.quotas import Quota, Quotas, duration
 
 COMPLETIONS, CHAT, SCHEDULING = "/v1/completions", "/v1/chat/completions", "/admin/scheduling"

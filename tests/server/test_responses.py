@@ -12,9 +12,9 @@ import httpx
 import pytest
 from support.live_server import JSON, Server, counted, eventually, running, unanswered
 
-from slotwise.server.parsers.parts import CallArguments, CallName, Content, Part, Reasoning
-from slotwise.server.protocol import decode
-from slotwise.server.responses_items import Items
+from slotwise.server.decoding import decode
+from slotwise.server.parsers.output_parser import CallArguments, CallName, Content, Part, Reasoning
+from slotwise.server.responses import Items
 from slotwise.server.responses_protocol import ResponsesRequest, messages_of
 from slotwise.text.tokenizer import Tokenizer
 

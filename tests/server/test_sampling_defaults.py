@@ -12,8 +12,9 @@ from support.live_server import Server, running
 
 from slotwise.core.params import SamplingParams
 from slotwise.core.sampling_defaults import SamplingDefaults
-from slotwise.server.errors import ApiError
-from slotwise.server.protocol import ChatRequest, decode
+from slotwise.server.api_errors import ApiError
+from slotwise.server.decoding import decode
+from slotwise.server.protocol import ChatRequest
 
 HELLO = [{"role": "user", "content": "hello"}]
 DEFAULTS = SamplingDefaults(temperature=0.6, top_p=0.9, top_k=7, min_p=0.1, repetition_penalty=1.2, max_tokens=11)

@@ -19,7 +19,7 @@ from support.canary import singing
 from support.live_server import Server, children, counted, eventually, running
 from support.toy_checkpoint import write_checkpoint
 
-from slotwise.server.templates import Limits, Template
+from slotwise.server.checkpoint_workers import CallLimits, Template
 from slotwise.text.chat_source import ChatTemplateError
 from slotwise.text.tokenizer import Tokenizer
 
@@ -156,7 +156,7 @@ def test_a_template_for_tools_renders_conversations_with_tools() -> None:
 def checked(source: str) -> str:
     """What is said of a template at the start; "": nothing."""
     async def whole() -> str:
-        template = Template(source, {"eos_token": "</s>"}, Limits(seconds=3.0, memory=256 << 20, answer=1 << 20))
+        template = Template(source, {"eos_token": "</s>"}, CallLimits(seconds=3.0, memory=256 << 20, answer=1 << 20))
         try:
             await template.check()
         except ChatTemplateError as error:
@@ -191,7 +191,7 @@ def test_templates_are_compiled_once(server: Server) -> None:
 def test_a_template_that_cannot_be_checked_at_the_start_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     """The server ends with the error in one line: the worker's end adds nothing.  Later it is logged."""
     async def checked() -> None:
-        template = Template("x", {}, Limits(seconds=0.0, memory=512 << 20, answer=1 << 20))
+        template = Template("x", {}, CallLimits(seconds=0.0, memory=512 << 20, answer=1 << 20))
         try:
             with pytest.raises(ChatTemplateError, match="took more than 0 seconds"):
                 await template.check()

@@ -20,7 +20,7 @@ from support.live_server import JSON, Server, eventually, running
 
 from slotwise.cli import build_parser
 from slotwise.cli.network_options import network_settings
-from slotwise.server.tls import context_of
+from slotwise.server.listener import context_of
 
 BODY = {"prompt": [2], "max_tokens": 2}
 FILES = 256

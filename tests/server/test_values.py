@@ -16,7 +16,7 @@ from slotwise.core.params import MAX_BIAS, RANGES
 from slotwise.engine import scheduling
 from slotwise.observe import event_log
 from slotwise.server.admin_protocol import DetokenizeRequest, TokenizeRequest
-from slotwise.server.events import SWITCHES
+from slotwise.server.event_stream import SWITCHES
 from slotwise.server.protocol import ChatRequest, CompletionRequest
 from slotwise.server.tiers import TierSettings
 

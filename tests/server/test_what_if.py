@@ -22,8 +22,8 @@ from slotwise.observe.batched_observer import BatchedObserver
 from slotwise.observe.event_log import line_of, read_file
 from slotwise.observe.ring import Ring
 from slotwise.server.admin_protocol import WhatIfRequest
-from slotwise.server.errors import ApiError
-from slotwise.server.what_if import WhatIf
+from slotwise.server.api_errors import ApiError
+from slotwise.server.what_if_replay import WhatIf
 
 WHAT_IF = "/what_if"
 
@@ -136,16 +136,16 @@ MORE_SLOTS = {"max_num_seqs": 4}
 
 
 def test_a_part_is_replayed_first_and_then_all_that_fits(ring: Ring, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("slotwise.server.what_if.FIRST", ring.size // 4)
+    monkeypatch.setattr("slotwise.server.what_if_replay.FIRST", ring.size // 4)
     for name in ("ANSWERED", "ENDS", "WANTED"):  # the machine may be busy
-        monkeypatch.setattr(f"slotwise.server.what_if.{name}", 90.0)
+        monkeypatch.setattr(f"slotwise.server.what_if_replay.{name}", 90.0)
     answer = replayed(ring, MORE_SLOTS)
     assert answer["requests"] == 300 and answer["seconds"] == answer["held_seconds"]
 
 
 def test_without_time_for_more_the_latest_part_is_the_answer_and_says_so(ring: Ring, monkeypatch: pytest.MonkeyPatch):
     for name, value in (("FIRST", ring.size // 4), ("ANSWERED", 90.0), ("ENDS", 90.0), ("WANTED", 0.001)):
-        monkeypatch.setattr(f"slotwise.server.what_if.{name}", value)
+        monkeypatch.setattr(f"slotwise.server.what_if_replay.{name}", value)
     answer = replayed(ring, MORE_SLOTS)
     assert 0 < answer["requests"] < 150 and 0 < answer["seconds"] < answer["held_seconds"] / 2
     assert answer["groups"]["all requests"]["measured"]["served"] == answer["requests"]
@@ -156,8 +156,8 @@ def test_without_time_for_more_the_latest_part_is_the_answer_and_says_so(ring: R
 def test_without_time_for_a_part_there_is_an_estimate(
     ring: Ring, monkeypatch: pytest.MonkeyPatch, limit: str, says: str,
 ):
-    monkeypatch.setattr("slotwise.server.what_if.ANSWERED", 90.0)
-    monkeypatch.setattr(f"slotwise.server.what_if.{limit}", 0.001)
+    monkeypatch.setattr("slotwise.server.what_if_replay.ANSWERED", 90.0)
+    monkeypatch.setattr(f"slotwise.server.what_if_replay.{limit}", 0.001)
     with pytest.raises(ApiError, match=says) as found:
         replayed(ring, MORE_SLOTS)
     assert found.value.status == 503 and found.value.code == "what_if_late" and found.value.retry_after > 0
@@ -166,7 +166,7 @@ def test_without_time_for_a_part_there_is_an_estimate(
 def test_questions_wait_for_each_other_no_longer_than_leaves_time_for_an_answer(
     ring: Ring, monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr("slotwise.server.what_if.TURN", 0.001)
+    monkeypatch.setattr("slotwise.server.what_if_replay.TURN", 0.001)
 
     async def two() -> list[dict[str, Any] | BaseException]:
         what_if = WhatIf(BatchedObserver([]), ring)

@@ -16,10 +16,10 @@ import pytest
 from support.live_server import eventually
 
 from slotwise.server.turns import QueueFull, Turns
-from slotwise.server.worker import CallError, CallRefused, Limits, Worker, WorkerError
+from slotwise.server.worker_process import CallError, CallLimits, CallRefused, Worker, WorkerError
 
 TESTS = Path(__file__).parents[1]
-LIMITS = Limits(seconds=20.0, memory=256 << 20, answer=1 << 20, niceness=7)
+LIMITS = CallLimits(seconds=20.0, memory=256 << 20, answer=1 << 20, niceness=7)
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def path_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
 
 
-def with_worker(play: Callable[[Worker], Awaitable[None]], limits: Limits = LIMITS) -> None:
+def with_worker(play: Callable[[Worker], Awaitable[None]], limits: CallLimits = LIMITS) -> None:
     async def whole() -> None:
         worker = Worker("support.worker_calls", limits, Turns(8, 4))
         try:
@@ -113,7 +113,7 @@ def test_one_that_is_ended_is_followed_by_another(name: str, arguments: tuple[An
         assert (await call(worker, "process"))["pid"] != pid
         await asyncio.to_thread(eventually, lambda: not is_alive(pid))
 
-    with_worker(play, Limits(seconds=4.0, memory=256 << 20, answer=1 << 20))
+    with_worker(play, CallLimits(seconds=4.0, memory=256 << 20, answer=1 << 20))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -131,7 +131,7 @@ def test_a_worker_that_something_else_ended_or_stopped_is_replaced_before_the_an
                 assert (await call(worker, "process"))["pid"] != pid
             await asyncio.to_thread(eventually, lambda pid=pid: not is_alive(pid))
 
-    with_worker(play, Limits(seconds=3.0, memory=256 << 20, answer=1 << 20))
+    with_worker(play, CallLimits(seconds=3.0, memory=256 << 20, answer=1 << 20))
 
 
 def test_a_worker_that_fails_twice_is_no_fault_of_the_call() -> None:
@@ -143,7 +143,7 @@ def test_a_worker_that_fails_twice_is_no_fault_of_the_call() -> None:
         assert not isinstance(found.value, WorkerError)
         assert await call(worker, "echo", 1) == 1
 
-    with_worker(play, Limits(seconds=3.0, memory=256 << 20, answer=1 << 20))
+    with_worker(play, CallLimits(seconds=3.0, memory=256 << 20, answer=1 << 20))
 
 
 def test_a_call_that_is_cancelled_leaves_no_answer_to_the_next() -> None:
@@ -191,10 +191,10 @@ def test_a_worker_that_is_closed_ends_and_stays_closed() -> None:
 ORPHAN = """
 import asyncio
 from slotwise.server.turns import Turns
-from slotwise.server.worker import Limits, Worker
+from slotwise.server.worker_process import CallLimits, Worker
 
 async def main():
-    worker = Worker("support.worker_calls", Limits(seconds=4.0, memory=1 << 28, answer=1 << 20), Turns(1, 1))
+    worker = Worker("support.worker_calls", CallLimits(seconds=4.0, memory=1 << 28, answer=1 << 20), Turns(1, 1))
     print((await worker.call("", "process", tuple))["pid"], flush=True)
     await worker.call("", {what!r}, lambda: {arguments!r})
 

@@ -22,11 +22,11 @@ from slotwise.engine.sleep import Sleep
 from slotwise.engine.supervisor import Backoff, Supervisor
 from slotwise.server.app import ROUTES, build_api
 from slotwise.server.asgi import App
-from slotwise.server.output_parsing import output_format
+from slotwise.server.checkpoint_workers import TEMPLATE_LIMITS as RENDERING
+from slotwise.server.checkpoint_workers import Template
+from slotwise.server.parsers.output_format import output_format
 from slotwise.server.serve import listen, serve
 from slotwise.server.settings import ServerSettings
-from slotwise.server.templates import LIMITS as RENDERING
-from slotwise.server.templates import Template
 from slotwise.server.tiers import load_tiers
 from slotwise.text.chat_source import find_chat_template
 from slotwise.text.tokenizer import Tokenizer

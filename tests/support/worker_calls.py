@@ -1,4 +1,4 @@
-"""Functions for a worker process of the tests (see `server.worker`)."""
+"""Functions for a worker process of the tests (see `server.worker_process`)."""
 
 from __future__ import annotations
 

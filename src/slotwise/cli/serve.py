@@ -37,7 +37,7 @@ from slotwise.errors import printable
 from slotwise.host import processors
 from slotwise.model.locate import locate
 from slotwise.observe.lines import FORMATS, TEXT, final
-from slotwise.server.parsers.registry import REASONING_ALIASES, REASONING_PARSERS, TOOL_ALIASES, TOOL_PARSERS
+from slotwise.server.parsers.output_format import REASONING_ALIASES, REASONING_PARSERS, TOOL_ALIASES, TOOL_PARSERS
 from slotwise.speculation.settings import PREDICTION, Speculation
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def _bind(text: str) -> str:
 
 
 def _key(text: str) -> str:
-    from slotwise.server.keys import key_of
+    from slotwise.server.api_keys import key_of
 
     try:
         return key_of(text)
@@ -191,7 +191,7 @@ def _from_environment(name: str) -> tuple[str, ...]:
     Raises:
         ValueError: it is set and holds no key, so that a server meant to be closed would be open.
     """
-    from slotwise.server.keys import key_of
+    from slotwise.server.api_keys import key_of
 
     if name not in os.environ:
         return ()
@@ -314,7 +314,7 @@ def network_of(asked: argparse.Namespace) -> dict[str, Any]:
     """
     network = network_settings(asked)
     if network["ssl_certfile"]:
-        from slotwise.server.tls import context_of
+        from slotwise.server.listener import context_of
 
         context_of(**{name: path for name, path in network.items() if name.startswith("ssl_")})
     return network

@@ -10,8 +10,7 @@ from slotwise.compose.pooling import read_pooling
 from slotwise.compose.sampling_defaults import read_defaults
 from slotwise.engine.config import EngineConfig
 from slotwise.model.locate import locate
-from slotwise.server.output_parsing import output_format
-from slotwise.server.parsers.registry import OutputFormat
+from slotwise.server.parsers.output_format import OutputFormat, output_format
 from slotwise.server.settings import ServerSettings
 from slotwise.text.chat_source import find_chat_template, find_tool_template
 from slotwise.text.tokenizer import Tokenizer

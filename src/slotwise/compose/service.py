@@ -27,12 +27,12 @@ from slotwise.observe import lines, step_time
 from slotwise.observe.load import report
 from slotwise.observe.log_file import LogFile
 from slotwise.observe.traces import Traces
+from slotwise.server.api_errors import ApiError
 from slotwise.server.app import build_api
+from slotwise.server.checkpoint_workers import Template
 from slotwise.server.context import Api
-from slotwise.server.errors import ApiError
-from slotwise.server.parsers.registry import OutputFormat
+from slotwise.server.parsers.output_format import OutputFormat
 from slotwise.server.settings import ServerSettings
-from slotwise.server.templates import Template
 from slotwise.text.chat_source import ChatTemplateError
 
 logger = logging.getLogger(__name__)

@@ -73,8 +73,8 @@ class Pools:
     def join(self, request: NewRequest) -> None:
         """Set the slot's request, new or resumed after preemption."""
         self._pools.pop(request.slot, None)
-        if request.spec.pooling is not None:
-            self._pools[request.slot] = _Pool(request, request.spec.pooling)
+        if request.pooling is not None:
+            self._pools[request.slot] = _Pool(request, request.pooling)
 
     def leave(self, slot: int) -> None:
         """Clear the slot."""

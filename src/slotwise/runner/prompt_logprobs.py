@@ -20,8 +20,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from slotwise.core.request import Output
-from slotwise.core.step import NewRequest, RowKind, StepPlan, TokenLogprobs
+from slotwise.core.step import NewRequest, Output, RowKind, StepPlan, TokenLogprobs
 from slotwise.runner.input_batch import SlotTable
 from slotwise.runner.sampling.params import Logprobs, Sampling
 
@@ -70,8 +69,8 @@ class Prompts:
     def join(self, request: NewRequest) -> None:
         """Set the slot's request, new or resumed after preemption."""
         self._asked.pop(request.slot, None)
-        if request.spec.output is Output.PROMPT_LOGPROBS:
-            num_top = request.spec.params.prompt_logprobs or 0
+        if request.output is Output.PROMPT_LOGPROBS:
+            num_top = request.params.prompt_logprobs or 0
             self._asked[request.slot] = _Asked(request.num_prompt, len(request.tokens), num_top)
 
     def leave(self, slot: int) -> None:

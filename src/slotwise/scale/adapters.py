@@ -23,11 +23,11 @@ from slotwise.errors import printable
 from slotwise.routing.fleet import Fleet
 from slotwise.scale.forward import Answer, ask_all, no_replica, send
 from slotwise.scale.upstream import ReplicaLost, Upstream
-from slotwise.server.errors import ApiError, ErrorBody
+from slotwise.server.api_errors import ApiError, ErrorBody
+from slotwise.server.decoding import decode
 from slotwise.server.http_exchange import HttpExchange
-from slotwise.server.lora import LOAD, MAX_BODY, UNLOAD, LoadAdapterRequest, UnloadAdapterRequest
-from slotwise.server.protocol import decode
-from slotwise.server.replica import AdapterState
+from slotwise.server.lifecycle import LOAD, MAX_ADAPTER_BODY, UNLOAD, LoadAdapterRequest, UnloadAdapterRequest
+from slotwise.server.replica_state import AdapterState
 
 if TYPE_CHECKING:
     from slotwise.scale.door import Door
@@ -224,7 +224,7 @@ def _loaded(answer: Answer) -> _Wanted:
 
 async def load_adapter(door: Door, exchange: HttpExchange) -> None:
     """Load an adapter on all replicas, or on none; a replica that starts later loads it, too."""
-    async with door.clients.bodies.reading(exchange, MAX_BODY) as body:
+    async with door.clients.bodies.reading(exchange, MAX_ADAPTER_BODY) as body:
         change = _Change(decode(LoadAdapterRequest, body).lora_name, LOAD, body)
         found = await door.adapters.change(door.replicas.upstreams, exchange, change)
     await send(exchange, found[0])
@@ -232,7 +232,7 @@ async def load_adapter(door: Door, exchange: HttpExchange) -> None:
 
 async def unload_adapter(door: Door, exchange: HttpExchange) -> None:
     """Unload an adapter on all replicas; requests that have it go on to their end."""
-    async with door.clients.bodies.reading(exchange, MAX_BODY) as body:
+    async with door.clients.bodies.reading(exchange, MAX_ADAPTER_BODY) as body:
         change = _Change(decode(UnloadAdapterRequest, body).lora_name, UNLOAD, body)
         found = await door.adapters.change(door.replicas.upstreams, exchange, change)
     told = [msgspec.json.decode(answer.body) for answer in found]

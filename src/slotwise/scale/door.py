@@ -32,12 +32,12 @@ from slotwise.scale.replicas import Replicas
 from slotwise.scale.routed import Prompt, prompt_of
 from slotwise.scale.upstream import end
 from slotwise.server.admin import MAX_SETTINGS, PROMETHEUS
+from slotwise.server.api_errors import ApiError, bad_request
 from slotwise.server.asgi import Endpoint
 from slotwise.server.context import Clients
-from slotwise.server.errors import ApiError, bad_request
+from slotwise.server.decoding import decode
 from slotwise.server.http_exchange import HttpExchange
-from slotwise.server.lora import LOAD, UNLOAD
-from slotwise.server.protocol import decode
+from slotwise.server.lifecycle import LOAD, UNLOAD
 from slotwise.server.request_log import RequestLog
 from slotwise.server.responses import RESPONSES
 from slotwise.server.settings import ServerSettings

@@ -25,9 +25,9 @@ from slotwise.routing.fleet import Shed
 from slotwise.scale.prefill import Prefill
 from slotwise.scale.routed import Prompt
 from slotwise.scale.upstream import ReplicaLost, Upstream, end
-from slotwise.server.errors import ApiError, ClientGone
+from slotwise.server.api_errors import ApiError, ClientGone
 from slotwise.server.http_exchange import Headers, HttpExchange
-from slotwise.server.kv_transfer import HEADER
+from slotwise.server.prompt_transfer import HEADER
 from slotwise.server.shapes import CHAT, MESSAGE
 
 if TYPE_CHECKING:

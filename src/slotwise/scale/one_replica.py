@@ -21,11 +21,11 @@ from slotwise.scale.forward import Answer, answer_of, ask, ask_all, headers_of, 
 from slotwise.scale.upstream import ReplicaLost, Upstream, end
 from slotwise.server import pages
 from slotwise.server.admin import MAX_SETTINGS
-from slotwise.server.errors import ApiError, ClientGone, ErrorBody, bad_request
-from slotwise.server.events import MAX_UNSENT, NDJSON, UNREAD
+from slotwise.server.api_errors import ApiError, ClientGone, ErrorBody, bad_request
+from slotwise.server.event_stream import MAX_UNSENT, NDJSON, UNREAD
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.openapi import document
-from slotwise.server.timeline import respond as respond_timeline
+from slotwise.server.pages import respond_timeline as respond_timeline
 
 if TYPE_CHECKING:
     from slotwise.scale.door import Door

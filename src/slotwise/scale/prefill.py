@@ -26,7 +26,7 @@ from slotwise.routing.fleet import Shed
 from slotwise.routing.replica import Replica
 from slotwise.scale.routed import Prompt
 from slotwise.scale.upstream import ReplicaLost
-from slotwise.server.kv_transfer import HEADER
+from slotwise.server.prompt_transfer import HEADER
 from slotwise.server.responses import RESPONSES
 
 if TYPE_CHECKING:

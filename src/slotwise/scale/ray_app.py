@@ -45,9 +45,9 @@ from slotwise.scale.process import ServeProcess
 from slotwise.scale.ray_router import ASKED_AT, STATE, RoutingOnRay
 from slotwise.scale.ray_settings import RaySettings
 from slotwise.scale.routed import Prompt, prompt_of
+from slotwise.server.api_errors import ApiError
 from slotwise.server.asgi import ADMIN, error_format
-from slotwise.server.errors import ApiError
-from slotwise.server.replica import ReplicaState
+from slotwise.server.replica_state import ReplicaState
 
 MAX_BODY = 4 << 20  # bytes, as a server has it
 KEPT = ("content-type", "x-request-id")  # headers that are passed on, other than by a front door

@@ -18,7 +18,7 @@ from slotwise.routing.prompt import RoutedRequest
 from slotwise.routing.replica import Replica
 from slotwise.routing.routers import ROUTERS, Router
 from slotwise.scale.routed import Prompt
-from slotwise.server.replica import ReplicaState
+from slotwise.server.replica_state import ReplicaState
 
 STATE, ASKED_AT = "state", "asked_at"  # of routing statistics: a ReplicaState as JSON, and seconds since the epoch
 

@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from slotwise.server.replica import AdapterState, ReplicaState
+from slotwise.server.replica_state import AdapterState, ReplicaState
 
 POLL_TIMEOUT = 5.0  # seconds for an answer of GET /replica
 

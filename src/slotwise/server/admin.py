@@ -10,17 +10,17 @@ import msgspec
 
 from slotwise import __version__
 from slotwise.engine.refusals import Refused
-from slotwise.server.admin_protocol import AbortRequest, DetokenizeRequest, TokenizeRequest, WhatIfRequest
+from slotwise.server.admin_protocol import DetokenizeRequest, TokenizeRequest, WhatIfRequest
+from slotwise.server.api_errors import bad_request, from_refusal
+from slotwise.server.bodies import warn_of_unknown_fields, warn_of_unknown_keys
 from slotwise.server.completions import conversation_of
 from slotwise.server.context import Api, Observers, RequestLimits, ServedEngine, ServerClients, TextService
-from slotwise.server.errors import bad_request, from_refusal
+from slotwise.server.decoding import decode, decode_object
 from slotwise.server.http_exchange import HttpExchange
+from slotwise.server.output_constraints import allowed_tools
 from slotwise.server.prompts import Encoding
-from slotwise.server.protocol import decode, decode_object
 from slotwise.server.settings import ServerSettings
 from slotwise.server.tiers import read_tiers
-from slotwise.server.tools import allowed_tools
-from slotwise.server.unknown_fields import warn_of_unknown_fields, warn_of_unknown_keys
 
 logger = logging.getLogger(__name__)
 
@@ -113,18 +113,6 @@ async def what_if(clients: ServerClients, observers: Observers, exchange: HttpEx
     await exchange.respond_json(await observers.what_if.answer(exchange.holder, request))
 
 
-async def abort_requests(clients: ServerClients, engine: ServedEngine, exchange: HttpExchange) -> None:
-    """Abort requests in any state by their ids; each one in progress ends with finish_reason `abort`."""
-    async with clients.bodies.reading(exchange) as body:
-        names = decode(AbortRequest, body).names()
-        warn_of_unknown_fields(exchange, AbortRequest, body)
-    scope = clients.keys.scope_of(exchange.tenant)
-    found = {name: engine.active_requests.abort(scope, name) for name in names}
-    await exchange.respond_json({
-        "aborted": [name for name, was_there in found.items() if was_there],
-        "not_found": [name for name, was_there in found.items() if not was_there]})
-
-
 async def models(engine: ServedEngine, settings: ServerSettings, exchange: HttpExchange) -> None:
     """The served model, once by each of its names, and its adapters."""
     cards = [model_card(engine, settings, name) for name in engine.models.names]
@@ -148,7 +136,7 @@ async def tokenize(api: Api, exchange: HttpExchange) -> None:
             raise bad_request("give either prompt or messages", "prompt")
         if request.messages is not None:
             chat, encoding = request.as_chat(), Encoding(bool(request.add_special_tokens))
-            allowed_tools(api, chat)
+            allowed_tools(api.text.output_format, chat)
             conversation = await conversation_of(api, exchange, chat)
             tokens = (await api.text.prompts.of_chat(conversation, exchange.holder, encoding)).ids
         else:

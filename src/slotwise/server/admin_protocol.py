@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from slotwise.server import body_precheck
-from slotwise.server.errors import bad_request
+from slotwise.server import decoding
+from slotwise.server.api_errors import bad_request
 from slotwise.server.protocol import ChatRequest, Int, Milliseconds, TemplateSource
 
 Path = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
@@ -72,6 +72,6 @@ class AbortRequest(msgspec.Struct, kw_only=True):
         if (self.request_id is None) == (self.request_ids is None):
             raise bad_request("give either request_id or request_ids", "request_ids")
         names = [self.request_id] if self.request_id is not None else self.request_ids or []
-        if len(names) > body_precheck.MAX_ABORTS:
-            raise bad_request(f"request_ids: at most {body_precheck.MAX_ABORTS} at once", "request_ids")
+        if len(names) > decoding.MAX_ABORTS:
+            raise bad_request(f"request_ids: at most {decoding.MAX_ABORTS} at once", "request_ids")
         return names

@@ -7,23 +7,23 @@ from functools import cache
 from slotwise.engine.client import EngineClient
 from slotwise.engine.sleep import Sleep
 from slotwise.observe.step_time import StepTimeModel
-from slotwise.server import admin, explain, lifecycle, pages, queue_position
+from slotwise.server import admin, lifecycle, pages, request_status
 from slotwise.server.asgi import OPEN_TO_ALL, Endpoint
+from slotwise.server.checkpoint_workers import Template
 from slotwise.server.completions import chat_completions, completions
 from slotwise.server.context import Api
 from slotwise.server.embeddings import embeddings
-from slotwise.server.events import events
+from slotwise.server.event_stream import events
 from slotwise.server.http_exchange import HttpExchange
-from slotwise.server.lora import LOAD, UNLOAD, load_adapter, unload_adapter
+from slotwise.server.lifecycle import LOAD, UNLOAD, load_adapter, unload_adapter
 from slotwise.server.messages import count_tokens, messages
 from slotwise.server.openapi import document
-from slotwise.server.parsers.registry import UNPARSED, OutputFormat
+from slotwise.server.pages import timeline
+from slotwise.server.parsers.output_format import UNPARSED, OutputFormat
 from slotwise.server.prompts import Prompts
-from slotwise.server.replica import replica
+from slotwise.server.replica_state import replica
 from slotwise.server.responses import RESPONSES, delete_response, responses, stored_response
 from slotwise.server.settings import ServerSettings
-from slotwise.server.templates import Template
-from slotwise.server.timeline import timeline
 from slotwise.text.tokenizer import Tokenizer
 
 
@@ -62,7 +62,7 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", UNLOAD, unload_adapter),
     ("POST", "/tokenize", admin.tokenize),
     ("POST", "/detokenize", admin.detokenize),
-    ("POST", "/abort_requests", admin.abort_requests),
+    ("POST", "/abort_requests", request_status.abort_requests),
     ("GET", "/health", admin.health),
     ("GET", "/ping", admin.health),
     ("POST", "/ping", admin.health),
@@ -83,8 +83,8 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", lifecycle.LOAD_MODEL, lifecycle.load_model),
     ("GET", "/timeline", timeline),
     ("GET", "/events", events),
-    ("GET", "/explain/{request_id:path}", explain.of_request),
-    ("GET", "/requests/{request_id:path}", queue_position.of_request),
+    ("GET", "/explain/{request_id:path}", request_status.explain),
+    ("GET", "/requests/{request_id:path}", request_status.status),
 )
 
 

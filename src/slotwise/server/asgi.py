@@ -18,21 +18,21 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route, Router
 from starlette.types import Receive, Scope, Send
 
-from slotwise.server import lifecycle, lora, messages_output
+from slotwise.server import lifecycle, messages
+from slotwise.server.api_errors import CONTEXT_EXCEEDED, OPENAI, ApiError, ClientGone, ErrorFormat
 from slotwise.server.browsers import WITH_A_BODY, check_json, check_one_host, is_local, is_preflight
-from slotwise.server.connections import ALWAYS
 from slotwise.server.context import Clients
-from slotwise.server.errors import CONTEXT_EXCEEDED, OPENAI, ApiError, ClientGone, ErrorFormat
 from slotwise.server.http_exchange import HttpExchange, checked_request_id
+from slotwise.server.listener import ALWAYS
 from slotwise.server.request_log import RequestLog
 from slotwise.server.responses import ERRORS, RESPONSES
 from slotwise.server.settings import ServerSettings
 from slotwise.server.unsupported import meant, why_not_served
 
 OPEN_TO_ALL = ("/", "/docs", "/health", "/ping", "/timeline")  # the pages hold no data; the last prompts for a key
-ERROR_FORMATS = {messages_output.MESSAGES: messages_output.ERRORS, RESPONSES: ERRORS}  # by the beginnings of paths
+ERROR_FORMATS = {messages.MESSAGES: messages.ERRORS, RESPONSES: ERRORS}  # by the beginnings of paths
 ADMIN = (  # beginnings of the operator's routes
-    "/admin/", "/what_if", lifecycle.SLEEP, lifecycle.WAKE_UP, lifecycle.LOAD_MODEL, lora.LOAD, lora.UNLOAD)
+    "/admin/", "/what_if", lifecycle.SLEEP, lifecycle.WAKE_UP, lifecycle.LOAD_MODEL, lifecycle.LOAD, lifecycle.UNLOAD)
 MAX_ROUTES = 2000  # characters of the routes that an error lists
 REJECTIONS = (CONTEXT_EXCEEDED, "tokenizer_busy")  # codes of errors that count as refused admissions
 

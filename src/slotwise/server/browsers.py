@@ -20,7 +20,7 @@ from functools import lru_cache
 from http import HTTPStatus
 from ipaddress import ip_address
 
-from slotwise.server.errors import ApiError, bad_request
+from slotwise.server.api_errors import ApiError, bad_request
 from slotwise.server.settings import ServerSettings
 
 Headers = list[tuple[bytes, bytes]]

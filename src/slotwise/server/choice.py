@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from slotwise.core.step import TokenLogprobs
 from slotwise.engine.generation import AT_THE_END, Chunk, Generation
-from slotwise.server.errors import from_ending
-from slotwise.server.output_parsing import TOOL_CALLS, ParsedOutput
-from slotwise.server.parsers.parts import CallArguments, CallName, Content, Part
+from slotwise.server.api_errors import from_ending
+from slotwise.server.parsers.output_format import TOOL_CALLS, ParsedOutput
+from slotwise.server.parsers.output_parser import CallArguments, CallName, Content, Part
 from slotwise.text.continuation import Continuation
 
 INTERVAL = 64  # tokens that are parsed, or formatted, at a time

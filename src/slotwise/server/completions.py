@@ -7,23 +7,29 @@ from typing import Any
 from slotwise.core.grammar import Grammar
 from slotwise.core.params import ThinkingBudget
 from slotwise.core.slo import SLO
+from slotwise.server.api_errors import bad_request
+from slotwise.server.bodies import warn_of_ignored, warn_of_unknown_fields, warn_of_unknown_keys
 from slotwise.server.context import Api
 from slotwise.server.conversation import Conversation, last_text
-from slotwise.server.errors import bad_request
+from slotwise.server.decoding import decode
 from slotwise.server.generate import Renderer
-from slotwise.server.grammars import grammar_of
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.job import Repeated
 from slotwise.server.logprobs import most_tokens
-from slotwise.server.parsers.thinking import has_begun
+from slotwise.server.output_constraints import (
+    BUDGET,
+    allowed_tools,
+    constraint_of,
+    grammar_of,
+    parsing_of,
+    thinking_budget,
+)
+from slotwise.server.parsers.reasoning import has_begun
 from slotwise.server.pipeline import Asked, check, encoding_of, respond
 from slotwise.server.prompts import Encoding
-from slotwise.server.protocol import SWITCHES, ChatRequest, CompletionRequest, Generate, decode
+from slotwise.server.protocol import SWITCHES, ChatRequest, CompletionRequest, Generate
 from slotwise.server.shapes import CHAT, COMPLETION
 from slotwise.server.streams import respond_stream
-from slotwise.server.thinking_budget import BUDGET, thinking_budget
-from slotwise.server.tools import allowed_tools, constraint, parsing_of
-from slotwise.server.unknown_fields import warn_of_ignored, warn_of_unknown_fields, warn_of_unknown_keys
 from slotwise.server.whole import respond_whole
 
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens; a chat's is the model's own, else whatever fits
@@ -104,7 +110,7 @@ async def asked_of_chat(api: Api, exchange: HttpExchange, request: ChatRequest, 
         ApiError: a field is not valid, or the conversation cannot be served.
     """
     slo = check(api, exchange, request)
-    chosen = allowed_tools(api, request)
+    chosen = allowed_tools(api.text.output_format, request)
     conversation = await conversation_of(api, exchange, request)
     param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     asked, is_silent = request.length(param)
@@ -115,7 +121,7 @@ async def asked_of_chat(api: Api, exchange: HttpExchange, request: ChatRequest, 
     continued = last_text(request.messages, "assistant")
     echo = continued if request.echo else ""
     form, begun = api.text.output_format, has_begun(rendered.text, continued if conversation.continues else None)
-    grammar, writes_calls = constraint(form, request, chosen, begun)
+    grammar, writes_calls = constraint_of(form, request, chosen, begun)
     parsing = parsing_of(form, request, chosen, begun, is_written=writes_calls)
     request.messages, prompt = [], rendered.ids
     logprobs = (request.top_logprobs or 0) if request.logprobs else None

@@ -27,9 +27,10 @@ from typing import Any, cast
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from slotwise.server.connections import RESERVE_TIMEOUT, Connections
-from slotwise.server.head_joined import HeadJoined
+from slotwise.server.listener import RESERVE_TIMEOUT, Connections
 
+INTERIM = b"HTTP/1.1 1"  # how an interim response begins
+FINAL = b"HTTP/1.1 "
 MAX_HEAD = 512 << 10  # bytes; the socket is read in parts of up to half of it
 MAX_HEADERS = 128  # of a request; each costs many times its bytes
 MAX_HEADER_BYTES = 64 << 10  # of their names and values
@@ -49,6 +50,36 @@ TUNNEL = "CONNECT is not supported."
 FRAMING = "The body has too many chunks or trailers."
 TOO_MANY = f"At most {MAX_REQUESTS} requests may follow one that is not answered."
 OLD_PATIENCE = 1.0  # seconds that a half-closed HTTP/1.0 client counts as present: it knows no interim responses
+
+
+class HeadJoined:
+    """A transport that holds a response's head until its body, which the application always has at hand.
+
+    A refused client then wakes once, not twice, and so does the processor that it shares with the engine.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._head = b""
+
+    def write(self, data: bytes) -> None:
+        if self._head:
+            data, self._head = self._head + data, b""
+        elif data.startswith(FINAL) and data.endswith(b"\r\n\r\n") and not data.startswith(INTERIM):
+            self._head = data
+            return
+        self._transport.write(data)
+
+    def flush(self) -> None:
+        if self._head:
+            self.write(b"")
+
+    def close(self) -> None:
+        self.flush()
+        self._transport.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 class Connection(HttpToolsProtocol):

@@ -14,7 +14,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from http import HTTPStatus
 
 from slotwise.core.slo import SLO
@@ -30,28 +32,28 @@ from slotwise.observe.recorder import Recorder
 from slotwise.observe.step_time import StepTimeModel
 from slotwise.observe.traces import Traces
 from slotwise.server.active_requests import ActiveRequests
+from slotwise.server.api_errors import ApiError, from_refusal
+from slotwise.server.api_keys import ApiKeys
 from slotwise.server.bodies import Bodies
 from slotwise.server.browsers import Browsers
-from slotwise.server.errors import ApiError, from_refusal
 from slotwise.server.explainer import Explainer
-from slotwise.server.grammars import GrammarChecker
 from slotwise.server.http_exchange import HttpExchange
-from slotwise.server.keys import Keys
 from slotwise.server.logprobs import MAX_HELD
-from slotwise.server.parsers.registry import UNPARSED, OutputFormat
+from slotwise.server.output_constraints import GrammarChecker
+from slotwise.server.parsers.output_format import UNPARSED, OutputFormat
 from slotwise.server.prompts import Prompts
 from slotwise.server.protocol import Generate
-from slotwise.server.queue_headers import headers_of
-from slotwise.server.quotas import Account, Quotas
+from slotwise.server.quotas import Account, Quotas, headers_of
 from slotwise.server.request_log import RequestLog
 from slotwise.server.response_store import ResponseStore
 from slotwise.server.served_models import ServedModels
 from slotwise.server.settings import ServerSettings
-from slotwise.server.slo import Tiers, slo_of
-from slotwise.server.subscribers import Subscribers
+from slotwise.server.tiers import Tiers, slo_of
 from slotwise.server.turns import Turns
-from slotwise.server.what_if import WhatIf
+from slotwise.server.what_if_replay import WhatIf
 
+MAX_SUBSCRIBERS = 16
+MAX_OF_ONE = 4  # subscribers with one key, or from one address where there are no keys
 MAX_NUMBERS = 1 << 24  # of the vectors of all responses: some 350 MB as JSON
 MAX_QUERIES, MAX_QUERIES_OF_ONE = 63, 16  # of queue positions that wait, of all clients and of one
 
@@ -64,9 +66,33 @@ class Clients:
     """What a service knows of its clients, and reads from them."""
 
     def __init__(self, settings: ServerSettings) -> None:
-        self.keys = Keys(settings.all_keys, settings.admin_api_key)
+        self.keys = ApiKeys(settings.all_keys, settings.admin_api_key)
         self.browsers = Browsers(settings)
         self.bodies = Bodies(settings)
+
+
+class Subscribers:
+    """Counts subscribers, in all and by holder: a key, or an address where there are no keys."""
+
+    def __init__(self) -> None:
+        self._holders: Counter[str] = Counter()
+
+    @contextmanager
+    def entering(self, holder: str) -> Iterator[None]:
+        """Raises ApiError when the bound is reached, in all or for this holder."""
+        if self._holders[holder] >= MAX_OF_ONE:
+            message = f"{MAX_OF_ONE} viewers of this client watch the events already"
+            raise ApiError(HTTPStatus.TOO_MANY_REQUESTS, message, code="too_many_viewers")
+        if (num := self._holders.total()) >= MAX_SUBSCRIBERS:
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, f"{num} viewers watch the events already",
+                           code="too_many_viewers")
+        self._holders[holder] += 1
+        try:
+            yield
+        finally:
+            self._holders[holder] -= 1
+            if not self._holders[holder]:
+                del self._holders[holder]
 
 
 class ServerClients(Clients):
@@ -166,7 +192,7 @@ class RequestLimits:
         refused: counts a request that was refused.
     """
 
-    def __init__(self, engine_client: EngineClient, settings: ServerSettings, keys: Keys,
+    def __init__(self, engine_client: EngineClient, settings: ServerSettings, keys: ApiKeys,
                  refused: Callable[[str], None]) -> None:
         self._engine_client = engine_client
         self._refused = refused

@@ -1,4 +1,7 @@
-"""`/v1/embeddings`: one vector for each input, from the hidden states of its tokens."""
+"""`/v1/embeddings`: one vector for each input, from the hidden states of its tokens.
+
+Its body has OpenAI's fields and vLLM's extensions.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +13,54 @@ from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
 from sys import byteorder
+from typing import Literal
+
+import msgspec
 
 from slotwise.core.params import InvalidParams, PoolingParams, SamplingParams
 from slotwise.engine.generation import AT_THE_END
+from slotwise.server.api_errors import ApiError, ContextExceeded, bad_request, from_params
+from slotwise.server.bodies import warn_of_unknown_fields
 from slotwise.server.choice import Choice, together
 from slotwise.server.context import Api
-from slotwise.server.embeddings_protocol import EmbeddingRequest
-from slotwise.server.errors import ApiError, ContextExceeded, bad_request, from_params
+from slotwise.server.decoding import decode
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.job import Job, usage_of
 from slotwise.server.pipeline import Asked, check, encoding_of, respond
-from slotwise.server.protocol import decode
+from slotwise.server.protocol import Generate, KeptTokens, Length, Milliseconds, Priority, Prompt, Salt, Seconds, User
 from slotwise.server.shapes import EMBEDDING, to_json
-from slotwise.server.unknown_fields import warn_of_unknown_fields
 
 NO_TOKENS = SamplingParams(max_tokens=None)
 MAX_NUMBERS = 1 << 22  # of the vectors of one response: a thousand of a large model's
 
 Format = Callable[[bytes], bytes]
 """Returns a vector, float32 and little-endian, as JSON."""
+
+
+class EmbeddingRequest(msgspec.Struct, kw_only=True):
+    input: Prompt  # a text or its token ids; a list: several, each with its own vector
+    model: str | None = None  # the served model's name, by default
+    encoding_format: Literal["float", "base64"] | None = None  # of vectors; base64: of float32, little-endian
+    dimensions: Length | None = None  # the first so many numbers of each vector, then normalised
+    normalize: bool | None = None  # vectors have length 1; by default as the checkpoint says, else true
+    user: User | None = None  # the tenant, where the server has no keys
+    request_id: str | None = None  # the id of the response, and of the request in logs and queries
+    service_tier: str | None = None  # `auto`, `default`, or one of the server's own: docs/tiers.md
+    priority: Priority | None = None  # lower is earlier; None: its tier's
+    ttft_ms: Milliseconds | None = None  # objective, milliseconds to the vector; None: its tier's
+    queue_timeout: Seconds | None = None  # seconds to its first slot; the server's own bound holds as well
+    cache_salt: Salt | None = None  # cached prefixes are shared only among requests of one key and one salt
+    add_special_tokens: bool | None = None  # by default the tokenizer's are added
+    truncate_prompt_tokens: KeptTokens | None = None  # an input's tokens that are kept; -1: as many as fit
+    truncation_side: Literal["left", "right"] | None = None  # where tokens are dropped; by default on the right
+
+    def as_generate(self) -> Generate:
+        """The fields that it shares with requests to generate."""
+        return Generate(
+            model=self.model, user=self.user, request_id=self.request_id, service_tier=self.service_tier,
+            priority=self.priority, ttft_ms=self.ttft_ms, queue_timeout=self.queue_timeout,
+            cache_salt=self.cache_salt, add_special_tokens=self.add_special_tokens,
+            truncate_prompt_tokens=self.truncate_prompt_tokens, truncation_side=self.truncation_side or "right")
 
 
 async def embeddings(api: Api, exchange: HttpExchange) -> None:

@@ -15,10 +15,9 @@ from slotwise.observe.batched_observer import BatchedObserver
 from slotwise.observe.recorder import Recorder
 from slotwise.observe.request_timeline import RequestTimeline
 from slotwise.observe.step_time import StepTimeModel
-from slotwise.server.errors import ApiError
+from slotwise.server.api_errors import ApiError
 from slotwise.server.turns import QueueFull, Turns
-from slotwise.server.worker import CallError, Worker
-from slotwise.server.worker_main import Limits
+from slotwise.server.worker_process import CallError, CallLimits, Worker
 
 MOST = 16  # requests explained at once: tracing ids may repeat, and a response may have many choices
 MAX_ASKING, MAX_ASKING_OF_ONE = 64, 4  # `GET /explain` waiting, of all clients and of one
@@ -26,7 +25,7 @@ MAX_WAITING, MAX_WAITING_OF_ONE = 256, 64  # with responses waiting for their fi
 BUSY = "explainer_busy"
 RETRY_AFTER = 1  # seconds
 # Lower than that of streams, but with a quarter of a processor that another program uses whole.
-LIMITS = Limits(seconds=30.0, memory=512 << 20, answer=8 << 20, niceness=5)
+LIMITS = CallLimits(seconds=30.0, memory=512 << 20, answer=8 << 20, niceness=5)
 
 
 class Explainer:

@@ -10,19 +10,18 @@ from dataclasses import replace
 from functools import partial
 
 from slotwise.core.params import SamplingParams
-from slotwise.core.request import RequestSpec
-from slotwise.engine.messages import Add, Timing
+from slotwise.engine.messages import Add
 from slotwise.engine.refusals import Refused
 from slotwise.routing.prompt import PIECE
 from slotwise.server.active_requests import ActiveRequest
+from slotwise.server.api_errors import SHED, ApiError, bad_request, from_refusal
 from slotwise.server.choice import Choice
 from slotwise.server.context import Api
-from slotwise.server.errors import SHED, ApiError, bad_request, from_refusal
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.job import Job
 from slotwise.server.logprobs import MAX_ENTRIES, check_entries, held, num_prompt_entries
-from slotwise.server.queue_headers import headers_of
-from slotwise.server.replica import named_prefix
+from slotwise.server.quotas import headers_of
+from slotwise.server.replica_state import named_prefix
 from slotwise.text.continuation import Continuation, Shown
 
 SHORT_STOPS = 256  # characters of a request's stop strings that the event log shows
@@ -43,7 +42,7 @@ async def start(api: Api, job: Job) -> list[Choice]:
     Raises:
         ApiError: the engine accepts no more, or these are too many.
     """
-    timing = Timing(job.received_ns, job.read_ns, time.monotonic_ns())
+    tokenised_ns = time.monotonic_ns()
     prompts, params = job.prompts, job.params
     if len(prompts) * params.n > api.settings.max_choices:
         raise bad_request(f"n: at most {api.settings.max_choices} choices in one request", "n")
@@ -63,8 +62,7 @@ async def start(api: Api, job: Job) -> list[Choice]:
     choices: list[Choice] = []
     num_sent = 0  # tokens since the last pass of the event loop
     try:
-        for prompt, forced_length in zip(prompts, lengths, strict=True):
-            tokens = tuple(prompt)
+        for prompt, output_tokens in zip(prompts, lengths, strict=True):
             for k in range(params.n):
                 if (num_sent := num_sent + len(prompt) + CHOICE_TOKENS) > PASS_TOKENS:
                     num_sent = 0
@@ -73,11 +71,10 @@ async def start(api: Api, job: Job) -> list[Choice]:
                 text = Continuation(api.text.prompts.tokenizer, prompt, params.stop, params.min_tokens, shown)
                 if api.observers.traces is not None and job.traceparent:
                     api.observers.traces.caller(unique, job.traceparent)
-                spec = RequestSpec(
-                    tokens, sent.of_choice(k), (seed + k) % 2**64, salt=job.salt, slo=job.slo, pooling=job.pooling,
-                    adapter=adapter, adapter_name=adapter_name, kv=job.kv, prediction=job.prediction,
-                    forced_length=forced_length, queue_timeout=timeout, stop_lengths=stop_lengths)
-                generation = api.engine.client.submit(Add(unique, spec, timing))
+                generation = api.engine.client.submit(Add(
+                    unique, prompt, sent.of_choice(k), (seed + k) % 2**64, output_tokens, job.salt, timeout,
+                    job.received_ns, job.read_ns, tokenised_ns, job.slo, stop_lengths, job.pooling,
+                    job.prediction, adapter, adapter_name, job.kv))
                 generation.num_prompt = len(prompt) if job.prediction else 0
                 choices.append(Choice(len(choices), generation, text, stop_ids, is_silent=job.is_silent,
                                       parsed=job.parsing.output() if job.parsing is not None else None))

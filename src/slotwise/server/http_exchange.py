@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from slotwise.server.connections import client_of
-from slotwise.server.errors import OPENAI, ApiError, ClientGone, bad_request
+from slotwise.server.api_errors import OPENAI, ApiError, ClientGone, bad_request
+from slotwise.server.listener import client_of
 
 Headers = list[tuple[bytes, bytes]]
 STEP = 256 << 10  # bytes that one read returns, claimed ahead of a body without an announced length; or sent at once

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from slotwise.core.params import PoolingParams, SamplingParams
-from slotwise.core.request import KVTransfer
 from slotwise.core.slo import SLO
+from slotwise.core.step import KVTransfer
 from slotwise.server.choice import Choice
 from slotwise.server.context import Api
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.logprobs import ChatLogprobs, CompletionLogprobs, LogprobsWriter, TokenNames, TokenTexts
-from slotwise.server.output_parsing import Parsing
+from slotwise.server.parsers.output_format import Parsing
 from slotwise.server.protocol import Generate
 from slotwise.server.served_models import ServedAdapter
 from slotwise.server.shapes import Heading, Shape, drafted, usage

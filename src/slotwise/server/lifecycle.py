@@ -1,21 +1,27 @@
-"""Routes that end the model's work for a while, with vLLM's names and meanings."""
+"""Routes that change which model is served, with vLLM's names: sleep, wake up, load another model or an adapter."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from http import HTTPStatus
+from typing import Any
 from urllib.parse import parse_qsl
+
+import msgspec
 
 from slotwise.engine.refusals import EngineError
 from slotwise.engine.sleep import LEVELS, Busy, Sleep
+from slotwise.server.admin import model_card
 from slotwise.server.admin_protocol import LoadModelRequest
+from slotwise.server.api_errors import ApiError, bad_request
+from slotwise.server.bodies import warn_of_unknown_fields
 from slotwise.server.context import ServedEngine, ServerClients
-from slotwise.server.errors import ApiError, bad_request
+from slotwise.server.decoding import decode, decode_object
 from slotwise.server.http_exchange import HttpExchange
-from slotwise.server.protocol import decode, decode_object
-from slotwise.server.settings import ServerSettings
-from slotwise.server.unknown_fields import warn_of_unknown_fields
+from slotwise.server.settings import LoraModule, ServerSettings
+from slotwise.server.unsupported import refuse
 
 SLEEP, WAKE_UP, LOAD_MODEL = "/sleep", "/wake_up", "/v1/load_model"
 MAX_BODY = 16 << 10  # bytes
@@ -24,6 +30,8 @@ MAX_QUERY = 256  # characters
 ELSEWHERE = {  # parameters of vLLM's that have no meaning here
     "mode": "running requests finish within --shutdown-timeout, and are aborted then",
     "tags": "the whole model wakes up"}
+MAX_ADAPTER_BODY = 64 << 10  # bytes
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 
 async def sleep(clients: ServerClients, engine: ServedEngine, settings: ServerSettings, exchange: HttpExchange) -> None:
@@ -101,3 +109,42 @@ def _query(exchange: HttpExchange, *known: str) -> dict[str, str]:
     for name in found.keys() - set(known):
         raise bad_request(f"{name:.40}: not supported: {ELSEWHERE.get(name, 'there is no such parameter')}", name[:40])
     return found
+
+
+# -- adapters ----------------------------------------------------------------------------------------------------------
+
+
+class LoadAdapterRequest(msgspec.Struct, kw_only=True):
+    lora_name: str  # by which requests name it, as their `model`
+    lora_path: str  # a folder of the server's machine, in the format of PEFT
+    load_inplace: bool | None = None  # it replaces the adapter of this name; requests that have that one keep it
+    base_model_name: str | None = None  # what /v1/models tells as its parent; by default the served model
+    is_3d_lora_weight: Any = None  # refused: factors of experts are not supported
+
+
+class UnloadAdapterRequest(msgspec.Struct, kw_only=True):
+    lora_name: str  # of a loaded adapter
+    lora_int_id: Any = None  # refused: the name says which
+
+
+async def load_adapter(clients: ServerClients, engine: ServedEngine, settings: ServerSettings,
+                       exchange: HttpExchange) -> None:
+    """Load an adapter beside the running requests; the answer comes when requests may name it."""
+    async with clients.bodies.reading(exchange, MAX_ADAPTER_BODY) as body:
+        request = decode(LoadAdapterRequest, body)
+        warn_of_unknown_fields(exchange, LoadAdapterRequest, body)
+    refuse(request)
+    module = LoraModule(request.lora_name, os.path.abspath(request.lora_path), request.base_model_name or "")
+    adapter = await engine.models.load(module, in_place=bool(request.load_inplace))
+    await exchange.respond_json(model_card(engine, settings, adapter.name))
+
+
+async def unload_adapter(clients: ServerClients, engine: ServedEngine, exchange: HttpExchange) -> None:
+    """Unload an adapter: no new request may name it, and its memory is free when those that have it have ended."""
+    async with clients.bodies.reading(exchange, MAX_ADAPTER_BODY) as body:
+        request = decode(UnloadAdapterRequest, body)
+        warn_of_unknown_fields(exchange, UnloadAdapterRequest, body)
+    refuse(request)
+    adapter = engine.models.unload(request.lora_name)
+    await exchange.respond_json({"id": adapter.name, "object": "model", "deleted": True,
+                                 "num_unfinished_exchanges": adapter.num_users})

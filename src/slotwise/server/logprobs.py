@@ -2,6 +2,10 @@
 
 A token has up to 21 entries, and formatting one takes a microsecond or two: `LogprobsWriter` formats long chunks in
 slices, one per pass of the event loop for all choices together, and keeps JSON, which is smaller than Python's objects.
+
+Those of a prompt are a list as long as the prompt, as vLLM has them: null for the first token, then an object for each,
+from token ids to `logprob`, `rank` and `decoded_token`.  Those of a completion are in each of its choices, those of a
+chat in the response.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
+from itertools import count
 from math import isfinite
 from typing import Any, Protocol
 
@@ -18,8 +23,10 @@ import msgspec
 from slotwise.core.params import SamplingParams
 from slotwise.core.step import TokenLogprobs
 from slotwise.core.tenant_capacity import TenantCapacity
-from slotwise.server.choice import Delta
-from slotwise.server.errors import ApiError, bad_request
+from slotwise.server.api_errors import ApiError, bad_request
+from slotwise.server.choice import Choice, Delta
+from slotwise.server.shapes import Shape, add_field
+from slotwise.text.tokenizer import Tokenizer
 
 LEAST = -9999.0  # JSON has no infinity; vLLM writes this for an impossible token
 MAX_ENTRIES = 2_000_000  # of one request: about 150 MB of JSON
@@ -217,3 +224,60 @@ class LogprobsWriter:
                 parts += (b"," if i else b"[", items)
             parts.append(b"]" if name in lists else b"[]")
         return [*parts, b"}"]
+
+
+# -- log-probabilities of prompts --------------------------------------------------------------------------------------
+
+
+class PromptFormat:
+    """The log-probabilities of a prompt as JSON.
+
+    Args:
+        turn: held while a prompt is formatted, a slice in each pass of the event loop.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, turn: asyncio.Lock) -> None:
+        self._tokenizer = tokenizer
+        self._turn = turn
+
+    async def parts(self, prompt: Sequence[int], entries: Sequence[TokenLogprobs]) -> list[bytes]:
+        """The JSON in parts.
+
+        Args:
+            entries: of the tokens from the second on; fewer where the generation ended before its prompt was computed.
+        """
+        size = max(1, SLICE // (1 + max((len(entry.top_ids) for entry in entries), default=0)))
+        parts = [b"[null"]
+        async with self._turn:
+            for start in range(0, len(entries), size):
+                some = zip(prompt[start + 1 : start + 1 + size], entries[start : start + size], strict=False)
+                parts.append(b"," + _to_json([self._by_token(token, entry) for token, entry in some])[1:-1])
+                await asyncio.sleep(0)
+        return [*parts, b",null" * (len(prompt) - 1 - len(entries)), b"]"]
+
+    def _by_token(self, token: int, entry: TokenLogprobs) -> dict[int, dict[str, Any]]:
+        """The prompt's own token first, then the most probable ones; rank 1 is the most probable."""
+        ranked = [(token, entry.logprob, entry.rank), *zip(entry.top_ids, entry.top_logprobs, count(1), strict=False)]
+        return {
+            one: {"logprob": finite(logprob), "rank": rank, "decoded_token": self._tokenizer.token_text(one)}
+            for one, logprob, rank in ranked}
+
+
+async def with_prompts(
+    shape: Shape, prompts: Sequence[Sequence[int]], choices: Sequence[Choice], answers: list[list[bytes]],
+    prompt_format: PromptFormat,
+) -> list[bytes]:
+    """Adds the log-probabilities of `prompts` to the `answers` of their choices, or returns a field of the response.
+
+    The first choice of each prompt has received them.
+    """
+    num_choices = len(choices) // len(prompts)  # of each prompt
+    for number, prompt in enumerate(prompts):
+        first = number * num_choices
+        parts = await prompt_format.parts(prompt, choices[first].generation.prompt_logprobs)
+        choices[first].generation.prompt_logprobs.clear()  # JSON takes half of the memory
+        if not shape.prompts_in_choices:
+            return [b',"prompt_logprobs":', *parts]
+        for answer in answers[first : first + num_choices]:
+            add_field(answer, b"prompt_logprobs", parts)
+    return []

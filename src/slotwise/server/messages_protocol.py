@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from slotwise.neutral import ANY
-from slotwise.server.errors import bad_request
-from slotwise.server.kv_transfer_params import KVTransferParams
+from slotwise.server.api_errors import bad_request
 from slotwise.server.protocol import (
     ChatRequest,
+    KVTransferParams,
     Milliseconds,
     NoneOrMore,
     OneOrMore,
@@ -44,7 +44,7 @@ NEUTRAL_OF_TOOL: dict[str, tuple[Any, ...]] = {
     "allowed_callers": ([], ["direct"])}
 
 
-class Metadata(msgspec.Struct):
+class MessagesMetadata(msgspec.Struct):
     user_id: str | None = None  # the tenant, where the server has no keys
 
 
@@ -59,7 +59,7 @@ class OutputConfig(msgspec.Struct):
     format: dict[str, Any] | None = None  # `{"type": "json_schema", "schema": ...}`
 
 
-class ToolChoice(msgspec.Struct):
+class MessagesToolChoice(msgspec.Struct):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None  # of `tool`
     disable_parallel_tool_use: bool | None = None  # the answer has one call at most
@@ -72,7 +72,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     model: str | None = None  # the served model's name, by default
     system: Text | None = None  # the system message: a text, or blocks of type `text`
     tools: list[dict[str, Any]] | None = None  # `name`, `description` and `input_schema` of each
-    tool_choice: ToolChoice | None = None  # `auto`, `any`, `tool` with a name, or `none`
+    tool_choice: MessagesToolChoice | None = None  # `auto`, `any`, `tool` with a name, or `none`
     thinking: Thinking | None = None  # turns reasoning on or off, where the template can; by default it decides
     output_config: OutputConfig | None = None  # `effort`, the template's `reasoning_effort`, and `format`
     chat_template_kwargs: dict[str, Any] | None = None  # further variables of the template
@@ -110,7 +110,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     temperature: Temperature | None = None  # divides the logits; by default the model's own
     top_p: TopP | None = None  # keep the smallest set of tokens whose probabilities sum to this; 0: one token
     top_k: TopK | None = None  # keep the k most probable tokens
-    metadata: Metadata | None = None  # `user_id`: the tenant, where the server has no keys
+    metadata: MessagesMetadata | None = None  # `user_id`: the tenant, where the server has no keys
     service_tier: str | None = None  # `auto`, `standard_only`, or one of the server's own: docs/tiers.md
     request_id: str | None = None  # the id of the response, and of the request in logs and queries
     seed: Seed | None = None  # the same seed gives the same answer
@@ -139,7 +139,7 @@ def _response_format(form: Json) -> Json:
     return {"type": "json_schema", "json_schema": {"name": "output", "schema": form["schema"], "strict": True}}
 
 
-def _tool_choice(choice: ToolChoice) -> str | Json:
+def _tool_choice(choice: MessagesToolChoice) -> str | Json:
     if choice.type == "tool":
         if choice.name is None:
             raise bad_request("tool_choice.name: is needed with the type tool", "tool_choice")

@@ -20,20 +20,19 @@ from slotwise.server.admin_protocol import (
     TokenizeRequest,
     WhatIfRequest,
 )
-from slotwise.server.embeddings_protocol import EmbeddingRequest
-from slotwise.server.errors import TRY_LATER, ErrorBody
-from slotwise.server.events import SWITCHES
-from slotwise.server.lifecycle import LOAD_MODEL, SLEEP, WAKE_UP
-from slotwise.server.lora import LOAD, UNLOAD, LoadAdapterRequest, UnloadAdapterRequest
-from slotwise.server.messages_output import MESSAGES, MessagesErrorBody
+from slotwise.server.api_errors import TRY_LATER, ErrorBody
+from slotwise.server.embeddings import EmbeddingRequest
+from slotwise.server.event_stream import SWITCHES
+from slotwise.server.lifecycle import LOAD, LOAD_MODEL, SLEEP, UNLOAD, WAKE_UP, LoadAdapterRequest, UnloadAdapterRequest
+from slotwise.server.messages import MESSAGES, MessagesErrorBody
 from slotwise.server.messages_protocol import CountTokensRequest, MessagesRequest
 from slotwise.server.pages import REFUSED
 from slotwise.server.protocol import (
     ChatRequest,
     CompletionRequest,
 )
-from slotwise.server.queue_headers import POSITION, START
-from slotwise.server.replica import INSTANCE, MAX_SINCE, SINCE
+from slotwise.server.quotas import POSITION, START
+from slotwise.server.replica_state import INSTANCE, MAX_SINCE, SINCE
 from slotwise.server.request_log import GENERATING
 from slotwise.server.responses_protocol import ResponsesRequest
 from slotwise.server.tiers import TierSettings
@@ -73,15 +72,15 @@ QUOTA: Json = {
         ("Reset", "When all are back (1m0s, 1.5s, 20ms)", {"type": "string"}))}
 
 
-class Part(msgspec.Struct):
+class ContentPart(msgspec.Struct):
     type: str
 
 
-class Message(msgspec.Struct):
+class ChatMessage(msgspec.Struct):
     """The fields every message must have."""
 
     role: str
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
 
 
 def document(
@@ -93,7 +92,7 @@ def document(
         open_to_all: paths that need no key.
         root_path: prefix of all paths, for clients that reach the server through a proxy.
     """
-    types = [*BODIES.values(), Message, ErrorBody, MessagesErrorBody, TierSettings]
+    types = [*BODIES.values(), ChatMessage, ErrorBody, MessagesErrorBody, TierSettings]
     references, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     for kind in BODIES.values():
         described, refused = components[kind.__name__], unsupported_fields(kind)
@@ -101,7 +100,7 @@ def document(
         described["properties"] = _in_order(described["properties"], described.get("required", ()))
     schemas = dict(zip(types, references, strict=True))
     components["ChatRequest"]["properties"]["messages"] = {
-        "type": "array", "items": schemas[Message], "minItems": 1, "maxItems": MAX_MESSAGES}
+        "type": "array", "items": schemas[ChatMessage], "minItems": 1, "maxItems": MAX_MESSAGES}
     paths: dict[str, Json] = {}
     for method, path, endpoint in routes:
         operation = _operation(method, path, schemas)

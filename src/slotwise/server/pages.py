@@ -1,4 +1,8 @@
-"""The pages `/` and `/docs`: HTML without scripts, which loads nothing from anywhere."""
+"""The pages `/`, `/docs` and `/timeline`.
+
+The first two are HTML without scripts, which loads nothing from anywhere.  The timeline holds no data: it fetches
+`/events`, and prompts its reader for a key if one is needed.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from html import escape
 from typing import Any
 
 from slotwise import __version__
+from slotwise.observe.timeline import page
 from slotwise.server.context import ServedEngine, ServerClients
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.settings import ServerSettings
@@ -162,3 +167,15 @@ def _values(schema: Json) -> Iterator[str]:
         bounds = [f"{word} {schema[name]}" for name, word in (
             ("minimum", "from"), ("exclusiveMinimum", "above"), ("maximum", "to")) if name in schema]
         yield " ".join([schema.get("type", "any"), *bounds])
+
+
+async def timeline(exchange: HttpExchange) -> None:
+    """The live timeline of the batch, step by step, as an HTML page."""
+    await respond_timeline(exchange, page.live())
+
+
+async def respond_timeline(exchange: HttpExchange, document: bytes) -> None:
+    """Send a page of `observe.timeline`."""
+    await exchange.respond(document, content_type=HTML, headers=[
+        (b"content-security-policy", page.policy()), (b"cache-control", b"no-cache"),
+        (b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")])

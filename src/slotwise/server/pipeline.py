@@ -10,17 +10,17 @@ from typing import NamedTuple
 
 from slotwise.core.params import InvalidParams, PoolingParams, SamplingParams
 from slotwise.core.slo import SLO
+from slotwise.server.api_errors import bad_request, from_params
 from slotwise.server.context import Api
-from slotwise.server.errors import bad_request, from_params
 from slotwise.server.generate import Renderer, answer
 from slotwise.server.http_exchange import HttpExchange, checked_request_id
 from slotwise.server.job import Job, Repeated
-from slotwise.server.kv_transfer import has_secret, transfer_of
-from slotwise.server.output_parsing import Parsing
+from slotwise.server.parsers.output_format import Parsing
+from slotwise.server.prompt_transfer import has_secret, transfer_of
 from slotwise.server.prompts import Encoding
 from slotwise.server.protocol import Generate
 from slotwise.server.shapes import Heading, Shape
-from slotwise.server.slo import UNTIERED
+from slotwise.server.tiers import UNTIERED
 from slotwise.speculation.settings import NONE
 
 

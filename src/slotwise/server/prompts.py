@@ -9,11 +9,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from slotwise.core.params import MAX_BAD_WORD_TOKENS
 from slotwise.engine.messages import EngineInfo
+from slotwise.server.api_errors import ContextExceeded, bad_request, from_queue_full, from_text
+from slotwise.server.checkpoint_workers import LimitedTokenizer, Template
 from slotwise.server.conversation import Conversation
-from slotwise.server.errors import ContextExceeded, bad_request, from_queue_full, from_text
-from slotwise.server.limited_tokenizer import LimitedTokenizer
 from slotwise.server.protocol import Prompt
-from slotwise.server.templates import Template
 from slotwise.server.turns import QueueFull, Turns
 from slotwise.text.chat_source import ChatTemplateError
 from slotwise.text.conversation import InvalidMessages, OpenEnd, check_messages

@@ -6,11 +6,8 @@ change nothing, or refused by name (see `server.unsupported`); an unknown one is
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from functools import cache
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -26,14 +23,11 @@ from slotwise.core.params import (
 )
 from slotwise.core.settings import INT64, Range, whole
 from slotwise.core.slo import PRIORITIES
-from slotwise.server import body_precheck
-from slotwise.server.errors import bad_request, from_decoding, from_params
-from slotwise.server.kv_transfer_params import KVTransferParams
+from slotwise.server.api_errors import bad_request, from_params
+from slotwise.server.decoding import MAX_FIELD
 from slotwise.server.unsupported import Unsupported, refuse
-from slotwise.server.whole_numbers import with_whole_numbers
-from slotwise.text.conversation import RESERVED_VARIABLES
+from slotwise.text.conversation import MAX_MESSAGES, RESERVED_VARIABLES
 
-MAX_NAME = 200  # characters of a name that an error repeats
 Int = Annotated[int, msgspec.Meta(ge=-INT64, le=INT64)]
 
 
@@ -66,11 +60,25 @@ Prompt = str | list[str | Int | list[Int]]
 AllowedTokens = Annotated[list[TokenId], msgspec.Meta(min_length=1, max_length=MAX_ALLOWED_TOKENS)]
 BadWords = Annotated[list[Stop], msgspec.Meta(max_length=MAX_STOP_STRINGS)]
 Hint = Annotated[str, msgspec.Meta(max_length=512)]
-TemplateSource = Annotated[str, msgspec.Meta(min_length=1, max_length=body_precheck.MAX_FIELD)]
+TemplateSource = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_FIELD)]
 KeptTokens = Annotated[int, msgspec.Meta(ge=-1, le=INT64)]
 Budget = Annotated[int, msgspec.Meta(ge=-1, le=INT64)]
 SWITCHES = ("enable_thinking", "thinking")  # templates' variables that turn reasoning on or off
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+TransferName = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
+
+
+class KVTransferParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Where a prompt's blocks come from, or that they are to be sent.  None stands for a field left out."""
+
+    do_remote_decode: bool | None = None  # compute the prompt, and keep its blocks for another engine
+    do_remote_prefill: bool | None = None  # another engine computes the prompt
+    transfer_id: TransferName | None = None  # the same in both requests; by default the producer makes one up
+    remote_engine_id: TransferName | None = None  # of the producer; changes nothing
+    remote_host: TransferName | None = None  # of the producer, as the next
+    remote_port: Port | None = None
+    remote_block_ids: None = None  # of the vLLM connectors that have it
 
 
 class StreamOptions(msgspec.Struct):
@@ -90,7 +98,7 @@ class PredictedOutput(msgspec.Struct):
     """What the output is expected to be, as OpenAI's predicted outputs."""
 
     type: Literal["content"]
-    content: str | Annotated[list[TextPart], msgspec.Meta(max_length=body_precheck.MAX_MESSAGES)]
+    content: str | Annotated[list[TextPart], msgspec.Meta(max_length=MAX_MESSAGES)]
 
     @property
     def text(self) -> str:
@@ -290,51 +298,3 @@ class ChatRequest(Generate, kw_only=True):
             variables = dict.fromkeys(SWITCHES, self.reasoning_effort != "none") | variables
             variables["reasoning_effort"] = self.reasoning_effort
         return variables
-
-
-Body = TypeVar("Body", bound=msgspec.Struct)
-_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_FLOAT_FOR_INTEGER = "got `float`"  # in msgspec's error
-
-
-@cache
-def _decoder(kind: type[Body]) -> msgspec.json.Decoder[Body]:
-    return msgspec.json.Decoder(kind)
-
-
-def decode(kind: type[Body], body: bytes) -> Body:
-    """The body as a `kind`.  Raises ApiError, with the field at fault as its `param`."""
-    with _decoding(body):
-        kept = body_precheck.trimmed(kind, body) if len(body) > body_precheck.LARGE else body
-        try:
-            decoded: Body = _decoder(kind).decode(kept)
-        except msgspec.ValidationError as error:
-            if _FLOAT_FOR_INTEGER not in str(error):
-                raise
-            decoded = _decoder(kind).decode(with_whole_numbers(kind, kept))
-    return decoded
-
-
-def decode_object(body: bytes) -> dict[str, Any]:
-    """The fields of a JSON object.  Raises ApiError for any other body, with the field at fault as its `param`."""
-    with _decoding(body):
-        fields = _OBJECT.decode(body)
-    return {name: _value(name, raw) for name, raw in fields.items()}
-
-
-def _value(name: str, raw: msgspec.Raw) -> Any:
-    try:
-        return msgspec.json.decode(raw)
-    except (ValueError, RecursionError) as error:
-        raise bad_request(f"{name[:MAX_NAME]}: {error}", name[:MAX_NAME]) from error
-
-
-@contextmanager
-def _decoding(body: bytes) -> Iterator[None]:
-    gc.disable()  # JSON has no cycles; the collector would scan a hostile body's hundred thousand lists
-    try:
-        yield
-    except (ValueError, RecursionError) as error:
-        raise from_decoding(error, body) from error
-    finally:
-        gc.enable()

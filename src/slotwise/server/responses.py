@@ -1,9 +1,16 @@
-"""`/v1/responses`: OpenAI's Responses API, served as a chat; responses are stored for a time, and may be continued."""
+"""`/v1/responses`: OpenAI's Responses API, served as a chat; responses are stored for a time, and may be continued.
+
+Output items, and the events that build them, are made from the parts of an output:
+
+    parts      Reasoning, ...    Content, ...                       CallName, CallArguments, ...
+    items      0: reasoning      1: message                         2: function_call
+    events     output_item.added, [content_part.added], *.delta ..., *.done, [content_part.done], output_item.done
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from http import HTTPStatus
 from typing import Any, NamedTuple
@@ -12,28 +19,116 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from slotwise.engine.generation import Chunk
+from slotwise.server.api_errors import ApiError, ContextExceeded, ErrorFormat, bad_request, renamed
+from slotwise.server.bodies import warn_of_unknown_fields, warn_of_unknown_keys
 from slotwise.server.choice import Choice, Delta, parts_of
 from slotwise.server.completions import asked_of_chat
 from slotwise.server.context import Api, ServerClients
-from slotwise.server.errors import ApiError, ContextExceeded, ErrorFormat, bad_request, renamed
+from slotwise.server.decoding import MAX_NAME, decode
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.job import Job
-from slotwise.server.parsers.parts import Part, Reasoning
+from slotwise.server.parsers.output_parser import CallArguments, CallName, Content, Part, Reasoning, new_call_id
 from slotwise.server.pipeline import Asked, respond
-from slotwise.server.protocol import MAX_NAME, decode
 from slotwise.server.response_store import Stored, StoreFull
-from slotwise.server.responses_items import Event, Items
 from slotwise.server.responses_protocol import ResponsesRequest, messages_of
 from slotwise.server.shapes import RESPONSE, Heading, to_json
-from slotwise.server.unknown_fields import warn_of_unknown_fields, warn_of_unknown_keys
 from slotwise.text.conversation import Message
 
 Json = dict[str, Any]
+Event = tuple[str, Json]  # its type without `response.`, and its fields
+
+MESSAGE, REASONING, CALL = "message", "reasoning", "function_call"
+PARTS: dict[str, Json] = {
+    MESSAGE: {"type": "output_text", "text": "", "annotations": [], "logprobs": []},
+    REASONING: {"type": "reasoning_text", "text": ""}}
+DELTAS = {MESSAGE: "output_text", REASONING: "reasoning_text", CALL: "function_call_arguments"}
 RESPONSES = "/v1/responses"
 FIELDS = {"max_tokens": "max_output_tokens", "messages": "input", "response_format": "text.format",
           "reasoning_effort": "reasoning.effort"}  # chats' names of fields, here
 NEUTRAL = (("stream", "false"), ("include_obfuscation", "false"))  # parameters of a query, with what changes nothing
 CODES = {HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_exceeded"}  # of a response that failed; else `server_error`
+
+
+class Items:
+    """The items of one response, one after the other.
+
+    Args:
+        name: of the response, in the items' ids.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.items: list[Json] = []  # the last one may be open
+        self._name = name
+        self._open: str | int | None = None  # the kind of the item that is open: a call's is its number
+        self._texts: list[str] = []  # of the item that is open
+
+    def read(self, parts: Sequence[Part]) -> Iterator[Event]:
+        """Yields the events of the next parts."""
+        for part in parts:
+            match part:
+                case Content(text):
+                    yield from self._begin(MESSAGE, MESSAGE)
+                    yield self._delta(text)
+                case Reasoning(text):
+                    yield from self._begin(REASONING, REASONING)
+                    yield self._delta(text)
+                case CallName(index, name):
+                    yield from self._begin(index, CALL, call_id=new_call_id(), name=name)
+                case CallArguments(_, text):
+                    yield self._delta(text)
+
+    def end(self, status: str = "completed") -> Iterator[Event]:
+        """Yields the end of the item that is open.  Args: status: `incomplete` if the output was cut off."""
+        if self._open is None:
+            return
+        self._open = None
+        item, text = self.items[-1], "".join(self._texts)
+        kind = item["type"]
+        item["status"] = status
+        done: Json = {"text": text} if kind != CALL else {"arguments": text, "name": item["name"]}
+        if kind == MESSAGE:
+            done["logprobs"] = []
+        yield f"{DELTAS[kind]}.done", self._place(item) | done
+        if kind == CALL:
+            item["arguments"] = text
+        else:
+            item["content"] = [PARTS[kind] | {"text": text}]
+            yield "content_part.done", self._place(item) | {"part": item["content"][0]}
+        yield "output_item.done", {"output_index": len(self.items) - 1, "item": item}
+
+    def _begin(self, opened: str | int, kind: str, **fields: str) -> Iterator[Event]:
+        if opened == self._open:
+            return
+        yield from self.end()
+        self._open, self._texts = opened, []
+        item: Json = {"id": f"{kind}-{self._name}-{len(self.items)}", "type": kind, "status": "in_progress"} | fields
+        if kind == CALL:
+            item["arguments"] = ""
+        else:
+            item["content"] = []
+            if kind == MESSAGE:
+                item["role"] = "assistant"
+            else:
+                item["summary"] = []
+        self.items.append(item)
+        yield "output_item.added", {"output_index": len(self.items) - 1, "item": dict(item)}
+        if kind != CALL:
+            yield "content_part.added", self._place(item) | {"part": PARTS[kind]}
+
+    def _delta(self, text: str) -> Event:
+        item = self.items[-1]
+        self._texts.append(text)
+        fields: Json = self._place(item) | {"delta": text}
+        if item["type"] == MESSAGE:
+            fields["logprobs"] = []
+        return f"{DELTAS[item['type']]}.delta", fields
+
+    def _place(self, item: Json) -> Json:
+        place: Json = {"item_id": item["id"], "output_index": len(self.items) - 1}
+        return place if item["type"] == CALL else place | {"content_index": 0}
+
+
+# -- the endpoints -----------------------------------------------------------------------------------------------------
 
 
 def _in_own_words(error: ApiError) -> ApiError:

@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from slotwise.server.errors import bad_request
-from slotwise.server.kv_transfer_params import KVTransferParams
+from slotwise.server.api_errors import bad_request
 from slotwise.server.protocol import (
     ChatRequest,
     Effort,
     Hint,
+    KVTransferParams,
     Milliseconds,
     OneOrMore,
     Priority,

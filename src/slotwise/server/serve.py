@@ -20,12 +20,22 @@ from typing import Any, cast
 
 import uvicorn
 
-from slotwise.server.acceptor import Acceptor, plain
 from slotwise.server.asgi import ADMIN, App
 from slotwise.server.connection import Connection
-from slotwise.server.connections import BACKLOG, Connections, backlog_within, most_within, raise_file_limit
+from slotwise.server.listener import (
+    BACKLOG,
+    HANDSHAKES_AT_ONCE,
+    MOST_TLS,
+    Acceptor,
+    Connections,
+    Tls,
+    backlog_within,
+    context_of,
+    most_within,
+    plain,
+    raise_file_limit,
+)
 from slotwise.server.settings import ServerSettings
-from slotwise.server.tls import AT_ONCE, MOST, Tls, context_of
 
 FLUSH = 5  # seconds for responses that are written but not yet sent; then what clients have not read is dropped
 LISTENS = "0A"  # a state in /proc/net/tcp
@@ -53,7 +63,7 @@ class _Server(uvicorn.Server):
         protocol = partial(factory, config=self.config, server_state=self.server_state, app_state={})
         if (tls := self._tls) is None:
             return Acceptor(listener, plain(protocol))
-        return Acceptor(listener, lambda loop, accepted: tls.connect(loop, protocol(), accepted), AT_ONCE)
+        return Acceptor(listener, lambda loop, accepted: tls.connect(loop, protocol(), accepted), HANDSHAKES_AT_ONCE)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -116,7 +126,7 @@ async def serve(app: App[Any], listener: socket.socket, on_listening: Callable[[
     app.api.clients.browsers.listens_on(listener.getsockname()[0])
     settings, file_limit = app.api.settings, raise_file_limit()
     tls, most = _tls(settings), most_within(file_limit)
-    connections = Connections(min(most, MOST) if tls else most)
+    connections = Connections(min(most, MOST_TLS) if tls else most)
     protocol = partial(Connection, among=connections, header_timeout=settings.header_timeout,
                        body_timeout=settings.body_timeout, unread_timeout=settings.unread_timeout)
     config = uvicorn.Config(

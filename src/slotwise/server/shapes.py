@@ -1,4 +1,4 @@
-"""Response formats of the two endpoints: whole JSON, or server-sent events.
+"""Response formats of OpenAI's endpoints: whole JSON, or server-sent events.
 
 What is constant within a stream is encoded once; a plain token costs a few concatenations of bytes.
 """
@@ -12,10 +12,59 @@ from typing import Any
 
 import msgspec
 
-from slotwise.server.chat_output import delta_fields
 from slotwise.server.choice import Delta
+from slotwise.server.parsers.output_parser import (
+    CallArguments,
+    CallName,
+    Content,
+    Part,
+    Reasoning,
+    gathered,
+    new_call_id,
+)
 
+NAMES_OF_REASONING = ("reasoning_content", "reasoning")  # vLLM's older name, and its newer one
 to_json = msgspec.json.Encoder().encode
+
+
+def delta_fields(parts: Sequence[Part]) -> dict[str, Any]:
+    """The delta of an event, with what it adds alone: empty content beside tool calls would make a text of its own."""
+    content, reasoning, calls = "", "", dict[int, dict[str, Any]]()
+    for part in parts:
+        match part:
+            case Content(text):
+                content += text
+            case Reasoning(text):
+                reasoning += text
+            case CallName(index, name):
+                calls[index] = {"index": index} | _call(name, "")
+            case CallArguments(index, text):
+                call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
+                call["function"]["arguments"] += text
+    fields: dict[str, Any] = _reasoning(reasoning)
+    if content:
+        fields["content"] = content
+    if calls:
+        fields["tool_calls"] = list(calls.values())
+    return fields
+
+
+def message_fields(parts: Sequence[Part]) -> dict[str, Any]:
+    """A choice's whole message."""
+    said = gathered(parts)
+    message: dict[str, Any] = {"role": "assistant", "content": said.content, "refusal": None}
+    if said.calls:
+        message["content"] = said.content or None
+        message["tool_calls"] = [_call(call.name, call.arguments) for call in said.calls]
+    return {"message": message | _reasoning(said.reasoning)}
+
+
+def _call(name: str, arguments: str) -> dict[str, Any]:
+    return {"id": new_call_id(), "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    return dict.fromkeys(NAMES_OF_REASONING, text) if text else {}
 
 
 @dataclass(frozen=True, slots=True)

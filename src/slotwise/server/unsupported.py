@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from slotwise.neutral import SAMPLING, ignored_key, is_neutral
-from slotwise.server.errors import bad_request
+from slotwise.server.api_errors import bad_request
 
 NEUTRAL: dict[str, tuple[Any, ...]] = SAMPLING | {  # beside null
     "return_token_offsets": (False,), "return_mm_kwargs": (True,),

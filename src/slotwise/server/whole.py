@@ -8,17 +8,15 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from slotwise.server.chat_output import message_fields
 from slotwise.server.choice import Choice, Delta, together
 from slotwise.server.context import Api
 from slotwise.server.echo import put_prompts
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.job import Job, explained, usage_of, writer_of
-from slotwise.server.kv_transfer import told
-from slotwise.server.logprobs import LogprobsWriter
-from slotwise.server.parsers.parts import Content, Part
-from slotwise.server.prompt_logprobs import PromptFormat, with_prompts
-from slotwise.server.shapes import add_field, ending, to_json, whole_choice, whole_response
+from slotwise.server.logprobs import LogprobsWriter, PromptFormat, with_prompts
+from slotwise.server.parsers.output_parser import Content, Part
+from slotwise.server.prompt_transfer import told
+from slotwise.server.shapes import add_field, ending, message_fields, to_json, whole_choice, whole_response
 
 
 class Output(NamedTuple):

@@ -2,7 +2,7 @@
 
 The replay under the log's own settings shows the error of the method: where it is far from what was measured, so is
 what it says of other settings, and the answer begins with that.  A server asks this of the latest part of its ring in
-a process beside it (`server/what_if.py`), which ends in time.
+a process beside it (`server/what_if_replay.py`), which ends in time.
 """
 
 from __future__ import annotations

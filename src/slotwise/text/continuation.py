@@ -29,7 +29,7 @@ class Shown(NamedTuple):
 
 
 PLAIN = Shown()
-STAND_INS = range(0xD800, 0xDC00)  # those of parsers are behind these: see `server.parsers.markers`
+STAND_INS = range(0xD800, 0xDC00)  # those of parsers are behind these: see `server.parsers.output_parser`
 
 
 class Continuation:

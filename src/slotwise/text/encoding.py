@@ -1,4 +1,4 @@
-"""Tokenizing for a worker process (see `server.worker`): some tokenizers' rules take any time for a text."""
+"""Tokenizing for a worker process (see `server.worker_process`): some tokenizers' rules take any time for a text."""
 
 from __future__ import annotations
 

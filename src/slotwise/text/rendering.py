@@ -1,4 +1,4 @@
-"""Chat templates for a worker process (see `server.worker`): a checkpoint's template may not end or exhaust memory."""
+"""Chat templates for a worker process (see `server.worker_process`): a template may never end or exhaust memory."""
 
 from __future__ import annotations
 

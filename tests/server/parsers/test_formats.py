@@ -10,9 +10,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from slotwise.server.parsers.parts import CallArguments, CallName, Message, Part, gathered, merged
-from slotwise.server.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, OutputFormat, tool_parser_of
-from slotwise.server.parsers.thinking import has_begun
+from slotwise.server.parsers.output_format import REASONING_PARSERS, TOOL_PARSERS, OutputFormat, tool_parser_of
+from slotwise.server.parsers.output_parser import CallArguments, CallName, ParsedMessage, Part, gathered, merged
+from slotwise.server.parsers.reasoning import has_begun
 
 SPECIAL = {spelling: number for number, spelling in enumerate(
     ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>", "<|return|>", "[TOOL_CALLS]",
@@ -44,7 +44,7 @@ def parsed(tools: str, reasoning: str, pieces: Iterable[str], begun: bool | None
     return merged(found + parser.end())
 
 
-def message(tools: str, reasoning: str, text: str, prompt: str = "") -> Message:
+def message(tools: str, reasoning: str, text: str, prompt: str = "") -> ParsedMessage:
     """The output, fed a character at a time."""
     return gathered(parsed(tools, reasoning, coded(tools, reasoning, text)[1], has_begun(prompt)))
 

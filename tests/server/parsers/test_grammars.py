@@ -8,9 +8,9 @@ from typing import Any
 import llguidance
 import pytest
 
-from slotwise.server.parsers.grammar import Schemas, lark_of_regex
-from slotwise.server.parsers.parts import gathered
-from slotwise.server.parsers.registry import TOOL_PARSERS, OutputFormat
+from slotwise.server.parsers.call_grammar import Schemas, lark_of_regex
+from slotwise.server.parsers.output_format import TOOL_PARSERS, OutputFormat
+from slotwise.server.parsers.output_parser import gathered
 
 SPECIAL = ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>", "<|return|>",
            "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>"]

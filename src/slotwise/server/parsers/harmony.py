@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import re
 
-from slotwise.server.parsers.grammar import Syntax
-from slotwise.server.parsers.json_text import Emit, nested
-from slotwise.server.parsers.parser import FormatParser
-from slotwise.server.parsers.reader import Waiting
+from slotwise.server.parsers.json_calls import Emit, nested
+from slotwise.server.parsers.output_parser import FormatParser, Syntax, Waiting
 
 RECIPIENT = re.compile(r"to=([\w.:-]+)")
 FUNCTIONS = "functions."

@@ -7,10 +7,8 @@
 
 from __future__ import annotations
 
-from slotwise.server.parsers.grammar import Syntax
-from slotwise.server.parsers.json_text import CallObject
-from slotwise.server.parsers.parser import FormatParser
-from slotwise.server.parsers.reader import Waiting
+from slotwise.server.parsers.json_calls import CallObject
+from slotwise.server.parsers.output_parser import FormatParser, Syntax, Waiting
 
 
 class Hermes(FormatParser):

@@ -7,10 +7,8 @@ Nothing but the name of a tool tells a call from another object, so only the req
 
 from __future__ import annotations
 
-from slotwise.server.parsers.grammar import Syntax
-from slotwise.server.parsers.json_text import CallObject
-from slotwise.server.parsers.parser import FormatParser
-from slotwise.server.parsers.reader import SPACES, Waiting
+from slotwise.server.parsers.json_calls import CallObject
+from slotwise.server.parsers.output_parser import SPACES, FormatParser, Syntax, Waiting
 
 
 class Llama3Json(FormatParser):

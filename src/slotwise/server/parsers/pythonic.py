@@ -11,10 +11,8 @@ import ast
 import json
 import re
 
-from slotwise.server.parsers.json_text import SURROGATE, dumped
-from slotwise.server.parsers.markers import ANY
-from slotwise.server.parsers.parser import FormatParser
-from slotwise.server.parsers.reader import SPACES, Waiting
+from slotwise.server.parsers.json_calls import SURROGATE, dumped
+from slotwise.server.parsers.output_parser import ANY, SPACES, FormatParser, Waiting
 
 NAME = re.compile(r"[\w.-]+")
 PLAIN = re.compile(rf"[^\"'()\[\]{{}},\\{ANY}]+")

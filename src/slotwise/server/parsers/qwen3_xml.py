@@ -18,10 +18,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from slotwise.server.parsers.json_text import dumped
-from slotwise.server.parsers.markers import ANY
-from slotwise.server.parsers.parser import FormatParser
-from slotwise.server.parsers.reader import Waiting
+from slotwise.server.parsers.json_calls import dumped
+from slotwise.server.parsers.output_parser import ANY, FormatParser, Waiting
 
 NAME = re.compile(rf"[^<>\n{ANY}]+")
 CLOSING = "</parameter>"

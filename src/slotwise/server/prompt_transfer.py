@@ -13,10 +13,9 @@ from http import HTTPStatus
 from typing import Any
 
 from slotwise.core.params import SamplingParams
-from slotwise.core.request import KVTransfer
-from slotwise.server.errors import ApiError, bad_request
-from slotwise.server.kv_transfer_params import KVTransferParams
-from slotwise.server.protocol import Generate
+from slotwise.core.step import KVTransfer
+from slotwise.server.api_errors import ApiError, bad_request
+from slotwise.server.protocol import Generate, KVTransferParams
 from slotwise.transfer.settings import KVTransferConfig
 
 FIELD = "kv_transfer_params"

@@ -15,25 +15,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from slotwise.server.parsers.markers import Markers
+from slotwise.server.parsers.output_parser import MOST_CALLS, Markers, Syntax
 
-MOST_CALLS = 16  # of one output
 TEXT = r"TEXT: /(.|\n)*/"
 NAMED = re.compile(r"<[^<>\[\]]+>")  # how a grammar can name a special token
-
-
-class Syntax(NamedTuple):
-    """How calls are written: `opening before NAME middle ARGUMENTS after separator before ... closing`."""
-
-    before: str
-    middle: str
-    after: str
-    trigger: str = ""  # what begins a call and no other text; `before` begins with it
-    opening: str = ""
-    separator: str = ""
-    closing: str = ""
-    quotes: bool = True  # around the name
-    most: int = MOST_CALLS
 
 
 class Schemas(NamedTuple):

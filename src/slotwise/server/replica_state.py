@@ -15,8 +15,8 @@ from slotwise.core.step_time import Prediction, StepTimeModel
 from slotwise.observe.prefix_index import Changes
 from slotwise.routing.prompt import read
 from slotwise.routing.replica import Report, prefill_rate
+from slotwise.server.api_errors import bad_request
 from slotwise.server.context import Observers, RequestLimits, ServedEngine
-from slotwise.server.errors import bad_request
 from slotwise.server.http_exchange import HttpExchange
 
 PREFIX = b"x-slotwise-prefix"

@@ -11,9 +11,7 @@ Many templates end the prompt with the first tag, and with both where the model 
 
 from __future__ import annotations
 
-from slotwise.server.parsers.markers import Markers
-from slotwise.server.parsers.parser import FormatParser
-from slotwise.server.parsers.reader import SPACES, Waiting
+from slotwise.server.parsers.output_parser import SPACES, FormatParser, Markers, Waiting
 
 OPENING, CLOSING = "<think>", "</think>"
 

@@ -1,7 +1,7 @@
-"""`GET /requests/{request_id}`: state and queue position of a request in progress.
+"""Routes about requests in progress or remembered: where their time went, their queue position, and aborts.
 
-Queries the engine, whose answer is exact: the requests that start before it by the policy in force, at that moment.
-`server.queue_headers` tells what the API process counts itself.
+A queue position comes from the engine, whose answer is exact: the requests that start before it by the policy in force,
+at that moment.  `quotas.headers_of` tells what the API process counts itself.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ from typing import Any
 
 from slotwise.engine.messages import RequestPosition
 from slotwise.engine.refusals import Refused
+from slotwise.server.admin_protocol import AbortRequest
+from slotwise.server.api_errors import ApiError, from_queue_full, from_refusal
+from slotwise.server.bodies import warn_of_unknown_fields
 from slotwise.server.choice import Choice
-from slotwise.server.context import RequestLimits, ServedEngine, ServerClients
-from slotwise.server.errors import ApiError, from_queue_full, from_refusal
+from slotwise.server.context import Observers, RequestLimits, ServedEngine, ServerClients
+from slotwise.server.decoding import decode
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.turns import QueueFull
 
@@ -23,7 +26,21 @@ MOST = 16  # choices in one response: tracing ids may repeat, and a response may
 FINISHED = "finished"
 
 
-async def of_request(clients: ServerClients, engine: ServedEngine, limits: RequestLimits,
+async def explain(clients: ServerClients, limits: RequestLimits, observers: Observers,
+                     exchange: HttpExchange) -> None:
+    """Where the time of a request went, by its `X-Request-Id` or the `id` of its response."""
+    limits.quotas.count_request(limits.account(exchange))
+    observers.explainer.check_capacity(exchange.holder)
+    name, scope = exchange.scope["path_params"]["request_id"], clients.keys.scope_of(exchange.tenant)
+    explanations = await observers.explainer.named(exchange.holder, scope, name)
+    if not explanations:
+        raise ApiError(HTTPStatus.NOT_FOUND, "no request of that name is remembered whole", "request_id",
+                       "request_not_found")
+    await exchange.respond_json({
+        "object": "explanation", "requests": explanations, "step_time_model": observers.explainer.trust})
+
+
+async def status(clients: ServerClients, engine: ServedEngine, limits: RequestLimits,
                      exchange: HttpExchange) -> None:
     """The state and queue position of a request in progress, by its `X-Request-Id` or the `id` of its response."""
     name = exchange.scope["path_params"]["request_id"]
@@ -61,3 +78,15 @@ def _status(limits: RequestLimits, choice: Choice, tier: str, position: RequestP
         "since": round(time.time() - (time.monotonic_ns() - generation.moved_ns) * 1e-9, 3),
         "queue_position": num_ahead, "estimated_start_s": None if start is None else round(start, 3),
         "completion_tokens": position.num_output if position is not None else choice.num_tokens}
+
+
+async def abort_requests(clients: ServerClients, engine: ServedEngine, exchange: HttpExchange) -> None:
+    """Abort requests in any state by their ids; each one in progress ends with finish_reason `abort`."""
+    async with clients.bodies.reading(exchange) as body:
+        names = decode(AbortRequest, body).names()
+        warn_of_unknown_fields(exchange, AbortRequest, body)
+    scope = clients.keys.scope_of(exchange.tenant)
+    found = {name: engine.active_requests.abort(scope, name) for name in names}
+    await exchange.respond_json({
+        "aborted": [name for name, was_there in found.items() if was_there],
+        "not_found": [name for name, was_there in found.items() if not was_there]})

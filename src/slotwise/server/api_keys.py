@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Sequence
 from http import HTTPStatus
 
-from slotwise.server.errors import ApiError
+from slotwise.server.api_errors import ApiError
 
 NAME_BYTES = 16
 
@@ -25,7 +25,7 @@ def key_of(text: str) -> str:
     return key
 
 
-class Keys:
+class ApiKeys:
     """The keys that grant access; without any, access is open.
 
     A key is stored as a digest under a secret of this process.  Digests are all of one length, and a given key is

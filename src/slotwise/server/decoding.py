@@ -1,4 +1,4 @@
-"""Bounds the contents of a large body before it is decoded.
+"""Decodes request bodies: their contents are bounded first, and integral floats become integers.
 
 Decoding a hundred thousand short strings or lists costs many times what skipping them does, and every stream waits
 meanwhile.  So each field of a large body is first only located, and refused if it has more than could ever be accepted;
@@ -9,13 +9,18 @@ that is written as an array skips what comes after its last field.
 from __future__ import annotations
 
 import contextlib
+import gc
+import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
+from typing import Any, TypeVar
 
 import msgspec
 
 from slotwise.core.grammar import MAX_BYTES
 from slotwise.core.params import MAX_STOP_LENGTH, MAX_STOP_STRINGS
-from slotwise.server.errors import bad_request
+from slotwise.server.api_errors import bad_request, from_decoding
 from slotwise.text.conversation import MAX_MESSAGES
 
 LARGE = 64 << 10  # bytes; a smaller body is decoded within a few milliseconds whatever it holds
@@ -33,9 +38,17 @@ LONGER = {"stop": MAX_STOP, "stop_sequences": MAX_STOP, "prediction": MAX_PREDIC
 TEXTS = ("system", "instructions")  # a text, or parts as a message has them
 SHORT = 1 << 15  # bytes of an array; locating the elements of a longer one costs as much, however few it has
 ABSENT = msgspec.Raw()
+_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_to_json = msgspec.json.Encoder().encode
+MAX_NAME = 200  # characters of a name that an error repeats
+Body = TypeVar("Body", bound=msgspec.Struct)
+_FLOAT_FOR_INTEGER = "got `float`"  # in msgspec's error
 
 
-class _Text(msgspec.Struct):
+# -- bounds on the contents of a large body ----------------------------------------------------------------------------
+
+
+class _TextFields(msgspec.Struct):
     """A message, an item, or one of its parts: only the fields that may be long."""
 
     content: msgspec.Raw = ABSENT
@@ -44,7 +57,7 @@ class _Text(msgspec.Struct):
     arguments: msgspec.Raw = ABSENT
 
 
-_TEXT = msgspec.json.Decoder(_Text)
+_TEXT = msgspec.json.Decoder(_TextFields)
 _SHORT_ARRAY = msgspec.json.Decoder(list[msgspec.Raw])
 _OPENING = msgspec.json.Decoder(msgspec.defstruct(  # the first elements of an array: one more than the most allowed
     "Opening", [(f"at{index}", msgspec.Raw, ABSENT) for index in range(MAX_ELEMENTS + 1)], array_like=True))
@@ -152,3 +165,84 @@ def _check_prompts(name: str, value: bytes) -> None:
         _check_strings(name, value)
     elif value.count(b"[") > MAX_PROMPTS + 1:
         raise bad_request(f"{name}: at most {MAX_PROMPTS} prompts in one request", name)
+
+
+# -- integral floats, such as 16.0: some clients write every number with a fraction ------------------------------------
+
+
+def with_whole_numbers(kind: type[msgspec.Struct], body: bytes) -> bytes:
+    """A body to be decoded as `kind`, with integral floats written as integers where the type has integers.
+
+    Fields of more than `MAX_FIELD` bytes stay as they are: a rewritten one costs many times what decoding does.
+
+    Raises:
+        msgspec.DecodeError, RecursionError: it is no JSON object.
+    """
+    fields = {name: bytes(raw) for name, raw in _OBJECT.decode(body).items()}
+    for name in _integer_fields(kind) & fields.keys():
+        if len(fields[name]) <= MAX_FIELD:
+            # Decoding the whole body again names what is wrong.
+            with contextlib.suppress(ValueError, msgspec.MsgspecError, RecursionError, OverflowError):
+                fields[name] = _to_json(_with_integers(msgspec.json.decode(fields[name])))
+    return b"{%b}" % b",".join([_to_json(name) + b":" + raw for name, raw in fields.items()])
+
+
+@cache
+def _integer_fields(kind: type[msgspec.Struct]) -> frozenset[str]:
+    return frozenset(field.encode_name for field in msgspec.structs.fields(kind) if _has_integers(field.type))
+
+
+def _has_integers(annotation: Any) -> bool:
+    return annotation is int or any(map(_has_integers, typing.get_args(annotation)))
+
+
+def _with_integers(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_with_integers(one) for one in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+# -- decoding ----------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _decoder(kind: type[Body]) -> msgspec.json.Decoder[Body]:
+    return msgspec.json.Decoder(kind)
+
+
+def decode(kind: type[Body], body: bytes) -> Body:
+    """The body as a `kind`.  Raises ApiError, with the field at fault as its `param`."""
+    with _decoding(body):
+        kept = trimmed(kind, body) if len(body) > LARGE else body
+        try:
+            decoded: Body = _decoder(kind).decode(kept)
+        except msgspec.ValidationError as error:
+            if _FLOAT_FOR_INTEGER not in str(error):
+                raise
+            decoded = _decoder(kind).decode(with_whole_numbers(kind, kept))
+    return decoded
+
+
+def decode_object(body: bytes) -> dict[str, Any]:
+    """The fields of a JSON object.  Raises ApiError for any other body, with the field at fault as its `param`."""
+    with _decoding(body):
+        fields = _OBJECT.decode(body)
+    return {name: _value(name, raw) for name, raw in fields.items()}
+
+
+def _value(name: str, raw: msgspec.Raw) -> Any:
+    try:
+        return msgspec.json.decode(raw)
+    except (ValueError, RecursionError) as error:
+        raise bad_request(f"{name[:MAX_NAME]}: {error}", name[:MAX_NAME]) from error
+
+
+@contextmanager
+def _decoding(body: bytes) -> Iterator[None]:
+    gc.disable()  # JSON has no cycles; the collector would scan a hostile body's hundred thousand lists
+    try:
+        yield
+    except (ValueError, RecursionError) as error:
+        raise from_decoding(error, body) from error
+    finally:
+        gc.enable()

@@ -23,10 +23,9 @@ from typing import Any, NamedTuple
 from slotwise.observe.batched_observer import BatchedObserver
 from slotwise.observe.ring import Overtaken, Ring
 from slotwise.server.admin_protocol import WhatIfRequest
-from slotwise.server.errors import ApiError, bad_request
+from slotwise.server.api_errors import ApiError, bad_request
 from slotwise.server.turns import QueueFull, Turns
-from slotwise.server.worker import CallError, CallRefused, Worker
-from slotwise.server.worker_main import Limits
+from slotwise.server.worker_process import CallError, CallLimits, CallRefused, Worker
 
 MAX_WAITING = 4
 ANSWERED = 9.7  # seconds after which a question has its answer, in any case
@@ -36,11 +35,11 @@ WANTED, FIRST_WANTED = 8.5, 2.0  # after which it is to be done, and its first p
 FIRST = 512 << 10  # bytes of the first part
 USABLE = 0.8  # of the time that is left: estimates miss
 ANSWER, REFUSED, LATE = "answer", "refused", "late"  # as the worker says
-LIMITS = Limits(seconds=2 * ANSWERED, memory=1 << 30, answer=4 << 20)
+LIMITS = CallLimits(seconds=2 * ANSWERED, memory=1 << 30, answer=4 << 20)
 MS = 1000.0
 
 
-class _Part(NamedTuple):
+class _LogPart(NamedTuple):
     """The replay of a part of the ring."""
 
     outcome: str
@@ -104,11 +103,11 @@ class WhatIf:
         answer: dict[str, Any] = found.value
         return answer | {"held_seconds": max(held_seconds, answer["seconds"])}
 
-    async def _replay(self, request: WhatIfRequest, size: int, asked_at: float, wanted: float) -> _Part:
+    async def _replay(self, request: WhatIfRequest, size: int, asked_at: float, wanted: float) -> _LogPart:
         """Replays the latest `size` bytes of the ring."""
         limits = [None if one is None else one / MS for one in (request.ttft_ms, request.tpot_ms)]
         question = (request.changes, *limits, request.request_id or "", asked_at + wanted, asked_at + ENDS)
-        return _Part(*await self._worker.call("", "what_if", lambda: question, lambda: self._ring.pieces(size)))
+        return _LogPart(*await self._worker.call("", "what_if", lambda: question, lambda: self._ring.pieces(size)))
 
     def close(self) -> None:
         """End the worker."""

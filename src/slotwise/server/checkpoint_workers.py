@@ -1,20 +1,30 @@
-"""The model's chat template, run in a worker process: it comes with a checkpoint, and may be hostile."""
+"""The checkpoint's own rules, run in worker processes: its chat template, and a tokenizer that may take any time.
+
+Both come with a checkpoint, and may be hostile: a template may not end or exhaust memory, and a tokenizer's regexes may
+backtrack for any time.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
-from slotwise.server.errors import ApiError, from_queue_full
+from slotwise.server.api_errors import ApiError, from_queue_full
 from slotwise.server.turns import QueueFull, Turns
-from slotwise.server.worker import CallError, CallRefused, Worker, WorkerError
-from slotwise.server.worker_main import Limits
+from slotwise.server.worker_process import CallError, CallLimits, CallRefused, Worker, WorkerError
 from slotwise.text.chat_source import ChatTemplateError
+from slotwise.text.tokenizer import TokenizerError
 
 MAX_WAITING, MAX_WAITING_OF_ONE = 4096, 2048  # renderings of all clients, and of one
 RENDERINGS = "chat templates to render"  # in an error
-LIMITS = Limits(seconds=5.0, memory=512 << 20, answer=32 << 20)
+TEMPLATE_LIMITS = CallLimits(seconds=5.0, memory=512 << 20, answer=32 << 20)
+TOKENIZER_LIMITS = CallLimits(seconds=10.0, memory=2 << 30, answer=32 << 20)  # the first call loads the tokenizer
+CHANGED = "the checkpoint has changed since the start: restart the server"
+
+logger = logging.getLogger(__name__)
 
 
 class Template:
@@ -25,7 +35,7 @@ class Template:
         for_tools: the source of another one, for conversations with tools; None: there is none.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], limits: Limits = LIMITS, *,
+    def __init__(self, source: str, special_tokens: Mapping[str, str], limits: CallLimits = TEMPLATE_LIMITS, *,
                  for_tools: str | None = None) -> None:
         self._for_tools = for_tools
         self._variables: frozenset[str] | None = None  # once they were asked for
@@ -113,3 +123,53 @@ class Template:
             raise ChatTemplateError(f"the chat template {error}") from error
         except (OverflowError, RecursionError) as error:
             raise ChatTemplateError(f"the messages cannot be given to the chat template: {error}") from error
+
+
+class LimitedTokenizer:
+    """Encodes in a worker process.
+
+    Args:
+        folder: of `tokenizer.json`, which each new worker reads.
+        digest: of the tokenizer read from there at the start (`Tokenizer.digest`).
+        turns: of the clients.
+    """
+
+    def __init__(self, folder: Path, digest: str, turns: Turns, limits: CallLimits = TOKENIZER_LIMITS) -> None:
+        self._folder = str(folder)
+        self._digest = digest
+        self._has_told = False
+        self._worker = Worker("slotwise.text.encoding", limits, turns)
+
+    async def encode(self, holder: str, text: str, *, add_special_tokens: bool,
+                     wants_offsets: bool = False) -> list[int]:
+        """Token ids of `text`, or where they begin in it: see `Tokenizer.offsets`.
+
+        Raises:
+            TokenizerError: it has none.
+            ApiError: the tokenizer exceeds its limits, or is no longer the one that was read at the start.
+            QueueFull: too many texts are waiting.
+        """
+        try:
+            ids: list[int] | None = await self._worker.call(
+                holder, "encode", lambda: (self._folder, self._digest, text, add_special_tokens, wants_offsets))
+        except CallRefused as error:
+            raise TokenizerError(str(error)) from error
+        except CallError as error:
+            raise ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, f"the tokenizer {error}", code="tokenizer_failed") \
+                from error
+        except UnicodeError as error:
+            raise TokenizerError("the text is not valid Unicode") from error
+        if ids is None:
+            raise self._changed()
+        return ids
+
+    def _changed(self) -> ApiError:
+        """The error of a text without a tokenizer for it; the first one is logged, too."""
+        if not self._has_told:
+            logger.error("%s: %s", self._folder, CHANGED)
+            self._has_told = True
+        return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, CHANGED, code="checkpoint_changed")
+
+    def close(self) -> None:
+        """End the worker."""
+        self._worker.close()

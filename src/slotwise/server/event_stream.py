@@ -1,18 +1,23 @@
-"""`GET /events`: the event log of this server, as it is written."""
+"""`GET /events`: the event log of this server, as it is written; each subscriber sees only what its tenant may."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from urllib.parse import parse_qsl
 
+import msgspec
+
+from slotwise.core.params import SamplingParams
+from slotwise.core.request import NO_SLO
+from slotwise.observe import event_log
 from slotwise.observe.event_log import Entry, Gap, encode_lines
-from slotwise.observe.ring import Ring
+from slotwise.observe.ring import Line, Ring
+from slotwise.server.api_errors import bad_request
 from slotwise.server.context import Observers, ServedEngine, ServerClients
-from slotwise.server.errors import bad_request
 from slotwise.server.http_exchange import HttpExchange
-from slotwise.server.subscribers import TenantFilter
 
 SWITCHES = ("backlog", "follow")  # 0 or 1; default 1
 EVERY = 0.1  # seconds between two polls of the ring
@@ -24,6 +29,55 @@ MAX_UNSENT = 128 << 10  # bytes of socket buffer per subscriber
 NDJSON = b"application/x-ndjson"
 
 logger = logging.getLogger(__name__)
+
+
+class TenantFilter:
+    """Shows other tenants' requests with lengths and slots, but without names and tokens.
+
+    Args:
+        tenant: the subscriber's.  Empty where all are one; only the salts are hidden then.
+    """
+
+    def __init__(self, tenant: str) -> None:
+        self._tenant = tenant
+        self._own: set[int] = set()  # numbers of its unfinished requests
+
+    def line(self, line: Line) -> bytes:
+        """A line of the log as the subscriber may see it."""
+        if line.kind is event_log.Request or (line.kind is event_log.Step and self._tenant):
+            return event_log.line_of(self.before(event_log.decode(line.data)))
+        return line.data
+
+    def before(self, entry: event_log.Entry) -> event_log.Entry:
+        """`entry` as the subscriber may see it.  Entries must come in the order of the log."""
+        if isinstance(entry, event_log.Request):
+            return self._request(entry)
+        if isinstance(entry, event_log.Step) and self._tenant:
+            return self._step(entry)
+        return entry
+
+    def _request(self, entry: event_log.Request) -> event_log.Request:
+        if not self._tenant or entry.salt.partition(":")[0] == self._tenant:
+            self._own.add(entry.number)
+            if not entry.salt and not entry.slo.tenant:
+                return entry
+            return msgspec.structs.replace(entry, salt="", slo=replace(entry.slo, tenant=""))
+        hidden = SamplingParams(max_tokens=entry.params.max_tokens)
+        return msgspec.structs.replace(entry, salt="", id="", seed=0, params=hidden, slo=NO_SLO, stop_lengths=())
+
+    def _step(self, entry: event_log.Step) -> event_log.Step:
+        own = self._own
+        seen = msgspec.structs.replace(
+            entry, tokens=self._covered(entry, entry.tokens), sampled=self._covered(entry, entry.sampled))
+        if entry.ended:
+            seen.ended = tuple([end if end.number in own else end._replace(message="") for end in entry.ended])
+            own.difference_update([end.number for end in entry.ended])
+        return seen
+
+    def _covered(self, entry: event_log.Step, tokens: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+        own = self._own
+        return tuple([row if number in own else (0,) * len(row)
+                      for number, row in zip(entry.numbers, tokens, strict=False)])
 
 
 async def events(clients: ServerClients, engine: ServedEngine, observers: Observers, exchange: HttpExchange) -> None:

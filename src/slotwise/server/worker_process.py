@@ -4,33 +4,109 @@ The first call starts a worker, and so does the first after one that was killed:
 much memory.  A worker that another process killed or stopped is replaced, and its call made once more.  Calls run one
 at a time; clients take turns (see `server.turns`).
 
-    call ──► turn ──► [function, arguments], pieces, an end ──socket pair──► worker_main ──► [outcome, value] ──► result
+    call ──► turn ──► [function, arguments], pieces, an end ──socket pair──► main ──► [outcome, value] ──► result
+
+usage: python -m slotwise.server.worker_process MODULE LIMITS LOG_FORMAT FD
+
+MODULE has `CALLS`, functions by name; LIMITS are `CallLimits` as JSON; FD is a socket.  The process ends with its
+parent, whose end of the socket is closed then; a call that never returns is ended by an alarm.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import importlib
 import logging
+import os
+import resource
+import signal
 import socket
 import subprocess
+import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from slotwise import child, spawn
-from slotwise.engine.ipc import ChannelClosed, Unframer, frame, pair
+from slotwise.engine.ipc import BlockingChannel, ChannelClosed, Unframer, frame, pair
 from slotwise.observe import lines
 from slotwise.server.turns import Turns
-from slotwise.server.worker_main import DONE, END, FAILED, OUT_OF_MEMORY, REFUSED, TOO_LARGE, Limits
 
+READY, DONE, REFUSED, FAILED, OUT_OF_MEMORY, TOO_LARGE = "ready", "done", "refused", "failed", "memory", "large"
+END = b""  # the message behind a call and its pieces
 START = 60.0  # seconds for the imports of a worker, on a busy machine
 RECEIVE = 1 << 18  # bytes
 STOPPED = ("T", "t")  # states of a process: by a signal, by a debugger
 
 logger = logging.getLogger(__name__)
+
+
+# -- the worker's side -------------------------------------------------------------------------------------------------
+
+
+class CallLimits(msgspec.Struct, frozen=True):
+    """Limits of a worker."""
+
+    seconds: float  # of one call
+    memory: int  # bytes of data, its interpreter included
+    answer: int  # bytes of one answer
+    niceness: int = 0
+
+
+def confine(limits: CallLimits) -> None:
+    """Set limits for the rest of this process."""
+    for what, most in ((resource.RLIMIT_DATA, limits.memory), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
+        resource.setrlimit(what, (most, most))
+    for number in (signal.SIGINT, signal.SIGTERM):  # also sent to a process group: the parent decides
+        signal.signal(number, signal.SIG_IGN)
+
+
+def answer(calls: Mapping[str, Callable[..., Any]], call: list[bytes], most: int) -> bytes:
+    """The answer to a call, which is a message and its pieces: [outcome, value or reason]."""
+    try:
+        name, arguments = msgspec.msgpack.decode(call[0])
+        joined = [b"".join(call[1:])] if call[1:] else []
+        call.clear()  # half of the memory
+        encoded = msgspec.msgpack.encode((DONE, calls[name](*joined, *arguments)))
+    except MemoryError:
+        encoded = msgspec.msgpack.encode((OUT_OF_MEMORY, ""))
+    except ValueError as error:
+        encoded = msgspec.msgpack.encode((REFUSED, str(error)[:most // 8]))
+    except Exception as error:  # a call can fail in any way that Python can
+        encoded = msgspec.msgpack.encode((FAILED, repr(error)[:most // 8]))
+    return encoded if len(encoded) <= most else msgspec.msgpack.encode((TOO_LARGE, ""))
+
+
+def received(channel: BlockingChannel) -> Iterator[list[bytes]]:
+    """Yields calls: a message, and the pieces that follow it."""
+    call: list[bytes] = []
+    while True:
+        for message in channel.receive(None):
+            if message != END:
+                call.append(message)
+            else:
+                yield call
+                call = []
+
+
+def main(module: str, limits: CallLimits, descriptor: int) -> None:
+    channel = BlockingChannel(socket.socket(fileno=descriptor))
+    os.nice(limits.niceness)  # its imports, too, run beside streams
+    calls = importlib.import_module(module).CALLS
+    confine(limits)
+    channel.send(msgspec.msgpack.encode((READY, "")))
+    for call in received(channel):
+        signal.setitimer(signal.ITIMER_REAL, 2 * limits.seconds)  # the parent ends it earlier, if it still runs
+        answered = answer(calls, call, limits.answer)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        channel.send(answered)
+
+
+# -- the parent's side -------------------------------------------------------------------------------------------------
 
 
 class CallError(Exception):
@@ -54,7 +130,7 @@ class Worker:
         turns: of its clients.
     """
 
-    def __init__(self, module: str, limits: Limits, turns: Turns) -> None:
+    def __init__(self, module: str, limits: CallLimits, turns: Turns) -> None:
         self.turns = turns
         self._module = module
         self._limits = limits
@@ -161,7 +237,7 @@ class Worker:
 class _Child:
     """A process and the parent's end of its socket."""
 
-    def __init__(self, module: str, limits: Limits) -> None:
+    def __init__(self, module: str, limits: CallLimits) -> None:
         self._unframer = Unframer()
         self._messages: list[bytes] = []
         self._socket, theirs = pair()
@@ -205,9 +281,15 @@ def _parts(message: bytes, pieces: Iterable[bytes]) -> Iterator[bytes]:
     yield END
 
 
-def _begin(module: str, limits: Limits, theirs: socket.socket) -> subprocess.Popen[bytes]:
+def _begin(module: str, limits: CallLimits, theirs: socket.socket) -> subprocess.Popen[bytes]:
     """Start a Python process that inherits only `theirs`, standard error and the environment."""
     descriptor = theirs.fileno()
     command = child.python(
-        "slotwise.server.worker_main", module, msgspec.json.encode(limits).decode(), lines.chosen(), str(descriptor))
+        "slotwise.server.worker_process", module, msgspec.json.encode(limits).decode(), lines.chosen(), str(descriptor))
     return spawn.start(command, pass_fds=[descriptor], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(ChannelClosed):
+        lines.set_up(sys.argv[3])
+        main(sys.argv[1], msgspec.json.decode(sys.argv[2], type=CallLimits), int(sys.argv[4]))

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import re
 
-from slotwise.server.parsers.json_text import CallObject, nested
-from slotwise.server.parsers.parser import FormatParser
-from slotwise.server.parsers.reader import Waiting
+from slotwise.server.parsers.json_calls import CallObject, nested
+from slotwise.server.parsers.output_parser import FormatParser, Waiting
 
 NAME = re.compile(r"[\w.:/-]+", re.ASCII)
 

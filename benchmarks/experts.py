@@ -28,9 +28,9 @@ from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.kernels.interface import Mixture, RaggedBatch
 from slotwise.kernels.reference import route
 from slotwise.model.decoder import Decoder
-from slotwise.model.families import configure, tensor_shapes
+from slotwise.model.family_table import configure, tensor_shapes
 from slotwise.model.fields import Fields
-from slotwise.runner.graphs import DecodeGraphs
+from slotwise.runner.decode_graphs import DecodeGraphs
 from slotwise.runner.input_batch import SlotTable
 
 CONFIG = {

@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 from typing import NamedTuple
 
-from slotwise.gguf.model import open_model
+from slotwise.gguf_file import open_model
 from slotwise.text.gguf_tokenizer import MODEL, PRE
 from slotwise.text.tokenizer import Tokenizer, TokenizerError
 

@@ -38,9 +38,9 @@ from slotwise.kernels.interface import RaggedBatch
 from slotwise.kernels.matrix import Weight, stacked
 from slotwise.kernels.select import choose
 from slotwise.model.decoder import Decoder
-from slotwise.model.families import tensor_shapes
-from slotwise.model.load import describe, load_model
-from slotwise.model.quantization.gguf_blocks import BLOCK_TYPES
+from slotwise.model.family_table import tensor_shapes
+from slotwise.model.gguf.blocks import BLOCK_TYPES
+from slotwise.model.loading import describe, load_model
 from slotwise.model.weights import Weights
 from slotwise.text.tokenizer import Tokenizer
 

@@ -31,7 +31,7 @@ from slotwise.kernels.cpu.linear_fp16 import fp16_linear, has_fp16_gemm
 from slotwise.kernels.cpu.linear_int import int_linear
 from slotwise.kernels.interface import Linear
 from slotwise.kernels.matrix import QuantisedMatrix
-from slotwise.model.quantization.gguf_blocks import BLOCK_TYPES
+from slotwise.model.gguf.blocks import BLOCK_TYPES
 
 SHAPES = {  # the products of a layer, [out, in], and the number of layers
     "smollm2-135m": (((960, 576), (576, 576), (3072, 576), (576, 1536)), 30),

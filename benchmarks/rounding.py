@@ -13,7 +13,7 @@ from gguf.quants import quantize
 from torch import Tensor
 
 from slotwise.kernels.matrix import Factors, Format, QuantisedMatrix, Rows
-from slotwise.model.quantization.gguf_blocks import BLOCK_TYPES
+from slotwise.model.gguf.blocks import BLOCK_TYPES
 
 TINY = 1e-12
 SHARES = (1.0, 1.1, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6)

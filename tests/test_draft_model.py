@@ -26,7 +26,7 @@ from slotwise.core.params import SamplingParams
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add
-from slotwise.model.errors import CheckpointError
+from slotwise.errors import CheckpointError
 from slotwise.observe import event_log
 from slotwise.simulate.replay import replay
 from slotwise.speculation.draft_model import DraftModelProposer

@@ -33,8 +33,8 @@ from slotwise.compose.served_model import ModelOptions, ServedModel, read_model,
 from slotwise.compose.service import chat_of
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.errors import OneLineError
-from slotwise.model.load import UnreadModel, describe, load_model
-from slotwise.runner import memory
+from slotwise.model.loading import UnreadModel, describe, load_model
+from slotwise.runner import memory_budget
 from slotwise.server.settings import ServerSettings
 from slotwise.transfer.settings import KVTransferConfig
 
@@ -337,8 +337,8 @@ def test_adapters_are_counted_before_weights_are_read(models: Models, ranks: dic
 def test_an_engine_is_refused_where_it_fits_only_without_its_adapters(
         models: Models, free: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They take 288 MiB: the weights do not fit, or what is left is too little for the cache."""
-    monkeypatch.setattr(memory, "available_bytes", lambda: free)
-    monkeypatch.setattr(memory, "loadable_bytes", lambda: free)
+    monkeypatch.setattr(memory_budget, "available_bytes", lambda: free)
+    monkeypatch.setattr(memory_budget, "loadable_bytes", lambda: free)
     config = EngineConfig.of(model=str(models.first), dtype="float32", kv_cache_memory=60 << 20)
     assert of_model(config, 0) == ""
     assert said in of_model(replace(config, enable_lora=True, max_lora_rank=256, max_cpu_loras=64), 0)

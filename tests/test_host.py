@@ -15,7 +15,7 @@ from slotwise.compose.engine import load
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.kernels.cpu.jit import workers
 from slotwise.kernels.select import resolve
-from slotwise.runner import memory
+from slotwise.runner import memory_budget
 from slotwise.server import listener
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -90,15 +90,16 @@ def test_processors_are_counted_where_there_is_no_affinity(monkeypatch: pytest.M
 
 def test_without_proc_half_of_the_memory_counts_as_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     for name in ("_MEMINFO", "_MEMBERSHIP", "_CGROUP"):
-        monkeypatch.setattr(memory, name, tmp_path / "absent")
+        monkeypatch.setattr(memory_budget, name, tmp_path / "absent")
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert memory.available_bytes() == physical // 2 and memory.loadable_bytes() == memory.UNLIMITED
+    assert memory_budget.available_bytes() == physical // 2
+    assert memory_budget.loadable_bytes() == memory_budget.UNLIMITED
 
     def unknown(name: str) -> int:
         raise ValueError(name)
 
     monkeypatch.setattr(os, "sysconf", unknown)
-    assert memory.available_bytes() == 4 << 30
+    assert memory_budget.available_bytes() == 4 << 30
 
 
 def test_without_proc_threads_stay_and_files_are_guessed(monkeypatch: pytest.MonkeyPatch):

@@ -15,11 +15,9 @@ from support.checkpoints import edit_config, make
 from support.live import cli, serving
 
 from slotwise.engine.config import ConfigError
-from slotwise.errors import MOST_CHARACTERS, OneLineError, one_line
+from slotwise.errors import MOST_CHARACTERS, CheckpointError, OneLineError, one_line
 from slotwise.kernels.reference import ReferenceKernels
-from slotwise.model.checkpoint import read_config
-from slotwise.model.errors import CheckpointError
-from slotwise.model.load import load_model
+from slotwise.model.loading import load_model, read_config
 from slotwise.text.chat_source import MAX_SOURCE
 from slotwise.text.chat_template import ChatTemplateError, load_chat_template
 from slotwise.text.tokenizer import Tokenizer, TokenizerError

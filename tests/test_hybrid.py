@@ -17,7 +17,7 @@ from slotwise.core.params import SamplingParams
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add
-from slotwise.model.errors import CheckpointError
+from slotwise.errors import CheckpointError
 from slotwise.speculation.proposer import DraftProposer
 from slotwise.speculation.settings import Speculation
 

@@ -13,7 +13,7 @@ from support.ragged import Driver
 from slotwise import LLM, SamplingParams
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.kernels.select import choose
-from slotwise.model.load import load_model
+from slotwise.model.loading import load_model
 from slotwise.outputs import CompletionOutput
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)

@@ -34,8 +34,7 @@ from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.kernels.group import ALONE
 from slotwise.kernels.interface import Kernels
 from slotwise.kernels.reference import ReferenceKernels
-from slotwise.model.checkpoint import read_config
-from slotwise.model.load import load_model
+from slotwise.model.loading import load_model, read_config
 from slotwise.speculation.proposer import proposer_of
 
 RECURRENT = ("qwen3_next", "qwen3_5", "qwen3_5_moe")  # families whose states no ranks divide

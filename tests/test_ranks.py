@@ -32,8 +32,8 @@ from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.ipc import BlockingChannel, frame, pair
 from slotwise.engine.messages import Add, Finish
-from slotwise.model.checkpoint import read_config
-from slotwise.model.errors import CheckpointError
+from slotwise.errors import CheckpointError
+from slotwise.model.loading import read_config
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 LONG = dataclasses.replace(GREEDY, max_tokens=24)

@@ -6,8 +6,8 @@ from math import prod
 from typing import NamedTuple
 
 from slotwise.engine.messages import StepRecord
-from slotwise.model.config import ModelConfig
-from slotwise.model.families import tensor_shapes
+from slotwise.model.family_table import tensor_shapes
+from slotwise.model.model_config import ModelConfig
 
 
 class Machine(NamedTuple):

@@ -17,10 +17,10 @@ from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import Add
 from slotwise.kernels.interface import Kernels
 from slotwise.kernels.select import choose
-from slotwise.model.config import ModelConfig
 from slotwise.model.decoder import Decoder
-from slotwise.model.families import tensor_shapes
+from slotwise.model.family_table import tensor_shapes
 from slotwise.model.layers.rope import Llama3Rope
+from slotwise.model.model_config import ModelConfig
 from slotwise.model.weights import Read
 
 DEVIATION = 0.02  # of the weights, as models are initialised

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from slotwise.engine.engine import Engine
 from slotwise.kernels.interface import Graph, Kernels
-from slotwise.runner.profile import bytes_beside_torch, measured_graph
+from slotwise.runner.memory_budget import bytes_beside_torch, measured_graph
 
 BLOCK_SIZE = 64  # tokens
 

@@ -24,8 +24,8 @@ from slotwise.kernels.cuda.experts import ExpertCodes
 from slotwise.kernels.cuda.low_rank import CudaAdapters
 from slotwise.kernels.interface import AttentionShape, QKNorm, RaggedBatch, Routing
 from slotwise.kernels.matrix import E4M3, Factors, Format
+from slotwise.model.gguf.blocks import BLOCK_TYPES
 from slotwise.model.quantization.bitsandbytes import NF4
-from slotwise.model.quantization.gguf_blocks import BLOCK_TYPES
 
 KINDS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256)

@@ -12,8 +12,8 @@ from typing import Any
 from docs.generate.blocks import ROOT
 from docs.generate.markdown import code, escaped, table
 
-from slotwise.model.errors import CheckpointError
-from slotwise.model.families import FAMILIES, configure
+from slotwise.errors import CheckpointError
+from slotwise.model.family_table import FAMILIES, configure
 from slotwise.model.fields import Fields
 
 FILE = ROOT / "docs" / "architectures.json"

@@ -11,12 +11,12 @@ from docs.generate.blocks import ROOT
 from docs.generate.markdown import code, escaped, first_sentence, listed, sentence, table
 
 from slotwise.engine.config import DEVICES, KV_CACHE_DTYPES, QUANTIZATIONS, ConfigError, EngineConfig
-from slotwise.model import ropes
-from slotwise.model.families import FAMILIES
-from slotwise.model.formats import ADAPTER, FORMATS, TOKENIZER
+from slotwise.model import model_config
+from slotwise.model.checkpoint import ADAPTER, FORMATS, TOKENIZER
+from slotwise.model.family_table import FAMILIES
 from slotwise.model.gguf.architectures import ARCHITECTURES
-from slotwise.model.quantization.config import METHODS
-from slotwise.model.quantization.gguf_blocks import BLOCK_TYPES
+from slotwise.model.gguf.blocks import BLOCK_TYPES
+from slotwise.model.quantization.methods import METHODS
 from slotwise.model.weights import DENSE
 from slotwise.text.gguf_splits import SPLITS
 
@@ -64,7 +64,7 @@ def checkpoints() -> str:
         ("types in GGUF files", f"{listed((*DENSE, *BLOCK_TYPES))}."),
         ("architectures of GGUF files", f"{listed(ARCHITECTURES)}."),
         ("words of byte-level vocabularies in GGUF files (`tokenizer.ggml.pre`)", f"{listed(SPLITS)}."),
-        ("rotary embeddings (`rope_type`)", f"{listed(ropes._READERS)}."),
+        ("rotary embeddings (`rope_type`)", f"{listed(model_config._READERS)}."),
         ("tokenizer", "`tokenizer.json`, with the special tokens of `tokenizer_config.json`."),
         ("chat template", "That of `--chat-template`, else `chat_template.jinja`, else the one in "
          "`tokenizer_config.json`; without one chats are refused.")])

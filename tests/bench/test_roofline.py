@@ -18,7 +18,7 @@ from slotwise.core.step_time import Machine, Roofline
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import StepRecord
 from slotwise.kernels.reference import ReferenceKernels
-from slotwise.model.load import describe
+from slotwise.model.loading import describe
 
 CONFIG = describe(builtin.path(), "float32", ReferenceKernels())
 MS = 1_000_000  # nanoseconds

@@ -16,10 +16,10 @@ import torch
 from slotwise import builtin
 from slotwise.compose.engine import load
 from slotwise.engine.config import EngineConfig
-from slotwise.model.checkpoint import read_config
-from slotwise.model.config import ModelConfig
-from slotwise.model.families import tensor_shapes
-from slotwise.runner import memory
+from slotwise.model.family_table import tensor_shapes
+from slotwise.model.loading import read_config
+from slotwise.model.model_config import ModelConfig
+from slotwise.runner import memory_budget
 
 WIDTH = 16_384
 MOST_DATA = 4 << 30  # bytes that the command may take, so that this machine is not filled if nothing is refused
@@ -52,7 +52,7 @@ def write_header(path: Path, config: ModelConfig) -> None:
 
 def test_a_model_that_cannot_fit_is_refused_in_one_line(tmp_path: Path) -> None:
     try:
-        folder = sparse(tmp_path / "model", memory.loadable_bytes())
+        folder = sparse(tmp_path / "model", memory_budget.loadable_bytes())
     except OSError:
         pytest.skip("this file system has no files of that size")
     done = subprocess.run(
@@ -68,12 +68,12 @@ def test_what_fits_is_measured_as_packed(monkeypatch: pytest.MonkeyPatch) -> Non
     needed = {}
     for settings in ({"dtype": "bfloat16"}, {"dtype": "float32"}, {"quantization": "int4"}):
         config = EngineConfig.of(model=str(builtin.path()), device="cpu", **settings)
-        monkeypatch.setattr(memory, "loadable_bytes", lambda: 0)
+        monkeypatch.setattr(memory_budget, "loadable_bytes", lambda: 0)
         with pytest.raises(MemoryError, match="the weights take"):
             load(config)
-        monkeypatch.setattr(memory, "loadable_bytes", lambda: memory.UNLIMITED)
+        monkeypatch.setattr(memory_budget, "loadable_bytes", lambda: memory_budget.UNLIMITED)
         decoder = load(config)._decoder
-        monkeypatch.setattr(memory, "loadable_bytes", lambda size=decoder.weight_bytes: size)
+        monkeypatch.setattr(memory_budget, "loadable_bytes", lambda size=decoder.weight_bytes: size)
         load(config)
         needed[str(settings)] = decoder.weight_bytes
     bfloat16, float32, int4 = needed.values()

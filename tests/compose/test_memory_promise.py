@@ -22,7 +22,7 @@ from slotwise.compose.engine import build_engine
 from slotwise.core.params import SamplingParams
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import Add
-from slotwise.runner.memory import resident_bytes
+from slotwise.runner.memory_budget import resident_bytes
 
 engine, info = build_engine(EngineConfig.of(
     model=str(builtin.path()), device="cpu", dtype=sys.argv[1], max_num_seqs=64, kv_cache_memory=64_000_000))

@@ -14,8 +14,7 @@ from slotwise.compose.sampling_defaults import IGNORED, OBEYED, announce, read_d
 from slotwise.core.params import SamplingParams
 from slotwise.core.sampling_defaults import SamplingDefaults
 from slotwise.engine.config import ConfigError, EngineConfig
-from slotwise.errors import OneLineError
-from slotwise.model.errors import CheckpointError
+from slotwise.errors import CheckpointError, OneLineError
 
 ALL = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.05, "max_new_tokens": 77}
 GIVEN = {name: value for name, value in ALL.items() if name != "max_new_tokens"} | {"max_tokens": 77}

@@ -13,8 +13,8 @@ from slotwise.core.drafting import MAX_STEP_DRAFTS
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.kernels.group import ALONE
 from slotwise.kernels.interface import AttentionShape
-from slotwise.runner import kv_offload, memory
-from slotwise.runner.graphs import MAX_GRAPHS, MAX_TOKENS
+from slotwise.runner import kv_blocks, memory_budget
+from slotwise.runner.decode_graphs import MAX_GRAPHS, MAX_TOKENS
 
 GIB = 1 << 30
 SHAPE = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, scale=1.0)
@@ -55,7 +55,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(sizes, "measured_graph", lambda model, block_size, rows, longest: 0)
     monkeypatch.setattr(sizes, "draw_for", lambda kernels: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (120 * GIB, 140 * GIB))
-    monkeypatch.setattr(memory, "available_bytes", lambda: 64 * GIB)
+    monkeypatch.setattr(memory_budget, "available_bytes", lambda: 64 * GIB)
 
 
 def test_host_memory_is_asked_for_beside_the_gpus(gpu):
@@ -64,8 +64,8 @@ def test_host_memory_is_asked_for_beside_the_gpus(gpu):
     limits, used = sized(EngineConfig.of(**asked, kv_offloading_size=40.0), decoder("cuda", 8e14))
     block = 32 * 4096 * 64
     assert without.num_host_blocks == 0 and limits.num_host_blocks == 40 * GIB // block
-    assert used.host == limits.num_host_blocks * block and used.workspace == 4 * GIB + kv_offload.STAGING
-    assert without.num_blocks - limits.num_blocks == kv_offload.STAGING // block, "copies pass through the GPU"
+    assert used.host == limits.num_host_blocks * block and used.workspace == 4 * GIB + kv_blocks.STAGING
+    assert without.num_blocks - limits.num_blocks == kv_blocks.STAGING // block, "copies pass through the GPU"
     with pytest.raises(MemoryError, match=r"65\.00 GiB of host memory .* 64\.00 GiB that are free"):
         sized(EngineConfig.of(**asked, kv_offloading_size=65.0), decoder("cuda", 8e14))
 

@@ -8,7 +8,7 @@ import pytest
 from docs.generate import architectures
 from support import checkpoints
 
-from slotwise.model.families import FAMILIES
+from slotwise.model.family_table import FAMILIES
 
 ELSEWHERE = {  # their text parts: tests/model/test_decoder.py
     "Gemma3ForConditionalGeneration", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"}

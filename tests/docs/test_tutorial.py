@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.toy_checkpoint import write_checkpoint
 
-from slotwise.model.families import FAMILIES
+from slotwise.model.family_table import FAMILIES
 from slotwise.server import app
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,8 +18,7 @@ from support.gguf_files import ARCHITECTURES, write
 from support.ragged import Driver
 
 from slotwise.kernels.reference import ReferenceKernels
-from slotwise.model.checkpoint import read_config
-from slotwise.model.load import load_model
+from slotwise.model.loading import load_model, read_config
 
 MAX_TOKENS = 16
 SHORT, LONG = [1, 7, 18], [5, 200]  # tokens; shorter than the windows of Mistral and Qwen 2, which files do not have

@@ -15,14 +15,11 @@ from support.gguf_files import write
 from support.ragged import Driver
 
 from slotwise.engine.config import ConfigError
-from slotwise.errors import OneLineError
-from slotwise.gguf.model import open_model
-from slotwise.gguf.reader import open_gguf
+from slotwise.errors import CheckpointError, OneLineError
+from slotwise.gguf_file import open_gguf, open_model
 from slotwise.kernels.reference import ReferenceKernels
-from slotwise.model.checkpoint import read_config
-from slotwise.model.errors import CheckpointError
-from slotwise.model.generation import read_generation
-from slotwise.model.load import load_model
+from slotwise.model.generation_config import read_generation
+from slotwise.model.loading import load_model, read_config
 from slotwise.text.chat_source import ChatTemplateError, find_chat_template
 from slotwise.text.tokenizer import Tokenizer, TokenizerError
 

@@ -17,10 +17,10 @@ from slotwise.compose.pooling import read_pooling
 from slotwise.compose.sampling_defaults import read_defaults
 from slotwise.core.params import PoolingParams
 from slotwise.engine.config import EngineConfig
-from slotwise.model.config import ModelConfig
-from slotwise.model.errors import CheckpointError
-from slotwise.model.gguf.config import read_gguf_config
+from slotwise.errors import CheckpointError
+from slotwise.model.gguf.gguf_config import read_gguf_config
 from slotwise.model.layers.rope import LinearRope, Rope, YarnRope
+from slotwise.model.model_config import ModelConfig
 from slotwise.text.tokenizer import Tokenizer, TokenizerError
 
 PREFIX = "{arch}."

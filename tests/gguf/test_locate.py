@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from slotwise.model import locate as module
-from slotwise.model.errors import CheckpointError
-from slotwise.model.fingerprint import fingerprint
-from slotwise.model.locate import locate
+from slotwise.errors import CheckpointError
+from slotwise.model import checkpoint as module
+from slotwise.model.checkpoint import fingerprint, locate
 
 
 def refusal(model: Path | str) -> str:

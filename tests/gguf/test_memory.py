@@ -10,7 +10,7 @@ import pytest
 import torch
 from gguf.quants import quantize
 
-from slotwise.model.gguf.tensors import open_gguf_tensors
+from slotwise.model.gguf.gguf_tensors import open_gguf_tensors
 
 SMAPS = Path("/proc/self/smaps")
 

@@ -16,7 +16,7 @@ from slotwise import LLM, SamplingParams
 from slotwise.engine.config import ConfigError
 from slotwise.kernels.reference import ReferenceKernels
 from slotwise.kernels.select import choose
-from slotwise.model.load import load_model
+from slotwise.model.loading import load_model
 
 KINDS = ["Q8_0", "Q4_0", "Q5_1"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.gguf_files import add_tokenizer
 
-from slotwise.gguf.model import open_model
-from slotwise.gguf.special_tokens import find_special_tokens
+from slotwise.gguf_file import find_special_tokens, open_model
 from slotwise.text.chat_source import find_chat_template, find_tool_template
 from slotwise.text.gguf_splits import SPLITS
 from slotwise.text.tokenizer import Tokenizer, TokenizerError

@@ -17,7 +17,7 @@ from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.kernels.interface import ExpertWeights, Kernels, Mixture, Routing
 from slotwise.kernels.matrix import E4M3, Format, QuantisedMatrix, Rows, Weight, stacked
 from slotwise.kernels.reference import ReferenceKernels, route
-from slotwise.model.quantization.gguf_blocks import BLOCK_TYPES
+from slotwise.model.gguf.blocks import BLOCK_TYPES
 
 REFERENCE = ReferenceKernels()
 HIDDEN, INNER = 96, 64

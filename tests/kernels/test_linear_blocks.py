@@ -22,7 +22,7 @@ from slotwise.kernels.cpu.launcher import KernelLauncher
 from slotwise.kernels.cpu.linear_blocks import blocks_linear, pack_blocks
 from slotwise.kernels.matrix import Format, QuantisedMatrix, StackedMatrix, stacked
 from slotwise.kernels.reference import ReferenceKernels
-from slotwise.model.quantization.gguf_blocks import BLOCK_TYPES
+from slotwise.model.gguf.blocks import BLOCK_TYPES
 
 PATHS = product_paths.each(paths.QUANTISED)
 ROUNDED = {torch.float32: 5e-6, torch.bfloat16: 2**-8 * 1.01}

@@ -17,7 +17,7 @@ from slotwise.kernels.cpu import packed_file
 from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.kernels.cpu.memory import discard
 from slotwise.kernels.matrix import QuantisedMatrix
-from slotwise.model.quantization.gguf_blocks import BLOCK_TYPES
+from slotwise.model.gguf.blocks import BLOCK_TYPES
 
 PLENTY = 1 << 30
 

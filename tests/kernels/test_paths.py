@@ -117,7 +117,7 @@ import os, sys
 import torch
 from slotwise.kernels.cpu import onednn
 from slotwise.kernels.cpu.kernels import CpuKernels
-from slotwise.runner.memory import resident_bytes
+from slotwise.runner.memory_budget import resident_bytes
 
 kernels = CpuKernels(1, path="onednn")
 products = [kernels.linear(torch.randn(size, 64).bfloat16()) for size in (64, 128, 192, 256)]

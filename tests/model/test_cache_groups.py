@@ -7,7 +7,7 @@ import pytest
 from slotwise.core.cache_groups import STATE_WINDOW
 from slotwise.kernels.delta import DeltaShape
 from slotwise.kernels.interface import AttentionShape, LayerShape
-from slotwise.model.cache_groups import cache_shapes, layer_groups, least_block_size
+from slotwise.model.layer_groups import cache_shapes, layer_groups, least_block_size
 
 
 def shapes(windows: list[int], kv_heads: int = 2) -> list[AttentionShape]:

@@ -14,13 +14,12 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints import SIZES, edit_config, make, prompts, reference_model
 from support.ragged import Driver
 
+from slotwise.errors import CheckpointError
 from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.kernels.reference import ReferenceKernels
-from slotwise.model.checkpoint import read_config
 from slotwise.model.decoder import Decoder
-from slotwise.model.errors import CheckpointError
-from slotwise.model.families import tensor_shapes
-from slotwise.model.load import load_model
+from slotwise.model.family_table import tensor_shapes
+from slotwise.model.loading import load_model, read_config
 from slotwise.model.weights import Weights
 
 

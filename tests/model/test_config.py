@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from slotwise.errors import CheckpointError
 from slotwise.kernels.interface import AttentionShape
-from slotwise.model.config import ModelConfig
-from slotwise.model.errors import CheckpointError
-from slotwise.model.families import configure
+from slotwise.model.family_table import configure
 from slotwise.model.fields import Fields
 from slotwise.model.layers.rope import Llama3Rope, Rope
+from slotwise.model.model_config import ModelConfig
 
 BASE = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128,

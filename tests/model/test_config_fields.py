@@ -20,11 +20,10 @@ import torch
 from support.checkpoints import edit_config, greedy, make, one_thread, prompts
 from support.ragged import Driver
 
+from slotwise.errors import CheckpointError
 from slotwise.kernels.reference import ReferenceKernels
-from slotwise.model.checkpoint import read_config
-from slotwise.model.config import ModelConfig
-from slotwise.model.errors import CheckpointError
-from slotwise.model.load import load_model
+from slotwise.model.loading import load_model, read_config
+from slotwise.model.model_config import ModelConfig
 
 pytestmark = pytest.mark.slow
 

@@ -15,9 +15,9 @@ from huggingface_hub.errors import StrictDataclassError
 from support.checkpoints import edit_config, make, one_thread, prompts, reference_model
 from support.ragged import Driver
 
+from slotwise.errors import CheckpointError
 from slotwise.kernels.reference import ReferenceKernels
-from slotwise.model.errors import CheckpointError
-from slotwise.model.load import load_model
+from slotwise.model.loading import load_model
 
 FAMILIES = {
     "llama2": {}, "qwen2": {}, "phi3": {}, "smollm3": {}, "gpt_oss": {"sliding_window": 20},

@@ -30,9 +30,8 @@ from support.ragged import Driver
 from slotwise.kernels.interface import Kernels
 from slotwise.kernels.reference import ReferenceKernels
 from slotwise.kernels.select import choose
-from slotwise.model.checkpoint import read_config
 from slotwise.model.layers.rope import LinearRope, Rope
-from slotwise.model.load import load_model
+from slotwise.model.loading import load_model, read_config
 
 LENGTHS = [5, 23, 70, 1010]  # tokens; the last prompt reaches past every window and original context length
 MAX_TOKENS = 24

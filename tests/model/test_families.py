@@ -12,14 +12,13 @@ from safetensors.torch import load_file
 from support.checkpoints import FAMILIES, make, prompts
 from support.ragged import Driver
 
+from slotwise.errors import CheckpointError
 from slotwise.kernels.checked import CheckedKernels
 from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.kernels.reference import ReferenceKernels
 from slotwise.kernels.timed import TimedKernels
-from slotwise.model.checkpoint import read_config
-from slotwise.model.errors import CheckpointError
-from slotwise.model.families import tensor_shapes
-from slotwise.model.load import load_model
+from slotwise.model.family_table import tensor_shapes
+from slotwise.model.loading import load_model, read_config
 
 EXPERTS = re.compile(r"\.(experts|input_linear|output_linear)\.")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from slotwise import builtin
-from slotwise.model.fingerprint import fingerprint
+from slotwise.model.checkpoint import fingerprint
 
 
 @pytest.fixture

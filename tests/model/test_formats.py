@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 from support.live import cli
 
-from slotwise.model.errors import CheckpointError
-from slotwise.model.locate import locate
+from slotwise.errors import CheckpointError
+from slotwise.model.checkpoint import locate
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 ADAPTER = {"peft_type": "LORA", "r": 8, "base_model_name_or_path": "owner/base"}

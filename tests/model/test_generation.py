@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from slotwise.model.checkpoint import read_config
-from slotwise.model.errors import CheckpointError
-from slotwise.model.generation import absolute, named_file, read_generation
+from slotwise.errors import CheckpointError
+from slotwise.model.generation_config import absolute, named_file, read_generation
+from slotwise.model.loading import read_config
 
 
 def write(folder: Path, name: str = "generation_config.json", **fields: object) -> Path:

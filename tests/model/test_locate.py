@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from slotwise.model.errors import CheckpointError
-from slotwise.model.locate import locate
+from slotwise.errors import CheckpointError
+from slotwise.model.checkpoint import locate
 
 UNREACHABLE = "CheckpointError: no folder owner/name here, and the hub cannot be reached"
 
 
 def located(name: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """What `locate` says in a process of its own: the hub's client reads its environment when first imported."""
-    script = f"from slotwise.model.locate import locate; print(locate({name!r}))"
+    script = f"from slotwise.model.checkpoint import locate; print(locate({name!r}))"
     return subprocess.run(
         [sys.executable, "-c", script], env=os.environ | environment, capture_output=True, text=True, check=False
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.kernels.interface import RaggedBatch
 from slotwise.model.decoder import Decoder
-from slotwise.model.load import load_model
+from slotwise.model.loading import load_model
 
 BLOCK, LONGEST = 64, 4000
 PATHS = ["float32", "amx", "bf16", "fp16"]  # of products whose result does not depend on the number of rows

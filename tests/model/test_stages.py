@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from support.checkpoints import make
 
+from slotwise.errors import CheckpointError
 from slotwise.kernels.group import Divided, Stage
-from slotwise.model.checkpoint import read_config
-from slotwise.model.config import ModelConfig
-from slotwise.model.errors import CheckpointError
-from slotwise.model.families import tensor_shapes
-from slotwise.model.stages import layers_of
+from slotwise.model.family_table import tensor_shapes
+from slotwise.model.loading import read_config
+from slotwise.model.model_config import ModelConfig
+from slotwise.model.network import layers_of
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import torch
 
 from slotwise import AsyncEngineArgs, EngineArgs, builtin
 from slotwise.engine.config import ConfigError
-from slotwise.model.errors import CheckpointError
+from slotwise.errors import CheckpointError
 from slotwise.neutral import ANY
 from slotwise.offline.arguments import OWN, SETTINGS, Arguments, check
 from slotwise.vllm_arguments import RULES, SAME

@@ -16,7 +16,7 @@ from support.toy import VOCAB, Driver, Placeholders, next_token, request
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.step import StepPlan
 from slotwise.engine.executor import FakeExecutor
-from slotwise.runner.draft_cache import DraftPositions
+from slotwise.runner.draft_model_runner import DraftPositions
 from slotwise.runner.input_batch import SlotTable
 
 

@@ -14,8 +14,8 @@ from slotwise.kernels.cpu import linear_bf16, linear_int, paths
 from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.kernels.interface import RaggedBatch
 from slotwise.model.decoder import Decoder
-from slotwise.model.load import load_model
-from slotwise.runner.graphs import DecodeGraphs
+from slotwise.model.loading import load_model
+from slotwise.runner.decode_graphs import DecodeGraphs
 from slotwise.runner.input_batch import SlotTable
 
 BLOCK, BLOCKS, WIDTH = 16, 700, 40

@@ -22,8 +22,8 @@ from slotwise.engine.messages import Add, StepRecord
 from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.kernels.interface import AttentionShape, Kernels
 from slotwise.kernels.reference import ReferenceKernels
-from slotwise.runner import kv_offload
-from slotwise.runner.kv_offload import HostBlocks, staging_bytes
+from slotwise.runner import kv_blocks
+from slotwise.runner.kv_blocks import HostBlocks, staging_bytes
 
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=24, scale=1.0)
 LAYERS, BLOCKS, PLACES = 3, 12, 7
@@ -43,8 +43,8 @@ def test_what_comes_back_is_what_went(
     for piece in pieces:
         piece.copy_(torch.randn(piece.shape))
     before = [piece.clone() for piece in pieces]
-    monkeypatch.setattr(kv_offload, "STAGING", staged * block_bytes)
-    monkeypatch.setattr(kv_offload, "SLAB", 3 * block_bytes)
+    monkeypatch.setattr(kv_blocks, "STAGING", staged * block_bytes)
+    monkeypatch.setattr(kv_blocks, "SLAB", 3 * block_bytes)
     host = HostBlocks(PLACES, pieces)
 
     host.save([Copy(3, 0), Copy(11, 6), Copy(0, 2), Copy(7, 1)])
@@ -62,7 +62,7 @@ def test_what_comes_back_is_what_went(
 
 def test_no_places_take_no_memory() -> None:
     assert staging_bytes(0, 1000) == 0 and staging_bytes(3, 1000) == 3000
-    assert staging_bytes(10**9, 1 << 20) == kv_offload.STAGING and staging_bytes(5, 1 << 30) == 1 << 30
+    assert staging_bytes(10**9, 1 << 20) == kv_blocks.STAGING and staging_bytes(5, 1 << 30) == 1 << 30
 
 
 # -- in an engine ------------------------------------------------------------------------------------------------

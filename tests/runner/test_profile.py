@@ -14,8 +14,8 @@ from support.rank_threads import Paired
 
 from slotwise.kernels.checked import CheckedKernels
 from slotwise.kernels.reference import ReferenceKernels, draw
-from slotwise.model.load import load_model
-from slotwise.runner.profile import CAPTURES, batch_of_nothing, measured_graph, measured_workspace
+from slotwise.model.loading import load_model
+from slotwise.runner.memory_budget import CAPTURES, batch_of_nothing, measured_graph, measured_workspace
 
 BLOCK = 4
 

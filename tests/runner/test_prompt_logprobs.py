@@ -12,10 +12,10 @@ from torch import Tensor
 from slotwise.core.step import TokenLogprobs
 from slotwise.kernels import reference
 from slotwise.runner.input_batch import SlotTable
-from slotwise.runner.prompt_logprobs import PromptRow, describe, rows_at_a_time, workspace_rows
+from slotwise.runner.prompt_results import PromptRow, describe, rows_at_a_time, workspace_rows
 from slotwise.runner.sampling.cpu import Sampler
 from slotwise.runner.sampling.gpu import DeviceSampler
-from slotwise.runner.sampling.params import Sampling
+from slotwise.runner.sampling.sampler import Sampling
 
 VOCAB, HIDDEN = 300, 24
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from slotwise.runner.silent_sampler import SilentSampler
+from slotwise.runner.sampling.sampler import SilentSampler
 
 
 def test_its_tokens_lie_where_the_logits_do() -> None:

@@ -17,7 +17,7 @@ from slotwise.kernels.reference import draw
 from slotwise.runner.input_batch import SlotTable
 from slotwise.runner.sampling.cpu import Sampler
 from slotwise.runner.sampling.gpu import DeviceSampler
-from slotwise.runner.sampling.params import Sampling
+from slotwise.runner.sampling.sampler import Sampling
 from slotwise.runner.verification import verify
 
 CPU = torch.device("cpu")

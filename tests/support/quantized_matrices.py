@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slotwise.kernels.matrix import E4M3, Factors, Format, QuantisedMatrix, Rows
+from slotwise.model.gguf.blocks import BLOCK_TYPES
 from slotwise.model.quantization.bitsandbytes import NF4
-from slotwise.model.quantization.gguf_blocks import BLOCK_TYPES
 
 FORMATS = {name: kind.format for name, kind in BLOCK_TYPES.items()} | {
     "GPTQ": Format(4, 128, torch.float16, zero=8), "GPTQ 8": Format(8, 128, torch.float16, zero=128),

@@ -284,7 +284,7 @@ def _stand(asked: argparse.Namespace, file: LogFile | None = None) -> tuple[Stan
 def _config(asked: argparse.Namespace) -> EngineConfig:
     from slotwise import builtin
     from slotwise.engine.config import EngineConfig
-    from slotwise.model.locate import locate
+    from slotwise.model.checkpoint import locate
 
     return EngineConfig.of(model=str(locate(asked.model or builtin.path())), **engine_settings(asked))
 

@@ -113,7 +113,7 @@ class Plan:
 
 def _located(model: str | None) -> str:
     from slotwise import builtin
-    from slotwise.model.locate import locate
+    from slotwise.model.checkpoint import locate
 
     return str(locate(model or builtin.path()).absolute())
 
@@ -185,8 +185,7 @@ def _maker(loaded: Loaded, plan: Plan, comparison: Comparison) -> Make:
 def _orca_bytes(plan: Plan) -> int:
     """Bytes of cache in which Orca's reservations for this workload fill the slots: keys and values of every layer."""
     from slotwise.compose.sizes import BLOCK_SIZE
-    from slotwise.model.checkpoint import read_config
-    from slotwise.model.load import DTYPES
+    from slotwise.model.loading import DTYPES, read_config
 
     config = read_config(Path(plan.settings["model"]))
     kind = DTYPES.get(plan.settings["dtype"]) or config.dtype

@@ -105,8 +105,8 @@ def _machine(asked: argparse.Namespace) -> tuple[Setup, str]:
 
 def _shape(model: str) -> ModelShape:
     """Returns a model's shape, from its config; in bfloat16."""
-    from slotwise.model.checkpoint import read_config
-    from slotwise.model.locate import locate
+    from slotwise.model.checkpoint import locate
+    from slotwise.model.loading import read_config
 
     config = read_config(locate(model))
     head, width = config.hidden_size * config.vocab_size, 2

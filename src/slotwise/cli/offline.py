@@ -20,7 +20,7 @@ from slotwise.cli.options import (
 from slotwise.core.settings import real, whole
 from slotwise.engine.config import TOKENS, ConfigError, EngineConfig
 from slotwise.errors import printable
-from slotwise.model.locate import locate
+from slotwise.model.checkpoint import locate
 from slotwise.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

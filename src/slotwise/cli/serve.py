@@ -35,7 +35,7 @@ from slotwise.engine.config import DAY, EngineConfig
 from slotwise.engine.heartbeat import ENGINE_TIMEOUT, SHORTEST_TIMEOUT
 from slotwise.errors import printable
 from slotwise.host import processors
-from slotwise.model.locate import locate
+from slotwise.model.checkpoint import locate
 from slotwise.observe.lines import FORMATS, TEXT, final
 from slotwise.server.parsers.output_format import REASONING_ALIASES, REASONING_PARSERS, TOOL_ALIASES, TOOL_PARSERS
 from slotwise.speculation.settings import PREDICTION, Speculation

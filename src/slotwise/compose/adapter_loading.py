@@ -51,7 +51,7 @@ class AdapterLoading:
             self._report(self._loaded(self._commands.get()))
 
     def _loaded(self, command: LoadAdapter) -> AdapterLoaded:
-        from slotwise.model.fingerprint import fingerprint
+        from slotwise.model.checkpoint import fingerprint
 
         try:
             if self._adapters is None:

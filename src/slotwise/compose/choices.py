@@ -14,8 +14,8 @@ from slotwise.kernels.checked import CheckedKernels
 from slotwise.kernels.group import ALONE, Divided, Group, Stage
 from slotwise.kernels.interface import Kernels
 from slotwise.kernels.select import choose, resolve
-from slotwise.model.config import ModelConfig
-from slotwise.model.families import tensor_shapes
+from slotwise.model.family_table import tensor_shapes
+from slotwise.model.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from slotwise.compose.ranks import Ranks

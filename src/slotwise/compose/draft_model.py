@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from slotwise.engine.config import ConfigError, EngineConfig
+from slotwise.errors import CheckpointError
 from slotwise.kernels.interface import Kernels
-from slotwise.model.config import ModelConfig
-from slotwise.model.errors import CheckpointError
-from slotwise.model.load import UnreadModel, describe
-from slotwise.model.locate import locate
+from slotwise.model.checkpoint import locate
+from slotwise.model.loading import UnreadModel, describe
+from slotwise.model.model_config import ModelConfig
 from slotwise.text.tokenizer import MAX_TOKENIZER_BYTES, Tokenizer, TokenizerError
 
 TOKENIZER = "tokenizer.json"

@@ -33,20 +33,17 @@ from slotwise.kernels.cpu.threads import roam
 from slotwise.kernels.group import Group, num_ranks
 from slotwise.kernels.interface import Kernels
 from slotwise.kernels.select import launcher_of
-from slotwise.model.adapters import Adapters
-from slotwise.model.config import ModelConfig
+from slotwise.model.checkpoint import fingerprint, locate
 from slotwise.model.decoder import Decoder, DecoderSizes
-from slotwise.model.fingerprint import fingerprint
-from slotwise.model.generation import named_file
-from slotwise.model.load import UnreadModel, describe
-from slotwise.model.locate import locate
+from slotwise.model.generation_config import named_file
+from slotwise.model.loading import UnreadModel, describe
+from slotwise.model.lora_weights import LoraWeights
+from slotwise.model.model_config import ModelConfig
 from slotwise.observe.step_time import load_or_learn
-from slotwise.runner import memory
-from slotwise.runner.expert_load import ExpertLoad
-from slotwise.runner.give_back import Returnable
-from slotwise.runner.prefault import Prefault
-from slotwise.runner.sampling.grammars import Grammars
-from slotwise.runner.sampling.masks import Masks
+from slotwise.runner import memory_budget
+from slotwise.runner.expert_counts import ExpertCounts
+from slotwise.runner.prefault import Prefault, SleepingMemory
+from slotwise.runner.sampling.grammar_masks import Grammars, Masks
 from slotwise.speculation.proposer import proposer_of
 from slotwise.speculation.settings import NONE, Speculation
 
@@ -114,7 +111,7 @@ class Loaded:
         return self._decoder.config
 
     @property
-    def own_adapters(self) -> Adapters | None:
+    def own_adapters(self) -> LoraWeights | None:
         """This rank's parts of the adapters of requests; None where there are none."""
         return self._decoder.adapters
 
@@ -168,7 +165,7 @@ class Loaded:
         masks = Masks(grammars, decoder.config.vocab_size, forces=drafts)
         announce = (lambda plan: None) if self._ranks is None else self._ranks.run
         runner, slots, pieces = leading(decoder, self._draft, limits, groups, masks, announce)
-        lent = Returnable(runner, launcher_of(kernels).mapped) if (
+        lent = SleepingMemory(runner, launcher_of(kernels).mapped) if (
             isinstance(runner, Prefault) and self._ranks is None and config.kv_transfer_config is None) else None
         info.gives_back = lent is not None
         if self._ranks is not None:
@@ -183,7 +180,7 @@ class Loaded:
         scheduler = Scheduler(limits, scheduling.discipline(), scheduling.policy(times), times,
                               proposer_of(info.speculation, times))
         engine = Engine(scheduler, runner, time.monotonic_ns, info.eos_token_ids, depth=depth, scheduling=scheduling,
-                        grammars=grammars, experts=ExpertLoad(ends) if (ends := decoder.expert_ends) else None,
+                        grammars=grammars, experts=ExpertCounts(ends) if (ends := decoder.expert_ends) else None,
                         memory=lent, adapters=self.adapters,
                         kv_link=linked(config.kv_transfer_config, runner, pieces, limits, self._identity))
         info.learned = times.learned() if times.is_trained else None
@@ -224,13 +221,13 @@ class Loaded:
 
     def _with_runtime(self, used: MemoryUse) -> MemoryUse:
         """Returns `used` with the runtime's bytes, measured when kernels are ready and before the cache exists."""
-        memory.give_back()
+        memory_budget.give_back()
         decoder = self._decoder
         ranks = num_ranks(decoder.group)
         unread = decoder.adapters.bytes if decoder.adapters is not None else 0  # none of them is loaded yet
         held = decoder.weight_bytes + (0 if self._draft is None else self._draft.weight_bytes)
         weights = 0 if decoder.kernels.device.type == "cuda" else held - unread
-        runtime = used.runtime + ranks * (max(0, memory.resident_bytes() - weights) + memory.STEPS_LEAVE)
+        runtime = used.runtime + ranks * (max(0, memory_budget.resident_bytes() - weights) + memory_budget.STEPS_LEAVE)
         return MemoryUse(used.weights, used.workspace, used.cache, used.host, runtime, used.graphs)
 
 

@@ -13,20 +13,17 @@ from slotwise.engine.executor import Executor
 from slotwise.kernels.cpu.memory import LARGE
 from slotwise.kernels.interface import LayerCache, LayerShape
 from slotwise.kernels.select import draw_for, launcher_of, mask_for
-from slotwise.model.cache_groups import LayerGroups, cache_shapes
 from slotwise.model.decoder import Decoder, Returned
-from slotwise.runner.draft_cache import DraftPositions
-from slotwise.runner.draft_model import DraftModel
+from slotwise.model.layer_groups import LayerGroups, cache_shapes
+from slotwise.runner.draft_model_runner import DraftModelRunner, DraftPositions
 from slotwise.runner.input_batch import SlotTable
-from slotwise.runner.kv_offload import HostBlocks
-from slotwise.runner.model_runner import ModelRunner
+from slotwise.runner.kv_blocks import HostBlocks
+from slotwise.runner.model_runner import FirstStageRunner, ModelRunner, StageRunner
 from slotwise.runner.prefault import Prefault
 from slotwise.runner.sampling.cpu import Sampler
 from slotwise.runner.sampling.gpu import DeviceSampler
-from slotwise.runner.sampling.masks import Masks
-from slotwise.runner.sampling.params import Sampling
-from slotwise.runner.silent_sampler import SilentSampler
-from slotwise.runner.stage_runner import FirstStageRunner, StageRunner
+from slotwise.runner.sampling.grammar_masks import Masks
+from slotwise.runner.sampling.sampler import Sampling, SilentSampler
 
 
 class Caches(NamedTuple):
@@ -62,7 +59,7 @@ def leading(
         Sampler(limits.max_num_seqs, vocab_size, launcher_of(kernels), masks) if kernels.name == "cpu"
         else DeviceSampler(known, vocab_size, draw_for(kernels), kernels.device, masks, mask_for(kernels)))
     pieces: list[Tensor] = []
-    draft_model = None if draft is None else DraftModel(
+    draft_model = None if draft is None else DraftModelRunner(
         draft, draft_caches, slots, sampler, vocab_size,
         DraftPositions(slots, limits.num_blocks, limits.num_host_blocks), announce)
     if is_divided:

@@ -14,8 +14,8 @@ from slotwise.core.step import StepPlan
 from slotwise.engine.config import EngineConfig
 from slotwise.kernels.group import Group
 from slotwise.kernels.interface import Kernels
-from slotwise.model.adapters import Adapters
-from slotwise.runner.stage_runner import FirstStageRunner, StageRunner
+from slotwise.model.lora_weights import LoraWeights
+from slotwise.runner.model_runner import FirstStageRunner, StageRunner
 
 
 class Follower:
@@ -33,7 +33,7 @@ class Follower:
         self._loaded: Loaded = load(join.config, joining=group)
 
     @property
-    def adapters(self) -> Adapters | None:
+    def adapters(self) -> LoraWeights | None:
         """Its parts of adapters; None where requests have none."""
         return self._loaded.own_adapters
 

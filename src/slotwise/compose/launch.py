@@ -14,7 +14,7 @@ import msgspec
 from slotwise import child, spawn
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.ipc import frame, pair
-from slotwise.model.generation import absolute
+from slotwise.model.generation_config import absolute
 
 # Compute threads that move between cores compete with this process there: when all threads synchronised at every
 # kernel, the mixed trace over HTTP took 43 to 71 s without this, and 41 to 43 s with it.

@@ -11,7 +11,7 @@ import slotwise
 from slotwise.engine.config import EngineConfig
 from slotwise.kernels.interface import Kernels
 from slotwise.kernels.select import launcher_of
-from slotwise.model.fingerprint import content_digest
+from slotwise.model.checkpoint import content_digest
 
 CODE = ("kernels/cpu/block_layout.py", "kernels/cpu/block_layout.py", "kernels/matrix.py", "model/**/*.py")
 """What determines which panels a checkpoint becomes."""

@@ -16,9 +16,9 @@ from typing import Any
 from slotwise.core.params import LAST, MEAN, PoolingParams
 from slotwise.core.pooling_defaults import PoolingDefaults
 from slotwise.engine.config import ConfigError
+from slotwise.errors import CheckpointError
 from slotwise.files import has_part, read_part
-from slotwise.gguf.model import open_model
-from slotwise.model.errors import CheckpointError
+from slotwise.gguf_file import open_model
 from slotwise.model.fields import MAX_JSON_BYTES, Fields, read_json
 from slotwise.neutral import nearest
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from slotwise.compose.ranks import Ranks
 from slotwise.engine.messages import LoadAdapter
 from slotwise.errors import CheckpointError
-from slotwise.model.adapters import Adapters
+from slotwise.model.lora_weights import LoraWeights
 
 
 class RankAdapters:
@@ -22,7 +22,7 @@ class RankAdapters:
         own: those of rank 0.
     """
 
-    def __init__(self, own: Adapters, ranks: Ranks) -> None:
+    def __init__(self, own: LoraWeights, ranks: Ranks) -> None:
         self.num_places = own.num_places
         self._own = own
         self._ranks = ranks

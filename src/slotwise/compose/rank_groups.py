@@ -26,7 +26,7 @@ from slotwise.kernels.cpu.shared_group import (
 from slotwise.kernels.group import Alone, Group, NoPipe, Pipe, Stage, TorchGroup, TorchPipe
 from slotwise.kernels.interface import Kernels
 from slotwise.kernels.select import launcher_of
-from slotwise.model.config import ModelConfig
+from slotwise.model.model_config import ModelConfig
 
 LOGIT = 4  # bytes
 

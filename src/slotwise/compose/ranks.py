@@ -44,7 +44,7 @@ from slotwise.errors import OneLineError
 from slotwise.kernels.cpu.shared_group import SharedMemory
 from slotwise.kernels.cpu.threads import places
 from slotwise.kernels.interface import Kernels
-from slotwise.model.config import ModelConfig
+from slotwise.model.model_config import ModelConfig
 
 LOOK = 0.2  # seconds between two looks at the other ranks
 SILENCE = 6.0  # seconds without a heartbeat after which a rank counts as lost

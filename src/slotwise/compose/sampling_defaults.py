@@ -18,7 +18,7 @@ from slotwise.core.params import RANGES
 from slotwise.core.sampling_defaults import SamplingDefaults
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.model.fields import Fields
-from slotwise.model.generation import NEUTRAL, NOT_OBEYED, named_file, read_generation
+from slotwise.model.generation_config import NEUTRAL, NOT_OBEYED, named_file, read_generation
 from slotwise.observe import lines
 
 OVERRIDE = "override_generation_config"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from slotwise.compose.pooling import read_pooling
 from slotwise.compose.sampling_defaults import read_defaults
 from slotwise.engine.config import EngineConfig
-from slotwise.model.locate import locate
+from slotwise.model.checkpoint import locate
 from slotwise.server.parsers.output_format import OutputFormat, output_format
 from slotwise.server.settings import ServerSettings
 from slotwise.text.chat_source import find_chat_template, find_tool_template

@@ -16,15 +16,15 @@ from slotwise.engine.messages import MemoryUse
 from slotwise.kernels.group import PLACES, Divided, Stage, num_ranks
 from slotwise.kernels.interface import LayerShape
 from slotwise.kernels.select import draw_for
-from slotwise.model.cache_groups import LayerGroups, cache_shapes, layer_groups, least_block_size, one_group
 from slotwise.model.decoder import Decoder, DecoderSizes
-from slotwise.model.families import weight_bytes
-from slotwise.model.stages import layers_of
-from slotwise.runner import kv_offload, memory
-from slotwise.runner.draft_model import ALL_LOGITS, CATCH_UP
-from slotwise.runner.graphs import MAX_TOKENS, num_graphs
-from slotwise.runner.profile import measured_graph, measured_workspace
-from slotwise.runner.prompt_logprobs import workspace_rows
+from slotwise.model.family_table import weight_bytes
+from slotwise.model.layer_groups import LayerGroups, cache_shapes, layer_groups, least_block_size, one_group
+from slotwise.model.network import layers_of
+from slotwise.runner import kv_blocks, memory_budget
+from slotwise.runner.decode_graphs import MAX_TOKENS, num_graphs
+from slotwise.runner.draft_model_runner import ALL_LOGITS, CATCH_UP
+from slotwise.runner.memory_budget import measured_graph, measured_workspace
+from slotwise.runner.prompt_results import workspace_rows
 from slotwise.speculation.settings import NONE
 
 STEP_SECONDS = 0.1  # where streams wait for whole steps
@@ -67,17 +67,18 @@ def check_sizes(config: EngineConfig, models: Sequence[DecoderSizes], freed: int
     config = config.sized(step_tokens(decoder, stalls_are_bounded=config.bounds_stalls))
 
     def on_gpu(longest: int, staging: int) -> _Room:
-        return _Room(staging, 0, config.kv_cache_memory or memory.UNLIMITED)
+        return _Room(staging, 0, config.kv_cache_memory or memory_budget.UNLIMITED)
 
     def on_host(longest: int, staging: int) -> _Room:
-        swapped = max(0, memory.loadable_bytes() - memory.available_bytes())  # idle programs, while weights are read
+        # Idle programs, while weights are read.
+        swapped = max(0, memory_budget.loadable_bytes() - memory_budget.available_bytes())
         read = 0 if config.packed_weights_cache else weights - adapters  # else mapped, which takes no memory
         return _on_host(config, models, longest, staging, freed + swapped - read)
 
     if device.type == "cuda":
         check_weights(models, device)
     else:
-        memory.check_weights(weights, memory.loadable_bytes() + freed, "memory", adapters)
+        memory_budget.check_weights(weights, memory_budget.loadable_bytes() + freed, "memory", adapters)
     limits, _ = _sized(config, models, on_gpu if device.type == "cuda" else on_host, freed)
     check_transfers(config, limits, decoder.kernels)
 
@@ -85,7 +86,7 @@ def check_sizes(config: EngineConfig, models: Sequence[DecoderSizes], freed: int
 def check_weights(models: Sequence[DecoderSizes], device: torch.device) -> None:
     """Raises MemoryError if the weights do not fit the free memory of a GPU."""
     free, _ = torch.cuda.mem_get_info(device)
-    memory.check_weights(_weights(models), free + torch.cuda.memory_reserved(device), "the GPU's memory",
+    memory_budget.check_weights(_weights(models), free + torch.cuda.memory_reserved(device), "the GPU's memory",
                          _adapters(models[0]))
 
 
@@ -129,10 +130,10 @@ def _sized(
     longest = min(config.max_model_len or model_tokens, model_tokens)
     useful = config.max_num_seqs * CacheGroups(groups.windows, block_size, config.step_tokens).most_blocks(longest)
     asked = config.offloading_bytes
-    room = room_for(longest, kv_offload.staging_bytes(asked // per_block, per_block))
-    num_blocks = memory.num_blocks(per_block, useful, room.budget)
+    room = room_for(longest, kv_blocks.staging_bytes(asked // per_block, per_block))
+    num_blocks = memory_budget.num_blocks(per_block, useful, room.budget)
     beside = 0 if kernels.device.type == "cuda" else room.workspace + num_blocks * per_block
-    num_host_blocks = memory.num_host_blocks(per_block, asked, beside - freed)
+    num_host_blocks = memory_budget.num_host_blocks(per_block, asked, beside - freed)
     library = kernels.library_bytes(decoder.config.dtype)
     limits = config.limits(model_tokens, num_blocks, block_size, per_block, num_host_blocks, groups.windows)
     return limits, MemoryUse(
@@ -178,7 +179,7 @@ def _on_host(
     others = workspace + decoder.kernels.library_bytes(decoder.config.dtype)
     asked, share = config.kv_cache_memory, config.gpu_memory_utilization
     unread = _adapters(decoder)  # requests load them later
-    return _Room(workspace, 0, memory.cache_budget(_weights(models), others, asked, share, freed - unread))
+    return _Room(workspace, 0, memory_budget.cache_budget(_weights(models), others, asked, share, freed - unread))
 
 
 def _ranks(decoder: DecoderSizes) -> int:
@@ -253,4 +254,4 @@ def _on_gpu(config: EngineConfig, models: Sequence[Decoder], longest: int, stagi
     graphs = 0 if is_divided else number * sum(
         measured_graph(model, block_size, recorded, longest) for model in models)
     asked, share = config.kv_cache_memory, config.gpu_memory_utilization
-    return _Room(workspace, graphs, memory.gpu_cache_budget(free, total, workspace + graphs, asked, share))
+    return _Room(workspace, graphs, memory_budget.gpu_cache_budget(free, total, workspace + graphs, asked, share))

@@ -14,7 +14,7 @@ from typing import Any
 
 from slotwise import grammars
 from slotwise.kernels.cpu.threads import roam
-from slotwise.model.config import ModelConfig
+from slotwise.model.model_config import ModelConfig
 from slotwise.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

@@ -93,7 +93,7 @@ class RaggedBatch:
     sample_at: Tensor  # [samples] int64, flat indices of the tokens whose logits are computed
     max_query_len: int  # longest row of this step, in tokens
     max_context_len: int
-    groups: tuple[GroupTables, ...] = ()  # of cache groups 1 and up (`model/cache_groups.py`); kernels see one group
+    groups: tuple[GroupTables, ...] = ()  # of cache groups 1 and up (`model/layer_groups.py`); kernels see one group
     group_of_layer: tuple[int, ...] = ()  # () where there is one group
     on_trial: Tensor | None = None  # [rows] int32, not 0 where recurrent states stay what they are; None: nowhere
 

@@ -19,18 +19,16 @@ from torch import Tensor
 from slotwise.kernels.group import ALONE, Group
 from slotwise.kernels.interface import AttentionShape, Kernels, LayerCache, LayerShape, RaggedBatch
 from slotwise.kernels.matrix import Format
-from slotwise.model.adapters import Adapters
-from slotwise.model.cache_groups import by_layer
-from slotwise.model.config import ModelConfig
-from slotwise.model.families import compose
+from slotwise.model.family_table import compose
+from slotwise.model.layer_groups import by_layer
 from slotwise.model.layers.attention import Again
-from slotwise.model.layers.moe import MixtureOfExperts
+from slotwise.model.layers.mlp import MixtureOfExperts
 from slotwise.model.layers.rope import RotaryTable
-from slotwise.model.layers.share import heads_of
-from slotwise.model.layers.source import Source
-from slotwise.model.network import DecoderLayer, Network
-from slotwise.model.stages import layers_of
-from slotwise.model.stored import Read
+from slotwise.model.layers.source import WeightSource, heads_of
+from slotwise.model.lora_weights import LoraWeights
+from slotwise.model.model_config import ModelConfig
+from slotwise.model.network import DecoderLayer, Network, layers_of
+from slotwise.model.stored_tensors import Read
 
 FLOAT32 = 4  # bytes of a logit that the sampler edits
 
@@ -51,7 +49,7 @@ class DecoderSizes:
     """
 
     def __init__(
-        self, config: ModelConfig, kernels: Kernels, network: Network, adapters: Adapters | None = None,
+        self, config: ModelConfig, kernels: Kernels, network: Network, adapters: LoraWeights | None = None,
         group: Group = ALONE, formats: Mapping[str, Format] = {},
     ) -> None:
         self.config = config
@@ -88,11 +86,11 @@ class Decoder(DecoderSizes):
     """A model ready to run steps.  It holds weights and no request state; caches belong to the caller."""
 
     def __init__(
-        self, config: ModelConfig, read: Read, kernels: Kernels, max_positions: int, adapters: Adapters | None = None,
-        group: Group = ALONE, formats: Mapping[str, Format] = {},
+        self, config: ModelConfig, read: Read, kernels: Kernels, max_positions: int,
+        adapters: LoraWeights | None = None, group: Group = ALONE, formats: Mapping[str, Format] = {},
     ) -> None:
         """Reads and packs the weights of this rank; `max_positions` (tokens) bounds the positions of a batch."""
-        network = compose(config, Source(read, kernels, config.dtype, adapters, group, formats))
+        network = compose(config, WeightSource(read, kernels, config.dtype, adapters, group, formats))
         super().__init__(config, kernels, network, adapters, group, formats)
         self.layers = layers_of(config, group.pipe.stage)  # those held here
         layers = self._network.layers
@@ -176,7 +174,7 @@ class Returned:
     It stands in place of the decoder where the first stage samples.
     """
 
-    adapters: Adapters | None = None
+    adapters: LoraWeights | None = None
 
     def __init__(self, decoder: Decoder) -> None:
         self.config, self.kernels, self.group = decoder.config, decoder.kernels, decoder.group

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from slotwise.errors import CheckpointError
 from slotwise.files import read_part
-from slotwise.model.errors import CheckpointError
 
 MAX_JSON_BYTES = 64 * 1024 * 1024
 MOST = 1e30  # of a number: products of two fit a float64, and the number a float32

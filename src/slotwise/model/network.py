@@ -1,4 +1,13 @@
-"""What a family composes: the layers of a decoder-only transformer, in order."""
+"""Which layers each stage of a model holds.
+
+Stages read about as many bytes of weights for a token each, the first with the head's among them, so that none of them
+waits long for another:
+
+    4 layers, the head as large as two    | head 0 | 1 2 3 |
+
+
+What a family composes: the layers of a decoder-only transformer, in order.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +17,36 @@ from typing import Protocol
 
 from torch import Tensor
 
+from slotwise.errors import CheckpointError
+from slotwise.kernels.group import Stage
 from slotwise.kernels.interface import LayerCache, RaggedBatch
-from slotwise.model.config import ModelConfig
 from slotwise.model.layers.attention import Queries
-from slotwise.model.layers.embedding import EndOptions, Ends, read_ends
+from slotwise.model.layers.embedding_and_head import EndOptions, Ends, read_ends
 from slotwise.model.layers.linear import Linear
 from slotwise.model.layers.norm import NoNorm, NormOptions, RMSNorm
 from slotwise.model.layers.rope import Rope
-from slotwise.model.layers.source import Source
-from slotwise.model.stages import layers_of
+from slotwise.model.layers.source import WeightSource
+from slotwise.model.model_config import ModelConfig
+
+
+def layers_of(config: ModelConfig, stage: Stage) -> range:
+    """The layers of a stage, at least one.
+
+    Raises:
+        CheckpointError: the model has fewer layers than there are stages.
+    """
+    number, count = config.num_layers, stage.total
+    if count == 1:
+        return range(number)
+    if number < count:
+        raise CheckpointError(f"pipeline_parallel_size {count}: the model has {number} layers, fewer than stages: "
+                              "lower it")
+    head = config.vocab_size * config.hidden_size / (config.layer_weights / number)  # in layers
+    ends = [0]
+    for index in range(1, count):
+        even = round(index * (number + head) / count - head)
+        ends.append(min(max(even, ends[-1] + 1), number - (count - index)))
+    return range(*[*ends, number][stage.number : stage.number + 2])
 
 
 class TokenMixer(Protocol):
@@ -90,7 +120,8 @@ class Network:
 
 
 def read_network(
-    config: ModelConfig, source: Source, layer: Callable[[int], DecoderLayer], ends: EndOptions, norms: NormOptions,
+    config: ModelConfig, source: WeightSource, layer: Callable[[int], DecoderLayer], ends: EndOptions,
+    norms: NormOptions,
 ) -> Network:
     """Reads the stage of a model that `source` is for; `layer` reads the one of a number."""
     stage = source.group.pipe.stage

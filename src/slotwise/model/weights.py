@@ -9,15 +9,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from slotwise.errors import CheckpointError
 from slotwise.kernels.matrix import Format, QuantisedMatrix, Rows, StackedMatrix, Weight, stacked
-from slotwise.model.errors import CheckpointError
-from slotwise.model.gguf.tensors import open_gguf_tensors
+from slotwise.model.gguf.gguf_tensors import open_gguf_tensors
 from slotwise.model.layers.source import NO_CUTS
 from slotwise.model.names import HEAD
+from slotwise.model.quantization.methods import with_quantized
 from slotwise.model.quantization.scheme import Quantization
-from slotwise.model.quantization.stored import with_quantised
-from slotwise.model.safetensors_files import open_safetensors
-from slotwise.model.stored import WHOLE, Cut, Cuts, Read, Shapes, StoredTensor, TensorSource
+from slotwise.model.stored_tensors import WHOLE, Cut, Cuts, Read, Shapes, StoredTensor, TensorSource, open_safetensors
 
 Progress = Callable[[int, int], None]
 """Receives bytes read so far and bytes in all."""
@@ -74,7 +73,7 @@ class Weights:
         Raises CheckpointError when parts are missing, or have another shape or type than the config says.
         """
         if quantization is not None:
-            self._source = with_quantised(self._source, quantization, expected)
+            self._source = with_quantized(self._source, quantization, expected)
             self._tensors = self._source.tensors
 
     def widen(self, names: Collection[str]) -> None:

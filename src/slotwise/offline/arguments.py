@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from slotwise import builtin
 from slotwise.core.settings import BYTE_UNITS, UNITS, whole, with_unit
 from slotwise.engine.config import RETIRED, ConfigError, EngineConfig
-from slotwise.model.locate import locate
+from slotwise.model.checkpoint import locate
 from slotwise.neutral import is_neutral, nearest
 from slotwise.vllm_arguments import RULES, SAME
 

@@ -17,7 +17,7 @@ from slotwise.engine.adapters import AdapterStore
 from slotwise.engine.engine import Engine
 from slotwise.errors import CheckpointError
 from slotwise.offline.arguments import Arguments
-from slotwise.runner import memory
+from slotwise.runner import memory_budget
 
 if TYPE_CHECKING:
     from slotwise.engine.messages import Command, StepRecord
@@ -115,7 +115,7 @@ class OfflineEngine:
                 raise ValueError("level: 2 would lose the adapters that are loaded; level 1 keeps them")
             self._engine = None
             gc.collect()
-            memory.give_back()
+            memory_budget.give_back()
         self.level = level
 
     def wake_up(self) -> None:

@@ -6,6 +6,16 @@ with drafts is the exception: whether a draft is accepted decides what is sample
 
     host     submit n+1 │ collect n │ commit n, plan n+2 │ submit n+2 │ ...
     device   ... step n ──────────────► step n+1 ─────────────────────────► step n+2
+
+
+Executors of a model whose layers are divided into stages (`kernels/group.py`).
+
+    stage 0    layers of n │ layers of n + 1 │ head of n, sample │ layers of n + 2 │ head of n + 1, sample │ ...
+    stage 1                │ layers of n ────────────► │ layers of n + 1 ────────────► │ ...
+
+A stage computes plans in order.  The first one computes a plan's end, too: when the plan is collected, and by then
+later plans may have given its slots to other requests.  So the end has known tokens, block tables and sampling state of
+its own, to which it applies each plan as late as that.
 """
 
 from __future__ import annotations
@@ -22,18 +32,16 @@ from torch import Tensor
 from slotwise.core.step import StepPlan, StepResult
 from slotwise.kernels.interface import LayerCache, RaggedBatch
 from slotwise.model.decoder import Decoder, Returned
-from slotwise.runner.adapters import SlotAdapters
-from slotwise.runner.draft_model import DraftModel, Proposal
-from slotwise.runner.drafted_states import DraftedStates
-from slotwise.runner.graphs import DecodeGraphs
+from slotwise.runner.decode_graphs import DecodeGraphs
+from slotwise.runner.draft_model_runner import DraftModelRunner, DraftProposal
 from slotwise.runner.input_batch import SlotTable
-from slotwise.runner.kv_offload import HostBlocks
-from slotwise.runner.pooling import Pools
-from slotwise.runner.prompt_logprobs import Prompts, describe, rows_at_a_time
-from slotwise.runner.sampling.masks import Masks
-from slotwise.runner.sampling.params import Drawn, Sampling
+from slotwise.runner.kv_blocks import HostBlocks
+from slotwise.runner.prompt_results import PooledPrompts, PromptLogprobs, describe, rows_at_a_time
+from slotwise.runner.sampling.grammar_masks import Masks
+from slotwise.runner.sampling.sampler import PendingTokens, Sampling
+from slotwise.runner.slots import LoraSlots
 from slotwise.runner.staging import Event, event_of, sender
-from slotwise.runner.verification import NOTHING, OfPrompts, Outcome, verify
+from slotwise.runner.verification import NOTHING, DraftedStates, OfPrompts, RowTokens, verify
 
 
 class DeviceLostError(RuntimeError):
@@ -44,15 +52,15 @@ class _Enqueued(NamedTuple):
     """A step enqueued on the device."""
 
     plan: StepPlan
-    drawn: Drawn | None  # None: no row samples
+    drawn: PendingTokens | None  # None: no row samples
     of_prompts: OfPrompts
-    proposal: Proposal | None  # of a draft model
+    proposal: DraftProposal | None  # of a draft model
     done: Event
 
     def result(self) -> StepResult:
         """The result of the step; waits for it."""
         self.done.synchronize()
-        outcome = Outcome(self.plan)
+        outcome = RowTokens(self.plan)
         if self.drawn is not None:
             outcome.add([row for row, wanted in enumerate(self.plan.num_logits) if wanted], self.drawn.read())
         return outcome.result(self.of_prompts)
@@ -62,9 +70,9 @@ class _Verified(NamedTuple):
     """A step with drafts, which was computed as it was submitted."""
 
     plan: StepPlan
-    outcome: Outcome
+    outcome: RowTokens
     of_prompts: OfPrompts
-    proposal: Proposal | None
+    proposal: DraftProposal | None
 
     def result(self) -> StepResult:
         return self.outcome.result(self.of_prompts)
@@ -94,7 +102,7 @@ class ModelRunner:
 
     def __init__(
         self, decoder: Decoder | Returned, caches: Sequence[LayerCache], slots: SlotTable, sampler: Sampling,
-        host_blocks: HostBlocks | None = None, masks: Masks | None = None, draft_model: DraftModel | None = None,
+        host_blocks: HostBlocks | None = None, masks: Masks | None = None, draft_model: DraftModelRunner | None = None,
     ) -> None:
         self._decoder = decoder
         self._caches = caches
@@ -103,10 +111,10 @@ class ModelRunner:
         self._host_blocks = host_blocks
         self._masks = masks
         self._draft_model = draft_model
-        self._adapters = None if decoder.adapters is None else SlotAdapters(decoder.adapters, slots.num_slots)
+        self._adapters = None if decoder.adapters is None else LoraSlots(decoder.adapters, slots.num_slots)
         self._decode_graphs = DecodeGraphs(decoder, caches, slots)
-        self._prompts = Prompts(slots)
-        self._pools = Pools()
+        self._prompts = PromptLogprobs(slots)
+        self._pools = PooledPrompts()
         self._send = sender(decoder.kernels.device)
         self._outcomes: deque[_Enqueued | _Verified | Exception] = deque()
         self._lost: Exception | None = None  # the device's failure
@@ -229,7 +237,7 @@ class ModelRunner:
             plan._replace(num_logits=tuple(num_drawn)), decoder.logits(hidden.index_select(0, at)),
             targets.index_select(0, at), OfPrompts(described, pooled))
 
-    def _sample(self, computed: _Computed) -> Drawn | None:
+    def _sample(self, computed: _Computed) -> PendingTokens | None:
         plan, logits, targets = computed.plan, computed.logits, computed.targets
         if not len(logits):
             return None
@@ -239,3 +247,91 @@ class ModelRunner:
         drawn = self._sampler.sample(logits, slots, ends)
         self._slots.append(targets, drawn.column)
         return drawn
+
+
+class StageRunner:
+    """Computes the layers of one stage.
+
+    Args:
+        caches: one per layer of the stage.
+        slots: known tokens and block tables.
+    """
+
+    def __init__(self, decoder: Decoder, caches: Sequence[LayerCache], slots: SlotTable) -> None:
+        self.slots = slots
+        self._decoder = decoder
+        self._caches = caches
+        self._adapters = None if decoder.adapters is None else LoraSlots(decoder.adapters, slots.num_slots)
+        self._graphs = DecodeGraphs(decoder, caches, slots, lambda batch: decoder.hidden(batch, caches))
+
+    def run(self, plan: StepPlan) -> None:
+        """Applies a plan and computes it."""
+        self.apply(plan)
+        self.compute(plan)
+
+    def apply(self, plan: StepPlan) -> None:
+        """Takes in a plan's requests and blocks."""
+        self.slots.apply(plan)
+        if self._adapters is not None:
+            self._adapters.apply(plan)
+
+    @torch.inference_mode()
+    def compute(self, plan: StepPlan) -> None:
+        """Computes a plan's rows, and hands their hidden states on; all tokens that they continue are known."""
+        if plan.slots:
+            batch, _ = self.slots.gather(plan)
+            if self._adapters is not None:
+                self._adapters.assign(plan)
+            self._decoder.reach(batch.max_context_len)
+            if self._graphs.logits(batch) is None:
+                self._decoder.hidden(batch, self._caches)
+
+
+class _Submitted(NamedTuple):
+    """A plan whose layers on this stage are computed."""
+
+    plan: StepPlan
+    proposal: DraftProposal | None  # of a draft model
+
+
+class FirstStageRunner:
+    """Runs plans on the first stage as they are submitted, and their ends as they are collected.
+
+    Args:
+        returned: computes what follows the last stage.
+        draft_model: proposes the drafts that a plan leaves to the executor, by the slots of this stage.
+    """
+
+    def __init__(self, stage: StageRunner, returned: ModelRunner, draft_model: DraftModelRunner | None = None) -> None:
+        self._stage = stage
+        self._returned = returned
+        self._draft_model = draft_model
+        self._submitted: deque[_Submitted | Exception] = deque()
+
+    def submit(self, plan: StepPlan) -> None:
+        try:
+            self._stage.apply(plan)
+            submitted = self._with_drafts(plan)
+            self._stage.compute(submitted.plan)
+            self._submitted.append(submitted)
+        except Exception as error:  # raised when this step is collected
+            self._submitted.append(error)
+
+    def collect(self) -> StepResult:
+        submitted = self._submitted.popleft()
+        if isinstance(submitted, Exception):
+            raise submitted
+        self._returned.submit(submitted.plan)
+        result, proposal = self._returned.collect(), submitted.proposal
+        return result if proposal is None else result._replace(drafts=proposal.drafts, proposing=proposal.proposing)
+
+    @torch.inference_mode()
+    def _with_drafts(self, plan: StepPlan) -> _Submitted:
+        """The plan as it is executed: all tokens of a row that proposes were sampled before."""
+        if self._draft_model is None:
+            return _Submitted(plan, None)
+        self._draft_model.apply(plan)
+        if not plan.has_proposed:
+            return _Submitted(plan, None)
+        proposal = self._draft_model.propose(plan, self._returned.begin_masks)
+        return _Submitted(plan.with_drafts(proposal.drafts), proposal)

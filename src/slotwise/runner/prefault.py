@@ -3,6 +3,9 @@
 A cache takes memory as it fills, and the system clears each page at the first write: with huge pages, two megabytes in
 every layer at once, which delays the step that begins a new page by a tenth of a second.  So a thread stays a page
 ahead of the blocks handed out, which come in ascending order until all were used once.
+
+
+The memory that an engine on the CPU gives back while it sleeps and goes on.
 """
 
 from __future__ import annotations
@@ -12,9 +15,13 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
+from torch import Tensor
+
 from slotwise.core.step import StepPlan, StepResult
 from slotwise.engine.executor import Executor
+from slotwise.kernels.cpu.memory import discard
 from slotwise.kernels.cpu.threads import roam
+from slotwise.runner import memory_budget
 
 REST = 2.0  # times the time worked, after each layer
 
@@ -97,3 +104,23 @@ class Prefault:
                 return
             time.sleep(REST * (time.monotonic() - began))
         self._touched = end
+
+
+class SleepingMemory:
+    """The caches, whose contents are lost, and weights that lie in files, which are read again when they are needed.
+
+    Args:
+        caches: pre-faults the caches of all layers.
+        mapped: bytes of files, which nothing writes to.
+    """
+
+    def __init__(self, caches: Prefault, mapped: Sequence[Tensor]) -> None:
+        self._caches = caches
+        self._mapped = mapped
+
+    def give_back(self) -> None:
+        """Return the memory to the system; no request may be in a step.  Raises OSError: the system cannot."""
+        self._caches.give_back()
+        for each in self._mapped:
+            discard(each.data_ptr(), each.nbytes)
+        memory_budget.give_back()

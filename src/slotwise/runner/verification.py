@@ -1,4 +1,15 @@
-"""Verification of drafts: a row yields the tokens that it would have sampled without them.
+"""Recurrent states while drafts are verified: they advance once it is known which drafts are right.
+
+A state that has advanced over a wrong draft cannot go back.  So a step leaves those of rows with drafts what they are
+(`RaggedBatch.on_trial`), and keeps what each layer would advance them by; behind the verification they advance over the
+accepted tokens.
+
+    before the step    state s
+    the step           state s            computes s + 1 and three drafts on trial
+    one is accepted    state s + 2        over the last token and the draft that is right
+
+
+Verification of drafts: a row yields the tokens that it would have sampled without them.
 
     positions    s      s+1    s+2                 last token, then drafts
     logits       ■      ■      ■
@@ -14,6 +25,7 @@ these, whose later positions follow in draws of their own while their drafts are
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -21,25 +33,70 @@ import torch
 from torch import Tensor
 
 from slotwise.core.step import StepPlan, StepResult, TokenLogprobs
+from slotwise.kernels.interface import GroupTables, LayerCache, RaggedBatch
 from slotwise.kernels.reference import FAILED
+from slotwise.model.decoder import Advanced
+from slotwise.model.layer_groups import by_layer
 from slotwise.runner.input_batch import SlotTable
-from slotwise.runner.pooling import Pooled
-from slotwise.runner.prompt_logprobs import Described, workspace_rows
-from slotwise.runner.sampling.params import Drawn, Sampled, Sampling
+from slotwise.runner.prompt_results import PendingEntries, PendingVector, workspace_rows
+from slotwise.runner.sampling.sampler import PendingTokens, SampledTokens, Sampling
 from slotwise.runner.staging import event_of, rows_of
+
+
+class DraftedStates:
+    """The states of a step's rows with drafts.
+
+    Args:
+        batch: of `plan`.
+        caches: one per layer.
+
+    Attributes:
+        batch: as it is to be computed.
+        advanced: takes the step's layers with recurrent states.
+    """
+
+    def __init__(self, plan: StepPlan, batch: RaggedBatch, caches: Sequence[LayerCache]) -> None:
+        flags = [len(drafts) for drafts in plan.drafts]
+        flags += [0] * (len(batch.context_lens) - len(flags))  # of padding
+        self.batch = replace(batch, on_trial=torch.tensor(flags, dtype=torch.int32))
+        self.advanced: list[Advanced] = []
+        self._caches = caches
+        self._rows = [row for row, drafts in enumerate(plan.drafts) if drafts]
+
+    def settle(self, tokens: Sequence[tuple[int, ...]]) -> None:
+        """Advance the states over what is accepted; `tokens` are those that each row of the plan yields."""
+        rows = [row for row in self._rows if tokens[row]]
+        if rows:
+            batch, at = _narrowed(self.batch, rows, [len(tokens[row]) for row in rows])
+            views = by_layer(batch, len(self._caches))
+            for layer, again in self.advanced:
+                again(at, views[layer], self._caches[layer])
+
+
+def _narrowed(batch: RaggedBatch, rows: Sequence[int], counts: Sequence[int]) -> tuple[RaggedBatch, Tensor]:
+    """The first `counts` tokens of `rows` of a batch, and their places in it."""
+    firsts, every = batch.query_starts.tolist(), torch.tensor(rows)
+    at = torch.cat([torch.arange(firsts[row], firsts[row] + count) for row, count in zip(rows, counts, strict=True)])
+    dropped = [firsts[row + 1] - firsts[row] - count for row, count in zip(rows, counts, strict=True)]
+    starts = torch.tensor([0, *counts]).cumsum(0)
+    return replace(
+        batch, token_ids=batch.token_ids[at], positions=batch.positions[at], slot_mapping=batch.slot_mapping[at],
+        query_starts=starts.int(), context_lens=batch.context_lens[every] - torch.tensor(dropped, dtype=torch.int32),
+        block_tables=batch.block_tables[every], sample_at=starts[1:] - 1, max_query_len=max(counts), on_trial=None,
+        groups=tuple([GroupTables(group.slot_mapping[at], group.block_tables[every]) for group in batch.groups])), at
 
 
 class OfPrompts(NamedTuple):
     """What a step has computed of prompts beside their keys and values."""
 
-    described: Sequence[Described] = ()
-    pooled: Sequence[Pooled] = ()
+    described: Sequence[PendingEntries] = ()
+    pooled: Sequence[PendingVector] = ()
 
 
 NOTHING = OfPrompts()
 
 
-class Outcome:
+class RowTokens:
     """What the rows of a plan sampled, in one draw or in several."""
 
     def __init__(self, plan: StepPlan) -> None:
@@ -49,7 +106,7 @@ class Outcome:
         self._failed: list[int] = []
         self._ended: set[int] = set()  # rows that take no further token
 
-    def add(self, rows: Sequence[int], sampled: Sampled) -> None:
+    def add(self, rows: Sequence[int], sampled: SampledTokens) -> None:
         """Add a draw: tokens of `rows` of the plan, each row's in order.
 
         A row takes no token after one that is not its draft.  Nor after a position without a sound distribution, which
@@ -86,7 +143,7 @@ class Outcome:
 
 def verify(
     plan: StepPlan, logits: Tensor, targets: Tensor, sampler: Sampling, slots: SlotTable, device: torch.device,
-) -> Outcome:
+) -> RowTokens:
     """Draw the tokens of a plan with drafts, and make them known.  Waits for the device.
 
     Args:
@@ -97,9 +154,9 @@ def verify(
     wanted = [(row, positions) for row, positions in enumerate(plan.num_logits) if positions]
     in_order = {row for row, positions in wanted if positions > 1 and sampler.draws_in_order(plan.slots[row])}
     draws = [(row, place) for row, positions in wanted for place in range(1 if row in in_order else positions)]
-    outcome, at_a_time = Outcome(plan), workspace_rows(slots.num_slots)
+    outcome, at_a_time = RowTokens(plan), workspace_rows(slots.num_slots)
 
-    def enqueue(part: Sequence[tuple[int, int]]) -> Drawn:
+    def enqueue(part: Sequence[tuple[int, int]]) -> PendingTokens:
         at = [firsts[row] + place for row, place in part]
         ends = [plan.starts[row] + plan.counts[row] - plan.num_logits[row] + 1 + place for row, place in part]
         drawn = sampler.sample(rows_of(logits, at), [plan.slots[row] for row, _ in part], ends)

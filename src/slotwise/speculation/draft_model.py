@@ -1,4 +1,4 @@
-"""The proposer of a draft model: chooses how many drafts the executor proposes for each row (`runner/draft_model.py`).
+"""The proposer of a draft model: chooses how many drafts `runner/draft_model_runner.py` proposes for each row.
 
 The number is that of the budget (`budget.py`), with what proposing costs beside what verifying costs:
 

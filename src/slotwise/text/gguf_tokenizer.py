@@ -15,17 +15,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slotwise.gguf.metadata import Metadata
-from slotwise.gguf.model import open_model
-from slotwise.gguf.special_tokens import (
+from slotwise.gguf_file import (
     CONTROL,
     NAMED,
     NORMAL,
     ROLE_KEYS,
     TOKEN_TYPES,
     TOKENS,
+    Metadata,
     find_special_tokens,
     named_tokens,
+    open_model,
 )
 from slotwise.text.fill_in_the_middle import Marks
 from slotwise.text.gguf_splits import SPLITS, Splits

@@ -14,7 +14,7 @@ from support.paged import distance
 
 from slotwise.kernels.interface import RaggedBatch
 from slotwise.model.decoder import Decoder
-from slotwise.model.load import load_model
+from slotwise.model.loading import load_model
 
 with interpreted():
     from slotwise.kernels.cuda import sampling

@@ -24,8 +24,8 @@ sys.path.append(str(Path(__file__).resolve().parents[3]))  # `benchmarks` is run
 from benchmarks.gpu.repeated import Repeated
 
 from slotwise.model.decoder import Decoder
-from slotwise.model.load import load_model
-from slotwise.runner.graphs import DecodeGraphs, num_graphs
+from slotwise.model.loading import load_model
+from slotwise.runner.decode_graphs import DecodeGraphs, num_graphs
 from slotwise.runner.input_batch import SlotTable
 
 SIZES = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,

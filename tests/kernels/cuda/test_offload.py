@@ -8,8 +8,8 @@ from support.cuda_device import DEVICE, KERNELS
 
 from slotwise.core.step import Copy
 from slotwise.kernels.interface import AttentionShape
-from slotwise.runner import kv_offload
-from slotwise.runner.kv_offload import HostBlocks
+from slotwise.runner import kv_blocks
+from slotwise.runner.kv_blocks import HostBlocks
 
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=64, scale=1.0)
 LAYERS, BLOCKS = 4, 16
@@ -23,8 +23,8 @@ def test_a_round_trip_through_the_host_changes_nothing(staged: int, monkeypatch:
     for piece in pieces:
         piece.copy_(torch.randn(piece.shape))
     before = [piece.clone() for piece in pieces]
-    monkeypatch.setattr(kv_offload, "STAGING", staged * block_bytes)
-    monkeypatch.setattr(kv_offload, "SLAB", 5 * block_bytes)
+    monkeypatch.setattr(kv_blocks, "STAGING", staged * block_bytes)
+    monkeypatch.setattr(kv_blocks, "SLAB", 5 * block_bytes)
     host = HostBlocks(BLOCKS, pieces)
     assert all(place.is_pinned() for place in host._places) == (DEVICE == "cuda")
     host.save([Copy(block, BLOCKS - 1 - block) for block in range(BLOCKS)])

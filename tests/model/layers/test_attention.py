@@ -12,7 +12,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 from slotwise.kernels.interface import AttentionShape, Kernels
 from slotwise.model.layers.attention import Attention, AttentionOptions
 from slotwise.model.layers.rope import Rope, rotary_table
-from slotwise.model.layers.source import Listing, Source
+from slotwise.model.layers.source import Listing, WeightSource
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, WINDOW, TOKENS = 48, 6, 2, 16, 7, 40
 ROPE = Rope(10_000.0)
@@ -46,7 +46,7 @@ def test_biases_sinks_and_windows_are_those_of_gpt_oss(layer_type: str, window: 
     weights = {f"self_attn.{name}": tensor.detach() for name, tensor in module.named_parameters()}
     shape = AttentionShape(HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5, window)
     options = AttentionOptions(qkv_bias=True, output_bias=True, sinks=True)
-    source = Source(lambda *names: torch.cat([weights[name] for name in names]), kernels, torch.float32)
+    source = WeightSource(lambda *names: torch.cat([weights[name] for name in names]), kernels, torch.float32)
     attention = Attention(source, "self_attn", shape, ROPE, HIDDEN, options)
     rotary, sequences = rotary_table(ROPE, HEAD_DIM, 0, TOKENS), torch.randn(2, TOKENS, HIDDEN)
     cache = kernels.allocate_cache(Layer(shape, 4, torch.float32, [(40, 40)] * 2).num_blocks, 4, shape, torch.float32)

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 
 from slotwise.kernels.interface import Kernels
 from slotwise.kernels.reference import ReferenceKernels
-from slotwise.model.layers.embedding import EndOptions, Head, read_ends
+from slotwise.model.layers.embedding_and_head import EndOptions, LMHead, read_ends
 from slotwise.model.layers.linear import Linear
 from slotwise.model.layers.mlp import GatedMLP
-from slotwise.model.layers.source import Source
+from slotwise.model.layers.source import WeightSource
 
 
 @pytest.fixture
@@ -22,8 +22,8 @@ def weights() -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape) for name, shape in shapes.items()}
 
 
-def source(weights: dict[str, torch.Tensor], kernels: Kernels, kind: torch.dtype = torch.float32) -> Source:
-    return Source(lambda *names: torch.cat([weights[name] for name in names]), kernels, kind)
+def source(weights: dict[str, torch.Tensor], kernels: Kernels, kind: torch.dtype = torch.float32) -> WeightSource:
+    return WeightSource(lambda *names: torch.cat([weights[name] for name in names]), kernels, kind)
 
 
 def test_parts_are_stacked_in_their_order(weights: dict[str, torch.Tensor], kernels: Kernels) -> None:
@@ -54,4 +54,4 @@ def test_a_scaled_embedding_shares_its_table_unscaled_with_the_head(kind: torch.
     assert torch.equal(embedding(ids), table[ids] * scale)  # as a step would scale it
     plain = F.linear(x, table)
     torch.testing.assert_close(head(x).float(), 2 * torch.tanh(plain.float() / 2), atol=0.01, rtol=0.01)
-    assert torch.equal(Head(given, table)(x), plain)
+    assert torch.equal(LMHead(given, table)(x), plain)

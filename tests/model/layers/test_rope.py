@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from slotwise.model.errors import CheckpointError
+from slotwise.errors import CheckpointError
 from slotwise.model.fields import Fields
 from slotwise.model.layers.rope import CHUNK, LongRope, NoRope, Rope, RotaryTable, rotary_table
-from slotwise.model.ropes import read_rope
+from slotwise.model.model_config import read_rope
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 512}
 SCALINGS: list[dict[str, Any]] = [

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slotwise.kernels.matrix import QuantisedMatrix, StackedMatrix, stacked
-from slotwise.model.quantization.gguf_blocks import BLOCK_TYPES
+from slotwise.model.gguf.blocks import BLOCK_TYPES
 
 TYPES = pytest.mark.parametrize("name", BLOCK_TYPES)
 

@@ -16,10 +16,9 @@ from support.checkpoints import make, one_thread, prompts
 from support.ragged import Driver
 from torch import Tensor
 
-from slotwise.errors import MOST_CHARACTERS
+from slotwise.errors import MOST_CHARACTERS, CheckpointError
 from slotwise.kernels.reference import ReferenceKernels
-from slotwise.model.errors import CheckpointError
-from slotwise.model.load import load_model
+from slotwise.model.loading import load_model
 
 pytestmark = pytest.mark.slow
 KINDS = ["gptq 4, act-order", "awq", "W4A16, asymmetric", "W8A8, static", "FP8, blocks", "MXFP4", "DeepSeek's FP8",

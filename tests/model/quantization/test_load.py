@@ -13,13 +13,12 @@ from support import quantized_checkpoints as quantized
 from support.checkpoints import as_part, make, one_thread, prompts, reference_model
 from support.ragged import Driver
 
+from slotwise.errors import CheckpointError
 from slotwise.kernels.cpu import linear_bf16
 from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.kernels.matrix import Format
 from slotwise.kernels.reference import ReferenceKernels
-from slotwise.model.checkpoint import read_config
-from slotwise.model.errors import CheckpointError
-from slotwise.model.load import UnreadModel, describe, load_model
+from slotwise.model.loading import UnreadModel, describe, load_model, read_config
 
 # What transformers loads on a CPU.  Its activations stay as they are for these, so that logits are the same numbers.
 SAME = ["W4A16", "W8A16", "FP8, blocks", "DeepSeek's FP8", "fp8, static"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slotwise.model.errors import CheckpointError
+from slotwise.errors import CheckpointError
 from slotwise.model.fields import Fields
 from slotwise.model.names import spellings
 from slotwise.model.quantization.patterns import MAX_NAMES, read_skipped, read_targets

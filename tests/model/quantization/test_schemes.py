@@ -9,13 +9,13 @@ import torch
 from support import quantized_checkpoints as quantized
 from torch import Tensor
 
+from slotwise.errors import CheckpointError
 from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.kernels.matrix import QuantisedMatrix
-from slotwise.model.errors import CheckpointError
 from slotwise.model.fields import Fields
-from slotwise.model.quantization.config import read_quantization
+from slotwise.model.quantization.methods import read_quantization
 from slotwise.model.quantization.mxfp4 import MXFP4Scheme
-from slotwise.model.quantization.scheme import Layer, Scheme
+from slotwise.model.quantization.scheme import Scheme, StoredLayer
 
 SHAPES = [(256, 128), (128, 256), (384, 128)]
 UP = "model.layers.0.mlp.up_proj"
@@ -27,13 +27,13 @@ def scheme_of(config: dict[str, Any], module: str = UP) -> Scheme | None:
     return quantization.scheme(module)
 
 
-def layer(scheme: Scheme, tensors: dict[str, Tensor], shape: tuple[int, int]) -> Layer:
+def layer(scheme: Scheme, tensors: dict[str, Tensor], shape: tuple[int, int]) -> StoredLayer:
     """The parts, once they are seen to be those that the scheme expects."""
     parts = scheme.parts(*shape)
     assert set(tensors) <= set(parts) and all(name in tensors or part.is_optional for name, part in parts.items())
     for name, tensor in tensors.items():
         assert not parts[name].shapes or tuple(tensor.shape) in parts[name].shapes
-    return Layer(UP, "model", *shape, tensors)
+    return StoredLayer(UP, "model", *shape, tensors)
 
 
 def written(name: str, shape: tuple[int, int] = (256, 128)) -> tuple[Scheme, dict[str, Tensor], Tensor]:

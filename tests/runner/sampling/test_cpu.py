@@ -12,7 +12,7 @@ from slotwise.core.params import SamplingParams
 from slotwise.core.step import NewRequest
 from slotwise.kernels.reference import FAILED
 from slotwise.runner.sampling.cpu import Sampler
-from slotwise.runner.sampling.params import Sampled
+from slotwise.runner.sampling.sampler import SampledTokens
 
 DTYPES = [torch.bfloat16, torch.float32]
 quick = settings(deadline=None, max_examples=40, derandomize=True)
@@ -22,7 +22,7 @@ def join(slot: int, params: SamplingParams, tokens=(1, 2, 3), num_prompt=3, seed
     return NewRequest(f"r{slot}", slot, tuple(tokens), num_prompt, params, seed, tuple(stop_ids))
 
 
-def sample_one(logits: torch.Tensor, params: SamplingParams, **about) -> Sampled:
+def sample_one(logits: torch.Tensor, params: SamplingParams, **about) -> SampledTokens:
     """The next token of one request, alone."""
     sampler = Sampler(1, logits.shape[-1])
     request = join(0, params, **about)
@@ -90,7 +90,7 @@ class TestGreedy:
         for slot in range(17):
             sampler.join(join(slot, SamplingParams(temperature=0)))
         expected = [row.index(max(row)) for row in logits.tolist()]
-        assert sampler.sample(logits, range(17), [3] * 17) == Sampled(expected, [], ())
+        assert sampler.sample(logits, range(17), [3] * 17) == SampledTokens(expected, [], ())
 
     def test_zeros_of_either_sign_tie(self):
         logits = torch.tensor([-1.0, -0.0, 0.0])

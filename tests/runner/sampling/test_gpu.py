@@ -14,7 +14,7 @@ from slotwise.kernels.reference import FAILED, draw, uniform
 from slotwise.runner.input_batch import SlotTable
 from slotwise.runner.sampling.cpu import Sampler
 from slotwise.runner.sampling.gpu import DeviceSampler, largest
-from slotwise.runner.sampling.params import Sampled
+from slotwise.runner.sampling.sampler import SampledTokens
 
 CPU = torch.device("cpu")
 VOCAB, SLOTS, TOKENS = 300, 24, 64
@@ -35,7 +35,9 @@ class Both:
             self.device.join(join)
             self.host.join(join)
 
-    def sample(self, logits: torch.Tensor, slots: list[int], positions: list[int]) -> tuple[Sampled, Sampled]:
+    def sample(
+        self, logits: torch.Tensor, slots: list[int], positions: list[int],
+    ) -> tuple[SampledTokens, SampledTokens]:
         expected = self.host.sample(logits, slots, positions)
         drawn = self.device.sample(logits, slots, positions)
         places = torch.tensor([slot * (TOKENS + 1) + position for slot, position in zip(slots, positions, strict=True)])

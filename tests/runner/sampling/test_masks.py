@@ -18,8 +18,7 @@ from slotwise.kernels.reference import FAILED, allowed_only, draw
 from slotwise.runner.input_batch import SlotTable
 from slotwise.runner.sampling.cpu import Sampler
 from slotwise.runner.sampling.gpu import DeviceSampler
-from slotwise.runner.sampling.grammars import Grammars
-from slotwise.runner.sampling.masks import Masks, Selected
+from slotwise.runner.sampling.grammar_masks import Grammars, Masks, RowMasks
 
 VOCAB = 299  # no multiple of 32
 EOS = 257
@@ -95,7 +94,7 @@ def test_a_row_that_cannot_go_on_fails_alone() -> None:
 
 
 def test_the_cache_holds_what_requests_hold_and_a_few_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slotwise.runner.sampling.grammars.MAX_CACHED", 2)
+    monkeypatch.setattr("slotwise.runner.sampling.grammar_masks.MAX_CACHED", 2)
     compiler = Grammars(tokenizer())
     masks = Masks(compiler, VOCAB)
     for pattern in ("a", "b", "c", "d", "a"):
@@ -173,8 +172,8 @@ def test_masked_rows_of_both_paths(kind: torch.dtype) -> None:
     best = [FAILED if row == 0 else int(expected[row].argmax()) for row in range(6)]
 
     class Fixed(Masks):
-        def select(self, slots: Any, positions: Any) -> Selected:
-            return Selected(rows, bits)
+        def select(self, slots: Any, positions: Any) -> RowMasks:
+            return RowMasks(rows, bits)
 
     masks = Fixed(Grammars(None), VOCAB)
     slots = SlotTable(6, 16, 4, 0)
@@ -200,7 +199,7 @@ def test_values_that_are_not_finite_count_only_where_they_are_allowed() -> None:
     for forbidden, token in ((40, 298), (298, FAILED)):
         bits = np.full((1, -(-VOCAB // 32)), -1, np.int32)
         bits[0, forbidden // 32] &= ~np.int32(1 << forbidden % 32)
-        masks: Any = type("Fixed", (), {"select": lambda *given, bits=bits: Selected(np.array([0]), bits)})()
+        masks: Any = type("Fixed", (), {"select": lambda *given, bits=bits: RowMasks(np.array([0]), bits)})()
         sampler = Sampler(1, VOCAB, masks=masks)
         sampler.join(NewRequest("0", 0, PROMPT, len(PROMPT), SamplingParams(temperature=0), 7, ()))
         assert sampler.sample(logits, [0], [len(PROMPT)]).tokens == [token]

@@ -14,9 +14,8 @@ from slotwise.kernels.reference import draw
 from slotwise.runner.input_batch import SlotTable
 from slotwise.runner.sampling.cpu import Sampler
 from slotwise.runner.sampling.gpu import DeviceSampler
-from slotwise.runner.sampling.logits import LogitEdits
-from slotwise.runner.sampling.params import RequestParams
-from slotwise.runner.sampling.thinking import CERTAIN, Reasoning, end_reasoning
+from slotwise.runner.sampling.logits import CERTAIN, LogitEdits, ReasoningState, end_reasoning
+from slotwise.runner.sampling.sampler import RequestParams
 
 CPU = torch.device("cpu")
 BEGIN, END, VOCAB, TOKENS = 0, 1, 5, 64
@@ -37,7 +36,7 @@ def must_end(budget: ThinkingBudget, outputs: list[int]) -> bool:
 @given(budgets, outputs_of, outputs_of, st.integers(0, 12))
 def test_the_end_is_certain_where_the_budget_is_used_up(budget, first, then, kept):
     """Outputs up to `kept` stay known when a step is run again; others follow them."""
-    reasoning = Reasoning(budget, first[:3])  # known when it joins, as after a preemption
+    reasoning = ReasoningState(budget, first[:3])  # known when it joins, as after a preemption
     for token in first[3:]:
         reasoning.record(token)
     outputs = first[:kept]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from slotwise.model.config import Defaults, ModelConfig, read_common
 from slotwise.model.fields import Fields
+from slotwise.model.model_config import ConfigDefaults, ModelConfig, read_common
 
-DEFAULTS = Defaults(num_kv_heads=2, head_dim=128, rms_norm_eps=1e-5, rope_theta=500_000.0, tie_word_embeddings=True)
+DEFAULTS = ConfigDefaults(
+    num_kv_heads=2, head_dim=128, rms_norm_eps=1e-5, rope_theta=500_000.0, tie_word_embeddings=True)
 
 
 def configure(fields: Fields) -> ModelConfig:

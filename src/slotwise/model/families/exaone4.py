@@ -6,16 +6,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from slotwise.model.config import FULL, SLIDING, Defaults, ModelConfig, read_common, read_layer_types, read_window
 from slotwise.model.families import olmo2
 from slotwise.model.fields import Fields
 from slotwise.model.layers.rope import NoRope
-from slotwise.model.layers.source import Source
+from slotwise.model.layers.source import WeightSource
+from slotwise.model.model_config import (
+    FULL,
+    SLIDING,
+    ConfigDefaults,
+    ModelConfig,
+    read_common,
+    read_layer_types,
+    read_window,
+)
 from slotwise.model.network import Network
 
 
 def configure(fields: Fields) -> ModelConfig:
-    config, window = read_common(fields, Defaults(num_kv_heads=32, rms_norm_eps=1e-5)), read_window(fields)
+    config, window = read_common(fields, ConfigDefaults(num_kv_heads=32, rms_norm_eps=1e-5)), read_window(fields)
     kinds: tuple[str, ...] = (FULL,) * config.num_layers
     if window and not fields.has("layer_types"):
         pattern = fields.integer("sliding_window_pattern", default=4)
@@ -25,5 +33,5 @@ def configure(fields: Fields) -> ModelConfig:
     return replace(config, windows=windows, ropes=ropes, qk_norm=True)
 
 
-def compose(config: ModelConfig, source: Source) -> Network:
+def compose(config: ModelConfig, source: WeightSource) -> Network:
     return olmo2.compose_normed_behind(config, source, norms_all_heads=False)

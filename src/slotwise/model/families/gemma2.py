@@ -10,16 +10,24 @@ from dataclasses import replace
 
 import torch
 
-from slotwise.model.config import FULL, SLIDING, Defaults, ModelConfig, read_common, read_layer_types, read_window
 from slotwise.model.fields import Fields
 from slotwise.model.layers.attention import Attention, AttentionOptions
-from slotwise.model.layers.embedding import EndOptions
+from slotwise.model.layers.embedding_and_head import EndOptions
 from slotwise.model.layers.mlp import GatedMLP
 from slotwise.model.layers.norm import NormOptions, RMSNorm
-from slotwise.model.layers.source import Source
+from slotwise.model.layers.source import WeightSource
+from slotwise.model.model_config import (
+    FULL,
+    SLIDING,
+    ConfigDefaults,
+    ModelConfig,
+    read_common,
+    read_layer_types,
+    read_window,
+)
 from slotwise.model.network import DecoderLayer, Network, read_network
 
-DEFAULTS = Defaults(num_kv_heads=4, head_dim=256, tie_word_embeddings=True)
+DEFAULTS = ConfigDefaults(num_kv_heads=4, head_dim=256, tie_word_embeddings=True)
 ACTIVATIONS = ("gelu_pytorch_tanh",)
 
 
@@ -44,7 +52,7 @@ def _cap(fields: Fields, name: str, default: float) -> float:
     return 0.0 if fields.is_null(name) else fields.number(name, default=default)
 
 
-def compose(config: ModelConfig, source: Source) -> Network:
+def compose(config: ModelConfig, source: WeightSource) -> Network:
     """Also Gemma 3's, with norms of queries and keys."""
     hidden, norms = config.hidden_size, NormOptions(config.rms_norm_eps, offset=1.0)
     sizes = (hidden, config.intermediate_size)

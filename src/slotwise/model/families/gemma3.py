@@ -7,10 +7,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from slotwise.model.config import FULL, SLIDING, ModelConfig, read_common, read_layer_types, read_window
 from slotwise.model.families.gemma2 import ACTIVATIONS, DEFAULTS
 from slotwise.model.fields import Fields
-from slotwise.model.ropes import read_ropes
+from slotwise.model.model_config import (
+    FULL,
+    SLIDING,
+    ModelConfig,
+    read_common,
+    read_layer_types,
+    read_ropes,
+    read_window,
+)
 
 THETA, LOCAL_THETA = 1_000_000.0, 10_000.0
 TEXT_DEFAULTS = {  # of a config for images and text, which leaves out what is as in the smallest such model

@@ -6,17 +6,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from slotwise.model.config import MAX_LAYERS, Defaults, ModelConfig, read_common, read_head_dim
 from slotwise.model.fields import Fields
 from slotwise.model.layers.attention import Attention, AttentionOptions
-from slotwise.model.layers.embedding import EndOptions
+from slotwise.model.layers.embedding_and_head import EndOptions
 from slotwise.model.layers.mlp import GatedMLP
 from slotwise.model.layers.norm import NormOptions, RMSNorm
-from slotwise.model.layers.source import Source
+from slotwise.model.layers.source import WeightSource
+from slotwise.model.model_config import MAX_LAYERS, ConfigDefaults, ModelConfig, read_common, read_head_dim, read_rope
 from slotwise.model.network import DecoderLayer, Network, read_network
-from slotwise.model.ropes import read_rope
 
-DEFAULTS = Defaults(num_kv_heads=2, head_dim=128, rms_norm_eps=0.00000015625)
+DEFAULTS = ConfigDefaults(num_kv_heads=2, head_dim=128, rms_norm_eps=0.00000015625)
 
 
 def configure(fields: Fields) -> ModelConfig:
@@ -27,7 +26,7 @@ def configure(fields: Fields) -> ModelConfig:
     return replace(config, qkv_bias=fields.flag("attention_bias", default=True), has_fused_gates=True)
 
 
-def compose(config: ModelConfig, source: Source) -> Network:
+def compose(config: ModelConfig, source: WeightSource) -> Network:
     """The version of 0414."""
     hidden, norms = config.hidden_size, NormOptions(config.rms_norm_eps)
     options, sizes = AttentionOptions(config.qkv_bias), (hidden, config.intermediate_size)

@@ -7,24 +7,24 @@ from __future__ import annotations
 from dataclasses import replace
 
 from slotwise.kernels.interface import ClampedSwiGLU, Routing
-from slotwise.model.config import (
+from slotwise.model.families import llama
+from slotwise.model.fields import Fields
+from slotwise.model.layers.linear import Linear
+from slotwise.model.layers.mlp import SPLIT, MixtureOfExperts, interleaved_experts, separate_experts
+from slotwise.model.layers.source import WeightSource
+from slotwise.model.model_config import (
     FULL,
     SLIDING,
-    Defaults,
+    ConfigDefaults,
     ModelConfig,
     read_common,
     read_layer_types,
     read_mixture,
     read_window,
 )
-from slotwise.model.families import llama
-from slotwise.model.fields import Fields
-from slotwise.model.layers.linear import Linear
-from slotwise.model.layers.moe import SPLIT, MixtureOfExperts, interleaved_experts, separate_experts
-from slotwise.model.layers.source import Source
 from slotwise.model.network import Network
 
-DEFAULTS = Defaults(num_kv_heads=8, head_dim=64, rms_norm_eps=1e-5, rope_theta=150_000.0)
+DEFAULTS = ConfigDefaults(num_kv_heads=8, head_dim=64, rms_norm_eps=1e-5, rope_theta=150_000.0)
 ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 
 
@@ -44,11 +44,11 @@ def configure(fields: Fields) -> ModelConfig:
     )
 
 
-def compose(config: ModelConfig, source: Source) -> Network:
+def compose(config: ModelConfig, source: WeightSource) -> Network:
     return llama.compose(config, source, experts, sinks=True)
 
 
-def experts(config: ModelConfig, source: Source, at: str) -> MixtureOfExperts:
+def experts(config: ModelConfig, source: WeightSource, at: str) -> MixtureOfExperts:
     mixture, name = config.mixture_of_experts, f"{at}.mlp"
     sizes, routing = (config.hidden_size, mixture.intermediate_size), mixture.routing
     router = Linear(source, {f"{name}.router": routing.num_experts}, config.hidden_size, bias=True, is_exact=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from slotwise.model.config import Defaults, ModelConfig, read_common
 from slotwise.model.fields import Fields
+from slotwise.model.model_config import ConfigDefaults, ModelConfig, read_common
 
-DEFAULTS = Defaults(num_kv_heads=20, head_dim=128, rms_norm_eps=1e-8, rope_theta=100_000.0)
+DEFAULTS = ConfigDefaults(num_kv_heads=20, head_dim=128, rms_norm_eps=1e-8, rope_theta=100_000.0)
 
 
 def configure(fields: Fields) -> ModelConfig:

@@ -11,16 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from slotwise.model.config import ModelConfig, read_common
 from slotwise.model.fields import Fields
 from slotwise.model.layers.attention import Attention, AttentionOptions
-from slotwise.model.layers.embedding import EndOptions
+from slotwise.model.layers.embedding_and_head import EndOptions
 from slotwise.model.layers.mlp import GatedMLP
 from slotwise.model.layers.norm import NormOptions, RMSNorm
-from slotwise.model.layers.source import Source
+from slotwise.model.layers.source import WeightSource
+from slotwise.model.model_config import ModelConfig, read_common
 from slotwise.model.network import MLP, DecoderLayer, Network, read_network
 
-ReadExperts = Callable[[ModelConfig, Source, str], MLP]
+ReadExperts = Callable[[ModelConfig, WeightSource, str], MLP]
 
 
 def configure(fields: Fields) -> ModelConfig:
@@ -29,7 +29,7 @@ def configure(fields: Fields) -> ModelConfig:
 
 
 def compose(
-    config: ModelConfig, source: Source, experts: ReadExperts | None = None, *, norms_all_heads: bool = False,
+    config: ModelConfig, source: WeightSource, experts: ReadExperts | None = None, *, norms_all_heads: bool = False,
     sinks: bool = False,
 ) -> Network:
     """Also other families', with the biases, norms of queries and keys, windows and scales that their configs have.

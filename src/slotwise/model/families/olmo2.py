@@ -2,6 +2,9 @@
 keys of a token.
 
     x = x + norm(attention(x)),  x = x + norm(down(silu(gate(x)) * up(x)))
+
+
+OLMo 3 (OLMo Team, 2025): OLMo 2 with a window in three of four layers, whose rotary embedding is not scaled.
 """
 
 from __future__ import annotations
@@ -9,29 +12,39 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from slotwise.model.config import Defaults, ModelConfig, read_common
 from slotwise.model.fields import Fields
 from slotwise.model.layers.attention import Attention, AttentionOptions
-from slotwise.model.layers.embedding import EndOptions
+from slotwise.model.layers.embedding_and_head import EndOptions
 from slotwise.model.layers.mlp import GatedMLP
 from slotwise.model.layers.norm import NoNorm, NormOptions, RMSNorm
 from slotwise.model.layers.rope import Rope
-from slotwise.model.layers.source import Source
+from slotwise.model.layers.source import WeightSource
+from slotwise.model.model_config import (
+    FULL,
+    MAX_LAYERS,
+    SLIDING,
+    ConfigDefaults,
+    ModelConfig,
+    read_common,
+    read_layer_types,
+    read_ropes,
+    read_window,
+)
 from slotwise.model.network import DecoderLayer, Network, read_network
 
 
 def configure(fields: Fields, ropes: Sequence[Rope] | None = None) -> ModelConfig:
     """`ropes` are those of the layers; None: one for all of them."""
-    config, bias = read_common(fields, Defaults(rms_norm_eps=1e-5), ropes=ropes), fields.flag("attention_bias")
+    config, bias = read_common(fields, ConfigDefaults(rms_norm_eps=1e-5), ropes=ropes), fields.flag("attention_bias")
     return replace(config, qkv_bias=bias, output_bias=bias, qk_norm=True)
 
 
-def compose(config: ModelConfig, source: Source) -> Network:
+def compose(config: ModelConfig, source: WeightSource) -> Network:
     """Also OLMo 3's, with windows and rotary embeddings by layer."""
     return compose_normed_behind(config, source, norms_all_heads=True)
 
 
-def compose_normed_behind(config: ModelConfig, source: Source, *, norms_all_heads: bool) -> Network:
+def compose_normed_behind(config: ModelConfig, source: WeightSource, *, norms_all_heads: bool) -> Network:
     """A model whose norms are behind attention and MLP."""
     hidden, norms = config.hidden_size, NormOptions(config.rms_norm_eps)
     options = AttentionOptions(config.qkv_bias, config.output_bias, norms, norms_all_heads)
@@ -47,3 +60,15 @@ def compose_normed_behind(config: ModelConfig, source: Source, *, norms_all_head
             mlp_post_norm=RMSNorm(source, f"{at}.post_feedforward_layernorm", hidden, norms))
 
     return read_network(config, source, layer, EndOptions(config.tie_word_embeddings), norms)
+
+
+OLMO3_THETA = 500_000.0
+
+
+def configure_olmo3(fields: Fields) -> ModelConfig:
+    num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
+    kinds = fields.texts("layer_types") if fields.has("layer_types") else tuple(
+        SLIDING if (layer + 1) % 4 else FULL for layer in range(num_layers))
+    windows = read_layer_types(fields, read_window(fields), kinds)
+    ropes = read_ropes(fields, {FULL: fields.number("rope_theta", default=OLMO3_THETA), SLIDING: OLMO3_THETA})
+    return replace(configure(fields, [ropes[kind] for kind in kinds]), windows=windows)

@@ -7,19 +7,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from slotwise.kernels.interface import Routing
-from slotwise.model.config import Defaults, ModelConfig, read_common, read_mixture
-from slotwise.model.families import llama, qwen2_moe
+from slotwise.model.families import llama, qwen2
 from slotwise.model.fields import Fields
-from slotwise.model.layers.source import Source
+from slotwise.model.layers.source import WeightSource
+from slotwise.model.model_config import ConfigDefaults, ModelConfig, read_common, read_mixture
 from slotwise.model.network import Network
 
 
 def configure(fields: Fields) -> ModelConfig:
     fields.refuse(("clip_qkv",), "is set, which is not supported")
-    config, bias = read_common(fields, Defaults(rms_norm_eps=1e-5)), fields.flag("attention_bias")
+    config, bias = read_common(fields, ConfigDefaults(rms_norm_eps=1e-5)), fields.flag("attention_bias")
     return replace(config, qkv_bias=bias, output_bias=bias, qk_norm=True,
                    mixture=read_mixture(fields, config, Routing(64, 8, is_normalised=False)))
 
 
-def compose(config: ModelConfig, source: Source) -> Network:
-    return llama.compose(config, source, qwen2_moe.experts, norms_all_heads=True)
+def compose(config: ModelConfig, source: WeightSource) -> Network:
+    return llama.compose(config, source, qwen2.experts, norms_all_heads=True)

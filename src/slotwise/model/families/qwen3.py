@@ -1,19 +1,44 @@
-"""Qwen3 (Yang et al., 2025): Llama with a norm on each head's query and key, and a head size of its own."""
+"""Qwen3 (Yang et al., 2025): Llama with a norm on each head's query and key, and a head size of its own.
+
+Qwen3's mixtures of experts, such as Qwen3-30B-A3B (Yang et al., 2025): Qwen3 with 128 experts, of which a token
+chooses eight.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from slotwise.model.config import Defaults, ModelConfig, read_common, read_layer_windows
+from slotwise.kernels.interface import Routing
 from slotwise.model.fields import Fields
+from slotwise.model.model_config import (
+    ConfigDefaults,
+    ModelConfig,
+    read_common,
+    read_layer_windows,
+    read_mixture,
+    read_window,
+)
 
 
 def configure(fields: Fields) -> ModelConfig:
     bias = fields.flag("attention_bias")
     return replace(
-        read_common(fields, Defaults(num_kv_heads=32, head_dim=128)),
+        read_common(fields, ConfigDefaults(num_kv_heads=32, head_dim=128)),
         qkv_bias=bias,
         output_bias=bias,
         qk_norm=True,
         windows=read_layer_windows(fields),
+    )
+
+
+def configure_moe(fields: Fields) -> ModelConfig:
+    config, bias = read_common(fields, ConfigDefaults(num_kv_heads=4)), fields.flag("attention_bias")
+    window = read_window(fields) if fields.flag("use_sliding_window") else 0
+    return replace(
+        config,
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm=True,
+        windows=(window,) * config.num_layers,
+        mixture=read_mixture(fields, config, Routing(128, 8, is_normalised=False), intermediate_size=768),
     )

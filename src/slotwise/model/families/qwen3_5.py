@@ -7,20 +7,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 from slotwise.kernels.interface import Routing
-from slotwise.model.config import Defaults, ModelConfig, read_mixture
 from slotwise.model.families.gemma3 import text_part
 from slotwise.model.families.qwen3_next import HEAD_DIM, read_hybrid
 from slotwise.model.fields import Fields
+from slotwise.model.model_config import ConfigDefaults, ModelConfig, read_mixture
 
 
 def configure(fields: Fields) -> ModelConfig:
-    return read_hybrid(fields, Defaults(num_kv_heads=4, head_dim=HEAD_DIM), is_interleaved=False)
+    return read_hybrid(fields, ConfigDefaults(num_kv_heads=4, head_dim=HEAD_DIM), is_interleaved=False)
 
 
 def configure_moe(fields: Fields) -> ModelConfig:
     """Every layer has experts, and the config no size of an MLP."""
     fields = Fields({"intermediate_size": 1, **fields.values}, fields.where)
-    config = read_hybrid(fields, Defaults(num_kv_heads=2, head_dim=HEAD_DIM), is_interleaved=False)
+    config = read_hybrid(fields, ConfigDefaults(num_kv_heads=2, head_dim=HEAD_DIM), is_interleaved=False)
     mixture = read_mixture(fields, config, Routing(256, 8, is_normalised=True), intermediate_size=512)
     shared = fields.integer("shared_expert_intermediate_size", default=512)
     return replace(config, mixture=replace(mixture, shared_intermediate_size=shared))

@@ -8,31 +8,39 @@ from dataclasses import replace
 
 from slotwise.kernels.delta import DeltaShape
 from slotwise.kernels.interface import Routing
-from slotwise.model.config import FULL, MAX_LAYERS, Defaults, ModelConfig, RecurrentConfig, read_common, read_mixture
-from slotwise.model.families import qwen2_moe
+from slotwise.model.families import qwen2
 from slotwise.model.fields import Fields
 from slotwise.model.layers.attention import Attention, AttentionOptions
-from slotwise.model.layers.embedding import EndOptions
+from slotwise.model.layers.embedding_and_head import EndOptions
 from slotwise.model.layers.gated_delta import GatedDelta
 from slotwise.model.layers.mlp import GatedMLP
 from slotwise.model.layers.norm import NormOptions, RMSNorm
-from slotwise.model.layers.source import Source
+from slotwise.model.layers.source import WeightSource
+from slotwise.model.model_config import (
+    FULL,
+    MAX_LAYERS,
+    ConfigDefaults,
+    ModelConfig,
+    RecurrentConfig,
+    read_common,
+    read_mixture,
+    read_rope,
+)
 from slotwise.model.network import MLP, DecoderLayer, Network, TokenMixer, read_network
-from slotwise.model.ropes import read_rope
 
 LINEAR = "linear_attention"  # of `layer_types`
 HEAD_DIM = 256
 
 
 def configure(fields: Fields) -> ModelConfig:
-    config = read_hybrid(fields, Defaults(num_kv_heads=2, head_dim=HEAD_DIM), is_interleaved=True)
+    config = read_hybrid(fields, ConfigDefaults(num_kv_heads=2, head_dim=HEAD_DIM), is_interleaved=True)
     routing = Routing(512, 10, is_normalised=fields.flag("norm_topk_prob", default=True))
     mixture = read_mixture(fields, config, routing, intermediate_size=512)
     shared = fields.integer("shared_expert_intermediate_size", default=512)
     return replace(config, mixture=replace(mixture, shared_intermediate_size=shared))
 
 
-def read_hybrid(fields: Fields, defaults: Defaults, *, is_interleaved: bool) -> ModelConfig:
+def read_hybrid(fields: Fields, defaults: ConfigDefaults, *, is_interleaved: bool) -> ModelConfig:
     """All of a config but its MLPs; also Qwen3.5's."""
     num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
     turned = Fields({"partial_rotary_factor": 0.25, **fields.values}, fields.where)
@@ -74,7 +82,7 @@ def _read_kinds(fields: Fields, num_layers: int) -> tuple[bool, ...]:
     return tuple(kind == LINEAR for kind in kinds)
 
 
-def compose(config: ModelConfig, source: Source) -> Network:
+def compose(config: ModelConfig, source: WeightSource) -> Network:
     """Also Qwen3.5's, with and without experts."""
     hidden, norms, recurrent = config.hidden_size, NormOptions(config.rms_norm_eps, offset=1.0), config.recurrent
     options = AttentionOptions(config.qkv_bias, config.output_bias, norms, is_gated=True)
@@ -89,7 +97,7 @@ def compose(config: ModelConfig, source: Source) -> Network:
 
     def mlp(index: int, at: str) -> MLP:
         if config.has_experts(index):
-            return qwen2_moe.experts(config, source, at)
+            return qwen2.experts(config, source, at)
         return GatedMLP(source, f"{at}.mlp", (hidden, config.intermediate_size))
 
     def layer(index: int) -> DecoderLayer:

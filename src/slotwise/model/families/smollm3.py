@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from slotwise.model.config import FULL, SLIDING, Defaults, ModelConfig, read_common, read_layer_types, read_window
 from slotwise.model.fields import Fields
 from slotwise.model.layers.rope import NoRope
+from slotwise.model.model_config import (
+    FULL,
+    SLIDING,
+    ConfigDefaults,
+    ModelConfig,
+    read_common,
+    read_layer_types,
+    read_window,
+)
 
-DEFAULTS = Defaults(num_kv_heads=4, rope_theta=2_000_000.0, tie_word_embeddings=True)
+DEFAULTS = ConfigDefaults(num_kv_heads=4, rope_theta=2_000_000.0, tie_word_embeddings=True)
 
 
 def configure(fields: Fields) -> ModelConfig:

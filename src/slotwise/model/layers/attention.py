@@ -16,14 +16,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from slotwise.errors import CheckpointError
 from slotwise.kernels.interface import AttentionShape, LayerCache, QKNorm, RaggedBatch, SharedNorm
-from slotwise.model.errors import CheckpointError
 from slotwise.model.layers.linear import Linear
 from slotwise.model.layers.norm import NormOptions, read_qk_norm
 from slotwise.model.layers.rope import Rope
-from slotwise.model.layers.share import heads_of
-from slotwise.model.layers.source import NO_CUTS, Source
-from slotwise.model.stored import WHOLE, Cut
+from slotwise.model.layers.source import NO_CUTS, WeightSource, heads_of
+from slotwise.model.stored_tensors import WHOLE, Cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class Attention:
     """The attention called `name` in the checkpoint."""
 
     def __init__(
-        self, source: Source, name: str, shape: AttentionShape, rope: Rope, hidden_size: int,
+        self, source: WeightSource, name: str, shape: AttentionShape, rope: Rope, hidden_size: int,
         options: AttentionOptions = AttentionOptions(),
     ) -> None:
         heads, group = heads_of(shape, source.group), source.group
@@ -109,7 +108,7 @@ class Attention:
         return out if queries.gate is None else self._kernels.sigmoid_mul(queries.gate, out)
 
 
-def refuse_parts(source: Source, what: str) -> None:
+def refuse_parts(source: WeightSource, what: str) -> None:
     """Raises CheckpointError where ranks hold parts of layers, or adapters change products, which `what` lacks."""
     if source.group.size > 1:
         raise CheckpointError(f"tensor_parallel_size {source.group.size}: {what} is not divided among ranks: serve "

@@ -19,7 +19,7 @@ from slotwise.kernels.interface import LayerCache, RaggedBatch
 from slotwise.model.layers.attention import Queries, refuse_parts
 from slotwise.model.layers.linear import Linear
 from slotwise.model.layers.rope import Rope
-from slotwise.model.layers.source import Source
+from slotwise.model.layers.source import WeightSource
 
 
 class GatedDelta:
@@ -33,7 +33,7 @@ class GatedDelta:
     ropes: tuple[Rope, ...] = ()
 
     def __init__(
-        self, source: Source, name: str, shape: DeltaShape, hidden_size: int, eps: float, *, is_interleaved: bool,
+        self, source: WeightSource, name: str, shape: DeltaShape, hidden_size: int, eps: float, *, is_interleaved: bool,
     ) -> None:
         refuse_parts(source, "a recurrent state")
         self.shape = shape
@@ -71,7 +71,7 @@ class GatedDelta:
         return queries.of_heads
 
 
-def _read_weights(source: Source, name: str, shape: DeltaShape, eps: float) -> DeltaWeights:
+def _read_weights(source: WeightSource, name: str, shape: DeltaShape, eps: float) -> DeltaWeights:
     def read(part: str, *size: int) -> Tensor:
         return source.tensor({f"{name}.{part}": size}).float()
 

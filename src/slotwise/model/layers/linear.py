@@ -21,9 +21,9 @@ from torch import Tensor
 from slotwise.kernels.interface import Activation, activated
 from slotwise.kernels.interface import Linear as PackedLinear
 from slotwise.kernels.matrix import Weight
-from slotwise.model.adapters import Adaptable
-from slotwise.model.layers.source import NO_CUTS, Source
-from slotwise.model.stored import WHOLE, Cut, Cuts
+from slotwise.model.layers.source import NO_CUTS, WeightSource
+from slotwise.model.lora_weights import AdaptableProduct
+from slotwise.model.stored_tensors import WHOLE, Cut, Cuts
 
 
 class Linear:
@@ -39,7 +39,7 @@ class Linear:
     """
 
     def __init__(
-        self, source: Source, parts: Mapping[str, int], inputs: int, *, bias: bool = False,
+        self, source: WeightSource, parts: Mapping[str, int], inputs: int, *, bias: bool = False,
         gate: Activation | None = None, order: Tensor | None = None, is_exact: bool = False, cuts: Cuts = NO_CUTS,
         is_partial: bool = False,
     ) -> None:
@@ -64,7 +64,7 @@ class Linear:
         self._adapters = None if is_exact else source.adapters
         self._activate: PackedLinear | None = None  # behind the product, where adapters add to what it takes
         if self._adapters is not None:
-            self._added = self._adapters.register(Adaptable(
+            self._added = self._adapters.register(AdaptableProduct(
                 parts, inputs, cuts, order, biases, adds_biases=not (is_row_parallel and group.rank)))
             self._activate, gate = None if gate is None else activated(kernels, gate), None
         if is_exact and isinstance(weight, Tensor):

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from slotwise.kernels.interface import QKNorm
-from slotwise.model.layers.source import NO_CUTS, Source
-from slotwise.model.stored import WHOLE, Cut
+from slotwise.model.layers.source import NO_CUTS, WeightSource
+from slotwise.model.stored_tensors import WHOLE, Cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class NormOptions:
 class RMSNorm:
     """`x / rms(x) * (offset + weight)` over the last dimension, `[tokens, size]`."""
 
-    def __init__(self, source: Source, name: str, size: int, options: NormOptions) -> None:
+    def __init__(self, source: WeightSource, name: str, size: int, options: NormOptions) -> None:
         self._kernels = source.kernels
         self._weight = source.tensor({f"{name}.weight": (size,)})
         self._options = options
@@ -41,7 +41,7 @@ class NoNorm:
 
     bytes = 0
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: WeightSource) -> None:
         self._kernels = source.kernels
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -53,7 +53,8 @@ class NoNorm:
 
 
 def read_qk_norm(
-    source: Source, name: str, sizes: tuple[int, int], options: NormOptions, cuts: tuple[Cut, Cut] = (WHOLE, WHOLE),
+    source: WeightSource, name: str, sizes: tuple[int, int], options: NormOptions,
+    cuts: tuple[Cut, Cut] = (WHOLE, WHOLE),
 ) -> QKNorm:
     """The norms of queries and keys, with weights of these `sizes`, of the attention called `name`."""
     names = [f"{name}.{part}_norm.weight" for part in "qk"]

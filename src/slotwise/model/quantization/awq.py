@@ -17,18 +17,19 @@ from torch import Tensor
 from slotwise.kernels.matrix import Format, QuantisedMatrix
 from slotwise.model.fields import Fields
 from slotwise.model.names import HEAD, Spellings
-from slotwise.model.quantization.affine import Affine
 from slotwise.model.quantization.gptq import RECORDED as OF_GPTQ
-from slotwise.model.quantization.packing import unpack, words_of
 from slotwise.model.quantization.patterns import read_skipped
 from slotwise.model.quantization.scheme import (
     FLOATS,
-    Layer,
-    Part,
+    Affine,
+    StoredLayer,
+    StoredPart,
     choice,
     groups_of,
     read_group,
     refuse_unknown,
+    unpack,
+    words_of,
 )
 
 BITS = 4  # AutoAWQ knows no others
@@ -54,14 +55,14 @@ class AWQScheme:
     def format(self, depth: int) -> Format:
         return self._affine.format(depth)
 
-    def parts(self, outputs: int, depth: int) -> Mapping[str, Part]:
+    def parts(self, outputs: int, depth: int) -> Mapping[str, StoredPart]:
         groups, words = groups_of(depth, self.group), words_of(outputs, BITS)
         return {
-            "qweight": Part(("I32",), ((depth, words),)),
-            "qzeros": Part(("I32",), ((groups, words),)),
-            "scales": Part(FLOATS, ((groups, outputs),))}
+            "qweight": StoredPart(("I32",), ((depth, words),)),
+            "qzeros": StoredPart(("I32",), ((groups, words),)),
+            "scales": StoredPart(FLOATS, ((groups, outputs),))}
 
-    def matrix(self, layer: Layer) -> QuantisedMatrix:
+    def matrix(self, layer: StoredLayer) -> QuantisedMatrix:
         words = layer.tensor("qweight")
 
         def codes(first: int, end: int) -> Tensor:

@@ -25,7 +25,7 @@ from slotwise.kernels.matrix import Factors, Format, QuantisedMatrix, Rows
 from slotwise.model.fields import Fields
 from slotwise.model.names import HEAD, Spellings
 from slotwise.model.quantization.patterns import read_skipped
-from slotwise.model.quantization.scheme import NUMBER, Layer, Part, check_range, choice, refuse_unknown
+from slotwise.model.quantization.scheme import NUMBER, StoredLayer, StoredPart, check_range, choice, refuse_unknown
 
 BLOCK = 64  # where the config does not say it: it never does, but each layer's state must
 NESTED_BLOCK = 256
@@ -52,20 +52,20 @@ class NF4Scheme:
     def format(self, depth: int) -> Format:
         return Format(4, BLOCK, torch.float32, levels=NF4)
 
-    def parts(self, outputs: int, depth: int) -> Mapping[str, Part]:
+    def parts(self, outputs: int, depth: int) -> Mapping[str, StoredPart]:
         blocks = -(-outputs * depth // BLOCK)
         half = -(-outputs * depth // 2)
         parts = {
-            "weight": Part(("U8",), ((half, 1), (1, half))),
-            "weight.quant_map": Part(("F32",), ((len(NF4),),)),
-            STATE: Part(("U8",)),
-            ABSMAX: Part(("U8" if self.is_nested else "F32",), ((blocks,),))}
+            "weight": StoredPart(("U8",), ((half, 1), (1, half))),
+            "weight.quant_map": StoredPart(("F32",), ((len(NF4),),)),
+            STATE: StoredPart(("U8",)),
+            ABSMAX: StoredPart(("U8" if self.is_nested else "F32",), ((blocks,),))}
         if self.is_nested:
-            parts[NESTED] = Part(("F32",), ((-(-blocks // NESTED_BLOCK),),))
-            parts[NESTED_MAP] = Part(("F32",), ((256,),))
+            parts[NESTED] = StoredPart(("F32",), ((-(-blocks // NESTED_BLOCK),),))
+            parts[NESTED_MAP] = StoredPart(("F32",), ((256,),))
         return parts
 
-    def matrix(self, layer: Layer) -> QuantisedMatrix:
+    def matrix(self, layer: StoredLayer) -> QuantisedMatrix:
         if layer.depth % BLOCK:
             raise layer.error("weight", f"has {layer.depth} inputs: {BLOCK} must divide them")
         offset = self._read_state(layer)
@@ -81,13 +81,13 @@ class NF4Scheme:
         check_range(layer, ABSMAX, scales, max(NF4))
         return QuantisedMatrix(self.format(layer.depth), layer.outputs, layer.depth, read)
 
-    def _scales(self, layer: Layer, offset: float) -> Tensor:
+    def _scales(self, layer: StoredLayer, offset: float) -> Tensor:
         if not self.is_nested:
             return layer.numbers(ABSMAX)
         steps, factors = layer.numbers(NESTED_MAP)[layer.tensor(ABSMAX).int()], layer.numbers(NESTED)
         return steps * factors.repeat_interleave(NESTED_BLOCK)[: len(steps)] + offset
 
-    def _read_state(self, layer: Layer) -> float:
+    def _read_state(self, layer: StoredLayer) -> float:
         """Checks what the layer's own description says; returns what is added to scales."""
         stored = layer.tensor(STATE)
         try:
@@ -121,13 +121,13 @@ class Int8Scheme:
     def format(self, depth: int) -> Format:
         return Format(8, 0, torch.float32, zero=128)
 
-    def parts(self, outputs: int, depth: int) -> Mapping[str, Part]:
+    def parts(self, outputs: int, depth: int) -> Mapping[str, StoredPart]:
         return {
-            "weight": Part(("I8",), ((outputs, depth),)),
-            "SCB": Part(("F32",), ((outputs,), (outputs, 1))),
-            "weight_format": Part(("U8",), NUMBER, is_optional=True)}
+            "weight": StoredPart(("I8",), ((outputs, depth),)),
+            "SCB": StoredPart(("F32",), ((outputs,), (outputs, 1))),
+            "weight_format": StoredPart(("U8",), NUMBER, is_optional=True)}
 
-    def matrix(self, layer: Layer) -> QuantisedMatrix:
+    def matrix(self, layer: StoredLayer) -> QuantisedMatrix:
         if layer.has("weight_format") and layer.tensor("weight_format").any():
             raise layer.error("weight_format", "is not 0, which stands for rows")
         weight, scales = layer.tensor("weight").view(torch.uint8), layer.numbers("SCB").view(-1, 1) * A_STEP

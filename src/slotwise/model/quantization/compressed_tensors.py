@@ -1,4 +1,6 @@
-"""compressed-tensors, the format of llm-compressor (github.com/vllm-project/compressed-tensors).
+"""How compressed-tensors stores weights: see `compressed_tensors.py` for the parts of each format.
+
+compressed-tensors, the format of llm-compressor (github.com/vllm-project/compressed-tensors).
 
 `config_groups` give modules a scheme by name, expression or class; `ignore` names those that stay as they are.
 
@@ -15,28 +17,157 @@ activations are not used: activations are quantised token by token while they ar
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from slotwise.kernels.matrix import Format, QuantisedMatrix
 from slotwise.model.fields import Fields
 from slotwise.model.names import Spellings, canonical
-from slotwise.model.quantization.compressed_schemes import (
-    BLOCK,
-    BYTE,
-    CHANNEL,
-    GROUP,
-    TENSOR,
-    FloatScheme,
-    IntegerScheme,
-    Scales,
-)
-from slotwise.model.quantization.fp8 import read_pair
+from slotwise.model.quantization.fp8 import KIND as FP8_KIND
+from slotwise.model.quantization.fp8 import fp8_format, fp8_matrix, of_rows, read_pair
 from slotwise.model.quantization.mxfp4 import GROUP as MXFP4_GROUP
 from slotwise.model.quantization.mxfp4 import MXFP4Scheme
 from slotwise.model.quantization.patterns import REGEX, matches, read_expressions, read_names, read_targets
-from slotwise.model.quantization.scheme import GROUPS, Scheme, choice, read_group, refuse_unknown
+from slotwise.model.quantization.scheme import (
+    FLOATS,
+    GROUPS,
+    NUMBER,
+    Affine,
+    Scheme,
+    Shape,
+    StoredLayer,
+    StoredPart,
+    choice,
+    groups_of,
+    read_group,
+    read_order,
+    refuse_unknown,
+    unpack,
+    words_of,
+)
+
+TENSOR, CHANNEL, GROUP, BLOCK = "tensor", "channel", "group", "block"  # what has a scale
+BYTE = 8
+OF_ACTIVATIONS = {  # scales that may be there and are not used
+    "input_scale": StoredPart(FLOATS, NUMBER, is_optional=True),
+    "input_zero_point": StoredPart(("I8", FP8_KIND), NUMBER, is_optional=True)}
+
+
+class Scales(NamedTuple):
+    """What shares a scale: `rows` outputs (0: all) and `group` inputs (0: all)."""
+
+    strategy: str
+    rows: int
+    group: int
+
+    def shapes(self, outputs: int, depth: int) -> tuple[Shape, ...]:
+        """The shapes that scales may have in the file."""
+        if self.strategy == TENSOR:
+            return NUMBER
+        size = (groups_of(outputs, self.rows), groups_of(depth, self.group))
+        return (size, (outputs,)) if self.strategy == CHANNEL else (size,)
+
+    def of_outputs(self, stored: Tensor, outputs: int, depth: int) -> Tensor:
+        """`stored` as `[outputs, groups]`."""
+        blocks = stored.reshape(-1, groups_of(depth, self.group))
+        return of_rows(blocks, self.rows, outputs).expand(outputs, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class IntegerScheme:
+    """Integers of 4 or 8 bits, in words or one a byte."""
+
+    bits: int
+    scales: Scales
+    is_symmetric: bool
+    is_packed: bool
+    is_ordered: bool  # weight_g_idx must be there
+
+    @property
+    def _affine(self) -> Affine:
+        return Affine(self.bits, self.scales.group, has_zeros=not self.is_symmetric)
+
+    def format(self, depth: int) -> Format:
+        return self._affine.format(depth)
+
+    def parts(self, outputs: int, depth: int) -> Mapping[str, StoredPart]:
+        shapes = self.scales.shapes(outputs, depth)
+        parts = {"weight_scale": StoredPart(FLOATS, shapes), **OF_ACTIVATIONS}
+        if not self.is_packed:
+            return parts | {
+                "weight": StoredPart(("I8",), ((outputs, depth),)),
+                "weight_zero_point": StoredPart(("I8",), shapes, is_optional=self.is_symmetric)}
+        groups = groups_of(depth, self.scales.group)
+        if not self.is_symmetric:
+            parts["weight_zero_point"] = StoredPart(("I32",), ((words_of(outputs, self.bits), groups),))
+        return parts | {
+            "weight_packed": StoredPart(("I32",), ((outputs, words_of(depth, self.bits)),)),
+            "weight_shape": StoredPart(("I64", "I32"), ((2,),)),
+            "weight_g_idx": StoredPart(("I32", "I64"), ((depth,),), is_optional=not self.is_ordered)}
+
+    def matrix(self, layer: StoredLayer) -> QuantisedMatrix:
+        scales = self.scales.of_outputs(layer.numbers("weight_scale"), layer.outputs, layer.depth)
+        order = read_order(layer, "weight_g_idx", self.scales.group) if layer.has("weight_g_idx") else None
+        codes = self._packed_codes(layer) if self.is_packed else self._codes(layer)
+        return self._affine.matrix(layer, codes, "weight_scale", scales, self._zeros(layer), order)
+
+    def _packed_codes(self, layer: StoredLayer) -> Callable[[int, int], Tensor]:
+        if layer.tensor("weight_shape").tolist() != [layer.outputs, layer.depth]:
+            raise layer.error("weight_shape", f"must be {[layer.outputs, layer.depth]}")
+        words = layer.tensor("weight_packed")
+        return lambda first, end: unpack(words[first:end], self.bits, layer.depth)
+
+    def _codes(self, layer: StoredLayer) -> Callable[[int, int], Tensor]:
+        weight, middle = layer.tensor("weight"), 1 << self.bits - 1
+
+        def codes(first: int, end: int) -> Tensor:
+            numbers = weight[first:end]
+            if self.bits < BYTE and (numbers.amin() < -middle or numbers.amax() >= middle):
+                raise layer.error("weight", f"holds integers of more than {self.bits} bits")
+            return (numbers.view(torch.uint8) + middle) & ((1 << self.bits) - 1)
+
+        return codes
+
+    def _zeros(self, layer: StoredLayer) -> Tensor | None:
+        """The zero points' codes, `[outputs, groups]`; None: the middle."""
+        name = "weight_zero_point"
+        if self.is_symmetric:
+            if layer.has(name) and layer.tensor(name).any():
+                raise layer.error(name, "is not zero, but the config says symmetric")
+            return None
+        if self.is_packed:
+            return unpack(layer.tensor(name).t(), self.bits, layer.outputs).t()
+        stored = self.scales.of_outputs(layer.tensor(name), layer.outputs, layer.depth)
+        return stored.float() + (1 << self.bits - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class FloatScheme:
+    """8-bit floats."""
+
+    scales: Scales
+
+    def format(self, depth: int) -> Format:
+        return fp8_format(depth, self.scales.group)
+
+    def parts(self, outputs: int, depth: int) -> Mapping[str, StoredPart]:
+        return {
+            "weight": StoredPart((FP8_KIND,), ((outputs, depth),)),
+            "weight_scale": StoredPart(FLOATS, self.scales.shapes(outputs, depth)), **OF_ACTIVATIONS}
+
+    def matrix(self, layer: StoredLayer) -> QuantisedMatrix:
+        scales = self.scales.of_outputs(layer.numbers("weight_scale"), layer.outputs, layer.depth)
+        return fp8_matrix(layer, "weight_scale", scales, self.scales.group)
+
 
 NAME = "compressed-tensors"
-PACKED, INTEGERS, FLOATS, NAIVE, MXFP4 = (
+PACKED, INTEGERS, FLOAT, NAIVE, MXFP4 = (
     "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized")
-FORMATS = (PACKED, INTEGERS, FLOATS, NAIVE, MXFP4)
+FORMATS = (PACKED, INTEGERS, FLOAT, NAIVE, MXFP4)
 MIXED = "mixed-precision"  # each group has a format of its own
 CLASS = "Linear"  # of the modules that hold weights, as a target names it
 MAX_GROUPS = 64
@@ -103,7 +234,7 @@ def _read_scheme(group: Fields, kind: str) -> Scheme:
         raise weights.error("dynamic", "must be false")
     _check_activations(group)
     is_float = choice(weights, "type", "int", "int", "float") == "float"
-    if is_float is (kind in (PACKED, INTEGERS)) or (not is_float and kind in (FLOATS, MXFP4)):
+    if is_float is (kind in (PACKED, INTEGERS)) or (not is_float and kind in (FLOAT, MXFP4)):
         raise weights.error("type", f"{weights.text('type', default='int')} does not go with format {kind}")
     if is_float:
         return _float_scheme(weights, kind)

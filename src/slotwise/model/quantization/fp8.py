@@ -26,8 +26,8 @@ from slotwise.model.quantization.scheme import (
     FLOATS,
     GROUPS,
     NUMBER,
-    Layer,
-    Part,
+    StoredLayer,
+    StoredPart,
     check_range,
     choice,
     groups_of,
@@ -48,7 +48,7 @@ def fp8_format(depth: int, group: int) -> Format:
     return Format(8, group, torch.float32, levels=E4M3)
 
 
-def fp8_matrix(layer: Layer, part: str, scales: Tensor, group: int) -> QuantisedMatrix:
+def fp8_matrix(layer: StoredLayer, part: str, scales: Tensor, group: int) -> QuantisedMatrix:
     """The matrix of the part `weight` with `scales [outputs or 1, groups]`.  `part` names them in messages."""
     stored = layer.tensor("weight").view(torch.uint8)
     scales = scales.expand(layer.outputs, -1)
@@ -79,14 +79,14 @@ class FP8Scheme:
     def format(self, depth: int) -> Format:
         return fp8_format(depth, self.group)
 
-    def parts(self, outputs: int, depth: int) -> Mapping[str, Part]:
+    def parts(self, outputs: int, depth: int) -> Mapping[str, StoredPart]:
         shapes = ((groups_of(outputs, self.rows), groups_of(depth, self.group)),) if self.rows else NUMBER
         return {
-            "weight": Part((KIND,), ((outputs, depth),)),
-            **{name: Part((*FLOATS, EXPONENTS, "U8"), shapes, is_optional=True) for name in SCALES},
-            **{name: Part(FLOATS, NUMBER, is_optional=True) for name in UNUSED}}
+            "weight": StoredPart((KIND,), ((outputs, depth),)),
+            **{name: StoredPart((*FLOATS, EXPONENTS, "U8"), shapes, is_optional=True) for name in SCALES},
+            **{name: StoredPart(FLOATS, NUMBER, is_optional=True) for name in UNUSED}}
 
-    def matrix(self, layer: Layer) -> QuantisedMatrix:
+    def matrix(self, layer: StoredLayer) -> QuantisedMatrix:
         found = [name for name in SCALES if layer.has(name)]
         if len(found) != 1:
             raise layer.error(" and ".join(SCALES), "are both there" if found else "are missing: one must be there")

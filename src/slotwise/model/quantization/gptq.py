@@ -20,18 +20,19 @@ from torch import Tensor
 from slotwise.kernels.matrix import Format, QuantisedMatrix
 from slotwise.model.fields import Fields
 from slotwise.model.names import HEAD, Spellings
-from slotwise.model.quantization.affine import Affine
-from slotwise.model.quantization.packing import unpack, words_of
 from slotwise.model.quantization.patterns import matches, read_expressions
 from slotwise.model.quantization.scheme import (
     FLOATS,
-    Layer,
-    Part,
+    Affine,
+    StoredLayer,
+    StoredPart,
     choice,
     groups_of,
     read_group,
     read_order,
     refuse_unknown,
+    unpack,
+    words_of,
 )
 
 BITS = (4, 8)
@@ -65,16 +66,16 @@ class GPTQScheme:
     def format(self, depth: int) -> Format:
         return self._affine.format(depth)
 
-    def parts(self, outputs: int, depth: int) -> Mapping[str, Part]:
+    def parts(self, outputs: int, depth: int) -> Mapping[str, StoredPart]:
         groups = groups_of(depth, self.group)
         return {
-            "qweight": Part(("I32",), ((words_of(depth, self.bits), outputs),)),
-            "qzeros": Part(("I32",), ((groups, words_of(outputs, self.bits)),)),
-            "scales": Part(FLOATS, ((groups, outputs),)),
-            "g_idx": Part(("I32", "I64"), ((depth,),), is_optional=not self.is_ordered),
-            "bias": Part(FLOATS, ((outputs,),), is_optional=True)}
+            "qweight": StoredPart(("I32",), ((words_of(depth, self.bits), outputs),)),
+            "qzeros": StoredPart(("I32",), ((groups, words_of(outputs, self.bits)),)),
+            "scales": StoredPart(FLOATS, ((groups, outputs),)),
+            "g_idx": StoredPart(("I32", "I64"), ((depth,),), is_optional=not self.is_ordered),
+            "bias": StoredPart(FLOATS, ((outputs,),), is_optional=True)}
 
-    def matrix(self, layer: Layer) -> QuantisedMatrix:
+    def matrix(self, layer: StoredLayer) -> QuantisedMatrix:
         words, zeros = layer.tensor("qweight"), self._zeros(layer)
         if layer.has("bias") and layer.tensor("bias").any():
             raise layer.error("bias", "is not zero, but the model has no bias there")
@@ -85,7 +86,7 @@ class GPTQScheme:
         order = read_order(layer, "g_idx", self.group) if layer.has("g_idx") else None
         return self._affine.matrix(layer, codes, "scales", layer.numbers("scales").t(), zeros.t(), order)
 
-    def _zeros(self, layer: Layer) -> Tensor:
+    def _zeros(self, layer: StoredLayer) -> Tensor:
         """`[groups, outputs]`.  A zero point of 0 was stored as -1 in the first version, of which its bits remain."""
         stored = unpack(layer.tensor("qzeros"), self.bits, layer.outputs)
         zeros = (stored + self.zero_offset) & ((1 << self.bits) - 1)

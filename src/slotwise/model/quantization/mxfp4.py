@@ -17,12 +17,12 @@ from torch import Tensor
 from slotwise.kernels.matrix import Factors, Format, QuantisedMatrix, Rows
 from slotwise.model.fields import Fields
 from slotwise.model.names import Spellings
-from slotwise.model.quantization.gguf_blocks import MXFP4_LEVELS
-from slotwise.model.quantization.packing import nibbles
 from slotwise.model.quantization.patterns import read_names
-from slotwise.model.quantization.scheme import Layer, Part, check_range, refuse_unknown
+from slotwise.model.quantization.scheme import StoredLayer, StoredPart, check_range, nibbles, refuse_unknown
 
 GROUP = 32
+# The levels of the format, doubled, so that they are whole numbers.
+MXFP4_LEVELS = tuple(map(float, (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)))
 FORMAT = Format(4, GROUP, torch.bfloat16, levels=MXFP4_LEVELS)  # whose levels are doubled, and scales halved
 
 
@@ -36,13 +36,13 @@ class MXFP4Scheme:
     def format(self, depth: int) -> Format:
         return FORMAT
 
-    def parts(self, outputs: int, depth: int) -> Mapping[str, Part]:
+    def parts(self, outputs: int, depth: int) -> Mapping[str, StoredPart]:
         groups = -(-depth // GROUP)
         return {
-            self.blocks: Part(("U8",), ((outputs, -(-depth // 2)), (outputs, groups, GROUP // 2))),
-            self.scales: Part(("U8", "F8_E8M0"), ((outputs, groups),))}
+            self.blocks: StoredPart(("U8",), ((outputs, -(-depth // 2)), (outputs, groups, GROUP // 2))),
+            self.scales: StoredPart(("U8", "F8_E8M0"), ((outputs, groups),))}
 
-    def matrix(self, layer: Layer) -> QuantisedMatrix:
+    def matrix(self, layer: StoredLayer) -> QuantisedMatrix:
         blocks, scales = layer.tensor(self.blocks).flatten(1), powers(layer, self.scales) * 0.5
 
         def read(first: int, end: int) -> Rows:
@@ -52,7 +52,7 @@ class MXFP4Scheme:
         return QuantisedMatrix(FORMAT, layer.outputs, layer.depth, read)
 
 
-def powers(layer: Layer, part: str) -> Tensor:
+def powers(layer: StoredLayer, part: str) -> Tensor:
     """Powers of two in float32, of their exponents.  Raises CheckpointError where one stands for NaN."""
     factors = layer.tensor(part).view(torch.float8_e8m0fnu).float()
     if not factors.isfinite().all():

@@ -1,24 +1,49 @@
-"""What a quantised format tells a loader: which modules it quantised, and how a layer's tensors become a matrix.
+"""Small unsigned integers out of the 32-bit words in which checkpoints store them.  All hosts are little-endian.
+
+What a quantised format tells a loader: which modules it quantised, and how a layer's tensors become a matrix.
 
     config.json ─► Quantization ─► Scheme of a module ─► parts in the file ─► QuantisedMatrix
                                    its `Format`          names, shapes, types
 
 A `Quantization` reads and checks every field of `quantization_config` once.  A `Scheme` is what it says about one
 module: the tensors that its weight consists of, and how they are put together.  Neither opens a file.
+
+
+Weights of integers with a scale, and perhaps a zero point, for each group: what most formats store.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from slotwise.kernels.matrix import Format, QuantisedMatrix
-from slotwise.model.errors import CheckpointError
+from slotwise.errors import CheckpointError
+from slotwise.kernels.matrix import Factors, Format, QuantisedMatrix, Rows
 from slotwise.model.fields import Fields
+
+
+def nibbles(stored: Tensor) -> Tensor:
+    """The 4-bit numbers in `stored [..., n]` uint8, the low half of each byte first: `[..., 2 * n]` uint8."""
+    return torch.stack((stored & 15, stored >> 4), dim=-1).flatten(-2)
+
+
+def unpack(words: Tensor, bits: int, count: int) -> Tensor:
+    """The first `count` numbers of `bits` (4 or 8) bits in each row of `words [rows, n]` int32, lowest bits first.
+
+    Returns `[rows, count]` uint8.
+    """
+    stored = words.contiguous().view(torch.uint8)
+    return (nibbles(stored) if bits == 4 else stored)[:, :count]
+
+
+def words_of(count: int, bits: int) -> int:
+    """The 32-bit words that hold `count` numbers of `bits` bits."""
+    return -(-count * bits // 32)
+
 
 Shape = tuple[int, ...]
 
@@ -28,7 +53,7 @@ GROUPS = (16, 32, 64, 128)  # sizes that are supported, beside whole rows
 EXACT = 1 << 24  # whole numbers below it are float32
 
 
-class Part(NamedTuple):
+class StoredPart(NamedTuple):
     """A tensor that belongs to a layer's quantised weight."""
 
     kinds: tuple[str, ...]  # of its numbers, by their names in the file
@@ -37,7 +62,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class StoredLayer:
     """The parts of one quantised weight `[outputs, depth]`, as the file stores them."""
 
     name: str  # of the module
@@ -70,11 +95,11 @@ class Scheme(Protocol):
         """How the numbers of a weight with `depth` inputs are encoded; scales may be stored in another float type."""
         ...
 
-    def parts(self, outputs: int, depth: int) -> Mapping[str, Part]:
+    def parts(self, outputs: int, depth: int) -> Mapping[str, StoredPart]:
         """The tensors of a weight `[outputs, depth]`, by what follows the module's name and a dot."""
         ...
 
-    def matrix(self, layer: Layer) -> QuantisedMatrix:
+    def matrix(self, layer: StoredLayer) -> QuantisedMatrix:
         """The weight, of parts as `parts` says.
 
         Raises CheckpointError, or its `read` does, for parts that contradict the config or each other.
@@ -120,13 +145,13 @@ def groups_of(depth: int, group: int) -> int:
     return -(-depth // group) if group else 1
 
 
-def check_range(layer: Layer, part: str, scales: Tensor, largest: float) -> None:
+def check_range(layer: StoredLayer, part: str, scales: Tensor, largest: float) -> None:
     """Raises CheckpointError where the largest number of a weight, `scales` times `largest`, exceeds float32."""
     if float(scales.abs().amax()) * largest > torch.finfo(torch.float32).max:
         raise layer.error(part, "gives weights that exceed float32: download the checkpoint again")
 
 
-def read_order(layer: Layer, part: str, group: int) -> Tensor | None:
+def read_order(layer: StoredLayer, part: str, group: int) -> Tensor | None:
     """Where each input stands once inputs are sorted by their group, which `part` names; None: where it is.
 
     Raises CheckpointError where a group has not `group` inputs (0: all of them).
@@ -139,3 +164,39 @@ def read_order(layer: Layer, part: str, group: int) -> Tensor | None:
     if not torch.equal(order // size, group_of):
         raise layer.error(part, f"must give each group {size} inputs")
     return order
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """Unsigned codes of `bits` bits: `scale * (code - zero)`."""
+
+    bits: int
+    group: int  # inputs that share a scale; 0: all of a row
+    has_zeros: bool  # one of each group; else the middle of the codes is zero
+
+    def format(self, depth: int) -> Format:
+        if self.has_zeros:  # as minimums, exact in float32
+            return Format(self.bits, self.group, torch.float32, has_minimums=True)
+        return Format(self.bits, self.group, torch.float16, zero=1 << self.bits - 1)
+
+    def matrix(
+        self, layer: StoredLayer, codes: Callable[[int, int], Tensor], part: str, scales: Tensor, zeros: Tensor | None,
+        order: Tensor | None = None,
+    ) -> QuantisedMatrix:
+        """The weight with `codes(first, end) [end - first, depth]` uint8 and `scales [outputs, groups]`.
+
+        `part` names the scales in messages; `zeros` are of their shape.
+        """
+        check_range(layer, part, scales, 1 << self.bits)
+        minimums = None
+        if self.has_zeros:
+            assert zeros is not None
+            scales = scales.float()
+            minimums = scales * zeros.float()
+
+        def read(first: int, end: int) -> Rows:
+            return Rows(codes(first, end), Factors(scales[first:end]),
+                        None if minimums is None else Factors(minimums[first:end]))
+
+        kind = replace(self.format(layer.depth), scale=scales.dtype)
+        return QuantisedMatrix(kind, layer.outputs, layer.depth, read, order)

@@ -21,9 +21,9 @@ from slotwise.kernels.cpu import sampling as kernels
 from slotwise.kernels.cpu.jit.compiler import Compiled
 from slotwise.kernels.cpu.launcher import KernelLauncher
 from slotwise.kernels.reference import FAILED
+from slotwise.runner.sampling.grammar_masks import Masks
 from slotwise.runner.sampling.logits import LogitEdits
-from slotwise.runner.sampling.masks import Masks
-from slotwise.runner.sampling.params import NO_LOGPROBS, Logprobs, RequestParams, Sampled, SlotParams, sampled
+from slotwise.runner.sampling.sampler import NO_LOGPROBS, Logprobs, RequestParams, SampledTokens, SlotParams, sampled
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Sampler:
         return self._params.draws_in_order(slot)
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, slots: Sequence[int], positions: Sequence[int]) -> Sampled:
+    def sample(self, logits: Tensor, slots: Sequence[int], positions: Sequence[int]) -> SampledTokens:
         """Choose and record the next token of every row, as `params.Sampling` says.
 
         Args:

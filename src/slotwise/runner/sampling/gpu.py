@@ -17,9 +17,9 @@ from torch import Tensor
 from slotwise.core.step import NewRequest
 from slotwise.kernels.reference import Draw, Mask, allowed_only
 from slotwise.runner.input_batch import SlotTable
+from slotwise.runner.sampling.grammar_masks import Masks
 from slotwise.runner.sampling.logits import DeviceEdits
-from slotwise.runner.sampling.masks import Masks
-from slotwise.runner.sampling.params import NO_LOGPROBS, Logprobs, RequestParams, Sampled, SlotParams, sampled
+from slotwise.runner.sampling.sampler import NO_LOGPROBS, Logprobs, RequestParams, SampledTokens, SlotParams, sampled
 from slotwise.runner.staging import sender, to_host
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class _Drawn:
     tokens: Tensor  # [rows] int64, on the host once the device is done
     logprobs: Logprobs | None
 
-    def read(self) -> Sampled:
+    def read(self) -> SampledTokens:
         return sampled(self.tokens.tolist(), self.logprobs)
 
 

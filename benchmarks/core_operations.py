@@ -38,7 +38,7 @@ from slotwise.core.events import Admitted, Committed, Finished, Preempted, Rejec
 from slotwise.core.interfaces import DraftRow, Due, Proposal
 from slotwise.core.limits import ERROR, RECOMPUTE, SchedulerLimits
 from slotwise.core.params import SamplingParams
-from slotwise.core.request import Request
+from slotwise.core.request import Request, RequestSpec
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.slo import SLO, Tier
 from slotwise.core.step import Proposing, StepPlan
@@ -76,10 +76,10 @@ def next_token(context: Sequence[int]) -> int:
 
 def alone(request: Request, limits: SchedulerLimits) -> list[int]:
     """Returns the output of a request that runs alone, without a scheduler."""
-    tokens, end = list(request.tokens), limits.longest(request.num_prompt, request.params.max_tokens)
+    tokens, end = list(request.tokens), limits.longest(request.num_prompt, request.spec.params.max_tokens)
     while len(tokens) < end:
         tokens.append(next_token(tokens))
-        if tokens[-1] in request.stop_ids and len(tokens) - request.num_prompt >= request.params.min_tokens:
+        if tokens[-1] in request.stop_ids and len(tokens) - request.num_prompt >= request.spec.params.min_tokens:
             break
     return tokens[request.num_prompt :]
 
@@ -178,7 +178,7 @@ class Life:
         slo = SLO(draw.choice("abc"), draw.choice(("", "gold", "bulk")), draw.randint(-2, 2),
                   draw.choice((None, 3.0, 60.0)), draw.choice((None, None, None, 1.0)))
         params = SamplingParams(max_tokens=draw.randint(1, 20), min_tokens=draw.choice((0, 0, 1)))
-        request = Request(name, prompt, params, eos_ids=(END,), salt=draw.choice(("", "", "other")), slo=slo)
+        request = Request(name, RequestSpec(prompt, params, salt=draw.choice(("", "", "other")), slo=slo), (END,))
         request.deadline = self._now + draw.choice((inf, inf, inf, inf, 20.0, 0.0))
         self._expected[name] = alone(request, self._limits)
         self._scheduler.add(request, self._now)

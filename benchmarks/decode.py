@@ -24,6 +24,7 @@ from slotwise.bench.results import environment
 from slotwise.bench.roofline import cost_of
 from slotwise.compose.engine import Loaded, load
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import RequestSpec
 from slotwise.core.step_time import Cost, Machine, Roofline
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import Add
@@ -44,7 +45,7 @@ def median_step(loaded: Loaded, config: EngineConfig, shape: tuple[int, int], st
     for row in range(rows):
         prompt = torch.randint(10, info.vocab_size, (context - steps // 2,), generator=generator).tolist()
         params = SamplingParams(temperature=0.0, max_tokens=steps + BEGINNING, ignore_eos=True)
-        engine.handle(Add(f"row-{row}", prompt, params, seed=row))
+        engine.handle(Add(f"row-{row}", RequestSpec(prompt, params, row)))
     records = []
     while len(records) < steps:
         record = engine.step()

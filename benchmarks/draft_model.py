@@ -34,7 +34,7 @@ from slotwise.bench.results import environment, write_json
 from slotwise.compose.engine import Loaded, load
 from slotwise.core.interfaces import DraftRow, Due, Proposal
 from slotwise.core.params import SamplingParams
-from slotwise.core.request import Request
+from slotwise.core.request import Request, RequestSpec
 from slotwise.core.step import PROPOSED, Proposing
 from slotwise.core.step_time import Work
 from slotwise.engine.config import EngineConfig
@@ -99,8 +99,8 @@ class Fixed:
 def jobs(number: int, seed: int, max_tokens: int = OUTPUT) -> list[Add]:
     draw = random.Random(seed)
     params = SamplingParams(temperature=1.0, max_tokens=max_tokens, ignore_eos=True)
-    return [Add(f"{seed}-{at}", [draw.randrange(3, VOCABULARY) for _ in range(PROMPT)], params,
-                seed=draw.getrandbits(60)) for at in range(number)]
+    return [Add(f"{seed}-{at}", RequestSpec(
+        [draw.randrange(3, VOCABULARY) for _ in range(PROMPT)], params, draw.getrandbits(60))) for at in range(number)]
 
 
 def play(engine: Engine, adds: Sequence[Add]) -> tuple[float, list[StepRecord]]:

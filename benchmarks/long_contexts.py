@@ -28,6 +28,7 @@ import torch
 from slotwise.bench.results import commit, environment
 from slotwise.compose.engine import Loaded, load
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import RequestSpec
 from slotwise.core.step import CACHE_GROUP, NewBlocks, NewRequest, RowKind, StepPlan
 from slotwise.core.step_time import Machine, Roofline
 from slotwise.engine.config import EngineConfig
@@ -49,7 +50,7 @@ class Rows:
         params = SamplingParams(temperature=0.0, ignore_eos=True)
         tokens = torch.randint(10, 4000, (context,), generator=torch.Generator().manual_seed(0)).tolist()
         self._joins = tuple(
-            NewRequest(f"row-{row}", row, tuple(tokens), context, params, row, ()) for row in self._slots)
+            NewRequest(f"row-{row}", row, RequestSpec(tokens, params, row), ()) for row in self._slots)
         self._blocks = tuple(
             NewBlocks(row, CACHE_GROUP, tuple(range(row * each, (row + 1) * each))) for row in self._slots)
 

@@ -24,6 +24,7 @@ from rich.table import Table
 from slotwise import builtin
 from slotwise.compose.engine import Loaded, load
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import RequestSpec
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import Add
 
@@ -37,7 +38,8 @@ def requests(groups: int, tokens: int, count: int, vocab_size: int) -> list[Add]
     beginnings = [[draw.randrange(2, vocab_size) for _ in range(tokens)] for _ in range(groups)]
     asked = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
     return [
-        Add(f"r{number}", draw.choice(beginnings) + [draw.randrange(2, vocab_size) for _ in range(QUESTION)], asked, 0)
+        Add(f"r{number}",
+            RequestSpec(draw.choice(beginnings) + [draw.randrange(2, vocab_size) for _ in range(QUESTION)], asked))
         for number in range(count)]
 
 

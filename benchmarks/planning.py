@@ -19,7 +19,7 @@ from slotwise.batching.settings import Batching
 from slotwise.compose.garbage import hold_off, settle
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
-from slotwise.core.request import Request
+from slotwise.core.request import Request, RequestSpec
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.slo import SLO
 from slotwise.core.step import StepPlan, StepResult
@@ -43,7 +43,7 @@ def crowd(policy: str, running: int, waiting: int) -> Scheduler:
     for number in range(running + waiting):
         prompt = [number % 251, *range(SHORTEST - 1 + number % BLOCK)]  # so that blocks fill up in every step
         slo = SLO(f"tenant {number % TENANTS}", priority=number % 5)
-        scheduler.add(Request(f"cmpl-{number:08d}", prompt, asked, number, slo=slo), number * 1e-3)
+        scheduler.add(Request(f"cmpl-{number:08d}", RequestSpec(prompt, asked, number, slo=slo)), number * 1e-3)
     now = 100.0
     while True:
         plan = scheduler.schedule(now)

@@ -24,6 +24,7 @@ from benchmarks.rank_faults import faults
 from slotwise.compose.engine import build_engine
 from slotwise.compose.rank_messages import Known, Run, decode_order, encode
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import RequestSpec
 from slotwise.core.step import RowKind, StepPlan
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.engine import Engine
@@ -41,7 +42,7 @@ def step_ms(engine: Engine, rows: int) -> float:
     """Median milliseconds in which each of so many decode rows gets a token."""
     params = SamplingParams(temperature=0.0, max_tokens=PROMPT + 2 * STEPS, ignore_eos=True)
     for row in range(rows):
-        engine.handle(Add(str(row), [(7 * row + place) % 500 + 3 for place in range(PROMPT)], params, seed=0))
+        engine.handle(Add(str(row), RequestSpec([(7 * row + place) % 500 + 3 for place in range(PROMPT)], params)))
     times, before = [], 0
     while len(times) < STEPS:
         record = engine.step()
@@ -58,8 +59,9 @@ def step_ms(engine: Engine, rows: int) -> float:
 def prompt_ms(engine: Engine, tokens: int) -> float:
     """Milliseconds to the first token of a prompt."""
     began = time.perf_counter()
-    engine.handle(Add("prompt", [(11 * place) % 500 + 3 for place in range(tokens)],
-                      SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True), seed=0, salt=str(began)))
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    prompt = [(11 * place) % 500 + 3 for place in range(tokens)]
+    engine.handle(Add("prompt", RequestSpec(prompt, params, salt=str(began))))
     while engine.has_work:
         engine.step()
     return 1e3 * (time.perf_counter() - began)

@@ -37,6 +37,7 @@ from ray.serve.handle import DeploymentHandle
 from slotwise.bench.measures import percentile
 from slotwise.bench.results import environment, write_json
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import RequestSpec
 from slotwise.engine.messages import Add
 from slotwise.observe.event_log import read_file
 from slotwise.scale.ray_app import MAX_ONGOING, STATS_EVERY
@@ -152,7 +153,7 @@ async def _begin(parts: DeploymentHandle) -> None:
     """Lets the router, what it starts, and all connections begin, and waits until replicas have told of themselves."""
     for number in range(FIRST):
         text = _letters(f"first {number}", 16)
-        command = Add(f"first {number}", [number] * 16, SamplingParams(max_tokens=1), 0)
+        command = Add(f"first {number}", RequestSpec([number] * 16, SamplingParams(max_tokens=1)))
         async for _ in parts.remote(prompt_of(msgspec.json.encode({"prompt": text}), "", {}), Call(text, command),
                                     frozenset()):
             pass

@@ -37,7 +37,7 @@ from slotwise.bench.measures import COMPLETED, Outcome
 from slotwise.bench.results import environment, write_json
 from slotwise.bench.serving import measure, resolve
 from slotwise.core.slo import SLO
-from slotwise.engine.messages import Command
+from slotwise.engine.messages import Add, Command
 from slotwise.observe.event_log import read
 from slotwise.simulate.figures import Figures, figures
 from slotwise.simulate.pace import LearnedPace
@@ -151,7 +151,7 @@ def traffic(case: Case, handling: float) -> list[tuple[float, Command]]:
     """Returns the commands as they reach the engine, `handling` seconds after they were sent."""
     found: list[tuple[float, Command]] = []
     for key, workload in zip(KEYS, case.tenants, strict=False):
-        found += [(at + handling, msgspec.structs.replace(add, request_id=f"{key} {add.request_id}", slo=SLO(key)))
+        found += [(at + handling, Add(f"{key} {add.request_id}", replace(add.spec, slo=SLO(key))))
                   for at, add in traffic_of(workload)]
     return sorted(found, key=lambda one: one[0])
 

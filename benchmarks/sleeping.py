@@ -77,7 +77,7 @@ class SleepingServer:
         """Args: prefix: the bytes of its prompt, and the digests of its pieces."""
         with self._lock:
             self._admission.commanded(command, time.monotonic_ns())
-            self._index.expect(command.request_id, prefix, len(command.prompt), PIECE)
+            self._index.expect(command.request_id, prefix, len(command.spec.prompt), PIECE)
         self._inbox.put(command)
 
     def state(self) -> ReplicaState:

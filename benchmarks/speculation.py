@@ -37,6 +37,7 @@ from slotwise import builtin
 from slotwise.bench.results import environment, write_json
 from slotwise.compose.engine import Loaded, load
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import RequestSpec
 from slotwise.core.step import StepPlan, StepResult
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.engine import Engine
@@ -204,7 +205,7 @@ def run(engine: Engine, jobs: Sequence[Job], together: int, name: str) -> Figure
 def played(engine: Engine, jobs: Sequence[Job], together: int, name: str) -> Figures:
     """Runs jobs, `together` at a time."""
     assert isinstance(engine.executor, Scripted)
-    adds = [Add(f"{name}-{at}", job.prompt, SamplingParams(max_tokens=job.max_tokens, **GREEDY), seed=at)
+    adds = [Add(f"{name}-{at}", RequestSpec(job.prompt, SamplingParams(max_tokens=job.max_tokens, **GREEDY), at))
             for at, job in enumerate(jobs)]
     engine.executor.scripts = {one.request_id: job.script for one, job in zip(adds, jobs, strict=True)}
     sent: dict[str, float] = {}

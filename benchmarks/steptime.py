@@ -31,6 +31,7 @@ from slotwise.bench.measures import percentile
 from slotwise.bench.results import environment
 from slotwise.compose.engine import load
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import RequestSpec
 from slotwise.core.step_time import work_of
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.engine import Engine
@@ -71,7 +72,7 @@ class Metronome:
         if not self._engine.has_work:
             self._num_beats += 1
             params = SamplingParams(temperature=0.0, max_tokens=BEAT_TOKENS, ignore_eos=True)
-            self._engine.handle(Add(f"beat{self._num_beats}-0", [0], params, seed=0))
+            self._engine.handle(Add(f"beat{self._num_beats}-0", RequestSpec([0], params)))
         record = self._engine.step()
         return (record.ended_ns - record.started_ns) * NS
 
@@ -105,7 +106,7 @@ class Lab:
                 self._num_requests += 1
                 prompt = workload.prompt_ids(request, self.info.vocab_size)
                 params = SamplingParams(temperature=0.0, max_tokens=request.num_output, ignore_eos=True)
-                command = Add(f"r{self._num_requests}-0", prompt, params, seed=0)
+                command = Add(f"r{self._num_requests}-0", RequestSpec(prompt, params))
                 recorder.commanded(command, time.monotonic_ns())
                 self.engine.handle(command)
             if self.engine.has_work:

@@ -21,6 +21,7 @@ from typing import Any
 from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import RequestSpec
 from slotwise.core.scheduler import Scheduler
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
@@ -89,7 +90,7 @@ def _requests(seed: int) -> Iterator[Add]:
     while True:
         prompt = [draw.randrange(1, 97) for _ in range(min(300, 4 + int(draw.lognormvariate(3, 1))))]
         output = min(200, 4 + int(draw.lognormvariate(3.2, 0.8)))
-        yield Add(f"request-{number}", prompt, SamplingParams(max_tokens=output, ignore_eos=True), number)
+        yield Add(f"request-{number}", RequestSpec(prompt, SamplingParams(max_tokens=output, ignore_eos=True), number))
         number += 1
 
 

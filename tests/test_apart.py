@@ -26,7 +26,7 @@ from support.scale_door import door_of
 from slotwise import builtin
 from slotwise.compose.engine import load
 from slotwise.core.params import SamplingParams
-from slotwise.core.step import KVTransfer
+from slotwise.core.request import KVTransfer, RequestSpec
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add
@@ -67,7 +67,7 @@ def run(engines: list[Engine], until: Callable[[], bool] = lambda: False) -> dic
 
 
 def ask(engine: Engine, name: str, prompt: list[int], kv: KVTransfer | None, params: SamplingParams = GREEDY) -> None:
-    engine.handle(Add(name, prompt, params, 0, kv=kv))
+    engine.handle(Add(name, RequestSpec(prompt, params, kv=kv)))
 
 
 @pytest.fixture(scope="module", params=[
@@ -130,7 +130,7 @@ def test_faults_of_the_transfer_change_no_token(engines, monkeypatch):
             for engine, kv, params in (
                     (producer, KVTransfer(f"f{again}.{index}", True, 0.5), replace(GREEDY, max_tokens=1)),
                     (consumer, KVTransfer(f"f{again}.{index}", False, 0.5, HOST, port), GREEDY)):
-                engine.handle(Add(f"{again}.{index}", prompt, params, 0, salt=str(again), kv=kv))
+                engine.handle(Add(f"{again}.{index}", RequestSpec(prompt, params, salt=str(again), kv=kv)))
         tokens |= run([producer, consumer])
     assert tokens == {f"{again}.{name[1:]}": told for again in range(3) for name, told in expected.items()}
     assert seen.total() > 10

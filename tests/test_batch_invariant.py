@@ -16,7 +16,7 @@ from support.toy import Proposing
 from slotwise import LLM
 from slotwise.compose.engine import Loaded, load
 from slotwise.core.params import SamplingParams
-from slotwise.core.request import Request
+from slotwise.core.request import Request, RequestSpec
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.messages import Add
 from slotwise.kernels.cpu import onednn, paths
@@ -73,7 +73,7 @@ class Model:
         while waiting or engine.has_work:
             for _ in range(min(together, len(waiting))):
                 index = waiting.popleft()
-                engine.handle(Add(str(index), self.prompts[index], params, seed=0))
+                engine.handle(Add(str(index), RequestSpec(self.prompts[index], params)))
             record = engine.step()
             assert not any(end.message for end in record.ended), record.ended
             for name, tokens in zip(record.request_ids, record.token_ids, strict=True):

@@ -130,5 +130,5 @@ def test_the_log_of_all_replays(live: Live, log: Path) -> None:
     outcome = replay(event_log.read_file(log / "events"))
     assert outcome.difference is None and outcome.requests >= 24
     pooled = [entry for entry in event_log.read_file(log / "events")
-              if isinstance(entry, event_log.Request) and entry.pooling is not None]
-    assert len(pooled) == 2 * len(SIGNATURES) and json.loads(event_log.encode(pooled[0]))["pooling"]
+              if isinstance(entry, event_log.RequestEntry) and entry.spec.pooling is not None]
+    assert len(pooled) == 2 * len(SIGNATURES) and json.loads(event_log.encode(pooled[0]))["add"]["spec"]["pooling"]

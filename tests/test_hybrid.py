@@ -14,6 +14,7 @@ from support.drafted import Played, play, slow_steps
 
 from slotwise.compose.engine import Loaded, load
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import RequestSpec
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add
@@ -55,7 +56,7 @@ def prompts() -> list[list[int]]:
 
 def add(at: int, prompt: list[int], length: int = OUTPUT, prediction: tuple[int, ...] = ()) -> Add:
     params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
-    return Add(f"r{at}", prompt, params, seed=at, prediction=prediction)
+    return Add(f"r{at}", RequestSpec(prompt, params, at, prediction=prediction))
 
 
 def predicted(expected: list[list[int]]) -> list[Add]:

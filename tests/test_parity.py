@@ -15,6 +15,7 @@ from support import checkpoints
 
 from slotwise.compose.engine import build_engine, load
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import RequestSpec
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add, Finish
@@ -46,7 +47,8 @@ def engine(folder: Path, **settings: object) -> Engine:
 
 
 def add(index: int, prompt: list[int], length: int = OUTPUT) -> Add:
-    return Add(f"r{index}", prompt, SamplingParams(temperature=0, max_tokens=length, ignore_eos=True), seed=index)
+    return Add(f"r{index}",
+               RequestSpec(prompt, SamplingParams(temperature=0, max_tokens=length, ignore_eos=True), index))
 
 
 def run(subject: Engine, arrivals: dict[int, list[Add]], aborts: dict[int, list[str]] | None = None) -> dict[int, list]:

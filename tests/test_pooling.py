@@ -16,6 +16,7 @@ from support.live import serving
 from slotwise import LLM, PoolingParams, SamplingParams
 from slotwise.compose.engine import build_engine
 from slotwise.core import params
+from slotwise.core.request import RequestSpec
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add, StepRecord
@@ -59,8 +60,9 @@ def engine(folder: Path, **settings: object) -> Engine:
 
 
 def add(name: str, prompt: list[int], kind: str, *, normalize: bool = True) -> Add:
-    return Add(name, prompt, params.SamplingParams(max_tokens=None), seed=0,
-               pooling=params.PoolingParams(kind, normalize=normalize))
+    return Add(name, RequestSpec(
+        prompt, params.SamplingParams(max_tokens=None), pooling=params.PoolingParams(kind, normalize=normalize)))
+
 
 
 def run(subject: Engine, adds: list[Add]) -> tuple[dict[str, torch.Tensor], list[StepRecord]]:
@@ -84,7 +86,8 @@ def run(subject: Engine, adds: list[Add]) -> tuple[dict[str, torch.Tensor], list
     ids=["whole", "chunked", "preempted", "overlap", "static", "device", "chunked and overlap"])
 def test_vectors_equal_transformers_beside_requests_that_generate(folder, prompts, exact, kind, settings):
     pooled = [add(f"p{index}", prompt, kind) for index, prompt in enumerate(prompts)]
-    sampled = [Add(f"s{index}", prompt, params.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), seed=0)
+    sampled = [Add(f"s{index}",
+                   RequestSpec(prompt, params.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)))
                for index, prompt in enumerate(prompts)]
     both = [one for pair in zip(pooled, sampled, strict=True) for one in pair]
     vectors, records = run(engine(folder, **settings), both)
@@ -100,7 +103,8 @@ def test_vectors_equal_transformers_beside_requests_that_generate(folder, prompt
 
 
 def test_generation_is_the_same_beside_pooled_requests(folder, prompts):
-    sampled = [Add(f"s{index}", prompt, params.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), seed=0)
+    sampled = [Add(f"s{index}",
+                   RequestSpec(prompt, params.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)))
                for index, prompt in enumerate(prompts)]
 
     def tokens(adds: list[Add]) -> dict[str, tuple[int, ...]]:

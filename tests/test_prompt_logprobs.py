@@ -15,7 +15,7 @@ import slotwise
 from slotwise import LLM
 from slotwise.compose.engine import build_engine
 from slotwise.core.params import SamplingParams
-from slotwise.core.request import Request
+from slotwise.core.request import Request, RequestSpec
 from slotwise.core.step import TokenLogprobs
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.engine import Engine
@@ -58,7 +58,7 @@ def engine(folder: Path, **settings: object) -> Engine:
 
 def add(name: str, prompt: list[int], num_top: int | None = TOP, max_tokens: int = 4) -> Add:
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, prompt_logprobs=num_top)
-    return Add(name, prompt, params, seed=0)
+    return Add(name, RequestSpec(prompt, params))
 
 
 def run(subject: Engine, adds: list[Add]) -> tuple[Entries, list[StepRecord]]:

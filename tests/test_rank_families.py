@@ -9,6 +9,7 @@ import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from support.rank_threads import Paired, ranks_on_threads
 from slotwise.compose.engine import build_engine
 from slotwise.core.grammar import REGEX, Grammar
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import RequestSpec
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add
@@ -76,7 +78,8 @@ def memory(folder: Path, width: int = 1) -> int:
 def requests(guesses: dict[str, list[int]] | None = None, grammar: SamplingParams | None = None) -> list[Add]:
     """Greedy ones with guesses of what they give, and some that sample: with penalties, log-probabilities, grammars."""
     kinds = {1: SAMPLED, 3: PENALISED} | ({} if grammar is None else {4: grammar, 6: grammar})
-    return [Add(f"r{at}", prompt, kinds.get(at, LONG), seed=at, prediction=tuple((guesses or {}).get(f"r{at}", ())))
+    return [Add(f"r{at}",
+                RequestSpec(prompt, kinds.get(at, LONG), at, prediction=tuple((guesses or {}).get(f"r{at}", ()))))
             for at, prompt in enumerate(prompts(LENGTHS))]
 
 
@@ -145,8 +148,8 @@ def test_adapters_with_drafts_and_grammars(family: str, layout: str, biases: boo
 
 
 def with_adapter(add: Add, adapter: int, name: str = "") -> Add:
-    return Add(name or add.request_id, add.prompt, add.params, seed=add.seed, adapter=adapter,
-               prediction=add.prediction)
+    return Add(name or add.request_id,
+               replace(add.spec, adapter=adapter))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -27,6 +27,7 @@ from slotwise.compose.engine import build_engine
 from slotwise.compose.rank_worker import obey
 from slotwise.compose.ranks import RankLostError, _Rank, visible_gpus
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import RequestSpec
 from slotwise.core.step import Decision
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.engine import Engine
@@ -58,7 +59,7 @@ def tokens_of(
     """The output of each prompt; all ended well.  Notes the preemptions, and the tokens found in the cache."""
     preempted, cached = [] if preempted is None else preempted, [] if cached is None else cached
     for number, prompt in enumerate(asked):
-        engine.handle(Add(str(number), prompt, params, seed=number))
+        engine.handle(Add(str(number), RequestSpec(prompt, params, number)))
     found: dict[str, list[int]] = {str(number): [] for number in range(len(asked))}
     while engine.has_work:
         record = engine.step()
@@ -111,7 +112,7 @@ def test_a_slot_that_another_request_has_taken_learns_nothing_of_the_one_before(
     expected = tokens_of(alone, asked, LONG)
     found: dict[str, list[int]] = {}
     for number, prompt in enumerate(asked):  # every second one is aborted with its row in flight
-        engine.handle(Add(str(number), prompt, LONG, seed=number))
+        engine.handle(Add(str(number), RequestSpec(prompt, LONG, number)))
     while engine.has_work:
         record = engine.step()
         for name, tokens in zip(record.request_ids, record.token_ids, strict=False):
@@ -252,13 +253,13 @@ def listening(pid: int) -> set[str]:
 def test_a_lost_rank_fails_the_step_and_all_after_it(stages: int, width: int, tmp_path: Path) -> None:
     engine = staged(make("llama2", tmp_path / "model"), stages, width)
     (rank,) = engine.executor.ranks.processes  # type: ignore[attr-defined]
-    engine.handle(Add("a", [1, 2, 3], dataclasses.replace(GREEDY, max_tokens=100), seed=0))
+    engine.handle(Add("a", RequestSpec([1, 2, 3], dataclasses.replace(GREEDY, max_tokens=100))))
     engine.step()
     rank.kill()
     ends = time.monotonic() + 120
     with pytest.raises(RuntimeError, match="rank 1 of 2"):
         while time.monotonic() < ends:
-            engine.handle(Add(str(time.monotonic_ns()), [1, 2, 3], GREEDY, seed=0))
+            engine.handle(Add(str(time.monotonic_ns()), RequestSpec([1, 2, 3], GREEDY)))
             engine.step()
 
 

@@ -173,7 +173,7 @@ class Oracle:
         drafts = []
         for request, limit in rows:
             count = min(limit, most, self._draw.randint(0, 5))
-            known = list(self._outputs[request.seed][request.num_output :][:count])
+            known = list(self._outputs[request.spec.seed][request.num_output :][:count])
             if known and self._draw.random() < 0.5:
                 known[self._draw.randrange(len(known))] = self._draw.randrange(4096)
             most -= len(known)

@@ -18,6 +18,7 @@ from support.live import Live, serving
 from slotwise import builtin
 from slotwise.compose.engine import Loaded, load
 from slotwise.core.params import SamplingParams, ThinkingBudget
+from slotwise.core.request import RequestSpec
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add
@@ -70,7 +71,7 @@ def same_with_drafts(loaded: Loaded, adds: list[Add], method: str = "suffix", **
 
 
 def predicting(one: Add, tokens: tuple[int, ...]) -> Add:
-    return Add(one.request_id, one.prompt, one.params, seed=one.seed, prediction=tokens)
+    return Add(one.request_id, replace(one.spec, prediction=tokens))
 
 
 @pytest.mark.parametrize(("method", "dtype"), [*((method, "float32") for method in METHODS), ("suffix", "bfloat16")])
@@ -161,7 +162,7 @@ def test_the_prefix_cache_holds_accepted_tokens_alone(loaded, prompt):
     first = several(prompt, 1, temperature=0.0)
     subject = engine(loaded, "suffix", block_size=16)
     (done,) = play(subject, first).outputs.values()
-    again = [Add("again", prompt + list(done.tokens[:-1]), SamplingParams(temperature=0.0, max_tokens=8), seed=0)]
+    again = [Add("again", RequestSpec(prompt + list(done.tokens[:-1]), SamplingParams(temperature=0.0, max_tokens=8)))]
     played = play(subject, again)
     assert max(max(record.cached, default=0) for record in played.records) > len(prompt)
     assert played.outputs["again"] == play(engine(loaded), again).outputs["again"]
@@ -174,8 +175,8 @@ def test_tenants_do_not_see_each_others_outputs(loaded, tokenizer):
     drafts = {}
     for salt in ("tenant", "other"):
         subject = engine(loaded, "suffix")
-        play(subject, [Add("first", text, params, seed=0, salt="tenant")])
-        drafts[salt] = play(subject, [Add("second", text, params, seed=0, salt=salt)])
+        play(subject, [Add("first", RequestSpec(text, params, salt="tenant"))])
+        drafts[salt] = play(subject, [Add("second", RequestSpec(text, params, salt=salt))])
     assert drafts["tenant"].num_right > drafts["other"].num_right
     known = set(text)
     for record in drafts["other"].records:

@@ -64,7 +64,7 @@ class Servers:
         ids, self._ids = self._ids, set()
         for _ in range(400):  # the log is written behind the responses
             entries = list(event_log.read_file(self._log))
-            numbers = {entry.number for entry in entries if isinstance(entry, event_log.Request)
+            numbers = {entry.number for entry in entries if isinstance(entry, event_log.RequestEntry)
                        and any(entry.id.startswith(one) for one in ids)}
             steps = [entry for entry in entries if isinstance(entry, event_log.Step)]
             if len(numbers) == len(ids) and numbers <= {end.number for step in steps for end in step.ended}:

@@ -143,7 +143,7 @@ def test_the_log_has_the_budget_and_replays(live: Live, log: Path) -> None:
     given_up = time.monotonic() + 120
     while True:  # the log is written beside the answers
         entries = list(event_log.read_file(log / "events"))
-        budgets = [entry.params.thinking for entry in entries if isinstance(entry, event_log.Request)]
+        budgets = [entry.spec.params.thinking for entry in entries if isinstance(entry, event_log.RequestEntry)]
         if ThinkingBudget(17, end, begin) in budgets or time.monotonic() > given_up:
             break
         time.sleep(0.05)

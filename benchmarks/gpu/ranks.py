@@ -15,6 +15,7 @@ from benchmarks.gpu.setup import Setup, asked
 from slotwise import builtin
 from slotwise.compose.engine import build_engine
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import RequestSpec
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import Add
 
@@ -64,7 +65,7 @@ def run(setup: Setup, ranks: int) -> Found:
         max_model_len=256, kv_cache_memory=64 << 20, tensor_parallel_size=ranks, overlap=0))
     for row in range(ROWS):
         prompt = [10 + (7 * row + 3 * place) % 400 for place in range(PROMPT + row)]
-        engine.handle(Add(f"row-{row}", prompt, GREEDY, seed=row))
+        engine.handle(Add(f"row-{row}", RequestSpec(prompt, GREEDY, row)))
     tokens: dict[str, list[int]] = {f"row-{row}": [] for row in range(ROWS)}
     ends: list[int] = []  # of steps in which every row decodes, nanoseconds
     while engine.has_work:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from slotwise.compose.engine import Loaded, Warming
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import RequestSpec
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import Add
 from slotwise.kernels.interface import Kernels
@@ -68,7 +69,7 @@ class Setup:
     def request(self, name: str, num_prompt: int, num_output: int, seed: int) -> Add:
         """Returns a greedy request with exactly `num_output` tokens."""
         params = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
-        return Add(name, self.prompt(num_prompt, seed), params, seed)
+        return Add(name, RequestSpec(self.prompt(num_prompt, seed), params, seed))
 
 
 def _shape(hidden: int, intermediate: int, layers: int, heads: tuple[int, int, int], vocabulary: int,

@@ -9,6 +9,7 @@ from benchmarks.gpu.figures import tell
 from benchmarks.gpu.setup import Setup, asked, load
 
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import RequestSpec
 from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add
 from slotwise.workload.lengths import parse
@@ -48,7 +49,7 @@ def run(engine: Engine, name: str, trace: list[tuple[list[int], int]]) -> tuple[
     started, tokens, steps = time.perf_counter(), 0, 0
     for number, (prompt, num_output) in enumerate(trace):
         params = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
-        engine.handle(Add(f"{name}-{number}", prompt, params, seed=number))
+        engine.handle(Add(f"{name}-{number}", RequestSpec(prompt, params, number)))
     while engine.has_work:
         record = engine.step()
         steps += 1

@@ -22,6 +22,7 @@ from slotwise.bench.measures import COMPLETED, REJECTED, Outcome
 from slotwise.bench.serving import resolve
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import RequestSpec
 from slotwise.core.slo import SLO, Tier
 from slotwise.core.step_time import Work
 from slotwise.engine.config import EngineConfig
@@ -88,7 +89,8 @@ def simulated(asks: Sequence[Ask], setting: Setting, seed: int) -> list[Outcome]
     for number, ask in enumerate(asks):
         params = SamplingParams(max_tokens=ask.max_tokens or longest, ignore_eos=True)
         slo = _of_tier(ask.slo, setting)
-        arrivals.append((ask.at, Add(str(number), [5] * ask.num_prompt, params, number, ask.num_output, slo=slo)))
+        arrivals.append((ask.at, Add(str(number), RequestSpec(
+            [5] * ask.num_prompt, params, number, slo=slo, forced_length=ask.num_output))))
     unbounded = (len(asks) + 1, 1 << 40)
     setup = Setup(limits, config.scheduling(), CostPace(cost_of(seed)), max_queued=unbounded, learns=True)
     lives = simulate(arrivals, [Server(setup)])

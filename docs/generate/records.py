@@ -11,6 +11,8 @@ from docs.generate.fields import documented
 from docs.generate.markdown import code, sentence, table
 
 from slotwise.core import events, reasons, step
+from slotwise.core.request import KVTransfer, RequestSpec
+from slotwise.engine.messages import Add, Timing
 from slotwise.observe import event_log, explain
 
 # The meaning of names that say the same in every record, where their class does not comment on them.
@@ -38,6 +40,8 @@ COMMON = {
     "num_output": "tokens of its output",
     "num_computed": "its positions in the cache",
     "params": "its sampling parameters",
+    "spec": "what is wanted",
+    "timing": "when a server had it",
     "reason": "why",
     "message": "one line for a person",
     "blocks": "cache blocks, in the order of their positions",
@@ -90,7 +94,8 @@ def entries() -> str:
     kinds = list(get_args(event_log.Entry))
     parts = [f"### {kind.__name__}\n\n`\"kind\": \"{kind.__struct_config__.tag}\"`\n\n{_renamed(kind)}"
              for kind in kinds]
-    inner = [kind for kind in _classes_of(event_log) if issubclass(kind, tuple)]
+    inner = [Add, Timing, RequestSpec, KVTransfer, *(
+        kind for kind in _classes_of(event_log) if issubclass(kind, tuple))]
     return "\n\n".join((*parts, _records(inner)))
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from slotwise import builtin
 from slotwise.compose.engine import build_engine
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import RequestSpec
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import Add
 from slotwise.text.tokenizer import Tokenizer
@@ -48,7 +49,7 @@ def run() -> tuple[list[Cell], list[int]]:
         for index, (prompt, arrival) in enumerate(zip(PROMPTS, ARRIVALS, strict=True)):
             if arrival == step:
                 params = SamplingParams(temperature=0.6, max_tokens=28, seed=index)
-                engine.handle(Add(str(index), tokenizer.encode(prompt), params, seed=index))
+                engine.handle(Add(str(index), RequestSpec(tokenizer.encode(prompt), params, index)))
         if not engine.has_work:
             break
         record = engine.step()

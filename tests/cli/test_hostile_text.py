@@ -12,7 +12,7 @@ from support.played import Play
 from slotwise.bench.tables import throughput_table
 from slotwise.cli import main
 from slotwise.cli.top_frame import Frame
-from slotwise.observe.event_log import Engine, Entry, Request, Run, Step, encode_lines
+from slotwise.observe.event_log import Engine, Entry, RequestEntry, Run, Step, encode_lines
 from slotwise.observe.live_state import LiveState
 
 HOSTILE = "[/x]\x1b]0;OWNED\x07[bold]\n\x9b31m"
@@ -24,8 +24,9 @@ def entries() -> list[Entry]:
 
 
 def _hostile(entry: Entry) -> Entry:
-    if isinstance(entry, Request):
-        return msgspec.structs.replace(entry, id=f"{entry.number}{HOSTILE}")
+    if isinstance(entry, RequestEntry):
+        add = msgspec.structs.replace(entry.add, request_id=f"{entry.number}{HOSTILE}")
+        return msgspec.structs.replace(entry, add=add)
     if isinstance(entry, Run):
         return msgspec.structs.replace(entry, version=HOSTILE, model=f"m{HOSTILE}", device=HOSTILE, dtype=HOSTILE)
     if isinstance(entry, Step):

@@ -27,7 +27,7 @@ from support.played import Play
 
 from slotwise.cli import main
 from slotwise.cli.top_frame import WIDTHS, Frame
-from slotwise.observe.event_log import Entry, Request
+from slotwise.observe.event_log import Entry, RequestEntry
 from slotwise.observe.live_state import LiveState
 
 NARROW = 60  # columns
@@ -43,7 +43,9 @@ def states() -> Iterator[LiveState]:
 
 
 def _named_at_length(entry: Entry) -> Entry:
-    return msgspec.structs.replace(entry, id=f"{entry.number}{LONG}") if isinstance(entry, Request) else entry
+    if not isinstance(entry, RequestEntry):
+        return entry
+    return msgspec.structs.replace(entry, add=msgspec.structs.replace(entry.add, request_id=f"{entry.number}{LONG}"))
 
 
 def shown(state: LiveState, width: int, rows: int = 50) -> list[str]:

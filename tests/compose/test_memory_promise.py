@@ -20,6 +20,7 @@ spare_torch()
 from slotwise import builtin
 from slotwise.compose.engine import build_engine
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import RequestSpec
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import Add
 from slotwise.runner.memory_budget import resident_bytes
@@ -33,7 +34,7 @@ def serve(rows, prompt, output):
     for _ in range(rows):
         ids = [draw.randrange(3, info.vocab_size) for _ in range(draw.randint(1, prompt))]
         params = SamplingParams(temperature=0, max_tokens=draw.randint(1, output), ignore_eos=True)
-        engine.handle(Add(f"r{number}", ids, params, seed=number))
+        engine.handle(Add(f"r{number}", RequestSpec(tuple(ids), params, number)))
         number += 1
     while engine.has_work:
         assert not engine.step().failure

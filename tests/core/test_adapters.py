@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.crowds import ROOMY, TIGHT, Comer, comers, crowd, play, running, slo, waiting
-from support.toy import Driver, alone
+from support.toy import EOS, Driver, alone
 
 from slotwise.batching.settings import Batching
 from slotwise.core.reasons import NO_ADAPTER_SLOT
-from slotwise.core.request import Request
+from slotwise.core.request import Request, RequestSpec
 from slotwise.policies.fair import Fair
 from slotwise.policies.fcfs import FirstComeFirstServed
 from slotwise.policies.priority import Priority
@@ -22,9 +22,8 @@ BATCHINGS = (Batching(), Batching("static"), Batching("continuous", "alone"))
 
 
 def adapted(people: list[tuple[float, Request]], adapters: list[int]) -> list[tuple[float, Request]]:
-    for (_, request), adapter in zip(people, adapters, strict=False):
-        request.adapter = adapter
-    return people
+    return [(at, Request(request.request_id, replace(request.spec, adapter=adapter), (EOS,)))
+            for (at, request), adapter in zip(people, adapters, strict=False)]
 
 
 @settings(max_examples=60, deadline=None)
@@ -35,16 +34,16 @@ def test_a_step_has_few_adapters_and_every_request_ends(
         policy, batching, limits, most, passes, coming, adapters):
     limits = replace(limits, max_loras=most, max_passes=passes)
     people = adapted(crowd(coming), adapters)
-    by_id = {request.request_id: request.adapter for _, request in people}
+    by_id = {request.request_id: request.spec.adapter for _, request in people}
 
     def look(driver: Driver, plan) -> None:
         assert len({by_id[name] for name in plan.request_ids} - {0}) <= most
-        assert all(join.adapter == by_id[join.request_id] for join in plan.new_requests)
-        used = {request.adapter for request in running(driver)} - {0}
+        assert all(join.spec.adapter == by_id[join.request_id] for join in plan.new_requests)
+        used = {request.spec.adapter for request in running(driver)} - {0}
         refused = {one.request_id for one in plan.refused if one.reason == NO_ADAPTER_SLOT}
         for request in waiting(driver):
             if request.request_id in refused:
-                assert request.adapter and used
+                assert request.spec.adapter and used
 
     driver = Driver(limits, batching.discipline(limits.max_num_seqs), policy=policy())
     play(driver, people, look)
@@ -68,6 +67,7 @@ def test_a_flood_of_one_adapter_passes_another_only_so_often(passes):
 
 
 def test_adapters_share_no_prefix():
-    hashes = {Request("a", [1], crowd([Comer(0, 1, 1)])[0][1].params, salt=salt, adapter=adapter).block_hashes.salt
+    params = crowd([Comer(0, 1, 1)])[0][1].spec.params
+    hashes = {Request("a", RequestSpec([1], params, salt=salt, adapter=adapter)).block_hashes.salt
               for salt in ("", "tenant", "tenant:1") for adapter in (0, 1, 2)}
     assert len(hashes) == 9

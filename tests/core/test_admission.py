@@ -24,7 +24,7 @@ SILVER_FLOOD = [Comer(0, 2, 12, SLO(tier="silver"))] * 40
 
 def num_kept_from(driver: Driver, tier: str) -> int:
     """Slots that are kept for other tiers and that these do not use."""
-    names = [one.slo.tier for one in running(driver)]
+    names = [one.spec.slo.tier for one in running(driver)]
     return sum(max(0, other.slots - names.count(other.name)) for other in driver.limits.tiers if other.name != tier)
 
 
@@ -36,14 +36,14 @@ def test_kept_slots_are_never_taken_and_the_reason_is_named(policy, slots, comin
     people = crowd(coming)
 
     def look(driver, plan):
-        used = [one.slo.tier for one in running(driver)]
+        used = [one.spec.slo.tier for one in running(driver)]
         unkept = slots - sum(tier.slots for tier in TIERS)
         beyond = sum(max(0, used.count(tier.name) - tier.slots) for tier in TIERS) + used.count("")
         assert beyond <= unkept
         capped = {decision.request_id for decision in plan.refused if decision.reason == TIER_CAP}
         for one in waiting(driver):
             if one.request_id in capped:
-                assert slots - len(used) <= num_kept_from(driver, one.slo.tier)
+                assert slots - len(used) <= num_kept_from(driver, one.spec.slo.tier)
 
     driver = Driver(limits, policy=policy())
     play(driver, people, look)
@@ -53,7 +53,7 @@ def test_kept_slots_are_never_taken_and_the_reason_is_named(policy, slots, comin
 def test_a_flood_of_one_tier_keeps_nobody_of_another_waiting():
     driver = Driver(LIMITS)
     play(driver, crowd([*SILVER_FLOOD, *[Comer(3, 2, 3, SLO(tier="gold"))] * 10]), lambda driver, plan: (
-        [pytest.fail("gold waits") for one in waiting(driver) if one.slo.tier == "gold"]))
+        [pytest.fail("gold waits") for one in waiting(driver) if one.spec.slo.tier == "gold"]))
     assert len(driver.ended) == 50
 
 

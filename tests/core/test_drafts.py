@@ -16,8 +16,8 @@ from slotwise.core.drafting import MAX_STEP_DRAFTS
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.reasons import TOKEN_BUDGET, VERIFYING
-from slotwise.core.request import Request
-from slotwise.core.step import CACHE_GROUP, PROPOSED, FreedBlocks, Output, RowKind, StepPlan, StepResult
+from slotwise.core.request import Output, Request, RequestSpec
+from slotwise.core.step import CACHE_GROUP, PROPOSED, FreedBlocks, RowKind, StepPlan, StepResult
 from slotwise.core.step_time import StepTimeModel, Work
 
 ROOMY = SchedulerLimits(max_model_len=64, num_blocks=64, block_size=4, max_num_seqs=4, max_num_batched_tokens=16)
@@ -257,10 +257,10 @@ def test_all_positions_of_a_prompt_want_logits_and_none_is_found_in_the_cache():
 
     driver.executor = Ignores()
     params = SamplingParams(max_tokens=3, ignore_eos=True, prompt_logprobs=1)
-    driver.add(Request("scored", [1 + number % 7 for number in range(12)], params))
+    driver.add(Request("scored", RequestSpec([1 + number % 7 for number in range(12)], params)))
     driver.run()
     scored = [plan for plan in driver.plans if "scored" in plan.request_ids]
-    assert scored[0].new_requests[0].output is Output.PROMPT_LOGPROBS
+    assert scored[0].new_requests[0].spec.output is Output.PROMPT_LOGPROBS
     assert [(plan.starts, plan.counts, plan.num_logits) for plan in scored] == [
         ((0,), (8,), (8,)), ((8,), (4,), (4,)), ((12,), (1,), (1,)), ((13,), (1,), (1,))]
 

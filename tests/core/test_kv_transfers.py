@@ -14,9 +14,9 @@ from support.toy import VOCAB, Driver, alone, in_seed, request
 
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.reasons import WAITING_FOR_KV
-from slotwise.core.request import Request, State
+from slotwise.core.request import KVTransfer, Request, State
 from slotwise.core.slo import SLO
-from slotwise.core.step import Arrival, KVTransfer
+from slotwise.core.step import Arrival
 from slotwise.policies.settings import Ordering
 
 TIMEOUT = 6.0  # seconds
@@ -187,7 +187,7 @@ def live(draw: Random) -> None:
 
 
 def of(tenant: str, new: Request, priority: int = 0) -> Request:
-    new.slo = SLO(tenant, priority=priority)
+    new.spec = replace(new.spec, slo=SLO(tenant, priority=priority))
     return new
 
 

@@ -8,7 +8,8 @@ from support.toy import Driver, next_token, request
 from slotwise.batching.disciplines import Chunked, Static
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import InvalidParams, PoolingParams
-from slotwise.core.step import Output, StepResult
+from slotwise.core.request import Output
+from slotwise.core.step import StepResult
 
 LAST, MEAN = PoolingParams("last"), PoolingParams("mean")
 LIMITS = SchedulerLimits(
@@ -21,7 +22,7 @@ def test_a_prompt_in_chunks_ends_with_its_last_token(pooling):
     driver, prompt = Driver(LIMITS), list(range(20))
     driver.add(request("a", prompt, pooling=pooling))
     driver.run()
-    assert driver.plans[0].new_requests[0].output is Output.POOLED
+    assert driver.plans[0].new_requests[0].spec.output is Output.POOLED
     counts = [plan.counts for plan in driver.plans]
     assert counts == [(8,), (8,), (4,)]
     wanted = counts if pooling is MEAN else [(0,), (0,), (1,)]

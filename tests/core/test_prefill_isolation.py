@@ -39,7 +39,7 @@ class Rests:
         self.in_a_row = Counter({name: self.in_a_row[name] + 1 for name in names})
         self.longest = max([self.longest, *self.in_a_row.values()])
         self.total += len(names)
-        tenants = {one.request_id: one.slo.tenant for one in driver.scheduler.requests()}
+        tenants = {one.request_id: one.spec.slo.tenant for one in driver.scheduler.requests()}
         fresh = {name for name, start in zip(plan.request_ids, plan.starts, strict=True) if not driver.output.get(name)}
         for name in names:
             assert any(tenants[other] != tenants[name] for other in fresh), "nobody rests for nothing"

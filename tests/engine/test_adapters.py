@@ -10,6 +10,7 @@ from support.toy import EOS, next_token, scheduler
 
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import RequestSpec
 from slotwise.engine.adapters import AdapterLoads
 from slotwise.engine.client import EngineClient
 from slotwise.engine.engine import Engine
@@ -40,7 +41,8 @@ def test_an_adapter_is_forgotten_when_the_last_request_with_it_has_ended(depth: 
     engine = Engine(scheduler(LIMITS), FakeExecutor(4, next_token), lambda: next(ticks), (EOS,), depth=depth,
                     adapters=store)
     for name, adapter, length in (("a", 1, 5), ("b", 1, 50), ("c", 2, 50)):
-        engine.handle(Add(name, [3, 4], SamplingParams(max_tokens=length, ignore_eos=True), 0, adapter=adapter))
+        engine.handle(Add(name,
+                          RequestSpec([3, 4], SamplingParams(max_tokens=length, ignore_eos=True), adapter=adapter)))
     engine.step()
     engine.unload_adapter(1)
     engine.unload_adapter(3)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import RequestSpec
 from slotwise.core.slo import SLO
 from slotwise.engine.admission_control import LEAST, LONGEST_RETRY, PATIENCE, UNMEASURED, AdmissionControl
 from slotwise.engine.messages import Add, EngineInfo, RowEnd, StepRecord
@@ -36,7 +37,8 @@ class Queue:
             self.serial += 1
             self.line.append(str(self.serial))
             slo = SLO(tenant, tier)
-            self.control.commanded(Add(self.line[-1], [1] * num_tokens, SamplingParams(), 0, slo=slo), self.now)
+            self.control.commanded(Add(self.line[-1], RequestSpec([1] * num_tokens, SamplingParams(), slo=slo)),
+                                   self.now)
 
     def objection(self, num_requests: int = 1, num_tokens: int = 0, tenant: str = "") -> str:
         return self.control.objection(tenant, num_requests, num_tokens)

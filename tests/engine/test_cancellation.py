@@ -10,7 +10,7 @@ from support.toy import EOS, alone, next_token, scheduler
 
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
-from slotwise.core.request import Request, State
+from slotwise.core.request import Request, RequestSpec, State
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
 from slotwise.engine.messages import Add, Finish
@@ -34,9 +34,9 @@ class Scene:
 
     def add(self, name: str, prompt: list[int], length: int = LENGTH) -> None:
         params = SamplingParams(max_tokens=length, ignore_eos=True)
-        self.expected[name] = alone(Request(name, prompt, params, eos_ids=(EOS,)), LIMITS)
+        self.expected[name] = alone(Request(name, RequestSpec(prompt, params), (EOS,)), LIMITS)
         self.given[name], self.ends[name] = [], []
-        self.engine.handle(Add(name, prompt, params, 0))
+        self.engine.handle(Add(name, RequestSpec(prompt, params)))
 
     def step(self) -> None:
         record = self.engine.step() if self.engine.has_work else self.engine.idle_record()

@@ -13,7 +13,7 @@ from support.toy import EOS, VOCAB, alone, next_token, scheduler
 from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
-from slotwise.core.request import Request
+from slotwise.core.request import Request, RequestSpec
 from slotwise.engine.client import EngineClient
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
@@ -134,12 +134,12 @@ async def all_of(generation: Generation) -> list[Chunk]:
 def test_tokens_arrive_as_the_engine_makes_them() -> None:
     async def play(client: EngineClient, other: Other, notes: Notes) -> None:
         params = SamplingParams(max_tokens=9, ignore_eos=True)
-        generations = {name: client.submit(Add(name, [1, 2, at], params, 0)) for at, name in enumerate("abc")}
+        generations = {name: client.submit(Add(name, RequestSpec([1, 2, at], params))) for at, name in enumerate("abc")}
         reading = {name: asyncio.create_task(all_of(generation)) for name, generation in generations.items()}
         await run_out(other)
         for at, name in enumerate("abc"):
             chunks = await reading[name]
-            expected = alone(Request(name, [1, 2, at], params, eos_ids=(EOS,)), LIMITS)
+            expected = alone(Request(name, RequestSpec([1, 2, at], params), (EOS,)), LIMITS)
             assert [token for chunk in chunks for token in chunk.token_ids] == expected
             assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
             assert len(chunks) == 9  # this consumer was never behind
@@ -151,7 +151,7 @@ def test_tokens_arrive_as_the_engine_makes_them() -> None:
 
 def test_a_consumer_that_is_behind_gets_it_all_at_once() -> None:
     async def play(client: EngineClient, other: Other, notes: Notes) -> None:
-        generation = client.submit(Add("a", [1], SamplingParams(max_tokens=9, ignore_eos=True), 0))
+        generation = client.submit(Add("a", RequestSpec([1], SamplingParams(max_tokens=9, ignore_eos=True))))
         await run_out(other)
         (chunk,) = await all_of(generation)
         assert len(chunk.token_ids) == 9 and chunk.finish_reason == "length"
@@ -163,7 +163,7 @@ def test_a_consumer_that_is_behind_gets_it_all_at_once() -> None:
 @pytest.mark.parametrize(("interval", "sizes"), [(4, [4, 4, 2]), (AT_THE_END, [10]), (1, [1] * 10)])
 def test_the_interval_gathers_tokens(interval: int, sizes: list[int]) -> None:
     async def play(client: EngineClient, other: Other, notes: Notes) -> None:
-        generation = client.submit(Add("a", [1], SamplingParams(max_tokens=10, ignore_eos=True), 0))
+        generation = client.submit(Add("a", RequestSpec([1], SamplingParams(max_tokens=10, ignore_eos=True))))
         generation.interval = interval
         reading = asyncio.create_task(all_of(generation))
         await run_out(other)
@@ -174,7 +174,7 @@ def test_the_interval_gathers_tokens(interval: int, sizes: list[int]) -> None:
 
 def test_finishing_from_this_side_happens_once() -> None:
     async def play(client: EngineClient, other: Other, notes: Notes) -> None:
-        generation = client.submit(Add("a", [1], FOREVER, 0))
+        generation = client.submit(Add("a", RequestSpec([1], FOREVER)))
         reading = asyncio.create_task(all_of(generation))
         for _ in range(3):
             await settle()
@@ -186,42 +186,42 @@ def test_finishing_from_this_side_happens_once() -> None:
         chunks = await reading
         assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == ["stop"]
         with pytest.raises(Refused) as caught:
-            client.submit(Add("a", [1], FOREVER, 0))  # the engine still has one of that name
+            client.submit(Add("a", RequestSpec([1], FOREVER)))  # the engine still has one of that name
         assert caught.value.kind == "duplicate_id"
         await settle()
         other.step()
         await settle()
         assert [(f.request_id, f.reason) for f in other.finished] == [("a", "stop")]
         assert notes.ends == [("a", "stop")] and not other.engine.has_work
-        client.submit(Add("a", [1], FOREVER, 0))
+        client.submit(Add("a", RequestSpec([1], FOREVER)))
 
     scenario(play)
 
 
 def test_refusals() -> None:
     async def play(client: EngineClient, other: Other, notes: Notes) -> None:
-        first = client.submit(Add("a", [1], FOREVER, 0))
+        first = client.submit(Add("a", RequestSpec([1], FOREVER)))
         kinds = []
         for name in ("a", "b", "c"):
             try:
-                client.submit(Add(name, [1], FOREVER, 0))
+                client.submit(Add(name, RequestSpec([1], FOREVER)))
             except Refused as refused:
                 kinds.append(refused.kind)
         assert kinds == ["duplicate_id", "queue_full"] == notes.refusals
         first.finish("abort")
         with pytest.raises(Refused, match="try again"):  # the engine has not let go of it yet
-            client.submit(Add("d", [1], FOREVER, 0))
+            client.submit(Add("d", RequestSpec([1], FOREVER)))
         await settle()
         other.step()
         await settle()
-        client.submit(Add("d", [1], FOREVER, 0))
+        client.submit(Add("d", RequestSpec([1], FOREVER)))
 
     scenario(play, max_live=2)
 
 
 def test_a_request_the_engine_rejects() -> None:
     async def play(client: EngineClient, other: Other, notes: Notes) -> None:
-        generation = client.submit(Add("a", [1] * 64, FOREVER, 0))
+        generation = client.submit(Add("a", RequestSpec([1] * 64, FOREVER)))
         await settle()
         other.step()
         (chunk,) = await all_of(generation)
@@ -233,7 +233,7 @@ def test_a_request_the_engine_rejects() -> None:
 @pytest.mark.parametrize("how", ["closes", "says so", "talks nonsense", "talks too much"])
 def test_when_the_engine_dies_everyone_ends_once(how: str) -> None:
     async def play(client: EngineClient, other: Other, notes: Notes) -> None:
-        generations = [client.submit(Add(name, [1], FOREVER, 0)) for name in "abc"]
+        generations = [client.submit(Add(name, RequestSpec([1], FOREVER))) for name in "abc"]
         generations[2].finish("stop")
         reading = [asyncio.create_task(all_of(generation)) for generation in generations]
         await settle()
@@ -251,7 +251,7 @@ def test_when_the_engine_dies_everyone_ends_once(how: str) -> None:
         assert how != "says so" or client.failure == "out of memory"
         assert notes.ends.count(("a", "error")) == 1 == notes.ends.count(("b", "error"))
         with pytest.raises(Refused) as caught:
-            client.submit(Add("d", [1], FOREVER, 0))
+            client.submit(Add("d", RequestSpec([1], FOREVER)))
         assert caught.value.kind == "engine_dead"
         await client.drain(10)
 
@@ -277,12 +277,12 @@ def test_an_engine_that_cannot_start(last_words: str) -> None:
 
 def test_draining_waits_for_those_who_run_and_then_aborts() -> None:
     async def play(client: EngineClient, other: Other, notes: Notes) -> None:
-        short = client.submit(Add("short", [1], SamplingParams(max_tokens=2, ignore_eos=True), 0))
-        client.submit(Add("long", [1], FOREVER, 0))
+        short = client.submit(Add("short", RequestSpec([1], SamplingParams(max_tokens=2, ignore_eos=True))))
+        client.submit(Add("long", RequestSpec([1], FOREVER)))
         draining = asyncio.create_task(client.drain(0.3))
         await asyncio.sleep(0)
         with pytest.raises(Refused) as caught:
-            client.submit(Add("late", [1], FOREVER, 0))
+            client.submit(Add("late", RequestSpec([1], FOREVER)))
         assert caught.value.kind == "draining"
         for _ in range(4):
             await settle()
@@ -299,11 +299,11 @@ def test_draining_waits_for_those_who_run_and_then_aborts() -> None:
 
 def test_a_pause_lets_those_who_run_finish_and_ends() -> None:
     async def play(client: EngineClient, other: Other, notes: Notes) -> None:
-        short = client.submit(Add("short", [1], SamplingParams(max_tokens=2, ignore_eos=True), 0))
+        short = client.submit(Add("short", RequestSpec([1], SamplingParams(max_tokens=2, ignore_eos=True))))
         pausing = asyncio.create_task(client.pause_for("asleep", 60))
         await asyncio.sleep(0)
         with pytest.raises(Refused, match="asleep") as caught:
-            client.submit(Add("late", [1], FOREVER, 0))
+            client.submit(Add("late", RequestSpec([1], FOREVER)))
         assert caught.value.kind == "paused" and not pausing.done()
         for _ in range(4):
             await settle()
@@ -311,7 +311,7 @@ def test_a_pause_lets_those_who_run_finish_and_ends() -> None:
         await pausing
         assert (await all_of(short))[-1].finish_reason == "length"
         client.pause = ""
-        client.submit(Add("late", [1], FOREVER, 0))
+        client.submit(Add("late", RequestSpec([1], FOREVER)))
 
     scenario(play)
 
@@ -334,7 +334,8 @@ def test_an_engine_without_such_a_cache_gives_nothing_back() -> None:
 
 def test_an_engine_that_does_not_listen_blocks_nobody() -> None:
     async def play(client: EngineClient, other: Other, notes: Notes) -> None:
-        generations = [client.submit(Add(str(i), list(range(20_000)), FOREVER, 0)) for i in range(50)]  # megabytes
+        generations = [client.submit(Add(str(i),
+                                         RequestSpec(list(range(20_000)), FOREVER))) for i in range(50)]  # megabytes
         await settle()
         for generation in generations:
             generation.finish("abort")
@@ -351,7 +352,7 @@ def test_an_engine_that_does_not_listen_blocks_nobody() -> None:
 
 def test_observers_hear_commands_as_the_engine_gets_them_and_of_its_loss() -> None:
     async def play(client: EngineClient, other: Other, notes: Notes) -> None:
-        request = Add("a", [1], SamplingParams(max_tokens=9), 0)
+        request = Add("a", RequestSpec([1], SamplingParams(max_tokens=9)))
         client.submit(request).finish("abort")
         client.reschedule({"max_num_seqs": 1})
         assert notes.commands == [request, Finish("a", "abort"), Configure(client.scheduling)]
@@ -368,7 +369,7 @@ def test_a_failing_observer_harms_nobody() -> None:
 
     async def play(client: EngineClient, other: Other, notes: Notes) -> None:
         client.observers.insert(0, Faulty())
-        generation = client.submit(Add("a", [1], SamplingParams(max_tokens=3, ignore_eos=True), 0))
+        generation = client.submit(Add("a", RequestSpec([1], SamplingParams(max_tokens=3, ignore_eos=True))))
         await run_out(other)
         assert (await all_of(generation))[-1].finish_reason == "length" and notes.ends == [("a", "length")]
 
@@ -408,7 +409,7 @@ def test_what_a_new_engine_must_know_comes_before_any_request() -> None:
 
         def submit() -> None:
             if client.healthy:
-                client.submit(Add("eager", [1, 2], SamplingParams(max_tokens=2), 0))
+                client.submit(Add("eager", RequestSpec([1, 2], SamplingParams(max_tokens=2))))
             else:
                 asyncio.get_running_loop().call_soon(submit)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -11,6 +12,7 @@ from slotwise.batching.settings import Batching
 from slotwise.core.interfaces import NEVER
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import RequestSpec
 from slotwise.core.step import StepResult, TokenLogprobs
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
@@ -55,7 +57,7 @@ def engine(executor: FakeExecutor | None = None, depth: int = 0, batching: Batch
 
 
 def add(name: str, length: int = 6, **params: object) -> Add:
-    return Add(name, [3, 1, 4], SamplingParams(max_tokens=length, **params), seed=0)
+    return Add(name, RequestSpec([3, 1, 4], SamplingParams(max_tokens=length, **params)))
 
 
 def run(subject: Engine, most_steps: int = 500) -> list[StepRecord]:
@@ -145,7 +147,7 @@ def test_an_abort_between_steps_shows_in_the_next_record():
 
 def test_an_impossible_request_is_answered_and_the_engine_stays_idle():
     subject = engine()
-    subject.handle(Add("huge", [1] * 40, SamplingParams(max_tokens=20), seed=0))
+    subject.handle(Add("huge", RequestSpec([1] * 40, SamplingParams(max_tokens=20))))
     assert not subject.has_work
     record = subject.idle_record()
     assert record is not None
@@ -188,7 +190,7 @@ def test_a_drawn_length_ends_a_request_as_the_model_would(batching, depth):
     lengths = {"a": 3, "b": 1, "c": 7, "d": 9}
     for name, length in lengths.items():
         command = add(name, 8, ignore_eos=True)
-        command.output_tokens = length
+        command.spec = replace(command.spec, forced_length=length)
         subject.handle(command)
     records = run(subject)
     assert {name: len(tokens) for name, tokens in outputs(records).items()} == {"a": 3, "b": 1, "c": 7, "d": 8}
@@ -202,7 +204,7 @@ def test_a_drawn_length_shows_in_no_plan_before_it_is_reached():
     for drawn in (3, 6):
         subject = engine(batching=Batching("orca"))
         command = add("a", 8, ignore_eos=True)
-        command.output_tokens = drawn
+        command.spec = replace(command.spec, forced_length=drawn)
         subject.handle(command)
         records.append(run(subject))
     before = [(r.request_ids, r.counts, r.num_free_blocks) for r in records[0][:2]]

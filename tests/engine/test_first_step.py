@@ -44,7 +44,7 @@ def test_a_prompt_and_a_decode_step_run_and_nothing_is_left_of_them() -> None:
     executor = Watched(32)
     check_steps(executor, limits, Clock())
     assert [plan.counts for plan in executor.plans if plan.counts] == [(PROMPT,), (1,), (PROMPT,)]
-    assert [join.params.temperature for plan in executor.plans for join in plan.new_requests] == [0.0, 1.0]
+    assert [join.spec.params.temperature for plan in executor.plans for join in plan.new_requests] == [0.0, 1.0]
     assert {slot for plan in executor.plans for slot in plan.slots} == {0}
     assert executor.plans[-1].released_slots == (0,)
     assert not executor._tokens and not executor._tables, "nothing is left of them"

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import RequestSpec
 from slotwise.core.step import TokenLogprobs
 from slotwise.engine.client import EngineClient
 from slotwise.engine.heartbeat import HeartbeatMonitor
@@ -87,7 +88,7 @@ def test_the_client_hands_out_the_parts_before_the_end() -> None:
         channel.send(encode(INFO))
         assert isinstance(await client.attach(ours, HeartbeatMonitor(60)), EngineInfo)
         params = SamplingParams(max_tokens=5000, logprobs=20)
-        generations = [client.submit(Add(str(row), [1], params, 0)) for row in range(3)]
+        generations = [client.submit(Add(str(row), RequestSpec([1], params))) for row in range(3)]
         record = a_record([2000, 3000, 1000], 20)
         expected = list(zip(record.token_ids, record.logprobs, strict=True))
         record.ended = (RowEnd("0", "length", 2000), RowEnd("2", "length", 1000))
@@ -116,7 +117,7 @@ def test_the_last_token_of_a_part_comes_with_the_end_that_the_record_tells() -> 
         channel.send(encode(INFO))
         await client.attach(ours, HeartbeatMonitor(60))
         params = SamplingParams(max_tokens=5000, logprobs=20)
-        ending, running = [client.submit(Add(str(row), [1], params, 0)) for row in range(2)]
+        ending, running = [client.submit(Add(str(row), RequestSpec([1], params))) for row in range(2)]
         record = a_record([2000, 1000], 20)
         (tokens, others), (logprobs, _) = record.token_ids, record.logprobs
         record.ended = (RowEnd("0", "stop", 2000),)

@@ -15,6 +15,7 @@ from support.toy import EOS, alone, next_token, request
 from slotwise.batching.settings import KINDS, PREFILLS, Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import RequestSpec
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.slo import SLO, Tier
 from slotwise.core.step_time import StepTimeModel
@@ -83,7 +84,7 @@ class Busy:
                   whims.choice((None, 0.02)), whims.choice((None, None, 0.005)))
         self.asked[name] = alone(request(name, prompt, length), LIMITS)
         self.tiers[name] = slo.tier
-        self.engine.handle(Add(name, prompt, SamplingParams(max_tokens=length), 0, slo=slo))
+        self.engine.handle(Add(name, RequestSpec(prompt, SamplingParams(max_tokens=length), slo=slo)))
 
     def slots(self) -> set[str]:
         """Who has one."""
@@ -183,7 +184,7 @@ def test_the_first_plan_after_a_change_follows_the_new_policy(policy: str) -> No
     busy.engine.handle(Configure(busy.scheduling))
     for number in range(7):
         params = SamplingParams(max_tokens=9 - number, ignore_eos=True)
-        busy.engine.handle(Add(f"q{number}", [2], params, 0, slo=SLO(priority=-number)))
+        busy.engine.handle(Add(f"q{number}", RequestSpec([2], params, slo=SLO(priority=-number))))
     assert busy.step().admitted == ("q0",)
     other = busy.scheduling.changed({"scheduling_policy": policy, **({"preemption_gap": 99} if policy == "priority" else
                                                                      {})}, LIMITS)
@@ -200,7 +201,7 @@ def test_what_a_batch_kept_back_is_told_to_those_who_have_no_turn_when_it_is_bro
     busy.engine.handle(Configure(busy.scheduling))
     for name, length in (("a", 3), ("b", 9), ("c", 12)):
         busy.asked[name] = alone(request(name, [5, 2], length, ignore_eos=True), LIMITS)
-        busy.engine.handle(Add(name, [5, 2], SamplingParams(max_tokens=length, ignore_eos=True), 0))
+        busy.engine.handle(Add(name, RequestSpec([5, 2], SamplingParams(max_tokens=length, ignore_eos=True))))
     for _ in range(6):
         busy.step()
     assert not any(busy.outputs.values())

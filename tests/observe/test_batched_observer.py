@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import RequestSpec
 from slotwise.engine.messages import Add, StepRecord
 from slotwise.engine.observer import Observer
 from slotwise.observe import batched_observer
@@ -54,7 +55,7 @@ def during(play: Callable[[BatchedObserver], None], seconds: float, *before: Obs
 
 def some(subject: BatchedObserver) -> None:
     subject.arrived("a", 3, 1)
-    subject.commanded(Add("a", [1], SamplingParams(), 0), 1)
+    subject.commanded(Add("a", RequestSpec([1], SamplingParams())), 1)
     subject.stepped(StepRecord(0, 2, 3))
     subject.stepped(StepRecord(1, 3, 4))
     subject.sent("a", 4, 5, 2)

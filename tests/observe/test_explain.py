@@ -11,8 +11,9 @@ from support.played import LIMITS, MS, Play
 
 from slotwise.batching.settings import Batching
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import RequestSpec
 from slotwise.core.step_time import StepTimeModel, Work, work_of
-from slotwise.engine.messages import NO_STEP
+from slotwise.engine.messages import NO_STEP, Add, Timing
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe import event_log
 from slotwise.observe.event_log import Entry
@@ -201,7 +202,7 @@ def test_one_whose_first_steps_are_forgotten_is_not_explained() -> None:
     play.run(30, leaving=0.0)
     whole = play.entries
     first = next(at for at, entry in enumerate(whole) if isinstance(entry, event_log.Step) and entry.step == 20)
-    there = [entry for entry in whole[:first] if isinstance(entry, event_log.Run | event_log.Request)]
+    there = [entry for entry in whole[:first] if isinstance(entry, event_log.Run | event_log.RequestEntry)]
     cut = gather([*there, *whole[first:]])
     began = whole[first].started_ns
     assert cut and all(timeline.request.ns >= began for timeline in cut.values())
@@ -210,8 +211,9 @@ def test_one_whose_first_steps_are_forgotten_is_not_explained() -> None:
         number: timeline.ended_ns for number, timeline in complete.items() if timeline.request.ns >= began}
 
 
-def request(number: int, name: str, ns: int, **more: object) -> event_log.Request:
-    return event_log.Request(number, name, ns, 4, SamplingParams(), 0, **more)
+def request(number: int, name: str, ns: int, salt: str = "", **timing: int) -> event_log.RequestEntry:
+    spec = RequestSpec((), SamplingParams(), salt=salt)
+    return event_log.RequestEntry(number, ns, 4, Add(name, spec, Timing(**timing)))
 
 
 def row(step: int, numbers: tuple[int, ...], start: int, **more: object) -> event_log.Step:

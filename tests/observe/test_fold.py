@@ -16,6 +16,8 @@ from support.toy_engine import MS, Rehearsal, engine
 from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import RequestSpec
+from slotwise.engine.messages import Add, Timing
 from slotwise.observe import traces
 from slotwise.observe.event_log import (
     FORMAT,
@@ -25,7 +27,7 @@ from slotwise.observe.event_log import (
     Entry,
     Preemption,
     Refused,
-    Request,
+    RequestEntry,
     Run,
     Sent,
     Step,
@@ -37,8 +39,10 @@ from slotwise.observe.request_timeline import RequestTimeline
 from slotwise.observe.traces import Completion
 
 
-def request(number: int, at_ms: float, **more: object) -> Request:
-    return Request(number, f"cmpl-{number}-0", round(at_ms * MS), 4, SamplingParams(), 0, **more)
+def request(number: int, at_ms: float, **timing: int) -> RequestEntry:
+    add = Add(f"cmpl-{number}-0", RequestSpec((), SamplingParams()), Timing(**timing))
+    return RequestEntry(number, round(at_ms * MS), 4, add)
+
 
 
 def step(at_ms: int, numbers: tuple[int, ...] = (), **columns: object) -> Step:
@@ -91,7 +95,7 @@ def test_ways_through_a_real_engine_have_no_holes(batching: Batching, depth: int
     for one in told.timelines:
         for stage, following in pairwise(one.stages):
             assert stage.end_ns == following.start_ns, one.stages
-        assert one.stages[0].start_ns == one.request.received_ns
+        assert one.stages[0].start_ns == one.request.timing.received_ns
         assert [stage.name for stage in one.stages[:3]] == ["tokenising", "queue", "prefill"]
         assert one.stages[-1].name == "sending" and one.num_output == rehearsal.num_outputs[one.request.id]
         assert one.num_published == one.num_at_end
@@ -104,7 +108,7 @@ def test_ways_through_a_real_engine_have_no_holes(batching: Batching, depth: int
 
 def test_a_way_with_everything_in_it() -> None:
     (life,) = told([
-        request(0, 5, received_ns=2 * MS, tokenised_ns=4 * MS),
+        request(0, 5, received_ns=2 * MS, tokenized_ns=4 * MS),
         step(10, taken=(6 * MS,), refused=(Refused(0, "no_slot"),), stop=Stop("no_slot", 0, 0)),
         step(20, refused=(Refused(9, "no_blocks"),), stop=Stop("no_blocks", 9, 1)),
         step(30, numbers=(0,), tokens=((),), admitted=(Admission(0, 2),)),
@@ -220,7 +224,9 @@ def choices(ends_ms: Sequence[int]) -> list[Entry]:
     """The choices of one response, each with the end of its only step."""
     run = Run(FORMAT, "1", "toy", "float32", "cpu", 0.0, 0, engine().limits, engine().scheduling)
     ended = [Step(-1, 0, ms * MS, ended=(End(number, "stop", 1),)) for number, ms in enumerate(ends_ms)]
-    return [run, *(Request(number, f"cmpl-x-{number}", MS, 4, SamplingParams(), 0) for number in range(len(ends_ms))),
+    return [run,
+            *(RequestEntry(number, MS, 4, Add(f"cmpl-x-{number}", RequestSpec((), SamplingParams())))
+              for number in range(len(ends_ms))),
             *ended]
 
 

@@ -9,7 +9,9 @@ import pytest
 from support.played import Play
 
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import RequestSpec
 from slotwise.core.step_time import StepTimeModel, work_of
+from slotwise.engine.messages import Add
 from slotwise.observe import event_log
 from slotwise.observe.event_log import Entry
 from slotwise.observe.explain import CALLS, explain
@@ -74,8 +76,9 @@ def test_only_lines_of_its_life_are_extracted() -> None:
     assert sum(shares) / len(shares) < 0.2
 
 
-def request(number: int, name: str, salt: str) -> event_log.Request:
-    return event_log.Request(number, f"cmpl-{name}-{number}", number + 1, 4, SamplingParams(), 0, salt=salt)
+def request(number: int, name: str, salt: str) -> event_log.RequestEntry:
+    return event_log.RequestEntry(number, number + 1, 4,
+                                  Add(f"cmpl-{name}-{number}", RequestSpec((), SamplingParams(), salt=salt)))
 
 
 def test_what_is_gone_from_the_ring_is_gone_from_the_index() -> None:

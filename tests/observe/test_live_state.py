@@ -4,6 +4,8 @@ import pytest
 from support.toy_engine import MS, engine
 
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import RequestSpec
+from slotwise.engine.messages import Add
 from slotwise.observe.event_log import (
     FORMAT,
     Admission,
@@ -13,7 +15,7 @@ from slotwise.observe.event_log import (
     Gap,
     Preemption,
     Refused,
-    Request,
+    RequestEntry,
     Run,
     Sent,
     Step,
@@ -25,8 +27,9 @@ INFO = engine()
 RUN = Run(FORMAT, "1", "toy", "float32", "cpu", 0.0, 0, INFO.limits, INFO.scheduling)
 
 
-def request(number: int, at_ms: int = 0, num_prompt: int = 6) -> Request:
-    return Request(number, f"cmpl-{number}-0", at_ms * MS, num_prompt, SamplingParams(max_tokens=8), 0)
+def request(number: int, at_ms: int = 0, num_prompt: int = 6) -> RequestEntry:
+    return RequestEntry(number, at_ms * MS, num_prompt,
+                        Add(f"cmpl-{number}-0", RequestSpec((), SamplingParams(max_tokens=8))))
 
 
 def board(*entries: Entry) -> LiveState:

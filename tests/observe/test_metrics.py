@@ -14,9 +14,10 @@ from support.toy_engine import LIMITS, MS, Rehearsal, engine
 from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import RequestSpec
 from slotwise.core.step import Copy, Decision, RankSpan, RowKind, Stop
 from slotwise.core.step_time import Machine, Roofline
-from slotwise.engine.messages import Add, Configure, MemoryUse, RowEnd, StepRecord
+from slotwise.engine.messages import Add, Configure, MemoryUse, RowEnd, StepRecord, Timing
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe.series import ITL, SOURCES, Histogram
 from slotwise.observe.step_view import KINDS
@@ -104,7 +105,8 @@ def test_two_lives() -> None:
 def test_latencies_count_from_when_the_request_was_read() -> None:
     """Not from its first bytes, whose body may be slow to come, and not from when the engine gets it."""
     measured = Measured(engine())
-    measured.commanded(Add("a", [1, 2, 3], SamplingParams(), 0, received_ns=10 * MS, read_ns=60 * MS), 100 * MS)
+    timing = Timing(received_ns=10 * MS, read_ns=60 * MS)
+    measured.commanded(Add("a", RequestSpec([1, 2, 3], SamplingParams()), timing), 100 * MS)
     measured.stepped(step(150, "a", "a", admitted=("a",), cached=(0,)))
     measured.stepped(step(160, "a", "a", ended=(RowEnd("a", "length", 2),)))
     seen = samples(measured)

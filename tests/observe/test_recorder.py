@@ -17,7 +17,8 @@ from support.recorded import Recorded
 
 from slotwise.batching.settings import Batching
 from slotwise.core.params import SamplingParams
-from slotwise.engine.messages import Add, Finish, RowEnd, StepRecord
+from slotwise.core.request import RequestSpec
+from slotwise.engine.messages import Add, Finish, RowEnd, StepRecord, Timing
 from slotwise.observe import event_log, log_file, recorder
 from slotwise.observe.log_file import LogFile
 from slotwise.observe.log_format import LogError
@@ -34,7 +35,7 @@ def known(entries: list[event_log.Entry]) -> list[event_log.Entry]:
     for entry in entries:
         if isinstance(entry, event_log.Run):
             run = [entry]
-        elif isinstance(entry, event_log.Request):
+        elif isinstance(entry, event_log.RequestEntry):
             requests[entry.number] = entry
         elif isinstance(entry, event_log.Step):
             for end in entry.ended:
@@ -91,7 +92,8 @@ def test_a_ring_is_bounded_and_tells_what_comes_before_each_of_its_lines(capacit
 FLOOD = """
 from pathlib import Path
 from slotwise.core.params import SamplingParams
-from slotwise.engine.messages import Add, Finish, RowEnd, StepRecord
+from slotwise.core.request import RequestSpec
+from slotwise.engine.messages import Add, Finish, RowEnd, StepRecord, Timing
 from slotwise.observe.recorder import Recorder
 from slotwise.observe.ring import Ring
 
@@ -106,7 +108,8 @@ for number in range(60_000):
         recorder.refused("queue_full")
         continue
     name, params = f"cmpl-{number:032d}-0", SamplingParams(temperature=0.2, max_tokens=2000)
-    recorder.commanded(Add(name, [1] * 8, params, seed=number << 30, received_ns=time, read_ns=time), time)
+    recorder.commanded(Add(
+        name, RequestSpec([1] * 8, params, number << 30), Timing(received_ns=time, read_ns=time)), time)
     recorder.commanded(Finish(name, "abort"), time)
     recorder.stepped(StepRecord(
         number, time, time, taken=(time, time), ended=(RowEnd(name, "abort", 0),)))
@@ -167,26 +170,27 @@ def test_pieces_are_what_was_held_while_lines_arrive_or_say_that_they_were_overt
 def test_a_stream_tells_neither_prompts_nor_whatever_else_is_only_in_the_file() -> None:
     run = Recorded(0, Batching())
     run.play(20)
-    assert not any(entry.prompt for entry in remembered(run.recorder.ring) if isinstance(entry, event_log.Request))
-    assert all(entry.prompt for entry in run.file.entries if isinstance(entry, event_log.Request))
+    streamed = [entry for entry in remembered(run.recorder.ring) if isinstance(entry, event_log.RequestEntry)]
+    assert streamed and not any(entry.spec.prompt for entry in streamed)
+    assert all(entry.spec.prompt for entry in run.file.entries if isinstance(entry, event_log.RequestEntry))
 
 
 def test_numbers_count_arrivals_and_names_may_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "REMEMBERED", 2)
     subject = Recorder()
     for turn in range(3):
-        subject.commanded(Add("same", [1, 2], SamplingParams(), 0, received_ns=5, tokenised_ns=6), 7)
+        subject.commanded(Add("same", RequestSpec([1, 2], SamplingParams()), Timing(received_ns=5, tokenized_ns=6)), 7)
         subject.commanded(Finish("same", "abort"), 8)
         subject.stepped(StepRecord(-1, 9, 9, ended=(RowEnd("same", "abort", 0),)))
         assert subject.number_of("same") == turn
     subject.sent("same", 10, 11, 4)
     subject.sent("another", 10, 11, 4)
-    requests = [entry for entry in remembered(subject.ring) if isinstance(entry, event_log.Request)]
-    assert [(entry.number, entry.received_ns, entry.tokenised_ns, entry.ns) for entry in requests] == [
+    requests = [entry for entry in remembered(subject.ring) if isinstance(entry, event_log.RequestEntry)]
+    assert [(entry.number, entry.timing.received_ns, entry.timing.tokenized_ns, entry.ns) for entry in requests] == [
         (turn, 5, 6, 7) for turn in range(3)]
     assert remembered(subject.ring)[-1] == event_log.Sent(2, 10, 11, 4)
     for name in "abc":
-        subject.commanded(Add(name, [1], SamplingParams(), 0), 12)
+        subject.commanded(Add(name, RequestSpec([1], SamplingParams())), 12)
         subject.stepped(StepRecord(-1, 13, 13, ended=(RowEnd(name, "length", 1),)))
     assert subject.number_of("same") == subject.number_of("a") == -1 and subject.number_of("c") == 5
 

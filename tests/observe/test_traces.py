@@ -10,7 +10,9 @@ from support.otlp import attributes, collecting, silent
 from support.toy_engine import MS, engine
 
 from slotwise.core.params import SamplingParams
-from slotwise.observe.event_log import FORMAT, Admission, End, Request, Run, Sent, Step
+from slotwise.core.request import RequestSpec
+from slotwise.engine.messages import Add, Timing
+from slotwise.observe.event_log import FORMAT, Admission, End, RequestEntry, Run, Sent, Step
 from slotwise.observe.fold import Timelines
 from slotwise.observe.traces import Traces, TracesError
 
@@ -24,7 +26,7 @@ def live_through(traces: Traces, *, reason: str = "stop", message: str = "") -> 
     timelines = Timelines()
     for entry in (
             Run(FORMAT, "1", "toy", "float32", "cpu", UNIX, 1000 * MS, info.limits, info.scheduling),
-            Request(0, "chatcmpl-x-0", 1005 * MS, 4, params, 0, received_ns=1001 * MS),
+            RequestEntry(0, 1005 * MS, 4, Add("chatcmpl-x-0", RequestSpec((), params), Timing(received_ns=1001 * MS))),
             Step(0, 1010 * MS, 1020 * MS, numbers=(0,), slots=(0,), starts=(3,), counts=(1,), tokens=((7,),),
                  admitted=(Admission(0, 3),)),
             Step(1, 1020 * MS, 1030 * MS, numbers=(0,), slots=(0,), starts=(4,), counts=(1,), tokens=((7,),),

@@ -15,8 +15,9 @@ from support.toy_engine import LIMITS, MS, Rehearsal, engine
 
 from slotwise.core import reasons
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import RequestSpec
 from slotwise.core.step import Decision, Stop
-from slotwise.engine.messages import Add, EngineInfo, RowEnd, StepRecord
+from slotwise.engine.messages import Add, EngineInfo, RowEnd, StepRecord, Timing
 from slotwise.observe.series import WAITING
 from slotwise.observe.vllm_metrics import ABSENT, CAPACITY, NAMES, OLDER, VLLM_PREFIX
 
@@ -114,7 +115,8 @@ def test_waiting_requests_have_vllms_two_reasons() -> None:
 
 
 def asked(one: Measured, name: str, n: int, received_ns: int, max_tokens: int = 9) -> None:
-    one.commanded(Add(name, [1, 2, 3], SamplingParams(n=n, max_tokens=max_tokens), 0, received_ns=received_ns), MS)
+    one.commanded(Add(name, RequestSpec([1, 2, 3], SamplingParams(n=n, max_tokens=max_tokens)),
+                      Timing(received_ns=received_ns)), MS)
 
 
 def ended(one: Measured, tokens: dict[str, int]) -> None:

@@ -45,7 +45,7 @@ def driver_of(limits, batching: Batching, ordering: Ordering) -> Driver:
 def people_of(coming: list[Comer], limits) -> list:
     people = crowd(coming)
     for _, one in people:
-        one.expected_tokens = len(alone(one, limits))
+        one.spec = replace(one.spec, forced_length=len(alone(one, limits)))
     return people
 
 
@@ -82,15 +82,15 @@ def assert_nothing_is_idle(driver: Driver, plan: StepPlan) -> None:
         case reasons.TIME_BUDGET:
             assert plan.counts and driver.scheduler.num_running
         case reasons.TIER_CAP:
-            names = [one.slo.tier for one in running(driver)]
+            names = [one.spec.slo.tier for one in running(driver)]
             kept = sum(max(0, tier.slots - names.count(tier.name)) for tier in limits.tiers
-                       if tier.name != first.slo.tier)
+                       if tier.name != first.spec.slo.tier)
             assert num_free <= kept + pressed
         case reasons.BATCH_RUNNING | reasons.ONE_AT_A_TIME:
             assert running(driver)
         case reasons.FIRST_TOKEN:
-            tenants = {one.request_id: one.slo.tenant for one in running(driver)}
-            assert any(tenants[name] != first.slo.tenant for name in plan.request_ids)
+            tenants = {one.request_id: one.spec.slo.tenant for one in running(driver)}
+            assert any(tenants[name] != first.spec.slo.tenant for name in plan.request_ids)
         case reasons.WINDOW_OPEN:
             assert driver.now < plan.stop.reopens_at
         case other:

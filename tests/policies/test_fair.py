@@ -31,14 +31,14 @@ class Served:
 
     def look(self, driver: Starts, plan) -> None:
         for name, one in driver.everyone.items():
-            share = self.weights.get(one.slo.tier, 1.0)
+            share = self.weights.get(one.spec.slo.tier, 1.0)
             tokens = len(driver.output.get(name, ()))
-            self.work[one.slo.tenant] += OUTPUT * (tokens - self.told[name]) / share
+            self.work[one.spec.slo.tenant] += OUTPUT * (tokens - self.told[name]) / share
             self.told[name] = tokens
             if name not in self.charged and one.state is State.RUNNING:
                 self.charged.add(name)
-                self.work[one.slo.tenant] += PROMPT * one.num_prompt / share
-        backlogged = sorted({one.slo.tenant for one in waiting(driver)})
+                self.work[one.spec.slo.tenant] += PROMPT * one.num_prompt / share
+        backlogged = sorted({one.spec.slo.tenant for one in waiting(driver)})
         pairs = [(a, b) for a in backlogged for b in backlogged if a < b]
         self.spread = {pair: self._wider(pair) for pair in pairs}
         self.widest = max([self.widest, *(high - low for low, high in self.spread.values())])
@@ -100,14 +100,14 @@ def test_twice_the_weight_is_twice_the_service():
     driver, done = Starts(Fair({"gold": 2.0})), Counter()
 
     def look(driver, plan):
-        if {one.slo.tenant for one in waiting(driver)} == {"heavy", "light"}:
+        if {one.spec.slo.tenant for one in waiting(driver)} == {"heavy", "light"}:
             for one in driver.everyone.values():
                 done[one.request_id] = len(driver.output.get(one.request_id, ()))
 
     play(driver, crowd([Comer(0, 1, 6, slo) for _ in range(60) for slo in (heavy, light)]), look)
     shares = Counter()
     for name, tokens in done.items():
-        shares[driver.everyone[name].slo.tenant] += tokens
+        shares[driver.everyone[name].spec.slo.tenant] += tokens
     assert 1.7 < shares["heavy"] / shares["light"] < 2.3
 
 
@@ -119,7 +119,7 @@ def test_being_away_earns_no_credit_beyond_what_is_allowed(credit):
     play(driver, crowd(coming), served.look)
     assert served.widest <= bound(1, TIGHT.cache_tokens) + 2 * credit
     first = driver.admitted.index("r61") + int(credit / 9)  # of one token and four, each is 9
-    soon = [driver.everyone[name].slo.tenant for name in driver.admitted[first : first + 12]]
+    soon = [driver.everyone[name].spec.slo.tenant for name in driver.admitted[first : first + 12]]
     assert 3 <= soon.count("busy") <= 9, "they share from the moment its credit is used"
 
 

@@ -46,7 +46,7 @@ def test_waiting_makes_up_for_any_priority(ageing, gap, coming):
     assert_right(driver)
     for went, left in driver.passed:
         later = went.arrived_at - left.arrived_at
-        assert later <= ageing * (left.slo.priority - went.slo.priority)
+        assert later <= ageing * (left.spec.slo.priority - went.spec.slo.priority)
 
 
 @bounded
@@ -58,9 +58,9 @@ def test_nobody_waits_for_a_slot_that_one_behind_it_has(ageing, gap, coming):
             return
         first = next(one for one in waiting(driver) if one.request_id == plan.stop.first_blocked)
         for one in running(driver):
-            is_ahead = one.slo.priority - first.slo.priority >= gap
+            is_ahead = one.spec.slo.priority - first.spec.slo.priority >= gap
             earlier = first.arrived_at - one.arrived_at
-            assert not (is_ahead and earlier < ageing * (one.slo.priority - first.slo.priority))
+            assert not (is_ahead and earlier < ageing * (one.spec.slo.priority - first.spec.slo.priority))
 
     driver = Starts(Priority(ageing, gap), replace(TIGHT, num_blocks=30))
     play(driver, crowd(coming), look)
@@ -95,12 +95,12 @@ def test_only_who_goes_before_takes_a_place(terms_a, terms_b, came_a, came_b, ag
 def test_nobody_is_passed_by_those_who_come_later_than_its_work_is_worth(ageing, oracle, coming):
     people = crowd(coming)
     for _, one in people:
-        one.expected_tokens = len(alone(one, TIGHT))
+        one.spec = replace(one.spec, forced_length=len(alone(one, TIGHT)))
     driver = Starts(Shortest(ageing, 0.5, oracle=oracle))
     play(driver, people)
     assert_right(driver)
     for went, left in driver.passed:
-        work = left.num_prompt * PROMPT_SHARE + left.params.max_tokens
+        work = left.num_prompt * PROMPT_SHARE + left.spec.params.max_tokens
         assert went.arrived_at - left.arrived_at <= work / ageing
     if not oracle:
         assert driver.output == output_of(FirstComeFirstServed(), coming)
@@ -154,7 +154,7 @@ def test_what_is_kept_of_lengths_is_bounded():
 
 
 def latest_start(one: Request, default: float) -> float:
-    return one.arrived_at + (one.slo.ttft or default) - KnownTimes.TOKEN * one.num_prompt
+    return one.arrived_at + (one.spec.slo.ttft or default) - KnownTimes.TOKEN * one.num_prompt
 
 
 @bounded
@@ -164,7 +164,7 @@ def test_nobody_who_is_late_waits_for_ever(ttft, ageing, coming):
     play(driver, crowd(coming))
     assert_right(driver)
     for went, left in driver.passed:
-        assert went.arrived_at - left.arrived_at <= max(ageing, left.slo.ttft or ttft)
+        assert went.arrived_at - left.arrived_at <= max(ageing, left.spec.slo.ttft or ttft)
 
 
 @bounded

@@ -30,7 +30,8 @@ def agree(policy: Policy, naive: Naive, coming: list[Comer]) -> None:
     people = crowd(coming)
     lengths = {}
     for _, one in people:
-        lengths[one.request_id] = one.expected_tokens = len(alone(one, limits))
+        lengths[one.request_id] = len(alone(one, limits))
+        one.spec = replace(one.spec, forced_length=lengths[one.request_id])
     driver = Driver(limits, policy=policy, times=KnownTimes())
     play(driver, people)
     for now in range(int(driver.now)):

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import RequestSpec
 from slotwise.core.step import FreedBlocks, NewBlocks, NewRequest, RowKind, StepPlan
 from slotwise.runner.input_batch import SlotTable, Step
 
@@ -15,9 +16,8 @@ BLOCK, NULL = 4, 99
 def plan(rows: list[tuple[int, int, int, bool]], padding: tuple[int, ...] = ()) -> StepPlan:
     """Rows are (slot, start, count, samples); every slot's prompt and blocks come with them."""
     new_requests = tuple(
-        NewRequest(f"r{slot}", slot, tuple(range(100 * slot, 100 * slot + start + count)), start + count,
-                   SamplingParams(), 0,
-                   ()) for slot, start, count, _ in rows)
+        NewRequest(f"r{slot}", slot, RequestSpec(range(100 * slot, 100 * slot + start + count), SamplingParams()), ())
+        for slot, start, count, _ in rows)
     new_blocks = tuple(NewBlocks(slot, 0, tuple(range(10 * slot, 10 * slot + 8))) for slot, *_ in rows)
     slots, starts, counts, samples = zip(*rows, strict=True)
     ids = tuple(join.request_id for join in new_requests)

@@ -15,6 +15,7 @@ from support import checkpoints
 
 from slotwise.compose.engine import load
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import RequestSpec
 from slotwise.core.step import Copy
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.engine import Engine
@@ -98,8 +99,8 @@ def commands() -> list[Add]:
     beginnings = checkpoints.prompts([40] * 5, seed=1)
     ends = checkpoints.prompts([draw.randint(1, 12) for _ in range(24)], seed=2)
     return [
-        Add(f"r{index}", draw.choice(beginnings) + end, SamplingParams(temperature=0.0, max_tokens=draw.randint(1, 24)),
-            seed=index)
+        Add(f"r{index}", RequestSpec(
+            draw.choice(beginnings) + end, SamplingParams(temperature=0.0, max_tokens=draw.randint(1, 24)), index))
         for index, end in enumerate(ends)]
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from slotwise.compose.engine import load
 from slotwise.core.params import SamplingParams
-from slotwise.core.request import Request
+from slotwise.core.request import Request, RequestSpec
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add, StepRecord
@@ -79,10 +79,10 @@ def commands() -> list[Add]:
     draw = random.Random(4)
     prompts = checkpoints.prompts([draw.randint(1, 40) for _ in range(12)], seed=3)
     return [
-        Add(f"r{index}", prompt, SamplingParams(
+        Add(f"r{index}", RequestSpec(prompt, SamplingParams(
             temperature=draw.choice([0.0, 0.9]), top_p=draw.choice([1.0, 0.8]), max_tokens=draw.randint(1, 20),
             repetition_penalty=draw.choice([1.0, 1.3]), frequency_penalty=draw.choice([0.0, 0.7]),
-            min_tokens=draw.choice([0, 4]), logprobs=draw.choice([None, 2])), seed=index)
+            min_tokens=draw.choice([0, 4]), logprobs=draw.choice([None, 2])), index))
         for index, prompt in enumerate(prompts)]
 
 
@@ -219,4 +219,5 @@ def test_an_engine_does_not_outlive_its_device(folder, monkeypatch):
 
 
 def replace_id(command: Add) -> Add:
-    return Add("later", command.prompt, replace(command.params, min_tokens=0), command.seed)
+    return Add("later", replace(
+        command.spec, params=replace(command.spec.params, min_tokens=0)))

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from slotwise.core.params import BIAS, RANGES, InvalidParams, SamplingParams
+from slotwise.core.request import RequestSpec
 from slotwise.core.step import NewRequest
 from slotwise.runner.sampling.cpu import Sampler
 
@@ -23,7 +24,7 @@ LARGE = 40.0  # of logits: as large as models have
 
 def sampled(params: SamplingParams) -> int:
     sampler = Sampler(1, VOCAB)
-    sampler.join(NewRequest("r", 0, (1, 2, 3), 3, params, 5, ()))
+    sampler.join(NewRequest("r", 0, RequestSpec((1, 2, 3), params, 5), ()))
     logits = torch.linspace(-LARGE, LARGE, VOCAB)[None]
     for position in (3, 4, 5):
         (token,) = sampler.sample(logits, [0], [position]).tokens

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slotwise.core.params import SamplingParams, ThinkingBudget
+from slotwise.core.request import RequestSpec
 from slotwise.core.step import NewRequest, RowKind, StepPlan, StepResult
 from slotwise.kernels.reference import draw
 from slotwise.runner.input_batch import SlotTable
@@ -58,7 +59,7 @@ class Side:
         self.table = SlotTable(len(asked), TOKENS, 4, 99)
         self.sampler: Sampling = (
             DeviceSampler(self.table, VOCAB, draw, CPU) if is_device else Sampler(len(asked), VOCAB))
-        joins = tuple(NewRequest(f"r{slot}", slot, PROMPT, len(PROMPT), each, SEED + slot, STOP)
+        joins = tuple(NewRequest(f"r{slot}", slot, RequestSpec(PROMPT, each, SEED + slot), STOP)
                       for slot, each in enumerate(asked))
         self.table.apply(StepPlan(0, 0.0, (), joins, *[()] * 13, None))
         for join in joins:
@@ -135,7 +136,8 @@ def test_drafts_verified_together_give_what_a_token_at_a_time_gives(is_device, r
 def replay(side: Side, slot: int, tokens: list[int]) -> None:
     """Let a request have sampled `tokens` behind its prompt: it is resumed, as after a preemption."""
     request = side.sampler._params._requests[slot]
-    join = NewRequest(f"r{slot}", slot, tuple(tokens), len(PROMPT), request.params, SEED + slot, STOP)
+    spec = RequestSpec(PROMPT, request.params, SEED + slot)
+    join = NewRequest(f"r{slot}", slot, spec, STOP, tuple(tokens[len(PROMPT):]))
     side.table.apply(StepPlan(0, 0.0, (), (join,), *[()] * 13, None))
     side.sampler.join(join)
 
@@ -158,7 +160,7 @@ class Counting(Sampler):
 def test_one_draw_where_no_token_changes_the_logits_of_the_next(asked, draws):
     side = Side([asked], is_device=False)
     side.sampler = Counting(1, VOCAB)
-    replay_from = NewRequest("r0", 0, PROMPT, len(PROMPT), asked, SEED, STOP)
+    replay_from = NewRequest("r0", 0, RequestSpec(PROMPT, asked, SEED), STOP)
     side.sampler.join(replay_from)
     logits = [logits_of(1, 0, place) for place in range(4)]
     scout = Side([asked], is_device=False)
@@ -188,7 +190,7 @@ def test_tokens_drawn_with_drafts_have_the_distribution_of_the_target(asked):
     drafts = tuple(np.argsort(target, 1)[:-1, -1].tolist())  # the most probable, which is accepted most often
     sampler, table = Sampler(num_rows, VOCAB), SlotTable(num_rows, rounds * places + 8, 4, 99)
     for slot in range(num_rows):
-        sampler.join(NewRequest("r", slot, PROMPT, len(PROMPT), asked, SEED + slot, STOP))
+        sampler.join(NewRequest("r", slot, RequestSpec(PROMPT, asked, SEED + slot), STOP))
     counts = np.zeros((places, VOCAB), np.int64)
     ones, slots = (1,) * num_rows, tuple(range(num_rows))
     for number in range(rounds):

@@ -20,6 +20,8 @@ from support.recorded import Recorded
 
 from slotwise.batching.settings import Batching
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import RequestSpec
+from slotwise.engine.messages import Add
 from slotwise.observe import event_log
 from slotwise.observe.ring import Ring
 from slotwise.server.app import ROUTES
@@ -83,15 +85,16 @@ def test_a_stream_tells_of_each_request_from_its_first_byte_to_its_last(folder: 
         server.process.send_signal(signal.SIGTERM)
         entries = watching.ended()
     assert isinstance(entries[0], event_log.Run) and again.entries == entries[: len(again.entries)]
-    requests, steps = watching.of(event_log.Request), watching.of(event_log.Step)
-    assert [(request.number, request.num_prompt, request.prompt) for request in requests] == [
+    requests, steps = watching.of(event_log.RequestEntry), watching.of(event_log.Step)
+    assert [(request.number, request.num_prompt, request.spec.prompt) for request in requests] == [
         (0, 3, ()), (1, 3, ()), (2, 1, ())]
     assert sum(len(step.taken) for step in steps) == len(requests) + 1
     for request, length, most_events in zip(requests, (5, 5, 3), (5, 5, 1), strict=True):
         rows = [(step, step.numbers.index(request.number)) for step in steps if request.number in step.numbers]
         assert sum(len(step.tokens[row]) for step, row in rows) == length
         (sent,) = [sent for sent in watching.of(event_log.Sent) if sent.number == request.number]
-        times = [request.received_ns, request.tokenised_ns, request.ns, rows[0][0].started_ns, rows[-1][0].ended_ns]
+        timing, (first, _), (last, _) = request.timing, rows[0], rows[-1]
+        times = [timing.received_ns, timing.tokenized_ns, request.ns, first.started_ns, last.ended_ns]
         assert times == sorted(times) and request.ns <= sent.first_ns <= sent.last_ns >= times[-1]
         assert 1 <= sent.num_events <= most_events
 
@@ -109,7 +112,7 @@ def test_it_goes_on_with_the_next_engine_and_names_nobody_twice(folder: Path, tm
     ending = watching.entries[watching.entries.index(lost) + 1]
     assert lost.state == event_log.LOST and first < watching.entries.index(lost) < second
     assert [(end.number, end.reason) for end in ending.ended] == [(0, "error")]
-    assert [request.number for request in watching.of(event_log.Request)] == [0, 1]
+    assert [request.number for request in watching.of(event_log.RequestEntry)] == [0, 1]
 
 
 def test_without_the_backlog_it_begins_with_who_lives(folder: Path, tmp_path: Path) -> None:
@@ -117,7 +120,7 @@ def test_without_the_backlog_it_begins_with_who_lives(folder: Path, tmp_path: Pa
         assert server.post(COMPLETIONS, {"prompt": [50], "max_tokens": 3}).status_code == 200
         with long_request(server):
             seen = written(server, "&backlog=0").entries
-    assert [type(entry) for entry in seen[:2]] == [event_log.Run, event_log.Request] and seen[1].number == 1
+    assert [type(entry) for entry in seen[:2]] == [event_log.Run, event_log.RequestEntry] and seen[1].number == 1
     assert not any(isinstance(entry, event_log.Step) and entry.numbers == (0,) for entry in seen)
 
 
@@ -190,7 +193,7 @@ def test_others_requests_are_seen_and_not_read(folder: Path, tmp_path: Path) -> 
             text = event_log.encode_lines(watching.entries).decode()
             assert f"secret of {key}" in text and f"name-of-{key}" in text
             assert f"secret of {other}" not in text and f"name-of-{other}" not in text
-            assert not any(request.salt for request in watching.of(event_log.Request))
+            assert not any(request.spec.salt for request in watching.of(event_log.RequestEntry))
             told = [row for step in watching.of(event_log.Step) for row in step.tokens]
             assert {token for row in told for token in row} == tokens and sum(map(len, told)) == 6
 
@@ -253,12 +256,13 @@ def test_a_head_is_answered_as_a_get_would_be_and_ends(server: Server, path: str
 def test_a_curtain_hides_what_is_said_of_others_ends() -> None:
     tenant_filter = TenantFilter("mine")
     seen = [tenant_filter.before(entry) for entry in (
-        event_log.Request(0, "a", 1, 1, SamplingParams(), 0, salt="mine:x"),
-        event_log.Request(1, "b", 1, 1, SamplingParams(), 0),
-        event_log.Request(2, "c", 1, 1, SamplingParams(max_tokens=4, stop=("x",)), 7, salt="mineral"),
+        event_log.RequestEntry(0, 1, 1, Add("a", RequestSpec((), SamplingParams(), salt="mine:x"))),
+        event_log.RequestEntry(1, 1, 1, Add("b", RequestSpec((), SamplingParams()))),
+        event_log.RequestEntry(2, 1, 1,
+                               Add("c", RequestSpec((), SamplingParams(max_tokens=4, stop=("x",)), 7, salt="mineral"))),
         event_log.Step(0, 1, 2, numbers=(0, 1, 2), tokens=((5,), (6, 7), ()), sampled=((5,), (6, 7), (8,)),
                        ended=(event_log.End(0, "error", 1, "own"), event_log.End(1, "error", 1, "another's"))))]
-    assert [entry.id for entry in seen[:3]] == ["a", "", ""] and seen[2].params == SamplingParams(max_tokens=4)
+    assert [entry.id for entry in seen[:3]] == ["a", "", ""] and seen[2].spec.params == SamplingParams(max_tokens=4)
     assert (seen[3].tokens, seen[3].sampled) == (((5,), (0, 0), ()), ((5,), (0, 0), (0,)))
     assert [end.message for end in seen[3].ended] == ["own", ""]
 
@@ -281,8 +285,8 @@ def test_who_missed_its_own_request_sees_its_tokens_all_the_same() -> None:
     params = SamplingParams()
     step = event_log.Step(
         0, 1, 2, numbers=(0, 1), slots=(0, 1), starts=(0, 0), counts=(1, 1), tokens=((5,), (6,)))
-    entries = [event_log.Request(0, "a", 1, 1, params, 0, salt="mine:x"),
-               event_log.Request(1, "b", 1, 1, params, 0, salt="other:x"), step]
+    entries = [event_log.RequestEntry(0, 1, 1, Add("a", RequestSpec((), params, salt="mine:x"))),
+               event_log.RequestEntry(1, 1, 1, Add("b", RequestSpec((), params, salt="other:x"))), step]
     ring = Ring(len(event_log.line_of(step)))
     view = _View(ring, TenantFilter("mine"))
     list(view.opening())
@@ -296,7 +300,7 @@ def test_who_missed_its_own_request_sees_its_tokens_all_the_same() -> None:
 def test_many_unfinished_requests_are_encoded_in_parts() -> None:
     ring = Ring()
     for number in range(1000):
-        entry = event_log.Request(number, str(number), 1, 1, SamplingParams(), 0)
+        entry = event_log.RequestEntry(number, 1, 1, Add(str(number), RequestSpec((), SamplingParams())))
         ring.append(entry, event_log.line_of(entry))
     parts = [list(event_log.read(part.splitlines(keepends=True)))
              for part in _View(ring, TenantFilter("")).opening_now()]
@@ -311,9 +315,10 @@ def test_long_stop_strings_are_told_by_their_lengths_and_still_end_a_text(
         for stop in ([text[20:23], "x" * 1000], [text[20:23], "x" * 100]):
             choices = server.post(COMPLETIONS, body | {"stop": stop}).json()["choices"]
             assert [choice["text"] for choice in choices] == [text[:20]] * 8
-        requests = written(server).of(event_log.Request)
-    assert all(not request.params.stop and request.stop_lengths == (3, 1000) for request in requests[:8])
-    assert all(request.params.stop == (text[20:23], "x" * 100) and not request.stop_lengths for request in requests[8:])
+        requests = written(server).of(event_log.RequestEntry)
+    assert all(not request.spec.params.stop and request.spec.stop_lengths == (3, 1000) for request in requests[:8])
+    specs = [request.spec for request in requests[8:]]
+    assert all(spec.params.stop == (text[20:23], "x" * 100) and not spec.stop_lengths for spec in specs)
 
 
 def test_it_ends_with_the_server_whoever_still_runs(folder: Path, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_a_client_that_reads_its_stream_finds_the_same_as_the_log(server: Server
     (timeline,) = [timeline for timeline in gather(entries).values() if timeline.is_named(events[0]["id"])]
     (sent,) = [entry for entry in entries if isinstance(entry, Sent) and entry.number == timeline.request.number]
     told = explain(timeline, entries, StepTimeModel())
-    assert told.total_ns == sent.last_ns - timeline.request.received_ns
+    assert told.total_ns == sent.last_ns - timeline.request.timing.received_ns
     assert explanation["total_ms"] == pytest.approx(told.total_ns / 1e6, abs=1e-5)
 
 

@@ -12,6 +12,7 @@ from support.toy import EOS, VOCAB, next_token
 from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import RequestSpec
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.slo import SLO
 from slotwise.core.step_time import StepTimeModel, Work
@@ -51,7 +52,8 @@ def commands(draw: random.Random, number: int) -> list[tuple[int, Command]]:
         prompt = PREFIX * draw.randrange(2) + [draw.randrange(1, VOCAB) for _ in range(draw.randrange(1, 20))]
         params = SamplingParams(temperature=0.0, max_tokens=draw.randrange(1, 20), ignore_eos=draw.random() < 0.5)
         slo = SLO(f"t{index % 3}", priority=draw.randrange(-2, 3))
-        found.append((at, Add(f"r{index}", prompt, params, index, slo=slo, queue_timeout=draw.choice([0.0, 0.2]))))
+        spec = RequestSpec(prompt, params, index, slo=slo, queue_timeout=draw.choice([0.0, 0.2]))
+        found.append((at, Add(f"r{index}", spec)))
         if draw.random() < 0.15:
             found.append((at + draw.randrange(60 * MS), Finish(f"r{index}", "abort")))
     return sorted(found, key=lambda one: one[0])

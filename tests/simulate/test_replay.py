@@ -174,7 +174,7 @@ def test_the_difference_of_two_long_fields_is_shown_with_what_is_before_and_behi
 
 def test_a_request_that_is_not_there_is_missed() -> None:
     entries = Recorded(0, Batching()).play(20)
-    gone = next(entry for entry in entries if isinstance(entry, event_log.Request) and entry.number == 7)
+    gone = next(entry for entry in entries if isinstance(entry, event_log.RequestEntry) and entry.number == 7)
     with pytest.raises(ReplayError, match="not in the log"):
         replay(entry for entry in entries if entry is not gone)
 

@@ -9,6 +9,7 @@ import pytest
 from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import RequestSpec
 from slotwise.core.slo import SLO
 from slotwise.core.step_time import Work
 from slotwise.engine.messages import Add
@@ -27,7 +28,7 @@ def cost(work: Work) -> float:
 
 def ask(name: str, at: float, prompt: int, output: int, slo: SLO | None = None) -> tuple[float, Add]:
     params = SamplingParams(max_tokens=40, ignore_eos=True)
-    return at, Add(name, [5] * prompt, params, 0, output, slo=slo or SLO())
+    return at, Add(name, RequestSpec([5] * prompt, params, slo=slo or SLO(), forced_length=output))
 
 
 def scheduling(kind: str = "fcfs", **settings: object) -> Scheduling:
@@ -65,7 +66,7 @@ def test_the_same_asks_give_the_same_times():
 def test_a_chunk_of_a_prompt_whose_log_probabilities_are_wanted_yields_no_token():
     params = SamplingParams(max_tokens=3, ignore_eos=True, prompt_logprobs=0)
     few = Scheduling(Batching(), 1, 4)
-    lives = run([(0.0, Add("a", [5] * 10, params, 0))], few)
+    lives = run([(0.0, Add("a", RequestSpec([5] * 10, params)))], few)
     assert len(lives["a"].token_times) == 3 and lives["a"].token_times[0] == pytest.approx(3 * 0.010 + 0.010)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from slotwise import builtin
 from slotwise.cli import main
-from slotwise.observe.event_log import Entry, Request, Step, line_of, read_file
+from slotwise.observe.event_log import Entry, RequestEntry, Step, line_of, read_file
 from slotwise.simulate.what_if import ANSWER, CALLS, LATE, REFUSED, error_of, in_words, is_reliable
 from slotwise.terminal import duration
 
@@ -51,7 +51,7 @@ def written(entries: list[Entry], path: Path) -> Path:
 def test_a_replay_that_misses_is_said_first_and_at_each_figure(
     entries: list[Entry], tmp_path: Path, capsys: pytest.CaptureFixture[str],
 ) -> None:
-    request = next(entry.id for entry in reversed(entries) if isinstance(entry, Request))
+    request = next(entry.id for entry in reversed(entries) if isinstance(entry, RequestEntry))
     log = written(paused(entries), tmp_path / "log")
     assert main(["what-if", str(log), "--set", "max_num_seqs=1", "--request", request]) == 0
     shown = capsys.readouterr().out

@@ -160,13 +160,13 @@ def test_drafts_from_texts_come_first():
     driver = Driver(LIMITS, times=times, proposer=proposer_of(Speculation("draft_model", 4, model="x"), times))
     driver.executor = Executor(1.0, 0.01)
     told, other = (request(name, [3, number, 4], 20, ignore_eos=True) for number, name in enumerate(("told", "other")))
-    told.prediction = tuple(alone(told, LIMITS))
+    told.spec = replace(told.spec, prediction=tuple(alone(told, LIMITS)))
     driver.add(told), driver.add(other)
     driver.run()
     (row,) = [plan for plan in driver.plans if plan.drafts and len(plan.request_ids) == 2][:1]
     drafts = dict(zip(row.request_ids, row.drafts, strict=True))
-    assert drafts["told"] == told.prediction[1 : 1 + len(drafts["told"])] and set(drafts["other"]) == {PROPOSED}
-    assert driver.output["told"] == list(told.prediction) and driver.output["other"] == alone(other, LIMITS)
+    assert drafts["told"] == told.spec.prediction[1 : 1 + len(drafts["told"])] and set(drafts["other"]) == {PROPOSED}
+    assert driver.output["told"] == list(told.spec.prediction) and driver.output["other"] == alone(other, LIMITS)
 
 
 def test_proposing_counts_in_the_time_of_a_step():

@@ -141,7 +141,7 @@ def test_a_proposer_is_not_asked_while_all_rows_rest_and_a_request_that_joins_ha
         driver.plan(), driver.commit()
     assert len(asked) < 100 and RESTING in {plan.draft_limit for plan in driver.plans}
     told = request("told", [3, 1, 4], 20, ignore_eos=True)
-    told.prediction = (1, 5, 9, 2, 6, 5)
+    told.spec = replace(told.spec, prediction=(1, 5, 9, 2, 6, 5))
     driver.add(told)
     driver.plan(), driver.commit()
     assert driver.plan().drafts[1], "the step behind its prompt"
@@ -172,7 +172,7 @@ def test_a_request_after_one_without_a_gain_is_looked_at_later_unless_it_has_a_p
     assert any(proposed(proposer, [repeating(cycle)]).drafts), "and then at once"
     proposer.finished(before)
     told = request("told", [3, 1, 4], 20)
-    told.prediction = (1, 5, 9, 2, 6)
+    told.spec = replace(told.spec, prediction=(1, 5, 9, 2, 6))
     assert any(proposed(proposer, [DraftRow(told, 30)]).drafts)
 
 
@@ -191,10 +191,10 @@ def test_outputs_of_a_tenant_are_drafts_of_its_later_requests_alone():
 def test_a_prediction_is_drafted_from_the_first_token_on():
     driver = Driver(ROOMY, times=memory_bound(), proposer=subject("prediction"))
     one = request("one", [3, 1, 4], 20, ignore_eos=True)
-    one.prediction = tuple(alone(one, ROOMY))
+    one.spec = replace(one.spec, prediction=tuple(alone(one, ROOMY)))
     driver.add(one)
     driver.run()
-    assert driver.output["one"] == list(one.prediction) and len(driver.plans) <= 4
+    assert driver.output["one"] == list(one.spec.prediction) and len(driver.plans) <= 4
 
 
 @pytest.mark.parametrize(("given", "message"), [

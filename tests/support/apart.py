@@ -13,7 +13,7 @@ from random import Random
 from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
-from slotwise.core.step import KVTransfer
+from slotwise.core.request import KVTransfer, RequestSpec
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
 from slotwise.engine.kv_link import Transferring
@@ -136,14 +136,13 @@ class Pair:
         self.consumer.receives(Receiver(self.consumer.blocks, made, timeout))
 
     def prefill(self, name: str, prompt: list[int], timeout: float | None = None, max_tokens: int = 1) -> None:
-        self.producer.handle(Add(
-            name, prompt, SamplingParams(max_tokens=max_tokens), 0,
-            kv=KVTransfer(name, sends=True, timeout=timeout or self.timeout)))
+        self.producer.handle(Add(name, RequestSpec(
+            prompt, SamplingParams(max_tokens=max_tokens),
+            kv=KVTransfer(name, sends=True, timeout=timeout or self.timeout))))
 
     def decode(self, name: str, prompt: list[int], max_tokens: int = 8) -> None:
-        self.consumer.handle(Add(
-            name, prompt, SamplingParams(max_tokens=max_tokens), 0,
-            kv=KVTransfer(name, False, self.timeout, HOST, self.port)))
+        self.consumer.handle(Add(name, RequestSpec(
+            prompt, SamplingParams(max_tokens=max_tokens), kv=KVTransfer(name, False, self.timeout, HOST, self.port))))
 
     def run(self, until: Callable[[], bool] | None = None, seconds: float = 120.0) -> None:
         """Step both until neither has anything left, or `until` holds."""

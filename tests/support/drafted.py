@@ -6,6 +6,7 @@ import random
 from typing import Any, NamedTuple
 
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import RequestSpec
 from slotwise.core.step import TokenLogprobs
 from slotwise.core.step_time import StepTimeModel, Work
 from slotwise.engine.engine import Engine
@@ -67,7 +68,7 @@ def play(subject: Engine, adds: list[Add], aborts: dict[int, str] | None = None)
 
 def several(prompt: list[int], number: int = 4, **params: Any) -> list[Add]:
     params = {"max_tokens": 40, "ignore_eos": True, "temperature": 0.3} | params
-    return [Add(f"r{at}", prompt[at:], SamplingParams(**params), seed=at) for at in range(number)]
+    return [Add(f"r{at}", RequestSpec(prompt[at:], SamplingParams(**params), at)) for at in range(number)]
 
 
 def mixed(prompt: list[int], number: int, seed: int) -> list[Add]:
@@ -84,6 +85,6 @@ def mixed(prompt: list[int], number: int, seed: int) -> list[Add]:
         begin = draw.choice((0, 0, draw.randrange(len(prompt) // 2)))
         text = prompt[begin : draw.randint(begin + 1, len(prompt))]
         guessed = tuple(token if draw.random() < 0.9 else draw.choice(prompt) for token in prompt)
-        adds.append(Add(f"r{at}", text, params, seed=draw.getrandbits(60), prediction=guessed,
-                        salt=draw.choice(("", "other"))))
+        adds.append(Add(f"r{at}", RequestSpec(
+            text, params, draw.getrandbits(60), salt=draw.choice(("", "other")), prediction=guessed)))
     return adds

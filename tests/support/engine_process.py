@@ -49,10 +49,10 @@ class Row:
     """A slot: the token it was last known to have, and what its request is."""
 
     def __init__(self, join: NewRequest) -> None:
-        self.kind, self.last, self.logprobs = join.tokens[0], join.tokens[-1], join.params.logprobs
-        self.prompt, self.num_top = join.tokens[: join.num_prompt], join.params.prompt_logprobs
+        self.kind, self.last, self.logprobs = join.tokens[0], join.tokens[-1], join.spec.params.logprobs
+        self.prompt, self.num_top = join.tokens[: join.num_prompt], join.spec.params.prompt_logprobs
         self.num_sampled, self.num_told = 0, len(join.tokens)
-        self.pooling = join.pooling
+        self.pooling = join.spec.pooling
 
     def samples(self, plan: StepPlan, row: int) -> bool:
         """Whether row `row` of `plan` reaches the end of the known tokens."""

@@ -18,9 +18,9 @@ class One:
     """A request, its arrival, and the tokens that it will have."""
 
     def __init__(self, request: Request, number: int, arrived: float, length: int) -> None:
-        self.name, self.slo, self.prompt = request.request_id, request.slo, request.num_prompt
+        self.name, self.slo, self.prompt = request.request_id, request.spec.slo, request.num_prompt
         self.number, self.arrived, self.length, self.done = number, arrived, length, 0
-        self.most = request.params.max_tokens
+        self.most = request.spec.params.max_tokens
 
 
 class Naive:

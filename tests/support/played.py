@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import RequestSpec
 from slotwise.core.step import StepPlan
 from slotwise.core.step_time import Work, work_of
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
-from slotwise.engine.messages import Add, Command, EngineInfo, Finish, StepRecord
+from slotwise.engine.messages import Add, Command, EngineInfo, Finish, StepRecord, Timing
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe.event_log import Entry, decode
 from slotwise.observe.recorder import Recorder
@@ -109,8 +110,8 @@ class Play:
         params = SamplingParams(max_tokens=max_tokens or draw.randint(1, 30), ignore_eos=True)
         name = f"cmpl-r{number}-{number}"
         received = self._tick()
-        command = Add(name, tokens, params, seed=0, queue_timeout=PATIENCE if draw.random() < 0.125 else 0.0,
-                      received_ns=received, tokenised_ns=self._tick())
+        command = Add(name, RequestSpec(tokens, params, queue_timeout=PATIENCE if draw.random() < 0.125 else 0.0),
+                      Timing(received_ns=received, tokenized_ns=self._tick()))
         self._received[name] = received
         self._living[name] = None
         self._send(command)

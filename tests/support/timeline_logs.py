@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import RequestSpec
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.step import StepResult
 from slotwise.engine.engine import Engine
@@ -73,7 +74,7 @@ class Run:
         prompt = [self.draw.randrange(1, 23) for _ in range(self.draw.choice((3, 9, 20, 70)))]
         shared = [7] * 24 if self.draw.random() < 0.3 else []
         params = SamplingParams(max_tokens=self.draw.choice((2, 6, 15, 40)), ignore_eos=self.draw.random() < 0.6)
-        self.tell(Add(f"request-{self.num_requests}", shared + prompt, params, seed=self.num_requests))
+        self.tell(Add(f"request-{self.num_requests}", RequestSpec(shared + prompt, params, self.num_requests)))
         self.num_requests += 1
 
     def step(self) -> None:
@@ -117,7 +118,7 @@ def cells(entries: Iterable[event_log.Entry]) -> list[dict[int, Cell]]:
     ended: set[int] = set()
     steps = []
     for entry in entries:
-        if isinstance(entry, event_log.Request):
+        if isinstance(entry, event_log.RequestEntry):
             prompts[entry.number] = entry.num_prompt
         if not isinstance(entry, event_log.Step):
             continue

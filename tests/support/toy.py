@@ -15,7 +15,7 @@ from slotwise.core.events import Admitted, Committed, Finished, Preempted, Rejec
 from slotwise.core.interfaces import Discipline, DraftRow, Due, Policy, Proposal, Proposer
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import PoolingParams, SamplingParams
-from slotwise.core.request import NO_SLO, Request
+from slotwise.core.request import NO_SLO, Request, RequestSpec
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.slo import SLO
 from slotwise.core.step import StepPlan
@@ -34,13 +34,13 @@ def next_token(context: Sequence[int]) -> int:
 
 def alone(request: Request, limits: SchedulerLimits) -> list[int]:
     """The output this request must have, computed without a scheduler."""
-    if request.pooling is not None:
+    if request.spec.pooling is not None:
         return []
     tokens = list(request.tokens[: request.num_prompt])
-    end = limits.longest(request.num_prompt, request.params.max_tokens)
+    end = limits.longest(request.num_prompt, request.spec.params.max_tokens)
     while len(tokens) < end:
         tokens.append(next_token(tokens))
-        if tokens[-1] in request.stop_ids and len(tokens) - request.num_prompt >= request.params.min_tokens:
+        if tokens[-1] in request.stop_ids and len(tokens) - request.num_prompt >= request.spec.params.min_tokens:
             break
     return tokens[request.num_prompt:]
 
@@ -67,7 +67,7 @@ def request(
     pooling: PoolingParams | None = None, **params: object,
 ) -> Request:
     asked = SamplingParams(max_tokens=max_tokens, **params)
-    return Request(name, prompt, asked, eos_ids=(EOS,), salt=salt, slo=slo, pooling=pooling)
+    return Request(name, RequestSpec(prompt, asked, salt=salt, slo=slo, pooling=pooling), (EOS,))
 
 
 class Proposing:

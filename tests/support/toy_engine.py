@@ -10,9 +10,10 @@ from dataclasses import replace
 from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import RequestSpec
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
-from slotwise.engine.messages import Add, Command, EngineInfo, StepRecord
+from slotwise.engine.messages import Add, Command, EngineInfo, StepRecord, Timing
 from slotwise.engine.observer import Observer
 from slotwise.engine.scheduling import Scheduling
 from support.toy import EOS, VOCAB, next_token, scheduler
@@ -55,7 +56,7 @@ class Rehearsal:
         prompt = [3] * self._draw.choice((0, 8)) + [self._draw.randrange(1, VOCAB) for _ in range(
             self._draw.randint(1, 12))]
         params = SamplingParams(max_tokens=self._draw.randint(1, 16), ignore_eos=True)
-        command, now = Add(name, prompt, params, 0, received_ns=self.clock()), self.clock()
+        command, now = Add(name, RequestSpec(prompt, params), Timing(received_ns=self.clock())), self.clock()
         for observer in self._observers:
             observer.arrived(name, len(prompt), now)
             observer.commanded(command, now)

@@ -11,7 +11,7 @@ from support.toy import alone, request
 
 from slotwise.core.params import SamplingParams
 from slotwise.core.reasons import WAITING_FOR_KV
-from slotwise.core.step import KVTransfer
+from slotwise.core.request import KVTransfer, RequestSpec
 from slotwise.engine.messages import Add, Finish
 from slotwise.observe import event_log
 from slotwise.simulate.replay import replay
@@ -170,7 +170,7 @@ def test_both_logs_can_be_replayed(pair):
 
 def test_two_requests_of_one_transfer_are_refused(pair):
     pair.prefill("a", PROMPT)
-    pair.producer.handle(Add("b", PROMPT, SamplingParams(max_tokens=1), 0, kv=KVTransfer("a", True, 0.05)))
+    pair.producer.handle(Add("b", RequestSpec(PROMPT, SamplingParams(max_tokens=1), kv=KVTransfer("a", True, 0.05))))
     pair.run(lambda: len(pair.producer.ended) == 2)
     assert pair.producer.ended == {"a": "length", "b": "rejected"}
 

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 from slotwise.bench.accounting import NANO, Accounts
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import RequestSpec
 from slotwise.engine.messages import Add, Command, StepRecord
 from slotwise.workload.requests import Workload, WorkRequest
 
@@ -150,6 +151,5 @@ class _Feed:
             self._idle_users -= 1
         name = str(request.number)
         self.accounts.arrived(name, request.number, request.num_prompt, due_at)
-        self._engine.handle(Add(
-            name, self._prompts[request.number], self._params, seed=request.number,
-            output_tokens=request.num_output))
+        self._engine.handle(Add(name, RequestSpec(
+            tuple(self._prompts[request.number]), self._params, request.number, forced_length=request.num_output)))

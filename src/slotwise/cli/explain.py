@@ -101,8 +101,8 @@ def _heading(explanation: Explanation) -> str:
     parts = [f"request {timeline.request.number} ({timeline.request.id})",
              f"{timeline.request.num_prompt} prompt tokens, {explanation.num_cached} of them cached",
              f"{timeline.num_output} output tokens"]
-    if timeline.request.adapter_name:
-        parts.insert(1, f"adapter {timeline.request.adapter_name}")
+    if timeline.request.spec.adapter_name:
+        parts.insert(1, f"adapter {timeline.request.spec.adapter_name}")
     if explanation.num_preemptions:
         parts.append(f"preempted {explanation.num_preemptions} times")
     if explanation.num_drafts:

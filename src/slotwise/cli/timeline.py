@@ -7,10 +7,7 @@ import os
 import stat
 import webbrowser
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-
-import msgspec
 
 from slotwise.cli.options import Commands, add_command
 from slotwise.files import PRIVATE, write_output
@@ -44,7 +41,6 @@ def _mode(log: Path) -> int:
 def _drawn(path: Path) -> Iterator[bytes]:
     """The entries of a log, checked, without prompts, salts and tenants, which are not drawn."""
     for entry in event_log.read_file(path):
-        if isinstance(entry, event_log.Request):
-            slo = replace(entry.slo, tenant="") if entry.slo.tenant else entry.slo
-            entry = msgspec.structs.replace(entry, prompt=(), salt="", slo=slo)
+        if isinstance(entry, event_log.RequestEntry):
+            entry = entry.replace_spec(entry.spec.public())
         yield event_log.encode(entry) + b"\n"

@@ -235,7 +235,7 @@ def _progress(live: RequestTimeline, phase: str, style: str) -> ProgressBar:
     request, width = live.request, WIDTHS["progress"]
     if phase == PREFILL:
         return _bar(min(live.computed, request.num_prompt), request.num_prompt, style, width)
-    most = request.output_tokens or request.params.max_tokens or live.num_sampled
+    most = request.spec.forced_length or request.spec.params.max_tokens or live.num_sampled
     return _bar(live.num_sampled, max(1, most), style, width)
 
 

@@ -54,7 +54,7 @@ class Chunking:
         fixed = inf if self._limits.max_step_ms is None else self._limits.max_step_ms / 1000
         own = of_tiers = inf  # the lowest TPOT objective of the running requests, and the lowest that a tier backs
         if num_with_tpot:
-            objectives = [(one.slo.tpot, one.slo.tier) for one in running if one.slo.tpot is not None]
+            objectives = [(one.spec.slo.tpot, one.spec.slo.tier) for one in running if one.spec.slo.tpot is not None]
             own = min((tpot for tpot, _ in objectives), default=inf)
             of_tiers = min((tpot for tpot, tier in objectives if tier), default=inf)
         stall = self._stall_limit(self._stall, running, num_waiting) if self._stall is not None else None

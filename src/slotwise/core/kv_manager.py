@@ -20,8 +20,8 @@ from slotwise.core.cache_groups import BlockTable, CacheGroups
 from slotwise.core.host_cache import HostCache
 from slotwise.core.kv_transfers import PinnedBlocks
 from slotwise.core.prefix_cache import NOWHERE, CachedBlock, Entry, PrefixCache
-from slotwise.core.request import Request
-from slotwise.core.step import FREED, FreedBlocks, KVTransfer, NewBlocks
+from slotwise.core.request import KVTransfer, Request
+from slotwise.core.step import FREED, FreedBlocks, NewBlocks
 
 NEVER = 1 << 62  # tokens
 
@@ -82,7 +82,7 @@ class KVManager:
             grown = [max(table.end, -(-num_tokens // self.block_size)) for table in request.tables]
             more = sum(grown) - sum([table.end for table in request.tables])
             return Allocation(request.num_computed, [], [[] for _ in grown], [], grown, more)
-        computes_all = request.wants_prompt and not request.num_output
+        computes_all = request.reads_prompt and not request.num_output
         found = [] if computes_all or not self._shares else self.prefix.match(
             request.block_hashes, request.tokens, len(request.tokens) - 1, self.host.max_loads)
         used = self.prefix.used(found)
@@ -206,7 +206,8 @@ class KVManager:
     def pin(self, request: Request, transfer: KVTransfer, now: float) -> None:
         """Keep the blocks of the prompt of `request`, which is about to end, for the engine that reads them."""
         num_blocks = -(-request.num_prompt // self.block_size)
-        self.pinned.pin(transfer.transfer_id, request.slo.tenant, request.blocks[:num_blocks], now + transfer.timeout)
+        tenant = request.spec.slo.tenant
+        self.pinned.pin(transfer.transfer_id, tenant, request.blocks[:num_blocks], now + transfer.timeout)
 
     def check(self, requests: Iterable[Request]) -> None:
         """Check conservation of blocks over all unfinished `requests`.  Raises ConservationError."""

@@ -207,12 +207,12 @@ class KVTransfers:
             self._count(request, -1)
 
     def _count(self, request: Request, sign: int) -> None:
-        self._places.acquire(request.slo.tenant, sign)
-        self._blocks.acquire(request.slo.tenant, sign * len(request.blocks))
+        self._places.acquire(request.spec.slo.tenant, sign)
+        self._blocks.acquire(request.spec.slo.tenant, sign * len(request.blocks))
 
     def victim(self, candidates: Collection[Request]) -> Request:
         """The request that gives up its blocks first: the last arrival of the tenant that holds most."""
-        return max(candidates, key=lambda request: (self._blocks.held(request.slo.tenant), request.arrival))
+        return max(candidates, key=lambda request: (self._blocks.held(request.spec.slo.tenant), request.arrival))
 
     def await_blocks(self, request: Request, now: float) -> None:
         """Wait for the next blocks of a request from now on."""

@@ -1,4 +1,7 @@
-"""A request: its tokens, how many of them are computed, and its state machine.
+"""A request: what is wanted (`RequestSpec`), its tokens, how many of them are computed, and its state machine.
+
+A `RequestSpec` crosses every layer whole, from the API to the ranks and the log: to add a field to requests, add it
+here, and read it as `spec.field` where it is obeyed.
 
 There is no prefill or decode phase.  A request has *known* tokens (the prompt, then the output) and *computed* tokens,
 whose keys and values are in the KV cache.  A step computes up to `known - computed` of them.  Prefill, chunked prefill,
@@ -19,13 +22,14 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
+from typing import NamedTuple
 
 from slotwise.core.cache_groups import BlockTable
 from slotwise.core.params import PoolingParams, SamplingParams
 from slotwise.core.prefix_cache import BlockHashes
 from slotwise.core.slo import SLO
-from slotwise.core.step import KVTransfer, Output
 
 
 class State(Enum):
@@ -50,76 +54,123 @@ NO_SLOT_HELD = -1
 NO_SLO = SLO()
 
 
+class Output(Enum):
+    """What a request yields."""
+
+    SAMPLE = "sample"  # tokens
+    PROMPT_LOGPROBS = "prompt_logprobs"  # tokens, and the log-probabilities of the prompt's
+    POOLED = "pooled"  # one vector, from the hidden states of the prompt
+
+
+class KVTransfer(NamedTuple):
+    """How the blocks of a request's prompt travel between engines (`core/kv_transfers.py`)."""
+
+    transfer_id: str  # the same in both engines
+    sends: bool  # they are computed here and sent; else received
+    timeout: float  # seconds for which the next blocks are waited for, or those of an ended request stay pinned
+    host: str = ""  # of the engine that sends
+    port: int = 0  # of the engine that sends
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSpec:
+    """What a client wants of one sequence.  Raises ValueError for values out of range."""
+
+    prompt: tuple[int, ...]  # token ids, at least one
+    params: SamplingParams
+    seed: int = 0  # 64 bits for the sampler, set by the client or drawn on arrival
+    salt: str = ""  # requests share cached prefixes only within the same salt (a tenant)
+    slo: SLO = NO_SLO  # tenant, tier, priority and latency objectives
+    pooling: PoolingParams | None = None  # one vector is wanted, and no tokens
+    adapter: int = 0  # number of a loaded adapter; 0: the base model
+    adapter_name: str = ""  # by which its client named it
+    kv: KVTransfer | None = None  # how the blocks of its prompt travel between engines; None: they do not
+    prediction: tuple[int, ...] = ()  # what its client expects the output to be: drafts are taken from it
+    forced_length: int = 0  # of a benchmark: the output ends there as if the model had ended it; 0: nothing is forced
+    queue_timeout: float = 0.0  # seconds it may wait for its first slot; 0: without limit
+    stop_lengths: tuple[int, ...] = ()  # characters of each stop string, where `params` leaves long ones out
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt", tuple(self.prompt))
+        for name in ("adapter", "forced_length", "queue_timeout"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must not be negative")
+
+    @property
+    def output(self) -> Output:
+        if self.pooling is not None:
+            return Output.POOLED
+        return Output.SAMPLE if self.params.prompt_logprobs is None else Output.PROMPT_LOGPROBS
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether all positions of the prompt must be computed: a cached prefix is of no use then."""
+        return self.output is Output.PROMPT_LOGPROBS or (self.pooling is not None and self.pooling.reads_all)
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Most output tokens; None: as many as fit."""
+        return self.params.max_tokens if self.pooling is None else 0
+
+    def without_texts(self) -> RequestSpec:
+        """Returns it without what a log of bounded size leaves out: prompt, prediction, grammar and transfer."""
+        params = self.params if self.params.grammar is None else replace(self.params, grammar=None)
+        return replace(self, prompt=(), params=params, prediction=(), kv=None)
+
+    def public(self) -> RequestSpec:
+        """Returns it as a stream of events shows it: without texts, salt and tenant."""
+        return replace(self.without_texts(), salt="", slo=replace(self.slo, tenant=""))
+
+
 class IllegalTransition(AssertionError):
     """A state change that TRANSITIONS does not list: a bug, never a client's fault."""
 
 
 class Request:
-    """One sequence to generate.  Every component of the core reads it; only the scheduler changes it.
+    """A sequence: its spec and its state.  Every component of the core reads it; only the scheduler changes it.
 
     Args:
         request_id: unique among unfinished requests.
-        prompt: token ids, at least one.
-        params: sampling parameters.
-        seed: 64 bits for the sampler.
         eos_ids: the model's end-of-sequence tokens; they stop the request unless `params.ignore_eos` is set.
-        salt: requests share cached prefixes only within the same salt (a tenant, an adapter).
-        slo: tenant, tier, priority and latency objectives.
-        pooling: the prompt is computed for one vector, and nothing is sampled; None: tokens are.
-        adapter: number of a loaded adapter, part of its salt; 0: the base model.
-        kv: how the blocks of its prompt travel to or from another engine; None: they do not.
     """
 
     __slots__ = (
-        "adapter", "advance_at", "arrival", "arrived_at", "block_hashes", "capacity", "deadline", "end", "epoch",
-        "expected_tokens", "forced", "is_compiling", "kv", "kv_until", "num_at_join", "num_computed", "num_passed",
-        "num_prompt", "num_received", "num_reserved", "num_scheduled", "output", "params", "pending", "pooling",
-        "prediction", "reason", "request_id", "seed", "slo", "slot", "state", "stop_ids", "tables", "tokens",
-        "wants_prompt",
+        "advance_at", "arrival", "arrived_at", "block_hashes", "capacity", "deadline", "end", "epoch", "forced",
+        "is_compiling", "kv", "kv_until", "num_at_join", "num_computed", "num_passed", "num_prompt", "num_received",
+        "num_reserved", "num_scheduled", "pending", "reads_prompt", "reason", "request_id", "slot", "spec",
+        "state", "stop_ids", "tables", "tokens",
     )
 
-    def __init__(
-        self, request_id: str, prompt: Sequence[int], params: SamplingParams, seed: int = 0,
-        eos_ids: Sequence[int] = (), salt: str = "", slo: SLO = NO_SLO, pooling: PoolingParams | None = None,
-        adapter: int = 0, kv: KVTransfer | None = None,
-    ) -> None:
+    def __init__(self, request_id: str, spec: RequestSpec, eos_ids: Sequence[int] = ()) -> None:
         self.request_id = request_id
-        self.tokens = list(prompt)  # known tokens, without the pending ones
+        self.spec = spec
+        self.tokens = list(spec.prompt)  # known tokens, without the pending ones
         self.num_prompt = len(self.tokens)
         self.num_at_join = 0  # tokens known at its last admission: they are prefilled
         self.num_scheduled = 0  # tokens given to planned steps
         self.num_computed = 0  # tokens whose keys and values are in the cache, as of the last commit
         self.pending = 0  # maximum number of tokens that steps in flight may sample
-        self.params = params
-        self.pooling = pooling
-        self.output = Output.POOLED if pooling is not None else (
-            Output.SAMPLE if params.prompt_logprobs is None else Output.PROMPT_LOGPROBS)
-        # Whether all positions of its prompt must be computed for what it yields: a cached prefix is of no use then.
-        self.wants_prompt = self.output is Output.PROMPT_LOGPROBS or (pooling is not None and pooling.reads_all)
-        self.seed = seed
-        self.slo = slo
-        self.stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else eos_ids)
+        self.reads_prompt = spec.reads_prompt
+        self.stop_ids = frozenset(spec.params.stop_token_ids) | frozenset(
+            () if spec.params.ignore_eos else eos_ids)
         self.state = State.WAITING
-        self.is_compiling = params.grammar is not None  # its grammar is not compiled yet: it waits
+        self.is_compiling = spec.params.grammar is not None  # its grammar is not compiled yet: it waits
         # Of a FINISHED request the finish reason, of a REJECTED one the objection.  A RUNNING request with a reason is
         # *held*: all its tokens are sampled, and it keeps its slot until its batch has ended.
         self.reason = ""
         self.arrival = -1  # arrival number: the tie-breaker of every order
         self.arrived_at = 0.0  # seconds
         self.deadline = float("inf")  # seconds; a request not admitted by then times out
-        self.prediction: tuple[int, ...] = ()  # what its client expects the output to be: drafts are taken from it
-        self.expected_tokens = 0  # output length fixed by a benchmark: it ends there as if the model ended it; 0: none
         self.num_passed = 0  # later arrivals admitted while it waited for blocks
         self.end = 0  # maximum length, prompt and output, in tokens; a vector counts as one
         self.slot = NO_SLOT_HELD
         self.tables: list[BlockTable] = []  # by cache group; none without a slot, but for `core/landings.py`
         self.capacity = 0  # tokens that fit in the blocks of every group
         self.num_reserved = 0  # blocks allocated on admission; truncation keeps them
-        self.adapter = adapter
-        self.block_hashes = BlockHashes(f"{adapter}\0{salt}" if adapter else salt)
+        self.block_hashes = BlockHashes(f"{spec.adapter}\0{spec.salt}" if spec.adapter else spec.salt)
         self.advance_at = 0  # number of computed tokens at which the next block is full
         self.epoch = 0
-        self.kv = kv
+        self.kv = spec.kv  # None once it neither sends nor expects blocks any more
         self.kv_until = 0.0  # seconds; when a request that holds blocks waits for their contents no longer
         self.num_received = 0  # tokens whose keys and values another engine has sent
         self.forced: tuple[int, tuple[int, ...]] = (0, ())  # tokens its grammar forces, behind so many known ones
@@ -132,11 +183,6 @@ class Request:
     @property
     def holds_slot(self) -> bool:
         return self.slot != NO_SLOT_HELD
-
-    @property
-    def max_tokens(self) -> int | None:
-        """Most output tokens; None: as many as fit."""
-        return self.params.max_tokens if self.pooling is None else 0
 
     @property
     def num_output(self) -> int:
@@ -200,16 +246,16 @@ class Request:
         self.pending -= 1 + num_drafts
         num_known = len(all_tokens) + 1
         if (len(tokens) == 1 and tokens[0] not in self.stop_ids and num_known < self.end
-                and not 0 < self.expected_tokens <= num_known - self.num_prompt):  # the common case
+                and not 0 < self.spec.forced_length <= num_known - self.num_prompt):  # the common case
             all_tokens.append(tokens[0])
             return tokens, ""
         for index, token in enumerate(tokens):
             all_tokens.append(token)
-            if token in self.stop_ids and self.num_output >= self.params.min_tokens:
+            if token in self.stop_ids and self.num_output >= self.spec.params.min_tokens:
                 kept, reason = tokens[: index + 1], "stop"
             elif len(all_tokens) >= self.end:
                 kept, reason = tokens[: index + 1], "length"
-            elif self.expected_tokens and self.num_output >= self.expected_tokens:
+            elif 0 < self.spec.forced_length <= self.num_output:
                 kept, reason = tokens[: index + 1], "stop"
             if reason:
                 break

@@ -240,11 +240,14 @@ class Scheduler:
 
     def add(self, request: Request, now: float) -> None:
         """Enqueue a request, or reject it if it could never run."""
-        request.end = self.limits.longest(request.num_prompt, request.max_tokens) + (request.pooling is not None)
+        spec = request.spec
+        request.end = self.limits.longest(request.num_prompt, spec.max_tokens) + (spec.pooling is not None)
         request.arrived_at = now
+        if spec.queue_timeout:
+            request.deadline = now + spec.queue_timeout
         request.arrival = self._arrivals
         self._arrivals += 1
-        objection = self.limits.objection(request.num_prompt, request.max_tokens) or self.transfers.objection(request)
+        objection = self.limits.objection(request.num_prompt, spec.max_tokens) or self.transfers.objection(request)
         if request.request_id in self.unfinished:
             objection = f"a request named {request.request_id} is still alive"
         if objection:
@@ -255,7 +258,7 @@ class Scheduler:
         self.unfinished[request.request_id] = request
         if request.kv is not None and not request.kv.sends:
             request.transition(State.WAITING_FOR_KV)
-        self._num_with_tpot += request.slo.tpot is not None
+        self._num_with_tpot += request.spec.slo.tpot is not None
         self.policy.arrived(request, now)
         self._enqueue(request, now)
         self.events.append(Arrived(now, request.request_id, request.num_prompt))
@@ -368,10 +371,10 @@ class Scheduler:
             if request.tables:
                 continue
             needed = self._needed(request)
-            allowed = self.transfers.allows(request.slo.tenant, sum(needed.ends))
+            allowed = self.transfers.allows(request.spec.slo.tenant, sum(needed.ends))
             if not allowed or len(needed.on_host) > self.kv.host.num_loads_left or (
                     allocation := self._free_for(request, ())) is None:
-                queue.close(request.slo.tenant)
+                queue.close(request.spec.slo.tenant)
                 continue
             request.start_from(self.kv.allocate(request, allocation))
             self.transfers.land(request)
@@ -439,8 +442,8 @@ class Scheduler:
         for running in ranked:
             if (slots >= 1 and missing <= 0) or len(victims) == MAX_OUTRANKED:
                 break
-            tier = running.slo.tier
-            if surplus.get(tier, 1) <= 0 and tier != request.slo.tier:
+            tier = running.spec.slo.tier
+            if surplus.get(tier, 1) <= 0 and tier != request.spec.slo.tier:
                 continue  # its slot is reserved for its tier
             if not self.policy.preempts(request, running, now):
                 continue
@@ -606,7 +609,7 @@ class Scheduler:
             decision = self._decide(request, builder) if is_open else gate.reason
             if isinstance(decision, Allocation):
                 self._admit(request, decision, builder)
-                for before in examined if not request.adapter else [*examined, *unslotted]:
+                for before in examined if not request.spec.adapter else [*examined, *unslotted]:
                     before.num_passed += 1
                 continue
             builder.refuse(request, decision)
@@ -622,7 +625,7 @@ class Scheduler:
                     continue
                 break
             if decision == TIER_CAP:
-                queue.close(request.slo.tier)
+                queue.close(request.spec.slo.tier)
                 continue
             examined.append(request)
             if decision != NO_BLOCKS or builder.is_pressed or len(examined) > MAX_LOOK:
@@ -646,7 +649,7 @@ class Scheduler:
             return NO_SLOT
         if self._num_slots_for(request) < 1:
             return TIER_CAP
-        if request.adapter and (builder.is_adapter_overdue or not self._has_adapter_slot(request)):
+        if request.spec.adapter and (builder.is_adapter_overdue or not self._has_adapter_slot(request)):
             return NO_ADAPTER_SLOT
         if builder.budget < 1:
             return builder.shortage
@@ -677,10 +680,10 @@ class Scheduler:
 
     def _has_adapter_slot(self, request: Request) -> bool:
         """Whether a step may have this request next to the running ones: it has at most `max_loras` adapters."""
-        if not request.adapter:
+        if not request.spec.adapter:
             return True
-        adapters = {running.adapter for running in self.running.values() if running.adapter}
-        return request.adapter in adapters or len(adapters) < self.limits.max_loras
+        adapters = {running.spec.adapter for running in self.running.values() if running.spec.adapter}
+        return request.spec.adapter in adapters or len(adapters) < self.limits.max_loras
 
     def _waits_apart(self, request: Request) -> bool:
         """Whether a request waits for its grammar or for an adapter's slot, which others need not wait for."""
@@ -697,11 +700,11 @@ class Scheduler:
         if not self._reserved:
             return free
         surplus = self._surplus()
-        return free - sum(max(0, -surplus[tier]) for tier in self._reserved if tier != request.slo.tier)
+        return free - sum(max(0, -surplus[tier]) for tier in self._reserved if tier != request.spec.slo.tier)
 
     def _surplus(self) -> Counter[str]:
         """By tier: slots in use minus slots reserved; below zero, reserved slots that are unused."""
-        used = Counter(request.slo.tier for request in self.running.values())
+        used = Counter(request.spec.slo.tier for request in self.running.values())
         used.subtract(self._reserved)
         return used
 
@@ -812,7 +815,7 @@ class Scheduler:
                 kept[row] = ()
                 continue
             accepted, reason = request.append(tokens, drafted) if tokens else ((), "")
-            if not tokens and request.pooling is not None and row not in result.failed:
+            if not tokens and request.spec.pooling is not None and row not in result.failed:
                 reason = request.pool(plan.starts[row] + count)
             if request.epoch == epoch:
                 computed = len(accepted) if drafted else count
@@ -883,8 +886,8 @@ class Scheduler:
         cached = request.num_computed - request.num_received
         self.events.append(Admitted(builder.now, request.request_id, request.slot, builder.step, cached))
         builder.new_requests.append(NewRequest(
-            request.request_id, request.slot, tuple(request.tokens), request.num_prompt, request.params, request.seed,
-            tuple(sorted(request.stop_ids)), request.output, request.pooling, request.adapter))
+            request.request_id, request.slot, request.spec, tuple(sorted(request.stop_ids)),
+            tuple(request.tokens[request.num_prompt :])))
         builder.new_blocks += self.kv.allocated(request)
         count = self._chunking.first_chunk(request, builder)
         builder.add_row(request, request.num_scheduled, count, PREFILL)
@@ -934,7 +937,7 @@ class Scheduler:
 
     def _forget(self, request: Request) -> None:
         del self.unfinished[request.request_id]
-        self._num_with_tpot -= request.slo.tpot is not None
+        self._num_with_tpot -= request.spec.slo.tpot is not None
 
     def _queue_of(self, request: Request) -> WaitingQueue:
         return self.transfers.incoming if request.state is State.WAITING_FOR_KV else self.waiting
@@ -943,7 +946,7 @@ class Scheduler:
         moment = self.policy.patience(request, now)
         if request.state is not State.PREEMPTED:
             moment = min(moment, request.deadline)
-        group = request.slo.tenant if request.state is State.WAITING_FOR_KV else request.slo.tier
+        group = request.spec.slo.tenant if request.state is State.WAITING_FOR_KV else request.spec.slo.tier
         lane = Lane(group, self.policy.lane(request))
         self._queue_of(request).add(request, lane, self.policy.waiting_key(request, now), moment)
 

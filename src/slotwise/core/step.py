@@ -29,10 +29,10 @@ rows in `held`, which have their last token already and are computed again until
 
 from __future__ import annotations
 
-from enum import Enum, IntEnum
+from enum import IntEnum
 from typing import NamedTuple
 
-from slotwise.core.params import PoolingParams, SamplingParams
+from slotwise.core.request import RequestSpec
 
 CACHE_GROUP = 0  # the first cache group, which most models have alone
 FREED = -1  # in place of a block that is behind a window, and is never read
@@ -46,27 +46,23 @@ class RowKind(IntEnum):
     DECODE = 1
 
 
-class Output(Enum):
-    """What a request yields."""
-
-    SAMPLE = "sample"  # tokens
-    PROMPT_LOGPROBS = "prompt_logprobs"  # tokens, and the log-probabilities of the prompt's
-    POOLED = "pooled"  # one vector, from the hidden states of the prompt
-
-
 class NewRequest(NamedTuple):
-    """A request enters a slot.  `tokens` are all known tokens; after a preemption they include its output."""
+    """A request enters a slot.  After a preemption it has output tokens already."""
 
     request_id: str
     slot: int
-    tokens: tuple[int, ...]
-    num_prompt: int
-    params: SamplingParams
-    seed: int  # 64 bits; set by the client or drawn on arrival
+    spec: RequestSpec
     stop_ids: tuple[int, ...]  # tokens that end the request; masked until `params.min_tokens` are sampled
-    output: Output = Output.SAMPLE
-    pooling: PoolingParams | None = None  # of a POOLED request
-    adapter: int = 0  # number of a loaded adapter; 0: the base model
+    sampled: tuple[int, ...] = ()  # its output so far
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.spec.prompt)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """All known tokens."""
+        return self.spec.prompt + self.sampled
 
 
 class NewBlocks(NamedTuple):
@@ -94,16 +90,6 @@ class Copy(NamedTuple):
 
     source: int
     target: int
-
-
-class KVTransfer(NamedTuple):
-    """How the blocks of a request's prompt travel between engines (`core/kv_transfers.py`)."""
-
-    transfer_id: str  # the same in both engines
-    sends: bool  # they are computed here and sent; else received
-    timeout: float  # seconds for which the next blocks are waited for, or those of an ended request stay pinned
-    host: str = ""  # of the engine that sends
-    port: int = 0  # likewise
 
 
 class Arrival(NamedTuple):

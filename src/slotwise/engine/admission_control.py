@@ -132,7 +132,7 @@ class AdmissionControl(Observer):
 
     def commanded(self, command: Command, now_ns: int) -> None:
         if isinstance(command, Add):
-            slo, num_tokens = command.slo, len(command.prompt)
+            slo, num_tokens = command.spec.slo, len(command.spec.prompt)
             self._tenant_of[command.request_id] = slo.tenant
             self._unfinished.acquire(slo.tenant, 1)
             self._waiting[command.request_id] = slo, num_tokens

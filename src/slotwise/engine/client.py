@@ -226,7 +226,7 @@ class EngineClient:
         generation = Generation(request_id, self._finish_here)
         self._generations.add(generation)
         now = time.monotonic_ns()
-        self._notify(lambda observer: observer.arrived(request_id, len(request.prompt), now))
+        self._notify(lambda observer: observer.arrived(request_id, len(request.spec.prompt), now))
         self._send(request)
         return generation
 
@@ -262,12 +262,12 @@ class EngineClient:
         request_id = request.request_id
         if request_id in self._generations:
             self._refuse(DUPLICATE_ID, f"a request named {request_id!r} is still alive")
-        if request.adapter and request.adapter not in self._adapters:  # the next engine loads it again
+        if request.spec.adapter and request.spec.adapter not in self._adapters:  # the next engine loads it again
             self._refuse(ADAPTER_LOADING, "the adapter is being loaded; try again later")
         assert self._connection is not None
         if len(self._generations) >= self.max_live:
             self._refuse(QUEUE_FULL, f"{self.num_live} requests are waiting or running; try again later")
-        if objection := self._unsent.objection(request.slo.tenant, self._connection.num_unsent):
+        if objection := self._unsent.objection(request.spec.slo.tenant, self._connection.num_unsent):
             self._refuse(QUEUE_FULL, f"{objection}; try again later")
 
     def _refuse(self, kind: str, message: str) -> None:
@@ -285,7 +285,7 @@ class EngineClient:
             now = time.monotonic_ns()
             self._notify(lambda observer: observer.commanded(command, now))
             size = self._connection.send(command)
-            tenant = command.slo.tenant if isinstance(command, Add) else ""
+            tenant = command.spec.slo.tenant if isinstance(command, Add) else ""
             self._unsent.wrote(tenant, size, self._connection.num_unsent)
 
     # -- reports -------------------------------------------------------------------------------------------------

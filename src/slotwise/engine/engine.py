@@ -101,16 +101,11 @@ class Engine:
         now = taken * 1e-9
         self._idle_until = 0.0
         if isinstance(command, Add):
-            request = Request(
-                command.request_id, command.prompt, command.params, command.seed, self._eos_ids, command.salt,
-                command.slo, command.pooling, command.adapter, command.kv)
-            request.expected_tokens, request.prediction = command.output_tokens, command.prediction
-            if command.queue_timeout:
-                request.deadline = now + command.queue_timeout
+            request = Request(command.request_id, command.spec, self._eos_ids)
             self._scheduler.add(request, now)
             if self._kv_link is not None and not request.ended:
                 self._kv_link.offer(request)
-            if (grammar := command.params.grammar) is not None and not request.ended:
+            if (grammar := command.spec.params.grammar) is not None and not request.ended:
                 if self._grammars is None:
                     self._scheduler.compiled(command.request_id, f"{grammar.field}: not available here", now)
                 else:
@@ -129,7 +124,7 @@ class Engine:
 
     def _unload(self) -> None:
         assert self.adapters is not None
-        needed = {request.adapter for request in self._scheduler.requests()}
+        needed = {request.spec.adapter for request in self._scheduler.requests()}
         for number in self._unloading - needed:
             self.adapters.unload(number)
         self._unloading &= needed

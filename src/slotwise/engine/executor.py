@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from slotwise.core.params import PoolingParams
-from slotwise.core.step import FREED, PROPOSED, Output, RowKind, StepPlan, StepResult
+from slotwise.core.request import Output
+from slotwise.core.step import FREED, PROPOSED, RowKind, StepPlan, StepResult
 
 
 class Executor(Protocol):
@@ -86,9 +87,9 @@ class FakeExecutor:
             del self._tokens[slot], self._tables[slot]
         for join in plan.new_requests:
             assert join.slot not in self._tokens, f"slot {join.slot} is taken"
-            assert join.output is not Output.PROMPT_LOGPROBS, f"{join.output} is not implemented"
+            assert join.spec.output is not Output.PROMPT_LOGPROBS, f"{join.spec.output} is not implemented"
             self._tokens[join.slot], self._tables[join.slot] = list(join.tokens), [[] for _ in self._windows]
-            self._pooling[join.slot] = join.pooling
+            self._pooling[join.slot] = join.spec.pooling
             self._num_at_join[join.slot] = len(join.tokens)
         for slot, group, num_blocks in plan.freed_blocks:
             del self._tables[slot][group][-num_blocks:]

@@ -10,15 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.params import PoolingParams, SamplingParams
-from slotwise.core.request import NO_SLO
-from slotwise.core.slo import SLO
+from slotwise.core.request import RequestSpec
 from slotwise.core.step import (
     Arrival,
     Copy,
     Decision,
     FreedBlocks,
-    KVTransfer,
     NewBlocks,
     Proposing,
     RankSpan,
@@ -48,29 +45,20 @@ else:
 NO_STEP = -1  # in place of a step's number: a record of what happened between steps
 
 
-class Add(Struct, tag="add"):
-    """Starts a generation.  `prompt` are token ids; `seed` is the sampler's.
+class Timing(Struct, frozen=True, omit_defaults=True):
+    """When a server had a request, for latencies, traces and timelines.  Monotonic nanoseconds; 0: not over HTTP."""
 
-    `output_tokens` is for benchmarks: the output ends there as if the model had ended it; 0: never.
-    """
+    received_ns: int = 0  # its first bytes were read
+    read_ns: int = 0  # its body was read whole, from which latencies are measured
+    tokenized_ns: int = 0  # its prompt was tokenized
+
+
+class Add(Struct, tag="add", omit_defaults=True):
+    """Starts a generation."""
 
     request_id: str
-    prompt: list[int]
-    params: SamplingParams
-    seed: int
-    output_tokens: int = 0
-    salt: str = ""  # cached prefixes are shared only among requests of the same salt
-    queue_timeout: float = 0.0  # seconds it may wait for its first slot; 0: without limit
-    received_ns: int = 0  # monotonic, when its first bytes were read, for traces and timelines; 0: not over HTTP
-    read_ns: int = 0  # monotonic, when its body was read whole, from which latencies are measured; likewise
-    tokenised_ns: int = 0  # monotonic, when its prompt was tokenised; likewise
-    slo: SLO = NO_SLO  # tenant, tier and objectives
-    stop_lengths: tuple[int, ...] = ()  # characters of each stop string, where `params` leaves them out as long
-    pooling: PoolingParams | None = None  # one vector is wanted, and no tokens
-    prediction: tuple[int, ...] = ()  # what its client expects the output to be, from which drafts are taken
-    adapter: int = 0  # number of a loaded adapter; 0: the base model
-    adapter_name: str = ""  # by which its client named it
-    kv: KVTransfer | None = None  # how the blocks of its prompt travel; None: they do not
+    spec: RequestSpec
+    timing: Timing = Timing()
 
 
 class Finish(Struct, tag="finish"):

@@ -18,7 +18,7 @@ from slotwise.batching.disciplines import Chunked
 from slotwise.core.interfaces import DraftRow, Due, Proposal, Proposer
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
-from slotwise.core.request import Request
+from slotwise.core.request import Request, RequestSpec
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.step import Proposing
 from slotwise.core.step_time import StepTimeModel, Work, work_of
@@ -65,7 +65,7 @@ def check_steps(executor: Executor, limits: SchedulerLimits, clock: Clock) -> No
         max_model_len=longest, num_blocks=len(limits.windows), block_size=limits.block_size, max_num_seqs=1,
         max_num_batched_tokens=prompt, windows=limits.windows, max_chunk=prompt))
     for number, params in enumerate(KINDS):
-        engine.handle(Add(f"first-{number}", [ANY_TOKEN] * prompt, params, seed=0))
+        engine.handle(Add(f"first-{number}", RequestSpec((ANY_TOKEN,) * prompt, params)))
         num_tokens = 0
         while engine.has_work:
             try:
@@ -174,7 +174,7 @@ class _Rows:
         name = f"probe-{self._num_added}"
         self._num_added += 1
         params = SamplingParams(temperature=0.0, max_tokens=min(max_tokens, longest), ignore_eos=True)
-        self._engine.handle(Add(name, [ANY_TOKEN] * min(num_tokens, longest), params, seed=0))
+        self._engine.handle(Add(name, RequestSpec((ANY_TOKEN,) * min(num_tokens, longest), params)))
         return name
 
     def _step(self, times: StepTimeModel, goes_on: Callable[[], bool]) -> bool:

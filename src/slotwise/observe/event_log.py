@@ -1,7 +1,7 @@
 """The event log: requests, plans and results of a run, as one stream of entries.
 
     Run                               an engine is ready, with its settings
-    Request, Command                  sent to the engine, in this order
+    RequestEntry, Command                 sent to the engine, in this order
     Step                              one for every record of the engine: plan, tokens, ends, counters
     Sent                              a response is complete
     Refusal, Engine, Gap              a request refused; an engine lost; entries missing
@@ -15,8 +15,8 @@ log and the replay are folds over these entries, live or from a file.
 another one.
 
 A file is complete, and can be replayed.  A stream omits prompts and salts; it begins with the last `Run` and the
-`Request`s still unfinished, and after a `Gap` it begins like that again: readers drop the requests they had.  In a file
-the entries that a `Gap` counts are lost.
+`RequestEntry` of each unfinished request, and after a `Gap` it begins like that again: readers drop the requests they
+had.  In a file the entries that a `Gap` counts are lost.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ import msgspec
 
 from slotwise import __version__
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.params import PoolingParams, SamplingParams
-from slotwise.core.request import NO_SLO
-from slotwise.core.slo import SLO
-from slotwise.core.step import Copy, FreedBlocks, KVTransfer, Proposing, RankSpan, RowKind
+from slotwise.core.request import RequestSpec
+from slotwise.core.step import Copy, FreedBlocks, Proposing, RankSpan, RowKind
 from slotwise.core.step_time import Learned
+from slotwise.engine.messages import Add, Timing
 from slotwise.engine.scheduling import Scheduling
-from slotwise.observe.log_checks import MAX_TOKENS, wrong_run, wrong_step
+from slotwise.observe.log_checks import MAX_TOKENS, wrong_request, wrong_run, wrong_step
 from slotwise.observe.log_format import FORMAT, LogError, check_format
 from slotwise.speculation.settings import Speculation
 
@@ -68,29 +67,29 @@ class Run(_Entry, tag="run"):
     speculation: Speculation | None = None  # where drafts come from; None: there are none
 
 
-class Request(_Entry, tag="request", rename={"slo": "terms"}):
+class RequestEntry(_Entry, tag="request"):
     """A generation was requested.  The engine handles it later: see `Step.taken`."""
 
     number: Number
-    id: str  # the engine's; begins with the response's
     ns: Ns  # sent to the engine
     num_prompt: Number
-    params: SamplingParams
-    seed: int
-    received_ns: Ns = 0  # its first bytes were read; 0: not over HTTP
-    read_ns: Ns = 0  # its body was read whole, from which latencies are measured; likewise
-    tokenised_ns: Ns = 0  # its prompt was tokenised
-    output_tokens: Number = 0  # output length forced by a benchmark; 0: none
-    queue_timeout: float = 0.0  # seconds; 0: none
-    slo: SLO = NO_SLO  # its tier and objectives; its tenant, in a file only
-    salt: str = ""  # of its cached prefixes; empty in a stream
-    prompt: tuple[int, ...] = ()  # in a file only
-    stop_lengths: tuple[int, ...] = ()  # characters of each stop string, where `params` leaves them out as long
-    prediction: tuple[int, ...] = ()  # tokens that its client expects; in a file only
-    pooling: PoolingParams | None = None  # one vector is wanted, and no tokens; the log does not hold it
-    adapter: Number = 0  # number of its adapter, which belongs to its prefixes; 0: the base model
-    adapter_name: str = ""  # by which its client named it
-    kv: KVTransfer | None = None  # how the blocks of its prompt travel; in a file only
+    add: Add  # as it was sent, in a file; a stream has `RequestSpec.public`
+
+    @property
+    def id(self) -> str:
+        """The engine's; begins with the response's."""
+        return self.add.request_id
+
+    @property
+    def spec(self) -> RequestSpec:
+        return self.add.spec
+
+    @property
+    def timing(self) -> Timing:
+        return self.add.timing
+
+    def replace_spec(self, spec: RequestSpec) -> RequestEntry:
+        return RequestEntry(self.number, self.ns, self.num_prompt, Add(self.id, spec, self.timing))
 
 
 class Command(_Entry, tag="command"):
@@ -259,7 +258,7 @@ class Gap(_Entry, tag="gap"):
     missed: Number
 
 
-Entry = Run | Request | Command | Step | Sent | Refusal | Engine | Gap
+Entry = Run | RequestEntry | Command | Step | Sent | Refusal | Engine | Gap
 
 
 _encoder = msgspec.json.Encoder()
@@ -291,6 +290,8 @@ def decode(line: bytes | str) -> Entry:
     wrong = ""
     if isinstance(entry, Step):
         wrong = wrong_step(entry)
+    elif isinstance(entry, RequestEntry):
+        wrong = wrong_request(entry)
     elif isinstance(entry, Run):
         check_format(line)
         wrong = wrong_run(entry)

@@ -105,7 +105,7 @@ class Explanation(NamedTuple):
         timeline = self.timeline
         return {
             "id": timeline.request.id, "number": timeline.request.number,
-            "adapter": timeline.request.adapter_name or None, "finish_reason": timeline.end_reason or None,
+            "adapter": timeline.request.spec.adapter_name or None, "finish_reason": timeline.end_reason or None,
             "prompt_tokens": timeline.request.num_prompt, "cached_tokens": self.num_cached,
             "completion_tokens": timeline.num_output, "preemptions": self.num_preemptions,
             "draft_tokens": self.num_drafts, "accepted_draft_tokens": self.num_accepted,
@@ -198,7 +198,7 @@ class _ExplanationBuilder:
         self._why: tuple[str, str, int] | None = None  # part, reason and step of the plan that left it waiting
         self._over = False
         self._num_drafts = self._num_accepted = 0
-        self._spend(timeline.tokenised_ns, "tokenising")
+        self._spend(timeline.tokenized_ns, "tokenising")
         self._spend(timeline.request.ns, "handing_over")
 
     def feed(self, entries: Iterable[Entry]) -> None:

@@ -22,7 +22,7 @@ import msgspec
 
 from slotwise.engine.messages import NO_STEP
 from slotwise.engine.scheduling import Scheduling
-from slotwise.observe.event_log import Command, End, Engine, Entry, Gap, Request, Run, Sent, Step
+from slotwise.observe.event_log import Command, End, Engine, Entry, Gap, RequestEntry, Run, Sent, Step
 from slotwise.observe.request_timeline import DECODE, QUEUE, TOKENISING, LastEnds, RequestTimeline, Stage
 from slotwise.observe.waiting import Waiting
 
@@ -111,7 +111,7 @@ class Timelines:
             self._position += 1
             return changes
         changes = Changes()
-        if isinstance(entry, Request):
+        if isinstance(entry, RequestEntry):
             self._arrive(entry)
         elif isinstance(entry, Command):
             self._sent.append((entry.ns, -1))
@@ -131,10 +131,10 @@ class Timelines:
         self._position += 1
         return changes
 
-    def _arrive(self, request: Request) -> None:
+    def _arrive(self, request: RequestEntry) -> None:
         timeline = RequestTimeline(request, self._position, self.scheduling, attributed_ns=request.ns)
-        if request.received_ns:
-            timeline.stages.append(Stage(TOKENISING, request.received_ns, request.ns))
+        if request.timing.received_ns:
+            timeline.stages.append(Stage(TOKENISING, request.timing.received_ns, request.ns))
         timeline.stages.append(Stage(QUEUE, request.ns))
         self._timelines[request.number] = timeline
         self.waiting.add(timeline)

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from slotwise.observe.event_log import Entry, Request
+from slotwise.observe.event_log import Entry, RequestEntry
 from slotwise.observe.fold import Changes, Timelines
 from slotwise.observe.request_timeline import SHAPES, LastEnds, RequestTimeline
 
@@ -30,7 +30,7 @@ class Index:
     def apply(self, entry: Entry) -> Changes:
         """Adds an appended line."""
         changes = self.timelines.apply(entry)
-        if isinstance(entry, Request) and (timeline := self.timelines.get(entry.number)) is not None:
+        if isinstance(entry, RequestEntry) and (timeline := self.timelines.get(entry.number)) is not None:
             for name in _names(timeline):
                 self._named.setdefault(name, {})[entry.number] = None
             self._together.setdefault((timeline.received_ns, timeline.response_id), {})[entry.number] = timeline
@@ -46,7 +46,7 @@ class Index:
             if (timeline := self.timelines.drop(self._over.popleft()[1])) is not None:
                 self._remove(timeline)
 
-    def unended_before(self, position: int) -> list[Request]:
+    def unended_before(self, position: int) -> list[RequestEntry]:
         """Returns the requests that had arrived and not ended there."""
         return [one.request for one in self.timelines.by_number.values()
                 if one.position < position and not 0 <= one.over_at < position]
@@ -86,5 +86,5 @@ class Index:
 
 
 def _names(timeline: RequestTimeline) -> list[Name]:
-    tenant = timeline.request.salt.partition(":")[0]
+    tenant = timeline.request.spec.salt.partition(":")[0]
     return [("", timeline.response_id), *([(tenant, timeline.response_id)] if tenant else [])]

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from slotwise.observe import step_view
-from slotwise.observe.event_log import Engine, Entry, Gap, Request, Run, Sent, Step
+from slotwise.observe.event_log import Engine, Entry, Gap, RequestEntry, Run, Sent, Step
 from slotwise.observe.fold import Changes, Timelines
 from slotwise.observe.request_timeline import DECODE, NO_SLOT, PREFILL, RequestTimeline
 
@@ -66,7 +66,7 @@ class LiveState(Timelines):
         match entry:
             case Step():
                 self.now_ns = max(self.now_ns, entry.ended_ns)
-            case Request():
+            case RequestEntry():
                 self.now_ns = max(self.now_ns, entry.ns)
             case Sent():
                 self.now_ns = max(self.now_ns, entry.last_ns)

@@ -10,7 +10,7 @@ from slotwise.core.step_time import Learned, StepTimeModel
 from slotwise.engine.scheduling import Scheduling
 
 if TYPE_CHECKING:
-    from slotwise.observe.event_log import Run, Step
+    from slotwise.observe.event_log import RequestEntry, Run, Step
 
 MAX_BLOCKS = 1 << 24  # of a cache; a replay keeps a few dozen bytes for each
 MAX_SEQS = 1 << 20
@@ -19,6 +19,16 @@ MAX_DEPTH = 64
 MAX_GROUPS = 1024  # of the cache
 MAX_RANKS = 1024
 MAX_SUM = 1e60  # of what a step-time model has learned
+
+
+def wrong_request(entry: RequestEntry) -> str:
+    """What contradicts itself in a request; "" if nothing does."""
+    if len(entry.spec.prompt) not in (0, entry.num_prompt):
+        return f"request {entry.number} has {len(entry.spec.prompt)} of {entry.num_prompt} tokens"
+    timing = entry.timing
+    if any(not 0 <= ns < 2**62 for ns in (timing.received_ns, timing.read_ns, timing.tokenized_ns)):
+        return f"request {entry.number} was received at no time"
+    return ""
 
 
 def wrong_step(step: Step) -> str:

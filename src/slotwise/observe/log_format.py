@@ -9,7 +9,7 @@ import msgspec
 from slotwise import __version__
 from slotwise.errors import printable
 
-FORMAT = 1  # to be raised with every change that an older reader would misunderstand
+FORMAT = 2  # to be raised with every change that an older reader would misunderstand
 MAX_VERSION = 32  # characters of a version that an error repeats
 
 

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from slotwise.core.reasons import WAITING_FOR_KV
 from slotwise.engine.observer import Observer
 from slotwise.observe import step_view
-from slotwise.observe.event_log import Entry, Refusal, Request, Step
+from slotwise.observe.event_log import Entry, Refusal, RequestEntry, Step
 from slotwise.observe.expert_load import ExpertLoad
 from slotwise.observe.fold import Changes, Timelines
 from slotwise.observe.prompt_choices import PromptChoices
@@ -109,7 +109,7 @@ class Metrics(Collector, Observer):
         """Counts an entry that made these changes.  Never waits."""
         if isinstance(entry, Refusal):
             self._count("admission_rejections_total", entry.reason)
-        elif isinstance(entry, Request):
+        elif isinstance(entry, RequestEntry):
             self._choices.arrived(entry)
         elif isinstance(entry, Step):
             self._requests(entry, changes)
@@ -157,10 +157,10 @@ class Metrics(Collector, Observer):
         self._observe("e2e_request_latency_seconds", now - timeline.arrived_ns)
         self._number("request_prompt_tokens", request.num_prompt)
         self._number("request_generation_tokens", num_output)
-        self._number("request_params_max_tokens", request.params.max_tokens)
+        self._number("request_params_max_tokens", request.spec.params.max_tokens)
         if longest is not None:
             self._number("request_max_num_generation_tokens", longest)
-            self._number("request_params_n", request.params.n)
+            self._number("request_params_n", request.spec.params.n)
         if timeline.first_token_ns:
             decoding = timeline.last_token_ns - timeline.first_token_ns
             self._observe("request_inference_time_seconds", timeline.last_token_ns - timeline.admitted_ns)
@@ -263,8 +263,8 @@ class Metrics(Collector, Observer):
         """The adapters of unfinished requests, as labels; the value is the time, by which vLLM's readers sort them."""
         names: dict[bool, set[str]] = {True: set(), False: set()}  # by whether their requests wait
         for timeline in self.timelines.by_number.values():
-            if timeline.request.adapter_name and not timeline.ended:
-                names[timeline.is_waiting].add(timeline.request.adapter_name)
+            if timeline.request.spec.adapter_name and not timeline.ended:
+                names[timeline.is_waiting].add(timeline.request.spec.adapter_name)
         return self._shown.info("lora_requests_info", LORA_REQUESTS, {
             "max_lora": self._info.limits.max_loras, "running_lora_adapters": ",".join(sorted(names[False])),
             "waiting_lora_adapters": ",".join(sorted(names[True]))}, time.time())

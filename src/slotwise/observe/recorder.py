@@ -5,10 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Protocol
-
-import msgspec
 
 import slotwise
 from slotwise.core.step import RowKind
@@ -112,16 +109,10 @@ class Recorder(Observer):
     def _asked(self, request: Add, now_ns: int) -> None:
         number = self._numbers[request.request_id] = self._arrivals
         self._arrivals += 1
-        entry = event_log.Request(
-            number, request.request_id, now_ns, len(request.prompt), request.params, request.seed, request.received_ns,
-            request.read_ns, request.tokenised_ns, request.output_tokens, request.queue_timeout, request.slo,
-            request.salt, stop_lengths=request.stop_lengths, pooling=request.pooling, adapter=request.adapter,
-            adapter_name=request.adapter_name)
+        entry = event_log.RequestEntry(number, now_ns, len(request.spec.prompt), request)
         if self._file is not None:
-            self._file.write(line_of(msgspec.structs.replace(
-                entry, prompt=tuple(request.prompt), prediction=request.prediction, kv=request.kv)))
-        if entry.params.grammar is not None:
-            entry.params = replace(entry.params, grammar=None)
+            self._file.write(line_of(entry))
+        entry = entry.replace_spec(request.spec.without_texts())
         self._show(entry, line_of(entry))
 
     def _write(self, entry: Entry) -> None:

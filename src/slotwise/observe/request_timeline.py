@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from slotwise.engine.scheduling import Scheduling
-from slotwise.observe.event_log import End, Request
+from slotwise.observe.event_log import End, RequestEntry
 
 SHAPES = ("cmpl-", "chatcmpl-", "msg-", "resp-", "embd-")  # prefixes of response ids
 STEP_UNDER_WAY = "step_under_way"  # it arrived during a step, and is in no plan yet
@@ -49,7 +49,7 @@ class LastEnds(NamedTuple):
 class RequestTimeline(msgspec.Struct, gc=False):
     """The history of a request.  Times are monotonic nanoseconds; 0: not yet, or unknown."""
 
-    request: Request
+    request: RequestEntry
     position: int  # of its entry in the log
     scheduling: Scheduling | None  # at its arrival
     stages: list[Stage] = msgspec.field(default_factory=list)  # in sequence
@@ -107,16 +107,16 @@ class RequestTimeline(msgspec.Struct, gc=False):
 
     @property
     def received_ns(self) -> int:
-        return self.request.received_ns or self.request.ns
+        return self.request.timing.received_ns or self.request.ns
 
     @property
     def arrived_ns(self) -> int:
         """From here on a server's latencies count: the request was read whole."""
-        return self.request.read_ns or self.request.ns
+        return self.request.timing.read_ns or self.request.ns
 
     @property
-    def tokenised_ns(self) -> int:
-        return self.request.tokenised_ns or self.request.ns
+    def tokenized_ns(self) -> int:
+        return self.request.timing.tokenized_ns or self.request.ns
 
     @property
     def ended(self) -> bool:
@@ -159,7 +159,7 @@ class RequestTimeline(msgspec.Struct, gc=False):
 
     def belongs_to(self, tenant: str) -> bool:
         """True if the request's salt begins with `tenant`, or `tenant` is empty."""
-        return not tenant or self.request.salt == tenant or self.request.salt.startswith(tenant + ":")
+        return not tenant or self.request.spec.salt == tenant or self.request.spec.salt.startswith(tenant + ":")
 
     # -- events --------------------------------------------------------------------------------------------------
 

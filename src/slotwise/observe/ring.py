@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from slotwise.observe.event_log import Command, Engine, Entry, Request, Run, Step, line_of
+from slotwise.observe.event_log import Command, Engine, Entry, RequestEntry, Run, Step, line_of
 from slotwise.observe.fold import Changes, Timelines
 from slotwise.observe.index import Index
 from slotwise.observe.request_timeline import RequestTimeline
@@ -45,7 +45,7 @@ class Line(NamedTuple):
     @property
     def cost(self) -> int:
         """Bytes of memory that it takes, about."""
-        return OVERHEAD + len(self.data) * (1 + TIMELINE * (self.kind is Request))
+        return OVERHEAD + len(self.data) * (1 + TIMELINE * (self.kind is RequestEntry))
 
 
 class Batch(NamedTuple):
@@ -135,7 +135,7 @@ class Ring:
         unfinished = [one.request for one in self.timelines.by_number.values() if one.over_at < 0]
         return self._known_at(self._end, unfinished)
 
-    def _known_at(self, position: int, requests: Sequence[Request]) -> list[Entry]:
+    def _known_at(self, position: int, requests: Sequence[RequestEntry]) -> list[Entry]:
         runs = [run for at, run in self._runs if at < position]
         return [*runs[-1:], *requests]
 

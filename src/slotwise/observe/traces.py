@@ -134,10 +134,10 @@ class Traces:
 
 
 def _attributes(timeline: RequestTimeline, model_name: str) -> dict[str, Any]:
-    request, params, stages = timeline.request, timeline.request.params, timeline.closed_stages
+    request, params, stages = timeline.request, timeline.request.spec.params, timeline.closed_stages
     known: dict[str, Any] = {
         "gen_ai.operation.name": "chat" if request.id.startswith("chatcmpl-") else "text_completion",
-        "gen_ai.response.model": timeline.request.adapter_name or model_name,
+        "gen_ai.response.model": timeline.request.spec.adapter_name or model_name,
         "gen_ai.response.id": timeline.response_id,
         "gen_ai.response.finish_reasons": (timeline.end_reason,),
         "gen_ai.request.temperature": params.temperature,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from sys import byteorder
 
 from slotwise.core.params import PoolingParams, SamplingParams
-from slotwise.core.slo import SLO
+from slotwise.core.request import RequestSpec
 from slotwise.core.step import TokenLogprobs
 from slotwise.engine.messages import Add
 from slotwise.offline.residents import BASE, Held
@@ -40,8 +40,9 @@ class EmbeddingJob:
 
     def add(self, name: str) -> Add:
         """The command that starts it, under a name that is unique among the unfinished ones."""
-        return Add(name, self.output.prompt_token_ids, NO_TOKENS, 0, salt=self._salt, slo=SLO(),
-                   pooling=self._pooling, adapter=self._adapter.number, adapter_name=self._adapter.name)
+        return Add(name, RequestSpec(
+            tuple(self.output.prompt_token_ids), NO_TOKENS, salt=self._salt, pooling=self._pooling,
+            adapter=self._adapter.number, adapter_name=self._adapter.name))
 
     def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], now: float, reason: str = "") -> None:
         """Never called: nothing is sampled."""

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from slotwise.core.params import SamplingParams as EngineParams
+from slotwise.core.request import RequestSpec
 from slotwise.core.slo import SLO
 from slotwise.core.step import TokenLogprobs
 from slotwise.engine.messages import Add
@@ -51,8 +52,9 @@ class Job:
     def add(self, choice: Choice, name: str) -> Add:
         """The command that starts a continuation, under a name that is unique among the unfinished ones."""
         index = choice.completion.index
-        return Add(name, self.output.prompt_token_ids, self._params.of_choice(index), (self._seed + index) % 2**64,
-                   salt=self._salt, slo=self._slo, adapter=self._adapter.number, adapter_name=self._adapter.name)
+        return Add(name, RequestSpec(
+            tuple(self.output.prompt_token_ids), self._params.of_choice(index), (self._seed + index) % 2**64,
+            salt=self._salt, slo=self._slo, adapter=self._adapter.number, adapter_name=self._adapter.name))
 
     def read_prompt(self, start: int, entries: Sequence[TokenLogprobs]) -> None:
         """Adds entries of the prompt's tokens from position `start + 1` on; known ones, computed again, are ignored."""

@@ -42,7 +42,7 @@ class Deadline(FirstComeFirstServed):
 
     def _due(self, request: Request) -> float:
         """Returns the time, in seconds, by which the first token is due."""
-        return request.arrived_at + (request.slo.ttft or self._ttft)
+        return request.arrived_at + (request.spec.slo.ttft or self._ttft)
 
     def _latest_start(self, request: Request) -> float:
         count = len(request.tokens) - request.num_computed
@@ -79,5 +79,5 @@ class Deadline(FirstComeFirstServed):
     def overdue(self, request: Request, now: float) -> str:
         if not self._sheds or request.state is not State.WAITING or now < self._latest_start(request):
             return ""
-        objective = request.slo.ttft or self._ttft
+        objective = request.spec.slo.ttft or self._ttft
         return f"its first token could no longer come within the {objective:g} s that it is promised"

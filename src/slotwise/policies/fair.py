@@ -57,7 +57,7 @@ class Fair(FirstComeFirstServed):
         self._company = -inf  # the level when another tenant was last active
 
     def lane(self, request: Request) -> str:
-        return request.slo.tenant
+        return request.spec.slo.tenant
 
     def lane_key(self, lane: str, now: float) -> Key:
         return (self.counters.get(lane, 0.0),)
@@ -68,28 +68,28 @@ class Fair(FirstComeFirstServed):
 
     def _standing(self, request: Request) -> float:
         """Returns its tenant's counter; until its first token, the value before its prompt was charged."""
-        counter = self.counters.get(request.slo.tenant, 0.0)
+        counter = self.counters.get(request.spec.slo.tenant, 0.0)
         return counter if request.num_output else self._charged.get(request.request_id, counter)
 
     def victim_key(self, request: Request, now: float) -> Key:
-        return (self.counters.get(request.slo.tenant, 0.0), request.arrival)
+        return (self.counters.get(request.spec.slo.tenant, 0.0), request.arrival)
 
     def preempts(self, waiting: Request, running: Request, now: float) -> bool:
         """Only if it precedes the other in the queue: else the victim would be the first to be admitted again."""
-        mine, its = ((self.counters[one.slo.tenant], one.arrival) for one in (waiting, running))
+        mine, its = ((self.counters[one.spec.slo.tenant], one.arrival) for one in (waiting, running))
         return mine < its and self._is_far_behind(waiting, running)
 
     def paused(self, requests: Sequence[Request], beginning: Sequence[Request], now: float) -> frozenset[str]:
         found: dict[tuple[str, str], bool] = {}  # the same for all of a tenant's requests of one tier
         for request in requests:
-            kind = request.slo.tenant, request.slo.tier
+            kind = request.spec.slo.tenant, request.spec.slo.tier
             if kind not in found:
                 found[kind] = any(self._is_far_behind(one, request) for one in beginning)
-        return frozenset([one.request_id for one in requests if found[one.slo.tenant, one.slo.tier]])
+        return frozenset([one.request_id for one in requests if found[one.spec.slo.tenant, one.spec.slo.tier]])
 
     def _is_far_behind(self, request: Request, other: Request) -> bool:
         """Whether its tenant was not served more than the other's, and has at most 1/FAR of its rows, by weight."""
-        tenant, ahead = request.slo.tenant, other.slo.tenant
+        tenant, ahead = request.spec.slo.tenant, other.spec.slo.tenant
         if tenant == ahead:
             return False
         rows = self._rows[tenant] + (not request.holds_slot)
@@ -97,7 +97,7 @@ class Fair(FirstComeFirstServed):
                 and self._standing(request) <= self.counters[ahead])
 
     def arrived(self, request: Request, now: float) -> None:
-        tenant = request.slo.tenant
+        tenant = request.spec.slo.tenant
         self._unfinished[tenant] += 1
         self._reckon(tenant)
         if not self._waiting[tenant]:
@@ -111,7 +111,7 @@ class Fair(FirstComeFirstServed):
         self.counters[tenant] = counter
 
     def admitted(self, request: Request, now: float) -> None:
-        tenant = request.slo.tenant
+        tenant = request.spec.slo.tenant
         self._leave_queue(tenant)
         self._rows[tenant] += 1
         if request.request_id not in self._charged:
@@ -121,8 +121,8 @@ class Fair(FirstComeFirstServed):
         self._reckon(tenant)
 
     def preempted(self, request: Request, now: float) -> None:
-        self._waiting[request.slo.tenant] += 1
-        self._leave_slot(request.slo.tenant)
+        self._waiting[request.spec.slo.tenant] += 1
+        self._leave_slot(request.spec.slo.tenant)
 
     def served(self, requests: Sequence[Request], counts: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
         for request, sampled in zip(requests, tokens, strict=True):
@@ -130,7 +130,7 @@ class Fair(FirstComeFirstServed):
                 self._charge(request, OUTPUT * len(sampled))
 
     def finished(self, request: Request, reason: str, now: float) -> None:
-        tenant = request.slo.tenant
+        tenant = request.spec.slo.tenant
         if not request.holds_slot:
             self._leave_queue(tenant)
         else:
@@ -149,10 +149,10 @@ class Fair(FirstComeFirstServed):
         self.isolates_prefill = self._level - self._company < LATELY
 
     def _charge(self, request: Request, work: float) -> None:
-        self.counters[request.slo.tenant] += work / self._weight(request)
+        self.counters[request.spec.slo.tenant] += work / self._weight(request)
 
     def _weight(self, request: Request) -> float:
-        return self._weights.get(request.slo.tier, 1.0)
+        return self._weights.get(request.spec.slo.tier, 1.0)
 
     def _leave_slot(self, tenant: str) -> None:
         self._rows[tenant] -= 1

@@ -33,7 +33,7 @@ class Priority(FirstComeFirstServed):
         self._gap = gap
 
     def _rank(self, request: Request) -> float:
-        return request.slo.priority + request.arrived_at / self._ageing
+        return request.spec.slo.priority + request.arrived_at / self._ageing
 
     def waiting_key(self, request: Request, now: float) -> Key:
         return (self._rank(request),)
@@ -45,5 +45,5 @@ class Priority(FirstComeFirstServed):
         return (floor(self._rank(request)), request.arrival)
 
     def preempts(self, waiting: Request, running: Request, now: float) -> bool:
-        ahead = running.slo.priority - waiting.slo.priority
+        ahead = running.spec.slo.priority - waiting.spec.slo.priority
         return ahead >= self._gap and self._rank(waiting) < self._rank(running)

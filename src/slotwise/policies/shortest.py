@@ -46,15 +46,15 @@ class Shortest(FirstComeFirstServed):
 
     def _length(self, request: Request) -> float:
         most = request.end - request.num_prompt
-        if self._oracle and request.expected_tokens:
-            return min(most, request.expected_tokens)
-        guess = self._guesses.guess(request.slo.tenant, request.num_prompt, request.num_output)
+        if self._oracle and request.spec.forced_length:
+            return min(most, request.spec.forced_length)
+        guess = self._guesses.guess(request.spec.slo.tenant, request.num_prompt, request.num_output)
         return most if guess is None else min(most, guess)
 
     def finished(self, request: Request, reason: str, now: float) -> None:
         """Learn its output length, unless the output was cut off from outside."""
-        if reason in ("stop", "length") and request.pooling is None:
-            self._guesses.learn(request.slo.tenant, request.num_prompt, request.num_output)
+        if reason in ("stop", "length") and request.spec.pooling is None:
+            self._guesses.learn(request.spec.slo.tenant, request.num_prompt, request.num_output)
 
 
 KEPT = 128  # latest lengths of a kind that a prediction uses

@@ -32,7 +32,8 @@ import torch
 from torch import Tensor
 
 from slotwise.core.params import PoolingParams
-from slotwise.core.step import NewRequest, Output, RowKind, StepPlan, TokenLogprobs
+from slotwise.core.request import Output
+from slotwise.core.step import NewRequest, RowKind, StepPlan, TokenLogprobs
 from slotwise.runner.input_batch import SlotTable
 from slotwise.runner.sampling.sampler import Logprobs, Sampling
 from slotwise.runner.staging import to_host
@@ -82,8 +83,8 @@ class PromptLogprobs:
     def join(self, request: NewRequest) -> None:
         """Set the slot's request, new or resumed after preemption."""
         self._asked.pop(request.slot, None)
-        if request.output is Output.PROMPT_LOGPROBS:
-            num_top = request.params.prompt_logprobs or 0
+        if request.spec.output is Output.PROMPT_LOGPROBS:
+            num_top = request.spec.params.prompt_logprobs or 0
             self._asked[request.slot] = _PromptRequest(request.num_prompt, len(request.tokens), num_top)
 
     def leave(self, slot: int) -> None:
@@ -209,8 +210,8 @@ class PooledPrompts:
     def join(self, request: NewRequest) -> None:
         """Set the slot's request, new or resumed after preemption."""
         self._pools.pop(request.slot, None)
-        if request.pooling is not None:
-            self._pools[request.slot] = _Pool(request, request.pooling)
+        if request.spec.pooling is not None:
+            self._pools[request.slot] = _Pool(request, request.spec.pooling)
 
     def leave(self, slot: int) -> None:
         """Clear the slot."""

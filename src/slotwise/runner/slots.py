@@ -19,7 +19,7 @@ class LoraSlots:
     def apply(self, plan: StepPlan) -> None:
         """Take in the requests that join."""
         for join in plan.new_requests:
-            self._places[join.slot] = self._adapters.place(join.adapter) if join.adapter else NO_ADAPTER
+            self._places[join.slot] = self._adapters.place(join.spec.adapter) if join.spec.adapter else NO_ADAPTER
 
     def assign(self, plan: StepPlan) -> None:
         """Tell the products which adapter each token of the plan has; padding has none."""

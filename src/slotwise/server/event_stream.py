@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from urllib.parse import parse_qsl
 
 import msgspec
 
 from slotwise.core.params import SamplingParams
-from slotwise.core.request import NO_SLO
+from slotwise.core.request import RequestSpec
+from slotwise.engine.messages import Add
 from slotwise.observe import event_log
 from slotwise.observe.event_log import Entry, Gap, encode_lines
 from slotwise.observe.ring import Line, Ring
@@ -44,26 +44,25 @@ class TenantFilter:
 
     def line(self, line: Line) -> bytes:
         """A line of the log as the subscriber may see it."""
-        if line.kind is event_log.Request or (line.kind is event_log.Step and self._tenant):
+        if line.kind is event_log.RequestEntry or (line.kind is event_log.Step and self._tenant):
             return event_log.line_of(self.before(event_log.decode(line.data)))
         return line.data
 
     def before(self, entry: event_log.Entry) -> event_log.Entry:
         """`entry` as the subscriber may see it.  Entries must come in the order of the log."""
-        if isinstance(entry, event_log.Request):
+        if isinstance(entry, event_log.RequestEntry):
             return self._request(entry)
         if isinstance(entry, event_log.Step) and self._tenant:
             return self._step(entry)
         return entry
 
-    def _request(self, entry: event_log.Request) -> event_log.Request:
-        if not self._tenant or entry.salt.partition(":")[0] == self._tenant:
+    def _request(self, entry: event_log.RequestEntry) -> event_log.RequestEntry:
+        spec = entry.spec
+        if not self._tenant or spec.salt.partition(":")[0] == self._tenant:
             self._own.add(entry.number)
-            if not entry.salt and not entry.slo.tenant:
-                return entry
-            return msgspec.structs.replace(entry, salt="", slo=replace(entry.slo, tenant=""))
-        hidden = SamplingParams(max_tokens=entry.params.max_tokens)
-        return msgspec.structs.replace(entry, salt="", id="", seed=0, params=hidden, slo=NO_SLO, stop_lengths=())
+            return entry.replace_spec(spec.public()) if spec.salt or spec.slo.tenant else entry
+        hidden = RequestSpec((), SamplingParams(max_tokens=spec.params.max_tokens))
+        return event_log.RequestEntry(entry.number, entry.ns, entry.num_prompt, Add("", hidden, entry.timing))
 
     def _step(self, entry: event_log.Step) -> event_log.Step:
         own = self._own

@@ -10,7 +10,8 @@ from dataclasses import replace
 from functools import partial
 
 from slotwise.core.params import SamplingParams
-from slotwise.engine.messages import Add
+from slotwise.core.request import RequestSpec
+from slotwise.engine.messages import Add, Timing
 from slotwise.engine.refusals import Refused
 from slotwise.routing.prompt import PIECE
 from slotwise.server.active_requests import ActiveRequest
@@ -42,7 +43,7 @@ async def start(api: Api, job: Job) -> list[Choice]:
     Raises:
         ApiError: the engine accepts no more, or these are too many.
     """
-    tokenised_ns = time.monotonic_ns()
+    timing = Timing(job.received_ns, job.read_ns, time.monotonic_ns())
     prompts, params = job.prompts, job.params
     if len(prompts) * params.n > api.settings.max_choices:
         raise bad_request(f"n: at most {api.settings.max_choices} choices in one request", "n")
@@ -62,7 +63,8 @@ async def start(api: Api, job: Job) -> list[Choice]:
     choices: list[Choice] = []
     num_sent = 0  # tokens since the last pass of the event loop
     try:
-        for prompt, output_tokens in zip(prompts, lengths, strict=True):
+        for prompt, forced_length in zip(prompts, lengths, strict=True):
+            tokens = tuple(prompt)
             for k in range(params.n):
                 if (num_sent := num_sent + len(prompt) + CHOICE_TOKENS) > PASS_TOKENS:
                     num_sent = 0
@@ -71,10 +73,11 @@ async def start(api: Api, job: Job) -> list[Choice]:
                 text = Continuation(api.text.prompts.tokenizer, prompt, params.stop, params.min_tokens, shown)
                 if api.observers.traces is not None and job.traceparent:
                     api.observers.traces.caller(unique, job.traceparent)
-                generation = api.engine.client.submit(Add(
-                    unique, prompt, sent.of_choice(k), (seed + k) % 2**64, output_tokens, job.salt, timeout,
-                    job.received_ns, job.read_ns, tokenised_ns, job.slo, stop_lengths, job.pooling,
-                    job.prediction, adapter, adapter_name, job.kv))
+                spec = RequestSpec(
+                    tokens, sent.of_choice(k), (seed + k) % 2**64, salt=job.salt, slo=job.slo, pooling=job.pooling,
+                    adapter=adapter, adapter_name=adapter_name, kv=job.kv, prediction=job.prediction,
+                    forced_length=forced_length, queue_timeout=timeout, stop_lengths=stop_lengths)
+                generation = api.engine.client.submit(Add(unique, spec, timing))
                 generation.num_prompt = len(prompt) if job.prediction else 0
                 choices.append(Choice(len(choices), generation, text, stop_ids, is_silent=job.is_silent,
                                       parsed=job.parsing.output() if job.parsing is not None else None))

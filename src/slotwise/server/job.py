@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from slotwise.core.params import PoolingParams, SamplingParams
+from slotwise.core.request import KVTransfer
 from slotwise.core.slo import SLO
-from slotwise.core.step import KVTransfer
 from slotwise.server.choice import Choice
 from slotwise.server.context import Api
 from slotwise.server.http_exchange import HttpExchange

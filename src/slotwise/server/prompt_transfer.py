@@ -13,7 +13,7 @@ from http import HTTPStatus
 from typing import Any
 
 from slotwise.core.params import SamplingParams
-from slotwise.core.step import KVTransfer
+from slotwise.core.request import KVTransfer
 from slotwise.server.api_errors import ApiError, bad_request
 from slotwise.server.protocol import Generate, KVTransferParams
 from slotwise.transfer.settings import KVTransferConfig

@@ -11,11 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-import msgspec
-
 from slotwise.core.kv_transfers import KVTransfers
-from slotwise.core.request import Request
-from slotwise.core.step import Arrival, KVTransfer
+from slotwise.core.request import KVTransfer, Request
+from slotwise.core.step import Arrival
 from slotwise.engine.kv_link import News
 from slotwise.engine.messages import Add, Command
 from slotwise.simulate.requests import SERVED, SimulatedRequest
@@ -62,12 +60,13 @@ def simulate_apart(
         seconds_per_token: in which the keys and values of a prompt's token travel.
     """
     requests = [(at, command) for at, command in arrivals if isinstance(command, Add)]
-    found = simulate([(at, msgspec.structs.replace(one, output_tokens=1)) for at, one in requests], prefill)
-    computed = [(found[one.request_id].ended + len(one.prompt) * seconds_per_token, _received(one))
+    found = simulate([(at, Add(one.request_id, replace(one.spec, forced_length=1))) for at, one in requests], prefill)
+    computed = [(found[one.request_id].ended + len(one.spec.prompt) * seconds_per_token, _received(one))
                 for _, one in requests if found[one.request_id].reason in SERVED]
     answered = simulate(sorted(computed, key=lambda each: each[0]), decode)
     return found | {name: replace(one, arrived=found[name].arrived) for name, one in answered.items()}
 
 
 def _received(command: Add) -> Add:
-    return msgspec.structs.replace(command, kv=KVTransfer(command.request_id, sends=False, timeout=LONG))
+    return Add(command.request_id, replace(
+        command.spec, kv=KVTransfer(command.request_id, sends=False, timeout=LONG)))

@@ -162,7 +162,7 @@ def is_decoding(request: Request) -> bool:
 def _left(request: Request) -> int:
     """Returns the steps until a decoding request has its last token, if no token ends it before."""
     left = request.end - len(request.tokens)
-    return min(left, request.expected_tokens - request.num_output) if request.expected_tokens else left
+    return min(left, request.spec.forced_length - request.num_output) if request.spec.forced_length else left
 
 class RunScheduler(Scheduler):
     """A scheduler whose coming steps may be taken as a run."""

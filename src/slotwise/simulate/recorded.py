@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-
-import msgspec
 
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.step_time import Work, work_of
@@ -58,13 +56,14 @@ class Recording:
         return [(at, self._bounded(command, typical)) for at, command in self.commands]
 
     def _bounded(self, command: Command, typical: int) -> Command:
-        if not isinstance(command, Add) or command.pooling is not None:
+        if not isinstance(command, Add) or command.spec.pooling is not None:
             return command
         reason = self.measured[command.request_id].reason
         if reason == "abort":  # it runs until its client leaves
             return command
         seen = len(self.outputs[command.request_id])
-        return msgspec.structs.replace(command, output_tokens=max(1, seen) if reason in ("", *SERVED) else typical)
+        length = max(1, seen) if reason in ("", *SERVED) else typical
+        return Add(command.request_id, replace(command.spec, forced_length=length))
 
 
 def read_recording(entries: Iterable[event_log.Entry]) -> tuple[Setup, Recording]:
@@ -132,14 +131,14 @@ class _Reader:
         match entry:
             case event_log.Gap():
                 raise ValueError(f"{entry.missed} entries of the log are missing")
-            case event_log.Request():
+            case event_log.RequestEntry():
                 self._ids[entry.number] = entry.id
                 found.measured[entry.id] = SimulatedRequest(entry.ns * NS, self._clock)
                 found.outputs[entry.id] = []
-                found.tenants[entry.id], found.tiers[entry.id] = entry.slo.tenant, entry.slo.tier
+                found.tenants[entry.id], found.tiers[entry.id] = entry.spec.slo.tenant, entry.spec.slo.tier
                 found.commands.append((entry.ns * NS, self._arrival(entry)))
-                if entry.received_ns:
-                    self._handling[0].append((entry.ns - entry.received_ns) * NS)
+                if entry.timing.received_ns:
+                    self._handling[0].append((entry.ns - entry.timing.received_ns) * NS)
             case event_log.Sent() if (first := self._first_token(entry.number)) is not None:
                 self._handling[1].append(max(0.0, entry.first_ns * NS - first))
             case event_log.Command() if entry.scheduling is not None:
@@ -156,13 +155,12 @@ class _Reader:
         request = self.recording.measured.get(self._ids.get(number, ""))
         return request.first_token if request is not None else None
 
-    def _arrival(self, entry: event_log.Request) -> Add:
-        prompt: Sequence[int] = entry.prompt or [OWN + entry.number] * entry.num_prompt
-        params = entry.params if entry.params.grammar is None else replace(entry.params, grammar=None)
-        self._has_predictions |= bool(entry.prediction)
-        return Add(entry.id, list(prompt), params, entry.seed, entry.output_tokens, entry.salt,
-                   entry.queue_timeout, slo=entry.slo, pooling=entry.pooling, prediction=entry.prediction,
-                   adapter=entry.adapter)
+    def _arrival(self, entry: event_log.RequestEntry) -> Add:
+        spec = entry.spec
+        self._has_predictions |= bool(spec.prediction)
+        return Add(entry.id, replace(
+            spec, prompt=spec.prompt or (OWN + entry.number,) * entry.num_prompt,
+            params=replace(spec.params, grammar=None), stop_lengths=(), kv=None))
 
     def _keep(self, step: event_log.Step) -> None:
         """Keep what a step took, unless it captured a graph."""

@@ -1,6 +1,6 @@
 """Replays a recorded log on the serving engine itself; all inputs that the engine does not decide come from the log.
 
-    the log                 Request, Command, taken      planned, ended_ns       sampled, failed, failure
+    the log                 RequestEntry, Command, taken    planned, ended_ns       sampled, failed, failure
                                        │                        │                         │
                                        ▼                        ▼                         ▼
     the engine             handle(command)  ─►  schedule  ─►  the clock   ─►  the executor  ─►  commit  ─►  record
@@ -25,7 +25,7 @@ from slotwise.core.step_time import StepTimeModel
 from slotwise.engine.engine import Engine
 from slotwise.engine.grammars import Compiled
 from slotwise.engine.kv_link import News
-from slotwise.engine.messages import NO_STEP, Add, Command, Configure, Finish
+from slotwise.engine.messages import NO_STEP, Command, Configure, Finish
 from slotwise.observe import event_log
 from slotwise.observe.recorder import step_entry
 from slotwise.speculation.proposer import proposer_of
@@ -95,9 +95,11 @@ class _Player:
                 raise ReplayError(f"{entry.missed} entries are missing behind record {self._records}")
             case event_log.Engine():
                 self._engine_run = None  # the API process wrote the records that follow
-            case event_log.Request():
+            case event_log.RequestEntry():
                 self._numbers[entry.id], self._names[entry.number] = entry.number, entry.id
-                self._current_run().commands.append(_arrival(entry))
+                if len(entry.spec.prompt) != entry.num_prompt:
+                    raise ReplayError("the log has no prompts: only one that was written to a file can be replayed")
+                self._current_run().commands.append(entry.add)
             case event_log.Command():
                 self._current_run().commands.append(self._command(entry))
             case event_log.Step() if self._engine_run is not None:
@@ -141,14 +143,6 @@ def _around_difference(one: bytes, other: bytes) -> tuple[str, str]:
     first, second = ["... " * (begin > 0) + text[begin:end].decode(errors="replace") + " ..." * (end < len(text))
                      for text in (one, other)]
     return first, second
-
-
-def _arrival(entry: event_log.Request) -> Add:
-    if len(entry.prompt) != entry.num_prompt:
-        raise ReplayError("the log has no prompts: only one that was written to a file can be replayed")
-    return Add(entry.id, list(entry.prompt), entry.params, entry.seed, entry.output_tokens, entry.salt,
-               entry.queue_timeout, slo=entry.slo, prediction=entry.prediction, pooling=entry.pooling,
-               adapter=entry.adapter, kv=entry.kv)
 
 
 class _EngineRun:

@@ -50,9 +50,9 @@ class RoutedServers:
     def choose(self, at: float, command: Add) -> int:
         """Returns the server of a request that arrives at `at`, in seconds."""
         self.tell(at)
-        size, length = self.observers[0].block_size, len(command.prompt)
-        adapter = self._adapter(command.adapter, at)
-        pieces = tuple(pieces_of(command.prompt, size, f"{command.salt}\0{adapter}"))
+        size, length = self.observers[0].block_size, len(command.spec.prompt)
+        adapter = self._adapter(command.spec.adapter, at)
+        pieces = tuple(pieces_of(command.spec.prompt, size, f"{command.spec.salt}\0{adapter}"))
         found = self._fleet.route(RoutedRequest(command.request_id, length, pieces, size, adapter=adapter), at)
         assert not isinstance(found, Shed), "no server is ever lost"
         told = self.observers[int(found.name)]

@@ -149,7 +149,7 @@ class Server:
         """Takes in a request sent at `at`, or refuses it."""
         self._end_run()
         request = SimulatedRequest(at, self.clock, replica=self._replica)
-        if self.admission.objection(command.slo.tenant, 1, len(command.prompt)):
+        if self.admission.objection(command.spec.slo.tenant, 1, len(command.spec.prompt)):
             request.ended, request.reason = at, REFUSED
         else:
             self._requests[command.request_id] = request

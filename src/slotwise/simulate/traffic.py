@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import RequestSpec
 from slotwise.engine.messages import Add, Command
 from slotwise.workload.requests import Workload
 
@@ -39,8 +40,8 @@ def traffic_of(workload: Workload, adapters: int = 0) -> Traffic:
         raise ValueError("a closed loop is not simulated: its arrivals depend on answers; name other arrivals")
     params = SamplingParams(temperature=0.0, max_tokens=workload.max_tokens, ignore_eos=True)
     for request in workload.requests:
-        prompt = [PREFIX + request.prefix] * request.num_prefix
-        prompt += [OWN + request.number] * (request.num_prompt - request.num_prefix)
-        yield request.arrives_at or 0.0, Add(
-            str(request.number), prompt, params, request.number, request.num_output,
-            adapter=1 + request.number % adapters if adapters else 0)
+        prompt = (PREFIX + request.prefix,) * request.num_prefix
+        prompt += (OWN + request.number,) * (request.num_prompt - request.num_prefix)
+        yield request.arrives_at or 0.0, Add(str(request.number), RequestSpec(
+            prompt, params, request.number, adapter=1 + request.number % adapters if adapters else 0,
+            forced_length=request.num_output))

@@ -55,8 +55,8 @@ class VirtualMachine:
 
     def submit(self, plan: StepPlan) -> None:
         for join in plan.new_requests:
-            self._adapters[join.slot] = join.adapter
-            self._num_at_join[join.slot] = len(join.tokens) if join.pooling is None else inf
+            self._adapters[join.slot] = join.spec.adapter
+            self._num_at_join[join.slot] = len(join.tokens) if join.spec.pooling is None else inf
             self._known[join.slot] = join.num_prompt, self._outputs.get(join.request_id, ())
         work = work_of(plan.starts, plan.counts, plan.padding, plan.drafts)
         seconds = self._pace.step(work) + self.of_adapters(plan.slots) if work.rows else IDLE

@@ -203,7 +203,7 @@ class DraftProposer:
 
     def _new_row(self, request: Request) -> RowDrafts | None:
         """Begin to keep what is known about a request; None if nothing can propose drafts for it."""
-        if not self._looks_up and not request.prediction and request.params.grammar is None:
+        if not self._looks_up and not request.spec.prediction and request.spec.params.grammar is None:
             return None
         sources = self._sources(request)
         failures = 0 if FORCED in sources or PREDICTION in sources else self._failures
@@ -211,9 +211,9 @@ class DraftProposer:
         return row
 
     def _sources(self, request: Request) -> dict[str, DraftSource]:
-        sources: dict[str, DraftSource] = {} if request.params.grammar is None else {FORCED: ForcedTokens(request)}
-        if request.prediction:
-            sources[PREDICTION] = PredictionLookup(request.prediction, request.num_prompt)
+        sources: dict[str, DraftSource] = {} if request.spec.params.grammar is None else {FORCED: ForcedTokens(request)}
+        if request.spec.prediction:
+            sources[PREDICTION] = PredictionLookup(request.spec.prediction, request.num_prompt)
         if self._looks_up:
             sources[NGRAM] = NgramLookup(*self._settings.lookup)
         if self._index is not None:

@@ -14,6 +14,7 @@ from support.cuda_device import DEVICE, KERNELS
 
 from slotwise.compose.engine import load
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import RequestSpec
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import Add
 from slotwise.kernels.cuda import CudaKernels
@@ -43,7 +44,7 @@ def outputs(folder: Path, device: str, kernels: CudaKernels | None = None, **set
             name = f"r{len(waiting)}"
             asked = SamplingParams(
                 temperature=0, max_tokens=OUTPUT, ignore_eos=True, repetition_penalty=draw.choice([1.0, 1.2]))
-            engine.handle(Add(name, waiting.pop(), asked, seed=step))
+            engine.handle(Add(name, RequestSpec(waiting.pop(), asked, step)))
         record = engine.step()
         assert not record.failure and not any(end.message for end in record.ended)
         for name, tokens in zip(record.request_ids, record.token_ids, strict=True):

@@ -349,7 +349,7 @@ def test_after_a_gap_nobody_waits_who_was_not_named_again(opened, entries):
               and entry.num_waiting > 2]
     cut = places[len(places) // 2]
     rest = entries[cut + 12:]
-    asked = {entry.number: entry for entry in entries[:cut + 12] if isinstance(entry, event_log.Request)}
+    asked = {entry.number: entry for entry in entries[:cut + 12] if isinstance(entry, event_log.RequestEntry)}
     for entry in entries[:cut + 12]:
         for end in getattr(entry, "ended", ()):
             asked.pop(end.number, None)

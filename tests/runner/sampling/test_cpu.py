@@ -9,6 +9,7 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import RequestSpec
 from slotwise.core.step import NewRequest
 from slotwise.kernels.reference import FAILED
 from slotwise.runner.sampling.cpu import Sampler
@@ -19,7 +20,8 @@ quick = settings(deadline=None, max_examples=40, derandomize=True)
 
 
 def join(slot: int, params: SamplingParams, tokens=(1, 2, 3), num_prompt=3, seed=0, stop_ids=()) -> NewRequest:
-    return NewRequest(f"r{slot}", slot, tuple(tokens), num_prompt, params, seed, tuple(stop_ids))
+    return NewRequest(f"r{slot}", slot, RequestSpec(tokens[:num_prompt], params, seed), tuple(stop_ids),
+                      tuple(tokens[num_prompt:]))
 
 
 def sample_one(logits: torch.Tensor, params: SamplingParams, **about) -> SampledTokens:
@@ -190,7 +192,7 @@ class TestIndependence:
         generator = torch.Generator().manual_seed(3)
         logits = (torch.randn(32, 1500, generator=generator) * 2).to(dtype)
         new_requests = [join(slot, self.PARAMS[slot % len(self.PARAMS)], seed=slot) for slot in range(32)]
-        alone = [sample_one(logits[i], one.params, seed=one.seed) for i, one in enumerate(new_requests)]
+        alone = [sample_one(logits[i], one.spec.params, seed=one.spec.seed) for i, one in enumerate(new_requests)]
         for turn in range(0, 32, 3):
             order = np.roll(np.arange(32), turn)
             sampler = Sampler(32, 1500)
@@ -213,7 +215,7 @@ class TestIndependence:
                 if step == preempted_at:
                     sampler.leave(slot)
                     slot = 1
-                    sampler.join(start._replace(slot=slot, tokens=tuple(tokens)))
+                    sampler.join(start._replace(slot=slot, sampled=tuple(tokens[3:])))
                 sampled = sampler.sample(logits[step : step + 1], [slot], [len(tokens)])
                 tokens.append(sampled.tokens[0])
             runs.append(tokens)

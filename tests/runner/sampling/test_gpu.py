@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import RequestSpec
 from slotwise.core.step import NewRequest, StepPlan
 from slotwise.kernels.reference import FAILED, draw, uniform
 from slotwise.runner.input_batch import SlotTable
@@ -62,7 +63,7 @@ def asked(seed: int) -> SamplingParams:
 def test_the_same_tokens_whatever_is_asked(kind):
     both, generator = Both(), torch.Generator().manual_seed(1)
     prompts = [tuple(random.Random(slot).choices(range(VOCAB), k=3 + slot % 5)) for slot in range(SLOTS)]
-    both.join(*(NewRequest(f"r{slot}", slot, prompt, len(prompt), asked(slot), 7 * slot + 1, (1, 2))
+    both.join(*(NewRequest(f"r{slot}", slot, RequestSpec(prompt, asked(slot), 7 * slot + 1), (1, 2))
                 for slot, prompt in enumerate(prompts)))
     for step in range(6):
         logits = (torch.randn(SLOTS, VOCAB, generator=generator) * 3).to(kind)
@@ -85,7 +86,7 @@ class TestMasks:
 
     def sampled(self, params: SamplingParams, known=(0,), num_prompt=1, steps=6, logits=LOGITS) -> list[int]:
         both = Both(logits.shape[1], 1)
-        both.join(NewRequest("r", 0, tuple(known), num_prompt, params, 1, ()))
+        both.join(NewRequest("r", 0, RequestSpec(tuple(known)[:num_prompt], params, 1), (), tuple(known)[num_prompt:]))
         tokens = []
         for step in range(steps):
             found, expected = both.sample(logits, [0], [len(known) + step])
@@ -101,7 +102,7 @@ class TestMasks:
     def test_allowed_tokens_keep_their_probabilities(self):
         params = SamplingParams(temperature=0, logprobs=6, allowed_token_ids=(1, 3), logit_bias={3: 2.0, 0: 9.0})
         sampler = Sampler(1, 6)
-        sampler.join(NewRequest("r", 0, (0,), 1, params, 1, ()))
+        sampler.join(NewRequest("r", 0, RequestSpec((0,), params, 1), ()))
         [found] = sampler.sample(self.LOGITS, [0], [1]).logprobs
         assert found.logprob == pytest.approx(-np.log(2), abs=1e-6)
         assert found.top_logprobs[2:] == (-np.inf,) * 4
@@ -120,7 +121,7 @@ class TestMasks:
     def test_a_step_that_is_run_again_forgets_its_outputs(self):
         sampler = Sampler(1, 6)
         params = SamplingParams(temperature=0, bad_words_token_ids=((0, 0),))
-        sampler.join(NewRequest("r", 0, (0,), 1, params, 1, ()))
+        sampler.join(NewRequest("r", 0, RequestSpec((0,), params, 1), ()))
         for _ in range(3):
             assert sampler.sample(self.LOGITS, [0], [1]).tokens == [0]
         assert sampler.sample(self.LOGITS, [0], [2]).tokens == [1]
@@ -131,7 +132,8 @@ class TestMasks:
 
 def test_rows_that_cannot_sample_fail_alone():
     both = Both()
-    both.join(*(NewRequest(f"r{slot}", slot, (3,), 1, SamplingParams(temperature=slot % 2, logprobs=1), slot, ())
+    both.join(*(NewRequest(f"r{slot}", slot,
+                           RequestSpec((3,), SamplingParams(temperature=slot % 2, logprobs=1), slot), ())
                 for slot in range(8)))
     logits = torch.randn(8, VOCAB)
     logits[1, 4], logits[2, 9], logits[3] = torch.nan, torch.inf, -torch.inf
@@ -144,8 +146,8 @@ def test_rows_that_cannot_sample_fail_alone():
 def test_edits_that_fail_cost_their_own_row_alone(monkeypatch):
     both = Both()
     penalty = SamplingParams(temperature=0, presence_penalty=1.0)
-    both.join(NewRequest("a", 0, (3,), 1, SamplingParams(temperature=0), 0, ()),
-              NewRequest("b", 1, (3,), 1, penalty, 0, ()))
+    both.join(NewRequest("a", 0, RequestSpec((3,), SamplingParams(temperature=0)), ()),
+              NewRequest("b", 1, RequestSpec((3,), penalty), ()))
     monkeypatch.setattr(both.table, "known", lambda *where: 1 / 0)
     assert both.device.sample(torch.randn(2, VOCAB), [0, 1], [1, 1]).read().failed == (1,)
 
@@ -154,7 +156,7 @@ def test_a_token_still_on_its_way_is_penalised():
     """The host never saw the first token when the second was drawn."""
     both = Both(vocab=3)
     params = SamplingParams(temperature=0, frequency_penalty=1.0)
-    both.join(NewRequest("r", 0, (0,), 1, params, 0, ()))
+    both.join(NewRequest("r", 0, RequestSpec((0,), params), ()))
     logits, drawn = torch.tensor([[2.5, 2.0, 0.0]]), []
     for position in range(1, 7):
         drawn.append(both.device.sample(logits, [0], [position]))
@@ -165,17 +167,17 @@ def test_a_token_still_on_its_way_is_penalised():
 def test_tokens_outside_the_vocabulary_are_ignored():
     both = Both(vocab=8)
     params = SamplingParams(temperature=0, logprobs=8, repetition_penalty=2.0, logit_bias={99: 5.0}, min_tokens=2)
-    both.join(NewRequest("r", 0, (20, 1, 300), 3, params, 0, (77,)))
+    both.join(NewRequest("r", 0, RequestSpec((20, 1, 300), params), (77,)))
     found, expected = both.sample(torch.randn(1, 8), [0], [3])
     assert found.tokens == expected.tokens and found.logprobs[0].top_ids == expected.logprobs[0].top_ids
 
 
 def test_a_slot_forgets_its_last_request():
     both, logits = Both(vocab=3), torch.tensor([[1.0, 0.0, 0.0]])
-    both.join(NewRequest("a", 0, (0,), 1, SamplingParams(temperature=0, logit_bias={2: 100.0}), 0, ()))
+    both.join(NewRequest("a", 0, RequestSpec((0,), SamplingParams(temperature=0, logit_bias={2: 100.0})), ()))
     assert both.sample(logits, [0], [1])[0].tokens == [2]
     both.device.leave(0)
-    both.join(NewRequest("b", 0, (0,), 1, SamplingParams(temperature=0), 0, ()))
+    both.join(NewRequest("b", 0, RequestSpec((0,), SamplingParams(temperature=0)), ()))
     assert both.device.sample(logits, [0], [1]).read().tokens == [0]
 
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import RequestSpec
 from slotwise.core.step import NewRequest, TokenLogprobs
 from slotwise.runner.sampling.cpu import Sampler
 
@@ -22,7 +23,7 @@ def describe(logits: torch.Tensor, params: SamplingParams, prompt=(0,), outputs=
     """Log-probabilities of the token after the outputs."""
     sampler = Sampler(1, logits.shape[-1])
     known = (*prompt, *outputs)
-    sampler.join(NewRequest("r", 0, known, len(prompt), params, 5, tuple(stop_ids)))
+    sampler.join(NewRequest("r", 0, RequestSpec(prompt, params, 5), tuple(stop_ids), tuple(outputs)))
     [found] = sampler.sample(logits[None], [0], [len(known)]).logprobs
     assert found is not None
     return found
@@ -69,7 +70,7 @@ class TestPenaltiesAndBias:
 
     def test_own_outputs_count_as_they_are_sampled(self):
         sampler = Sampler(1, 3)
-        sampler.join(NewRequest("r", 0, (0,), 1, SamplingParams(temperature=0, frequency_penalty=1.0), 0, ()))
+        sampler.join(NewRequest("r", 0, RequestSpec((0,), SamplingParams(temperature=0, frequency_penalty=1.0)), ()))
         logits = torch.tensor([[2.5, 2.0, 0.0]])
         tokens = [sampler.sample(logits, [0], [1 + i]).tokens[0] for i in range(6)]
         assert tokens == [0, 1, 0, 1, 0, 1]
@@ -93,18 +94,18 @@ class TestPenaltiesAndBias:
         logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]] * 3)
         for slot, asked in enumerate((SamplingParams(temperature=0, logit_bias={0: 9.0}), params,
                                       SamplingParams(temperature=0))):
-            sampler.join(NewRequest(str(slot), slot, (1, 2), 2, asked, 0, ()))
+            sampler.join(NewRequest(str(slot), slot, RequestSpec((1, 2), asked), ()))
         sampled = sampler.sample(logits, [0, 1, 2], [2, 5, 2])  # of the one in the middle three outputs are unknown
         assert sampled.failed == (1,)
         assert sampled.tokens[0] == 0 and sampled.tokens[2] == 3
 
     def test_a_slot_forgets_its_last_request(self):
         sampler = Sampler(1, 3)
-        sampler.join(NewRequest("a", 0, (0,), 1, SamplingParams(temperature=0, logit_bias={2: 100.0}), 0, ()))
+        sampler.join(NewRequest("a", 0, RequestSpec((0,), SamplingParams(temperature=0, logit_bias={2: 100.0})), ()))
         logits = torch.tensor([[1.0, 0.0, 0.0]])
         assert sampler.sample(logits, [0], [1]).tokens == [2]
         sampler.leave(0)
-        sampler.join(NewRequest("b", 0, (0,), 1, SamplingParams(temperature=0), 0, ()))
+        sampler.join(NewRequest("b", 0, RequestSpec((0,), SamplingParams(temperature=0)), ()))
         assert sampler.sample(logits, [0], [1]).tokens == [0]
 
 
@@ -112,7 +113,8 @@ class TestMinTokens:
     @pytest.mark.parametrize("temperature", [0.0, 1.0])
     def test_ends_are_banned_until_reached(self, temperature):
         sampler = Sampler(1, 6)
-        sampler.join(NewRequest("r", 0, (0, 0), 2, SamplingParams(temperature=temperature, min_tokens=5), 1, (2, 4)))
+        sampler.join(NewRequest("r", 0, RequestSpec((0, 0), SamplingParams(temperature=temperature, min_tokens=5), 1),
+                                (2, 4)))
         logits = torch.tensor([[0.0, 1.0, 30.0, 0.5, 29.0, 0.0]])
         tokens = [sampler.sample(logits, [0], [2 + i]).tokens[0] for i in range(8)]
         assert not {2, 4} & set(tokens[:5])
@@ -120,13 +122,14 @@ class TestMinTokens:
 
     def test_a_later_join_counts_its_outputs(self):
         sampler = Sampler(1, 6)
-        sampler.join(NewRequest("r", 0, (0, 0, 1, 1, 1), 2, SamplingParams(temperature=0, min_tokens=4), 1, (2,)))
+        params = SamplingParams(temperature=0, min_tokens=4)
+        sampler.join(NewRequest("r", 0, RequestSpec((0, 0), params, 1), (2,), (1, 1, 1)))
         logits = torch.tensor([[0.0, 1.0, 30.0, 0.5, 2.0, 0.0]])
         assert [sampler.sample(logits, [0], [5 + i]).tokens[0] for i in range(2)] == [4, 2]
 
     def test_nothing_left_to_sample_fails_the_row(self):
         sampler = Sampler(1, 2)
-        sampler.join(NewRequest("r", 0, (0,), 1, SamplingParams(min_tokens=1), 1, (0, 1)))
+        sampler.join(NewRequest("r", 0, RequestSpec((0,), SamplingParams(min_tokens=1), 1), (0, 1)))
         assert sampler.sample(torch.zeros(1, 2), [0], [1]).failed == (0,)
 
 
@@ -138,7 +141,7 @@ class TestLogprobs:
         sampler = Sampler(40, 5000)
         for slot in range(40):
             params = SamplingParams(temperature=temperature, logprobs=slot % 21, top_k=100)
-            sampler.join(NewRequest("r", slot, (0,), 1, params, slot, ()))
+            sampler.join(NewRequest("r", slot, RequestSpec((0,), params, slot), ()))
         sampled = sampler.sample(logits, range(40), [1] * 40)
         for row, (token, found) in enumerate(zip(sampled.tokens, sampled.logprobs, strict=True)):
             expected = logits[row].double().log_softmax(0)
@@ -151,7 +154,7 @@ class TestLogprobs:
     def test_rows_that_did_not_ask_get_none(self):
         sampler = Sampler(3, 8)
         for slot, asked in enumerate((None, 0, None)):
-            sampler.join(NewRequest("r", slot, (0,), 1, SamplingParams(logprobs=asked), slot, ()))
+            sampler.join(NewRequest("r", slot, RequestSpec((0,), SamplingParams(logprobs=asked), slot), ()))
         logprobs = sampler.sample(torch.zeros(3, 8), range(3), [1] * 3).logprobs
         assert logprobs[0] is None and logprobs[2] is None
         assert logprobs[1].top_ids == () and logprobs[1].logprob == pytest.approx(-np.log(8), abs=1e-6)

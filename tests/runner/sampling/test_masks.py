@@ -13,6 +13,7 @@ import torch
 from slotwise import grammars
 from slotwise.core.grammar import JSON_SCHEMA, LARK, REGEX, Grammar
 from slotwise.core.params import SamplingParams
+from slotwise.core.request import RequestSpec
 from slotwise.core.step import NewRequest, RowKind, StepPlan
 from slotwise.kernels.reference import FAILED, allowed_only, draw
 from slotwise.runner.input_batch import SlotTable
@@ -36,7 +37,8 @@ def joined(masks: Masks, compiler: Grammars, pattern: str, outputs: tuple[int, .
     while not compiler.has_compiled:
         pass
     assert [one.objection for one in compiler.pop_compiled()] == [""]
-    join = NewRequest("r", slot, PROMPT + outputs, len(PROMPT), SamplingParams(temperature=0, grammar=grammar), 1, ())
+    params = SamplingParams(temperature=0, grammar=grammar)
+    join = NewRequest("r", slot, RequestSpec(PROMPT, params, 1), (), outputs)
     masks.join(join)
     return join
 
@@ -88,7 +90,7 @@ def test_a_row_that_cannot_go_on_fails_alone() -> None:
     assert allowed(masks, plan(1)) == [""] and masks.objection(0).startswith("structured_outputs: ")
     sampler = Sampler(4, VOCAB, masks=masks)
     for slot, params in ((0, SamplingParams(temperature=0)), (1, SamplingParams(temperature=0))):
-        sampler.join(NewRequest(str(slot), slot, PROMPT, len(PROMPT), params, 1, ()))
+        sampler.join(NewRequest(str(slot), slot, RequestSpec(PROMPT, params, 1), ()))
     drawn = sampler.sample(torch.randn(2, VOCAB), [0, 1], [len(PROMPT) + 1, len(PROMPT)])
     assert drawn.tokens[0] == FAILED and drawn.tokens[1] != FAILED and drawn.failed == (0,)
 
@@ -183,7 +185,7 @@ def test_masked_rows_of_both_paths(kind: torch.dtype) -> None:
         for temperature in (0.0, 1.0):
             for slot in range(6):
                 params = SamplingParams(temperature=temperature, logprobs=2 if slot == 2 else None)
-                sampler.join(NewRequest(str(slot), slot, PROMPT, len(PROMPT), params, 7, ()))
+                sampler.join(NewRequest(str(slot), slot, RequestSpec(PROMPT, params, 7), ()))
             drawn = sampler.sample(logits, range(6), [len(PROMPT)] * 6).read()
             assert drawn.failed == (0,)
             assert temperature > 0 or drawn.tokens == best
@@ -201,7 +203,7 @@ def test_values_that_are_not_finite_count_only_where_they_are_allowed() -> None:
         bits[0, forbidden // 32] &= ~np.int32(1 << forbidden % 32)
         masks: Any = type("Fixed", (), {"select": lambda *given, bits=bits: RowMasks(np.array([0]), bits)})()
         sampler = Sampler(1, VOCAB, masks=masks)
-        sampler.join(NewRequest("0", 0, PROMPT, len(PROMPT), SamplingParams(temperature=0), 7, ()))
+        sampler.join(NewRequest("0", 0, RequestSpec(PROMPT, SamplingParams(temperature=0), 7), ()))
         assert sampler.sample(logits, [0], [len(PROMPT)]).tokens == [token]
 
 
@@ -233,7 +235,7 @@ def test_what_dies_later_says_what_in_the_grammar_did_it(kind: str, text: str, o
     while not compiler.has_compiled:
         pass
     assert [one.objection for one in compiler.pop_compiled()] == [""]
-    masks.join(NewRequest("r", 0, PROMPT, len(PROMPT), SamplingParams(temperature=0, grammar=grammar), 1, ()))
+    masks.join(NewRequest("r", 0, RequestSpec(PROMPT, SamplingParams(temperature=0, grammar=grammar), 1), ()))
     for number, byte in enumerate(outputs):
         assert allowed(masks, plan(number)) != [""] and not masks.objection(0)
         masks.record(plan(number), [(byte,)])

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slotwise.core.params import InvalidParams, SamplingParams, ThinkingBudget
+from slotwise.core.request import RequestSpec
 from slotwise.core.step import NewRequest, StepPlan
 from slotwise.kernels.reference import draw
 from slotwise.runner.input_batch import SlotTable
@@ -62,7 +63,7 @@ def test_no_output_reasons_beyond_its_budget(budget, seed, temperature, is_edite
     params = SamplingParams(temperature=temperature, max_tokens=40, logprobs=VOCAB, thinking=budget, **more)
     table = SlotTable(1, TOKENS, 4, 99)
     device, host = DeviceSampler(table, VOCAB, draw, CPU), Sampler(1, VOCAB)
-    join = NewRequest("r", 0, (3, 3), 2, params, seed, (END,))
+    join = NewRequest("r", 0, RequestSpec((3, 3), params, seed), (END,))
     table.apply(StepPlan(0, 0.0, (), (join,), *[()] * 13, None))
     device.join(join)
     host.join(join)
@@ -96,6 +97,6 @@ def test_a_token_that_is_not_allowed_cannot_end_reasoning():
 
 def test_outputs_that_are_not_known_are_an_error():
     params = SamplingParams(thinking=ThinkingBudget(3, END))
-    edits = LogitEdits(RequestParams.of(NewRequest("r", 0, (3,), 1, params, 1, ()), VOCAB), (3,), VOCAB)
+    edits = LogitEdits(RequestParams.of(NewRequest("r", 0, RequestSpec((3,), params, 1), ()), VOCAB), (3,), VOCAB)
     with pytest.raises(ValueError, match="0 are known"):
         edits.apply(np.zeros(VOCAB, np.float32), 1)

@@ -200,7 +200,7 @@ class Masks:
     def join(self, join: NewRequest) -> None:
         """Set the slot's request, new or resumed after preemption."""
         self._texts.pop(join.slot, None)
-        if join.params.grammar is not None:
+        if join.spec.params.grammar is not None:
             matcher = self._grammars.matcher(join.request_id)
             self._texts[join.slot] = _ConstrainedOutput(join, matcher, self._grammars.bytes_of)
 
@@ -292,9 +292,9 @@ class _ConstrainedOutput:
         self.request_id = join.request_id
         self.num_prompt = join.num_prompt
         self.error = ""
-        self._grammar = join.params.grammar
+        self._grammar = join.spec.params.grammar
         self._matcher, self._bytes_of = matcher, bytes_of
-        self._outputs = list(join.tokens[join.num_prompt :])
+        self._outputs = list(join.sampled)
         self._num_consumed = 0
         self._num_held = 0  # of those that the matcher consumed, the first ones that are still outputs
 

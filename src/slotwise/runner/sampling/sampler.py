@@ -47,7 +47,7 @@ class RequestParams:
     @classmethod
     def of(cls, request: NewRequest, vocab_size: int) -> RequestParams:
         """The parameters of a request that joins."""
-        params = request.params
+        params = request.spec.params
         stop_ids = _within(request.stop_ids if params.min_tokens else (), vocab_size)
         bias_ids = _within(params.logit_bias, vocab_size)
         bias = np.array([params.logit_bias[token] for token in bias_ids.tolist()], np.float32)
@@ -91,11 +91,11 @@ class SlotParams:
 
     def join(self, request: NewRequest) -> RequestParams:
         """Set the slot's request, new or resumed after preemption; returns its parameters."""
-        params, slot = request.params, request.slot
+        params, slot = request.spec.params, request.slot
         temperature = 0.0 if is_greedy(params) else params.temperature
         top_k = min(max(params.top_k, 0), self.vocab_size)
         self.controls[slot] = (temperature, top_k, params.top_p, params.min_p)
-        self.seeds[slot] = request.seed & _64_BITS
+        self.seeds[slot] = request.spec.seed & _64_BITS
         self._requests[slot] = RequestParams.of(request, self.vocab_size)
         return self._requests[slot]
 

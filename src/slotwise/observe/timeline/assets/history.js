@@ -255,7 +255,7 @@ export class History {
   }
 
   #known(number) {
-    if (!this.requests.has(number)) this.requests.set(number, new Request({ number, id: "", num_prompt: 0 }, null));
+    if (!this.requests.has(number)) this.requests.set(number, new Request({ number, num_prompt: 0 }, null));
     return this.requests.get(number);
   }
 

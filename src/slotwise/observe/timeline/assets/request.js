@@ -2,10 +2,10 @@
 export class Request {
   constructor(entry, arrived) {
     this.number = entry.number;
-    this.id = entry.id;
+    this.id = entry.add?.request_id ?? "";
     this.numPrompt = entry.num_prompt ?? 0;
-    this.adapter = entry.adapter_name ?? "";
-    this.maxTokens = entry.params?.max_tokens ?? null;
+    this.adapter = entry.add?.spec.adapter_name ?? "";
+    this.maxTokens = entry.add?.spec.params.max_tokens ?? null;
     this.arrived = arrived; // seconds; null where the log begins later
     this.wait = null; // the current one
     this.waits = [];

@@ -31,8 +31,8 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path[:] = [str(HERE.parent / "src"), *(path for path in sys.path if path != str(HERE))]
 
-from slotwise.workload import arrivals, lengths  # noqa: E402
-from slotwise.workload.requests import Recipe, Workload, generate  # noqa: E402
+from slotwise.workload.distributions import parse_arrivals, parse_lengths  # noqa: E402
+from slotwise.workload.workloads import Recipe, Workload, generate  # noqa: E402
 
 SHAPES = {
     "mixed": ("lognormal:128:0.9:1024", "lognormal:64:0.9:512"),
@@ -49,7 +49,7 @@ def workload(name: str, count: int) -> Workload:
     if kind not in SHAPES or not seed.isdigit():
         raise ValueError(f"a workload is {' or '.join(SHAPES)}, a colon and a seed, not {name!r}")
     inputs, outputs = SHAPES[kind]
-    return generate(Recipe(count, lengths.parse(inputs), lengths.parse(outputs), arrivals.parse("at-once")), int(seed))
+    return generate(Recipe(count, parse_lengths(inputs), parse_lengths(outputs), parse_arrivals("at-once")), int(seed))
 
 
 class OpenVino:

@@ -1,6 +1,6 @@
 """The capacity answer beside real replicas: as many as it names, and one fewer.
 
-    two servers, a processor each ◄── slotwise scale ◄── traffic ──► event log of one ──► slotwise.simulate.capacity
+    two servers, a processor each ◄── slotwise scale ◄── traffic ──► event log of one ──► simulate.capacity_search
                                                                                             │ N replicas for a trace
     trials, each of other traffic: N of the servers behind the door, and N - 1 ◄────────────┘
 
@@ -30,22 +30,20 @@ import httpx
 from benchmarks.reliability.server import serving
 from benchmarks.simulator import SETTLED, Windows
 
-from slotwise.bench.client import Phrasing
-from slotwise.bench.client import Target as Address
-from slotwise.bench.measures import COMPLETED, Outcome
+from slotwise.bench.load_generator import BenchTarget as Address
+from slotwise.bench.load_generator import Phrasing, measure, resolve
+from slotwise.bench.measures import COMPLETED, RequestOutcome
 from slotwise.bench.results import environment, write_json
-from slotwise.bench.serving import measure, resolve
 from slotwise.observe.event_log import read_file
-from slotwise.simulate.capacity import Target, at_load, fewest, scaled, served
-from slotwise.simulate.figures import Objectives
+from slotwise.simulate.capacity_search import CapacityTarget, at_load, fewest, scaled, served
+from slotwise.simulate.figures import LatencyLimits, SimulatedRequest
 from slotwise.simulate.recorded import read_recording
-from slotwise.simulate.requests import SimulatedRequest
 from slotwise.simulate.simulator import Setup
-from slotwise.workload.requests import Workload
+from slotwise.workload.workloads import Workload
 
 READY = re.compile(r"Ready after .* on (http://\S+)")
 REPLICAS = 2
-TARGET = Target(ttft=2.0, tpot=0.15, share=0.95)
+TARGET = CapacityTarget(ttft=2.0, tpot=0.15, share=0.95)
 LOADS = (1.3, 1.4, 1.5, 1.6, 1.7)  # of what one replica bears of a trial's traffic
 CALIBRATION, FIRST = 60, 10  # seeds of the traffic
 OTHER_PROMPTS = 1000  # steps of the seed: a replica has no prompt of an earlier run in its prefix cache
@@ -86,14 +84,14 @@ def sent(urls: Sequence[str], workload: Workload) -> list[SimulatedRequest]:
     return [_measured(one) for one in outcomes]
 
 
-def _measured(one: Outcome) -> SimulatedRequest:
+def _measured(one: RequestOutcome) -> SimulatedRequest:
     reason = "length" if one.status == COMPLETED else one.status
     return SimulatedRequest.measured(one.sent, one.token_times, one.ended, reason)
 
 
 def kept(requests: Sequence[SimulatedRequest]) -> dict[str, Any]:
     """Returns whether the objective is met, and the share of requests that keep each limit."""
-    limits = {"ttft": Objectives(ttft=TARGET.ttft), "tpot": Objectives(tpot=TARGET.tpot)}
+    limits = {"ttft": LatencyLimits(ttft=TARGET.ttft), "tpot": LatencyLimits(tpot=TARGET.tpot)}
     return {"requests": len(requests), "met": TARGET.met(requests)} | {
         name: sum(map(limit.met, requests)) / len(requests) for name, limit in limits.items()}
 

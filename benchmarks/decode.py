@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 
+from slotwise.bench.profiler import cost_of
 from slotwise.bench.results import environment
-from slotwise.bench.roofline import cost_of
 from slotwise.compose.engine import Loaded, load
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import RequestSpec

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from slotwise.bench.report import slot_charts
+from slotwise.bench.report.comparison_page import slot_charts
 
 
 def compare(results: Path, options: list[str]) -> dict:

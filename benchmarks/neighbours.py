@@ -23,13 +23,12 @@ from rich.progress import track
 from rich.table import Table
 
 import slotwise
-from slotwise.bench.client import Phrasing, Target
-from slotwise.bench.measures import Objectives
+from slotwise.bench.load_generator import BenchTarget, Phrasing, measure, resolve, serving_result
+from slotwise.bench.measures import GoodputLimits
 from slotwise.bench.results import commit, environment, workload_facts, write_json
 from slotwise.bench.server_run import serving
-from slotwise.bench.serving import measure, resolve, serving_result
-from slotwise.workload import arrivals, lengths
-from slotwise.workload.requests import Recipe, Workload, generate
+from slotwise.workload.distributions import parse_arrivals, parse_lengths
+from slotwise.workload.workloads import Recipe, Workload, generate
 
 SLOTS = 16
 HERE = Path(slotwise.__file__).parents[1]
@@ -37,7 +36,7 @@ RESTLESS = [sys.executable, "-c", "while True: pass"]
 
 
 @contextlib.contextmanager
-def served(source: Path, arguments: list[str]) -> Iterator[Target]:
+def served(source: Path, arguments: list[str]) -> Iterator[BenchTarget]:
     """Yields a server of the version in `source`."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = str(source)
@@ -61,15 +60,16 @@ def busy(number: int) -> Iterator[None]:
             program.wait()
 
 
-def load(target: Target, workload: Workload) -> tuple[float, float]:
+def load(target: BenchTarget, workload: Workload) -> tuple[float, float]:
     """Returns output tokens per second, and the longest gap in a stream in milliseconds."""
     target, vocab_size = resolve(target)
     result = serving_result(
-        target, workload, measure(target, workload, Phrasing(vocab_size=vocab_size), num_warmups=4), Objectives({}))
+        target, workload, measure(target, workload, Phrasing(vocab_size=vocab_size), num_warmups=4), GoodputLimits({}))
     return float(result["output_throughput"]), 1000 * max(max(gaps, default=0.0) for gaps in result["itls"])
 
 
-def compare(targets: dict[str, Target], workload: Workload, numbers: list[int], rounds: int) -> list[dict[str, object]]:
+def compare(
+    targets: dict[str, BenchTarget], workload: Workload, numbers: list[int], rounds: int) -> list[dict[str, object]]:
     """Returns the results of each run, by version and number of busy programs."""
     found: dict[tuple[str, int], list[tuple[float, float]]] = {}
     turns = [(turn, number) for number in numbers for turn in range(rounds)]
@@ -94,8 +94,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures here")
     asked = parser.parse_args()
     workload = generate(Recipe(
-        asked.num_prompts, lengths.parse(asked.prompts), lengths.parse("lognormal:64:0.8:256"),
-        arrivals.parse(f"closed:{SLOTS}")), seed=1)
+        asked.num_prompts, parse_lengths(asked.prompts), parse_lengths("lognormal:64:0.8:256"),
+        parse_arrivals(f"closed:{SLOTS}")), seed=1)
     sources = {"this": HERE} | ({"other": asked.beside.resolve()} if asked.beside else {})
     arguments = [*([asked.model] if asked.model else []), "--max-num-seqs", str(SLOTS)]
     with contextlib.ExitStack() as stack:

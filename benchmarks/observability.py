@@ -27,13 +27,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from slotwise.bench.client import Phrasing, Target
-from slotwise.bench.measures import Objectives
+from slotwise.bench.load_generator import BenchTarget, Phrasing, measure, resolve, serving_result
+from slotwise.bench.measures import GoodputLimits
 from slotwise.bench.results import environment, workload_facts, write_json
 from slotwise.bench.server_run import NO_QUEUE_BOUND
-from slotwise.bench.serving import measure, resolve, serving_result
-from slotwise.workload import arrivals, lengths
-from slotwise.workload.requests import Recipe, Workload, generate
+from slotwise.workload.distributions import parse_arrivals, parse_lengths
+from slotwise.workload.workloads import Recipe, Workload, generate
 
 READY = re.compile(r"Ready after .* on (http://\S+)")
 SERVE, VIEW = "serve", "view"  # roles of this program in child processes
@@ -114,9 +113,9 @@ def viewing(url: str) -> Iterator[None]:
 
 def throughput(url: str, workload: Workload) -> float:
     """Returns output tokens per second, as clients see them."""
-    target, vocab_size = resolve(Target(url))
+    target, vocab_size = resolve(BenchTarget(url))
     measured = measure(target, workload, Phrasing(vocab_size=vocab_size), num_warmups=4)
-    return float(serving_result(target, workload, measured, Objectives({}))["output_throughput"])
+    return float(serving_result(target, workload, measured, GoodputLimits({}))["output_throughput"])
 
 
 def compare(arguments: list[str], workload: Workload, pairs: int) -> tuple[Figures, int]:
@@ -145,8 +144,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures here")
     asked = parser.parse_args()
     workload = generate(Recipe(
-        asked.num_prompts, lengths.parse("lognormal:64:0.8:256"), lengths.parse("lognormal:64:0.8:256"),
-        arrivals.parse(f"closed:{asked.slots}")), seed=1)
+        asked.num_prompts, parse_lengths("lognormal:64:0.8:256"), parse_lengths("lognormal:64:0.8:256"),
+        parse_arrivals(f"closed:{asked.slots}")), seed=1)
     model = [asked.model] if asked.model else []
     figures, size = compare([*model, "--max-num-seqs", str(asked.slots)], workload, asked.pairs)
     ratios = [observed / bare for bare, observed in zip(figures["bare"], figures["observed"], strict=True)]

@@ -30,7 +30,7 @@ from rich.progress import track
 from rich.table import Table
 
 from slotwise.bench.results import commit, environment, write_json
-from slotwise.workload.requests import as_workload
+from slotwise.workload.workloads import as_workload
 
 from .beside_vllm import workload
 from .neighbours import load, served

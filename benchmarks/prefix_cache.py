@@ -13,18 +13,16 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from slotwise.bench.client import Phrasing, Target
-from slotwise.bench.measures import Objectives
+from slotwise.bench.load_generator import BenchTarget, Phrasing, measure, resolve, serving_result
+from slotwise.bench.measures import GoodputLimits
 from slotwise.bench.server_run import serving
-from slotwise.bench.serving import measure, resolve, serving_result
-from slotwise.workload import arrivals, lengths
-from slotwise.workload.prefixes import Prefixes
-from slotwise.workload.requests import Recipe, Workload, generate
+from slotwise.workload.distributions import Prefixes, parse_arrivals, parse_lengths
+from slotwise.workload.workloads import Recipe, Workload, generate
 
 SHOWN = ("median_ttft_ms", "p99_ttft_ms", "output_throughput", "median_itl_ms", "p99_itl_ms")
 
 
-def counter(target: Target, name: str) -> float:
+def counter(target: BenchTarget, name: str) -> float:
     """Returns a counter of the server, summed over its labels."""
     key = {"Authorization": f"Bearer {target.api_key}"}
     request = urllib.request.Request(f"{target.base_url}/metrics", headers=key)
@@ -38,7 +36,7 @@ def run(model: list[str], switch: str, workload: Workload) -> dict:
         target, vocab_size = resolve(served.target)
         before = counter(target, "iteration_tokens_total_sum")
         measured = measure(target, workload, Phrasing(vocab_size=vocab_size), num_warmups=2)
-        result = serving_result(target, workload, measured, Objectives({}))
+        result = serving_result(target, workload, measured, GoodputLimits({}))
         return result | {
             "setting": switch, "computed_tokens": counter(target, "iteration_tokens_total_sum") - before,
             "cached_tokens": counter(target, "prompt_tokens_cached_total")}
@@ -54,8 +52,8 @@ def main() -> None:
     asked = parser.parse_args()
     groups, tokens = map(int, asked.groups.split(":"))
     workload = generate(Recipe(
-        asked.num_prompts, lengths.parse("lognormal:48:0.6:128"), lengths.parse("lognormal:32:0.6:96"),
-        arrivals.parse(f"poisson:{asked.rate}"), Prefixes(groups, tokens)), seed=1)
+        asked.num_prompts, parse_lengths("lognormal:48:0.6:128"), parse_lengths("lognormal:32:0.6:96"),
+        parse_arrivals(f"poisson:{asked.rate}"), Prefixes(groups, tokens)), seed=1)
     model = [asked.model] if asked.model else []
     results = [run(model, switch, workload) for switch in ("--no-enable-prefix-caching", "--enable-prefix-caching")]
     table = Table("", *(result["setting"] for result in results))

@@ -45,9 +45,8 @@ from slotwise.scale.ray_router import ASKED_AT, STATE, RoutingOnRay
 from slotwise.scale.routed import Prompt, prompt_of
 from slotwise.simulate.pace import LearnedPace
 from slotwise.simulate.recorded import read_recording
-from slotwise.simulate.simulator import Setup
-from slotwise.simulate.traffic import traffic_of
-from slotwise.workload.requests import Workload
+from slotwise.simulate.simulator import Setup, traffic_of
+from slotwise.workload.workloads import Workload
 
 REPLICAS = 4
 CHARACTERS = 4  # of a token

@@ -26,12 +26,11 @@ from slotwise.engine.config import EngineConfig
 from slotwise.routing.routers import ROUTERS
 from slotwise.simulate.figures import figures
 from slotwise.simulate.machines import ModelShape, setup_of
-from slotwise.simulate.routed import RoutedServers
-from slotwise.simulate.simulator import Server, Setup, simulate
-from slotwise.simulate.traffic import traffic_of
-from slotwise.workload.arrivals import Poisson
-from slotwise.workload.requests import Workload
+from slotwise.simulate.simulated_routing import RoutedServers
+from slotwise.simulate.simulator import Server, Setup, simulate, traffic_of
+from slotwise.workload.distributions import Poisson
 from slotwise.workload.trace import read_trace, replay
+from slotwise.workload.workloads import Workload
 
 MACHINE = "h100"
 SHAPE = ModelShape(  # Llama 3.1 8B in bfloat16

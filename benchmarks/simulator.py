@@ -32,24 +32,19 @@ from typing import Any, NamedTuple
 import msgspec
 from benchmarks.reliability.server import serving
 
-from slotwise.bench.client import Phrasing, Target
-from slotwise.bench.measures import COMPLETED, Outcome
+from slotwise.bench.load_generator import BenchTarget, Phrasing, measure, resolve
+from slotwise.bench.measures import COMPLETED, RequestOutcome
 from slotwise.bench.results import environment, write_json
-from slotwise.bench.serving import measure, resolve
 from slotwise.core.slo import SLO
 from slotwise.engine.messages import Add, Command
 from slotwise.observe.event_log import read
-from slotwise.simulate.figures import Figures, figures
+from slotwise.simulate.figures import Figures, SimulatedRequest, figures
 from slotwise.simulate.pace import LearnedPace
 from slotwise.simulate.recorded import read_recording
-from slotwise.simulate.requests import SimulatedRequest
-from slotwise.simulate.simulator import Server, Setup, simulate
-from slotwise.simulate.traffic import traffic_of
-from slotwise.workload.arrivals import Arrivals, Gamma, Poisson
-from slotwise.workload.lengths import LogNormal
-from slotwise.workload.prefixes import Prefixes
-from slotwise.workload.requests import NO_PREFIX, Recipe, Workload, generate
+from slotwise.simulate.simulator import Server, Setup, simulate, traffic_of
+from slotwise.workload.distributions import Arrivals, Gamma, LogNormal, Poisson, Prefixes
 from slotwise.workload.trace import read_trace, replay
+from slotwise.workload.workloads import NO_PREFIX, Recipe, Workload, generate
 
 COMPARED = ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "output_throughput")
 FIRST_SEED, WARM_SEED, FIT_SEED = 2, 90, 50  # windows of different seeds are of different requests
@@ -121,7 +116,7 @@ class Windows(NamedTuple):
 # -- measured ----------------------------------------------------------------------------------------------------------
 
 
-def seen(found: Sequence[Outcome]) -> tuple[Figures, float]:
+def seen(found: Sequence[RequestOutcome]) -> tuple[Figures, float]:
     """Returns the figures of what clients measured, and the tokens of an event.
 
     Gaps are those between events: where the server writes two tokens at once, a gap spans both.
@@ -134,9 +129,9 @@ def seen(found: Sequence[Outcome]) -> tuple[Figures, float]:
     return replace(of_all, output_throughput=of_all.output_throughput * of_event), of_event
 
 
-def outcomes(target: Target, vocab_size: int, case: Case) -> list[Outcome]:
+def outcomes(target: BenchTarget, vocab_size: int, case: Case) -> list[RequestOutcome]:
     """Sends the requests of all tenants at once, each with its key."""
-    def run(key: str, workload: Workload) -> list[Outcome]:
+    def run(key: str, workload: Workload) -> list[RequestOutcome]:
         phrasing = Phrasing(vocab_size, hidden_lengths=True)
         return measure(replace(target, api_key=key), workload, phrasing, num_warmups=2).outcomes
 
@@ -185,7 +180,7 @@ class Raw(msgspec.Struct):
     rates: list[float]
     cases: list[str]
     fits: list[tuple[int, int]] = []  # bytes of the event log
-    runs: list[list[list[Outcome]]] = []  # by round and case
+    runs: list[list[list[RequestOutcome]]] = []  # by round and case
 
 
 def measured(asked: argparse.Namespace, folder: Path) -> None:
@@ -197,7 +192,7 @@ def measured(asked: argparse.Namespace, folder: Path) -> None:
     log, rate = folder / "log", asked.rates[-1]
     warming = windows._replace(seconds=asked.seconds * WARMING)
     with serving(asked.model, "--event-log", str(log), "--speculative-config", '{"method": "none"}', *keys) as server:
-        target, vocab_size = resolve(Target(server.url, api_key=KEYS[0]))
+        target, vocab_size = resolve(BenchTarget(server.url, api_key=KEYS[0]))
         outcomes(target, vocab_size, Case("warm-up", rate, (warming.conversations(rate, WARM_SEED),)))
         for number in range(asked.repeats):
             begin = _written(log)

@@ -25,9 +25,8 @@ from slotwise.bench.results import environment, write_json
 from slotwise.engine.config import EngineConfig
 from slotwise.simulate.figures import figures
 from slotwise.simulate.machines import ModelShape, setup_of
-from slotwise.simulate.simulator import Server, Setup, simulate
-from slotwise.simulate.traffic import traffic_of
-from slotwise.workload.arrivals import Arrivals, Poisson, TraceTimes
+from slotwise.simulate.simulator import Server, Setup, simulate, traffic_of
+from slotwise.workload.distributions import Arrivals, Poisson, TraceTimes
 from slotwise.workload.trace import Trace, read_trace, replay
 
 SHAPE = ModelShape(

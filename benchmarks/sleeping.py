@@ -20,10 +20,9 @@ from slotwise.engine.messages import Add, EngineInfo, StepRecord
 from slotwise.observe.prefix_index import PrefixIndex
 from slotwise.routing.prompt import PIECE
 from slotwise.server.replica_state import ReplicaState
-from slotwise.simulate.drafts import Verifier
-from slotwise.simulate.pace import Known, LearnedPace
+from slotwise.simulate.pace import LearnedPace, PaceStepTimes
 from slotwise.simulate.simulator import Setup
-from slotwise.simulate.virtual_machine import VirtualMachine
+from slotwise.simulate.virtual_machine import Verifier, VirtualMachine
 
 IDLE = 60.0  # seconds that the loop waits for a request before it looks again
 
@@ -57,7 +56,7 @@ class SleepingServer:
     def __init__(self, setup: Setup, on_output: Callable[[str, bool], None]) -> None:
         self._setup = setup
         self._on_output = on_output
-        times = Known(setup.pace)
+        times = PaceStepTimes(setup.pace)
         limits = setup.scheduling.limits(setup.limits)
         scheduler = Scheduler(limits, setup.scheduling.discipline(), setup.scheduling.policy(times), times)
         self._executor = SleepingExecutor(setup)

@@ -23,20 +23,17 @@ from typing import Any
 from benchmarks.reliability.server import serving
 from benchmarks.simulator import SETTLED
 
-from slotwise.bench.client import Phrasing, Target
+from slotwise.bench.load_generator import BenchTarget, LoadResult, Phrasing, measure, resolve
 from slotwise.bench.results import environment, write_json
-from slotwise.bench.serving import Measured, measure, resolve
 from slotwise.observe.event_log import Command, Entry, read_file
 from slotwise.observe.explain import explain
 from slotwise.observe.fold import gather
 from slotwise.observe.step_view import times_of
-from slotwise.simulate.figures import Objectives, figures
+from slotwise.simulate.figures import LatencyLimits, SimulatedRequest, figures
 from slotwise.simulate.recorded import read_recording
-from slotwise.simulate.requests import SimulatedRequest
 from slotwise.simulate.what_if import ALL, MEASURED, REPLAYED, WHAT_IF, what_if
-from slotwise.workload.arrivals import Closed, Poisson
-from slotwise.workload.lengths import LogNormal, Uniform
-from slotwise.workload.requests import Recipe, Workload, generate
+from slotwise.workload.distributions import Closed, LogNormal, Poisson, Uniform
+from slotwise.workload.workloads import Recipe, Workload, generate
 
 SLOTS = 16  # made at the start
 BEFORE = {"max_num_seqs": 4}
@@ -67,8 +64,8 @@ def configure(url: str, changes: Mapping[str, Any]) -> None:
     urllib.request.urlopen(request).close()
 
 
-def send(url: str, workload: Workload) -> Measured:
-    target, vocab_size = resolve(Target(url))
+def send(url: str, workload: Workload) -> LoadResult:
+    target, vocab_size = resolve(BenchTarget(url))
     return measure(target, workload, Phrasing(vocab_size, hidden_lengths=True), num_warmups=2)
 
 
@@ -81,7 +78,8 @@ def bearable(url: str, trial: int) -> float:
 
 def asked_of(entries: Sequence[Entry]) -> tuple[list[dict[str, Any]], Mapping[str, Any]]:
     """Returns the answers to each what-if, and the changes of the one with the most goodput."""
-    answers = [{"changes": changes, **what_if(entries, changes, Objectives(TTFT))["groups"][ALL]} for changes in OTHERS]
+    answers = [{"changes": changes, **what_if(entries, changes, LatencyLimits(TTFT))["groups"][ALL]}
+               for changes in OTHERS]
     return answers, max(answers, key=lambda one: one[WHAT_IF]["goodput"])["changes"]
 
 
@@ -108,7 +106,7 @@ def run(asked: argparse.Namespace) -> dict[str, Any]:
         _, recording = read_recording(entries)
         slow = slow_requests(recording.measured)
         name = slow[len(slow) // 20]
-        counterfactual = what_if(entries, best, Objectives(TTFT), name)["request"]
+        counterfactual = what_if(entries, best, LatencyLimits(TTFT), name)["request"]
         configure(server.url, best)
         end = sum(1 for _ in read_file(f"{folder}/log"))
         send(server.url, replace(afternoon, seed=3))
@@ -118,7 +116,7 @@ def run(asked: argparse.Namespace) -> dict[str, Any]:
         "version": 2, "environment": environment(), "rate": rate, "requests": len(afternoon.requests), "slots": SLOTS,
         "before": BEFORE, "objective_s": TTFT, "best": best, "explained": explained(entries, name),
         "counterfactual": counterfactual, "what_if": answers,
-        "after": figures(list(after.measured.values()), Objectives(TTFT)).as_json()}
+        "after": figures(list(after.measured.values()), LatencyLimits(TTFT)).as_json()}
 
 
 def main() -> None:

@@ -42,8 +42,8 @@ from slotwise.observe.fold import gather
 from slotwise.observe.recorder import Recorder
 from slotwise.observe.ring import Ring
 from slotwise.observe.step_time import StepTimeModel, path_for, traits
-from slotwise.workload import arrivals, lengths
-from slotwise.workload.requests import Recipe, Workload, WorkRequest, generate
+from slotwise.workload.distributions import parse_arrivals, parse_lengths
+from slotwise.workload.workloads import Recipe, Workload, WorkRequest, generate
 
 LEARNING = 200  # steps before predictions count
 FEWEST_DECODED = 8  # output tokens of a request that runs alone
@@ -207,11 +207,11 @@ def medians(turns: Sequence[dict[int, float]]) -> list[float]:
 
 def workload_of(name: str, info: EngineInfo, token_s: float) -> Workload:
     """Returns the workload `name`, all at once, in sequence, or long prompts beside streams, at the model's pace."""
-    short = lengths.parse("lognormal:64:0.8:256"), lengths.parse("lognormal:48:0.6:128")
+    short = parse_lengths("lognormal:64:0.8:256"), parse_lengths("lognormal:48:0.6:128")
     if name == BURST:
         return generate(Recipe(256, *short), seed=1)
     if name == ARRIVALS:
-        return generate(Recipe(128, *short, arrivals.parse(f"poisson:{0.08 / token_s:.3g}")), seed=2)
+        return generate(Recipe(128, *short, parse_arrivals(f"poisson:{0.08 / token_s:.3g}")), seed=2)
     long = min(info.limits.max_model_len * 3 // 4, 1000)
     streams = [(0.0, 32, 320)] * 8 + [(40 * token_s * (1 + number), long, 8) for number in range(8)]
     return Workload(tuple(WorkRequest(number, *one) for number, one in enumerate(sorted(streams))), 320)

@@ -24,10 +24,9 @@ from typing import Any
 import aiohttp
 from benchmarks.reliability.server import serving
 
-from slotwise.bench.client import Phrasing, Target
+from slotwise.bench.load_generator import BenchTarget, Phrasing, measure, resolve
 from slotwise.bench.results import environment, write_json
-from slotwise.bench.serving import measure, resolve
-from slotwise.workload.arrivals import Poisson
+from slotwise.workload.distributions import Poisson
 from slotwise.workload.trace import read_trace, replay
 
 KEY = "operator"
@@ -102,7 +101,7 @@ def pairs_of(url: str, asked: argparse.Namespace) -> list[dict[str, Any]]:
 
 def filled(url: str, asked: argparse.Namespace) -> None:
     """Sends conversations for `asked.fill` seconds, so that the ring holds them."""
-    target, vocab_size = resolve(Target(url))
+    target, vocab_size = resolve(BenchTarget(url))
     count = max(1, round(asked.rate * asked.fill))
     workload = replay(read_trace(asked.trace, SCALE, limit=count), Poisson(asked.rate), seed=3)
     measure(target, workload, Phrasing(vocab_size, hidden_lengths=True), num_warmups=2)

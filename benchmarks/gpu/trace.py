@@ -12,13 +12,13 @@ from slotwise.core.params import SamplingParams
 from slotwise.core.request import RequestSpec
 from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add
-from slotwise.workload.lengths import parse
-from slotwise.workload.requests import Recipe, Workload, generate
+from slotwise.workload.distributions import parse_lengths
+from slotwise.workload.workloads import Recipe, Workload, generate
 
 
 def workload(setup: Setup) -> Workload:
     """Returns the workload, the same for every engine."""
-    inputs, outputs = map(parse, setup.trace)
+    inputs, outputs = map(parse_lengths, setup.trace)
     return generate(Recipe(setup.num_requests, inputs, outputs))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from slotwise.workload import arrivals, lengths
+from slotwise.workload.distributions import AzureOutput, AzurePrompt, Gamma, LogNormal, Poisson
 from slotwise.workload.trace import Trace, read_trace
 
 from .worlds import Ask
@@ -17,9 +17,9 @@ MAX_PROMPT, MAX_OUTPUT = 700, 300
 def azure(path: Path | None, count: int, rate: float, seed: int) -> list[Ask]:
     """Returns requests of the trace with its bursts, `rate` per second on average; without a file, of its quantiles."""
     if path is None:
-        inputs, outputs = lengths.AzurePrompt(SCALE), lengths.AzureOutput(SCALE)
+        inputs, outputs = AzurePrompt(SCALE), AzureOutput(SCALE)
         drawn = random.Random(seed)
-        times = arrivals.Poisson(rate).times(drawn, count)
+        times = Poisson(rate).times(drawn, count)
         return [Ask(at, _cut(inputs.draw(drawn), MAX_PROMPT), outputs.draw(drawn)) for at in times]
     trace = read_trace(path, SCALE, limit=count)
     return [Ask(at, _cut(prompt, MAX_PROMPT), _cut(output, MAX_OUTPUT))
@@ -35,8 +35,8 @@ def _paced(trace: Trace, rate: float) -> list[float]:
 def bursty(count: int, rate: float, seed: int, sigma: float = 1.0) -> list[Ask]:
     """Returns requests with gamma-distributed gaps (coefficient of variation 3) and independent lengths."""
     drawn = random.Random(seed)
-    times = arrivals.Gamma(rate, 3.0).times(drawn, count)
-    inputs, outputs = lengths.LogNormal(64, sigma, MAX_PROMPT), lengths.LogNormal(24, sigma, MAX_OUTPUT)
+    times = Gamma(rate, 3.0).times(drawn, count)
+    inputs, outputs = LogNormal(64, sigma, MAX_PROMPT), LogNormal(24, sigma, MAX_OUTPUT)
     return [Ask(at, inputs.draw(drawn), outputs.draw(drawn)) for at in times]
 
 

@@ -9,16 +9,16 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from slotwise.bench.measures import COMPLETED, Outcome, percentile
+from slotwise.bench.measures import COMPLETED, RequestOutcome, percentile
 from slotwise.core.slo import SLO, Tier
 from slotwise.policies.settings import AGED_TOKENS, AGEING
 from slotwise.policies.shortest import PROMPT_SHARE
-from slotwise.workload import arrivals
+from slotwise.workload.distributions import Poisson
 
 from . import asks
 from .worlds import Ask, Setting
 
-World = Callable[[Sequence[Ask], Setting, int], list[Outcome]]
+World = Callable[[Sequence[Ask], Setting, int], list[RequestOutcome]]
 SLOTS = 32
 FCFS = Setting({"max_num_seqs": SLOTS})
 
@@ -34,11 +34,11 @@ class Where:
     seed: int = 1
     turns: int = 1  # of each comparison: a shared machine may be twice as fast a minute later
 
-    def in_turns(self, asked: Sequence[Ask], settings: dict[str, Setting]) -> list[dict[str, list[Outcome]]]:
+    def in_turns(self, asked: Sequence[Ask], settings: dict[str, Setting]) -> list[dict[str, list[RequestOutcome]]]:
         """Runs the same requests under each of the settings, one after the other, `turns` times."""
         return [{name: self.serve(asked, one) for name, one in settings.items()} for _ in range(self.turns)]
 
-    def serve(self, asked: Sequence[Ask], setting: Setting) -> list[Outcome]:
+    def serve(self, asked: Sequence[Ask], setting: Setting) -> list[RequestOutcome]:
         return self.world(asked, setting, self.seed)
 
     def workloads(self) -> dict[str, Callable[[int, float], list[Ask]]]:
@@ -144,7 +144,7 @@ def tiers(where: Where) -> list[Finding]:
     return found
 
 
-def _tokens_by(moment: float, outcomes: Sequence[Outcome]) -> float:
+def _tokens_by(moment: float, outcomes: Sequence[RequestOutcome]) -> float:
     """Returns the output tokens received by `moment`; an event may contain several."""
     return sum(o.num_output * sum(time <= moment for time in o.token_times) / len(o.token_times)
                for o in outcomes if o.token_times)
@@ -174,7 +174,7 @@ def goodput(where: Where) -> list[Finding]:
 
 def _pressed_turns(
     where: Where, make: Callable[[int, float], list[Ask]]
-) -> tuple[float, list[tuple[list[Ask], dict[str, list[Outcome]]]]]:
+) -> tuple[float, list[tuple[list[Ask], dict[str, list[RequestOutcome]]]]]:
     """Returns the last load, and the counted turns: those in which FCFS, before and after, meets about MET of the
     objectives.  If the machine has become faster or slower, the load is corrected and the turn repeated.
     """
@@ -195,7 +195,7 @@ def _pressed_turns(
     return rate, turns
 
 
-def _usual_of(asked: Sequence[Ask], served: dict[str, list[Outcome]]) -> float:
+def _usual_of(asked: Sequence[Ask], served: dict[str, list[RequestOutcome]]) -> float:
     return _usual({label: _met(asked, outcomes) for label, outcomes in served.items()})
 
 
@@ -224,7 +224,7 @@ def _promised(where: Where, make: Callable[[int, float], list[Ask]], rate: float
             for ask in make(max(50, int(rate * where.seconds)), rate)]
 
 
-def _met(asked: Sequence[Ask], outcomes: Sequence[Outcome]) -> float:
+def _met(asked: Sequence[Ask], outcomes: Sequence[RequestOutcome]) -> float:
     good = sum(outcome.status == COMPLETED and outcome.ttft <= (ask.slo.ttft or 0.0)
                for ask, outcome in zip(asked, outcomes, strict=True))
     return good / len(asked)
@@ -271,7 +271,7 @@ def fair(where: Where) -> list[Finding]:
     for name, make in where.workloads().items():
         rate = LIGHT_LOAD * where.capacity(make)
         count, draw = int(rate * where.seconds), random.Random(where.seed)
-        times = arrivals.Poisson(rate).times(draw, count)
+        times = Poisson(rate).times(draw, count)
         light = [ask._replace(at=at, slo=SLO("light")) for at, ask in zip(times, make(count, rate), strict=True)]
         flood = [ask._replace(slo=SLO("flood"), whole=True) for ask in make(FLOOD * count, FLOOD * rate)]
         both = sorted(light + flood, key=lambda ask: ask.at)
@@ -288,7 +288,7 @@ def fair(where: Where) -> list[Finding]:
     return found
 
 
-def _light_waits(asks: Sequence[Ask], outcomes: Sequence[Outcome]) -> list[float]:
+def _light_waits(asks: Sequence[Ask], outcomes: Sequence[RequestOutcome]) -> list[float]:
     """Returns the light tenant's seconds to the first token.  Raises RuntimeError if a request was refused."""
     light = [outcome for ask, outcome in zip(asks, outcomes, strict=True) if ask.slo.tenant == "light"]
     if refused := sum(outcome.status != COMPLETED for outcome in light):

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 from urllib.parse import urlsplit
 
-from slotwise.bench.client import Target
+from slotwise.bench.load_generator import BenchTarget
 
 MOST = 1 << 20  # bytes of a response
 
 
-async def post(target: Target, body: bytes) -> tuple[int, bytes]:
+async def post(target: BenchTarget, body: bytes) -> tuple[int, bytes]:
     """Returns status and body of the response, read as a whole.
 
     Raises:

@@ -16,10 +16,8 @@ import msgspec
 import uvloop
 from benchmarks.reliability.server import serving
 
-from slotwise.bench.client import Client, Phrasing, Target, open_session
-from slotwise.bench.load import Load
-from slotwise.bench.measures import COMPLETED, REJECTED, Outcome
-from slotwise.bench.serving import resolve
+from slotwise.bench.load_generator import BenchTarget, Client, LoadRun, Phrasing, open_session, resolve
+from slotwise.bench.measures import COMPLETED, REJECTED, RequestOutcome
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import RequestSpec
@@ -29,7 +27,7 @@ from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import Add
 from slotwise.simulate.pace import CostPace
 from slotwise.simulate.simulator import Server, Setup, simulate
-from slotwise.workload.requests import Workload, WorkRequest
+from slotwise.workload.workloads import Workload, WorkRequest
 
 from .whole import post
 
@@ -78,7 +76,7 @@ def cost_of(seed: int):
     return cost
 
 
-def simulated(asks: Sequence[Ask], setting: Setting, seed: int) -> list[Outcome]:
+def simulated(asks: Sequence[Ask], setting: Setting, seed: int) -> list[RequestOutcome]:
     config = EngineConfig.of(model="", tiers=setting.tiers, **{"max_num_batched_tokens": 512, **setting.options})
     blocks = config.max_num_seqs * MAX_MODEL_LEN // BLOCK_SIZE
     limits = SchedulerLimits(
@@ -95,7 +93,7 @@ def simulated(asks: Sequence[Ask], setting: Setting, seed: int) -> list[Outcome]
     setup = Setup(limits, config.scheduling(), CostPace(cost_of(seed)), max_queued=unbounded, learns=True)
     lives = simulate(arrivals, [Server(setup)])
     return [
-        Outcome(number, REJECTED if (life := lives[str(number)]).reason == "shed" else COMPLETED, ask.at, ask.at,
+        RequestOutcome(number, REJECTED if (life := lives[str(number)]).reason == "shed" else COMPLETED, ask.at, ask.at,
                 tuple(life.token_times), life.ended, ask.num_prompt, len(life.token_times), life.reason)
         for number, ask in enumerate(asks)]
 
@@ -112,7 +110,7 @@ def _of_tier(slo: SLO, setting: Setting) -> SLO:
 # -- on a real server ----------------------------------------------------------------------------------------------
 
 
-def real(asks: Sequence[Ask], setting: Setting, seed: int, model: str = "") -> list[Outcome]:
+def real(asks: Sequence[Ask], setting: Setting, seed: int, model: str = "") -> list[RequestOutcome]:
     """Runs `slotwise serve`, by default with the built-in model.  A tenant is a key, within a tier the tier's key."""
     tenants = sorted({ask.slo.tenant for ask in asks if ask.slo.tenant})
     with ExitStack() as stack:
@@ -127,15 +125,15 @@ def real(asks: Sequence[Ask], setting: Setting, seed: int, model: str = "") -> l
             arguments += ["--tiers", file.name]
         server = stack.enter_context(serving(
             "--max-num-queued-reqs", "100000", "--max-num-queued-tokens", "100000000", *arguments))
-        target, vocab_size = resolve(Target(server.url, api_key=_key(tenants[0]) if tenants else ""))
+        target, vocab_size = resolve(BenchTarget(server.url, api_key=_key(tenants[0]) if tenants else ""))
         _drive(target, [Ask(0.05 * n, 200 if n % 3 else 900, 16, SLO(tenants[0] if tenants else ""))
                         for n in range(WARM_UP)], vocab_size, seed + 1)  # step times are learned
         return _drive(target, asks, vocab_size, seed)
 
 
-def _drive(target: Target, asks: Sequence[Ask], vocab_size: int, seed: int) -> list[Outcome]:
+def _drive(target: BenchTarget, asks: Sequence[Ask], vocab_size: int, seed: int) -> list[RequestOutcome]:
     workload, phrasing = workload_of(asks, seed), Phrasing(vocab_size, hidden_lengths=True)
-    load = Load(workload, lambda request: _body(phrasing.body(target, workload, request), asks[request.number]))
+    load = LoadRun(workload, lambda request: _body(phrasing.body(target, workload, request), asks[request.number]))
 
     async def run() -> None:
         async with open_session() as session:
@@ -143,7 +141,7 @@ def _drive(target: Target, asks: Sequence[Ask], vocab_size: int, seed: int) -> l
             for tenant in {ask.slo.tenant for ask in asks}:
                 clients[tenant] = Client(session, _target(target, tenant), load.clock)
 
-            async def send(body: bytes, reply: Outcome) -> None:
+            async def send(body: bytes, reply: RequestOutcome) -> None:
                 ask = asks[reply.number]
                 if ask.whole:
                     await _take_whole(_target(target, ask.slo.tenant), body, reply)
@@ -161,11 +159,11 @@ def _drive(target: Target, asks: Sequence[Ask], vocab_size: int, seed: int) -> l
     return sorted(load.outcomes, key=lambda outcome: outcome.number)
 
 
-def _target(target: Target, tenant: str) -> Target:
-    return Target(target.base_url, target.endpoint, target.model, _key(tenant) if tenant else "")
+def _target(target: BenchTarget, tenant: str) -> BenchTarget:
+    return BenchTarget(target.base_url, target.endpoint, target.model, _key(tenant) if tenant else "")
 
 
-async def _take_whole(target: Target, body: bytes, reply: Outcome) -> None:
+async def _take_whole(target: BenchTarget, body: bytes, reply: RequestOutcome) -> None:
     status, text = await post(target, body)
     answer = msgspec.json.decode(text)
     reply.status = COMPLETED if status == 200 else REJECTED

@@ -1,7 +1,7 @@
 """A client of minimal cost: the load generator shares two cores with the server.
 
 It supports one server, one route and two kinds of responses: a stream of completion events, and an error.  It counts an
-event that is neither the last nor usage as a token; `slotwise.bench.client` is more exact, at three times the cost.
+event that is neither the last nor usage as a token; `bench.load_generator` is more exact, at three times the cost.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 import httptools
 import msgspec
 
-from slotwise.bench.client import Target
-from slotwise.bench.measures import COMPLETED, FAILED, REJECTED, Outcome
+from slotwise.bench.load_generator import BenchTarget
+from slotwise.bench.measures import COMPLETED, FAILED, REJECTED, RequestOutcome
 
 SILENT = 300.0  # seconds without a byte after which a response is aborted
 
@@ -33,7 +33,7 @@ _last = msgspec.json.Decoder(_Last).decode
 class LeanClient:
     """One connection per active request; connections are reused."""
 
-    def __init__(self, target: Target, clock: Callable[[], float]) -> None:
+    def __init__(self, target: BenchTarget, clock: Callable[[], float]) -> None:
         place = urlsplit(target.base_url)
         self._address = (place.hostname or "", place.port or 80)
         self._head = (f"POST {target.endpoint} HTTP/1.1\r\nHost: {place.netloc}\r\n"
@@ -41,7 +41,7 @@ class LeanClient:
         self._clock = clock
         self._idle: list[_Connection] = []
 
-    async def complete(self, body: bytes, reply: Outcome) -> None:
+    async def complete(self, body: bytes, reply: RequestOutcome) -> None:
         """Sends `body` and writes the response or its failure into `reply`."""
         reply.sent = self._clock()
         try:
@@ -81,7 +81,7 @@ class _Connection(asyncio.Protocol):
         self._transport = transport
         self.is_open = True
 
-    def ask(self, request: bytes, reply: Outcome) -> asyncio.Future[None]:
+    def ask(self, request: bytes, reply: RequestOutcome) -> asyncio.Future[None]:
         self._reply, self._rest = reply, b""
         self._parser = httptools.HttpResponseParser(self)
         self._ended = asyncio.get_running_loop().create_future()

@@ -16,12 +16,10 @@ from typing import Any
 
 import uvloop
 
-from slotwise.bench.client import Phrasing, Target
-from slotwise.bench.load import Load
-from slotwise.bench.measures import COMPLETED, REJECTED, Outcome, percentile
-from slotwise.bench.serving import resolve
-from slotwise.workload import arrivals, lengths
-from slotwise.workload.requests import Recipe, Workload, generate
+from slotwise.bench.load_generator import BenchTarget, LoadRun, Phrasing, resolve
+from slotwise.bench.measures import COMPLETED, REJECTED, RequestOutcome, percentile
+from slotwise.workload.distributions import parse_arrivals, parse_lengths
+from slotwise.workload.workloads import Recipe, Workload, generate
 
 from . import clients, ledger
 from .lean import LeanClient
@@ -30,7 +28,7 @@ from .server import MIB, Server, serving
 FACTOR = 5
 TRIAL = 10.0  # seconds of each closed loop that measures the best goodput
 USERS = (64, 96)  # of the closed loops; there are 64 slots
-INPUTS, OUTPUTS = lengths.parse("uniform:32:256"), lengths.parse("uniform:64:256")
+INPUTS, OUTPUTS = parse_lengths("uniform:32:256"), parse_lengths("uniform:64:256")
 MEAN_OUTPUT = 160  # tokens
 RAMP = 0.2  # share of a run before which its goodput is not counted
 GOOD = 0.9  # of the best goodput
@@ -40,18 +38,18 @@ DRAIN = 120.0  # seconds for the queue to drain
 
 
 def requests(pattern: str, count: int, seed: int) -> Workload:
-    return generate(Recipe(count, INPUTS, OUTPUTS, arrivals.parse(pattern)), seed)
+    return generate(Recipe(count, INPUTS, OUTPUTS, parse_arrivals(pattern)), seed)
 
 
-def drive(target: Target, workload: Workload, phrasing: Phrasing, limit: float) -> list[Outcome]:
+def drive(target: BenchTarget, workload: Workload, phrasing: Phrasing, limit: float) -> list[RequestOutcome]:
     """Returns the outcomes of `workload` within `limit` seconds; active requests are aborted then."""
-    load = Load(workload, lambda request: phrasing.body(target, workload, request))
-    replies: list[Outcome] = []
+    load = LoadRun(workload, lambda request: phrasing.body(target, workload, request))
+    replies: list[RequestOutcome] = []
 
     async def run() -> None:
         client = LeanClient(target, load.clock)
 
-        async def send(body: bytes, reply: Outcome) -> None:
+        async def send(body: bytes, reply: RequestOutcome) -> None:
             replies.append(reply)
             await client.complete(body, reply)
 
@@ -63,7 +61,7 @@ def drive(target: Target, workload: Workload, phrasing: Phrasing, limit: float) 
     return replies
 
 
-def goodput(outcomes: Sequence[Outcome], seconds: float) -> float:
+def goodput(outcomes: Sequence[RequestOutcome], seconds: float) -> float:
     """Returns output tokens per second in the steady part of a run, of requests that are not refused.
 
     An event may contain several tokens; the mean is taken from completed responses.
@@ -76,7 +74,7 @@ def goodput(outcomes: Sequence[Outcome], seconds: float) -> float:
     return steady * per_event / (seconds - began)
 
 
-def closed_loops(target: Target, phrasing: Phrasing) -> dict[int, float]:
+def closed_loops(target: BenchTarget, phrasing: Phrasing) -> dict[int, float]:
     """Returns goodput by the number of users, each of which sends a request after the last response."""
     found = {}
     for users in USERS:
@@ -127,7 +125,7 @@ def latencies(milliseconds: Sequence[float]) -> dict[str, float]:
             "max": max(ordered, default=0.0)}
 
 
-def fate(outcome: Outcome) -> str:
+def fate(outcome: RequestOutcome) -> str:
     """Maps the load generator's outcomes to fates; a broken stream counts as lost."""
     if outcome.status == COMPLETED:
         return ledger.COMPLETED
@@ -139,7 +137,7 @@ def fate(outcome: Outcome) -> str:
 def overload(seconds: float) -> ledger.Row:
     """Runs an open loop at five times the capacity, and drains its queue before accounting."""
     with serving() as server:
-        target, vocab_size = resolve(Target(server.url))
+        target, vocab_size = resolve(BenchTarget(server.url))
         phrasing = Phrasing(vocab_size)
         before = closed_loops(target, phrasing)
         rate = FACTOR * max(before.values()) / MEAN_OUTPUT
@@ -160,7 +158,7 @@ def overload(seconds: float) -> ledger.Row:
         return row
 
 
-async def _account(server: Server, most: float, seconds: float, outcomes: list[Outcome],
+async def _account(server: Server, most: float, seconds: float, outcomes: list[RequestOutcome],
                    probed: dict[str, Any], memory: list[int]) -> ledger.Row:
     async with clients.session() as http:
         await clients.quiet(http, server)

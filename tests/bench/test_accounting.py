@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from support.lengths import padded_tokens
 from support.virtual import BLOCK_BYTES, arriving, queued, stand
 
-from slotwise.bench import accounting, lanes
+from slotwise.bench import accounting
 from slotwise.bench.accounting import Accounts, thinned
-from slotwise.bench.compare import DISCIPLINES
+from slotwise.bench.comparison import DISCIPLINES
 from slotwise.bench.offline_run import run_offline
-from slotwise.workload.requests import Workload
+from slotwise.workload.workloads import Workload
 
 STEP, ROW, TOKEN = 0.010, 0.001, 0.0001  # seconds, of the virtual engine
 
@@ -85,7 +85,7 @@ def test_the_chart_draws_the_batch() -> None:
 
 
 def test_the_chart_stops_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "MAX_STEPS", 3)
+    monkeypatch.setattr(accounting, "MAX_STEPS", 3)
     entry = run(queued([10])).entry()
     assert entry["steps"] == 10
     assert entry["chart"]["steps"] == 3

@@ -15,12 +15,13 @@ from support.lengths import drawn
 from support.virtual import BLOCK_BYTES, ROW_NS, STEP_NS, arriving, queued, stand
 
 from slotwise.bench.accounting import Accounts
-from slotwise.bench.compare import DISCIPLINES, Comparison, contenders, rounds, same_cache
-from slotwise.bench.compare_tables import comparison_tables
+from slotwise.bench.comparison import DISCIPLINES, Comparison, contenders, rounds, same_cache
 from slotwise.bench.offline_run import Stand
-from slotwise.bench.report import render, words
+from slotwise.bench.report import words
+from slotwise.bench.report.comparison_page import render
+from slotwise.bench.report.tables import comparison_tables
 from slotwise.engine.messages import StepRecord
-from slotwise.workload.requests import Workload
+from slotwise.workload.workloads import Workload
 
 OUTPUTS = [max(1, length // 8) for length in drawn("log-normal median 128, sigma 1", 40)]
 PROMPTS = drawn("uniform 1-128", 40)

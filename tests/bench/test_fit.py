@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slotwise.bench.fit import Fitted, Steps, together
+from slotwise.bench.accounting import StepSeconds, StepTimeLine, together
 
 POINTS = st.lists(st.tuples(st.integers(1, 64), st.floats(0.001, 1.0)), min_size=2, max_size=50)
 
 
-def steps_of(points: list[tuple[int, float]]) -> Steps:
-    steps = Steps()
+def steps_of(points: list[tuple[int, float]]) -> StepSeconds:
+    steps = StepSeconds()
     for x, seconds in points:
         steps.add(x, seconds)
     return steps
@@ -43,8 +43,8 @@ def test_a_delayed_step_does_not_bend_the_line_and_is_not_hidden() -> None:
 
 
 def test_one_x_gives_a_flat_line_and_no_steps_none() -> None:
-    assert steps_of([(4, 1.0), (4, 3.0)]).fitted() == Fitted(2.0, 0.0)
-    assert Steps().fitted() == Fitted(0.0, 0.0)
+    assert steps_of([(4, 1.0), (4, 3.0)]).fitted() == StepTimeLine(2.0, 0.0)
+    assert StepSeconds().fitted() == StepTimeLine(0.0, 0.0)
 
 
 @given(POINTS, POINTS)

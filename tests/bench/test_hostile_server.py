@@ -9,9 +9,9 @@ from collections.abc import Iterable
 
 import pytest
 
-from slotwise.bench import client as bench
-from slotwise.bench.client import Client, Target, list_models, open_session
-from slotwise.bench.measures import COMPLETED, FAILED, Outcome
+from slotwise.bench import load_generator as bench
+from slotwise.bench.load_generator import BenchTarget, Client, list_models, open_session
+from slotwise.bench.measures import COMPLETED, FAILED, RequestOutcome
 
 HEAD = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"
 DEEP = b"[" * 200_000
@@ -34,7 +34,7 @@ ANSWERS: dict[str, tuple[Iterable[bytes], str]] = {
 }  # fmt: skip
 
 
-def answered(head: bytes, parts: Iterable[bytes]) -> tuple[Outcome, list[bench.ModelCard]]:
+def answered(head: bytes, parts: Iterable[bytes]) -> tuple[RequestOutcome, list[bench.ModelCard]]:
     """What a client makes of an answer, to a request and to a question for the models."""
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -48,10 +48,10 @@ def answered(head: bytes, parts: Iterable[bytes]) -> tuple[Outcome, list[bench.M
         finally:
             writer.close()
 
-    async def play() -> tuple[Outcome, list[bench.ModelCard]]:
+    async def play() -> tuple[RequestOutcome, list[bench.ModelCard]]:
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        target = Target(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-        outcome = Outcome(0)
+        target = BenchTarget(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        outcome = RequestOutcome(0)
         async with server, open_session() as session:
             await Client(session, target, lambda: 1.0).complete(b"{}", outcome)
             return outcome, await list_models(session, target)

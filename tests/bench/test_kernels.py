@@ -8,7 +8,7 @@ import pytest
 import torch
 from numba import config
 
-from slotwise.bench import kernels
+from slotwise.bench import product_paths
 from slotwise.cli import main
 from slotwise.kernels.cpu import paths
 from slotwise.kernels.cpu.kernels import CpuKernels
@@ -20,7 +20,7 @@ POSSIBLE = [path for path in paths.DENSE if not paths.obstacle(path)]
 def small(monkeypatch, tmp_path):
     monkeypatch.delenv(paths.VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(kernels, "LAYERS", 1)
+    monkeypatch.setattr(product_paths, "LAYERS", 1)
 
 
 def product_path() -> str:
@@ -30,23 +30,24 @@ def product_path() -> str:
 @pytest.mark.parametrize(("quantization", "group"), [("none", paths.DENSE), ("int4", paths.QUANTISED)])
 def test_every_path_is_measured_at_every_number_of_rows_or_has_its_obstacle(quantization, group):
     watched = []
-    result = kernels.measure_paths([1, 3], 1, lambda: watched.append(1), quantization)
+    result = product_paths.measure_paths([1, 3], 1, lambda: watched.append(1), quantization)
     possible = [path for path in group if not paths.obstacle(path)]
     assert list(result["microseconds"]) == possible
     assert {*result["microseconds"], *result["obstacles"]} == set(group)
     assert all(list(of) == [1, 3] and min(of.values()) > 0 for of in result["microseconds"].values())
     assert result["used"] == CpuKernels(1, quantization).product_path(torch.bfloat16)
     assert result["fastest"] in possible
-    assert len(watched) == 2 * len(possible) == 2 * kernels.number_of_paths(quantization)
+    assert len(watched) == 2 * len(possible) == 2 * product_paths.number_of_paths(quantization)
 
 
 def test_the_fastest_is_so_over_all_numbers_of_rows():
-    assert kernels.fastest({"a": {1: 10.0, 512: 1000.0}, "b": {1: 15.0, 512: 500.0}, "c": {1: 9.0, 512: 9000.0}}) == "b"
+    taken = {"a": {1: 10.0, 512: 1000.0}, "b": {1: 15.0, 512: 500.0}, "c": {1: 9.0, 512: 9000.0}}
+    assert product_paths.fastest(taken) == "b"
 
 
 def test_measuring_changes_nothing_unless_it_is_to_be_kept(tmp_path, monkeypatch, capsys):
     before, other = product_path(), POSSIBLE[-1]
-    monkeypatch.setattr(kernels, "fastest", lambda microseconds: other)
+    monkeypatch.setattr(product_paths, "fastest", lambda microseconds: other)
     file = tmp_path / "result.json"
     assert main(["bench", "kernels", "--rows", "1", "--rounds", "1", "--output-json", str(file)]) == 0
     assert json.loads(file.read_text())["fastest"] == other

@@ -9,13 +9,21 @@ from typing import Any
 import pytest
 from support.fake_server import CUT, ERROR_EVENT, HALVES, NO_USAGE, SILENT_ENDING, Behaviour, fake_server
 
-from slotwise.bench.client import CHAT, COMPLETIONS, BenchError, Phrasing, Target
-from slotwise.bench.measures import Objectives, Outcome
-from slotwise.bench.serving import Measured, measure, offered_rate, resolve, serving_result
-from slotwise.workload.arrivals import AtOnce, Closed, Poisson
-from slotwise.workload.lengths import Fixed, Uniform
-from slotwise.workload.prefixes import Prefixes
-from slotwise.workload.requests import Recipe, Workload, WorkRequest, generate
+from slotwise.bench.load_generator import (
+    CHAT,
+    COMPLETIONS,
+    BenchError,
+    BenchTarget,
+    LoadResult,
+    Phrasing,
+    measure,
+    offered_rate,
+    resolve,
+    serving_result,
+)
+from slotwise.bench.measures import GoodputLimits, RequestOutcome
+from slotwise.workload.distributions import AtOnce, Closed, Fixed, Poisson, Prefixes, Uniform
+from slotwise.workload.workloads import Recipe, Workload, WorkRequest, generate
 
 TTFT, ITL = 1.0, 0.1  # seconds; long beside what a busy machine adds
 EVENTS = 8
@@ -32,11 +40,11 @@ def seen(url: str) -> dict[str, Any]:
         return json.load(response)
 
 
-def run(url: str, workload: Workload, phrasing: Phrasing | None = None, endpoint: str = COMPLETIONS) -> Measured:
-    return measure(Target(url, endpoint, "fake"), workload, phrasing or Phrasing(), num_warmups=0)
+def run(url: str, workload: Workload, phrasing: Phrasing | None = None, endpoint: str = COMPLETIONS) -> LoadResult:
+    return measure(BenchTarget(url, endpoint, "fake"), workload, phrasing or Phrasing(), num_warmups=0)
 
 
-def by_number(measured: Measured) -> list[Outcome]:
+def by_number(measured: LoadResult) -> list[RequestOutcome]:
     return sorted(measured.outcomes, key=lambda outcome: outcome.number)
 
 
@@ -52,10 +60,10 @@ def test_a_server_of_known_latency_is_reported_within_two_percent(per_event: int
     known = {"ttft": TTFT, "itl": ITL, "e2el": lasts, "tpot": (lasts - TTFT) / (EVENTS * per_event - 1)}
     workload = spaced(6, 0.17, EVENTS * per_event)
     with fake_server(Behaviour(ttft=TTFT, itl=ITL, per_event=per_event)) as url:
-        target = Target(url, model="fake")
+        target = BenchTarget(url, model="fake")
         for _ in range(ATTEMPTS):
             measured = measure(target, workload, Phrasing())
-            result = serving_result(target, workload, measured, Objectives.parse(["ttft:5000", "tpot:1000"]))
+            result = serving_result(target, workload, measured, GoodputLimits.parse(["ttft:5000", "tpot:1000"]))
             if not beyond_two_percent(result, known):
                 break
     assert not beyond_two_percent(result, known)
@@ -125,9 +133,9 @@ def test_words_stand_for_ids_where_asked() -> None:
 def test_rejections_and_errors_are_counted_apart() -> None:
     kinds = ["answers", "busy", "overloaded", "broken", CUT, ERROR_EVENT, NO_USAGE, "not found"]
     with fake_server(Behaviour(kinds=kinds)) as url:
-        target, workload = Target(url, model="fake"), generate(Recipe(8, Fixed(3), Fixed(4), Closed(1)))
+        target, workload = BenchTarget(url, model="fake"), generate(Recipe(8, Fixed(3), Fixed(4), Closed(1)))
         measured = measure(target, workload, Phrasing(), num_warmups=0)
-    result = serving_result(target, workload, measured, Objectives({}))
+    result = serving_result(target, workload, measured, GoodputLimits({}))
     assert (result["completed"], result["rejected"], result["failed"]) == (1, 3, 4)
     assert result["statuses"] == [
         "completed", "rejected", "rejected", "failed", "failed", "failed", "failed", "rejected"]
@@ -155,7 +163,7 @@ def test_an_open_loop_does_not_wait_and_a_closed_one_does() -> None:
 def test_warm_up_requests_are_short_and_do_not_count() -> None:
     workload = generate(Recipe(2, Fixed(4), Fixed(50)))
     with fake_server(Behaviour()) as url:
-        measured = measure(Target(url, model="fake"), workload, Phrasing(), num_warmups=3)
+        measured = measure(BenchTarget(url, model="fake"), workload, Phrasing(), num_warmups=3)
         bodies = seen(url)["bodies"]
     assert len(measured.outcomes) == 2
     assert [body["max_tokens"] for body in bodies] == [16, 16, 16, 50, 50]
@@ -164,7 +172,7 @@ def test_warm_up_requests_are_short_and_do_not_count() -> None:
 
 def test_a_server_that_refuses_the_warm_up_is_not_measured() -> None:
     with fake_server(Behaviour(kinds=["not found"])) as url, pytest.raises(BenchError, match="this is not found"):
-        measure(Target(url, model="fake"), spaced(1, 0, 1), Phrasing())
+        measure(BenchTarget(url, model="fake"), spaced(1, 0, 1), Phrasing())
 
 
 @pytest.mark.parametrize(("card", "vocab_size"), [
@@ -173,29 +181,29 @@ def test_a_server_that_refuses_the_warm_up_is_not_measured() -> None:
 ])
 def test_model_and_vocabulary_are_the_servers_where_it_tells(card: dict[str, Any], vocab_size: int) -> None:
     with fake_server(Behaviour(model_card=card)) as url:
-        assert resolve(Target(f"{url}/v1/")) == (Target(url, model="a"), vocab_size)
-        assert resolve(Target(url, model="b"), 5) == (Target(url, model="b"), 5)
+        assert resolve(BenchTarget(f"{url}/v1/")) == (BenchTarget(url, model="a"), vocab_size)
+        assert resolve(BenchTarget(url, model="b"), 5) == (BenchTarget(url, model="b"), 5)
 
 
 def test_a_key_is_sent_and_asked_for() -> None:
     with fake_server(Behaviour(api_key="secret")) as url:
-        assert resolve(Target(url, api_key="secret"))[0].model == "fake"
+        assert resolve(BenchTarget(url, api_key="secret"))[0].model == "fake"
         with pytest.raises(BenchError, match="--api-key"):
-            resolve(Target(url))
-        assert "secret" not in repr(Target(url, api_key="secret"))
+            resolve(BenchTarget(url))
+        assert "secret" not in repr(BenchTarget(url, api_key="secret"))
 
 
 def test_no_server_is_one_clear_line() -> None:
     with fake_server(Behaviour()) as url:
         pass
     with pytest.raises(BenchError, match=f"no server answers at {url}"):
-        resolve(Target(url))
+        resolve(BenchTarget(url))
 
 
 def test_targets_and_phrasings_that_cannot_be_are_refused() -> None:
     for arguments in ({"base_url": "localhost:8000"}, {"base_url": "http://a", "endpoint": "/v1/embeddings"}):
         with pytest.raises(ValueError, match=r"http://|/v1/completions"):
-            Target(**arguments)
+            BenchTarget(**arguments)
     for arguments in ({"vocab_size": 0}, {"temperature": -1.0}, {"hidden_lengths": True, "ignore_eos": False}):
         with pytest.raises(ValueError, match="--"):
             Phrasing(**arguments)

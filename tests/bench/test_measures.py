@@ -13,8 +13,8 @@ from slotwise.bench.measures import (
     FAILED,
     REJECTED,
     UNFINISHED,
-    Objectives,
-    Outcome,
+    GoodputLimits,
+    RequestOutcome,
     latencies,
     most_at_once,
     percentile,
@@ -23,13 +23,13 @@ from slotwise.bench.measures import (
     summary,
 )
 
-NOTHING_ASKED = Objectives({})
+NOTHING_ASKED = GoodputLimits({})
 values = st.lists(st.floats(0, 1e6), min_size=1, max_size=50)
 
 
-def done(number: int, sent: float, times: tuple[float, ...], **more: object) -> Outcome:
+def done(number: int, sent: float, times: tuple[float, ...], **more: object) -> RequestOutcome:
     fields = {"ended": times[-1], "num_prompt": 10, "num_output": len(times)} | more
-    return Outcome(number, COMPLETED, sent, sent, times, **fields)
+    return RequestOutcome(number, COMPLETED, sent, sent, times, **fields)
 
 
 def test_the_times_of_one_request() -> None:
@@ -54,7 +54,7 @@ def test_an_end_after_the_last_text_belongs_to_the_whole_and_to_no_gap() -> None
 
 def test_one_token_and_no_text() -> None:
     assert done(0, 1.0, (1.5,)).tpot == 0.0
-    silent = Outcome(0, COMPLETED, 0.0, 0.0, (), ended=2.0, num_prompt=1, num_output=1)
+    silent = RequestOutcome(0, COMPLETED, 0.0, 0.0, (), ended=2.0, num_prompt=1, num_output=1)
     assert (silent.ttft, silent.itls, silent.e2el) == (2.0, [], 2.0)
 
 
@@ -87,9 +87,9 @@ def test_latencies_are_milliseconds_under_their_fields_names() -> None:
 RUN = [
     done(0, 0.0, (0.5, 1.0, 1.5)),
     done(1, 0.5, (1.5, 1.75, 4.0), num_prompt=30),
-    Outcome(2, REJECTED, 1.0, 1.0, ended=1.1, error="429: busy"),
-    Outcome(3, FAILED, 1.0, 1.25, (2.0,), ended=2.0, error="the stream ended"),
-    Outcome(4, UNFINISHED, 3.0, 3.0, (3.5,)),
+    RequestOutcome(2, REJECTED, 1.0, 1.0, ended=1.1, error="429: busy"),
+    RequestOutcome(3, FAILED, 1.0, 1.25, (2.0,), ended=2.0, error="the stream ended"),
+    RequestOutcome(4, UNFINISHED, 3.0, 3.0, (3.5,)),
 ]
 
 
@@ -111,7 +111,7 @@ def test_the_figures_of_a_run() -> None:
 
 
 def test_lateness_is_that_of_the_latest() -> None:
-    late = Outcome(0, COMPLETED, due=1.0, sent=1.25, token_times=(2.0,), ended=2.0, num_output=1)
+    late = RequestOutcome(0, COMPLETED, due=1.0, sent=1.25, token_times=(2.0,), ended=2.0, num_output=1)
     assert serving_metrics([*RUN[:2], late], 4.0, NOTHING_ASKED)["max_late_ms"] == 250
 
 
@@ -119,19 +119,19 @@ def test_lateness_is_that_of_the_latest() -> None:
     (["ttft:500"], 1), (["ttft:499"], 0), (["ttft:1000"], 2), (["ttft:1000", "tpot:600"], 1), (["e2el:1400"], 0),
 ])
 def test_goodput_counts_completed_requests_within_every_objective(words: list[str], good: int) -> None:
-    assert serving_metrics(RUN, 4.0, Objectives.parse(words))["request_goodput"] == good / 4
+    assert serving_metrics(RUN, 4.0, GoodputLimits.parse(words))["request_goodput"] == good / 4
 
 
 @pytest.mark.parametrize("word", ["ttft", "ttft:", "ttft:fast", "itl:5", "ttft:0", "ttft:-1", "ttft:nan", "tpot:inf"])
 def test_objectives_that_are_none_are_refused(word: str) -> None:
     with pytest.raises(ValueError, match="ttft:MS, tpot:MS, e2el:MS"):
-        Objectives.parse([word])
+        GoodputLimits.parse([word])
     with pytest.raises(ValueError, match="twice"):
-        Objectives.parse(["ttft:5", "ttft:6"])
+        GoodputLimits.parse(["ttft:5", "ttft:6"])
 
 
 def test_a_run_that_brought_nothing_has_no_figures_but_counts() -> None:
-    figures = serving_metrics(RUN[2:], 0.0, Objectives.parse(["ttft:1"]))
+    figures = serving_metrics(RUN[2:], 0.0, GoodputLimits.parse(["ttft:1"]))
     assert figures["completed"] == 0
     assert {value for name, value in figures.items() if name.endswith(("_ms", "put"))} == {0.0}
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from support.virtual import ROW_NS, STEP_NS, TOKEN_NS, queued, stand
 
-from slotwise.bench.offline import Batch, latency, throughput
+from slotwise.bench.offline_run import LatencyBatch, latency, throughput
 
 STEP, ROW, TOKEN = STEP_NS * 1e-9, ROW_NS * 1e-9, TOKEN_NS * 1e-9
 
@@ -50,7 +50,8 @@ def test_a_workload_that_cannot_run_is_refused() -> None:
 
 @pytest.mark.parametrize("batching", ["continuous", "static"])
 def test_latency_is_from_handing_over_to_the_last_token(batching: str) -> None:
-    result = latency(stand({"batching": batching}), Batch(4, input_len=6, output_len=3, num_warmup=1, num_iters=5))
+    batch = LatencyBatch(4, input_len=6, output_len=3, num_warmup=1, num_iters=5)
+    result = latency(stand({"batching": batching}), batch)
     seconds = 3 * (STEP + 4 * ROW) + 4 * 5 * TOKEN
     assert result["latencies"] == pytest.approx([seconds] * 5)
     assert result["avg_latency"] == pytest.approx(seconds)
@@ -58,7 +59,7 @@ def test_latency_is_from_handing_over_to_the_last_token(batching: str) -> None:
 
 
 def test_an_interrupted_latency_keeps_its_iterations() -> None:
-    batch = Batch(2, input_len=3, output_len=3, num_warmup=0, num_iters=9)
+    batch = LatencyBatch(2, input_len=3, output_len=3, num_warmup=0, num_iters=9)
     seen: list[int] = []
 
     def watch(done: int) -> None:
@@ -76,9 +77,9 @@ def test_an_interrupted_latency_keeps_its_iterations() -> None:
 ])
 def test_batches_that_cannot_be_are_refused(numbers: tuple[int, ...], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        Batch(*numbers)
+        LatencyBatch(*numbers)
 
 
 def test_a_batch_needs_its_slots() -> None:
     with pytest.raises(ValueError, match="--max-num-seqs"):
-        latency(stand({"max_num_seqs": 4}), Batch(5, 1, 1, 0, 1))
+        latency(stand({"max_num_seqs": 4}), LatencyBatch(5, 1, 1, 0, 1))

@@ -9,9 +9,9 @@ from support.lengths import FIXED, SLOTS, TABLE, drawn
 from support.virtual import STEP_NS, arriving, queued, stand
 
 from slotwise.bench import theory
-from slotwise.bench.compare import DISCIPLINES
+from slotwise.bench.comparison import DISCIPLINES
 from slotwise.bench.offline_run import objection, run_offline, warm_up
-from slotwise.workload.requests import Workload, WorkRequest
+from slotwise.workload.workloads import Workload, WorkRequest
 
 REQUESTS = 42  # of a draw: the last groups are not full, at 32 slots
 

@@ -10,8 +10,8 @@ import pytest
 
 import slotwise
 from slotwise.bench.results import commit, default_filename, environment, workload_facts, write_json
-from slotwise.workload.lengths import Fixed, Uniform
-from slotwise.workload.requests import Recipe, generate
+from slotwise.workload.distributions import Fixed, Uniform
+from slotwise.workload.workloads import Recipe, generate
 
 
 def git(folder: Path, *words: str) -> str:

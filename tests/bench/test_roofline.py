@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slotwise import builtin
-from slotwise.bench.roofline import DECODE, MIXED, PREFILL, Achieved, cost_of, kind_of
+from slotwise.bench.profiler import DECODE, MIXED, PREFILL, RooflineShares, cost_of, kind_of
 from slotwise.cli import main
 from slotwise.compose import machine as machine_module
 from slotwise.compose.engine import load
@@ -49,7 +49,7 @@ def test_the_cost_of_a_step_is_what_its_rows_ask_for() -> None:
 
 
 def test_steps_are_told_apart_and_the_larger_bound_counts() -> None:
-    achieved = Achieved(Roofline(Machine(1e9, 1e12), 1 << 20, 1000, 100_000, 10_000, 500))
+    achieved = RooflineShares(Roofline(Machine(1e9, 1e12), 1 << 20, 1000, 100_000, 10_000, 500))
     for starts, counts in (((9, 9), (1, 1)), ((9, 0), (1, 7)), ((0, 0), (4, 7))):
         achieved.step(record(starts, counts, (True, True)))
     achieved.step(StepRecord(-1, 0, 5 * MS))  # nothing ran
@@ -119,7 +119,7 @@ def test_a_run_is_held_against_the_machine_and_taken_apart(
 
 
 def test_a_step_that_beats_its_bound_achieves_all_of_it() -> None:
-    achieved = Achieved(Roofline(Machine(1e3, 1e3), 1 << 20, 1000, 100_000, 10_000, 500))
+    achieved = RooflineShares(Roofline(Machine(1e3, 1e3), 1 << 20, 1000, 100_000, 10_000, 500))
     achieved.step(record((9, 9), (1, 1), (True, True)))
     tally = achieved.kinds[DECODE]
     assert tally.bytes_seconds > tally.seconds and tally.achieved == 1

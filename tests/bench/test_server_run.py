@@ -10,28 +10,28 @@ import pytest
 from support.virtual import arriving
 
 from slotwise.bench import server_run
-from slotwise.bench.measures import COMPLETED, FAILED, Outcome
-from slotwise.bench.server_run import Served, reschedule, run_online, serving
-from slotwise.bench.serving import Measured
+from slotwise.bench.load_generator import LoadResult
+from slotwise.bench.measures import COMPLETED, FAILED, RequestOutcome
+from slotwise.bench.server_run import BenchServer, reschedule, run_online, serving
 
 
-def answered(monkeypatch: pytest.MonkeyPatch, *outcomes: Outcome, interrupted: bool = False) -> None:
+def answered(monkeypatch: pytest.MonkeyPatch, *outcomes: RequestOutcome, interrupted: bool = False) -> None:
     """Have the server and the load generator answer so."""
     monkeypatch.setattr(server_run, "reschedule", lambda target, settings: {"max_num_seqs": 4})
     monkeypatch.setattr(server_run, "resolve", lambda target: (target, 100))
     monkeypatch.setattr(
-        server_run, "measure", lambda *arguments, **options: Measured(list(outcomes), 2.0, interrupted))
+        server_run, "measure", lambda *arguments, **options: LoadResult(list(outcomes), 2.0, interrupted))
 
 
 def run() -> dict[str, Any]:
-    return run_online(server_run.Target("http://localhost"), arriving([0.0, 0.5], [3, 4]), {"batching": "static"})
+    return run_online(server_run.BenchTarget("http://localhost"), arriving([0.0, 0.5], [3, 4]), {"batching": "static"})
 
 
 def test_answers_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second answer comes whole: one event with four tokens."""
     answered(
-        monkeypatch, Outcome(0, COMPLETED, 0.0, 0.1, (0.4, 0.5, 0.8), 0.8, 5, 3),
-        Outcome(1, COMPLETED, 0.5, 0.5, (2.0,), 2.0, 5, 4))
+        monkeypatch, RequestOutcome(0, COMPLETED, 0.0, 0.1, (0.4, 0.5, 0.8), 0.8, 5, 3),
+        RequestOutcome(1, COMPLETED, 0.5, 0.5, (2.0,), 2.0, 5, 4))
     entry = run()
     assert entry["num_slots"] == 4
     assert entry["output_throughput"] == 3.5
@@ -44,13 +44,13 @@ def test_answers_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_answer_that_fails_is_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    answered(monkeypatch, Outcome(0, FAILED, 0.0, 0.0, error="the stream broke"))
+    answered(monkeypatch, RequestOutcome(0, FAILED, 0.0, 0.0, error="the stream broke"))
     with pytest.raises(RuntimeError, match="request 0 failed: the stream broke"):
         run()
 
 
 def test_an_interrupted_run_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    answered(monkeypatch, Outcome(0, COMPLETED, 0.0, 0.1, (0.4,), 0.4, 5, 1), interrupted=True)
+    answered(monkeypatch, RequestOutcome(0, COMPLETED, 0.0, 0.1, (0.4,), 0.4, 5, 1), interrupted=True)
     with pytest.raises(KeyboardInterrupt):
         run()
 
@@ -64,7 +64,7 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_server_of_ones_own_obeys_and_ends() -> None:
     with serving(["--max-num-seqs", "4", "--dtype", "float32"]) as served:
-        assert isinstance(served, Served)
+        assert isinstance(served, BenchServer)
         assert served.dtype == "float32"
         lines = subprocess.run(["ps", "-ww", "-eo", "args"], capture_output=True, text=True, check=True).stdout
         assert "--dtype float32 --port 0" in lines, "the whole line"

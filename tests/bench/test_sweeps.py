@@ -9,7 +9,7 @@ import pytest
 from support.lengths import drawn
 from support.virtual import ROW_NS, STEP_NS, TOKEN_NS, stand
 
-from slotwise.bench import step_sweeps, sweeps
+from slotwise.bench import sweeps
 from slotwise.bench.offline_run import Stand
 
 
@@ -54,14 +54,14 @@ def test_means_are_cut_to_what_a_sequence_holds(wanted: float, max_model_len: in
 
 def test_rows_find_the_knee() -> None:
     """A step of the virtual engine takes 10 ms and 1 ms a row: 10 rows are level with it."""
-    sweep = step_sweeps.rows(counting, on_point=lambda what: None)
+    sweep = sweeps.rows(counting, on_point=lambda what: None)
     found = series(sweep)
     assert f"knee is at a/b = {STEP_NS // ROW_NS} rows" in sweep["notes"][0]
     for rows, tokens_per_second in found["decode, all users"]:
         assert tokens_per_second == pytest.approx(rows / ((STEP_NS + ROW_NS * rows) * 1e-9))
     assert found["decode, each user"][0] == found["decode, all users"][0]
-    alone = step_sweeps.PROMPT / ((STEP_NS + ROW_NS + TOKEN_NS * (step_sweeps.PROMPT - 1)) * 1e-9)
-    prompts = found[f"prefill, prompts of {step_sweeps.PROMPT} tokens"]
+    alone = sweeps.ROW_PROMPT / ((STEP_NS + ROW_NS + TOKEN_NS * (sweeps.ROW_PROMPT - 1)) * 1e-9)
+    prompts = found[f"prefill, prompts of {sweeps.ROW_PROMPT} tokens"]
     assert prompts[0] == [1, pytest.approx(alone)]
     decode = found["decode, all users"]
     assert prompts[-1][1] / prompts[0][1] < decode[-1][1] / decode[0][1] / 2
@@ -69,12 +69,12 @@ def test_rows_find_the_knee() -> None:
 
 def test_prefill_modes_beside_each_other() -> None:
     """Whole prompts make long steps, pieces short ones; where decode pauses, streams wait longest."""
-    sweep = step_sweeps.prefill(stand, on_point=lambda what: None)
+    sweep = sweeps.prefill(stand, on_point=lambda what: None)
     found = series(sweep)
     assert list(found) == ["alone", "inline", "chunked"]
     longest = {mode: points[-1][1] for mode, points in found.items()}
-    whole = (STEP_NS + TOKEN_NS * step_sweeps.LONG_PROMPT) * 1e-6  # milliseconds
-    pieces = (STEP_NS + ROW_NS * 10 + TOKEN_NS * step_sweeps.STEP_TOKENS) * 1e-6
+    whole = (STEP_NS + TOKEN_NS * sweeps.LONG_PROMPT) * 1e-6  # milliseconds
+    pieces = (STEP_NS + ROW_NS * 10 + TOKEN_NS * sweeps.STEP_TOKENS) * 1e-6
     assert longest["alone"] > 0.99 * whole
     assert longest["inline"] > 0.99 * whole
     assert longest["chunked"] < pieces

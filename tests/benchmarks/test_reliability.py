@@ -50,13 +50,13 @@ def test_a_row_of_the_table(ledger: ModuleType) -> None:
 
 
 def test_goodput_counts_the_steady_part_of_who_was_let_in(ledger: ModuleType) -> None:
-    from slotwise.bench.measures import COMPLETED, REJECTED, UNFINISHED, Outcome
+    from slotwise.bench.measures import COMPLETED, REJECTED, UNFINISHED, RequestOutcome
 
     overload = importlib.import_module("benchmarks.reliability.overload")
     times = tuple(float(second) for second in range(10))
     outcomes = [
-        Outcome(0, COMPLETED, 0.0, 0.0, times, 9.0, 5, 20),  # two tokens an event
-        Outcome(1, UNFINISHED, 0.0, 0.0, times, 0.0, 5, 0),
-        Outcome(2, REJECTED, 0.0, 0.0, error="503: full")]
+        RequestOutcome(0, COMPLETED, 0.0, 0.0, times, 9.0, 5, 20),  # two tokens an event
+        RequestOutcome(1, UNFINISHED, 0.0, 0.0, times, 0.0, 5, 0),
+        RequestOutcome(2, REJECTED, 0.0, 0.0, error="503: full")]
     assert overload.goodput(outcomes, 10.0) == pytest.approx(2 * 2 * 8 / 8.0)  # from second 2 on
     assert [overload.fate(outcome) for outcome in outcomes] == [ledger.COMPLETED, ledger.LOST, ledger.REFUSED]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slotwise.bench.compare import DISCIPLINES, Comparison
+from slotwise.bench.comparison import DISCIPLINES, Comparison
 from slotwise.cli import main
 
 FEW = (

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from support.played import Play
 
-from slotwise.bench.tables import throughput_table
+from slotwise.bench.result_tables import throughput_table
 from slotwise.cli import main
 from slotwise.cli.top_frame import Frame
 from slotwise.observe.event_log import Engine, Entry, RequestEntry, Run, Step, encode_lines

@@ -6,15 +6,14 @@ import pytest
 from simulate.test_servers import SMALL
 
 from slotwise.engine.config import EngineConfig
-from slotwise.simulate.capacity import Target, at_load, fewest, interval, resampled
+from slotwise.simulate.capacity_search import CapacityTarget, at_load, fewest, interval, resampled
 from slotwise.simulate.machines import setup_of
-from slotwise.workload.arrivals import Gamma
-from slotwise.workload.lengths import Uniform
-from slotwise.workload.requests import Recipe, generate
+from slotwise.workload.distributions import Gamma, Uniform
+from slotwise.workload.workloads import Recipe, generate
 
 SETUP = setup_of("epyc", SMALL, EngineConfig.of(model="", max_num_seqs=4))
 BUSY = generate(Recipe(80, Uniform(50, 400), Uniform(5, 40), Gamma(120, 2)), 3)
-GOAL = Target(ttft=0.1, tpot=0.05, share=0.95)
+GOAL = CapacityTarget(ttft=0.1, tpot=0.05, share=0.95)
 
 
 def test_the_replicas_found_meet_the_objective_and_one_fewer_do_not():
@@ -27,7 +26,7 @@ def test_the_replicas_found_meet_the_objective_and_one_fewer_do_not():
 
 def test_an_objective_that_no_number_meets_is_said():
     with pytest.raises(ValueError, match="run alone miss it"):
-        fewest(BUSY, SETUP, Target(ttft=1e-6))
+        fewest(BUSY, SETUP, CapacityTarget(ttft=1e-6))
 
 
 def test_resampled_traffic_is_of_the_same_requests_in_other_places():

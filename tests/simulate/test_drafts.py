@@ -17,11 +17,11 @@ from slotwise.engine.scheduling import Scheduling
 from slotwise.observe.event_log import Entry, Step, decode
 from slotwise.observe.recorder import Recorder
 from slotwise.policies.settings import Ordering
-from slotwise.simulate.drafts import DraftModel, Verifier
 from slotwise.simulate.figures import Figures, figures
 from slotwise.simulate.pace import CostPace
 from slotwise.simulate.recorded import read_recording
 from slotwise.simulate.simulator import Server, Setup, simulate
+from slotwise.simulate.virtual_machine import SimulatedDraftModel, Verifier
 
 LIMITS = SchedulerLimits(2048, 400, 16, 4, 256)
 CURVE = (0.8, 0.75)
@@ -54,13 +54,13 @@ def played(setup: Setup, number: int = 4, output: int = 600) -> tuple[Figures, l
     return figures(list(found.values())), file.entries
 
 
-def setup(cost=free, model: DraftModel | None = None, policy: str = "fcfs") -> Setup:
+def setup(cost=free, model: SimulatedDraftModel | None = None, policy: str = "fcfs") -> Setup:
     plain = Setup(LIMITS, Scheduling(Batching(), 4, 256, Ordering(policy)), CostPace(cost))
     return plain if model is None else replace(plain, speculation=model.speculation, draft_model=model)
 
 
 def test_a_curve_gives_as_many_tokens_a_step_as_it_says():
-    found, entries = played(setup(model=DraftModel(CURVE)))
+    found, entries = played(setup(model=SimulatedDraftModel(CURVE)))
     verified = [pair for entry in entries if isinstance(entry, Step) for pair in entry.verified if pair[0] == 2]
     assert len(verified) > 200
     assert sum(right for _, right in verified) / len(verified) == pytest.approx(0.8 + 0.8 * 0.75, rel=0.15)
@@ -70,20 +70,20 @@ def test_a_curve_gives_as_many_tokens_a_step_as_it_says():
 
 def test_drafts_that_are_never_right_or_not_worth_their_time_cost_little():
     for cost, shares in ((free, (0.0, 0.0)), (dear, (0.9, 0.9))):
-        found, _ = played(setup(cost, DraftModel(shares)))
+        found, _ = played(setup(cost, SimulatedDraftModel(shares)))
         plain, _ = played(setup(cost))
         assert found.output_throughput > 0.9 * plain.output_throughput
 
 
 def test_passes_of_the_draft_model_take_their_time():
-    quick, slow = (played(setup(model=DraftModel(CURVE, seconds)))[0] for seconds in (0.0, 0.002))
+    quick, slow = (played(setup(model=SimulatedDraftModel(CURVE, seconds)))[0] for seconds in (0.0, 0.002))
     assert slow.output_throughput < 0.9 * quick.output_throughput
 
 
 def test_a_log_shows_the_curve_of_its_draft_model():
-    _, entries = played(setup(model=DraftModel(CURVE, 0.001)))
+    _, entries = played(setup(model=SimulatedDraftModel(CURVE, 0.001)))
     again, _ = read_recording(entries)
-    assert again.speculation == DraftModel(CURVE).speculation and again.draft_model is not None
+    assert again.speculation == SimulatedDraftModel(CURVE).speculation and again.draft_model is not None
     assert again.draft_model.shares == pytest.approx(CURVE, abs=0.08)
     assert again.draft_model.seconds == pytest.approx(0.001)
 
@@ -92,11 +92,11 @@ def test_drafts_from_texts_are_compared_with_the_output():
     verifier = Verifier(None)
     assert verifier.verified((3, 4, 9), [3, 4, 5, 6]) == ((3, 4, 9), (3, 4, 5))
     assert verifier.verified((3, 4), [3, 4, 5]) == ((3, 4), (3, 4, 5))
-    named, tokens = Verifier(DraftModel((1.0, 0.0))).verified((PROPOSED, PROPOSED), [3, 4, 5])
+    named, tokens = Verifier(SimulatedDraftModel((1.0, 0.0))).verified((PROPOSED, PROPOSED), [3, 4, 5])
     assert named[0] == 3 and named[1] != 4 and tokens == (3, 4)
 
 
 @pytest.mark.parametrize("shares", [(), (1.1,), (-0.1,), (float("nan"),), (0.5,) * 65])
 def test_a_curve_that_is_none_is_refused(shares: tuple[float, ...]):
     with pytest.raises(ValueError, match="acceptance curve"):
-        DraftModel(shares)
+        SimulatedDraftModel(shares)

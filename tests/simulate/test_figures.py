@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slotwise.simulate.figures import Distribution, Part, gaps_of
-from slotwise.simulate.requests import SimulatedRequest
+from slotwise.simulate.figures import Distribution, SimulatedRequest, WeightedValues, gaps_of
 
 seconds_st = st.sampled_from([0.25, 0.5, 1.0, 2.0, 3.5])
 clocks_st = st.lists(st.lists(seconds_st, min_size=1, max_size=12), min_size=1, max_size=3)
@@ -43,7 +42,8 @@ def test_gaps_of_shared_clocks_are_those_between_the_tokens(steps: list[list[flo
 def test_quantiles_over_parts_are_those_of_all_values(parts: list[list[tuple[float, int]]], share: float):
     found = Distribution()
     for part in parts:
-        found.add(Part(lambda part=part: [value for value, _ in part], lambda part=part: [one for _, one in part]))
+        found.add(WeightedValues(
+            lambda part=part: [value for value, _ in part], lambda part=part: [one for _, one in part]))
     values = [value for part in parts for value, weight in part for _ in range(weight)]
     assert found.quantiles(share) == [of(values, share)]
 

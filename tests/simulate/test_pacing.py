@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slotwise.simulate.pacing import ESTIMATED, LEAST, PERIOD, Pacer
+from slotwise.simulate.what_if import ESTIMATED, LEAST, PERIOD, Pacer
 
 
 @given(st.floats(-5, 20), st.floats(0, 20), st.floats(0, 1))
@@ -59,6 +59,7 @@ def test_an_error_ends_it_and_the_alarm_before_is_set_again() -> None:
 
 
 def test_an_alarm_set_before_ends_the_process() -> None:
-    endless = ("import signal\nfrom slotwise.simulate.pacing import Pacer\nsignal.setitimer(signal.ITIMER_REAL, 0.2)\n"
+    endless = ("import signal\nfrom slotwise.simulate.what_if import Pacer\n"
+               "signal.setitimer(signal.ITIMER_REAL, 0.2)\n"
                "with Pacer(1000.0):\n    while True: pass")
     assert subprocess.run([sys.executable, "-c", endless], timeout=100).returncode == -signal.SIGALRM

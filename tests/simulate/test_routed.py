@@ -11,11 +11,10 @@ import pytest
 from slotwise.engine.config import EngineConfig
 from slotwise.routing.routers import ROUTERS
 from slotwise.simulate.machines import ModelShape, setup_of
-from slotwise.simulate.routed import RoutedServers, pieces_of
-from slotwise.simulate.simulator import Server, SimulatedRequest, simulate
-from slotwise.simulate.traffic import traffic_of
-from slotwise.workload import arrivals, lengths
-from slotwise.workload.requests import Recipe, Workload, generate
+from slotwise.simulate.simulated_routing import RoutedServers, pieces_of
+from slotwise.simulate.simulator import Server, SimulatedRequest, simulate, traffic_of
+from slotwise.workload.distributions import Poisson, Uniform
+from slotwise.workload.workloads import Recipe, Workload, generate
 
 SHAPE = ModelShape(
     weight_bytes=15_000_000_000, position_bytes=131_072, token_weights=6_980_000_000, head_weights=525_000_000,
@@ -26,7 +25,7 @@ NUMBER, REPLICAS = 300, 4
 def workload() -> Workload:
     """Most of each prompt is that of one of forty groups, which need more than one replica's cache."""
     rng = random.Random(3)
-    drawn = generate(Recipe(NUMBER, lengths.Uniform(2000, 3000), lengths.Uniform(5, 30), arrivals.Poisson(40.0)), 5)
+    drawn = generate(Recipe(NUMBER, Uniform(2000, 3000), Uniform(5, 30), Poisson(40.0)), 5)
     return replace(drawn, requests=tuple([
         replace(one, prefix=rng.randrange(40), num_prefix=1900) for one in drawn.requests]))
 
@@ -69,7 +68,7 @@ def test_requests_of_an_adapter_meet_where_its_place_in_a_step_is() -> None:
         setup = setup_of("h100", SHAPE, EngineConfig.of(model="", max_num_seqs=16, enable_lora=True, max_loras=1))
         routed = RoutedServers(ROUTERS[router](0), 2, setup.pace)
         servers = [Server(setup, observers=[told], replica=index) for index, told in enumerate(routed.observers)]
-        drawn = generate(Recipe(120, lengths.Uniform(100, 200), lengths.Uniform(20, 60), arrivals.Poisson(40.0)), 5)
+        drawn = generate(Recipe(120, Uniform(100, 200), Uniform(20, 60), Poisson(40.0)), 5)
         found = simulate(traffic_of(drawn, adapters=2), servers, routed=routed)
         means[router] = sum(first_tokens(found)) / len(drawn.requests)
     assert means["product"] < 0.7 * means["least-unfinished"]

@@ -25,9 +25,9 @@ from slotwise.observe.event_log import Arrival, Step, decode
 from slotwise.observe.recorder import Recorder
 from slotwise.policies.settings import POLICIES, Ordering
 from slotwise.routing.routers import ROUTERS
-from slotwise.simulate.figures import Objectives, figures
+from slotwise.simulate.figures import LatencyLimits, figures
 from slotwise.simulate.pace import CostPace
-from slotwise.simulate.routed import RoutedServers
+from slotwise.simulate.simulated_routing import RoutedServers
 from slotwise.simulate.simulator import Server, Setup, simulate
 from slotwise.simulate.what_if import what_if
 
@@ -157,7 +157,7 @@ def test_a_what_if_changes_the_settings_that_held_last():
         (0.001 * number, Add(f"r{number}", RequestSpec([5] * 4, SamplingParams(max_tokens=9, ignore_eos=True), number)))
         for number in range(1, 9)]]
     _, lines = played(commands, Setup(LIMITS, Scheduling(Batching(), 4, 24), CostPace(cost)), {}, at_once=True)
-    answer = what_if([decode(line) for line in lines], {"scheduling_policy": "shortest"}, Objectives())
+    answer = what_if([decode(line) for line in lines], {"scheduling_policy": "shortest"}, LatencyLimits())
     assert answer["settings"]["max_num_seqs"] == 2 and answer["settings"]["scheduling_policy"] == "shortest"
     found = answer["groups"]["all requests"]
     assert found["what_if"]["ttft_p99"] == pytest.approx(found["measured"]["ttft_p99"], rel=0.2)
@@ -170,4 +170,4 @@ def test_a_what_if_about_prompts_that_other_engines_computed_is_refused():
     steps = [index for index, entry in enumerate(entries) if isinstance(entry, Step)]
     entries[steps[0]] = msgspec.structs.replace(entries[steps[0]], arrivals=(Arrival(0, 1, True),))
     with pytest.raises(ValueError, match="computed by other engines"):
-        what_if(entries, {"scheduling_policy": "shortest"}, Objectives())
+        what_if(entries, {"scheduling_policy": "shortest"}, LatencyLimits())

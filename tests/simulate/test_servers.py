@@ -10,15 +10,12 @@ from slotwise.core.step_time import StepTimeModel, Work
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import StepRecord
 from slotwise.engine.observer import Observer
-from slotwise.simulate.apart import Arrived, simulate_apart
-from slotwise.simulate.figures import Distribution, Objectives, figures
+from slotwise.simulate.figures import REFUSED, Distribution, LatencyLimits, SimulatedRequest, figures
 from slotwise.simulate.machines import ModelShape, described, names, setup_of
 from slotwise.simulate.pace import LearnedPace
-from slotwise.simulate.requests import REFUSED, SimulatedRequest
-from slotwise.simulate.simulator import Server, simulate
-from slotwise.simulate.traffic import Adapters, traffic_of
-from slotwise.workload import arrivals, lengths
-from slotwise.workload.requests import Recipe, Workload, generate
+from slotwise.simulate.simulator import AdapterLoad, InstantKVLink, Server, simulate, simulate_apart, traffic_of
+from slotwise.workload.distributions import AtOnce, Closed, Fixed, Poisson, Uniform
+from slotwise.workload.workloads import Recipe, Workload, generate
 
 SMALL = ModelShape(  # 135 million weights, 30 layers
     weight_bytes=270_000_000, position_bytes=23_040, token_weights=106_000_000, head_weights=28_000_000,
@@ -26,8 +23,8 @@ SMALL = ModelShape(  # 135 million weights, 30 layers
 
 
 def workload(rate: float, number: int = 60, users: int = 0) -> Workload:
-    coming = arrivals.Closed(users) if users else arrivals.Poisson(rate)
-    return generate(Recipe(number, lengths.Uniform(50, 400), lengths.Uniform(5, 40), coming), 5)
+    coming = Closed(users) if users else Poisson(rate)
+    return generate(Recipe(number, Uniform(50, 400), Uniform(5, 40), coming), 5)
 
 
 def served(setup, rate: float, replicas: int = 1) -> dict[str, SimulatedRequest]:
@@ -80,7 +77,7 @@ def test_what_cannot_be_simulated_is_refused_by_name():
 def test_figures_are_of_tokens_within_the_objectives():
     good = SimulatedRequest.measured(0.0, [1.0, 1.5, 2.0], 2.0, "length")
     late = SimulatedRequest.measured(1.0, [4.0, 4.5], 4.5, "stop")
-    found = figures([good, late], Objectives(ttft=2.0, tpot=0.6))
+    found = figures([good, late], LatencyLimits(ttft=2.0, tpot=0.6))
     assert (found.ttft_p50, found.ttft_p99, found.itl_p50) == (1.0, 3.0, 0.5)
     assert found.output_throughput == pytest.approx(5 / 4.5) and found.goodput == pytest.approx(1 / 4.5)
     assert Distribution().quantiles(0.5) == [0.0]
@@ -113,7 +110,7 @@ def test_steps_vary_as_those_of_the_log_did_and_the_same_work_takes_the_same_tim
 
 
 def one_prompt(setup, num_prompt: int, num_output: int) -> SimulatedRequest:
-    recipe = Recipe(1, lengths.Fixed(num_prompt), lengths.Fixed(num_output), arrivals.AtOnce())
+    recipe = Recipe(1, Fixed(num_prompt), Fixed(num_output), AtOnce())
     return next(iter(simulate(traffic_of(generate(recipe, 1)), [Server(setup)]).values()))
 
 
@@ -150,7 +147,7 @@ def test_a_model_too_large_for_one_machine_fits_two():
 def test_adapters_wait_for_each_other_and_each_of_a_step_takes_its_time():
     def seconds(max_loras: int, adapter: float) -> float:
         setup = setup_of("epyc", SMALL, EngineConfig.of(model="", max_num_seqs=4))
-        setup = replace(setup, limits=replace(setup.limits, max_loras=max_loras), adapters=Adapters(4, adapter))
+        setup = replace(setup, limits=replace(setup.limits, max_loras=max_loras), adapters=AdapterLoad(4, adapter))
         found = simulate(traffic_of(workload(1000.0), setup.adapters.number), [Server(setup)])
         return max(one.ended for one in found.values())
 
@@ -170,7 +167,7 @@ class Longest(Observer):
 def with_roles(setup, num_prefill: int, num_decode: int, rate: float, seconds_per_token: float = 0.0):
     prefill = [Server(setup, replica=number) for number in range(num_prefill)]
     seen = [Longest() for _ in range(num_decode)]
-    decode = [Server(setup, observers=[one], replica=number, kv_link=Arrived(setup.limits.block_size))
+    decode = [Server(setup, observers=[one], replica=number, kv_link=InstantKVLink(setup.limits.block_size))
               for number, one in enumerate(seen)]
     found = simulate_apart(traffic_of(workload(rate)), prefill, decode, seconds_per_token)
     for server in (*prefill, *decode):

@@ -15,8 +15,8 @@ from slotwise.core.step_time import Work
 from slotwise.engine.messages import Add
 from slotwise.engine.scheduling import Scheduling
 from slotwise.policies.settings import Ordering
+from slotwise.simulate.figures import SimulatedRequest
 from slotwise.simulate.pace import CostPace
-from slotwise.simulate.requests import SimulatedRequest
 from slotwise.simulate.simulator import NoEnd, Server, Setup, simulate
 
 LIMITS = SchedulerLimits(max_model_len=64, num_blocks=64, block_size=4, max_num_seqs=1, max_num_batched_tokens=64)

@@ -13,7 +13,7 @@ import pytest
 from slotwise import builtin
 from slotwise.cli import main
 from slotwise.observe.event_log import Entry, RequestEntry, Step, line_of, read_file
-from slotwise.simulate.what_if import ANSWER, CALLS, LATE, REFUSED, error_of, in_words, is_reliable
+from slotwise.simulate.what_if import CALLS, error_of, in_words, is_reliable
 from slotwise.terminal import duration
 
 PAUSE = 200_000_000_000  # nanoseconds
@@ -85,17 +85,17 @@ def test_durations_are_said_as_a_person_says_them(seconds: float, said: str) -> 
     assert duration(seconds) == said
 
 
-def asked(entries: list[Entry], seconds: float, changes: dict[str, Any]) -> tuple[str, Any, float]:
-    """How a server's question ends that has this many seconds."""
+def asked(entries: list[Entry], seconds: float, changes: dict[str, Any]) -> tuple[Any, str, float]:
+    """Returns the end of a server's question that has this many seconds."""
     now = time.monotonic()
     return CALLS["what_if"](b"".join(map(line_of, entries)), changes, None, None, "", now + seconds / 2, now + seconds)
 
 
 def test_a_servers_question_ends_in_time_with_an_estimate(entries: list[Entry]) -> None:
-    outcome, answer, work = asked(entries, 60.0, {"max_num_seqs": 1})
-    assert outcome == ANSWER and answer["requests"] == 60 and work > 0
+    answer, refusal, work = asked(entries, 60.0, {"max_num_seqs": 1})
+    assert not refusal and answer["requests"] == 60 and work > 0
     assert next(iter(answer)) == "verdicts" and answer["verdicts"]["all requests"]["is_reliable"]
-    outcome, estimate, _ = asked(entries, 0.001, {"max_num_seqs": 1})
-    assert outcome == LATE and estimate > 0.001
-    outcome, why, work = asked(entries, 60.0, {"slots": 1})
-    assert outcome == REFUSED and "no scheduling setting" in why and work > 0
+    answer, refusal, estimate = asked(entries, 0.001, {"max_num_seqs": 1})
+    assert answer is None and not refusal and estimate > 0.001
+    answer, refusal, work = asked(entries, 60.0, {"slots": 1})
+    assert answer is None and "no scheduling setting" in refusal and work > 0

@@ -14,7 +14,7 @@ from slotwise.core.step import StepPlan, StepResult
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import Executor, FakeExecutor
 from slotwise.policies.fcfs import FirstComeFirstServed
-from slotwise.workload.requests import Workload, WorkRequest
+from slotwise.workload.workloads import Workload, WorkRequest
 from support.toy import VOCAB, next_token
 
 STEP_NS, ROW_NS, TOKEN_NS = 10_000_000, 1_000_000, 100_000  # of a step, of each of its rows, of each prompt token

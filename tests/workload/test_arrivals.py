@@ -9,8 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slotwise.workload.arrivals import Arrivals, AtOnce, Closed, Gamma, Poisson, TraceTimes, gamma, parse
-from slotwise.workload.forms import stream
+from slotwise.workload.distributions import (
+    Arrivals,
+    AtOnce,
+    Closed,
+    Gamma,
+    Poisson,
+    TraceTimes,
+    gamma,
+    parse_arrivals,
+    stream,
+)
 
 rates = st.floats(0.001, 1000)
 anything = st.one_of(
@@ -19,12 +28,12 @@ anything = st.one_of(
 
 
 def gaps(text: str, count: int = 20_000) -> list[float]:
-    return [later - earlier for earlier, later in pairwise(parse(text).times(stream(1, "a test"), count))]
+    return [later - earlier for earlier, later in pairwise(parse_arrivals(text).times(stream(1, "a test"), count))]
 
 
 @given(anything)
 def test_any_arrivals_come_back_from_their_text(some: Arrivals) -> None:
-    assert parse(str(some)) == some
+    assert parse_arrivals(str(some)) == some
 
 
 @given(st.builds(Poisson, rates) | st.builds(Gamma, rates, st.floats(0.01, 100)), st.integers(1, 40))
@@ -35,10 +44,10 @@ def test_times_begin_at_zero_and_never_fall(some: Arrivals, count: int) -> None:
 
 
 def test_everyone_at_once_and_users_of_a_closed_loop() -> None:
-    assert parse("at-once").times(stream(0, "any"), 3) == [0.0, 0.0, 0.0]
-    assert parse("closed:7").users == 7
-    assert parse("closed:7").times(stream(0, "any"), 3) == []
-    assert parse("poisson:2").users == 0
+    assert parse_arrivals("at-once").times(stream(0, "any"), 3) == [0.0, 0.0, 0.0]
+    assert parse_arrivals("closed:7").users == 7
+    assert parse_arrivals("closed:7").times(stream(0, "any"), 3) == []
+    assert parse_arrivals("poisson:2").users == 0
 
 
 @pytest.mark.parametrize(("text", "cv"), [
@@ -61,9 +70,9 @@ def test_gamma_draws_have_their_moments(shape: float) -> None:
 
 
 def test_a_seed_means_the_same_times_for_ever() -> None:
-    assert parse("poisson:2").times(stream(0, "test"), 4) == pytest.approx(
+    assert parse_arrivals("poisson:2").times(stream(0, "test"), 4) == pytest.approx(
         [0.0, 0.03266557949422919, 1.0506417829988821, 1.7935822311085237], rel=1e-12)
-    assert parse("gamma:2:3").times(stream(0, "test"), 3) == pytest.approx(
+    assert parse_arrivals("gamma:2:3").times(stream(0, "test"), 3) == pytest.approx(
         [0.0, 2.1391719030637398e-05, 0.3708179274772237], rel=1e-12)
 
 
@@ -71,10 +80,10 @@ def test_a_seed_means_the_same_times_for_ever() -> None:
                                   "gamma:1:0", "closed:0", "closed:1.5", "at-once:1"])
 def test_what_makes_no_arrivals_is_refused_in_one_line(text: str) -> None:
     with pytest.raises(ValueError, match=r"there are|must be between") as told:
-        parse(text)
+        parse_arrivals(text)
     assert "\n" not in str(told.value)
 
 
 def test_times_of_a_trace_need_one() -> None:
     with pytest.raises(ValueError, match="needs a trace"):
-        parse("trace").times(stream(0, "any"), 3)
+        parse_arrivals("trace").times(stream(0, "any"), 3)

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotwise.workload.files import load, save
-from slotwise.workload.lengths import Uniform
-from slotwise.workload.requests import Recipe, Workload, WorkRequest, generate
+from slotwise.workload.distributions import Uniform
+from slotwise.workload.workloads import Recipe, Workload, WorkRequest, generate, load_workload, save_workload
 
 
 @st.composite
@@ -36,14 +35,14 @@ def workloads(draw: st.DrawFn) -> Workload:
 def test_any_workload_comes_back_as_it_was(workload: Workload) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "workload.jsonl"
-        save(workload, path)
-        assert load(path) == workload
+        save_workload(workload, path)
+        assert load_workload(path) == workload
 
 
 @pytest.fixture
 def lines(tmp_path: Path) -> list[str]:
     path = tmp_path / "workload.jsonl"
-    save(generate(Recipe(3, Uniform(1, 9), Uniform(1, 9)), 0), path)
+    save_workload(generate(Recipe(3, Uniform(1, 9), Uniform(1, 9)), 0), path)
     return path.read_text().splitlines()
 
 
@@ -51,7 +50,7 @@ def refusal(tmp_path: Path, lines: list[str]) -> str:
     path = tmp_path / "broken.jsonl"
     path.write_text("\n".join(lines) + "\n", errors="surrogateescape")
     with pytest.raises(ValueError, match=r"broken\.jsonl") as told:
-        load(path)
+        load_workload(path)
     assert "\n" not in str(told.value)
     return str(told.value)
 

@@ -10,17 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slotwise.workload import lengths
-from slotwise.workload.forms import stream
-from slotwise.workload.lengths import (
+from slotwise.workload.distributions import (
+    AZURE_OUTPUT,
+    AZURE_PROMPT,
+    QUANTILES,
     AzureOutput,
     AzurePrompt,
     Exponential,
     Fixed,
-    Lengths,
+    LengthDistribution,
     LogNormal,
     Uniform,
-    parse,
+    parse_lengths,
+    quantile,
+    stream,
 )
 
 FORMS = ["fixed:128", "uniform:1:128", "exponential:128:512", "lognormal:128:1.0:2048", "azure-prompt:0.125",
@@ -39,22 +42,22 @@ anything = st.one_of(
 
 
 def draws(text: str, count: int = 20_000) -> list[int]:
-    rng, drawn = stream(1, "a test"), parse(text)
+    rng, drawn = stream(1, "a test"), parse_lengths(text)
     return [drawn.draw(rng) for _ in range(count)]
 
 
 @pytest.mark.parametrize("text", FORMS)
 def test_text_forms_read_as_they_are_written(text: str) -> None:
-    assert str(parse(text)) == text
+    assert str(parse_lengths(text)) == text
 
 
 @given(anything)
-def test_any_lengths_come_back_from_their_text(some: Lengths) -> None:
-    assert parse(str(some)) == some
+def test_any_lengths_come_back_from_their_text(some: LengthDistribution) -> None:
+    assert parse_lengths(str(some)) == some
 
 
 @given(anything, st.integers(0, 2**32))
-def test_draws_stay_within_one_and_the_longest(some: Lengths, seed: int) -> None:
+def test_draws_stay_within_one_and_the_longest(some: LengthDistribution, seed: int) -> None:
     rng = random.Random(seed)
     assert all(1 <= some.draw(rng) <= some.longest for _ in range(50))
 
@@ -62,7 +65,7 @@ def test_draws_stay_within_one_and_the_longest(some: Lengths, seed: int) -> None
 @pytest.mark.parametrize("text", ["", "normal:5", "fixed", "fixed:1:2", "fixed:many", "uniform:1", "lognormal:1:2"])
 def test_what_cannot_be_read_is_told_the_forms(text: str) -> None:
     with pytest.raises(ValueError, match="lognormal:MEDIAN:SIGMA:CAP") as told:
-        parse(text)
+        parse_lengths(text)
     assert "\n" not in str(told.value)
 
 
@@ -72,7 +75,7 @@ def test_what_cannot_be_read_is_told_the_forms(text: str) -> None:
 ])
 def test_numbers_out_of_range_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="must be between"):
-        parse(text)
+        parse_lengths(text)
 
 
 @pytest.mark.parametrize(("text", "first"), [
@@ -84,7 +87,7 @@ def test_numbers_out_of_range_are_refused(text: str) -> None:
     ("azure-output:0.125", [55, 7, 10, 12, 52, 52, 51, 56]),
 ])
 def test_a_seed_means_the_same_lengths_for_ever(text: str, first: list[int]) -> None:
-    rng, drawn = stream(0, "test"), parse(text)
+    rng, drawn = stream(0, "test"), parse_lengths(text)
     assert [drawn.draw(rng) for _ in first] == first
 
 
@@ -114,11 +117,11 @@ def test_log_normal_lengths_have_their_median_and_sigma() -> None:
     assert max(found) == 2048
 
 
-@pytest.mark.parametrize(("kind", "table"), [("azure-prompt", lengths.AZURE_PROMPT),
-                                             ("azure-output", lengths.AZURE_OUTPUT)])
+@pytest.mark.parametrize(("kind", "table"), [("azure-prompt", AZURE_PROMPT),
+                                             ("azure-output", AZURE_OUTPUT)])
 def test_azure_lengths_have_the_quantiles_of_the_trace(kind: str, table: tuple[int, ...]) -> None:
     found = sorted(draws(f"{kind}:1.0", 50_000))
-    ranks = zip(lengths.QUANTILES, table, strict=True)
+    ranks = zip(QUANTILES, table, strict=True)
     for share, value in ranks:
         # Allow the rank to be off by what so many draws leave to chance: five deviations of a binomial.
         chance = 5 * math.sqrt(share * (1 - share) / len(found)) + 1e-3
@@ -132,8 +135,8 @@ def test_a_scale_keeps_the_shape() -> None:
     assert all(small == pytest.approx(large / 8, abs=1.0) for small, large in zip(eighth, whole, strict=True))
 
 
-@pytest.mark.parametrize("table", [lengths.AZURE_PROMPT, lengths.AZURE_OUTPUT])
+@pytest.mark.parametrize("table", [AZURE_PROMPT, AZURE_OUTPUT])
 def test_quantiles_pass_through_their_table(table: tuple[int, ...]) -> None:
-    assert [lengths.quantile(table, share) for share in lengths.QUANTILES] == pytest.approx(table)
+    assert [quantile(table, share) for share in QUANTILES] == pytest.approx(table)
     with pytest.raises(ValueError, match="between 0 and 1"):
-        lengths.quantile(table, 1.5)
+        quantile(table, 1.5)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slotwise.cli.workload_options import add_seed_option, add_workload_options, workload_of
-from slotwise.workload.requests import Workload
+from slotwise.workload.workloads import Workload
 
 TRACE = "arrived_at,num_prefill_tokens,num_decode_tokens\n0,80,8\n4,40,16\n"
 

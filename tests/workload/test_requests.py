@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slotwise.workload.arrivals import Closed, Poisson
-from slotwise.workload.lengths import Exponential, Fixed, Uniform
-from slotwise.workload.prefixes import Prefixes, parse
-from slotwise.workload.requests import Recipe, Workload, WorkRequest, generate
+from slotwise.workload.distributions import Closed, Exponential, Fixed, Poisson, Prefixes, Uniform, parse_prefixes
+from slotwise.workload.workloads import Recipe, Workload, WorkRequest, generate
 
 RECIPE = Recipe(3, Uniform(5, 9), Exponential(10, 50), Poisson(4), Prefixes(2, 3))
 LARGE = replace(RECIPE, num_requests=200)
@@ -121,7 +119,7 @@ def test_requests_that_do_not_go_together_are_refused(
 
 
 def test_prefixes_read_as_they_are_written() -> None:
-    assert str(parse("4:256")) == "4:256"
+    assert str(parse_prefixes("4:256")) == "4:256"
     for text in ("4", "4:0", "0:4", "a:b", "1:2:3", "-1:5"):
         with pytest.raises(ValueError, match=r"GROUPS:TOKENS|must be between"):
-            parse(text)
+            parse_prefixes(text)

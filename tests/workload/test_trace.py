@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slotwise.workload.arrivals import Closed, Poisson
-from slotwise.workload.prefixes import Prefixes
+from slotwise.workload.distributions import Closed, Poisson, Prefixes
 from slotwise.workload.trace import read_trace, replay
 
 TRACE = "arrived_at,num_prefill_tokens,num_decode_tokens\n2.5,374,44\n4.5,396,109\n4.5,879,4\n8.0,3,1\n"

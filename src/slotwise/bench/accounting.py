@@ -4,23 +4,35 @@ A *slot-step* is one slot during one step that computed anything; a step has as 
 rows it had.  Each is one of:
 
     prefill   tokens of a prompt, or tokens computed again after a preemption
-    decode    the last token known, to sample the next: both are useful work
-    held      a request that has ended, computed again until its batch has drained
-    empty     nothing: no request holds the slot, or the one that does was left out of the step
+    decode    the last known token, to sample the next: both are useful work
+    held      a finished request, computed again until its batch has drained
+    empty     nothing: no request holds the slot, or the step left its request out
 
 so that  occupancy = (prefill + decode) / (steps x slots).  Nothing runs between steps, so idle time has no slot-steps;
 it shows in the seconds that requests wait.
+
+The slot x step chart says what each slot computed at every step, run-length encoded:
+
+    slot 0   P d d d d d d          [0, 0, 1, "prefill", 0, 6], [0, 1, 6, "decode", 0, 6]
+    slot 1   P d d H H H H          [1, 0, 1, "prefill", 1, 4], [1, 1, 2, "decode", 1, 2], [1, 3, 4, "held", 1, 4]
+
+Step time is a straight line: seconds = a + b x, with x the rows of a decode step, or the tokens of a step with prompts.
+`a` is what a step costs for any number of rows (weights read once, launches, Python): what batching shares out.  `b` is
+what each row adds.  At a/b rows the two are equal, and further rows no longer come nearly free.  The line is the
+least-squares fit through the median of all steps with the same x, each median weighted by the number of such steps: a
+step that another process delayed does not bend it.
 """
 
 from __future__ import annotations
 
+import statistics
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from slotwise.bench.fit import Steps
-from slotwise.bench.lanes import DECODE, HELD, PREFILL, Lanes
+import numpy as np
+
 from slotwise.bench.measures import summary
 from slotwise.core.limits import SchedulerLimits
 from slotwise.engine.messages import RowEnd, StepRecord
@@ -54,8 +66,8 @@ class Accounts:
         self._limits = limits
         self._started_at = started_at
         self._unfinished: dict[str, _Progress] = {}
-        self._lanes = Lanes(limits.max_num_seqs)
-        self._waiting = _Waiting(started_at)
+        self._lanes = SlotChartBuilder(limits.max_num_seqs)
+        self._waiting = _HeadOfLine(started_at)
         self._itl, self._e2e = array("d"), array("d")  # seconds
         self._cumulative = _Curve()
         self._slot_steps = dict.fromkeys((PREFILL, DECODE, HELD), 0)
@@ -68,8 +80,8 @@ class Accounts:
         self.failures: list[str] = []
         self.sampled_tokens = 0  # includes tokens that an undrained batch has not returned yet
         self.ended_at = started_at  # seconds; of the last record
-        self.decode_times = Steps()  # of steps without a prompt or drafts, by rows
-        self.prompt_times = Steps()  # of the others, by tokens
+        self.decode_times = StepSeconds()  # of steps without a prompt or drafts, by rows
+        self.prompt_times = StepSeconds()  # of the others, by tokens
 
     # -- events ----------------------------------------------------------------------------------------------------
 
@@ -192,7 +204,7 @@ class Accounts:
         }
 
 
-class _Waiting:
+class _HeadOfLine:
     """Head-of-line blocking: seconds, summed over requests, spent waiting while a slot was empty or held.
 
     During a step a slot is wasted if it has no row or a held one; between steps, if no request holds it or an ended one
@@ -245,3 +257,103 @@ def thinned(values: Sequence[Any]) -> list[Any]:
         return list(values)
     step = (len(values) - 1) / (MAX_POINTS - 1)
     return [values[round(index * step)] for index in range(MAX_POINTS)]
+
+
+MAX_STEPS = 3000  # more than a screen can show; later steps are counted but not drawn
+
+PREFILL = "prefill"  # tokens of a prompt, or tokens computed again after a preemption
+DECODE = "decode"  # the last token known, to sample the next
+HELD = "held"  # a request that has ended, computed again until its batch has drained
+
+
+class SlotChartBuilder:
+    """Collects rows step by step; a run is `[slot, first step, steps, kind, request number, tokens]`."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
+        self._step_ends = [0.0]
+        self._runs: list[list[Any]] = []
+        self._open: dict[int, list[Any]] = {}  # slot -> its latest run
+        self._pads: list[list[int]] = []
+        self._truncated = False
+
+    def row(self, slot: int, kind: str, number: int, tokens: int, padding: int) -> None:
+        """Add a row to the step that `end_step` closes."""
+        if self._full:
+            return
+        step = len(self._step_ends) - 1
+        run = self._open.get(slot)
+        if run is not None and run[3] == kind and run[4] == number and run[1] + run[2] == step:
+            run[2] += 1
+            run[5] += tokens
+        else:
+            self._open[slot] = run = [slot, step, 1, kind, number, tokens]
+            self._runs.append(run)
+        if padding:
+            self._pads.append([slot, step, padding])
+
+    def end_step(self, at: float) -> None:
+        """Close the step, which ended `at` seconds after the run began."""
+        if self._full:
+            self._truncated = True
+        else:
+            self._step_ends.append(round(at, 6))
+
+    @property
+    def _full(self) -> bool:
+        return len(self._step_ends) > MAX_STEPS
+
+    def chart(self) -> dict[str, Any]:
+        return {
+            "slots": self._num_slots, "steps": len(self._step_ends) - 1, "step_ends": self._step_ends,
+            "runs": self._runs, "pads": self._pads, "truncated": self._truncated,
+        }
+
+
+class StepTimeLine(NamedTuple):
+    """seconds = a + b x"""
+
+    a: float
+    b: float
+
+    def total(self, steps: StepSeconds) -> float:
+        """Seconds predicted for all of `steps` together."""
+        return sum(len(seconds) * (self.a + self.b * x) for x, seconds in steps.by_x.items())
+
+
+class StepSeconds:
+    """Seconds of steps, by x: eight bytes per step."""
+
+    def __init__(self) -> None:
+        self.by_x: dict[int, array[float]] = {}
+
+    def add(self, x: int, seconds: float) -> None:
+        self.by_x.setdefault(x, array("d")).append(seconds)
+
+    def __iter__(self) -> Iterator[float]:
+        for seconds in self.by_x.values():
+            yield from seconds
+
+    @property
+    def total(self) -> float:
+        """Seconds, summed."""
+        return sum(sum(seconds) for seconds in self.by_x.values())
+
+    def fitted(self) -> StepTimeLine:
+        """The line through the medians; flat where all steps share one x, and zero where there are none."""
+        xs = list(self.by_x)
+        medians = [statistics.median(seconds) for seconds in self.by_x.values()]
+        counts = [len(seconds) for seconds in self.by_x.values()]
+        if len(xs) < 2:
+            return StepTimeLine(sum(medians), 0.0)
+        b, a = np.polyfit(xs, medians, 1, w=np.sqrt(counts))
+        return StepTimeLine(float(a), float(b))
+
+
+def together(several: Iterable[StepSeconds]) -> StepSeconds:
+    """The steps of several runs as one."""
+    whole = StepSeconds()
+    for steps in several:
+        for x, seconds in steps.by_x.items():
+            whole.by_x.setdefault(x, array("d")).extend(seconds)
+    return whole

@@ -28,7 +28,7 @@ UNFINISHED = "unfinished"  # in progress when the run was interrupted
 
 
 @dataclass(slots=True)
-class Outcome:
+class RequestOutcome:
     """The outcome of one request, filled while its answer arrives.  Times are seconds since the run began."""
 
     number: int
@@ -60,18 +60,18 @@ class Outcome:
         return (self.e2el - self.ttft) / (self.num_output - 1) if self.num_output > 1 else 0.0
 
 
-MEASURES: dict[str, Callable[[Outcome], float]] = {
+MEASURES: dict[str, Callable[[RequestOutcome], float]] = {
     "ttft": lambda outcome: outcome.ttft, "tpot": lambda outcome: outcome.tpot, "e2el": lambda outcome: outcome.e2el}
 
 
 @dataclass(frozen=True, slots=True)
-class Objectives:
+class GoodputLimits:
     """Limits in milliseconds for goodput, by measure; empty: no goodput."""
 
     limits: dict[str, float]
 
     @classmethod
-    def parse(cls, words: Iterable[str]) -> Objectives:
+    def parse(cls, words: Iterable[str]) -> GoodputLimits:
         """Parse words such as `ttft:500`.  Raises ValueError with one line that says what is allowed."""
         limits: dict[str, float] = {}
         for word in words:
@@ -87,7 +87,7 @@ class Objectives:
             limits[name] = limit
         return cls(limits)
 
-    def met(self, outcome: Outcome) -> bool:
+    def met(self, outcome: RequestOutcome) -> bool:
         return all(MEASURES[name](outcome) * MS <= limit for name, limit in self.limits.items())
 
 
@@ -103,7 +103,7 @@ def summary(values: Iterable[float]) -> dict[str, float]:
     return {"mean": float(found.mean()), "p50": p50, "p90": p90, "p99": p99, "max": float(found.max())}
 
 
-def serving_metrics(outcomes: Sequence[Outcome], duration: float, objectives: Objectives) -> dict[str, Any]:
+def serving_metrics(outcomes: Sequence[RequestOutcome], duration: float, objectives: GoodputLimits) -> dict[str, Any]:
     """The figures of a run of `duration` seconds.  Throughput and latencies are those of completed requests.
 
     `max_itl` is each request's longest gap; `request_goodput` is null without objectives.
@@ -132,7 +132,7 @@ def serving_metrics(outcomes: Sequence[Outcome], duration: float, objectives: Ob
     }
 
 
-def samples(outcomes: Iterable[Outcome]) -> dict[str, list[Any]]:
+def samples(outcomes: Iterable[RequestOutcome]) -> dict[str, list[Any]]:
     """The measurements of each request, in the workload's order; seconds."""
     ordered = sorted(outcomes, key=lambda outcome: outcome.number)
     return {

@@ -10,7 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 
-class Bar:
+class ProgressBar:
     """Counts up to a total; what counts from zero again, as a second run does, is added."""
 
     def __init__(self, bar: tqdm[Any], label: str) -> None:
@@ -34,7 +34,7 @@ class Bar:
 
 
 @contextlib.contextmanager
-def progress(label: str = "", total: int | None = None, unit: str = "it") -> Iterator[Bar]:
+def progress(label: str = "", total: int | None = None, unit: str = "it") -> Iterator[ProgressBar]:
     """Args: total: in `unit`s; None: unknown."""
     with tqdm(desc=label, total=total, unit=unit, leave=False, disable=not sys.stderr.isatty()) as bar:
-        yield Bar(bar, label)
+        yield ProgressBar(bar, label)

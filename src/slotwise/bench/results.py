@@ -13,7 +13,7 @@ from typing import Any
 import slotwise
 from slotwise.files import write_output
 from slotwise.host import num_processors
-from slotwise.workload.requests import Workload
+from slotwise.workload.workloads import Workload
 
 GIT_SECONDS = 5.0
 

@@ -20,11 +20,9 @@ from typing import IO, Any, NamedTuple
 
 from slotwise import child
 from slotwise.bench.accounting import thinned
-from slotwise.bench.client import Phrasing, Target
-from slotwise.bench.load import Watch, ignore
-from slotwise.bench.measures import COMPLETED, Outcome, summary
-from slotwise.bench.serving import Measured, measure, resolve
-from slotwise.workload.requests import Workload
+from slotwise.bench.load_generator import BenchTarget, LoadResult, Phrasing, Watch, ignore, measure, resolve
+from slotwise.bench.measures import COMPLETED, RequestOutcome, summary
+from slotwise.workload.workloads import Workload
 
 GREETING = re.compile(r" on \w+ \((\w+)[,)]")  # dtype of the weights
 READY = re.compile(r"Ready after .* on (http://\S+)")
@@ -34,15 +32,15 @@ NO_QUEUE_BOUND = ("--max-num-queued-reqs", "1000000", "--max-num-queued-tokens",
 WARM_UPS = 4  # requests before each run
 
 
-class Served(NamedTuple):
+class BenchServer(NamedTuple):
     """A server that is ready."""
 
-    target: Target
+    target: BenchTarget
     dtype: str
 
 
 @contextlib.contextmanager
-def serving(arguments: Sequence[str]) -> Iterator[Served]:
+def serving(arguments: Sequence[str]) -> Iterator[BenchServer]:
     """A `slotwise serve` of its own on a free port, with a secret key.
 
     Args:
@@ -60,7 +58,7 @@ def serving(arguments: Sequence[str]) -> Iterator[Served]:
             cwd=child.HOME) as process:
         try:
             url, dtype = _greeting(process, log)
-            yield Served(Target(url, api_key=key), dtype)
+            yield BenchServer(BenchTarget(url, api_key=key), dtype)
         finally:
             process.terminate()
             try:
@@ -83,7 +81,7 @@ def _greeting(process: subprocess.Popen[str], log: IO[str]) -> tuple[str, str]:
     raise RuntimeError(f"the server ended before it was ready: {said[-1] if said else 'it wrote nothing'}")
 
 
-def reschedule(target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
+def reschedule(target: BenchTarget, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Change the server's scheduling settings; returns all settings then in force.
 
     Raises:
@@ -102,7 +100,7 @@ def reschedule(target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def run_online(
-    target: Target, workload: Workload, settings: Mapping[str, Any], watch: Watch = ignore,
+    target: BenchTarget, workload: Workload, settings: Mapping[str, Any], watch: Watch = ignore,
 ) -> dict[str, Any]:
     """Run the workload under one discipline; returns the measured part of a run in the result.
 
@@ -122,7 +120,7 @@ def run_online(
     return {"num_slots": scheduling["max_num_seqs"], **_entry(measured)}
 
 
-def _entry(measured: Measured) -> dict[str, Any]:
+def _entry(measured: LoadResult) -> dict[str, Any]:
     """As `Accounts.entry`, with null for what a client cannot measure."""
     outcomes, seconds = measured.outcomes, measured.duration
     output_tokens = sum(outcome.num_output for outcome in outcomes)
@@ -138,7 +136,7 @@ def _entry(measured: Measured) -> dict[str, Any]:
     }
 
 
-def _cumulative(outcomes: Sequence[Outcome]) -> list[list[float]]:
+def _cumulative(outcomes: Sequence[RequestOutcome]) -> list[list[float]]:
     """Seconds and output tokens received by then; an answer's tokens are spread evenly over its events."""
     events = sorted(
         (at, outcome.num_output / len(times))

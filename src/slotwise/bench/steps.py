@@ -19,9 +19,8 @@ from slotwise.core.step_time import Work
 from slotwise.engine.messages import StepRecord
 from slotwise.observe.event_log import read_file
 from slotwise.simulate.recorded import read_recording
-from slotwise.workload.arrivals import Closed
-from slotwise.workload.lengths import Uniform
-from slotwise.workload.requests import Recipe, Workload, generate
+from slotwise.workload.distributions import Closed, Uniform
+from slotwise.workload.workloads import Recipe, Workload, generate
 
 PROMPTS = (16, 64, 256, 1024, 4096)  # the longest of a load's prompts, in tokens
 OUTPUTS = Uniform(4, 24)

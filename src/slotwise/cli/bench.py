@@ -24,8 +24,7 @@ from slotwise.cli.options import (
 from slotwise.cli.workload_options import Defaults, add_seed_option, add_workload_options, workload_of
 from slotwise.core.settings import Range, real, whole
 from slotwise.engine.config import QUANTIZATIONS, SLOTS, TOKENS
-from slotwise.workload.arrivals import MAX_USERS
-from slotwise.workload.lengths import MAX_LENGTH
+from slotwise.workload.distributions import MAX_LENGTH, MAX_USERS
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from slotwise.bench.offline_run import Stand
     from slotwise.engine.config import EngineConfig
     from slotwise.observe.log_file import LogFile
-    from slotwise.workload.requests import Workload
+    from slotwise.workload.workloads import Workload
 
 MAX_WARMUPS = 1000
 ITERATIONS = 100_000
@@ -155,14 +154,13 @@ def _add_offline(command: argparse.ArgumentParser) -> None:
 
 
 def run_serve(asked: argparse.Namespace) -> int:
-    from slotwise.bench.client import SAFE_VOCAB_SIZE, Phrasing, Target
-    from slotwise.bench.measures import Objectives
+    from slotwise.bench.load_generator import SAFE_VOCAB_SIZE, BenchTarget, Phrasing, measure, resolve, serving_result
+    from slotwise.bench.measures import GoodputLimits
+    from slotwise.bench.result_tables import serving_table
     from slotwise.bench.results import default_filename
-    from slotwise.bench.serving import measure, resolve, serving_result
-    from slotwise.bench.tables import serving_table
 
-    objectives = Objectives.parse(asked.goodput)
-    target = Target(asked.base_url, asked.endpoint, asked.model, asked.api_key)
+    objectives = GoodputLimits.parse(asked.goodput)
+    target = BenchTarget(asked.base_url, asked.endpoint, asked.model, asked.api_key)
     phrasing = Phrasing(
         SAFE_VOCAB_SIZE if asked.vocab_size is None else asked.vocab_size, text_prompts=asked.text_prompts,
         ignore_eos=asked.ignore_eos, hidden_lengths=asked.hidden_lengths, temperature=asked.temperature)
@@ -191,8 +189,8 @@ def _close_loop(asked: argparse.Namespace) -> None:
 
 
 def run_throughput(asked: argparse.Namespace) -> int:
-    from slotwise.bench.offline import throughput
-    from slotwise.bench.tables import throughput_table
+    from slotwise.bench.offline_run import throughput
+    from slotwise.bench.result_tables import throughput_table
     from slotwise.observe.log_file import LogFile
 
     _check_writable(asked.output_json)
@@ -208,9 +206,9 @@ def run_throughput(asked: argparse.Namespace) -> int:
 
 
 def _run_roofline(asked: argparse.Namespace, workload: Workload) -> int:
-    from slotwise.bench.profile import Profiler
+    from slotwise.bench.profiler import Profiler
+    from slotwise.bench.result_tables import roofline_table
     from slotwise.bench.results import environment, workload_facts
-    from slotwise.bench.tables import roofline_table
 
     profiler = Profiler(_config(asked))
     with progress(total=2 * len(workload.requests), unit="request") as bar:
@@ -222,11 +220,11 @@ def _run_roofline(asked: argparse.Namespace, workload: Workload) -> int:
 
 
 def run_latency(asked: argparse.Namespace) -> int:
-    from slotwise.bench.offline import Batch, latency
-    from slotwise.bench.tables import latency_table
+    from slotwise.bench.offline_run import LatencyBatch, latency
+    from slotwise.bench.result_tables import latency_table
 
     _check_writable(asked.output_json)
-    batch = Batch(asked.batch_size, asked.input_len, asked.output_len, asked.num_iters_warmup, asked.num_iters)
+    batch = LatencyBatch(asked.batch_size, asked.input_len, asked.output_len, asked.num_iters_warmup, asked.num_iters)
     if asked.batching not in ("static", "dynamic"):
         asked.batch_size = None
     stand, about = _stand(asked)
@@ -236,8 +234,8 @@ def run_latency(asked: argparse.Namespace) -> int:
 
 
 def run_bench_steps(asked: argparse.Namespace) -> int:
+    from slotwise.bench.result_tables import steps_table
     from slotwise.bench.steps import fitted, run_steps
-    from slotwise.bench.tables import steps_table
     from slotwise.observe.log_file import LogFile
 
     _check_writable(asked.output_json)
@@ -250,9 +248,9 @@ def run_bench_steps(asked: argparse.Namespace) -> int:
 
 
 def run_kernels(asked: argparse.Namespace) -> int:
-    from slotwise.bench.kernels import measure_paths, number_of_paths
+    from slotwise.bench.product_paths import measure_paths, number_of_paths
+    from slotwise.bench.result_tables import kernels_table
     from slotwise.bench.results import environment
-    from slotwise.bench.tables import kernels_table
     from slotwise.kernels.cpu import paths
 
     if asked.keep_fastest and asked.quantization != "none":

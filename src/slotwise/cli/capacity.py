@@ -16,10 +16,10 @@ from slotwise.cli.workload_options import Defaults, add_seed_option, add_workloa
 from slotwise.core.settings import whole
 from slotwise.files import write_output
 from slotwise.policies.settings import POLICIES
-from slotwise.simulate.capacity import LOADS, Load, Target, at_load, fewest, interval
+from slotwise.simulate.capacity_search import LOADS, CapacityTarget, LoadPoint, at_load, fewest, interval
 from slotwise.simulate.simulator import Setup
 from slotwise.terminal import duration, plain
-from slotwise.workload.requests import Workload
+from slotwise.workload.workloads import Workload
 
 WORKLOAD = Defaults(num_prompts=1000, arrivals="poisson:1")
 ROUNDS = 10
@@ -43,7 +43,7 @@ def add(commands: Commands) -> None:
         add_seed_option(command)
 
 
-def _target(text: str) -> Target:
+def _target(text: str) -> CapacityTarget:
     """The type of --slo; all its limits have the same percentile."""
     limits: dict[str, float] = {}
     percents = set()
@@ -61,7 +61,7 @@ def _target(text: str) -> Target:
         limits[key] = seconds
     if len(percents) > 1 or not all(0 < percent < 100 for percent in percents):
         raise argparse.ArgumentTypeError("all limits need the same percentile, between 0 and 100")
-    return Target(**limits, share=percents.pop() / 100)
+    return CapacityTarget(**limits, share=percents.pop() / 100)
 
 
 # -- capacity ----------------------------------------------------------------------------------------------------------
@@ -89,14 +89,14 @@ def run(asked: argparse.Namespace) -> int:
     return 0
 
 
-def _draw(path: str, title: str, loads: Sequence[Load], knee: Load | None) -> None:
-    from slotwise.bench.report.knee import knee_plot
+def _draw(path: str, title: str, loads: Sequence[LoadPoint], knee: LoadPoint | None) -> None:
+    from slotwise.bench.report.plots import knee_plot
 
     points = {one: (one.offered, one.figures.goodput) for one in loads}
     write_output(path, knee_plot(title, list(points.values()), points.get(knee) if knee else None).encode())
 
 
-def _table(title: str, loads: Sequence[Load]) -> Table:
+def _table(title: str, loads: Sequence[LoadPoint]) -> Table:
     table = Table(title=plain(title), title_justify="left", header_style="bold")
     for head in ("replicas", "load", "offered/s", "goodput/s", "ttft p99", "itl p99", "refused", "objective"):
         table.add_column(head, justify="right")
@@ -114,7 +114,7 @@ def _table(title: str, loads: Sequence[Load]) -> Table:
 
 class Candidate(NamedTuple):
     settings: dict[str, Any]
-    found: Load
+    found: LoadPoint
 
     @property
     def merit(self) -> tuple[float, float]:
@@ -145,7 +145,7 @@ def run_tune(asked: argparse.Namespace) -> int:
     return 0
 
 
-def _candidates(setup: Setup, workload: Workload, target: Target) -> list[Candidate]:
+def _candidates(setup: Setup, workload: Workload, target: CapacityTarget) -> list[Candidate]:
     """Returns the settings now, then what one pass over each setting in turn has tried, keeping the best so far."""
     def tried(settings: dict[str, Any]) -> Candidate:
         return Candidate(settings, at_load(workload, setup.changed(settings), target, 1))

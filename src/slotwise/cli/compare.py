@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slotwise.bench.compare import DISCIPLINES, Comparison, Contender, contenders, rounds, same_cache, with_drafts
+from slotwise.bench.comparison import DISCIPLINES, Comparison, Contender, contenders, rounds, same_cache, with_drafts
 from slotwise.cli.interrupts import INTERRUPTED
 from slotwise.cli.numbers import Bytes, Number
 from slotwise.cli.options import BUILTIN_NAME, Commands, add_command, add_engine_options, speculation
@@ -19,12 +19,12 @@ from slotwise.cli.workload_options import Defaults, add_seed_option, add_workloa
 from slotwise.core.settings import real, whole
 from slotwise.engine.config import BYTES, EngineConfig
 from slotwise.engine.config import ENGINE as ENGINE_NUMBERS
-from slotwise.workload.requests import Workload
+from slotwise.workload.workloads import Workload
 
 if TYPE_CHECKING:
-    from slotwise.bench.compare import Make
+    from slotwise.bench.comparison import Make
     from slotwise.bench.offline_run import OnStep
-    from slotwise.bench.progress import Bar
+    from slotwise.bench.progress import ProgressBar
     from slotwise.compose.engine import Loaded
 
 FILE_WIDTH = 160  # columns of the tables without a terminal
@@ -165,7 +165,7 @@ def _offline(plan: Plan, comparison: Comparison) -> None:
             comparison.sweeps.append(_sweep(name, plan, make, bar.say))
 
 
-def _by_tokens(bar: Bar) -> OnStep:
+def _by_tokens(bar: ProgressBar) -> OnStep:
     return lambda accounts, record: bar.show(accounts.sampled_tokens)
 
 
@@ -197,15 +197,15 @@ def _orca_bytes(plan: Plan) -> int:
 
 
 def _sweep(name: str, plan: Plan, make: Make, say: Callable[[str], None]) -> dict[str, Any]:
-    from slotwise.bench import step_sweeps, sweeps
+    from slotwise.bench import sweeps
 
     outputs = [request.num_output for request in plan.workload.requests]
     if name == "slots":
         return sweeps.number_of_slots(make, outputs, say)
     if name == "rows":
-        return step_sweeps.rows(make, say)
+        return sweeps.rows(make, say)
     if name == "prefill":
-        return step_sweeps.prefill(make, say)
+        return sweeps.prefill(make, say)
     mean = sweeps.fitting_mean(statistics.fmean(outputs), make({"max_num_seqs": plan.slots}).limits.max_model_len)
     return sweeps.output_cv(make, plan.slots, len(outputs), mean, say)
 
@@ -234,8 +234,8 @@ def _online(plan: Plan, comparison: Comparison) -> None:
 def _show(comparison: Comparison, report: str, figures: str | None) -> None:
     from rich.console import Console
 
-    from slotwise.bench.compare_tables import comparison_tables
-    from slotwise.bench.report import write_report
+    from slotwise.bench.report.comparison_page import write_report
+    from slotwise.bench.report.tables import comparison_tables
     from slotwise.bench.results import write_json
 
     result = comparison.result()

@@ -21,7 +21,7 @@ from slotwise.observe.log_format import LogError
 from slotwise.observe.request_timeline import RequestTimeline
 from slotwise.observe.step_time import StepTimeModel
 from slotwise.observe.step_view import StepView, step_view, times_of
-from slotwise.simulate.figures import Objectives
+from slotwise.simulate.figures import LatencyLimits
 from slotwise.simulate.what_if import what_if
 from slotwise.terminal import plain
 
@@ -76,7 +76,7 @@ def _ms(ns: float) -> str:
 
 
 def _counterfactual(entries: Sequence[Entry], request_id: str, asked: argparse.Namespace) -> str:
-    return counterfactual(what_if(entries, dict(asked.changes), Objectives(), request_id)["request"], asked.changes)
+    return counterfactual(what_if(entries, dict(asked.changes), LatencyLimits(), request_id)["request"], asked.changes)
 
 
 def _show_explanation(console: Console, explanation: Explanation) -> None:

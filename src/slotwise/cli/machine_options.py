@@ -10,11 +10,10 @@ from slotwise.cli.numbers import Number
 from slotwise.cli.options import add_engine_options
 from slotwise.core.settings import real, whole
 from slotwise.observe.event_log import read_file
-from slotwise.simulate.drafts import DraftModel
 from slotwise.simulate.machines import LINK, ModelShape, described, names, setup_of
 from slotwise.simulate.recorded import read_recording
-from slotwise.simulate.simulator import Setup
-from slotwise.simulate.traffic import Adapters
+from slotwise.simulate.simulator import AdapterLoad, Setup
+from slotwise.simulate.virtual_machine import SimulatedDraftModel
 
 MS = 1000.0
 MAX_ADAPTERS = 4096
@@ -52,7 +51,7 @@ def add_machine_options(command: argparse.ArgumentParser) -> None:
 def _shares(text: str) -> tuple[float, ...]:
     """The type of --acceptance."""
     try:
-        return DraftModel(tuple(map(float, text.split(",")))).shares
+        return SimulatedDraftModel(tuple(map(float, text.split(",")))).shares
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r:.80} does not read as shares from 0 to 1, as 0.8,0.7,0.6") from None
 
@@ -65,7 +64,7 @@ def setup_of_machine(asked: argparse.Namespace) -> tuple[Setup, str]:
         if asked.draft_ms is not None:
             raise ValueError("--draft-ms is of the draft model that --acceptance describes")
         return setup, about
-    model = DraftModel(asked.acceptance, (asked.draft_ms or 0.0) / MS)
+    model = SimulatedDraftModel(asked.acceptance, (asked.draft_ms or 0.0) / MS)
     return replace(setup, speculation=model.speculation, draft_model=model), about
 
 
@@ -76,7 +75,7 @@ def _with_adapters(setup: Setup, asked: argparse.Namespace) -> Setup:
                 raise ValueError(f"--{name.replace('_', '-')} is of the adapters of --adapters")
         return setup
     limits = replace(setup.limits, max_loras=asked.max_loras or setup.limits.max_loras)
-    return replace(setup, limits=limits, adapters=Adapters(asked.adapters, (asked.adapter_ms or 0.0) / MS))
+    return replace(setup, limits=limits, adapters=AdapterLoad(asked.adapters, (asked.adapter_ms or 0.0) / MS))
 
 
 def _machine(asked: argparse.Namespace) -> tuple[Setup, str]:

@@ -29,12 +29,9 @@ from slotwise.core.settings import real, whole
 from slotwise.errors import printable
 from slotwise.observe.event_log import read_file
 from slotwise.routing.routers import ROUTERS
-from slotwise.simulate.apart import Arrived, simulate_apart
-from slotwise.simulate.figures import WORDS, Figures, Objectives, figures
-from slotwise.simulate.requests import SimulatedRequest
-from slotwise.simulate.routed import RoutedServers
-from slotwise.simulate.simulator import Server, Setup, simulate
-from slotwise.simulate.traffic import Traffic, traffic_of
+from slotwise.simulate.figures import WORDS, Figures, LatencyLimits, SimulatedRequest, figures
+from slotwise.simulate.simulated_routing import RoutedServers
+from slotwise.simulate.simulator import InstantKVLink, Server, Setup, Traffic, simulate, simulate_apart, traffic_of
 from slotwise.simulate.what_if import MEASURED, REPLAYED, WHAT_IF, error_of, in_words, is_reliable, what_if
 from slotwise.terminal import duration, plain
 
@@ -101,8 +98,8 @@ def _change(text: str) -> tuple[str, Any]:
         return name.strip().replace("-", "_"), value
 
 
-def _objectives(asked: argparse.Namespace) -> Objectives:
-    return Objectives(*(None if one is None else one / MS for one in (asked.ttft_ms, asked.tpot_ms)))
+def _objectives(asked: argparse.Namespace) -> LatencyLimits:
+    return LatencyLimits(*(None if one is None else one / MS for one in (asked.ttft_ms, asked.tpot_ms)))
 
 
 # -- simulate ----------------------------------------------------------------------------------------------------------
@@ -141,7 +138,7 @@ def _alike(asked: argparse.Namespace, setup: Setup, traffic: Traffic) -> dict[st
 def _apart(asked: argparse.Namespace, setup: Setup, traffic: Traffic) -> dict[str, SimulatedRequest]:
     """Simulates servers of which some compute prompts, and others answer."""
     prefill = [Server(setup, replica=number) for number in range(asked.prefill_replicas)]
-    decode = [Server(setup, replica=number, kv_link=Arrived(setup.limits.block_size))
+    decode = [Server(setup, replica=number, kv_link=InstantKVLink(setup.limits.block_size))
               for number in range(asked.decode_replicas)]
     return simulate_apart(traffic, prefill, decode, (asked.transfer_us or 0.0) * 1e-6)
 

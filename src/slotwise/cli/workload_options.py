@@ -10,11 +10,10 @@ from slotwise.cli.numbers import Number, Size
 from slotwise.cli.options import input_file
 from slotwise.core.settings import Range, real, whole
 from slotwise.engine.config import ENGINE
-from slotwise.workload import arrivals, files, lengths, prefixes
-from slotwise.workload.arrivals import MAX_RATE, Arrivals
-from slotwise.workload.lengths import MAX_LENGTH
-from slotwise.workload.requests import MAX_REQUESTS, NO_PREFIX, Recipe, Workload, generate
+from slotwise.workload import distributions, workloads
+from slotwise.workload.distributions import MAX_LENGTH, MAX_RATE, Arrivals
 from slotwise.workload.trace import read_trace, replay
+from slotwise.workload.workloads import MAX_REQUESTS, NO_PREFIX, Recipe, Workload, generate
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +42,18 @@ def add_workload_options(command: argparse.ArgumentParser, defaults: Defaults = 
     group.add_argument("--num-prompts", type=Number(whole(1, MAX_REQUESTS)), metavar="N",
                        help=f"requests (default: {defaults.num_prompts})")
     group.add_argument("--input-lengths", metavar="LENGTHS", help="tokens of the prompts: one of "
-                       + ", ".join(kind.form for kind in lengths.KINDS.values())
+                       + ", ".join(kind.form for kind in distributions.LENGTH_KINDS.values())
                        + f" (default: {defaults.input_lengths})")
     group.add_argument("--output-lengths", metavar="LENGTHS",
                        help=f"tokens of the outputs, likewise (default: {defaults.output_lengths})")
     group.add_argument("--arrivals", metavar="ARRIVALS", help="one of "
-                       + ", ".join(kind.form for kind in arrivals.KINDS.values())
+                       + ", ".join(kind.form for kind in distributions.ARRIVAL_KINDS.values())
                        + f" (default: {defaults.arrivals}, or the trace's)")
     group.add_argument("--request-rate", type=Number(RATE), metavar="R",
                        help="the same as --arrivals poisson:R; inf is at-once")
     group.add_argument("--burstiness", type=Number(real(0.0001, 10_000)), metavar="B",
                        help="shape of the gamma-distributed gaps at that rate: below 1 arrivals come in bursts")
-    group.add_argument("--prefix", metavar=prefixes.Prefixes.form, help="put one of so many shared prefixes "
+    group.add_argument("--prefix", metavar=distributions.Prefixes.form, help="put one of so many shared prefixes "
                        "before each prompt")
     group.add_argument("--max-tokens", type=Size(whole(1, MAX_LENGTH)), metavar="TOKENS",
                        help="max_tokens of every request (default: the longest possible output)")
@@ -80,34 +79,34 @@ def workload_of(asked: argparse.Namespace, defaults: Defaults = DEFAULTS) -> Wor
     _refuse_contradictions(asked)
     workload = _workload(asked, defaults)
     if asked.save_workload:
-        files.save(workload, asked.save_workload)
+        workloads.save_workload(workload, asked.save_workload)
     return workload
 
 
 def _workload(asked: argparse.Namespace, defaults: Defaults) -> Workload:
     if asked.workload:
-        return files.load(asked.workload)
-    shared = prefixes.parse(asked.prefix) if asked.prefix else NO_PREFIX
+        return workloads.load_workload(asked.workload)
+    shared = distributions.parse_prefixes(asked.prefix) if asked.prefix else NO_PREFIX
     max_tokens = asked.max_tokens or 0
     num_prompts = defaults.num_prompts if asked.num_prompts is None else asked.num_prompts
     if asked.trace:
         trace = read_trace(asked.trace, _or(asked.length_scale, 1.0), _or(asked.time_scale, 1.0), num_prompts)
         return replay(trace, _arrivals(asked, "trace"), max_tokens, shared, asked.seed)
     recipe = Recipe(
-        num_prompts, lengths.parse(asked.input_lengths or defaults.input_lengths),
-        lengths.parse(asked.output_lengths or defaults.output_lengths), _arrivals(asked, defaults.arrivals), shared,
-        max_tokens)
+        num_prompts, distributions.parse_lengths(asked.input_lengths or defaults.input_lengths),
+        distributions.parse_lengths(asked.output_lengths or defaults.output_lengths),
+        _arrivals(asked, defaults.arrivals), shared, max_tokens)
     return generate(recipe, asked.seed)
 
 
 def _arrivals(asked: argparse.Namespace, default: str) -> Arrivals:
     if asked.request_rate is None:
-        return arrivals.parse(asked.arrivals or default)
+        return distributions.parse_arrivals(asked.arrivals or default)
     if math.isinf(asked.request_rate) and asked.request_rate > 0:
-        return arrivals.AtOnce()
+        return distributions.AtOnce()
     if asked.burstiness in (None, 1.0):
-        return arrivals.Poisson(asked.request_rate)
-    return arrivals.Gamma(asked.request_rate, asked.burstiness**-0.5)
+        return distributions.Poisson(asked.request_rate)
+    return distributions.Gamma(asked.request_rate, asked.burstiness**-0.5)
 
 
 def _refuse_contradictions(asked: argparse.Namespace) -> None:

@@ -7,8 +7,8 @@ then as much of the ring as, at that speed, the rest of the time allows.
       │ none in time     │ late                             │ late
       └──► 503           └──► 503, an estimate              └──► the first part's answer
 
-The replay runs in a worker process, which rests between moments of work (`simulate/pacing.py`) and is given the ring's
-lines; this process imports no simulator.  One runs at a time.
+The replay runs in a worker process, which rests between moments of work (`simulate/what_if.py`) and is given the
+ring's lines; this process imports no simulator.  One runs at a time.
 """
 
 from __future__ import annotations
@@ -34,17 +34,20 @@ ENDS = 9.4  # after which a replay that is not done ends
 WANTED, FIRST_WANTED = 8.5, 2.0  # after which it is to be done, and its first part
 FIRST = 512 << 10  # bytes of the first part
 USABLE = 0.8  # of the time that is left: estimates miss
-ANSWER, REFUSED, LATE = "answer", "refused", "late"  # as the worker says
 LIMITS = CallLimits(seconds=2 * ANSWERED, memory=1 << 30, answer=4 << 20)
 MS = 1000.0
 
 
 class _LogPart(NamedTuple):
-    """The replay of a part of the ring."""
+    """The replay of a part of the ring, as `simulate.what_if` returns it."""
 
-    outcome: str
-    value: Any  # the answer, why it is refused, or the seconds that it takes
-    work: float  # seconds that it took, without rests
+    answer: dict[str, Any] | None
+    refusal: str  # why there is no answer; empty: there was no time for one, or there is one
+    work: float  # seconds that it took, without rests; that it would take, if there was no time
+
+    @property
+    def is_late(self) -> bool:
+        return self.answer is None and not self.refusal
 
 
 class WhatIf:
@@ -91,17 +94,17 @@ class WhatIf:
         found = await self._replay(request, min(size, FIRST), asked_at, WANTED if is_whole else FIRST_WANTED)
         left = WANTED - (time.monotonic() - asked_at)
         fitting = FIRST * USABLE * left / found.work if found.work > 0 else 0.0
-        if not is_whole and found.outcome != LATE and fitting > FIRST:
+        if not is_whole and not found.is_late and fitting > FIRST:
             more = await self._replay(request, min(size, round(fitting)), asked_at, WANTED)
             is_whole = fitting >= size
-            if more.outcome != LATE or found.outcome != ANSWER:
+            if not more.is_late or found.answer is None:
                 found = more
-        if found.outcome == REFUSED:
-            raise bad_request(found.value if is_whole else f"{found.value} (of the latest part that could be replayed)")
-        if found.outcome == LATE:
-            raise _late(f"even its latest part would take about {found.value:.0f} s")
-        answer: dict[str, Any] = found.value
-        return answer | {"held_seconds": max(held_seconds, answer["seconds"])}
+        if found.refusal:
+            of_part = "" if is_whole else " (of the latest part that could be replayed)"
+            raise bad_request(found.refusal + of_part)
+        if found.answer is None:
+            raise _late(f"even its latest part would take about {found.work:.0f} s")
+        return found.answer | {"held_seconds": max(held_seconds, found.answer["seconds"])}
 
     async def _replay(self, request: WhatIfRequest, size: int, asked_at: float, wanted: float) -> _LogPart:
         """Replays the latest `size` bytes of the ring."""

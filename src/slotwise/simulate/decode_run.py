@@ -164,6 +164,7 @@ def _left(request: Request) -> int:
     left = request.end - len(request.tokens)
     return min(left, request.spec.forced_length - request.num_output) if request.spec.forced_length else left
 
+
 class RunScheduler(Scheduler):
     """A scheduler whose coming steps may be taken as a run."""
 

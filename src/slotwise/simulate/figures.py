@@ -1,8 +1,14 @@
-"""The figures of simulated or measured requests: latencies, throughput, goodput and refusals.
+"""Simulated or measured requests: when each had its tokens, and the figures of all: latencies, throughput, goodput.
 
     arrived          token   token      token
        │               │       │          │
        ├──── TTFT ─────┼─ ITL ─┼── ITL ───┤        TPOT = (last token − first token) / (tokens − 1)
+
+A token's time is that of the step of its server that sampled it.  A million requests share the clocks of their servers;
+each has two numbers a span:
+
+    clock     0.10   0.21   0.32   0.45   0.50   0.61     when each step of the server ended, in seconds
+    spans            1 ─────────── 3             5 5      the request has tokens at 0.21, 0.32, 0.45 and 0.61
 """
 
 from __future__ import annotations
@@ -11,17 +17,73 @@ from array import array
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import accumulate, compress, islice, repeat
+from dataclasses import asdict, dataclass, field
+from itertools import accumulate, chain, compress, islice, repeat
 from math import ceil
 from operator import mul, sub
 from typing import NamedTuple
 
-from slotwise.simulate.requests import REFUSED, SERVED, SimulatedRequest
+SERVED = ("stop", "length")  # the reasons of requests that were served whole
+REFUSED = "refused"  # the reason of a request that admission control did not accept
+
+
+def new_clock() -> array[float]:
+    return array("d")
+
+
+@dataclass(slots=True)
+class SimulatedRequest:
+    """The results of one request.  Times are seconds of the virtual clock."""
+
+    arrived: float
+    clock: array[float] = field(default_factory=new_clock)
+    spans: list[int] = field(default_factory=list)  # first and last step of each span, in order
+    ended: float = 0.0
+    reason: str = ""  # as in the engine's records, or REFUSED
+    replica: int = 0
+
+    @classmethod
+    def measured(cls, arrived: float, token_times: Sequence[float], ended: float, reason: str) -> SimulatedRequest:
+        """Returns a request with a clock of its own."""
+        spans = [0, len(token_times) - 1] if token_times else []
+        return cls(arrived, array("d", token_times), spans, ended, reason)
+
+    def add_tokens(self, first: int, last: int) -> None:
+        """A token in each step from `first` to `last`."""
+        spans = self.spans
+        if spans and spans[-1] == first - 1:
+            spans[-1] = last
+        else:
+            spans += (first, last)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.spans[1::2]) - sum(self.spans[::2]) + len(self.spans) // 2
+
+    @property
+    def first_token(self) -> float | None:
+        """When its first token came; None: it has none."""
+        return self.clock[self.spans[0]] if self.spans else None
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds from its arrival to its first token; None: it has none."""
+        return self.clock[self.spans[0]] - self.arrived if self.spans else None
+
+    @property
+    def tpot(self) -> float:
+        """Seconds a token after the first; 0 without any."""
+        number = self.num_tokens
+        return (self.clock[self.spans[-1]] - self.clock[self.spans[0]]) / (number - 1) if number > 1 else 0.0
+
+    @property
+    def token_times(self) -> list[float]:
+        pairs = zip(self.spans[::2], self.spans[1::2], strict=True)
+        return list(chain.from_iterable(self.clock[first : last + 1] for first, last in pairs))
 
 
 @dataclass(frozen=True, slots=True)
-class Objectives:
+class LatencyLimits:
     """Limits in seconds for goodput; None: any."""
 
     ttft: float | None = None
@@ -34,7 +96,7 @@ class Objectives:
         return (self.ttft is None or ttft <= self.ttft) and (self.tpot is None or request.tpot <= self.tpot)
 
 
-ANY = Objectives()
+ANY = LatencyLimits()
 WORDS = {"ttft_p50": "first token, p50", "ttft_p99": "first token, p99", "itl_p50": "between tokens, p50",
          "itl_p99": "between tokens, p99", "output_throughput": "output tokens a second",
          "goodput": "goodput, requests a second", "served": "requests served", "refused": "requests refused"}
@@ -59,11 +121,11 @@ class Figures:
         return asdict(self)
 
 
-def figures(requests: Sequence[SimulatedRequest], objectives: Objectives = ANY) -> Figures:
+def figures(requests: Sequence[SimulatedRequest], objectives: LatencyLimits = ANY) -> Figures:
     """Returns the figures of requests."""
     first, gaps = Distribution(), gaps_of(requests)
     waits = [ttft for request in requests if (ttft := request.ttft) is not None]
-    first.add(Part(lambda: waits, lambda: repeat(1)))
+    first.add(WeightedValues(lambda: waits, lambda: repeat(1)))
     ends = [max(request.ended, request.arrived) for request in requests]
     seconds = max(ends, default=0.0) - min([request.arrived for request in requests], default=0.0)
     rate = 1 / seconds if seconds > 0 else 0.0
@@ -75,7 +137,7 @@ def figures(requests: Sequence[SimulatedRequest], objectives: Objectives = ANY) 
         sum(map(objectives.met, requests)) * rate)
 
 
-class Part(NamedTuple):
+class WeightedValues(NamedTuple):
     """Reads values, and the weight of each, any number of times."""
 
     values: Callable[[], Iterable[float]]
@@ -93,7 +155,7 @@ class Distribution:
     """
 
     def __init__(self) -> None:
-        self._parts: list[Part] = []
+        self._parts: list[WeightedValues] = []
         self._buckets: defaultdict[int, int] = defaultdict(int)  # weights
 
     @property
@@ -101,7 +163,7 @@ class Distribution:
         """The sum of all weights."""
         return sum(self._buckets.values())
 
-    def add(self, part: Part) -> None:
+    def add(self, part: WeightedValues) -> None:
         self._parts.append(part)
         buckets = self._buckets
         for bucket, weight in zip(part.buckets(), part.weights(), strict=False):
@@ -145,17 +207,17 @@ def gaps_of(requests: Iterable[SimulatedRequest]) -> Distribution:
     found = Distribution()
     for clock, changes in clocks.values():
         found.add(_steps_between(clock, changes))
-    found.add(Part(pauses.keys, pauses.values))
+    found.add(WeightedValues(pauses.keys, pauses.values))
     return found
 
 
-def _steps_between(clock: array[float], changes: array[int]) -> Part:
+def _steps_between(clock: array[float], changes: array[int]) -> WeightedValues:
     """Returns the seconds of each step from the one before, weighted by the requests that have a token of both.
 
     Args:
         changes: by step, how many more requests than one step before.
     """
-    return Part(lambda: map(sub, islice(clock, 1, None), clock), lambda: islice(accumulate(changes), 1, None))
+    return WeightedValues(lambda: map(sub, islice(clock, 1, None), clock), lambda: islice(accumulate(changes), 1, None))
 
 
 def grouped(requests: Mapping[str, SimulatedRequest], group_of: Mapping[str, str]) -> dict[str, list[SimulatedRequest]]:

@@ -141,7 +141,7 @@ class RooflinePace:
         return 0.0
 
 
-class Known(StepTimeModel):
+class PaceStepTimes(StepTimeModel):
     """A step-time model that knows a pace, and learns nothing."""
 
     learns = False

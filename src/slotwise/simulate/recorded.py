@@ -19,10 +19,10 @@ from slotwise.engine.messages import Add, Command, Configure, Finish
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe import event_log
 from slotwise.observe.step_time import StepTimeModel
-from slotwise.simulate.drafts import DraftModel
+from slotwise.simulate.figures import SERVED, SimulatedRequest, new_clock
 from slotwise.simulate.pace import LearnedPace
-from slotwise.simulate.requests import SERVED, SimulatedRequest, new_clock
 from slotwise.simulate.simulator import Setup
+from slotwise.simulate.virtual_machine import SimulatedDraftModel
 from slotwise.speculation.settings import DRAFT_MODEL, PREDICTION, Speculation
 
 NS = 1e-9
@@ -210,7 +210,7 @@ class _Measured:
             self._seconds += step.proposing.seconds
             self._passes += step.proposing.passes
 
-    def model(self, most: int) -> DraftModel | None:
+    def model(self, most: int) -> SimulatedDraftModel | None:
         """Returns the draft model, with shares of `most` positions; the last that was measured stands for those behind.
 
         None: no draft was verified.
@@ -219,4 +219,4 @@ class _Measured:
             return None
         shares = [self._right[position] / self.compared[position] for position in sorted(self.compared)][:most]
         shares += shares[-1:] * (most - len(shares))
-        return DraftModel(tuple(shares), self._seconds / self._passes if self._passes else 0.0)
+        return SimulatedDraftModel(tuple(shares), self._seconds / self._passes if self._passes else 0.0)

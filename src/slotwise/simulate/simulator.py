@@ -9,41 +9,68 @@ admission control and loop are the server's, so orders, bounds and shares are ex
 
 Commands are handled between two steps, and each server has a clock of its own: the router sees of a
 step in progress nothing that ends later than the request arrives.
+
+Prefill and decode may be apart (`simulate_apart`): replicas that compute prompts, and others that answer.
+
+    arrival ──► prefill replica ──prompt computed──► travels ──► decode replica: its last token again, then the output
+
+A prompt is sent whole, when it is computed: the server sends each chunk while the next one is computed.  Blocks are not
+pinned on the prefill replica meanwhile, and a prompt that the decode replica has cached travels, too.
 """
 
 from __future__ import annotations
 
+import gc
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
+from slotwise.core.kv_transfers import KVTransfers
 from slotwise.core.limits import SchedulerLimits
+from slotwise.core.params import SamplingParams
+from slotwise.core.request import KVTransfer, Request, RequestSpec
+from slotwise.core.step import Arrival
 from slotwise.core.step_time import Learned, StepTimeModel
 from slotwise.engine.admission_control import AdmissionControl
-from slotwise.engine.kv_link import KVLink
+from slotwise.engine.kv_link import KVLink, News
 from slotwise.engine.messages import Add, Command, EngineInfo, StepRecord
 from slotwise.engine.observer import Observer
 from slotwise.engine.scheduling import Scheduling
 from slotwise.simulate.decode_run import RunEngine, RunInProgress, RunScheduler, RunTokens
-from slotwise.simulate.drafts import DraftModel, Verifier
-from slotwise.simulate.no_collector import no_collector
-from slotwise.simulate.pace import Known, Pace
-from slotwise.simulate.requests import REFUSED, SimulatedRequest, new_clock
-from slotwise.simulate.routed import RoutedServers
-from slotwise.simulate.traffic import NO_ADAPTERS, Adapters
-from slotwise.simulate.virtual_machine import VirtualMachine
+from slotwise.simulate.figures import REFUSED, SERVED, SimulatedRequest, new_clock
+from slotwise.simulate.pace import Pace, PaceStepTimes
+from slotwise.simulate.simulated_routing import RoutedServers
+from slotwise.simulate.virtual_machine import SimulatedDraftModel, Verifier, VirtualMachine
 from slotwise.speculation.proposer import proposer_of
 from slotwise.speculation.settings import Speculation
+from slotwise.workload.workloads import Workload
 
 NEARLY = 0.999  # of a sum of lower bounds: it is added up in another order
 MODEL = "simulated"  # the name of the model in what observers are told
+OWN = 1 << 32  # ids from here on belong to one request, those from PREFIX on to a prefix
+PREFIX = 1 << 33
+LONG = 1e9  # seconds; no prompt is late
+
+Traffic = Iterator[tuple[float, Command]]
+"""Commands with their seconds, in order."""
 
 
 class NoEnd(RuntimeError):
     """The simulation did not end within its maximal number of steps."""
+
+
+class AdapterLoad(NamedTuple):
+    """LoRA adapters, of which each request has one, in turn."""
+
+    number: int = 0
+    seconds: float = 0.0  # that each adapter among a step's rows takes
+
+
+NO_ADAPTERS = AdapterLoad()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +86,8 @@ class Setup:
     learns: bool = False  # its scheduler learns step times from its steps; else it knows the pace's
     learned: Learned | None = None  # what it has learned at the start
     speculation: Speculation | None = None  # where drafts come from; None: there are none
-    draft_model: DraftModel | None = None  # of speculation with one
-    adapters: Adapters = NO_ADAPTERS  # of the requests of a workload
+    draft_model: SimulatedDraftModel | None = None  # of speculation with one
+    adapters: AdapterLoad = NO_ADAPTERS  # of the requests of a workload
 
     def changed(self, changes: Mapping[str, Any]) -> Setup:
         """Returns the setup with scheduling settings changed, as `Scheduling.changed` names them.
@@ -95,7 +122,7 @@ class Server:
         replica: int = 0, *, kv_link: KVLink | None = None, takes_runs: bool = True,
     ) -> None:
         limits = setup.scheduling.limits(setup.limits)
-        times = StepTimeModel(setup.learned) if setup.learns else Known(setup.pace)
+        times = StepTimeModel(setup.learned) if setup.learns else PaceStepTimes(setup.pace)
         scheduler = RunScheduler(limits, setup.scheduling.discipline(), setup.scheduling.policy(times), times,
                               proposer_of(setup.speculation, times))
         self.machine = VirtualMachine(
@@ -245,7 +272,7 @@ def _on_clock(seconds: float) -> float:
     return round(seconds * 1e9) * 1e-9
 
 
-class Fleet:
+class SimulatedFleet:
     """Servers behind a router: a request goes to the one with the fewest unfinished ones, the first of several.
 
     Servers meet only there.  So a server is left alone until one of its requests may end, or one is sent to it.
@@ -315,6 +342,38 @@ class Fleet:
             self._leave_alone(index)
 
 
+def traffic_of(workload: Workload, adapters: int = 0) -> Traffic:
+    """Yields the requests of an open loop with their seconds of arrival.
+
+    Args:
+        adapters: of which each request has one, in turn; 0: none has any.
+
+    Raises:
+        ValueError: the workload is a closed loop.
+    """
+    if workload.users:
+        raise ValueError("a closed loop is not simulated: its arrivals depend on answers; name other arrivals")
+    params = SamplingParams(temperature=0.0, max_tokens=workload.max_tokens, ignore_eos=True)
+    for request in workload.requests:
+        prompt = (PREFIX + request.prefix,) * request.num_prefix
+        prompt += (OWN + request.number,) * (request.num_prompt - request.num_prefix)
+        yield request.arrives_at or 0.0, Add(str(request.number), RequestSpec(
+            prompt, params, request.number, adapter=1 + request.number % adapters if adapters else 0,
+            forced_length=request.num_output))
+
+
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """Turns Python's garbage collector off: of the millions of objects here, none forms a cycle."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def simulate(
     arrivals: Iterable[tuple[float, Command]], servers: Sequence[Server], max_steps: int = 100_000_000,
     routed: RoutedServers | None = None,
@@ -327,9 +386,9 @@ def simulate(
     Raises:
         NoEnd: some have not ended after `max_steps` steps.
     """
-    fleet = Fleet(servers, max_steps, routed)
+    fleet = SimulatedFleet(servers, max_steps, routed)
     try:
-        with no_collector():
+        with _no_collector():
             for at, command in arrivals:
                 fleet.run_until(at)
                 fleet.route(at, command)
@@ -338,3 +397,53 @@ def simulate(
         unfinished = sum(not request.reason for request in fleet.requests.values())
         raise NoEnd(f"after {max_steps} steps {unfinished} requests are to end, and more may come") from None
     return fleet.requests
+
+
+class InstantKVLink:
+    """A link to other engines whose prompts have arrived when their requests get a slot."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._arrivals: dict[str, Arrival] = {}
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._arrivals)
+
+    def pop_news(self) -> News:
+        arrivals, self._arrivals = self._arrivals, {}
+        return News(tuple(arrivals.values()))
+
+    def offer(self, request: Request) -> None:
+        """No blocks are sent."""
+
+    def follow(self, transfers: KVTransfers, unwanted: Sequence[Request]) -> None:
+        """None of the blocks is read or written."""
+
+    def begin(self, transfers: KVTransfers) -> None:
+        for request in transfers.receiving():
+            blocks = -(-len(request.tokens) // self._block_size)
+            self._arrivals[request.request_id] = Arrival(request.request_id, blocks, is_last=True)
+
+
+def simulate_apart(
+    arrivals: Iterable[tuple[float, Command]], prefill: Sequence[Server], decode: Sequence[Server],
+    seconds_per_token: float = 0.0,
+) -> dict[str, SimulatedRequest]:
+    """Simulates requests, in order of arrival, on replicas with roles; each goes to the fewest unfinished ones.
+
+    Args:
+        decode: made with an `Arrived` as their links.
+        seconds_per_token: in which the keys and values of a prompt's token travel.
+    """
+    requests = [(at, command) for at, command in arrivals if isinstance(command, Add)]
+    found = simulate([(at, Add(one.request_id, replace(one.spec, forced_length=1))) for at, one in requests], prefill)
+    computed = [(found[one.request_id].ended + len(one.spec.prompt) * seconds_per_token, _received(one))
+                for _, one in requests if found[one.request_id].reason in SERVED]
+    answered = simulate(sorted(computed, key=lambda each: each[0]), decode)
+    return found | {name: replace(one, arrived=found[name].arrived) for name, one in answered.items()}
+
+
+def _received(command: Add) -> Add:
+    return Add(command.request_id, replace(
+        command.spec, kv=KVTransfer(command.request_id, sends=False, timeout=LONG)))

@@ -15,11 +15,8 @@ from math import isfinite
 from pathlib import Path
 from typing import TextIO
 
-from slotwise.workload import forms
-from slotwise.workload.arrivals import Arrivals, TraceTimes
-from slotwise.workload.lengths import MAX_LENGTH
-from slotwise.workload.prefixes import Prefixes
-from slotwise.workload.requests import MAX_REQUESTS, NO_PREFIX, Workload, requests_of
+from slotwise.workload.distributions import MAX_LENGTH, Arrivals, Prefixes, TraceTimes, require_within, stream, written
+from slotwise.workload.workloads import MAX_REQUESTS, NO_PREFIX, Workload, requests_of
 
 COLUMNS = ("arrived_at", "num_prefill_tokens", "num_decode_tokens")
 AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -51,9 +48,9 @@ def read_trace(
         OSError: the file cannot be read.
         ValueError: the file is no such trace; the message names the line.
     """
-    forms.require_within("a scale of lengths", length_scale, 1e-4, 100)
-    forms.require_within("a scale of time", time_scale, 0, 1e6)
-    forms.require_within("the number of requests", limit, 1, MAX_REQUESTS)
+    require_within("a scale of lengths", length_scale, 1e-4, 100)
+    require_within("a scale of time", time_scale, 0, 1e6)
+    require_within("the number of requests", limit, 1, MAX_REQUESTS)
     path = Path(path)
     with path.open(encoding="utf-8", errors="replace", newline="") as file:
         rows = list(islice(_rows(file, path), limit))
@@ -75,11 +72,11 @@ def replay(
     """
     arrivals = arrivals or TraceTimes()
     times = (trace.times if isinstance(arrivals, TraceTimes)
-             else arrivals.times(forms.stream(seed, "arrivals"), len(trace.lengths)))
+             else arrivals.times(stream(seed, "arrivals"), len(trace.lengths)))
     max_tokens = max_tokens or max(output for _, output in trace.lengths)
     description = {
-        "trace": trace.name, "length_scale": forms.written(trace.length_scale),
-        "time_scale": forms.written(trace.time_scale), "arrivals": str(arrivals),
+        "trace": trace.name, "length_scale": written(trace.length_scale),
+        "time_scale": written(trace.time_scale), "arrivals": str(arrivals),
     } | ({"prefix": str(prefixes)} if prefixes.groups else {})
     requests = requests_of(trace.lengths, times, max_tokens, prefixes, seed)
     return Workload(requests, max_tokens, arrivals.users, seed, description)
@@ -131,8 +128,8 @@ def _seconds(text: str) -> float:
 def _checked(arrived_at: float, prompt: int, output: int, last: float) -> tuple[float, int, int]:
     if not isfinite(arrived_at) or arrived_at < last:
         raise ValueError(f"arrived_at must not fall, and {arrived_at} comes after {last}")
-    forms.require_within("num_prefill_tokens", prompt, 0, MAX_LENGTH)
-    forms.require_within("num_decode_tokens", output, 0, MAX_LENGTH)
+    require_within("num_prefill_tokens", prompt, 0, MAX_LENGTH)
+    require_within("num_decode_tokens", output, 0, MAX_LENGTH)
     return arrived_at, prompt, output
 
 

@@ -8,7 +8,7 @@ import pytest
 from support.browser import browser, opened
 from support.report_pages import RESULT
 
-from slotwise.bench.report import render, slot_charts
+from slotwise.bench.report.comparison_page import render, slot_charts
 
 EVIL = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"
 OVERLAPS = """() => {

@@ -9,7 +9,8 @@ from xml.etree import ElementTree
 import pytest
 from support.report_pages import RESULT, Charts, text_of, with_runs
 
-from slotwise.bench.report import data, lanes, render, slot_charts
+from slotwise.bench.report import data, slot_chart
+from slotwise.bench.report.comparison_page import render, slot_charts
 
 KINDS = ("prefill", "decode", "held")
 
@@ -58,9 +59,10 @@ def test_a_request_keeps_its_hue_in_every_chart_and_slots_change_hue_with_their_
 
 
 def test_a_request_that_is_left_out_of_steps_is_drawn_as_paused():
-    spans = [data.Span(0, 0, 2, "decode", 7, 2), data.Span(0, 5, 1, "decode", 7, 1),
-              data.Span(0, 8, 1, "decode", 9, 1)]
-    assert [span for span in lanes.with_idle(spans) if span.kind == "idle"] == [data.Span(0, 2, 3, "idle", 7, 0)]
+    spans = [data.ChartSpan(0, 0, 2, "decode", 7, 2), data.ChartSpan(0, 5, 1, "decode", 7, 1),
+              data.ChartSpan(0, 8, 1, "decode", 9, 1)]
+    idle = [span for span in slot_chart.with_idle(spans) if span.kind == "idle"]
+    assert idle == [data.ChartSpan(0, 2, 3, "idle", 7, 0)]
 
 
 def test_slots_that_were_never_used_share_one_lane():

@@ -14,8 +14,9 @@ from support.example_result import result as example
 from support.report_pages import RESULT, Charts, text_of, with_runs
 from support.virtual import queued, stand
 
-from slotwise.bench.compare import DISCIPLINES, Comparison, contenders
-from slotwise.bench.report import curves, data, lanes, render, slot_charts, svg, words, write_report
+from slotwise.bench.comparison import DISCIPLINES, Comparison, contenders
+from slotwise.bench.report import data, plots, slot_chart, words
+from slotwise.bench.report.comparison_page import render, slot_charts, write_report
 
 
 def test_every_figure_of_the_table_is_the_results():
@@ -49,9 +50,9 @@ def test_the_parts_of_a_stack_are_as_long_as_the_slot_steps_they_stand_for():
 
 def test_a_measurement_and_its_theory_share_a_colour_and_differ_in_stroke():
     swept = data.read(RESULT).sweeps[0]
-    assert re.findall(r'class="curve (c\d \w+)"', curves.sweep(swept)) == [
+    assert re.findall(r'class="curve (c\d \w+)"', plots.sweep(swept)) == [
         "c0 theory", "c0 solid", "c1 theory", "c1 solid", "c2 theory", "c2 solid"]
-    assert re.findall(r"> ([^<]+)</li>", curves.sweep_legend(swept)) == [
+    assert re.findall(r"> ([^<]+)</li>", plots.sweep_legend(swept)) == [
         "fixed", "uniform 1–128", "log-normal", "theory"]
 
 
@@ -59,8 +60,8 @@ def test_a_theory_named_after_its_measurement_belongs_to_it():
     series = [data.Series(label, ((1, 1), (2, 2)), style, subject) for label, style, subject in (
         ("decode, a + b rows", "theory", "decode"), ("decode", "measured", ""), ("prefill", "measured", ""))]
     swept = data.Sweep("rows", data.AxisLabel("rows", log=True), data.AxisLabel("tokens", log=True), tuple(series))
-    assert curves.series_places(swept) == [0, 0, 1]
-    assert re.findall(r"> ([^<]+)</li>", curves.sweep_legend(swept)) == ["decode", "prefill", "theory"]
+    assert plots.series_places(swept) == [0, 0, 1]
+    assert re.findall(r"> ([^<]+)</li>", plots.sweep_legend(swept)) == ["decode", "prefill", "theory"]
 
 
 def test_text_of_the_result_is_escaped():
@@ -87,7 +88,7 @@ def test_nothing_is_fetched_and_ids_are_unique():
 
 @pytest.mark.parametrize(("low", "high"), [(0.02, 46.0), (1.0, 1.0), (0.9, 1.1), (3.0, 30.0), (1e-6, 1e6)])
 def test_logarithmic_axes_hold_all_values_with_a_few_ticks(low, high):
-    axis = svg.logarithmic("", [low, high], str)
+    axis = plots.logarithmic("", [low, high], str)
     assert axis.low <= low * 1.001 and axis.high >= high * 0.999 and 2 <= len(axis.ticks) <= 6
 
 
@@ -130,11 +131,11 @@ def test_waste_has_one_colour_and_one_name_here_and_in_the_timeline(theme):
         assert report[name] == timeline[name]
     palette = sheet_of("slotwise.observe.timeline", "palette.js")
     kinds = dict(re.findall(r'\["(\w+)", "([^"]+)"\]', palette[palette.index("KINDS"):palette.index("class")]))
-    assert {kind: kinds[kind] for kind in kinds.keys() & lanes.KINDS} == {
-        kind: words for kind, words in lanes.KINDS.items() if kind in kinds}
+    assert {kind: kinds[kind] for kind in kinds.keys() & slot_chart.KINDS} == {
+        kind: words for kind, words in slot_chart.KINDS.items() if kind in kinds}
     wasted = {kind for kind, words in kinds.items() if words.startswith("wasted: ")}
     assert wasted == {"held", "padding", "void"}
-    assert {kind for kind, words in lanes.KINDS.items() if words.startswith("wasted: ")} == wasted - {"void"}
+    assert {kind for kind, words in slot_chart.KINDS.items() if words.startswith("wasted: ")} == wasted - {"void"}
     for name in wasted:
         assert re.search(rf"\b{name}: hatched\(", palette), f"{name} is not hatched"
     hues = [int(hue) for hue in re.search(r"HUES = \[([\d, ]+)\]", palette)[1].split(",")]
@@ -143,7 +144,7 @@ def test_waste_has_one_colour_and_one_name_here_and_in_the_timeline(theme):
 
 
 def test_the_patterns_of_waste_are_hatched_lines():
-    root = ElementTree.fromstring(lanes.patterns())
+    root = ElementTree.fromstring(slot_chart.patterns())
     for kind in ("held", "padding"):
         pattern = root.find(f".//pattern[@id='{kind}']")
         assert pattern.find("rect").get("class") == "loss-ground" and pattern.find("path").get("class") == "loss-line"

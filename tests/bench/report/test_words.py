@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from support.report_pages import RESULT, text_of, with_runs
 
-from slotwise.bench.report import data, render, words
+from slotwise.bench.report import data, words
+from slotwise.bench.report.comparison_page import render
 
 
 @pytest.mark.parametrize(("value", "text"), [

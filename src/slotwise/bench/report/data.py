@@ -14,7 +14,7 @@ import msgspec
 Points = tuple[tuple[float, float], ...]
 
 
-class Span(NamedTuple):
+class ChartSpan(NamedTuple):
     """`steps` consecutive steps of one request in one slot, all of one kind."""
 
     slot: int
@@ -42,13 +42,13 @@ class Latency(msgspec.Struct):
     p99: float | None = None
 
 
-class Lanes(msgspec.Struct):
+class SlotChart(msgspec.Struct):
     """The request of every slot at every step.  `ends` has one number more than there are steps, in seconds."""
 
     slots: int = 0
     steps: int = 0
     ends: tuple[float, ...] = msgspec.field(name="step_ends", default=(0.0,))
-    spans: tuple[Span, ...] = msgspec.field(name="runs", default=())
+    spans: tuple[ChartSpan, ...] = msgspec.field(name="runs", default=())
     pads: tuple[Pad, ...] = ()
     truncated: bool = False
 
@@ -72,7 +72,7 @@ class StepTime(msgspec.Struct):
     error: float | None = None
 
 
-class Seen(msgspec.Struct):
+class ClientFigures(msgspec.Struct):
     """What clients see of a run, or the medians of several runs."""
 
     seconds: float | None = None
@@ -87,12 +87,12 @@ class Seen(msgspec.Struct):
         return self.ttft.p50 is not None and not self.itl.p50 and not self.itl.p99
 
 
-class Run(Seen, kw_only=True):
+class DisciplineRun(ClientFigures, kw_only=True):
     index: int
     name: str
     label: str = ""
     slots: int = msgspec.field(name="num_slots", default=0)
-    repeats: tuple[Seen, ...] = ()  # in the order of the rounds
+    repeats: tuple[ClientFigures, ...] = ()  # in the order of the rounds
     steps: float | None = None
     decode_steps: float | None = None
     theory_steps: float | None = None  # of decode_steps
@@ -108,14 +108,14 @@ class Run(Seen, kw_only=True):
     itl_values: tuple[float, ...] = ()
     waste: Waste = msgspec.field(default_factory=Waste)
     step_time: StepTime | None = None
-    lanes: Lanes = msgspec.field(name="chart", default_factory=Lanes)
+    lanes: SlotChart = msgspec.field(name="chart", default_factory=SlotChart)
     cumulative: Points = ()
 
     def __post_init__(self) -> None:
         self.label = (self.label or self.name).replace("_", " ")
 
     @property
-    def rounds(self) -> tuple[Seen, ...]:
+    def rounds(self) -> tuple[ClientFigures, ...]:
         """What clients saw in each round; of a result without repeats, of its only one."""
         return self.repeats or (self,)
 
@@ -148,7 +148,7 @@ class Sweep(msgspec.Struct):
     notes: tuple[str, ...] = ()
 
 
-class Workload(msgspec.Struct):
+class WorkloadFacts(msgspec.Struct):
     num_requests: int | None = None
     prompt_tokens: float | None = None
     description: dict[str, str] = {}
@@ -160,10 +160,10 @@ class Result(msgspec.Struct):
     mode: str = ""
     seed: int | None = None
     environment: dict[str, Any] = {}
-    workload: Workload = msgspec.field(default_factory=Workload)
+    workload: WorkloadFacts = msgspec.field(default_factory=WorkloadFacts)
     identical: bool | None = msgspec.field(name="identical_tokens", default=None)
     interrupted: bool = False
-    runs: tuple[Run, ...] = ()
+    runs: tuple[DisciplineRun, ...] = ()
     sweeps: tuple[Sweep, ...] = ()
 
 

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 
-from slotwise.bench.report.data import Result, Run, Seen
+from slotwise.bench.report.data import ClientFigures, DisciplineRun, Result
 
 NONE = "–"
 FIT_MISS = 0.3  # share of the measured decode time from which the line of step times is no explanation
@@ -89,7 +89,7 @@ def ratio(value: float | None, base: float | None) -> float | None:
     return value / base if value is not None and base else None
 
 
-def gains(run: Run, base: Run, read: Callable[[Seen], float | None]) -> list[float]:
+def gains(run: DisciplineRun, base: DisciplineRun, read: Callable[[ClientFigures], float | None]) -> list[float]:
     """The measure over that of `base`, in each round that has both."""
     found = (ratio(read(ours), read(theirs)) for ours, theirs in zip(run.rounds, base.rounds, strict=False))
     return [gain for gain in found if gain is not None]
@@ -108,19 +108,19 @@ def span(values: Sequence[float], write: Callable[[float | None], str]) -> str:
     return f"{low.removesuffix(unit)}–{high}" if low.endswith(unit) else f"{low} – {high}"
 
 
-def reference(runs: tuple[Run, ...]) -> Run:
+def reference(runs: tuple[DisciplineRun, ...]) -> DisciplineRun:
     """The run that others are compared with: static batching, else the slowest."""
     named = [run for run in runs if run.name == "static"]
     return named[0] if named else min(runs, key=lambda run: run.output_throughput or 0.0)
 
 
-def subject(runs: tuple[Run, ...]) -> Run:
+def subject(runs: tuple[DisciplineRun, ...]) -> DisciplineRun:
     """The run of the headline: continuous batching, else the fastest."""
     named = [run for run in runs if run.name == "continuous"]
     return named[0] if named else max(runs, key=lambda run: run.output_throughput or 0.0)
 
 
-def batching(run: Run) -> str:
+def batching(run: DisciplineRun) -> str:
     """A run's name within a sentence."""
     plain = ("continuous", "static", "dynamic", "orca")
     if run.label.lower() in plain:
@@ -145,22 +145,22 @@ def headline(result: Result) -> tuple[str, str]:
     return who, ", ".join(filter(None, (_faster(best, base), _sooner(best, base)))) or "no figures"
 
 
-def _faster(best: Run, base: Run) -> str:
+def _faster(best: DisciplineRun, base: DisciplineRun) -> str:
     gain = median(faster(best, base))
     return f"{figure(gain, 2)}× the tokens per second of {base.label}" if gain else ""
 
 
-def faster(best: Run, base: Run) -> list[float]:
+def faster(best: DisciplineRun, base: DisciplineRun) -> list[float]:
     """Of each round: output tokens per second, over those of `base`."""
     return gains(best, base, lambda seen: seen.output_throughput)
 
 
-def sooner(best: Run, base: Run) -> list[float]:
+def sooner(best: DisciplineRun, base: DisciplineRun) -> list[float]:
     """Of each round: the median time to the first token of `base`, over that of `best`."""
     return gains(base, best, lambda seen: seen.ttft.p50)
 
 
-def _sooner(best: Run, base: Run) -> str:
+def _sooner(best: DisciplineRun, base: DisciplineRun) -> str:
     gain = median(sooner(best, base))
     if not gain:
         return ""
@@ -191,7 +191,7 @@ def _rounds(result: Result) -> str:
     return f" Each ran in {number} rounds, in turn; figures are medians." + f" The gain was {gains}." * bool(gains)
 
 
-def fit_warning(runs: Iterable[Run]) -> str:
+def fit_warning(runs: Iterable[DisciplineRun]) -> str:
     """A sentence about the runs whose decode time the line of step times misses by `FIT_MISS` or more; else empty."""
     missed = [f"{abs(error):.0%} {'over' if error > 0 else 'under'} the decode time of {run.label}" for run in runs
               if run.step_time and (error := run.step_time.error) is not None and abs(error) >= FIT_MISS]

@@ -1,7 +1,8 @@
 """Where a run's time went: compared with its roofline, and divided among kernels and everything else.
 
-Two runs of the same workload on the same weights.  The first is as fast as possible and is compared with the roofline;
-in the second every kernel is started by itself and timed, which makes it slower and shows the shares.
+Two runs of the same workload on the same weights.  The first is as fast as possible and is compared with the roofline
+(`core.roofline`) of the machine, which is measured in the same process; in the second every kernel is started by itself
+and timed, which makes it slower and shows the shares.
 """
 
 from __future__ import annotations
@@ -13,17 +14,70 @@ from typing import Any
 
 from slotwise.bench.accounting import NANO, Accounts
 from slotwise.bench.offline_run import OnStep, Stand, run_offline, warm_up
-from slotwise.bench.roofline import Achieved
 from slotwise.compose.engine import load
 from slotwise.compose.machine import faster
+from slotwise.core.step import RowKind
+from slotwise.core.step_time import Cost, Roofline
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import StepRecord
 from slotwise.kernels.interface import Kernels
 from slotwise.kernels.timed import TimedKernels
-from slotwise.workload.requests import Workload
+from slotwise.workload.workloads import Workload
 
+DECODE, MIXED, PREFILL = "decode", "mixed", "prefill"
+KINDS = (DECODE, MIXED, PREFILL)
 REST = "plan, batch, sampling, Python"
 BETWEEN = "commit and between steps"
+
+
+class Tally:
+    """The steps of one kind."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.tokens = 0
+        self.seconds = 0.0
+        self.bytes_seconds = 0.0  # by memory bandwidth alone
+        self.operations_seconds = 0.0  # by compute rate alone
+        self.bound_seconds = 0.0  # the larger of both, and at most the time that it took, step by step
+
+    @property
+    def achieved(self) -> float:
+        """Share of the time that the bound explains."""
+        return self.bound_seconds / self.seconds if self.seconds else 0.0
+
+
+class RooflineShares:
+    """Folds step records into their costs and times, by kind."""
+
+    def __init__(self, roofline: Roofline) -> None:
+        self.roofline = roofline
+        self.kinds = {kind: Tally() for kind in KINDS}
+
+    def step(self, record: StepRecord) -> None:
+        """Count one step; a record without rows is ignored."""
+        if not record.counts:
+            return
+        cost, machine = cost_of(record, self.roofline), self.roofline.machine
+        tally = self.kinds[kind_of(record)]
+        tally.steps += 1
+        tally.tokens += sum(record.counts)
+        seconds = (record.ended_ns - record.started_ns) * NANO
+        tally.seconds += seconds
+        tally.bytes_seconds += cost.bytes / machine.bytes_per_second
+        tally.operations_seconds += cost.operations / machine.operations_per_second
+        tally.bound_seconds += min(seconds, self.roofline.seconds(cost))
+
+
+def cost_of(record: StepRecord, roofline: Roofline) -> Cost:
+    return roofline.cost(record.starts, record.counts, sum(1 for tokens in record.token_ids if tokens))
+
+
+def kind_of(record: StepRecord) -> str:
+    """Decode: no row of a prompt; prefill: only such rows; mixed: both."""
+    if RowKind.PREFILL not in record.kinds:
+        return DECODE
+    return MIXED if RowKind.DECODE in record.kinds else PREFILL
 
 
 class Profiler:
@@ -47,7 +101,7 @@ class Profiler:
         loaded = self._loaded
         before, records = loaded.measure_machine(), list[StepRecord]()
         seconds = self._once(workload, records.append, on_step)
-        achieved = Achieved(loaded.roofline(faster(before, loaded.measure_machine())))
+        achieved = RooflineShares(loaded.roofline(faster(before, loaded.measure_machine())))
         for record in records:
             achieved.step(record)
         kernels, in_steps = self._kernels[0], array("d")
@@ -73,4 +127,3 @@ class Profiler:
             on_step(accounts, record)
 
         return float(run_offline(stand, workload, seen).entry()["seconds"])
-

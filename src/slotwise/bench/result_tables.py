@@ -1,4 +1,4 @@
-"""Results as tables for a terminal."""
+"""Results of `slotwise bench` as tables for a terminal."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class RoutedServers:
         self._order = count()
         self.pace = pace
         self.adapters: tuple[str, ...] = ()  # of the requests so far
-        self.observers = [_Told(self, str(index)) for index in range(number)]
+        self.observers = [_ServerObserver(self, str(index)) for index in range(number)]
         for told in self.observers:
             self._fleet.add(told.name)
 
@@ -87,7 +87,7 @@ class RoutedServers:
         return self._fleet
 
 
-class _Told(Observer):
+class _ServerObserver(Observer):
     """Tells the router of one server."""
 
     def __init__(self, routed: RoutedServers, name: str) -> None:

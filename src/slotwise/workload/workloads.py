@@ -1,22 +1,34 @@
-"""A workload: requests with prompt lengths, output lengths and arrival times.
+"""A workload: requests with prompt lengths, output lengths and arrival times, drawn from a recipe or read from a file.
 
-    Recipe ──generate(seed)──► Workload ──save──► JSON lines ──load──► the same Workload
+    Recipe ──generate(seed)──► Workload ──save_workload──► JSON lines ──load_workload──► the same Workload
     Trace ───replay(seed)────►    │
                                   └──prompt_ids──► token ids, the same on every machine
 
 Every request has the `max_tokens` of its workload, as clients send it; only the workload holds actual output lengths.
+The file has a header and one line for each request: any run can be repeated from its file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from statistics import fmean, pstdev
+from typing import Any, TextIO
 
-from slotwise.workload import forms
-from slotwise.workload.arrivals import Arrivals, AtOnce
-from slotwise.workload.lengths import MAX_LENGTH, Lengths
-from slotwise.workload.prefixes import NO_GROUP, Prefixes
+from slotwise.files import write_output
+from slotwise.workload.distributions import (
+    MAX_LENGTH,
+    NO_GROUP,
+    Arrivals,
+    AtOnce,
+    LengthDistribution,
+    Prefixes,
+    below,
+    require_within,
+    stream,
+)
 
 MAX_REQUESTS = 1_000_000
 MAX_SECONDS = 10**9
@@ -37,10 +49,10 @@ class WorkRequest:
 
     def __post_init__(self) -> None:
         if self.arrives_at is not None:
-            forms.require_within("arrives_at", self.arrives_at, 0, MAX_SECONDS)
-        forms.require_within("num_prompt", self.num_prompt, 1, 2 * MAX_LENGTH)
-        forms.require_within("num_output", self.num_output, 1, MAX_LENGTH)
-        forms.require_within("num_prefix", self.num_prefix, 0, self.num_prompt)
+            require_within("arrives_at", self.arrives_at, 0, MAX_SECONDS)
+        require_within("num_prompt", self.num_prompt, 1, 2 * MAX_LENGTH)
+        require_within("num_output", self.num_output, 1, MAX_LENGTH)
+        require_within("num_prefix", self.num_prefix, 0, self.num_prompt)
         if self.prefix < NO_GROUP or (self.prefix == NO_GROUP) != (self.num_prefix == 0):
             raise ValueError(f"a prefix of {self.num_prefix} tokens cannot belong to group {self.prefix}")
 
@@ -60,8 +72,8 @@ class Workload:
     description: dict[str, str] = field(default_factory=dict)  # its settings, for reports
 
     def __post_init__(self) -> None:
-        forms.require_within("the number of requests", len(self.requests), 1, MAX_REQUESTS)
-        forms.require_within("max_tokens", self.max_tokens, 1, MAX_LENGTH)
+        require_within("the number of requests", len(self.requests), 1, MAX_REQUESTS)
+        require_within("max_tokens", self.max_tokens, 1, MAX_LENGTH)
         last = 0.0
         for number, request in enumerate(self.requests):
             objection = self._objection(request, number, last)
@@ -107,9 +119,9 @@ class Workload:
         return shared + self._ids(f"prompt {request.number}", request.num_prompt - request.num_prefix, vocab_size)
 
     def _ids(self, purpose: str, count: int, vocab_size: int) -> list[int]:
-        rng = forms.stream(self.seed, purpose)
+        rng = stream(self.seed, purpose)
         first = min(FIRST_PLAIN_ID, vocab_size - 1)
-        return [first + forms.below(rng, vocab_size - first) for _ in range(count)]
+        return [first + below(rng, vocab_size - first) for _ in range(count)]
 
 
 def as_workload(asked: Sequence[tuple[float, int, int]]) -> Workload:
@@ -123,15 +135,15 @@ class Recipe:
     """The distributions of a workload.  Raises ValueError for a number out of range."""
 
     num_requests: int
-    inputs: Lengths
-    outputs: Lengths
+    inputs: LengthDistribution
+    outputs: LengthDistribution
     arrivals: Arrivals = field(default_factory=AtOnce)
     prefixes: Prefixes = NO_PREFIX
     max_tokens: int = 0  # of every request, and its longest output; 0: the longest that can be drawn
 
     def __post_init__(self) -> None:
-        forms.require_within("the number of requests", self.num_requests, 1, MAX_REQUESTS)
-        forms.require_within("max_tokens", self.max_tokens, 0, MAX_LENGTH)
+        require_within("the number of requests", self.num_requests, 1, MAX_REQUESTS)
+        require_within("max_tokens", self.max_tokens, 0, MAX_LENGTH)
 
     @property
     def description(self) -> dict[str, str]:
@@ -142,10 +154,10 @@ class Recipe:
 
 def generate(recipe: Recipe, seed: int = 0) -> Workload:
     """Draws a workload.  Prompts, outputs, arrivals and prefixes have independent random streams."""
-    inputs, outputs = forms.stream(seed, "inputs"), forms.stream(seed, "outputs")
+    inputs, outputs = stream(seed, "inputs"), stream(seed, "outputs")
     lengths = [
         (recipe.inputs.draw(inputs), recipe.outputs.draw(outputs)) for _ in range(recipe.num_requests)]
-    times = recipe.arrivals.times(forms.stream(seed, "arrivals"), recipe.num_requests)
+    times = recipe.arrivals.times(stream(seed, "arrivals"), recipe.num_requests)
     max_tokens = recipe.max_tokens or recipe.outputs.longest
     return Workload(
         requests_of(lengths, times, max_tokens, recipe.prefixes, seed), max_tokens, recipe.arrivals.users, seed,
@@ -160,9 +172,82 @@ def requests_of(
     Args:
         times: seconds; empty for a closed loop.
     """
-    groups = forms.stream(seed, "groups")
+    groups = stream(seed, "groups")
     return tuple(
         WorkRequest(
             number, times[number] if times else None, prefixes.tokens + num_prompt, min(num_output, max_tokens),
             prefixes.draw(groups), prefixes.tokens)
         for number, (num_prompt, num_output) in enumerate(lengths))
+
+
+VERSION = 1
+MAX_LINE = 65_536  # characters
+HEADER: dict[str, type | tuple[type, ...]] = {
+    "slotwise_workload": int, "num_requests": int, "max_tokens": int, "users": int, "seed": int, "description": dict}
+REQUEST: dict[str, type | tuple[type, ...]] = {
+    field.name: (int, float, type(None)) if field.name == "arrives_at" else int for field in fields(WorkRequest)}
+
+
+def save_workload(workload: Workload, path: Path | str) -> None:
+    """Writes a workload; raises OSError when the file cannot be written."""
+    header = {
+        "slotwise_workload": VERSION, "num_requests": len(workload.requests), "max_tokens": workload.max_tokens,
+        "users": workload.users, "seed": workload.seed, "description": workload.description}
+    lines = (header, *map(asdict, workload.requests))
+    write_output(path, "".join([json.dumps(line, allow_nan=False) + "\n" for line in lines]).encode())
+
+
+def load_workload(path: Path | str) -> Workload:
+    """Returns a saved workload.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the file is not a workload; the message names the line.
+    """
+    with Path(path).open(encoding="utf-8", errors="replace") as file:
+        requests: list[WorkRequest] = []
+        header: dict[str, Any] = {}
+        try:
+            header = _header(file)
+            while len(requests) < header["num_requests"]:
+                requests.append(WorkRequest(**_object(file, REQUEST)))
+            if file.readline(1):
+                raise ValueError(f"more lines than the {len(requests)} requests of the header")
+        except ValueError as error:
+            line = len(requests) + (2 if header else 1)
+            raise ValueError(f"{path}, line {line}: {error}") from None
+    try:
+        return Workload(
+            tuple(requests), header["max_tokens"], header["users"], header["seed"], header["description"])
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _header(file: TextIO) -> dict[str, Any]:
+    header = _object(file, HEADER)
+    if header["slotwise_workload"] != VERSION:
+        raise ValueError(f"a workload of version {header['slotwise_workload']}; this Slotwise reads {VERSION}")
+    require_within("num_requests", header["num_requests"], 1, MAX_REQUESTS)
+    require_within("users", header["users"], 0, MAX_REQUESTS)
+    if not all(isinstance(text, str) for text in header["description"].values()):
+        raise ValueError("description must hold texts")
+    return header
+
+
+def _object(file: TextIO, shape: Mapping[str, type | tuple[type, ...]]) -> dict[str, Any]:
+    """Returns the next line, which must be an object with exactly these keys."""
+    line = file.readline(MAX_LINE + 1)
+    if not line:
+        raise ValueError("the file ends here, too early")
+    if len(line) > MAX_LINE:
+        raise ValueError(f"longer than {MAX_LINE} characters")
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        raise ValueError("not valid JSON") from None
+    if not isinstance(found, dict) or found.keys() != shape.keys():
+        raise ValueError(f"must be an object of {', '.join(shape)}")
+    for name, kinds in shape.items():
+        if isinstance(found[name], bool) or not isinstance(found[name], kinds):
+            raise ValueError(f"{name} has the wrong type")
+    return found

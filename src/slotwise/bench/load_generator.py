@@ -1,18 +1,27 @@
-"""One streamed request to an OpenAI-compatible server, timed as its client sees it."""
+"""Sends a workload to an OpenAI-compatible server and times the answers as its clients see them.
+
+An open loop sends each request at its time, whether or not others have ended: a slow server cannot slow the traffic
+down, which is how users behave and what shows queues.  In a closed loop N users wait for their answers.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Annotated, Any
 
 import aiohttp
 import msgspec
+import uvloop
 
-from slotwise.bench.measures import COMPLETED, FAILED, REJECTED, Outcome
-from slotwise.workload.forms import below, stream
-from slotwise.workload.requests import Workload, WorkRequest
+from slotwise.bench.measures import COMPLETED, FAILED, REJECTED, GoodputLimits, RequestOutcome, samples, serving_metrics
+from slotwise.bench.results import environment, workload_facts
+from slotwise.workload.distributions import below, stream
+from slotwise.workload.workloads import Workload, WorkRequest
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -41,7 +50,7 @@ class BrokenStream(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class BenchTarget:
     """The server and endpoint of requests.  Raises ValueError for an invalid address."""
 
     base_url: str
@@ -83,7 +92,7 @@ class Phrasing:
         if self.hidden_lengths and not self.ignore_eos:
             raise ValueError("--hidden-lengths end every answer at its length, and so need --ignore-eos")
 
-    def body(self, target: Target, workload: Workload, request: WorkRequest) -> bytes:
+    def body(self, target: BenchTarget, workload: Workload, request: WorkRequest) -> bytes:
         """The JSON of a request."""
         asks = workload.max_tokens if self.hidden_lengths else request.num_output
         content: dict[str, Any] = {
@@ -158,13 +167,13 @@ class Client:
         clock: seconds since the run began.
     """
 
-    def __init__(self, session: aiohttp.ClientSession, target: Target, clock: Callable[[], float]) -> None:
+    def __init__(self, session: aiohttp.ClientSession, target: BenchTarget, clock: Callable[[], float]) -> None:
         self._session = session
         self._url = target.base_url + target.endpoint
         self._headers = target.headers | {"Content-Type": "application/json"}
         self._clock = clock
 
-    async def complete(self, body: bytes, outcome: Outcome) -> None:
+    async def complete(self, body: bytes, outcome: RequestOutcome) -> None:
         """Send `body` and fill `outcome`, whatever comes of it."""
         outcome.sent = self._clock()
         try:
@@ -181,7 +190,7 @@ class Client:
             outcome.error = f"{type(error).__name__}: {error}"[:MAX_REASON]
         outcome.ended = outcome.ended or self._clock()
 
-    async def _read(self, response: aiohttp.ClientResponse, outcome: Outcome) -> None:
+    async def _read(self, response: aiohttp.ClientResponse, outcome: RequestOutcome) -> None:
         """Raises BrokenStream when the answer is incomplete."""
         has_ended = False
         async for data in _events(response):
@@ -275,7 +284,7 @@ class _Models(msgspec.Struct):
     data: list[ModelCard] = []
 
 
-async def list_models(session: aiohttp.ClientSession, target: Target) -> list[ModelCard]:
+async def list_models(session: aiohttp.ClientSession, target: BenchTarget) -> list[ModelCard]:
     """The models of a server; none when it has no such list.
 
     Raises:
@@ -302,3 +311,178 @@ def _reason_of(error: Exception) -> str:
     number = getattr(inner, "errno", None)
     words = os.strerror(number) if number and number > 0 else getattr(inner, "strerror", None)
     return words or str(inner) or type(error).__name__
+
+
+Prepare = Callable[[WorkRequest], bytes]
+Send = Callable[[bytes, RequestOutcome], Awaitable[None]]
+Watch = Callable[[RequestOutcome], None]
+PREPARED_TOKENS = 10_000_000  # of prompts made before the start; later ones are made when they are sent
+
+
+def ignore(outcome: RequestOutcome) -> None:
+    """A `Watch` that does nothing."""
+
+
+class LoadRun:
+    """Sends a workload to a server.  `outcomes` holds those so far.
+
+    Args:
+        prepare: makes a request's body.
+        watch: receives each outcome.
+    """
+
+    def __init__(self, workload: Workload, prepare: Prepare, watch: Watch = ignore) -> None:
+        self._workload = workload
+        self._prepare = prepare
+        self._watch = watch
+        self._start = 0.0
+        self._bodies = {request.number: prepare(request) for request in _affordable(workload)}
+        self.outcomes: list[RequestOutcome] = []
+
+    def clock(self) -> float:
+        """Seconds since the run began."""
+        return time.perf_counter() - self._start
+
+    async def run(self, send: Send) -> None:
+        """Run until every request has an outcome.  When cancelled, requests in progress become unfinished outcomes.
+
+        Args:
+            send: sends a body and fills the outcome; does not raise for anything a server does.
+        """
+        self._start = time.perf_counter()
+        await (self._closed(send) if self._workload.users else self._open(send))
+
+    async def _open(self, send: Send) -> None:
+        async with asyncio.TaskGroup() as group:
+            for request in self._workload.requests:
+                body = self._body(request)
+                due = request.arrives_at or 0.0
+                if (wait := due - self.clock()) > 0:
+                    await asyncio.sleep(wait)
+                group.create_task(self._ask(send, body, RequestOutcome(request.number, due=due)))
+
+    async def _closed(self, send: Send) -> None:
+        waiting = iter(self._workload.requests)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(self._workload.users, len(self._workload.requests))):
+                group.create_task(self._user(send, waiting))
+
+    async def _user(self, send: Send, waiting: Iterator[WorkRequest]) -> None:
+        for request in waiting:
+            body = self._body(request)
+            await self._ask(send, body, RequestOutcome(request.number, due=self.clock()))
+
+    async def _ask(self, send: Send, body: bytes, outcome: RequestOutcome) -> None:
+        try:
+            await send(body, outcome)
+        finally:
+            self.outcomes.append(outcome)
+            self._watch(outcome)
+
+    def _body(self, request: WorkRequest) -> bytes:
+        return self._bodies.pop(request.number, b"") or self._prepare(request)
+
+
+def _affordable(workload: Workload) -> list[WorkRequest]:
+    """The first requests, whose prompts together have at most `PREPARED_TOKENS`."""
+    totals = accumulate(request.num_prompt for request in workload.requests)
+    return [request for request, total in zip(workload.requests, totals, strict=True) if total <= PREPARED_TOKENS]
+
+
+WARMUP_TOKENS = 16  # the most output tokens of a warm-up request
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """The outcome of a run."""
+
+    outcomes: list[RequestOutcome]  # in order of completion
+    duration: float  # seconds from the start to the last answer's end
+    interrupted: bool
+
+
+def resolve(target: BenchTarget, vocab_size: int = 0) -> tuple[BenchTarget, int]:
+    """Query a server for what was not given: the target with its model, and the size of the vocabulary.
+
+    Args:
+        vocab_size: as given; 0: the server's if it reports one, else a safe one.
+
+    Raises:
+        BenchError: no server answers, or it lists no model and none was given.
+    """
+    async def ask() -> tuple[BenchTarget, int]:
+        async with open_session() as session:
+            cards = await list_models(session, target)
+        if not cards and not target.model:
+            raise BenchError(f"{target.base_url} does not say which models it has: name one with --model")
+        model = target.model or cards[0].id
+        reported = next((card.known_vocab_size for card in cards if card.id == model), 0)
+        return replace(target, model=model), vocab_size or reported or SAFE_VOCAB_SIZE
+
+    return uvloop.run(ask())
+
+
+def measure(
+    target: BenchTarget, workload: Workload, phrasing: Phrasing, *, num_warmups: int = 1, watch: Watch = ignore,
+) -> LoadResult:
+    """Send a workload and time the answers.  An interrupt ends it, and completed measurements are kept.
+
+    Raises:
+        BenchError: a warm-up request failed; the message has the server's answer.
+        KeyboardInterrupt: before any request had an outcome.
+    """
+    load = LoadRun(workload, lambda request: phrasing.body(target, workload, request), watch)
+
+    async def run() -> None:
+        async with open_session() as session:
+            client = Client(session, target, load.clock)
+            for number in range(num_warmups):
+                await _warm_up(client, _warmup_body(target, workload, phrasing, number))
+            await load.run(client.complete)
+
+    interrupted = False
+    try:
+        uvloop.run(run())
+    except KeyboardInterrupt:
+        if not load.outcomes:
+            raise
+        interrupted = True
+    duration = max((outcome.ended for outcome in load.outcomes), default=0.0)
+    return LoadResult(load.outcomes, duration, interrupted)
+
+
+def _warmup_body(target: BenchTarget, workload: Workload, phrasing: Phrasing, number: int) -> bytes:
+    """A request like the first of the workload, with a short answer and a prompt that does not recur."""
+    first = workload.requests[0]
+    number += len(workload.requests)
+    return phrasing.body(
+        target, workload, replace(first, number=number, num_output=min(first.num_output, WARMUP_TOKENS)))
+
+
+async def _warm_up(client: Client, body: bytes) -> None:
+    outcome = RequestOutcome(0)
+    await client.complete(body, outcome)
+    if outcome.status != COMPLETED:
+        raise BenchError(f"the server does not serve the workload's kind of request: {outcome.error}")
+
+
+def serving_result(
+    target: BenchTarget, workload: Workload, measured: LoadResult, objectives: GoodputLimits,
+) -> dict[str, Any]:
+    """The result of a run, with the field names of `vllm bench serve` where it has them."""
+    where = environment()
+    return {
+        "version": 1, "kind": "serve", "status": "interrupted" if measured.interrupted else "completed",
+        "environment": where, "date": where["created"],
+        "backend": "openai", "endpoint_type": target.endpoint, "model_id": target.model,
+        "num_prompts": len(workload.requests), "request_rate": offered_rate(workload),
+        "max_concurrency": workload.users or None, "seed": workload.seed, "workload": workload_facts(workload),
+        "goodput": objectives.limits,
+        **serving_metrics(measured.outcomes, measured.duration, objectives), **samples(measured.outcomes),
+    }
+
+
+def offered_rate(workload: Workload) -> float | str:
+    """Requests per second at which a workload arrives; "inf" if all at once or in a closed loop."""
+    last = workload.requests[-1].arrives_at
+    return (len(workload.requests) - 1) / last if last else "inf"

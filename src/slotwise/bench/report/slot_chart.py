@@ -1,7 +1,7 @@
 """The slot x step chart: a lane for each slot, time to the right, a hue for each request.
 
-A request's hue is useful work, dark for a prompt and light for decode.  One rule, here and in the timeline: what is
-hatched in red was computed for nothing, padding or a row computed after its last token.  An empty slot is blank.
+A request's hue is useful work, dark for a prompt and light for decode.  Red hatching, here and in the timeline, marks
+waste: padding, or a row computed after its last token.  An empty slot is blank.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from itertools import pairwise
 
 from markupsafe import Markup
 
-from slotwise.bench.report.data import Lanes, Pad, Span
-from slotwise.bench.report.svg import Axis, canvas, group, percent, tag
+from slotwise.bench.report.data import ChartSpan, Pad, SlotChart
+from slotwise.bench.report.plots import Axis, canvas, group, percent, tag
 
 HUES = 10
 FEW_REQUESTS = 400  # up to this number, each request is a group with a tooltip
@@ -32,16 +32,16 @@ def lane_height(slots: int) -> float:
     return min(24.0, max(6.0, 208.0 / max(slots, 1)))
 
 
-def with_idle(spans: Sequence[Span]) -> list[Span]:
+def with_idle(spans: Sequence[ChartSpan]) -> list[ChartSpan]:
     """The spans, and the gaps between two of the same request in the same slot, where it was not computed."""
     gaps = [
-        Span(before.slot, before.end, after.first - before.end, "idle", before.request, 0)
+        ChartSpan(before.slot, before.end, after.first - before.end, "idle", before.request, 0)
         for before, after in pairwise(spans)
         if before.slot == after.slot and before.request == after.request and before.end < after.first]
     return [*spans, *gaps]
 
 
-def draw(lanes: Lanes, edges: Sequence[float], axis: Axis, wider: float, words: tuple[str, str]) -> Markup:
+def draw(lanes: SlotChart, edges: Sequence[float], axis: Axis, wider: float, words: tuple[str, str]) -> Markup:
     """The chart of one discipline; step s lies from `edges[s]` to `edges[s + 1]` on `axis`.
 
     `wider` is its width in page widths; `words` are its title, and the text at its end.
@@ -66,13 +66,13 @@ def draw(lanes: Lanes, edges: Sequence[float], axis: Axis, wider: float, words: 
         class_="lanes", role="img", aria_label=title, height=height_of(lanes))
 
 
-def _shown(lanes: Lanes) -> tuple[int, int]:
+def _shown(lanes: SlotChart) -> tuple[int, int]:
     """Slots up to the last one used, and the lanes drawn: one lane stands for all unused slots if these are many."""
     used = max((span.slot + 1 for span in lanes.spans), default=0)
     return used, lanes.slots if lanes.slots - used < 3 else used + 1
 
 
-def height_of(lanes: Lanes) -> int:
+def height_of(lanes: SlotChart) -> int:
     """Height of the chart in pixels, with its axis."""
     _, shown = _shown(lanes)
     return round(shown * lane_height(shown) + PADDING)
@@ -94,16 +94,16 @@ class _Cells:
     def lane(self, slot: int) -> str:
         return self._box(slot, 0, len(self._places) - 1)
 
-    def of(self, span: Span) -> str:
+    def of(self, span: ChartSpan) -> str:
         if span.kind == "idle":
             return self._box(span.slot, span.first, span.end, 0.42, 0.58)
         return self._box(span.slot, span.first, span.end)
 
-    def start(self, span: Span) -> str:
+    def start(self, span: ChartSpan) -> str:
         top, bottom = self._rows(span.slot)
         return f"M{self._places[span.first]:.2f} {top:.2f}V{bottom:.2f}"
 
-    def padding(self, lanes: Lanes) -> str:
+    def padding(self, lanes: SlotChart) -> str:
         """Padding fills the share of a cell that it has of the cell's tokens."""
         return "".join(
             self._box(pad.slot, pad.step, pad.step + 1, 1 - part)
@@ -119,7 +119,7 @@ class _Cells:
         return f"M{left:.2f} {high:.2f}H{right:.2f}V{low:.2f}H{left:.2f}z"
 
 
-def padded_parts(spans: Sequence[Span], pads: Iterable[Pad]) -> list[float]:
+def padded_parts(spans: Sequence[ChartSpan], pads: Iterable[Pad]) -> list[float]:
     """For each pad, the share of padding among the tokens computed in its slot at its step."""
     begins = [(span.slot, span.first) for span in spans]
     parts = []
@@ -132,10 +132,10 @@ def padded_parts(spans: Sequence[Span], pads: Iterable[Pad]) -> list[float]:
     return parts
 
 
-def _requests(spans: Sequence[Span], cells: _Cells) -> list[Markup]:
+def _requests(spans: Sequence[ChartSpan], cells: _Cells) -> list[Markup]:
     """A group of paths, one for each kind, for every request; for every hue where requests are many."""
     one_each = len({span.request for span in spans}) <= FEW_REQUESTS
-    groups: dict[int, list[Span]] = defaultdict(list)
+    groups: dict[int, list[ChartSpan]] = defaultdict(list)
     for span in spans:
         groups[span.request if one_each else span.request % HUES].append(span)
     return [
@@ -144,12 +144,12 @@ def _requests(spans: Sequence[Span], cells: _Cells) -> list[Markup]:
         for key in sorted(groups)]
 
 
-def _kinds(spans: Sequence[Span], cells: _Cells) -> list[Markup]:
+def _kinds(spans: Sequence[ChartSpan], cells: _Cells) -> list[Markup]:
     return [_path(kind, "".join(cells.of(span) for span in spans if span.kind == kind))
             for kind in ("idle", "prefill", "decode", "held")]
 
 
-def _story(request: int, spans: Sequence[Span]) -> str:
+def _story(request: int, spans: Sequence[ChartSpan]) -> str:
     """The tooltip of a request's cells."""
     slots = sorted({span.slot for span in spans})
     taken = {kind: sum(span.steps for span in spans if span.kind == kind) for kind in KINDS}
@@ -167,7 +167,7 @@ def _steps(steps: int) -> str:
     return f"{steps:,} step{'' if steps == 1 else 's'}"
 
 
-def _starts(spans: Sequence[Span]) -> list[Span]:
+def _starts(spans: Sequence[ChartSpan]) -> list[ChartSpan]:
     """The spans at which a slot changes to another request."""
     return [after for before, after in pairwise(spans)
             if before.slot == after.slot and before.request != after.request]

@@ -13,12 +13,10 @@ from itertools import pairwise
 from math import isqrt
 from typing import NamedTuple
 
-from slotwise.simulate.figures import Figures, Objectives, figures
-from slotwise.simulate.requests import SimulatedRequest
-from slotwise.simulate.simulator import Server, Setup, simulate
-from slotwise.simulate.traffic import traffic_of
-from slotwise.workload import forms
-from slotwise.workload.requests import Workload, WorkRequest
+from slotwise.simulate.figures import Figures, LatencyLimits, SimulatedRequest, figures
+from slotwise.simulate.simulator import Server, Setup, simulate, traffic_of
+from slotwise.workload.distributions import below, stream
+from slotwise.workload.workloads import Workload, WorkRequest
 
 MOST = 1024  # replicas
 HOUR = 3600.0  # seconds
@@ -26,7 +24,7 @@ LOADS = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)  # of the workload's ow
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class CapacityTarget:
     """Limits in seconds that a share of all requests must keep; None: any.  A refused request keeps none."""
 
     ttft: float | None = None
@@ -35,11 +33,11 @@ class Target:
 
     def met(self, requests: Sequence[SimulatedRequest]) -> bool:
         """Whether each limit is kept by this share of the requests."""
-        each = [Objectives(ttft=self.ttft), Objectives(tpot=self.tpot)]
+        each = [LatencyLimits(ttft=self.ttft), LatencyLimits(tpot=self.tpot)]
         return all(sum(map(one.met, requests)) >= self.share * len(requests) for one in each)
 
 
-class Load(NamedTuple):
+class LoadPoint(NamedTuple):
     """What replicas give at a load."""
 
     replicas: int
@@ -54,7 +52,7 @@ def served(workload: Workload, setup: Setup, replicas: int) -> list[SimulatedReq
     return list(simulate(traffic_of(workload, setup.adapters.number), servers).values())
 
 
-def fewest(workload: Workload, setup: Setup, target: Target, start: int = 1) -> int:
+def fewest(workload: Workload, setup: Setup, target: CapacityTarget, start: int = 1) -> int:
     """Returns the fewest replicas that meet `target`.
 
     Args:
@@ -84,12 +82,13 @@ def fewest(workload: Workload, setup: Setup, target: Target, start: int = 1) -> 
     return enough
 
 
-def at_load(workload: Workload, setup: Setup, target: Target, replicas: int, load: float = 1.0) -> Load:
+def at_load(workload: Workload, setup: Setup, target: CapacityTarget, replicas: int, load: float = 1.0) -> LoadPoint:
     """Returns what `replicas` give when requests arrive `load` times as fast."""
     requests = served(scaled(workload, load), setup, replicas)
     last = workload.requests[-1].arrives_at or 0.0
     offered = len(workload.requests) / last * load if last else 0.0
-    return Load(replicas, load, offered, target.met(requests), figures(requests, Objectives(target.ttft, target.tpot)))
+    limits = LatencyLimits(target.ttft, target.tpot)
+    return LoadPoint(replicas, load, offered, target.met(requests), figures(requests, limits))
 
 
 def scaled(workload: Workload, load: float) -> Workload:
@@ -100,21 +99,21 @@ def scaled(workload: Workload, load: float) -> Workload:
 
 def resampled(workload: Workload, seed: int) -> Workload:
     """Returns as many requests, in blocks of consecutive ones drawn with replacement, with the gaps before them."""
-    rng, requests = forms.stream(seed, "bootstrap"), workload.requests
+    rng, requests = stream(seed, "bootstrap"), workload.requests
     length = max(1, isqrt(len(requests)))
     times = [one.arrives_at or 0.0 for one in requests]
     gaps = [0.0, *[after - before for before, after in pairwise(times)]]
     drawn: list[WorkRequest] = []
     now = 0.0
     while len(drawn) < len(requests):
-        first = forms.below(rng, len(requests) - length + 1)
+        first = below(rng, len(requests) - length + 1)
         for index in range(first, min(first + length, first + len(requests) - len(drawn))):
             now += gaps[index]
             drawn.append(replace(requests[index], number=len(drawn), arrives_at=now))
     return replace(workload, requests=tuple(drawn))
 
 
-def interval(workload: Workload, setup: Setup, target: Target, replicas: int, rounds: int) -> tuple[int, int]:
+def interval(workload: Workload, setup: Setup, target: CapacityTarget, replicas: int, rounds: int) -> tuple[int, int]:
     """Returns the fewest replicas of the 5th and the 95th percentile of `rounds` resampled workloads."""
     found = sorted(fewest(resampled(workload, seed), setup, target, replicas) for seed in range(rounds))
     return found[round(0.05 * (rounds - 1))], found[round(0.95 * (rounds - 1))]

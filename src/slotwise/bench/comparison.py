@@ -17,12 +17,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from slotwise.batching.settings import KINDS, Batching
-from slotwise.bench.fit import Steps, together
+from slotwise.bench.accounting import StepSeconds, together
 from slotwise.bench.offline_run import OnStep, Stand, run_warm
 from slotwise.bench.results import workload_facts
 from slotwise.bench.theory import DECODE_STEPS
 from slotwise.speculation.settings import DRAFT_MODEL, NONE, Speculation
-from slotwise.workload.requests import Workload
+from slotwise.workload.workloads import Workload
 
 VERSION = 1  # of the result's format
 DISCIPLINES = tuple(reversed(KINDS))  # from the naive one on, continuous last
@@ -100,8 +100,8 @@ class _Rounds:
 
     contender: Contender
     measured: list[Mapping[str, Any]] = field(default_factory=list)
-    decode_times: Steps = field(default_factory=Steps)  # of all rounds
-    prompt_times: Steps = field(default_factory=Steps)
+    decode_times: StepSeconds = field(default_factory=StepSeconds)  # of all rounds
+    prompt_times: StepSeconds = field(default_factory=StepSeconds)
 
     def entry(self) -> dict[str, Any]:
         """The run of median throughput (the lower of two), with the medians of all runs for what clients see."""

@@ -1,23 +1,29 @@
-"""The page: the sections of a result, as variables of the template."""
+"""The page of a comparison: one HTML file with its pictures, style and script inside; nothing is fetched."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib import resources
 from itertools import cycle
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from slotwise.bench.report import bars, curves, lanes, words
-from slotwise.bench.report.data import Result, Run
-from slotwise.bench.report.svg import fitted, percent
+from slotwise.bench.report import plots, slot_chart, words
+from slotwise.bench.report.data import DisciplineRun, Result, read
+from slotwise.bench.report.plots import fitted, percent, tag
 from slotwise.bench.report.tables import runs_table, waste_table
 from slotwise.bench.report.words import batching, capital, count, figure, reference, seconds, share, subject
+from slotwise.files import write_output
 
+PICTURE_WIDTH = 1000  # pixels, of a chart in a file of its own
 NAMED_COLOURS = {"continuous": "c0", "static": "c1", "orca": "c2", "dynamic": "c3", "one_at_a_time": "c4"}
-SLOT_PARTS = {"useful": "a useful token", **{kind: lanes.KINDS[kind] for kind in ("held", "empty", "idle")}}
+SLOT_PARTS = {"useful": "a useful token", **{kind: slot_chart.KINDS[kind] for kind in ("held", "empty", "idle")}}
 TOKEN_PARTS = {"prefill": "prompt tokens", "decode": "output tokens",
-               **{kind: lanes.KINDS[kind] for kind in ("padding", "held")}}
+               **{kind: slot_chart.KINDS[kind] for kind in ("padding", "held")}}
 
 Parts = list[tuple[str, float | None]]
 """Styles and sizes of a bar's parts."""
@@ -28,7 +34,7 @@ def context(result: Result) -> dict[str, Any]:
     who, finding = words.headline(result)
     runs = result.runs
     shown = {"result": result, "who": who, "finding": finding, "conditions": words.conditions(result), "runs": runs,
-             "facts": facts(result), "fit_warning": words.fit_warning(runs), "patterns": lanes.patterns(),
+             "facts": facts(result), "fit_warning": words.fit_warning(runs), "patterns": slot_chart.patterns(),
              "sweeps": _sweeps(result)}
     if runs:
         colours = colours_of(runs)
@@ -37,9 +43,9 @@ def context(result: Result) -> dict[str, Any]:
     return shown
 
 
-def colours_of(runs: Sequence[Run]) -> list[str]:
+def colours_of(runs: Sequence[DisciplineRun]) -> list[str]:
     """A colour for each run: its discipline's own, or the next unused one."""
-    free = cycle(f"c{number}" for number in range(len(NAMED_COLOURS), curves.COLOURS))
+    free = cycle(f"c{number}" for number in range(len(NAMED_COLOURS), plots.COLOURS))
     seen: set[str] = set()
     colours = []
     for run in runs:
@@ -64,7 +70,7 @@ def facts(result: Result) -> list[tuple[str, str]]:
     return [(term, text) for term, text in joined if text]
 
 
-def charts_of(runs: Sequence[Run]) -> dict[str, Any]:
+def charts_of(runs: Sequence[DisciplineRun]) -> dict[str, Any]:
     """The slot x step charts, against seconds and against steps, each on one scale for all."""
     drawn = [run for run in runs if run.lanes.steps]
     if not drawn:
@@ -76,32 +82,32 @@ def charts_of(runs: Sequence[Run]) -> dict[str, Any]:
         longest = max(edges[-1] for edges in every)
         shortest = min(edges[-1] for edges in every)
         axis = fitted(name, longest, text, most=10)
-        wider = lanes.zoom(axis, shortest)
+        wider = slot_chart.zoom(axis, shortest)
         axis = fitted(name, longest, text, most=round(10 * wider))
         views[name] = {"width": percent(wider), "runs": [
-            {"label": capital(run.label), "note": _chart_note(run), "height": lanes.height_of(run.lanes),
-             "picture": lanes.draw(
+            {"label": capital(run.label), "note": _chart_note(run), "height": slot_chart.height_of(run.lanes),
+             "picture": slot_chart.draw(
                  run.lanes, edges, axis, wider, (_chart_title(run, name), _finish(run, name)))}
             for run, edges in zip(drawn, every, strict=True)]}
-    kinds = {span.kind for run in drawn for span in lanes.with_idle(run.lanes.spans)}
+    kinds = {span.kind for run in drawn for span in slot_chart.with_idle(run.lanes.spans)}
     kinds |= {"padding"} if any(run.lanes.pads for run in drawn) else set()
     kinds |= {"empty", "prefill", "decode"}
-    return {"views": views, "legend": lanes.legend(kind for kind in lanes.KINDS if kind in kinds)}
+    return {"views": views, "legend": slot_chart.legend(kind for kind in slot_chart.KINDS if kind in kinds)}
 
 
-def _finish(run: Run, unit: str) -> str:
+def _finish(run: DisciplineRun, unit: str) -> str:
     """The text at a chart's end: its own end, or that of the run if the chart is truncated."""
     lanes_end, steps = (run.seconds, run.steps) if run.lanes.truncated else (run.lanes.ends[-1], run.lanes.steps)
     text = seconds(lanes_end) if unit == "seconds" else f"{count(steps)} steps"
     return f"… {text}" if run.lanes.truncated else text
 
 
-def _chart_title(run: Run, unit: str) -> str:
+def _chart_title(run: DisciplineRun, unit: str) -> str:
     return (f"{capital(run.label)}: {run.lanes.slots} slots over {run.lanes.steps:,} steps, "
             f"{seconds(run.lanes.ends[-1])}, drawn against {unit}")
 
 
-def _chart_note(run: Run) -> str:
+def _chart_note(run: DisciplineRun) -> str:
     parts = [f"{seconds(run.seconds)}", f"{count(run.steps)} steps",
              f"occupancy {share(run.occupancy)}"]
     if run.step_time:
@@ -114,40 +120,40 @@ def _chart_note(run: Run) -> str:
     return " · ".join(parts)
 
 
-def _speed(runs: Sequence[Run], colours: Sequence[str]) -> list[tuple[str, str, Markup]]:
+def _speed(runs: Sequence[DisciplineRun], colours: Sequence[str]) -> list[tuple[str, str, Markup]]:
     """A panel of bars for each measure: its title, how to read it, its picture."""
     base = reference(tuple(runs))
     gains = [words.median(words.faster(run, base)) for run in runs]
     throughput = [
-        bars.Bar(run.label, [(f"fill {colour}", run.output_throughput)], " · ".join(filter(None, (
+        plots.BarRow(run.label, [(f"fill {colour}", run.output_throughput)], " · ".join(filter(None, (
             f"{figure(run.output_throughput)} tok/s", words.times(gain) if gain and len(runs) > 1 else ""))))
         for run, colour, gain in zip(runs, colours, gains, strict=True)]
     panels = [("Output tokens per second", "longer is better", throughput)]
     for title, key in (("Time to first token", "ttft"), ("Time between tokens", "itl"), ("Time to last token", "e2e")):
         spreads = [getattr(run, key) for run in runs]
         panels.append((title, "bar: p50, line: to p99; shorter is better", [
-            bars.Bar(run.label, [(f"fill {colour}", spread.p50)],
+            plots.BarRow(run.label, [(f"fill {colour}", spread.p50)],
                      "answers come whole" if spread is run.itl and run.whole
                      else f"p50 {seconds(spread.p50)} · p99 {seconds(spread.p99)}", spread.p99)
             for run, colour, spread in zip(runs, colours, spreads, strict=True)]))
-    return [(title, note, bars.bars(title, rows)) for title, note, rows in panels]
+    return [(title, note, plots.bars(title, rows)) for title, note, rows in panels]
 
 
-def _curves(runs: Sequence[Run], colours: Sequence[str]) -> dict[str, Any]:
+def _curves(runs: Sequence[DisciplineRun], colours: Sequence[str]) -> dict[str, Any]:
     return {
-        "legend": curves.legend((run.label, colour) for run, colour in zip(runs, colours, strict=True)),
-        "cumulative": curves.cumulative(runs, colours),
+        "legend": plots.legend((run.label, colour) for run, colour in zip(runs, colours, strict=True)),
+        "cumulative": plots.cumulative(runs, colours),
         "whole": _whole(runs),
         "distributions": [(title, note, picture) for title, note, picture in (
             ("Time to first token", "share of requests",
-             curves.distribution("Distribution of the time to first token", runs, colours,
+             plots.distribution("Distribution of the time to first token", runs, colours,
                                  lambda run: run.ttft_values)),
             ("Time between tokens", "share of gaps",
-             curves.distribution("Distribution of the time between tokens", runs, colours,
+             plots.distribution("Distribution of the time between tokens", runs, colours,
                                  lambda run: run.itl_values))) if picture]}
 
 
-def _whole(runs: Sequence[Run]) -> str:
+def _whole(runs: Sequence[DisciplineRun]) -> str:
     """A sentence about the runs without time between tokens."""
     names = [run.label for run in runs if run.whole]
     if not names:
@@ -160,17 +166,17 @@ def _waste(result: Result) -> dict[str, Any]:
     table = waste_table(result.runs)
     if not table.rows:
         return {}
-    slot_rows = [bars.Bar(run.label, _slot_parts(run), _slot_text(run)) for run in result.runs]
-    token_rows = [bars.Bar(run.label, _token_parts(run, result.workload.prompt_tokens), "") for run in result.runs]
+    slot_rows = [plots.BarRow(run.label, _slot_parts(run), _slot_text(run)) for run in result.runs]
+    token_rows = [plots.BarRow(run.label, _token_parts(run, result.workload.prompt_tokens), "") for run in result.runs]
     token_rows = [row._replace(text=f"{count(row.total)} tokens") for row in token_rows]
-    return {"slots": bars.bars("Slot-steps by what they were used for", slot_rows),
+    return {"slots": plots.bars("Slot-steps by what they were used for", slot_rows),
             "slot_legend": _part_legend(slot_rows, SLOT_PARTS),
-            "tokens": bars.bars("Computed tokens by what they were for", token_rows),
+            "tokens": plots.bars("Computed tokens by what they were for", token_rows),
             "token_legend": _part_legend(token_rows, TOKEN_PARTS), "sentence": waste_sentence(result),
             "table": table}
 
 
-def _slot_parts(run: Run) -> Parts:
+def _slot_parts(run: DisciplineRun) -> Parts:
     total = run.slots * (run.steps or 0)
     useful = (run.occupancy or 0) * total
     held, empty = run.waste.held_row_steps or 0, run.waste.empty_slot_steps or 0
@@ -178,11 +184,11 @@ def _slot_parts(run: Run) -> Parts:
     return _parts(useful=useful, held=held, empty=empty, idle=idle if idle > 0.5 else 0)
 
 
-def _slot_text(run: Run) -> str:
+def _slot_text(run: DisciplineRun) -> str:
     return f"{count(run.slots * (run.steps or 0))} slot-steps · {share(run.occupancy)} wanted"
 
 
-def _token_parts(run: Run, prompt_tokens: float | None) -> Parts:
+def _token_parts(run: DisciplineRun, prompt_tokens: float | None) -> Parts:
     return _parts(prefill=prompt_tokens, decode=run.output_tokens, padding=run.waste.padded_tokens,
                   held=run.waste.held_row_steps)
 
@@ -191,7 +197,7 @@ def _parts(**sizes: float | None) -> Parts:
     return [(f"part {kind}", size) for kind, size in sizes.items()]
 
 
-def _part_legend(rows: Sequence[bars.Bar], names: dict[str, str]) -> list[tuple[str, str]]:
+def _part_legend(rows: Sequence[plots.BarRow], names: dict[str, str]) -> list[tuple[str, str]]:
     present = {style for row in rows for style, size in row.parts if size}
     return [(kind, text) for kind, text in names.items() if f"part {kind}" in present]
 
@@ -207,5 +213,48 @@ def waste_sentence(result: Result) -> str:
 
 
 def _sweeps(result: Result) -> list[dict[str, Any]]:
-    return [{"title": swept.title, "notes": swept.notes, "legend": curves.sweep_legend(swept),
-             "picture": curves.sweep(swept)} for swept in result.sweeps if swept.series]
+    return [{"title": swept.title, "notes": swept.notes, "legend": plots.sweep_legend(swept),
+             "picture": plots.sweep(swept)} for swept in result.sweeps if swept.series]
+
+
+def render(result: Mapping[str, Any]) -> str:
+    """The page for a result of `slotwise compare` (version 1), whole or interrupted.
+
+    Raises:
+        ValueError: the result is of another version.
+    """
+    templates = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = templates.from_string(_asset("page.html"))
+    return template.render(context(_checked(result)), style=Markup(_asset("page.css") + _asset("chart.css")),
+                           script=Markup(_asset("page.js")))
+
+
+def write_report(result: Mapping[str, Any], path: str | PathLike[str]) -> None:
+    """Write the page to `path`."""
+    write_output(Path(path), render(result).encode())
+
+
+def slot_charts(result: Mapping[str, Any]) -> dict[str, str]:
+    """The slot x step chart of every run by its label, against seconds on one scale, each a complete SVG file."""
+    charts = charts_of(_checked(result).runs)
+    drawn = charts["views"]["seconds"]["runs"] if charts else ()
+    return {run["label"]: _standing_alone(run["picture"], run["height"]) for run in drawn}
+
+
+def _standing_alone(picture: Markup, height: int) -> Markup:
+    ground = tag("rect", width="100%", height="100%", fill="var(--page)")
+    placed = tag("svg", picture, x=30, y=8, width=PICTURE_WIDTH - 126, height=height)  # the style sheet's padding
+    return tag("svg", tag("style", Markup(_asset("chart.css"))), slot_chart.patterns(), ground, placed, Markup("\n"),
+               xmlns="http://www.w3.org/2000/svg", width=PICTURE_WIDTH, height=height,
+               viewBox=f"0 0 {PICTURE_WIDTH} {height}")
+
+
+def _checked(result: Mapping[str, Any]) -> Result:
+    version = result.get("version", 1)
+    if version != 1:
+        raise ValueError(f"this report reads results of version 1, not {version!r}")
+    return read(result)
+
+
+def _asset(name: str) -> str:
+    return (resources.files(__package__) / "assets" / name).read_text("utf-8")

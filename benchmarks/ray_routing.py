@@ -42,7 +42,7 @@ from slotwise.engine.messages import Add
 from slotwise.observe.event_log import read_file
 from slotwise.scale.ray_app import MAX_ONGOING, STATS_EVERY
 from slotwise.scale.ray_router import ASKED_AT, STATE, RoutingOnRay
-from slotwise.scale.routed import Prompt, prompt_of
+from slotwise.scale.upstream import RoutedPrompt, prompt_of
 from slotwise.simulate.pace import LearnedPace
 from slotwise.simulate.recorded import read_recording
 from slotwise.simulate.simulator import Setup, traffic_of
@@ -79,7 +79,7 @@ class Sleeping:
     def _told(self, request_id: str, is_end: bool) -> None:
         self._loop.call_soon_threadsafe(self._outputs[request_id].put_nowait, is_end)
 
-    async def forward(self, prompt: Prompt, call: Call, without: frozenset[str]) -> AsyncIterator[str]:
+    async def forward(self, prompt: RoutedPrompt, call: Call, without: frozenset[str]) -> AsyncIterator[str]:
         """Yields its name with the first output, and nothing more."""
         self._loop = asyncio.get_running_loop()
         outputs = self._outputs[call.command.request_id] = asyncio.Queue()
@@ -101,7 +101,7 @@ class Sleeping:
 # -- the driver --------------------------------------------------------------------------------------------------------
 
 
-def calls_of(workload: Workload) -> list[tuple[float, Prompt, Call]]:
+def calls_of(workload: Workload) -> list[tuple[float, RoutedPrompt, Call]]:
     """Returns each request with its seconds of arrival; texts are shared as far as tokens are."""
     found = []
     for request, (at, command) in zip(workload.requests, traffic_of(workload), strict=True):
@@ -129,7 +129,7 @@ async def measured(setup: Setup, workload: Workload, router: str) -> dict[str, A
     began, used = loop.time(), time.process_time()
     places, lags = Counter[str](), list[float]()
 
-    async def one(at: float, prompt: Prompt, call: Call) -> float:
+    async def one(at: float, prompt: RoutedPrompt, call: Call) -> float:
         await asyncio.sleep(began + at - loop.time())
         sent = loop.time()
         lags.append(sent - began - at)

@@ -32,7 +32,6 @@ from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add
 from slotwise.server.prompt_transfer import HEADER
 from slotwise.speculation.settings import Speculation
-from slotwise.transfer.interface import Wire
 from slotwise.transfer.settings import (
     BOTH,
     CONNECTORS,
@@ -43,6 +42,7 @@ from slotwise.transfer.settings import (
     KVTransferConfig,
     secret_of,
 )
+from slotwise.transfer.wire import Wire
 
 SMALL = {"max_num_seqs": 4, "max_model_len": 512, "max_num_batched_tokens": 64, "block_size": 16}
 PROMPTS = prompts([300, 130, 64, 17, 2, 200])

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from docs.generate.fields import note_of, notes_of
+from docs.generate.fields import notes_of
 from docs.generate.http import properties, values
 from docs.generate.markdown import code, sentence, table
 
+from slotwise.cli.options import ENGINE_OPTIONS
 from slotwise.core.params import RANGES
-from slotwise.core.settings import Range, settings_of
-from slotwise.engine.config import EngineConfig
+from slotwise.core.settings import Range
+from slotwise.engine.config import ENGINE
 from slotwise.neutral import ANY
 from slotwise.offline.arguments import OWN, SETTINGS
 from slotwise.sampling_params import INSTEAD, NAMES, UNSUPPORTED, SamplingParams
@@ -72,10 +73,9 @@ def offline_treatment(kind: str, name: str) -> tuple[str, tuple[Any, ...]]:
 
 def offline_arguments() -> str:
     """Returns the table of the arguments of vLLM's `LLM`."""
-    declared = settings_of(EngineConfig)
+    options = {name[2:].replace("-", "_"): more["help"].replace("%%", "%") for name, more in ENGINE_OPTIONS}
     ruled = {name: rule.told(str)[not rule.accepted] for name, rule in RULES.items()}
-    return _offline("LLM", {name: note_of(one) for name, one in declared.items()} | OWN | ruled, {
-        name: one.range for name, one in declared.items() if one.range is not None})
+    return _offline("LLM", options | OWN | ruled, ENGINE)
 
 
 def offline_parameters() -> str:

@@ -18,7 +18,7 @@ from slotwise.model.gguf.architectures import ARCHITECTURES
 from slotwise.model.gguf.blocks import BLOCK_TYPES
 from slotwise.model.quantization.methods import METHODS
 from slotwise.model.weights import DENSE
-from slotwise.text.gguf_splits import SPLITS
+from slotwise.text.gguf_tokenizer import SPLITS
 
 KERNELS = {  # files, not imported: Triton may be absent
     "cpu": "cpu/kernels.py", "cuda": "cuda/kernels.py", "reference": "reference.py"}

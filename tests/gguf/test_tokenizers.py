@@ -15,7 +15,7 @@ from support.gguf_files import add_tokenizer
 
 from slotwise.gguf_file import find_special_tokens, open_model
 from slotwise.text.chat_source import find_chat_template, find_tool_template
-from slotwise.text.gguf_splits import SPLITS
+from slotwise.text.gguf_tokenizer import SPLITS
 from slotwise.text.tokenizer import Tokenizer, TokenizerError
 
 TEXTS = [

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slotwise.core.step_time import Work
-from slotwise.routing.autoscale import Load, replicas_for
-from slotwise.routing.fleet import LONGEST_RETRY, MAX_WAIT, Fleet, Shed
+from slotwise.routing.fleet import LONGEST_RETRY, MAX_WAIT, Fleet, ReplicaLoad, Shed, replicas_for
 from slotwise.routing.prompt import MAX_PIECES, PIECE, RoutedRequest, digests, read, written
 from slotwise.routing.replica import Replica, Report, prefill_rate
 from slotwise.routing.routers import ROUTERS, STAY, PrefixAware, product
@@ -372,18 +371,20 @@ def _history(router: str, seed: int) -> list[str]:
 
 
 def test_replicas_are_added_by_predicted_wait_and_by_occupied_slots() -> None:
-    assert replicas_for([Load(0.0, 0.5)] * 2, 2.0) == 2
-    assert replicas_for([Load(6.0, 0.5)] * 2, 2.0) == 6
-    assert replicas_for([Load(0.0, 1.6)] * 2, 2.0) == 4
-    assert replicas_for([Load(0.0, 0.0)] * 3, 2.0) == 1
+    assert replicas_for([ReplicaLoad(0.0, 0.5)] * 2, 2.0) == 2
+    assert replicas_for([ReplicaLoad(6.0, 0.5)] * 2, 2.0) == 6
+    assert replicas_for([ReplicaLoad(0.0, 1.6)] * 2, 2.0) == 4
+    assert replicas_for([ReplicaLoad(0.0, 0.0)] * 3, 2.0) == 1
 
 
-@given(st.lists(st.builds(Load, st.floats(0, 100), st.floats(0, 3)), min_size=1, max_size=20), st.floats(0.1, 10))
-def test_a_replica_is_removed_only_where_the_others_do_not_call_for_it_again(loads: list[Load], target: float) -> None:
+@given(st.lists(st.builds(ReplicaLoad, st.floats(0, 100), st.floats(0, 3)), min_size=1, max_size=20),
+       st.floats(0.1, 10))
+def test_a_replica_is_removed_only_where_the_others_do_not_call_for_it_again(
+        loads: list[ReplicaLoad], target: float) -> None:
     number = replicas_for(loads, target)
     assert number >= 1
     if number < len(loads):
         share = len(loads) / number
-        spread = [Load(sum(one.wait for one in loads) / len(loads) * share,
+        spread = [ReplicaLoad(sum(one.wait for one in loads) / len(loads) * share,
                        sum(one.busy for one in loads) / len(loads) * share)] * number
         assert replicas_for(spread, target) <= number

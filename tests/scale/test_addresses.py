@@ -7,8 +7,7 @@ import socket
 
 import pytest
 
-from slotwise.scale import addresses
-from slotwise.scale.addresses import Addresses, checked, resolved
+from slotwise.scale.replicas import Addresses, checked, resolved
 
 
 class Recorded:
@@ -47,7 +46,7 @@ def test_an_unknown_name_means_no_host_yet(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_replicas_come_and_go_with_the_hosts_of_their_name(monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = [["10.0.0.1", "10.0.0.2"], ["10.0.0.2", "10.0.0.3", "fd00::1"], []]
-    monkeypatch.setattr(addresses, "EVERY", 0.0)
+    monkeypatch.setattr("slotwise.scale.replicas.EVERY", 0.0)
 
     def known(host: str, port: int, *_: object, **__: object) -> list[tuple[object, ...]]:
         found = hosts[0] if len(hosts) == 1 else hosts.pop(0)

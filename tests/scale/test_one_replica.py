@@ -15,7 +15,7 @@ from support.scale_door import Behind, behind
 from slotwise.cli import main
 from slotwise.observe.lines import JSON as JSON_LINES
 from slotwise.observe.lines import TEXT
-from slotwise.scale.process import named
+from slotwise.scale.replicas import named
 from slotwise.server.app import ROUTES
 
 IN_PATH = {"{response_id:path}": "x", "{model:path}": "toy", "{request_id:path}": "x"}

@@ -10,8 +10,9 @@ import pytest
 from slotwise.routing.fleet import Fleet, Shed
 from slotwise.routing.prompt import RoutedRequest
 from slotwise.routing.replica import Report
-from slotwise.routing.routers import Product
-from slotwise.scale.prefill import Prompts, _for_prompt, _has_one_prompt
+from slotwise.routing.routers import LeastProduct
+from slotwise.scale.door import PrefillQueue
+from slotwise.scale.forward import _for_prompt, _has_one_prompt
 
 SENDS, RECEIVES = Report(4, sends_prompts=True, kv_host="h", kv_port=1), Report(4, receives_prompts=True)
 BOTH, ALONE = Report(4, sends_prompts=True, receives_prompts=True), Report(4)
@@ -49,7 +50,7 @@ def test_a_prompt_is_asked_for_with_one_token_and_whole():
 
 
 def test_prompts_take_turns_in_the_order_in_which_they_were_sent():
-    prompts = Prompts()
+    prompts = PrefillQueue()
     first, second, third, other = (prompts.join(*one) for one in (("p", "a"), ("p", "b"), ("p", "c"), ("q", "d")))
     assert [turn.is_set() for turn in (first, second, third, other)] == [True, False, False, True]
     prompts.leave("p", "b")  # its client has left
@@ -61,7 +62,7 @@ def test_prompts_take_turns_in_the_order_in_which_they_were_sent():
 
 
 def test_replicas_are_chosen_by_their_roles():
-    fleet = Fleet(Product())
+    fleet = Fleet(LeastProduct())
     for name, report in (("sends", SENDS), ("receives", RECEIVES), ("both", BOTH), ("alone", ALONE)):
         fleet.add(name)
         fleet.told(name, report, 0.0)

@@ -15,7 +15,7 @@ from support.live_server import Server, children, eventually
 from support.scale_door import door_of
 
 from slotwise.cli import main
-from slotwise.scale.process import roles, shares
+from slotwise.scale.replicas import roles, shares
 from slotwise.transfer.settings import CONSUMER, PRODUCER, KVTransferConfig
 
 SENDS = '{"kv_connector": "TCPConnector", "kv_role": "kv_producer"}'

@@ -20,7 +20,7 @@ import pytest
 from support import leftovers
 from support.live_server import children, eventually
 
-from slotwise.scale.ray_settings import RaySettings
+from slotwise.scale.ray_app import RaySettings
 
 ASK = {"model": "slotwise-builtin", "prompt": "def add(a, b):", "max_tokens": 8, "temperature": 0}
 SIGN = ": waiting"

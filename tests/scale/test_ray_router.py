@@ -13,7 +13,7 @@ from ray.serve._private.common import DeploymentID, ReplicaID
 
 from slotwise.core.step_time import Prediction
 from slotwise.scale.ray_router import ASKED_AT, STATE, RoutingOnRay
-from slotwise.scale.routed import Prompt
+from slotwise.scale.upstream import RoutedPrompt
 from slotwise.server.replica_state import AdapterState, ReplicaState
 
 SECOND = Prediction([1.0, 0.0, 0.0, 0.0, 0.0, 0.0], {kind: {} for kind in ("decode", "first", "prompts", "drafts")}, [])
@@ -29,7 +29,7 @@ def running(name: str, asked_at: float, *adapters: str) -> Any:
 
 
 def pending(number: int, model: str = "", size: int = 1024) -> Any:
-    return SimpleNamespace(args=(Prompt(size, (), "", "", model), None, frozenset()),
+    return SimpleNamespace(args=(RoutedPrompt(size, (), "", "", model), None, frozenset()),
                            metadata=SimpleNamespace(internal_request_id=str(number)))
 
 

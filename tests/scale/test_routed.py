@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slotwise.routing.prompt import PIECE
-from slotwise.scale.door_metrics import merged
-from slotwise.scale.routed import Prompt, prompt_of
+from slotwise.scale.door import merged
+from slotwise.scale.upstream import RoutedPrompt, prompt_of
 
 LONG = "the quick brown fox " * 40
 
 
-def read(body: object, tenant: str = "", **headers: str) -> Prompt:
+def read(body: object, tenant: str = "", **headers: str) -> RoutedPrompt:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     return prompt_of(content, tenant, {name.encode(): value.encode() for name, value in headers.items()})
 

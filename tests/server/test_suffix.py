@@ -12,11 +12,11 @@ from support.live_server import Server, running
 from tokenizers import Tokenizer as Inner
 
 from slotwise.server.prompts import MAX_SUFFIXES
-from slotwise.text.fill_in_the_middle import KNOWN
+from slotwise.text.declared_tokens import KNOWN_MARKS
 from slotwise.text.tokenizer import Tokenizer
 
 COMPLETIONS = "/v1/completions"
-QWEN = KNOWN[0]
+QWEN = KNOWN_MARKS[0]
 
 
 def write(folder: Path, target: Path, *tokens: str) -> Path:
@@ -79,4 +79,4 @@ def test_a_model_without_the_tokens_refuses_it(server: Server) -> None:
 
 def test_a_tokenizer_needs_all_of_the_tokens(folder: Path, tmp_path: Path) -> None:
     assert Tokenizer.load(write(folder, tmp_path / "some", *QWEN[:2])).fill_marks is None
-    assert Tokenizer.load(write(folder, tmp_path / "others", *KNOWN[1])).fill_marks == KNOWN[1]
+    assert Tokenizer.load(write(folder, tmp_path / "others", *KNOWN_MARKS[1])).fill_marks == KNOWN_MARKS[1]

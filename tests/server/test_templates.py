@@ -63,7 +63,7 @@ def chat(said: str) -> dict[str, Any]:
 
 
 def workers_of(server: Server) -> list[int]:
-    return children(server.process.pid, b"slotwise.text.rendering")
+    return children(server.process.pid, b"slotwise.text.chat_template")
 
 
 @pytest.mark.parametrize("said", HOSTILE)
@@ -198,7 +198,7 @@ def test_a_template_that_cannot_be_checked_at_the_start_is_told_once(caplog: pyt
             assert not caplog.text
             with pytest.raises(ChatTemplateError, match="took more than 0 seconds"):
                 await template.render("", [], {})
-            assert "the worker of slotwise.text.rendering is ended" in caplog.text
+            assert "the worker of slotwise.text.chat_template is ended" in caplog.text
         finally:
             template.close()
 

@@ -21,10 +21,10 @@ from slotwise.engine.messages import Add, EngineInfo, StepRecord
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe.recorder import Recorder
 from slotwise.transfer.connectors import connector_of
-from slotwise.transfer.interface import Listener, Wire
 from slotwise.transfer.receiver import Receiver
 from slotwise.transfer.sender import Sender
 from slotwise.transfer.settings import CONSUMER, KVTransferConfig
+from slotwise.transfer.wire import Listener, Wire
 from support.recorded import Shelf
 from support.toy import EOS, VOCAB, next_token, scheduler
 
@@ -70,8 +70,7 @@ class Side:
         self.records: list[StepRecord] = []
         self.log = Shelf()
         self._recorder = Recorder()
-        scheduling = Scheduling(Batching(), max_num_seqs=limits.max_num_seqs,
-                                max_num_batched_tokens=limits.max_num_batched_tokens)
+        scheduling = Scheduling(Batching(), limits.max_num_seqs, limits.max_num_batched_tokens)
         self._recorder.started(EngineInfo("toy", "cpu", "float32", VOCAB, limits, scheduling, (EOS,)))
         self._recorder.write_to(self.log)
         self.tokens: dict[str, list[int]] = {}

@@ -17,7 +17,6 @@ import uvloop
 
 from slotwise.compose.launch import ChildProcess
 from slotwise.core.sampling_defaults import SamplingDefaults
-from slotwise.core.settings import settings_of
 from slotwise.engine.client import EngineClient
 from slotwise.engine.sleep import Sleep
 from slotwise.engine.supervisor import Backoff, Supervisor
@@ -41,7 +40,7 @@ TEXTS = ("admin_api_key", "host", "root_path", "ssl_certfile", "ssl_keyfile", "s
 def _setting(name: str, value: str) -> Any:
     if name in LISTS:
         return tuple(value.split(","))
-    if (declared := settings_of(ServerSettings).get(name)) is not None and declared.type.startswith("bool"):
+    if name == "trust_request_chat_template":
         return value == "1"
     if name == "sampling_defaults":
         return SamplingDefaults(**json.loads(value))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slotwise.text.stop_strings import Checked
+from slotwise.text.continuation import StopSearch
 
 
 class Automaton:
@@ -42,10 +42,10 @@ class Automata:
         self._matchers = [Automaton(stop) for stop in stops]
         self._held = ""
 
-    def feed(self, text: str) -> Checked:
+    def feed(self, text: str) -> StopSearch:
         """The part of the text that may be returned now."""
         if not self._held and not any(matcher.stop[0] in text for matcher in self._matchers):
-            return Checked(text, None)
+            return StopSearch(text, None)
         before = len(self._held)
         whole = self._held + text
         for i, character in enumerate(text, before + 1):
@@ -53,10 +53,10 @@ class Automata:
             if complete:
                 stop = max(complete, key=len)
                 self._held = ""
-                return Checked(whole[: i - len(stop)], stop)
+                return StopSearch(whole[: i - len(stop)], stop)
         safe = len(whole) - max(matcher.matched for matcher in self._matchers)
         self._held = whole[safe:]
-        return Checked(whole[:safe], None)
+        return StopSearch(whole[:safe], None)
 
     def flush(self) -> str:
         """The text held back, when no stop string ended it."""

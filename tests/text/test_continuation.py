@@ -6,7 +6,7 @@ import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Inner
 
-from slotwise.text.continuation import Continuation, Shown
+from slotwise.text.continuation import Continuation, VisibleTokens
 from slotwise.text.tokenizer import Tokenizer
 
 END, START = "<|im_end|>", "<|im_start|>"
@@ -59,8 +59,8 @@ def test_the_models_end_token_completes_a_stop_string(tokenizer: Tokenizer) -> N
     assert continuation.read(ids, "stop") == ("Hi", len(ids)) and continuation.stop_reason == "." + END
 
 
-@pytest.mark.parametrize("shown", [Shown(stop=True), Shown(stop=True, special=True)])
-def test_it_is_shown_where_stop_strings_are(tokenizer: Tokenizer, shown: Shown) -> None:
+@pytest.mark.parametrize("shown", [VisibleTokens(stop=True), VisibleTokens(stop=True, special=True)])
+def test_it_is_shown_where_stop_strings_are(tokenizer: Tokenizer, shown: VisibleTokens) -> None:
     ids = tokenizer.encode(f"Hi.{START}user", add_special_tokens=False)
     continuation = Continuation(tokenizer, [], [START], shown=shown)
     assert continuation.feed(ids) == f"Hi.{START}" and continuation.num_tokens == 4
@@ -75,5 +75,5 @@ def test_before_the_least_number_of_tokens_it_ends_nothing(tokenizer: Tokenizer)
 def test_a_token_that_a_parser_reads_is_found_and_stays_in_its_text(tokenizer: Tokenizer) -> None:
     marks = {tokenizer.special_by_text[START]: "\udc00"}
     ids = tokenizer.encode(f"a{START}b{START}c{END}", add_special_tokens=False)
-    continuation = Continuation(tokenizer, [], [f"{START}c"], shown=Shown(marks=marks))
+    continuation = Continuation(tokenizer, [], [f"{START}c"], shown=VisibleTokens(marks=marks))
     assert continuation.feed(ids) == "a\udc00b" and continuation.stop_reason == f"{START}c"

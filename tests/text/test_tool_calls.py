@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from slotwise.text import tool_calls
+from slotwise.text import normalization
 from slotwise.text.chat_template import ChatTemplate, ChatTemplateError
-from slotwise.text.tool_calls import with_parsed_arguments
+from slotwise.text.normalization import with_parsed_arguments
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"
@@ -84,7 +84,7 @@ def test_what_has_not_the_shape_of_a_call_is_left_alone(calls: Any) -> None:
 @pytest.mark.parametrize(("text", "told"), [
     ('{"a":' * 65 + "1" + "}" * 65, "nested more than 64 levels deep"),
     ('{"a":' + "[" * 100_000 + "]" * 100_000 + "}", "nested more than 64 levels deep"),
-    ('{"a": "' + "x" * tool_calls.MAX_CHARACTERS + '"}', "characters, more than 1048576")])
+    ('{"a": "' + "x" * normalization.MAX_ARGUMENTS + '"}', "characters, more than 1048576")])
 def test_what_is_too_large_is_refused(text: str, told: str) -> None:
     with pytest.raises(ChatTemplateError, match=told):
         rendered([asking(text)])
@@ -93,5 +93,5 @@ def test_what_is_too_large_is_refused(text: str, told: str) -> None:
 def test_the_bounds_themselves_are_allowed() -> None:
     deep = '{"a":' * 64 + "1" + "}" * 64
     assert json.dumps(parsed(deep)).replace(" ", "") == deep
-    long = '{"a": "' + "x" * (tool_calls.MAX_CHARACTERS - 9) + '"}'
-    assert len(long) == tool_calls.MAX_CHARACTERS and len(parsed(long)["a"]) == tool_calls.MAX_CHARACTERS - 9
+    long = '{"a": "' + "x" * (normalization.MAX_ARGUMENTS - 9) + '"}'
+    assert len(long) == normalization.MAX_ARGUMENTS and len(parsed(long)["a"]) == normalization.MAX_ARGUMENTS - 9

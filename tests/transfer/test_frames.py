@@ -12,11 +12,20 @@ from hypothesis import strategies as st
 from support.apart import HOST, LIMITS, Pair
 from support.toy import alone, request
 
-from slotwise.transfer.frames import CHECKSUM, HEADER, MAGIC, MAX_TEXT, StreamWire
-from slotwise.transfer.interface import Frame, Kind, TransferError
+from slotwise.transfer.connectors import folder
 from slotwise.transfer.settings import SHARED_MEMORY, TCP
-from slotwise.transfer.shared_memory import folder
-from slotwise.transfer.want import Want, prompt_digest
+from slotwise.transfer.wire import (
+    CHECKSUM,
+    HEADER,
+    MAGIC,
+    MAX_TEXT,
+    Frame,
+    Kind,
+    StreamWire,
+    TransferError,
+    Want,
+    prompt_digest,
+)
 
 BLOCK = 40  # bytes
 

@@ -18,15 +18,12 @@ from support.live_server import eventually
 from support.toy import alone, next_token, request
 
 from slotwise.engine.executor import FakeExecutor
-from slotwise.transfer import shared_memory, tcp
-from slotwise.transfer.frames import HEADER_BYTES
-from slotwise.transfer.interface import Frame, Kind, TransferError, Wire
+from slotwise.transfer import connectors
+from slotwise.transfer.connectors import MAGIC, NONCE, PROOF, SharedMemoryConnector, TCPConnector
 from slotwise.transfer.receiver import Receiver
 from slotwise.transfer.sender import MAX_CONSUMERS, MAX_STRANGERS
 from slotwise.transfer.settings import TCP
-from slotwise.transfer.shared_memory import SharedMemoryConnector
-from slotwise.transfer.tcp import MAGIC, NONCE, PROOF, TCPConnector
-from slotwise.transfer.want import Want, prompt_digest
+from slotwise.transfer.wire import HEADER_BYTES, Frame, Kind, TransferError, Want, Wire, prompt_digest
 
 PROMPT = [(5 * index) % 23 for index in range(50)]
 EXPECTED = alone(request("alone", PROMPT, 8), LIMITS)
@@ -108,7 +105,7 @@ def _record(between: socket.socket, target: tuple[str, int], spoken: list[bytes]
 
 
 def test_silent_connections_keep_no_consumer_out_and_few_threads_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp, "GREETING", 600.0)
+    monkeypatch.setattr(connectors, "GREETING", 600.0)
     pair = Pair(TCP, timeout=600.0)
     strangers = [socket.create_connection((HOST, pair.port), 5.0) for _ in range(MAX_CONSUMERS + 10)]
     pair.prefill("a", PROMPT)
@@ -166,7 +163,7 @@ def _has_ended(stream: socket.socket) -> bool:
 
 
 def test_a_greeting_that_trickles_has_an_end(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp, "GREETING", 0.5)
+    monkeypatch.setattr(connectors, "GREETING", 0.5)
     began = time.monotonic()
     with socket.create_connection((HOST, pair.port), 5.0) as stream, contextlib.suppress(OSError):
         while time.monotonic() < began + 60.0:
@@ -251,7 +248,7 @@ root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     found = tmp_path / "sockets"
-    monkeypatch.setattr(shared_memory, "folder", lambda: found)
+    monkeypatch.setattr(connectors, "folder", lambda: found)
     return found
 
 

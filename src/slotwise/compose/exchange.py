@@ -17,9 +17,9 @@ import os
 from slotwise.compose.check import check
 from slotwise.compose.cores import Cores
 from slotwise.compose.launch import ChildProcess
-from slotwise.compose.served_model import ServedModel, read_other
+from slotwise.compose.served_model import ModelOptions, ServedModel, read_other
 from slotwise.compose.service import chat_of, service
-from slotwise.engine.config import EngineConfig, ModelOptions
+from slotwise.engine.config import EngineConfig
 from slotwise.engine.refusals import EngineError
 from slotwise.engine.sleep import Sleep
 from slotwise.errors import OneLineError

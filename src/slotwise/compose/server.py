@@ -12,8 +12,8 @@ import uvloop
 from slotwise.compose.cores import Cores
 from slotwise.compose.exchange import Exchange
 from slotwise.compose.launch import ChildProcess
-from slotwise.compose.served_model import read_model
-from slotwise.engine.config import EngineConfig, ModelOptions
+from slotwise.compose.served_model import ModelOptions, read_model
+from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import EngineInfo
 from slotwise.observe import lines
 from slotwise.server.serve import listen, serve
@@ -25,11 +25,13 @@ logger = logging.getLogger(__name__)
 
 
 def run_server(
-    config: EngineConfig, settings: ServerSettings, options: ModelOptions, first: ChildProcess,
+    config: EngineConfig, settings: ServerSettings, address: tuple[str, int], options: ModelOptions,
+    first: ChildProcess,
 ) -> int:
     """Serves until a signal arrives; returns the exit status.
 
     Args:
+        address: host and port; port 0: any free port.
         options: for each model that is served.
         first: an engine process started with `config`; it ends with the server.
 
@@ -39,8 +41,7 @@ def run_server(
     """
     lines.set_up(settings.log_format)
     try:
-        with listen(settings.host,
-                    settings.port) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        with listen(*address) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(config, settings, listener, options, first))
     finally:
         first.kill()

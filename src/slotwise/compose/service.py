@@ -128,7 +128,7 @@ async def _observed(api: Api, traces: Traces | None, settings: ServerSettings) -
     """Runs traces, the load report and the event log while the model is served."""
     if traces is not None:
         api.observers.trace(traces)
-    reporting = [asyncio.create_task(report(api.observers.metrics))] if not settings.disable_log_stats else []
+    reporting = [asyncio.create_task(report(api.observers.metrics))] if settings.log_stats else []
     try:
         with (LogFile(settings.event_log, overwrite=settings.overwrite_event_log) if settings.event_log
               else contextlib.nullcontext()) as file:

@@ -15,9 +15,9 @@ from typing import NamedTuple, Protocol
 from slotwise.core.kv_transfers import KVTransfers
 from slotwise.core.request import Request
 from slotwise.core.step import Arrival
-from slotwise.transfer.receiver import Receiver, Source
+from slotwise.transfer.receiver import Receiver, TransferSource
 from slotwise.transfer.sender import Sender
-from slotwise.transfer.want import prompt_digest
+from slotwise.transfer.wire import prompt_digest
 
 
 class News(NamedTuple):
@@ -95,10 +95,10 @@ class Transferring:
             if request.request_id not in self._receiver.receiving:
                 self._receiver.begin(request.request_id, self._source(request, transfers.first_missing(request)))
 
-    def _source(self, request: Request, first: int) -> Source:
+    def _source(self, request: Request, first: int) -> TransferSource:
         assert request.kv is not None
         num_blocks = -(-len(request.tokens) // self._block_size)
-        return Source(request.kv.host, request.kv.port, request.kv.transfer_id, prompt_digest(request.tokens),
+        return TransferSource(request.kv.host, request.kv.port, request.kv.transfer_id, prompt_digest(request.tokens),
                       first, request.blocks[:num_blocks])
 
     def close(self) -> None:

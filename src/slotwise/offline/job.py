@@ -13,7 +13,7 @@ from slotwise.engine.messages import Add
 from slotwise.offline.residents import BASE, Held
 from slotwise.outputs import CompletionOutput, RequestOutput, by_token
 from slotwise.sampling_params import RequestOutputKind, SamplingParams
-from slotwise.text.continuation import Continuation, Shown
+from slotwise.text.continuation import Continuation, VisibleTokens
 from slotwise.text.tokenizer import Tokenizer
 
 
@@ -37,7 +37,7 @@ class Job:
         self._params, self._seed, self._salt, self._slo = engine_params, seed, salt, SLO(priority=priority)
         self._adapter = adapter
         stop_ids = set(engine_params.stop_token_ids).difference(() if engine_params.ignore_eos else eos_ids)
-        shown = Shown(stop=params.include_stop_str_in_output, special=not params.skip_special_tokens)
+        shown = VisibleTokens(stop=params.include_stop_str_in_output, special=not params.skip_special_tokens)
         self.choices = []
         for index in range(engine_params.n):
             text = Continuation(tokenizer, output.prompt_token_ids, engine_params.stop, engine_params.min_tokens,

@@ -5,13 +5,16 @@
 
 A request is on one replica at a time.  Where the least predicted wait exceeds the longest acceptable one it is shed,
 with the seconds after which a retry would find the wait acceptable, if no other request came.
+
+How many replicas a load needs follows from predicted waits and occupied slots, not from the length of a queue.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import NamedTuple
 
 from slotwise.routing.prompt import RoutedRequest
 from slotwise.routing.replica import Replica, Report
@@ -19,6 +22,8 @@ from slotwise.routing.routers import Router
 
 MAX_WAIT = 60.0  # seconds, as the replicas' own admission control has it
 LONGEST_RETRY = 60  # seconds; OpenAI's client ignores longer ones
+FULL = 0.8  # share of occupied slots at which a replica counts as used up
+SPARE = 0.6  # used share that the remaining replicas may have after one is removed: no adding and removing in turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,3 +148,26 @@ class Fleet:
         counted = sum(replica.num_sent for replica in self._replicas.values())
         assert counted == len(self._placed)
         assert all(self._replicas.get(replica.name) is replica for replica in self._placed.values())
+
+
+# -- how many replicas -------------------------------------------------------------------------------------------------
+
+
+class ReplicaLoad(NamedTuple):
+    """The load of a replica."""
+
+    wait: float  # predicted seconds until a request that comes now has its first output
+    busy: float  # requests that run or wait, per slot
+
+
+def replicas_for(loads: Sequence[ReplicaLoad], target_wait: float) -> int:
+    """Returns the number of replicas at which none would be more than used up.
+
+    A replica is used up where `FULL` of its slots are occupied, or where its predicted wait is `target_wait` seconds.
+    One is removed only where the others then have at most `SPARE`.
+    """
+    used = sum(max(load.busy / FULL, load.wait / target_wait) for load in loads)
+    number = len(loads)
+    if used > number:
+        return ceil(used)
+    return max(1, min(number, ceil(used / SPARE)))

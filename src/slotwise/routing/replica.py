@@ -42,7 +42,7 @@ class Report:
 
 
 @dataclass(slots=True)
-class _Sent:
+class _SentRequest:
     """A request that has not ended."""
 
     request: RoutedRequest
@@ -61,7 +61,7 @@ class Replica:
     report: Report = field(default_factory=lambda: Report(slots=1))
     adapters: frozenset[str] = frozenset()  # those that requests may name there
     _adapters_at: float = 0.0  # seconds; what it was asked for before is older than `adapters`
-    _unfinished: dict[str, _Sent] = field(default_factory=dict)
+    _unfinished: dict[str, _SentRequest] = field(default_factory=dict)
     _cached: set[int] = field(default_factory=set)  # pieces, as told
     _coming: Counter[int] = field(default_factory=Counter)  # pieces of requests without an output
     _fresh: dict[int, float] = field(default_factory=dict)  # pieces computed since, and when
@@ -127,7 +127,7 @@ class Replica:
 
     def sent(self, request: RoutedRequest, now: float) -> None:
         new = self.new_tokens(request)
-        self._unfinished[request.request_id] = _Sent(request, new, now)
+        self._unfinished[request.request_id] = _SentRequest(request, new, now)
         self._most = max(self._most, len(self._unfinished))
         self._coming.update(request.digests)
         self._queued += new
@@ -152,7 +152,7 @@ class Replica:
             if not self._with[adapter]:
                 del self._with[adapter]
 
-    def _leave_queue(self, sent: _Sent) -> None:
+    def _leave_queue(self, sent: _SentRequest) -> None:
         sent.has_output = True
         for piece in sent.request.digests:
             self._coming[piece] -= 1

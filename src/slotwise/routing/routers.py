@@ -1,8 +1,8 @@
 """Routers: each chooses one of the replicas that may serve a request.
 
-`Product` is LMetric (Zhang et al., "Simple is Better: Multiplication May Be All You Need for LLM Request Scheduling",
-arXiv 2603.15202): the least product of new prefill work and batch size.  A linear combination of the two would need
-weights; in a comparison of products they cancel out.  The others are baselines behind the same interface.
+`LeastProduct` is LMetric (Zhang et al., "Simple is Better: Multiplication May Be All You Need for LLM Request
+Scheduling", arXiv 2603.15202): the least product of new prefill work and batch size.  A linear combination of the two
+would need weights; in a comparison of products they cancel out.  The others are baselines behind the same interface.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def product(request: RoutedRequest, replica: Replica) -> float:
     return (replica.queued_tokens + replica.new_tokens(request)) * (replica.batch + 1)
 
 
-class Product:
+class LeastProduct:
     """The least product, and of several equal ones the replica with the fewest cached pieces.
 
     Once every replica's step times are known, seconds take the place of tokens: replicas may differ.  A session stays
@@ -147,6 +147,6 @@ def _batch(replica: Replica) -> int:
 
 
 ROUTERS: dict[str, Callable[[int], Router]] = {
-    "product": Product, "least-unfinished": LeastUnfinished, "round-robin": RoundRobin, "power-of-two": PowerOfTwo,
+    "product": LeastProduct, "least-unfinished": LeastUnfinished, "round-robin": RoundRobin, "power-of-two": PowerOfTwo,
     "prefix-aware": PrefixAware}
 """By the names of `--router`; each is called with a seed."""

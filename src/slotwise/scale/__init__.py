@@ -4,7 +4,8 @@
                 └─ polls GET /replica ─────────► replica 1: slotwise serve
 
 `forward.py` is the path of one request, `upstream.py` a replica seen from here, `replicas.py` all of them with their
-processes, `door.py` the routes.  `app` is the same on Ray Serve (`ray_app.py`), which only that needs.
+processes, `door.py` what they have in common, `door_routes.py` the routes.  `app` is the same on Ray Serve
+(`ray_app.py`), which only that needs.
 """
 
 from __future__ import annotations

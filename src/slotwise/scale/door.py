@@ -1,8 +1,6 @@
-"""The front door: the routes of several replicas behind one address.
+"""The front door: the state of a router in front of several replicas, and its metrics.
 
-What generates goes to the replica that the router chooses.  A response, a history or a queue position by its id is
-asked of every replica, for one of them has it; an abort is sent to all.  `one_replica.py` has the other routes of a
-replica, and the pages.
+Metrics of all replicas stand under the same address, each sample with its label `replica`.
 """
 
 from __future__ import annotations
@@ -10,49 +8,124 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import re
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from http import HTTPStatus
 from typing import Any
-
-import msgspec
 
 from slotwise.engine.refusals import ADAPTER_LOADING
 from slotwise.errors import printable
 from slotwise.routing.fleet import Fleet, Shed
 from slotwise.routing.prompt import RoutedRequest
 from slotwise.routing.replica import Report
-from slotwise.scale import one_replica
-from slotwise.scale.adapters import Adapters, load_adapter, unload_adapter
-from slotwise.scale.door_metrics import DoorMetrics, merged
-from slotwise.scale.forward import Answer, Forwarding, ask_all, no_replica, send, target_of
-from slotwise.scale.prefill import Prompts
+from slotwise.scale.replica_adapters import ReplicaAdapters
 from slotwise.scale.replicas import Replicas
-from slotwise.scale.routed import Prompt, prompt_of
-from slotwise.scale.upstream import end
-from slotwise.server.admin import MAX_SETTINGS, PROMETHEUS
-from slotwise.server.api_errors import ApiError, bad_request
-from slotwise.server.asgi import Endpoint
+from slotwise.scale.upstream import RoutedPrompt, end, no_replica
+from slotwise.server.api_errors import ApiError
 from slotwise.server.context import Clients
-from slotwise.server.decoding import decode
-from slotwise.server.http_exchange import HttpExchange
-from slotwise.server.lifecycle import LOAD, UNLOAD
 from slotwise.server.request_log import RequestLog
-from slotwise.server.responses import RESPONSES
 from slotwise.server.settings import ServerSettings
 from slotwise.transfer.settings import BOTH, CONSUMER, HOW, PRODUCER
 
+PREFIX = "slotwise:"
+FAMILIES = {
+    "replicas": ("gauge", "Replicas by state: up, draining, or down."),
+    "router_predicted_wait_seconds": ("gauge", "Least predicted seconds to the first output of a short request."),
+    "router_requests_total": ("counter", "Requests sent to each replica."),
+    "router_rerouted_requests_total": ("counter", "Requests that went elsewhere because their replica failed."),
+    "router_shed_requests_total": ("counter", "Requests that no replica was predicted to serve in time."),
+    "router_replica_losses_total": ("counter", "Replicas that died, or were given up."),
+    "router_prefills_total": ("counter", "Prompts that a replica was sent to compute for another one."),
+    "router_failed_prefills_total": ("counter", "Those of them that it did not compute, so the other one did.")}
 MAX_REPLICAS = 256
 DRAINED = 0.05  # seconds between two looks whether all requests have ended
 logger = logging.getLogger(__name__)
-RESPONSE_ID = re.compile(r"[\w-]{1,200}", re.ASCII)
 
 
-class ReplicasRequest(msgspec.Struct):
-    """The body of PUT /admin/replicas."""
+# -- metrics -----------------------------------------------------------------------------------------------------------
 
-    replicas: int
+
+@dataclass(slots=True)
+class DoorMetrics:
+    routed: Counter[str] = field(default_factory=Counter)  # by replica
+    rerouted: int = 0
+    shed: int = 0
+    prefills: Counter[str] = field(default_factory=Counter)  # by replica
+    failed_prefills: int = 0
+    lost: Counter[str] = field(default_factory=Counter)  # by replica
+
+    def exposition(self, fleet: Fleet) -> str:
+        """Returns the door's metrics in Prometheus' text format."""
+        states = Counter("draining" if one.is_draining else "up" if one.is_up else "down" for one in fleet.replicas)
+        values: dict[str, list[str]] = {
+            "replicas": [f'{{state="{state}"}} {states[state]}' for state in ("up", "draining", "down")],
+            "router_predicted_wait_seconds": [f" {fleet.predicted_wait():.6g}"],
+            "router_requests_total": _labelled(self.routed),
+            "router_rerouted_requests_total": [f" {self.rerouted}"],
+            "router_shed_requests_total": [f" {self.shed}"],
+            "router_replica_losses_total": _labelled(self.lost),
+            "router_prefills_total": _labelled(self.prefills),
+            "router_failed_prefills_total": [f" {self.failed_prefills}"]}
+        lines = []
+        for name, (kind, meaning) in FAMILIES.items():
+            lines += [f"# HELP {PREFIX}{name} {meaning}", f"# TYPE {PREFIX}{name} {kind}"]
+            lines += [f"{PREFIX}{name}{value}" for value in values[name]]
+        return "\n".join(lines) + "\n"
+
+
+def _labelled(counts: Mapping[str, int]) -> list[str]:
+    return [f'{{replica="{name}"}} {count}' for name, count in sorted(counts.items())]
+
+
+def merged(expositions: Iterable[tuple[str, str]]) -> str:
+    """Returns the metrics of replicas, (name, exposition) each, as one exposition whose samples have their names."""
+    families: dict[str, tuple[list[str], list[str]]] = {}
+    for name, exposition in expositions:
+        family: tuple[list[str], list[str]] = ([], [])
+        for line in exposition.splitlines():
+            if line.startswith("#"):
+                _, word, about = line.split(" ", 2)
+                family = families.setdefault(about.split(" ", 1)[0], ([], []))
+                if not any(known.startswith(f"# {word} ") for known in family[0]):
+                    family[0].append(line)
+            elif line:
+                family[1].append(_with_label(line, name))
+    return "".join(f"{line}\n" for comments, samples in families.values() for line in (*comments, *samples))
+
+
+def _with_label(sample: str, replica: str) -> str:
+    """A sample with the label `replica` put first."""
+    series, _, value = sample.rpartition(" ")
+    name, brace, labels = series.partition("{")
+    rest = f",{labels}" if brace else "}"
+    return f'{name}{{replica="{replica}"{rest} {value}'
+
+
+# -- the door ----------------------------------------------------------------------------------------------------------
+
+
+class PrefillQueue:
+    """The prompts that each prefill replica was sent and has not computed, the oldest first."""
+
+    def __init__(self) -> None:
+        self._turns: defaultdict[str, dict[str, asyncio.Event]] = defaultdict(dict)
+
+    def join(self, name: str, request_id: str) -> asyncio.Event:
+        """A prompt is sent.  Returns what is set when it is the oldest, or is computed."""
+        turns = self._turns[name]
+        turns[request_id] = turn = asyncio.Event()
+        if len(turns) == 1:
+            turn.set()
+        return turn
+
+    def leave(self, name: str, request_id: str) -> None:
+        """A prompt is computed, or is not wanted any more."""
+        turns = self._turns[name]
+        turns.pop(request_id).set()
+        if turns:
+            next(iter(turns.values())).set()
 
 
 class Door:
@@ -63,11 +136,11 @@ class Door:
         self.clients = Clients(settings)
         self.request_log = RequestLog(settings)
         self.metrics = DoorMetrics()
-        self.adapters = Adapters(fleet)
+        self.adapters = ReplicaAdapters(fleet)
         self.num_exchanges = 0
         self.replicas: Replicas  # set before anything is served
         self.is_draining = False
-        self.prompts = Prompts()
+        self.prompts = PrefillQueue()
         self.subscriptions: set[asyncio.Timeout] = set()  # to events of replicas, which have no end of their own
         self.is_fixed = False  # the number of replicas stays as it is
         self._has_warned = False
@@ -80,7 +153,7 @@ class Door:
         """Set when no replica can be started."""
         return self.replicas.hopeless
 
-    def request_of(self, prompt: Prompt, request_id: str) -> RoutedRequest:
+    def request_of(self, prompt: RoutedPrompt, request_id: str) -> RoutedRequest:
         """What the router knows of a request."""
         told = [one.report.piece_tokens for one in self.fleet.replicas if one.report.piece_tokens]
         return prompt.request(request_id, sum(told) / len(told) if told else 0.0,
@@ -134,11 +207,6 @@ class Door:
             end(scope)
 
     @property
-    def own_routes(self) -> Sequence[tuple[str, str, Endpoint]]:
-        """Routes that no replica has."""
-        return OWN_ROUTES
-
-    @property
     def num_unfinished(self) -> int:
         return sum(one.num_sent for one in self.fleet.replicas)
 
@@ -169,143 +237,3 @@ def _role(report: Report) -> str:
     """What a replica does for others, in vLLM's words; "" for one that works alone."""
     roles = {(True, False): PRODUCER, (False, True): CONSUMER, (True, True): BOTH}
     return roles.get((report.sends_prompts, report.receives_prompts), "")
-
-
-# -- requests ----------------------------------------------------------------------------------------------------------
-
-
-async def forward(door: Door, exchange: HttpExchange) -> None:
-    """Send a request to the replica that the router chooses, or that `?replica=NAME` names."""
-    door.check_open()
-    async with door.clients.bodies.reading(exchange) as body:
-        headers: Mapping[bytes, bytes] = dict(exchange.scope["headers"])
-        prompt = prompt_of(body, door.salt(headers), headers)
-        others: frozenset[str] = frozenset()
-        if name := one_replica.named_in(exchange)[0]:
-            wanted = one_replica.replica_of(door, name, exchange.scope["path"]).name
-            others = frozenset(one.name for one in door.fleet.replicas) - {wanted}
-        elif prompt.previous_response_id:
-            others = await _without_response(door, exchange, prompt.previous_response_id)
-        await Forwarding(door, exchange, body, prompt, others).run()
-
-
-async def _without_response(door: Door, exchange: HttpExchange, response_id: str) -> frozenset[str]:
-    """The replicas without a stored response, where one has it; else none, and any may say that it is missing."""
-    target = f"{RESPONSES}/{response_id}"
-    names = [upstream.name for upstream in door.replicas.upstreams]
-    answers = await _of_all(door, exchange, "GET", target) if RESPONSE_ID.fullmatch(response_id) else []
-    have = [name for name, answer in answers if answer.status == HTTPStatus.OK]
-    return frozenset(names) - frozenset(have) if have else frozenset()
-
-
-async def _of_all(door: Door, exchange: HttpExchange, method: str, target: str, body: bytes = b"",
-                  ) -> list[tuple[str, Answer]]:
-    """The answers of all replicas, each with its name."""
-    return [(one.name, answer) for one, answer in await ask_all(
-        door.replicas.upstreams, exchange, method, target, body)]
-
-
-async def by_id(door: Door, exchange: HttpExchange) -> None:
-    """The answer of the replica that knows this id."""
-    answers = [answer for _, answer in await _of_all(door, exchange, exchange.scope["method"], target_of(exchange))]
-    if not answers:
-        raise no_replica()
-    await send(exchange, next((one for one in answers if one.status != HTTPStatus.NOT_FOUND), answers[0]))
-
-
-async def models(door: Door, exchange: HttpExchange) -> None:
-    """The served model by each of its names, and the adapters of all replicas."""
-    answers = [answer for _, answer in await _of_all(door, exchange, "GET", "/v1/models")]
-    listed = [msgspec.json.decode(answer.body)["data"] for answer in answers if answer.status == HTTPStatus.OK]
-    if not listed:
-        raise no_replica()
-    cards = {card["id"]: card for data in reversed(listed) for card in data}
-    order = dict.fromkeys(card["id"] for data in listed for card in data)
-    await exchange.respond_json({"object": "list", "data": [cards[name] for name in order]})
-
-
-async def abort_requests(door: Door, exchange: HttpExchange) -> None:
-    """Abort requests by their ids, wherever they are."""
-    async with door.clients.bodies.reading(exchange) as body:
-        answers = [answer for _, answer in await _of_all(door, exchange, "POST", "/abort_requests", body)]
-    refused = next((one for one in answers if one.status != HTTPStatus.OK), None)
-    if refused is not None:
-        await send(exchange, refused)
-        return
-    told = [msgspec.json.decode(answer.body) for answer in answers]
-    aborted = list(dict.fromkeys(name for one in told for name in one["aborted"]))
-    missing = dict.fromkeys(name for one in told for name in one["not_found"])
-    await exchange.respond_json({"aborted": aborted, "not_found": [name for name in missing if name not in aborted]})
-
-
-# -- the door itself ---------------------------------------------------------------------------------------------------
-
-
-async def health(door: Door, exchange: HttpExchange) -> None:
-    """200 while a replica takes requests."""
-    usable, status = len(door.fleet.usable()), HTTPStatus.OK
-    state: dict[str, Any] = {"status": "ok", "replicas": len(door.fleet.replicas), "usable": usable,
-                             "num_live": door.num_unfinished}
-    if door.is_draining or not usable:
-        status = HTTPStatus.SERVICE_UNAVAILABLE
-        state["status"] = "draining" if door.is_draining else "unavailable"
-    await exchange.respond(msgspec.json.encode(state), status)
-
-
-async def load(door: Door, exchange: HttpExchange) -> None:
-    """Requests in progress, not counting this one, and the least predicted wait for a first output."""
-    await exchange.respond_json({"server_load": door.num_exchanges - 1,
-                                 "predicted_wait_s": round(door.fleet.predicted_wait(), 3)})
-
-
-async def replicas(door: Door, exchange: HttpExchange) -> None:
-    """Every replica: where it is, its state and its load."""
-    await exchange.respond_json({"replicas": door.described()})
-
-
-async def resize(door: Door, exchange: HttpExchange) -> None:
-    """Change the number of replicas: new ones are started, the last ones drained."""
-    async with door.clients.bodies.reading(exchange, MAX_SETTINGS) as body:
-        number = decode(ReplicasRequest, body).replicas
-    if not door.replicas.starts_processes:
-        raise bad_request("replicas: those at addresses are started and stopped by others", "replicas")
-    if door.is_fixed:
-        raise bad_request("replicas: those for prefill and for decode are as many as at the start", "replicas")
-    if not 1 <= number <= MAX_REPLICAS:
-        raise bad_request(f"replicas: must be between 1 and {MAX_REPLICAS}", "replicas")
-    door.check_open()
-    door.resize(number)
-    await exchange.respond_json({"replicas": door.described()})
-
-
-async def metrics(door: Door, exchange: HttpExchange) -> None:
-    """Metrics of the door, and of every replica with its label, in Prometheus' text format."""
-    answers = await _of_all(door, exchange, "GET", "/metrics")
-    told = merged([(name, one.body.decode()) for name, one in answers if one.status == HTTPStatus.OK])
-    await exchange.respond((door.metrics.exposition(door.fleet) + told).encode(), content_type=PROMETHEUS)
-
-
-OWN_ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
-    ("GET", "/replicas", replicas), ("PUT", "/admin/replicas", resize))
-ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
-    *[("POST", path, forward) for path in (
-        "/v1/completions", "/v1/chat/completions", RESPONSES, "/v1/messages", "/v1/messages/count_tokens",
-        "/v1/embeddings", "/tokenize", "/detokenize")],
-    ("GET", "/version", forward),
-    ("GET", "/v1/models", models),
-    ("GET", "/v1/models/{model:path}", by_id),
-    ("POST", LOAD, load_adapter),
-    ("POST", UNLOAD, unload_adapter),
-    ("GET", RESPONSES + "/{response_id:path}", by_id),
-    ("DELETE", RESPONSES + "/{response_id:path}", by_id),
-    ("GET", "/explain/{request_id:path}", by_id),
-    ("GET", "/requests/{request_id:path}", by_id),
-    ("POST", "/abort_requests", abort_requests),
-    ("GET", "/health", health),
-    ("GET", "/ping", health),
-    ("POST", "/ping", health),
-    ("GET", "/metrics", metrics),
-    ("GET", "/load", load),
-    *OWN_ROUTES,
-    *one_replica.ROUTES,
-)

@@ -9,128 +9,167 @@ error ends a stream, in the form of its route, and cuts a whole response short. 
 Signs of life are passed on, too, and are no output: the stream that they begin may still come from another replica, and
 an answer with an error becomes an event.  A client that leaves closes the connection to the replica, which then aborts
 the generation.
+
+Where replicas have roles, one computes a prompt and another one answers:
+
+    door ──┬── body, 1 token, do_remote_decode ────► prefill replica ──┐ blocks, chunk by chunk
+           └── body, do_remote_prefill ────────────► decode replica ◄──┘ ──► the answer
+
+Both requests name the same transfer, and carry the transfer secret.  The second one is sent when the prefill replica
+has no earlier prompts, so blocks travel while the prompt is still computed, and the decode replica keeps blocks for one
+prompt, not for a queue of them.  If the first one fails, the decode replica computes the prompt itself; so it does
+where it has most of it in its cache.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+import contextlib
+import logging
+import secrets
+from collections.abc import Collection, Mapping
 from http import HTTPStatus
-from typing import TYPE_CHECKING, NamedTuple
 
 import aiohttp
 import msgspec
 
 from slotwise.routing.fleet import Shed
-from slotwise.scale.prefill import Prefill
-from slotwise.scale.routed import Prompt
-from slotwise.scale.upstream import ReplicaLost, Upstream, end
-from slotwise.server.api_errors import ApiError, ClientGone
-from slotwise.server.http_exchange import Headers, HttpExchange
+from slotwise.routing.replica import Replica
+from slotwise.scale.door import Door
+from slotwise.scale.upstream import (
+    ATTEMPTS,
+    ELSEWHERE,
+    EVENT_STREAM,
+    Answer,
+    Opening,
+    ReplicaLost,
+    RoutedPrompt,
+    TurnedAway,
+    Upstream,
+    answer_of,
+    end,
+    headers_of,
+    replica_lost,
+    returned,
+    send,
+    target_of,
+    whole_events,
+)
+from slotwise.server.api_errors import ClientGone
+from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.prompt_transfer import HEADER
-from slotwise.server.shapes import CHAT, MESSAGE
+from slotwise.server.responses import RESPONSES
 
-if TYPE_CHECKING:
-    from slotwise.scale.door import Door
+APART = {"/v1/completions": "max_tokens", "/v1/chat/completions": "max_tokens", "/v1/messages": "max_tokens",
+         RESPONSES: "max_output_tokens"}  # routes whose prompts may travel, with the field of the most output tokens
+LEAST = 64.0  # tokens that a decode replica lacks; fewer are computed there beside its rows
+LEFT_OUT = ("stream", "stream_options", "min_tokens", "explain", "bench_output_tokens",
+            "max_completion_tokens")  # of the request for a prompt
+AT_HOME = ("kv_transfer_params", "prompt_logprobs", "echo", "previous_response_id")  # with one no prompt travels
 
-ATTEMPTS = 2
+logger = logging.getLogger(__name__)
+_decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 WHOLE = 1 << 20  # bytes of a response that is sent only once it is whole
-MAX_EVENT = 16 << 20  # bytes; a longer event is passed on in parts
-EVENT_STREAM = "text/event-stream"
-SIGNS = (CHAT.waiting, MESSAGE.waiting)
-ELSEWHERE = ("draining", "engine_dead", "queue_full", "engine_error", "too_many_connections", "bodies_full",
-             "adapter_loading")
-"""Codes of errors with which another replica may serve the request."""
-
-NOT_FORWARDED = frozenset((  # of one connection (RFC 9110, 7.6.1), or made anew, or checked by the door
-    b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te", b"trailer",
-    b"transfer-encoding", b"upgrade", b"host", b"content-length", b"content-encoding", b"accept-encoding", b"expect",
-    b"origin", b"cookie", b"x-request-id", b"x-slotwise-prefix", HEADER.lower().encode()))
-NOT_RETURNED = NOT_FORWARDED | {b"date", b"server", b"content-type", b"x-content-type-options", b"cache-control"}
 
 
-class _Content(msgspec.Struct):
-    code: str | None = None
+# -- prompts that another replica computes -----------------------------------------------------------------------------
 
 
-class _Error(msgspec.Struct):
-    """What errors of all routes' forms have."""
+class Prefill:
+    """The prompt of one request, on its way to the replica that answers.
 
-    error: _Content
+    Args:
+        path: of the request.
+        headers: with which it is sent on.
+    """
+
+    def __init__(self, door: Door, path: str, headers: Mapping[str, str], body: bytes, prompt: RoutedPrompt) -> None:
+        self._door, self._path, self._headers = door, path, headers
+        self._body, self._prompt = body, prompt
+        self._task: asyncio.Task[None] | None = None
+
+    async def begin(self, name: str, request_id: str, failed: Collection[str]) -> tuple[bytes, Mapping[str, str]]:
+        """Have the prompt computed elsewhere, if that is of use.
+
+        Returns the body for the replica of that `name` and its headers, once it is to be sent.
+        """
+        fleet = self._door.fleet
+        answering = next(replica for replica in fleet.replicas if replica.name == name)
+        fields = self._fields(answering, request_id)
+        if not fields:
+            return self._body, self._headers
+        request = self._door.request_of(self._prompt, f"{request_id}/prompt")
+        chosen = fleet.route(request, asyncio.get_running_loop().time(), {*failed, name}, for_prompts=True)
+        if isinstance(chosen, Shed):
+            return self._body, self._headers
+        headers = {**self._headers, HEADER: self._door.settings.kv_transfer_secret}
+        self._door.metrics.prefills[chosen.name] += 1
+        transfer_id = secrets.token_hex(16)
+        its_turn = self._door.prompts.join(chosen.name, request.request_id)
+        self._task = asyncio.create_task(
+            self._compute(chosen.name, request.request_id, headers, _for_prompt(fields, transfer_id, self._path)))
+        self._task.add_done_callback(lambda task: self._computed(chosen.name, request.request_id))
+        await its_turn.wait()
+        return msgspec.json.encode(fields | {"kv_transfer_params": {
+            "do_remote_prefill": True, "transfer_id": transfer_id, "remote_host": chosen.report.kv_host,
+            "remote_port": chosen.report.kv_port}}), headers
+
+    def end(self) -> None:
+        """The request has its answer, or none is wanted."""
+        if self._task is not None:
+            self._task.cancel()
+
+    def _fields(self, answering: Replica, request_id: str) -> dict[str, msgspec.Raw]:
+        """The fields of a body whose prompt may travel; none of any other."""
+        if not answering.report.receives_prompts or self._path not in APART or not self._door.may_transfer:
+            return {}
+        if answering.lacked(request_id) < LEAST:
+            return {}
+        with contextlib.suppress(msgspec.DecodeError, RecursionError):
+            fields: dict[str, msgspec.Raw] = _decode(self._body)
+            return fields if _has_one_prompt(fields) else {}
+        return {}
+
+    def _computed(self, name: str, request_id: str) -> None:
+        """Its task has ended, or was cancelled before it began."""
+        self._door.fleet.finished(request_id)
+        self._door.prompts.leave(name, request_id)
+
+    async def _compute(self, name: str, request_id: str, headers: Mapping[str, str], body: bytes) -> None:
+        door = self._door
+        why = "it was lost"
+        try:
+            upstream = door.replicas.upstream(name)
+            async with upstream.until_lost(), upstream.sending("POST", self._path, headers, body) as response:
+                answer = await response.read()
+                door.fleet.first_output(request_id, asyncio.get_running_loop().time())
+                if response.status == HTTPStatus.OK:
+                    return
+                why = f"it answered {response.status}: {answer[:200].decode(errors='replace')}"
+        except ReplicaLost:
+            pass
+        door.metrics.failed_prefills += 1
+        logger.warning("replica %s has not computed a prompt: %s", name, why)
 
 
-class Answer(NamedTuple):
-    """A response that was read whole."""
-
-    status: int
-    headers: Headers
-    content_type: bytes
-    body: bytes
-
-    @property
-    def code(self) -> str:
-        """The code of an error; "" for anything else."""
-        return _code_in(self.body)
-
-
-class Opening:
-    """What another replica may still replace of a response in whole events: nothing, or signs of life."""
-
-    def __init__(self) -> None:
-        self.is_over = False  # the client has received some output
-
-    def read(self, events: bytes) -> bool:
-        """Whether the next events are an error with which another replica may serve the request."""
-        output = events
-        while sign := next((sign for sign in SIGNS if output.startswith(sign)), b""):
-            output = output[len(sign) :]
-        if self.is_over or not output:
-            return False
-        if output.startswith((b'data: {"error":', b"event: error\n")):
-            _, _, data = output.partition(b"data: ")
-            if _code_in(data.partition(b"\n")[0]) in ELSEWHERE:
-                return True
-        self.is_over = True
+def _has_one_prompt(fields: Mapping[str, msgspec.Raw]) -> bool:
+    """Whether a body has one prompt, one choice, and nothing that needs the prompt computed where it is answered."""
+    present = {name for name, raw in fields.items() if bytes(raw) not in (b"null", b"false")}
+    if present.intersection(AT_HOME) or ("n" in present and bytes(fields["n"]) != b"1"):
         return False
+    prompt = bytes(fields.get("prompt", b'""'))
+    return prompt.startswith(b'"') or prompt.removeprefix(b"[").lstrip()[:1].isdigit()
 
 
-def _code_in(body: bytes) -> str:
-    """The code of an error; "" for anything else."""
-    try:
-        return msgspec.json.decode(body, type=_Error).error.code or ""
-    except msgspec.DecodeError:
-        return ""
+def _for_prompt(fields: Mapping[str, msgspec.Raw], transfer_id: str, path: str) -> bytes:
+    """The body with which a prompt is computed for another replica."""
+    kept = {name: raw for name, raw in fields.items() if name not in LEFT_OUT}
+    own = {"store": False} if path == RESPONSES else {}
+    return msgspec.json.encode(kept | own | {APART[path]: 1} | {
+        "kv_transfer_params": {"do_remote_decode": True, "transfer_id": transfer_id}})
 
 
-class TurnedAway(Exception):
-    """The replica has answered with an error that another one need not give."""
-
-    def __init__(self, answer: Answer) -> None:
-        super().__init__(answer.status)
-        self.answer = answer
-
-
-def target_of(exchange: HttpExchange) -> str:
-    """The path and query of a request, as they were sent."""
-    query = exchange.scope["query_string"].decode("latin-1")
-    path: bytes = exchange.scope.get("raw_path") or exchange.scope["path"].encode()
-    return path.decode("latin-1") + (f"?{query}" if query else "")
-
-
-def headers_of(exchange: HttpExchange, prompt: Prompt | None = None) -> dict[str, str]:
-    """The headers with which a request is sent on."""
-    kept = {name.decode("latin-1"): _text(value) for name, value in exchange.scope["headers"]
-            if name not in NOT_FORWARDED and not name.startswith(b"sec-fetch-")}
-    prefix = {"x-slotwise-prefix": prompt.header} if prompt is not None and prompt.pieces else {}
-    return kept | prefix | {"x-request-id": exchange.request_id}
-
-
-def _text(value: bytes) -> str:
-    """The value of a header; it is sent on in UTF-8, so what is UTF-8 stays as it is."""
-    try:
-        return value.decode()
-    except UnicodeDecodeError:
-        return value.decode("latin-1")
+# -- one request -------------------------------------------------------------------------------------------------------
 
 
 class Forwarding:
@@ -140,7 +179,7 @@ class Forwarding:
         without: replicas that are not to be chosen.
     """
 
-    def __init__(self, door: Door, exchange: HttpExchange, body: bytes, prompt: Prompt,
+    def __init__(self, door: Door, exchange: HttpExchange, body: bytes, prompt: RoutedPrompt,
                  without: frozenset[str] = frozenset()) -> None:
         self._door, self._exchange, self._body, self._prompt = door, exchange, body, prompt
         self._failed = set(without)
@@ -256,72 +295,3 @@ class Forwarding:
 
     def _output(self) -> None:
         self._door.fleet.first_output(self._id, asyncio.get_running_loop().time())
-
-
-async def whole_events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Yields a stream in whole events, so that an error may follow each of them; at the end whatever is left."""
-    pending = b""
-    async for part in content.iter_any():
-        pending += part
-        length = pending.rfind(b"\n\n") + 2 if len(pending) < MAX_EVENT else len(pending)
-        if length > 1:
-            yield pending[:length]
-            pending = pending[length:]
-    if pending:
-        yield pending
-
-
-def no_replica() -> ApiError:
-    """The error of a request while no replica answers."""
-    return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "no replica is ready; try again later", code="no_replica")
-
-
-def replica_lost() -> ApiError:
-    """The error of a request whose replica failed, and that no other one may serve."""
-    return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the replica that served this request was lost",
-                    code="replica_lost")
-
-
-def answer_of(response: aiohttp.ClientResponse, body: bytes) -> Answer:
-    """A response with the body that was read."""
-    content_type = response.headers.get("content-type", "application/json").encode("latin-1")
-    return Answer(response.status, returned(response.headers), content_type, body)
-
-
-def returned(headers: Mapping[str, str]) -> Headers:
-    """The headers of a response that are passed on."""
-    return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()
-            if name.lower().encode("latin-1") not in NOT_RETURNED]
-
-
-async def ask(upstream: Upstream, exchange: HttpExchange, method: str, target: str, body: bytes = b"") -> Answer:
-    """Sends a request to one replica, with the headers of an exchange, and reads its whole answer.
-
-    Raises:
-        ReplicaLost: the replica failed.
-    """
-    async with upstream.until_lost(), upstream.sending(method, target, headers_of(exchange), body) as response:
-        return answer_of(response, await response.read())
-
-
-async def ask_all(upstreams: Sequence[Upstream], exchange: HttpExchange, method: str, target: str, body: bytes = b"",
-                  ) -> list[tuple[Upstream, Answer]]:
-    """Asks every replica, as `ask` does; those that fail are left out."""
-
-    async def of_one(upstream: Upstream) -> list[tuple[Upstream, Answer]]:
-        try:
-            return [(upstream, await ask(upstream, exchange, method, target, body))]
-        except ReplicaLost:
-            return []
-
-    found = await asyncio.gather(*map(of_one, upstreams))
-    return [one for some in found for one in some]
-
-
-async def send(exchange: HttpExchange, answer: Answer) -> None:
-    """Sends a replica's answer to the client: as the last events of a stream that signs of life have begun."""
-    if exchange.status:
-        is_stream = answer.content_type.startswith(EVENT_STREAM.encode())
-        await exchange.close(answer.body if is_stream else exchange.error_format.events % answer.body)
-        return
-    await exchange.respond(answer.body, answer.status, answer.content_type, answer.headers)

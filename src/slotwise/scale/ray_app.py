@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, fields
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
@@ -27,10 +29,14 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
-from slotwise.routing.autoscale import Load, replicas_for
+from slotwise.neutral import nearest
+from slotwise.routing.fleet import ReplicaLoad, replicas_for
 from slotwise.routing.prompt import RoutedRequest
 from slotwise.routing.replica import Replica
-from slotwise.scale.forward import (
+from slotwise.routing.routers import ROUTERS
+from slotwise.scale.ray_router import ASKED_AT, STATE, RoutingOnRay
+from slotwise.scale.replicas import ServeProcess
+from slotwise.scale.upstream import (
     ATTEMPTS,
     ELSEWHERE,
     EVENT_STREAM,
@@ -38,13 +44,11 @@ from slotwise.scale.forward import (
     NOT_RETURNED,
     Answer,
     Opening,
+    RoutedPrompt,
+    prompt_of,
     replica_lost,
     whole_events,
 )
-from slotwise.scale.process import ServeProcess
-from slotwise.scale.ray_router import ASKED_AT, STATE, RoutingOnRay
-from slotwise.scale.ray_settings import RaySettings
-from slotwise.scale.routed import Prompt, prompt_of
 from slotwise.server.api_errors import ApiError
 from slotwise.server.asgi import ADMIN, error_format
 from slotwise.server.replica_state import ReplicaState
@@ -57,7 +61,56 @@ START = 900.0  # seconds that a replica has to load its model
 LOAD = "load"  # of autoscaling statistics
 
 
-class Head(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class RaySettings:
+    """Raises ValueError for a value out of range."""
+
+    model: str = ""  # a folder, a GGUF file or a hub id; "": the built-in model
+    arguments: str = ""  # options of `slotwise serve`, as on its command line
+    router: str = "product"
+    min_replicas: int = 1
+    max_replicas: int = 4
+    num_cpus: float = 1.0  # of each replica, and its compute threads
+    num_gpus: float = 0.0  # of each replica
+    target_wait_s: float = 2.0  # predicted wait for a first output above which replicas are added
+    shutdown_timeout_s: float = 45.0  # that the requests of a replica have to end when it is removed
+
+    def __post_init__(self) -> None:
+        if self.router not in ROUTERS:
+            raise ValueError(f"router: must be one of {', '.join(ROUTERS)}, not {self.router!r:.40}")
+        if not 1 <= self.min_replicas <= self.max_replicas:
+            raise ValueError("min_replicas: must be at least 1 and at most max_replicas")
+        if not (self.num_cpus > 0 and self.num_gpus >= 0 and self.target_wait_s > 0 and self.shutdown_timeout_s >= 0):
+            raise ValueError("num_cpus, target_wait_s: must be positive; num_gpus, shutdown_timeout_s: not negative")
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> RaySettings:
+        """Returns the settings in `given`, whose numbers may be texts.
+
+        Raises:
+            ValueError: one line that names the setting that is unknown or wrong.
+        """
+        kinds: dict[str, type] = {one.name: type(one.default) for one in fields(cls)}
+        found: dict[str, Any] = {}
+        for name, value in given.items():
+            if name not in kinds:
+                near = nearest(name, kinds)
+                raise ValueError(f"{name}: there is no such setting" + f"; did you mean {near}?" * bool(near))
+            try:
+                found[name] = kinds[name](value)
+            except (TypeError, ValueError):
+                raise ValueError(f"{name}: must be {kinds[name].__name__}, not {value!r:.40}") from None
+        return cls(**found)
+
+    @property
+    def command(self) -> list[str]:
+        """The arguments of each replica's `slotwise serve`.  Ray places replicas, so threads are bound to no core."""
+        cpus = ["--cpu-bind", "none", "--cpu-threads", str(max(1, int(self.num_cpus)))]
+        return [*([self.model] if self.model else []), *(["--device", "cuda"] if self.num_gpus else cpus),
+                *shlex.split(self.arguments)]
+
+
+class ResponseHead(NamedTuple):
     """The head of a replica's response; `status` 0: its server does not answer."""
 
     replica: str
@@ -69,7 +122,7 @@ class Head(NamedTuple):
         return (self.headers or {}).get("content-type", "").startswith(EVENT_STREAM)
 
 
-class Call(NamedTuple):
+class RayCall(NamedTuple):
     """A request as it is sent to a replica."""
 
     method: str
@@ -108,7 +161,9 @@ class EngineReplica:
         if process := getattr(self, "_process", None):
             process.kill()
 
-    async def forward(self, prompt: Prompt, call: Call, without: frozenset[str]) -> AsyncIterator[Head | bytes]:
+    async def forward(
+        self, prompt: RoutedPrompt, call: RayCall, without: frozenset[str],
+    ) -> AsyncIterator[ResponseHead | bytes]:
         """Sends a request to the server; yields the head of the response, then its content.
 
         Args:
@@ -120,11 +175,11 @@ class EngineReplica:
             response = await self._http().request(call.method, self._process.url + call.target, data=call.body or None,
                                                   headers=headers, allow_redirects=False)
         except (aiohttp.ClientError, OSError):
-            yield Head(name)
+            yield ResponseHead(name)
             return
         async with response:
             kept = {name.lower(): value for name, value in response.headers.items()}
-            yield Head(name, response.status, {name: value for name, value in kept.items()
+            yield ResponseHead(name, response.status, {name: value for name, value in kept.items()
                                                if name in KEPT or name.encode() not in NOT_RETURNED})
             is_stream = response.content_type == EVENT_STREAM
             async for part in whole_events(response.content) if is_stream else response.content.iter_any():
@@ -151,7 +206,7 @@ class EngineReplica:
         """The load of this replica, for `ScaleByWait`."""
         report = (await self._state()).report()
         self._view.told(report, time.time())
-        load = Load(self._view.wait(RoutedRequest("")), (report.num_running + report.num_waiting) / report.slots)
+        load = ReplicaLoad(self._view.wait(RoutedRequest("")), (report.num_running + report.num_waiting) / report.slots)
         return {"wait": load.wait, "busy": load.busy}
 
     async def _state(self) -> ReplicaState:
@@ -195,20 +250,20 @@ class Entrance:
                    and (name in KEPT or name.encode("latin-1") not in NOT_FORWARDED)}
         prompt = prompt_of(body, headers.get("authorization", ""), dict(request.headers.raw))
         query = f"?{request.url.query}" if request.url.query else ""
-        parts = self._forwarded(prompt, Call(request.method, path + query, headers, body), path)
-        head: Head = await anext(parts)
+        parts = self._forwarded(prompt, RayCall(request.method, path + query, headers, body), path)
+        head: ResponseHead = await anext(parts)
         return StreamingResponse(parts, head.status, head.headers)
 
-    async def _forwarded(self, prompt: Prompt, call: Call, path: str) -> AsyncIterator[Any]:
+    async def _forwarded(self, prompt: RoutedPrompt, call: RayCall, path: str) -> AsyncIterator[Any]:
         """Yields the head of a response, then its content; an error ends a stream whose replica is lost."""
         form, opening, is_begun = error_format(path), Opening(), False
         without: frozenset[str] = frozenset()
         lost = _answer(replica_lost(), path)
-        last = Head("", lost.status_code, dict(lost.headers)), bytes(lost.body)
+        last = ResponseHead("", lost.status_code, dict(lost.headers)), bytes(lost.body)
         for _ in range(ATTEMPTS):
             parts = self._replicas.remote(prompt, call, without)
             try:
-                head: Head = await anext(parts)
+                head: ResponseHead = await anext(parts)
                 without |= {head.replica}
                 if not head.status:
                     continue
@@ -276,7 +331,7 @@ class ScaleByWait:
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         metrics = context.aggregated_metrics or {}
         waits, busy = metrics.get("wait", {}), metrics.get("busy", {})
-        loads = [Load(waits[replica], busy[replica]) for replica in waits if replica in busy]
+        loads = [ReplicaLoad(waits[replica], busy[replica]) for replica in waits if replica in busy]
         wanted = replicas_for(loads, self._target) if loads else context.current_num_replicas
         return max(context.capacity_adjusted_min_replicas, min(context.capacity_adjusted_max_replicas, wanted)), {}
 

@@ -17,7 +17,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from slotwise.routing.prompt import RoutedRequest
 from slotwise.routing.replica import Replica
 from slotwise.routing.routers import ROUTERS, Router
-from slotwise.scale.routed import Prompt
+from slotwise.scale.upstream import RoutedPrompt
 from slotwise.server.replica_state import ReplicaState
 
 STATE, ASKED_AT = "state", "asked_at"  # of routing statistics: a ReplicaState as JSON, and seconds since the epoch
@@ -82,7 +82,7 @@ class RoutingOnRay(RequestRouter):  # type: ignore[misc]
         return view
 
     def _request(self, pending: PendingRequest | None) -> RoutedRequest | None:
-        if pending is None or not pending.args or not isinstance(pending.args[0], Prompt):
+        if pending is None or not pending.args or not isinstance(pending.args[0], RoutedPrompt):
             return None
         told = [view.report.piece_tokens for view in self._known.values() if view.report.piece_tokens]
         adapters = frozenset[str]().union(*[view.adapters for view in self._known.values()])

@@ -14,9 +14,9 @@ import uvloop
 from slotwise.observe import lines
 from slotwise.routing.fleet import Fleet
 from slotwise.routing.routers import ROUTERS
-from slotwise.scale.addresses import Addresses
-from slotwise.scale.door import ROUTES, Door
-from slotwise.scale.replicas import ReplicaProcess, Replicas
+from slotwise.scale.door import Door
+from slotwise.scale.door_routes import ROUTES
+from slotwise.scale.replicas import Addresses, ReplicaProcess, Replicas
 from slotwise.server.asgi import App
 from slotwise.server.serve import listen, serve
 from slotwise.server.settings import ServerSettings
@@ -39,7 +39,7 @@ class Scaling:
     num_prefill: int = 0  # of the processes, the first ones, which compute prompts for the others
 
 
-def run_scale(settings: ServerSettings, scaling: Scaling) -> int:
+def run_scale(settings: ServerSettings, address: tuple[str, int], scaling: Scaling) -> int:
     """Serves until a signal arrives; returns the exit status.
 
     Raises:
@@ -47,7 +47,7 @@ def run_scale(settings: ServerSettings, scaling: Scaling) -> int:
         RuntimeError: no replica could be started; one line.
     """
     lines.set_up(settings.log_format)
-    with listen(settings.host, settings.port) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with listen(*address) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_run(settings, listener, scaling))
 
 

@@ -40,7 +40,7 @@ class Template:
         self._for_tools = for_tools
         self._variables: frozenset[str] | None = None  # once they were asked for
         self._source, self._special_tokens = source, list(special_tokens.items())
-        self._worker = Worker("slotwise.text.rendering", limits, Turns(MAX_WAITING, MAX_WAITING_OF_ONE))
+        self._worker = Worker("slotwise.text.chat_template", limits, Turns(MAX_WAITING, MAX_WAITING_OF_ONE))
 
     async def check(self) -> None:
         """Raises ChatTemplateError for a template that does not compile within the limits; logs nothing."""
@@ -138,7 +138,7 @@ class LimitedTokenizer:
         self._folder = str(folder)
         self._digest = digest
         self._has_told = False
-        self._worker = Worker("slotwise.text.encoding", limits, turns)
+        self._worker = Worker("slotwise.text.tokenizer", limits, turns)
 
     async def encode(self, holder: str, text: str, *, add_special_tokens: bool,
                      wants_offsets: bool = False) -> list[int]:

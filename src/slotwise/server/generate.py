@@ -23,7 +23,7 @@ from slotwise.server.job import Job
 from slotwise.server.logprobs import MAX_ENTRIES, check_entries, held, num_prompt_entries
 from slotwise.server.quotas import headers_of
 from slotwise.server.replica_state import named_prefix
-from slotwise.text.continuation import Continuation, Shown
+from slotwise.text.continuation import Continuation, VisibleTokens
 
 SHORT_STOPS = 256  # characters of a request's stop strings that the event log shows
 MAX_PROMPT_TOKENS = 1 << 23  # of all choices of a request: the engine keeps each choice's own, some 36 bytes a token
@@ -125,8 +125,8 @@ def _check_repeated(job: Job) -> None:
         raise bad_request(f"echo: {characters} characters of prompts in all choices are more than {MAX_ECHO}", "echo")
 
 
-def _shown(job: Job) -> Shown:
-    shown = Shown(bool(job.request.include_stop_str_in_output), job.request.skip_special_tokens is False)
+def _shown(job: Job) -> VisibleTokens:
+    shown = VisibleTokens(bool(job.request.include_stop_str_in_output), job.request.skip_special_tokens is False)
     return shown if job.parsing is None else shown._replace(marks=job.parsing.marks)
 
 

@@ -2,6 +2,9 @@
 
 The environment is the one chat templates are written for (transformers' `apply_chat_template`): sandboxed, immutable,
 blocks trimmed, with `raise_exception`, `strftime_now` and a `tojson` that does not escape HTML.
+
+A server renders in a worker process, for a checkpoint's template may never end or exhaust memory: `CALLS` are what it
+calls there (see `server.worker_process`).
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +26,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from slotwise.text.chat_source import ChatTemplateError, find_chat_template
 from slotwise.text.conversation import Message
-from slotwise.text.normalization import Normalizer
-from slotwise.text.tool_calls import ArgumentsError
+from slotwise.text.normalization import ArgumentsError, Normalizer
 
 __all__ = ["ChatTemplate", "ChatTemplateError", "load_chat_template"]
 
 MAX_CHARACTERS = 16 << 20  # of a rendered prompt: more than any context holds
+Special = Sequence[Sequence[str]]  # pairs of a variable's name and its value
 
 
 class _GenerationTag(Extension):
@@ -72,7 +76,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 class ChatTemplate:
     """A compiled template.  `special_tokens` (`bos_token`, `eos_token`, ...) are its variables.
 
-    Neither compiling nor rendering is bounded in time: a server does both in a worker (see `text.rendering`).
+    Neither compiling nor rendering is bounded in time: a server does both in a worker (see `text.chat_template`).
 
     Raises:
         ChatTemplateError: `source` is not a valid template.
@@ -145,3 +149,39 @@ def load_chat_template(folder: str | Path, special_tokens: Mapping[str, str],
     """
     source = find_chat_template(folder, file)
     return ChatTemplate(source, special_tokens) if source else None
+
+
+# -- calls of a worker process -----------------------------------------------------------------------------------------
+
+
+@lru_cache(2)  # one may be for tools
+def _compiled(source: str, special: tuple[tuple[str, str], ...]) -> ChatTemplate:
+    return ChatTemplate(source, dict(special))
+
+
+def _template_of(source: str, special: Special) -> ChatTemplate:
+    return _compiled(source, tuple([(name, value) for name, value in special]))
+
+
+def check_source(source: str, special: Special) -> None:
+    """Raises ChatTemplateError for a template that does not compile."""
+    _template_of(source, special)
+
+
+def ignores_tools(source: str, special: Special) -> bool:
+    """See `ChatTemplate.ignores_tools`."""
+    return _template_of(source, special).ignores_tools
+
+
+def render(source: str, special: Special, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any],
+           is_open: bool) -> str:
+    """See `ChatTemplate.render`."""
+    return _template_of(source, special).render(messages, is_open, **variables)
+
+
+def variables(source: str, special: Special) -> list[str]:
+    """See `ChatTemplate.variables`."""
+    return sorted(_template_of(source, special).variables())
+
+
+CALLS = {"check": check_source, "ignores_tools": ignores_tools, "render": render, "variables": variables}

@@ -6,11 +6,13 @@
 
 A token of the vocabulary keeps its id, any other gets the next free one: as in transformers, the ids of
 `added_tokens_decoder` are an order and nothing else.
+
+Some models fill a gap between two texts, and know it by tokens of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from tokenizers import AddedToken
@@ -30,7 +32,7 @@ class DeclarationError(ValueError):
     """A declaration is malformed; the message names the field."""
 
 
-class Declared(NamedTuple):
+class DeclaredToken(NamedTuple):
     content: str
     rules: Mapping[str, bool]  # of matching, by name; transformers' defaults where absent
     token_id: int | None = None  # in `added_tokens_decoder`
@@ -39,13 +41,13 @@ class Declared(NamedTuple):
     def token(self) -> AddedToken:
         return AddedToken(self.content, **self.rules)
 
-    def as_special(self) -> Declared:
+    def as_special(self) -> DeclaredToken:
         return self._replace(rules={**self.rules, "special": True})
 
 
 def declared_tokens(
     config: Mapping[str, Any], mapped: Mapping[str, Any], known: Mapping[int, AddedToken],
-) -> list[Declared]:
+) -> list[DeclaredToken]:
     """The tokens to add: those that are new, or known with other rules.
 
     Args:
@@ -57,7 +59,8 @@ def declared_tokens(
         DeclarationError: one line that names the field at fault.
     """
     decoder = config.get(DECODER)
-    present = [Declared(token.content, dict(zip(RULES, _rules(token)[1:], strict=True))) for token in known.values()]
+    present = [DeclaredToken(token.content, dict(zip(RULES, _rules(token)[1:], strict=True)))
+               for token in known.values()]
     tokens, sources = (present, (config, mapped)) if decoder is None else (_numbered(decoder), (config,))
     extra: Any = next(filter(None, (fields.get(name) for fields in sources for name in (EXTRA, OLDER_EXTRA))), [])
     named = list(_named({name: value for fields in sources for name, value in fields.items()}, extra))
@@ -72,7 +75,7 @@ def declared_tokens(
     return _bounded([one for one in tokens if one.content and _rules(one.token) not in unchanged])
 
 
-def _numbered(decoder: object) -> list[Declared]:
+def _numbered(decoder: object) -> list[DeclaredToken]:
     """The tokens of `added_tokens_decoder`, in the order of their ids."""
     if not isinstance(decoder, dict) or len(decoder) > MAX_TOKENS:
         raise DeclarationError(f"{DECODER} must be an object of at most {MAX_TOKENS} tokens by id")
@@ -83,7 +86,7 @@ def _numbered(decoder: object) -> list[Declared]:
     return sorted(declared, key=lambda one: one.token_id or 0)
 
 
-def _named(fields: Mapping[str, Any], extra: object) -> Iterator[Declared]:
+def _named(fields: Mapping[str, Any], extra: object) -> Iterator[DeclaredToken]:
     """The tokens of fields such as `eos_token` and `image_token`, and of the names that `extra` may have."""
     for name in NAMED_TOKENS:
         if value := fields.get(name):
@@ -98,7 +101,7 @@ def _named(fields: Mapping[str, Any], extra: object) -> Iterator[Declared]:
             yield _described(f"{EXTRA}: {name[:MAX_NAME]}", value).as_special()
 
 
-def _listed(extra: object) -> Iterator[Declared]:
+def _listed(extra: object) -> Iterator[DeclaredToken]:
     """The tokens of a list."""
     if isinstance(extra, dict):
         return
@@ -108,17 +111,17 @@ def _listed(extra: object) -> Iterator[Declared]:
         yield _described(EXTRA, value)
 
 
-def _described(where: str, value: object) -> Declared:
+def _described(where: str, value: object) -> DeclaredToken:
     """A token: a text, which is special, or an object with `content` and rules of matching."""
     content = content_of(value, where)
     if len(content) > MAX_LENGTH:
         raise DeclarationError(f"{where} must have at most {MAX_LENGTH} characters, not {len(content)}")
     if not isinstance(value, dict):
-        return Declared(content, {"special": True})
+        return DeclaredToken(content, {"special": True})
     rules = {name: value[name] for name in RULES if value.get(name) is not None}
     if wrong := [name for name, rule in rules.items() if not isinstance(rule, bool)]:
         raise DeclarationError(f"{where}: {wrong[0]} must be true or false, not {rules[wrong[0]]!r:.40}")
-    return Declared(content, rules)
+    return DeclaredToken(content, rules)
 
 
 def content_of(token: object, where: str) -> str:
@@ -138,7 +141,33 @@ def _rules(token: AddedToken) -> tuple[Any, ...]:
     return (token.content, *[getattr(token, name) for name in RULES])
 
 
-def _bounded(declared: list[Declared]) -> list[Declared]:
+def _bounded(declared: list[DeclaredToken]) -> list[DeclaredToken]:
     if len(declared) > MAX_TOKENS or sum(len(one.content) for one in declared) > MAX_CHARACTERS:
         raise DeclarationError(f"more than {MAX_TOKENS} tokens, or {MAX_CHARACTERS} characters of tokens, are declared")
     return declared
+
+
+# -- filling a gap -----------------------------------------------------------------------------------------------------
+
+
+class Marks(NamedTuple):
+    """The tokens before each part."""
+
+    prefix: str
+    suffix: str
+    middle: str
+
+    def prompt(self, before: str, behind: str) -> str:
+        """The prompt whose continuation stands between `before` and `behind`."""
+        return f"{self.prefix}{before}{self.suffix}{behind}{self.middle}"
+
+
+KNOWN_MARKS = (
+    Marks("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder
+    Marks("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder's tokenizer
+)
+
+
+def marks_of(added_tokens: Collection[str]) -> Marks | None:
+    """The marks of a tokenizer with these added tokens; None where it has none that are known."""
+    return next((marks for marks in KNOWN_MARKS if all(mark in added_tokens for mark in marks)), None)

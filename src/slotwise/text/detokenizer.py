@@ -13,8 +13,7 @@ from typing import Protocol
 
 from tokenizers.decoders import DecodeStream
 
-from slotwise.text.token_bytes import TokenBytes
-from slotwise.text.tokenizer import INTERRUPTS, Tokenizer
+from slotwise.text.tokenizer import INTERRUPTS, TokenBytes, Tokenizer
 
 
 class Detokenizer(Protocol):

@@ -1,4 +1,12 @@
-"""Text to token ids and back, from a checkpoint's `tokenizer.json`, or what stands for it in a GGUF file."""
+"""Text to token ids and back, from a checkpoint's `tokenizer.json`, or what stands for it in a GGUF file.
+
+Tokens have bytes: byte-level vocabularies (GPT-2 and after: Llama 3, Qwen, SmolLM) write a byte as one printable
+character; SentencePiece vocabularies (Llama 2, Mistral) write a space as "▁" and a byte without a token of its own as
+"<0x0A>".  In both, a text is the concatenation of its tokens' bytes, so that decoding is a table look-up and an
+incremental UTF-8 decoder.
+
+A tokenizer whose rules may take any time for a text encodes in a worker process: `CALLS` are what a server calls there.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +16,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache
@@ -18,12 +27,21 @@ import tokenizers
 
 from slotwise.errors import CheckpointError, OneLineError
 from slotwise.files import has_part, read_part
-from slotwise.text.declared_tokens import DECODER, NAMED_TOKENS, DeclarationError, Declared, content_of, declared_tokens
-from slotwise.text.fill_in_the_middle import Marks, marks_of
+from slotwise.text.declared_tokens import (
+    DECODER,
+    NAMED_TOKENS,
+    DeclarationError,
+    DeclaredToken,
+    Marks,
+    content_of,
+    declared_tokens,
+    marks_of,
+)
 from slotwise.text.gguf_tokenizer import read_tokenizer
 from slotwise.text.linear_rules import has_regex, is_linear, num_rules
-from slotwise.text.token_bytes import token_bytes_of
 
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_STEPS = ("Replace", "ByteFallback", "Fuse")  # SentencePiece's decoder, with or without Strip at its end
 MAX_JSON_BYTES = 16 << 20  # of the files beside `tokenizer.json`
 MAX_TOKENIZER_BYTES = 256 << 20  # of `tokenizer.json`; the largest in use have 35 MB
 SHORT = 4096  # characters, encoded in well under a millisecond
@@ -36,6 +54,93 @@ INTERRUPTS = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledErr
 SHOWN = 3  # tokens that a warning names
 
 logger = logging.getLogger(__name__)
+
+
+# -- the bytes of each token -------------------------------------------------------------------------------------------
+
+
+def _printable_bytes() -> dict[str, int]:
+    """GPT-2's code: printable bytes stand for themselves, the others for characters from 256 on."""
+    printing = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printing]
+    return {chr(byte): byte for byte in printing} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _printable_bytes()
+
+
+class TokenBytes(dict[int, bytes]):
+    """Token id to bytes, filled on demand; unknown ids are empty, as in `tokenizers`' own decoding."""
+
+    drops_leading_space = False  # the first token of a text loses the space that encoding put before it
+
+    def __init__(self, inner: tokenizers.Tokenizer) -> None:
+        super().__init__()
+        self._inner = inner
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = self._inner.id_to_token(token_id)
+        if token is None:
+            return b""  # not kept: the number of unknown ids is unbounded
+        self[token_id] = data = self._bytes_of(token)
+        return data
+
+    def first(self, token_id: int) -> bytes:
+        """The bytes of a token that begins a text."""
+        return self[token_id]
+
+    def _bytes_of(self, token: str) -> bytes:
+        raise NotImplementedError
+
+
+class ByteLevelTokenBytes(TokenBytes):
+    def _bytes_of(self, token: str) -> bytes:
+        try:
+            return bytes(map(_BYTE_OF.__getitem__, token))
+        except KeyError:
+            return token.encode()  # an added token, written as it is
+
+
+class SentencePieceTokenBytes(TokenBytes):
+    def __init__(self, inner: tokenizers.Tokenizer, space: str, *, has_bytes: bool, drops_leading_space: bool) -> None:
+        super().__init__(inner)
+        self._space, self._has_bytes = space, has_bytes
+        self.drops_leading_space = drops_leading_space
+
+    def first(self, token_id: int) -> bytes:
+        data = self[token_id]
+        return data[1:] if self.drops_leading_space and data.startswith(b" ") else data
+
+    def _bytes_of(self, token: str) -> bytes:
+        byte = _BYTE.fullmatch(token) if self._has_bytes else None
+        return bytes([int(byte[1], 16)]) if byte else token.replace(self._space, " ").encode()
+
+
+def token_bytes_of(inner: tokenizers.Tokenizer) -> TokenBytes | None:
+    """The table of `inner`; None when its decoder does more than concatenate (WordPiece, CTC, ...)."""
+    state = json.loads(inner.decoder.__getstate__()) if inner.decoder else {}
+    steps = state["decoders"] if state.get("type") == "Sequence" else [state]
+    kinds = [step.get("type", "") for step in steps]
+    if kinds == ["ByteLevel"]:
+        return ByteLevelTokenBytes(inner)
+    if kinds == ["Metaspace"]:
+        space, drops = steps[0]["replacement"], steps[0]["prepend_scheme"] != "never"
+        return SentencePieceTokenBytes(inner, space, has_bytes=False, drops_leading_space=drops)
+    return _fused_token_bytes(inner, steps, kinds)
+
+
+def _fused_token_bytes(inner: tokenizers.Tokenizer, steps: list[dict[str, Any]], kinds: list[str]) -> TokenBytes | None:
+    strip = steps.pop() if kinds[-1] == "Strip" else None
+    if tuple(kinds[:3]) != _STEPS or len(steps) != 3 or steps[0]["content"] != " ":
+        return None
+    if strip and (strip["content"], strip["start"], strip["stop"]) != (" ", 1, 0):
+        return None
+    space = steps[0]["pattern"].get("String")
+    return SentencePieceTokenBytes(inner, space, has_bytes=True,
+                                   drops_leading_space=strip is not None) if space else None
+
+
+# -- tokenizers --------------------------------------------------------------------------------------------------------
 
 
 class TokenizerError(OneLineError, ValueError):
@@ -284,7 +389,7 @@ def _content(token: object, where: str) -> str:
         raise TokenizerError(str(error)) from error
 
 
-def _add(inner: tokenizers.Tokenizer, declared: Sequence[Declared]) -> str:
+def _add(inner: tokenizers.Tokenizer, declared: Sequence[DeclaredToken]) -> str:
     """Add tokens; returns those that got another id than declared, for a warning, "" if there are none."""
     inner.add_tokens([one.token for one in declared])
     moved = [f"{one.content!r:.40} is {found}, not {one.token_id}" for one in declared
@@ -329,3 +434,45 @@ def no_panic_messages() -> Iterator[None]:
         os.dup2(stderr, 2)
         os.close(stderr)
         os.close(null)
+
+
+# -- calls of a worker process -----------------------------------------------------------------------------------------
+
+
+class TokenizerChanged(Exception):
+    """The folder does not hold the tokenizer that it held when the server started."""
+
+
+@lru_cache(1)
+def _loaded_tokenizer(folder: str, digest: str) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.load(folder)
+    except TokenizerError as error:
+        if isinstance(error.__cause__, MemoryError):
+            raise error.__cause__ from None
+        raise TokenizerChanged from error  # it was usable then
+    if tokenizer.digest != digest:
+        raise TokenizerChanged
+    return tokenizer
+
+
+def encode(folder: str, digest: str, text: str, add_special_tokens: bool, wants_offsets: bool) -> list[int] | None:
+    """See `Tokenizer.encode`, or `Tokenizer.offsets`.
+
+    Args:
+        folder: of the tokenizer, which is loaded by the first call of a process.
+        digest: of the tokenizer as the server has loaded it.
+
+    Returns:
+        None if the folder holds another one now.
+    """
+    try:
+        tokenizer = _loaded_tokenizer(folder, digest)
+    except TokenizerChanged:
+        return None
+    with no_panic_messages():  # a regular expression that backtracks too often is a panic of the library
+        call = tokenizer.offsets if wants_offsets else tokenizer.encode
+        return call(text, add_special_tokens=add_special_tokens)
+
+
+CALLS = {"encode": encode}

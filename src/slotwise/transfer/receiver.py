@@ -21,9 +21,8 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from slotwise.core.step import Arrival
-from slotwise.transfer.interface import Blocks, Connector, Frame, Kind, TransferError, Wire
 from slotwise.transfer.sender import SIGNS, go_last
-from slotwise.transfer.want import Want
+from slotwise.transfer.wire import Blocks, Connector, Frame, Kind, TransferError, Want, Wire
 
 MAX_DECLINED = 1024  # prompts whose producers are still to be told
 RETRIES = 3  # times that a transfer asks again
@@ -32,7 +31,7 @@ REST = 3.0  # times the time worked, after each block: steps need the interprete
 logger = logging.getLogger(__name__)
 
 
-class Source(NamedTuple):
+class TransferSource(NamedTuple):
     """Where a prompt's blocks come from, and where they go."""
 
     host: str
@@ -44,7 +43,7 @@ class Source(NamedTuple):
 
 
 class _Transfer:
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: TransferSource) -> None:
         self.source = source
         self.num_arrived = source.first  # blocks of the prompt that are there
         self.is_cancelled = False
@@ -70,12 +69,12 @@ class Receiver:
         self._transfers: dict[str, _Transfer] = {}
         self._arrivals: dict[str, Arrival] = {}  # the last one of each request
         self._lock = threading.Lock()
-        self._declined: queue.Queue[Source | None] = queue.Queue(MAX_DECLINED)
+        self._declined: queue.Queue[TransferSource | None] = queue.Queue(MAX_DECLINED)
         threading.Thread(target=self._decline, name="kv-decline", daemon=True).start()
 
     # -- the engine's thread -------------------------------------------------------------------------------------
 
-    def begin(self, request_id: str, source: Source) -> None:
+    def begin(self, request_id: str, source: TransferSource) -> None:
         """Start to receive the blocks of a request."""
         transfer = _Transfer(source)
         with self._lock:
@@ -85,7 +84,7 @@ class Receiver:
         except RuntimeError as error:  # as many threads as the system allows
             self._tell(request_id, transfer, failure=str(error), is_last=True)
 
-    def decline(self, source: Source) -> None:
+    def decline(self, source: TransferSource) -> None:
         """Tell the producer that no block is wanted: `source.first` is behind the last."""
         with contextlib.suppress(queue.Full):  # then it waits
             self._declined.put_nowait(source)

@@ -21,8 +21,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from slotwise.errors import described
 from slotwise.throttled_warning import ThrottledWarning
-from slotwise.transfer.interface import Blocks, Frame, Kind, Listener, TransferError, Wire
-from slotwise.transfer.want import Want
+from slotwise.transfer.wire import Blocks, Frame, Kind, Listener, TransferError, Want, Wire
 
 SIGNS = 4  # signs of life within the timeout
 UNKNOWN = 0.25  # of the timeout: how long a consumer may be ahead of the request that offers its prompt

@@ -9,12 +9,14 @@ The state lies in the cache, in a group whose blocks hold one each (`kernels/del
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from slotwise.kernels.delta import DeltaShape, DeltaWeights
 from slotwise.kernels.interface import LayerCache, RaggedBatch
-from slotwise.model.layers.attention import LayerStep, StateAdvance, refuse_parts
+from slotwise.model.layers.attention import Queries, refuse_parts
 from slotwise.model.layers.linear import Linear
 from slotwise.model.layers.rope import Rope
 from slotwise.model.layers.source import WeightSource
@@ -52,12 +54,8 @@ class GatedDelta:
         self.bytes = self._mixed.bytes + self._gates.bytes + self.output.bytes
         self.bytes += sum(weight.nbytes for weight in self._weights if isinstance(weight, Tensor))
 
-    def __call__(self, x: Tensor, step: LayerStep) -> Tensor:
-        """`[tokens, hidden] -> [kept tokens, hidden]`."""
-        return self.output(step.kept(self.store(x, step)))
-
-    def store(self, x: Tensor, step: LayerStep) -> Tensor:
-        """Advance the rows' states; returns what they yield, gated, `[tokens, value heads * value_dim]`."""
+    def queries(self, x: Tensor, rotary: Mapping[Rope, Tensor], batch: RaggedBatch, cache: LayerCache) -> Queries:
+        """Advance the rows' states over `x [tokens, hidden]`; returns what they yield, gated."""
         mixed, gates = self._mixed(x), self._gates(x)
 
         def advance(mixed: Tensor, gates: Tensor, batch: RaggedBatch, cache: LayerCache) -> Tensor:
@@ -66,9 +64,11 @@ class GatedDelta:
         def again(at: Tensor, batch: RaggedBatch, cache: LayerCache) -> None:
             advance(mixed.index_select(0, at), gates.index_select(0, at), batch, cache)
 
-        if step.batch.on_trial is not None:
-            step.advances.append(StateAdvance(step.layer, again))
-        return advance(mixed, gates, step.batch, step.cache)
+        return Queries(advance(mixed, gates, batch, cache), again=again)
+
+    def attend(self, queries: Queries, batch: RaggedBatch, cache: LayerCache) -> Tensor:
+        """What the states yielded: `[tokens, value heads * value_dim]`, the input of `output`."""
+        return queries.of_heads
 
 
 def _read_weights(source: WeightSource, name: str, shape: DeltaShape, eps: float) -> DeltaWeights:

@@ -15,28 +15,23 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from slotwise.errors import printable
 from slotwise.routing.fleet import Fleet
-from slotwise.scale.forward import Answer, ask_all, no_replica, send
-from slotwise.scale.upstream import ReplicaLost, Upstream
+from slotwise.scale.upstream import Answer, ReplicaLost, Upstream, ask_all, no_replica
 from slotwise.server.api_errors import ApiError, ErrorBody
-from slotwise.server.decoding import decode
 from slotwise.server.http_exchange import HttpExchange
-from slotwise.server.lifecycle import LOAD, MAX_ADAPTER_BODY, UNLOAD, LoadAdapterRequest, UnloadAdapterRequest
+from slotwise.server.lifecycle import LOAD, UNLOAD
 from slotwise.server.replica_state import AdapterState
-
-if TYPE_CHECKING:
-    from slotwise.scale.door import Door
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Wanted:
+class _WantedAdapter:
     """The last word on a name."""
 
     path: str  # "": it is unloaded
@@ -47,7 +42,7 @@ class _Wanted:
         return AdapterState(name, self.path, self.parent, self.digest) if self.path else None
 
 
-class _Change(NamedTuple):
+class AdapterChange(NamedTuple):
     """A request to every replica."""
 
     name: str
@@ -55,12 +50,12 @@ class _Change(NamedTuple):
     body: bytes
 
 
-class Adapters:
+class ReplicaAdapters:
     """What the door was asked to load and unload, and what each replica has of it."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._wanted: dict[str, _Wanted] = {}
+        self._wanted: dict[str, _WantedAdapter] = {}
         self._one_at_a_time = asyncio.Lock()
         self._settled: dict[str, float] = {}  # by replica: what was asked for before is out of date
         self._refused: dict[str, dict[str, str]] = {}  # by replica and adapter: why it is not loaded there
@@ -77,7 +72,9 @@ class Adapters:
 
     # -- all replicas --------------------------------------------------------------------------------------------
 
-    async def change(self, upstreams: Sequence[Upstream], exchange: HttpExchange, change: _Change) -> list[Answer]:
+    async def change(
+        self, upstreams: Sequence[Upstream], exchange: HttpExchange, change: AdapterChange,
+    ) -> list[Answer]:
         """Sends a change to every replica.  Returns their answers, all 200; the change is wanted from now on.
 
         Raises:
@@ -94,7 +91,7 @@ class Adapters:
                 for one, _ in obeyed:
                     await self._settle(one, {name: before[one.name]})
                 raise _refusal(refusals)
-            self._wanted[name] = _loaded(obeyed[0][1]) if is_load else _Wanted("")
+            self._wanted[name] = _loaded(obeyed[0][1]) if is_load else _WantedAdapter("")
             for refused in self._refused.values():
                 refused.pop(name, None)
             for one, _ in obeyed:
@@ -133,7 +130,7 @@ class Adapters:
         for task in self._tasks.values():
             task.cancel()
 
-    def _wrong(self, upstream: Upstream) -> dict[str, _Wanted]:
+    def _wrong(self, upstream: Upstream) -> dict[str, _WantedAdapter]:
         """What is wanted and not so on a replica, by name.  The first that is right tells the digest of the files."""
         found = {}
         for name, wanted in self._wanted.items():
@@ -214,27 +211,6 @@ class _Card(msgspec.Struct):
     parent: str = ""
 
 
-def _loaded(answer: Answer) -> _Wanted:
+def _loaded(answer: Answer) -> _WantedAdapter:
     card = msgspec.json.decode(answer.body, type=_Card)
-    return _Wanted(card.root, card.parent)
-
-
-# -- routes ------------------------------------------------------------------------------------------------------------
-
-
-async def load_adapter(door: Door, exchange: HttpExchange) -> None:
-    """Load an adapter on all replicas, or on none; a replica that starts later loads it, too."""
-    async with door.clients.bodies.reading(exchange, MAX_ADAPTER_BODY) as body:
-        change = _Change(decode(LoadAdapterRequest, body).lora_name, LOAD, body)
-        found = await door.adapters.change(door.replicas.upstreams, exchange, change)
-    await send(exchange, found[0])
-
-
-async def unload_adapter(door: Door, exchange: HttpExchange) -> None:
-    """Unload an adapter on all replicas; requests that have it go on to their end."""
-    async with door.clients.bodies.reading(exchange, MAX_ADAPTER_BODY) as body:
-        change = _Change(decode(UnloadAdapterRequest, body).lora_name, UNLOAD, body)
-        found = await door.adapters.change(door.replicas.upstreams, exchange, change)
-    told = [msgspec.json.decode(answer.body) for answer in found]
-    await exchange.respond_json(told[0] | {
-        "num_unfinished_exchanges": sum(one["num_unfinished_exchanges"] for one in told)})
+    return _WantedAdapter(card.root, card.parent)

@@ -56,7 +56,10 @@ def _docstring(kind: type) -> str:
 
 
 def _own_fields(kind: type) -> Iterator[Field]:
-    source = textwrap.dedent(inspect.getsource(kind))
+    try:
+        source = textwrap.dedent(inspect.getsource(kind))
+    except OSError:  # the class is made from declarations that stand elsewhere
+        return
     comments = {token.start[0]: token.string.lstrip("# ") for token in tokenize.generate_tokens(
         io.StringIO(source).readline) if token.type == tokenize.COMMENT}
     (statement,) = ast.parse(source).body

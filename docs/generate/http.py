@@ -13,7 +13,7 @@ from docs.generate.markdown import code, first_sentence, listed, number, sentenc
 
 from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import PARAMETERS
 from slotwise.core.settings import INT64
 from slotwise.engine.scheduling import Scheduling, changes_schema
 from slotwise.policies.settings import Ordering
@@ -122,7 +122,7 @@ def _body(kind: type, shared: Collection[str]) -> str:
 
 
 def _notes(kind: type) -> dict[str, str]:
-    return notes_of(SamplingParams) | notes_of(kind)
+    return {name: declared.help for name, declared in PARAMETERS.items()} | notes_of(kind)
 
 
 def _table(schema: Json, notes: dict[str, str], unsupported: Collection[str] = ()) -> str:

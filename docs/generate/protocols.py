@@ -16,7 +16,7 @@ from docs.generate.http import properties, values
 from docs.generate.markdown import code, sentence, table
 
 from slotwise.cli.options import ENGINE_OPTIONS
-from slotwise.core.params import RANGES
+from slotwise.core.params import PARAMETERS, RANGES
 from slotwise.core.settings import Range
 from slotwise.engine.config import ENGINE
 from slotwise.neutral import ANY
@@ -80,7 +80,8 @@ def offline_arguments() -> str:
 
 def offline_parameters() -> str:
     """Returns the table of the arguments of vLLM's `SamplingParams`."""
-    return _offline("SamplingParams", notes_of(SamplingParams) | INSTEAD, RANGES)
+    helps = {name: declared.help for name, declared in PARAMETERS.items()}
+    return _offline("SamplingParams", helps | notes_of(SamplingParams) | INSTEAD, RANGES)
 
 
 def _offline(kind: str, notes: Mapping[str, str], ranges: Mapping[str, Range]) -> str:

@@ -15,6 +15,7 @@ from slotwise.core.settings import Range, whole
 from slotwise.neutral import ANY, SAMPLING, is_neutral, nearest
 from slotwise.text.structured_output import StructuredOutputError, of_structured_outputs
 
+DEFAULT = EngineParams()
 INTERVAL: Range = whole(1)
 NEUTRAL: dict[str, tuple[Any, ...]] = SAMPLING | {  # beside None
     "flat_logprobs": (False,), "skip_reading_prefix_cache": (False,), "extra_args": ({},), "skip_clone": ANY,
@@ -56,33 +57,34 @@ class StructuredOutputsParams:
 class SamplingParams:
     """Sampling parameters of one prompt.  They may be changed, and are checked when they are made and when used.
 
-    None stands for a field's default, but for `max_tokens`.  Fields of type Any are not supported: `NEUTRAL` has the
+    None stands for a field's default, but for `max_tokens`.  The engine's parameters are declared in `core/params.py`,
+    which says what each does.  Fields of type Any are not supported: `NEUTRAL` has the
     values that are accepted.
 
     Raises:
         InvalidParams: a value is out of range, not supported, or of an unknown name.
     """
 
-    n: int = 1  # continuations of the same prompt
-    presence_penalty: float = 0.0  # subtracted from the logit of each token that the output contains
-    frequency_penalty: float = 0.0  # subtracted once for each time that the output contains the token
-    repetition_penalty: float = 1.0  # divides positive logits of known tokens, multiplies negative ones
-    temperature: float = 1.0  # divides the logits; 0: greedy
-    top_p: float = 1.0  # keep the smallest set of tokens whose probabilities sum to this; 0: one token
-    top_k: int = 0  # keep the k most probable tokens; 0 or -1: all
-    min_p: float = 0.0  # drop tokens less probable than this share of the most probable one
-    seed: int | None = None  # the same seed gives the same tokens, whatever the batch; -1: none
-    stop: str | Sequence[str] | None = None  # strings that end the text, and are not part of it
-    stop_token_ids: Sequence[int] | None = None  # tokens that end the output, and are not part of the text
+    n: int = DEFAULT.n
+    presence_penalty: float = DEFAULT.presence_penalty
+    frequency_penalty: float = DEFAULT.frequency_penalty
+    repetition_penalty: float = DEFAULT.repetition_penalty
+    temperature: float = DEFAULT.temperature
+    top_p: float = DEFAULT.top_p
+    top_k: int = DEFAULT.top_k
+    min_p: float = DEFAULT.min_p
+    seed: int | None = DEFAULT.seed  # the same seed gives the same tokens, whatever the batch; -1 stands for None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None  # texts that the output never contains, as they are tokenized by themselves
-    bad_words_token_ids: Sequence[Sequence[int]] | None = None  # sequences of tokens that it never contains
-    ignore_eos: bool = False  # the model's end token does not end the output
-    max_tokens: int | None = 16  # most output tokens; None: as many as fit the model's context
-    min_tokens: int = 0  # end and stop tokens are masked until the output has this many
-    logprobs: int | None = None  # None: none; k: the sampled token's and the k most probable ones'
-    prompt_logprobs: int | None = None  # likewise, of each token of the prompt but the first
-    logit_bias: dict[int, float] | None = None  # added to logits, by token id
-    allowed_token_ids: Sequence[int] | None = None  # only these tokens are generated
+    bad_words_token_ids: Sequence[Sequence[int]] | None = None
+    ignore_eos: bool = DEFAULT.ignore_eos
+    max_tokens: int | None = DEFAULT.max_tokens
+    min_tokens: int = DEFAULT.min_tokens
+    logprobs: int | None = DEFAULT.logprobs
+    prompt_logprobs: int | None = DEFAULT.prompt_logprobs
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
     detokenize: bool = True  # outputs have a text; without one there are no stop strings
     skip_special_tokens: bool = True  # special tokens have no text
     include_stop_str_in_output: bool = False  # the text ends with the stop string, not before it

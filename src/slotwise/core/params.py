@@ -1,12 +1,17 @@
-"""Sampling parameters of a request.  Field names and defaults are vLLM's."""
+"""Sampling parameters of a request.  Field names and defaults are vLLM's.
+
+A parameter is declared here once: type, default, range and help.  Its check, its field in the HTTP protocol
+(`server/protocol.py`), the docs and the default of the offline class (`slotwise.SamplingParams`, which names it for
+type checkers) follow from the declaration; the sampler obeys it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from slotwise.core.grammar import Grammar
-from slotwise.core.settings import INT64, Range
+from slotwise.core.settings import INT64, Range, setting, settings_of
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
@@ -20,22 +25,6 @@ MAX_BAD_WORDS = 256  # sequences of tokens: a word may have several
 MAX_BAD_WORD_TOKENS = 1024
 
 
-# Logits are float32.  The smallest `top_p` but 0 is one that float32 can tell from 0; a repetition penalty divides and
-# multiplies logits, and within its range none of them overflows.
-RANGES = {
-    "n": Range(1, MAX_N),
-    "temperature": Range(0, 100, is_whole=False),
-    "top_p": Range(0, 1, is_whole=False, smallest=1e-30),
-    "top_k": Range(-1, INT64),
-    "min_p": Range(0, 1, is_whole=False),
-    "max_tokens": Range(1, INT64, may_be_none=True),
-    "min_tokens": Range(0, INT64),
-    "seed": Range(-INT64, INT64, may_be_none=True),
-    "logprobs": Range(0, MAX_LOGPROBS, may_be_none=True),
-    "presence_penalty": Range(-2, 2, is_whole=False),
-    "frequency_penalty": Range(-2, 2, is_whole=False),
-    "repetition_penalty": Range(0.01, 100, is_whole=False),
-}
 TOKEN_ID = Range(0, INT64)
 LAST, MEAN = "last", "mean"
 POOLING_TYPES = (LAST, MEAN)
@@ -108,33 +97,47 @@ class SamplingParams:
         InvalidParams: a field is out of range; nothing is clamped silently.
     """
 
-    n: int = 1  # continuations of the same prompt
-    temperature: float = 1.0  # divides the logits; 0: greedy
-    top_p: float = 1.0  # keep the smallest set of tokens whose probabilities sum to this; 0: one token
-    top_k: int = 0  # keep the k most probable tokens; 0 or -1: all
-    min_p: float = 0.0  # drop tokens less probable than this share of the most probable one
-    max_tokens: int | None = 16  # most output tokens; None: as many as fit the model's context
-    min_tokens: int = 0  # end and stop tokens are masked until the output has this many
-    stop: tuple[str, ...] = ()  # strings that end the text, and are not part of it
-    stop_token_ids: tuple[int, ...] = ()  # tokens that end the output, and are not part of the text
-    ignore_eos: bool = False  # the model's end token does not end the output
-    seed: int | None = None  # the same seed gives the same tokens, whatever the batch
-    logprobs: int | None = None  # None: none; k: the sampled token's and the k most probable ones'
-    prompt_logprobs: int | None = None  # likewise, of each token of the prompt but the first
-    presence_penalty: float = 0.0  # subtracted from the logit of each token that the output contains
-    frequency_penalty: float = 0.0  # subtracted once for each time that the output contains the token
-    repetition_penalty: float = 1.0  # divides positive logits of tokens in prompt and output, multiplies negative ones
-    logit_bias: dict[int, float] = field(default_factory=dict)  # added to logits, by token id
-    allowed_token_ids: tuple[int, ...] = ()  # only these tokens are generated; empty: all are
-    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that the output never contains
+    n: int = setting(1, "continuations of the same prompt", range=Range(1, MAX_N))
+    temperature: float = setting(1.0, "divides the logits; 0: greedy", range=Range(0, 100, is_whole=False))
+    # Logits are float32: the smallest `top_p` but 0 is one that float32 can tell from 0.
+    top_p: float = setting(
+        1.0, "keep the smallest set of tokens whose probabilities sum to this; 0: one token",
+        range=Range(0, 1, is_whole=False, smallest=1e-30))
+    top_k: int = setting(0, "keep the k most probable tokens; 0 or -1: all", range=Range(-1, INT64))
+    min_p: float = setting(
+        0.0, "drop tokens less probable than this share of the most probable one", range=Range(0, 1, is_whole=False))
+    max_tokens: int | None = setting(
+        16, "most output tokens; None: as many as fit the model's context", range=Range(1, INT64, may_be_none=True))
+    min_tokens: int = setting(
+        0, "end and stop tokens are masked until the output has this many", range=Range(0, INT64))
+    stop: tuple[str, ...] = setting((), "strings that end the text, and are not part of it")
+    stop_token_ids: tuple[int, ...] = setting((), "tokens that end the output, and are not part of the text")
+    ignore_eos: bool = setting(False, "the model's end token does not end the output")
+    seed: int | None = setting(
+        None, "the same seed gives the same tokens, whatever the batch", range=Range(-INT64, INT64, may_be_none=True))
+    logprobs: int | None = setting(
+        None, "None: none; k: the sampled token's and the k most probable ones'",
+        range=Range(0, MAX_LOGPROBS, may_be_none=True))
+    prompt_logprobs: int | None = setting(
+        None, "`logprobs` of each token of the prompt but the first", range=Range(0, MAX_LOGPROBS, may_be_none=True))
+    presence_penalty: float = setting(
+        0.0, "subtracted from the logit of each token that the output contains", range=Range(-2, 2, is_whole=False))
+    frequency_penalty: float = setting(
+        0.0, "subtracted once for each time that the output contains the token", range=Range(-2, 2, is_whole=False))
+    # It divides and multiplies logits, and within its range none of them overflows float32.
+    repetition_penalty: float = setting(
+        1.0, "divides positive logits of tokens in prompt and output, multiplies negative ones",
+        range=Range(0.01, 100, is_whole=False))
+    logit_bias: dict[int, float] = setting(factory=dict, help="added to logits, by token id")  # noqa: RUF009
+    allowed_token_ids: tuple[int, ...] = setting((), "only these tokens are generated; empty: all are")
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = setting(
+        (), "sequences of tokens that the output never contains")
     grammar: Grammar | None = None  # what the output's text matches; its end ends the output
     thinking: ThinkingBudget | None = None  # after so many tokens of reasoning, its end is the only token
 
     def __post_init__(self) -> None:
         for name, allowed in RANGES.items():
             object.__setattr__(self, name, _checked(name, allowed, getattr(self, name)))
-        object.__setattr__(
-            self, "prompt_logprobs", _checked("prompt_logprobs", RANGES["logprobs"], self.prompt_logprobs))
         top = self.max_tokens
         _require("min_tokens", holds=top is None or self.min_tokens <= top, message="must be between 0 and max_tokens")
         self._check_stops()
@@ -209,3 +212,7 @@ class SamplingParams:
         candidates = self.allowed_token_ids or range(vocab_size)
         _require("allowed_token_ids", holds=any(token not in banned for token in candidates),
                  message="min_tokens, stop_token_ids and bad_words leave none of the tokens that are allowed")
+
+
+PARAMETERS = settings_of(SamplingParams)
+RANGES = {name: declared.range for name, declared in PARAMETERS.items() if declared.range is not None}

@@ -6,7 +6,7 @@ change nothing, or refused by name (see `server.unsupported`); an unknown one is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -16,6 +16,7 @@ from slotwise.core.params import (
     MAX_ALLOWED_TOKENS,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
+    PARAMETERS,
     RANGES,
     TOKEN_ID,
     InvalidParams,
@@ -38,10 +39,6 @@ def _within(allowed: Range) -> msgspec.Meta:
 
 Temperature = Annotated[float, _within(RANGES["temperature"])]
 TopP = Annotated[float, _within(RANGES["top_p"])]
-MinP = Annotated[float, _within(RANGES["min_p"])]
-Penalty = Annotated[float, _within(RANGES["presence_penalty"])]
-RepetitionPenalty = Annotated[float, _within(RANGES["repetition_penalty"])]
-Choices = Annotated[int, _within(RANGES["n"])]
 TopK = Annotated[int, _within(RANGES["top_k"])]
 Seed = Annotated[int, _within(RANGES["seed"])]
 OneOrMore = Annotated[int, _within(RANGES["max_tokens"])]
@@ -105,7 +102,24 @@ class PredictedOutput(msgspec.Struct):
         return self.content if isinstance(self.content, str) else "".join([part.text for part in self.content])
 
 
-class Generate(Unsupported, kw_only=True):
+OWN = ("max_tokens", "logprobs", "prompt_logprobs")  # have types of their own here
+
+
+def _sampling_fields() -> Iterator[tuple[str, Any, None]]:
+    """The sampling parameters that are numbers or switches, as `SamplingParams` declares them."""
+    for name, declared in PARAMETERS.items():
+        kind: Any = bool if declared.type == "bool" else None
+        if declared.range is not None:
+            kind = Annotated[declared.range.kind, _within(declared.range)]
+        if kind is not None and name not in OWN:
+            yield name, kind | None, None
+
+
+SamplingFields: Any = msgspec.defstruct(
+    "SamplingFields", _sampling_fields(), bases=(Unsupported,), module=__name__, kw_only=True)
+
+
+class Generate(SamplingFields, Unsupported, kw_only=True):  # type: ignore[misc]
     """The fields of both endpoints.  None stands for a field's default."""
 
     model: str | None = None  # the served model's name, by default
@@ -121,22 +135,11 @@ class Generate(Unsupported, kw_only=True):
     user: User | None = None  # the tenant, where the server has no keys
     queue_timeout: Seconds | None = None  # seconds to its first slot; the server's own bound holds as well
     cache_salt: Salt | None = None  # cached prefixes are shared only among requests of one key and one salt
-    n: Choices | None = None
     best_of: OneOrMore | None = None  # nothing but the value of `n`
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
-    min_p: MinP | None = None
     max_tokens: NoneOrMore | None = None  # most output tokens; None: what fits; 0: only with echo or prompt_logprobs
-    min_tokens: NoneOrMore | None = None
     stop: Stop | list[Stop] | None = None  # texts before which the output ends; they may spell special tokens
     stop_token_ids: list[TokenId] | None = None
     include_stop_str_in_output: bool | None = None  # the text ends with the stop string, not before it
-    ignore_eos: bool | None = None
-    seed: Seed | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: RepetitionPenalty | None = None
     logit_bias: dict[TokenId, Bias] | None = None
     allowed_token_ids: AllowedTokens | None = None
     bad_words: BadWords | None = None  # texts that the output never contains, as they are tokenized by themselves
@@ -212,10 +215,8 @@ class Generate(Unsupported, kw_only=True):
         self, max_tokens: int | None, logprobs: int | None, others: Mapping[str, Any],
     ) -> SamplingParams:
         """The parameters named, else those of `others`.  Raises ApiError for a value out of range."""
-        names = ("n", "temperature", "top_p", "top_k", "min_p", "min_tokens", "stop", "stop_token_ids", "ignore_eos",
-                 "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
-                 "allowed_token_ids")
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        given = {name: value for name in PARAMETERS
+                 if name not in OWN and (value := getattr(self, name, None)) is not None}
         try:
             return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=self.num_prompt_logprobs,
                                   **{**others, **given})

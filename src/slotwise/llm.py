@@ -63,7 +63,8 @@ class LLM(VllmMethods):
         self.tokenizer = self._frontend.tokenizer
         self._engine = OfflineEngine(self._arguments, event_log)
         self._names = itertools.count()
-        self._choices: dict[str, Choice | EmbeddingJob] = {}  # of all unfinished requests: a step serves every call's
+        self._ids = itertools.count()  # of requests
+        self._choices: dict[int, Choice | EmbeddingJob] = {}  # of all unfinished requests: a step serves every call's
         # Guards the engine and its requests.  Reentrant: a step may collect an abandoned iteration, which then ends.
         self._lock = threading.RLock()
         self._adapters = OfflineAdapters(self._engine.adapters, self._lock)
@@ -251,11 +252,12 @@ class LLM(VllmMethods):
 
         Continuations still running when the iteration stops, for instance by an interrupt, are aborted.
         """
-        own: dict[str, Choice | EmbeddingJob] = {
-            f"{job.output.request_id}-{choice.index}": choice for job in jobs for choice in job.choices}
         with self._lock:
-            for name, choice in own.items():
-                self._engine.handle(choice.add(name))
+            own: dict[int, Choice | EmbeddingJob] = {
+                next(self._ids): choice for job in jobs for choice in job.choices}
+            for request_id, choice in own.items():
+                name = f"{choice.job.output.request_id}-{choice.index}"
+                self._engine.handle(choice.add(name, request_id))
             self._choices |= own
         try:
             while own:
@@ -264,35 +266,35 @@ class LLM(VllmMethods):
                 with self._lock:
                     if not own.keys().isdisjoint(self._choices):
                         self._deliver(self._engine.step())
-                    before, own = len(own), {name: own[name] for name in own if name in self._choices}
+                    before, own = len(own), {number: own[number] for number in own if number in self._choices}
                 yield before - len(own)
             for job in jobs:
                 job.raise_errors()
         finally:
             with self._lock:
-                for name in own:
-                    self._choices.pop(name, None)
-                    self._engine.handle(Finish(name, "abort"))
+                for request_id in own:
+                    self._choices.pop(request_id, None)
+                    self._engine.handle(Finish(request_id, "abort"))
 
     def _deliver(self, record: StepRecord) -> None:
         now = record.ended_ns * 1e-9
-        for name, num_cached in zip(record.admitted, record.cached, strict=True):
-            if (choice := self._choices.get(name)) is not None and choice.job.output.num_cached_tokens is None:
+        for request_id, num_cached in zip(record.admitted, record.cached, strict=True):
+            if (choice := self._choices.get(request_id)) is not None and choice.job.output.num_cached_tokens is None:
                 choice.job.output.num_cached_tokens = num_cached
                 choice.job.output.metrics.scheduled_ts = record.started_ns * 1e-9
         reasons = {end.request_id: end.reason for end in record.ended}
-        for row, (name, tokens) in enumerate(zip(record.request_ids, record.token_ids, strict=True)):
-            choice = self._choices.get(name)
+        for row, (request_id, tokens) in enumerate(zip(record.request_ids, record.token_ids, strict=True)):
+            choice = self._choices.get(request_id)
             if choice is None or not tokens:
                 continue
-            choice.take(tokens, record.logprobs[row] if record.logprobs else (), now, reasons.get(name, ""))
+            choice.take(tokens, record.logprobs[row] if record.logprobs else (), now, reasons.get(request_id, ""))
             if choice.met_stop_string:
-                self._engine.handle(Finish(name, "stop"))
-        for name, start, entries in zip(record.request_ids, record.starts, record.prompt_logprobs, strict=False):
-            if entries and (choice := self._choices.get(name)) is not None:
+                self._engine.handle(Finish(request_id, "stop"))
+        for request_id, start, entries in zip(record.request_ids, record.starts, record.prompt_logprobs, strict=False):
+            if entries and (choice := self._choices.get(request_id)) is not None:
                 choice.job.read_prompt(start, entries)
-        for name, vector in zip(record.request_ids, record.pooled, strict=False):
-            choice = self._choices.get(name)
+        for request_id, vector in zip(record.request_ids, record.pooled, strict=False):
+            choice = self._choices.get(request_id)
             if vector and isinstance(choice, EmbeddingJob):
                 choice.pool(vector)
         for end in record.ended:

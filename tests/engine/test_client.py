@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from support.toy import EOS, VOCAB, alone, next_token, scheduler
+from support.toy import EOS, VOCAB, alone, named, next_token, scheduler
 
 from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits
@@ -21,7 +21,6 @@ from slotwise.engine.generation import AT_THE_END, Chunk, Generation
 from slotwise.engine.heartbeat import HeartbeatMonitor
 from slotwise.engine.ipc import BlockingChannel, ChannelClosed, decode_command, encode, frame, pair
 from slotwise.engine.messages import (
-    Add,
     Command,
     Configure,
     EngineFailed,
@@ -134,7 +133,8 @@ async def all_of(generation: Generation) -> list[Chunk]:
 def test_tokens_arrive_as_the_engine_makes_them() -> None:
     async def play(client: EngineClient, other: Other, notes: Notes) -> None:
         params = SamplingParams(max_tokens=9, ignore_eos=True)
-        generations = {name: client.submit(Add(name, RequestSpec([1, 2, at], params))) for at, name in enumerate("abc")}
+        generations = {name: client.submit(named(name, RequestSpec([1, 2, at], params)))
+                       for at, name in enumerate("abc")}
         reading = {name: asyncio.create_task(all_of(generation)) for name, generation in generations.items()}
         await run_out(other)
         for at, name in enumerate("abc"):
@@ -143,7 +143,7 @@ def test_tokens_arrive_as_the_engine_makes_them() -> None:
             assert [token for chunk in chunks for token in chunk.token_ids] == expected
             assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
             assert len(chunks) == 9  # this consumer was never behind
-        assert notes.arrivals == [("a", 3), ("b", 3), ("c", 3)] and notes.ends == [(n, "length") for n in "abc"]
+        assert notes.arrivals == [(0, 3), (1, 3), (2, 3)] and notes.ends == [(n, "length") for n in range(3)]
         assert client.num_live == 0
 
     scenario(play)
@@ -151,7 +151,7 @@ def test_tokens_arrive_as_the_engine_makes_them() -> None:
 
 def test_a_consumer_that_is_behind_gets_it_all_at_once() -> None:
     async def play(client: EngineClient, other: Other, notes: Notes) -> None:
-        generation = client.submit(Add("a", RequestSpec([1], SamplingParams(max_tokens=9, ignore_eos=True))))
+        generation = client.submit(named("a", RequestSpec([1], SamplingParams(max_tokens=9, ignore_eos=True))))
         await run_out(other)
         (chunk,) = await all_of(generation)
         assert len(chunk.token_ids) == 9 and chunk.finish_reason == "length"
@@ -163,7 +163,7 @@ def test_a_consumer_that_is_behind_gets_it_all_at_once() -> None:
 @pytest.mark.parametrize(("interval", "sizes"), [(4, [4, 4, 2]), (AT_THE_END, [10]), (1, [1] * 10)])
 def test_the_interval_gathers_tokens(interval: int, sizes: list[int]) -> None:
     async def play(client: EngineClient, other: Other, notes: Notes) -> None:
-        generation = client.submit(Add("a", RequestSpec([1], SamplingParams(max_tokens=10, ignore_eos=True))))
+        generation = client.submit(named("a", RequestSpec([1], SamplingParams(max_tokens=10, ignore_eos=True))))
         generation.interval = interval
         reading = asyncio.create_task(all_of(generation))
         await run_out(other)
@@ -174,7 +174,7 @@ def test_the_interval_gathers_tokens(interval: int, sizes: list[int]) -> None:
 
 def test_finishing_from_this_side_happens_once() -> None:
     async def play(client: EngineClient, other: Other, notes: Notes) -> None:
-        generation = client.submit(Add("a", RequestSpec([1], FOREVER)))
+        generation = client.submit(named("a", RequestSpec([1], FOREVER)))
         reading = asyncio.create_task(all_of(generation))
         for _ in range(3):
             await settle()
@@ -186,42 +186,42 @@ def test_finishing_from_this_side_happens_once() -> None:
         chunks = await reading
         assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == ["stop"]
         with pytest.raises(Refused) as caught:
-            client.submit(Add("a", RequestSpec([1], FOREVER)))  # the engine still has one of that name
+            client.submit(named("a", RequestSpec([1], FOREVER)))  # the engine still has one of that name
         assert caught.value.kind == "duplicate_id"
         await settle()
         other.step()
         await settle()
-        assert [(f.request_id, f.reason) for f in other.finished] == [("a", "stop")]
-        assert notes.ends == [("a", "stop")] and not other.engine.has_work
-        client.submit(Add("a", RequestSpec([1], FOREVER)))
+        assert [(f.request_id, f.reason) for f in other.finished] == [(0, "stop")]
+        assert notes.ends == [(0, "stop")] and not other.engine.has_work
+        client.submit(named("a", RequestSpec([1], FOREVER)))
 
     scenario(play)
 
 
 def test_refusals() -> None:
     async def play(client: EngineClient, other: Other, notes: Notes) -> None:
-        first = client.submit(Add("a", RequestSpec([1], FOREVER)))
+        first = client.submit(named("a", RequestSpec([1], FOREVER)))
         kinds = []
         for name in ("a", "b", "c"):
             try:
-                client.submit(Add(name, RequestSpec([1], FOREVER)))
+                client.submit(named(name, RequestSpec([1], FOREVER)))
             except Refused as refused:
                 kinds.append(refused.kind)
         assert kinds == ["duplicate_id", "queue_full"] == notes.refusals
         first.finish("abort")
         with pytest.raises(Refused, match="try again"):  # the engine has not let go of it yet
-            client.submit(Add("d", RequestSpec([1], FOREVER)))
+            client.submit(named("d", RequestSpec([1], FOREVER)))
         await settle()
         other.step()
         await settle()
-        client.submit(Add("d", RequestSpec([1], FOREVER)))
+        client.submit(named("d", RequestSpec([1], FOREVER)))
 
     scenario(play, max_live=2)
 
 
 def test_a_request_the_engine_rejects() -> None:
     async def play(client: EngineClient, other: Other, notes: Notes) -> None:
-        generation = client.submit(Add("a", RequestSpec([1] * 64, FOREVER)))
+        generation = client.submit(named("a", RequestSpec([1] * 64, FOREVER)))
         await settle()
         other.step()
         (chunk,) = await all_of(generation)
@@ -233,7 +233,7 @@ def test_a_request_the_engine_rejects() -> None:
 @pytest.mark.parametrize("how", ["closes", "says so", "talks nonsense", "talks too much"])
 def test_when_the_engine_dies_everyone_ends_once(how: str) -> None:
     async def play(client: EngineClient, other: Other, notes: Notes) -> None:
-        generations = [client.submit(Add(name, RequestSpec([1], FOREVER))) for name in "abc"]
+        generations = [client.submit(named(name, RequestSpec([1], FOREVER))) for name in "abc"]
         generations[2].finish("stop")
         reading = [asyncio.create_task(all_of(generation)) for generation in generations]
         await settle()
@@ -249,9 +249,9 @@ def test_when_the_engine_dies_everyone_ends_once(how: str) -> None:
         assert [end.finish_reason for end in ends] == ["error", "error", "stop"]
         assert ends[0].message == client.failure and not client.healthy
         assert how != "says so" or client.failure == "out of memory"
-        assert notes.ends.count(("a", "error")) == 1 == notes.ends.count(("b", "error"))
+        assert notes.ends.count((0, "error")) == 1 == notes.ends.count((1, "error"))
         with pytest.raises(Refused) as caught:
-            client.submit(Add("d", RequestSpec([1], FOREVER)))
+            client.submit(named("d", RequestSpec([1], FOREVER)))
         assert caught.value.kind == "engine_dead"
         await client.drain(10)
 
@@ -277,12 +277,12 @@ def test_an_engine_that_cannot_start(last_words: str) -> None:
 
 def test_draining_waits_for_those_who_run_and_then_aborts() -> None:
     async def play(client: EngineClient, other: Other, notes: Notes) -> None:
-        short = client.submit(Add("short", RequestSpec([1], SamplingParams(max_tokens=2, ignore_eos=True))))
-        client.submit(Add("long", RequestSpec([1], FOREVER)))
+        short = client.submit(named("short", RequestSpec([1], SamplingParams(max_tokens=2, ignore_eos=True))))
+        client.submit(named("long", RequestSpec([1], FOREVER)))
         draining = asyncio.create_task(client.drain(0.3))
         await asyncio.sleep(0)
         with pytest.raises(Refused) as caught:
-            client.submit(Add("late", RequestSpec([1], FOREVER)))
+            client.submit(named("late", RequestSpec([1], FOREVER)))
         assert caught.value.kind == "draining"
         for _ in range(4):
             await settle()
@@ -292,18 +292,18 @@ def test_draining_waits_for_those_who_run_and_then_aborts() -> None:
         await draining
         await settle()
         other.step()
-        assert [(f.request_id, f.reason) for f in other.finished] == [("long", "abort")]
+        assert [(f.request_id, f.reason) for f in other.finished] == [(1, "abort")]
 
     scenario(play)
 
 
 def test_a_pause_lets_those_who_run_finish_and_ends() -> None:
     async def play(client: EngineClient, other: Other, notes: Notes) -> None:
-        short = client.submit(Add("short", RequestSpec([1], SamplingParams(max_tokens=2, ignore_eos=True))))
+        short = client.submit(named("short", RequestSpec([1], SamplingParams(max_tokens=2, ignore_eos=True))))
         pausing = asyncio.create_task(client.pause_for("asleep", 60))
         await asyncio.sleep(0)
         with pytest.raises(Refused, match="asleep") as caught:
-            client.submit(Add("late", RequestSpec([1], FOREVER)))
+            client.submit(named("late", RequestSpec([1], FOREVER)))
         assert caught.value.kind == "paused" and not pausing.done()
         for _ in range(4):
             await settle()
@@ -311,7 +311,7 @@ def test_a_pause_lets_those_who_run_finish_and_ends() -> None:
         await pausing
         assert (await all_of(short))[-1].finish_reason == "length"
         client.pause = ""
-        client.submit(Add("late", RequestSpec([1], FOREVER)))
+        client.submit(named("late", RequestSpec([1], FOREVER)))
 
     scenario(play)
 
@@ -334,7 +334,7 @@ def test_an_engine_without_such_a_cache_gives_nothing_back() -> None:
 
 def test_an_engine_that_does_not_listen_blocks_nobody() -> None:
     async def play(client: EngineClient, other: Other, notes: Notes) -> None:
-        generations = [client.submit(Add(str(i),
+        generations = [client.submit(named(str(i),
                                          RequestSpec(list(range(20_000)), FOREVER))) for i in range(50)]  # megabytes
         await settle()
         for generation in generations:
@@ -352,12 +352,12 @@ def test_an_engine_that_does_not_listen_blocks_nobody() -> None:
 
 def test_observers_hear_commands_as_the_engine_gets_them_and_of_its_loss() -> None:
     async def play(client: EngineClient, other: Other, notes: Notes) -> None:
-        request = Add("a", RequestSpec([1], SamplingParams(max_tokens=9)))
+        request = named("a", RequestSpec([1], SamplingParams(max_tokens=9)))
         client.submit(request).finish("abort")
         client.reschedule({"max_num_seqs": 1})
-        assert notes.commands == [request, Finish("a", "abort"), Configure(client.scheduling)]
+        assert notes.commands == [request, Finish(0, "abort"), Configure(client.scheduling)]
         client.give_up("enough")
-        assert notes.losses == ["enough"] and notes.ends == [("a", "abort")]
+        assert notes.losses == ["enough"] and notes.ends == [(0, "abort")]
 
     scenario(play)
 
@@ -369,9 +369,9 @@ def test_a_failing_observer_harms_nobody() -> None:
 
     async def play(client: EngineClient, other: Other, notes: Notes) -> None:
         client.observers.insert(0, Faulty())
-        generation = client.submit(Add("a", RequestSpec([1], SamplingParams(max_tokens=3, ignore_eos=True))))
+        generation = client.submit(named("a", RequestSpec([1], SamplingParams(max_tokens=3, ignore_eos=True))))
         await run_out(other)
-        assert (await all_of(generation))[-1].finish_reason == "length" and notes.ends == [("a", "length")]
+        assert (await all_of(generation))[-1].finish_reason == "length" and notes.ends == [(0, "length")]
 
     scenario(play)
 
@@ -409,7 +409,7 @@ def test_what_a_new_engine_must_know_comes_before_any_request() -> None:
 
         def submit() -> None:
             if client.healthy:
-                client.submit(Add("eager", RequestSpec([1, 2], SamplingParams(max_tokens=2))))
+                client.submit(named("eager", RequestSpec([1, 2], SamplingParams(max_tokens=2))))
             else:
                 asyncio.get_running_loop().call_soon(submit)
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.toy import named
 
 from slotwise.batching.settings import Batching
 from slotwise.core.limits import SchedulerLimits
@@ -17,7 +18,7 @@ from slotwise.core.step import TokenLogprobs
 from slotwise.engine.client import EngineClient
 from slotwise.engine.heartbeat import HeartbeatMonitor
 from slotwise.engine.ipc import MAX_MESSAGE, BlockingChannel, encode, frame, pair
-from slotwise.engine.messages import Add, EngineInfo, RowEnd, StepOutputs, StepRecord
+from slotwise.engine.messages import EngineInfo, RowEnd, StepOutputs, StepRecord
 from slotwise.engine.outputs import MAX_ENTRIES, messages_of
 from slotwise.engine.scheduling import Scheduling
 
@@ -26,11 +27,11 @@ INFO = EngineInfo("toy", "cpu", "float32", 50, LIMITS, Scheduling(Batching(), 8,
 
 
 def a_record(lengths: list[int], top: int) -> StepRecord:
-    """Rows "0", "1", ... of these lengths, with `top` log-probabilities a token."""
+    """Rows 0, 1, ... of these lengths, with `top` log-probabilities a token."""
     tokens = tuple([tuple(range(row, row + length)) for row, length in enumerate(lengths)])
     entry = TokenLogprobs(-0.123456, 3, tuple(range(1000, 1000 + top)), (-1.23456,) * top)
     return StepRecord(
-        5, 1, 2, tuple(map(str, range(len(lengths)))), tuple(range(len(lengths))), (0,) * len(lengths),
+        5, 1, 2, tuple(range(len(lengths))), tuple(range(len(lengths))), (0,) * len(lengths),
         (1,) * len(lengths), token_ids=tokens, logprobs=tuple([(entry,) * length for length in lengths]))
 
 
@@ -88,10 +89,10 @@ def test_the_client_hands_out_the_parts_before_the_end() -> None:
         channel.send(encode(INFO))
         assert isinstance(await client.attach(ours, HeartbeatMonitor(60)), EngineInfo)
         params = SamplingParams(max_tokens=5000, logprobs=20)
-        generations = [client.submit(Add(str(row), RequestSpec([1], params))) for row in range(3)]
+        generations = [client.submit(named(str(row), RequestSpec([1], params))) for row in range(3)]
         record = a_record([2000, 3000, 1000], 20)
         expected = list(zip(record.token_ids, record.logprobs, strict=True))
-        record.ended = (RowEnd("0", "length", 2000), RowEnd("2", "length", 1000))
+        record.ended = (RowEnd(0, "length", 2000), RowEnd(2, "length", 1000))
         messages = list(messages_of(record))
         assert [type(message) for message in messages] == [StepOutputs] * (len(messages) - 1) + [StepRecord]
         for message in messages:
@@ -117,10 +118,10 @@ def test_the_last_token_of_a_part_comes_with_the_end_that_the_record_tells() -> 
         channel.send(encode(INFO))
         await client.attach(ours, HeartbeatMonitor(60))
         params = SamplingParams(max_tokens=5000, logprobs=20)
-        ending, running = [client.submit(Add(str(row), RequestSpec([1], params))) for row in range(2)]
+        ending, running = [client.submit(named(str(row), RequestSpec([1], params))) for row in range(2)]
         record = a_record([2000, 1000], 20)
         (tokens, others), (logprobs, _) = record.token_ids, record.logprobs
-        record.ended = (RowEnd("0", "stop", 2000),)
+        record.ended = (RowEnd(0, "stop", 2000),)
         *parts, last = messages_of(record)
         for part in parts:
             await asyncio.to_thread(channel.send, encode(part))

@@ -77,7 +77,7 @@ class Watched(Recorded):
     """Somebody always wants to know where everyone stands."""
 
     def turn(self) -> None:
-        self._engine.queue_positions(QueuePositionQuery(1, tuple(f"r{number}" for number in range(40))))
+        self._engine.queue_positions(QueuePositionQuery(1, tuple(range(40))))
         super().turn()
 
 

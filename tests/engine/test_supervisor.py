@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from engine.test_client import FOREVER, INFO, SCHEDULING, Notes
+from support.toy import named
 
 from slotwise.core.request import RequestSpec
 from slotwise.engine.client import EngineClient
@@ -165,8 +166,8 @@ def test_pauses_are_bounded() -> None:
 
 def test_those_inside_end_once_and_the_next_engine_knows_nothing_of_them() -> None:
     async def play(world: World) -> None:
-        generation = world.client.submit(Add("a", RequestSpec([1], FOREVER)))
-        leaving = world.client.submit(Add("b", RequestSpec([1], FOREVER)))
+        generation = world.client.submit(named("a", RequestSpec([1], FOREVER)))
+        leaving = world.client.submit(named("b", RequestSpec([1], FOREVER)))
         leaving.finish("stop")
         await world.settle()
         world.processes[0].crash()
@@ -174,14 +175,14 @@ def test_those_inside_end_once_and_the_next_engine_knows_nothing_of_them() -> No
         assert [chunk.finish_reason for chunk in chunks] == ["error"]
         assert "ended" in chunks[-1].message
         with pytest.raises(Refused) as refused:
-            world.client.submit(Add("c", RequestSpec([1], FOREVER)))
+            world.client.submit(named("c", RequestSpec([1], FOREVER)))
         assert refused.value.kind == "engine_dead"
         await world.until(1)
-        assert sorted(world.notes.ends) == [("a", "error"), ("b", "stop")]
-        world.client.submit(Add("a", RequestSpec([1], FOREVER)))
+        assert sorted(world.notes.ends) == [(0, "error"), (1, "stop")]
+        world.client.submit(named("a", RequestSpec([1], FOREVER)))
         await world.settle()
         (command,) = world.processes[1].commands()
-        assert isinstance(command, Add) and command.request_id == "a"
+        assert isinstance(command, Add) and command.name == "a"
         assert world.client.num_live == 1
 
     scenario(play)
@@ -201,13 +202,13 @@ def test_the_next_engine_is_scheduled_as_the_last_one_was_asked_to_be() -> None:
 
 def test_a_silent_engine_is_unhealthy_and_then_killed() -> None:
     async def play(world: World) -> None:
-        generation = world.client.submit(Add("a", RequestSpec([1], FOREVER)))
+        generation = world.client.submit(named("a", RequestSpec([1], FOREVER)))
         await world.until(TIMEOUT / 2 - 1)
         assert world.client.state == "busy" and world.client.healthy
         await world.until(TIMEOUT / 2)
         assert world.client.state == "frozen" and not world.client.healthy
         with pytest.raises(Refused, match="no sign of life"):
-            world.client.submit(Add("b", RequestSpec([1], FOREVER)))
+            world.client.submit(named("b", RequestSpec([1], FOREVER)))
         assert not generation.ended and not world.processes[0].killed
         await world.until(TIMEOUT)
         assert generation.ended and world.processes[0].killed
@@ -219,7 +220,7 @@ def test_a_silent_engine_is_unhealthy_and_then_killed() -> None:
 
 def test_an_engine_that_is_busy_for_long_is_left_alone() -> None:
     async def play(world: World) -> None:
-        world.client.submit(Add("a", RequestSpec([1], FOREVER)))
+        world.client.submit(named("a", RequestSpec([1], FOREVER)))
         for turn in range(1, int(1.2 * TIMEOUT / HEARTBEAT_SECONDS)):
             world.processes[0].beat(int(turn * HEARTBEAT_SECONDS * 1e9))
             await world.until(turn * HEARTBEAT_SECONDS)
@@ -285,7 +286,7 @@ def test_an_engine_of_a_changed_checkpoint_is_refused(
         await world.until(1)
         assert world.client.hopeless.is_set() and not world.client.healthy and world.client.info == INFO
         with pytest.raises(Refused, match="the checkpoint has changed since the start: restart the server"):
-            world.client.submit(Add("a", RequestSpec([1], FOREVER)))
+            world.client.submit(named("a", RequestSpec([1], FOREVER)))
         await world.until(1000)
         assert len(world.launches) == 2
 
@@ -348,9 +349,9 @@ async def rested(world: World) -> None:
 
 def test_an_engine_that_rests_ends_and_is_not_replaced() -> None:
     async def play(world: World) -> None:
-        request = world.client.submit(Add("one", RequestSpec([1], FOREVER)))
+        request = world.client.submit(named("one", RequestSpec([1], FOREVER)))
         await world.settle()
-        assert [command.request_id for command in world.processes[0].commands()] == ["one"]
+        assert [command.name for command in world.processes[0].commands()] == ["one"]
         await rested(world)
         assert world.processes[0].ended and not world.processes[0].killed, "it ended by itself"
         chunks = [chunk async for chunk in request]

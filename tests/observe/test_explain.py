@@ -213,7 +213,7 @@ def test_one_whose_first_steps_are_forgotten_is_not_explained() -> None:
 
 def request(number: int, name: str, ns: int, salt: str = "", **timing: int) -> event_log.RequestEntry:
     spec = RequestSpec((), SamplingParams(), salt=salt)
-    return event_log.RequestEntry(number, ns, 4, Add(name, spec, Timing(**timing)))
+    return event_log.RequestEntry(ns, 4, Add(number, spec, Timing(**timing), name))
 
 
 def row(step: int, numbers: tuple[int, ...], start: int, **more: object) -> event_log.Step:

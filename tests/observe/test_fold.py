@@ -40,8 +40,8 @@ from slotwise.observe.traces import Completion
 
 
 def request(number: int, at_ms: float, **timing: int) -> RequestEntry:
-    add = Add(f"cmpl-{number}-0", RequestSpec((), SamplingParams()), Timing(**timing))
-    return RequestEntry(number, round(at_ms * MS), 4, add)
+    add = Add(number, RequestSpec((), SamplingParams()), Timing(**timing), f"cmpl-{number}-0")
+    return RequestEntry(round(at_ms * MS), 4, add)
 
 
 
@@ -87,9 +87,9 @@ def test_ways_through_a_real_engine_have_no_holes(batching: Batching, depth: int
     tight = SchedulerLimits(max_model_len=40, num_blocks=12, block_size=4, max_num_seqs=4, max_num_batched_tokens=64)
     rehearsal = Rehearsal(engine(limits=tight, batching=batching), [recorder], depth=depth, seed=2)
     rehearsal.play(40)
-    for name in rehearsal.num_outputs:
-        recorder.sent(name, 0, rehearsal.clock(), 1)
-    assert sorted(one.request.id for one in told.timelines) == sorted(rehearsal.num_outputs)
+    for number in rehearsal.num_outputs:
+        recorder.sent(number, 0, rehearsal.clock(), 1)
+    assert sorted(one.request.number for one in told.timelines) == sorted(rehearsal.num_outputs)
     assert batching.kind == "static" or any(one.num_preemptions for one in told.timelines)
     total: Counter[str] = Counter()
     for one in told.timelines:
@@ -97,7 +97,7 @@ def test_ways_through_a_real_engine_have_no_holes(batching: Batching, depth: int
             assert stage.end_ns == following.start_ns, one.stages
         assert one.stages[0].start_ns == one.request.timing.received_ns
         assert [stage.name for stage in one.stages[:3]] == ["tokenising", "queue", "prefill"]
-        assert one.stages[-1].name == "sending" and one.num_output == rehearsal.num_outputs[one.request.id]
+        assert one.stages[-1].name == "sending" and one.num_output == rehearsal.num_outputs[one.request.number]
         assert one.num_published == one.num_at_end
         for stage in one.stages:
             waits = stage.name in ("queue", "preempted")
@@ -225,7 +225,7 @@ def choices(ends_ms: Sequence[int]) -> list[Entry]:
     run = Run(FORMAT, "1", "toy", "float32", "cpu", 0.0, 0, engine().limits, engine().scheduling)
     ended = [Step(-1, 0, ms * MS, ended=(End(number, "stop", 1),)) for number, ms in enumerate(ends_ms)]
     return [run,
-            *(RequestEntry(number, MS, 4, Add(f"cmpl-x-{number}", RequestSpec((), SamplingParams())))
+            *(RequestEntry(MS, 4, Add(number, RequestSpec((), SamplingParams()), name=f"cmpl-x-{number}"))
               for number in range(len(ends_ms))),
             *ended]
 

@@ -77,8 +77,8 @@ def test_only_lines_of_its_life_are_extracted() -> None:
 
 
 def request(number: int, name: str, salt: str) -> event_log.RequestEntry:
-    return event_log.RequestEntry(number, number + 1, 4,
-                                  Add(f"cmpl-{name}-{number}", RequestSpec((), SamplingParams(), salt=salt)))
+    return event_log.RequestEntry(number + 1, 4, Add(
+        number, RequestSpec((), SamplingParams(), salt=salt), name=f"cmpl-{name}-{number}"))
 
 
 def test_what_is_gone_from_the_ring_is_gone_from_the_index() -> None:

@@ -28,8 +28,8 @@ RUN = Run(FORMAT, "1", "toy", "float32", "cpu", 0.0, 0, INFO.limits, INFO.schedu
 
 
 def request(number: int, at_ms: int = 0, num_prompt: int = 6) -> RequestEntry:
-    return RequestEntry(number, at_ms * MS, num_prompt,
-                        Add(f"cmpl-{number}-0", RequestSpec((), SamplingParams(max_tokens=8))))
+    return RequestEntry(at_ms * MS, num_prompt,
+                        Add(number, RequestSpec((), SamplingParams(max_tokens=8)), name=f"cmpl-{number}-0"))
 
 
 def board(*entries: Entry) -> LiveState:

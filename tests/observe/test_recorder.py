@@ -19,7 +19,7 @@ from slotwise.batching.settings import Batching
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import RequestSpec
 from slotwise.engine.messages import Add, Finish, RowEnd, StepRecord, Timing
-from slotwise.observe import event_log, log_file, recorder
+from slotwise.observe import event_log, log_file
 from slotwise.observe.log_file import LogFile
 from slotwise.observe.log_format import LogError
 from slotwise.observe.recorder import Recorder
@@ -109,10 +109,10 @@ for number in range(60_000):
         continue
     name, params = f"cmpl-{number:032d}-0", SamplingParams(temperature=0.2, max_tokens=2000)
     recorder.commanded(Add(
-        name, RequestSpec([1] * 8, params, number << 30), Timing(received_ns=time, read_ns=time)), time)
-    recorder.commanded(Finish(name, "abort"), time)
+        number, RequestSpec([1] * 8, params, number << 30), Timing(received_ns=time, read_ns=time), name), time)
+    recorder.commanded(Finish(number, "abort"), time)
     recorder.stepped(StepRecord(
-        number, time, time, taken=(time, time), ended=(RowEnd(name, "abort", 0),)))
+        number, time, time, taken=(time, time), ended=(RowEnd(number, "abort", 0),)))
 print(*sizes, resident())
 """
 
@@ -175,24 +175,17 @@ def test_a_stream_tells_neither_prompts_nor_whatever_else_is_only_in_the_file() 
     assert all(entry.spec.prompt for entry in run.file.entries if isinstance(entry, event_log.RequestEntry))
 
 
-def test_numbers_count_arrivals_and_names_may_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "REMEMBERED", 2)
+def test_a_log_has_the_ids_of_requests_and_the_times_of_their_responses() -> None:
     subject = Recorder()
     for turn in range(3):
-        subject.commanded(Add("same", RequestSpec([1, 2], SamplingParams()), Timing(received_ns=5, tokenized_ns=6)), 7)
-        subject.commanded(Finish("same", "abort"), 8)
-        subject.stepped(StepRecord(-1, 9, 9, ended=(RowEnd("same", "abort", 0),)))
-        assert subject.number_of("same") == turn
-    subject.sent("same", 10, 11, 4)
-    subject.sent("another", 10, 11, 4)
+        subject.commanded(Add(turn, RequestSpec([1, 2], SamplingParams()), Timing(5, 0, 6), "same"), 7)
+        subject.commanded(Finish(turn, "abort"), 8)
+        subject.stepped(StepRecord(-1, 9, 9, ended=(RowEnd(turn, "abort", 0),)))
+    subject.sent(2, 10, 11, 4)
     requests = [entry for entry in remembered(subject.ring) if isinstance(entry, event_log.RequestEntry)]
-    assert [(entry.number, entry.timing.received_ns, entry.timing.tokenized_ns, entry.ns) for entry in requests] == [
-        (turn, 5, 6, 7) for turn in range(3)]
+    assert [(entry.number, entry.id, entry.timing, entry.ns) for entry in requests] == [
+        (turn, "same", Timing(5, 0, 6), 7) for turn in range(3)]
     assert remembered(subject.ring)[-1] == event_log.Sent(2, 10, 11, 4)
-    for name in "abc":
-        subject.commanded(Add(name, RequestSpec([1], SamplingParams())), 12)
-        subject.stepped(StepRecord(-1, 13, 13, ended=(RowEnd(name, "length", 1),)))
-    assert subject.number_of("same") == subject.number_of("a") == -1 and subject.number_of("c") == 5
 
 
 def test_a_file_has_everything_in_its_order(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def live_through(traces: Traces, *, reason: str = "stop", message: str = "") -> 
     timelines = Timelines()
     for entry in (
             Run(FORMAT, "1", "toy", "float32", "cpu", UNIX, 1000 * MS, info.limits, info.scheduling),
-            RequestEntry(0, 1005 * MS, 4, Add("chatcmpl-x-0", RequestSpec((), params), Timing(received_ns=1001 * MS))),
+            RequestEntry(1005 * MS, 4, Add(0, RequestSpec((), params), Timing(received_ns=1001 * MS), "chatcmpl-x-0")),
             Step(0, 1010 * MS, 1020 * MS, numbers=(0,), slots=(0,), starts=(3,), counts=(1,), tokens=((7,),),
                  admitted=(Admission(0, 3),)),
             Step(1, 1020 * MS, 1030 * MS, numbers=(0,), slots=(0,), starts=(4,), counts=(1,), tokens=((7,),),

@@ -256,10 +256,10 @@ def test_a_head_is_answered_as_a_get_would_be_and_ends(server: Server, path: str
 def test_a_curtain_hides_what_is_said_of_others_ends() -> None:
     tenant_filter = TenantFilter("mine")
     seen = [tenant_filter.before(entry) for entry in (
-        event_log.RequestEntry(0, 1, 1, Add("a", RequestSpec((), SamplingParams(), salt="mine:x"))),
-        event_log.RequestEntry(1, 1, 1, Add("b", RequestSpec((), SamplingParams()))),
-        event_log.RequestEntry(2, 1, 1,
-                               Add("c", RequestSpec((), SamplingParams(max_tokens=4, stop=("x",)), 7, salt="mineral"))),
+        event_log.RequestEntry(1, 1, Add(0, RequestSpec((), SamplingParams(), salt="mine:x"), name="a")),
+        event_log.RequestEntry(1, 1, Add(1, RequestSpec((), SamplingParams()), name="b")),
+        event_log.RequestEntry(1, 1, Add(
+            2, RequestSpec((), SamplingParams(max_tokens=4, stop=("x",)), 7, salt="mineral"), name="c")),
         event_log.Step(0, 1, 2, numbers=(0, 1, 2), tokens=((5,), (6, 7), ()), sampled=((5,), (6, 7), (8,)),
                        ended=(event_log.End(0, "error", 1, "own"), event_log.End(1, "error", 1, "another's"))))]
     assert [entry.id for entry in seen[:3]] == ["a", "", ""] and seen[2].spec.params == SamplingParams(max_tokens=4)
@@ -285,8 +285,8 @@ def test_who_missed_its_own_request_sees_its_tokens_all_the_same() -> None:
     params = SamplingParams()
     step = event_log.Step(
         0, 1, 2, numbers=(0, 1), slots=(0, 1), starts=(0, 0), counts=(1, 1), tokens=((5,), (6,)))
-    entries = [event_log.RequestEntry(0, 1, 1, Add("a", RequestSpec((), params, salt="mine:x"))),
-               event_log.RequestEntry(1, 1, 1, Add("b", RequestSpec((), params, salt="other:x"))), step]
+    entries = [event_log.RequestEntry(1, 1, Add(0, RequestSpec((), params, salt="mine:x"), name="a")),
+               event_log.RequestEntry(1, 1, Add(1, RequestSpec((), params, salt="other:x"), name="b")), step]
     ring = Ring(len(event_log.line_of(step)))
     view = _View(ring, TenantFilter("mine"))
     list(view.opening())
@@ -300,7 +300,7 @@ def test_who_missed_its_own_request_sees_its_tokens_all_the_same() -> None:
 def test_many_unfinished_requests_are_encoded_in_parts() -> None:
     ring = Ring()
     for number in range(1000):
-        entry = event_log.RequestEntry(number, 1, 1, Add(str(number), RequestSpec((), SamplingParams())))
+        entry = event_log.RequestEntry(1, 1, Add(number, RequestSpec((), SamplingParams()), name=str(number)))
         ring.append(entry, event_log.line_of(entry))
     parts = [list(event_log.read(part.splitlines(keepends=True)))
              for part in _View(ring, TenantFilter("")).opening_now()]

@@ -48,7 +48,7 @@ def played(setup: Setup, number: int = 4, output: int = 600) -> tuple[Figures, l
     params = SamplingParams(max_tokens=output, ignore_eos=True)
     file, recorder = Lines(), Recorder(clock=lambda: 0)
     recorder.write_to(file)
-    found = simulate([(0.0, Add(f"r{one}", RequestSpec([5 + one] * 20, params, one))) for one in range(number)],
+    found = simulate([(0.0, Add(one, RequestSpec([5 + one] * 20, params, one))) for one in range(number)],
                      [Server(setup, observers=[recorder])])
     assert all(request.num_tokens == output for request in found.values())
     return figures(list(found.values())), file.entries

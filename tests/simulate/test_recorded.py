@@ -53,9 +53,9 @@ def commands(draw: random.Random, number: int) -> list[tuple[int, Command]]:
         params = SamplingParams(temperature=0.0, max_tokens=draw.randrange(1, 20), ignore_eos=draw.random() < 0.5)
         slo = SLO(f"t{index % 3}", priority=draw.randrange(-2, 3))
         spec = RequestSpec(prompt, params, index, slo=slo, queue_timeout=draw.choice([0.0, 0.2]))
-        found.append((at, Add(f"r{index}", spec)))
+        found.append((at, Add(index, spec)))
         if draw.random() < 0.15:
-            found.append((at + draw.randrange(60 * MS), Finish(f"r{index}", "abort")))
+            found.append((at + draw.randrange(60 * MS), Finish(index, "abort")))
     return sorted(found, key=lambda one: one[0])
 
 

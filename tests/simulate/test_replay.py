@@ -108,7 +108,7 @@ def test_a_log_goes_through_a_file_and_through_the_loss_of_an_engine(tmp_path: P
     run.ask(20)
     run.turn()
     run.recorder.lost("it was killed", run.clock())
-    run.recorder.stepped(StepRecord(NO_STEP, 5, 5, ended=(RowEnd("r20", "error", 0, "it was killed"),)))
+    run.recorder.stepped(StepRecord(NO_STEP, 5, 5, ended=(RowEnd(20, "error", 0, "it was killed"),)))
     run.start()
     for number in range(21, 40):
         run.ask(number)

@@ -67,13 +67,13 @@ def traffic(drawn: Sequence[Any], *, ends: bool) -> tuple[list[tuple[float, Comm
     found: list[tuple[float, Command]] = []
     outputs = {}
     for number, (at, shared, own, most, tokens, leaves, slo, patience) in enumerate(drawn):
-        name, prompt = f"r{number}", [1] * (4 * shared) + [2 + number % (VOCAB - 2)] * own
+        prompt = [1] * (4 * shared) + [2 + number % (VOCAB - 2)] * own
         params = SamplingParams(max_tokens=most, ignore_eos=bool(number % 2), min_tokens=number % 3)
-        found.append((at / 1000, Add(name, RequestSpec(
+        found.append((at / 1000, Add(number, RequestSpec(
             prompt, params, number, slo=slo, forced_length=most // 2 if ends else 0, queue_timeout=patience))))
-        outputs[name] = tokens
+        outputs[number] = tokens
         if leaves:
-            found.append(((at + leaves) / 1000, Finish(name, "abort")))
+            found.append(((at + leaves) / 1000, Finish(number, "abort")))
     return sorted(found, key=lambda one: one[0]), outputs
 
 
@@ -145,7 +145,7 @@ def test_most_steps_of_few_long_requests_are_not_planned(policy: str, monkeypatc
     schedule = Scheduler.schedule
     monkeypatch.setattr(Scheduler, "schedule", lambda *given: plans.append(given) or schedule(*given))
     params = SamplingParams(max_tokens=50, ignore_eos=True)
-    commands = [(0.0, Add(f"r{number}", RequestSpec([5] * 4, params, number))) for number in range(4)]
+    commands = [(0.0, Add(number, RequestSpec([5] * 4, params, number))) for number in range(4)]
     setup = Setup(replace(LIMITS, num_blocks=200), Scheduling(Batching(), 4, 24, Ordering(policy)), CostPace(cost))
     server = Server(setup)
     assert all(one.num_tokens == 50 for one in simulate(commands, [server]).values())
@@ -154,7 +154,7 @@ def test_most_steps_of_few_long_requests_are_not_planned(policy: str, monkeypatc
 
 def test_a_what_if_changes_the_settings_that_held_last():
     commands = [(0.0, Configure(Scheduling(Batching(), 2, 24))), *[
-        (0.001 * number, Add(f"r{number}", RequestSpec([5] * 4, SamplingParams(max_tokens=9, ignore_eos=True), number)))
+        (0.001 * number, Add(number, RequestSpec([5] * 4, SamplingParams(max_tokens=9, ignore_eos=True), number)))
         for number in range(1, 9)]]
     _, lines = played(commands, Setup(LIMITS, Scheduling(Batching(), 4, 24), CostPace(cost)), {}, at_once=True)
     answer = what_if([decode(line) for line in lines], {"scheduling_policy": "shortest"}, LatencyLimits())
@@ -164,7 +164,7 @@ def test_a_what_if_changes_the_settings_that_held_last():
 
 
 def test_a_what_if_about_prompts_that_other_engines_computed_is_refused():
-    _, lines = played([(0.0, Add("r0", RequestSpec([5] * 4, SamplingParams(max_tokens=9, ignore_eos=True))))],
+    _, lines = played([(0.0, Add(0, RequestSpec([5] * 4, SamplingParams(max_tokens=9, ignore_eos=True))))],
                       Setup(LIMITS, Scheduling(Batching(), 4, 24), CostPace(cost)), {}, at_once=True)
     entries = [decode(line) for line in lines]
     steps = [index for index, entry in enumerate(entries) if isinstance(entry, Step)]

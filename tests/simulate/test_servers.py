@@ -34,7 +34,7 @@ def served(setup, rate: float, replicas: int = 1) -> dict[str, SimulatedRequest]
 @pytest.mark.parametrize("name", names())
 def test_each_machine_of_the_file_names_its_source_and_serves_all_requests(name: str):
     requests = served(setup_of(name, SMALL, EngineConfig.of(model="")), 5.0)
-    expected = {str(one.number): one.num_output for one in workload(5.0).requests}
+    expected = {one.number: one.num_output for one in workload(5.0).requests}
     assert {key: len(one.token_times) for key, one in requests.items()} == expected
     assert "(" in described(name)
 
@@ -179,7 +179,7 @@ def test_apart_every_request_is_served_and_no_decode_step_computes_a_prompt():
     setup = setup_of("epyc", SMALL, EngineConfig.of(model="", max_num_seqs=8))
     found, longest = with_roles(setup, 1, 2, 40.0)
     assert {name: one.num_tokens for name, one in found.items()} == {
-        str(one.number): one.num_output for one in workload(40.0).requests}
+        one.number: one.num_output for one in workload(40.0).requests}
     assert {one.replica for one in found.values()} == {0, 1}
     assert longest == 1, "each prompt has arrived but for its last token"
     alike, apart = (figures(list(one.values())) for one in (served(setup, 40.0, replicas=3), found))
@@ -190,5 +190,4 @@ def test_apart_a_first_token_waits_for_its_prompt_to_travel():
     setup = setup_of("epyc", SMALL, EngineConfig.of(model="", max_num_seqs=8))
     near, far = (with_roles(setup, 2, 1, 5.0, seconds)[0] for seconds in (0.0, 0.001))
     for one in workload(5.0).requests:
-        name = str(one.number)
-        assert far[name].ttft > near[name].ttft + 0.0005 * one.num_prompt
+        assert far[one.number].ttft > near[one.number].ttft + 0.0005 * one.num_prompt

@@ -17,7 +17,7 @@ from slotwise.core.request import KVTransfer, RequestSpec
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
 from slotwise.engine.kv_link import Transferring
-from slotwise.engine.messages import Add, EngineInfo, StepRecord
+from slotwise.engine.messages import UNSUBMITTED, Add, EngineInfo, Finish, StepRecord
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe.recorder import Recorder
 from slotwise.transfer.connectors import connector_of
@@ -73,6 +73,8 @@ class Side:
         scheduling = Scheduling(Batching(), limits.max_num_seqs, limits.max_num_batched_tokens)
         self._recorder.started(EngineInfo("toy", "cpu", "float32", VOCAB, limits, scheduling, (EOS,)))
         self._recorder.write_to(self.log)
+        self.names: list[str] = []  # of its requests, by id
+        self.names: list[str] = []  # of its requests, by id
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, str] = {}
 
@@ -83,6 +85,13 @@ class Side:
         self.link._receiver = receiver
 
     def handle(self, command: Add) -> None:
+        command.request_id = len(self.names)
+        self.names.append(command.name)
+        self._recorder.commanded(command, time.monotonic_ns())
+        self.engine.handle(command)
+
+    def abort(self, name: str) -> None:
+        command = Finish(self.names.index(name), "abort")
         self._recorder.commanded(command, time.monotonic_ns())
         self.engine.handle(command)
 
@@ -95,11 +104,12 @@ class Side:
         self.records.append(record)
         self._recorder.stepped(record)
         assert not record.failure, record.failure
-        for name, tokens in zip(record.request_ids, record.token_ids, strict=False):
-            self.tokens.setdefault(name, []).extend(tokens)
+        for number, tokens in zip(record.request_ids, record.token_ids, strict=False):
+            self.tokens.setdefault(self.names[number], []).extend(tokens)
         for end in record.ended:
-            assert end.request_id not in self.ended, f"{end.request_id} has ended twice"
-            self.ended[end.request_id] = end.reason
+            name = self.names[end.request_id]
+            assert name not in self.ended, f"{name} has ended twice"
+            self.ended[name] = end.reason
         return True
 
     @property
@@ -136,13 +146,14 @@ class Pair:
         self.consumer.receives(Receiver(self.consumer.blocks, made, timeout))
 
     def prefill(self, name: str, prompt: list[int], timeout: float | None = None, max_tokens: int = 1) -> None:
-        self.producer.handle(Add(name, RequestSpec(
+        self.producer.handle(Add(UNSUBMITTED, RequestSpec(
             prompt, SamplingParams(max_tokens=max_tokens),
-            kv=KVTransfer(name, sends=True, timeout=timeout or self.timeout))))
+            kv=KVTransfer(name, sends=True, timeout=timeout or self.timeout)), name=name))
 
     def decode(self, name: str, prompt: list[int], max_tokens: int = 8) -> None:
-        self.consumer.handle(Add(name, RequestSpec(
-            prompt, SamplingParams(max_tokens=max_tokens), kv=KVTransfer(name, False, self.timeout, HOST, self.port))))
+        self.consumer.handle(Add(UNSUBMITTED, RequestSpec(
+            prompt, SamplingParams(max_tokens=max_tokens), kv=KVTransfer(name, False, self.timeout, HOST, self.port)),
+            name=name))
 
     def run(self, until: Callable[[], bool] | None = None, seconds: float = 120.0) -> None:
         """Step both until neither has anything left, or `until` holds."""

@@ -32,6 +32,10 @@ def cost(work: Work) -> int:
     return round(1.5 * MS + 60_000 * work.tokens + 40_000 * work.rows + 900 * work.context + 500 * work.pairs)
 
 
+def name_of(number: int) -> str:
+    return f"cmpl-r{number}-{number}"
+
+
 class Clock:
     """Time passes with what is computed, and a little whenever somebody looks."""
 
@@ -72,8 +76,8 @@ class Play:
         self.recorder = Recorder(Ring(1 << 40), self.clock)
         self.recorder.started(EngineInfo("toy", "cpu", "float32", VOCAB, limits, scheduling, (EOS,), depth=depth))
         self.waited: dict[str, int] = {}
-        self._received: dict[str, int] = {}
-        self._living: dict[str, None] = {}  # as the service sees it, in order of arrival
+        self._received: dict[int, int] = {}
+        self._living: dict[int, None] = {}  # as the service sees it, in order of arrival
         self._unsent: list[Command] = []  # on their way to the engine
         self._now = self.clock.ns  # of the API process
 
@@ -102,20 +106,19 @@ class Play:
         return self
 
     def arrive(self, num_prompt: int = 0, max_tokens: int = 0) -> str:
-        """A request of given or random size."""
+        """A request of given or random size; returns its name."""
         draw, number = self.random, len(self._received)
         tokens = [draw.randrange(1, VOCAB) for _ in range(num_prompt or draw.randint(1, 24))]
         if draw.random() < 0.5:
             tokens = (BEGINNING + tokens)[: len(tokens)]
         params = SamplingParams(max_tokens=max_tokens or draw.randint(1, 30), ignore_eos=True)
-        name = f"cmpl-r{number}-{number}"
         received = self._tick()
-        command = Add(name, RequestSpec(tokens, params, queue_timeout=PATIENCE if draw.random() < 0.125 else 0.0),
-                      Timing(received_ns=received, tokenized_ns=self._tick()))
-        self._received[name] = received
-        self._living[name] = None
+        command = Add(number, RequestSpec(tokens, params, queue_timeout=PATIENCE if draw.random() < 0.125 else 0.0),
+                      Timing(received_ns=received, tokenized_ns=self._tick()), name_of(number))
+        self._received[number] = received
+        self._living[number] = None
         self._send(command)
-        return name
+        return name_of(number)
 
     def _tick(self) -> int:
         """A moment of the API process, between the last and the engine's now."""
@@ -126,19 +129,19 @@ class Play:
         self.recorder.commanded(command, self._tick())
         self._unsent.append(command)
 
-    def _leave(self, name: str) -> None:
+    def _leave(self, number: int) -> None:
         reason = self.random.choice(("abort", "stop"))
-        del self._living[name]
-        self._send(Finish(name, reason))
+        del self._living[number]
+        self._send(Finish(number, reason))
         if reason == "stop":
-            self._answer(name)
+            self._answer(number)
         else:
-            self.waited[name] = self._now - self._received[name]
+            self.waited[name_of(number)] = self._now - self._received[number]
 
-    def _answer(self, name: str) -> None:
+    def _answer(self, number: int) -> None:
         last = self._now + self.random.randint(0, MS)
-        self.recorder.sent(name, self._received[name], last, 1)
-        self.waited[name] = last - self._received[name]
+        self.recorder.sent(number, self._received[number], last, 1)
+        self.waited[name_of(number)] = last - self._received[number]
 
     def _told(self, record: StepRecord) -> None:
         self.recorder.stepped(record)

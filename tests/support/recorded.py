@@ -99,11 +99,11 @@ class Recorded:
         whims = self.whims
         prompt = [3] * whims.choice((0, 8)) + [whims.randrange(1, VOCAB) for _ in range(whims.randint(1, 14))]
         params: dict[str, Any] = {"max_tokens": whims.randint(1, 20), "ignore_eos": whims.random() < 0.7}
-        self.send(Add(f"r{number}", RequestSpec(
+        self.send(Add(number, RequestSpec(
             prompt * whims.choice((1, 1, 1, 1, 4)), SamplingParams(**params), whims.getrandbits(64),
             salt=whims.choice(("", "other")), prediction=self._prediction(whims),
             pooling=PoolingParams(whims.choice(POOLING_TYPES)) if whims.random() < 0.1 else None,
-            forced_length=whims.choice((0, 0, 5)), queue_timeout=whims.choice((0.0, 0.0, 0.05)))))
+            forced_length=whims.choice((0, 0, 5)), queue_timeout=whims.choice((0.0, 0.0, 0.05))), name=f"r{number}"))
 
     def _prediction(self, whims: random.Random) -> tuple[int, ...]:
         if self._speculation is None or whims.random() < 0.5:
@@ -126,7 +126,7 @@ class Recorded:
                 self.ask(asked)
                 asked += 1
             if asked and whims.random() < 0.04:
-                self.send(Finish(f"r{whims.randrange(asked)}", whims.choice(("abort", "stop"))))
+                self.send(Finish(whims.randrange(asked), whims.choice(("abort", "stop"))))
             if whims.random() < 0.02:
                 slots = whims.randint(2, self._limits.max_num_seqs)
                 self._scheduling = Scheduling(self._scheduling.batching, slots, whims.randint(slots, 12))

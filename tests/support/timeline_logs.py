@@ -74,7 +74,8 @@ class Run:
         prompt = [self.draw.randrange(1, 23) for _ in range(self.draw.choice((3, 9, 20, 70)))]
         shared = [7] * 24 if self.draw.random() < 0.3 else []
         params = SamplingParams(max_tokens=self.draw.choice((2, 6, 15, 40)), ignore_eos=self.draw.random() < 0.6)
-        self.tell(Add(f"request-{self.num_requests}", RequestSpec(shared + prompt, params, self.num_requests)))
+        self.tell(Add(self.num_requests, RequestSpec(shared + prompt, params, self.num_requests),
+                      name=f"request-{self.num_requests}"))
         self.num_requests += 1
 
     def step(self) -> None:
@@ -98,7 +99,7 @@ def everything(seed: int = 1, depth: int = 0, *, drafts: bool = False) -> list[e
             if number % 3 == 0:
                 run.step()
             if number == 11:
-                run.tell(Finish(f"request-{run.num_requests - 4}", "abort"))
+                run.tell(Finish(run.num_requests - 4, "abort"))
         run.drain()
     return run.sink.entries
 

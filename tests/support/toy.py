@@ -21,6 +21,7 @@ from slotwise.core.slo import SLO
 from slotwise.core.step import StepPlan
 from slotwise.core.step_time import StepTimeModel, Work
 from slotwise.engine.executor import FakeExecutor
+from slotwise.engine.messages import UNSUBMITTED, Add
 from slotwise.policies.fcfs import FirstComeFirstServed
 
 VOCAB = 23
@@ -30,6 +31,11 @@ EOS = 0
 def next_token(context: Sequence[int]) -> int:
     """Depends on every token before it, so one wrong token anywhere changes all that follow."""
     return zlib.crc32(bytes(context)) % VOCAB
+
+
+def named(name: str, spec: RequestSpec) -> Add:
+    """A request for a client, which gives it its id."""
+    return Add(UNSUBMITTED, spec, name=name)
 
 
 def alone(request: Request, limits: SchedulerLimits) -> list[int]:

@@ -43,7 +43,7 @@ class Rehearsal:
             scheduler(info.limits, info.scheduling.discipline()), FakeExecutor(info.limits.block_size, next_token),
             self.clock, (EOS,), depth=depth)
         self.records: list[StepRecord] = []
-        self.num_outputs: dict[str, int] = {}
+        self.num_outputs: dict[int, int] = {}
         for observer in observers:
             observer.started(info)
 
@@ -52,13 +52,13 @@ class Rehearsal:
         return self._ns
 
     def arrive(self, number: int) -> None:
-        name = f"cmpl-{number}-{number}"
         prompt = [3] * self._draw.choice((0, 8)) + [self._draw.randrange(1, VOCAB) for _ in range(
             self._draw.randint(1, 12))]
         params = SamplingParams(max_tokens=self._draw.randint(1, 16), ignore_eos=True)
-        command, now = Add(name, RequestSpec(prompt, params), Timing(received_ns=self.clock())), self.clock()
+        command, now = Add(number, RequestSpec(prompt, params), Timing(received_ns=self.clock()),
+                           f"cmpl-{number}-{number}"), self.clock()
         for observer in self._observers:
-            observer.arrived(name, len(prompt), now)
+            observer.arrived(number, len(prompt), now)
             observer.commanded(command, now)
         self._sent.append(command)
 

@@ -34,7 +34,7 @@ def test_faults_cost_no_request_and_leave_nothing(connector):
                 pair.prefill(name, prompt)
             pair.decode(name, prompt)
             if draw.random() < 0.1:
-                pair.consumer.scheduler.finish(name, "abort", time.monotonic())
+                pair.consumer.scheduler.finish(pair.consumer.names.index(name), "abort", time.monotonic())
                 expected[name] = []
         pair.run()
     outputs = {name: pair.consumer.tokens.get(name, []) for name in expected}

@@ -12,7 +12,7 @@ from support.toy import alone, request
 from slotwise.core.params import SamplingParams
 from slotwise.core.reasons import WAITING_FOR_KV
 from slotwise.core.request import KVTransfer, RequestSpec
-from slotwise.engine.messages import Add, Finish
+from slotwise.engine.messages import UNSUBMITTED, Add
 from slotwise.observe import event_log
 from slotwise.simulate.replay import replay
 from slotwise.transfer.settings import CONNECTORS, TCP
@@ -83,7 +83,7 @@ def test_both_sides_use_their_prefix_caches(pair):
         assert pair.consumer.tokens[name] == expected(prompt)
     assert pair.producer.num_computed == len(PROMPT) + 7
     assert pair.consumer.num_computed == 2
-    (cached,) = [record.cached for record in pair.consumer.records if "b" in record.admitted]
+    (cached,) = [record.cached for record in pair.consumer.records if pair.consumer.names.index("b") in record.admitted]
     assert cached == (40,)  # of what the first transfer brought
     pair.decode("c", PROMPT)  # no transfer of this name is offered, and none is needed
     pair.run()
@@ -130,7 +130,7 @@ def test_a_consumer_that_needs_no_block_says_so(pair, why, first):
 def _decoded_or_left(pair: Pair, prompt: list[int], why: str) -> None:
     pair.decode("a", prompt)
     if why != "all is cached":
-        pair.consumer.handle(Finish("a", "abort"))
+        pair.consumer.abort("a")
 
 
 def test_requests_wait_for_pinned_blocks_and_run_when_these_are_released():
@@ -170,7 +170,8 @@ def test_both_logs_can_be_replayed(pair):
 
 def test_two_requests_of_one_transfer_are_refused(pair):
     pair.prefill("a", PROMPT)
-    pair.producer.handle(Add("b", RequestSpec(PROMPT, SamplingParams(max_tokens=1), kv=KVTransfer("a", True, 0.05))))
+    pair.producer.handle(Add(
+        UNSUBMITTED, RequestSpec(PROMPT, SamplingParams(max_tokens=1), kv=KVTransfer("a", True, 0.05)), name="b"))
     pair.run(lambda: len(pair.producer.ended) == 2)
     assert pair.producer.ended == {"a": "length", "b": "rejected"}
 
@@ -184,6 +185,6 @@ def test_requests_that_wait_are_counted_by_their_reason(pair):
     assert waiting.by_reason() == {WAITING_FOR_KV: 10}  # with blocks, or behind those with blocks
     assert pair.consumer.scheduler.num_running == pair.consumer.scheduler.num_waiting == 0
     for name in names:
-        pair.consumer.handle(Finish(name, "abort"))
+        pair.consumer.abort(name)
     pair.run()
     pair.check_nothing_is_left()

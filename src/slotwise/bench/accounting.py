@@ -65,7 +65,7 @@ class Accounts:
     def __init__(self, limits: SchedulerLimits, started_at: float) -> None:
         self._limits = limits
         self._started_at = started_at
-        self._unfinished: dict[str, _Progress] = {}
+        self._unfinished: dict[int, _Progress] = {}
         self._lanes = SlotChartBuilder(limits.max_num_seqs)
         self._waiting = _HeadOfLine(started_at)
         self._itl, self._e2e = array("d"), array("d")  # seconds
@@ -85,9 +85,9 @@ class Accounts:
 
     # -- events ----------------------------------------------------------------------------------------------------
 
-    def arrived(self, request_id: str, number: int, num_prompt: int, at: float) -> None:
+    def arrived(self, request_id: int, num_prompt: int, at: float) -> None:
         """Count a request added now, due at `at` seconds: its latencies count from there."""
-        self._unfinished[request_id] = _Progress(number, num_prompt, at, num_prompt)
+        self._unfinished[request_id] = _Progress(request_id, num_prompt, at, num_prompt)
         self._waiting.arrived(at)
 
     def step(self, record: StepRecord) -> int:

@@ -155,9 +155,8 @@ class _Feed:
     def _add(self, request: WorkRequest, due_at: float) -> None:
         if self._workload.users:
             self._idle_users -= 1
-        name = str(request.number)
-        self.accounts.arrived(name, request.number, request.num_prompt, due_at)
-        self._engine.handle(Add(name, RequestSpec(
+        self.accounts.arrived(request.number, request.num_prompt, due_at)
+        self._engine.handle(Add(request.number, RequestSpec(
             tuple(self._prompts[request.number]), self._params, request.number, forced_length=request.num_output)))
 
 

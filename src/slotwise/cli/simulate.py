@@ -123,7 +123,7 @@ def run(asked: argparse.Namespace) -> int:
     return 0
 
 
-def _alike(asked: argparse.Namespace, setup: Setup, traffic: Traffic) -> dict[str, SimulatedRequest]:
+def _alike(asked: argparse.Namespace, setup: Setup, traffic: Traffic) -> dict[int, SimulatedRequest]:
     """Simulates servers without roles."""
     routed = (RoutedServers(ROUTERS[asked.router](asked.seed), asked.replicas, setup.pace)
               if asked.router else None)
@@ -135,7 +135,7 @@ def _alike(asked: argparse.Namespace, setup: Setup, traffic: Traffic) -> dict[st
         return simulate(traffic, servers, routed=routed)
 
 
-def _apart(asked: argparse.Namespace, setup: Setup, traffic: Traffic) -> dict[str, SimulatedRequest]:
+def _apart(asked: argparse.Namespace, setup: Setup, traffic: Traffic) -> dict[int, SimulatedRequest]:
     """Simulates servers of which some compute prompts, and others answer."""
     prefill = [Server(setup, replica=number) for number in range(asked.prefill_replicas)]
     decode = [Server(setup, replica=number, kv_link=InstantKVLink(setup.limits.block_size))

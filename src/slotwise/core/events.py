@@ -14,7 +14,7 @@ from slotwise.core.step import TokenLogprobs
 
 class Arrived(NamedTuple):
     now: float
-    request_id: str
+    request_id: int
     num_prompt: int
 
 
@@ -22,13 +22,13 @@ class Rejected(NamedTuple):
     """Refused on arrival or when its grammar was compiled, because it could never run.  Ends the request."""
 
     now: float
-    request_id: str
+    request_id: int
     message: str
 
 
 class Admitted(NamedTuple):
     now: float
-    request_id: str
+    request_id: int
     slot: int
     step: int
     num_cached: int  # tokens found in the prefix cache, and not computed
@@ -38,7 +38,7 @@ class Preempted(NamedTuple):
     """Released its slot and blocks; keeps its tokens and waits to be recomputed."""
 
     now: float
-    request_id: str
+    request_id: int
     step: int
     num_computed: int
 
@@ -51,14 +51,14 @@ class Committed(NamedTuple):
 
     now: float
     step: int
-    request_ids: tuple[str, ...]
+    request_ids: tuple[int, ...]
     tokens: tuple[tuple[int, ...], ...]
     logprobs: tuple[tuple[TokenLogprobs, ...], ...]  # an entry is () for a request without log-probabilities
 
 
 class Finished(NamedTuple):
     now: float
-    request_id: str
+    request_id: int
     reason: str  # stop, length, abort, timeout, error, ...
     num_output: int
     message: str = ""  # for the client, where the reason needs one

@@ -119,7 +119,7 @@ class Policy(Protocol):
         """Returns the maximum, at least 1, of the `wanted` prompt tokens that it may get in a step."""
         ...
 
-    def paused(self, requests: Sequence[Request], starting: Sequence[Request], now: float) -> frozenset[str]:
+    def paused(self, requests: Sequence[Request], starting: Sequence[Request], now: float) -> frozenset[int]:
         """Returns the ids among `requests` to pause while the prompts of `starting` are computed."""
         ...
 

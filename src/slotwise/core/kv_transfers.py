@@ -110,7 +110,7 @@ class KVTransfers:
     """
 
     def __init__(
-        self, pinned: PinnedBlocks, block_size: int, unfinished: dict[str, Request], running: dict[str, Request],
+        self, pinned: PinnedBlocks, block_size: int, unfinished: dict[int, Request], running: dict[int, Request],
         lane_key: Callable[[str, float], Key], max_landed: int, num_blocks: int,
     ) -> None:
         self._pinned = pinned
@@ -119,7 +119,7 @@ class KVTransfers:
         self.incoming = WaitingQueue(lane_key)  # requests WAITING_FOR_KV
         self.given_up: list[Request] = []  # of these, without the blocks they had; enqueued before the next plan
         self.unwanted: list[Request] = []  # requests that will not ask for the blocks another engine keeps for them
-        self._landed: dict[str, Request] = {}  # requests without a slot that hold blocks, in the order they got them
+        self._landed: dict[int, Request] = {}  # requests without a slot that hold blocks, in the order they got them
         self._places = TenantCapacity("requests", max_landed, includes_reserve=True)
         self._blocks = TenantCapacity("blocks", max(1, num_blocks // 2), includes_reserve=True)
 

@@ -61,7 +61,7 @@ class PlanBuilder:
         # `core/prefill_isolation.py` explains these five.
         self.starting: list[Request] = []  # prompts for which other rows pause
         self.lanes: frozenset[str] = frozenset()  # lanes of the paused requests
-        self.paused: frozenset[str] = frozenset()  # ids of running requests that pause if any of `starting` gets tokens
+        self.paused: frozenset[int] = frozenset()  # ids of running requests that pause if any of `starting` gets tokens
         self.isolated_steps = 1  # number of isolated steps that this one may last for
         self.deferred: list[Request] = []  # running prefills planned after waiting requests that outrank them
         self.rows: list[Row] = []

@@ -141,7 +141,7 @@ class Request:
         "state", "stop_ids", "tables", "tokens",
     )
 
-    def __init__(self, request_id: str, spec: RequestSpec, eos_ids: Sequence[int] = ()) -> None:
+    def __init__(self, request_id: int, spec: RequestSpec, eos_ids: Sequence[int] = ()) -> None:
         self.request_id = request_id
         self.spec = spec
         self.tokens = list(spec.prompt)  # known tokens, without the pending ones

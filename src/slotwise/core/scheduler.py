@@ -95,7 +95,7 @@ Ended = list[tuple[Request, str]]
 class Outputs(NamedTuple):
     """Tokens that a step publishes: columns, one entry a request."""
 
-    request_ids: Sequence[str]
+    request_ids: Sequence[int]
     tokens: Sequence[Tokens]
     logprobs: Sequence[Logprobs]  # an entry is () for a request without log-probabilities
 
@@ -117,8 +117,8 @@ class Scheduler:
         self.kv = KVManager(
             limits.num_blocks, limits.groups, HostCache(limits.num_host_blocks, limits.max_loads),
             shares=limits.enable_prefix_caching)
-        self.unfinished: dict[str, Request] = {}  # in order of arrival
-        self.running: dict[str, Request] = {}  # in order of admission
+        self.unfinished: dict[int, Request] = {}  # in order of arrival
+        self.running: dict[int, Request] = {}  # in order of admission
         self.waiting = WaitingQueue(policy.lane_key)
         self.transfers = KVTransfers(
             self.kv.pinned, limits.block_size, self.unfinished, self.running, policy.lane_key,
@@ -128,10 +128,10 @@ class Scheduler:
         self._free_slots = list(range(self.num_slots))  # a heap: the lowest one is taken first
         self._released_slots: list[int] = []  # since the last plan
         self._in_flight: deque[InFlight] = deque()  # planned and not yet committed, oldest first
-        self._held: dict[str, tuple[Tokens, Logprobs]] = {}  # outputs kept until a batch that leaves together has ended
+        self._held: dict[int, tuple[Tokens, Logprobs]] = {}  # outputs kept until a batch that leaves together has ended
         self._drafting = Drafting(self.kv, self.times, proposer)
         self._isolation = PrefillIsolation()
-        self._last_victim = ""
+        self._last_victim = -1
         self._num_with_tpot = 0  # unfinished requests with a TPOT objective
         self._arrivals = 0
         self._steps = 0
@@ -184,7 +184,7 @@ class Scheduler:
         """All unfinished requests, in order of arrival."""
         return tuple(self.unfinished.values())
 
-    def queue_positions(self, request_ids: Collection[str], now: float) -> dict[str, int]:
+    def queue_positions(self, request_ids: Collection[int], now: float) -> dict[int, int]:
         """Queue position of each waiting request among `request_ids`: how many are to start before it, as of `now`."""
         return self.waiting.positions(request_ids, now)
 
@@ -263,13 +263,13 @@ class Scheduler:
         self._enqueue(request, now)
         self.events.append(Arrived(now, request.request_id, request.num_prompt))
 
-    def finish(self, request_id: str, reason: str, now: float) -> None:
+    def finish(self, request_id: int, reason: str, now: float) -> None:
         """Finish a request in any state.  Does nothing if the id is unknown or already finished."""
         request = self.unfinished.get(request_id)
         if request is not None:
             self._finish(request, reason, now)
 
-    def compiled(self, request_id: str, objection: str, now: float) -> None:
+    def compiled(self, request_id: int, objection: str, now: float) -> None:
         """The grammar of a waiting request is compiled; with an objection it is not, and the request is rejected."""
         request = self.unfinished.get(request_id)
         if request is not None and request.is_compiling:
@@ -850,12 +850,12 @@ class Scheduler:
         ending = gone + [(request, request.reason) for request in held if request.request_id in present]
         return self._release_outputs(plan.request_ids), ending
 
-    def _release_outputs(self, request_ids: Iterable[str]) -> Outputs:
+    def _release_outputs(self, request_ids: Iterable[int]) -> Outputs:
         """Remove and return the outputs held for these requests."""
         found = [(request_id, *self._held.pop(request_id)) for request_id in request_ids if request_id in self._held]
         return Outputs(*zip(*found, strict=True)) if found else Outputs((), (), ())
 
-    def rollback(self) -> list[str]:
+    def rollback(self) -> list[int]:
         """Drop all steps in flight after a failure; their rows are planned again from the last commit.
 
         Returns the ids of the unfinished requests that cannot go on: those in the oldest of these steps; in any of them

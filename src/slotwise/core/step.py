@@ -49,7 +49,7 @@ class RowKind(IntEnum):
 class NewRequest(NamedTuple):
     """A request enters a slot.  After a preemption it has output tokens already."""
 
-    request_id: str
+    request_id: int
     slot: int
     spec: RequestSpec
     stop_ids: tuple[int, ...]  # tokens that end the request; masked until `params.min_tokens` are sampled
@@ -95,7 +95,7 @@ class Copy(NamedTuple):
 class Arrival(NamedTuple):
     """Blocks of a prompt were received."""
 
-    request_id: str
+    request_id: int
     num_blocks: int  # of the prompt, from its first block on, that are there now
     is_last: bool  # no more will arrive
     failure: str = ""  # why others will not
@@ -104,7 +104,7 @@ class Arrival(NamedTuple):
 class Decision(NamedTuple):
     """A request that was not planned, or was preempted, and the reason (`core/reasons.py`)."""
 
-    request_id: str
+    request_id: int
     reason: str
 
 
@@ -112,7 +112,7 @@ class Stop(NamedTuple):
     """Where admission stopped: `first_blocked` waits for `reason`, and `num_behind` requests wait behind it."""
 
     reason: str
-    first_blocked: str
+    first_blocked: int
     num_behind: int
     reopens_at: float = float("inf")  # seconds; when time alone ends the wait
 
@@ -129,7 +129,7 @@ class StepPlan(NamedTuple):
     new_requests: tuple[NewRequest, ...]
     freed_blocks: tuple[FreedBlocks, ...]
     new_blocks: tuple[NewBlocks, ...]
-    request_ids: tuple[str, ...]
+    request_ids: tuple[int, ...]
     slots: tuple[int, ...]
     starts: tuple[int, ...]
     counts: tuple[int, ...]

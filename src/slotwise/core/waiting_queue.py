@@ -50,7 +50,7 @@ class WaitingQueue:
         self.lane_key = lane_key
         self._moments: list[tuple[float, int, Request]] = []  # a heap; holds some requests that have left
         self._lanes: dict[Lane, list[Entry]] = {}
-        self._places: dict[str, Place] = {}
+        self._places: dict[int, Place] = {}
 
     def __len__(self) -> int:
         return len(self._places)
@@ -63,10 +63,10 @@ class WaitingQueue:
         """Returns an iterator in queue order; the request shown last may be removed before the next call."""
         return Walk(self._lanes, self.lane_key, now)
 
-    def positions(self, request_ids: Collection[str], now: float) -> dict[str, int]:
+    def positions(self, request_ids: Collection[int], now: float) -> dict[int, int]:
         """Returns how many requests are before each of `request_ids` that waits."""
         left = {name for name in request_ids if name in self._places}
-        found: dict[str, int] = {}
+        found: dict[int, int] = {}
         walk, num_before = self.walk(now), 0
         while left and (request := walk.next()) is not None:
             num_before += 1

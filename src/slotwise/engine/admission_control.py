@@ -90,8 +90,8 @@ class AdmissionControl(Observer):
         self._requests = TenantCapacity("requests wait", includes_reserve=max_requests is not None)
         self._tokens = TenantCapacity("prompt tokens wait", includes_reserve=max_tokens is not None)
         self._unfinished = TenantCapacity("requests wait or run", max_live, includes_reserve=True)
-        self._tenant_of: dict[str, str] = {}  # unfinished request -> tenant
-        self._waiting: dict[str, tuple[SLO, int]] = {}  # waiting request -> objectives, prompt tokens
+        self._tenant_of: dict[int, str] = {}  # unfinished request -> tenant
+        self._waiting: dict[int, tuple[SLO, int]] = {}  # waiting request -> objectives, prompt tokens
         self._in_tier: defaultdict[str, TenantCapacity] = defaultdict(
             lambda: TenantCapacity("requests wait", includes_reserve=True))
         self._slots = limits.max_num_seqs
@@ -156,7 +156,7 @@ class AdmissionControl(Observer):
         else:
             self._free = (self._slots - record.num_running, self._limits.tokens_in(record.num_free_blocks))
 
-    def _leave_queue(self, request_id: str) -> bool:
+    def _leave_queue(self, request_id: int) -> bool:
         """Returns whether the request waited: a preempted one is admitted more than once."""
         if (left := self._waiting.pop(request_id, None)) is None:
             return False

@@ -8,6 +8,7 @@ last requested.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import socket
 import time
@@ -82,6 +83,7 @@ class EngineClient:
         self._info: EngineInfo | None = None  # of the engine attached last
         self._scheduling: Scheduling | None = None  # as changed since the first start
         self._generations = LiveGenerations()
+        self._ids = itertools.count()  # of requests
         self._lost = asyncio.Event()
         self._queries = QueuePositionQueries()
         self._given_back = GiveBackAnswer()
@@ -216,21 +218,21 @@ class EngineClient:
     # -- requests ------------------------------------------------------------------------------------------------
 
     def submit(self, request: Add) -> Generation:
-        """Starts a generation.
+        """Starts a generation, and gives its request an id.
 
         Raises:
-            Refused: the engine takes no requests, the queue is full, or the id is in use.
+            Refused: the engine takes no requests, the queue is full, or the name is in use.
         """
-        request_id = request.request_id
         self._admit(request)
-        generation = Generation(request_id, self._finish_here)
+        request.request_id = request_id = next(self._ids)
+        generation = Generation(request_id, request.name, self._finish_here)
         self._generations.add(generation)
         now = time.monotonic_ns()
         self._notify(lambda observer: observer.arrived(request_id, len(request.spec.prompt), now))
         self._send(request)
         return generation
 
-    async def queue_positions(self, request_ids: Sequence[str]) -> tuple[RequestPosition, ...]:
+    async def queue_positions(self, request_ids: Sequence[int]) -> tuple[RequestPosition, ...]:
         """Queue positions of those of these requests that are unfinished, after the current step of the engine.
 
         Raises:
@@ -259,9 +261,8 @@ class EngineClient:
 
     def _admit(self, request: Add) -> None:
         self.check_open()
-        request_id = request.request_id
-        if request_id in self._generations:
-            self._refuse(DUPLICATE_ID, f"a request named {request_id!r} is still alive")
+        if self._generations.has_name(request.name):
+            self._refuse(DUPLICATE_ID, f"a request named {request.name!r} is still alive")
         if request.spec.adapter and request.spec.adapter not in self._adapters:  # the next engine loads it again
             self._refuse(ADAPTER_LOADING, "the adapter is being loaded; try again later")
         assert self._connection is not None

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from slotwise.engine.generation import Generation
 from slotwise.engine.messages import StepOutputs, StepRecord
 
-Live = Mapping[str, Generation]
+Live = Mapping[int, Generation]
 """Unfinished generations, by request."""
 
 

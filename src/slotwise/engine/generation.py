@@ -29,10 +29,12 @@ class Generation:
 
     __slots__ = (
         "_delivered", "_drafted", "_end", "_finish", "_kept", "_logprobs", "_loop", "_tokens", "_waiter",
-        "first_token_ns", "interval", "moved_ns", "num_cached", "num_prompt", "pooled", "prompt_logprobs", "request_id")
+        "first_token_ns", "interval", "moved_ns", "name", "num_cached", "num_prompt", "pooled",
+        "prompt_logprobs", "request_id")
 
-    def __init__(self, request_id: str, finish: Callable[[Generation, str], None]) -> None:
+    def __init__(self, request_id: int, name: str, finish: Callable[[Generation, str], None]) -> None:
         self.request_id = request_id
+        self.name = name
         self.interval = 1  # tokens to wait for before the consumer is woken
         self.num_cached = -1  # prompt tokens found in the cache at its first admission; -1: not admitted yet
         self.num_prompt = 0  # tokens of its prompt, where its drafts are counted; 0: they are not

@@ -18,7 +18,7 @@ POLL = 0.001  # seconds between two looks at a grammar while nothing else runs
 class Compiled(NamedTuple):
     """The grammar of a request is compiled; `objection` says why it cannot be, "" if it is."""
 
-    request_id: str
+    request_id: int
     objection: str = ""
 
 
@@ -35,12 +35,12 @@ class GrammarCompiler(Protocol):
         """Whether `pop_compiled` returns any."""
         ...
 
-    def compile(self, request_id: str, grammar: Grammar) -> None: ...
+    def compile(self, request_id: int, grammar: Grammar) -> None: ...
 
     def pop_compiled(self) -> Sequence[Compiled]:
         """Returns the grammars compiled since the last call."""
         ...
 
-    def release(self, request_id: str) -> None:
+    def release(self, request_id: int) -> None:
         """The request has ended.  Does nothing for one without a grammar."""
         ...

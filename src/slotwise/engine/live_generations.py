@@ -19,8 +19,9 @@ class LiveGenerations:
     """Unfinished generations by request, and the requests finished in this process that the engine still has."""
 
     def __init__(self) -> None:
-        self._live: dict[str, Generation] = {}
-        self._leaving: dict[str, str] = {}  # -> reason
+        self._live: dict[int, Generation] = {}
+        self._leaving: dict[int, tuple[str, str]] = {}  # -> name and reason
+        self._names: set[str] = set()  # of both; unnamed requests have none
         self._idle = asyncio.Event()  # none is unfinished
         self._idle.set()
 
@@ -33,17 +34,19 @@ class LiveGenerations:
         """Requests that the engine has."""
         return len(self._live) + len(self._leaving)
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._live or request_id in self._leaving
+    def has_name(self, name: str) -> bool:
+        return name in self._names
 
     def add(self, generation: Generation) -> None:
         self._live[generation.request_id] = generation
+        if generation.name:
+            self._names.add(generation.name)
         self._idle.clear()
 
     def finish(self, generation: Generation, reason: str) -> None:
         """Ends an unfinished generation before the engine does."""
         self._forget(generation.request_id)
-        self._leaving[generation.request_id] = reason
+        self._leaving[generation.request_id] = (generation.name, reason)
         generation.end(reason)
 
     def deliver(self, outputs: StepOutputs) -> None:
@@ -65,9 +68,10 @@ class LiveGenerations:
         for row in record.ended:
             if (generation := live.get(row.request_id)) is not None:
                 self._forget(row.request_id)
+                self._names.discard(generation.name)
                 generation.end(row.reason, row.message)
-            else:
-                self._leaving.pop(row.request_id, None)
+            elif (left := self._leaving.pop(row.request_id, None)) is not None:
+                self._names.discard(left[0])
 
     async def end_within(self, timeout: float) -> None:
         """Waits up to `timeout` seconds for the unfinished generations, then aborts them."""
@@ -77,17 +81,18 @@ class LiveGenerations:
             for generation in list(self._live.values()):
                 generation.finish("abort")
 
-    def lost(self, message: str) -> dict[str, str]:
+    def lost(self, message: str) -> dict[int, str]:
         """Ends all with an error, for the engine is lost.  Returns the requests that it had, and why each ended."""
-        lost = dict.fromkeys(self._live, "error") | self._leaving
+        lost = dict.fromkeys(self._live, "error") | {number: reason for number, (_, reason) in self._leaving.items()}
         for generation in self._live.values():
             generation.end("error", message)
         self._live.clear()
         self._leaving.clear()
+        self._names.clear()
         self._idle.set()
         return lost
 
-    def _forget(self, request_id: str) -> None:
+    def _forget(self, request_id: int) -> None:
         del self._live[request_id]
         if not self._live:
             self._idle.set()

@@ -42,6 +42,7 @@ else:
             def __init_subclass__(cls, *, frozen: bool = False, **encoding: Any) -> None:
                 dataclass(frozen=frozen)(cls)
 
+UNSUBMITTED = -1  # in place of a request's id: `EngineClient.submit` gives it one
 NO_STEP = -1  # in place of a step's number: a record of what happened between steps
 
 
@@ -56,15 +57,16 @@ class Timing(Struct, frozen=True, omit_defaults=True):
 class Add(Struct, tag="add", omit_defaults=True):
     """Starts a generation."""
 
-    request_id: str
+    request_id: int  # from 0 up, in order of submission, and never used again by this server
     spec: RequestSpec
     timing: Timing = Timing()
+    name: str = ""  # by which responses, explanations and the timeline show it; begins with the response's id
 
 
 class Finish(Struct, tag="finish"):
     """Ends a generation: `abort` when its client disconnected, `stop` when a stop string matched."""
 
-    request_id: str
+    request_id: int
     reason: str
 
 
@@ -94,7 +96,7 @@ class QueuePositionQuery(Struct, tag="locate"):
     """Asks for queue positions.  No command: it changes nothing and is not replayed."""
 
     number: int  # repeated in the answer
-    request_ids: tuple[str, ...]
+    request_ids: tuple[int, ...]
 
 
 class GiveBack(Struct, tag="give_back"):
@@ -197,7 +199,7 @@ class EngineInfo(Struct, tag="ready"):
 class RowEnd(Struct, array_like=True):
     """The end of a request: `message` explains `rejected`, `timeout` and `error`, else it is empty."""
 
-    request_id: str
+    request_id: int
     reason: str
     num_output: int
     message: str = ""
@@ -218,7 +220,7 @@ class StepRecord(Struct, tag="step", omit_defaults=True):
     step: int
     started_ns: int  # monotonic
     ended_ns: int
-    request_ids: tuple[str, ...] = ()
+    request_ids: tuple[int, ...] = ()
     slots: tuple[int, ...] = ()
     starts: tuple[int, ...] = ()
     counts: tuple[int, ...] = ()
@@ -226,7 +228,7 @@ class StepRecord(Struct, tag="step", omit_defaults=True):
     held: tuple[int, ...] = ()
     token_ids: tuple[tuple[int, ...], ...] = ()
     logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
-    admitted: tuple[str, ...] = ()
+    admitted: tuple[int, ...] = ()
     cached: tuple[int, ...] = ()  # of each admitted, the tokens found in the cache
     preempted: tuple[Decision, ...] = ()
     lost: tuple[int, ...] = ()  # of each preempted, the tokens computed
@@ -267,7 +269,7 @@ class StepRecord(Struct, tag="step", omit_defaults=True):
 class StepOutputs(Struct, tag="outputs"):
     """A part of a step's outputs, sent before its record (see `engine.outputs`): columns, as there."""
 
-    request_ids: tuple[str, ...] = ()
+    request_ids: tuple[int, ...] = ()
     token_ids: tuple[tuple[int, ...], ...] = ()
     logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
     starts: tuple[int, ...] = ()  # the position of each row's first prompt log-probability, less one
@@ -278,7 +280,7 @@ class StepOutputs(Struct, tag="outputs"):
 class RequestPosition(Struct, array_like=True):
     """State and queue position of an unfinished request."""
 
-    request_id: str
+    request_id: int
     state: str
     num_output: int
     position: int | None = None  # requests that start before it, by the policy in force; None: it has a slot

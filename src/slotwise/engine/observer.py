@@ -17,7 +17,7 @@ class Observer:
     def started(self, info: EngineInfo) -> None:
         """An engine is ready; it holds no requests."""
 
-    def arrived(self, request_id: str, num_prompt: int, now_ns: int) -> None:
+    def arrived(self, request_id: int, num_prompt: int, now_ns: int) -> None:
         """A generation was accepted."""
 
     def refused(self, kind: str) -> None:
@@ -29,7 +29,7 @@ class Observer:
     def stepped(self, record: StepRecord) -> None:
         """A step record arrived."""
 
-    def sent(self, request_id: str, first_ns: int, last_ns: int, num_events: int) -> None:
+    def sent(self, request_id: int, first_ns: int, last_ns: int, num_events: int) -> None:
         """A complete response was written to the socket, as `num_events` events."""
 
     def lost(self, message: str, now_ns: int) -> None:

@@ -24,7 +24,7 @@ class QueuePositionQueries:
         self._answer: asyncio.Future[tuple[RequestPosition, ...]] | None = None  # to that one
 
     async def ask(
-        self, request_ids: Sequence[str], send: Callable[[QueuePositionQuery], None],
+        self, request_ids: Sequence[int], send: Callable[[QueuePositionQuery], None],
     ) -> tuple[RequestPosition, ...]:
         """Returns the positions of those of these requests that are unfinished.
 

@@ -65,7 +65,7 @@ def check_steps(executor: Executor, limits: SchedulerLimits, clock: Clock) -> No
         max_model_len=longest, num_blocks=len(limits.windows), block_size=limits.block_size, max_num_seqs=1,
         max_num_batched_tokens=prompt, windows=limits.windows, max_chunk=prompt))
     for number, params in enumerate(KINDS):
-        engine.handle(Add(f"first-{number}", RequestSpec((ANY_TOKEN,) * prompt, params)))
+        engine.handle(Add(number, RequestSpec((ANY_TOKEN,) * prompt, params)))
         num_tokens = 0
         while engine.has_work:
             try:
@@ -146,7 +146,7 @@ class _Rows:
         self._engine = _engine(executor, clock, replace(
             limits, enable_prefix_caching=False, max_step_ms=None, max_stall_ms=None, tiers=(), stages=1), self.drafts)
         self._limits = limits
-        self._decoding: list[str] = []  # ids of the decode rows
+        self._decoding: list[int] = []  # ids of the decode rows
         self._num_added = 0
 
     def play(self, stage: tuple[int, int, int], times: StepTimeModel, goes_on: Callable[[], bool]) -> bool:
@@ -166,16 +166,16 @@ class _Rows:
 
     def leave(self) -> None:
         for number in range(self._num_added):
-            self._engine.handle(Finish(f"probe-{number}", "abort"))
+            self._engine.handle(Finish(number, "abort"))
         self._engine.step()  # its plan releases the slots
 
-    def _add(self, num_tokens: int, max_tokens: int) -> str:
+    def _add(self, num_tokens: int, max_tokens: int) -> int:
         longest = self._limits.max_model_len - 1
-        name = f"probe-{self._num_added}"
+        request_id = self._num_added
         self._num_added += 1
         params = SamplingParams(temperature=0.0, max_tokens=min(max_tokens, longest), ignore_eos=True)
-        self._engine.handle(Add(name, RequestSpec((ANY_TOKEN,) * min(num_tokens, longest), params)))
-        return name
+        self._engine.handle(Add(request_id, RequestSpec((ANY_TOKEN,) * min(num_tokens, longest), params)))
+        return request_id
 
     def _step(self, times: StepTimeModel, goes_on: Callable[[], bool]) -> bool:
         """Runs one step, from which `times` learns; returns whether it ran."""

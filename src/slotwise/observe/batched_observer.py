@@ -33,7 +33,7 @@ class BatchedObserver(Observer):
         self._pending: list[tuple[str, tuple[Any, ...]]] = []
         self._timer: asyncio.TimerHandle | None = None  # set while events are pending
 
-    def arrived(self, request_id: str, num_prompt: int, now_ns: int) -> None:
+    def arrived(self, request_id: int, num_prompt: int, now_ns: int) -> None:
         self._keep("arrived", request_id, num_prompt, now_ns)
 
     def commanded(self, command: Command, now_ns: int) -> None:
@@ -42,7 +42,7 @@ class BatchedObserver(Observer):
     def stepped(self, record: StepRecord) -> None:
         self._keep("stepped", record)
 
-    def sent(self, request_id: str, first_ns: int, last_ns: int, num_events: int) -> None:
+    def sent(self, request_id: int, first_ns: int, last_ns: int, num_events: int) -> None:
         self._keep("sent", request_id, first_ns, last_ns, num_events)
 
     def started(self, info: EngineInfo) -> None:

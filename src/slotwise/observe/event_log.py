@@ -70,15 +70,18 @@ class Run(_Entry, tag="run"):
 class RequestEntry(_Entry, tag="request"):
     """A generation was requested.  The engine handles it later: see `Step.taken`."""
 
-    number: Number
     ns: Ns  # sent to the engine
     num_prompt: Number
     add: Add  # as it was sent, in a file; a stream has `RequestSpec.public`
 
     @property
-    def id(self) -> str:
-        """The engine's; begins with the response's."""
+    def number(self) -> int:
         return self.add.request_id
+
+    @property
+    def id(self) -> str:
+        """Its name, which begins with the response's id."""
+        return self.add.name
 
     @property
     def spec(self) -> RequestSpec:
@@ -89,7 +92,7 @@ class RequestEntry(_Entry, tag="request"):
         return self.add.timing
 
     def replace_spec(self, spec: RequestSpec) -> RequestEntry:
-        return RequestEntry(self.number, self.ns, self.num_prompt, Add(self.id, spec, self.timing))
+        return RequestEntry(self.ns, self.num_prompt, Add(self.number, spec, self.timing, self.id))
 
 
 class Command(_Entry, tag="command"):

@@ -65,9 +65,9 @@ class PrefixIndex(Observer):
     _block_of: dict[int, int] = field(default_factory=dict)  # by piece
     _pieces_of: dict[int, list[int]] = field(default_factory=dict)  # by block
     _adapter_of: dict[int, int] = field(default_factory=dict)  # by piece: the number of its adapter, if it has one
-    _prompts: dict[str, _Prompt] = field(default_factory=dict)  # by request
+    _prompts: dict[int, _Prompt] = field(default_factory=dict)  # by request
 
-    def expect(self, request_id: str, prefix: tuple[int, tuple[int, ...]], num_tokens: int, piece_bytes: int,
+    def expect(self, request_id: int, prefix: tuple[int, tuple[int, ...]], num_tokens: int, piece_bytes: int,
                adapter: int = 0) -> None:
         """A request has been submitted.
 
@@ -138,7 +138,7 @@ class PrefixIndex(Observer):
         joined = {slot: request_id for slot, request_id in zip(record.slots, record.request_ids, strict=True)
                   if request_id in cached}
         for slot, group, blocks in record.new_blocks:
-            request_id = joined.get(slot, "")
+            request_id = joined.get(slot, -1)
             for block in blocks[cached.get(request_id, 0) // self._block_size :]:
                 for piece in self._pieces_of.pop(block, ()):
                     self._forget(piece)
@@ -152,7 +152,7 @@ class PrefixIndex(Observer):
             if request_id in self._prompts:
                 self._add(request_id, start + count)
 
-    def _add(self, request_id: str, num_tokens: int) -> None:
+    def _add(self, request_id: int, num_tokens: int) -> None:
         """The first `num_tokens` tokens of a request are computed."""
         prompt = self._prompts[request_id]
         while prompt.num_computed < len(prompt.pieces) and prompt.ends[prompt.num_computed] <= num_tokens:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -16,8 +15,6 @@ from slotwise.observe.event_log import Entry, line_of
 from slotwise.observe.fold import Changes, Timelines
 from slotwise.observe.log_format import FORMAT
 from slotwise.observe.ring import Ring
-
-REMEMBERED = 8192  # ended requests whose numbers are kept: `Sent`, or a step in flight, may still name them
 
 
 class File(Protocol):
@@ -48,9 +45,6 @@ class Recorder(Observer):
         self._file: File | None = None
         self._readers: list[Reader] = []
         self._run: event_log.Run | None = None
-        self._arrivals = 0
-        self._numbers: dict[str, int] = {}
-        self._ended: deque[tuple[str, int]] = deque()  # of those, the oldest first
 
     def write_to(self, file: File) -> None:
         """Also writes to `file` from now on, prompts included."""
@@ -68,10 +62,6 @@ class Recorder(Observer):
     def timelines(self) -> Timelines:
         return self.ring.timelines
 
-    def number_of(self, request_id: str) -> int:
-        """Returns the number of an unfinished or recently ended request; else -1."""
-        return self._numbers.get(request_id, -1)
-
     # -- observing -----------------------------------------------------------------------------------------------
 
     def started(self, info: EngineInfo) -> None:
@@ -88,28 +78,23 @@ class Recorder(Observer):
         if isinstance(command, Add):
             self._asked(command, now_ns)
         elif isinstance(command, Finish):
-            self._write(event_log.Command(now_ns, self.number_of(command.request_id), command.reason))
+            self._write(event_log.Command(now_ns, command.request_id, command.reason))
         else:
             self._write(event_log.Command(now_ns, scheduling=command.scheduling))
 
     def stepped(self, record: StepRecord) -> None:
-        self._write(step_entry(record, self._numbers))
-        for end in record.ended:
-            self._forget_later(end.request_id)
+        self._write(step_entry(record))
 
     def lost(self, message: str, now_ns: int) -> None:
         self._write(event_log.Engine(now_ns, event_log.LOST, message))
 
-    def sent(self, request_id: str, first_ns: int, last_ns: int, num_events: int) -> None:
-        if (number := self.number_of(request_id)) >= 0:
-            self._write(event_log.Sent(number, first_ns, last_ns, num_events))
+    def sent(self, request_id: int, first_ns: int, last_ns: int, num_events: int) -> None:
+        self._write(event_log.Sent(request_id, first_ns, last_ns, num_events))
 
     # -- writing -------------------------------------------------------------------------------------------------
 
     def _asked(self, request: Add, now_ns: int) -> None:
-        number = self._numbers[request.request_id] = self._arrivals
-        self._arrivals += 1
-        entry = event_log.RequestEntry(number, now_ns, len(request.spec.prompt), request)
+        entry = event_log.RequestEntry(now_ns, len(request.spec.prompt), request)
         if self._file is not None:
             self._file.write(line_of(entry))
         entry = entry.replace_spec(request.spec.without_texts())
@@ -126,25 +111,14 @@ class Recorder(Observer):
         for reader in self._readers:
             reader.write(entry, changes)
 
-    def _forget_later(self, request_id: str) -> None:
-        self._ended.append((request_id, self.number_of(request_id)))
-        if len(self._ended) > REMEMBERED:
-            oldest, number = self._ended.popleft()
-            if self.number_of(oldest) == number:  # the id was not reused
-                del self._numbers[oldest]
 
-
-def step_entry(record: StepRecord, numbers: dict[str, int]) -> event_log.Step:
-    """Returns the log entry of `record`, with the `numbers` of its requests.
-
-    Raises:
-        KeyError: a request has no number.
-    """
+def step_entry(record: StepRecord) -> event_log.Step:
+    """Returns the log entry of `record`."""
     entry = event_log.Step(
         record.step, record.started_ns, record.ended_ns, record.planned, record.taken,
-        tuple(map(numbers.__getitem__, record.request_ids)), record.slots, record.starts, record.counts,
+        record.request_ids, record.slots, record.starts, record.counts,
         record.padding, record.held, record.token_ids, record.sampled, record.failed)
-    _set_rare_fields(entry, record, numbers)
+    _set_rare_fields(entry, record)
     entry.prefills = tuple([row for row, kind in enumerate(record.kinds) if kind is RowKind.PREFILL])
     entry.drafts, entry.freed_blocks, entry.draft_limit = record.drafts, record.freed_blocks, record.draft_limit
     entry.released_slots, entry.proposing = record.released_slots, record.proposing
@@ -156,28 +130,28 @@ def step_entry(record: StepRecord, numbers: dict[str, int]) -> event_log.Step:
     return entry
 
 
-def _set_rare_fields(entry: event_log.Step, record: StepRecord, numbers: dict[str, int]) -> None:
+def _set_rare_fields(entry: event_log.Step, record: StepRecord) -> None:
     """Sets the fields that are empty in most steps."""
     if record.admitted:
         entry.admitted = tuple([
-            event_log.Admission(numbers[name], cached)
+            event_log.Admission(name, cached)
             for name, cached in zip(record.admitted, record.cached, strict=True)])
     if record.preempted:
         entry.preempted = tuple([
-            event_log.Preemption(numbers[name], reason, lost)
+            event_log.Preemption(name, reason, lost)
             for (name, reason), lost in zip(record.preempted, record.lost, strict=True)])
     if record.refused:
-        entry.refused = tuple([event_log.Refused(numbers[name], reason) for name, reason in record.refused])
+        entry.refused = tuple([event_log.Refused(name, reason) for name, reason in record.refused])
     if (stop := record.stop) is not None:
         reopens_at = None if stop.reopens_at == float("inf") else stop.reopens_at
-        entry.stop = event_log.Stop(stop.reason, numbers[stop.first_blocked], stop.num_behind, reopens_at)
+        entry.stop = event_log.Stop(stop.reason, stop.first_blocked, stop.num_behind, reopens_at)
     entry.forced, entry.ranks = record.forced, record.ranks
     if record.compiled:
-        entry.compiled = tuple([event_log.Compiled(numbers[name], objection) for name, objection in record.compiled])
+        entry.compiled = tuple([event_log.Compiled(name, objection) for name, objection in record.compiled])
     if record.arrivals:
-        entry.arrivals = tuple([event_log.Arrival(numbers[arrival.request_id], *arrival[1:])
+        entry.arrivals = tuple([event_log.Arrival(arrival.request_id, *arrival[1:])
                                 for arrival in record.arrivals])
     entry.acknowledged = record.acknowledged
     if record.ended:
         entry.ended = tuple([
-            event_log.End(numbers[end.request_id], end.reason, end.num_output, end.message) for end in record.ended])
+            event_log.End(end.request_id, end.reason, end.num_output, end.message) for end in record.ended])

@@ -38,11 +38,11 @@ class EmbeddingJob:
     def choices(self) -> list[EmbeddingJob]:
         return [self]
 
-    def add(self, name: str) -> Add:
+    def add(self, name: str, request_id: int) -> Add:
         """The command that starts it, under a name that is unique among the unfinished ones."""
-        return Add(name, RequestSpec(
+        return Add(request_id, RequestSpec(
             tuple(self.output.prompt_token_ids), NO_TOKENS, salt=self._salt, pooling=self._pooling,
-            adapter=self._adapter.number, adapter_name=self._adapter.name))
+            adapter=self._adapter.number, adapter_name=self._adapter.name), name=name)
 
     def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], now: float, reason: str = "") -> None:
         """Never called: nothing is sampled."""

@@ -9,7 +9,7 @@ from slotwise.core.params import SamplingParams as EngineParams
 from slotwise.core.request import RequestSpec
 from slotwise.core.slo import SLO
 from slotwise.core.step import TokenLogprobs
-from slotwise.engine.messages import Add
+from slotwise.engine.messages import UNSUBMITTED, Add
 from slotwise.offline.residents import BASE, Held
 from slotwise.outputs import CompletionOutput, RequestOutput, by_token
 from slotwise.sampling_params import RequestOutputKind, SamplingParams
@@ -49,12 +49,12 @@ class Job:
         output.outputs = [choice.completion for choice in self.choices]
         output.prompt_logprobs = None if engine_params.prompt_logprobs is None else [None]
 
-    def add(self, choice: Choice, name: str) -> Add:
+    def add(self, choice: Choice, name: str, request_id: int = UNSUBMITTED) -> Add:
         """The command that starts a continuation, under a name that is unique among the unfinished ones."""
         index = choice.completion.index
-        return Add(name, RequestSpec(
+        return Add(request_id, RequestSpec(
             tuple(self.output.prompt_token_ids), self._params.of_choice(index), (self._seed + index) % 2**64,
-            salt=self._salt, slo=self._slo, adapter=self._adapter.number, adapter_name=self._adapter.name))
+            salt=self._salt, slo=self._slo, adapter=self._adapter.number, adapter_name=self._adapter.name), name=name)
 
     def read_prompt(self, start: int, entries: Sequence[TokenLogprobs]) -> None:
         """Adds entries of the prompt's tokens from position `start + 1` on; known ones, computed again, are ignored."""
@@ -96,9 +96,9 @@ class Choice:
     def index(self) -> int:
         return self.completion.index
 
-    def add(self, name: str) -> Add:
+    def add(self, name: str, request_id: int) -> Add:
         """As that of the job."""
-        return self.job.add(self, name)
+        return self.job.add(self, name, request_id)
 
     @property
     def met_stop_string(self) -> bool:

@@ -51,7 +51,7 @@ class Fair(FirstComeFirstServed):
         self._waiting: Counter[str] = Counter()  # by tenant: waiting requests
         self._unfinished: Counter[str] = Counter()  # by tenant: unfinished requests
         self._rows: Counter[str] = Counter()  # by tenant: running requests
-        self._charged: dict[str, float] = {}  # by request: its tenant's counter before its prompt was charged
+        self._charged: dict[int, float] = {}  # by request: its tenant's counter before its prompt was charged
         self._level = 0.0  # the counter of the tenant admitted last
         self._latest: str | None = None  # the tenant that arrived or was admitted last
         self._company = -inf  # the level when another tenant was last active
@@ -79,7 +79,7 @@ class Fair(FirstComeFirstServed):
         mine, its = ((self.counters[one.spec.slo.tenant], one.arrival) for one in (waiting, running))
         return mine < its and self._is_far_behind(waiting, running)
 
-    def paused(self, requests: Sequence[Request], beginning: Sequence[Request], now: float) -> frozenset[str]:
+    def paused(self, requests: Sequence[Request], beginning: Sequence[Request], now: float) -> frozenset[int]:
         found: dict[tuple[str, str], bool] = {}  # the same for all of a tenant's requests of one tier
         for request in requests:
             kind = request.spec.slo.tenant, request.spec.slo.tier

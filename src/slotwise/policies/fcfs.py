@@ -39,7 +39,7 @@ class FirstComeFirstServed:
     def cap(self, request: Request, wanted: int, now: float) -> int:
         return wanted
 
-    def paused(self, requests: Sequence[Request], beginning: Sequence[Request], now: float) -> frozenset[str]:
+    def paused(self, requests: Sequence[Request], beginning: Sequence[Request], now: float) -> frozenset[int]:
         return frozenset()
 
     def patience(self, request: Request, now: float) -> float:

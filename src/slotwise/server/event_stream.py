@@ -62,7 +62,7 @@ class TenantFilter:
             self._own.add(entry.number)
             return entry.replace_spec(spec.public()) if spec.salt or spec.slo.tenant else entry
         hidden = RequestSpec((), SamplingParams(max_tokens=spec.params.max_tokens))
-        return event_log.RequestEntry(entry.number, entry.ns, entry.num_prompt, Add("", hidden, entry.timing))
+        return event_log.RequestEntry(entry.ns, entry.num_prompt, Add(entry.number, hidden, entry.timing))
 
     def _step(self, entry: event_log.Step) -> event_log.Step:
         own = self._own

@@ -39,7 +39,6 @@ class Explainer:
     def __init__(self, batched_observer: BatchedObserver, recorder: Recorder, step_times: StepTimeModel) -> None:
         self._batched_observer = batched_observer
         self._ring = recorder.ring
-        self._number_of = recorder.number_of
         self._step_times = step_times
         self._worker = Worker("slotwise.observe.explain", LIMITS, Turns(MAX_WAITING, MAX_WAITING_OF_ONE))
 
@@ -62,12 +61,12 @@ class Explainer:
         """
         return await self._explain(holder, lambda: self._ring.named(tenant, name, MOST))
 
-    async def of_response(self, holder: str, request_ids: Sequence[str]) -> dict[str, Any]:
+    async def of_response(self, holder: str, request_ids: Sequence[int]) -> dict[str, Any]:
         """Returns the `explain` field of a response: explanations of its requests up to now, or an error."""
         answer: dict[str, Any] = {"requests": []}
         try:
             answer["requests"] = await self._explain(
-                holder, lambda: self._ring.numbered(map(self._number_of, request_ids), MOST))
+                holder, lambda: self._ring.numbered(request_ids, MOST))
         except ApiError as error:  # the response itself is complete
             answer["error"] = error.content()
         return {"explain": answer | {"step_time_model": self.trust}}

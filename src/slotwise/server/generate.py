@@ -11,7 +11,7 @@ from functools import partial
 
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import RequestSpec
-from slotwise.engine.messages import Add, Timing
+from slotwise.engine.messages import UNSUBMITTED, Add, Timing
 from slotwise.engine.refusals import Refused
 from slotwise.routing.prompt import PIECE
 from slotwise.server.active_requests import ActiveRequest
@@ -77,7 +77,7 @@ async def start(api: Api, job: Job) -> list[Choice]:
                     tokens, sent.of_choice(k), (seed + k) % 2**64, salt=job.salt, slo=job.slo, pooling=job.pooling,
                     adapter=adapter, adapter_name=adapter_name, kv=job.kv, prediction=job.prediction,
                     forced_length=forced_length, queue_timeout=timeout, stop_lengths=stop_lengths)
-                generation = api.engine.client.submit(Add(unique, spec, timing))
+                generation = api.engine.client.submit(Add(UNSUBMITTED, spec, timing, unique))
                 generation.num_prompt = len(prompt) if job.prediction else 0
                 choices.append(Choice(len(choices), generation, text, stop_ids, is_silent=job.is_silent,
                                       parsed=job.parsing.output() if job.parsing is not None else None))

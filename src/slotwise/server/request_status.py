@@ -54,7 +54,7 @@ async def status(clients: ServerClients, engine: ServedEngine, limits: RequestLi
 
 
 async def _positions(engine: ServedEngine, limits: RequestLimits, holder: str,
-                     choices: Sequence[Choice]) -> dict[str, RequestPosition]:
+                     choices: Sequence[Choice]) -> dict[int, RequestPosition]:
     """Positions of the unfinished choices.  Clients take turns, for an answer may have to visit the whole queue."""
     unfinished = [choice.generation.request_id for choice in choices if not choice.generation.ended]
     if not unfinished:
@@ -73,7 +73,7 @@ def _status(limits: RequestLimits, choice: Choice, tier: str, position: RequestP
     num_ahead = position.position if position is not None else None
     start = limits.admission_control.start_of(num_ahead) if num_ahead is not None else None
     return {
-        "id": generation.request_id, "index": choice.index, "service_tier": tier or None,
+        "id": generation.name, "index": choice.index, "service_tier": tier or None,
         "state": position.state if position is not None else FINISHED,
         "since": round(time.time() - (time.monotonic_ns() - generation.moved_ns) * 1e-9, 3),
         "queue_position": num_ahead, "estimated_start_s": None if start is None else round(start, 3),

@@ -220,7 +220,7 @@ def _steps_between(clock: array[float], changes: array[int]) -> WeightedValues:
     return WeightedValues(lambda: map(sub, islice(clock, 1, None), clock), lambda: islice(accumulate(changes), 1, None))
 
 
-def grouped(requests: Mapping[str, SimulatedRequest], group_of: Mapping[str, str]) -> dict[str, list[SimulatedRequest]]:
+def grouped(requests: Mapping[int, SimulatedRequest], group_of: Mapping[int, str]) -> dict[str, list[SimulatedRequest]]:
     """Returns the requests by group, in order of the groups' names."""
     groups: dict[str, list[SimulatedRequest]] = {name: [] for name in sorted(set(group_of.values()))}
     for request_id, request in requests.items():

@@ -37,11 +37,12 @@ class Recording:
     run: event_log.Run
     times: StepTimeModel
     commands: list[tuple[float, Command]] = field(default_factory=list)
-    measured: dict[str, SimulatedRequest] = field(default_factory=dict)
-    outputs: dict[str, list[int]] = field(default_factory=dict)
-    tenants: dict[str, str] = field(default_factory=dict)  # by request id, as the next
-    tiers: dict[str, str] = field(default_factory=dict)
-    partial: set[str] = field(default_factory=set)  # requests whose beginning or end is not in the log
+    names: dict[int, str] = field(default_factory=dict)  # by request, as all that follow
+    measured: dict[int, SimulatedRequest] = field(default_factory=dict)
+    outputs: dict[int, list[int]] = field(default_factory=dict)
+    tenants: dict[int, str] = field(default_factory=dict)
+    tiers: dict[int, str] = field(default_factory=dict)
+    partial: set[int] = field(default_factory=set)  # requests whose beginning or end is not in the log
     scheduling: Scheduling | None = None  # the last that was set while the log was written; None: the engine's first
     num_refused: int = 0
     receives: bool = False  # prompts of its requests were computed by other engines
@@ -51,7 +52,7 @@ class Recording:
     @property
     def traffic(self) -> list[tuple[float, Command]]:
         """The commands; a request ends after as many tokens as it had, or as the median had if it was not served."""
-        lengths = [len(self.outputs[name]) for name, one in self.measured.items() if one.reason in SERVED]
+        lengths = [len(self.outputs[number]) for number, one in self.measured.items() if one.reason in SERVED]
         typical = statistics.median_low(lengths) if lengths else 1
         return [(at, self._bounded(command, typical)) for at, command in self.commands]
 
@@ -63,7 +64,7 @@ class Recording:
             return command
         seen = len(self.outputs[command.request_id])
         length = max(1, seen) if reason in ("", *SERVED) else typical
-        return Add(command.request_id, replace(command.spec, forced_length=length))
+        return Add(command.request_id, replace(command.spec, forced_length=length), name=command.name)
 
 
 def read_recording(entries: Iterable[event_log.Entry]) -> tuple[Setup, Recording]:
@@ -88,7 +89,6 @@ def read_recording(entries: Iterable[event_log.Entry]) -> tuple[Setup, Recording
 class _Reader:
     def __init__(self, run: event_log.Run) -> None:
         self.recording = Recording(run, StepTimeModel(run.learned))
-        self._ids: dict[int, str] = {}
         self._admitted: set[int] = set()
         self._gaps: list[float] = []
         self._clock = new_clock()  # when each step ended
@@ -101,7 +101,7 @@ class _Reader:
 
     def setup(self) -> Setup:
         run = self.recording.run
-        self.recording.partial |= {name for name, one in self.recording.measured.items() if not one.reason}
+        self.recording.partial |= {number for number, one in self.recording.measured.items() if not one.reason}
         self.recording.handling = sum(statistics.median(each) for each in self._handling if each)
         gap = statistics.fmean(self._gaps) if self._gaps else 0.0
         limits: SchedulerLimits = run.scheduling.limits(run.limits)
@@ -132,10 +132,11 @@ class _Reader:
             case event_log.Gap():
                 raise ValueError(f"{entry.missed} entries of the log are missing")
             case event_log.RequestEntry():
-                self._ids[entry.number] = entry.id
-                found.measured[entry.id] = SimulatedRequest(entry.ns * NS, self._clock)
-                found.outputs[entry.id] = []
-                found.tenants[entry.id], found.tiers[entry.id] = entry.spec.slo.tenant, entry.spec.slo.tier
+                found.names[entry.number] = entry.id
+                found.measured[entry.number] = SimulatedRequest(entry.ns * NS, self._clock)
+                found.outputs[entry.number] = []
+                found.tenants[entry.number] = entry.spec.slo.tenant
+                found.tiers[entry.number] = entry.spec.slo.tier
                 found.commands.append((entry.ns * NS, self._arrival(entry)))
                 if entry.timing.received_ns:
                     self._handling[0].append((entry.ns - entry.timing.received_ns) * NS)
@@ -144,23 +145,23 @@ class _Reader:
             case event_log.Command() if entry.scheduling is not None:
                 found.scheduling = entry.scheduling
                 found.commands.append((entry.ns * NS, Configure(entry.scheduling)))
-            case event_log.Command() if entry.reason != "stop" and entry.number in self._ids:
-                found.commands.append((entry.ns * NS, Finish(self._ids[entry.number], entry.reason)))
+            case event_log.Command() if entry.reason != "stop" and entry.number in found.names:
+                found.commands.append((entry.ns * NS, Finish(entry.number, entry.reason)))
             case event_log.Refusal():
                 found.num_refused += 1
             case event_log.Step():
                 self._step(entry)
 
     def _first_token(self, number: int) -> float | None:
-        request = self.recording.measured.get(self._ids.get(number, ""))
+        request = self.recording.measured.get(number)
         return request.first_token if request is not None else None
 
     def _arrival(self, entry: event_log.RequestEntry) -> Add:
         spec = entry.spec
         self._has_predictions |= bool(spec.prediction)
-        return Add(entry.id, replace(
+        return Add(entry.number, replace(
             spec, prompt=spec.prompt or (OWN + entry.number,) * entry.num_prompt,
-            params=replace(spec.params, grammar=None), stop_lengths=(), kv=None))
+            params=replace(spec.params, grammar=None), stop_lengths=(), kv=None), name=entry.id)
 
     def _keep(self, step: event_log.Step) -> None:
         """Keep what a step took, unless it captured a graph."""
@@ -180,16 +181,15 @@ class _Reader:
             self._gaps.append(max(0.0, (step.planned[0] - self._busy_since) * NS))
         self._busy_since = step.ended_ns if step.num_running or step.num_waiting else 0
         self._admitted.update(admission.number for admission in step.admitted)
-        found.partial.update(self._ids[number] for number in step.numbers if number not in self._admitted)
+        found.partial.update(number for number in step.numbers if number not in self._admitted)
         at = len(self._clock)
         self._clock.append(step.ended_ns * NS)
         for number, tokens in zip(step.numbers, step.tokens, strict=False):
-            request_id = self._ids[number]
-            found.outputs[request_id] += tokens
+            found.outputs[number] += tokens
             for _ in tokens:
-                found.measured[request_id].add_tokens(at, at)
+                found.measured[number].add_tokens(at, at)
         for end in step.ended:
-            request = found.measured[self._ids[end.number]]
+            request = found.measured[end.number]
             request.ended, request.reason = step.ended_ns * NS, end.reason
 
 

@@ -79,24 +79,23 @@ class _Player:
         self._proposer = proposer
         self._engine_run: _EngineRun | None = None  # of the current engine
         self._engines = self._records = self._steps = self._tokens = 0
-        self._numbers: dict[str, int] = {}
-        self._names: dict[int, str] = {}
+        self._num_requests = 0
 
     def outcome(self) -> Outcome:
         return Outcome(
-            self._engines, len(self._names), self._records, self._steps, self._tokens, self.difference)
+            self._engines, self._num_requests, self._records, self._steps, self._tokens, self.difference)
 
     def feed(self, entry: event_log.Entry) -> None:
         match entry:
             case event_log.Run():
                 self._engines += 1
-                self._engine_run = _EngineRun(entry, self._numbers, self._names, self._proposer)
+                self._engine_run = _EngineRun(entry, self._proposer)
             case event_log.Gap():
                 raise ReplayError(f"{entry.missed} entries are missing behind record {self._records}")
             case event_log.Engine():
                 self._engine_run = None  # the API process wrote the records that follow
             case event_log.RequestEntry():
-                self._numbers[entry.id], self._names[entry.number] = entry.number, entry.id
+                self._num_requests += 1
                 if len(entry.spec.prompt) != entry.num_prompt:
                     raise ReplayError("the log has no prompts: only one that was written to a file can be replayed")
                 self._current_run().commands.append(entry.add)
@@ -110,10 +109,11 @@ class _Player:
             raise ReplayError("the log does not begin with an engine's start: was it saved from a stream?")
         return self._engine_run
 
-    def _command(self, entry: event_log.Command) -> Command:
+    @staticmethod
+    def _command(entry: event_log.Command) -> Command:
         if entry.scheduling is not None:
             return Configure(entry.scheduling)
-        return Finish(self._names.get(entry.number, ""), entry.reason)
+        return Finish(entry.number, entry.reason)
 
     def _compare(self, logged: event_log.Step, replayed: event_log.Step | None) -> None:
         if replayed is None:
@@ -148,11 +148,9 @@ def _around_difference(one: bytes, other: bytes) -> tuple[str, str]:
 class _EngineRun:
     """The replay of one engine, from its start."""
 
-    def __init__(self, run: event_log.Run, numbers: dict[str, int], names: dict[int, str],
-                 proposer: Proposer | None) -> None:
+    def __init__(self, run: event_log.Run, proposer: Proposer | None) -> None:
         self.commands: deque[Command] = deque()  # sent, not yet handled
-        self._numbers, self._names = numbers, names
-        self._executor = _Recorded(numbers)
+        self._executor = _Recorded()
         self._grammars = _RecordedGrammars()
         self._link = _RecordedLink()
         times = StepTimeModel(run.learned)
@@ -175,13 +173,13 @@ class _EngineRun:
             self._engine.handle(self.commands.popleft())
         self._executor.expect(logged)
         self._grammars.compiled = [
-            Compiled(self._names.get(number, ""), objection) for number, objection in logged.compiled]
+            Compiled(number, objection) for number, objection in logged.compiled]
         self._link.news = News(
-            [Arrival(self._names.get(arrival.number, ""), *arrival[1:]) for arrival in logged.arrivals],
+            [Arrival(*arrival) for arrival in logged.arrivals],
             logged.acknowledged)
         has_step = logged.step != NO_STEP or bool(logged.planned) or bool(logged.failure)
         record = self._engine.step() if has_step else self._engine.idle_record()
-        return step_entry(record, self._numbers) if record is not None else None
+        return step_entry(record) if record is not None else None
 
 
 class _RecordedGrammars:
@@ -192,13 +190,13 @@ class _RecordedGrammars:
     def __init__(self) -> None:
         self.compiled: list[Compiled] = []
 
-    def compile(self, request_id: str, grammar: Grammar) -> None: ...
+    def compile(self, request_id: int, grammar: Grammar) -> None: ...
 
     def pop_compiled(self) -> list[Compiled]:
         compiled, self.compiled = self.compiled, []
         return compiled
 
-    def release(self, request_id: str) -> None: ...
+    def release(self, request_id: int) -> None: ...
 
 
 class _RecordedLink:
@@ -223,9 +221,8 @@ class _RecordedLink:
 class _Recorded:
     """An executor and a clock that return the logged results and readings."""
 
-    def __init__(self, numbers: dict[str, int]) -> None:
+    def __init__(self) -> None:
         self.now = 0  # nanoseconds
-        self._numbers = numbers
         self._logged = event_log.Step(NO_STEP, 0, 0)
         self._readings: deque[int] = deque()  # the clock's next values
         self._plans: deque[StepPlan] = deque()
@@ -251,7 +248,7 @@ class _Recorded:
             name, _, message = logged.failure.partition(": ")
             raise type(name, (Exception,), {})(message)
         tokens = logged.sampled or logged.tokens
-        if tuple([self._numbers[name] for name in plan.request_ids]) != logged.numbers or len(tokens) != plan.num_rows:
+        if plan.request_ids != logged.numbers or len(tokens) != plan.num_rows:
             return StepResult(plan.step, tuple([(0,) if wanted else () for wanted in plan.num_logits]))  # diverged
         objections = {end.number: end.message for end in logged.ended if end.reason == "rejected"}
         named = (logged.drafts or ((),) * plan.num_rows) if plan.has_proposed else ()

@@ -53,7 +53,7 @@ class RoutedServers:
         size, length = self.observers[0].block_size, len(command.spec.prompt)
         adapter = self._adapter(command.spec.adapter, at)
         pieces = tuple(pieces_of(command.spec.prompt, size, f"{command.spec.salt}\0{adapter}"))
-        found = self._fleet.route(RoutedRequest(command.request_id, length, pieces, size, adapter=adapter), at)
+        found = self._fleet.route(RoutedRequest(str(command.request_id), length, pieces, size, adapter=adapter), at)
         assert not isinstance(found, Shed), "no server is ever lost"
         told = self.observers[int(found.name)]
         told.without_output.add(command.request_id)
@@ -75,9 +75,9 @@ class RoutedServers:
         while self._events and self._events[0][0] <= at:
             heappop(self._events)[2]()
 
-    def refused(self, request_id: str) -> None:
+    def refused(self, request_id: int) -> None:
         """The server of a request has not accepted it."""
-        self._fleet.finished(request_id)
+        self._fleet.finished(str(request_id))
 
     def later(self, at: float, event: Event) -> None:
         heappush(self._events, (at, next(self._order), event))
@@ -94,7 +94,7 @@ class _ServerObserver(Observer):
         self.name = name
         self.index = PrefixIndex(name)
         self.block_size = 1
-        self.without_output: set[str] = set()
+        self.without_output: set[int] = set()
         self._routed = routed
         self._limits: SchedulerLimits
         self._admission: AdmissionControl  # measures how many requests start a second
@@ -118,10 +118,10 @@ class _ServerObserver(Observer):
             for request_id, tokens in zip(record.request_ids, record.token_ids, strict=False):
                 if tokens and request_id in self.without_output:
                     self.without_output.discard(request_id)
-                    self._routed.later(now, partial(fleet.first_output, request_id, now))
+                    self._routed.later(now, partial(fleet.first_output, str(request_id), now))
         for end in record.ended:
             self.without_output.discard(end.request_id)
-            self._routed.later(now, partial(fleet.finished, end.request_id))
+            self._routed.later(now, partial(fleet.finished, str(end.request_id)))
         due = ceil(now / POLL) * POLL
         if due > self._due:
             self._due = due

@@ -118,7 +118,7 @@ class Server:
     """
 
     def __init__(
-        self, setup: Setup, outputs: Mapping[str, Sequence[int]] | None = None, observers: Sequence[Observer] = (),
+        self, setup: Setup, outputs: Mapping[int, Sequence[int]] | None = None, observers: Sequence[Observer] = (),
         replica: int = 0, *, kv_link: KVLink | None = None, takes_runs: bool = True,
     ) -> None:
         limits = setup.scheduling.limits(setup.limits)
@@ -142,7 +142,7 @@ class Server:
         self._replica = replica
         self._takes_runs = takes_runs
         self._inbox: deque[tuple[float, Command]] = deque()
-        self._requests: dict[str, SimulatedRequest] = {}  # unfinished
+        self._requests: dict[int, SimulatedRequest] = {}  # unfinished
         self._ends: list[float] = []  # of its requests, in order
         self._run: RunInProgress | None = None
 
@@ -289,7 +289,7 @@ class SimulatedFleet:
         self._ends: list[tuple[float, int]] = []  # a heap: of requests, with their server
         self._queue: list[tuple[float, int]] = []  # a heap: until when each server that has work is left alone
         self._alone_until = [inf] * len(servers)  # the same by server; other entries of the heap are out of date
-        self.requests: dict[str, SimulatedRequest] = {}
+        self.requests: dict[int, SimulatedRequest] = {}
 
     def run_until(self, at: float) -> None:
         """Take the steps that are planned before `at`, in seconds, of all servers whose requests may have ended."""
@@ -325,7 +325,7 @@ class SimulatedFleet:
     def route(self, at: float, command: Command) -> None:
         """Send a command: a request to one server, what concerns it to the same, other commands to all."""
         servers = self._servers
-        known = self.requests.get(getattr(command, "request_id", ""))
+        known = self.requests.get(getattr(command, "request_id", -1))
         if isinstance(command, Add):
             chosen: Sequence[int] = (self._chosen(at, command),)
         else:
@@ -357,9 +357,9 @@ def traffic_of(workload: Workload, adapters: int = 0) -> Traffic:
     for request in workload.requests:
         prompt = (PREFIX + request.prefix,) * request.num_prefix
         prompt += (OWN + request.number,) * (request.num_prompt - request.num_prefix)
-        yield request.arrives_at or 0.0, Add(str(request.number), RequestSpec(
+        yield request.arrives_at or 0.0, Add(request.number, RequestSpec(
             prompt, params, request.number, adapter=1 + request.number % adapters if adapters else 0,
-            forced_length=request.num_output))
+            forced_length=request.num_output), name=str(request.number))
 
 
 @contextmanager
@@ -377,7 +377,7 @@ def _no_collector() -> Iterator[None]:
 def simulate(
     arrivals: Iterable[tuple[float, Command]], servers: Sequence[Server], max_steps: int = 100_000_000,
     routed: RoutedServers | None = None,
-) -> dict[str, SimulatedRequest]:
+) -> dict[int, SimulatedRequest]:
     """Simulates `arrivals`, (seconds, command) in order, until all requests have ended.
 
     Args:
@@ -404,7 +404,7 @@ class InstantKVLink:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._arrivals: dict[str, Arrival] = {}
+        self._arrivals: dict[int, Arrival] = {}
 
     @property
     def has_news(self) -> bool:
@@ -429,7 +429,7 @@ class InstantKVLink:
 def simulate_apart(
     arrivals: Iterable[tuple[float, Command]], prefill: Sequence[Server], decode: Sequence[Server],
     seconds_per_token: float = 0.0,
-) -> dict[str, SimulatedRequest]:
+) -> dict[int, SimulatedRequest]:
     """Simulates requests, in order of arrival, on replicas with roles; each goes to the fewest unfinished ones.
 
     Args:
@@ -437,7 +437,8 @@ def simulate_apart(
         seconds_per_token: in which the keys and values of a prompt's token travel.
     """
     requests = [(at, command) for at, command in arrivals if isinstance(command, Add)]
-    found = simulate([(at, Add(one.request_id, replace(one.spec, forced_length=1))) for at, one in requests], prefill)
+    found = simulate([(at, Add(one.request_id, replace(one.spec, forced_length=1), name=one.name))
+                      for at, one in requests], prefill)
     computed = [(found[one.request_id].ended + len(one.spec.prompt) * seconds_per_token, _received(one))
                 for _, one in requests if found[one.request_id].reason in SERVED]
     answered = simulate(sorted(computed, key=lambda each: each[0]), decode)
@@ -446,4 +447,4 @@ def simulate_apart(
 
 def _received(command: Add) -> Add:
     return Add(command.request_id, replace(
-        command.spec, kv=KVTransfer(command.request_id, sends=False, timeout=LONG)))
+        command.spec, kv=KVTransfer(str(command.request_id), sends=False, timeout=LONG)), name=command.name)

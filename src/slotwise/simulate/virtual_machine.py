@@ -47,7 +47,7 @@ class VirtualMachine:
     """
 
     def __init__(
-        self, pace: Pace, outputs: Mapping[str, Sequence[int]] | None, verifier: Verifier, stages: int = 1,
+        self, pace: Pace, outputs: Mapping[int, Sequence[int]] | None, verifier: Verifier, stages: int = 1,
         adapter_seconds: float = 0.0,
     ) -> None:
         self.now = 0.0  # seconds

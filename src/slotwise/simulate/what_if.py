@@ -32,7 +32,7 @@ ALL = "all requests"
 RELIABLE = 0.3  # the largest error of a replay at which its figures stand without a warning
 READING, REPLAY = 0.3, 0.35  # shares of the work: a log's lines, and each replay of its traffic
 
-Runs = Mapping[str, Mapping[str, SimulatedRequest]]
+Runs = Mapping[str, Mapping[int, SimulatedRequest]]
 
 
 def what_if(
@@ -61,10 +61,10 @@ def what_if(
         MEASURED: recording.measured,
         REPLAYED: simulate(over(traffic, REPLAY), [Server(setup, recording.outputs)]),
         WHAT_IF: simulate(over(_without_changes(traffic), REPLAY), [Server(changed, recording.outputs)])}
-    whole = {name for name in recording.measured if name not in recording.partial}
+    whole = {number for number in recording.measured if number not in recording.partial}
     if not whole:
         raise ValueError("no request of the log has begun and ended in it")
-    runs = {run: {name: one for name, one in found.items() if name in whole} for run, found in runs.items()}
+    runs = {run: {number: one for number, one in found.items() if number in whole} for run, found in runs.items()}
     arrivals = [one.arrived for one in runs[MEASURED].values()]
     groups = _groups(recording, runs, objectives)
     answer = {
@@ -72,7 +72,7 @@ def what_if(
         "changes": dict(changes), "settings": changed.scheduling.as_settings(), "requests": len(whole),
         "seconds": max(arrivals) - min(arrivals), "refused_unknown": recording.num_refused,
         "groups": groups}
-    return answer | ({"request": _of_request(runs, request_id)} if request_id else {})
+    return answer | ({"request": _of_request(runs, recording.names, request_id)} if request_id else {})
 
 
 def _without_changes(traffic: Iterable[tuple[float, Command]]) -> list[tuple[float, Command]]:
@@ -87,21 +87,21 @@ def _groups(recording: Recording, runs: Runs, objectives: LatencyLimits) -> dict
 
     groups = {ALL: of({run: list(requests.values()) for run, requests in runs.items()})}
     for what, group_of in (("tenant", recording.tenants), ("tier", recording.tiers)):
-        names = sorted({group_of[name] for name in runs[MEASURED]})
+        names = sorted({group_of[number] for number in runs[MEASURED]})
         by_run = {run: grouped(requests, group_of) for run, requests in runs.items()}
         for name in names if len(names) > 1 else ():
             groups[f"{what} {name or 'without a name'}"] = of({run: found[name] for run, found in by_run.items()})
     return groups
 
 
-def _of_request(runs: Runs, request_id: str) -> dict[str, Any]:
+def _of_request(runs: Runs, names: Mapping[int, str], request_id: str) -> dict[str, Any]:
     """Returns when a request had its first and its last token in each run, in seconds from its arrival."""
-    names = [name for name in runs[MEASURED] if request_id in (name, name.rpartition("-")[0])]
-    if not names:
+    found = [number for number in runs[MEASURED] if request_id in (names[number], names[number].rpartition("-")[0])]
+    if not found:
         raise ValueError(f"no request {request_id!r:.80} has begun and ended in the log")
-    return {"id": names[0], **{run: {
+    return {"id": names[found[0]], **{run: {
         "first_token": one.ttft, "end": one.ended - one.arrived, "reason": one.reason} for run, one in (
-            (run, requests[names[0]]) for run, requests in runs.items())}}
+            (run, requests[found[0]]) for run, requests in runs.items())}}
 
 
 # -- what it is worth --------------------------------------------------------------------------------------------------

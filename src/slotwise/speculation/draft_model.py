@@ -26,6 +26,7 @@ from slotwise.core.step_time import StepTimeModel, Work, non_negative
 from slotwise.speculation.budget import GRID, LEAST_GAIN, Acceptance, Costs
 from slotwise.speculation.settings import Speculation
 
+NO_REQUEST = -1
 PRIOR = (0.7,) * 8  # shares of right drafts by group of positions (`budget.py`), before anything is known
 PRIOR_PASS = 0.2  # of the time of a step of one row: a pass of the draft model, before one is measured
 TRIED = 2  # drafts of a row that tries whether they have become worth their time
@@ -66,7 +67,7 @@ class DraftModelProposer:
         self._costs = Costs(times)
         self._proposing = ProposingTimes()
         self._shared = Acceptance(PRIOR)
-        self._rows: dict[str, _Row] = {}
+        self._rows: dict[int, _Row] = {}
         self._due_texts: Sequence[int] = ()  # places, among the rows of this step, that may have drafts from texts
         self._steps = 0  # committed
         self._gains = True  # the last step that could have drafts had some
@@ -74,7 +75,8 @@ class DraftModelProposer:
         self._rests_until, self._num_resting = 0, 0  # a step, and rows: where as many decode, none is due before it
         self._try_at, self._rest = FIRST_REST, FIRST_REST  # the step of the next try, and the steps before it
         self._num_right = 0  # tries in succession that were right
-        self._trying = ""  # the request that tries: until its drafts were verified, for it may have to catch up first
+        # The request that tries, until its drafts were verified: it may have to catch up first.
+        self._trying = NO_REQUEST
 
     # -- decisions -----------------------------------------------------------------------------------------------
 
@@ -167,7 +169,7 @@ class DraftModelProposer:
             self._rest = FIRST_REST
         else:
             self._try(rows, counts)
-            self._rests_until, self._num_resting = 0 if self._trying else self._try_at, num_decoding
+            self._rests_until, self._num_resting = 0 if self._trying != NO_REQUEST else self._try_at, num_decoding
         return _Chosen(counts, wants_more=chosen == len(found))
 
     def _takes(self, passes: int, tokens: int) -> float:
@@ -180,7 +182,7 @@ class DraftModelProposer:
 
     def _try(self, rows: Sequence[DraftRow], counts: list[int]) -> None:
         """Give a row drafts that are not expected to be worth their time, if that was not tried for long enough."""
-        if not self._trying:
+        if self._trying == NO_REQUEST:
             if self._steps < self._try_at:
                 return
             self._trying = min(rows, key=lambda row: (len(row.request.tokens), row.request.arrival)).request.request_id
@@ -189,7 +191,7 @@ class DraftModelProposer:
                 counts[place] = min(TRIED, limit, self._num_drafts)
 
     def _tried(self, num_right: int) -> None:
-        self._trying = ""
+        self._trying = NO_REQUEST
         self._num_right = self._num_right + 1 if num_right else 0
         if 0 < self._num_right < MAX_RIGHT:
             self._try_at = self._steps + 1
@@ -226,7 +228,7 @@ class DraftModelProposer:
     def finished(self, request: Request) -> None:
         self._rows.pop(request.request_id, None)
         if request.request_id == self._trying:
-            self._trying = ""
+            self._trying = NO_REQUEST
         self._texts.finished(request)
 
     def _row_of(self, request: Request) -> _Row:

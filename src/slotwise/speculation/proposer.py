@@ -114,7 +114,7 @@ class DraftProposer:
         self._settings = settings
         self._times = times
         self._costs = Costs(times)
-        self._rows: dict[str, RowDrafts] = {}
+        self._rows: dict[int, RowDrafts] = {}
         self._next_look = 0  # place among the rows
         self._full = self._unpaid = 0  # rows of a step that no drafts paid for, and steps that this holds for
         self._failures = 0  # of the request that ended last: where looks gave nothing, the next one begins with few

@@ -66,15 +66,15 @@ class Receiver:
         self._blocks = blocks
         self._connector = connector
         self._timeout = timeout
-        self._transfers: dict[str, _Transfer] = {}
-        self._arrivals: dict[str, Arrival] = {}  # the last one of each request
+        self._transfers: dict[int, _Transfer] = {}
+        self._arrivals: dict[int, Arrival] = {}  # the last one of each request
         self._lock = threading.Lock()
         self._declined: queue.Queue[TransferSource | None] = queue.Queue(MAX_DECLINED)
         threading.Thread(target=self._decline, name="kv-decline", daemon=True).start()
 
     # -- the engine's thread -------------------------------------------------------------------------------------
 
-    def begin(self, request_id: str, source: TransferSource) -> None:
+    def begin(self, request_id: int, source: TransferSource) -> None:
         """Start to receive the blocks of a request."""
         transfer = _Transfer(source)
         with self._lock:
@@ -90,11 +90,11 @@ class Receiver:
             self._declined.put_nowait(source)
 
     @property
-    def receiving(self) -> Collection[str]:
+    def receiving(self) -> Collection[int]:
         """Requests that have begun and were not cancelled, those with all blocks included."""
         return self._transfers.keys()
 
-    def cancel(self, request_id: str) -> None:
+    def cancel(self, request_id: int) -> None:
         """Write no more blocks of a request."""
         with self._lock:
             transfer = self._transfers.pop(request_id)
@@ -123,7 +123,7 @@ class Receiver:
 
     # -- transfers -----------------------------------------------------------------------------------------------
 
-    def _run(self, request_id: str, transfer: _Transfer) -> None:
+    def _run(self, request_id: int, transfer: _Transfer) -> None:
         self._place()
         go_last()
         failure = ""
@@ -146,14 +146,14 @@ class Receiver:
         while (source := self._declined.get()) is not None:
             transfer = _Transfer(source)
             try:
-                self._receive("", transfer)  # nothing is missing
+                self._receive(-1, transfer)  # nothing is missing
             except OSError as error:
                 logger.info("the producer of %s was not told that it is not wanted: %s", source.transfer_id, error)
             finally:
                 if transfer.wire is not None:
                     transfer.wire.close()
 
-    def _receive(self, request_id: str, transfer: _Transfer) -> None:
+    def _receive(self, request_id: int, transfer: _Transfer) -> None:
         source = transfer.source
         wire = self._connector.connect(source.host, source.port, self._timeout)
         with self._lock:
@@ -194,12 +194,12 @@ class Receiver:
             transfer.num_arrived += 1
             return True
 
-    def _tell_sometimes(self, request_id: str, transfer: _Transfer) -> None:
+    def _tell_sometimes(self, request_id: int, transfer: _Transfer) -> None:
         """Tell the engine that a transfer goes on, often enough for its timeout."""
         if time.monotonic() - transfer.told > self._timeout / SIGNS:
             self._tell(request_id, transfer)
 
-    def _tell(self, request_id: str, transfer: _Transfer, *, failure: str = "", is_last: bool = False) -> None:
+    def _tell(self, request_id: int, transfer: _Transfer, *, failure: str = "", is_last: bool = False) -> None:
         transfer.told = time.monotonic()
         with self._lock:
             if not transfer.is_cancelled:

@@ -61,8 +61,8 @@ class Grammars:
         self._tokenizer = tokenizer
         self._cache: OrderedDict[Content, Any] = OrderedDict()  # matchers, the latest use last
         self._objections: OrderedDict[Content, str] = OrderedDict()  # why others cannot be used, the latest last
-        self._held: dict[str, tuple[Grammar, Any]] = {}  # by request: its grammar, and the matcher once compiled
-        self._waiting: dict[Content, list[str]] = {}  # requests whose grammars the thread has
+        self._held: dict[int, tuple[Grammar, Any]] = {}  # by request: its grammar, and the matcher once compiled
+        self._waiting: dict[Content, list[int]] = {}  # requests whose grammars the thread has
         self._ready: list[Compiled] = []
         self._wanted: queue.SimpleQueue[Content] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[Content, Any, str]] = queue.SimpleQueue()
@@ -83,7 +83,7 @@ class Grammars:
         """Whether `pop_compiled` returns any."""
         return bool(self._ready) or not self._done.empty()
 
-    def compile(self, request_id: str, grammar: Grammar) -> None:
+    def compile(self, request_id: int, grammar: Grammar) -> None:
         """Compile the grammar of a request, unless it is known."""
         if self._tokenizer is None:
             self._ready.append(Compiled(request_id, f"{grammar.field}: not available with this model's tokenizer"))
@@ -124,11 +124,11 @@ class Grammars:
                     compiled.append(Compiled(request_id, objection and f"{held[0].field}: {objection}"))
         return compiled
 
-    def release(self, request_id: str) -> None:
+    def release(self, request_id: int) -> None:
         """The request has ended."""
         self._held.pop(request_id, None)
 
-    def matcher(self, request_id: str) -> Any:
+    def matcher(self, request_id: int) -> Any:
         """A matcher of the request's grammar at its beginning, for one caller."""
         return self._held[request_id][1].deep_copy()
 

@@ -25,7 +25,7 @@ def entries() -> list[Entry]:
 
 def _hostile(entry: Entry) -> Entry:
     if isinstance(entry, RequestEntry):
-        add = msgspec.structs.replace(entry.add, request_id=f"{entry.number}{HOSTILE}")
+        add = msgspec.structs.replace(entry.add, name=f"{entry.number}{HOSTILE}")
         return msgspec.structs.replace(entry, add=add)
     if isinstance(entry, Run):
         return msgspec.structs.replace(entry, version=HOSTILE, model=f"m{HOSTILE}", device=HOSTILE, dtype=HOSTILE)

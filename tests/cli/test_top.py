@@ -45,7 +45,7 @@ def states() -> Iterator[LiveState]:
 def _named_at_length(entry: Entry) -> Entry:
     if not isinstance(entry, RequestEntry):
         return entry
-    return msgspec.structs.replace(entry, add=msgspec.structs.replace(entry.add, request_id=f"{entry.number}{LONG}"))
+    return msgspec.structs.replace(entry, add=msgspec.structs.replace(entry.add, name=f"{entry.number}{LONG}"))
 
 
 def shown(state: LiveState, width: int, rows: int = 50) -> list[str]:

@@ -115,11 +115,12 @@ export class History {
   }
 
   #arrive(entry) {
-    const known = this.requests.get(entry.number);
-    const request = known ?? new Request(entry, this.seconds(entry.ns));
+    const number = entry.add.request_id;
+    const known = this.requests.get(number);
+    const request = known ?? new Request(number, entry, this.seconds(entry.ns));
     if (known && known.ended?.reason !== "unknown") return;
     request.ended = null;
-    this.requests.set(entry.number, request);
+    this.requests.set(number, request);
     this.unplaced.push(this.#queue(request, null, request.arrived));
   }
 
@@ -255,7 +256,7 @@ export class History {
   }
 
   #known(number) {
-    if (!this.requests.has(number)) this.requests.set(number, new Request({ number, num_prompt: 0 }, null));
+    if (!this.requests.has(number)) this.requests.set(number, new Request(number, {}, null));
     return this.requests.get(number);
   }
 

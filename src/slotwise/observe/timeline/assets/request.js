@@ -1,8 +1,8 @@
 // One request: its parameters and its history.
 export class Request {
-  constructor(entry, arrived) {
-    this.number = entry.number;
-    this.id = entry.add?.request_id ?? "";
+  constructor(number, entry, arrived) {
+    this.number = number;
+    this.id = entry.add?.name ?? "";
     this.numPrompt = entry.num_prompt ?? 0;
     this.adapter = entry.add?.spec.adapter_name ?? "";
     this.maxTokens = entry.add?.spec.params.max_tokens ?? null;

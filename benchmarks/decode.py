@@ -22,7 +22,7 @@ import torch
 
 from slotwise.bench.profiler import cost_of
 from slotwise.bench.results import environment
-from slotwise.compose.engine import Loaded, load
+from slotwise.compose.engine_builder import Loaded, load
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import RequestSpec
 from slotwise.core.step_time import Cost, Machine, Roofline

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from slotwise.bench.results import environment, write_json
-from slotwise.compose.engine import Loaded, load
+from slotwise.compose.engine_builder import Loaded, load
 from slotwise.core.interfaces import DraftRow, Due, Proposal
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import Request, RequestSpec

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from slotwise.bench.results import commit, environment
-from slotwise.compose.engine import Loaded, load
+from slotwise.compose.engine_builder import Loaded, load
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import RequestSpec
 from slotwise.core.step import CACHE_GROUP, NewBlocks, NewRequest, RowKind, StepPlan

@@ -45,7 +45,7 @@ Figures = dict[str, list[float]]
 def serve(arguments: list[str]) -> int:
     """Runs `slotwise serve`; one signal removes all observers but admission control, another restores them."""
     from slotwise.cli import main
-    from slotwise.compose import service
+    from slotwise.compose import api_server as service
 
     whole = service.build_api
 

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from slotwise import builtin
-from slotwise.compose.engine import Loaded, load
+from slotwise.compose.engine_builder import Loaded, load
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import RequestSpec
 from slotwise.engine.config import EngineConfig

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from slotwise.batching.settings import Batching
-from slotwise.compose.garbage import hold_off, settle
+from slotwise.compose.launch import hold_off, settle
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import Request, RequestSpec

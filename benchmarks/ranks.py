@@ -21,7 +21,7 @@ from collections.abc import Callable
 import torch
 from benchmarks.rank_faults import faults
 
-from slotwise.compose.engine import build_engine
+from slotwise.compose.engine_builder import build_engine
 from slotwise.compose.rank_messages import Known, Run, decode_order, encode
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import RequestSpec

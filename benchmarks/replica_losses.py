@@ -125,7 +125,7 @@ def scaled() -> Iterator[tuple[int, str]]:
 def kill_one(door: int, rng: random.Random) -> str:
     """Kills a replica's server or its engine.  Returns which."""
     server = rng.choice(children(door, "replica_main"))
-    engines = children(server, "slotwise.compose.worker")
+    engines = children(server, "slotwise.compose.engine_process")
     if engines and rng.random() < 0.5:
         os.kill(engines[0], signal.SIGKILL)
         return "engine"

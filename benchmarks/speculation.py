@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 from slotwise import builtin
 from slotwise.bench.results import environment, write_json
-from slotwise.compose.engine import Loaded, load
+from slotwise.compose.engine_builder import Loaded, load
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import RequestSpec
 from slotwise.core.step import StepPlan, StepResult

@@ -29,7 +29,7 @@ from rich.table import Table
 from slotwise import builtin
 from slotwise.bench.measures import percentile
 from slotwise.bench.results import environment
-from slotwise.compose.engine import load
+from slotwise.compose.engine_builder import load
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import RequestSpec
 from slotwise.core.step_time import work_of

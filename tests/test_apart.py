@@ -24,7 +24,7 @@ from support.live_server import children, eventually
 from support.scale_door import door_of
 
 from slotwise import builtin
-from slotwise.compose.engine import load
+from slotwise.compose.engine_builder import load
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import KVTransfer, RequestSpec
 from slotwise.engine.config import ConfigError, EngineConfig

@@ -14,7 +14,7 @@ from support import checkpoints
 from support.toy import Proposing
 
 from slotwise import LLM
-from slotwise.compose.engine import Loaded, load
+from slotwise.compose.engine_builder import Loaded, load
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import Request, RequestSpec
 from slotwise.engine.config import ConfigError, EngineConfig

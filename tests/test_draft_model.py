@@ -20,7 +20,7 @@ from support.live import Live, serving
 
 from slotwise import LLM, builtin
 from slotwise import SamplingParams as Asked
-from slotwise.compose.engine import Loaded, build_engine, load
+from slotwise.compose.engine_builder import Loaded, build_engine, load
 from slotwise.core.grammar import JSON_SCHEMA, Grammar
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import RequestSpec

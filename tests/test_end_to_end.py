@@ -237,8 +237,8 @@ def watchful(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 def engine_of(server: Live) -> int:
     return int(subprocess.run(
-        ["pgrep", "-P", str(server.process.pid), "-f", "slotwise.compose.worker"], capture_output=True, text=True,
-        check=True).stdout)
+        ["pgrep", "-P", str(server.process.pid), "-f", "slotwise.compose.engine_process"], capture_output=True,
+        text=True, check=True).stdout)
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])

@@ -25,12 +25,10 @@ from support.live import Live, serving
 from support.live_server import children, eventually
 
 from slotwise import LLM, SamplingParams
-from slotwise.compose.check import objection as of_model
-from slotwise.compose.choices import chosen, divided
-from slotwise.compose.engine import load as load_weights
-from slotwise.compose.exchange import objection
-from slotwise.compose.served_model import ModelOptions, ServedModel, read_model, read_other
-from slotwise.compose.service import chat_of
+from slotwise.compose.api_server import ModelOptions, ServedModel, chat_of, objection, read_model, read_other
+from slotwise.compose.engine_builder import chosen, divided
+from slotwise.compose.engine_builder import load as load_weights
+from slotwise.compose.load_check import objection as of_model
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.errors import OneLineError
 from slotwise.model.loading import UnreadModel, describe, load_model
@@ -98,7 +96,7 @@ def expected(folder: Path) -> list[int]:
 
 
 def engines(live: Live) -> list[int]:
-    return children(live.process.pid, b"slotwise.compose.worker")
+    return children(live.process.pid, b"slotwise.compose.engine_process")
 
 
 def names(live: Live) -> list[str]:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from slotwise import LLM, SamplingParams, host
-from slotwise.compose.cores import Cores
-from slotwise.compose.engine import load
+from slotwise.compose.engine_builder import load
+from slotwise.compose.launch import Cores
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.kernels.cpu.jit import workers
 from slotwise.kernels.select import resolve
@@ -109,7 +109,7 @@ def test_without_proc_threads_stay_and_files_are_guessed(monkeypatch: pytest.Mon
     cores = Cores()
     monkeypatch.setattr(os, "listdir", absent)
     cores._all = frozenset({0, 1})
-    monkeypatch.setattr("slotwise.compose.cores._of", lambda thread: frozenset({0}))
+    monkeypatch.setattr("slotwise.compose.launch._of", lambda thread: frozenset({0}))
     cores.leave_to(1)
     most = 1 << 12
     assert listener.most_within(most) == most - 2 * listener.OWN_FILES - listener.backlog_within(most)

@@ -12,7 +12,7 @@ import pytest
 from support import checkpoints
 from support.drafted import Played, play, slow_steps
 
-from slotwise.compose.engine import Loaded, load
+from slotwise.compose.engine_builder import Loaded, load
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import RequestSpec
 from slotwise.engine.config import ConfigError, EngineConfig

@@ -24,7 +24,7 @@ def test_the_core_needs_nothing_but_the_standard_library():
 
 
 @pytest.mark.parametrize("module", [
-    "slotwise.compose.server", "slotwise.cli", "slotwise", "slotwise.simulate.replay", "slotwise.async_llm",
+    "slotwise.compose.api_server", "slotwise.cli", "slotwise", "slotwise.simulate.replay", "slotwise.async_llm",
     "slotwise.sampling_params"])
 def test_neither_the_api_process_nor_a_replay_sees_torch(module):
     run = run_without(("torch", "numpy", "numba"), (module,))

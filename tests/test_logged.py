@@ -42,7 +42,7 @@ def exchanges(live: Live) -> None:
 
 
 def engine_of(live: Live) -> list[int]:
-    return children(live.process.pid, b"slotwise.compose.worker")
+    return children(live.process.pid, b"slotwise.compose.engine_process")
 
 
 def lose_engine(live: Live) -> None:

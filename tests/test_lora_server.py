@@ -327,7 +327,7 @@ def test_the_next_engine_has_the_adapters_whose_files_are_the_same(world: World,
     before = config.read_text()
     config.write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 1}))
     try:
-        (engine,) = children(server.process.pid, b"slotwise.compose.worker")
+        (engine,) = children(server.process.pid, b"slotwise.compose.engine_process")
         os.kill(engine, signal.SIGKILL)
         _wait_for_adapters(server, "a")
     finally:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support import checkpoints
 
-from slotwise.compose.engine import build_engine, load
+from slotwise.compose.engine_builder import build_engine, load
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import RequestSpec
 from slotwise.engine.config import EngineConfig

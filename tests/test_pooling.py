@@ -14,7 +14,7 @@ from support import checkpoints
 from support.live import serving
 
 from slotwise import LLM, PoolingParams, SamplingParams
-from slotwise.compose.engine import build_engine
+from slotwise.compose.engine_builder import build_engine
 from slotwise.core import params
 from slotwise.core.request import RequestSpec
 from slotwise.engine.config import ConfigError, EngineConfig
@@ -221,7 +221,7 @@ def write(folder: Path, name: str, value: object) -> None:
 
 
 def test_the_checkpoint_says_how_it_pools(tmp_path):
-    from slotwise.compose.pooling import read_pooling
+    from slotwise.compose.model_defaults import read_pooling
 
     modules = [{"type": f"sentence_transformers.models.{kind}"} for kind in ("Transformer", "Pooling", "Normalize")]
     assert read_pooling(tmp_path).params == params.PoolingParams("last")

@@ -13,7 +13,7 @@ from support.toy import Proposing
 
 import slotwise
 from slotwise import LLM
-from slotwise.compose.engine import build_engine
+from slotwise.compose.engine_builder import build_engine
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import Request, RequestSpec
 from slotwise.core.step import TokenLogprobs

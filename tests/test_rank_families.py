@@ -23,7 +23,7 @@ from support.paged import distance
 from support.ragged import Driver
 from support.rank_threads import Paired, ranks_on_threads
 
-from slotwise.compose.engine import build_engine
+from slotwise.compose.engine_builder import build_engine
 from slotwise.core.grammar import REGEX, Grammar
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import RequestSpec

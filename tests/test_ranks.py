@@ -22,9 +22,8 @@ from support.live import Live, serving
 from slotwise import LLM, StructuredOutputsParams, spawn
 from slotwise import SamplingParams as AskedParams
 from slotwise.compose import ranks
-from slotwise.compose.choices import other_ranks
-from slotwise.compose.engine import build_engine
-from slotwise.compose.rank_worker import obey
+from slotwise.compose.engine_builder import build_engine, other_ranks
+from slotwise.compose.rank_process import obey
 from slotwise.compose.ranks import RankLostError, _Rank, visible_gpus
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import RequestSpec
@@ -284,12 +283,12 @@ def children(pid: int) -> dict[str, int]:
 def test_a_lost_rank_ends_its_streams_and_the_next_engine_says_the_same(server: Live, sent: signal.Signals) -> None:
     body = {"model": "slotwise-builtin", "prompt": "def main():", "max_tokens": 32, "temperature": 0}
     before = server.client.post("/v1/completions", json=body).json()["choices"]
-    engine = children(server.process.pid)["slotwise.compose.worker"]
+    engine = children(server.process.pid)["slotwise.compose.engine_process"]
     long = body | {"max_tokens": 900, "ignore_eos": True, "stream": True}
     with server.client.stream("POST", "/v1/completions", json=long) as reply:
         lines = reply.iter_lines()
         next(lines)
-        os.kill(children(engine)["slotwise.compose.rank_worker"], sent)
+        os.kill(children(engine)["slotwise.compose.rank_process"], sent)
         rest = [line for line in lines if line]
     assert rest[-1] == "data: [DONE]" and sum('"error"' in line for line in rest) == 1
     assert any("rank 1 of 2" in line for line in rest)
@@ -297,7 +296,7 @@ def test_a_lost_rank_ends_its_streams_and_the_next_engine_says_the_same(server: 
     while server.client.get("/health").status_code != 200 and time.monotonic() < ends:
         time.sleep(0.1)
     assert server.client.post("/v1/completions", json=body).json()["choices"] == before
-    assert children(server.process.pid)["slotwise.compose.worker"] != engine
+    assert children(server.process.pid)["slotwise.compose.engine_process"] != engine
 
 
 def test_a_grammar_holds_on_two_ranks(server: Live) -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints import make
 from support.live import cli
 
-from slotwise.compose.engine import build_engine
+from slotwise.compose.engine_builder import build_engine
 from slotwise.core.step_time import StepTimeModel, Work
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.warmup import FirstStepError

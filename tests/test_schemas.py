@@ -199,7 +199,7 @@ def test_drafts_change_no_output(llm: LLM, device: str, monkeypatch: pytest.Monk
     schemas = [*pydantic_schemas()[8:20], *SUITE[:20]]
     plain = generated(llm, schemas, 32)
     oracle = Oracle([one.outputs[0].token_ids for one in plain])
-    monkeypatch.setattr("slotwise.compose.engine.proposer_of", lambda *arguments: oracle)
+    monkeypatch.setattr("slotwise.compose.engine_builder.proposer_of", lambda *arguments: oracle)
     drafted = generated(LLM(dtype="float32", device=device, max_num_seqs=8, max_stall_ms=0), schemas, 32)
     assert [one.outputs[0].token_ids for one in plain] == [one.outputs[0].token_ids for one in drafted]
     assert oracle.num_drafts > 20

@@ -42,7 +42,7 @@ def resident(pid: int) -> int:
 
 
 def engines(live: Live) -> list[int]:
-    return children(live.process.pid, b"slotwise.compose.worker")
+    return children(live.process.pid, b"slotwise.compose.engine_process")
 
 
 def complete(live: Live, prompt: list[int], max_tokens: int = 8) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def test_ranks_end_with_their_engine_and_start_again(tmp_path: Path) -> None:
                  "--tensor-parallel-size", "2", "--kv-cache-memory", "20M", log=tmp_path / "log") as live:
         expected = complete(live, PROMPTS[0])["choices"][0]["token_ids"]
         (engine,) = engines(live)
-        ranks = children(engine, b"slotwise.compose.rank_worker")
+        ranks = children(engine, b"slotwise.compose.rank_process")
         assert len(ranks) == 1
         told = post(live, "/sleep?level=1")
         assert told.status_code == 400 and "one rank" in told.json()["error"]["message"]

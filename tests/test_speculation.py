@@ -16,7 +16,7 @@ from support.drafted import Played, mixed, play, several, slow_steps
 from support.live import Live, serving
 
 from slotwise import builtin
-from slotwise.compose.engine import Loaded, load
+from slotwise.compose.engine_builder import Loaded, load
 from slotwise.core.params import SamplingParams, ThinkingBudget
 from slotwise.core.request import RequestSpec
 from slotwise.engine.config import EngineConfig

@@ -13,7 +13,7 @@ from benchmarks.gpu.figures import tell
 from benchmarks.gpu.setup import Setup, asked
 
 from slotwise import builtin
-from slotwise.compose.engine import build_engine
+from slotwise.compose.engine_builder import build_engine
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import RequestSpec
 from slotwise.engine.config import EngineConfig

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slotwise.compose.engine import Loaded, Warming
+from slotwise.compose.engine_builder import Loaded, Warming
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import RequestSpec
 from slotwise.engine.config import EngineConfig

@@ -40,7 +40,7 @@ class Server:
     def engine_pid(self) -> int:
         """Returns the current engine process; 0 without one."""
         for pid in children(self.process.pid):
-            if b"slotwise.compose.worker" in _command(pid):
+            if b"slotwise.compose.engine_process" in _command(pid):
                 return pid
         return 0
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slotwise import builtin
-from slotwise.compose.engine import build_engine
+from slotwise.compose.engine_builder import build_engine
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import RequestSpec
 from slotwise.engine.config import EngineConfig

@@ -11,7 +11,7 @@ from slotwise import builtin
 from slotwise.bench.profiler import DECODE, MIXED, PREFILL, RooflineShares, cost_of, kind_of
 from slotwise.cli import main
 from slotwise.compose import machine as machine_module
-from slotwise.compose.engine import load
+from slotwise.compose.engine_builder import load
 from slotwise.compose.machine import faster, measure_machine
 from slotwise.core.step import RowKind
 from slotwise.core.step_time import Machine, Roofline

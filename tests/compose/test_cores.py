@@ -16,7 +16,7 @@ import httpx
 import pytest
 from support.live import serving
 
-from slotwise.compose.cores import Cores
+from slotwise.compose.launch import Cores
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a process choose its cores")
 several = pytest.mark.skipif(
@@ -133,7 +133,7 @@ def engine_of(server: int) -> int:
     """The engine process of a server that has one."""
     children = [Path(f"/proc/{server}/task/{thread}/children") for thread in threads_of(server)]
     (pid,) = [pid for pid in " ".join(path.read_text() for path in children).split()
-              if b"slotwise.compose.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+              if b"slotwise.compose.engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     return int(pid)
 
 

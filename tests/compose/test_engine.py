@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from slotwise import builtin
-from slotwise.compose.engine import load
+from slotwise.compose.engine_builder import load
 from slotwise.engine.config import EngineConfig
 from slotwise.model.family_table import tensor_shapes
 from slotwise.model.loading import read_config

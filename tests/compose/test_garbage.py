@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import gc
 
-from slotwise.compose.garbage import settle
+from slotwise.compose.launch import settle
 
 
 def test_what_was_loaded_is_not_walked_again():

@@ -18,7 +18,7 @@ import json, random, sys
 from slotwise.kernels.lazy_imports import spare_torch
 spare_torch()
 from slotwise import builtin
-from slotwise.compose.engine import build_engine
+from slotwise.compose.engine_builder import build_engine
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import RequestSpec
 from slotwise.engine.config import EngineConfig

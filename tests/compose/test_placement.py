@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.live import cli, serving
 
-from slotwise.compose.placement import AUTO, CORES, NONE, Processor, environment, numbers, read_processors
+from slotwise.compose.launch import AUTO, CORES, NONE, Processor, environment, numbers, read_processors
 
 
 def machine(folder: Path) -> list[Processor]:
@@ -86,7 +86,7 @@ def test_the_engine_runs_where_it_is_told(tmp_path: Path) -> None:
     with serving("--cpu-bind", str(last), log=tmp_path / "log") as live:
         answer = live.client.post("/v1/completions", json={"prompt": "def f", "max_tokens": 2})
         assert answer.status_code == 200
-        (engine,) = [int(child) for child in children(live.process.pid) if b"compose.worker" in command(child)]
+        (engine,) = [int(child) for child in children(live.process.pid) if b"compose.engine_process" in command(child)]
         assert os.sched_getaffinity(engine) == {last}
         names = [Path(f"/proc/{engine}/task/{task}/comm").read_text() for task in os.listdir(f"/proc/{engine}/task")]
         assert not [name for name in names if name.startswith("compute-")], "one place is one thread, the leader"

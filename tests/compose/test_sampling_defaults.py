@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from slotwise import builtin
-from slotwise.compose.sampling_defaults import IGNORED, OBEYED, announce, read_defaults
+from slotwise.compose.model_defaults import IGNORED, OBEYED, announce, read_defaults
 from slotwise.core.params import SamplingParams
 from slotwise.core.sampling_defaults import SamplingDefaults
 from slotwise.engine.config import ConfigError, EngineConfig

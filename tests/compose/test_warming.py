@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support import checkpoints
 
-from slotwise.compose.engine import load
+from slotwise.compose.engine_builder import load
 from slotwise.engine.config import EngineConfig
 from slotwise.kernels.interface import Kernels
 

@@ -13,8 +13,7 @@ import pytest
 from support.checkpoints import make
 from support.gguf_files import write
 
-from slotwise.compose.pooling import read_pooling
-from slotwise.compose.sampling_defaults import read_defaults
+from slotwise.compose.model_defaults import read_defaults, read_pooling
 from slotwise.core.params import PoolingParams
 from slotwise.engine.config import EngineConfig
 from slotwise.errors import CheckpointError

@@ -10,7 +10,7 @@ import torch
 from support import checkpoints
 from support.paged import Layer, rotary
 
-from slotwise.compose.engine import load
+from slotwise.compose.engine_builder import load
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import RequestSpec
 from slotwise.engine.config import EngineConfig

@@ -13,7 +13,7 @@ from support import product_paths
 from support.live import cli
 
 from slotwise import LLM, SamplingParams
-from slotwise.compose.engine import load
+from slotwise.compose.engine_builder import load
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.kernels.cpu import linear_bf16, linear_int, onednn, paths, tiles
 from slotwise.kernels.cpu.kernels import CpuKernels

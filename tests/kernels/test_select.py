@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slotwise.compose.engine import load
+from slotwise.compose.engine_builder import load
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.kernels import reference
 from slotwise.kernels.select import choose, draw_for, resolve

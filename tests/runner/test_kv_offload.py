@@ -13,7 +13,7 @@ import pytest
 import torch
 from support import checkpoints
 
-from slotwise.compose.engine import load
+from slotwise.compose.engine_builder import load
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import RequestSpec
 from slotwise.core.step import Copy

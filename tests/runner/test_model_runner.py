@@ -18,7 +18,7 @@ from support import checkpoints
 from support.toy import Proposing
 from torch import Tensor
 
-from slotwise.compose.engine import load
+from slotwise.compose.engine_builder import load
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import Request, RequestSpec
 from slotwise.engine.config import EngineConfig

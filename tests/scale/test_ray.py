@@ -24,7 +24,7 @@ from slotwise.scale.ray_app import RaySettings
 
 ASK = {"model": "slotwise-builtin", "prompt": "def add(a, b):", "max_tokens": 8, "temperature": 0}
 SIGN = ": waiting"
-ENGINE = b"slotwise.compose.worker"
+ENGINE = b"slotwise.compose.engine_process"
 ARGUMENTS = "--max-num-seqs 4 --max-model-len 512 --dtype float32"
 
 

@@ -19,7 +19,7 @@ import pytest
 from engine.test_client import INFO, LIMITS
 from support.toy import EOS, next_token, scheduler
 
-from slotwise.compose.worker import serve
+from slotwise.compose.engine_process import serve
 from slotwise.core.step import StepResult
 from slotwise.engine.client import EngineClient
 from slotwise.engine.engine import Engine

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from slotwise.batching.settings import Batching
-from slotwise.compose.worker import serve
+from slotwise.compose.engine_process import serve
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.slo import Tier

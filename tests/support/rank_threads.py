@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from slotwise.compose import rank_groups, rank_worker, ranks
+from slotwise.compose import rank_process, ranks
 from slotwise.engine.ipc import BlockingChannel
 from slotwise.kernels.cpu import launcher
 from slotwise.kernels.cpu.threads import ThreadPool
@@ -28,7 +28,7 @@ class _Rank:
 
     def __init__(self, command: Sequence[str], **_: object) -> None:
         channel = BlockingChannel(socket.socket(fileno=os.dup(int(command[-1]))))
-        self._thread = threading.Thread(target=rank_worker.obey, args=(channel,), daemon=True)
+        self._thread = threading.Thread(target=rank_process.obey, args=(channel,), daemon=True)
         self._thread.start()
 
     def poll(self) -> int | None:
@@ -41,14 +41,14 @@ class _Rank:
 @contextmanager
 def ranks_on_threads() -> Iterator[None]:
     """Ranks that are started within the context are threads, and end with their engines."""
-    before, opened = torch.get_num_threads(), list[rank_groups.RankFiles]()
+    before, opened = torch.get_num_threads(), list[ranks.RankFiles]()
     gc.freeze()  # so that only what came meanwhile is looked through below
-    close = rank_groups.RankFiles.close
+    close = ranks.RankFiles.close
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launcher, "thread_pool", lambda threads: ThreadPool(0))  # each rank has its own
         patch.setattr(ranks, "spawn", SimpleNamespace(start=_Rank))
-        patch.setattr(rank_worker, "settle", lambda: None)
-        patch.setattr(rank_groups.RankFiles, "close", lambda files: opened.append(files))  # threads have no copies
+        patch.setattr(rank_process, "settle", lambda: None)
+        patch.setattr(ranks.RankFiles, "close", lambda files: opened.append(files))  # threads have no copies
         torch.set_num_threads(1)
         try:
             yield

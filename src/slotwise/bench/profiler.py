@@ -14,7 +14,7 @@ from typing import Any
 
 from slotwise.bench.accounting import NANO, Accounts
 from slotwise.bench.offline_run import OnStep, Stand, run_offline, warm_up
-from slotwise.compose.engine import load
+from slotwise.compose.engine_builder import load
 from slotwise.compose.machine import faster
 from slotwise.core.step import RowKind
 from slotwise.core.step_time import Cost, Roofline

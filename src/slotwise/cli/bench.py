@@ -271,7 +271,7 @@ def _stand(asked: argparse.Namespace, file: LogFile | None = None) -> tuple[Stan
     settings = engine_settings(asked)
     with ending_at_once():
         from slotwise.bench.offline_run import Stand
-        from slotwise.compose.engine import build_engine
+        from slotwise.compose.engine_builder import build_engine
         from slotwise.observe.offline import Logged
 
         engine, info = build_engine(_config(asked))

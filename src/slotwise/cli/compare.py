@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from slotwise.bench.comparison import Make
     from slotwise.bench.offline_run import OnStep
     from slotwise.bench.progress import ProgressBar
-    from slotwise.compose.engine import Loaded
+    from slotwise.compose.engine_builder import Loaded
 
 FILE_WIDTH = 160  # columns of the tables without a terminal
 SLOTS = 16
@@ -147,7 +147,7 @@ def run(asked: argparse.Namespace) -> int:
 
 def _offline(plan: Plan, comparison: Comparison) -> None:
     from slotwise.bench.progress import progress
-    from slotwise.compose.engine import load
+    from slotwise.compose.engine_builder import load
 
     with progress("loading"):
         loaded = load(EngineConfig.of(**plan.settings, max_num_seqs=plan.slots))

@@ -13,7 +13,7 @@ from slotwise.cli.numbers import Number
 from slotwise.cli.options import BUILTIN_NAME, Commands, add_command
 from slotwise.cli.parser import Parser
 from slotwise.cli.transfer_option import transfer_secret_of
-from slotwise.compose.placement import AUTO, read_processors
+from slotwise.compose.launch import AUTO, read_processors
 from slotwise.core.settings import real, whole
 from slotwise.engine.config import DAY
 from slotwise.host import processors

@@ -28,7 +28,7 @@ from slotwise.cli.options import (
 from slotwise.cli.parser import Parser
 from slotwise.cli.transfer_option import add_transfer_option, transfer_secret_of
 from slotwise.cli.vllm_flags import add_vllm_flags, notices
-from slotwise.compose.placement import AUTO, CORES, MOST_PROCESSORS, NONE, environment, numbers, read_processors
+from slotwise.compose.launch import AUTO, CORES, MOST_PROCESSORS, NONE, environment, numbers, read_processors
 from slotwise.core.settings import real, whole
 from slotwise.engine.admission_control import PATIENCE
 from slotwise.engine.config import DAY, EngineConfig
@@ -255,10 +255,8 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def _run(asked: argparse.Namespace) -> int:
-    from slotwise.compose.garbage import hold_off
-    from slotwise.compose.launch import launch_engine
-    from slotwise.compose.pooling import read_pooling
-    from slotwise.compose.sampling_defaults import read_defaults
+    from slotwise.compose.launch import hold_off, launch_engine
+    from slotwise.compose.model_defaults import read_defaults, read_pooling
     from slotwise.observe.log_file import check
 
     hold_off()
@@ -283,8 +281,7 @@ def _run(asked: argparse.Namespace) -> int:
     variables = environment(asked.cpu_threads, asked.cpu_bind, read_processors(processors()))
     engine = launch_engine(config, asked.log_format, variables)  # it loads while this process imports the rest
 
-    from slotwise.compose.served_model import ModelOptions
-    from slotwise.compose.server import run_server
+    from slotwise.compose.api_server import ModelOptions, run_server
     from slotwise.server.settings import ServerSettings
 
     settings = ServerSettings(

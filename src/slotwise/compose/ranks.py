@@ -2,10 +2,20 @@
 
     rank 0    scheduler ─► plan n, tokens of n - 1 ─► its share ─┐
     rank 1                 └──────── socket ────────► its share ─┴─ sums, by `kernels.group`, or
-                                                                   hidden states in turn, by `kernels.pipe`
+                                                                   hidden states in turn, by its `Pipe`
 
 A rank that ends, or gives no heartbeat for `SILENCE`, ends all: waiting for it is given up, the other ranks are killed,
 and every later step fails.  The engine process then ends, and its supervisor starts all ranks again.
+
+Ranks are connected through shared memory on a CPU, else by torch.distributed:
+
+    rank      0        1   |   2        3        two stages of two ranks: 0 and 1 sum, 0 hands on to 2, 2 returns to 0
+    stage     0            |   1
+
+Every rank loads its part of each adapter, or none does:
+
+    rank 0    LoadAdapter ─► loads its part, waits for the others ─► all could: done, else those that could forget it
+    rank 1         └───────► loads its part between its steps ─► AdapterLoaded
 """
 
 from __future__ import annotations
@@ -16,13 +26,16 @@ import subprocess
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 from slotwise import child, spawn
-from slotwise.compose.rank_groups import Rank, RankFiles, RankMemory, group_of, store_file, store_of
 from slotwise.compose.rank_messages import (
     Allocate,
     Collect,
@@ -36,15 +49,144 @@ from slotwise.compose.rank_messages import (
     encode,
 )
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.step import RankSpan, StepPlan
+from slotwise.core.step import RankSpan, StepPlan, StepResult
 from slotwise.engine.config import EngineConfig
+from slotwise.engine.executor import Executor
 from slotwise.engine.ipc import BlockingChannel, ChannelClosed, pair
 from slotwise.engine.messages import AdapterLoaded, LoadAdapter, UnloadAdapter
-from slotwise.errors import OneLineError
-from slotwise.kernels.cpu.shared_group import SharedMemory
+from slotwise.errors import CheckpointError, OneLineError
+from slotwise.kernels.cpu.shared_group import (
+    CHUNK,
+    PipeMemory,
+    SharedGroup,
+    SharedMemory,
+    SharedPipe,
+    pipe_size,
+    shared_file,
+    size_of,
+)
 from slotwise.kernels.cpu.threads import places
+from slotwise.kernels.group import Alone, Group, NoPipe, Pipe, Stage, TorchGroup, TorchPipe
 from slotwise.kernels.interface import Kernels
+from slotwise.kernels.select import launcher_of
+from slotwise.model.lora_weights import LoraWeights
 from slotwise.model.model_config import ModelConfig
+from slotwise.runner.input_batch import SlotTable
+
+LOGIT = 4  # bytes
+
+
+class Rank(NamedTuple):
+    """The place of a process among all ranks."""
+
+    number: int
+    width: int  # ranks of a stage
+    stages: int
+    splits_experts: bool
+
+    @classmethod
+    def of(cls, number: int, config: EngineConfig) -> Rank:
+        return cls(number, config.tensor_parallel_size, config.pipeline_parallel_size, config.enable_expert_parallel)
+
+    @property
+    def size(self) -> int:
+        return self.width * self.stages
+
+    @property
+    def stage(self) -> Stage:
+        return Stage(self.number // self.width, self.stages)
+
+    @property
+    def within(self) -> int:
+        """Its number within its stage."""
+        return self.number % self.width
+
+    @property
+    def before(self) -> int:
+        """The rank that hands hidden states to this one."""
+        return (self.number - self.width) % self.size
+
+    @property
+    def after(self) -> int:
+        return (self.number + self.width) % self.size
+
+
+class RankFiles(NamedTuple):
+    """Descriptors of the memory that ranks share."""
+
+    of_stages: list[int]
+    boxes: int
+
+    @classmethod
+    def made(cls, config: EngineConfig, described: ModelConfig) -> RankFiles:
+        """Files for the largest exchange of any step; memory is taken as it is used."""
+        width, stages = config.tensor_parallel_size, config.pipeline_parallel_size
+        logits = LOGIT * -(-described.vocab_size // width)
+        longest = min(config.max_model_len or described.max_position_embeddings, described.max_position_embeddings)
+        tokens = config.step_tokens + config.max_num_seqs * longest  # whole prompts of a static batch
+        message = tokens * described.hidden_size * described.dtype.itemsize
+        return cls([shared_file(size_of(width, max(CHUNK, logits))) for _ in range(stages)],
+                   shared_file(pipe_size(width * stages, message if stages > 1 else 0)))
+
+    def close(self) -> None:
+        for descriptor in (*self.of_stages, self.boxes):
+            os.close(descriptor)
+
+
+class RankMemory:
+    """The memory of a rank's stage and that between stages, mapped in this process."""
+
+    def __init__(self, stage: int, boxes: int, rank: Rank) -> None:
+        self.stage = SharedMemory(stage, rank.width)
+        self.boxes = PipeMemory(boxes, rank.size)
+
+
+@cache
+def store_file() -> int:
+    """Descriptor of the file of this process's stores.
+
+    It is never closed: a store opens it by its number, and does so a last time when its last process group is freed,
+    which may be long after the engine was dropped.  Another file of that number would be written to.
+    """
+    return shared_file(0)
+
+
+def store_of(descriptor: int, size: int) -> Any:
+    """The store of torch.distributed through which ranks find each other, in a file that no other process can open.
+
+    A TCPStore would listen on every address of the machine, and do what any client asks.
+    """
+    return torch.distributed.FileStore(f"/proc/self/fd/{descriptor}", size)  # type: ignore[attr-defined]
+
+
+def group_of(kernels: Kernels, rank: Rank, memory: RankMemory, store: Any) -> Group:
+    """This process' view of its stage and the others; `store` is None where they exchange through `memory`."""
+    group = _of_memory(kernels, rank, memory) if store is None else _of_torch(kernels, rank, store)
+    group.splits_experts = rank.splits_experts
+    return group
+
+
+def _of_memory(kernels: Kernels, rank: Rank, memory: RankMemory) -> Group:
+    launcher = launcher_of(kernels)
+    pipe: Pipe = NoPipe()
+    if rank.stages > 1:
+        pipe = SharedPipe(launcher, memory.boxes, rank.stage, rank.number, rank.after)
+    return Alone(pipe) if rank.width == 1 else SharedGroup(launcher, memory.stage, rank.within, pipe)
+
+
+def _of_torch(kernels: Kernels, rank: Rank, store: Any) -> Group:
+    """Every rank makes all process groups, in the same order."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    backend, distributed = "nccl" if kernels.device.type == "cuda" else "gloo", torch.distributed
+    distributed.init_process_group(backend, store=store, rank=rank.number, world_size=rank.size)
+    if rank.stages == 1:
+        return TorchGroup()
+    ranks = [rank._replace(number=number) for number in range(rank.size)]
+    edges = {one.number: distributed.new_group([one.number, one.after]) for one in ranks}
+    stages = [distributed.new_group([*range(first, first + rank.width)]) for first in range(0, rank.size, rank.width)]
+    pipe = TorchPipe(rank.stage, rank.before, rank.after, (edges[rank.before], edges[rank.number]), kernels.device)
+    return Alone(pipe) if rank.width == 1 else TorchGroup(stages[rank.stage.number], pipe)
+
 
 LOOK = 0.2  # seconds between two looks at the other ranks
 SILENCE = 6.0  # seconds without a heartbeat after which a rank counts as lost
@@ -82,7 +224,7 @@ class _Rank:
         shared = [theirs.fileno(), of_stage, files.boxes, *([] if store < 0 else [store])]
         with theirs, _everywhere():
             self.process: subprocess.Popen[bytes] = spawn.start(
-                child.python("slotwise.compose.rank_worker", str(theirs.fileno())), env=environment,
+                child.python("slotwise.compose.rank_process", str(theirs.fileno())), env=environment,
                 pass_fds=shared, stdin=subprocess.DEVNULL)
         self.beats, self.heard = -1, time.monotonic()
 
@@ -282,3 +424,98 @@ def _everywhere() -> Iterator[None]:
     finally:
         if bound:
             os.sched_setaffinity(0, before)
+
+
+class LeadingExecutor:
+    """Runs plans on all ranks: `runner` on this one.
+
+    Args:
+        slots: of this rank, that learn what is sampled as those of the other ranks do; None: `runner` sees to it.
+    """
+
+    def __init__(self, runner: Executor, ranks: Ranks, slots: SlotTable | None) -> None:
+        self.ranks = ranks
+        self._runner = runner
+        self._slots = slots
+        self._in_flight: deque[tuple[StepPlan, RankSpan]] = deque()
+
+    def submit(self, plan: StepPlan) -> None:
+        """Raises RankLostError once a rank is lost."""
+        if not plan.has_proposed:  # else the draft model announces the plan, with its drafts
+            self.ranks.run(plan)
+        began = time.monotonic_ns()
+        self._runner.submit(plan)
+        self._in_flight.append((plan, RankSpan(0, began, time.monotonic_ns())))
+
+    def collect(self) -> StepResult:
+        plan, first = self._in_flight.popleft()
+        began = time.monotonic_ns()
+        try:
+            self.ranks.collect()
+            result = self._runner.collect()
+        except Exception as error:  # the ranks may have stopped at different places
+            self.ranks.lose(f"a step failed on rank 0: {type(error).__name__}: {error}")
+            raise
+        self.ranks.check()
+        last = RankSpan(0, max(began, self.ranks.returned_at), time.monotonic_ns())
+        self._learn(known_after(plan, result, [later for later, _ in self._in_flight]))
+        if not plan.slots:
+            return result
+        others = [span for span in self.ranks.spans(plan.step) if span.started_ns >= first.started_ns]
+        return result._replace(ranks=(first, last, *others))
+
+    def _learn(self, known: list[Known]) -> None:
+        self.ranks.learn(known)
+        if self._slots is not None:
+            for one in known:
+                self._slots.learn(one.slot, one.start, one.tokens)
+
+
+def known_after(plan: StepPlan, result: StepResult, later: Iterable[StepPlan]) -> list[Known]:
+    """What a plan has sampled, but for slots that `later` plans, submitted already, have given to other requests."""
+    left = {slot for one in later for slot in one.released_slots}
+    drafts = plan.drafts or ((),) * plan.num_rows
+    rows = zip(plan.slots, plan.starts, plan.counts, drafts, result.tokens, strict=True)
+    return [Known(slot, start + count - len(drafted), tokens)
+            for slot, start, count, drafted, tokens in rows if tokens and slot not in left]
+
+
+class RankAdapters:
+    """Rank 0's hold on the adapters of all ranks; an `engine.adapters.AdapterStore`.
+
+    Args:
+        own: those of rank 0.
+    """
+
+    def __init__(self, own: LoraWeights, ranks: Ranks) -> None:
+        self.num_places = own.num_places
+        self._own = own
+        self._ranks = ranks
+
+    def load(self, number: int, folder: Path) -> None:
+        """Loads an adapter on every rank.  One thread loads at a time.
+
+        Raises:
+            CheckpointError: a rank cannot, and none has it now.
+            RankLostError: a rank was lost.
+        """
+        self._ranks.load_adapter(LoadAdapter(number, os.path.abspath(folder)))
+        failure: Exception | None = None
+        try:
+            self._own.load(number, folder)
+        except Exception as error:  # the others' answers are read in any case
+            failure = error
+        loads = self._ranks.adapter_loads()
+        objections = [f"rank {rank}: {why}" for rank, why in loads.items() if why]
+        if failure is None and not objections:
+            return
+        self._ranks.unload_adapter(number, [rank for rank, why in loads.items() if not why])
+        if failure is not None:
+            raise failure
+        self._own.unload(number)
+        raise CheckpointError(objections[0])
+
+    def unload(self, number: int) -> None:
+        """Forgets an adapter, of which no request is left, on every rank."""
+        self._own.unload(number)
+        self._ranks.unload_adapter(number)

@@ -7,14 +7,13 @@ from typing import NamedTuple
 
 import torch
 
-from slotwise.compose.kv_transfer import check_transfers
 from slotwise.core.cache_groups import CacheGroups
 from slotwise.core.drafting import MAX_STEP_DRAFTS
 from slotwise.core.limits import SchedulerLimits
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.messages import MemoryUse
 from slotwise.kernels.group import PLACES, Divided, Stage, num_ranks
-from slotwise.kernels.interface import LayerShape
+from slotwise.kernels.interface import Kernels, LayerShape
 from slotwise.kernels.select import draw_for
 from slotwise.model.decoder import Decoder, DecoderSizes
 from slotwise.model.family_table import weight_bytes
@@ -255,3 +254,14 @@ def _on_gpu(config: EngineConfig, models: Sequence[Decoder], longest: int, stagi
         measured_graph(model, block_size, recorded, longest) for model in models)
     asked, share = config.kv_cache_memory, config.gpu_memory_utilization
     return _Room(workspace, graphs, memory_budget.gpu_cache_budget(free, total, workspace + graphs, asked, share))
+
+
+def check_transfers(config: EngineConfig, limits: SchedulerLimits, kernels: Kernels) -> None:
+    """Raises ConfigError where the blocks of this model cannot travel."""
+    if config.kv_transfer_config is None:
+        return
+    if kernels.device.type != "cpu":
+        raise ConfigError(f"kv_transfer_config needs device cpu, not {kernels.device.type}")
+    if any(limits.windows):
+        raise ConfigError("kv_transfer_config is not supported with windowed attention or recurrent states: leave it "
+                          "out")

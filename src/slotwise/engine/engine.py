@@ -6,9 +6,9 @@
                 ▲                                  │
                 └──────────────────────────────────┘
 
-The engine process (`compose/worker.py`), the offline API, a replay and benchmarks drive it: they call `handle` for each
-command, then `step` while `has_work`, else `idle_record` for changes that no step records.  `wait` says how long to
-sleep before the next `step`, when the last plan had no rows and waits for the clock alone.
+The engine process (`compose/engine_process.py`), the offline API, a replay and benchmarks drive it: they call `handle`
+for each command, then `step` while `has_work`, else `idle_record` for changes that no step records.  `wait` says how
+long to sleep before the next `step`, when the last plan had no rows and waits for the clock alone.
 """
 
 from __future__ import annotations

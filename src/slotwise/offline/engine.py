@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slotwise.compose.engine import load
+from slotwise.compose.engine_builder import load
 from slotwise.engine.adapters import AdapterStore
 from slotwise.engine.engine import Engine
 from slotwise.errors import CheckpointError

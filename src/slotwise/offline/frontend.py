@@ -9,8 +9,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from slotwise.compose.pooling import read_pooling
-from slotwise.compose.sampling_defaults import announce, read_defaults
+from slotwise.compose.model_defaults import announce, read_defaults, read_pooling
 from slotwise.core.params import InvalidParams
 from slotwise.engine.messages import EngineInfo
 from slotwise.inputs import Parsed

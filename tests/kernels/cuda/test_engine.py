@@ -12,7 +12,7 @@ import pytest
 from support import checkpoints
 from support.cuda_device import DEVICE, KERNELS
 
-from slotwise.compose.engine import load
+from slotwise.compose.engine_builder import load
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import RequestSpec
 from slotwise.engine.config import EngineConfig

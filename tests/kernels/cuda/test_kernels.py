@@ -14,7 +14,7 @@ from slotwise.kernels.delta import DeltaShape
 from slotwise.kernels.interface import DeltaKernels, Kernels
 
 CODE = """
-import sys, slotwise, slotwise.compose.engine
+import sys, slotwise, slotwise.compose.engine_builder
 from slotwise.kernels.select import choose
 choose("cpu")
 print([name for name in sys.modules if name.split(".")[0] == "triton" or "kernels.cuda" in name])

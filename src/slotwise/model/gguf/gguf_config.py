@@ -37,7 +37,7 @@ from slotwise.model.quantization.scheme import Scheme
 WITHOUT_EFFECT = (  # keys without effect here, whatever they say
     "tensor_data_layout", "rope.scaling.finetuned", "attention.layer_norm_epsilon",  # norms are RMS norms
     "expert_feed_forward_length",  # the shapes of tensors are compared with the config
-    "pooling_type",  # `compose/pooling.py` reads it
+    "pooling_type",  # `compose/model_defaults.py` reads it
 )  # fmt: skip
 OF_YARN = "rope.scaling.yarn_beta_"
 OF_EXPERTS = "expert_"

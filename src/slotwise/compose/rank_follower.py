@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slotwise.compose.engine import Loaded, load
-from slotwise.compose.executors import following
-from slotwise.compose.rank_groups import Rank, RankMemory, group_of, store_of
+from slotwise.compose.engine_builder import Loaded, following, load
 from slotwise.compose.rank_messages import Join, Known
+from slotwise.compose.ranks import Rank, RankMemory, group_of, store_of
 from slotwise.compose.sizes import cache_groups, sized
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.step import StepPlan
@@ -22,7 +21,7 @@ class Follower:
     """Loads the rank's weights.
 
     Raises:
-        Exception: as `compose.engine.load` does.
+        Exception: as `compose.engine_builder.load` does.
     """
 
     def __init__(self, join: Join, rank: Rank, memory: RankMemory) -> None:

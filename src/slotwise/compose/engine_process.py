@@ -1,4 +1,4 @@
-"""The engine process: `python -m slotwise.compose.worker LOG_FORMAT FD`, started by `compose.launch` alone.
+"""The engine process: `python -m slotwise.compose.engine_process LOG_FORMAT FD`, started by `compose.launch` alone.
 
 It reads its config from the channel, loads, reports that it is ready, and then runs steps while there is work, reading
 commands between steps.  It ends when the API process does.
@@ -20,7 +20,7 @@ from typing import NoReturn
 import msgspec
 
 from slotwise.compose.adapter_loading import AdapterLoading
-from slotwise.compose.garbage import hold_off, settle
+from slotwise.compose.launch import hold_off, settle
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.heartbeat import HeartbeatSender
@@ -80,7 +80,7 @@ def _load(channel: BlockingChannel) -> Engine | None:
     try:
         call_early(config.device)
         spare_torch()
-        from slotwise.compose.engine import build_engine  # takes two seconds: torch
+        from slotwise.compose.engine_builder import build_engine  # takes two seconds: torch
 
         engine, info = build_engine(config, lambda *progress: channel.send(encode(Loading(*progress))),
                                     lambda why: _lose(channel, why))

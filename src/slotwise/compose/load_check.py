@@ -1,6 +1,6 @@
 """Checks that an engine could load a model, without reading its weights: in a process of its own, for it needs torch.
 
-    python -m slotwise.compose.check LOG_FORMAT FD        started by `check` alone
+    python -m slotwise.compose.load_check LOG_FORMAT FD        started by `check` alone
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ async def check(config: EngineConfig, freed: int) -> None:
     Raises:
         ValueError: it cannot be served, in one line.
     """
-    process = ChildProcess(child.python("slotwise.compose.check", lines.chosen()), env=child.environment())
+    process = ChildProcess(child.python("slotwise.compose.load_check", lines.chosen()), env=child.environment())
     try:
         process.channel.sendall(frame(msgspec.msgpack.encode(_Asked(absolute_paths(config), freed))))
         messages = await asyncio.to_thread(_first, BlockingChannel(process.channel))
@@ -57,7 +57,7 @@ def _first(channel: BlockingChannel) -> list[bytes]:
 
 def objection(config: EngineConfig, freed: int) -> str:
     """Why the model of `config` cannot be loaded; "" where nothing is wrong with what can be seen."""
-    from slotwise.compose.engine import check_loadable  # torch
+    from slotwise.compose.engine_builder import check_loadable  # torch
 
     try:
         check_loadable(config, freed)

@@ -1,4 +1,4 @@
-"""The process of a rank other than 0: `python -m slotwise.compose.rank_worker FD`, started by `compose.ranks` alone.
+"""The process of a rank other than 0: `python -m slotwise.compose.rank_process FD`, started by `compose.ranks` alone.
 
 It computes its share of the plans that rank 0 sends, and ends when rank 0 does.
 """
@@ -14,7 +14,8 @@ import time
 
 from slotwise import spawn
 from slotwise.compose.adapter_loading import AdapterLoading
-from slotwise.compose.garbage import hold_off, settle
+from slotwise.compose.engine_process import end
+from slotwise.compose.launch import hold_off, settle
 from slotwise.compose.rank_messages import (
     Allocate,
     Collect,
@@ -26,7 +27,6 @@ from slotwise.compose.rank_messages import (
     decode_order,
     encode,
 )
-from slotwise.compose.worker import end
 from slotwise.engine.ipc import BlockingChannel, ChannelClosed
 from slotwise.engine.messages import LoadAdapter, UnloadAdapter
 from slotwise.errors import one_line
@@ -64,9 +64,8 @@ def _serve(channel: BlockingChannel, ended: threading.Event) -> None:
     join = decode_order(messages[0])
     assert isinstance(join, Join)
     spare_torch()
-    from slotwise.compose.follower import Follower
-    from slotwise.compose.rank_groups import Rank, RankMemory
-    from slotwise.compose.ranks import BEAT
+    from slotwise.compose.rank_follower import Follower
+    from slotwise.compose.ranks import BEAT, Rank, RankMemory
 
     rank = Rank.of(join.rank, join.config)
     memory = RankMemory(join.memory, join.boxes, rank)

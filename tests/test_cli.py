@@ -16,7 +16,7 @@ from support.live import CLI, cli
 from slotwise import builtin
 from slotwise.cli import as_typed, main
 from slotwise.errors import described
-from slotwise.llm import LLM
+from slotwise.offline.llm import LLM
 from slotwise.server.protocol import ChatRequest
 
 pytestmark = pytest.mark.slow

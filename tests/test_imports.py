@@ -25,14 +25,14 @@ def test_the_core_needs_nothing_but_the_standard_library():
 
 @pytest.mark.parametrize("module", [
     "slotwise.compose.api_server", "slotwise.cli", "slotwise", "slotwise.simulate.replay", "slotwise.async_llm",
-    "slotwise.sampling_params"])
+    "slotwise.sampling_params", "slotwise.inputs", "slotwise.outputs"])
 def test_neither_the_api_process_nor_a_replay_sees_torch(module):
     run = run_without(("torch", "numpy", "numba"), (module,))
     assert run.returncode == 0, run.stderr
 
 
 def test_what_is_forbidden_would_show():
-    assert "torch" in run_without(("torch",), ("slotwise.llm",)).stderr
+    assert "torch" in run_without(("torch",), ("slotwise.offline.llm",)).stderr
 
 
 SERVER = ("llguidance", "msgspec", "starlette", "uvicorn", "uvloop", "httptools", "prometheus_client", "rich",

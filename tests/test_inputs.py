@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slotwise.inputs import UNSUPPORTED, Parsed, as_batch, parsed
+from slotwise.offline.inputs import UNSUPPORTED, Parsed, as_batch, parsed
 
 
 @pytest.mark.parametrize(("prompts", "count"), [

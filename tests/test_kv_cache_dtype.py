@@ -14,7 +14,7 @@ from slotwise import LLM, SamplingParams
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.kernels.select import choose
 from slotwise.model.loading import load_model
-from slotwise.outputs import CompletionOutput
+from slotwise.offline.outputs import CompletionOutput
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 SMALL = {"max_num_seqs": 8, "max_model_len": 256, "max_num_batched_tokens": 64}

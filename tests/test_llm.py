@@ -15,7 +15,7 @@ from slotwise import LLM, SamplingParams, TextPrompt, TokensPrompt
 from slotwise.engine.config import ConfigError
 from slotwise.observe import event_log
 from slotwise.observe.snapshot import Counter, Gauge, Histogram
-from slotwise.offline.methods import METHODS
+from slotwise.offline.arguments import METHODS
 from slotwise.simulate.replay import replay
 
 pytestmark = pytest.mark.slow

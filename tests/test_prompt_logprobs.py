@@ -20,7 +20,7 @@ from slotwise.core.step import TokenLogprobs
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add, StepRecord
-from slotwise.outputs import Logprob
+from slotwise.offline.outputs import Logprob
 
 TOP = 3
 LENGTHS = [1, 2, 40, 75, 23, 60]

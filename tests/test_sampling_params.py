@@ -14,7 +14,7 @@ from slotwise import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from slotwise.core.params import InvalidParams
 from slotwise.core.params import SamplingParams as EngineParams
 from slotwise.neutral import ANY
-from slotwise.sampling_params import NAMES, UNSUPPORTED
+from slotwise.offline.sampling_params import NAMES, UNSUPPORTED
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # `docs` is run from the repository's root
 

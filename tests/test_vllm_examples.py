@@ -13,7 +13,7 @@ import pytest
 
 from slotwise import LLM, AsyncEngineArgs, AsyncLLM, EngineArgs, RequestOutput, SamplingParams, builtin
 from slotwise.observe.snapshot import Counter, Gauge, Histogram
-from slotwise.sampling_params import RequestOutputKind
+from slotwise.offline.sampling_params import RequestOutputKind
 
 pytestmark = pytest.mark.slow
 

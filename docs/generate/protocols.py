@@ -21,7 +21,7 @@ from slotwise.core.settings import Range
 from slotwise.engine.config import ENGINE
 from slotwise.neutral import ANY
 from slotwise.offline.arguments import OWN, SETTINGS
-from slotwise.sampling_params import INSTEAD, NAMES, UNSUPPORTED, SamplingParams
+from slotwise.offline.sampling_params import INSTEAD, NAMES, UNSUPPORTED, SamplingParams
 from slotwise.server.openapi import BODIES
 from slotwise.server.unsupported import AS_ANOTHER, HINTS, unsupported_fields
 from slotwise.vllm_arguments import RULES, SAME

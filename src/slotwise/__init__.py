@@ -18,31 +18,36 @@ __all__ = ["LLM", "AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "CompletionOu
            "TokensPrompt"]
 
 if TYPE_CHECKING:
-    from slotwise.async_llm import AsyncLLM, AsyncLLMEngine
-    from slotwise.inputs import PromptType, TextPrompt, TokensPrompt
-    from slotwise.llm import LLM
-    from slotwise.lora_request import LoRARequest
     from slotwise.offline.arguments import AsyncEngineArgs, EngineArgs
-    from slotwise.outputs import (
+    from slotwise.offline.async_llm import AsyncLLM, AsyncLLMEngine
+    from slotwise.offline.inputs import PromptType, TextPrompt, TokensPrompt
+    from slotwise.offline.llm import LLM
+    from slotwise.offline.lora_requests import LoRARequest
+    from slotwise.offline.outputs import (
         CompletionOutput,
         EmbeddingOutput,
         EmbeddingRequestOutput,
         Logprob,
         RequestOutput,
     )
-    from slotwise.pooling_params import PoolingParams
-    from slotwise.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+    from slotwise.offline.sampling_params import (
+        PoolingParams,
+        RequestOutputKind,
+        SamplingParams,
+        StructuredOutputsParams,
+    )
 
 _HOMES = {
-    "LLM": "slotwise.llm",
-    "LoRARequest": "slotwise.lora_request",
-    **dict.fromkeys(("AsyncLLM", "AsyncLLMEngine"), "slotwise.async_llm"),
+    "LLM": "slotwise.offline.llm",
+    "LoRARequest": "slotwise.offline.lora_requests",
+    **dict.fromkeys(("AsyncLLM", "AsyncLLMEngine"), "slotwise.offline.async_llm"),
     **dict.fromkeys(("AsyncEngineArgs", "EngineArgs"), "slotwise.offline.arguments"),
-    **dict.fromkeys(("PromptType", "TextPrompt", "TokensPrompt"), "slotwise.inputs"),
+    **dict.fromkeys(("PromptType", "TextPrompt", "TokensPrompt"), "slotwise.offline.inputs"),
     **dict.fromkeys(("CompletionOutput", "EmbeddingOutput", "EmbeddingRequestOutput", "Logprob", "RequestOutput"),
-                    "slotwise.outputs"),
-    "PoolingParams": "slotwise.pooling_params",
-    **dict.fromkeys(("RequestOutputKind", "SamplingParams", "StructuredOutputsParams"), "slotwise.sampling_params"),
+                    "slotwise.offline.outputs"),
+    "PoolingParams": "slotwise.offline.sampling_params",
+    **dict.fromkeys(("RequestOutputKind", "SamplingParams", "StructuredOutputsParams"),
+                    "slotwise.offline.sampling_params"),
 }
 
 

@@ -19,7 +19,7 @@ SCRIPT = """
 import json, sys
 from slotwise import LLM, SamplingParams
 from slotwise.kernels.cpu.jit.compiler import Compiled
-from slotwise.sampling_params import StructuredOutputsParams
+from slotwise.offline.sampling_params import StructuredOutputsParams
 
 llm = LLM(device="cpu", max_num_seqs=4, max_model_len=256, kv_cache_memory=8 << 20, **json.loads(sys.argv[1]))
 late, ready = [], Compiled._ready

@@ -8,7 +8,7 @@ import pytest
 
 from slotwise import LLM, SamplingParams
 from slotwise.core.grammar import LARK
-from slotwise.sampling_params import StructuredOutputsParams
+from slotwise.offline.sampling_params import StructuredOutputsParams
 from slotwise.text.grammar_check import check
 
 pytestmark = pytest.mark.slow

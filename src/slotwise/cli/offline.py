@@ -21,10 +21,10 @@ from slotwise.core.settings import real, whole
 from slotwise.engine.config import TOKENS, ConfigError, EngineConfig
 from slotwise.errors import printable
 from slotwise.model.checkpoint import locate
-from slotwise.sampling_params import SamplingParams
+from slotwise.offline.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from slotwise.llm import LLM
+    from slotwise.offline.llm import LLM
 
 USUAL: dict[str, Any] = {"max_tokens": 256, "temperature": 0.2}  # of `generate`, for a model that has no defaults
 AS_SERVED: dict[str, Any] = {"max_tokens": None}  # of `chat`: those of /v1/chat/completions
@@ -73,7 +73,7 @@ def _load(asked: argparse.Namespace) -> LLM:
     if sys.stderr.isatty():
         print("Loading the model ...", end="\r", file=sys.stderr, flush=True)
     with ending_at_once():
-        from slotwise.llm import LLM
+        from slotwise.offline.llm import LLM
 
         llm = LLM(folder, generation_config=asked.generation_config,
                   override_generation_config=asked.override_generation_config, **settings)

@@ -1,30 +1,233 @@
-"""From prompts and conversations to requests: what the offline API does before the engine."""
+"""From prompts and parameters to requests and outputs: what `LLM` and `AsyncLLM` share."""
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
+from sys import byteorder
 from typing import Any
 
 from slotwise.compose.model_defaults import announce, read_defaults, read_pooling
 from slotwise.core.params import InvalidParams
-from slotwise.engine.messages import EngineInfo
-from slotwise.inputs import Parsed
+from slotwise.core.params import PoolingParams as EnginePooling
+from slotwise.core.params import SamplingParams as EngineParams
+from slotwise.core.request import RequestSpec
+from slotwise.core.slo import SLO
+from slotwise.core.step import TokenLogprobs
+from slotwise.engine.messages import UNSUBMITTED, Add, EngineInfo
 from slotwise.offline.arguments import Arguments
-from slotwise.offline.embedding import EmbeddingJob
-from slotwise.offline.job import Job
-from slotwise.offline.residents import BASE, Held
-from slotwise.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestMetrics, RequestOutput
-from slotwise.pooling_params import PoolingParams
-from slotwise.sampling_params import SamplingParams
+from slotwise.offline.inputs import Parsed
+from slotwise.offline.lora_requests import BASE, Held
+from slotwise.offline.outputs import (
+    CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    RequestMetrics,
+    RequestOutput,
+    by_token,
+)
+from slotwise.offline.sampling_params import PoolingParams, RequestOutputKind, SamplingParams
 from slotwise.text.chat_source import find_chat_template, find_tool_template
 from slotwise.text.chat_template import ChatTemplate
+from slotwise.text.continuation import Continuation, VisibleTokens
 from slotwise.text.conversation import RESERVED_VARIABLES, InvalidMessages, OpenEnd, check_messages
 from slotwise.text.grammar_check import check
 from slotwise.text.tokenizer import Tokenizer, spellings
+
+
+class Job:
+    """A prompt and its continuations.
+
+    Args:
+        output: without continuations.
+        engine_params: what the engine needs of `params`.
+        seed: of the first continuation; the next ones have the next numbers.
+        eos_ids: the model's end tokens.
+    """
+
+    def __init__(self, output: RequestOutput, params: SamplingParams, engine_params: EngineParams, seed: int,
+                 tokenizer: Tokenizer, eos_ids: Collection[int], salt: str = "", priority: int = 0,
+                 adapter: Held = BASE) -> None:
+        self.output = output
+        self.kind = params.output_kind
+        self.interval = params.stream_interval or 1
+        self.text_of = tokenizer.token_text
+        self._params, self._seed, self._salt, self._slo = engine_params, seed, salt, SLO(priority=priority)
+        self._adapter = adapter
+        stop_ids = set(engine_params.stop_token_ids).difference(() if engine_params.ignore_eos else eos_ids)
+        shown = VisibleTokens(stop=params.include_stop_str_in_output, special=not params.skip_special_tokens)
+        self.choices = []
+        for index in range(engine_params.n):
+            text = Continuation(tokenizer, output.prompt_token_ids, engine_params.stop, engine_params.min_tokens,
+                                shown) if params.detokenize else None
+            completion = CompletionOutput(index)
+            if engine_params.logprobs is not None:
+                completion.logprobs, completion.cumulative_logprob = [], 0.0
+            self.choices.append(Choice(self, completion, text, stop_ids))
+        output.outputs = [choice.completion for choice in self.choices]
+        output.prompt_logprobs = None if engine_params.prompt_logprobs is None else [None]
+
+    def add(self, choice: Choice, name: str, request_id: int = UNSUBMITTED) -> Add:
+        """The command that starts a continuation, under a name that is unique among the unfinished ones."""
+        index = choice.completion.index
+        return Add(request_id, RequestSpec(
+            tuple(self.output.prompt_token_ids), self._params.of_choice(index), (self._seed + index) % 2**64,
+            salt=self._salt, slo=self._slo, adapter=self._adapter.number, adapter_name=self._adapter.name), name=name)
+
+    def read_prompt(self, start: int, entries: Sequence[TokenLogprobs]) -> None:
+        """Adds entries of the prompt's tokens from position `start + 1` on; known ones, computed again, are ignored."""
+        known, ids = self.output.prompt_logprobs, self.output.prompt_token_ids
+        if known is not None and len(known) < len(ids):
+            first = len(known)
+            known += [by_token(token, entry, self.text_of) for token, entry in zip(
+                ids[first:], entries[first - 1 - start :], strict=False)]
+
+    def snapshot(self, choices: Iterable[Choice]) -> RequestOutput:
+        """An output of these continuations as they are now, that no later token changes."""
+        outputs = [choice.pop() if self.kind is RequestOutputKind.DELTA else choice.copy() for choice in choices]
+        return replace(self.output, outputs=outputs, metrics=replace(self.output.metrics))
+
+    def raise_errors(self) -> None:
+        """Raises RuntimeError with the first message of a continuation that failed."""
+        for choice in self.choices:
+            if choice.error:
+                raise RuntimeError(choice.error)
+
+
+class Choice:
+    """One continuation: turns its tokens into text as they come.
+
+    Args:
+        text: None where only token ids are wanted.
+        stop_ids: stop tokens of the request, as far as they are no end tokens of the model.
+    """
+
+    def __init__(self, job: Job, completion: CompletionOutput, text: Continuation | None,
+                 stop_ids: Collection[int]) -> None:
+        self.job = job
+        self.completion = completion
+        self.error = ""  # why it ended, if it failed
+        self._text = text
+        self._stop_ids = stop_ids
+
+    @property
+    def index(self) -> int:
+        return self.completion.index
+
+    def add(self, name: str, request_id: int) -> Add:
+        """As that of the job."""
+        return self.job.add(self, name, request_id)
+
+    @property
+    def met_stop_string(self) -> bool:
+        return self._text is not None and self._text.stop_reason is not None
+
+    @property
+    def looks_for_stops(self) -> bool:
+        return self._text is not None and self._text.looks_for_stops
+
+    def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], now: float, reason: str = "") -> None:
+        """Adds tokens that came at `now`; none behind a stop string.
+
+        Args:
+            reason: why these are the last.
+        """
+        if self.met_stop_string:
+            return
+        completion = self.completion
+        text, kept = self._text.read(tokens, reason) if self._text is not None else ("", len(tokens))
+        completion.text += text
+        completion.token_ids += tokens[:kept]
+        if completion.logprobs is not None and completion.cumulative_logprob is not None:
+            for token, entry in zip(tokens[:kept], logprobs, strict=False):
+                completion.logprobs.append(by_token(token, entry, self.job.text_of))
+                completion.cumulative_logprob += entry.logprob
+        if kept:
+            self.job.output.metrics.generated(kept, now)
+        if self.met_stop_string and self._text is not None:
+            completion.stop_reason = self._text.stop_reason
+        elif reason == "stop" and tokens and tokens[-1] in self._stop_ids:
+            completion.stop_reason = tokens[-1]
+
+    def end(self, reason: str, message: str, now: float) -> None:
+        """Args: message: why it failed, if it did."""
+        output = self.job.output
+        self.completion.finish_reason = "stop" if self.met_stop_string else reason
+        self.error = message
+        output.finished = all(choice.completion.finished() for choice in self.job.choices)
+        output.metrics.finished_time = now if output.finished else 0.0
+
+    def copy(self) -> CompletionOutput:
+        one = self.completion
+        logprobs = None if one.logprobs is None else list(one.logprobs)
+        return replace(one, token_ids=list(one.token_ids), logprobs=logprobs)
+
+    def pop(self) -> CompletionOutput:
+        """What came since the last call; the sum of log-probabilities remains that of all."""
+        one, self.completion = self.completion, replace(self.completion, text="", token_ids=[])
+        if one.logprobs is not None:
+            self.completion.logprobs = []
+        return one
+
+
+NO_TOKENS = EngineParams(max_tokens=None)
+
+
+class EmbeddingJob:
+    """A prompt and its vector.  It has the methods of `Job` and of its one `Choice`."""
+
+    index = 0
+    met_stop_string = False
+
+    def __init__(self, output: EmbeddingRequestOutput, pooling: EnginePooling, salt: str = "",
+                 adapter: Held = BASE) -> None:
+        self.output = output
+        self.error = ""  # why it ended, if it failed
+        self._pooling = pooling
+        self._salt = salt
+        self._adapter = adapter
+
+    @property
+    def job(self) -> EmbeddingJob:
+        return self
+
+    @property
+    def choices(self) -> list[EmbeddingJob]:
+        return [self]
+
+    def add(self, name: str, request_id: int) -> Add:
+        """The command that starts it, under a name that is unique among the unfinished ones."""
+        return Add(request_id, RequestSpec(
+            tuple(self.output.prompt_token_ids), NO_TOKENS, salt=self._salt, pooling=self._pooling,
+            adapter=self._adapter.number, adapter_name=self._adapter.name), name=name)
+
+    def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], now: float, reason: str = "") -> None:
+        """Never called: nothing is sampled."""
+
+    def read_prompt(self, start: int, entries: Sequence[TokenLogprobs]) -> None:
+        """Never called: no log-probabilities are computed."""
+
+    def pool(self, vector: bytes) -> None:
+        """Sets the vector: float32, little-endian."""
+        numbers = array("f", vector)
+        if byteorder == "big":
+            numbers.byteswap()
+        self.output.outputs = EmbeddingOutput(numbers.tolist())
+
+    def end(self, reason: str, message: str, now: float) -> None:
+        self.error = message
+        self.output.finished = True
+        self.output.metrics.finished_time = now
+
+    def raise_errors(self) -> None:
+        """Raises RuntimeError if it failed."""
+        if self.error:
+            raise RuntimeError(self.error)
 
 
 class Frontend:
@@ -186,3 +389,51 @@ def _objection(kind: str, text: str, special: tuple[str, ...]) -> str:
 @lru_cache(4)
 def _compiled(source: str, special_tokens: tuple[tuple[str, str], ...]) -> ChatTemplate:
     return ChatTemplate(source, dict(special_tokens))
+
+
+class OfflineTokenizer:
+    """Encodes and decodes texts, and applies the chat template."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+        self._tokenizer = frontend.tokenizer
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": self.encode(text, add_special_tokens)}
+
+    def decode(self, token_ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
+        ids = [token_ids] if isinstance(token_ids, int) else token_ids
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def apply_chat_template(
+        self, conversation: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None,
+        chat_template: str | Path | None = None, add_generation_prompt: bool = False,
+        continue_final_message: bool = False, tokenize: bool = True, **variables: Any,
+    ) -> str | list[int]:
+        """A conversation as the chat template writes it, or its token ids.
+
+        Raises:
+            ChatTemplateError, ValueError: the template refuses these messages, or the model has none.
+        """
+        chosen = template_variables(variables, tools, begins=add_generation_prompt, continues=continue_final_message)
+        found = self._frontend.rendered(conversation, chosen, continues=continue_final_message, template=chat_template)
+        return (found.ids or []) if tokenize else (found.text or "")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._id_of("eos_token")
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._id_of("bos_token")
+
+    @property
+    def vocab_size(self) -> int:
+        return self._tokenizer.vocab_size
+
+    def _id_of(self, name: str) -> int | None:
+        text = self._tokenizer.special_tokens.get(name)
+        return None if text is None else self._tokenizer.inner.token_to_id(text)

@@ -70,7 +70,7 @@ def full_batch(slots: int, steps: int, seed: int = 0) -> list[bytes]:
     engine = Engine(scheduler, executor, lambda: now[0])
     recorder, sink = Recorder(clock=lambda: now[0]), _Sink()
     recorder.write_to(sink)
-    scheduling = Scheduling(Batching(), slots, limits.max_num_batched_tokens)
+    scheduling = Scheduling(Batching(), max_num_seqs=slots, max_num_batched_tokens=limits.max_num_batched_tokens)
     recorder.started(EngineInfo("toy", "none", "float32", 97, limits, scheduling, ()))
     arriving = _requests(seed)
     for _ in range(steps):

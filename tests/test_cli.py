@@ -138,7 +138,8 @@ def test_only_names_of_settings_become_options():
             ("raise kv_cache_memory, (batch_size)", "raise --kv-cache-memory, (--batch-size)"),
             ("/a/generation_config.json: not_a_name", "/a/generation_config.json: not_a_name"),
             ("'max_tokens' `max_tokens` max_tokens=3", "'max_tokens' `max_tokens` max_tokens=3")):
-        assert as_typed(message, settings) == shown
+        assert as_typed(message, {name: "--" + name.replace("_", "-") for name in settings}) == shown
+    assert as_typed("max_loras is", {"max_loras": "SLOTWISE_MAX_LORAS"}) == "SLOTWISE_MAX_LORAS is"
 
 
 def test_an_error_is_not_a_bare_number():

@@ -248,7 +248,7 @@ def shortest(where: Where) -> list[Finding]:
         gain = (mean["fcfs"] - mean["predicted"]) / max(mean["fcfs"] - mean["oracle"], 1e-9)
         longest = max(outcome.ttft for turn in turns for outcome in turn["predicted"])
         work = max(ask.num_prompt for ask in asked) * PROMPT_SHARE + max(ask.num_output for ask in asked)
-        bound = work * AGEING["shortest"] / AGED_TOKENS + max(
+        bound = work * AGEING / AGED_TOKENS + max(
             outcome.ttft for turn in turns for outcome in turn["fcfs"])
         is_known = name == "azure"
         found.append(Finding(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import io
+import re
 import textwrap
 import tokenize
 from collections.abc import Iterator, Mapping
@@ -12,6 +13,9 @@ from typing import NamedTuple
 
 from docs.generate.markdown import code, escaped, sentence, table
 
+from slotwise.core.settings import Setting
+
+NAMED = re.compile(r"\{(\w+)\}")
 OURS = "slotwise."
 
 
@@ -28,6 +32,12 @@ def fields_of(kind: type) -> list[Field]:
         if base.__module__.startswith(OURS):
             found |= {field.name: field for field in _own_fields(base)}
     return list(found.values())
+
+
+def note_of(declared: Setting) -> str:
+    """Returns what a setting means, with its default where that needs words; names of settings are written as code."""
+    text = declared.help + f" (default: {declared.otherwise})" * bool(declared.otherwise)
+    return NAMED.sub(lambda found: code(found[1]), text)
 
 
 def notes_of(kind: type) -> dict[str, str]:

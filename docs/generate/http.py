@@ -8,15 +8,12 @@ from collections.abc import Collection
 from typing import Any
 
 import msgspec
-from docs.generate.fields import notes_of
+from docs.generate.fields import note_of, notes_of
 from docs.generate.markdown import code, first_sentence, listed, number, sentence, table
 
-from slotwise.batching.settings import Batching
-from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import PARAMETERS
-from slotwise.core.settings import INT64
+from slotwise.core.settings import INT64, settings_of
 from slotwise.engine.scheduling import Scheduling, changes_schema
-from slotwise.policies.settings import Ordering
 from slotwise.server.app import ROUTES
 from slotwise.server.asgi import OPEN_TO_ALL
 from slotwise.server.openapi import BODIES, document
@@ -29,7 +26,7 @@ CHANGES = "/admin/scheduling"
 COMPONENTS = "#/components/schemas/"
 TYPES = {"integer": "an integer", "number": "a number", "string": "a string", "boolean": "true or false",
          "object": "an object"}
-KINDS = {"batching": "the discipline", "scheduling_policy": "the policy", "tiers": "all tiers: docs/tiers.md"}
+KINDS = {"tiers": "all tiers: docs/tiers.md"}
 RETIRED = ("max_step_context",)
 UNBOUNDED = 1 << 31  # greater limits only keep numbers representable
 NONE = re.compile(r"\bNone\b")
@@ -51,7 +48,7 @@ def bodies() -> str:
     shared, parts = _fields_of(Generate), ["## Fields of completions and chats", _shared()]
     for path, kind in BODIES.items():
         parts += [f"## POST {path}", _docstring(kind), _body(kind, shared if issubclass(kind, Generate) else ())]
-    settings = notes_of(Scheduling) | notes_of(SchedulerLimits) | notes_of(Ordering) | notes_of(Batching) | KINDS
+    settings = {name: note_of(one) for name, one in settings_of(Scheduling).items()} | KINDS
     tiers = {"tiers": {"type": "array", "items": {"$ref": COMPONENTS + TierSettings.__name__}}}
     parts += [f"## PUT {CHANGES}", _table({"properties": changes_schema()["properties"] | tiers}, settings)]
     return "\n\n".join(filter(None, parts))

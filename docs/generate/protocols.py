@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from docs.generate.fields import notes_of
+from docs.generate.fields import note_of, notes_of
 from docs.generate.http import properties, values
 from docs.generate.markdown import code, sentence, table
 
-from slotwise.cli.options import ENGINE_OPTIONS
 from slotwise.core.params import PARAMETERS, RANGES
-from slotwise.core.settings import Range
-from slotwise.engine.config import ENGINE
+from slotwise.core.settings import Range, settings_of
+from slotwise.engine.config import EngineConfig
 from slotwise.neutral import ANY
 from slotwise.offline.arguments import OWN, SETTINGS
 from slotwise.offline.sampling_params import INSTEAD, NAMES, UNSUPPORTED, SamplingParams
@@ -73,9 +72,10 @@ def offline_treatment(kind: str, name: str) -> tuple[str, tuple[Any, ...]]:
 
 def offline_arguments() -> str:
     """Returns the table of the arguments of vLLM's `LLM`."""
-    options = {name[2:].replace("-", "_"): more["help"].replace("%%", "%") for name, more in ENGINE_OPTIONS}
+    declared = settings_of(EngineConfig)
     ruled = {name: rule.told(str)[not rule.accepted] for name, rule in RULES.items()}
-    return _offline("LLM", options | OWN | ruled, ENGINE)
+    return _offline("LLM", {name: note_of(one) for name, one in declared.items()} | OWN | ruled, {
+        name: one.range for name, one in declared.items() if one.range is not None})
 
 
 def offline_parameters() -> str:

@@ -15,10 +15,19 @@ import secrets
 import stat
 from pathlib import Path
 
+from slotwise.errors import printable
+
 PRIVATE = 0o600
 PUBLIC = 0o666  # before the process' umask
 HUB_REPOSITORY = "models--"  # how its folder's name begins
 STREAMS = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))  # links in these name what is open already
+
+
+def existing_file(path: str) -> str:
+    """Reads a setting that names a file: a pipe might never end, and nothing may write to it.  Raises ValueError."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError(f"must be a regular file, not {printable(path)}")
+    return path
 
 
 def write_output(path: Path | str, data: bytes, mode: int = PUBLIC) -> None:

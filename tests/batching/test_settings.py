@@ -38,4 +38,4 @@ def test_contradictions_are_refused_in_one_line(settings, says):
 
 def test_an_engine_is_not_configured_with_a_contradiction():
     with pytest.raises(ConfigError, match="batch_size of 9"):
-        EngineConfig(model="any", batching="static", batch_size=9, max_num_seqs=8)
+        EngineConfig.of(model="any", batching="static", batch_size=9, max_num_seqs=8)

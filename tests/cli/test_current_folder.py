@@ -15,7 +15,7 @@ import pytest
 from support.live import READY
 
 from slotwise import builtin, child
-from slotwise.cli import serve
+from slotwise.cli import serve_command
 from slotwise.compose.launch import launch_engine
 from slotwise.engine.config import EngineConfig
 
@@ -149,7 +149,7 @@ def test_an_engine_process_has_no_api_keys(monkeypatch: pytest.MonkeyPatch, tmp_
         monkeypatch.setenv(name, "secret")
     (tmp_path / "tiers").write_text('[[tier]]\nname = "a"\napi_keys_env = "KEYS_OF_A_TIER"\n[[tier]]\nname = "b"')
     asked = argparse.Namespace(tiers=str(tmp_path / "tiers"), max_num_seqs=8, api_key=[])
-    assert serve.tiers_of(asked)[0].api_keys == ("secret",)
+    assert serve_command.tiers_of(asked)[0].api_keys == ("secret",)
     engine = launch_engine(EngineConfig(model=str(builtin.path())), "text")
     try:
         while not (given := Path(f"/proc/{engine.process.pid}/environ").read_bytes()):  # while it is being started
@@ -184,9 +184,9 @@ def test_a_compilers_configuration_in_the_current_folder_is_not_read(folder: Pat
 
 SETTINGS = """
 import sys
-from slotwise.cli import numba_config
+from slotwise.cli import process
 sys.path.remove("")
-numba_config.ignore_file()
+process.ignore_numba_file()
 import numba, yaml
 before = numba.config.BOUNDSCHECK, int(numba.config.OPT)
 open(".numba_config.yaml", "w").write("boundscheck: 1")

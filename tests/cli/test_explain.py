@@ -18,7 +18,8 @@ from slotwise.engine.scheduling import Scheduling
 from slotwise.observe.event_log import Entry, Run, Step, encode_lines
 from slotwise.observe.fold import gather
 
-SETTINGS = Scheduling(Batching(), LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens)
+SETTINGS = Scheduling(Batching(), max_num_seqs=LIMITS.max_num_seqs,
+                      max_num_batched_tokens=LIMITS.max_num_batched_tokens)
 
 
 @pytest.fixture(scope="module")

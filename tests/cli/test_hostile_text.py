@@ -11,7 +11,7 @@ from support.played import Play
 
 from slotwise.bench.result_tables import throughput_table
 from slotwise.cli import main
-from slotwise.cli.top_frame import Frame
+from slotwise.cli.top import Frame
 from slotwise.observe.event_log import Engine, Entry, RequestEntry, Run, Step, encode_lines
 from slotwise.observe.live_state import LiveState
 

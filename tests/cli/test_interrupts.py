@@ -53,10 +53,10 @@ def test_an_interrupt_while_loading_is_one_line(command: str) -> None:
 PROGRAM = """
 import os, signal, sys, time
 from slotwise import spawn
-from slotwise.cli import interrupts
+from slotwise.cli import process as of_command
 signal.signal(signal.SIGINT, signal.default_int_handler)
 process = spawn.start([sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"])
-with interrupts.ending_at_once():
+with of_command.ending_at_once():
     print(process.pid, flush=True)
     time.sleep(600)
 """
@@ -93,9 +93,9 @@ def test_a_child_that_wants_it_ends_without_a_word() -> None:
 
 DISCARDED = """
 import os, signal, sys
-from slotwise.cli import interrupts
+from slotwise.cli import process as of_command
 signal.signal(signal.SIGINT, signal.default_int_handler)
-with interrupts.ending_at_once():
+with of_command.ending_at_once():
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     os.kill(os.getpid(), signal.SIGINT)
 """
@@ -103,10 +103,10 @@ with interrupts.ending_at_once():
 
 FORMED = """
 import functools, os, signal
-from slotwise.cli import interrupts
+from slotwise.cli import process as of_command
 from slotwise.observe.lines import final
 signal.signal(signal.SIGINT, signal.default_int_handler)
-with interrupts.ending_at_once(functools.partial(final, "json")):
+with of_command.ending_at_once(functools.partial(final, "json")):
     os.kill(os.getpid(), signal.SIGINT)
 """
 
@@ -140,15 +140,15 @@ def test_a_child_may_end_with_its_parent() -> None:
 
 
 def test_the_handler_before_is_back_afterwards() -> None:
-    from slotwise.cli import interrupts
+    from slotwise.cli import process as of_command
 
     before = signal.getsignal(signal.SIGINT)
-    with interrupts.ending_at_once():
+    with of_command.ending_at_once():
         assert signal.getsignal(signal.SIGINT) is not before
     assert signal.getsignal(signal.SIGINT) is before
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with interrupts.ending_at_once():
+        with of_command.ending_at_once():
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN, "as under nohup"
     finally:
         signal.signal(signal.SIGINT, before)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slotwise.cli import build_parser, serve
+from slotwise.cli import build_parser, serve_command
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def test_without_any_layer_every_setting_has_its_default() -> None:
     for action in serve_parser._actions:
         if action.default != argparse.SUPPRESS:
             assert getattr(found, action.dest) == action.default, action.dest
-    assert found.run is serve.run and found.max_num_seqs == 64 and found.api_key == []
+    assert found.run is serve_command.run and found.max_num_seqs == 64 and found.api_key == []
 
 
 def test_the_command_line_wins_over_the_environment_and_that_over_the_file(
@@ -95,17 +95,17 @@ def test_switches_are_true_or_false(monkeypatch: pytest.MonkeyPatch, file: Path)
 
 def test_the_model_may_be_anywhere(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
     file.write_text("model: of-the-file")
-    assert serve.model_of(parsed("--config", str(file))) == "of-the-file"
-    assert serve.model_of(parsed("given", "--config", str(file))) == "given"
-    assert serve.model_of(parsed("--model", "option", "--config", str(file))) == "option"
+    assert serve_command.model_of(parsed("--config", str(file))) == "of-the-file"
+    assert serve_command.model_of(parsed("given", "--config", str(file))) == "given"
+    assert serve_command.model_of(parsed("--model", "option", "--config", str(file))) == "option"
     monkeypatch.setenv("SLOTWISE_MODEL", "of-the-environment")
-    assert serve.model_of(parsed("--config", str(file))) == "of-the-environment"
-    assert serve.model_of(parsed("same", "--model", "same")) == "same"
+    assert serve_command.model_of(parsed("--config", str(file))) == "of-the-environment"
+    assert serve_command.model_of(parsed("same", "--model", "same")) == "same"
     with pytest.raises(ValueError, match="a server has one model"):
-        serve.model_of(parsed("one", "--model", "other"))
+        serve_command.model_of(parsed("one", "--model", "other"))
     with pytest.raises(ValueError, match=r"has taken \./checkpoint for a further name"):
         monkeypatch.delenv("SLOTWISE_MODEL")
-        serve.model_of(parsed("--served-model-name", "toy", "./checkpoint"))
+        serve_command.model_of(parsed("--served-model-name", "toy", "./checkpoint"))
 
 
 def test_texts_of_the_file_are_what_is_written(file: Path) -> None:
@@ -117,25 +117,27 @@ def test_texts_of_the_file_are_what_is_written(file: Path) -> None:
 def test_keys_of_the_environment_win_over_those_of_the_file(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
     file.write_text("api-key: [a, b]\nadmin-api-key: c\n")
     found = parsed("--config", str(file))
-    assert serve.api_keys_of(found.api_key) == ("a", "b") and serve.admin_key_of(found.admin_api_key) == "c"
+    assert serve_command.api_keys_of(found.api_key) == ("a", "b")
+    assert serve_command.admin_key_of(found.admin_api_key) == "c"
     monkeypatch.setenv("SLOTWISE_API_KEY", "d,e")
     monkeypatch.setenv("SLOTWISE_ADMIN_API_KEY", "f")
     found = parsed("--config", str(file))
-    assert serve.api_keys_of(found.api_key) == ("d", "e") and serve.admin_key_of(found.admin_api_key) == "f"
-    assert serve.api_keys_of(parsed("--config", str(file), "--api-key", "g").api_key) == ("g",)
+    assert serve_command.api_keys_of(found.api_key) == ("d", "e")
+    assert serve_command.admin_key_of(found.admin_api_key) == "f"
+    assert serve_command.api_keys_of(parsed("--config", str(file), "--api-key", "g").api_key) == ("g",)
 
 
 @pytest.mark.parametrize(("content", "told"), [
     ("max-num-sqes: 4", "there is no option 'max-num-sqes'; did you mean 'max-num-seqs'?"),
     ("zzzzqqq: 4", "there is no option 'zzzzqqq'"), ("config: x.yaml", "there is no option 'config'"),
     ("help: true", "there is no option 'help'"), ("? [a]\n: 1", "there is no option '?'"),
-    ("port: 1\nport: 2", "port is there twice"), ("max-num-seqs: 1\nmax_num_seqs: 1", "max-num-seqs is there twice"),
+    ("port: 1\nport: 2", "port is there twice"), ("max-num-seqs: 1\nmax_num_seqs: 1", "max_num_seqs is there twice"),
     ("port:", "port: it has no value"), ("port: ~", "port: it has no value"), ('host: " "', "it is set, but empty"),
     ("api-key: []", "it is set, but empty"), ("port: {a: 1}", "port: must be a value or a list of values"),
-    ("api-key: [[a]]", "api-key: must be a value"), ("port: [1, 2]", "argument --port: takes one value, not 2"),
-    ("port: 99999", "argument --port: must be a whole number from 0 to 65535"),
-    ("disable-log-stats: 2", "argument --disable-log-stats: must be true or false, not '2'"),
-    ("log-format: xml", "argument --log-format: invalid choice"), ("- port", "must hold options and their values"),
+    ("api-key: [[a]]", "api-key: must be a value"), ("port: [1, 2]", "server.yaml: port: takes one value, not 2"),
+    ("port: 99999", "server.yaml: port: must be a whole number from 0 to 65535"),
+    ("disable-log-stats: 2", "server.yaml: disable-log-stats: must be true or false, not '2'"),
+    ("log-format: xml", "server.yaml: log-format: invalid choice"), ("- port", "must hold options and their values"),
     ("port", "must hold options"), ("a: b: c", "mapping values are not allowed"), ("\x00", "special characters"),
     ("[" * 100_000, "recursion"), ("&a [*a]", "must hold options")])
 def test_a_file_with_a_fault_is_one_line(
@@ -159,7 +161,7 @@ def test_what_is_no_file_of_settings_is_one_line(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(("name", "value", "told"), [
-    ("PORT", "x", "argument --port: must be a whole number"), ("MAX_NUM_SEQS", "0", "argument --max-num-seqs: must be"),
+    ("PORT", "x", "SLOTWISE_PORT: must be a whole number"), ("MAX_NUM_SEQS", "0", "SLOTWISE_MAX_NUM_SEQS: must be"),
     ("MAX_NUM_SEQS", "", "it is set, but empty"), ("DISABLE_LOG_STATS", "maybe", "must be true or false"),
     ("ALLOWED_ORIGINS", '["a"]', "must be origins"), ("ALLOWED_ORIGINS", "[]", "it is set, but empty")])
 def test_a_variable_with_a_fault_is_one_line(

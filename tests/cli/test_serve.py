@@ -12,14 +12,14 @@ import httpx
 import pytest
 from support.live import cli, serving
 
-from slotwise.cli import build_parser, main, serve
+from slotwise.cli import build_parser, main, serve_command
 from slotwise.core.slo import Tier
 from slotwise.server.serve import listen
 
 
 def asked(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    serve.add(parser.add_subparsers())
+    serve_command.add(parser.add_subparsers())
     return parser.parse_args(["serve", *arguments])
 
 
@@ -32,7 +32,7 @@ def test_keys_come_from_the_command_line_or_else_the_environment(
     monkeypatch.delenv("SLOTWISE_API_KEY", raising=False)
     if environment is not None:
         monkeypatch.setenv("SLOTWISE_API_KEY", environment)
-    assert serve.api_keys_of(asked(*arguments).api_key) == keys
+    assert serve_command.api_keys_of(asked(*arguments).api_key) == keys
 
 
 @pytest.mark.parametrize("key", ["", " ", "a\n", "a\x1b"])
@@ -50,7 +50,7 @@ def test_an_address_that_is_none_is_refused(capsys: pytest.CaptureFixture[str], 
         with pytest.raises(SystemExit):
             build_parser("serve").parse_args(["serve", *arguments])
         (line,) = capsys.readouterr().err.splitlines()
-        assert "argument --host: " in line
+        assert "host: " in line
 
 
 @pytest.mark.parametrize("value", ["", " ", "\t\n", ",", " , ,", "a\x01b", "\udcff"])
@@ -86,12 +86,12 @@ def test_a_transfer_secret_without_a_role_is_refused(capsys: pytest.CaptureFixtu
 
 def test_there_is_one_admin_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLOTWISE_ADMIN_API_KEY", raising=False)
-    assert serve.admin_key_of(None) == "" and serve.admin_key_of("a,b") == "a,b"
+    assert serve_command.admin_key_of(None) == "" and serve_command.admin_key_of("a,b") == "a,b"
     monkeypatch.setenv("SLOTWISE_ADMIN_API_KEY", " root ")
-    assert serve.admin_key_of(None) == "root"
+    assert serve_command.admin_key_of(None) == "root"
     monkeypatch.setenv("SLOTWISE_ADMIN_API_KEY", "a,b")
     with pytest.raises(ValueError, match="there is one admin key"):
-        serve.admin_key_of(None)
+        serve_command.admin_key_of(None)
 
 
 @pytest.mark.parametrize(("keys", "told"), [
@@ -103,7 +103,7 @@ def test_a_tier_without_the_keys_it_announces_opens_no_server(
     path = tmp_path / "tiers.toml"
     path.write_text(f'[[tier]]\nname = "gold"\n{keys}\n')
     with pytest.raises(ValueError, match=told):
-        serve.tiers_of(asked("--tiers", str(path)))
+        serve_command.tiers_of(asked("--tiers", str(path)))
 
 
 def test_the_queue_is_bounded_by_measuring_unless_told() -> None:
@@ -128,20 +128,20 @@ TIERS = '[[tier]]\nname = "gold"\nslots = 2\napi_keys = ["g"]\n[[tier]]\nname = 
 def test_tiers_are_read_before_anything_is_started(tmp_path: Path) -> None:
     path = tmp_path / "tiers.toml"
     path.write_text(TIERS)
-    found = serve.tiers_of(asked("--tiers", str(path), "--max-num-seqs", "4", "--api-key", "k"))
+    found = serve_command.tiers_of(asked("--tiers", str(path), "--max-num-seqs", "4", "--api-key", "k"))
     assert [served.tier for served in found] == [Tier("gold", slots=2), Tier("silver")]
-    assert serve.tiers_of(asked()) == ()
+    assert serve_command.tiers_of(asked()) == ()
     path.write_text(TIERS + 'api_keys = ["s"]\n')
     with pytest.raises(ValueError, match="an --api-key is in no tier, and there is no tier without keys for it"):
-        serve.tiers_of(asked("--tiers", str(path), "--api-key", "k"))
-    assert len(serve.tiers_of(asked("--tiers", str(path), "--api-key", "s"))) == 2
+        serve_command.tiers_of(asked("--tiers", str(path), "--api-key", "k"))
+    assert len(serve_command.tiers_of(asked("--tiers", str(path), "--api-key", "s"))) == 2
     wrong = cli("serve", "--tiers", str(path), "--max-num-seqs", "1")
     assert wrong.returncode == 1 and wrong.stderr.count("\n") == 1
     assert wrong.stderr.startswith(f"slotwise serve: {path}: tier gold: slots: with it, tiers keep 2 of the 1")
     path.write_text('[[tier]]\nname = "gold"\nrequests_per_minute = 5\n')
-    assert serve.tiers_of(asked("--tiers", str(path), "--api-key", "k"))[0].settings.requests_per_minute == 5
+    assert serve_command.tiers_of(asked("--tiers", str(path), "--api-key", "k"))[0].settings.requests_per_minute == 5
     with pytest.raises(ValueError, match="tier gold: a quota is a key's, and the server has no keys"):
-        serve.tiers_of(asked("--tiers", str(path)))
+        serve_command.tiers_of(asked("--tiers", str(path)))
 
 
 def test_a_tier_and_the_admin_key_reach_a_real_server(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from support.live import serving
 from support.played import Play
 
 from slotwise.cli import main
-from slotwise.cli.top_frame import WIDTHS, Frame
+from slotwise.cli.top import WIDTHS, Frame
 from slotwise.observe.event_log import Entry, RequestEntry
 from slotwise.observe.live_state import LiveState
 

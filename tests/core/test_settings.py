@@ -34,10 +34,10 @@ def test_a_field_declares_all_there_is_to_say() -> None:
     slots = declared["slots"]
     assert (slots.name, slots.default, slots.unit, slots.phase) == ("slots", 64, "N", LIVE)
     assert slots.help == "slots of the batch"
-    assert slots.schema == {"type": "integer", "minimum": 1, "maximum": 100, "default": 64}
+    assert slots.schema == {"type": "integer", "minimum": 1, "maximum": 100}
     assert declared["share"].schema == {
         "anyOf": [{"type": "number", "minimum": 0, "maximum": 1}, {"type": "null"}]}
-    assert declared["kind"].schema == {"type": "string", "enum": ["fast", "slow"], "default": "fast"}
+    assert declared["kind"].schema == {"type": "string", "enum": ["fast", "slow"]}
     assert declared["names"].default == ()
 
 

@@ -15,7 +15,7 @@ import yaml
 
 from slotwise.cli import build_parser
 from slotwise.cli.parser import Parser
-from slotwise.cli.serve import add_options
+from slotwise.cli.serve_command import add_options
 from slotwise.scale.replicas import checked
 from slotwise.transfer.settings import SECRET, KVTransferConfig
 

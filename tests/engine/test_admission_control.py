@@ -158,9 +158,10 @@ def test_those_at_the_door_are_counted() -> None:
 
 def test_a_changed_number_of_slots() -> None:
     queue = Queue()
-    queue.step(running=0, configured=Scheduling(Batching(), 2, 32))
+    queue.step(running=0, configured=Scheduling(Batching(), max_num_seqs=2, max_num_batched_tokens=32))
     assert queue.control.bounds[0] == UNMEASURED[0] * 2
-    queue.control.started(EngineInfo("toy", "cpu", "float32", 9, LIMITS, Scheduling(Batching(), 4, 32), (1,)))
+    queue.control.started(EngineInfo("toy", "cpu", "float32", 9, LIMITS, Scheduling(Batching(), max_num_seqs=4,
+                                                                                    max_num_batched_tokens=32), (1,)))
     assert queue.control.bounds[0] == BEFORE[0]
 
 

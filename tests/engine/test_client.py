@@ -35,7 +35,8 @@ from slotwise.engine.refusals import EngineError, Refused
 from slotwise.engine.scheduling import Scheduling
 
 LIMITS = SchedulerLimits(max_model_len=64, num_blocks=64, block_size=4, max_num_seqs=8, max_num_batched_tokens=32)
-SCHEDULING = Scheduling(Batching(), LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens)
+SCHEDULING = Scheduling(Batching(), max_num_seqs=LIMITS.max_num_seqs,
+                        max_num_batched_tokens=LIMITS.max_num_batched_tokens)
 INFO = EngineInfo("toy", "cpu", "float32", VOCAB, LIMITS, SCHEDULING, (EOS,))
 FOREVER = SamplingParams(max_tokens=50, ignore_eos=True)
 

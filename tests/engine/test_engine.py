@@ -250,7 +250,7 @@ def test_a_change_is_in_force_at_the_next_plan_and_told_once():
     for name in "abc":
         subject.handle(add(name, 6, ignore_eos=True))
     assert subject.step().request_ids == ("a",)
-    changed = Scheduling(Batching(), 2, 8)
+    changed = Scheduling(Batching(), max_num_seqs=2, max_num_batched_tokens=8)
     subject.handle(Configure(changed))
     record = subject.step()
     assert record.request_ids == ("a", "b") and record.configured == changed
@@ -259,7 +259,7 @@ def test_a_change_is_in_force_at_the_next_plan_and_told_once():
 
 def test_a_change_while_idle_is_told_between_steps():
     subject = engine()
-    changed = Scheduling(Batching("orca"), 3, 8)
+    changed = Scheduling(Batching("orca"), max_num_seqs=3, max_num_batched_tokens=8)
     subject.handle(Configure(changed))
     record = subject.idle_record()
     assert record.step == NO_STEP and record.configured == changed

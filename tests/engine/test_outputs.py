@@ -23,7 +23,8 @@ from slotwise.engine.outputs import MAX_ENTRIES, messages_of
 from slotwise.engine.scheduling import Scheduling
 
 LIMITS = SchedulerLimits(max_model_len=64, num_blocks=64, block_size=4, max_num_seqs=8, max_num_batched_tokens=32)
-INFO = EngineInfo("toy", "cpu", "float32", 50, LIMITS, Scheduling(Batching(), 8, 32), (1,))
+INFO = EngineInfo("toy", "cpu", "float32", 50, LIMITS, Scheduling(Batching(), max_num_seqs=8,
+                                                                  max_num_batched_tokens=32), (1,))
 
 
 def a_record(lengths: list[int], top: int) -> StepRecord:

@@ -29,7 +29,8 @@ REQUESTS = st.lists(st.tuples(st.integers(-3, 3), st.integers(1, 9), st.integers
 
 
 def engine(policy: str) -> Engine:
-    scheduling = Scheduling(Batching(), 1, 64, Ordering(policy, preemption_gap=100 if policy == "priority" else None))
+    scheduling = Scheduling(Batching(), Ordering(policy, preemption_gap=100 if policy == "priority" else None),
+                            max_num_seqs=1, max_num_batched_tokens=64)
     times, ticks = StepTimeModel(), count(1)
     scheduler = Scheduler(LIMITS, scheduling.discipline(), scheduling.policy(times), times)
     return Engine(scheduler, FakeExecutor(4, next_token), lambda: next(ticks), (EOS,), scheduling=scheduling)

@@ -12,13 +12,13 @@ from slotwise.core.limits import SchedulerLimits
 from slotwise.engine.scheduling import Scheduling
 
 SLOTS = SchedulerLimits(max_model_len=64, num_blocks=64, block_size=4, max_num_seqs=8, max_num_batched_tokens=32)
-START = Scheduling(Batching(), 8, 32)
+START = Scheduling(Batching(), max_num_seqs=8, max_num_batched_tokens=32)
 
 
 def test_another_batching_lets_go_of_what_belonged_to_the_last():
     inline = START.changed({"prefill": "inline", "max_num_seqs": 4}, SLOTS)
     static = inline.changed({"batching": "static"}, SLOTS)
-    assert static == Scheduling(Batching("static"), 4, 32)
+    assert static == Scheduling(Batching("static"), max_num_seqs=4, max_num_batched_tokens=32)
     assert static.changed({"batch_size": 2}, SLOTS).batching == Batching("static", batch_size=2)
 
 

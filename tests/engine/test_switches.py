@@ -61,7 +61,8 @@ class Busy:
     def __init__(self, seed: int, depth: int) -> None:
         self.whims = random.Random(seed)
         self._now = 1000 * MS
-        self.scheduling = Scheduling(Batching(), LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens, Ordering())
+        self.scheduling = Scheduling(Batching(), Ordering(), max_num_seqs=LIMITS.max_num_seqs,
+                                     max_num_batched_tokens=LIMITS.max_num_batched_tokens)
         times = StepTimeModel()
         self.scheduler = Scheduler(LIMITS, self.scheduling.discipline(), self.scheduling.policy(times), times)
         self.engine = Engine(

@@ -144,11 +144,11 @@ def test_pieces_of_a_prompt_are_shares_of_what_it_would_take_alone() -> None:
     times = StepTimeModel()
     for tokens in range(1, 200):
         times.learn(work_of([0], [tokens]), 0.002 + 1e-5 * tokens)
-    solo = Solo(times, Scheduling(Batching(), 4, 64))
+    solo = Solo(times, Scheduling(Batching(), max_num_seqs=4, max_num_batched_tokens=64))
     whole = solo.chunk(first=0, known=100, start=0, count=100)
     assert whole == pytest.approx((0.002 + 0.002 + 1e-3) * 1e9, rel=0.02), "alone, it runs in two steps"
     assert sum(solo.chunk(0, 100, start, 10) for start in range(0, 100, 10)) == pytest.approx(whole, abs=10)
-    solo.scheduled(Scheduling(Batching(prefill="inline"), 4, 64))
+    solo.scheduled(Scheduling(Batching(prefill="inline"), max_num_seqs=4, max_num_batched_tokens=64))
     assert solo.chunk(0, 100, 0, 100) == pytest.approx(0.003 * 1e9, rel=0.02), "in one, where it is not cut"
     assert Solo(StepTimeModel(), None).token(5) == 0
 
@@ -171,7 +171,7 @@ def test_many_chunks_are_timed_as_each_of_them_is_by_a_few_predictions(
     times = Counted()
     for tokens in range(2, 200):
         times.learn(work_of([tokens], [tokens]), 0.002 + 1e-5 * tokens + 1e-6 * tokens * tokens)
-    solo = Solo(times, Scheduling(Batching(), 4, chunk))
+    solo = Solo(times, Scheduling(Batching(), max_num_seqs=4, max_num_batched_tokens=chunk))
     each = 0.0
     for at in range(start, start + count):  # each token's share of its chunk
         low = first + (at - first) // chunk * chunk

@@ -22,7 +22,8 @@ from slotwise.observe.log_file import LogFile, LogFileError, check
 from slotwise.observe.log_format import FORMAT
 
 RUN = event_log.line_of(event_log.Run(
-    FORMAT, "1", "m", "float32", "cpu", 1.0, 2, LIMITS, Scheduling(Batching(), 4, 64)))
+    FORMAT, "1", "m", "float32", "cpu", 1.0, 2, LIMITS, Scheduling(Batching(), max_num_seqs=4,
+                                                                   max_num_batched_tokens=64)))
 OTHER = event_log.line_of(event_log.Gap(3))
 
 

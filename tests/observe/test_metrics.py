@@ -132,7 +132,7 @@ def test_what_steps_computed_for_nothing_and_left_empty() -> None:
     measured.arrive_all("abcz")
     measured.stepped(step(0, "ab", padding=(0, 7), num_free_blocks=4, admitted=tuple("abc"), cached=(0, 0, 0)))
     measured.stepped(step(10, "abc", held=(1, 2)))
-    full = Scheduling(Batching(), 2, 64)
+    full = Scheduling(Batching(), max_num_seqs=2, max_num_batched_tokens=64)
     measured.stepped(step(20, "ab", refused=(Decision("c", "ending"), Decision("z", "no_slot")),
                          stop=Stop("no_slot", "z", 3), configured=full))
     measured.stepped(step(30, "a", refused=(Decision("b", "token_budget"), Decision("z", "token_budget")),

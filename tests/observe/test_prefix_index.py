@@ -64,7 +64,8 @@ def pieces_of(prompt: list[int]) -> tuple[int, ...]:
 class Play:
     def __init__(self, seed: int) -> None:
         self.rng, self.index, self.hits = Random(seed), PrefixIndex(), Hits()
-        self.server = Server(Setup(LIMITS, Scheduling(Batching(), 4, 16), CostPace(cost)), None,
+        self.server = Server(Setup(LIMITS, Scheduling(Batching(), max_num_seqs=4, max_num_batched_tokens=16),
+                                   CostPace(cost)), None,
                              [self.index, self.hits])
         self.router, self.sent = Router(self.index), 0
 

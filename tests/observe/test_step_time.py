@@ -252,7 +252,8 @@ def test_a_file_that_says_nothing_is_left_alone(tmp_path, content: str) -> None:
     assert not step_time.load(path).is_trained
 
 
-INFO = EngineInfo("toy", "cpu", "bfloat16", 100, LIMITS, Scheduling(Batching(), 6, 16), ())
+INFO = EngineInfo("toy", "cpu", "bfloat16", 100, LIMITS, Scheduling(Batching(), max_num_seqs=6,
+                                                                    max_num_batched_tokens=16), ())
 
 
 ONE = Work(1, 1, 10, 0.0)

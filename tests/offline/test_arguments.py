@@ -93,7 +93,7 @@ def test_a_folder_may_be_a_path() -> None:
     ({"kv_cache_memory_bytes": 1 << 20, "gpu_memory_utilization": 0.9}, "gpu_memory_utilization", None),
     ({"kv_cache_memory_bytes": "1GiB"}, "kv_cache_memory", 1 << 30),
     ({"max_num_batched_tokens": "2k"}, "max_num_batched_tokens", 2000),
-    ({"scheduling_policy": "priority"}, "scheduling_policy", "priority"), ({"device": "cpu"}, "device", "cpu")])
+    ({"on_pressure": "error"}, "on_pressure", "error"), ({"device": "cpu"}, "device", "cpu")])
 def test_an_obeyed_argument_is_a_setting(given: dict[str, Any], field: str, value: Any) -> None:
     assert getattr(of(**given).config, field) == value
 

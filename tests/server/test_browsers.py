@@ -12,7 +12,7 @@ import pytest
 from support.live import cli
 from support.live_server import JSON, Server, eventually, running
 
-from slotwise.cli import network_options as command
+from slotwise.server import settings as command
 from slotwise.server.browsers import is_loopback
 
 COMPLETIONS = "/v1/completions"
@@ -163,9 +163,9 @@ def test_what_means_this_machine(name: str, local: bool) -> None:
 
 
 def test_options_that_name_hosts_and_origins() -> None:
-    assert command._host_names("a.example") == ["a.example"] and command._host_names("[::1]") == ["[::1]"]
-    assert command._host_names('["a", "*"]') == ["a", "*"]
-    assert command._origins('["null", "https://a.example:1"]') == ["null", "https://a.example:1"]
+    assert command.read_host_names("a.example") == ["a.example"] and command.read_host_names("[::1]") == ["[::1]"]
+    assert command.read_host_names('["a", "*"]') == ["a", "*"]
+    assert command.read_origins('["null", "https://a.example:1"]') == ["null", "https://a.example:1"]
     for option, value in (("--allowed-hosts", "a:80"), ("--allowed-hosts", "[1]"), ("--allowed-origins", "a.example"),
                           ("--allowed-origins", "https://a/b"), ("--allowed-origins", "[1]")):
         done = cli("serve", option, value)

@@ -11,7 +11,9 @@ import pytest
 from support.live_server import JSON, Server, running
 
 from slotwise.cli import build_parser
-from slotwise.cli.network_options import network_settings
+from slotwise.cli.options import given_settings
+from slotwise.core.settings import make
+from slotwise.server.settings import ServerSettings
 
 SITE, OTHER = "https://app.example", "https://attacker.example"
 BODY = json.dumps({"prompt": [2], "max_tokens": 1})
@@ -84,22 +86,23 @@ def test_without_further_options_a_site_may_send_anything(free: Server) -> None:
         assert answer.status_code == 200 and "access-control-allow-headers" not in answer.headers
 
 
-def settings(*arguments: str) -> dict[str, object]:
-    return network_settings(build_parser("serve").parse_args(["serve", *arguments]))
+def settings(*arguments: str) -> ServerSettings:
+    found = given_settings(build_parser("serve").parse_args(["serve", *arguments]), ServerSettings)
+    return make(ServerSettings, found | {"served_model_name": "m"})
 
 
 def test_options_are_lists_as_vllm_has_them() -> None:
     found = settings("--allowed-origins", f'["{SITE}", "{OTHER}"]', "--allowed-methods", '["GET", "POST"]',
                      "--allowed-headers", "x-a", "--allowed-headers", '["x-b"]', "--allow-credentials")
-    assert found["allowed_origins"] == (SITE, OTHER) and found["allowed_methods"] == ("GET", "POST")
-    assert found["allowed_headers"] == ("x-a", "x-b") and found["allow_credentials"] is True
-    assert settings()["allowed_methods"] == settings()["allowed_headers"] == ("*",)
+    assert found.allowed_origins == (SITE, OTHER) and found.allowed_methods == ("GET", "POST")
+    assert found.allowed_headers == ("x-a", "x-b") and found.allow_credentials is True
+    assert settings().allowed_methods == settings().allowed_headers == ("*",)
 
 
 @pytest.mark.parametrize(("arguments", "told"), [
-    (("--allow-credentials",), "--allow-credentials is about pages of other sites"),
-    (("--allowed-methods", "GET"), "--allowed-methods is about pages of other sites"),
-    (("--allowed-headers", "x"), "name them with --allowed-origins"),
+    (("--allow-credentials",), "allow_credentials is about pages of other sites"),
+    (("--allowed-methods", "GET"), "allowed_methods is about pages of other sites"),
+    (("--allowed-headers", "x"), "name them with allowed_origins"),
     (("--allow-credentials", "--allowed-origins", "*"), "needs the sites by name"),
     (("--allow-credentials", "--allowed-origins", f'["{SITE}", "null"]'), "needs the sites by name")])
 def test_what_would_be_ignored_or_open_to_all_is_refused(arguments: tuple[str, ...], told: str) -> None:

@@ -23,7 +23,8 @@ from slotwise.server.worker_process import CallLimits
 from slotwise.text.tokenizer import SHORT, Tokenizer
 
 LIMITS = SchedulerLimits(max_model_len=10_000, num_blocks=2500, block_size=4)
-INFO = EngineInfo("toy", "cpu", "float32", 400, LIMITS, Scheduling(Batching(), 4, 32), (1,))
+INFO = EngineInfo("toy", "cpu", "float32", 400, LIMITS, Scheduling(Batching(), max_num_seqs=4,
+                                                                   max_num_batched_tokens=32), (1,))
 WIDE = msgspec.structs.replace(INFO, vocab_size=100_000)
 LONG = "the quick fox " * (SHORT // 10)
 

@@ -19,8 +19,10 @@ from support.live import cli, serving
 from support.live_server import JSON, Server, eventually, running
 
 from slotwise.cli import build_parser
-from slotwise.cli.network_options import network_settings
+from slotwise.cli.options import given_settings
+from slotwise.core.settings import make
 from slotwise.server.listener import context_of
+from slotwise.server.settings import ServerSettings
 
 BODY = {"prompt": [2], "max_tokens": 2}
 FILES = 256
@@ -240,8 +242,12 @@ def test_files_that_cannot_be_used_are_one_line(authority: Authority, tmp_path: 
 
 @pytest.mark.parametrize("option", ["--ssl-keyfile", "--ssl-ca-certs"])
 def test_what_says_nothing_without_a_certificate_is_refused(authority: Authority, option: str) -> None:
-    with pytest.raises(ValueError, match=f"{option} needs --ssl-certfile"):
-        network_settings(build_parser("serve").parse_args(["serve", option, str(authority.keyfile)]))
+    found = build_parser("serve").parse_args(["serve", option, str(authority.keyfile)])
+    name = option.removeprefix("--").replace("-", "_")
+    with pytest.raises(ValueError, match=f"{name} needs ssl_certfile"):
+        make(ServerSettings, given_settings(found, ServerSettings) | {"served_model_name": "m"})
+    wrong = cli("serve", option, str(authority.keyfile))
+    assert f"{option} needs --ssl-certfile" in wrong.stderr
 
 
 def test_a_command_serves_https_and_a_fault_is_one_line(authority: Authority, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from slotwise.simulate.recorded import read_recording
 from slotwise.simulate.simulator import Server, Setup, simulate
 from slotwise.simulate.virtual_machine import SimulatedDraftModel, Verifier
 
-LIMITS = SchedulerLimits(2048, 400, 16, 4, 256)
+LIMITS = SchedulerLimits(max_model_len=2048, num_blocks=400, block_size=16, max_num_seqs=4, max_num_batched_tokens=256)
 CURVE = (0.8, 0.75)
 
 
@@ -55,7 +55,8 @@ def played(setup: Setup, number: int = 4, output: int = 600) -> tuple[Figures, l
 
 
 def setup(cost=free, model: SimulatedDraftModel | None = None, policy: str = "fcfs") -> Setup:
-    plain = Setup(LIMITS, Scheduling(Batching(), 4, 256, Ordering(policy)), CostPace(cost))
+    plain = Setup(LIMITS, Scheduling(Batching(), Ordering(policy), max_num_seqs=4, max_num_batched_tokens=256),
+                  CostPace(cost))
     return plain if model is None else replace(plain, speculation=model.speculation, draft_model=model)
 
 

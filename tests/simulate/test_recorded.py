@@ -65,7 +65,7 @@ def recorded(seed: int, policy: str, speculation: Speculation | None = None) -> 
     now = MS
     recorder = Recorder(clock=lambda: now)
     recorder.write_to(file)
-    scheduling = Scheduling(Batching(), 5, 24, Ordering(policy), max_stall_ms=9.0)
+    scheduling = Scheduling(Batching(), Ordering(policy), max_num_seqs=5, max_num_batched_tokens=24, max_stall_ms=9.0)
     times = StepTimeModel()
     scheduler = Scheduler(LIMITS, scheduling.discipline(), scheduling.policy(times), times,
                           proposer_of(speculation, times))

@@ -94,11 +94,11 @@ def test_steps_taken_at_once_leave_the_same_event_log(
     batching: Batching, drawn: Sequence[Any], policy: str, blocks: int, ends: bool, known: bool, learns: bool,
     host: int, stall: float | None, caches: bool,
 ):
-    scheduling = Scheduling(batching, 4, 24, Ordering(policy), max_stall_ms=stall)
+    scheduling = Scheduling(batching, Ordering(policy), max_num_seqs=4, max_num_batched_tokens=24, max_stall_ms=stall)
     limits = replace(LIMITS, num_blocks=blocks, num_host_blocks=host * caches, enable_prefix_caching=caches)
     setup = Setup(limits, scheduling, CostPace(cost), 0, (EOS,), learns=learns)
     commands, outputs = traffic(drawn, ends=ends)
-    changed = Scheduling(Batching(), 2, 24, Ordering("shortest"))
+    changed = Scheduling(Batching(), Ordering("shortest"), max_num_seqs=2, max_num_batched_tokens=24)
     commands = sorted([*commands, (0.2, Configure(changed))], key=lambda one: one[0])
     (fast, fast_lines), (slow, slow_lines) = (
         played(commands, setup, outputs if known else {}, at_once=at_once) for at_once in (True, False))
@@ -119,7 +119,8 @@ def test_and_the_same_choices_of_the_router(drawn: Sequence[Any], replicas: int,
     commands, _ = traffic(drawn, ends=True)
     found = []
     for pace, at_once in ((GrowingPace(cost), True), (CostPace(cost), True), (CostPace(cost), False)):
-        setup = Setup(LIMITS, Scheduling(Batching(), 4, 24, Ordering(policy)), pace, max_queued=(3, 60))
+        setup = Setup(LIMITS, Scheduling(Batching(), Ordering(policy), max_num_seqs=4, max_num_batched_tokens=24),
+                      pace, max_queued=(3, 60))
         found.append(simulate(commands, [
             Server(setup, replica=number, takes_runs=at_once) for number in range(replicas)]))
     assert found[0] == found[1] == found[2]
@@ -129,7 +130,8 @@ def test_and_the_same_choices_of_the_router(drawn: Sequence[Any], replicas: int,
 @given(requests_st, st.sampled_from(sorted(ROUTERS)))
 def test_and_those_of_a_router_that_servers_tell_of_themselves(drawn: Sequence[Any], router: str):
     commands, _ = traffic(drawn, ends=True)
-    setup = Setup(LIMITS, Scheduling(Batching(), 4, 24), GrowingPace(cost), max_queued=(3, 60))
+    setup = Setup(LIMITS, Scheduling(Batching(), max_num_seqs=4, max_num_batched_tokens=24), GrowingPace(cost),
+                  max_queued=(3, 60))
     found = []
     for at_once in (True, False):
         routed = RoutedServers(ROUTERS[router](0), 2, setup.pace)
@@ -146,17 +148,19 @@ def test_most_steps_of_few_long_requests_are_not_planned(policy: str, monkeypatc
     monkeypatch.setattr(Scheduler, "schedule", lambda *given: plans.append(given) or schedule(*given))
     params = SamplingParams(max_tokens=50, ignore_eos=True)
     commands = [(0.0, Add(number, RequestSpec([5] * 4, params, number))) for number in range(4)]
-    setup = Setup(replace(LIMITS, num_blocks=200), Scheduling(Batching(), 4, 24, Ordering(policy)), CostPace(cost))
+    scheduling = Scheduling(Batching(), Ordering(policy), max_num_seqs=4, max_num_batched_tokens=24)
+    setup = Setup(replace(LIMITS, num_blocks=200), scheduling, CostPace(cost))
     server = Server(setup)
     assert all(one.num_tokens == 50 for one in simulate(commands, [server]).values())
     assert len(server.clock) >= 50 and len(plans) < 5
 
 
 def test_a_what_if_changes_the_settings_that_held_last():
-    commands = [(0.0, Configure(Scheduling(Batching(), 2, 24))), *[
+    commands = [(0.0, Configure(Scheduling(Batching(), max_num_seqs=2, max_num_batched_tokens=24))), *[
         (0.001 * number, Add(number, RequestSpec([5] * 4, SamplingParams(max_tokens=9, ignore_eos=True), number)))
         for number in range(1, 9)]]
-    _, lines = played(commands, Setup(LIMITS, Scheduling(Batching(), 4, 24), CostPace(cost)), {}, at_once=True)
+    _, lines = played(commands, Setup(LIMITS, Scheduling(Batching(), max_num_seqs=4, max_num_batched_tokens=24),
+                                      CostPace(cost)), {}, at_once=True)
     answer = what_if([decode(line) for line in lines], {"scheduling_policy": "shortest"}, LatencyLimits())
     assert answer["settings"]["max_num_seqs"] == 2 and answer["settings"]["scheduling_policy"] == "shortest"
     found = answer["groups"]["all requests"]
@@ -165,7 +169,8 @@ def test_a_what_if_changes_the_settings_that_held_last():
 
 def test_a_what_if_about_prompts_that_other_engines_computed_is_refused():
     _, lines = played([(0.0, Add(0, RequestSpec([5] * 4, SamplingParams(max_tokens=9, ignore_eos=True))))],
-                      Setup(LIMITS, Scheduling(Batching(), 4, 24), CostPace(cost)), {}, at_once=True)
+                      Setup(LIMITS, Scheduling(Batching(), max_num_seqs=4, max_num_batched_tokens=24),
+                            CostPace(cost)), {}, at_once=True)
     entries = [decode(line) for line in lines]
     steps = [index for index, entry in enumerate(entries) if isinstance(entry, Step)]
     entries[steps[0]] = msgspec.structs.replace(entries[steps[0]], arrivals=(Arrival(0, 1, True),))

@@ -32,7 +32,7 @@ def ask(name: str, at: float, prompt: int, output: int, slo: SLO | None = None) 
 
 
 def scheduling(kind: str = "fcfs", **settings: object) -> Scheduling:
-    return Scheduling(Batching(), 1, 64, Ordering(kind, **settings))
+    return Scheduling(Batching(), Ordering(kind, **settings), max_num_seqs=1, max_num_batched_tokens=64)
 
 
 def run(asks: list[tuple[float, Add]], settings: Scheduling, max_steps: int = 100_000) -> dict[str, SimulatedRequest]:
@@ -65,13 +65,14 @@ def test_the_same_asks_give_the_same_times():
 
 def test_a_chunk_of_a_prompt_whose_log_probabilities_are_wanted_yields_no_token():
     params = SamplingParams(max_tokens=3, ignore_eos=True, prompt_logprobs=0)
-    few = Scheduling(Batching(), 1, 4)
+    few = Scheduling(Batching(), max_num_seqs=1, max_num_batched_tokens=4)
     lives = run([(0.0, Add("a", RequestSpec([5] * 10, params)))], few)
     assert len(lives["a"].token_times) == 3 and lives["a"].token_times[0] == pytest.approx(3 * 0.010 + 0.010)
 
 
 def test_a_request_that_fills_a_batch_ends_the_wait_for_others():
-    dynamic = Scheduling(Batching("dynamic", batch_size=2, max_wait_ms=50.0), 2, 64, Ordering())
+    dynamic = Scheduling(Batching("dynamic", batch_size=2, max_wait_ms=50.0), Ordering(), max_num_seqs=2,
+                         max_num_batched_tokens=64)
     limits = replace(LIMITS, max_num_seqs=2)
     asks = [ask("first", 1.0, 4, 2), ask("second", 1.01, 4, 2), ask("alone", 2.0, 4, 2)]
     lives = simulate(asks, [Server(Setup(limits, dynamic, CostPace(cost)))])

@@ -201,7 +201,8 @@ def test_a_prediction_is_drafted_from_the_first_token_on():
     ({"method": "eagle"}, "method must be one of auto, ngram"), ({"method": "draft_model"}, "needs a model"),
     ({"method": ["ngram"]}, "method must be one of"), ({"num_draft": 3}, "there is no key 'num_draft'"),
     ({"num_speculative_tokens": 0}, "num_speculative_tokens must be a whole number from 1"),
-    ({"method": "ngram", "model": "x"}, "model has no effect with method ngram"), ({"model": 3}, "needs a model"),
+    ({"method": "ngram", "model": "x"}, "model has no effect with method ngram"),
+    ({"model": 3}, "model must be a text"), ({"model": ""}, "needs a model"),
     ({"model": "x", "prompt_lookup_min": 3}, "prompt_lookup_min has no effect with method draft_model"),
     ({"prompt_lookup_min": 5, "prompt_lookup_max": 4}, "prompt_lookup_min 5 is more"),
     ({"method": "none", "num_speculative_tokens": 3}, "no effect"), ({"prompt_lookup_max": "5"}, "prompt_lookup_max")])

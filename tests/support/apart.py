@@ -70,7 +70,8 @@ class Side:
         self.records: list[StepRecord] = []
         self.log = Shelf()
         self._recorder = Recorder()
-        scheduling = Scheduling(Batching(), limits.max_num_seqs, limits.max_num_batched_tokens)
+        scheduling = Scheduling(Batching(), max_num_seqs=limits.max_num_seqs,
+                                max_num_batched_tokens=limits.max_num_batched_tokens)
         self._recorder.started(EngineInfo("toy", "cpu", "float32", VOCAB, limits, scheduling, (EOS,)))
         self._recorder.write_to(self.log)
         self.names: list[str] = []  # of its requests, by id

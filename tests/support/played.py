@@ -70,7 +70,8 @@ class Play:
                  limits: SchedulerLimits = LIMITS) -> None:
         self.random = random.Random(seed)
         self.clock = Clock()
-        scheduling = Scheduling(batching or Batching(), limits.max_num_seqs, limits.max_num_batched_tokens)
+        scheduling = Scheduling(batching or Batching(), max_num_seqs=limits.max_num_seqs,
+                                max_num_batched_tokens=limits.max_num_batched_tokens)
         self.engine = Engine(scheduler(limits, scheduling.discipline()), Timed(self.clock, limits.block_size),
                              self.clock, (EOS,), depth=depth)
         self.recorder = Recorder(Ring(1 << 40), self.clock)

@@ -69,7 +69,8 @@ class Recorded:
         self._proposer = proposer
         self._speculation = speculation
         self._sent: deque[Command] = deque()
-        self._scheduling = Scheduling(batching, limits.max_num_seqs, limits.max_num_batched_tokens)
+        self._scheduling = Scheduling(batching, max_num_seqs=limits.max_num_seqs,
+                                      max_num_batched_tokens=limits.max_num_batched_tokens)
         self.start()
         self.recorder.write_to(self.file)
 
@@ -129,7 +130,8 @@ class Recorded:
                 self.send(Finish(whims.randrange(asked), whims.choice(("abort", "stop"))))
             if whims.random() < 0.02:
                 slots = whims.randint(2, self._limits.max_num_seqs)
-                self._scheduling = Scheduling(self._scheduling.batching, slots, whims.randint(slots, 12))
+                self._scheduling = Scheduling(self._scheduling.batching, max_num_seqs=slots,
+                                              max_num_batched_tokens=whims.randint(slots, 12))
                 self.send(Configure(self._scheduling))
             self.turn()
         return self.file.entries

@@ -17,6 +17,7 @@ import uvloop
 
 from slotwise.compose.launch import ChildProcess
 from slotwise.core.sampling_defaults import SamplingDefaults
+from slotwise.core.settings import settings_of
 from slotwise.engine.client import EngineClient
 from slotwise.engine.sleep import Sleep
 from slotwise.engine.supervisor import Backoff, Supervisor
@@ -40,7 +41,7 @@ TEXTS = ("admin_api_key", "host", "root_path", "ssl_certfile", "ssl_keyfile", "s
 def _setting(name: str, value: str) -> Any:
     if name in LISTS:
         return tuple(value.split(","))
-    if name == "trust_request_chat_template":
+    if (declared := settings_of(ServerSettings).get(name)) is not None and declared.type.startswith("bool"):
         return value == "1"
     if name == "sampling_defaults":
         return SamplingDefaults(**json.loads(value))

@@ -60,7 +60,8 @@ class Run:
         self.engine = Engine(scheduler, _Slow(self), lambda: self.now, (EOS,), depth=depth)
         self.recorder = Recorder(clock=lambda: self.now)
         self.recorder.write_to(self.sink)
-        scheduling = Scheduling(Batching(), LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens)
+        scheduling = Scheduling(Batching(), max_num_seqs=LIMITS.max_num_seqs,
+                                max_num_batched_tokens=LIMITS.max_num_batched_tokens)
         self.recorder.started(EngineInfo("toy", "none", "float32", 23, LIMITS, scheduling, (EOS,)))
 
     def tell(self, command: Add | Finish | Configure) -> None:
@@ -68,7 +69,8 @@ class Run:
         self.engine.handle(command)
 
     def batch(self, kind: str) -> None:
-        self.tell(Configure(Scheduling(Batching(kind), LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens)))
+        self.tell(Configure(Scheduling(Batching(kind), max_num_seqs=LIMITS.max_num_seqs,
+                                       max_num_batched_tokens=LIMITS.max_num_batched_tokens)))
 
     def ask(self) -> None:
         prompt = [self.draw.randrange(1, 23) for _ in range(self.draw.choice((3, 9, 20, 70)))]

@@ -25,7 +25,8 @@ LIMITS = SchedulerLimits(max_model_len=100, num_blocks=10, block_size=4, max_num
 def engine(max_num_seqs: int = 4, limits: SchedulerLimits = LIMITS, batching: Batching | None = None) -> EngineInfo:
     tokens = max(64, max_num_seqs)
     return EngineInfo("a model", "cpu", "float32", VOCAB, replace(limits, max_num_batched_tokens=tokens),
-                      Scheduling(batching or Batching(), max_num_seqs, tokens), (EOS,))
+                      Scheduling(batching or Batching(), max_num_seqs=max_num_seqs,
+                                 max_num_batched_tokens=tokens), (EOS,))
 
 
 class Rehearsal:

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 from slotwise.batching.disciplines import Chunked, Dynamic, Inline, OneAtATime, Orca, PromptsAlone, Static
 from slotwise.core.interfaces import Discipline
-from slotwise.core.settings import real, whole
+from slotwise.core.settings import LIVE, check_settings, real, setting, whole
 
 KINDS = ("continuous", "orca", "dynamic", "static", "one_at_a_time")
 PREFILLS = ("chunked", "inline", "alone")
-RANGES = {"batch_size": whole(1), "max_wait_ms": real(0, 3_600_000), "long_prefill_token_threshold": whole(0)}
 MAX_WAIT_MS = 50.0  # default of `dynamic`
 
 
@@ -22,20 +21,23 @@ class Batching:
         ValueError: one line that says which settings contradict each other.
     """
 
-    kind: str = "continuous"
-    prefill: str | None = None  # continuous: how prefill runs beside decode; None: chunked
-    batch_size: int | None = None  # static, dynamic: maximum requests of a batch; None: max_num_seqs
-    max_wait_ms: float | None = None  # dynamic: how long the first request of a batch waits for others; None: 50
-    long_prefill_token_threshold: int = 0  # chunked: maximum chunk, in tokens; 0: what the budget leaves
+    kind: str = setting("continuous", "discipline of the batch: docs/batching.md compares them", choices=KINDS,
+                        phase=LIVE, name="batching")
+    prefill: str | None = setting(
+        None, "continuous: prompts run in chunks next to rows that decode, whole next to them, or alone while those "
+        "pause", choices=PREFILLS, otherwise="chunked", phase=LIVE)
+    batch_size: int | None = setting(
+        None, "static, dynamic: most requests of a batch", range=whole(1), otherwise="as many as there are slots",
+        phase=LIVE)
+    max_wait_ms: float | None = setting(
+        None, "dynamic: how long the first request of a batch waits for others", unit="ms",
+        range=real(0, 3_600_000), otherwise=f"{MAX_WAIT_MS:g}", phase=LIVE)
+    long_prefill_token_threshold: int = setting(
+        0, "chunked: most tokens of one prompt in a step", unit="tokens", range=whole(0),
+        otherwise="0, what the budget leaves", phase=LIVE)
 
     def __post_init__(self) -> None:
-        for name, allowed in RANGES.items():
-            if (value := getattr(self, name)) is not None and (wrong := allowed.objection(value)):
-                raise ValueError(f"{name} {wrong}")
-        if self.kind not in KINDS:
-            raise ValueError(f"batching must be one of {', '.join(KINDS)}, not {self.kind!r}")
-        if self.prefill is not None and self.prefill not in PREFILLS:
-            raise ValueError(f"prefill must be one of {', '.join(PREFILLS)}, not {self.prefill!r}")
+        check_settings(self)
         self._belongs("prefill", given=self.prefill is not None, kinds=("continuous",))
         self._belongs("batch_size", given=self.batch_size is not None, kinds=("static", "dynamic"))
         self._belongs("max_wait_ms", given=self.max_wait_ms is not None, kinds=("dynamic",))
@@ -47,6 +49,11 @@ class Batching:
     def _belongs(self, name: str, *, given: bool, kinds: tuple[str, ...]) -> None:
         if given and self.kind not in kinds:
             raise ValueError(f"{name} belongs to batching {' and '.join(kinds)}, not to {self.kind}")
+
+    @property
+    def is_chunked(self) -> bool:
+        """Whether prompts are cut into chunks."""
+        return self.kind == "continuous" and self.prefill in (None, "chunked")
 
     def discipline(self, max_num_seqs: int) -> Discipline:
         """Returns the discipline for a scheduler of `max_num_seqs` slots.

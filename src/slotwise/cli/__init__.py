@@ -1,4 +1,4 @@
-"""The command line: one module per command."""
+"""The command line: one module for each family of commands."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from slotwise import child
 IS_COMMAND = child.leave_current_folder()  # `python -m` has put it before the standard library
 
 # ruff: noqa: E402
-from slotwise.cli import interrupts, streams
+from slotwise.cli import process
 
 if IS_COMMAND:
-    streams.open_missing()
-    interrupts.end_at_once()  # while the rest is imported
+    process.open_missing()
+    process.end_at_once()  # while the rest is imported
 
 import argparse
 import importlib
@@ -19,19 +19,18 @@ import os
 import re
 import resource
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 
 import slotwise
-from slotwise.cli import numba_config
 from slotwise.cli.parser import Parser
 from slotwise.errors import OneLineError, described, one_line
 from slotwise.observe import lines
 
 MODULES = {
-    "serve": "serve", "generate": "offline", "chat": "offline", "bench": "bench", "compare": "compare",
-    "top": "top", "timeline": "timeline", "explain": "explain", "replay": "replay", "completion": "completion",
-    "simulate": "simulate", "what-if": "simulate", "capacity": "capacity", "tune": "capacity",
-    "scale": "scale",
+    "serve": "serve_command", "generate": "generate_and_chat", "chat": "generate_and_chat", "bench": "bench",
+    "compare": "bench", "top": "top", "timeline": "event_logs", "explain": "event_logs", "replay": "event_logs",
+    "completion": "completion", "simulate": "simulations", "what-if": "simulations", "capacity": "simulations",
+    "tune": "simulations", "scale": "scale",
 }
 SETTING = re.compile(r"(?<![\w./'\"`-])[a-z]+(?:_[a-z]+)+(?![\w./'\"`=])|^(?!model\b)[a-z]+(?= )")
 
@@ -44,21 +43,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked.command is None:
         parser.print_help()
         return 2
-    numba_config.ignore_file()
-    interrupts.raise_again()
+    process.ignore_numba_file()
+    process.raise_again()
     try:
         status: int = asked.run(asked)
         return status
     except KeyboardInterrupt:
-        return interrupts.INTERRUPTED
+        return process.INTERRUPTED
     except BrokenPipeError:  # the reader of our output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, OSError, MemoryError, RuntimeError, OneLineError) as error:
-        said = f"slotwise {asked.command}: {one_line(as_typed(described(error), vars(asked)))}{memory_limit()}"
+        names = {name: asked.typed.get(name, "--" + name.replace("_", "-")) for name in vars(asked)}
+        said = f"slotwise {asked.command}: {one_line(as_typed(described(error), names))}{memory_limit()}"
         print(lines.final(getattr(asked, "log_format", lines.TEXT), said), file=sys.stderr)
         if IS_COMMAND:
-            interrupts.leave(1)
+            process.leave(1)
         return 1
 
 
@@ -69,16 +69,16 @@ def memory_limit() -> str:
         f" (`ulimit -v` leaves this process {limit >> 20:,} MiB of address space: raise it if that may be why)")
 
 
-def as_typed(message: str, settings: Collection[str]) -> str:
-    """A message with the names of settings as options: `--kv-cache-memory` for `kv_cache_memory`.
+def as_typed(message: str, names: Mapping[str, str]) -> str:
+    """Returns a message with settings as their caller has typed them, such as `--kv-cache-memory` or a file's key.
 
-    The same messages answer the offline API, whose arguments are named so.  A name of one word is one only where the
-    message begins with it.
+    The same messages answer the offline API and the admin's, whose arguments have the settings' own names.  A name of
+    one word is a setting only where the message begins with it.
+
+    Args:
+        names: how the settings are typed, by name.
     """
-    def option(found: re.Match[str]) -> str:
-        return "--" + found[0].replace("_", "-") if found[0] in settings else found[0]
-
-    return SETTING.sub(option, message)
+    return SETTING.sub(lambda found: names.get(found[0], found[0]), message)
 
 
 def build_parser(command: str) -> argparse.ArgumentParser:

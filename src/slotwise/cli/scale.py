@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from slotwise.cli import serve
-from slotwise.cli.numbers import Number
-from slotwise.cli.options import BUILTIN_NAME, Commands, add_command
+from slotwise.cli import serve_command
+from slotwise.cli.options import Commands, Number, add_command, given_settings, option_of, reader
 from slotwise.cli.parser import Parser
-from slotwise.cli.transfer_option import transfer_secret_of
 from slotwise.compose.launch import AUTO, read_processors
 from slotwise.core.settings import real, whole
 from slotwise.engine.config import DAY
@@ -21,7 +21,8 @@ from slotwise.routing.fleet import MAX_WAIT
 from slotwise.routing.routers import ROUTERS
 from slotwise.scale.door import MAX_REPLICAS
 from slotwise.scale.replicas import checked
-from slotwise.transfer.settings import SECRET
+from slotwise.server.settings import ServerSettings
+from slotwise.transfer.settings import SECRET, secret_of
 
 SECRET_BYTES = 32  # random ones, of the transfer secret for replicas with roles
 MEMORY = 0.6  # of the machine's, for the weights, steps and caches of all replicas together
@@ -46,7 +47,7 @@ def add(commands: Commands) -> None:
                          "whose steps then have no long prompts: docs/disaggregation.md")
     command.add_argument("--decode-replicas", type=Number(whole(1, MAX_REPLICAS)), default=None, metavar="N",
                          help="processes that answer, beside --prefill-replicas (default: 1)")
-    command.add_argument("--replica-url", action="append", default=[], type=_url, metavar="URL", dest="urls",
+    command.add_argument("--replica-url", action="append", default=[], type=reader(checked), metavar="URL", dest="urls",
                          help="in place of processes: replicas at this address, as http://HOST:8000; a name that means "
                          "several hosts stands for all of them; repeatable")
     command.add_argument("--router", choices=tuple(ROUTERS), default="product",
@@ -57,21 +58,14 @@ def add(commands: Commands) -> None:
                          f"(default: {MAX_WAIT:g})")
 
 
-def _url(text: str) -> str:
-    try:
-        return checked(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def run(asked: argparse.Namespace) -> int:
     from slotwise.scale.run import Scaling, run_scale
-    from slotwise.server.settings import ServerSettings
 
     parser = Parser(prog="slotwise scale", add_help=False)
-    serve.add_options(parser)
+    serve_command.add_options(parser)
     served = parser.parse_args(asked.rest)
-    secret = transfer_secret_of(served)
+    vars(asked).update({**vars(served), **vars(asked), "typed": {**served.typed, **asked.typed}})  # for messages
+    secret = secret_of(served.kv_transfer_secret_file or "", os.environ)
     if asked.urls:
         _check_addresses(asked, parser)
         launch, number = None, 0
@@ -80,28 +74,24 @@ def run(asked: argparse.Namespace) -> int:
         _check_shared(served)
         secret = secret or (secrets.token_hex(SECRET_BYTES) if of_roles else "")
         launch = _launcher(asked.rest, served, number, of_roles, {SECRET: secret} if of_roles else {})
-    name = next(iter(served.served_model_name), serve.model_of(served) or BUILTIN_NAME)
-    network = {name: value for name, value in serve.network_of(served).items() if not name.startswith("ssl_")}
-    settings = ServerSettings(
-        served_model_name=name, api_keys=serve.api_keys_of(served.api_key),
-        admin_api_key=serve.admin_key_of(served.admin_api_key), tiers=serve.tiers_of(served),
-        shutdown_timeout=served.shutdown_timeout, log_format=served.log_format, access_log=served.access_log,
-        kv_transfer_secret=secret, **network)
+    given = {name: value for name, value in given_settings(served, ServerSettings).items() if name in OF_THE_DOOR}
+    settings = replace(serve_command.server_settings(served, serve_command.model_of(served), given),
+                       kv_transfer_secret=secret)
     scaling = Scaling(launch, number, asked.urls, asked.router, asked.max_wait, served.seed,
                       asked.prefill_replicas or 0)
-    return run_scale(settings, (served.host, served.port), scaling)
+    return run_scale(settings, scaling)
 
 
 def _check_addresses(asked: argparse.Namespace, parser: Parser) -> None:
     """Raises ValueError for an option of processes, of which this command starts none."""
     for name in ("replicas", "prefill_replicas", "decode_replicas"):
         if getattr(asked, name) is not None:
-            raise ValueError(f"--{name.replace('_', '-')} is for processes that this command starts: with "
+            raise ValueError(f"{option_of(name)} is for processes that this command starts: with "
                              "--replica-url others do")
     given, _ = parser.given(asked.rest)
     for name, value in vars(given).items():
         if value is not None and name not in OF_THE_DOOR:
-            option = "MODEL" if name == "model_tag" else "--" + name.replace("_", "-")
+            option = "MODEL" if name == "model_tag" else option_of(name)
             raise ValueError(f"{option} is for replicas that this command starts: start those at --replica-url with it")
 
 
@@ -109,7 +99,7 @@ def _check_shared(served: argparse.Namespace) -> None:
     """Raises ValueError for an option that replicas of one machine cannot share."""
     for name, why in NOT_SHARED.items():
         if getattr(served, name):
-            raise ValueError(f"--{name.replace('_', '-')} is not for replicas: {why}")
+            raise ValueError(f"{option_of(name)} is not for replicas: {why}")
     if served.cpu_bind != AUTO:
         raise ValueError(f"--cpu-bind is not for replicas: {NOT_SHARED['cpu_threads']}")
     if served.kv_transfer_config is not None and served.kv_transfer_config.is_producer:

@@ -6,10 +6,9 @@ import argparse
 import math
 from dataclasses import dataclass
 
-from slotwise.cli.numbers import Number, Size
-from slotwise.cli.options import input_file
-from slotwise.core.settings import Range, real, whole
-from slotwise.engine.config import ENGINE
+from slotwise.cli.options import Number, Size, input_file
+from slotwise.core.settings import Range, real, settings_of, whole
+from slotwise.engine.config import EngineConfig
 from slotwise.workload import distributions, workloads
 from slotwise.workload.distributions import MAX_LENGTH, MAX_RATE, Arrivals
 from slotwise.workload.trace import read_trace, replay
@@ -65,8 +64,8 @@ def add_workload_options(command: argparse.ArgumentParser, defaults: Defaults = 
 
 
 def add_seed_option(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--seed", type=Number(ENGINE["seed"]), default=0, metavar="N",
-                         help="seed of the workload (default: 0)")
+    command.add_argument("--seed", type=Number(settings_of(EngineConfig)["seed"].range or whole(0)), default=0,
+                         metavar="N", help="seed of the workload (default: 0)")
 
 
 def workload_of(asked: argparse.Namespace, defaults: Defaults = DEFAULTS) -> Workload:

@@ -16,9 +16,9 @@ import os
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import uvloop
 from tqdm import tqdm
@@ -27,7 +27,7 @@ from slotwise.compose.launch import ChildProcess, Cores, launch_engine, settle
 from slotwise.compose.load_check import check
 from slotwise.compose.model_defaults import announce, read_defaults, read_pooling
 from slotwise.engine.client import EngineClient
-from slotwise.engine.config import EngineConfig
+from slotwise.engine.config import EngineConfig, ModelOptions
 from slotwise.engine.messages import EngineInfo, Loading
 from slotwise.engine.refusals import EngineError
 from slotwise.engine.sleep import Sleep
@@ -48,15 +48,6 @@ from slotwise.server.serve import listen, serve
 from slotwise.server.settings import ServerSettings
 from slotwise.text.chat_source import ChatTemplateError, find_chat_template, find_tool_template
 from slotwise.text.tokenizer import Tokenizer
-
-
-class ModelOptions(NamedTuple):
-    """Options of the command line that hold for every model that the server serves."""
-
-    names: tuple[str, ...] = ()  # by which clients ask for it; (): as it is given
-    template: str | None = None  # a chat template's file; None: the model's own
-    generation: Mapping[str, Any] | None = None  # changes to its generation_config.json
-    pooling: Mapping[str, Any] | None = None  # changes to its pooling
 
 
 class ServedModel(NamedTuple):
@@ -83,8 +74,8 @@ def read_model(config: EngineConfig, settings: ServerSettings, options: ModelOpt
         OSError, TokenizerError, ChatTemplateError, ConfigError: one line that says what is wrong.
     """
     tokenizer = Tokenizer.load(config.model)
-    model = ServedModel(config, settings, tokenizer, find_chat_template(config.model, options.template),
-                        find_tool_template(config.model, options.template))
+    model = ServedModel(config, settings, tokenizer, find_chat_template(config.model, options.chat_template),
+                        find_tool_template(config.model, options.chat_template))
     model.output_format(ignores_tools=True)  # a parser that does not fit is reported before anything starts
     return model
 
@@ -99,11 +90,11 @@ def read_other(before: ServedModel, options: ModelOptions, path: str, name: str)
         OSError, CheckpointError, TokenizerError, ChatTemplateError, ConfigError: one line that says what is wrong.
     """
     config = replace(before.config, model=str(locate(path)))
-    first, *others = (name,) if name else options.names or (path,)
+    first, *others = (name,) if name else options.served_model_name or (path,)
     settings = replace(
         before.settings, served_model_name=first, more_model_names=tuple(others),
-        sampling_defaults=read_defaults(config, options.generation),
-        pooling_defaults=read_pooling(config.model, options.pooling))
+        sampling_defaults=read_defaults(config, options.override_generation_config),
+        pooling_defaults=read_pooling(config.model, options.pooler_config))
     return read_model(config, settings, options)
 
 
@@ -200,7 +191,7 @@ async def _observed(api: Api, traces: Traces | None, settings: ServerSettings) -
     """Runs traces, the load report and the event log while the model is served."""
     if traces is not None:
         api.observers.trace(traces)
-    reporting = [asyncio.create_task(report(api.observers.metrics))] if settings.log_stats else []
+    reporting = [asyncio.create_task(report(api.observers.metrics))] if not settings.disable_log_stats else []
     try:
         with (LogFile(settings.event_log, overwrite=settings.overwrite_event_log) if settings.event_log
               else contextlib.nullcontext()) as file:
@@ -344,13 +335,11 @@ MB = 1e6  # bytes
 
 
 def run_server(
-    config: EngineConfig, settings: ServerSettings, address: tuple[str, int], options: ModelOptions,
-    first: ChildProcess,
+    config: EngineConfig, settings: ServerSettings, options: ModelOptions, first: ChildProcess,
 ) -> int:
     """Serves until a signal arrives; returns the exit status.
 
     Args:
-        address: host and port; port 0: any free port.
         options: for each model that is served.
         first: an engine process started with `config`; it ends with the server.
 
@@ -360,7 +349,8 @@ def run_server(
     """
     lines.set_up(settings.log_format)
     try:
-        with listen(*address) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        with listen(settings.host, settings.port) as listener, \
+                asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(config, settings, listener, options, first))
     finally:
         first.kill()

@@ -6,42 +6,69 @@ from dataclasses import dataclass
 from functools import cache
 
 from slotwise.core.cache_groups import CacheGroups
+from slotwise.core.settings import LIVE, check_settings, real, setting, whole
 from slotwise.core.slo import Tier
 
 RECOMPUTE = "recompute"  # a preempted request waits, and is recomputed
 ERROR = "error"  # it ends with an error
 PRESSURES = (RECOMPUTE, ERROR)
+CACHE = "cache"  # a heading
 
+SLOTS = 1 << 16
+TOKENS = 1 << 24  # of a sequence or a step
 LEAST_MS, MOST_MS = 0.001, 3_600_000.0  # milliseconds; range of all time limits
+ADAPTERS = "LoRA adapters"  # a heading
 
 LOADS = 4  # tokens a step may load from host memory per token of its budget; computing one takes several times as long
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveLimits:
+    """Limits that may change between two steps."""
+
+    max_num_seqs: int = setting(
+        64, "slots of the batch: requests that may run at once", range=whole(1, SLOTS), phase=LIVE)
+    max_num_batched_tokens: int = setting(
+        1024, "token budget of a step", unit="tokens", range=whole(1, TOKENS), phase=LIVE)
+    max_step_ms: float | None = setting(
+        None, "predicted time that a step may take: prompts are chunked to fit, without the exceptions of "
+        "{max_stall_ms}", unit="ms", range=real(LEAST_MS, MOST_MS), otherwise="no limit", phase=LIVE)
+    max_stall_ms: float | None = setting(
+        None, "predicted time by which prompts may delay running rows; longer where more requests start than run, and "
+        "up to twice the time of the running rows alone", unit="ms", range=real(LEAST_MS, MOST_MS),
+        otherwise="no limit", phase=LIVE)
+    tiers: tuple[Tier, ...] = ()  # service tiers; a request may belong to none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenLimits(LiveLimits):
+    """Limits that an operator chooses; the others follow from the model and the machine."""
+
+    enable_prefix_caching: bool = setting(default=False, help="compute common prefixes of requests once", group=CACHE)
+    on_pressure: str = setting(
+        RECOMPUTE, "what becomes of a request that is preempted because the cache is full: it is recomputed, or ends "
+        "with an error", choices=PRESSURES, group=CACHE)
+    max_loras: int = setting(
+        1, "adapters among the rows of one step; a request beyond them waits", range=whole(1, SLOTS), group=ADAPTERS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerLimits(ChosenLimits):
     """Capacities and budgets.  Raises ValueError for numbers that no request could run under."""
 
     max_model_len: int  # tokens of one sequence, prompt and output
     num_blocks: int  # KV cache blocks in the pool
     block_size: int  # tokens a block holds
-    max_num_seqs: int = 64  # slots
-    max_num_batched_tokens: int = 1024  # token budget of one step
-    enable_prefix_caching: bool = False  # equal prefixes share blocks
     watermark_blocks: int = 0  # blocks left free by admission while other requests run
     max_passes: int = 0  # later arrivals admitted before a request that waits for blocks
-    on_pressure: str = RECOMPUTE  # what becomes of the victim when blocks run out
-    max_step_ms: float | None = None  # predicted milliseconds a step may take; None: only TPOT objectives count
-    max_stall_ms: float | None = None  # milliseconds prefill may delay decode (core/step_budget.py); None: any
-    tiers: tuple[Tier, ...] = ()  # service tiers; a request may belong to none
     num_host_blocks: int = 0  # blocks in host memory for evicted device blocks
-    max_loras: int = 1  # adapters among the rows of a step
     windows: tuple[int, ...] = (0,)  # by cache group, tokens that its layers look back on; 0: all
     max_chunk: int = 1024  # tokens of a prompt that a step computes at most, where a cache group has a window
     stages: int = 1  # that a model's layers are divided into, each of which computes another step
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens",
-                     "max_loras", "max_chunk", "stages"):
+        check_settings(self)
+        for name in ("max_model_len", "num_blocks", "block_size", "max_chunk", "stages"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         for name in ("watermark_blocks", "max_passes", "num_host_blocks"):
@@ -49,12 +76,6 @@ class SchedulerLimits:
                 raise ValueError(f"{name} must not be negative, and is {getattr(self, name)}")
         if not self.windows or min(self.windows) < 0:
             raise ValueError(f"windows must name the tokens of each cache group, or 0, and are {self.windows}")
-        if self.on_pressure not in PRESSURES:
-            raise ValueError(f"on_pressure must be one of {', '.join(PRESSURES)}, not {self.on_pressure!r}")
-        for name in ("max_step_ms", "max_stall_ms"):
-            milliseconds = getattr(self, name)
-            if milliseconds is not None and not LEAST_MS <= milliseconds <= MOST_MS:
-                raise ValueError(f"{name} must be at least {LEAST_MS:g} and at most an hour, not {milliseconds}")
         self._check_tiers()
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "

@@ -128,7 +128,7 @@ class SamplingParams:
     repetition_penalty: float = setting(
         1.0, "divides positive logits of tokens in prompt and output, multiplies negative ones",
         range=Range(0.01, 100, is_whole=False))
-    logit_bias: dict[int, float] = setting(factory=dict, help="added to logits, by token id")  # noqa: RUF009
+    logit_bias: dict[int, float] = setting(factory=dict, help="added to logits, by token id")
     allowed_token_ids: tuple[int, ...] = setting((), "only these tokens are generated; empty: all are")
     bad_words_token_ids: tuple[tuple[int, ...], ...] = setting(
         (), "sequences of tokens that the output never contains")

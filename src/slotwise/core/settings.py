@@ -9,17 +9,21 @@ The field says all there is to say: the command line, the config file, the offli
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass
 from fractions import Fraction
-from functools import cache
+from functools import cache, reduce
 from numbers import Integral, Real
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 START, LIVE = "start", "live"  # a setting is fixed when the engine starts, or may change while it runs
-METADATA = "setting"  # the key under which a field's metadata has its `Setting`
+SETTING, NESTED = "setting", "nested"  # keys of a field's metadata: its `Setting`, or the class whose settings it has
+MAX_JSON = 1 << 16  # characters of a setting that is a JSON object
+
+Owner = TypeVar("Owner")
 
 SMALLEST = 1e-9  # of a real setting that is not 0: smaller ones are mistakes, and overflow where they divide
 LARGEST = 1 << 31
@@ -103,25 +107,30 @@ class Setting:
     """
 
     help: str
-    unit: str = ""  # what a number counts, or a value stands for, as in `--max-model-len TOKENS`
+    unit: str = ""  # what a number counts, or what a value stands for: "tokens" makes `--max-model-len TOKENS`
     range: Range | None = None
     choices: tuple[str, ...] = ()
-    otherwise: str = ""  # what holds without a value, where the default alone does not say it
+    otherwise: str = ""  # what the default means, where its value alone does not say it
     phase: str = START
-    option: str | None = None  # its option's name; None: that of the field; "": the command line has none
-    aliases: tuple[str, ...] = ()  # further names that callers may use: vLLM's, and short options
-    name: str = ""  # of the field; filled in, like the next two, by `settings_of`
+    group: str = ""  # the heading of its option
+    option: str | None = None  # its option's name; None: made from its own; "": the command line has none
+    aliases: tuple[str, ...] = ()  # further names of the option: vLLM's, and short ones
+    read: Callable[[str], Any] | None = None  # makes a value of a text; raises ValueError: the message says what it is
+    takes_many: bool = False  # one option may be followed by several values
+    is_hidden: bool = False  # no list of options has it
+    name: str = ""  # by which callers know it, the field's unless given; filled in, like the rest, by `settings_of`
     type: str = ""  # of the field, as it is written
     default: Any = ...  # ...: a value must be given
+    path: tuple[str, ...] = ()  # the fields that lead to it
 
     def objection(self, value: Any) -> str:
         """Returns what is wrong with `value`, to be read behind the setting's name; "" if nothing is."""
         kinds = self.type.split(" | ")
-        if value is None and "None" in kinds:
+        if value is None and self.may_be_none:
             return ""
         if self.choices:
-            listed = isinstance(value, str) and value in self.choices
-            return "" if listed else f"must be one of {', '.join(self.choices)}, not {value!r:.40}"
+            is_listed = isinstance(value, str) and value in (*self.choices, self.default)
+            return "" if is_listed else f"must be one of {', '.join(self.choices)}, not {value!r:.40}"
         if self.range is not None:
             return self.range.objection(value)
         if "bool" in kinds:
@@ -136,7 +145,7 @@ class Setting:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The JSON schema of its values."""
+        """The JSON schema of its values, without the default."""
         found: dict[str, Any] = {}
         if self.choices:
             found = {"type": "string", "enum": list(self.choices)}
@@ -147,38 +156,39 @@ class Setting:
             found = {"type": "boolean"}
         elif "str" in self.type:
             found = {"type": "string"}
-        if self.default is not ... and self.default is not None:
-            found["default"] = self.default
         return {"anyOf": [found, {"type": "null"}]} if self.may_be_none else found
 
 
 def setting(
-    default: Any = MISSING, help: str = "", *, unit: str = "", range: Range | None = None,
-    choices: tuple[str, ...] = (), otherwise: str = "", phase: str = START, option: str | None = None,
-    aliases: tuple[str, ...] = (), factory: Callable[[], Any] | None = None, repr: bool = True,
+    default: Any = ..., help: str = "", *, factory: Callable[[], Any] | None = None, is_secret: bool = False,
+    **declared: Any,
 ) -> Any:
     """Returns a dataclass field that declares a setting.
 
     Args:
         default: its default; without one, and without a `factory`, the field is required.
-        help, unit, range, choices, otherwise, phase, option, aliases: see `Setting`.
         factory: makes the default, where that is an object.
-        repr: False for a secret.
+        is_secret: no representation shows it.
+        declared: the fields of `Setting`.
     """
-    declared = Setting(help, unit, range, choices, otherwise, phase, option, aliases)
-    more: dict[str, Any] = {"repr": repr, "metadata": {METADATA: declared}}
+    more: dict[str, Any] = {"metadata": {SETTING: Setting(help, **declared)}, "repr": not is_secret}
     if factory is not None:
         more["default_factory"] = factory
-    elif default is not MISSING:
+    elif default is not ...:
         more["default"] = default
     return dataclasses.field(**more)
 
 
-def redeclared(owner: type, name: str, default: Any, **changes: Any) -> Any:
-    """Returns a field with another default that is otherwise the setting `name` of `owner`."""
+def redeclared(owner: type[Any], name: str, default: Any, **changes: Any) -> Any:
+    """Returns a keyword field with another default that is otherwise the setting `name` of `owner`, a base class."""
     (field,) = [one for one in dataclasses.fields(owner) if one.name == name]
-    declared = dataclasses.replace(field.metadata[METADATA], **changes)
-    return dataclasses.field(default=default, metadata={METADATA: declared})
+    declared = dataclasses.replace(field.metadata[SETTING], **changes)
+    return dataclasses.field(default=default, kw_only=True, metadata={SETTING: declared})
+
+
+def nested(owner: type[Any]) -> Any:
+    """Returns a field with the settings of another dataclass, which count as those of this one."""
+    return dataclasses.field(default_factory=owner, metadata={NESTED: owner})
 
 
 def settings_of(owner: type[Any]) -> Mapping[str, Setting]:
@@ -188,18 +198,71 @@ def settings_of(owner: type[Any]) -> Mapping[str, Setting]:
 
 @cache
 def _settings_of(owner: Any) -> Mapping[str, Setting]:
-    found = {}
+    found: dict[str, Setting] = {}
     for field in dataclasses.fields(owner):
-        if (declared := field.metadata.get(METADATA)) is not None:
+        if (inner := field.metadata.get(NESTED)) is not None:
+            found |= {name: dataclasses.replace(one, path=(field.name, *one.path))
+                      for name, one in settings_of(inner).items()}
+        elif (declared := field.metadata.get(SETTING)) is not None:
             default = field.default if field.default_factory is MISSING else field.default_factory()
-            default = ... if default is MISSING else default
-            found[field.name] = dataclasses.replace(
-                declared, name=field.name, type=str(field.type), default=default)
+            one = dataclasses.replace(
+                declared, name=declared.name or field.name, type=str(field.type), path=(field.name,),
+                default=... if default is MISSING else default)
+            found[one.name] = one
     return found
 
 
 def check_settings(values: Any) -> None:
-    """Checks every setting of a dataclass' instance.  Raises ValueError: one line that begins with the name."""
+    """Checks every setting of a dataclass' instance but the nested ones, which have checked themselves.
+
+    Raises:
+        ValueError: one line that begins with the name.
+    """
     for name, declared in settings_of(type(values)).items():
-        if wrong := declared.objection(getattr(values, name)):
+        if len(declared.path) == 1 and (wrong := declared.objection(getattr(values, declared.path[0]))):
             raise ValueError(f"{name} {wrong}")
+
+
+def values_of(values: Any) -> dict[str, Any]:
+    """Returns the value of every setting of a dataclass' instance, by name."""
+    return {name: reduce(getattr, declared.path, values) for name, declared in settings_of(type(values)).items()}
+
+
+def make(owner: type[Owner], values: Mapping[str, Any]) -> Owner:
+    """Returns an instance with these `values`, by name; nested settings are found in their place."""
+    return owner(**_arguments(owner, values, {}))
+
+
+def changed(before: Owner, values: Mapping[str, Any]) -> Owner:
+    """Returns an instance with these `values`, by name, and else those of `before`."""
+    return cast("Owner", dataclasses.replace(cast("Any", before), **_arguments(
+        type(before), values, vars_of(before))))
+
+
+def vars_of(values: Any) -> dict[str, Any]:
+    """Returns the fields of a dataclass' instance, without copying their values."""
+    return {field.name: getattr(values, field.name) for field in dataclasses.fields(values)}
+
+
+def _arguments(owner: Any, values: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of the constructor that `values` stand for."""
+    rest, arguments = dict(values), dict[str, Any]()
+    for field in dataclasses.fields(owner):
+        if (inner := field.metadata.get(NESTED)) is None:
+            continue
+        if given := {name: rest.pop(name) for name in settings_of(inner) if name in rest}:
+            now = before.get(field.name)
+            arguments[field.name] = make(inner, given) if now is None else changed(now, given)
+    names = {declared.name: declared.path[0] for declared in settings_of(owner).values() if len(declared.path) == 1}
+    return arguments | {names.get(name, name): value for name, value in rest.items()}
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Reads a setting that is a JSON object.  Raises ValueError."""
+    try:
+        value = json.loads(text) if len(text) <= MAX_JSON else None
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError(f"must be a JSON object of at most {MAX_JSON} characters, not {text[:40]!r}")
+    return value

@@ -8,16 +8,26 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
-from slotwise.batching import settings as batching_settings
 from slotwise.batching.settings import Batching
 from slotwise.core.cache_groups import CacheGroups
-from slotwise.core.limits import PRESSURES, RECOMPUTE, SchedulerLimits
-from slotwise.core.settings import Range, real, whole
+from slotwise.core.limits import ADAPTERS, CACHE, MOST_MS, TOKENS, ChosenLimits, LiveLimits, SchedulerLimits
+from slotwise.core.settings import (
+    check_settings,
+    json_object,
+    make,
+    nested,
+    real,
+    redeclared,
+    setting,
+    settings_of,
+    whole,
+)
 from slotwise.core.slo import Tier
 from slotwise.engine.scheduling import Scheduling
 from slotwise.errors import OneLineError
-from slotwise.policies import settings as policy_settings
+from slotwise.files import existing_file
 from slotwise.policies.settings import Ordering
 from slotwise.speculation.settings import DRAFT_MODEL, Speculation
 from slotwise.transfer.settings import HOW, KVTransferConfig
@@ -32,34 +42,12 @@ STALL_MS = 70.0  # a gap that a reader does not notice; shorter ones need more s
 WATERMARK = 100  # one block in so many stays free for running requests when another is admitted
 MAX_PASSES = 16  # smaller requests that may start before one that waits for blocks
 DAY = 86_400.0  # seconds
-SLOTS = 1 << 16
 MOST_RANKS = 16
-TOKENS = 1 << 24  # of a sequence or a step
 LEAST_TOKENS = 2  # of the longest sequence: a prompt's and an output's
 BYTES = 1 << 50
-ENGINE: dict[str, Range] = {  # the numbers of `EngineConfig`
-    **batching_settings.RANGES,
-    **policy_settings.RANGES,
-    "max_model_len": whole(LEAST_TOKENS, TOKENS),
-    "max_num_seqs": whole(1, SLOTS),
-    "max_num_batched_tokens": whole(1, TOKENS),
-    "max_step_ms": real(0.001, 3_600_000),
-    "max_stall_ms": real(0, 3_600_000),
-    "max_step_context": whole(0),
-    "block_size": whole(1, 1 << 16),
-    "kv_cache_memory": whole(1, BYTES),
-    "gpu_memory_utilization": real(0.001, 1),
-    "kv_offloading_size": real(0, (1 << 20) - 1),  # GiB
-    "packed_weights_cache": real(0, (1 << 20) - 1),  # GiB
-    "max_loras": whole(1, SLOTS),
-    "max_lora_rank": whole(1, 4096),
-    "max_cpu_loras": whole(1, 4096),
-    "seed": whole(-(2**63), 2**63 - 1),
-    "overlap": whole(0, 1),
-    "tensor_parallel_size": whole(1, MOST_RANKS),
-    "pipeline_parallel_size": whole(1, MOST_RANKS),
-}
+GIBIBYTES = real(0, (1 << 20) - 1)
 RETIRED = frozenset({"max_step_context"})  # accepted for one release, without effect
+SAMPLING, RANKS, TRANSFERS = "sampling", "ranks", "prefill and decode apart"  # headings of options
 
 logger = logging.getLogger(__name__)
 
@@ -69,56 +57,85 @@ class ConfigError(OneLineError, ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class EngineConfig:
+class EngineConfig(ChosenLimits):
     """The settings as given.  None means: decide from the model and the machine.
 
     Raises:
         ConfigError: a value out of range.
     """
 
-    model: str  # a checkpoint's folder, a GGUF file, or a hub id
-    device: str = "auto"
-    dtype: str = "auto"  # the checkpoint's
-    quantization: str = "none"  # type to which the weights of products are converted as they are loaded
-    packed_weights_cache: float = 0.0  # GiB of disk for quantised weights as they are repacked; 0: none
-    kv_cache_dtype: str = "auto"  # of keys and values: auto, as computed; int8 (CPU) or fp8 (GPU)
-    batch_invariant: bool = False  # no start unless a request's tokens depend neither on its batch nor on its chunks
-    max_model_len: int | None = None  # tokens of a sequence; None: the model's own, if the cache holds it
-    max_num_seqs: int = 64  # slots
-    max_num_batched_tokens: int | None = None  # of a step; None: by its time (compose/sizes.py), one for each slot
-    batching: str = "continuous"  # how a batch is formed: see batching.settings, as for the next four
-    prefill: str | None = None
-    batch_size: int | None = None
-    max_wait_ms: float | None = None
-    long_prefill_token_threshold: int = 0
-    scheduling_policy: str = "fcfs"  # order of the queue: see policies.settings, as for the next six
-    ageing: float | None = None
-    preemption_gap: int | None = None
-    length_quantile: float | None = None
-    length_oracle: bool = False
-    default_ttft_ms: float | None = None
-    shed_late: bool = False
-    max_step_ms: float | None = None  # milliseconds a step may take, as predicted; None: as long as its tokens take
-    max_stall_ms: float = STALL_MS  # milliseconds prompts may delay decode rows, as predicted; 0: unbounded
-    tiers: tuple[Tier, ...] = ()  # classes of service
-    block_size: int | None = None  # tokens of a cache block; None: the best size for the device's kernels
-    kv_cache_memory: int | None = None  # bytes; None: what the slots can use, within a share of free memory
-    gpu_memory_utilization: float | None = None  # share of all memory for weights, workspace and cache; None: decide
-    enable_prefix_caching: bool = True  # shared prefixes of requests are computed once
-    kv_offloading_size: float = 0.0  # GiB of host memory for blocks that the cache evicts, to be copied back; 0: none
-    on_pressure: str = RECOMPUTE  # what happens to a victim when blocks run out: recomputed later, or ended in "error"
-    generation_config: str = "auto"  # whose end tokens count: auto or vllm, the checkpoint's; else a file or its folder
-    speculative_config: Speculation | None = None  # drafts of decoding rows, or a mapping of its fields; None: none
-    enable_lora: bool = False  # requests may name adapters (docs/lora.md), as the next three say
-    max_loras: int = 1  # adapters among the rows of a step
-    max_lora_rank: int = 16
-    max_cpu_loras: int = 16  # adapters in memory
-    seed: int = 0  # of the requests without one
-    overlap: int | None = None  # steps in flight while the next is planned, 0 or 1; None: 1 where a GPU computes
-    tensor_parallel_size: int = 1  # processes of this host that share every layer (docs/parallel.md)
-    pipeline_parallel_size: int = 1  # stages that the layers are divided into, each of so many processes
-    kv_transfer_config: KVTransferConfig | None = None  # prompts travel to or from other engines; None: they do not
-    enable_expert_parallel: bool = False  # a rank holds some experts whole, in place of a share of each
+    model: str = setting(help="a checkpoint's folder, a GGUF file or a hub id", option="")
+    device: str = setting(
+        "auto", "what computes", choices=DEVICES, otherwise="auto, a GPU if torch finds one, else the CPU")
+    dtype: str = setting(
+        "auto", "type of the weights, half and float being float16 and float32", choices=DTYPES,
+        otherwise="auto, that of the checkpoint; on a CPU float16 becomes bfloat16",
+        read=lambda text: DTYPE_NAMES.get(text, text))
+    quantization: str = setting(
+        "none", "type to which weights are quantized when they are loaded; activations are quantized to int8 in each "
+        "step. int4 may ruin a model: docs/performance.md has the perplexities", choices=QUANTIZATIONS)
+    packed_weights_cache: float = setting(
+        0.0, "on a CPU: disk space for the weights of quantized checkpoints as they are repacked, so that the next "
+        "start maps them: docs/gguf.md", unit="GiB", range=GIBIBYTES, otherwise="0, none")
+    kv_cache_dtype: str = setting(
+        "auto", "type of cached keys and values; int8 on the CPU and fp8 on a GPU hold about twice the tokens in the "
+        "same memory", choices=KV_CACHE_DTYPES, otherwise="auto, the type in which they are computed", group=CACHE)
+    batch_invariant: bool = setting(
+        default=False, help="start only where a request's tokens depend neither on the requests next to it, nor on how "
+        "its prompt is chunked, nor on drafts, in bfloat16 as in float32; on a CPU that holds unless "
+        "SLOTWISE_CPU_LINEAR is onednn, on a GPU it does not")
+    max_model_len: int | None = setting(
+        None, "longest sequence, prompt and output together", unit="tokens", range=whole(LEAST_TOKENS, TOKENS),
+        otherwise="the model's")
+    max_num_batched_tokens: int | None = redeclared(  # type: ignore[assignment]
+        LiveLimits, "max_num_batched_tokens", None, otherwise="what half a second computes, a tenth where stalls are "
+        "not bounded; 128 to 512, on a GPU up to 8192; and one for each slot")
+    batching: Batching = nested(Batching)
+    ordering: Ordering = nested(Ordering)
+    max_stall_ms: float = redeclared(
+        LiveLimits, "max_stall_ms", STALL_MS, range=real(0, MOST_MS), otherwise=f"{STALL_MS:g}; 0: no limit")
+    block_size: int | None = setting(
+        None, "tokens of a cache block", unit="tokens", range=whole(1, 1 << 16), otherwise="64, or what the device's "
+        "kernels need", group=CACHE)
+    kv_cache_memory: int | None = setting(
+        None, "memory of the cache", unit="bytes", range=whole(1, BYTES), otherwise="what the slots can use, at most "
+        "40% of the free memory", group=CACHE)
+    gpu_memory_utilization: float | None = setting(
+        None, "share of the memory of the GPU, or of the machine, for weights, workspace and cache together",
+        unit="share", range=real(0.001, 1), otherwise="on a GPU 0.9", group=CACHE)
+    enable_prefix_caching: bool = redeclared(ChosenLimits, "enable_prefix_caching", default=True)
+    kv_offloading_size: float = setting(
+        0.0, "on a GPU: host memory for blocks that the prefix cache evicts; they are copied back instead of computed "
+        "again", unit="GiB", range=GIBIBYTES, otherwise="0, none", group=CACHE)
+    generation_config: str = setting(
+        "auto", "where defaults of sampling come from: auto, the model's generation_config.json; vllm, nowhere; else "
+        "such a file, or its folder", unit="source", group=SAMPLING)
+    speculative_config: Speculation | None = setting(
+        None, "drafts of decoding rows, which a step verifies together with the other rows where that is faster, as "
+        "{\"method\": \"ngram\", \"num_speculative_tokens\": 8}; docs/speculation.md has all keys", unit="JSON",
+        otherwise="no drafts; of serve, {\"method\": \"prediction\"}", read=Speculation.read)
+    enable_lora: bool = setting(
+        default=False, help="requests may name adapters as their model: docs/lora.md", group=ADAPTERS)
+    max_lora_rank: int = setting(16, "the largest rank of an adapter", range=whole(1, 4096), group=ADAPTERS)
+    max_cpu_loras: int = setting(16, "adapters in memory", range=whole(1, 4096), group=ADAPTERS)
+    seed: int = setting(0, "seed of requests without one", range=whole(-(2**63), 2**63 - 1))
+    overlap: int | None = setting(
+        None, "steps in flight while the next is planned", range=whole(0, 1), otherwise="1 where a GPU computes",
+        option="")
+    tensor_parallel_size: int = setting(
+        1, "processes of this machine that compute every layer together, each with a share of the weights, the heads "
+        "and the threads: docs/parallel.md", range=whole(1, MOST_RANKS), aliases=("-tp",), group=RANKS)
+    pipeline_parallel_size: int = setting(
+        1, "stages that the model's layers are divided into, which compute different steps at once, each with the "
+        "processes of {tensor_parallel_size}: docs/parallel.md", range=whole(1, MOST_RANKS), aliases=("-pp",),
+        group=RANKS)
+    enable_expert_parallel: bool = setting(
+        default=False, help="each process of {tensor_parallel_size} holds some of the experts whole, in place of a "
+        "share of each: docs/parallel.md", group=RANKS)
+    kv_transfer_config: KVTransferConfig | None = setting(
+        None, "prompts are computed by one engine and decoded by another, as {\"kv_connector\": \"TCPConnector\", "
+        "\"kv_role\": \"kv_producer\", \"kv_port\": 14579}; docs/disaggregation.md has all keys", unit="JSON",
+        otherwise="every engine computes its prompts", read=KVTransferConfig.read, group=TRANSFERS)
 
     def __post_init__(self) -> None:
         if isinstance(self.speculative_config, Mapping):
@@ -126,21 +143,17 @@ class EngineConfig:
                 object.__setattr__(self, "speculative_config", Speculation.of(self.speculative_config))
             except ValueError as error:
                 raise ConfigError(f"speculative_config: {error}") from error
-        self._check_kinds()
-        object.__setattr__(self, "dtype", DTYPE_NAMES.get(self.dtype, self.dtype))
-        if self.device not in DEVICES:
-            raise ConfigError(f"device must be one of {', '.join(DEVICES)}, not {self.device!r}")
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
-        if self.quantization not in QUANTIZATIONS:
-            raise ConfigError(f"quantization must be one of {', '.join(QUANTIZATIONS)}, not {self.quantization!r}")
+        if isinstance(self.dtype, str):
+            object.__setattr__(self, "dtype", DTYPE_NAMES.get(self.dtype, self.dtype))
+        self._check_types()
+        try:
+            check_settings(self)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         if self.quantization != "none" and self.device == "reference":
             raise ConfigError(f"quantization {self.quantization} needs device cpu: the reference computes exactly")
         if self.quantization != "none" and self.device == "cuda":
             raise ConfigError(f"quantization {self.quantization} needs device cpu, not cuda")
-        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise ConfigError(
-                f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES)}, not {self.kv_cache_dtype!r}")
         try:
             self.scheduling()
         except ValueError as error:
@@ -157,15 +170,13 @@ class EngineConfig:
             raise ConfigError("enable_expert_parallel divides experts over tensor_parallel_size ranks: give 2 or more")
         if self.enable_lora and self.max_cpu_loras < self.max_loras:
             raise ConfigError(f"max_cpu_loras {self.max_cpu_loras} must be at least max_loras {self.max_loras}")
-        if self.on_pressure not in PRESSURES:
-            raise ConfigError(f"on_pressure must be one of {', '.join(PRESSURES)}, not {self.on_pressure!r}")
 
     def _check_transfers(self, transfer: KVTransferConfig) -> None:
         """Raises ConfigError for what is not supported beside transfers."""
         drafts = self.speculative_config
         for name, is_set in (("several ranks", self.num_ranks > 1), ("enable_lora", self.enable_lora),
                              ("a draft model", drafts is not None and drafts.method == DRAFT_MODEL),
-                             (f"batching {self.batching}", self.batching != "continuous")):
+                             (f"batching {self.batching.kind}", self.batching.kind != "continuous")):
             if is_set:
                 raise ConfigError(f"kv_transfer_config is not supported with {name}: leave one of them out")
         if not transfer.secret:
@@ -190,39 +201,32 @@ class EngineConfig:
         sizes = {name: getattr(self, name) for name in ("tensor_parallel_size", "pipeline_parallel_size")}
         return " and ".join([f"{name} {size}" for name, size in sizes.items() if size > 1])
 
-    def _check_kinds(self) -> None:
-        """Raises ConfigError for a number out of range or a value of the wrong type."""
-        for field in fields(self):
-            value, name = getattr(self, field.name), field.name
-            if name in ENGINE:
-                wrong = "" if value is None and field.default is None else ENGINE[name].objection(value)
-            elif isinstance(field.default, bool):
-                wrong = "" if isinstance(value, bool) else f"must be true or false, not {value!r:.40}"
-            elif name == "speculative_config":
-                wrong = "" if value is None or isinstance(value, Speculation) else f"must be a dict, not {value!r:.40}"
-            elif name == "kv_transfer_config":
-                good = value is None or isinstance(value, KVTransferConfig)
-                wrong = "" if good else f"must be a KVTransferConfig, not {value!r:.40}"
-            elif name == "tiers":
-                good = isinstance(value, (tuple, list)) and all(isinstance(tier, Tier) for tier in value)
-                wrong = "" if good else f"must be a tuple of tiers, not {value!r:.40}"
-            else:
-                good = isinstance(value, str) or (value is None and field.default is None)
-                wrong = "" if good else f"must be a text, not {value!r:.40}"
-            if wrong:
-                raise ConfigError(f"{name} {wrong}")
+    def _check_types(self) -> None:
+        """Raises ConfigError for a value of the wrong type, of a setting that is an object."""
+        drafts, transfer = self.speculative_config, self.kv_transfer_config
+        if drafts is not None and not isinstance(drafts, Speculation):
+            raise ConfigError(f"speculative_config must be a dict, not {drafts!r:.40}")
+        if transfer is not None and not isinstance(transfer, KVTransferConfig):
+            raise ConfigError(f"kv_transfer_config must be a KVTransferConfig, not {transfer!r:.40}")
+        if not isinstance(self.tiers, (tuple, list)) or not all(isinstance(tier, Tier) for tier in self.tiers):
+            raise ConfigError(f"tiers must be a tuple of tiers, not {self.tiers!r:.40}")
 
     @classmethod
     def of(cls, **settings: object) -> EngineConfig:
         """Returns the configuration; drops RETIRED settings with a warning.  Raises ConfigError for an unknown name."""
-        known = [field.name for field in fields(cls)]
+        known = (*settings_of(cls), "tiers")
         for name in RETIRED & settings.keys():
             if settings.pop(name):
                 logger.warning("%s has no effect any more: prompts are cut by max_stall_ms and max_step_ms", name)
         for name in settings:
             if name not in known:
                 raise ConfigError(f"there is no setting {name!r}; there are {', '.join(known)}")
-        return cls(**settings)  # type: ignore[arg-type]
+        try:
+            return make(cls, settings)
+        except ConfigError:
+            raise
+        except ValueError as error:  # of a nested setting
+            raise ConfigError(str(error)) from error
 
     def sized(self, step_tokens: int) -> EngineConfig:
         """Returns the settings with steps of `step_tokens` and one token for each slot, unless given.
@@ -246,26 +250,24 @@ class EngineConfig:
     @property
     def bounds_stalls(self) -> bool:
         """True if prefills are chunked to bound the delay of decode rows."""
-        return self.max_stall_ms > 0 and self.batching == "continuous" and self.prefill in (None, "chunked")
+        return self.max_stall_ms > 0 and self.batching.is_chunked
 
     def largest_step(self, longest: int) -> int:
         """Most tokens that a step can have with sequences of up to `longest` tokens."""
-        if self.batching in ("static", "dynamic"):
-            return (self.batch_size or self.max_num_seqs) * longest
-        if self.batching == "continuous" and self.prefill in (None, "chunked"):
+        if self.batching.kind in ("static", "dynamic"):
+            return (self.batching.batch_size or self.max_num_seqs) * longest
+        if self.batching.is_chunked:
             return self.step_tokens
         return self.step_tokens + longest  # prompts run whole, and the last of a step may exceed its budget
 
     def scheduling(self) -> Scheduling:
         """Returns the initial values of the settings that may change while the engine runs."""
-        batching = Batching(
-            self.batching, self.prefill, self.batch_size, self.max_wait_ms, self.long_prefill_token_threshold)
-        ordering = Ordering(
-            self.scheduling_policy, self.ageing, self.preemption_gap, self.length_quantile, self.length_oracle,
-            self.default_ttft_ms, self.shed_late)
-        return Scheduling(
-            batching, self.max_num_seqs, self.step_tokens, ordering, self.max_step_ms,
-            self.max_stall_ms or None, self.tiers)
+        return Scheduling(self.batching, self.ordering, **self.chosen_limits(LiveLimits))
+
+    def chosen_limits(self, owner: type[LiveLimits] = ChosenLimits) -> dict[str, Any]:
+        """Returns the limits that `owner` declares, by name, with their defaults resolved."""
+        return {one.name: getattr(self, one.name) for one in fields(owner)} | {
+            "max_num_batched_tokens": self.step_tokens, "max_stall_ms": self.max_stall_ms or None}
 
     def limits(
         self, model_tokens: int, num_blocks: int, block_size: int, bytes_per_block: int, num_host_blocks: int = 0,
@@ -296,11 +298,27 @@ class EngineConfig:
                               f"{groups.most_blocks(longest - 1) * bytes_per_block:,} bytes")
         try:
             return self.scheduling().limits(SchedulerLimits(
-                max_model_len=longest, num_blocks=num_blocks, block_size=block_size, max_num_seqs=self.max_num_seqs,
-                max_num_batched_tokens=self.step_tokens, enable_prefix_caching=self.enable_prefix_caching,
-                watermark_blocks=num_blocks // WATERMARK, max_passes=MAX_PASSES, on_pressure=self.on_pressure,
-                max_step_ms=self.max_step_ms, max_stall_ms=self.max_stall_ms or None,
-                tiers=self.tiers, num_host_blocks=num_host_blocks, max_loras=self.max_loras, windows=windows,
-                max_chunk=self.step_tokens, stages=self.pipeline_parallel_size))
+                max_model_len=longest, num_blocks=num_blocks, block_size=block_size,
+                watermark_blocks=num_blocks // WATERMARK, max_passes=MAX_PASSES, num_host_blocks=num_host_blocks,
+                windows=windows, max_chunk=self.step_tokens, stages=self.pipeline_parallel_size,
+                **self.chosen_limits()))
         except ValueError as error:
             raise ConfigError(str(error)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """What holds for every model that is served, next to how it is computed: its names, template and defaults."""
+
+    served_model_name: tuple[str, ...] = setting(
+        (), "what clients call the model, by any of several names; responses and metrics have the first", unit="name",
+        otherwise="the model as it is given here", takes_many=True)
+    chat_template: str | None = setting(
+        None, "a Jinja file instead of the model's own template", unit="file", read=existing_file)
+    override_generation_config: Mapping[str, Any] = setting(
+        factory=dict, help="fields that replace those defaults, as {\"temperature\": 0.6}; null stands for the neutral "
+        "value", unit="JSON", read=json_object, group=SAMPLING)
+    pooler_config: Mapping[str, Any] = setting(
+        factory=dict, help="how vectors are made, as {\"pooling_type\": \"MEAN\", \"normalize\": true}; the type is "
+        "LAST or MEAN", otherwise="as the checkpoint's 1_Pooling/config.json says, else LAST", unit="JSON",
+        read=json_object)

@@ -4,41 +4,31 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from slotwise import builtin
-from slotwise.core.settings import BYTE_UNITS, UNITS, whole, with_unit
-from slotwise.engine.config import RETIRED, ConfigError, EngineConfig
+from slotwise.core.settings import BYTE_UNITS, UNITS, settings_of, whole, with_unit
+from slotwise.engine.config import DTYPE_NAMES, RETIRED, ConfigError, EngineConfig, ModelOptions
 from slotwise.model.checkpoint import locate
 from slotwise.neutral import is_neutral, nearest
 from slotwise.vllm_arguments import RULES, SAME
 
-DTYPES = {"half": "float16", "float": "float32"}  # vLLM's
-SETTINGS = tuple(one.name for one in fields(EngineConfig) if one.name not in {"model", *RETIRED, *RULES})
+SETTINGS = tuple(name for name in (*settings_of(EngineConfig), "tiers") if name not in {"model", *RULES})
 OWN = {  # obeyed beside the settings
     "model": "a checkpoint's folder, a GGUF file or a hub id; None: the built-in model",
-    "generation_config": "where defaults of sampling come from: `auto`, the model's generation_config.json; `vllm`, "
-    "nowhere; else such a file, or its folder",
-    "override_generation_config": "fields that replace those defaults; None stands for a neutral value",
-    "pooler_config": "how embed() makes vectors: an object with `pooling_type` (LAST, MEAN) and `normalize`; by "
-    "default as the checkpoint's 1_Pooling/config.json says, else LAST and true",
+    **{name: settings_of(ModelOptions)[name].help for name in ("override_generation_config", "pooler_config")},
     "chat_template": "a chat template or its file, in the place of the model's",
     "served_model_name": "the name, or a list whose first is the name, in the labels of metrics",
     "stream_interval": "tokens of each output of AsyncLLM after the first, 1 or more",
     "disable_log_stats": "False: LLM counts what get_metrics() returns, AsyncLLM logs its load; None is True",
     "kv_cache_memory_bytes": "vLLM's name of kv_cache_memory; gpu_memory_utilization has no effect beside it",
-    "enable_lora": "requests may name adapters: see docs/lora.md",
-    "max_loras": "adapters among the rows of one step; 1 by default",
-    "max_lora_rank": "the largest rank of an adapter; 16 by default",
-    "max_cpu_loras": "adapters in memory; 16 by default",
     "event_log": "a file to which LLM writes the event log; an older one is replaced",
 }
 KINDS = {"disable_log_stats": bool, "served_model_name": str | list | tuple, "chat_template": str | Path}
 FITTING = (-1, "auto")  # vLLM's values of max_model_len for as many tokens as fit
-SIZES = {"max_model_len": UNITS, "max_num_batched_tokens": UNITS, "long_prefill_token_threshold": UNITS,
-         "block_size": UNITS, "kv_cache_memory": BYTE_UNITS, "kv_cache_memory_bytes": BYTE_UNITS}
+SIZES = {name: {"tokens": UNITS, "bytes": BYTE_UNITS}[one.unit] for name, one in settings_of(EngineConfig).items()
+         if one.unit in ("tokens", "bytes")} | {"kv_cache_memory_bytes": BYTE_UNITS}
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +91,7 @@ def _value(name: str, value: Any) -> Any:
     """A value as `EngineConfig` has it: sizes are numbers, types have one name."""
     if name == "dtype":
         text = str(value).removeprefix("torch.")
-        return DTYPES.get(text, text)
+        return DTYPE_NAMES.get(text, text)
     if name in SIZES and isinstance(value, str):
         number = int(value) if value.isdecimal() and value.isascii() else with_unit(value, SIZES[name])
         return value if number is None or number.denominator != 1 else int(number)

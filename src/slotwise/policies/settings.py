@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from slotwise.core.interfaces import Policy
 from slotwise.core.limits import LEAST_MS
-from slotwise.core.settings import real, whole
+from slotwise.core.settings import LIVE, check_settings, real, setting, whole
 from slotwise.core.slo import Tier
 from slotwise.core.step_time import StepTimeModel
 from slotwise.policies.deadline import Deadline
@@ -16,14 +16,11 @@ from slotwise.policies.priority import Priority
 from slotwise.policies.shortest import Shortest
 
 POLICIES = ("fcfs", "priority", "shortest", "fair", "deadline")
-AGEING = {"priority": 60.0, "shortest": 60.0, "deadline": 60.0}  # seconds; defaults
+AGEING = 60.0  # seconds; default of the policies that age
 AGED_TOKENS = 100.0  # of work that `ageing` makes up for under `shortest`
 GAP = 1
 QUANTILE = 0.5
 TTFT_MS = 10_000.0
-RANGES = {
-    "ageing": real(0.001, 86_400.0), "preemption_gap": whole(1, 10_000), "length_quantile": real(0, 1),
-    "default_ttft_ms": real(LEAST_MS, 86_400_000 - 1)}  # an objective is less than a day
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,24 +31,31 @@ class Ordering:
         ValueError: one line that says which settings contradict each other.
     """
 
-    kind: str = "fcfs"
-    ageing: float | None = None  # seconds of waiting that make up for a priority, or 100 tokens of work, or lateness
-    preemption_gap: int | None = None  # priority: lead that a waiting request needs to preempt a running one
-    length_quantile: float | None = None  # shortest: quantile of similar requests' output lengths
-    length_oracle: bool = False  # shortest: output lengths fixed by a benchmark are known beforehand
-    default_ttft_ms: float | None = None  # deadline: milliseconds; objective of requests without one
-    shed_late: bool = False  # deadline: requests that can no longer be in time end at once
+    kind: str = setting("fcfs", "order of requests: docs/policies.md says what each policy promises", choices=POLICIES,
+                        phase=LIVE, name="scheduling_policy")
+    ageing: float | None = setting(
+        None, "priority: waiting time that makes up for one priority; shortest: for 100 tokens of work; deadline: "
+        "after which a late request goes first", unit="seconds", range=real(0.001, 86_400.0), otherwise=f"{AGEING:g}",
+        phase=LIVE)
+    preemption_gap: int | None = setting(
+        None, "priority: a waiting request preempts a running one that is behind it by so many priorities",
+        unit="priorities", range=whole(1, 10_000), otherwise=f"{GAP}", phase=LIVE)
+    length_quantile: float | None = setting(
+        None, "shortest: the quantile of similar requests' output lengths that predicts a request's", unit="share",
+        range=real(0, 1), otherwise=f"{QUANTILE:g}, the median", phase=LIVE)
+    length_oracle: bool = setting(
+        default=False, help="shortest: use the output lengths that a benchmark fixed, to measure the cost of "
+        "predicting them", phase=LIVE)
+    # An objective is less than a day.
+    default_ttft_ms: float | None = setting(
+        None, "deadline: objective of requests without one", unit="ms", range=real(LEAST_MS, 86_400_000 - 1),
+        otherwise=f"{TTFT_MS:g}", phase=LIVE)
+    shed_late: bool = setting(
+        default=False, help="deadline: end requests at once that can no longer be in time", phase=LIVE)
 
     def __post_init__(self) -> None:
-        for name, allowed in RANGES.items():
-            if (value := getattr(self, name)) is not None and (wrong := allowed.objection(value)):
-                raise ValueError(f"{name} {wrong}")
-        for name in ("length_oracle", "shed_late"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be true or false, not {getattr(self, name)!r:.40}")
-        if self.kind not in POLICIES:
-            raise ValueError(f"scheduling_policy must be one of {', '.join(POLICIES)}, not {self.kind!r}")
-        self._belongs("ageing", given=self.ageing is not None, kinds=tuple(AGEING))
+        check_settings(self)
+        self._belongs("ageing", given=self.ageing is not None, kinds=("priority", "shortest", "deadline"))
         self._belongs("preemption_gap", given=self.preemption_gap is not None, kinds=("priority",))
         self._belongs("length_quantile", given=self.length_quantile is not None, kinds=("shortest",))
         self._belongs("length_oracle", given=self.length_oracle, kinds=("shortest",))
@@ -64,7 +68,7 @@ class Ordering:
 
     def policy(self, tiers: tuple[Tier, ...], times: StepTimeModel) -> Policy:
         """Returns the policy; `times` predicts step times if it needs them."""
-        ageing = AGEING.get(self.kind, 0.0) if self.ageing is None else self.ageing
+        ageing = AGEING if self.ageing is None else self.ageing
         if self.kind == "priority":
             return Priority(ageing, self.preemption_gap or GAP)
         if self.kind == "shortest":

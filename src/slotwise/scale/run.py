@@ -39,7 +39,7 @@ class Scaling:
     num_prefill: int = 0  # of the processes, the first ones, which compute prompts for the others
 
 
-def run_scale(settings: ServerSettings, address: tuple[str, int], scaling: Scaling) -> int:
+def run_scale(settings: ServerSettings, scaling: Scaling) -> int:
     """Serves until a signal arrives; returns the exit status.
 
     Raises:
@@ -47,7 +47,7 @@ def run_scale(settings: ServerSettings, address: tuple[str, int], scaling: Scali
         RuntimeError: no replica could be started; one line.
     """
     lines.set_up(settings.log_format)
-    with listen(*address) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with listen(settings.host, settings.port) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_run(settings, listener, scaling))
 
 

@@ -34,7 +34,7 @@ class RequestLog:
     """Writes the lines that the settings ask for."""
 
     def __init__(self, settings: ServerSettings, tokenizer: Tokenizer | None = None) -> None:
-        self._has_requests = settings.log_requests
+        self._has_requests = settings.enable_log_requests
         self._has_all = settings.access_log
         self._max_text = settings.max_log_len
         self._tokenizer = tokenizer

@@ -72,8 +72,8 @@ def setup_of(name: str, shape: ModelShape, config: EngineConfig, link: float = L
     blocks = min(blocks, config.max_num_seqs * -(-longest // BLOCK))  # what the slots can use, as a server's
     scheduling = config.scheduling()
     limits = scheduling.limits(SchedulerLimits(
-        longest, blocks, BLOCK, config.max_num_seqs, config.step_tokens, config.enable_prefix_caching,
-        blocks // WATERMARK, MAX_PASSES, config.on_pressure, max_loras=config.max_loras, stages=stages))
+        **config.chosen_limits(), max_model_len=longest, num_blocks=blocks, block_size=BLOCK,
+        watermark_blocks=blocks // WATERMARK, max_passes=MAX_PASSES, stages=stages))
     roofline = Roofline(
         Machine(machine["bytes_per_second"] * width, machine["operations_per_second"] * width), shape.weight_bytes,
         shape.position_bytes, shape.token_weights, shape.head_weights, shape.pair_operations)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from slotwise.core.settings import whole
+from slotwise.core.settings import check_settings, json_object, setting, settings_of, whole
 
 AUTO, NGRAM, SUFFIX, PREDICTION, NONE = "auto", "ngram", "suffix", "prediction", "none"
 DRAFT_MODEL = "draft_model"
@@ -22,9 +22,6 @@ MAX_DRAFTS = 64  # of a row
 NUM_DRAFTS = 16  # the default
 LOOKUPS = ("prompt_lookup_min", "prompt_lookup_max")
 LOOKUP = (3, 8)  # tokens of a match, least and most, where neither is given
-RANGES = {
-    "num_speculative_tokens": whole(1, MAX_DRAFTS), "prompt_lookup_min": whole(1, 64),
-    "prompt_lookup_max": whole(1, 64)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,23 +32,26 @@ class Speculation:
         ValueError: they are invalid or contradict each other; the message is one line.
     """
 
-    method: str = AUTO
-    num_speculative_tokens: int | None = None  # most drafts of a row; fewer where they do not pay
-    prompt_lookup_min: int | None = None  # tokens that must match, at least; None: as many as at most
-    prompt_lookup_max: int | None = None  # tokens that are looked up, at most; None: as many as at least
-    model: str | None = None  # the draft model: a checkpoint's folder, or a hub id
+    method: str = setting(AUTO, "where drafts come from", choices=tuple(METHODS))
+    num_speculative_tokens: int | None = setting(
+        None, "most drafts of a row; fewer where they do not pay", unit="tokens", range=whole(1, MAX_DRAFTS),
+        otherwise=f"{NUM_DRAFTS}")
+    prompt_lookup_min: int | None = setting(
+        None, "tokens that must match, at least", unit="tokens", range=whole(1, 64),
+        otherwise=f"as many as at most; {LOOKUP[0]} where neither is given")
+    prompt_lookup_max: int | None = setting(
+        None, "tokens that are looked up, at most", unit="tokens", range=whole(1, 64),
+        otherwise=f"as many as at least; {LOOKUP[1]} where neither is given")
+    model: str | None = setting(None, "the draft model: a checkpoint's folder, or a hub id")
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise ValueError(f"method must be one of {', '.join(METHODS)}, not {self.method!r:.40}")
+        check_settings(self)
         if self.method == DRAFT_MODEL and not (isinstance(self.model, str) and self.model):
             raise ValueError(f"method {DRAFT_MODEL} needs a model: a checkpoint's folder, or a hub id")
         if self.method != DRAFT_MODEL and self.model is not None:
             raise ValueError(f"model has no effect with method {self.method}, only with {DRAFT_MODEL}")
-        for name, allowed in RANGES.items():
+        for name in ("num_speculative_tokens", *LOOKUPS):
             value = getattr(self, name)
-            if value is not None and (wrong := allowed.objection(value)):
-                raise ValueError(f"{name} {wrong}")
             if value is not None and (self.method == NONE or (self.method == DRAFT_MODEL and name in LOOKUPS)):
                 raise ValueError(f"{name} has no effect with method {self.method}")
         shortest, longest = self.lookup
@@ -61,14 +61,16 @@ class Speculation:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Speculation:
         """Returns the settings of a JSON object.  Raises ValueError for an unknown name, too."""
-        known = [field.name for field in fields(cls)]
+        known = settings_of(cls)
         for name in given:
             if name not in known:
                 raise ValueError(f"there is no key {name!r:.40}; there are {', '.join(known)}")
-        method = given.get("method", AUTO if given.get("model") is None else DRAFT_MODEL)
-        if not isinstance(method, str):
-            raise ValueError(f"method must be one of {', '.join(METHODS)}, not {method!r:.40}")
-        return cls(**{**given, "method": method})
+        return cls(**{"method": AUTO if given.get("model") is None else DRAFT_MODEL} | dict(given))
+
+    @classmethod
+    def read(cls, text: str) -> Speculation:
+        """Reads the settings as JSON.  Raises ValueError."""
+        return cls.of(json_object(text))
 
     def resolved(self, *, is_exact: bool) -> Speculation:
         """Returns the settings with the method that `auto` stands for.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from slotwise.core.settings import real, whole
+from slotwise.core.settings import check_settings, json_object, real, setting, whole
 
 SHARED_MEMORY, TCP = "SharedMemoryConnector", "TCPConnector"
 CONNECTORS = {SHARED_MEMORY: "memory that two processes of one host share", TCP: "a connection between hosts"}
@@ -18,11 +18,7 @@ RECOMPUTE = "recompute"  # what becomes of blocks that do not arrive
 PORT = 14579  # vLLM's default
 TIMEOUT = 30.0  # seconds
 PIN_TIMEOUT = 120.0  # seconds; longer than a consumer's queue
-EXTRA = {"peers": "addresses, HOST:PORT or HOST, of producers that a consumer may connect to",
-         "timeout": "seconds without a sign of the other engine",
-         "pin_timeout": "seconds for which a producer keeps a prompt that no consumer has asked for"}
-RANGES = {"kv_port": whole(1, 65535)}
-TIMEOUTS = real(0.01, 3600)
+EXTRA = ("peers", "timeout", "pin_timeout")  # keys of kv_connector_extra_config
 LOCAL = ("127.0.0.1", "localhost")
 SECRET = "SLOTWISE_KV_TRANSFER_SECRET"  # the variable of the environment with the transfer secret
 LEAST_SECRET, MOST_SECRET = 16, 1024  # characters
@@ -37,30 +33,26 @@ class KVTransferConfig:
         ValueError: they are invalid or contradict each other; the message is one line.
     """
 
-    kv_connector: str
-    kv_role: str
-    kv_ip: str = "127.0.0.1"  # at which a producer listens, and under which consumers reach it
-    kv_port: int = PORT
-    engine_id: str = ""  # told to consumers; "": made up
-    peers: tuple[str, ...] = ()
-    timeout: float = TIMEOUT
-    pin_timeout: float = PIN_TIMEOUT
+    kv_connector: str = setting(help="how blocks travel", choices=tuple(CONNECTORS))
+    kv_role: str = setting(help="what this engine does", choices=tuple(ROLES))
+    kv_ip: str = setting("127.0.0.1", "where a producer listens, and where its consumers reach it")
+    kv_port: int = setting(PORT, "its port", range=whole(1, 65535))
+    engine_id: str = setting("", "the producer's name, as consumers know it", otherwise="made up at the start")
+    peers: tuple[str, ...] = setting(
+        (), "addresses, HOST:PORT or HOST, of producers that a consumer may connect to",
+        name="kv_connector_extra_config.peers")
+    timeout: float = setting(
+        TIMEOUT, "time without a sign of the other engine", unit="seconds", range=real(0.01, 3600),
+        name="kv_connector_extra_config.timeout")
+    pin_timeout: float = setting(
+        PIN_TIMEOUT, "time for which a producer keeps a prompt that no consumer has asked for", unit="seconds",
+        range=real(0.01, 3600), name="kv_connector_extra_config.pin_timeout")
     secret: str = field(default="", repr=False)  # shared by all servers and routers between which prompts travel
 
     def __post_init__(self) -> None:
-        if self.kv_connector not in CONNECTORS:
-            raise ValueError(f"kv_connector must be one of {', '.join(CONNECTORS)}, not {self.kv_connector!r:.60}")
-        if self.kv_role not in ROLES:
-            raise ValueError(f"kv_role must be one of {', '.join(ROLES)}, not {self.kv_role!r:.60}")
-        if wrong := RANGES["kv_port"].objection(self.kv_port):
-            raise ValueError(f"kv_port {wrong}")
-        for name in ("timeout", "pin_timeout"):
-            if wrong := TIMEOUTS.objection(getattr(self, name)):
-                raise ValueError(f"kv_connector_extra_config.{name} {wrong}")
+        check_settings(self)
         if not (isinstance(self.kv_ip, str) and self.kv_ip):
             raise ValueError(f"kv_ip must be a host's name or address, not {self.kv_ip!r:.60}")
-        if not isinstance(self.engine_id, str):
-            raise ValueError(f"engine_id must be a text, not {self.engine_id!r:.60}")
         if self.is_consumer and not self.peers:
             raise ValueError(f"kv_role {self.kv_role} needs kv_connector_extra_config.peers: the producers' addresses")
         if self.peers and not self.is_consumer:
@@ -86,6 +78,11 @@ class KVTransferConfig:
             if name not in settings:
                 raise ValueError(f"{name} is missing")
         return cls(**settings, **_extra(extra))
+
+    @classmethod
+    def read(cls, text: str) -> KVTransferConfig:
+        """Reads the settings as JSON.  Raises ValueError."""
+        return cls.of(json_object(text))
 
     @property
     def is_producer(self) -> bool:

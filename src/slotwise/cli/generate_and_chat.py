@@ -8,17 +8,19 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from slotwise import builtin
-from slotwise.cli.interrupts import ending_at_once
-from slotwise.cli.numbers import Number, Size
 from slotwise.cli.options import (
     Commands,
+    Number,
+    Size,
     add_command,
     add_engine_options,
     add_generation_options,
     engine_settings,
 )
+from slotwise.cli.process import ending_at_once
+from slotwise.core.limits import TOKENS
 from slotwise.core.settings import real, whole
-from slotwise.engine.config import TOKENS, ConfigError, EngineConfig
+from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.errors import printable
 from slotwise.model.checkpoint import locate
 from slotwise.offline.sampling_params import SamplingParams
@@ -55,7 +57,7 @@ def _sampling_options(command: argparse.ArgumentParser, usual: Mapping[str, Any]
     group.add_argument("--top-k", type=Number(whole(-1)),
                        help="most probable tokens to draw from (default: the model's own, else all)")
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
-    add_generation_options(group)
+    add_generation_options(command)
 
 
 def _sampling_params(asked: argparse.Namespace, defaults: Mapping[str, Any]) -> SamplingParams:
@@ -75,8 +77,7 @@ def _load(asked: argparse.Namespace) -> LLM:
     with ending_at_once():
         from slotwise.offline.llm import LLM
 
-        llm = LLM(folder, generation_config=asked.generation_config,
-                  override_generation_config=asked.override_generation_config, **settings)
+        llm = LLM(folder, override_generation_config=asked.override_generation_config, **settings)
     if sys.stderr.isatty():
         print(" " * 24, end="\r", file=sys.stderr, flush=True)
     return llm

@@ -1,19 +1,24 @@
-"""slotwise explain: where a request's time went, the slowest requests, the rows of a step and the requests left out."""
+"""slotwise explain, replay and timeline: what a recorded event log says."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import stat
 import sys
-from collections.abc import Sequence
+import webbrowser
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from slotwise.cli.numbers import Number
-from slotwise.cli.options import Commands, add_command
-from slotwise.cli.simulate import add_changes_option, counterfactual
+from slotwise.cli.options import Commands, Number, add_command
+from slotwise.cli.simulations import add_changes_option, counterfactual
 from slotwise.core.drafting import DRAFT_LIMITS
 from slotwise.core.settings import whole
+from slotwise.files import PRIVATE, write_output
+from slotwise.observe import event_log
 from slotwise.observe.event_log import Entry, read_file
 from slotwise.observe.explain import MS, PARTS, Explanation, explain
 from slotwise.observe.fold import gather
@@ -21,7 +26,9 @@ from slotwise.observe.log_format import LogError
 from slotwise.observe.request_timeline import RequestTimeline
 from slotwise.observe.step_time import StepTimeModel
 from slotwise.observe.step_view import StepView, step_view, times_of
+from slotwise.observe.timeline import page
 from slotwise.simulate.figures import LatencyLimits
+from slotwise.simulate.replay import Outcome, replay
 from slotwise.simulate.what_if import what_if
 from slotwise.terminal import plain
 
@@ -33,7 +40,13 @@ TINY = 0.0005  # of the total: smaller parts have no column
 
 
 def add(commands: Commands) -> None:
-    command = add_command(commands, "explain", "divide the time of requests in an event log into parts", run)
+    _add_explain(commands)
+    _add_replay(commands)
+    _add_timeline(commands)
+
+
+def _add_explain(commands: Commands) -> None:
+    command = add_command(commands, "explain", "divide the time of requests in an event log into parts", run_explain)
     command.add_argument("log", metavar="LOG", help="a file written by --event-log")
     command.add_argument("request", nargs="?", metavar="REQUEST",
                          help="an X-Request-Id, a response's id, or the number of a request in the log")
@@ -45,7 +58,7 @@ def add(commands: Commands) -> None:
     add_changes_option(command)
 
 
-def run(asked: argparse.Namespace) -> int:
+def run_explain(asked: argparse.Namespace) -> int:
     if asked.request is not None and (asked.slowest is not None or asked.step is not None):
         raise ValueError("give a request, --slowest or --step")
     if asked.changes and asked.request is None:
@@ -178,3 +191,66 @@ def _in_words(draft_limit: str) -> str:
 
 def _name(number: int, timelines: dict[int, RequestTimeline]) -> str:
     return f"{number} {timelines[number].request.id[:WIDEST_ID]}" if number in timelines else str(number)
+
+
+DIFFERENT = 1  # exit status
+
+
+def _add_replay(commands: Commands) -> None:
+    command = add_command(commands, "replay", "replay an event log, and compare every record", run_replay)
+    command.add_argument("log", help="a file written by `slotwise serve --event-log FILE`")
+
+
+def run_replay(asked: argparse.Namespace) -> int:
+    outcome = replay(read_file(asked.log))
+    Console().print(_table(outcome))
+    return 0 if outcome.difference is None else DIFFERENT
+
+
+def _table(outcome: Outcome) -> Table:
+    table = Table(show_header=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, number in (("engines", outcome.engines), ("requests", outcome.requests), ("steps", outcome.steps),
+                         ("computed tokens", outcome.tokens), ("identical records", outcome.records)):
+        table.add_row(name, f"{number:,}")
+    difference = outcome.difference
+    if difference is None:
+        table.add_row("replayed", "to the end, byte for byte")
+        return table
+    table.add_row("first difference", plain(f"record {difference.record}, step {difference.step}: {difference.field}"))
+    table.add_row("recorded", plain(difference.logged))
+    table.add_row("replayed", plain(difference.replayed))
+    return table
+
+
+def _add_timeline(commands: Commands) -> None:
+    timeline = add_command(
+        commands, "timeline", "draw a saved event log as a page that opens in any browser", run_timeline)
+    timeline.add_argument("log", type=Path, metavar="LOG", help="a file written by `slotwise serve --event-log LOG`")
+    timeline.add_argument("--output", type=Path, metavar="FILE", help="the page (default: LOG.html beside the log)")
+    timeline.add_argument("--open", action="store_true", help="show it in the browser")
+
+
+def run_timeline(asked: argparse.Namespace) -> int:
+    output: Path = asked.output or asked.log.with_name(asked.log.name + ".html")
+    if asked.log.is_file() and output.exists() and os.path.samefile(asked.log, output):
+        raise ValueError(f"--output {output} is the log itself: name another file")
+    write_output(output, page.saved(asked.log.name, _drawn(asked.log)), _mode(asked.log))
+    print(f"wrote {output}")
+    if asked.open:
+        webbrowser.open(output.resolve().as_uri())
+    return 0
+
+
+def _mode(log: Path) -> int:
+    """The mode of a page: it holds what the log holds, so the same users may read it; only the owner, of a pipe."""
+    return stat.S_IMODE(log.stat().st_mode) & 0o666 if log.is_file() else PRIVATE
+
+
+def _drawn(path: Path) -> Iterator[bytes]:
+    """The entries of a log, checked, without prompts, salts and tenants, which are not drawn."""
+    for entry in event_log.read_file(path):
+        if isinstance(entry, event_log.RequestEntry):
+            entry = entry.replace_spec(entry.spec.public())
+        yield event_log.encode(entry) + b"\n"

@@ -110,10 +110,11 @@ def measure(llm: Any, params: Any, work: Workload) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("engine", choices=("slotwise", "vllm", "openvino"))
+    parser.add_argument("engine", choices=("slotwise", "vllm", "openvino"), help="which one runs here")
     parser.add_argument("model", help="a checkpoint's folder, of openvino an exported one")
-    parser.add_argument("--workload", nargs="+", default=["mixed:0"], metavar="NAME:SEED")
-    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--workload", nargs="+", default=["mixed:0"], metavar="NAME:SEED",
+                        help="mixed or azure, and a seed")
+    parser.add_argument("--requests", type=int, default=64, help="requests of a run")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="of the engine")
     asked = parser.parse_args()
     llm_type, params = engine(asked.engine)

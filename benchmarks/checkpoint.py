@@ -1,15 +1,15 @@
 """Writes a checkpoint with a real model's shape and random weights: speed does not depend on the weights' values.
 
-usage: python benchmarks/checkpoint.py FOLDER [--shape smollm2-135m | qwen3-0.6b | qwen3-mixture]  (`dev` extra)
+usage: python -m benchmarks.checkpoint FOLDER [--shape smollm2-135m | qwen3-0.6b | qwen3-mixture]  (`dev` extra)
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
 import torch
+from benchmarks.commands import parser_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
@@ -22,7 +22,7 @@ SHAPES: dict[str, PretrainedConfig] = {
         vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
         num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, tie_word_embeddings=True, bos_token_id=0,
         eos_token_id=0, rope_theta=1000000.0),
-    "qwen3-mixture": Qwen3MoeConfig(  # the one of experts.py
+    "qwen3-mixture": Qwen3MoeConfig(  # 128 experts of which a token chooses eight
         vocab_size=16384, hidden_size=1024, intermediate_size=3072, moe_intermediate_size=384, num_experts=128,
         num_experts_per_tok=8, norm_topk_prob=True, num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=2,
         head_dim=64, max_position_embeddings=4096, bos_token_id=0, eos_token_id=0, rope_theta=1000000.0),
@@ -41,9 +41,9 @@ def write(folder: Path, shape: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m")
+    parser = parser_of(__doc__)
+    parser.add_argument("folder", type=Path, help="where to write it")
+    parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m", help="of which model")
     asked = parser.parse_args()
     write(asked.folder, asked.shape)
     print(f"wrote {asked.shape} to {asked.folder}")

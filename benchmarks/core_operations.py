@@ -18,7 +18,6 @@ A violation ends the run with the seed of its life.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import zlib
 from collections import Counter
@@ -28,6 +27,7 @@ from hashlib import blake2b
 from math import inf
 from random import Random
 
+from benchmarks.commands import parser_of
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
@@ -270,8 +270,8 @@ class Life:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--operations", type=int, default=1_000_000)
+    parser = parser_of(__doc__)
+    parser.add_argument("--operations", type=int, default=1_000_000, help="in lives of 500")
     parser.add_argument("--seed", type=int, default=1, help="of the first life; the next ones follow")
     asked = parser.parse_args()
     seen: Counter[str] = Counter()

@@ -15,25 +15,29 @@ logarithms, by resampling.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
+import os
 import random
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from benchmarks.beside_vllm import workload
+from benchmarks.commands import parser_of
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from slotwise.bench.load_generator import BenchTarget, Phrasing, measure, resolve, serving_result
+from slotwise.bench.measures import GoodputLimits
 from slotwise.bench.results import commit, environment, write_json
-from slotwise.workload.workloads import as_workload
-
-from .beside_vllm import workload
-from .neighbours import load, served
+from slotwise.bench.server_run import serving
+from slotwise.workload.workloads import Workload, as_workload
 
 HERE = Path(__file__).parents[1]
 OPTIONS = ("--dtype", "bfloat16", "--max-num-seqs", "64", "--max-model-len", "2048", "--no-enable-prefix-caching")
@@ -43,6 +47,27 @@ RESAMPLES = 10_000
 
 Figures = dict[str, float]
 Run = Callable[[Path, str, int, int], Figures]
+
+
+@contextlib.contextmanager
+def served(source: Path, arguments: list[str]) -> Iterator[BenchTarget]:
+    """Yields a server of the version in `source`."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = str(source)
+    with serving(arguments) as server:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+        yield server.target
+
+
+def load(target: BenchTarget, workload: Workload) -> tuple[float, float]:
+    """Returns output tokens per second, and the longest gap in a stream in milliseconds."""
+    target, vocab_size = resolve(target)
+    result = serving_result(
+        target, workload, measure(target, workload, Phrasing(vocab_size=vocab_size), num_warmups=4), GoodputLimits({}))
+    return float(result["output_throughput"]), 1000 * max(max(gaps, default=0.0) for gaps in result["itls"])
 
 
 def offline(checkout: Path, model: str, requests: int, seed: int) -> Figures:
@@ -89,12 +114,12 @@ def ratios(figure: str, runs: dict[str, list[float]]) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("checkout", type=Path, help="the other version")
     parser.add_argument("model", help="a checkpoint's folder")
-    parser.add_argument("--pairs", type=int, default=10, help="of each kind (default: 10)")
-    parser.add_argument("--requests", type=int, default=64, help="of the mixed trace (default: 64)")
-    parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS), help="kinds of run (default: all)")
+    parser.add_argument("--pairs", type=int, default=10, help="of each kind")
+    parser.add_argument("--requests", type=int, default=64, help="of the mixed trace")
+    parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS), help="kinds of run")
     parser.add_argument("--json", type=Path, help="write the figures here")
     asked = parser.parse_args()
     asked.model = str(Path(asked.model).resolve())

@@ -8,10 +8,10 @@ No model runs: it times the scheduler alone, on one core.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 
+from benchmarks.commands import parser_of
 from rich.console import Console
 from rich.table import Table
 
@@ -78,9 +78,9 @@ def microseconds(policy: str, running: int, waiting: int, steps: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policy", nargs="*", choices=POLICIES, default=["fcfs"])
-    parser.add_argument("--steps", type=int, default=400)
+    parser = parser_of(__doc__)
+    parser.add_argument("--policy", nargs="*", choices=POLICIES, default=["fcfs"], help="policies to time")
+    parser.add_argument("--steps", type=int, default=400, help="steps to take the median of")
     asked = parser.parse_args()
     table = Table(title="plan + commit, microseconds a step", caption="aimed at: as many as the last row says")
     for name in ("policy", *(f"{running:,} run, {waiting:,} wait" for running, waiting, _ in CROWDS)):

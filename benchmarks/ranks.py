@@ -1,9 +1,7 @@
-"""What several ranks cost: a step beside one process with as many threads, a plan on its way, a sum of 64 KB; and what
-becomes of streams when one of them is killed or frozen (`rank_faults.py`).
+"""What several ranks cost: a step beside one process with as many threads, a plan on its way, a sum of 64 KB.
 
 usage: python -m benchmarks.ranks step MODEL [--rows 1 8 64] [--prompt 512] [--rounds 5] [--stages 2] [--dtype NAME]
                                        [--quantization int8] | plan | sum
-       python -m benchmarks.ranks faults [--times 50] [--width 1] [--stages 2] [--seed 1]
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from benchmarks.rank_faults import faults
+from benchmarks.commands import parser_of
 
 from slotwise.compose.engine_builder import build_engine
 from slotwise.compose.rank_messages import Known, Run, decode_order, encode
@@ -150,22 +148,19 @@ def sums() -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("step", "plan", "sum", "faults"))
-    parser.add_argument("model", nargs="?", default="")
-    parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 64])
+    parser = parser_of(__doc__)
+    parser.add_argument("what", choices=("step", "plan", "sum"), help="a step, a plan on its way, or a sum of 64 KB")
+    parser.add_argument("model", nargs="?", default="", help="a checkpoint's folder")
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 64], help="rows of a step")
     parser.add_argument("--prompt", type=int, nargs="*", default=[512], help="tokens")
-    parser.add_argument("--quantization", default="none")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--times", type=int, default=50)
-    parser.add_argument("--width", type=int, default=1, help="ranks of a stage")
-    parser.add_argument("--stages", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--quantization", default="none", help="of the weights: none, int8 or int4")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds, in each of which both run")
+    parser.add_argument("--dtype", default="bfloat16", help="of the weights")
+    parser.add_argument("--stages", type=int, default=1,
+                        help="stages of the pipeline; 1: two ranks divide each layer")
     asked = parser.parse_args()
     measures: dict[str, Callable[[], object]] = {
-        "plan": plan_ms, "sum": sums, "faults": lambda: faults(asked.times, asked.width, asked.stages, asked.seed),
-        "step": lambda: steps(asked)}
+        "plan": plan_ms, "sum": sums, "step": lambda: steps(asked)}
     found = measures[asked.what]()
     json.dump(found, sys.stdout, indent=2)
     sys.stdout.flush()

@@ -21,6 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.commands import parser_of
+
 from slotwise.bench.results import environment, write_json
 from slotwise.engine.config import EngineConfig
 from slotwise.routing.routers import ROUTERS
@@ -119,14 +121,14 @@ def _load(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--trace", type=Path, required=True)
+    parser = parser_of(__doc__)
+    parser.add_argument("--trace", type=Path, required=True, help="the Azure conversation trace, or another CSV")
     parser.add_argument("--json", required=True, help="rows that it has already are kept")
     parser.add_argument("--loads", nargs="+", type=load_of, default=[load_of(one) for one in LOADS],
                         help="shared:RATE or own:RATE, prompts' prefixes and requests a second and replica")
-    parser.add_argument("--replicas", type=int, nargs="+", default=[4, 64])
-    parser.add_argument("--requests", type=int, default=4000)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--replicas", type=int, nargs="+", default=[4, 64], help="replicas of a fleet")
+    parser.add_argument("--requests", type=int, default=4000, help="requests of a run")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of the drawn prefixes and arrivals")
     asked = parser.parse_args()
     rows: list[dict[str, Any]] = json.loads(Path(asked.json).read_text())["rows"] if Path(asked.json).exists() else []
     for replicas in asked.replicas:

@@ -3,13 +3,12 @@
 The first run has an empty folder of compiled kernels, as on a machine that never ran Slotwise; --repeats further runs
 find the kernels of the first.  Weights are in the system's file cache, and Python's bytecode is compiled, in all runs.
 
-    python benchmarks/start.py                             the built-in model
-    python benchmarks/start.py FOLDER --repeats 5          a checkpoint
+    python -m benchmarks.start                             the built-in model
+    python -m benchmarks.start FOLDER --repeats 5          a checkpoint
 """
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
 import os
@@ -23,6 +22,8 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 from urllib.parse import urlsplit
+
+from benchmarks.commands import parser_of
 
 BODY = {"prompt": "def area(self):", "max_tokens": 4, "ignore_eos": True, "stream": True}
 
@@ -72,8 +73,8 @@ def _await_token(address: str) -> None:
 
 def main() -> None:
     """Parse the command line and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", help="a checkpoint's folder (default: the built-in model)")
+    parser = parser_of(__doc__)
+    parser.add_argument("model", nargs="?", help="a checkpoint's folder")
     parser.add_argument("--repeats", type=int, default=3, help="second starts, of which the median is taken")
     parser.add_argument("--no-first", action="store_true", help="leave out the first start ever")
     asked = parser.parse_args()

@@ -15,7 +15,7 @@ from benchmarks.gpu import machine
 from benchmarks.gpu.figures import tell
 from benchmarks.gpu.paper import ADAPTERS, DRAFTED, EXPERTS, FEW_EXPERTS, RANK, Work, products, works
 from benchmarks.gpu.setup import Setup, asked
-from benchmarks.kernels import step
+from benchmarks.kernels.each import step
 
 from slotwise.kernels.cuda import CudaKernels
 from slotwise.kernels.cuda.sampling import mask_rows, sample

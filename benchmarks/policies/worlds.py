@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import uvloop
-from benchmarks.reliability.server import serving
+from benchmarks.server import serving
 
 from slotwise.bench.load_generator import BenchTarget, Client, LoadRun, Phrasing, open_session, resolve
 from slotwise.bench.measures import COMPLETED, REJECTED, RequestOutcome

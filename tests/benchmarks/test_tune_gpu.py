@@ -20,7 +20,7 @@ class Sizes:
 @pytest.fixture
 def tune_gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
-    return importlib.import_module("benchmarks.tune_gpu")
+    return importlib.import_module("benchmarks.gpu.tune")
 
 
 def test_it_descends_until_nothing_improves_and_asks_for_nothing_twice(tune_gpu):

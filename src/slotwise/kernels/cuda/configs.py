@@ -1,6 +1,6 @@
 """Launch parameters of attention by device: tiles, warps, stages, segments.
 
-Found by `benchmarks/tune_gpu.py` on the device itself and kept beside this file, `configs/<device name>.json`, never
+Found by `benchmarks/gpu/tune.py` on the device itself and kept beside this file, `configs/<device name>.json`, never
 searched at start.  The repository holds none so far: no device has been tuned.  Until then the defaults below are used,
 chosen by what the assembler makes of them (`benchmarks/gpu-compile.md`).
 """

@@ -1,0 +1,1 @@
+"""Compares one GGUF file on Slotwise and on llama.cpp."""

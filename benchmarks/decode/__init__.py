@@ -1,0 +1,1 @@
+"""Times steps of a whole engine against the roofline of the machine."""

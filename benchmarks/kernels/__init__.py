@@ -1,0 +1,1 @@
+"""Times the kernels of the CPU with cold caches."""

@@ -1,0 +1,1 @@
+"""Measures what a feature costs, with it and without it in turn."""

@@ -1,0 +1,1 @@
+"""Compares the simulator with real servers, and times it."""

@@ -1,0 +1,1 @@
+"""Measures what speculative decoding gains, and what proposing drafts costs."""

@@ -1,18 +1,17 @@
 """The decoder of all families, on flat batches (see `kernels/interface.py`): only attention tells rows apart.
 
-    embed ─► norm
-    a layer: q,k,v ─► rotate, store ─► attend ─► project ─► add, norm ─► gate,up,silu·mul ─► down ─► add, norm
-    head
+    h = embedding(tokens)
+    for layer in layers:
+        layer.forward(h, step)      # h += attention(norm(h)),  h += mlp(norm(h))
+    logits = head(norm(h))
 
-A family composes the layers (`families/`); the decoder runs them, with each norm fused to the sum before it.  A layer
-with a recurrent state advances it where others store keys and values.  Where the layers are divided into stages
-(`kernels/group.py`), the decoder runs those of one, between the stages before and after.
+A family's file has its layer (`families/`).  Where layers are divided into stages (`kernels/group.py`), a decoder runs
+the layers of one stage, between the stages before and after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -21,23 +20,17 @@ from slotwise.kernels.interface import AttentionShape, Kernels, LayerCache, Laye
 from slotwise.kernels.matrix import Format
 from slotwise.model.family_table import compose
 from slotwise.model.layer_groups import by_layer
-from slotwise.model.layers.attention import Again
+from slotwise.model.layers.attention import LayerStep, StateAdvance
 from slotwise.model.layers.mlp import MixtureOfExperts
+from slotwise.model.layers.norm import ResidualStream
 from slotwise.model.layers.rope import RotaryTable
 from slotwise.model.layers.source import WeightSource, heads_of
 from slotwise.model.lora_weights import LoraWeights
 from slotwise.model.model_config import ModelConfig
-from slotwise.model.network import DecoderLayer, Network, layers_of
+from slotwise.model.network import Network, layers_of
 from slotwise.model.stored_tensors import Read
 
 FLOAT32 = 4  # bytes of a logit that the sampler edits
-
-
-class Advanced(NamedTuple):
-    """A layer whose recurrent states a step has advanced."""
-
-    layer: int
-    again: Again
 
 
 class DecoderSizes:
@@ -76,7 +69,7 @@ class DecoderSizes:
         heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         attending = max(2 * heads + 2 * config.num_heads * config.head_dim, config.recurrent_width)
         mlp = config.mlp_width
-        hidden = (4 if network.has_post_norms else 3) * config.hidden_size
+        hidden = network.live_states * config.hidden_size
         a_token = (hidden + max(attending, mlp)) * config.dtype.itemsize
         logits = 2 if config.logit_soft_cap else 1  # copies in the model's own type
         return num_tokens * a_token + num_samples * config.vocab_size * (logits * config.dtype.itemsize + FLOAT32)
@@ -97,7 +90,6 @@ class Decoder(DecoderSizes):
         self._rotary = {
             rope: RotaryTable(rope, config.head_dim, max_positions, kernels.device)
             for rope in dict.fromkeys(rope for layer in layers for rope in layer.attention.ropes)}
-        self._norms_after = [*(layer.attention_norm for layer in layers[1:]), self._network.norm]
 
     @property
     def step_weight_bytes(self) -> int:
@@ -118,37 +110,46 @@ class Decoder(DecoderSizes):
             table.until(num_positions)
 
     def hidden(
-        self, batch: RaggedBatch, caches: Sequence[LayerCache], advanced: list[Advanced] | None = None,
+        self, batch: RaggedBatch, caches: Sequence[LayerCache], advances: list[StateAdvance] | None = None,
     ) -> Tensor:
         """Run one step: write every token to the caches, and return `[samples, hidden]`, normed, at `sample_at`.
 
-        `caches` has one entry per layer, made by `kernels.allocate_cache` from `layer_shapes`; layers of different
-        cache groups may share one.  `advanced` takes the layers with recurrent states, and with them the memory of what
-        advanced these.  A stage hands on what it returns: before the last one `[tokens, hidden]`, not
-        normed.
+        A stage returns what it sends on; before the last one that is `[tokens, hidden]`, not normed.
+
+        Args:
+            caches: one per layer, made by `kernels.allocate_cache` from `layer_shapes`; layers of different cache
+                groups may share one.
+            advances: receives how recurrent states advanced that are on trial.
         """
-        layers, pipe = self._network.layers, self.group.pipe
-        rotary = {rope: table.until(batch.max_context_len) for rope, table in self._rotary.items()}
-        all_sample = len(batch.sample_at) == len(batch.token_ids)
-        residual = self._embedded(batch.token_ids)
-        x = layers[0].attention_norm(residual)
-        views = by_layer(batch, self.config.num_layers)[self.layers.start : self.layers.stop]
-        parts = zip(self.layers, layers, caches, views, self._norms_after, strict=True)
-        for number, layer, cache, own, norm_after in parts:
-            attention, is_last = layer.attention, pipe.stage.is_last and layer is layers[-1]
-            queries = attention.queries(x, rotary, own, cache)
-            if is_last and not len(batch.sample_at):  # a chunk in mid-prompt: its last keys and values are stored
-                pipe.send(x[:1])  # needed by none: it says that the step is done
+        network, pipe = self._network, self.group.pipe
+        h = ResidualStream(self._embedded(batch.token_ids), self.kernels)
+        for layer, step in zip(network.layers, self._steps(h, batch, caches, advances), strict=True):
+            if pipe.stage.is_last and layer is network.layers[-1] and not len(batch.sample_at):
+                # A chunk in mid-prompt: nothing behind its last keys and values is needed.
+                x = layer.attention_norm(h)
+                layer.attention.store(x, step)
+                pipe.send(x[:1])  # only says that the step is done
                 return x[:0]
-            if advanced is not None and queries.again is not None:
-                advanced.append(Advanced(number, queries.again))
-            x = attention.attend(queries, own, cache)
-            if is_last and not all_sample:
-                x, residual = x.index_select(0, batch.sample_at), residual.index_select(0, batch.sample_at)
-                if self.adapters is not None:
-                    self.adapters.rows.select(batch.sample_at)
-            x = norm_after.add(_transformed(layer, x, residual), residual)
-        return pipe.send(x)
+            layer.forward(h, step)
+        return pipe.send(network.norm(h))
+
+    def _steps(
+        self, h: ResidualStream, batch: RaggedBatch, caches: Sequence[LayerCache], advances: list[StateAdvance] | None,
+    ) -> Iterator[LayerStep]:
+        """The step as each layer sees it.  Behind the last layer's attention only rows that sample go on."""
+
+        def kept_by_last(x: Tensor) -> Tensor:
+            h.keep(batch.sample_at)
+            if self.adapters is not None:
+                self.adapters.rows.select(batch.sample_at)
+            return x.index_select(0, batch.sample_at)
+
+        rotary = {rope: table.until(batch.max_context_len) for rope, table in self._rotary.items()}
+        narrows = self.group.pipe.stage.is_last and len(batch.sample_at) < len(batch.token_ids)
+        views = by_layer(batch, self.config.num_layers)[self.layers.start : self.layers.stop]
+        for layer, view, cache in zip(self.layers, views, caches, strict=True):
+            kept = kept_by_last if narrows and layer == self.layers[-1] else _every_row
+            yield LayerStep(layer, view, cache, rotary, kept, [] if advances is None else advances)
 
     def _embedded(self, token_ids: Tensor) -> Tensor:
         """The hidden states of tokens before this stage's layers."""
@@ -190,10 +191,5 @@ class Returned:
         return x if rows else x[:0]
 
 
-def _transformed(layer: DecoderLayer, attended: Tensor, residual: Tensor) -> Tensor:
-    """Add a layer's attention to the residual stream; returns what its MLP adds."""
-    x = layer.attention.output(attended)
-    if layer.attention_post_norm is not None:
-        x = layer.attention_post_norm(x)
-    x = layer.mlp(layer.mlp_norm.add(x, residual))
-    return x if layer.mlp_post_norm is None else layer.mlp_post_norm(x)
+def _every_row(x: Tensor) -> Tensor:
+    return x

@@ -1,32 +1,118 @@
-"""Which layers each stage of a model holds.
+"""What a family builds: the layers of a decoder-only transformer, in order, and which of them each stage holds.
 
-Stages read about as many bytes of weights for a token each, the first with the head's among them, so that none of them
-waits long for another:
+    h += attention(norm(h))
+    h += mlp(norm(h))
 
-    4 layers, the head as large as two    | head 0 | 1 2 3 |
+is Llama's layer (`families/llama.py`).  A family whose layer differs has a class with a `forward` of its own.
 
+Stages read about as many bytes of weights per token as each other; the first also holds the head:
 
-What a family composes: the layers of a decoder-only transformer, in order.
+    4 layers, a head as large as two of them    | head 0 | 1 2 3 |
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
 from slotwise.errors import CheckpointError
 from slotwise.kernels.group import Stage
-from slotwise.kernels.interface import LayerCache, RaggedBatch
-from slotwise.model.layers.attention import Queries
+from slotwise.model.layers.attention import LayerStep
 from slotwise.model.layers.embedding_and_head import EndOptions, Ends, read_ends
-from slotwise.model.layers.linear import Linear
-from slotwise.model.layers.norm import NoNorm, NormOptions, RMSNorm
+from slotwise.model.layers.norm import NoNorm, NormOptions, ResidualStream, RMSNorm
 from slotwise.model.layers.rope import Rope
 from slotwise.model.layers.source import WeightSource
 from slotwise.model.model_config import ModelConfig
+
+
+class TokenMixer(Protocol):
+    """What lets a token see those before it: attention, or a recurrent state."""
+
+    bytes: int  # of the weights, as packed
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The embeddings whose rotary tables it reads."""
+        ...
+
+    def __call__(self, x: Tensor, step: LayerStep) -> Tensor:
+        """`[tokens, hidden] -> [kept tokens, hidden]`."""
+        ...
+
+    def store(self, x: Tensor, step: LayerStep) -> Tensor:
+        """Write to the cache what later tokens need of `x [tokens, hidden]`, and compute no more than that."""
+        ...
+
+
+class MLP(Protocol):
+    """`[tokens, hidden] -> [tokens, hidden]`."""
+
+    bytes: int  # of the weights, as packed
+    token_bytes: int  # of the weights that one token reads
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class DecoderLayer:
+    """One layer.  A family's class reads its parts, under the names of the checkpoint, and runs them in `forward`."""
+
+    attention_norm: RMSNorm | NoNorm
+    attention: TokenMixer
+    mlp: MLP
+
+    live_states: ClassVar[int] = 3  # the most hidden states of a token that `forward` holds at a time
+
+    def forward(self, h: ResidualStream, step: LayerStep) -> None:
+        """Add to the residual stream what this layer computes."""
+        raise NotImplementedError
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the weights, as packed."""
+        return sum(part.bytes for part in vars(self).values())
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """A model, or one of its stages: the first has the ends, the last has the norm behind all layers."""
+
+    ends: Ends | None
+    layers: Sequence[DecoderLayer]
+    norm: RMSNorm | NoNorm
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the weights, as packed; a tied head counts in addition to the embedding."""
+        ends = 0 if self.ends is None else self.ends.embedding.bytes
+        ends += 0 if self.ends is None or self.ends.head is None else self.ends.head.bytes
+        return ends + sum(layer.bytes for layer in self.layers) + self.norm.bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the weights that a step of one token reads: not the embedding, nor experts that are not chosen."""
+        unread = sum(layer.mlp.bytes - layer.mlp.token_bytes for layer in self.layers)
+        return self.bytes - (0 if self.ends is None else self.ends.embedding.bytes) - unread
+
+    @property
+    def live_states(self) -> int:
+        """The most hidden states of a token that are in memory at a time."""
+        return max(layer.live_states for layer in self.layers)
+
+
+def read_network(
+    config: ModelConfig, source: WeightSource, layer: Callable[[int], DecoderLayer], ends: EndOptions,
+    norms: NormOptions,
+) -> Network:
+    """Reads the stage of a model that `source` is for; `layer(index)` reads one layer."""
+    stage = source.group.pipe.stage
+    ends = replace(ends, has_head=config.has_head)
+    read = read_ends(source, config.vocab_size, config.hidden_size, ends) if stage.is_first else None
+    layers = [layer(index) for index in layers_of(config, stage)]
+    norm = RMSNorm(source, "model.norm", config.hidden_size, norms) if stage.is_last else NoNorm()
+    return Network(read, layers, norm)
 
 
 def layers_of(config: ModelConfig, stage: Stage) -> range:
@@ -47,86 +133,3 @@ def layers_of(config: ModelConfig, stage: Stage) -> range:
         even = round(index * (number + head) / count - head)
         ends.append(min(max(even, ends[-1] + 1), number - (count - index)))
     return range(*[*ends, number][stage.number : stage.number + 2])
-
-
-class TokenMixer(Protocol):
-    """What lets a token see those before it: attention, or a recurrent state."""
-
-    bytes: int  # of the weights, as packed
-    ropes: tuple[Rope, ...]  # whose rotary tables it reads
-    output: Linear  # of the result to the hidden state
-
-    def queries(self, x: Tensor, rotary: Mapping[Rope, Tensor], batch: RaggedBatch, cache: LayerCache) -> Queries:
-        """Write what later tokens need of `x [tokens, hidden]` to the cache."""
-        ...
-
-    def attend(self, queries: Queries, batch: RaggedBatch, cache: LayerCache) -> Tensor:
-        """The input of `output`, `[tokens, ...]`."""
-        ...
-
-
-class MLP(Protocol):
-    """`[tokens, hidden] -> [tokens, hidden]`."""
-
-    bytes: int  # of the weights, as packed
-    token_bytes: int  # of those that one token reads
-
-    def __call__(self, x: Tensor) -> Tensor: ...
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderLayer:
-    """Attention and MLP, each added to the residual stream: `x += post_norm(f(norm(x)))`; most have no `post_norm`."""
-
-    attention_norm: RMSNorm | NoNorm
-    attention: TokenMixer
-    mlp_norm: RMSNorm | NoNorm
-    mlp: MLP
-    attention_post_norm: RMSNorm | None = None
-    mlp_post_norm: RMSNorm | None = None
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the weights, as packed."""
-        norms = (self.attention_norm, self.mlp_norm, self.attention_post_norm, self.mlp_post_norm)
-        return self.attention.bytes + self.mlp.bytes + sum(norm.bytes for norm in norms if norm is not None)
-
-
-@dataclass(frozen=True, slots=True)
-class Network:
-    """A model, or one of its stages: the first has the ends, the last the norm behind all layers."""
-
-    ends: Ends | None
-    layers: Sequence[DecoderLayer]
-    norm: RMSNorm | NoNorm
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the weights, as packed; a tied head counts beside the embedding."""
-        ends = 0 if self.ends is None else self.ends.embedding.bytes
-        ends += 0 if self.ends is None or self.ends.head is None else self.ends.head.bytes
-        return ends + sum(layer.bytes for layer in self.layers) + self.norm.bytes
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of the weights that a step of one token reads: all but the embedding's and those of other experts."""
-        unread = sum(layer.mlp.bytes - layer.mlp.token_bytes for layer in self.layers)
-        return self.bytes - (0 if self.ends is None else self.ends.embedding.bytes) - unread
-
-    @property
-    def has_post_norms(self) -> bool:
-        """Whether a layer's results are normed before they are added."""
-        return any(layer.attention_post_norm or layer.mlp_post_norm for layer in self.layers)
-
-
-def read_network(
-    config: ModelConfig, source: WeightSource, layer: Callable[[int], DecoderLayer], ends: EndOptions,
-    norms: NormOptions,
-) -> Network:
-    """Reads the stage of a model that `source` is for; `layer` reads the one of a number."""
-    stage = source.group.pipe.stage
-    ends = replace(ends, has_head=config.has_head)
-    read = read_ends(source, config.vocab_size, config.hidden_size, ends) if stage.is_first else None
-    layers = [layer(index) for index in layers_of(config, stage)]
-    norm = RMSNorm(source, "model.norm", config.hidden_size, norms) if stage.is_last else NoNorm(source)
-    return Network(read, layers, norm)

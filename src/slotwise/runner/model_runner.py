@@ -220,7 +220,7 @@ class ModelRunner:
         if states is None:
             return self._decoder.hidden(batch, self._caches)
         assert isinstance(self._decoder, Decoder)
-        return self._decoder.hidden(states.batch, self._caches, states.advanced)
+        return self._decoder.hidden(states.batch, self._caches, states.advances)
 
     def _read_prompts(self, plan: StepPlan, targets: Tensor, hidden: Tensor) -> _Computed:
         """Describe and pool prompts; the logits are those that tokens are drawn from."""

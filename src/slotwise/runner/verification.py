@@ -35,8 +35,8 @@ from torch import Tensor
 from slotwise.core.step import StepPlan, StepResult, TokenLogprobs
 from slotwise.kernels.interface import GroupTables, LayerCache, RaggedBatch
 from slotwise.kernels.reference import FAILED
-from slotwise.model.decoder import Advanced
 from slotwise.model.layer_groups import by_layer
+from slotwise.model.layers.attention import StateAdvance
 from slotwise.runner.input_batch import SlotTable
 from slotwise.runner.prompt_results import PendingEntries, PendingVector, workspace_rows
 from slotwise.runner.sampling.sampler import PendingTokens, SampledTokens, Sampling
@@ -52,14 +52,14 @@ class DraftedStates:
 
     Attributes:
         batch: as it is to be computed.
-        advanced: takes the step's layers with recurrent states.
+        advances: takes the step's layers with recurrent states.
     """
 
     def __init__(self, plan: StepPlan, batch: RaggedBatch, caches: Sequence[LayerCache]) -> None:
         flags = [len(drafts) for drafts in plan.drafts]
         flags += [0] * (len(batch.context_lens) - len(flags))  # of padding
         self.batch = replace(batch, on_trial=torch.tensor(flags, dtype=torch.int32))
-        self.advanced: list[Advanced] = []
+        self.advances: list[StateAdvance] = []
         self._caches = caches
         self._rows = [row for row, drafts in enumerate(plan.drafts) if drafts]
 
@@ -69,7 +69,7 @@ class DraftedStates:
         if rows:
             batch, at = _narrowed(self.batch, rows, [len(tokens[row]) for row in rows])
             views = by_layer(batch, len(self._caches))
-            for layer, again in self.advanced:
+            for layer, again in self.advances:
                 again(at, views[layer], self._caches[layer])
 
 

@@ -10,7 +10,7 @@ from transformers import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 
 from slotwise.kernels.interface import AttentionShape, Kernels
-from slotwise.model.layers.attention import Attention, AttentionOptions
+from slotwise.model.layers.attention import Attention, AttentionOptions, LayerStep
 from slotwise.model.layers.rope import Rope, rotary_table
 from slotwise.model.layers.source import Listing, WeightSource
 
@@ -54,8 +54,8 @@ def test_biases_sinks_and_windows_are_those_of_gpt_oss(layer_type: str, window: 
     for rows in ([(30, 30), (11, 11)], [(9, 39), (28, 39)], [(1, 40), (1, 40)]):  # a step: new tokens, context
         batch = Layer(shape, 4, torch.float32, [(40, 40)] * 2).batch(rows)
         x = torch.cat([sequences[row, end - count : end] for row, (count, end) in enumerate(rows)])
-        attended = attention.attend(attention.queries(x, {ROPE: rotary}, batch, cache), batch, cache)
-        done.append(attention.output(attended).split([count for count, _ in rows]))
+        attended = attention(x, LayerStep(0, batch, cache, {ROPE: rotary}, lambda rows: rows, []))
+        done.append(attended.split([count for count, _ in rows]))
     for row, x in enumerate(sequences):
         actual = torch.cat([step[row] for step in done])
         torch.testing.assert_close(actual, expected(module, x, window), atol=2e-4, rtol=1e-3)

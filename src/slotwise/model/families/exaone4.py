@@ -34,4 +34,4 @@ def configure(fields: Fields) -> ModelConfig:
 
 
 def compose(config: ModelConfig, source: WeightSource) -> Network:
-    return olmo2.compose_normed_behind(config, source, norms_all_heads=False)
+    return olmo2.compose(config, source, norms_all_heads=False)

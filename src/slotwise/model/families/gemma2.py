@@ -1,20 +1,21 @@
 """Gemma 2 (Gemma Team, 2024): norms before and after attention and MLP, capped scores and logits, a window in every
 second layer.
 
-    x = x + norm(attention(norm(x))),  x = x + norm(down(gelu(gate(norm(x))) * up(norm(x))))
+    h += norm(attention(norm(h))),  h += norm(down(gelu(gate(norm(h))) * up(norm(h))))
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import torch
 
 from slotwise.model.fields import Fields
-from slotwise.model.layers.attention import Attention, AttentionOptions
+from slotwise.model.layers.attention import Attention, AttentionOptions, LayerStep
 from slotwise.model.layers.embedding_and_head import EndOptions
 from slotwise.model.layers.mlp import GatedMLP
-from slotwise.model.layers.norm import NormOptions, RMSNorm
+from slotwise.model.layers.norm import NormOptions, ResidualStream, RMSNorm
 from slotwise.model.layers.source import WeightSource
 from slotwise.model.model_config import (
     FULL,
@@ -52,22 +53,32 @@ def _cap(fields: Fields, name: str, default: float) -> float:
     return 0.0 if fields.is_null(name) else fields.number(name, default=default)
 
 
-def compose(config: ModelConfig, source: WeightSource) -> Network:
+class Gemma2Layer(DecoderLayer):
     """Also Gemma 3's, with norms of queries and keys."""
-    hidden, norms = config.hidden_size, NormOptions(config.rms_norm_eps, offset=1.0)
-    sizes = (hidden, config.intermediate_size)
-    options = AttentionOptions(config.qkv_bias, config.output_bias, norms if config.qk_norm else None)
 
-    def layer(index: int) -> DecoderLayer:
-        at, shape = f"model.layers.{index}", config.attention_shape(index)
-        return DecoderLayer(
-            attention_norm=RMSNorm(source, f"{at}.input_layernorm", hidden, norms),
-            attention=Attention(source, f"{at}.self_attn", shape, config.ropes[index], hidden, options),
-            attention_post_norm=RMSNorm(source, f"{at}.post_attention_layernorm", hidden, norms),
-            mlp_norm=RMSNorm(source, f"{at}.pre_feedforward_layernorm", hidden, norms),
-            mlp=GatedMLP(source, f"{at}.mlp", sizes, activation="gelu_tanh"),
-            mlp_post_norm=RMSNorm(source, f"{at}.post_feedforward_layernorm", hidden, norms))
+    live_states = 4
 
-    scale = torch.tensor(hidden**0.5, dtype=source.dtype).item()  # rounded, as the models were trained
+    def __init__(self, config: ModelConfig, source: WeightSource, index: int) -> None:
+        at, hidden, norms = f"model.layers.{index}", config.hidden_size, _norms(config)
+        options = AttentionOptions(config.qkv_bias, config.output_bias, norms if config.qk_norm else None)
+        self.attention_norm = RMSNorm(source, f"{at}.input_layernorm", hidden, norms)
+        self.attention = Attention(
+            source, f"{at}.self_attn", config.attention_shape(index), config.ropes[index], hidden, options)
+        self.attention_post_norm = RMSNorm(source, f"{at}.post_attention_layernorm", hidden, norms)
+        self.mlp_norm = RMSNorm(source, f"{at}.pre_feedforward_layernorm", hidden, norms)
+        self.mlp = GatedMLP(source, f"{at}.mlp", (hidden, config.intermediate_size), activation="gelu_tanh")
+        self.mlp_post_norm = RMSNorm(source, f"{at}.post_feedforward_layernorm", hidden, norms)
+
+    def forward(self, h: ResidualStream, step: LayerStep) -> None:
+        h += self.attention_post_norm(self.attention(self.attention_norm(h), step))
+        h += self.mlp_post_norm(self.mlp(self.mlp_norm(h)))
+
+
+def compose(config: ModelConfig, source: WeightSource) -> Network:
+    scale = torch.tensor(config.hidden_size**0.5, dtype=source.dtype).item()  # rounded, as the models were trained
     ends = EndOptions(config.tie_word_embeddings, scale, config.logit_soft_cap)
-    return read_network(config, source, layer, ends, norms)
+    return read_network(config, source, functools.partial(Gemma2Layer, config, source), ends, _norms(config))
+
+
+def _norms(config: ModelConfig) -> NormOptions:
+    return NormOptions(config.rms_norm_eps, offset=1.0)

@@ -4,13 +4,14 @@ attention and MLP, too.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 from slotwise.model.fields import Fields
-from slotwise.model.layers.attention import Attention, AttentionOptions
+from slotwise.model.layers.attention import Attention, AttentionOptions, LayerStep
 from slotwise.model.layers.embedding_and_head import EndOptions
 from slotwise.model.layers.mlp import GatedMLP
-from slotwise.model.layers.norm import NormOptions, RMSNorm
+from slotwise.model.layers.norm import NormOptions, ResidualStream, RMSNorm
 from slotwise.model.layers.source import WeightSource
 from slotwise.model.model_config import MAX_LAYERS, ConfigDefaults, ModelConfig, read_common, read_head_dim, read_rope
 from slotwise.model.network import DecoderLayer, Network, read_network
@@ -26,19 +27,28 @@ def configure(fields: Fields) -> ModelConfig:
     return replace(config, qkv_bias=fields.flag("attention_bias", default=True), has_fused_gates=True)
 
 
+class Glm4Layer(DecoderLayer):
+    """The layer of the version of 0414."""
+
+    live_states = 4
+
+    def __init__(self, config: ModelConfig, source: WeightSource, index: int) -> None:
+        at, hidden, norms = f"model.layers.{index}", config.hidden_size, NormOptions(config.rms_norm_eps)
+        options = AttentionOptions(config.qkv_bias)
+        self.attention_norm = RMSNorm(source, f"{at}.input_layernorm", hidden, norms)
+        self.attention = Attention(
+            source, f"{at}.self_attn", config.attention_shape(index), config.ropes[index], hidden, options)
+        self.attention_post_norm = RMSNorm(source, f"{at}.post_self_attn_layernorm", hidden, norms)
+        self.mlp_norm = RMSNorm(source, f"{at}.post_attention_layernorm", hidden, norms)
+        self.mlp = GatedMLP(source, f"{at}.mlp", (hidden, config.intermediate_size), is_fused=True)
+        self.mlp_post_norm = RMSNorm(source, f"{at}.post_mlp_layernorm", hidden, norms)
+
+    def forward(self, h: ResidualStream, step: LayerStep) -> None:
+        h += self.attention_post_norm(self.attention(self.attention_norm(h), step))
+        h += self.mlp_post_norm(self.mlp(self.mlp_norm(h)))
+
+
 def compose(config: ModelConfig, source: WeightSource) -> Network:
     """The version of 0414."""
-    hidden, norms = config.hidden_size, NormOptions(config.rms_norm_eps)
-    options, sizes = AttentionOptions(config.qkv_bias), (hidden, config.intermediate_size)
-
-    def layer(index: int) -> DecoderLayer:
-        at, shape = f"model.layers.{index}", config.attention_shape(index)
-        return DecoderLayer(
-            attention_norm=RMSNorm(source, f"{at}.input_layernorm", hidden, norms),
-            attention=Attention(source, f"{at}.self_attn", shape, config.ropes[index], hidden, options),
-            attention_post_norm=RMSNorm(source, f"{at}.post_self_attn_layernorm", hidden, norms),
-            mlp_norm=RMSNorm(source, f"{at}.post_attention_layernorm", hidden, norms),
-            mlp=GatedMLP(source, f"{at}.mlp", sizes, is_fused=True),
-            mlp_post_norm=RMSNorm(source, f"{at}.post_mlp_layernorm", hidden, norms))
-
-    return read_network(config, source, layer, EndOptions(config.tie_word_embeddings), norms)
+    layer, ends = functools.partial(Glm4Layer, config, source), EndOptions(config.tie_word_embeddings)
+    return read_network(config, source, layer, ends, NormOptions(config.rms_norm_eps))

@@ -1,7 +1,7 @@
 """OLMo 2 (OLMo Team, 2024): norms behind attention and MLP in place of those before them, and over all queries and all
 keys of a token.
 
-    x = x + norm(attention(x)),  x = x + norm(down(silu(gate(x)) * up(x)))
+    h += norm(attention(h)),  h += norm(down(silu(gate(h)) * up(h)))
 
 
 OLMo 3 (OLMo Team, 2025): OLMo 2 with a window in three of four layers, whose rotary embedding is not scaled.
@@ -9,14 +9,15 @@ OLMo 3 (OLMo Team, 2025): OLMo 2 with a window in three of four layers, whose ro
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
 from slotwise.model.fields import Fields
-from slotwise.model.layers.attention import Attention, AttentionOptions
+from slotwise.model.layers.attention import Attention, AttentionOptions, LayerStep
 from slotwise.model.layers.embedding_and_head import EndOptions
 from slotwise.model.layers.mlp import GatedMLP
-from slotwise.model.layers.norm import NoNorm, NormOptions, RMSNorm
+from slotwise.model.layers.norm import NoNorm, NormOptions, ResidualStream, RMSNorm
 from slotwise.model.layers.rope import Rope
 from slotwise.model.layers.source import WeightSource
 from slotwise.model.model_config import (
@@ -39,27 +40,35 @@ def configure(fields: Fields, ropes: Sequence[Rope] | None = None) -> ModelConfi
     return replace(config, qkv_bias=bias, output_bias=bias, qk_norm=True)
 
 
-def compose(config: ModelConfig, source: WeightSource) -> Network:
-    """Also OLMo 3's, with windows and rotary embeddings by layer."""
-    return compose_normed_behind(config, source, norms_all_heads=True)
+class Olmo2Layer(DecoderLayer):
+    """Also OLMo 3's, with windows and rotary embeddings by layer, and EXAONE 4's.
+
+    Args:
+        norms_all_heads: see `AttentionOptions`.
+    """
+
+    live_states = 4
+
+    def __init__(self, config: ModelConfig, source: WeightSource, index: int, *, norms_all_heads: bool) -> None:
+        at, hidden, norms = f"model.layers.{index}", config.hidden_size, NormOptions(config.rms_norm_eps)
+        options = AttentionOptions(config.qkv_bias, config.output_bias, norms, norms_all_heads)
+        self.attention_norm = NoNorm()
+        self.attention = Attention(
+            source, f"{at}.self_attn", config.attention_shape(index), config.ropes[index], hidden, options)
+        self.attention_post_norm = RMSNorm(source, f"{at}.post_attention_layernorm", hidden, norms)
+        self.mlp = GatedMLP(source, f"{at}.mlp", (hidden, config.intermediate_size))
+        self.mlp_post_norm = RMSNorm(source, f"{at}.post_feedforward_layernorm", hidden, norms)
+
+    def forward(self, h: ResidualStream, step: LayerStep) -> None:
+        h += self.attention_post_norm(self.attention(h.sum(), step))
+        h += self.mlp_post_norm(self.mlp(h.sum()))
 
 
-def compose_normed_behind(config: ModelConfig, source: WeightSource, *, norms_all_heads: bool) -> Network:
-    """A model whose norms are behind attention and MLP."""
-    hidden, norms = config.hidden_size, NormOptions(config.rms_norm_eps)
-    options = AttentionOptions(config.qkv_bias, config.output_bias, norms, norms_all_heads)
-
-    def layer(index: int) -> DecoderLayer:
-        at, shape = f"model.layers.{index}", config.attention_shape(index)
-        return DecoderLayer(
-            attention_norm=NoNorm(source),
-            attention=Attention(source, f"{at}.self_attn", shape, config.ropes[index], hidden, options),
-            attention_post_norm=RMSNorm(source, f"{at}.post_attention_layernorm", hidden, norms),
-            mlp_norm=NoNorm(source),
-            mlp=GatedMLP(source, f"{at}.mlp", (hidden, config.intermediate_size)),
-            mlp_post_norm=RMSNorm(source, f"{at}.post_feedforward_layernorm", hidden, norms))
-
-    return read_network(config, source, layer, EndOptions(config.tie_word_embeddings), norms)
+def compose(config: ModelConfig, source: WeightSource, *, norms_all_heads: bool = True) -> Network:
+    """A model of `Olmo2Layer`s."""
+    layer = functools.partial(Olmo2Layer, config, source, norms_all_heads=norms_all_heads)
+    return read_network(
+        config, source, layer, EndOptions(config.tie_word_embeddings), NormOptions(config.rms_norm_eps))
 
 
 OLMO3_THETA = 500_000.0

@@ -4,11 +4,13 @@ attention that rotates a quarter of a head; experts, of which all tokens share o
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 from slotwise.kernels.delta import DeltaShape
 from slotwise.kernels.interface import Routing
 from slotwise.model.families import qwen2
+from slotwise.model.families.llama import LlamaLayer
 from slotwise.model.fields import Fields
 from slotwise.model.layers.attention import Attention, AttentionOptions
 from slotwise.model.layers.embedding_and_head import EndOptions
@@ -26,7 +28,7 @@ from slotwise.model.model_config import (
     read_mixture,
     read_rope,
 )
-from slotwise.model.network import MLP, DecoderLayer, Network, TokenMixer, read_network
+from slotwise.model.network import Network, TokenMixer, read_network
 
 LINEAR = "linear_attention"  # of `layer_types`
 HEAD_DIM = 256
@@ -82,30 +84,31 @@ def _read_kinds(fields: Fields, num_layers: int) -> tuple[bool, ...]:
     return tuple(kind == LINEAR for kind in kinds)
 
 
+class Qwen3NextLayer(LlamaLayer):
+    """Llama's layer with a recurrent state in place of attention in most layers; also Qwen3.5's."""
+
+    attention: TokenMixer
+
+    def __init__(self, config: ModelConfig, source: WeightSource, index: int) -> None:
+        at, hidden, norms, recurrent = f"model.layers.{index}", config.hidden_size, _norms(config), config.recurrent
+        assert recurrent is not None
+        options = AttentionOptions(config.qkv_bias, config.output_bias, norms, is_gated=True)
+        self.attention_norm = RMSNorm(source, f"{at}.input_layernorm", hidden, norms)
+        self.attention = GatedDelta(
+            source, f"{at}.linear_attn", recurrent.shape, hidden, config.rms_norm_eps,
+            is_interleaved=recurrent.is_interleaved,
+        ) if recurrent.layers[index] else Attention(
+            source, f"{at}.self_attn", config.attention_shape(index), config.ropes[index], hidden, options)
+        self.mlp_norm = RMSNorm(source, f"{at}.post_attention_layernorm", hidden, norms)
+        self.mlp = qwen2.experts(config, source, at) if config.has_experts(index) else GatedMLP(
+            source, f"{at}.mlp", (hidden, config.intermediate_size))
+
+
 def compose(config: ModelConfig, source: WeightSource) -> Network:
     """Also Qwen3.5's, with and without experts."""
-    hidden, norms, recurrent = config.hidden_size, NormOptions(config.rms_norm_eps, offset=1.0), config.recurrent
-    options = AttentionOptions(config.qkv_bias, config.output_bias, norms, is_gated=True)
-    assert recurrent is not None
+    layer = functools.partial(Qwen3NextLayer, config, source)
+    return read_network(config, source, layer, EndOptions(config.tie_word_embeddings), _norms(config))
 
-    def mixer(index: int, at: str) -> TokenMixer:
-        if recurrent.layers[index]:
-            return GatedDelta(source, f"{at}.linear_attn", recurrent.shape, hidden, config.rms_norm_eps,
-                              is_interleaved=recurrent.is_interleaved)
-        shape = config.attention_shape(index)
-        return Attention(source, f"{at}.self_attn", shape, config.ropes[index], hidden, options)
 
-    def mlp(index: int, at: str) -> MLP:
-        if config.has_experts(index):
-            return qwen2.experts(config, source, at)
-        return GatedMLP(source, f"{at}.mlp", (hidden, config.intermediate_size))
-
-    def layer(index: int) -> DecoderLayer:
-        at = f"model.layers.{index}"
-        return DecoderLayer(
-            attention_norm=RMSNorm(source, f"{at}.input_layernorm", hidden, norms),
-            attention=mixer(index, at),
-            mlp_norm=RMSNorm(source, f"{at}.post_attention_layernorm", hidden, norms),
-            mlp=mlp(index, at))
-
-    return read_network(config, source, layer, EndOptions(config.tie_word_embeddings), norms)
+def _norms(config: ModelConfig) -> NormOptions:
+    return NormOptions(config.rms_norm_eps, offset=1.0)

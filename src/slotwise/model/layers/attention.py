@@ -1,7 +1,7 @@
 """Attention with rotary positions, and its options.
 
     x ─► q, k, v ─► norm q, k ─► rotate q, k ─► store k, v ─► attend (window, soft cap, sinks) ─► output
-         Linear     `─────── one kernel, `queries` ───────'       one kernel, `attend`             Linear
+         Linear     `────── one kernel, `rotary_store` ───'       one kernel, `attention`          Linear
 
 Sizes, window and soft cap are the kernels' `AttentionShape`; biases, norms and sinks are weights.  Where results are
 gated, queries and gates are one weight, head by head: [ q0 | g0 | q1 | g1 | ... ].
@@ -38,16 +38,25 @@ class AttentionOptions:
     is_gated: bool = False  # results are multiplied by the sigmoid of gates
 
 
-Again = Callable[[Tensor, RaggedBatch, LayerCache], None]
-"""Advances recurrent states over tokens of a step once more: those at `at`, int64, which are the tokens of a batch."""
+class StateAdvance(NamedTuple):
+    """How a layer's recurrent states advanced, on trial, over the tokens of a step.
+
+    `again(at, batch, cache)` advances them over those at `at [tokens]`, int64, which are the tokens of `batch`.
+    """
+
+    layer: int
+    again: Callable[[Tensor, RaggedBatch, LayerCache], None]
 
 
-class Queries(NamedTuple):
-    """What a layer asks of the tokens before, once it has stored its own."""
+class LayerStep(NamedTuple):
+    """One step, as one layer sees it."""
 
-    of_heads: Tensor  # [tokens, heads, head_dim], or what recurrent states yield
-    gate: Tensor | None = None  # [tokens, heads * head_dim]
-    again: Again | None = None  # where a recurrent state has advanced
+    layer: int
+    batch: RaggedBatch  # with the block tables of the layer's cache group
+    cache: LayerCache
+    rotary: Mapping[Rope, Tensor]  # tables as far as the batch's positions
+    kept: Callable[[Tensor], Tensor]  # of the rows of a tensor those that a later layer, or the head, reads
+    advances: list[StateAdvance]  # receives what is on trial
 
 
 class Attention:
@@ -61,7 +70,7 @@ class Attention:
         if options.is_gated:
             refuse_parts(source, "gated attention")
         self.shape = heads.shape
-        self.ropes: tuple[Rope, ...] = (rope,)
+        self.ropes = (rope,)
         self._kernels = source.kernels
         query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         queries = {f"{name}.q_proj": query * 2 if options.is_gated else query}
@@ -93,19 +102,19 @@ class Attention:
         self.bytes += self._norm.query.nbytes + self._norm.key.nbytes if self._norm else 0
         self.bytes += 0 if self._sinks is None else self._sinks.nbytes
 
-    def queries(self, x: Tensor, rotary: Mapping[Rope, Tensor], batch: RaggedBatch, cache: LayerCache) -> Queries:
-        """Write the keys and values of `x [tokens, hidden]` to the cache.
+    def __call__(self, x: Tensor, step: LayerStep) -> Tensor:
+        """`[tokens, hidden] -> [kept tokens, hidden]`."""
+        gate = None if self._gate is None else self._gate(x)
+        queries = self.store(x, step)
+        out = self._kernels.attention(queries, step.cache, step.batch, self.shape, self._sinks)
+        if gate is not None:
+            out = self._kernels.sigmoid_mul(gate, out)
+        return self.output(step.kept(out))
 
-        `rotary` has the tables of `ropes`, as far as the batch's positions.
-        """
-        gate = self._gate(x) if self._gate is not None else None
-        table = rotary[self.ropes[0]]
-        return Queries(self._kernels.rotary_store(self.qkv(x), table, batch, cache, self.shape, self._norm), gate)
-
-    def attend(self, queries: Queries, batch: RaggedBatch, cache: LayerCache) -> Tensor:
-        """Every row's attention over its context: `[tokens, heads * head_dim]`, the input of `output`."""
-        out = self._kernels.attention(queries.of_heads, cache, batch, self.shape, self._sinks)
-        return out if queries.gate is None else self._kernels.sigmoid_mul(queries.gate, out)
+    def store(self, x: Tensor, step: LayerStep) -> Tensor:
+        """Write keys and values to the cache; returns the queries `[tokens, heads, head_dim]`."""
+        table = step.rotary[self.ropes[0]]
+        return self._kernels.rotary_store(self.qkv(x), table, step.batch, step.cache, self.shape, self._norm)
 
 
 def refuse_parts(source: WeightSource, what: str) -> None:

@@ -9,14 +9,12 @@ The state lies in the cache, in a group whose blocks hold one each (`kernels/del
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
 from slotwise.kernels.delta import DeltaShape, DeltaWeights
 from slotwise.kernels.interface import LayerCache, RaggedBatch
-from slotwise.model.layers.attention import Queries, refuse_parts
+from slotwise.model.layers.attention import LayerStep, StateAdvance, refuse_parts
 from slotwise.model.layers.linear import Linear
 from slotwise.model.layers.rope import Rope
 from slotwise.model.layers.source import WeightSource
@@ -54,8 +52,12 @@ class GatedDelta:
         self.bytes = self._mixed.bytes + self._gates.bytes + self.output.bytes
         self.bytes += sum(weight.nbytes for weight in self._weights if isinstance(weight, Tensor))
 
-    def queries(self, x: Tensor, rotary: Mapping[Rope, Tensor], batch: RaggedBatch, cache: LayerCache) -> Queries:
-        """Advance the rows' states over `x [tokens, hidden]`; returns what they yield, gated."""
+    def __call__(self, x: Tensor, step: LayerStep) -> Tensor:
+        """`[tokens, hidden] -> [kept tokens, hidden]`."""
+        return self.output(step.kept(self.store(x, step)))
+
+    def store(self, x: Tensor, step: LayerStep) -> Tensor:
+        """Advance the rows' states; returns what they yield, gated, `[tokens, value heads * value_dim]`."""
         mixed, gates = self._mixed(x), self._gates(x)
 
         def advance(mixed: Tensor, gates: Tensor, batch: RaggedBatch, cache: LayerCache) -> Tensor:
@@ -64,11 +66,9 @@ class GatedDelta:
         def again(at: Tensor, batch: RaggedBatch, cache: LayerCache) -> None:
             advance(mixed.index_select(0, at), gates.index_select(0, at), batch, cache)
 
-        return Queries(advance(mixed, gates, batch, cache), again=again)
-
-    def attend(self, queries: Queries, batch: RaggedBatch, cache: LayerCache) -> Tensor:
-        """What the states yielded: `[tokens, value heads * value_dim]`, the input of `output`."""
-        return queries.of_heads
+        if step.batch.on_trial is not None:
+            step.advances.append(StateAdvance(step.layer, again))
+        return advance(mixed, gates, step.batch, step.cache)
 
 
 def _read_weights(source: WeightSource, name: str, shape: DeltaShape, eps: float) -> DeltaWeights:

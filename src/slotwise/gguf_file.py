@@ -1,16 +1,4 @@
-"""How tensors are stored: a row is a sequence of blocks, each of so many numbers in so many bytes.
-
-Reads values one after another from the bytes of a file, each within the file and within bounds.
-
-    text    length u64, then UTF-8            array   type u32, count u64, then the values
-    other   little-endian, see `SCALARS`
-
-An array is walked and not built: `Array` says where it lies, because most readers of a file need few of its arrays.
-
-
-The metadata of a GGUF file by key, each value with a type and a range: an error names file and key.
-
-Opens a GGUF file, or one part of a split one: its metadata, and where its tensors lie.
+"""GGUF files (github.com/ggml-org/ggml, docs/gguf.md), read without trusting them; standard library only.
 
     "GGUF" version u32   tensors u64   values u64
     values               key, type u32, value
@@ -18,19 +6,9 @@ Opens a GGUF file, or one part of a split one: its metadata, and where its tenso
     (padding)            to `general.alignment`
     data                 each tensor at a multiple of the alignment, in rows of whole blocks
 
-
-A model in GGUF: one file, or the parts of a split one, `NAME-00001-of-00003.gguf` and so on.
-
-The first part holds the metadata, and any part tensors.
-
-
-Special tokens in the metadata of a GGUF file: their ids, and which of them end a text.
-
-Converters often name one end token, and type others as ordinary words.  So, as in llama.cpp (`llama-vocab.cpp`):
-
-    a key names a token's role, else the first token with a known text of that role has it
-    the tokens of some roles, those of known texts, and the one that `eos_token_id` names end a text
-    a token with such a role or text is special, whatever its type says
+From top to bottom: how tensors are stored, a cursor over the bytes, the metadata by key, one file, a model of one file
+or several, and special tokens.  The engine reads weights and config from a file (`model/gguf/`), the API process its
+tokenizer and template (`text/gguf_tokenizer.py`).  Every value is checked against the file's size and against bounds.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import RequestSpec
 from slotwise.core.step import FreedBlocks, NewBlocks, NewRequest, RowKind, StepPlan
-from slotwise.runner.input_batch import SlotTable, Step
+from slotwise.runner.input_batch import GatheredBatch, SlotTable
 
 BLOCK, NULL = 4, 99
 
@@ -68,7 +68,7 @@ def test_a_row_by_hand():
     assert batch.sample_at.tolist() == [2]
 
 
-def drafted(table: SlotTable, step: StepPlan, drafts: tuple[tuple[int, ...], ...]) -> Step:
+def drafted(table: SlotTable, step: StepPlan, drafts: tuple[tuple[int, ...], ...]) -> GatheredBatch:
     """The rows of `step` after it: each computes its last token, and `drafts`."""
     counts = tuple([1 + len(some) for some in drafts])
     starts = tuple([start + count - 1 for start, count in zip(step.starts, step.counts, strict=True)])

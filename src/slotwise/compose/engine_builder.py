@@ -46,7 +46,7 @@ from slotwise.kernels.group import ALONE, Divided, Group, Stage, num_ranks
 from slotwise.kernels.interface import Kernels, LayerCache, LayerShape
 from slotwise.kernels.select import choose, draw_for, launcher_of, mask_for, resolve
 from slotwise.model.checkpoint import content_digest, fingerprint, locate
-from slotwise.model.decoder import Decoder, DecoderSizes, Returned
+from slotwise.model.decoder import Decoder, DecoderSizes, HeadStage
 from slotwise.model.family_table import tensor_shapes
 from slotwise.model.generation_config import named_file
 from slotwise.model.layer_groups import LayerGroups, cache_shapes
@@ -65,6 +65,7 @@ from slotwise.runner.sampling.cpu import Sampler
 from slotwise.runner.sampling.gpu import DeviceSampler
 from slotwise.runner.sampling.grammar_masks import Grammars, Masks
 from slotwise.runner.sampling.sampler import Sampling, SilentSampler
+from slotwise.runner.slots import LoraSlots, SlotListener
 from slotwise.speculation.proposer import proposer_of
 from slotwise.speculation.settings import NONE, Speculation
 from slotwise.text.tokenizer import MAX_TOKENIZER_BYTES, Tokenizer, TokenizerError
@@ -184,17 +185,19 @@ def leading(
         Sampler(limits.max_num_seqs, vocab_size, launcher_of(kernels), masks) if kernels.name == "cpu"
         else DeviceSampler(known, vocab_size, draw_for(kernels), kernels.device, masks, mask_for(kernels)))
     pieces: list[Tensor] = []
-    draft_model = None if draft is None else DraftModelRunner(
-        draft, draft_caches, slots, sampler, vocab_size,
-        DraftPositions(slots, limits.num_blocks, limits.num_host_blocks), announce)
+    listeners = _adapters_of(decoder, slots)
+    if draft is not None:
+        listeners.append(DraftModelRunner(
+            draft, draft_caches, slots, sampler, vocab_size,
+            DraftPositions(slots, limits.num_blocks, limits.num_host_blocks), announce))
     if is_divided:
         runner: Executor = FirstStageRunner(
-            StageRunner(decoder, caches.by_layer, slots),
-            ModelRunner(Returned(decoder), [], known, sampler, masks=masks), draft_model)
+            StageRunner(decoder, caches.by_layer, slots, listeners),
+            ModelRunner(HeadStage(decoder), [], known, sampler, [masks]))
     else:
         pieces = [piece for cache in (*caches.every, *draft_caches) for piece in kernels.cache_pieces(cache)]
-        runner = ModelRunner(
-            decoder, caches.by_layer, slots, sampler, HostBlocks(limits.num_host_blocks, pieces), masks, draft_model)
+        listeners += [HostBlocks(limits.num_host_blocks, pieces), masks]
+        runner = ModelRunner(decoder, caches.by_layer, slots, sampler, listeners)
     if kernels.name == "cpu":
         shape = decoder.layer_shapes[0]
         per_block = kernels.cache_bytes_per_block(limits.block_size, shape, decoder.config.dtype)
@@ -209,12 +212,17 @@ def following(
     """The slots and the runner of a rank that samples nothing."""
     caches, slots, stage = _caches(decoder, limits, groups), _slots(decoder, limits, groups), decoder.group.pipe.stage
     if stage.total == 1:
-        return slots, ModelRunner(decoder, caches.by_layer, slots, SilentSampler())
-    runner = StageRunner(decoder, caches.by_layer, slots)
+        return slots, ModelRunner(decoder, caches.by_layer, slots, SilentSampler(), _adapters_of(decoder, slots))
+    runner = StageRunner(decoder, caches.by_layer, slots, _adapters_of(decoder, slots))
     if not stage.is_first:
         return slots, runner
-    returned = ModelRunner(Returned(decoder), [], _slots(decoder, limits, groups), SilentSampler())
-    return slots, FirstStageRunner(runner, returned)
+    head = ModelRunner(HeadStage(decoder), [], _slots(decoder, limits, groups), SilentSampler())
+    return slots, FirstStageRunner(runner, head)
+
+
+def _adapters_of(decoder: Decoder, slots: SlotTable) -> list[SlotListener]:
+    """What follows the adapters of requests, where there are any."""
+    return [LoraSlots(decoder.adapters, slots.num_slots)] if decoder.adapters is not None else []
 
 
 def _slots(decoder: Decoder, limits: SchedulerLimits, groups: LayerGroups) -> SlotTable:

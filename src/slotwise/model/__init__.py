@@ -1,5 +1,5 @@
-"""Models: how a checkpoint is read, and which layers each family composes.
+"""Models: how a checkpoint is read, and what the layers of each family compute.
 
-Begin with `families.py` and one family (`llama.py`), then `network.py` (what a family describes) and `decoder.py` (the
-one loop over layers); `load.py` reads weights.
+Begin with a family (`families/llama.py`) and `decoder.py`, which runs its layers.  `layers/` has what layers are made
+of; `loading.py` reads a checkpoint, `family_table.py` lists the families.
 """

@@ -1,12 +1,8 @@
-"""What a folder holds: a checkpoint, a model in GGUF, or a format that is not read, told as what it is.
+"""Finds a checkpoint: a folder, a GGUF file, or either on the Hugging Face hub; and digests of its files.
 
-A folder with config.json and safetensors weights is a checkpoint, whatever else lies there: many published ones hold
-the same weights in several formats.  Does not import torch.
-
-
-Finds a checkpoint: a folder, a GGUF file, or either on the Hugging Face hub.  Does not import torch.
-
-Digests of a checkpoint: whether its files have changed, without reading the weights, and of all their content.
+A folder with config.json and safetensors weights is a checkpoint, whatever else it contains: many published ones hold
+the same weights in several formats.  For any other folder or file the error says which format it is in.  Does not
+import torch.
 """
 
 from __future__ import annotations

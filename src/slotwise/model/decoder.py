@@ -12,6 +12,7 @@ the layers of one stage, between the stages before and after it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
 
 from torch import Tensor
 
@@ -104,6 +105,16 @@ class Decoder(DecoderSizes):
         return {number: layer.mlp.ends for number, layer in zip(self.layers, self._network.layers, strict=True)
                 if isinstance(layer.mlp, MixtureOfExperts)}
 
+    @property
+    def has_states(self) -> bool:
+        """Whether layers have recurrent states."""
+        return self.config.recurrent is not None
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether a row of the step has an adapter."""
+        return self.adapters is not None and self.adapters.rows.are_any
+
     def reach(self, num_positions: int) -> None:
         """Compute the rotary tables for `num_positions` positions.  Call before a captured step runs again."""
         for table in self._rotary.values():
@@ -169,13 +180,38 @@ class Decoder(DecoderSizes):
         return head(hidden)
 
 
-class Returned:
-    """The end of a model whose layers are divided into stages: what the last one returns, and the head.
+class StepDecoder(Protocol):
+    """What a runner needs of a decoder, or of the end of one: `Decoder` and `HeadStage`."""
 
-    It stands in place of the decoder where the first stage samples.
+    config: ModelConfig
+    kernels: Kernels
+
+    @property
+    def has_states(self) -> bool:
+        """Whether layers held here have recurrent states."""
+        ...
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether a row of the step has an adapter."""
+        ...
+
+    def reach(self, num_positions: int) -> None: ...
+
+    def hidden(
+        self, batch: RaggedBatch, caches: Sequence[LayerCache], advances: list[StateAdvance] | None = None,
+    ) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+class HeadStage:
+    """The end of a model whose layers are divided into stages: what the last stage returns, and the head.
+
+    The first stage samples with it.
     """
 
-    adapters: LoraWeights | None = None
+    has_states = is_adapted = False
 
     def __init__(self, decoder: Decoder) -> None:
         self.config, self.kernels, self.group = decoder.config, decoder.kernels, decoder.group
@@ -184,7 +220,9 @@ class Returned:
     def reach(self, num_positions: int) -> None:
         """No layer is here."""
 
-    def hidden(self, batch: RaggedBatch, caches: Sequence[LayerCache]) -> Tensor:
+    def hidden(
+        self, batch: RaggedBatch, caches: Sequence[LayerCache], advances: list[StateAdvance] | None = None,
+    ) -> Tensor:
         """What the last stage returns for the step: `[samples, hidden]`, normed."""
         rows = len(batch.sample_at)
         x = self.group.pipe.receive(max(1, rows), self.config.hidden_size, self.config.dtype)

@@ -1,4 +1,4 @@
-"""Maps architectures to the modules that read their configs and compose their layers."""
+"""The table of families: which architecture is read and built by which module of `families/`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Reads a checkpoint's config.
-
-Loads a decoder from a checkpoint.
-"""
+"""Loads a decoder: reads the config of a checkpoint, checks its files against it, and packs the weights."""
 
 from __future__ import annotations
 

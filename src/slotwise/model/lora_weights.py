@@ -1,24 +1,21 @@
-"""Adapters in the format of Hugging Face's PEFT: `adapter_config.json` and `adapter_model.safetensors`.
+"""LoRA adapters (Hu et al., 2021): their files, the products that they may change, and those in memory.
 
-What the config asks for and is not computed is an error that names the field.  The file says which products are
-adapted: `base_model.model.NAME.lora_A.weight [rank, inputs]`, `.lora_B.weight [outputs, rank]`, a trained bias
-`NAME.bias`, and, of `lora_bias`, `.lora_B.bias`.
-
-A file is read whole, and never mapped: an adapter is loaded while others are served, and one that its writer truncates
-meanwhile must end that load alone.  What is parsed at once is bounded, because no step runs while it is.
-
-
-The adapters of a model: which products they may change, and which adapters are in memory.
-
-    layers   Linear ─► Adapters.register      its parts by their names in the checkpoint
+    layers   Linear ─► LoraWeights.register   its parts by their names in the checkpoint
     load     an adapter's file ─► checked ─► factors of each product, packed in host memory
     step     place of each row's adapter ─► AdapterProducts.assign
 
-A rank of several loads its part of an adapter's factors, as it holds its part of the product: of `b` the outputs, or of
-`a` the inputs, whose terms are summed with the product itself.
+Files are in the format of Hugging Face's PEFT: `adapter_config.json`, and `adapter_model.safetensors` with
+`base_model.model.NAME.lora_A.weight [rank, inputs]`, `.lora_B.weight [outputs, rank]`, a trained bias `NAME.bias` and,
+with `lora_bias`, `.lora_B.bias`.  A field of the config that asks for something else is an error that names it.
+
+A file is read whole, and never mapped: adapters are loaded while others serve, and one that its writer truncates in the
+meantime must fail alone.  What is parsed at once is bounded, because no step runs during that time.
+
+A rank of several loads its part of an adapter's factors, as it holds its part of the product: the outputs of `b`, or
+the inputs of `a`, whose terms are summed with the product itself.
 
 An adapter gets a *place*, where kernels find its factors, with its first row.  So `load` changes nothing that a step
-reads, and may run on another thread beside steps; the other methods belong to the thread of the steps.
+reads, and may run on another thread during steps; the other methods belong to the thread of the steps.
 """
 
 from __future__ import annotations

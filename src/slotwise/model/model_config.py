@@ -1,10 +1,9 @@
-"""Reads the rotary embeddings of a config.json, in either of the two formats in use.
+"""The architecture and sizes of a decoder, read from its checkpoint's config.json.
 
-Since transformers 5 one object, `rope_parameters`, holds everything; before, `rope_theta` was a separate field and
-`rope_scaling` held the rest.  Models whose layers rotate differently have such an object for each kind of layer.
-
-
-The architecture and sizes of a decoder, from its checkpoint's config.
+`read_common` reads what all families write alike; a family's `configure` replaces what differs.  Rotary embeddings are
+written in two formats: since transformers 5 one object, `rope_parameters`, has everything; before, `rope_theta` was a
+separate field and `rope_scaling` had the rest.  Models whose layers rotate differently have such an object for each
+kind of layer.
 """
 
 from __future__ import annotations

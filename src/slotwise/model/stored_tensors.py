@@ -1,13 +1,11 @@
-"""Where the tensors of a checkpoint come from: what each kind of file gives, and all that the rest of loading needs.
+"""The tensors of a checkpoint's files, as the rest of loading sees them, and those of safetensors files.
 
-    safetensors_files   model.safetensors, or shards          gguf.tensors   a GGUF file, or its parts
-
-
-Tensors in safetensors files: `model.safetensors`, or the shards of `model.safetensors.index.json`.
+`gguf/gguf_tensors.py` is the source for GGUF files.  A safetensors checkpoint is `model.safetensors`, or the shards of
+`model.safetensors.index.json`:
 
     length u64   of a JSON object: {"name": {"dtype", "shape", "data_offsets": [first, end]}, ...}   the data
 
-The tables are read first; a file is mapped when a tensor of it is read.  Pickled weights are never opened.
+The tables are read first; a file is mapped when one of its tensors is read.  Pickled weights are never opened.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint by name: all that a model reads are there, have its shapes, and hold finite numbers."""
+"""The weights of an open checkpoint: all that a model reads exist, have its shapes, and are finite numbers."""
 
 from __future__ import annotations
 

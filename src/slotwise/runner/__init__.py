@@ -1,5 +1,5 @@
-"""The executor on a real model: plans as tensors, one forward pass a step, sampling, and host memory for blocks.
+"""The executor on a real model: plans as tensors, one forward pass per step, sampling, and host memory for blocks.
 
-Begin with `model_runner.py` (a step from plan to result) and `input_batch.py` (the slots as tensors); `sampling/` turns
-logits into tokens.
+Begin with `model_runner.py` (a step from plan to result), `input_batch.py` (the slots as tensors) and `slots.py` (what
+else is kept by slot); `sampling/` turns logits into tokens.
 """

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from slotwise.kernels.interface import Graph, GroupTables, Kernels, LayerCache, RaggedBatch
-from slotwise.model.decoder import Decoder, Returned
+from slotwise.model.decoder import StepDecoder
 from slotwise.runner.input_batch import SlotTable
 from slotwise.runner.staging import viewer
 
@@ -67,7 +67,7 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self, decoder: Decoder | Returned, caches: Sequence[LayerCache], slots: SlotTable,
+        self, decoder: StepDecoder, caches: Sequence[LayerCache], slots: SlotTable,
         forward: Callable[[RaggedBatch], Tensor] | None = None,
     ) -> None:
         kernels = decoder.kernels
@@ -107,9 +107,7 @@ class DecodeGraphs:
         padded, longest = kernels.graph_size(tokens, batch.max_context_len)
         if not 0 < padded <= len(self._places):
             return None
-        adapters = self._decoder.adapters
-        is_adapted = adapters is not None and adapters.rows.are_any
-        size = _Size(rows + padded - tokens, padded, longest, is_adapted)
+        size = _Size(rows + padded - tokens, padded, longest, self._decoder.is_adapted)
         self._take_in(batch, size)
         graph = self._graphs.get(size)
         if graph is not None:

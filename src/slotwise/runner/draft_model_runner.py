@@ -1,29 +1,25 @@
-"""Which positions of each slot a draft model's cache holds.
+"""A draft model: a smaller model that proposes the drafts of a step, which the target verifies in the same step.
 
-A draft model's keys and values lie in the same blocks as the target's, in layers of its own.  It computes a position
-when a draft needs it, so it may lack what the target has: a prompt, or what a row decoded without drafts.
+    pass 0    |■■■■ positions its cache lacks ■■■■| last token |─► d1       all rows that propose, as one flat batch
+    pass 1                                        |     d1     |─► d2       rows that propose more
+    ...
+    verify                                        |last d1 d2 .|            the target: `verification.py`
+
+Each draft is drawn with the parameters, the history and the random number of its position, as the target's token there
+will be: at any temperature, where both models give the same distribution, they give the same token (Chen et al., arXiv
+2302.01318, accept by a ratio instead).  Grammars mask drafts as they mask the target's tokens.
+
+The draft model's keys and values lie in the same blocks as the target's, in layers of their own.  It computes a
+position when a draft needs it, so its cache may lack what the target's has: a prompt, or what a row decoded without
+drafts.  A row that lacks many positions is caught up over several steps, in which it proposes nothing.
 
     target   |■■■■■■■■■■■■■■■■■■■■■■■|          until the row's start
     draft    |■■■■■■■■■■■■|                     held: what it computes before it proposes again
     blocks   |complete|complete|   |
 
-Positions behind a row's start were computed from drafts that were not accepted, and count no more at its next row.
-Blocks that the draft model has computed to their end are *complete*, and stay so as long as they hold their tokens: in
-the prefix cache, where the next request finds them, and on the host.  A request that finds others computes them again.
-
-
-A draft model: a smaller model that proposes the drafts of a step, which the target verifies in the same step.
-
-    pass 0    |■■■■ positions its cache lacks ■■■■| last token |─► d1       all rows that propose, as one flat batch
-    pass 1                                        |     d1     |─► d2       those that propose more
-    ...
-    verify                                        |last d1 d2 .|            the target: `verification.py`
-
-Each draft is drawn with the parameters, the history and the random number of its position, as the target's token there
-will be: at any temperature, where both models give the same distribution, they give the same token (Chen et al.,
-arXiv 2302.01318, accept by a ratio instead).  Grammars mask drafts as they mask the target's tokens.
-
-A row that lacks many positions is caught up over several steps, in which it proposes nothing.
+Positions behind a row's start were computed from drafts that were not accepted, and no longer count at its next row.
+Blocks that the draft model has computed to their end are *complete*, as long as they keep their tokens: in the prefix
+cache, where the next request finds them, and on the host.  A request that finds other blocks computes them again.
 """
 
 from __future__ import annotations
@@ -37,13 +33,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slotwise.core.step import PROPOSED, Proposing, RowKind, StepPlan
+from slotwise.core.step import PROPOSED, Proposing, RowKind, StepPlan, StepResult
 from slotwise.kernels.interface import LayerCache
 from slotwise.kernels.reference import FAILED
 from slotwise.model.decoder import Decoder
 from slotwise.runner.decode_graphs import DecodeGraphs
 from slotwise.runner.input_batch import SlotTable
 from slotwise.runner.sampling.sampler import Sampling
+from slotwise.runner.slots import PrepareDraws, SlotListener
 from slotwise.runner.staging import event_of, rows_of
 
 
@@ -66,7 +63,7 @@ class DraftPositions:
         """Apply copies, blocks and new requests.  Call once per plan, after `SlotTable.apply`."""
         for block, place in plan.saves:
             self._is_complete_on_host[place] = self._is_complete[block]
-        joined = {join.slot for join in plan.new_requests}
+        joined = {request.slot for request in plan.new_requests}
         starts = dict(zip(plan.slots, plan.starts, strict=True))
         found = {slot: starts.get(slot, 0) // self._slots.block_size for slot in joined}
         for slot, _, blocks in plan.new_blocks:
@@ -102,7 +99,7 @@ CATCH_UP = 512  # positions that a step computes before its rows propose, beside
 ALL_LOGITS = 64  # positions of a step up to which all have logits: such a step replays a graph
 
 
-class DraftProposal(NamedTuple):
+class _Proposal(NamedTuple):
     """The drafts of a plan's rows, those given with it among them, and what proposing took."""
 
     drafts: tuple[tuple[int, ...], ...]
@@ -118,7 +115,7 @@ class _Span(NamedTuple):
     samples: bool
 
 
-class DraftModelRunner:
+class DraftModelRunner(SlotListener):
     """Proposes drafts.  One caller at a time.
 
     Args:
@@ -143,17 +140,14 @@ class DraftModelRunner:
         self._positions = positions
         self._announce = announce
         self._graphs = DecodeGraphs(decoder, caches, slots)
+        self._proposals: dict[int, _Proposal] = {}  # by step, until its result is complete
 
     def apply(self, plan: StepPlan) -> None:
         """Apply a plan's slots and blocks.  Call once per plan, after `SlotTable.apply`."""
         self._positions.apply(plan)
 
-    def propose(self, plan: StepPlan, begin_masks: Callable[[StepPlan], None]) -> DraftProposal:
-        """Name the drafts that `plan` leaves to the executor.  Waits for the device.
-
-        Args:
-            begin_masks: begins to fill the masks of a plan's draws.
-        """
+    def propose(self, plan: StepPlan, prepare_draws: PrepareDraws) -> StepPlan:
+        """The plan with the drafts that it leaves to the executor.  Waits for the device."""
         began = time.perf_counter()
         longest = self._decoder.config.max_position_embeddings
         wanted = {row: min(len(drafts), longest - plan.starts[row]) for row, drafts in enumerate(plan.drafts)
@@ -163,7 +157,7 @@ class DraftModelRunner:
         while spans:
             passes += 1
             num_tokens += sum(span.end - span.start for span in spans)
-            for row, token in self._draw(plan, spans, drafts, begin_masks):
+            for row, token in self._draw(plan, spans, drafts, prepare_draws):
                 if token != FAILED:
                     drafts[row] += (token,)
             for row, _, end, _ in spans:
@@ -171,8 +165,18 @@ class DraftModelRunner:
                 done(plan.slots[row], end)
             spans = [_Span(span.row, span.end, span.end + 1, samples=True) for span in spans
                      if span.samples and passes == len(drafts[span.row]) < wanted[span.row]]
-        self._announce(plan.with_drafts(tuple(drafts)))
-        return DraftProposal(tuple(drafts), Proposing(time.perf_counter() - began, passes, num_tokens))
+        named = plan.with_drafts(tuple(drafts))
+        self._announce(named)
+        proposing = Proposing(time.perf_counter() - began, passes, num_tokens)
+        self._proposals[plan.step] = _Proposal(tuple(drafts), proposing)
+        return named
+
+    def complete(self, plan: StepPlan, result: StepResult) -> StepResult:
+        """The result, with the drafts of the plan and what proposing them took."""
+        proposal = self._proposals.pop(plan.step, None)
+        for step in [step for step in self._proposals if step < plan.step]:  # steps that failed
+            del self._proposals[step]
+        return result if proposal is None else result._replace(drafts=proposal.drafts, proposing=proposal.proposing)
 
     def _caught_up(self, plan: StepPlan, rows: list[int]) -> list[_Span]:
         """What the first pass computes: all that rows lack, those first that lack least, until CATCH_UP is spent."""
@@ -189,12 +193,12 @@ class DraftModelRunner:
 
     def _draw(
         self, plan: StepPlan, spans: Sequence[_Span], drafts: Sequence[tuple[int, ...]],
-        begin_masks: Callable[[StepPlan], None],
+        prepare_draws: PrepareDraws,
     ) -> list[tuple[int, int]]:
         """Run the model on `spans`; returns the token behind each that samples, with its row, and makes it known."""
         drawing = [span for span in spans if span.samples]
         if drawing:
-            begin_masks(_drawn_by(plan, [span.row for span in drawing], drafts))
+            prepare_draws(_drawn_by(plan, [span.row for span in drawing], drafts))
         every = sum(span.end - span.start for span in spans) <= ALL_LOGITS
         logits, targets = self._logits(_computed_by(plan, spans, every=every))
         if not drawing:

@@ -1,7 +1,7 @@
-"""Counts the tokens of each expert, by layer, from what the kernels add up where they route.
+"""The tokens of each expert, by layer, from the counts that kernels keep while they route.
 
-Counts are read from time to time.  On a GPU a copy is enqueued like any other work, and read at the next call, so that
-nothing waits for the device while it computes.
+Counts are read from time to time.  On a GPU a copy is enqueued like any other work and read at the next call, so
+reading never waits for the device.
 """
 
 from __future__ import annotations

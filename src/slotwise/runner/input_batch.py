@@ -28,19 +28,20 @@ from torch import Tensor
 
 from slotwise.core.step import FREED, PROPOSED, StepPlan
 from slotwise.kernels.interface import GroupTables, RaggedBatch
+from slotwise.runner.slots import SlotListener
 from slotwise.runner.staging import sender, viewer
 
 CPU = torch.device("cpu")
 
 
-class Step(NamedTuple):
+class GatheredBatch(NamedTuple):
     """A plan on the device."""
 
     batch: RaggedBatch
     targets: Tensor  # [samples] int64, places in the token table of the tokens that follow each row of logits
 
 
-class SlotTable:
+class SlotTable(SlotListener):
     """Known tokens and block table of every slot.
 
     Args:
@@ -90,9 +91,9 @@ class SlotTable:
         for slot in plan.released_slots:
             self._ends[:, slot] = self._firsts[:, slot] = 0
         if plan.new_requests:
-            known = self._send([np.array(join.tokens, np.int64) for join in plan.new_requests], ())
-            for join, tokens in zip(plan.new_requests, known, strict=True):
-                first = join.slot * self._stride
+            known = self._send([np.array(request.tokens, np.int64) for request in plan.new_requests], ())
+            for request, tokens in zip(plan.new_requests, known, strict=True):
+                first = request.slot * self._stride
                 self._tokens[first : first + len(tokens)] = tokens
         for slot, group, num_blocks in plan.freed_blocks:
             self._ends[group, slot] -= num_blocks
@@ -135,7 +136,7 @@ class SlotTable:
         first = slot * self._stride
         return self._tokens[first + start : first + end]
 
-    def gather(self, plan: StepPlan) -> Step:
+    def gather(self, plan: StepPlan) -> GatheredBatch:
         """The plan's rows laid end to end, then their padding.  `plan` has at least one row."""
         slots = np.array(plan.slots, np.int64)
         starts = np.array(plan.starts, np.int64)
@@ -145,7 +146,7 @@ class SlotTable:
         slot_of, positions = _laid_out(slots, starts, counts)
         blocks, offsets = np.divmod(positions, self.block_size)
         width = -(-int((starts + counts).max()) // self.block_size)
-        rows = _Rows(
+        rows = _BatchColumns(
             slot_of * self._stride + positions, positions,
             [table[slot_of, blocks] * self._block_size + offsets for table in self._tables], counts, starts + counts,
             [table[slots, :width] for table in self._tables])
@@ -159,7 +160,7 @@ class SlotTable:
         np.cumsum(rows.counts, out=firsts[1:])
         return self._sent(rows, (int(rows.counts.max()), firsts), sample_at, targets)
 
-    def _decoded(self, slots: np.ndarray, starts: np.ndarray) -> Step:
+    def _decoded(self, slots: np.ndarray, starts: np.ndarray) -> GatheredBatch:
         """The batch of a plain decode step, which nearly every step is: each row has one token and samples the next."""
         contexts, blocks = starts + 1, starts // self.block_size
         sources = slots * self._stride + starts
@@ -167,11 +168,13 @@ class SlotTable:
         places = [table[slots, blocks] * self._block_size + offsets for table in self._tables]
         width = -(-int(contexts.max()) // self.block_size)
         every = self._every[: len(slots) + 1]
-        rows = _Rows(sources, starts, places, every[1:], contexts,
-                     [table[slots, :width] for table in self._tables])
+        rows = _BatchColumns(
+            sources, starts, places, every[1:], contexts, [table[slots, :width] for table in self._tables])
         return self._sent(rows, (1, every.astype(np.int32)), every[:-1], sources + 1)
 
-    def _sent(self, rows: _Rows, queries: tuple[int, np.ndarray], sample_at: np.ndarray, targets: np.ndarray) -> Step:
+    def _sent(
+        self, rows: _BatchColumns, queries: tuple[int, np.ndarray], sample_at: np.ndarray, targets: np.ndarray,
+    ) -> GatheredBatch:
         """Args: queries: tokens of the longest row, and where each row starts."""
         longest, firsts = queries
         sources, positions, sampled, places, *columns = self._send(
@@ -179,24 +182,24 @@ class SlotTable:
             (firsts, rows.contexts.astype(np.int32), *rows.tables))
         slot_mapping, *others = columns[: self.num_groups]
         query_starts, context_lens, tables, *other_tables = columns[self.num_groups :]
-        return Step(RaggedBatch(
+        return GatheredBatch(RaggedBatch(
             token_ids=self._tokens.index_select(0, sources), positions=positions, slot_mapping=slot_mapping,
             query_starts=query_starts, context_lens=context_lens, block_tables=tables, sample_at=sampled,
             max_query_len=longest, max_context_len=int(rows.contexts.max()),
             groups=tuple(map(GroupTables, others, other_tables)), group_of_layer=self.group_of_layer), places)
 
-    def _padding(self, starts: np.ndarray, counts: np.ndarray) -> _Rows:
+    def _padding(self, starts: np.ndarray, counts: np.ndarray) -> _BatchColumns:
         """Rows of `counts` padding tokens from positions `starts` on; rows without any are left out."""
         starts, counts = starts[counts > 0], counts[counts > 0]
         _, positions = _laid_out(starts, starts, counts)
         width = -(-int((starts + counts).max()) // self.block_size)
-        return _Rows(
+        return _BatchColumns(
             np.full(len(positions), self._nothing), positions,
             [self.null_block * self._block_size + positions % self.block_size] * self.num_groups, counts,
             starts + counts, [np.full((len(counts), width), self.null_block, np.int32)] * self.num_groups)
 
 
-class _Rows(NamedTuple):
+class _BatchColumns(NamedTuple):
     """Columns of a ragged batch: three of `[tokens]`, then three of `[rows]`; places and tables of each cache group."""
 
     sources: np.ndarray  # indices in the token table
@@ -206,7 +209,7 @@ class _Rows(NamedTuple):
     contexts: np.ndarray
     tables: list[np.ndarray]  # [rows, width]
 
-    def followed_by(self, other: _Rows) -> _Rows:
+    def followed_by(self, other: _BatchColumns) -> _BatchColumns:
         width = max(self.tables[0].shape[1], other.tables[0].shape[1])
 
         def joined(pair: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
@@ -215,7 +218,7 @@ class _Rows(NamedTuple):
         def widened(table: np.ndarray) -> np.ndarray:
             return np.pad(table, ((0, 0), (0, width - table.shape[1])))
 
-        return _Rows(
+        return _BatchColumns(
             joined((self.sources, other.sources)), joined((self.positions, other.positions)),
             [joined(pair) for pair in zip(self.places, other.places, strict=True)],
             joined((self.counts, other.counts)), joined((self.contexts, other.contexts)),

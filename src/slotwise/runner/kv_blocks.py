@@ -1,6 +1,4 @@
-"""Blocks of the cache as bytes, for transfers to other engines: the layers' pieces of a block, one after the other.
-
-Copies blocks to and from host memory, as plans say: all layers of a block at once.
+"""Blocks of the cache as bytes: in host caches, for transfers to other engines, and copied to host memory as plans say.
 
 On the device a block is spread over the layers' caches; on the host it is contiguous.  It is gathered in a staging area
 on the device, so a block is transferred by one copy, and a layer gathers or scatters many blocks by one operation:
@@ -10,7 +8,7 @@ on the device, so a block is transferred by one copy, and a layer gathers or sca
     ...                     ──┘ ◄────────              ◄──────────────────
                               scatter                   copy
 
-All of this is enqueued before the next forward pass: nothing waits for it, and everything happens in order.
+The copies are enqueued before the next forward pass.  Nothing waits for them, and the device runs them in order.
 """
 
 from __future__ import annotations
@@ -22,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slotwise.core.step import Copy
+from slotwise.core.step import Copy, StepPlan
+from slotwise.runner.slots import SlotListener
 from slotwise.runner.staging import sender
 
 
@@ -56,7 +55,7 @@ STAGING = 64 << 20  # bytes
 SLAB = 1 << 30  # bytes; torch rounds page-locked memory up to powers of two
 
 
-class HostBlocks:
+class HostBlocks(SlotListener):
     """Copies blocks between the caches of all layers and places in host memory.
 
     Args:
@@ -73,6 +72,11 @@ class HostBlocks:
             staging_bytes(num_places, block_bytes) // block_bytes, elements, dtype=kind, device=device)
         self._places = _page_locked(num_places, elements, kind, device)
         self._send = sender(device)
+
+    def apply(self, plan: StepPlan) -> None:
+        """Copy the blocks that a plan saves and loads."""
+        self.save(plan.saves)
+        self.load(plan.loads)
 
     def save(self, copies: Sequence[Copy]) -> None:
         """Copy blocks of the device to places of the host."""

@@ -3,10 +3,8 @@
     what this process may take
     |■ weights ■|■ workspace ■|■■■■■■■■■■■ cache ■■■■■■■■■■■|      others      |
 
-Host memory for blocks evicted from a device's cache is separate, where an option sets it.
-
-
-Measures the memory that steps and their graphs take, by running the largest ones before the cache is allocated.
+On a GPU the workspace is measured: the largest steps run before the cache is allocated.  Host memory for blocks evicted
+from a device's cache is separate, where an option sets it.
 """
 
 from __future__ import annotations

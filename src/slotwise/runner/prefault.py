@@ -1,11 +1,8 @@
-"""Pre-faults the memory of the next cache blocks, before a step writes to them.
+"""The pages of a cache in host memory: pre-faulted before a step writes to them, and returned while the engine sleeps.
 
 A cache takes memory as it fills, and the system clears each page at the first write: with huge pages, two megabytes in
 every layer at once, which delays the step that begins a new page by a tenth of a second.  So a thread stays a page
-ahead of the blocks handed out, which come in ascending order until all were used once.
-
-
-The memory that an engine on the CPU gives back while it sleeps and goes on.
+ahead of the blocks in use, which the scheduler hands out in ascending order until all were used once.
 """
 
 from __future__ import annotations

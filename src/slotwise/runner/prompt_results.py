@@ -1,8 +1,8 @@
-"""Log-probabilities of prompts: what the model gives each token of a prompt, after the tokens before it.
+"""Results of prompts: log-probabilities of their tokens, and pooled vectors.
 
-They need logits at every position of a prompt: for a prompt of 8,000 tokens and a vocabulary of 128,000 four gigabytes.
-So hidden states, which are a hundred times smaller, become logits a few rows at a time, and of each row only the
-entries stay.
+A token's log-probability needs the logits at the position before it: for a prompt of 8,000 tokens and a vocabulary of
+128,000, four gigabytes.  So hidden states, which are a hundred times smaller, become logits a few rows at a time, and
+of each row only the entries stay.
 
     positions    0   1   2   3   4        a chunk of 5 tokens of a prompt of 8
     logits       ■ ■ ■ | ■ ■              rows at a time: 3
@@ -11,15 +11,14 @@ entries stay.
 The entry of position p + 1 comes from the logits at p: the first token of a prompt has none, and the last position of
 the prompt gives the first token of the output, which is sampled.
 
-
-Pooled prompts: from the hidden states of a prompt to one vector, which is the request's result.
+Pooling makes one vector of a prompt's hidden states, which is the request's result:
 
     positions    0   1   2   3 │ 4   5        a prompt of 6 tokens in two chunks
     `last`                     │     ■        its hidden state
     `mean`       ■   ■   ■   ■ │ ■   ■        their sum, continued from chunk to chunk, divided by 6
 
-Hidden states are those behind the last norm, as `transformers` returns them; sums and vectors are float32.  A sum is
-kept behind each of the last few chunks: after a failed step the scheduler plans chunks again that were summed already.
+Hidden states are those after the last norm, as `transformers` returns them; sums and vectors are float32.  A sum is
+kept for each of the last few chunks: after a failed step the scheduler plans chunks again that were already summed.
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ from slotwise.core.request import Output
 from slotwise.core.step import NewRequest, RowKind, StepPlan, TokenLogprobs
 from slotwise.runner.input_batch import SlotTable
 from slotwise.runner.sampling.sampler import Logprobs, Sampling
+from slotwise.runner.slots import SlotListener
 from slotwise.runner.staging import to_host
 
 FEWEST, MOST = 16, 64  # rows of logits at a time: fewer read the head's weights too often, more gain little
@@ -69,7 +69,7 @@ class _PromptRequest(NamedTuple):
     num_top: int
 
 
-class PromptLogprobs:
+class PromptLogprobs(SlotListener):
     """The requests that want log-probabilities of their prompts, by slot.
 
     Args:
@@ -201,7 +201,7 @@ class _Pool:
         return vector / vector.norm().clamp(min=LEAST_LENGTH) if self.params.normalize else vector
 
 
-class PooledPrompts:
+class PooledPrompts(SlotListener):
     """The pooled requests, by slot."""
 
     def __init__(self) -> None:

@@ -1,25 +1,22 @@
-"""Recurrent states while drafts are verified: they advance once it is known which drafts are right.
-
-A state that has advanced over a wrong draft cannot go back.  So a step leaves those of rows with drafts what they are
-(`RaggedBatch.on_trial`), and keeps what each layer would advance them by; behind the verification they advance over the
-accepted tokens.
-
-    before the step    state s
-    the step           state s            computes s + 1 and three drafts on trial
-    one is accepted    state s + 2        over the last token and the draft that is right
-
-
-Verification of drafts: a row yields the tokens that it would have sampled without them.
+"""Verification of drafts: a row yields the tokens that it would have sampled without them.
 
     positions    s      s+1    s+2                 last token, then drafts
     logits       ■      ■      ■
     sampled      d1     x                          d1 is the draft, x is not: two tokens, and the third is not drawn
 
 The token behind each position is drawn with the request's own parameters, history and random number of that output, as
-in a step without drafts.  While it equals the draft, the next position's logits are those of a step without drafts,
-too, so every request's tokens are the same with and without.  No draw needs the outcome of another, but for requests
-whose earlier outputs change their logits: one draw serves all positions of all other rows, and the first position of
-these, whose later positions follow in draws of their own while their drafts are right.
+in a step without drafts.  While it equals the draft, the next position's logits are also those of a step without
+drafts, so every request's tokens are the same with and without.  One draw serves all positions of most rows.  Where
+earlier outputs change a request's logits, it serves the first position; the later ones follow, one draw each, while the
+drafts are right.
+
+A recurrent state that has advanced over a wrong draft cannot go back.  So a step leaves the states of rows with drafts
+unchanged (`RaggedBatch.on_trial`) and keeps what each layer would advance them by; after the verification they advance
+over the accepted tokens:
+
+    before the step    state s
+    the step           state s            computes s + 1 and three drafts on trial
+    one is accepted    state s + 2        over the last token and the draft that is right
 """
 
 from __future__ import annotations

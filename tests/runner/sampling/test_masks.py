@@ -52,7 +52,7 @@ def plan(num_outputs: int, drafts: tuple[int, ...] = (), slot: int = 0) -> StepP
 
 def allowed(masks: Masks, step: StepPlan) -> list[str]:
     """For each position the tokens that are allowed, "$" for the end."""
-    masks.begin(step, lambda: ())
+    masks.prepare_draws(step, lambda plan: plan.num_logits, lambda: ())
     found = []
     for index in range(step.counts[0]):
         selected = masks.select(step.slots, [step.starts[0] + 1 + index])

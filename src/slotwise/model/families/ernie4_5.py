@@ -13,5 +13,5 @@ DEFAULTS = ConfigDefaults(
 
 def configure(fields: Fields) -> ModelConfig:
     config, bias = read_common(fields, DEFAULTS), fields.flag("use_bias")
-    ropes = tuple(replace(rope, has_neighbours=True) for rope in config.ropes)
+    ropes = tuple(replace(rope, has_neighbors=True) for rope in config.ropes)
     return replace(config, ropes=ropes, qkv_bias=bias, output_bias=bias, mlp_bias=bias)

@@ -22,7 +22,7 @@ DEFAULTS = ConfigDefaults(num_kv_heads=2, head_dim=128, rms_norm_eps=0.000000156
 def configure(fields: Fields) -> ModelConfig:
     fields = Fields({"partial_rotary_factor": 0.5, **fields.values}, fields.where)
     head_dim = read_head_dim(fields) if fields.has("head_dim") else DEFAULTS.head_dim
-    rope = replace(read_rope(fields, head_dim=head_dim), has_neighbours=True)
+    rope = replace(read_rope(fields, head_dim=head_dim), has_neighbors=True)
     config = read_common(fields, DEFAULTS, ropes=(rope,) * fields.integer("num_hidden_layers", maximum=MAX_LAYERS))
     return replace(config, qkv_bias=fields.flag("attention_bias", default=True), has_fused_gates=True)
 

@@ -1,12 +1,10 @@
 """Granite 3 (Granite Team, 2024): Llama with factors for embedding, scores, logits and the residual stream.
 
-    x = x + m * attention(norm(x)),  x = x + m * down(silu(gate(norm(x))) * up(norm(x)))
+    h = h + m * attention(norm(h)),  h = h + m * down(silu(gate(norm(h))) * up(norm(h)))
 
 The residual stream is kept divided by m, which needs no multiplication in a step: the embedding is divided by m, sums
-have the factor 1, and since a norm divides by the size of its input, only its epsilon changes, to epsilon / m**2.
-
-
-Granite 3's mixtures of experts (Granite Team, 2024): Granite with experts in place of the MLP.
+have the factor 1, and since a norm divides by the size of its input, only its epsilon changes, to epsilon / m**2.  The
+mixtures of experts have experts in place of the MLP.
 """
 
 from __future__ import annotations

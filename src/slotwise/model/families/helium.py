@@ -15,5 +15,5 @@ def configure(fields: Fields) -> ModelConfig:
     if config.head_dim * config.num_heads != config.hidden_size:
         raise fields.error("head_dim", f"({config.head_dim}) times num_attention_heads ({config.num_heads}) must be "
                            f"hidden_size ({config.hidden_size})")
-    return replace(config, ropes=tuple(replace(rope, has_neighbours=True) for rope in config.ropes),
+    return replace(config, ropes=tuple(replace(rope, has_neighbors=True) for rope in config.ropes),
                    qkv_bias=fields.flag("attention_bias"), mlp_bias=fields.flag("mlp_bias"))

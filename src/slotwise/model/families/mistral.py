@@ -1,6 +1,6 @@
-"""Mistral (Jiang et al., 2023): Llama with a sliding attention window, in every layer or in those of `layer_types`.
+"""Mistral (Jiang et al., 2023): Llama with a sliding attention window, in every layer or by `layer_types`.
 
-Mixtral (Jiang et al., 2024): Mistral with eight experts in place of the MLP, two of which a token chooses.
+Mixtral (Jiang et al., 2024) has eight experts in place of the MLP; each token chooses two.
 """
 
 from __future__ import annotations

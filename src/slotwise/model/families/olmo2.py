@@ -1,10 +1,8 @@
-"""OLMo 2 (OLMo Team, 2024): norms behind attention and MLP in place of those before them, and over all queries and all
-keys of a token.
+"""OLMo 2 (OLMo Team, 2024): norms after attention and MLP, not before them, and over all queries and keys.
 
     h += norm(attention(h)),  h += norm(down(silu(gate(h)) * up(h)))
 
-
-OLMo 3 (OLMo Team, 2025): OLMo 2 with a window in three of four layers, whose rotary embedding is not scaled.
+OLMo 3 (OLMo Team, 2025) has a window in three of four layers, whose rotary embedding is not scaled.
 """
 
 from __future__ import annotations

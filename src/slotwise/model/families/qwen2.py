@@ -1,6 +1,6 @@
 """Qwen2 and Qwen2.5 (Yang et al., 2024): Llama with a bias on queries, keys and values, and windows by layer.
 
-Qwen1.5-MoE and Qwen2-57B-A14B (Yang et al., 2024): Qwen2 with many small experts, and one that all tokens share.
+Qwen1.5-MoE and Qwen2-57B-A14B have many small experts, and one that all tokens share.
 """
 
 from __future__ import annotations

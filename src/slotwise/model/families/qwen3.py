@@ -1,7 +1,6 @@
 """Qwen3 (Yang et al., 2025): Llama with a norm on each head's query and key, and a head size of its own.
 
-Qwen3's mixtures of experts, such as Qwen3-30B-A3B (Yang et al., 2025): Qwen3 with 128 experts, of which a token
-chooses eight.
+The mixtures, such as Qwen3-30B-A3B, have 128 experts; each token chooses eight.
 """
 
 from __future__ import annotations

@@ -1,19 +1,13 @@
-"""The keys of a GGUF file that have its architecture's name before them, each with a type and a range.
-
-The rotary embedding of a GGUF file, as `rope_parameters` of a config.json.
-
-What architectures of GGUF files say beside the common keys, as fields of a config.json.
-
-`common` are the fields that are known by then.
-
-
-Architectures of GGUF files, and their tensors' names.
+"""The architectures of GGUF files: which family serves each, its keys beyond the common ones, and its tensors' names.
 
     llama.cpp             here, as in Hugging Face checkpoints
     blk.0.attn_q.weight   model.layers.0.self_attn.q_proj.weight
 
-llama.cpp rotates neighbouring dimensions of a head in some architectures, and so its converter interleaves the rows of
+llama.cpp rotates neighboring dimensions of a head in some architectures, and so its converter interleaves the rows of
 their queries and keys: row `2 i + j` of a head is row `j head_dim / 2 + i` of the original.
+
+From top to bottom: typed access to a file's keys, its rotary embedding, the fields that single architectures add to a
+config.json (`common` are the fields that are known by then), and the table `ARCHITECTURES`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Keys of a GGUF file that no reader asks for: each has a value that changes nothing, or is refused by name.
-
-The config of a GGUF file: its metadata under the names of a config.json, each value checked under its own.
+"""The config of a GGUF file: its metadata under the names of a config.json, each value checked under its own.
 
     llama.block_count   num_hidden_layers        shapes and names of tensors   vocab_size, tied head, biases, dtype
+
+A key that no reader asks for must have a value that changes nothing (`check_unread`); otherwise it is refused by name.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The tensors of a GGUF file under the names that families use, mapped: pages are read when a tensor is.
 
-What was read is copied, and its pages are given back: beside the packed weights the file would be resident as well.
+Tensors are copied, and their pages are then released; otherwise the file would stay resident next to the packed
+weights.
 """
 
 from __future__ import annotations

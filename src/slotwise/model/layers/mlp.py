@@ -1,9 +1,9 @@
-"""Gated MLPs (Shazeer, "GLU variants improve transformer", 2020).
+"""Gated MLPs (Shazeer, "GLU variants improve transformer", 2020), and mixtures of experts.
 
-Mixtures of experts (Shazeer et al., 2017; Fedus et al., 2021): a router chooses a few of many MLPs for each token.
+A mixture (Shazeer et al., 2017; Fedus et al., 2021) has a router that chooses a few of many MLPs for each token:
 
     x ─► router ─► logits ─┐
-    x ─────────────► experts chosen, weighted, added ─► + sigmoid(gate(x)) * shared(x)     where there is such an expert
+    x ─────────────► experts chosen, weighted, added ─► + sigmoid(gate(x)) * shared(x)     with a shared expert
 
 Routing, and the products that read only the weights of chosen experts, are one operation of the kernels, which also
 counts the tokens of each expert.

@@ -30,7 +30,7 @@ class Rope:
 
     theta: float  # the base
     share: float = field(default=1.0, kw_only=True)  # of a head's dimensions, its first ones: the others do not turn
-    has_neighbours: bool = field(default=False, kw_only=True)  # pairs are dimensions 2i and 2i + 1
+    has_neighbors: bool = field(default=False, kw_only=True)  # pairs are dimensions 2i and 2i + 1
 
     def rotated(self, head_dim: int) -> int:
         """Dimensions of a head that turn."""
@@ -48,10 +48,10 @@ class Rope:
     def order(self, head_dim: int) -> Tensor | None:
         """The checkpoint's dimension of a head at each of the kernels' dimensions; None: the same."""
         rotated = self.rotated(head_dim)
-        if rotated == head_dim and not self.has_neighbours:
+        if rotated == head_dim and not self.has_neighbors:
             return None
         turning, others = torch.arange(rotated), torch.arange(rotated, head_dim).view(2, -1)
-        first, second = turning.view(-1, 2).T if self.has_neighbours else turning.view(2, -1)
+        first, second = turning.view(-1, 2).T if self.has_neighbors else turning.view(2, -1)
         return torch.cat((first, others[0], second, others[1]))
 
     @property

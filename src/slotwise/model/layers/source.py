@@ -1,20 +1,18 @@
-"""Which part of each weight a rank holds, where several compute a model together (Shoeybi et al., "Megatron-LM", 2019).
+"""Where layers get their weights: a checkpoint's tensors, the kernels that pack them, and the part that a rank holds.
 
-    column-parallel    a range of each part's outputs    queries, keys, values; gates and what they gate; head
+A layer asks for its tensors by names and shapes while it is constructed.  So the code that builds a model also lists
+the tensors that it needs, before any file is opened: it is built over `Listing`, whose tensors have shapes and no
+memory.
+
+Where several ranks compute a model together (Shoeybi et al., "Megatron-LM", 2019), each holds a part of every weight:
+
+    column-parallel    a range of each part's outputs    queries, keys, values; gates and ups; head
     row-parallel       a range of the inputs             the product after either; its results are summed over the ranks
 
 Attention is divided by heads of keys with the queries that read them, so a rank caches its own heads only.  Where there
 are fewer such heads than ranks, several ranks hold the same one, each with other queries.  Shares may differ by one
-unit; rank 0 never has the smaller one.
-
-Experts are divided as other MLPs are, or, where the group `splits_experts`, each is held whole by one rank.
-
-
-Where layers get their weights, and the kernels that pack them.
-
-A layer asks for its tensors by their names and shapes while it is constructed.  So the same code that builds a model
-also lists the tensors that it needs, before any file is opened: it is built over `Listing`, whose tensors have shapes
-and no memory.
+unit; rank 0 never has the smaller one.  Experts are divided like other MLPs or, where the group `splits_experts`, each
+is held whole by one rank.
 """
 
 from __future__ import annotations

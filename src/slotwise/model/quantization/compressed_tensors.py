@@ -1,8 +1,6 @@
-"""How compressed-tensors stores weights: see `compressed_tensors.py` for the parts of each format.
+"""compressed-tensors, the format of llm-compressor (github.com/vllm-project/compressed-tensors).
 
-compressed-tensors, the format of llm-compressor (github.com/vllm-project/compressed-tensors).
-
-`config_groups` give modules a scheme by name, expression or class; `ignore` names those that stay as they are.
+`config_groups` give modules a scheme by name, expression or class; `ignore` names modules that stay as they are.
 
     pack-quantized         weight_packed [outputs, words] int32, weight_scale, weight_shape; perhaps weight_zero_point
                            [words of outputs, groups] int32 and weight_g_idx [depth]
@@ -12,7 +10,7 @@ compressed-tensors, the format of llm-compressor (github.com/vllm-project/compre
     mxfp4-pack-quantized   weight_packed uint8, weight_scale uint8: see `mxfp4.py`
 
 A scale belongs to the matrix (`tensor`), an output (`channel`), a group of an output's inputs or a block.  Scales of
-activations are not used: activations are quantised token by token while they are multiplied.
+activations are not used: activations are quantized token by token while they are multiplied.
 """
 
 from __future__ import annotations

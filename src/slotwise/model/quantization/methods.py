@@ -1,7 +1,4 @@
-"""Finds the reader of a `quantization_config`, by its `quant_method`.
-
-The quantised weights of a checkpoint, each in place of the tensors that it is stored as.
-"""
+"""Quantization methods by `quant_method`, and a checkpoint's tensors with each quantized weight as one tensor."""
 
 from __future__ import annotations
 

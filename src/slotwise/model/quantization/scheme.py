@@ -1,6 +1,4 @@
-"""Small unsigned integers out of the 32-bit words in which checkpoints store them.  All hosts are little-endian.
-
-What a quantised format tells a loader: which modules it quantised, and how a layer's tensors become a matrix.
+"""What a quantized format tells a loader: which modules it quantized, and how a layer's tensors become a matrix.
 
     config.json ─► Quantization ─► Scheme of a module ─► parts in the file ─► QuantisedMatrix
                                    its `Format`          names, shapes, types
@@ -8,8 +6,8 @@ What a quantised format tells a loader: which modules it quantised, and how a la
 A `Quantization` reads and checks every field of `quantization_config` once.  A `Scheme` is what it says about one
 module: the tensors that its weight consists of, and how they are put together.  Neither opens a file.
 
-
-Weights of integers with a scale, and perhaps a zero point, for each group: what most formats store.
+Also here: what several formats share, integers packed into 32-bit words (all hosts are little-endian), and codes with a
+scale, and perhaps a zero point, for each group (`Affine`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """From logits to tokens, on the CPU.
 
-Plain greedy rows are one sampling.  The others are copied to float32, edited (`logits.py`), drawn
+Plain greedy rows are one argmax.  Other rows are copied to float32, edited (`logits.py`), drawn
 (`kernels/cpu/sampling.py`) and, where requested, described by log-probabilities.  The same row gives the same token in
 every batch, bit for bit.
 """
@@ -23,12 +23,20 @@ from slotwise.kernels.cpu.launcher import KernelLauncher
 from slotwise.kernels.reference import FAILED
 from slotwise.runner.sampling.grammar_masks import Masks
 from slotwise.runner.sampling.logits import LogitEdits
-from slotwise.runner.sampling.sampler import NO_LOGPROBS, Logprobs, RequestParams, SampledTokens, SlotParams, sampled
+from slotwise.runner.sampling.sampler import (
+    NO_LOGPROBS,
+    Logprobs,
+    RequestParams,
+    SampledTokens,
+    Sampling,
+    SlotParams,
+    sampled,
+)
 
 logger = logging.getLogger(__name__)
 
 
-class Sampler:
+class Sampler(Sampling):
     """The sampling state of every slot.  One caller at a time.
 
     Args:
@@ -47,12 +55,12 @@ class Sampler:
         self._launcher = launcher or KernelLauncher(torch.get_num_threads())
         self._work = torch.empty(0, vocab_size, dtype=torch.float32)
 
-    def join(self, join: NewRequest) -> None:
+    def join(self, request: NewRequest) -> None:
         """Set the slot's request, new or resumed after preemption."""
-        params = self._params.join(join)
-        self._edits.pop(join.slot, None)
+        params = self._params.join(request)
+        self._edits.pop(request.slot, None)
         if params.is_edited(num_outputs=0):
-            self._edits[join.slot] = LogitEdits(params, join.tokens, self._vocab_size)
+            self._edits[request.slot] = LogitEdits(params, request.tokens, self._vocab_size)
 
     def leave(self, slot: int) -> None:
         """Clear the slot."""

@@ -19,7 +19,15 @@ from slotwise.kernels.reference import Draw, Mask, allowed_only
 from slotwise.runner.input_batch import SlotTable
 from slotwise.runner.sampling.grammar_masks import Masks
 from slotwise.runner.sampling.logits import DeviceEdits
-from slotwise.runner.sampling.sampler import NO_LOGPROBS, Logprobs, RequestParams, SampledTokens, SlotParams, sampled
+from slotwise.runner.sampling.sampler import (
+    NO_LOGPROBS,
+    Logprobs,
+    RequestParams,
+    SampledTokens,
+    Sampling,
+    SlotParams,
+    sampled,
+)
 from slotwise.runner.staging import sender, to_host
 
 logger = logging.getLogger(__name__)
@@ -37,7 +45,7 @@ class _Drawn:
         return sampled(self.tokens.tolist(), self.logprobs)
 
 
-class DeviceSampler:
+class DeviceSampler(Sampling):
     """The sampling state of every slot.  One caller at a time.
 
     Args:
@@ -58,15 +66,15 @@ class DeviceSampler:
         self._edits: dict[int, DeviceEdits] = {}  # by slot, of requests that have any
         self._send = sender(device)
 
-    def join(self, join: NewRequest) -> None:
+    def join(self, request: NewRequest) -> None:
         """Set the slot's request, new or resumed after preemption."""
-        params = self._params.join(join)
-        self._edits.pop(join.slot, None)
+        params = self._params.join(request)
+        self._edits.pop(request.slot, None)
         if params.is_edited(num_outputs=0):
             words = np.array([token for word in params.bad_words for token in word], np.int64)
             stop_ids, bias_ids, allowed_ids, bad, bias = self._send(
                 [params.stop_ids, params.bias_ids, params.allowed_ids, words], [params.bias.view(np.int32)])
-            self._edits[join.slot] = DeviceEdits(params, stop_ids, bias_ids, bias.view(torch.float32), allowed_ids,
+            self._edits[request.slot] = DeviceEdits(params, stop_ids, bias_ids, bias.view(torch.float32), allowed_ids,
                                                  bad.split([*map(len, params.bad_words)]) if len(bad) else ())
 
     def leave(self, slot: int) -> None:

@@ -1,4 +1,6 @@
-"""Grammars of requests, compiled by llguidance on a thread of low priority, beside the engine's steps.
+"""Grammars of requests, compiled by llguidance, and their masks of allowed tokens for each position that is sampled.
+
+A thread of low priority compiles, next to the engine's steps:
 
     compile(request, grammar) ─► cache: content ─► matcher      found: compiled at once
                                      ▲ thread, in order         not found: the request waits, others run
@@ -6,19 +8,16 @@
     matcher(request) ─► a copy for its slot, as often as it is admitted, until release(request)
 
 Grammars that cannot be used are cached, too: finding that out takes seconds.  A grammar is skipped when all of its
-requests have ended before its turn.
+requests have ended before its turn.  A second thread fills the masks during the forward pass:
 
+    prepare_draws   thread: read the tokens of earlier steps ─► move each matcher there ─► fill its masks
+    forward pass    |■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■|
+    select(...)     the sampler pops its rows' masks, and waits for the thread if it is not done
 
-Masks of the tokens that the grammars of requests allow, for every position that a step samples.
-
-    begin(plan)   thread: read the tokens of earlier steps ─► move each matcher there ─► fill its masks
-    forward pass  |■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■|
-    select(...)   the sampler takes its rows' masks, and waits for the thread if it is not done
-
-A mask has one bit a token, bit i of word i // 32.  Behind a draft the mask is that of the text with the draft; behind
-one that ends the output, or that the grammar does not allow, only the end may follow, and is dropped.  Afterwards the
-matcher goes back to the tokens that are known, so nothing is undone when drafts are not accepted, or a step has failed
-and is run again.
+A mask has one bit per token, bit i of word i // 32.  After a draft the mask is that of the text with the draft; after a
+draft that ends the output, or that the grammar does not allow, only the end may follow, and is dropped.  Afterwards the
+matcher goes back to the tokens that are known, so nothing needs to be undone when drafts are not accepted, or when a
+step has failed and runs again.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import queue
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -37,10 +36,11 @@ from numpy.typing import NDArray
 
 from slotwise import grammars
 from slotwise.core.grammar import Grammar
-from slotwise.core.step import NewRequest, StepPlan
+from slotwise.core.step import NewRequest, StepPlan, StepResult
 from slotwise.engine.grammars import Compiled
 from slotwise.grammars import died, message_of
 from slotwise.kernels.cpu.threads import roam
+from slotwise.runner.slots import Earlier, NumDrawn, SlotListener
 
 MAX_CACHED = 32  # grammars: one of the largest that the limits allow has taken 19 MB
 MAX_OBJECTIONS = 128  # grammars that cannot be used
@@ -158,10 +158,6 @@ def _add(cache: OrderedDict[Content, Any], content: Content, value: Any, most: i
 
 MOST_FORCED = 16  # rows with grammars: with more, steps have no time for drafts
 
-Earlier = Callable[[], Iterable[tuple[StepPlan, Sequence[Sequence[int]]]]]
-"""Steps whose results are not collected yet, each with the tokens that its rows sampled.  Waits for the device."""
-
-
 class RowMasks(NamedTuple):
     """The masks of some rows of a draw."""
 
@@ -176,7 +172,7 @@ class RowMasks(NamedTuple):
         return RowMasks(self.rows[mine], self.bits[mine]) if mine.any() else None
 
 
-class Masks:
+class Masks(SlotListener):
     """The matcher of every slot whose request has a grammar.  One caller at a time.
 
     Args:
@@ -197,12 +193,12 @@ class Masks:
         self._filling: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, "masks", initializer=roam)  # it starts with the first mask
 
-    def join(self, join: NewRequest) -> None:
+    def join(self, request: NewRequest) -> None:
         """Set the slot's request, new or resumed after preemption."""
-        self._texts.pop(join.slot, None)
-        if join.spec.params.grammar is not None:
-            matcher = self._grammars.matcher(join.request_id)
-            self._texts[join.slot] = _ConstrainedOutput(join, matcher, self._grammars.bytes_of)
+        self._texts.pop(request.slot, None)
+        if request.spec.params.grammar is not None:
+            matcher = self._grammars.matcher(request.request_id)
+            self._texts[request.slot] = _ConstrainedOutput(request, matcher, self._grammars.bytes_of)
 
     def leave(self, slot: int) -> None:
         """Clear the slot."""
@@ -212,9 +208,21 @@ class Masks:
         """Whether a row of the plan has a grammar."""
         return bool(self._texts) and not self._texts.keys().isdisjoint(plan.slots)
 
-    def begin(self, plan: StepPlan, earlier: Earlier) -> None:
-        """Begin to fill the masks of the plan's draws; `plan` has the logits alone that tokens are drawn from."""
-        self._filling = self._thread.submit(self._fill, plan, earlier)
+    def prepare_draws(self, plan: StepPlan, num_drawn: NumDrawn, earlier: Earlier) -> None:
+        """Begin to fill the masks of the plan's draws, beside its forward pass."""
+        if self.are_in(plan):
+            drawn = plan._replace(num_logits=tuple(num_drawn(plan)))
+            self._filling = self._thread.submit(self._fill, drawn, earlier)
+
+    def complete(self, plan: StepPlan, result: StepResult) -> StepResult:
+        """Record a step's tokens; adds to the result what grammars force, and why rows cannot go on."""
+        self.record(plan, result.tokens)
+        if forced := self.forced(plan, result.tokens):
+            result = result._replace(forced=forced)
+        if not result.failed:
+            return result
+        objections = tuple([self.objection(plan.slots[row]) for row in result.failed])
+        return result._replace(objections=objections) if any(objections) else result
 
     def select(self, slots: Sequence[int], positions: Sequence[int]) -> RowMasks | None:
         """The masks of the rows that have a grammar; None when no row has.
@@ -288,13 +296,13 @@ def _first_output(plan: StepPlan, row: int, num_prompt: int) -> int:
 class _ConstrainedOutput:
     """The output of a request, and its matcher, which has consumed a beginning of it."""
 
-    def __init__(self, join: NewRequest, matcher: Any, bytes_of: Callable[[Sequence[int]], bytes]) -> None:
-        self.request_id = join.request_id
-        self.num_prompt = join.num_prompt
+    def __init__(self, request: NewRequest, matcher: Any, bytes_of: Callable[[Sequence[int]], bytes]) -> None:
+        self.request_id = request.request_id
+        self.num_prompt = request.num_prompt
         self.error = ""
-        self._grammar = join.spec.params.grammar
+        self._grammar = request.spec.params.grammar
         self._matcher, self._bytes_of = matcher, bytes_of
-        self._outputs = list(join.sampled)
+        self._outputs = list(request.sampled)
         self._num_consumed = 0
         self._num_held = 0  # of those that the matcher consumed, the first ones that are still outputs
 

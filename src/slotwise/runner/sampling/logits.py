@@ -1,20 +1,17 @@
-"""The budget of reasoning: once it is used up, the token that ends the reasoning follows.
+"""Edits of a request's logits before a token is chosen: bans, bias, penalties, the end of reasoning.
+
+The order is vLLM's where it matters: end tokens are banned before `min_tokens`, the bias is added, then the repetition
+penalty (over prompt and output; Keskar et al., "CTRL", 2019) scales and the frequency and presence penalties (over the
+output only; OpenAI's) are subtracted.  Tokens that are not allowed, and tokens that would complete a banned sequence of
+output tokens, get minus infinity.  At last, reasoning that has used up its budget is ended:
 
     outputs     <think>  a  b  c           a  b  c            of 3 tokens
     next        </think>                   </think>           the prompt has begun the reasoning
 
-The end gets a logit beside which no other counts, after all other edits; the mask of a grammar still holds.
+The end token's logit then dwarfs all others; the mask of a grammar still applies.
 
-
-Edits of a request's logits before a token is chosen: banned ends, bias, penalties, banned tokens.
-
-The order is vLLM's where it matters: end tokens are banned before `min_tokens`, the bias is added, then the repetition
-penalty (over prompt and output; Keskar et al., "CTRL", 2019) scales and the frequency and presence penalties (over the
-output only; OpenAI's) are subtracted.  Tokens that are not allowed, and those that would complete a banned sequence of
-output tokens, get minus infinity; at the end, reasoning that has used up its budget is ended (`thinking.py`).
-
-On the host only the entries concerned are edited, so the cost follows the request, not the vocabulary (but where only
-some tokens are allowed); on a device, where tokens may still be computed, each edit is an operation on a row.
+On the host only the entries concerned are edited, so the cost follows the request, not the vocabulary (except where
+only some tokens are allowed); on a device, where tokens may still be computed, each edit is an operation on a row.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""What both samplers share: the parameters of every slot's request, the results, and the samplers' interface.
+"""What the samplers share: the parameters of every slot's request, the results, and the interface.
 
-A request's tokens depend on its own logits, parameters, seed and history alone: never on its batch-mates, its row or
-its slot, nor on preemption and recomputation.  The random number of output i is a pure function of (seed, i), so
-nothing need be kept or restored.
-
-
-The sampler of a rank that samples nothing: rank 0 does, and sends the tokens with the next plan.
+A request's tokens depend on its own logits, parameters, seed and history alone: never on other requests of the batch,
+its row or its slot, nor on preemption and recomputation.  The random number of output i is a pure function of (seed,
+i), so nothing needs to be kept or restored.  Ranks other than rank 0 sample nothing (`SilentSampler`).
 """
 
 from __future__ import annotations
@@ -23,6 +20,7 @@ from torch import Tensor
 from slotwise.core.params import SamplingParams
 from slotwise.core.step import NewRequest, TokenLogprobs
 from slotwise.kernels.reference import FAILED
+from slotwise.runner.slots import SlotListener
 
 GREEDY_BELOW = 1e-5  # temperature; the same threshold as vLLM's
 NO_LOGPROBS = -1
@@ -169,20 +167,12 @@ class PendingTokens(Protocol):
         ...
 
 
-class Sampling(Protocol):
+class Sampling(SlotListener):
     """The sampling state of every slot."""
-
-    def join(self, join: NewRequest) -> None:
-        """Set the slot's request, new or resumed after preemption."""
-        ...
-
-    def leave(self, slot: int) -> None:
-        """Clear the slot."""
-        ...
 
     def draws_in_order(self, slot: int) -> bool:
         """Whether a token of the slot's request can be drawn only once all before it are known."""
-        ...
+        raise NotImplementedError
 
     def sample(self, logits: Tensor, slots: Sequence[int], positions: Sequence[int]) -> PendingTokens:
         """Choose the next token of every row of `logits [rows, vocab]`, which are left as they are.
@@ -193,7 +183,7 @@ class Sampling(Protocol):
             slots: slot of each row; of those that draw in order, each at most once.
             positions: position of the new token in its request, prompt included.
         """
-        ...
+        raise NotImplementedError
 
     def describe(self, logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
         """Log-probabilities of given tokens, and of the `num_top` most probable ones, at every row of `logits`.
@@ -204,7 +194,7 @@ class Sampling(Protocol):
             logits: `[rows, vocab]`; left as they are.
             tokens: `[rows]` int64, ids of the vocabulary, where the logits are.
         """
-        ...
+        raise NotImplementedError
 
 
 def is_greedy(params: SamplingParams) -> bool:
@@ -227,7 +217,7 @@ def _within(tokens: Iterable[int], vocab_size: int) -> NDArray[np.int64]:
     return np.array([token for token in tokens if 0 <= token < vocab_size], np.int64)
 
 
-class _Zeros(NamedTuple):
+class _ZeroTokens(NamedTuple):
     """Token 0 for every row, on the device of the logits."""
 
     column: Tensor
@@ -236,20 +226,14 @@ class _Zeros(NamedTuple):
         return SampledTokens([0] * len(self.column), [], ())
 
 
-class SilentSampler:
+class SilentSampler(Sampling):
     """Draws token 0 for every row, which the tokens of rank 0 replace before they are read."""
-
-    def join(self, join: NewRequest) -> None:
-        """Nothing is kept of a request."""
-
-    def leave(self, slot: int) -> None:
-        """Nothing was kept."""
 
     def draws_in_order(self, slot: int) -> bool:
         return False
 
-    def sample(self, logits: Tensor, slots: Sequence[int], positions: Sequence[int]) -> _Zeros:
-        return _Zeros(torch.zeros(len(slots), dtype=torch.int64, device=logits.device))
+    def sample(self, logits: Tensor, slots: Sequence[int], positions: Sequence[int]) -> _ZeroTokens:
+        return _ZeroTokens(torch.zeros(len(slots), dtype=torch.int64, device=logits.device))
 
     def describe(self, logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
         nothing = np.zeros((0, 0), np.int32)

@@ -165,7 +165,7 @@ def test_cached_prefixes_are_in_the_draft_models_cache_or_caught_up_with(loaded,
     (done,) = play(engine(loaded, draft, drafts=False, **settings), first).outputs.values()
     again = [Add("again", RequestSpec(prompt + list(done.tokens[:-1]), SamplingParams(temperature=0.0, max_tokens=12)))]
     plain = play(engine(loaded, draft, drafts=False, **settings), again).outputs
-    num_known = len(again[0].prompt)
+    num_known = len(again[0].spec.prompt)
     for is_drafted in (True, False):
         subject = engine(loaded, draft, drafts=is_drafted, **settings)
         play(subject, first)

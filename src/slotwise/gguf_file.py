@@ -93,7 +93,7 @@ class Cursor:
         """A text that is short and printable."""
         text = self.text(what, MAX_NAME)
         if not text or not text.isprintable():
-            raise self.error(f"{what} is no printable text: {text!r:.40}")
+            raise self.error(f"{what} is not printable text: {text!r:.40}")
         return text
 
     def text(self, what: str, most: int = MAX_TEXT) -> str:
@@ -215,7 +215,7 @@ class Metadata:
         return value
 
     def scalar(self, key: str) -> float | bool | str:
-        """A value that another reader checks, where it is no array."""
+        """A value that another reader checks, unless it is an array."""
         value: float | bool | str = self._values[key]
         if isinstance(value, Array):
             raise self.error(key, "must be one value, not an array")
@@ -418,12 +418,12 @@ def open_model(path: Path) -> GGUFModel:
     """Opens `path`, and the other parts if it is the first of several.
 
     Raises:
-        CheckpointError: a file is missing or not valid, is no part of the same model, or holds no language model.
+        CheckpointError: a file is missing or not valid, belongs to another model, or does not hold a language model.
     """
     first = open_gguf(path)
     metadata = first.metadata
     if (kind := metadata.text(TYPE, LANGUAGE_MODEL)) != LANGUAGE_MODEL:
-        raise metadata.error(TYPE, f"is {kind!r:.40}: the file holds no language model, but what belongs to one")
+        raise metadata.error(TYPE, f"is {kind!r:.40}: the file is not a language model, but belongs to one")
     count = metadata.integer(COUNT, 1, minimum=1, maximum=MAX_PARTS)
     paths = parts_of(path)
     if len(paths) != count or metadata.integer(NUMBER, 0):
@@ -455,7 +455,7 @@ def _part(path: Path, number: int, count: int) -> GGUFFile:
 
 
 def parts_of(path: Path) -> list[Path]:
-    """The paths of all parts of a model, by the name of one; itself alone if it is no part."""
+    """The paths of all parts of a model, by the name of one; the path itself if the model has one part."""
     found = PART.fullmatch(path.name)
     count = int(found["count"]) if found else 1
     if not found or not 1 <= count <= MAX_PARTS:
@@ -470,9 +470,9 @@ def models_among(names: Iterable[str]) -> list[str]:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether `path` is a file that begins as GGUF: its name may tell nothing, as in Ollama's store."""
+    """Whether `path` is a file that begins like GGUF, whatever its name: Ollama's store has names without meaning."""
     with suppress(OSError):
-        if path.is_file():  # no pipe, which would be waited for
+        if path.is_file():  # not a pipe, which would block
             with path.open("rb") as file:
                 return file.read(len(MAGIC)) == MAGIC
     return False

@@ -25,14 +25,14 @@ from slotwise.model.fields import read_json
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
-BELOW = "onnx"  # a folder whose files count, too
+BELOW = "onnx"  # a folder whose files are looked at, too
 MOST_ENTRIES = 4096  # of a folder that are looked at
 SHOWN = 3  # folders that a message names
 ORIGINAL = "serve the Hugging Face checkpoint that it was made from"
 
 
 class FileFormat(NamedTuple):
-    """A format, recognised by names."""
+    """A format that is not read, recognized by names."""
 
     what: str
     advice: str
@@ -63,7 +63,7 @@ def file_error(path: Path) -> CheckpointError:
     """The error for a file that is not in GGUF."""
     if path.name.endswith(SUFFIX):
         return CheckpointError(f"{path} does not begin as a GGUF file does: it is damaged, or something else")
-    if known := _recognised([path.name]):
+    if known := _recognized([path.name]):
         return CheckpointError(_not_read(f"{path} is", known))
     if path.name in (CONFIG, WEIGHTS, INDEX):
         return CheckpointError(f"{path} is a file of a checkpoint: give the folder that holds it")
@@ -83,13 +83,13 @@ def checkpoint_in(folder: Path) -> Path:
     names, inner = _entries(folder)
     if models_among(names):
         return gguf_in(folder)
-    if known := _recognised(names):
+    if known := _recognized(names):
         raise CheckpointError(_not_read(f"{folder} holds", known))
     if has_config:
         read_json(folder / CONFIG)  # else this error would come after a long download
         raise CheckpointError(f"{folder} has no {WEIGHTS} and no {INDEX}: download its weights")
     if inner:
-        raise CheckpointError(f"{folder} has no {CONFIG}, but folders in it have: give one of them ({inner})")
+        raise CheckpointError(f"{folder} has no {CONFIG}, but folders in it do: give one of them ({inner})")
     if not has_weights and _matches(names, TOKENIZER):
         raise CheckpointError(f"{folder} holds {TOKENIZER.what}: {TOKENIZER.advice}")
     raise CheckpointError(f"{folder} has no {CONFIG} and no GGUF file: it is not a checkpoint, or not all of one")
@@ -122,11 +122,11 @@ def _not_read(found: str, known: FileFormat) -> str:
 
 
 def _adapter(folder: Path, *, is_beside_weights: bool) -> str:
-    """The message for an adapter, which transformers applies to its base model also where other weights lie beside."""
+    """The message for an adapter; transformers applies it to its base model, whatever else the folder has."""
     base = ""
     with suppress(CheckpointError):  # the file is damaged or names none
         base = f" for {read_json(folder / ADAPTER).text('base_model_name_or_path'):.100}"
-    other = f", or remove {ADAPTER} to serve the weights beside it" if is_beside_weights else ""
+    other = f", or remove {ADAPTER} to serve the other weights in the folder" if is_beside_weights else ""
     return (f"{folder} holds a LoRA adapter{base} and no model: serve its base model with --enable-lora "
             "--lora-modules NAME=FOLDER, or merge it into its base model with peft (merge_and_unload, then "
             f"save_pretrained) and serve the result{other}")
@@ -144,7 +144,7 @@ def _entries(folder: Path) -> tuple[list[str], str]:
     return names, ", ".join([entry.path for entry in entries if Path(entry, CONFIG).is_file()][:SHOWN])
 
 
-def _recognised(names: Iterable[str]) -> FileFormat | None:
+def _recognized(names: Iterable[str]) -> FileFormat | None:
     return next((known for known in FORMATS if _matches(names, known)), None)
 
 
@@ -152,7 +152,7 @@ def _matches(names: Iterable[str], known: FileFormat) -> bool:
     return any(fnmatchcase(name, pattern) for name in names for pattern in known.patterns)
 
 
-_HUB_ID = re.compile(r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(?::(?P<quantisation>[\w.-]+))?")
+_HUB_ID = re.compile(r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(?::(?P<quantization>[\w.-]+))?")
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
 _HUB_SKIPPED = ("*/*", "consolidated*")  # other formats of the same weights
 
@@ -161,9 +161,9 @@ def locate(model: str | Path) -> Path:
     """A checkpoint's folder, or its GGUF file, the first of a split one.
 
     A folder that holds one model in GGUF, and no other checkpoint, stands for its file.  A hub id that is not a folder
-    here is downloaded, or found in the hub's cache; `owner/name:Q4_K_M` is the GGUF file of this quantisation.
+    here is downloaded, or found in the hub's cache; `owner/name:Q4_K_M` is the GGUF file of this quantization.
 
-    Raises CheckpointError when there is no such folder or file, it holds something else than a checkpoint, or the hub
+    Raises CheckpointError when there is no such folder or file, it is not a checkpoint, or the hub
     cannot be reached or has no such model.
     """
     given = Path(model).expanduser()
@@ -177,14 +177,14 @@ def locate(model: str | Path) -> Path:
     if not found:
         raise CheckpointError(f"no folder and no file {model}: give a checkpoint's folder, a GGUF file, or a hub id "
                               "such as owner/name")
-    repository, quantisation = found["repository"], found["quantisation"]
-    if not quantisation:
+    repository, quantization = found["repository"], found["quantization"]
+    if not quantization:
         folder = _download(repository, _HUB_FILES, _HUB_SKIPPED)
         if not any(folder.glob("*.safetensors")):
             raise CheckpointError(f"the hub's {repository} has no safetensors weights: if it holds models in GGUF, "
-                                  f"name one by its quantisation, as {repository}:Q4_K_M")
+                                  f"name one by its quantization, as {repository}:Q4_K_M")
         return checkpoint_in(folder)
-    names = sorted({quantisation, quantisation.upper(), quantisation.lower()})
+    names = sorted({quantization, quantization.upper(), quantization.lower()})
     patterns = tuple(pattern for name in names for pattern in (
         f"*[-.]{name}.gguf", f"*[-.]{name}-*-of-*.gguf", f"{name}.gguf", f"{name}/*.gguf"))
     return gguf_in(_download(repository, patterns, ()), patterns)

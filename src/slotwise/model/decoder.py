@@ -39,7 +39,7 @@ class DecoderSizes:
 
     Args:
         network: its layers, with weights or without.
-        formats: of the quantised matrices of all ranks, by name.
+        formats: of the quantized matrices of all ranks, by name.
     """
 
     def __init__(

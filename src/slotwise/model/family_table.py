@@ -122,6 +122,6 @@ def adaptable(config: ModelConfig, group: Group) -> list[AdaptableProduct]:
 def weight_bytes(config: ModelConfig, kernels: Kernels, formats: Mapping[str, Format], group: Group = ALONE) -> int:
     """Bytes of all weights of a model with this config, as packed for these kernels.
 
-    `formats` are those of quantised matrices, by name.
+    `formats` are those of quantized matrices, by name.
     """
     return compose(config, Listing(config.dtype, kernels, formats, group)).bytes

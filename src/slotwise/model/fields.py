@@ -123,7 +123,7 @@ class Fields:
 def read_json(path: Path, most: int = MAX_JSON_BYTES) -> Fields:
     """One JSON object from a file of at most so many bytes.
 
-    Raises CheckpointError when it cannot be read or is no object.
+    Raises CheckpointError when it cannot be read or is not an object.
     """
     try:
         values = json.loads(read_part(path, most).decode("utf-8-sig"))

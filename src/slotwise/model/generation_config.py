@@ -20,7 +20,7 @@ LAST_N = f"{PREFIX}penalty_last_n"
 NOT_OBEYED: dict[str, tuple[Any, ...]] = {  # with the values that change no answer
     f"{PREFIX}xtc_probability": (None, 0), f"{PREFIX}mirostat": (None, 0), LAST_N: (None, -1),
     f"{PREFIX}sequence": (None, "")}
-OF_OTHERS = tuple(f"{PREFIX}{name}" for name in (  # count only beside those
+OF_OTHERS = tuple(f"{PREFIX}{name}" for name in (  # have no effect without those
     "xtc_threshold", "mirostat_tau", "mirostat_eta"))
 AUTO, NEUTRAL = "auto", "vllm"  # values of the setting that name no file
 
@@ -41,7 +41,7 @@ def named_file(setting: str) -> Path | None:
     path = given / FILE if given.is_dir() else given
     if not path.is_file():
         raise CheckpointError(
-            f"generation_config must be {AUTO}, {NEUTRAL}, or a file, or a folder with {FILE}: there is no file {path}")
+            f"generation_config must be {AUTO}, {NEUTRAL}, or a file, or a folder with {FILE}: {path} does not exist")
     return path
 
 
@@ -50,7 +50,7 @@ def read_generation(checkpoint: Path, named: Path | None = None) -> Fields:
 
     A GGUF file has some of them in its metadata.
 
-    Raises CheckpointError when it cannot be read or is no JSON object.
+    Raises CheckpointError when it cannot be read or is not a JSON object.
     """
     if named is None and checkpoint.is_file():
         metadata = open_model(checkpoint).metadata

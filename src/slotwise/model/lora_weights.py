@@ -83,17 +83,17 @@ class PeftAdapter(NamedTuple):
     where: str
     alpha: float
     alphas: dict[str, float]  # of products whose name ends so
-    is_rank_stabilised: bool
+    is_rank_stabilized: bool
     tensors: dict[str, dict[str, AdapterTensor]]
 
     def scale(self, name: str, rank: int) -> float:
         """alpha / rank, or alpha / sqrt(rank) (rsLoRA, Kalajdzievski, 2023)."""
         alpha = next((value for key, value in self.alphas.items() if f".{name}".endswith(f".{key}")), self.alpha)
-        return alpha / (math.sqrt(rank) if self.is_rank_stabilised else rank)
+        return alpha / (math.sqrt(rank) if self.is_rank_stabilized else rank)
 
 
 def read_adapter(folder: Path, most: int) -> PeftAdapter:
-    """Reads an adapter's config and its file, of at most `most` bytes beside its table.
+    """Reads an adapter's config and its file, of at most `most` bytes in addition to its table.
 
     Raises CheckpointError, with one line, for what is missing, damaged or not supported.
     """
@@ -147,7 +147,8 @@ def _tensors(path: Path, most: int) -> dict[str, dict[str, AdapterTensor]]:
         kind = entry.kind
         ending = next((each for each in FACTORS if name.endswith(each)), None)
         if ending is None or not name.startswith(PREFIX):
-            raise CheckpointError(f"{path}: {name!r:.120} is not supported: it is no factor and no bias of a product")
+            raise CheckpointError(f"{path}: {name!r:.120} is not supported: it is neither a factor nor a bias of a "
+                                  "product")
         if kind not in DENSE:
             raise CheckpointError(f"{path}: {name:.120} is stored as {kind:.20}; supported are {', '.join(DENSE)}")
         if entry.nbytes != math.prod(entry.shape) * DENSE[kind].itemsize:
@@ -231,7 +232,7 @@ class LoraWeights:
 
     @property
     def _most_bytes(self) -> int:
-        """Bytes of the largest adapter's file, of float32, beside its table."""
+        """Bytes of the largest adapter's file, of float32, without its table."""
         numbers = 0
         for product in (*self.products, *self._elsewhere):
             outputs = sum(product.parts.values())

@@ -28,7 +28,7 @@ ORIGINAL = "original_max_position_embeddings"
 
 
 class _RopeContext(NamedTuple):
-    """What a scaling depends on beside its own fields."""
+    """What a scaling depends on in addition to its own fields."""
 
     theta: float
     original: int  # tokens of the context before it was extended
@@ -105,7 +105,7 @@ def _read_plain(scaling: Fields, context: _RopeContext, share: float) -> Rope:
 
 
 def _read_dynamic(scaling: Fields, context: _RopeContext, share: float) -> Rope:
-    """Dynamic NTK scaling begins behind `max_position_embeddings`, and no position is served there."""
+    """Dynamic NTK scaling begins after `max_position_embeddings`, where positions are not served."""
     scaling.number("factor")
     return Rope(context.theta, share=share)
 
@@ -243,7 +243,7 @@ class ModelConfig:
             raise CheckpointError(f"config.json: head_dim must be even for rotary embeddings, not {self.head_dim}")
         if not all(rope.is_finite(self.head_dim, self.max_position_embeddings) for rope in set(self.ropes)):
             raise CheckpointError(
-                "config.json: rope_theta and what scales it give angles that are no numbers, or too large ones")
+                "config.json: rope_theta and what scales it give angles that are NaN or too large")
         if len(self.windows) != self.num_layers:
             raise CheckpointError(
                 f"config.json: layer_types names {len(self.windows)} layers, num_hidden_layers {self.num_layers}"
@@ -377,8 +377,8 @@ def read_mixture(
     top_k = fields.integer("num_experts_per_tok", default=default.top_k)
     if top_k > num_experts:
         raise fields.error("num_experts_per_tok", f"({top_k}) must be at most {count} ({num_experts})")
-    normalised = default.is_normalised or fields.flag("norm_topk_prob")
-    routing = Routing(num_experts, top_k, normalised)
+    normalized = default.is_normalised or fields.flag("norm_topk_prob")
+    routing = Routing(num_experts, top_k, normalized)
     if intermediate_size is None:
         return MixtureConfig(routing, config.intermediate_size, (True,) * config.num_layers)
     step = fields.integer("decoder_sparse_step", default=1)
@@ -390,8 +390,8 @@ def read_mixture(
 
 def _refuse_unsupported(fields: Fields) -> None:
     """Raises CheckpointError for fields of every family that would change the answer and are not implemented."""
-    fields.refuse(("quantization",), "is set: checkpoints quantised by MLX are not supported: serve the one it was "
-                  "made from, which quantization int8 or int4 quantises")
+    fields.refuse(("quantization",), "is set: checkpoints quantized by MLX are not supported: serve the one it was "
+                  "made from, which quantization int8 or int4 quantizes")
     if fields.section("per_layer_config").values:
         raise fields.error("per_layer_config", "gives layers sizes of their own, which is not supported")
     if not fields.flag("is_causal", default=not fields.is_null("is_causal")):

@@ -43,7 +43,7 @@ class Cut(NamedTuple):
         return (rows, *shape[1:]) if self.columns is None else (rows, len(self.columns), *shape[2:])
 
     def of(self, matrix: QuantisedMatrix, name: str) -> QuantisedMatrix:
-        """This part of a quantised matrix.
+        """This part of a quantized matrix.
 
         Raises:
             CheckpointError: it would divide a group of the matrix called `name`.
@@ -66,7 +66,7 @@ class Cut(NamedTuple):
 
 
 def matrix_size(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Outputs and depth of the quantised matrix that a tensor of `shape` is.
+    """Outputs and depth of the quantized matrix that a tensor of `shape` is.
 
     `[matrices, depth, outputs]` is one as well: all matrices, transposed, one behind the other along their outputs.
 
@@ -78,7 +78,7 @@ def matrix_size(shape: tuple[int, ...]) -> tuple[int, int]:
             return outputs, depth
         case (matrices, depth, outputs):
             return matrices * outputs, depth
-    raise ValueError(f"a tensor of shape {list(shape)} is no matrix")
+    raise ValueError(f"a tensor of shape {list(shape)} is not a matrix")
 
 
 WHOLE = Cut()
@@ -88,7 +88,7 @@ Cuts = Mapping[str, Cut]
 Read = Callable[..., Weight]
 """`read(name, ..., cuts={})`: one tensor, or several stacked along their first dimension.
 
-Plain numbers are in memory of their own; a quantised matrix is read from the file where it is unpacked.
+Plain numbers are in memory of their own; a quantized matrix is read from the file where it is unpacked.
 """
 
 
@@ -111,13 +111,13 @@ class StoredTensor(Protocol):
     def rows(self, first: int, end: int) -> Tensor:
         """Rows `first ... end - 1` along the first dimension, of the type that they are stored as.
 
-        Not of a quantised tensor of two dimensions.
+        Not of a quantized tensor of two dimensions.
         """
         ...
 
     @property
     def format(self) -> Format | None:
-        """Of a quantised matrix; None where plain numbers are stored."""
+        """Of a quantized matrix; None where plain numbers are stored."""
         ...
 
     def matrix(self) -> QuantisedMatrix:
@@ -141,7 +141,7 @@ class TensorSource:
 
 
 EMBEDDING = "embed_tokens"  # the embedding, as a model saved without its head names it
-MODULES = "modules.json"  # beside a model that makes vectors
+MODULES = "modules.json"  # in the folder of a model that makes vectors
 MAX_NAME_BYTES = 255
 MAX_TABLE_BYTES = 100 << 20  # the format's own bound
 LENGTH_BYTES = 8
@@ -182,7 +182,7 @@ class SafetensorsFile:
 
 
 def damaged(path: Path, error: Exception) -> CheckpointError:
-    """The error of a file that is none of the format."""
+    """The error for a file that is not in the format."""
     return CheckpointError(f"{path} is damaged or incomplete ({error!s:.200}): download it again")
 
 
@@ -201,7 +201,7 @@ class SafetensorsTensor:
         return self._file.mapped.get_slice(self._name)[first:end]  # type: ignore[no-any-return]
 
     def matrix(self) -> QuantisedMatrix:
-        raise TypeError(f"{self._name} is no quantised matrix")
+        raise TypeError(f"{self._name} is not a quantized matrix")
 
 
 def open_safetensors(folder: Path) -> TensorSource:
@@ -232,7 +232,7 @@ def read_table(file: BinaryIO, size: int, most: int = MAX_TABLE_BYTES) -> dict[s
         raise ValueError(f"a table of {length} bytes in a file of {size}")
     entries = json.loads(file.read(length))
     if not isinstance(entries, dict):
-        raise ValueError("its table is no object")
+        raise ValueError("its table is not an object")
     table, last = {}, 0
     for name, entry in entries.items():
         if name == ABOUT:
@@ -260,10 +260,10 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def _shards(index: Path) -> list[Path]:
     named = read_json(index).section("weight_map").values.values()
-    beside = [name for name in named if _is_file_name(name)]
-    if not beside or len(beside) < len(named):
-        raise CheckpointError(f"{index}: weight_map must map each tensor to a file beside it")
-    names = sorted(set(beside))
+    valid = [name for name in named if _is_file_name(name)]
+    if not valid or len(valid) < len(named):
+        raise CheckpointError(f"{index}: weight_map must map each tensor to a file in its folder")
+    names = sorted(set(valid))
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
         raise CheckpointError(

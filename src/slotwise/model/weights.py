@@ -53,7 +53,7 @@ class Weights:
         return any(tensor.kind == kind for tensor in self._tensors.values())
 
     def formats(self, expected: Shapes) -> dict[str, Format]:
-        """The formats of those among these tensors that are read as quantised matrices, by name."""
+        """The formats of those among these tensors that are read as quantized matrices, by name."""
         found = {name: self._tensors[name].format for name in expected if name in self._tensors}
         return {name: kind for name, kind in found.items() if kind is not None and name not in self._widened}
 
@@ -68,7 +68,7 @@ class Weights:
                    for at in range(0, first.shape[0], rows))
 
     def assemble(self, quantization: Quantization | None, expected: Shapes) -> None:
-        """Sees the parts of each weight that `quantization` says is quantised as one tensor from now on.
+        """Sees the parts of each weight that `quantization` says is quantized as one tensor from now on.
 
         Raises CheckpointError when parts are missing, or have another shape or type than the config says.
         """
@@ -77,7 +77,7 @@ class Weights:
             self._tensors = self._source.tensors
 
     def widen(self, names: Collection[str]) -> None:
-        """Reads these quantised matrices as plain numbers from now on."""
+        """Reads these quantized matrices as plain numbers from now on."""
         self._widened |= frozenset(names)
 
     def check(self, expected: Shapes) -> None:
@@ -95,7 +95,7 @@ class Weights:
         """Returns a function that reads these tensors as `dtype`, once they are checked; `wanted`: those read, or all.
 
         Raises CheckpointError as `check` does.  The returned function raises it for a tensor that holds NaN, infinity
-        or a number too large for `dtype`; so does a quantised matrix that it returns, when it is unpacked.
+        or a number too large for `dtype`; so does a quantized matrix that it returns, when it is unpacked.
         """
         self.check(expected)
         total, done = sum(self._tensors[name].nbytes for name in wanted or expected), 0
@@ -118,7 +118,7 @@ class Weights:
         return read
 
     def _dense(self, names: tuple[str, ...], dtype: torch.dtype, cuts: Cuts) -> Tensor:
-        """Tensors stacked, in memory of their own; quantised ones only where plain ones are beside them, or widened."""
+        """Tensors stacked, in memory of their own; quantized ones only if they are widened, or others are plain."""
         # `cat` copies even a single tensor: nothing refers to the file once it has been read.
         tensor = torch.cat([piece.to(dtype) for name in names for piece in self._pieces(name, cuts.get(name, WHOLE))])
         if not _is_finite(tensor):
@@ -126,7 +126,7 @@ class Weights:
         return tensor
 
     def _pieces(self, name: str, cut: Cut) -> Iterator[Tensor]:
-        """A tensor's numbers, of a quantised matrix some outputs at a time: dequantised they are many bytes."""
+        """A tensor's numbers, of a quantized matrix some outputs at a time: dequantized they are many bytes."""
         tensor = self._tensors[name]
         if tensor.format is None or len(tensor.shape) > MATRIX:
             parts = [tensor.rows(rows.start, rows.stop) for rows in cut.rows] or [_whole(tensor)]
@@ -138,7 +138,7 @@ class Weights:
             yield cut.columns_of(matrix.dequantised(at, min(at + rows, matrix.outputs)))
 
     def _matrix(self, name: str) -> QuantisedMatrix:
-        """A quantised matrix whose scales are checked as they are read."""
+        """A quantized matrix whose scales are checked as they are read."""
         matrix = self._tensors[name].matrix()
         inner = matrix.read
 

@@ -95,7 +95,7 @@ class DraftPositions:
         self._held[slot] = end
 
 
-CATCH_UP = 512  # positions that a step computes before its rows propose, beside the last one of each row
+CATCH_UP = 512  # positions that a step computes before its rows propose, in addition to the last one of each row
 ALL_LOGITS = 64  # positions of a step up to which all have logits: such a step replays a graph
 
 
@@ -195,7 +195,7 @@ class DraftModelRunner(SlotListener):
         self, plan: StepPlan, spans: Sequence[_Span], drafts: Sequence[tuple[int, ...]],
         prepare_draws: PrepareDraws,
     ) -> list[tuple[int, int]]:
-        """Run the model on `spans`; returns the token behind each that samples, with its row, and makes it known."""
+        """Run the model on `spans`; returns row and next token of each span that samples, and makes these known."""
         drawing = [span for span in spans if span.samples]
         if drawing:
             prepare_draws(_drawn_by(plan, [span.row for span in drawing], drafts))
@@ -227,7 +227,7 @@ class DraftModelRunner(SlotListener):
         return logits, targets
 
     def _fitted(self, logits: Tensor) -> Tensor:
-        """As many logits as the target has: vocabularies of one tokenizer differ in the padding behind it."""
+        """As many logits as the target has: vocabularies of one tokenizer differ in their padding."""
         lacking = self._vocab_size - logits.shape[1]
         if lacking > 0:
             return torch.nn.functional.pad(logits, (0, lacking), value=-torch.inf)
@@ -243,7 +243,7 @@ def _computed_by(plan: StepPlan, spans: Sequence[_Span], *, every: bool) -> Step
 
 
 def _drawn_by(plan: StepPlan, rows: Sequence[int], drafts: Sequence[tuple[int, ...]]) -> StepPlan:
-    """The plan of the draws behind the drafts of `rows`, as the target would verify these."""
+    """The plan of the draws that follow the drafts of `rows`, as the target would verify them."""
     counts = tuple([1 + len(drafts[row]) for row in rows])
     return _rows(plan, rows)._replace(
         counts=counts, num_logits=counts, drafts=tuple([drafts[row] for row in rows]))

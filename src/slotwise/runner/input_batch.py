@@ -115,7 +115,7 @@ class SlotTable(SlotListener):
         self._firsts[group, slot] = first + num_blocks
 
     def _draft(self, plan: StepPlan) -> None:
-        """Write drafts behind the known tokens; those not accepted are overwritten by the tokens sampled instead."""
+        """Write drafts after the known tokens; sampled tokens overwrite the drafts that are not accepted."""
         rows = [row for row, drafts in enumerate(plan.drafts) if drafts and drafts[0] != PROPOSED]
         sent = self._send([np.array(plan.drafts[row], np.int64) for row in rows], ()) if rows else []
         for row, drafts in zip(rows, sent, strict=True):

@@ -97,7 +97,7 @@ def cache_budget(weights: int, workspace: int, asked: int | None, share: float |
         workspace: bytes of the largest step's activations.
         asked: bytes of cache, as set; None: decide.
         share: of all this process may take, for weights, workspace and cache together; None: decide.
-        freed: bytes that will be free beside those that are.
+        freed: bytes that will be free in addition to those that are.
 
     Raises:
         MemoryError: it does not fit.
@@ -112,7 +112,7 @@ def cache_budget(weights: int, workspace: int, asked: int | None, share: float |
     if budget + workspace > free or budget < 1:
         raise MemoryError(
             f"a cache of {gib(max(budget, 0))} and {gib(workspace)} of workspace for a step do not fit the "
-            f"{gib(max(free, 0))} that are free beside {gib(weights)} of weights: change kv_cache_memory or "
+            f"{gib(max(free, 0))} that are free next to {gib(weights)} of weights: change kv_cache_memory or "
             "gpu_memory_utilization, "
             "or make steps smaller with max_num_batched_tokens (static batches: batch_size, max_model_len)")
     return budget
@@ -134,7 +134,7 @@ def gpu_cache_budget(free: int, total: int, workspace: int, asked: int | None, s
     budget = asked if asked is not None else int(total * share) - (total - free) - workspace
     if budget < 1 or budget + workspace > free:
         raise MemoryError(
-            f"a cache of {gib(max(budget, 0))} beside {gib(workspace)} for steps and graphs does not fit the GPU: "
+            f"a cache of {gib(max(budget, 0))} next to {gib(workspace)} for steps and graphs does not fit the GPU: "
             f"{gib(free)} of its {gib(total)} are free once the weights are loaded, and gpu_memory_utilization is "
             f"{share:g}: change it or kv_cache_memory, make steps smaller with max_num_batched_tokens or max_num_seqs, "
             "or end what else uses the GPU")
@@ -277,7 +277,7 @@ def measured_workspace(decoder: Decoder, draw: Draw, block_size: int, shapes: li
 
 @torch.inference_mode()
 def measured_graph(decoder: Decoder, block_size: int, num_rows: int, longest: int) -> int:
-    """Bytes of the device that one captured decode step takes, beside the workspace that all of them share.
+    """Bytes of the device that one captured decode step takes, in addition to the workspace that they share.
 
     A step is captured `CAPTURES` times.  Graphs of other sizes have as many kernels, and so take as much.  0 where
     nothing is captured.

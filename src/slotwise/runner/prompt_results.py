@@ -39,7 +39,7 @@ from slotwise.runner.slots import SlotListener
 from slotwise.runner.staging import to_host
 
 FEWEST, MOST = 16, 64  # rows of logits at a time: fewer read the head's weights too often, more gain little
-UNSOUND = TokenLogprobs(nan, 0, (), ())  # where the logits are no distribution
+UNSOUND = TokenLogprobs(nan, 0, (), ())  # where the logits are not a distribution
 
 
 def rows_at_a_time(num_slots: int) -> int:
@@ -157,7 +157,7 @@ def describe(
 
 
 MAX_SUMS = 4  # at most two chunks of a request are in flight, so that a failure undoes at most two
-LEAST_LENGTH = 1e-12  # of a vector that is normalised; a shorter one is divided by this
+LEAST_LENGTH = 1e-12  # of a vector that is normalized; a shorter one is divided by this
 
 
 class PendingVector(NamedTuple):

@@ -31,7 +31,7 @@ class Event(Protocol):
     """A point in the device's work."""
 
     def record(self) -> None:
-        """Place the event behind all work enqueued so far."""
+        """Place the event after all work enqueued so far."""
         ...
 
     def synchronize(self) -> None:

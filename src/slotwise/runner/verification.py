@@ -84,7 +84,7 @@ def _narrowed(batch: RaggedBatch, rows: Sequence[int], counts: Sequence[int]) ->
 
 
 class OfPrompts(NamedTuple):
-    """What a step has computed of prompts beside their keys and values."""
+    """What a step has computed of prompts in addition to keys and values."""
 
     described: Sequence[PendingEntries] = ()
     pooled: Sequence[PendingVector] = ()

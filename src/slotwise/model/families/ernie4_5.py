@@ -1,4 +1,4 @@
-"""ERNIE 4.5 (Baidu, 2025), dense: Llama that rotates pairs of neighbours."""
+"""ERNIE 4.5 (Baidu, 2025), dense: Llama that rotates pairs of neighbors."""
 
 from __future__ import annotations
 

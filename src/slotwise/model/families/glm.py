@@ -1,4 +1,4 @@
-"""GLM-4 (Team GLM, 2024): Llama that rotates half of a head, in pairs of neighbours; since 0414 with norms behind
+"""GLM-4 (Team GLM, 2024): Llama that rotates half of a head, in pairs of neighbors; since 0414 with norms behind
 attention and MLP, too.
 """
 

@@ -1,4 +1,4 @@
-"""Helium (Kyutai, 2025): Llama that rotates pairs of neighbours."""
+"""Helium (Kyutai, 2025): Llama that rotates pairs of neighbors."""
 
 from __future__ import annotations
 

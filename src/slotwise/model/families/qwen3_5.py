@@ -32,5 +32,5 @@ def configure_text(fields: Fields) -> ModelConfig:
 
 
 def configure_moe_text(fields: Fields) -> ModelConfig:
-    """Likewise, with experts."""
+    """The text part of a model for images and text with experts."""
     return configure_moe(text_part(fields, {}))

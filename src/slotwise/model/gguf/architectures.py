@@ -320,8 +320,8 @@ class Architecture:
     served_as: str  # a name in `families.FAMILIES`
     is_interleaved: bool = False  # rows of queries and keys
     norm_offset: float = 0.0  # that the converter has added to the weights of norms
-    parts: Mapping[str, str] = field(default_factory=dict)  # of a layer, beside or instead of the usual ones; with
-    # its kind, ".weight", where the name here has none
+    # Parts of a layer in addition to `_PARTS` or instead of them; with ".weight" where the name here has no kind.
+    parts: Mapping[str, str] = field(default_factory=dict)
     # Fields of a config that only this architecture has.
     more: Callable[[ArchitectureKeys, Mapping[str, Any]], ConfigFields] = _nothing
     has_experts: bool = False

@@ -28,7 +28,7 @@ _BITS, _PAIRS, _NIBBLES = (tuple(range(0, 8, width)) for width in (1, 2, 4))  # 
 
 
 class BlockType(NamedTuple):
-    """A quantised type of GGUF."""
+    """A quantized type of GGUF."""
 
     weights: int  # of a block
     bytes: int  # of a block
@@ -64,7 +64,7 @@ class BlockType(NamedTuple):
 
 
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Types that are no blocks."""
+"""Types without blocks."""
 
 
 def _flat(factors: Factors) -> Factors:
@@ -128,7 +128,7 @@ def _parse_q3_k(blocks: Tensor) -> Rows:
 
 
 def _scales_and_minimums(blocks: Tensor) -> tuple[Factors, Factors]:
-    """Of Q4_K and Q5_K: eight of each, 6 bits, in twelve bytes behind d and dmin."""
+    """Of Q4_K and Q5_K: eight of each, 6 bits, in twelve bytes after d and dmin."""
     first, second, third = (blocks[..., at : at + 4] for at in (4, 8, 12))
     scales = torch.cat((first & 63, (third & 15) | (first >> 2 & 48)), dim=-1)
     minimums = torch.cat((second & 63, (third >> 4) | (second >> 2 & 48)), dim=-1)
@@ -176,4 +176,4 @@ BLOCK_TYPES = {
     "IQ4_XS": BlockType(256, 136, _of_256(4, 32, 6, levels=IQ4_LEVELS), _parse_iq4_xs),
     "MXFP4": BlockType(32, 17, Format(4, 32, torch.bfloat16, levels=MXFP4_LEVELS), _parse_mxfp4),
 }
-"""The quantised types, by their names in ggml."""
+"""The quantized types, by their names in ggml."""

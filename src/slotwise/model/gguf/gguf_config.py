@@ -67,7 +67,7 @@ def check_unread(keys: ArchitectureKeys, config: ModelConfig) -> None:
 
 
 def check_general(metadata: Metadata) -> None:
-    """Raises CheckpointError for a key beside the architecture's that is not known to change nothing."""
+    """Raises CheckpointError for a general key that is not known to change nothing."""
     for key in metadata.keys(GENERAL):
         if key in OBEYED or key in DESCRIPTIVE or key.startswith(DESCRIPTIONS):
             continue

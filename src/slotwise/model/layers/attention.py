@@ -27,7 +27,7 @@ from slotwise.model.stored_tensors import WHOLE, Cut
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """What a family's attention has beside its projections."""
+    """What a family's attention has in addition to its projections."""
 
     qkv_bias: bool = False
     output_bias: bool = False

@@ -22,7 +22,7 @@ class Embedding:
     """`[tokens] -> [tokens, hidden]`, rows of `table [vocabulary, hidden]` times `scale`.
 
     The scale is rounded to the type of the hidden states.  It is applied once, to a copy of a table of that type: the
-    same numbers as in each step; of a quantised table, to the rows that a step reads.  Where ranks share the
+    same numbers as in each step; of a quantized table, to the rows that a step reads.  Where ranks share the
     vocabulary, a rank's table begins with `first_id`, and the sum over the ranks has the row of the one that holds it.
     """
 
@@ -73,7 +73,7 @@ class LMHead:
 
 @dataclass(frozen=True, slots=True)
 class EndOptions:
-    """What a family's first and last layer do beside looking up and multiplying."""
+    """What a family's first and last layer do in addition to looking up and multiplying."""
 
     tied: bool  # the head is the embedding's table, unscaled
     scale: float = 1.0  # of the embedding
@@ -101,7 +101,7 @@ def read_ends(source: WeightSource, vocab_size: int, hidden_size: int, options: 
     weight = table if options.tied or not options.has_head else read({HEAD: size}, cuts)
     assert not isinstance(table, StackedMatrix)  # of several names
     if source.group.size > 1 and not isinstance(table, Tensor):
-        raise CheckpointError("a quantised embedding is not supported with tensor_parallel_size: divide the layers by "
+        raise CheckpointError("a quantized embedding is not supported with tensor_parallel_size: divide the layers by "
                               "pipeline_parallel_size")
     embedding = Embedding(source, table, options.scale, own.start)
     if options.tied and not isinstance(table, Tensor):

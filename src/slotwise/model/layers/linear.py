@@ -6,7 +6,7 @@ along their outputs, so that one product computes all of them:
     qkv     [ q_proj | k_proj | v_proj ]        parts by name, each with its number of outputs
 
 Layers hold `Linear` objects and never a kernel's product, because what else may belong to a product belongs here: its
-bias, its quantised form (kernels that quantise do so when they pack it), and what addresses a part by its name.  An
+bias, its quantized form (kernels that quantize do so when they pack it), and what addresses a part by its name.  An
 adapter adds a low-rank term to the outputs of a part; a shard of a tensor-parallel model keeps a range of each part's
 outputs, or of the inputs.  Neither changes a family's file.
 """
@@ -33,7 +33,7 @@ class Linear:
         parts: outputs of each weight, by its name in the checkpoint without ".weight" or ".bias".
         gate: the first half of the outputs are gates: `activation(gates) * others`, half as many outputs.
         order: the checkpoint's output at each place, of some or all of them; None: as in the checkpoint.
-        is_exact: never quantised: a product whose outputs choose.
+        is_exact: never quantized: a product whose outputs choose.
         cuts: the part of each weight that this rank holds (`layers/share.py`); `parts` and `inputs` are the whole's.
             With a range of inputs the results are summed over the ranks, unless the caller does (`is_partial`).
     """

@@ -99,10 +99,10 @@ class MixtureOfExperts:
         of_one += (2 * intermediate + hidden) * dtype.itemsize if first.down_bias is not None else 0
         self.ends = torch.zeros(routing.num_experts, dtype=torch.int64, device=source.kernels.device)
         self._experts = source.kernels.experts(itertools.chain([first], each), routing, activation, self.ends)
-        beside = router.bytes + (shared.bytes if shared else 0)
+        always_read = router.bytes + (shared.bytes if shared else 0)
         held = len(routing.experts)
-        self.bytes = beside + held * of_one
-        self.token_bytes = beside + -(-routing.top_k * held // routing.num_experts) * of_one
+        self.bytes = always_read + held * of_one
+        self.token_bytes = always_read + -(-routing.top_k * held // routing.num_experts) * of_one
 
     def __call__(self, x: Tensor) -> Tensor:
         result = self._experts(x, self._router(x))
@@ -112,9 +112,9 @@ class MixtureOfExperts:
 
 
 def _part(weights: ExpertWeights, own: range, rank: int) -> ExpertWeights:
-    """The columns `own` between an expert's products; the bias behind them is that of rank 0, for it is added once."""
+    """The columns `own` between an expert's products; rank 0 alone has the bias of `down`, which is added once."""
     if not isinstance(weights.gate_up, Tensor) or not isinstance(weights.down, Tensor):
-        raise CheckpointError("quantised experts are not divided: hold each whole on a rank, enable_expert_parallel")
+        raise CheckpointError("quantized experts are not divided: hold each whole on a rank, enable_expert_parallel")
     half, at = len(weights.gate_up) // 2, slice(own.start, own.stop)
     gate_up = [None if whole is None else torch.cat((whole[:half][at], whole[half:][at]))
                for whole in (weights.gate_up, weights.gate_up_bias)]
@@ -173,7 +173,7 @@ def stacked_experts(
 
 
 def interleaved_experts(source: WeightSource, name: str, sizes: tuple[int, int], count: int) -> Iterator[ExpertWeights]:
-    """Experts of gpt-oss: transposed, with biases, each gate beside what it gates."""
+    """Experts of gpt-oss: transposed, with biases, gates and ups in turn."""
     hidden, intermediate = sizes
     gate_up = source.weight({f"{name}.gate_up_proj": (count, hidden, 2 * intermediate)})
     gate_up_bias = source.tensor({f"{name}.gate_up_proj_bias": (count, 2 * intermediate)})

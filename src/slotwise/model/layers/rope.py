@@ -4,12 +4,12 @@ Each pair of a head's dimensions is rotated by an angle proportional to the toke
 `theta ** (-2i / head_dim)` radians per token.  A scaled variant slows some of the pairs down.
 
 Kernels pair dimension i of a head's first half with dimension i of its second half, and rotate all of them.  Where a
-model rotates only the first dimensions of a head, or pairs neighbours, the outputs of its query and key products are
+model rotates only the first dimensions of a head, or pairs neighbors, the outputs of its query and key products are
 put in that order when weights are packed (`order`), and pairs that do not turn have frequency 0.  Scores are sums over
 a head's dimensions, so they do not change.
 
     rotated 4 of 8    [ a0 a1 b0 b1 | c0 c1 c2 c3 ]  ─►  [ a0 a1 c0 c1 | b0 b1 c2 c3 ]
-    neighbours        [ a0 b0 a1 b1 a2 b2 a3 b3 ]    ─►  [ a0 a1 a2 a3 | b0 b1 b2 b3 ]
+    neighbors        [ a0 b0 a1 b1 a2 b2 a3 b3 ]    ─►  [ a0 a1 a2 a3 | b0 b1 b2 b3 ]
 """
 
 from __future__ import annotations

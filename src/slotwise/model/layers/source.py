@@ -58,7 +58,7 @@ def shares(total: int, group: Group) -> list[int]:
 
 
 def mlp_share(intermediate: int, group: Group, unit: int = 1) -> range:
-    """The columns between an MLP's products that a rank computes, in whole groups of `unit` quantised inputs."""
+    """The columns between an MLP's products that a rank computes, in whole groups of `unit` quantized inputs."""
     unit = math.lcm(UNIT, unit)
     return share(intermediate, group, "columns between the products of an MLP", 1 if intermediate % unit else unit)
 
@@ -132,7 +132,7 @@ class WeightSource:
         self, read: Read, kernels: Kernels, dtype: torch.dtype, adapters: LoraWeights | None = None,
         group: Group = ALONE, formats: Mapping[str, Format] = {},
     ) -> None:
-        """Args: formats: of quantised matrices, by name."""
+        """Args: formats: of quantized matrices, by name."""
         self.kernels = kernels
         self.adapters = adapters
         self.group = group
@@ -170,7 +170,7 @@ class Listing(WeightSource):
 
     Args:
         kernels: whose packed sizes count.
-        formats: of quantised matrices, by name.
+        formats: of quantized matrices, by name.
     """
 
     def __init__(

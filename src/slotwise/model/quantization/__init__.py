@@ -1,1 +1,1 @@
-"""Quantised weights as checkpoints store them: readers that give the `QuantisedMatrix` of `kernels/matrix.py`."""
+"""Quantized weights as checkpoints store them: readers that give the `QuantisedMatrix` of `kernels/matrix.py`."""

@@ -2,7 +2,7 @@
 
     weight                     [outputs * depth / 2, 1] uint8: two codes a byte, the first in the high half
     weight.quant_map           [16], the levels
-    weight.absmax              [blocks] float32, or with double quantisation uint8, and
+    weight.absmax              [blocks] float32, or with double quantization uint8, and
     weight.nested_absmax       [blocks / 256],  weight.nested_quant_map [256]
     weight.quant_state...      JSON as bytes: block sizes, shape, nested_offset
 
@@ -47,7 +47,7 @@ READ = frozenset((
 class NF4Scheme:
     """One module's weight."""
 
-    is_nested: bool  # scales are quantised, too
+    is_nested: bool  # scales are quantized, too
 
     def format(self, depth: int) -> Format:
         return Format(4, BLOCK, torch.float32, levels=NF4)
@@ -95,15 +95,15 @@ class NF4Scheme:
                 raise ValueError("too long")
             values = json.loads(bytes(stored.flatten().tolist()))
             if not isinstance(values, dict):
-                raise ValueError("no object")
+                raise ValueError("not an object")
         except (ValueError, RecursionError) as error:
-            raise layer.error(STATE, f"is no JSON object ({error!s:.60}): download the checkpoint again") from error
+            raise layer.error(STATE, f"is not a JSON object ({error!s:.60}): download the checkpoint again") from error
         state = Fields(values, f"{layer.where}: {layer.name}.{STATE}")
         choice(state, "quant_type", None, "nf4")
         _expect(state, "blocksize", BLOCK)
         _expect(state, "shape", [layer.outputs, layer.depth])
         if not self.is_nested:
-            state.refuse(("nested_blocksize", "nested_offset"), "is set, but the config has no double quantisation")
+            state.refuse(("nested_blocksize", "nested_offset"), "is set, but the config has no double quantization")
             return 0.0
         _expect(state, "nested_blocksize", NESTED_BLOCK)
         return state.number("nested_offset", minimum=-1e30)

@@ -5,7 +5,7 @@ DeepSeek's and Qwen3's FP8 checkpoints have blocks of 128 outputs x 128 inputs (
 
     weight             [outputs, depth] E4M3
     weight_scale_inv   [outputs / 128, depth / 128]: what weights are multiplied with, whatever its name says
-    activation_scale   one number, which is not used: activations are quantised token by token
+    activation_scale   one number, which is not used: activations are quantized token by token
 """
 
 from __future__ import annotations

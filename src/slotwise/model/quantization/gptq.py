@@ -136,7 +136,7 @@ def _read_scheme(fields: Fields, base: GPTQScheme) -> GPTQScheme:
 
 
 def _read_modules(fields: Fields) -> frozenset[str]:
-    """The ends of the names of the modules that are quantised; none: all are."""
+    """The ends of the names of the modules that are quantized; none: all are."""
     lists = fields.values.get("modules_in_block_to_quantize") or []
     if not isinstance(lists, list) or not all(
             isinstance(each, list) and all(isinstance(name, str) for name in each) for each in lists):

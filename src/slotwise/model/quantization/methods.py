@@ -29,7 +29,7 @@ FIELD = "quantization_config"
 
 
 def read_quantization(config: Fields) -> Quantization | None:
-    """How the checkpoint of this config.json is quantised; None: it is not.
+    """How the checkpoint of this config.json is quantized; None: it is not.
 
     Raises CheckpointError for another method than those of `METHODS`, and for a field that is malformed or whose
     meaning is not implemented.
@@ -48,7 +48,7 @@ def read_quantization(config: Fields) -> Quantization | None:
 
 WEIGHT = ".weight"  # how the names of products' weights end
 MATRIX_DIMENSIONS = 2  # dimensions
-TABLES = ("model.embed_tokens",)  # matrices that are no products: no method quantises them
+TABLES = ("model.embed_tokens",)  # matrices that are not products: no method quantizes them
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")  # how the names of gpt-oss' experts end
 ROUTERS = ("gate", "router", "shared_expert_gate")  # that configs leave out of their lists, and methods as they are
 SHOWN = 3  # tensors in an error before "and n more"
@@ -139,7 +139,7 @@ def _see_experts(source: TensorSource, tensors: dict[str, StoredTensor], name: s
 
 
 def with_quantized(source: TensorSource, quantization: Quantization, expected: Mapping[str, Shape]) -> TensorSource:
-    """`source` with the weights that `quantization` says are quantised in place of their parts.
+    """`source` with the weights that `quantization` says are quantized in place of their parts.
 
     `expected` are the names and shapes of all tensors that the model reads.
 
@@ -167,7 +167,7 @@ def with_quantized(source: TensorSource, quantization: Quantization, expected: M
         tensors[name] = QuantizedTensor(module, source.where, quantization.description, shape, scheme, found)
     if missing:
         shown = ", ".join(missing[:SHOWN]) + (f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else "")
-        raise CheckpointError(f"{source.where} lacks {len(missing)} tensors of quantised weights: {shown}; download "
+        raise CheckpointError(f"{source.where} lacks {len(missing)} tensors of quantized weights: {shown}; download "
                               f"the checkpoint again, or check that {source.described_by} belongs to it")
     return replace(source, tensors=tensors)
 

@@ -72,4 +72,4 @@ class MXFP4:
         fields.flag("dequantize")
 
     def scheme(self, module: str) -> None:
-        """All products beside the experts are plain."""
+        """All products except the experts are plain."""

@@ -37,7 +37,7 @@ def work(pattern: str) -> int:
     """The most ways in which `pattern` may match a name of `LONGEST` characters.
 
     Raises:
-        ValueError: it is no valid expression, is too long, or repeats more than single characters.
+        ValueError: it is not a valid expression, is too long, or repeats more than single characters.
     """
     if len(pattern) > MAX_EXPRESSION:
         raise ValueError(f"is longer than {MAX_EXPRESSION} characters")
@@ -45,7 +45,7 @@ def work(pattern: str) -> int:
         tree = re._parser.parse(pattern)  # type: ignore[attr-defined]
         repeats, ways = _count(tree)
     except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"is no regular expression ({error!s:.60})") from error
+        raise ValueError(f"is not a regular expression ({error!s:.60})") from error
     except _Unbounded as error:
         raise ValueError(str(error)) from error
     return math.comb(LONGEST + repeats, repeats) * ways

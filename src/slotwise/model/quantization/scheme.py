@@ -47,12 +47,12 @@ Shape = tuple[int, ...]
 
 FLOATS = ("F16", "BF16", "F32")  # of scales, by their names in safetensors files
 NUMBER: tuple[Shape, ...] = ((), (1,), (1, 1))  # shapes of one number
-GROUPS = (16, 32, 64, 128)  # sizes that are supported, beside whole rows
+GROUPS = (16, 32, 64, 128)  # supported sizes, in addition to whole rows
 EXACT = 1 << 24  # whole numbers below it are float32
 
 
 class StoredPart(NamedTuple):
-    """A tensor that belongs to a layer's quantised weight."""
+    """A tensor that belongs to a layer's quantized weight."""
 
     kinds: tuple[str, ...]  # of its numbers, by their names in the file
     shapes: tuple[Shape, ...] = ()  # one of which it must have; none: any
@@ -61,7 +61,7 @@ class StoredPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoredLayer:
-    """The parts of one quantised weight `[outputs, depth]`, as the file stores them."""
+    """The parts of one quantized weight `[outputs, depth]`, as the file stores them."""
 
     name: str  # of the module
     where: str  # the checkpoint, for messages

@@ -178,7 +178,7 @@ class Masks(SlotListener):
     Args:
         grammars: holds the compiled grammars.
         vocab_size: logits of a row.
-        forces: rows may have drafts: tokens that grammars force are told.
+        forces: rows may have drafts, so results name the tokens that grammars force.
     """
 
     def __init__(self, grammars: Grammars, vocab_size: int, *, forces: bool = False) -> None:
@@ -209,7 +209,7 @@ class Masks(SlotListener):
         return bool(self._texts) and not self._texts.keys().isdisjoint(plan.slots)
 
     def prepare_draws(self, plan: StepPlan, num_drawn: NumDrawn, earlier: Earlier) -> None:
-        """Begin to fill the masks of the plan's draws, beside its forward pass."""
+        """Begin to fill the masks of the plan's draws, during its forward pass."""
         if self.are_in(plan):
             drawn = plan._replace(num_logits=tuple(num_drawn(plan)))
             self._filling = self._thread.submit(self._fill, drawn, earlier)
@@ -254,7 +254,7 @@ class Masks(SlotListener):
                     text.record(_first_output(plan, row, text.num_prompt), tokens[row])
 
     def forced(self, plan: StepPlan, tokens: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-        """By row, the tokens that grammars force behind those sampled; () where none are told, or too many rows are."""
+        """By row, the tokens that grammars force after those sampled; () without drafts, or with too many rows."""
         if not self._forces or len(self._texts) > MOST_FORCED or not self.are_in(plan):
             return ()
         self.finish()

@@ -169,7 +169,7 @@ class Penalties:
             self._counts[self._places_of((self._outputs.pop(),))] -= 1
 
     def apply(self, logits: NDArray[np.float32]) -> None:
-        """Penalise `logits [vocab]` in place."""
+        """Penalize `logits [vocab]` in place."""
         used = len(self._places)
         ids, counts = self._ids[:used], self._counts[:used]
         values = logits[ids]
@@ -216,7 +216,7 @@ class DeviceEdits(NamedTuple):
         logits.index_add_(0, self.bias_ids, self.bias)
         if has_penalties(self.request.params):
             num_prompt = self.request.num_prompt
-            penalise(logits, known[:num_prompt], known[num_prompt:], self.request.params)
+            penalize(logits, known[:num_prompt], known[num_prompt:], self.request.params)
         if len(self.allowed_ids):
             allowed = logits.index_select(0, self.allowed_ids)
             logits.fill_(-torch.inf).index_copy_(0, self.allowed_ids, allowed)
@@ -229,7 +229,7 @@ class DeviceEdits(NamedTuple):
             end_reasoning(logits, known[self.request.num_prompt :], self.request.params.thinking)
 
 
-def penalise(row: Tensor, prompt: Tensor, output: Tensor, params: SamplingParams) -> None:
+def penalize(row: Tensor, prompt: Tensor, output: Tensor, params: SamplingParams) -> None:
     """Apply the repetition, frequency and presence penalties to `row [vocab]` float32, in place.
 
     Args:

@@ -37,7 +37,7 @@ class RequestParams:
     stop_ids: NDArray[np.int64]  # banned before `params.min_tokens` outputs
     bias_ids: NDArray[np.int64]
     bias: NDArray[np.float32]
-    allowed_ids: NDArray[np.int64]  # all others are banned; empty: none is
+    allowed_ids: NDArray[np.int64]  # all others are banned; empty: no ban
     bad_words: tuple[tuple[int, ...], ...]  # the last token of each is banned after the others
     num_logprobs: int  # of the most probable tokens; NO_LOGPROBS: not even the sampled token's
     greedy_from: int  # outputs after which plain argmax is enough

@@ -13,8 +13,7 @@ import pytest
 
 from slotwise import LLM, AsyncEngineArgs, AsyncLLM, AsyncLLMEngine, RequestOutput, RequestOutputKind, SamplingParams
 from slotwise.engine.config import ConfigError
-from slotwise.engine.messages import StepRecord
-from slotwise.engine.observer import Observer
+from slotwise.engine.messages import Observer, StepRecord
 from slotwise.engine.refusals import EngineError
 
 pytestmark = pytest.mark.slow

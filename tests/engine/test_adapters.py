@@ -11,8 +11,7 @@ from support.toy import EOS, next_token, scheduler
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import RequestSpec
-from slotwise.engine.adapters import AdapterLoads
-from slotwise.engine.client import EngineClient
+from slotwise.engine.client import AdapterLoads, EngineClient
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
 from slotwise.engine.messages import AdapterLoaded, Add, Finish, LoadAdapter

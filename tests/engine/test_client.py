@@ -18,8 +18,7 @@ from slotwise.engine.client import EngineClient
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
 from slotwise.engine.generation import AT_THE_END, Chunk, Generation
-from slotwise.engine.heartbeat import HeartbeatMonitor
-from slotwise.engine.ipc import BlockingChannel, ChannelClosed, decode_command, encode, frame, pair
+from slotwise.engine.ipc import BlockingChannel, ChannelClosed, HeartbeatMonitor, decode_command, encode, frame, pair
 from slotwise.engine.messages import (
     Command,
     Configure,
@@ -29,8 +28,8 @@ from slotwise.engine.messages import (
     GiveBack,
     GivenBack,
     Loading,
+    Observer,
 )
-from slotwise.engine.observer import Observer
 from slotwise.engine.refusals import EngineError, Refused
 from slotwise.engine.scheduling import Scheduling
 

@@ -7,8 +7,16 @@ import time
 
 import pytest
 
-from slotwise.engine.heartbeat import HEARTBEAT_SECONDS, STUCK, HeartbeatMonitor, HeartbeatSender
-from slotwise.engine.ipc import BlockingChannel, ChannelClosed, decode_report, pair
+from slotwise.engine.ipc import (
+    HEARTBEAT_SECONDS,
+    STUCK,
+    BlockingChannel,
+    ChannelClosed,
+    HeartbeatMonitor,
+    HeartbeatSender,
+    decode_report,
+    pair,
+)
 from slotwise.engine.messages import Heartbeat
 
 TIMEOUT = 60.0

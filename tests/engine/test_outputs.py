@@ -16,10 +16,17 @@ from slotwise.core.params import SamplingParams
 from slotwise.core.request import RequestSpec
 from slotwise.core.step import TokenLogprobs
 from slotwise.engine.client import EngineClient
-from slotwise.engine.heartbeat import HeartbeatMonitor
-from slotwise.engine.ipc import MAX_MESSAGE, BlockingChannel, encode, frame, pair
+from slotwise.engine.ipc import (
+    MAX_ENTRIES,
+    MAX_MESSAGE,
+    BlockingChannel,
+    HeartbeatMonitor,
+    encode,
+    frame,
+    messages_of,
+    pair,
+)
 from slotwise.engine.messages import EngineInfo, RowEnd, StepOutputs, StepRecord
-from slotwise.engine.outputs import MAX_ENTRIES, messages_of
 from slotwise.engine.scheduling import Scheduling
 
 LIMITS = SchedulerLimits(max_model_len=64, num_blocks=64, block_size=4, max_num_seqs=8, max_num_batched_tokens=32)

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from slotwise.engine.client import MAX_WAITING, QueuePositionQueries
 from slotwise.engine.messages import QueuePositionAnswer, QueuePositionQuery, RequestPosition
-from slotwise.engine.queue_position import MAX_WAITING, QueuePositionQueries
 from slotwise.engine.refusals import Refused
 
 

@@ -14,8 +14,7 @@ from support.toy import named
 
 from slotwise.core.request import RequestSpec
 from slotwise.engine.client import EngineClient
-from slotwise.engine.heartbeat import HEARTBEAT_SECONDS
-from slotwise.engine.ipc import BlockingChannel, decode_command, encode, pair
+from slotwise.engine.ipc import HEARTBEAT_SECONDS, BlockingChannel, decode_command, encode, pair
 from slotwise.engine.messages import (
     Add,
     Configure,

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slotwise.core.tenant_capacity import reserve_of
-from slotwise.engine.unsent_commands import MAX_UNSENT, UnsentCommands
+from slotwise.engine.client import MAX_UNSENT, UnsentCommands
 
 MB = 1 << 20
 

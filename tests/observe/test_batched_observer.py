@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import RequestSpec
-from slotwise.engine.messages import Add, StepRecord
-from slotwise.engine.observer import Observer
+from slotwise.engine.messages import Add, Observer, StepRecord
 from slotwise.observe import batched_observer
 from slotwise.observe.batched_observer import BatchedObserver
 

@@ -12,8 +12,7 @@ from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import RequestSpec
 from slotwise.core.step_time import Work
-from slotwise.engine.messages import Add
-from slotwise.engine.observer import Observer
+from slotwise.engine.messages import Add, Observer
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe.prefix_index import MAX_CHANGES, PrefixIndex
 from slotwise.simulate.pace import CostPace

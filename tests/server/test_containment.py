@@ -24,8 +24,7 @@ from slotwise.core.step import StepResult
 from slotwise.engine.client import EngineClient
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
-from slotwise.engine.heartbeat import HeartbeatMonitor, HeartbeatSender
-from slotwise.engine.ipc import BlockingChannel, ChannelClosed, encode, pair
+from slotwise.engine.ipc import BlockingChannel, ChannelClosed, HeartbeatMonitor, HeartbeatSender, encode, pair
 from slotwise.server import app as served  # as a module: the tutorial changes its table
 from slotwise.server.asgi import App
 from slotwise.server.checkpoint_workers import Template

@@ -8,8 +8,7 @@ import pytest
 
 from slotwise.core.step_time import StepTimeModel, Work
 from slotwise.engine.config import EngineConfig
-from slotwise.engine.messages import StepRecord
-from slotwise.engine.observer import Observer
+from slotwise.engine.messages import Observer, StepRecord
 from slotwise.simulate.figures import REFUSED, Distribution, LatencyLimits, SimulatedRequest, figures
 from slotwise.simulate.machines import ModelShape, described, names, setup_of
 from slotwise.simulate.pace import LearnedPace

@@ -30,8 +30,7 @@ from slotwise.core.scheduler import Scheduler
 from slotwise.core.slo import Tier
 from slotwise.core.step import NewRequest, RowKind, StepPlan, StepResult, TokenLogprobs
 from slotwise.engine.engine import Engine
-from slotwise.engine.heartbeat import HeartbeatSender
-from slotwise.engine.ipc import BlockingChannel, ChannelClosed, encode
+from slotwise.engine.ipc import BlockingChannel, ChannelClosed, HeartbeatSender, encode
 from slotwise.engine.messages import Command, EngineFailed, EngineInfo, Finish, Loading
 from slotwise.engine.scheduling import Scheduling
 from slotwise.policies.fcfs import FirstComeFirstServed

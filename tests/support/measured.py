@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable
 
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import RequestSpec
-from slotwise.engine.messages import Add, Command, EngineInfo, StepRecord
-from slotwise.engine.observer import Observer
+from slotwise.engine.messages import Add, Command, EngineInfo, Observer, StepRecord
 from slotwise.observe.metrics import Metrics
 from slotwise.observe.recorder import Recorder
 

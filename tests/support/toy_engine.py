@@ -13,8 +13,7 @@ from slotwise.core.params import SamplingParams
 from slotwise.core.request import RequestSpec
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
-from slotwise.engine.messages import Add, Command, EngineInfo, StepRecord, Timing
-from slotwise.engine.observer import Observer
+from slotwise.engine.messages import Add, Command, EngineInfo, Observer, StepRecord, Timing
 from slotwise.engine.scheduling import Scheduling
 from support.toy import EOS, VOCAB, next_token, scheduler
 

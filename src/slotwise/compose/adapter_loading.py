@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from slotwise.engine.adapters import AdapterStore
+from slotwise.engine.executor import AdapterStore
 from slotwise.engine.messages import AdapterLoaded, LoadAdapter
 from slotwise.errors import OneLineError, one_line
 

@@ -30,10 +30,9 @@ from slotwise.core.limits import SchedulerLimits
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.step import StepPlan
 from slotwise.core.step_time import Machine, Roofline
-from slotwise.engine.adapters import AdapterStore
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.engine import Engine
-from slotwise.engine.executor import Executor
+from slotwise.engine.executor import AdapterStore, Executor
 from slotwise.engine.kv_link import Transferring
 from slotwise.engine.messages import EngineInfo, MemoryUse
 from slotwise.engine.warmup import check_steps, warmup

@@ -23,8 +23,7 @@ from slotwise.compose.adapter_loading import AdapterLoading
 from slotwise.compose.launch import hold_off, settle
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.engine import Engine
-from slotwise.engine.heartbeat import HeartbeatSender
-from slotwise.engine.ipc import BlockingChannel, ChannelClosed, decode_command, encode
+from slotwise.engine.ipc import BlockingChannel, ChannelClosed, HeartbeatSender, decode_command, encode, messages_of
 from slotwise.engine.messages import (
     Add,
     EngineFailed,
@@ -35,7 +34,6 @@ from slotwise.engine.messages import (
     QueuePositionQuery,
     UnloadAdapter,
 )
-from slotwise.engine.outputs import messages_of
 from slotwise.errors import OneLineError, described, one_line
 from slotwise.kernels.cpu.jit.workers import call_early
 from slotwise.kernels.lazy_imports import spare_torch

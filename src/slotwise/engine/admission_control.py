@@ -22,8 +22,7 @@ from slotwise.core.request import NO_SLO
 from slotwise.core.slo import SLO
 from slotwise.core.tenant_capacity import TenantCapacity
 from slotwise.engine.client import MAX_LIVE
-from slotwise.engine.messages import Add, Command, EngineInfo, StepRecord
-from slotwise.engine.observer import Observer
+from slotwise.engine.messages import Add, Command, EngineInfo, Observer, StepRecord
 
 PATIENCE = 60.0  # seconds within which the last request of the queue is expected to start
 MEMORY = 30.0  # seconds of queueing after which a measurement counts for 1/e

@@ -1,6 +1,6 @@
 """The API process' client of the engine: submit, stream, finish, drain.  asyncio, one thread, no torch.
 
-One message arrives per step; it is decoded once and its tokens go to their generations (`live_generations.py`).  A
+One message arrives per step; it is decoded once and its tokens go to their generations (`generation.py`).  A
 service may outlive its engines: the next one is attached when the last is gone, and receives the scheduling settings
 last requested.
 """
@@ -12,15 +12,13 @@ import itertools
 import logging
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from slotwise.engine.adapters import AdapterLoads
-from slotwise.engine.generation import Generation
-from slotwise.engine.give_back import GiveBackAnswer
-from slotwise.engine.heartbeat import HeartbeatMonitor
-from slotwise.engine.ipc import EngineConnection
-from slotwise.engine.live_generations import LiveGenerations
+from slotwise.core.tenant_capacity import TenantCapacity
+from slotwise.engine.generation import Generation, LiveGenerations
+from slotwise.engine.ipc import EngineConnection, HeartbeatMonitor
 from slotwise.engine.messages import (
     NO_STEP,
     AdapterLoaded,
@@ -31,9 +29,12 @@ from slotwise.engine.messages import (
     Finish,
     GiveBack,
     GivenBack,
+    LoadAdapter,
     Loading,
+    Observer,
     Query,
     QueuePositionAnswer,
+    QueuePositionQuery,
     Report,
     RequestPosition,
     RowEnd,
@@ -41,8 +42,6 @@ from slotwise.engine.messages import (
     StepRecord,
     UnloadAdapter,
 )
-from slotwise.engine.observer import Observer
-from slotwise.engine.queue_position import QueuePositionQueries
 from slotwise.engine.refusals import (
     ADAPTER_LOADING,
     DRAINING,
@@ -50,12 +49,172 @@ from slotwise.engine.refusals import (
     ENGINE_DEAD,
     PAUSED,
     QUEUE_FULL,
+    TOO_MANY_QUERIES,
+    AdapterError,
     CheckpointChanged,
     EngineError,
     Refused,
 )
 from slotwise.engine.scheduling import Scheduling
-from slotwise.engine.unsent_commands import UnsentCommands
+
+MAX_UNSENT = 64 << 20  # bytes; a reserve and the last request accepted may exceed it
+
+
+class UnsentCommands:
+    """Bytes of commands that the engine has not read yet, shared by tenants.
+
+        ├──── read by the kernel or the engine ────┤ Add of a │ Add of b │ Finish │ Add of a ┤
+        0                             written - unsent                                 written
+
+    The transport sends in order, so the commands that end before `written - unsent` have left it.
+    """
+
+    def __init__(self) -> None:
+        self._capacity = TenantCapacity("bytes of requests have not reached the engine", MAX_UNSENT)
+        self._written = 0
+        self._unsent: deque[tuple[int, str, int]] = deque()  # end of a command, its tenant and size
+
+    def objection(self, tenant: str, num_unsent: int) -> str:
+        """Why a tenant may send no further request while `num_unsent` bytes are unsent; empty when it may."""
+        self._release(num_unsent)
+        return self._capacity.objection(tenant, 1)
+
+    def wrote(self, tenant: str, size: int, num_unsent: int) -> None:
+        """Counts a command of `size` bytes; `num_unsent` bytes are unsent now.  The few queries are not counted."""
+        self._written += size
+        self._unsent.append((self._written, tenant, size))
+        self._capacity.acquire(tenant, size)
+        self._release(num_unsent)
+
+    def clear(self) -> None:
+        """Forgets all commands: the connection was lost."""
+        self._release(0)
+
+    def _release(self, num_unsent: int) -> None:
+        while self._unsent and self._unsent[0][0] <= self._written - num_unsent:
+            _, tenant, size = self._unsent.popleft()
+            self._capacity.release(tenant, size)
+
+
+MAX_WAITING = 64
+
+
+class QueuePositionQueries:
+    """Matches answers to queries, and fails the pending query when the engine is lost.
+
+    One query is in progress at a time, because its answer may have to visit the whole queue; a few more may wait.
+    """
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+        self._num_waiting = 0
+        self._number = 0  # of the latest query
+        self._answer: asyncio.Future[tuple[RequestPosition, ...]] | None = None  # to that one
+
+    async def ask(
+        self, request_ids: Sequence[int], send: Callable[[QueuePositionQuery], None],
+    ) -> tuple[RequestPosition, ...]:
+        """Returns the positions of those of these requests that are unfinished.
+
+        Args:
+            send: called when it is this query's turn; may raise.
+
+        Raises:
+            Refused: `MAX_WAITING` queries wait already.
+            Exception: the one given to `give_up`.
+        """
+        if self._num_waiting >= MAX_WAITING:
+            raise Refused(TOO_MANY_QUERIES, "too many ask where their requests are; try again later")
+        self._num_waiting += 1
+        try:
+            async with self._turn:
+                send(QueuePositionQuery(self._number + 1, tuple(request_ids)))
+                self._number += 1
+                self._answer = asyncio.get_running_loop().create_future()
+                return await self._answer
+        finally:
+            self._num_waiting -= 1
+
+    def answered(self, answer: QueuePositionAnswer) -> None:
+        """Completes the pending query; ignores the answer to a cancelled one."""
+        if answer.number == self._number and self._answer is not None and not self._answer.done():
+            self._answer.set_result(answer.positions)
+
+    def give_up(self, why: Exception) -> None:
+        """Fails the pending query with `why`."""
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(why)
+
+
+class GiveBackAnswer:
+    """The answer to a `GiveBack`: one at a time."""
+
+    def __init__(self) -> None:
+        self._objection: asyncio.Future[str] | None = None
+
+    async def wait(self) -> str:
+        """Waits for the next answer; returns why the memory was kept, or ""."""
+        self._objection = asyncio.get_running_loop().create_future()
+        return await self._objection
+
+    def answered(self, answer: GivenBack) -> None:
+        if self._objection is not None and not self._objection.done():
+            self._objection.set_result(answer.objection)
+
+    def give_up(self, why: Exception) -> None:
+        """The engine is lost."""
+        self.answered(GivenBack(str(why)))
+
+
+class AdapterLoads:
+    """Which adapters the attached engine has, and which it loads.
+
+        LoadAdapter(number, path)   ─►  a thread reads and packs it  ─►  AdapterLoaded(number, objection)
+        UnloadAdapter(number)       ─►  forgotten when no request has it
+
+    Numbers are never used again, so no cached prefix of another adapter is found under one.
+    """
+
+    def __init__(self) -> None:
+        self._loaded: set[int] = set()
+        self._pending: dict[int, asyncio.Future[str]] = {}
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._loaded
+
+    async def load(self, number: int, path: str, send: Callable[[LoadAdapter], None]) -> str:
+        """Returns a digest of the loaded adapter's files.
+
+        Raises:
+            AdapterError: it cannot be loaded.
+            Exception: that of `send`, or the one given to `give_up`.
+        """
+        send(LoadAdapter(number, path))
+        answer = self._pending[number] = asyncio.get_running_loop().create_future()
+        return await asyncio.shield(answer)
+
+    def answered(self, report: AdapterLoaded) -> None:
+        """Completes a load, which its caller may have left."""
+        answer = self._pending.pop(report.number)
+        if not report.objection:
+            self._loaded.add(report.number)
+            answer.set_result(report.digest)
+        else:
+            answer.set_exception(AdapterError(report.objection))
+            answer.exception()  # or asyncio logs it where its caller has left
+
+    def forget(self, number: int) -> None:
+        """The engine is told to forget an adapter: no request may name it any more."""
+        self._loaded.discard(number)
+
+    def give_up(self, why: Exception) -> None:
+        """The engine is lost, with its adapters."""
+        self._loaded.clear()
+        for answer in self._pending.values():
+            answer.set_exception(why)
+            answer.exception()
+        self._pending.clear()
+
 
 MAX_LIVE = 4096  # generations submitted and not yet ended by the engine
 

@@ -21,9 +21,7 @@ from slotwise.core.limits import SchedulerLimits
 from slotwise.core.request import Request
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.step import StepPlan, StepResult
-from slotwise.engine.adapters import AdapterStore
-from slotwise.engine.executor import Executor, ExpertCounts, Returnable
-from slotwise.engine.grammars import POLL, Compiled, GrammarCompiler
+from slotwise.engine.executor import POLL, AdapterStore, Compiled, Executor, ExpertCounts, GrammarCompiler, Returnable
 from slotwise.engine.kv_link import KVLink, News
 from slotwise.engine.messages import (
     NO_STEP,

@@ -1,9 +1,15 @@
-"""The interface between planning and computing.
+"""The interfaces between planning and what runs beside it: the executor, the compiler of grammars, adapters.
 
 An executor runs plans strictly in order.  `submit` may return before the step is computed; `collect` returns the result
 of the oldest step submitted.  Slots and blocks named in a plan's `released_slots`, `new_requests`, `freed_blocks`,
 `expired_blocks`, `new_blocks`, `saves` and `loads` take effect when it is submitted, even if computing it fails, so
 that the executor's state agrees with the scheduler's when the next plan comes.
+
+Grammars are compiled beside the steps:
+
+    handle(Add) ─► compile(request, grammar)          its request waits: `grammar_compiling`
+    step()      ─► pop_compiled() ─► Scheduler.compiled(...)      it may be admitted, or it is rejected
+    it ended    ─► release(request)
 """
 
 from __future__ import annotations
@@ -11,11 +17,64 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
+from slotwise.core.grammar import Grammar
 from slotwise.core.params import PoolingParams
 from slotwise.core.request import Output
 from slotwise.core.step import FREED, PROPOSED, RowKind, StepPlan, StepResult
+
+POLL = 0.001  # seconds between two looks at a grammar while nothing else runs
+
+
+class Compiled(NamedTuple):
+    """The grammar of a request is compiled; `objection` says why it cannot be, "" if it is."""
+
+    request_id: int
+    objection: str = ""
+
+
+class GrammarCompiler(Protocol):
+    """Compiles grammars on a thread of its own, in the order given.  The engine's thread calls it."""
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether a request waits for `pop_compiled`."""
+        ...
+
+    @property
+    def has_compiled(self) -> bool:
+        """Whether `pop_compiled` returns any."""
+        ...
+
+    def compile(self, request_id: int, grammar: Grammar) -> None: ...
+
+    def pop_compiled(self) -> Sequence[Compiled]:
+        """Returns the grammars compiled since the last call."""
+        ...
+
+    def release(self, request_id: int) -> None:
+        """The request has ended.  Does nothing for one without a grammar."""
+        ...
+
+
+class AdapterStore(Protocol):
+    """The adapters of a model.
+
+    Attributes:
+        num_places: adapters that fit at the same time.
+    """
+
+    num_places: int
+
+    def load(self, number: int, folder: Path) -> None:
+        """Loads an adapter; on any thread, beside steps.  Raises an exception, with one line, if it cannot be."""
+        ...
+
+    def unload(self, number: int) -> None:
+        """Forgets a loaded adapter, which no request has; on the thread of the steps."""
+        ...
 
 
 class Executor(Protocol):

@@ -1,4 +1,7 @@
-"""Delivers one request's tokens to its consumer.
+"""The API process' generations: each delivers a request's tokens to its consumer, and ends exactly once.
+
+    live       ─► ended by a step's record
+    live       ─► leaving: finished in this process ─► confirmed by a step's record
 
 A slow consumer receives several steps' tokens in one chunk, so its cost falls as its process becomes busier.
 """
@@ -7,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from slotwise.core.step import TokenLogprobs
+from slotwise.engine.messages import StepOutputs, StepRecord
 
 AT_THE_END = 1 << 62  # as `Generation.interval`: one chunk, at the end
 
@@ -127,3 +131,133 @@ class Generation:
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
+
+
+Live = Mapping[int, Generation]
+"""Unfinished generations, by request."""
+
+
+def deliver(live: Live, outputs: StepRecord | StepOutputs) -> None:
+    """Gives each row's tokens, log-probabilities of its prompt and pooled vector to its generation.
+
+    A record whose outputs were sent before it, in parts, releases the last token of each row.
+    """
+    if isinstance(outputs, StepRecord) and outputs.num_parts:
+        _complete(live, outputs)
+    else:
+        _push_tokens(live, outputs)
+    for request_id, start, logprobs in zip(outputs.request_ids, outputs.starts, outputs.prompt_logprobs, strict=False):
+        if logprobs and (generation := live.get(request_id)) is not None:
+            generation.push_prompt(start, logprobs)
+    if isinstance(outputs, StepRecord) and outputs.drafts:
+        _count_drafts(live, outputs)
+    for request_id, vector in zip(outputs.request_ids, outputs.pooled, strict=False):
+        if vector and (generation := live.get(request_id)) is not None:
+            generation.pooled = vector
+
+
+def _push_tokens(live: Live, outputs: StepRecord | StepOutputs) -> None:
+    is_part = isinstance(outputs, StepOutputs)
+    logprobs = outputs.logprobs or ((),) * len(outputs.token_ids)
+    for request_id, tokens, row_logprobs in zip(outputs.request_ids, outputs.token_ids, logprobs, strict=False):
+        if tokens:
+            generation = live.get(request_id)
+            if generation is not None:
+                generation.push(tokens, row_logprobs, is_part=is_part)
+
+
+def _count_drafts(live: Live, record: StepRecord) -> None:
+    rows = zip(record.request_ids, record.starts, record.drafts, record.sampled or record.token_ids, strict=True)
+    for request_id, start, drafts, tokens in rows:
+        generation = live.get(request_id) if drafts and tokens else None
+        if generation is not None and generation.num_prompt:
+            generation.verified(start + 1 - generation.num_prompt, len(drafts), len(tokens) - 1)
+
+
+def _complete(live: Live, record: StepRecord) -> None:
+    for request_id in record.request_ids:
+        if (generation := live.get(request_id)) is not None:
+            generation.push((), ())
+
+
+class LiveGenerations:
+    """Unfinished generations by request, and the requests finished in this process that the engine still has."""
+
+    def __init__(self) -> None:
+        self._live: dict[int, Generation] = {}
+        self._leaving: dict[int, tuple[str, str]] = {}  # -> name and reason
+        self._names: set[str] = set()  # of both; unnamed requests have none
+        self._idle = asyncio.Event()  # none is unfinished
+        self._idle.set()
+
+    @property
+    def num_live(self) -> int:
+        """Unfinished generations."""
+        return len(self._live)
+
+    def __len__(self) -> int:
+        """Requests that the engine has."""
+        return len(self._live) + len(self._leaving)
+
+    def has_name(self, name: str) -> bool:
+        return name in self._names
+
+    def add(self, generation: Generation) -> None:
+        self._live[generation.request_id] = generation
+        if generation.name:
+            self._names.add(generation.name)
+        self._idle.clear()
+
+    def finish(self, generation: Generation, reason: str) -> None:
+        """Ends an unfinished generation before the engine does."""
+        self._forget(generation.request_id)
+        self._leaving[generation.request_id] = (generation.name, reason)
+        generation.end(reason)
+
+    def deliver(self, outputs: StepOutputs) -> None:
+        """Gives the outputs of a part of a step to the generations."""
+        deliver(self._live, outputs)
+
+    def stepped(self, record: StepRecord) -> None:
+        """Gives the outputs of a step to the generations, and ends those that it ends."""
+        live = self._live
+        deliver(live, record)
+        for request_id, num_cached in zip(record.admitted, record.cached, strict=True):
+            if (generation := live.get(request_id)) is not None:
+                generation.moved_ns = record.started_ns
+                if generation.num_cached < 0:
+                    generation.num_cached = num_cached
+        for request_id, _ in record.preempted:
+            if (generation := live.get(request_id)) is not None:
+                generation.moved_ns = record.started_ns
+        for row in record.ended:
+            if (generation := live.get(row.request_id)) is not None:
+                self._forget(row.request_id)
+                self._names.discard(generation.name)
+                generation.end(row.reason, row.message)
+            elif (left := self._leaving.pop(row.request_id, None)) is not None:
+                self._names.discard(left[0])
+
+    async def end_within(self, timeout: float) -> None:
+        """Waits up to `timeout` seconds for the unfinished generations, then aborts them."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout)
+        except TimeoutError:
+            for generation in list(self._live.values()):
+                generation.finish("abort")
+
+    def lost(self, message: str) -> dict[int, str]:
+        """Ends all with an error, for the engine is lost.  Returns the requests that it had, and why each ended."""
+        lost = dict.fromkeys(self._live, "error") | {number: reason for number, (_, reason) in self._leaving.items()}
+        for generation in self._live.values():
+            generation.end("error", message)
+        self._live.clear()
+        self._leaving.clear()
+        self._names.clear()
+        self._idle.set()
+        return lost
+
+    def _forget(self, request_id: int) -> None:
+        del self._live[request_id]
+        if not self._live:
+            self._idle.set()

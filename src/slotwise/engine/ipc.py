@@ -4,25 +4,27 @@
                                                ◄──reports───
 
 The socket buffer is the bound: the engine blocks when the API process is that far behind, so unsent tokens do not
-accumulate in memory.  Nothing received can run code.  The offline API, which needs no msgspec, does not import this.
+accumulate in memory.  Nothing received can run code.  A thread of the engine process sends a heartbeat beside its
+steps, by which the API process tells a long step from an engine that has stopped.  The offline API, which needs no
+msgspec, does not import this.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import select
 import socket
 import struct
 import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+import time
+from collections.abc import Callable, Iterator
+from typing import cast
 
 import msgspec
 
-from slotwise.engine.messages import Command, EngineFailed, Heartbeat, Query, Report, StepRecord
-
-if TYPE_CHECKING:
-    from slotwise.engine.heartbeat import HeartbeatMonitor
+from slotwise.core.step import TokenLogprobs
+from slotwise.engine.messages import Command, EngineFailed, Heartbeat, Query, Report, StepOutputs, StepRecord
 
 HEADER = struct.Struct("<I")
 MAX_MESSAGE = 64 << 20  # bytes; a prompt of a million tokens takes about 5 MB
@@ -193,3 +195,164 @@ class EngineConnection(asyncio.Protocol):
             if isinstance(report, StepRecord):
                 self.heartbeat.stepped()
             self._on_report(report)
+
+
+# A discipline that holds outputs publishes a whole batch in one step: with 20 log-probabilities a token takes about 260
+# bytes, and the batch more than one message may have.  The outputs are sent in parts before the record: the API process
+# decodes each part in a pass of its own loop, and no message exceeds `MAX_MESSAGE`.  The record keeps the tokens, which
+# the event log needs; ten million of them fit.
+MAX_ENTRIES = 1 << 15  # log-probabilities of a message: about 0.4 MB, and five milliseconds to decode
+MAX_POOLED = 4 << 20  # bytes of vectors in a message
+
+
+def messages_of(record: StepRecord) -> Iterator[StepOutputs | StepRecord]:
+    """Yields `record`, or its outputs in parts and then the record without log-probabilities."""
+    if sum(map(_num_entries, record.prompt_logprobs)) > MAX_ENTRIES:
+        yield from _prompt_parts(record)
+        record.prompt_logprobs = ()
+    if sum(map(len, record.pooled)) > MAX_POOLED:
+        for request_id, vector in zip(record.request_ids, record.pooled, strict=True):
+            if vector:
+                yield StepOutputs((request_id,), pooled=(vector,))
+        record.pooled = ()
+    if sum(map(_num_entries, record.logprobs)) > MAX_ENTRIES:
+        record.num_parts = 0
+        for part in _parts(record):
+            record.num_parts += 1
+            yield part
+        record.logprobs = ()
+    yield record
+
+
+def _prompt_parts(record: StepRecord) -> Iterator[StepOutputs]:
+    for request_id, start, logprobs in zip(record.request_ids, record.starts, record.prompt_logprobs, strict=True):
+        size = max(1, MAX_ENTRIES // max(1, _num_entries(logprobs[:1])))
+        for first in range(0, len(logprobs), size):
+            yield StepOutputs((request_id,), starts=(start + first,),
+                              prompt_logprobs=(logprobs[first : first + size],))
+
+
+def _parts(record: StepRecord) -> Iterator[StepOutputs]:
+    part = StepOutputs()
+    capacity = MAX_ENTRIES
+    for request_id, tokens, logprobs in zip(record.request_ids, record.token_ids, record.logprobs, strict=True):
+        start = 0
+        while start < len(tokens):
+            width = max(1, _num_entries(logprobs[start : start + 1]))
+            end = min(len(tokens), start + max(1, capacity // width))
+            part.request_ids += (request_id,)
+            part.token_ids += (tokens[start:end],)
+            part.logprobs += (logprobs[start:end],)
+            capacity -= (end - start) * width
+            start = end
+            if capacity < width:
+                yield part
+                part, capacity = StepOutputs(), MAX_ENTRIES
+    if part.request_ids:
+        yield part
+
+
+def _num_entries(logprobs: tuple[TokenLogprobs, ...]) -> int:
+    """Log-probabilities of one row: its tokens have the same number each."""
+    return len(logprobs) * (1 + len(logprobs[0].top_logprobs)) if logprobs else 0
+
+
+HEARTBEAT_SECONDS = 0.5
+ENGINE_TIMEOUT = 60.0  # seconds of silence after which an engine is given up
+SHORTEST_TIMEOUT = 4.0  # seconds; a few heartbeats may be late on a busy machine
+STUCK = 10  # timeouts that one step may take while heartbeats arrive
+SUSPECT = 0.5  # share of the timeout after which an engine counts as frozen
+LAST_WORDS = 5.0  # seconds that the engine's thread gets to notice by itself that the channel is closed
+
+Clock = Callable[[], float]
+"""Monotonic seconds."""
+
+
+def exit_process() -> None:
+    """Ends this process after a grace period: the API process is gone and the engine's thread is stuck in a step."""
+    time.sleep(LAST_WORDS)
+    os._exit(1)
+
+
+class HeartbeatSender:
+    """The engine's side; the loop that runs the steps sets `step_began`.
+
+    Args:
+        deserted: called by the heartbeat thread when the channel has closed.
+    """
+
+    def __init__(self, channel: BlockingChannel, deserted: Callable[[], None] = exit_process) -> None:
+        self.step_began = 0  # monotonic nanoseconds; 0: no step in progress
+        self._channel = channel
+        self._deserted = deserted
+
+    def start(self) -> None:
+        threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True).start()
+
+    def _send_heartbeats(self) -> None:
+        try:
+            while True:
+                began = self.step_began
+                self._channel.send(encode(Heartbeat(time.monotonic_ns() - began if began else 0)))
+                time.sleep(HEARTBEAT_SECONDS)
+        except ChannelClosed:
+            self._deserted()
+
+
+class HeartbeatMonitor:
+    """The API process' side: measures one engine's silence and the time of its current step.
+
+    A tick adds at most two heartbeat intervals of silence, so a stall of this process does not count.
+
+    Args:
+        timeout: seconds of silence after which an engine is given up.
+    """
+
+    def __init__(self, timeout: float, clock: Clock = time.monotonic) -> None:
+        self._timeout = timeout
+        self._clock = clock
+        self._ticked_at = clock()
+        self._silence = 0.0
+        self._step = 0.0  # seconds that the current step has taken, by the last heartbeat
+        self._last_step: float | None = None
+
+    def heard(self) -> None:
+        """Resets the silence: called for all data from the engine."""
+        self._silence = 0.0
+
+    def on_heartbeat(self, step_ns: int) -> None:
+        self._step = step_ns * 1e-9
+
+    def stepped(self) -> None:
+        """Called for each step record."""
+        self._step = 0.0
+        self._last_step = self._clock()
+
+    def tick(self) -> None:
+        """Updates the silence; called every `HEARTBEAT_SECONDS`."""
+        now = self._clock()
+        self._silence += min(now - self._ticked_at, 2 * HEARTBEAT_SECONDS)
+        self._ticked_at = now
+
+    @property
+    def last_step_age(self) -> float | None:
+        """Seconds since the last step record; None: there was none."""
+        return None if self._last_step is None else self._clock() - self._last_step
+
+    @property
+    def frozen(self) -> bool:
+        """True after `SUSPECT` of the timeout: the engine should get no further requests."""
+        return self._doubt >= SUSPECT * self._timeout
+
+    @property
+    def verdict(self) -> str:
+        """Why the engine must be given up; empty if it need not be."""
+        if self._doubt < self._timeout:
+            return ""
+        if self._silence >= self._timeout:
+            return f"the engine has been frozen for {self._silence:.0f} s"
+        return f"the engine has been in one step for {self._step:.0f} s"
+
+    @property
+    def _doubt(self) -> float:
+        return max(self._silence, self._step / STUCK)

@@ -1,4 +1,4 @@
-"""Messages between the API process and the engine process: commands in, one record per step out.
+"""Messages between the API process and the engine process, commands in, one record per step out, and their observers.
 
 Encoded as MessagePack (see `engine.ipc`), so that nothing received can run code.  An engine in a process of its own
 needs msgspec; the offline API, as on a machine with little but torch, does not: its messages are plain dataclasses.
@@ -24,7 +24,7 @@ from slotwise.core.step import (
     TokenLogprobs,
 )
 from slotwise.core.step_time import Learned, Roofline
-from slotwise.engine.grammars import Compiled
+from slotwise.engine.executor import Compiled
 from slotwise.engine.scheduling import Scheduling
 from slotwise.speculation.settings import Speculation
 from slotwise.transfer.settings import KVTransferConfig
@@ -267,7 +267,7 @@ class StepRecord(Struct, tag="step", omit_defaults=True):
 
 
 class StepOutputs(Struct, tag="outputs"):
-    """A part of a step's outputs, sent before its record (see `engine.outputs`): columns, as there."""
+    """A part of a step's outputs, sent before its record (see `ipc.messages_of`): columns, as there."""
 
     request_ids: tuple[int, ...] = ()
     token_ids: tuple[tuple[int, ...], ...] = ()
@@ -294,7 +294,7 @@ class QueuePositionAnswer(Struct, tag="located"):
 
 
 class Heartbeat(Struct, tag="beat"):
-    """Sent twice a second by a thread of its own (see `engine.heartbeat`)."""
+    """Sent twice a second by a thread of its own (see `ipc.HeartbeatSender`)."""
 
     step_ns: int  # nanoseconds that the current step has taken so far; 0: no step in progress
 
@@ -308,3 +308,31 @@ class EngineFailed(Struct, tag="failed"):
 Report = (
     Loading | EngineInfo | Heartbeat | StepOutputs | StepRecord | QueuePositionAnswer | GivenBack | AdapterLoaded
     | EngineFailed)
+
+
+class Observer:
+    """Notified of engines, requests, commands and steps; a subclass overrides the methods it needs.
+
+    Times are monotonic nanoseconds on the engine's clock.
+    """
+
+    def started(self, info: EngineInfo) -> None:
+        """An engine is ready; it holds no requests."""
+
+    def arrived(self, request_id: int, num_prompt: int, now_ns: int) -> None:
+        """A generation was accepted."""
+
+    def refused(self, kind: str) -> None:
+        """A generation was refused."""
+
+    def commanded(self, command: Command, now_ns: int) -> None:
+        """A command, `Add` included, was sent; called in the order in which the engine handles them."""
+
+    def stepped(self, record: StepRecord) -> None:
+        """A step record arrived."""
+
+    def sent(self, request_id: int, first_ns: int, last_ns: int, num_events: int) -> None:
+        """A complete response was written to the socket, as `num_events` events."""
+
+    def lost(self, message: str, now_ns: int) -> None:
+        """The engine is lost, for the reason `message`.  A record with the end of every request follows."""

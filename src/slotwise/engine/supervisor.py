@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from slotwise.engine.client import EngineClient
-from slotwise.engine.heartbeat import ENGINE_TIMEOUT, HEARTBEAT_SECONDS, Clock, HeartbeatMonitor
+from slotwise.engine.ipc import ENGINE_TIMEOUT, HEARTBEAT_SECONDS, Clock, HeartbeatMonitor
 from slotwise.engine.messages import EngineInfo
 from slotwise.engine.refusals import CheckpointChanged, EngineError
 from slotwise.errors import described

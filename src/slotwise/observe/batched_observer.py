@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from slotwise.engine.observer import Observer
+from slotwise.engine.messages import Observer
 
 if TYPE_CHECKING:
     from slotwise.engine.messages import Command, EngineInfo, StepRecord

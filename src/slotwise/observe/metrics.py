@@ -15,7 +15,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from slotwise.core.reasons import WAITING_FOR_KV
-from slotwise.engine.observer import Observer
+from slotwise.engine.messages import Observer
 from slotwise.observe import step_view
 from slotwise.observe.event_log import Entry, Refusal, RequestEntry, Step
 from slotwise.observe.expert_load import ExpertLoad

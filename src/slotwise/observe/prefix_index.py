@@ -22,7 +22,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from slotwise.core.step import FREED
-from slotwise.engine.observer import Observer
+from slotwise.engine.messages import Observer
 
 if TYPE_CHECKING:
     from slotwise.engine.messages import EngineInfo, StepRecord

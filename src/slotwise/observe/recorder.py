@@ -8,8 +8,7 @@ from typing import Protocol
 
 import slotwise
 from slotwise.core.step import RowKind
-from slotwise.engine.messages import Add, Command, EngineInfo, Finish, StepRecord
-from slotwise.engine.observer import Observer
+from slotwise.engine.messages import Add, Command, EngineInfo, Finish, Observer, StepRecord
 from slotwise.observe import event_log
 from slotwise.observe.event_log import Entry, line_of
 from slotwise.observe.fold import Changes, Timelines

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from slotwise import __version__, folders
 from slotwise.core import step_time
 from slotwise.core.step_time import Learned, work_of
-from slotwise.engine.observer import Observer
+from slotwise.engine.messages import Observer
 from slotwise.errors import described
 from slotwise.files import PRIVATE, read_regular, write_whole
 

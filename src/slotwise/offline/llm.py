@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tqdm import tqdm
 
 from slotwise.compose.engine_builder import load
-from slotwise.engine.adapters import AdapterStore
 from slotwise.engine.engine import Engine
+from slotwise.engine.executor import AdapterStore
 from slotwise.engine.messages import EngineInfo, Finish, StepRecord
 from slotwise.errors import CheckpointError
 from slotwise.offline.arguments import Arguments, EngineArgs, VllmMethods, check_call

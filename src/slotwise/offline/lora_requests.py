@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from slotwise.engine.adapters import AdapterStore
-from slotwise.engine.messages import EngineInfo
-from slotwise.engine.observer import Observer
+from slotwise.engine.executor import AdapterStore
+from slotwise.engine.messages import EngineInfo, Observer
 
 if TYPE_CHECKING:
     from slotwise.engine.client import EngineClient  # needs msgspec, which `LLM` does not

@@ -21,8 +21,7 @@ from http import HTTPStatus
 from typing import Any, TypeVar
 
 from slotwise.engine.client import EngineClient
-from slotwise.engine.messages import EngineInfo
-from slotwise.engine.observer import Observer
+from slotwise.engine.messages import EngineInfo, Observer
 from slotwise.engine.refusals import AdapterError, Refused
 from slotwise.errors import printable
 from slotwise.server.api_errors import MODEL_NOT_FOUND, ApiError, bad_request, from_refusal

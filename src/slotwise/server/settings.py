@@ -14,7 +14,7 @@ from slotwise.core.sampling_defaults import SamplingDefaults
 from slotwise.core.settings import check_settings, real, setting, whole
 from slotwise.engine.admission_control import PATIENCE
 from slotwise.engine.config import DAY
-from slotwise.engine.heartbeat import ENGINE_TIMEOUT, SHORTEST_TIMEOUT
+from slotwise.engine.ipc import ENGINE_TIMEOUT, SHORTEST_TIMEOUT
 from slotwise.errors import printable
 from slotwise.files import existing_file
 from slotwise.observe.lines import FORMATS, TEXT

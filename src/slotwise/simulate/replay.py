@@ -23,7 +23,7 @@ from slotwise.core.scheduler import Scheduler
 from slotwise.core.step import Arrival, StepPlan, StepResult
 from slotwise.core.step_time import StepTimeModel
 from slotwise.engine.engine import Engine
-from slotwise.engine.grammars import Compiled
+from slotwise.engine.executor import Compiled
 from slotwise.engine.kv_link import News
 from slotwise.engine.messages import NO_STEP, Command, Configure, Finish
 from slotwise.observe import event_log

@@ -18,8 +18,7 @@ from math import ceil
 
 from slotwise.core.limits import SchedulerLimits
 from slotwise.engine.admission_control import AdmissionControl
-from slotwise.engine.messages import Add, Command, EngineInfo, StepRecord
-from slotwise.engine.observer import Observer
+from slotwise.engine.messages import Add, Command, EngineInfo, Observer, StepRecord
 from slotwise.observe.prefix_index import PrefixIndex
 from slotwise.routing.fleet import Fleet, Shed
 from slotwise.routing.prompt import RoutedRequest

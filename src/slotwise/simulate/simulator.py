@@ -37,8 +37,7 @@ from slotwise.core.step import Arrival
 from slotwise.core.step_time import Learned, StepTimeModel
 from slotwise.engine.admission_control import AdmissionControl
 from slotwise.engine.kv_link import KVLink, News
-from slotwise.engine.messages import Add, Command, EngineInfo, StepRecord
-from slotwise.engine.observer import Observer
+from slotwise.engine.messages import Add, Command, EngineInfo, Observer, StepRecord
 from slotwise.engine.scheduling import Scheduling
 from slotwise.simulate.decode_run import RunEngine, RunInProgress, RunScheduler, RunTokens
 from slotwise.simulate.figures import REFUSED, SERVED, SimulatedRequest, new_clock

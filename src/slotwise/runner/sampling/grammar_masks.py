@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from slotwise import grammars
 from slotwise.core.grammar import Grammar
 from slotwise.core.step import NewRequest, StepPlan, StepResult
-from slotwise.engine.grammars import Compiled
+from slotwise.engine.executor import Compiled
 from slotwise.grammars import died, message_of
 from slotwise.kernels.cpu.threads import roam
 from slotwise.runner.slots import Earlier, NumDrawn, SlotListener

@@ -33,7 +33,7 @@ from slotwise.engine.messages import Add
 from slotwise.errors import CheckpointError
 from slotwise.kernels.cpu.cache import padded
 from slotwise.kernels.cpu.kernels import CpuKernels
-from slotwise.kernels.group import ALONE
+from slotwise.kernels.group import SINGLE_RANK
 from slotwise.kernels.interface import Kernels
 from slotwise.kernels.reference import ReferenceKernels
 from slotwise.model.loading import load_model, read_config
@@ -205,7 +205,7 @@ def test_shares_of_a_quantised_checkpoint(
     quantized.quantise(dense, folder, quantized.KINDS[kind]())
     given, barrier, rows = [None, None], threading.Barrier(2), list(enumerate(prompts([5, 40])))
     whole, *ranks = (load_model(folder, kernels=kernels(), dtype="float32", group=group)
-                     for group in (ALONE, Paired(0, given, barrier), Paired(1, given, barrier)))
+                     for group in (SINGLE_RANK, Paired(0, given, barrier), Paired(1, given, barrier)))
     with ThreadPoolExecutor(2) as pool:
         logits, _ = pool.map(lambda decoder: Driver(decoder).step(rows), ranks)
     assert distance(logits, Driver(whole).step(rows)) < close

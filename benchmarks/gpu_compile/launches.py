@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from slotwise.kernels.cuda import attention, experts, narrow, packed, pointwise, rotary, sampling
-from slotwise.kernels.cuda.cache import CudaCache
+from slotwise.kernels.cuda.attention import CudaCache
 from slotwise.kernels.cuda.configs import (
     FEW,
     codes_tile,
@@ -146,7 +146,7 @@ def _experts(kind: str) -> Iterator[Launch]:
 
         def work(tokens: int = tokens) -> None:
             shapes = (routing.num_experts, 2 * intermediate, hidden), (routing.num_experts, hidden, intermediate)
-            stacked = experts.Stacked(*([torch.empty(shape, dtype=KINDS[kind])] for shape in shapes), None, None)
+            stacked = experts.StackedExperts(*([torch.empty(shape, dtype=KINDS[kind])] for shape in shapes), None, None)
             x, logits = (torch.empty(tokens, size, dtype=KINDS[kind]) for size in (hidden, routing.num_experts))
             ends = torch.zeros(routing.num_experts, dtype=torch.int64)
             experts.mixture(x, logits, stacked, routing, ends, lambda gate_up: pointwise.activated(gate_up, "silu"))

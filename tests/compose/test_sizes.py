@@ -11,7 +11,7 @@ from slotwise.compose import sizes
 from slotwise.compose.sizes import sized, step_tokens
 from slotwise.core.drafting import MAX_STEP_DRAFTS
 from slotwise.engine.config import ConfigError, EngineConfig
-from slotwise.kernels.group import ALONE
+from slotwise.kernels.group import SINGLE_RANK
 from slotwise.kernels.interface import AttentionShape
 from slotwise.runner import kv_blocks, memory_budget
 from slotwise.runner.decode_graphs import MAX_GRAPHS, MAX_TOKENS
@@ -29,7 +29,7 @@ def decoder(device: str, rate: float, layer_weights: int = 7_000_000_000) -> Sim
     config = SimpleNamespace(
         dtype=torch.bfloat16, layer_weights=layer_weights, max_position_embeddings=131_072, num_layers=32)
     return SimpleNamespace(
-        kernels=kernels, config=config, group=ALONE, layer_shapes=[SHAPE] * 32, weight_bytes=16 * GIB)
+        kernels=kernels, config=config, group=SINGLE_RANK, layer_shapes=[SHAPE] * 32, weight_bytes=16 * GIB)
 
 
 @pytest.mark.parametrize(("device", "rate", "tokens"), [

@@ -14,8 +14,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_g
 
 from slotwise.kernels.checked import CheckedKernels
 from slotwise.kernels.cpu.kernels import CpuKernels
-from slotwise.kernels.delta import DeltaShape, DeltaWeights
-from slotwise.kernels.interface import AttentionShape, Kernels, LayerCache, RaggedBatch
+from slotwise.kernels.interface import AttentionShape, DeltaShape, DeltaWeights, Kernels, LayerCache, RaggedBatch
 from slotwise.kernels.reference import ReferenceKernels
 
 CPU, REFERENCE = CheckedKernels(CpuKernels(threads=2)), CheckedKernels(ReferenceKernels())

@@ -8,8 +8,8 @@ from support import product_paths
 from torch import Tensor
 
 from slotwise.kernels.cpu import paths
-from slotwise.kernels.cpu.graph import Arena
 from slotwise.kernels.cpu.kernels import CpuKernels
+from slotwise.kernels.cpu.launcher import Arena
 from slotwise.kernels.reference import ReferenceKernels
 
 HIDDEN, INNER, VOCABULARY = 96, 160, 300

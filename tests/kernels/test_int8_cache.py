@@ -14,8 +14,7 @@ from torch import Tensor
 from slotwise.kernels.cpu.cache import CpuCache
 from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.kernels.interface import AttentionShape, QKNorm
-from slotwise.kernels.paged_cache import QuantisedPagedCache, quantise
-from slotwise.kernels.reference import ReferenceKernels
+from slotwise.kernels.reference import QuantisedPagedCache, ReferenceKernels, quantise
 
 CPU, REFERENCE = CpuKernels(threads=2, kv_cache_dtype="int8"), ReferenceKernels(kv_cache_dtype="int8")
 EXACT = ReferenceKernels()

@@ -7,8 +7,7 @@ import pytest
 from numba import cfunc, types
 
 from slotwise.kernels.cpu.jit import compiler
-from slotwise.kernels.cpu.jit.compiler import kernel, specialised
-from slotwise.kernels.cpu.jit.intrinsic import INT, KIND, VALUE, intrinsic
+from slotwise.kernels.cpu.jit.compiler import INT, KIND, VALUE, intrinsic, kernel, specialised
 from slotwise.kernels.cpu.simd import BFLOAT16, FLOAT32, INT8, INT32, INT64, bytes_of, load, store
 
 

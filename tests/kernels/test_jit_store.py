@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from slotwise.kernels.cpu.jit import compiler, store
-from slotwise.kernels.cpu.jit.store import Object, Store
+from slotwise.kernels.cpu.jit.store import KernelStore, ObjectCode
 
 KEY = "0123456789abcdef"
 COMPILE = """
@@ -114,13 +114,13 @@ def place(monkeypatch, tmp_path):
     return tmp_path / "cache" / "slotwise" / "kernels" / KEY
 
 
-OBJECT = Object("entry", bytes(range(256)) * 40)
+OBJECT = ObjectCode("entry", bytes(range(256)) * 40)
 
 
 def test_what_is_written_is_read(place):
-    assert Store(KEY).read("one") is None
-    Store(KEY).write("one", OBJECT)
-    assert Store(KEY).read("one") == OBJECT
+    assert KernelStore(KEY).read("one") is None
+    KernelStore(KEY).write("one", OBJECT)
+    assert KernelStore(KEY).read("one") == OBJECT
     assert [path.name for path in place.iterdir()] == ["one"], "a temporary file was left"
     for folder in (place, place.parent, place.parents[1], place.parents[2]):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -129,52 +129,52 @@ def test_what_is_written_is_read(place):
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_what_was_harmed_counts_as_missing_and_is_said(place, damage, caplog):
-    Store(KEY).write("one", OBJECT)
+    KernelStore(KEY).write("one", OBJECT)
     for seed in range(20):
         random.seed(seed)
         (place / "one").write_bytes(DAMAGE[damage]((place / "one").read_bytes()))
         caplog.clear()
-        assert Store(KEY).read("one") is None
+        assert KernelStore(KEY).read("one") is None
         assert caplog.messages == [f"the compiled kernel {place / 'one'} is damaged: it is compiled anew"]
-        Store(KEY).write("one", OBJECT)
-        assert Store(KEY).read("one") == OBJECT
+        KernelStore(KEY).write("one", OBJECT)
+        assert KernelStore(KEY).read("one") == OBJECT
 
 
 def test_a_kernel_under_another_s_name_is_not_run(place):
-    Store(KEY).write("one", OBJECT)
+    KernelStore(KEY).write("one", OBJECT)
     (place / "one").rename(place / "two")
-    assert Store(KEY).read("two") is None
+    assert KernelStore(KEY).read("two") is None
 
 
 def test_a_full_disk_leaves_what_was_there(place, monkeypatch):
-    Store(KEY).write("one", OBJECT)
+    KernelStore(KEY).write("one", OBJECT)
 
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "no space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    Store(KEY).write("one", Object("other", b"x"))
-    assert Store(KEY).read("one") == OBJECT
+    KernelStore(KEY).write("one", ObjectCode("other", b"x"))
+    assert KernelStore(KEY).read("one") == OBJECT
     assert len(list(place.iterdir())) == 1
 
 
 @pytest.mark.parametrize("mode", [0o620, 0o602])
 def test_a_file_that_others_can_write_is_not_run(place, mode, caplog):
-    Store(KEY).write("one", OBJECT)
+    KernelStore(KEY).write("one", OBJECT)
     (place / "one").chmod(mode)
-    assert Store(KEY).read("one") is None
+    assert KernelStore(KEY).read("one") is None
     assert "can be changed by other users: it is compiled anew" in caplog.text
-    Store(KEY).write("one", OBJECT)
-    assert Store(KEY).read("one") == OBJECT
+    KernelStore(KEY).write("one", OBJECT)
+    assert KernelStore(KEY).read("one") == OBJECT
 
 
 def test_no_link_is_followed(place, tmp_path):
-    Store(KEY).write("one", OBJECT)
+    KernelStore(KEY).write("one", OBJECT)
     (place / "one").rename(tmp_path / "elsewhere")
     (place / "one").symlink_to(tmp_path / "elsewhere")
-    assert Store(KEY).read("one") is None
-    Store(KEY).write("one", OBJECT)
-    assert Store(KEY).read("one") == OBJECT and not (place / "one").is_symlink()
+    assert KernelStore(KEY).read("one") is None
+    KernelStore(KEY).write("one", OBJECT)
+    assert KernelStore(KEY).read("one") == OBJECT and not (place / "one").is_symlink()
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o1777])
@@ -184,10 +184,10 @@ def test_a_folder_that_others_can_write_is_refused_for_a_private_one(place, tmp_
     place.mkdir(parents=True)
     refused.chmod(mode)
     if above and mode & stat.S_ISVTX:
-        assert Store(KEY).folder == place, "there a sticky bit keeps others from replacing what is this user's"
+        assert KernelStore(KEY).folder == place, "there a sticky bit keeps others from replacing what is this user's"
         return
     private = tmp_path / "temporary" / f"slotwise-{os.geteuid()}" / "kernels"
-    assert Store(KEY).folder == private / place.name
+    assert KernelStore(KEY).folder == private / place.name
     assert stat.S_IMODE(private.stat().st_mode) == 0o700
     assert caplog.messages == [
         f"{refused} can be changed by other users (mode {mode:o}): compiled kernels are not loaded from there; they "
@@ -196,18 +196,19 @@ def test_a_folder_that_others_can_write_is_refused_for_a_private_one(place, tmp_
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
 def test_what_belongs_to_another_user_is_refused(place, tmp_path, caplog):
-    Store(KEY).write("one", OBJECT)
+    KernelStore(KEY).write("one", OBJECT)
     os.chown(place / "one", 12345, 12345)
-    assert Store(KEY).read("one") is None and "belongs to another user (uid 12345): it is compiled anew" in caplog.text
+    assert KernelStore(KEY).read("one") is None
+    assert "belongs to another user (uid 12345): it is compiled anew" in caplog.text
     os.chown(place, 12345, 12345)
     private = tmp_path / "temporary" / f"slotwise-{os.geteuid()}"
-    assert Store(KEY).folder == private / "kernels" / place.name
+    assert KernelStore(KEY).folder == private / "kernels" / place.name
     assert f"{place} belongs to another user (uid 12345): compiled kernels are not loaded from there" in caplog.text
     os.chown(private, 12345, 12345)
-    assert Store(KEY).folder is None, "the private one is looked at in the same way"
+    assert KernelStore(KEY).folder is None, "the private one is looked at in the same way"
     assert "compiled kernels are not kept, and every start compiles them again" in caplog.messages[-1]
-    Store(KEY).write("one", OBJECT)
-    assert Store(KEY).read("one") is None
+    KernelStore(KEY).write("one", OBJECT)
+    assert KernelStore(KEY).read("one") is None
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a link to another user")
@@ -216,9 +217,9 @@ def test_a_link_of_another_user_is_not_followed(place, tmp_path):
     mine.mkdir(mode=0o700)
     place.parents[1].mkdir(parents=True)
     place.parent.symlink_to(mine)
-    assert Store(KEY).folder == place, "a link of this user's own"
+    assert KernelStore(KEY).folder == place, "a link of this user's own"
     os.chown(place.parent, 12345, 12345, follow_symlinks=False)
-    assert Store(KEY).folder != place
+    assert KernelStore(KEY).folder != place
 
 
 @pytest.mark.slow
@@ -249,12 +250,12 @@ def test_a_folder_that_cannot_be_written_is_told_once_with_what_it_costs(place, 
     place.parent.parent.mkdir(parents=True)
     place.parent.write_text("a file")
     private = tmp_path / "temporary" / f"slotwise-{os.geteuid()}"
-    assert Store(KEY).folder == private / "kernels" / place.name
+    assert KernelStore(KEY).folder == private / "kernels" / place.name
     assert "cannot be written" in caplog.text and f"they are kept in {private}" in caplog.text
     shutil.rmtree(private)
     private.write_text("a file")
     caplog.clear()
-    store = Store(KEY)
+    store = KernelStore(KEY)
     for _ in range(2):
         store.write("one", OBJECT)
         assert store.folder is None and store.read("one") is None

@@ -8,7 +8,7 @@ from support.paged import distance
 from torch import Tensor
 
 from slotwise.kernels.cpu.kernels import CpuKernels
-from slotwise.kernels.low_rank import NO_ADAPTER, LowRank, LowRankPart
+from slotwise.kernels.interface import NO_ADAPTER, LowRank, LowRankPart
 from slotwise.kernels.reference import ReferenceKernels
 
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 5e-3}

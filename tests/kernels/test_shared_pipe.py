@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.kernels.cpu.shared_group import PipeMemory, SharedPipe, pipe_size, shared_file
-from slotwise.kernels.group import PLACES, Stage
+from slotwise.kernels.group import PLACES, PipelineStage
 
 ROWS, HIDDEN = 5, 48
 MESSAGE = ROWS * HIDDEN * 4  # bytes
@@ -30,7 +30,8 @@ def memory() -> PipeMemory:
 
 def pipes(memory: PipeMemory) -> tuple[SharedPipe, SharedPipe]:
     """The two stages of a ring, each with kernels of its own."""
-    found = [SharedPipe(CpuKernels(1).launcher, memory, Stage(number, 2), number, 1 - number) for number in range(2)]
+    found = [SharedPipe(CpuKernels(1).launcher, memory, PipelineStage(number, 2), number, 1 - number)
+             for number in range(2)]
     for pipe in found:
         pipe.warm_up(torch.float32)
         pipe.warm_up(torch.bfloat16)

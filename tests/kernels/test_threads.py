@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from slotwise.kernels.cpu.jit.compiler import Compiled, kernel
+from slotwise.kernels.cpu.jit.compiler import CompiledKernel, kernel
 from slotwise.kernels.cpu.launcher import HEADER, MAX_ARGUMENTS, THREAD_COUNTER
 from slotwise.kernels.cpu.memory import aligned
 from slotwise.kernels.cpu.simd import INT64, fetch_add, load, store
@@ -36,7 +36,7 @@ def _count_cells(words):
     _count(words)
 
 
-COUNTED = Compiled(_count_cells, "void(int64)")
+COUNTED = CompiledKernel(_count_cells, "void(int64)")
 
 
 class Job:

@@ -11,7 +11,7 @@ import pytest
 from numba import cfunc
 
 from slotwise.kernels.cpu import tiles
-from slotwise.kernels.cpu.jit.intrinsic import INT, intrinsic
+from slotwise.kernels.cpu.jit.compiler import INT, intrinsic
 from slotwise.kernels.cpu.memory import aligned
 
 SUMS, LEFT, RIGHT = 0, 4, 6
@@ -120,7 +120,7 @@ from slotwise.kernels.cpu import linear_bf16, linear_blocks, linear_int
 from slotwise.kernels.cpu.block_layout import layout_of
 from slotwise.model.gguf.blocks import BLOCK_TYPES
 
-blocks = linear_blocks.compiled(layout_of(BLOCK_TYPES["Q4_K"].format), torch.bfloat16, "amx_int8")
+blocks = linear_blocks.product_kernel(layout_of(BLOCK_TYPES["Q4_K"].format), torch.bfloat16, "amx_int8")
 for code in (linear_bf16.PRODUCT["amx"].code, linear_int.PRODUCT[4, torch.bfloat16, "amx_int8"].code, blocks):
     print(cfunc("void(int64)", nopython=True)(code._entry)._library.get_asm_str())
     print("next")

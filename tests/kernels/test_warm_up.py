@@ -11,19 +11,19 @@ import torch
 from support.quantized_matrices import random_matrix
 
 from slotwise.kernels.cpu import paths
-from slotwise.kernels.cpu.jit.compiler import Compiled
+from slotwise.kernels.cpu.jit.compiler import CompiledKernel
 from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.kernels.matrix import Format
 
 SCRIPT = """
 import json, sys
 from slotwise import LLM, SamplingParams
-from slotwise.kernels.cpu.jit.compiler import Compiled
+from slotwise.kernels.cpu.jit.compiler import CompiledKernel
 from slotwise.offline.sampling_params import StructuredOutputsParams
 
 llm = LLM(device="cpu", max_num_seqs=4, max_model_len=256, kv_cache_memory=8 << 20, **json.loads(sys.argv[1]))
-late, ready = [], Compiled._ready
-Compiled._ready = lambda self: late.append(self.name) or ready(self)
+late, ready = [], CompiledKernel._ready
+CompiledKernel._ready = lambda self: late.append(self.name) or ready(self)
 choice = StructuredOutputsParams(choice=["first", "second"])
 outputs = llm.generate(["def", "def", "def", "def"], [
     SamplingParams(temperature=0.0, max_tokens=8), SamplingParams(temperature=1.0, seed=1, max_tokens=8, logprobs=2),
@@ -49,7 +49,7 @@ def test_kernels_of_a_format_are_ready_once_a_matrix_was_packed(monkeypatch: pyt
     embed, product = kernels.embedding(matrix, torch.float32), kernels.head(matrix)
     kernels.warm_up(torch.float32)
     late: list[str] = []
-    monkeypatch.setattr(Compiled, "_ready", lambda code: late.append(code.name))
+    monkeypatch.setattr(CompiledKernel, "_ready", lambda code: late.append(code.name))
     assert product(embed(torch.tensor([1, 2]))).shape == (2, 64)
     assert late == []
     assert kernels.product_path(torch.float32) == paths.quantised("")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slotwise.core.cache_groups import STATE_WINDOW
-from slotwise.kernels.delta import DeltaShape
-from slotwise.kernels.interface import AttentionShape, LayerShape
+from slotwise.kernels.interface import AttentionShape, DeltaShape, LayerShape
 from slotwise.model.layer_groups import cache_shapes, layer_groups, least_block_size
 
 

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from slotwise.kernels.cuda import attention
-from slotwise.kernels.cuda.cache import CudaCache
+from slotwise.kernels.cuda.attention import CudaCache
 from slotwise.kernels.cuda.configs import DecodeConfig, PrefillConfig, Tuning
 from slotwise.kernels.interface import RaggedBatch
-from slotwise.kernels.paged_cache import PagedCache
-from slotwise.kernels.reference import ReferenceKernels
+from slotwise.kernels.reference import PagedCache, ReferenceKernels
 from support.cuda_device import DEVICE, KERNELS
 from support.paged import Layer, distance
 

@@ -20,7 +20,7 @@ from slotwise.compose import rank_process, ranks
 from slotwise.engine.ipc import BlockingChannel
 from slotwise.kernels.cpu import launcher
 from slotwise.kernels.cpu.threads import ThreadPool
-from slotwise.kernels.group import Alone
+from slotwise.kernels.group import SingleRank
 
 
 class _Rank:
@@ -60,7 +60,7 @@ def ranks_on_threads() -> Iterator[None]:
                 close(files)
 
 
-class Paired(Alone):
+class Paired(SingleRank):
     """A rank on a thread: what it gives is there once both ranks have come."""
 
     size = 2

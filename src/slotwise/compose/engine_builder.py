@@ -41,7 +41,7 @@ from slotwise.kernels.checked import CheckedKernels
 from slotwise.kernels.cpu.jit import workers
 from slotwise.kernels.cpu.memory import LARGE
 from slotwise.kernels.cpu.threads import roam
-from slotwise.kernels.group import ALONE, Divided, Group, Stage, num_ranks
+from slotwise.kernels.group import SINGLE_RANK, Group, PipelineStage, UnconnectedRank, num_ranks
 from slotwise.kernels.interface import Kernels, LayerCache, LayerShape
 from slotwise.kernels.select import choose, draw_for, launcher_of, mask_for, resolve
 from slotwise.model.checkpoint import content_digest, fingerprint, locate
@@ -117,8 +117,8 @@ def check_model(config: EngineConfig, folder: Path, described: ModelConfig, kern
 def divided(config: EngineConfig) -> Group:
     """What rank 0 holds of the model, and exchanges with no other: to know sizes before the others start."""
     if config.num_ranks == 1:
-        return ALONE
-    return Divided(config.tensor_parallel_size, Stage(0, config.pipeline_parallel_size),
+        return SINGLE_RANK
+    return UnconnectedRank(config.tensor_parallel_size, PipelineStage(0, config.pipeline_parallel_size),
                    splits_experts=config.enable_expert_parallel)
 
 
@@ -145,8 +145,8 @@ def other_ranks(
     from slotwise.compose.ranks import Ranks  # needs msgspec, which one process does without
 
     for number in range(config.pipeline_parallel_size):  # raises where the model cannot be divided
-        stage = Stage(number, config.pipeline_parallel_size)
-        tensor_shapes(described, Divided(
+        stage = PipelineStage(number, config.pipeline_parallel_size)
+        tensor_shapes(described, UnconnectedRank(
             config.tensor_parallel_size, stage, splits_experts=config.enable_expert_parallel))
     return Ranks(config, kernels, described, on_lost)
 

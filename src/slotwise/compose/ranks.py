@@ -66,7 +66,7 @@ from slotwise.kernels.cpu.shared_group import (
     size_of,
 )
 from slotwise.kernels.cpu.threads import places
-from slotwise.kernels.group import Alone, Group, NoPipe, Pipe, Stage, TorchGroup, TorchPipe
+from slotwise.kernels.group import Group, NoPipe, Pipe, PipelineStage, SingleRank, TorchGroup, TorchPipe
 from slotwise.kernels.interface import Kernels
 from slotwise.kernels.select import launcher_of
 from slotwise.model.lora_weights import LoraWeights
@@ -93,8 +93,8 @@ class Rank(NamedTuple):
         return self.width * self.stages
 
     @property
-    def stage(self) -> Stage:
-        return Stage(self.number // self.width, self.stages)
+    def stage(self) -> PipelineStage:
+        return PipelineStage(self.number // self.width, self.stages)
 
     @property
     def within(self) -> int:
@@ -171,7 +171,7 @@ def _of_memory(kernels: Kernels, rank: Rank, memory: RankMemory) -> Group:
     pipe: Pipe = NoPipe()
     if rank.stages > 1:
         pipe = SharedPipe(launcher, memory.boxes, rank.stage, rank.number, rank.after)
-    return Alone(pipe) if rank.width == 1 else SharedGroup(launcher, memory.stage, rank.within, pipe)
+    return SingleRank(pipe) if rank.width == 1 else SharedGroup(launcher, memory.stage, rank.within, pipe)
 
 
 def _of_torch(kernels: Kernels, rank: Rank, store: Any) -> Group:
@@ -185,7 +185,7 @@ def _of_torch(kernels: Kernels, rank: Rank, store: Any) -> Group:
     edges = {one.number: distributed.new_group([one.number, one.after]) for one in ranks}
     stages = [distributed.new_group([*range(first, first + rank.width)]) for first in range(0, rank.size, rank.width)]
     pipe = TorchPipe(rank.stage, rank.before, rank.after, (edges[rank.before], edges[rank.number]), kernels.device)
-    return Alone(pipe) if rank.width == 1 else TorchGroup(stages[rank.stage.number], pipe)
+    return SingleRank(pipe) if rank.width == 1 else TorchGroup(stages[rank.stage.number], pipe)
 
 
 LOOK = 0.2  # seconds between two looks at the other ranks

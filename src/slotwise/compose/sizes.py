@@ -12,7 +12,7 @@ from slotwise.core.drafting import MAX_STEP_DRAFTS
 from slotwise.core.limits import SchedulerLimits
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.messages import MemoryUse
-from slotwise.kernels.group import PLACES, Divided, Stage, num_ranks
+from slotwise.kernels.group import PLACES, PipelineStage, UnconnectedRank, num_ranks
 from slotwise.kernels.interface import Kernels, LayerShape
 from slotwise.kernels.select import draw_for
 from slotwise.model.decoder import Decoder, DecoderSizes
@@ -192,7 +192,7 @@ def _weights(models: Sequence[DecoderSizes]) -> int:
     width, count = decoder.group.size, decoder.group.pipe.stage.total
     if decoder.kernels.device.type == "cuda" or count == 1:
         return _ranks(decoder) * held
-    stages = [Divided(width, Stage(number, count), splits_experts=decoder.group.splits_experts)
+    stages = [UnconnectedRank(width, PipelineStage(number, count), splits_experts=decoder.group.splits_experts)
               for number in range(count)]
     return _adapters(decoder) + width * sum(
         weight_bytes(decoder.config, decoder.kernels, decoder.formats, stage) for stage in stages)
@@ -216,7 +216,7 @@ def _block_bytes(decoder: DecoderSizes, groups: LayerGroups, block_size: int) ->
 
     of_stages: list[int] = []
     for number in range(count):
-        layers = layers_of(decoder.config, Stage(number, count))
+        layers = layers_of(decoder.config, PipelineStage(number, count))
         shapes = cache_shapes(groups, decoder.layer_shapes, layers, num_bytes)
         of_stages.append(sum(map(num_bytes, shapes.values())))
     return max(of_stages) if decoder.kernels.device.type == "cuda" else decoder.group.size * sum(of_stages)

@@ -1,7 +1,7 @@
-"""Kernels that check their arguments: shapes, types, devices, before a single pointer is read.
+"""Kernels that check shapes, types and devices of their arguments before a pointer is read.
 
-For changes to the runner, the model or kernels: what would be a wrong token or a broken device elsewhere is an error
-here that names the tensor.  Only metadata is checked, so nothing waits for the device, and steps can be captured.
+They are for changes to the runner, the model or kernels: what would otherwise be a wrong token or a broken device is an
+error here that names the tensor.  Only metadata is checked, so nothing waits for the device, and steps can be captured.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slotwise.kernels.delta import DeltaShape, DeltaWeights
 from slotwise.kernels.interface import (
     Activation,
     AttentionShape,
     ClampedSwiGLU,
+    DeltaShape,
+    DeltaWeights,
     ExpertWeights,
     Kernels,
     LayerCache,
@@ -37,7 +38,7 @@ class KernelArgumentError(ValueError):
 
 
 class CheckedKernels:
-    """Wraps any kernels; their results are checked as well."""
+    """Wraps any kernels; checks their results as well."""
 
     def __init__(self, kernels: Kernels) -> None:
         self.name = kernels.name
@@ -98,7 +99,7 @@ class CheckedKernels:
     def _product(
         self, pack: Callable[[Weight, Tensor | None], Linear], name: str, weight: Weight, bias: Tensor | None, made: int
     ) -> Linear:
-        """Args: made: numbers per token in the result."""
+        """A product that checks its argument; `made` is the number of numbers per token in the result."""
         outputs, depth = weight.shape
         kinds = (weight.dtype,) if isinstance(weight, Tensor) else self._kernels.kinds
         if isinstance(weight, Tensor):

@@ -1,11 +1,21 @@
-"""The ranks of a stage and the stages of a model: what they compute together, and what they exchange.
+"""The ranks of a pipeline stage and the stages of a model: what they compute together, and what they exchange.
 
     rank 0    product of its inputs ──┐                 ┌──► sum, the same bits on every rank
     rank 1    product of its inputs ──┴─► all_reduce ───┴──► sum
 
 Every rank calls every operation, in the same order and with the same shapes.  Sums are taken in the order of the ranks,
-so that a run repeats bit for bit.  Ranks on a CPU exchange through shared memory (`cpu/shared_group.py`), all others
-through torch.distributed: NCCL between GPUs, gloo between processes of plain torch.
+so that a run repeats bit for bit.
+
+    stage 0    embed ─► layers 0 ... 9 ──┐                                    ┌──► head ─► logits
+    stage 1                              └──► layers 10 ... 19 ─► norm ───────┘
+
+Each stage holds some of a model's layers, and passes hidden states on to the next.  The head is on the first stage: it
+may be the embedding's table, and the rank that samples is there.  Every rank of a stage has the whole hidden states,
+and sends them to the rank of the same number on the next stage.  Messages arrive in the order in which they were sent;
+`send` waits only for a stage that is `PLACES` messages behind.
+
+Ranks on a CPU exchange through shared memory (`cpu/shared_group.py`), all others through torch.distributed: NCCL
+between GPUs, gloo between processes of plain torch.
 """
 
 from __future__ import annotations
@@ -17,20 +27,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-# The stages of a model: each holds some of its layers, and hands hidden states on to the next.
-#
-#     stage 0    embed ─► layers 0 ... 9 ──┐                                    ┌──► head ─► logits
-#     stage 1                              └──► layers 10 ... 19 ─► norm ───────┘
-#
-# The head is on the first stage: it may be the embedding's table, and the rank that samples is there.  Every rank of a
-# stage has the whole hidden states, and hands them to the rank of the same number on the next stage.  Messages arrive
-# in the order in which they were sent, and `send` waits for no stage to have read what it sends, unless that one is two
-# messages behind.
-
-PLACES = 2  # messages that a stage may be behind the one before it
+# Messages that a stage may be behind the stage before it.
+PLACES = 2
 
 
-class Stage(NamedTuple):
+class PipelineStage(NamedTuple):
     """The place of a process among the stages."""
 
     number: int = 0
@@ -45,31 +46,31 @@ class Stage(NamedTuple):
         return self.number == self.total - 1
 
 
-WHOLE = Stage()
+WHOLE = PipelineStage()
 
 
 class Pipe(Protocol):
-    """The stages, seen by a rank of one of them."""
+    """The stages, seen by one rank."""
 
-    stage: Stage
+    stage: PipelineStage
 
     def warm_up(self, kind: torch.dtype) -> None:
         """Compile what sending numbers of `kind` needs."""
         ...
 
     def send(self, x: Tensor) -> Tensor:
-        """Hand `x [rows, hidden]` on to the next stage, from the last one to the first; returns `x`."""
+        """Send `x [rows, hidden]` to the next stage, from the last stage to the first; returns `x`."""
         ...
 
     def receive(self, rows: int, hidden: int, kind: torch.dtype) -> Tensor:
-        """The next message of the stage before: `[rows, hidden]`, as it was sent."""
+        """The next message from the stage before: `[rows, hidden]`, as it was sent."""
         ...
 
 
 class NoPipe:
-    """A stage that exchanges nothing: the one of a model that is not divided, or one that is only described."""
+    """A stage that exchanges nothing: the only stage of a model, or one whose size alone is of interest."""
 
-    def __init__(self, stage: Stage = WHOLE) -> None:
+    def __init__(self, stage: PipelineStage = WHOLE) -> None:
         self.stage = stage
 
     def warm_up(self, kind: torch.dtype) -> None:
@@ -86,11 +87,13 @@ class TorchPipe:
     """Stages connected by torch.distributed.
 
     Args:
-        before, after: ranks that send to this one, and receive from it.
-        edges: process groups of the two: each direction has its own, for one that waits must not hold up the other.
+        before, after: the ranks that send to this one, and receive from it.
+        edges: the process groups of both directions: a wait in one must not block the other.
     """
 
-    def __init__(self, stage: Stage, before: int, after: int, edges: tuple[Any, Any], device: torch.device) -> None:
+    def __init__(
+        self, stage: PipelineStage, before: int, after: int, edges: tuple[Any, Any], device: torch.device,
+    ) -> None:
         self.stage = stage
         self._before, self._after = before, after
         self._from, self._to = edges
@@ -115,12 +118,18 @@ class TorchPipe:
 
 
 class Group(Protocol):
-    """The ranks of a stage, seen by one of them."""
+    """The ranks of a stage, seen by one of them.
 
-    rank: int  # of this process within its stage; rank 0 of the first one samples
+    Attributes:
+        rank: the number of this process within its stage; rank 0 of the first stage samples.
+        pipe: to the other stages.
+        splits_experts: each rank holds some of the experts whole, instead of a share of each.
+    """
+
+    rank: int
     size: int
-    pipe: Pipe  # to the other stages
-    splits_experts: bool  # each rank holds some of the experts whole, in place of a share of each
+    pipe: Pipe
+    splits_experts: bool
 
     def warm_up(self, kind: torch.dtype) -> None:
         """Compile what exchanging numbers of `kind` needs."""
@@ -131,7 +140,7 @@ class Group(Protocol):
         ...
 
     def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
-        """The columns of all ranks side by side, `[rows, sum(widths)]`, on rank 0; on others `x [rows, width]`."""
+        """The columns of all ranks side by side, `[rows, sum(widths)]`, on rank 0; on other ranks `x [rows, width]`."""
         ...
 
 
@@ -140,8 +149,8 @@ def num_ranks(group: Group) -> int:
     return group.size * group.pipe.stage.total
 
 
-class Alone:
-    """The one rank of a stage, or of a model."""
+class SingleRank:
+    """The only rank of a stage, or of a model."""
 
     rank: int = 0
     size: int = 1
@@ -160,14 +169,14 @@ class Alone:
         return x
 
 
-ALONE = Alone()
+SINGLE_RANK = SingleRank()
 
 
 class TorchGroup:
     """Ranks of one host, connected by torch.distributed.
 
     Args:
-        members: their process group; None: all ranks.
+        members: the process group of the ranks; None: all ranks.
     """
 
     splits_experts = False
@@ -182,7 +191,8 @@ class TorchGroup:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         first, *others = self._all(x.contiguous())
-        for other in others:  # a library's own sum has an order of its own
+        # In the order of the ranks, unlike a library's own sum.
+        for other in others:
             first += other
         return first
 
@@ -204,9 +214,9 @@ def embed_part(table: Tensor, places: Tensor) -> Tensor:
     return table.index_select(0, places.clamp(0, len(table) - 1)) * is_here[:, None].to(table.dtype)
 
 
-class Divided(Alone):
-    """A rank that exchanges nothing: what of a model it would hold."""
+class UnconnectedRank(SingleRank):
+    """A rank that exchanges nothing: it says what part of a model such a rank would hold."""
 
-    def __init__(self, size: int, stage: Stage = WHOLE, *, splits_experts: bool = False) -> None:
+    def __init__(self, size: int, stage: PipelineStage = WHOLE, *, splits_experts: bool = False) -> None:
         super().__init__(NoPipe(stage))
         self.rank, self.size, self.splits_experts = 0, size, splits_experts

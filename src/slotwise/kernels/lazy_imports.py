@@ -21,11 +21,11 @@ def spare_torch() -> None:
     spec = importlib.util.spec_from_file_location(UNUSED, file) if file.exists() else None
     if spec is not None:
         module = importlib.util.module_from_spec(spec)
-        module.__class__ = _Waiting
+        module.__class__ = _LazyModule
         sys.modules[UNUSED] = module
 
 
-class _Waiting(ModuleType):
+class _LazyModule(ModuleType):
     """A module that is executed at the first access to a missing attribute."""
 
     def __getattr__(self, name: str) -> object:

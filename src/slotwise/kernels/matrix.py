@@ -1,14 +1,14 @@
-"""A quantised matrix, whatever file it comes from: what loaders of checkpoints produce and kernels multiply.
+"""Quantised matrices in one form for every file format: checkpoint loaders produce them, kernels multiply them.
 
     w[o, i] = scale[o, g] * (level(code[o, i]) - zero) - minimum[o, g]        g = order[i] // group, or i // group
 
 `code` is an unsigned integer of `bits` bits.  `level` is the code itself, or an entry of a table (NF4, IQ4_NL, MXFP4,
 FP8).  Scales and minimums are floats, or small integers times a unit that several groups of an output share, as in
-GGUF's K-quants.  A zero point of each group is a minimum, `scale * zero`: for scales of 16 bits exactly the same
-number, because both products and their difference fit into a float32.
+GGUF's K-quants.  The zero point of a group becomes a minimum, `scale * zero`: for scales of 16 bits that is exactly the
+same number, because both products and their difference fit into a float32.
 
-A matrix holds no codes: `read` unpacks a range of outputs from wherever they are stored, so that kernels can repack a
-memory-mapped file a few outputs at a time.
+A matrix does not hold its codes: `read` unpacks a range of outputs from wherever they are stored, so that kernels can
+repack a memory-mapped file a few outputs at a time.
 """
 
 from __future__ import annotations
@@ -20,27 +20,38 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MOST_BITS = 8  # of a code
+# The most bits of a code.
+MOST_BITS = 8
 E4M3 = tuple(torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().nan_to_num(0.0).tolist())
-"""The levels of 8-bit floats (Micikevicius et al., 2022), by their bits; that of a NaN, which no matrix has, is 0."""
+"""The levels of 8-bit floats (Micikevicius et al., 2022), by their bits.  The level of NaN, never stored, is 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How the numbers of a matrix are encoded: all that is known before any of them is read."""
+    """How the numbers of a matrix are encoded: what is known before any number is read.
 
-    bits: int  # of a code, 1 ... 8
-    group: int  # inputs of an output that share a scale; 0: all of them
-    scale: torch.dtype  # of the scales and minimums as stored; integers where they have units
-    groups_per_unit: int = 0  # 0: scales are numbers themselves
+    Args:
+        bits: of a code, 1 ... 8.
+        group: inputs of an output that share a scale; 0: all inputs.
+        scale: the type of scales and minimums as stored; an integer type if they have units.
+        groups_per_unit: groups that share a unit; 0: scales are plain numbers.
+        zero: the level that means 0, for formats without minimums.
+        levels: the level of each code; (): the codes themselves.
+        scale_bits: of scales and minimums that have units.
+    """
+
+    bits: int
+    group: int
+    scale: torch.dtype
+    groups_per_unit: int = 0
     has_minimums: bool = False
-    zero: int = 0  # the level that means 0, where no minimum is subtracted
-    levels: tuple[float, ...] = ()  # of each code; (): the codes themselves
-    scale_bits: int = 8  # of scales and minimums that have units
+    zero: int = 0
+    levels: tuple[float, ...] = ()
+    scale_bits: int = 8
 
     @property
     def unit(self) -> int:
-        """Inputs, from a multiple of it on, that have scales of their own; 1 where all inputs share one."""
+        """A matrix can be cut at multiples of this many inputs; 1 where all inputs share a scale."""
         return max(1, self.group * max(1, self.groups_per_unit))
 
     @property
@@ -72,11 +83,11 @@ class Factors(NamedTuple):
         return self.units.float().repeat_interleave(per_unit, dim=1) * self.values.float()
 
     def between(self, groups: slice, units: slice) -> Factors:
-        """Those of some groups, and their units."""
+        """The factors of some groups, and their units."""
         return Factors(self.values[:, groups], None if self.units is None else self.units[:, units])
 
     def of(self, outputs: Tensor) -> Factors:
-        """Those of some outputs, by their places."""
+        """The factors of some outputs, by their places."""
         return Factors(self.values[outputs], None if self.units is None else self.units[outputs])
 
 
@@ -94,8 +105,8 @@ class QuantisedMatrix:
 
     Args:
         read: `read(first, end)` unpacks outputs `first ... end - 1`; any thread may call it.
-        order: `[depth]` int64, the place of each input in a permutation by which groups are counted (GPTQ's act-order);
-            None: groups are runs of neighbours.
+        order: `[depth]` int64, the place of each input in the permutation by which groups are counted (GPTQ's
+            act-order); None: groups are adjacent inputs.
     """
 
     format: Format
@@ -106,12 +117,12 @@ class QuantisedMatrix:
 
     @property
     def shape(self) -> torch.Size:
-        """`[outputs, depth]`, as of the tensor that it stands for."""
+        """`[outputs, depth]`, the shape of the tensor that it stands for."""
         return torch.Size((self.outputs, self.depth))
 
     @property
     def groups(self) -> int:
-        """Of each output; the last may be incomplete."""
+        """Groups of each output; the last may be incomplete."""
         return -(-self.depth // self.format.group) if self.format.group else 1
 
     def dequantised(self, first: int = 0, end: int | None = None) -> Tensor:
@@ -133,13 +144,13 @@ class QuantisedMatrix:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class StackedMatrix:
-    """Matrices of several formats that read the same inputs, one behind the other along their outputs."""
+    """Matrices of several formats that read the same inputs, concatenated along their outputs."""
 
     parts: tuple[QuantisedMatrix, ...]
 
     @property
     def shape(self) -> torch.Size:
-        """`[outputs, depth]` of all together."""
+        """`[outputs, depth]` of all matrices together."""
         return torch.Size((sum(part.outputs for part in self.parts), self.parts[0].depth))
 
     def dequantised(self) -> Tensor:
@@ -152,13 +163,13 @@ Weight = Tensor | QuantisedMatrix | StackedMatrix
 
 
 def formats_of(weight: Weight) -> tuple[Format, ...]:
-    """Those of its parts; none of plain numbers."""
+    """The formats of a weight's parts; `()` for a tensor."""
     parts = weight.parts if isinstance(weight, StackedMatrix) else () if isinstance(weight, Tensor) else (weight,)
     return tuple(part.format for part in parts)
 
 
 def stacked(parts: Sequence[QuantisedMatrix]) -> QuantisedMatrix | StackedMatrix:
-    """Matrices of one depth, one behind the other along their outputs: one matrix where all have one format.
+    """Matrices of one depth, concatenated along their outputs: a single matrix if all have one format.
 
     Raises:
         ValueError: their depths differ.
@@ -201,10 +212,10 @@ def reordered(matrix: QuantisedMatrix, order: Tensor) -> QuantisedMatrix:
 
 
 def narrowed(matrix: QuantisedMatrix, inputs: range) -> QuantisedMatrix:
-    """The inputs of a range alone.
+    """The matrix without the inputs outside a range.
 
     Raises:
-        ValueError: it begins or ends within a group, or groups are no runs of neighbours.
+        ValueError: the range begins or ends within a group, or groups are not adjacent inputs.
     """
     group, unit = matrix.format.group, matrix.format.unit
     if matrix.order is not None or any(at % unit and at != matrix.depth for at in (inputs.start, inputs.stop)):

@@ -1,126 +1,161 @@
 """The contract and sampling in plain torch: slow, short, obviously right.
 
-All other implementations are tested against it.
+All other implementations are tested against it.  Its parts, in this order: the paged cache, the router of experts,
+adapters, `ReferenceKernels`, layers with a recurrent state, and sampling.
 
-Arithmetic is float32 whatever the tensors' type, rounded once where a result is stored.  Attention reads only the
-cache places a query may see, so the contents of the others never matter.
+Arithmetic is float32 for tensors of any type, rounded once where a result is stored.  Attention reads only the cache
+places that a query may see, so the contents of other places never matter.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, int8
 
-from slotwise.kernels import paged_cache
-from slotwise.kernels.delta import LENGTH_EPS, DeltaShape, DeltaWeights
 from slotwise.kernels.group import embed_part
 from slotwise.kernels.interface import (
+    CACHE_KINDS,
+    FP8_LARGEST,
+    LENGTH_EPS,
+    NO_ADAPTER,
     Activation,
     AttentionShape,
     ClampedSwiGLU,
+    DeltaShape,
+    DeltaWeights,
     ExpertWeights,
     Linear,
+    LowRank,
     Mixture,
     QKNorm,
     RaggedBatch,
     Routing,
     SharedNorm,
     activated,
+    cache_kind,
     in_two_steps,
 )
-from slotwise.kernels.low_rank import ReferenceAdapters
 from slotwise.kernels.matrix import Format, QuantisedMatrix, Weight
-from slotwise.kernels.paged_cache import CACHE_KINDS, PagedCache, QuantisedPagedCache, ReferenceCache, cache_kind
-
-# Sampling in plain torch, on any device: the reference for every other implementation on tensors.
-#
-# The same rules and the same random numbers as `cpu/sampling.py`: min-p, top-k and top-p in this order, ties
-# kept together, and one uniform number of Philox4x32-10 (Salmon et al., "Parallel Random Numbers", SC 2011) under key
-# `seed` and counter `index`.  Sums are rounded differently: a token may differ where a cut or a draw falls between two.
-
-Draw = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""`draw(logits, controls, seeds, indices)`, as below."""
-
-Mask = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""`mask(logits, rows, bits)`, as `allowed_only`; `logits` may be overwritten."""
-
-FAILED = -1  # in place of a token, in a row without a sound distribution
-LOG2_E = math.log2(math.e)
-_LOW = 0xFFFFFFFF
 
 
-def draw(logits: Tensor, controls: Tensor, seeds: Tensor, indices: Tensor) -> Tensor:
-    """A token for every row, `[rows]` int64; FAILED where a row holds NaN or +inf, or nothing but -inf.
+def as_bytes(x: Tensor) -> Tensor:
+    """`x` itself, or for one-byte elements that torch does not index, a view as int8, which it does."""
+    return x.view(int8) if x.itemsize == 1 else x
 
-    Args:
-        logits: `[rows, vocab]` of any float type.
-        controls: `[rows, 4]` float32: temperature (0 is greedy), top_k (0 keeps all), top_p, min_p.
-        seeds: `[rows]` int64, 64 bits each.
-        indices: `[rows]` int64, the number of outputs before this one.
+
+class PagedCache(NamedTuple):
+    """One layer's keys and values, `[blocks, block_size, kv_heads, head_dim]`: views of one storage.
+
+    A block's bytes lie together, so that layers of other kinds may keep their states in it.
     """
-    scores = logits.float()
-    temperature = controls[:, 0]
-    largest = scores.amax(-1)
-    failed = scores.isnan().any(-1) | largest.isinf()
-    ids = torch.arange(scores.shape[1], device=scores.device)
-    first = torch.where(scores == largest[:, None], ids, scores.shape[1]).amin(-1)
-    scale = LOG2_E / torch.where(temperature > 0, temperature, 1)
-    weights = _filtered(torch.exp2((scores - largest[:, None]) * scale[:, None]), controls)
-    masses = weights.double().cumsum(-1)
-    threshold = uniform(seeds, indices) * masses[:, -1]
-    drawn = torch.where((masses > threshold[:, None]) & (weights > 0), ids, scores.shape[1]).amin(-1)
-    return torch.where(failed, FAILED, torch.where(temperature > 0, drawn, first))
+
+    storage: Tensor  # [blocks, bytes] uint8
+    block_size: int
+    keys: Tensor
+    values: Tensor
+
+    def write(self, places: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Set `places [tokens]` to float32 `[tokens, kv_heads, head_dim]`."""
+        at = places // self.block_size, places % self.block_size
+        for stored, new in ((self.keys, keys), (self.values, values)):
+            as_bytes(stored)[at] = as_bytes(narrowed(new, stored.dtype))
+
+    def read(self, blocks: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values at these places, as float32."""
+        places = blocks, offsets
+        kind = self.keys.dtype
+        return as_bytes(self.keys)[places].view(kind).float(), as_bytes(self.values)[places].view(kind).float()
 
 
-def _filtered(weights: Tensor, controls: Tensor) -> Tensor:
-    """Weights `[rows, vocab]`, 0 for the tokens that are filtered out."""
-    top_k, top_p, min_p = controls[:, 1].long(), controls[:, 2], controls[:, 3]
-    vocab = weights.shape[1]
-    weights = torch.where(weights >= min_p[:, None], weights, 0)
-    falling = weights.sort(-1, descending=True).values
-    last = torch.where((top_k > 0) & (top_k < vocab), top_k, vocab) - 1
-    weights = torch.where(weights >= falling.gather(1, last[:, None]), weights, 0)
-    falling = weights.sort(-1, descending=True).values
-    masses = falling.double().cumsum(-1)
-    enough = masses >= top_p[:, None] * masses[:, -1:]
-    cut = falling.gather(1, enough.int().argmax(-1, keepdim=True))
-    return torch.where((weights >= cut) | (top_p >= 1)[:, None], weights, 0)
+class QuantisedPagedCache(NamedTuple):
+    """int8 keys and values, with a scale for each token and head, `[blocks, block_size, kv_heads]` float32."""
+
+    storage: Tensor  # [blocks, bytes] uint8
+    block_size: int
+    keys: Tensor
+    values: Tensor
+    key_scales: Tensor
+    value_scales: Tensor
+
+    def write(self, places: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Set `places [tokens]` to quantised float32 `[tokens, kv_heads, head_dim]`."""
+        at = places // self.block_size, places % self.block_size
+        for stored, scales, new in ((self.keys, self.key_scales, keys), (self.values, self.value_scales, values)):
+            stored[at], scales[at] = quantise(new)
+
+    def read(self, blocks: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        """Dequantised keys and values at these places, as float32."""
+        places = blocks, offsets
+        return (self.keys[places] * self.key_scales[places].unsqueeze(-1),
+                self.values[places] * self.value_scales[places].unsqueeze(-1))
 
 
-def uniform(seeds: Tensor, indices: Tensor) -> Tensor:
-    """A float64 in [0, 1) for every pair: 53 of the 128 bits that Philox4x32-10 yields.  Tensors of int64."""
-    key_low, key_high = seeds & _LOW, (seeds >> 32) & _LOW
-    a, b = indices & _LOW, (indices >> 32) & _LOW
-    c, d = torch.zeros_like(a), torch.zeros_like(a)
-    for _ in range(10):
-        left, right = 0xD2511F53 * a, 0xCD9E8D57 * c  # wraps around, which leaves the 64 bits correct
-        a, b = ((right >> 32) & _LOW) ^ b ^ key_low, right & _LOW
-        c, d = ((left >> 32) & _LOW) ^ d ^ key_high, left & _LOW
-        key_low, key_high = (key_low + 0x9E3779B9) & _LOW, (key_high + 0xBB67AE85) & _LOW
-    bits = ((b << 21) | (a >> 11)) & ((1 << 53) - 1)
-    return bits.double() * 2.0**-53
+class StateCache(NamedTuple):
+    """One layer's recurrent states."""
+
+    storage: Tensor  # [blocks, bytes] uint8
+    block_size: int
 
 
-def allowed_only(logits: Tensor, rows: Tensor, bits: Tensor) -> Tensor:
-    """A copy of `logits [all rows, vocab]`, with minus infinity for the tokens that masks do not allow.
+ReferenceCache = PagedCache | QuantisedPagedCache | StateCache
 
-    Args:
-        rows: `[rows]` int64, those that have a mask.
-        bits: `[rows, words]` int32: bit i of word i // 32 allows token i.
-    """
-    places = torch.arange(32, dtype=torch.int32, device=bits.device)
-    allowed = ((bits[:, :, None] >> places) & 1).view(len(bits), -1)[:, : logits.shape[1]].bool()
-    return logits.index_copy(0, rows, logits.index_select(0, rows).masked_fill(~allowed, -torch.inf))
+
+def cache_bytes_per_block(block_size: int, shape: AttentionShape | DeltaShape, kind: torch.dtype) -> int:
+    """Bytes one block takes in one layer, in a cache of `kind`."""
+    if isinstance(shape, DeltaShape):
+        return shape.state_bytes
+    return sum(_sizes(block_size, shape, kind))
+
+
+def allocate_cache(
+    num_blocks: int, block_size: int, shape: AttentionShape | DeltaShape, kind: torch.dtype, device: torch.device,
+) -> ReferenceCache:
+    """A zeroed cache of `kind`."""
+    size = num_blocks, cache_bytes_per_block(block_size, shape, kind)
+    storage = torch.zeros(size, dtype=torch.uint8, device=device)
+    if isinstance(shape, DeltaShape):
+        return StateCache(storage, block_size)
+    of_token = num_blocks, block_size, shape.num_kv_heads
+    keys, values, *scales = storage.split(_sizes(block_size, shape, kind), dim=1)
+    keys, values = (part.view(kind).view(*of_token, shape.head_dim) for part in (keys, values))
+    if not scales:
+        return PagedCache(storage, block_size, keys, values)
+    key_scales, value_scales = (part.view(torch.float32).view(of_token) for part in scales)
+    return QuantisedPagedCache(storage, block_size, keys, values, key_scales, value_scales)
+
+
+def states_of(cache: ReferenceCache, shape: DeltaShape) -> Tensor:
+    """The states that the blocks hold, `[blocks, floats]` float32."""
+    return cache.storage[:, : shape.state_bytes].view(torch.float32)
+
+
+def _sizes(block_size: int, shape: AttentionShape, kind: torch.dtype) -> list[int]:
+    """Bytes of a block's keys, values and, for int8, their scales."""
+    heads = block_size * shape.num_kv_heads
+    numbers = [heads * shape.head_dim * kind.itemsize] * 2
+    return numbers + [heads * torch.float32.itemsize] * 2 if kind == int8 else numbers
+
+
+def narrowed(x: Tensor, kind: torch.dtype) -> Tensor:
+    """`x` as another float type.  Values beyond fp8's range become its largest number; torch would make them NaN."""
+    return (x.clamp(-FP8_LARGEST, FP8_LARGEST) if kind == torch.float8_e4m3fn else x).to(kind)
+
+
+def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`x [..., head_dim]` as int8 in -127 ... 127, and the scales `[...]` float32."""
+    scales = x.float().abs().amax(-1) / 127
+    return (x.float() / scales.clamp_min(1e-30 / 127).unsqueeze(-1)).round().nan_to_num_().to(int8), scales
 
 
 def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     """A token's experts, the best first, and their shares: `[tokens, top_k]` int64 and float32.
 
-    Of equal logits the first comes first.
+    Equal logits keep their order.
     """
     scores = logits.float()
     values, chosen = scores.sort(dim=-1, descending=True, stable=True)
@@ -128,6 +163,56 @@ def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     if routing.is_normalised:
         return chosen, values.softmax(-1)
     return chosen, scores.softmax(-1).gather(1, chosen)
+
+
+class ReferenceAdapters:
+    """`AdapterProducts` in plain torch."""
+
+    def __init__(self, num_places: int) -> None:
+        self.num_places = num_places
+        self.places: Sequence[int] = ()
+
+    @property
+    def are_any(self) -> bool:
+        return any(place != NO_ADAPTER for place in self.places)
+
+    def assign(self, places: Sequence[int]) -> None:
+        self.places = places
+
+    def select(self, rows: Tensor) -> None:
+        self.places = [self.places[row] for row in rows.tolist()] if self.are_any else ()
+
+    def product(self, outputs: int, inputs: int, num_parts: int) -> _ReferenceAddedProduct:
+        return _ReferenceAddedProduct(self)
+
+
+class _ReferenceAddedProduct:
+    """Adds the terms adapter by adapter."""
+
+    def __init__(self, adapters: ReferenceAdapters) -> None:
+        self._adapters = adapters
+        self._factors: list[LowRank | None] = [None] * adapters.num_places
+
+    def pack(self, factors: LowRank) -> LowRank:
+        return factors
+
+    def set(self, place: int, packed: LowRank | None) -> None:
+        self._factors[place] = packed
+
+    def add(self, x: Tensor, out: Tensor) -> Tensor:
+        places = torch.tensor(self._adapters.places, device=x.device)
+        for place in places.unique().tolist():
+            factors = None if place == NO_ADAPTER else self._factors[place]
+            if factors is None:
+                continue
+            rows = (places == place).nonzero()[:, 0]
+            added = torch.zeros(len(rows), out.shape[1], device=x.device)
+            if factors.bias is not None:
+                added += factors.bias.float()
+            for first, a, b in factors.parts:
+                added[:, first : first + len(b)] += x[rows].float() @ a.float().T @ b.float().T
+            out[rows] = (out[rows].float() + added).to(out.dtype)
+        return out
 
 
 class ReferenceKernels:
@@ -155,7 +240,7 @@ class ReferenceKernels:
         return "on device reference torch's products depend on the number of rows: choose device cpu"
 
     def operations_per_second(self, kind: torch.dtype) -> float:
-        """Infinite: steps on the reference need no bound."""
+        """Infinite: steps on the reference are not bounded."""
         return float("inf")
 
     def refusal(self, shape: AttentionShape) -> str:
@@ -166,16 +251,16 @@ class ReferenceKernels:
         self, num_blocks: int, block_size: int, shape: AttentionShape | DeltaShape, kind: torch.dtype,
     ) -> ReferenceCache:
         """One layer's zeroed cache of `num_blocks` blocks of `block_size` tokens."""
-        return paged_cache.allocate(num_blocks, block_size, shape, self._cached or kind, self.device)
+        return allocate_cache(num_blocks, block_size, shape, self._cached or kind, self.device)
 
     def cache_bytes_per_block(
         self, block_size: int, shape: AttentionShape | DeltaShape, kind: torch.dtype,
     ) -> int:
         """Bytes one block takes in one layer, keys and values together."""
-        return paged_cache.bytes_per_block(block_size, shape, self._cached or kind)
+        return cache_bytes_per_block(block_size, shape, self._cached or kind)
 
     def cache_pieces(self, cache: ReferenceCache) -> tuple[Tensor, ...]:
-        """All of it, as bytes."""
+        """The whole storage, as bytes."""
         return (cache.storage.view(torch.int8),)
 
     def format_refusal(self, format: Format, kind: torch.dtype) -> str:
@@ -237,7 +322,7 @@ class ReferenceKernels:
     head_bytes = linear_bytes
 
     def library_bytes(self, kind: torch.dtype) -> int:
-        """None is known."""
+        """0: plain torch's caches are not counted."""
         return 0
 
     def graph_size(self, tokens: int, context: int) -> tuple[int, int]:
@@ -297,8 +382,7 @@ class ReferenceKernels:
         shape: DeltaShape,
     ) -> Tensor:
         """Row by row, block by block, token by token."""
-        states = paged_cache.states(cache, shape)
-        return reference_gated_delta(mixed, gates, weights, states, batch, cache.block_size, shape)
+        return reference_gated_delta(mixed, gates, weights, states_of(cache, shape), batch, cache.block_size, shape)
 
     def rotary_store(
         self, qkv: Tensor, rotary: Tensor, batch: RaggedBatch, cache: PagedCache | QuantisedPagedCache,
@@ -385,7 +469,7 @@ def reference_gated_delta(
     mixed: Tensor, gates: Tensor, weights: DeltaWeights, states: Tensor, batch: RaggedBatch, block_size: int,
     shape: DeltaShape,
 ) -> Tensor:
-    """The contract in plain torch, over `states [blocks, floats]` float32."""
+    """`DeltaKernels.gated_delta` in plain torch, over `states [blocks, floats]` float32."""
     out = mixed.new_empty(len(mixed), shape.values)
     starts = batch.query_starts.tolist()
     on_trial = [0] * len(starts) if batch.on_trial is None else batch.on_trial.tolist()
@@ -430,3 +514,85 @@ def _advance(state: Tensor, mixed: Tensor, gates: Tensor, weights: DeltaWeights,
 
 def _of_length_1(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + LENGTH_EPS)
+
+
+Draw = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""`draw(logits, controls, seeds, indices)`: see `draw`."""
+
+Mask = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""`mask(logits, rows, bits)`: see `allowed_only`; `logits` may be overwritten."""
+
+FAILED = -1
+"""Takes the place of a token in a row without a valid distribution."""
+
+LOG2_E = math.log2(math.e)
+_LOW = 0xFFFFFFFF
+
+
+def draw(logits: Tensor, controls: Tensor, seeds: Tensor, indices: Tensor) -> Tensor:
+    """A token for every row, `[rows]` int64; FAILED where a row holds NaN or +inf, or only -inf.
+
+    The rules and random numbers are those of `cpu/sampling.py`: min-p, top-k and top-p in this order, ties kept
+    together, and one uniform number of Philox4x32-10 (Salmon et al., "Parallel Random Numbers", SC 2011) under key
+    `seed` and counter `index`.  Sums are rounded differently: a token may differ where a cut or a draw falls between
+    two.
+
+    Args:
+        logits: `[rows, vocab]` of any float type.
+        controls: `[rows, 4]` float32: temperature (0 is greedy), top_k (0 keeps all), top_p, min_p.
+        seeds: `[rows]` int64, 64 bits each.
+        indices: `[rows]` int64, the number of outputs before this one.
+    """
+    scores = logits.float()
+    temperature = controls[:, 0]
+    largest = scores.amax(-1)
+    failed = scores.isnan().any(-1) | largest.isinf()
+    ids = torch.arange(scores.shape[1], device=scores.device)
+    first = torch.where(scores == largest[:, None], ids, scores.shape[1]).amin(-1)
+    scale = LOG2_E / torch.where(temperature > 0, temperature, 1)
+    weights = _filtered(torch.exp2((scores - largest[:, None]) * scale[:, None]), controls)
+    masses = weights.double().cumsum(-1)
+    threshold = uniform(seeds, indices) * masses[:, -1]
+    drawn = torch.where((masses > threshold[:, None]) & (weights > 0), ids, scores.shape[1]).amin(-1)
+    return torch.where(failed, FAILED, torch.where(temperature > 0, drawn, first))
+
+
+def _filtered(weights: Tensor, controls: Tensor) -> Tensor:
+    """Weights `[rows, vocab]`, 0 for the tokens that are filtered out."""
+    top_k, top_p, min_p = controls[:, 1].long(), controls[:, 2], controls[:, 3]
+    vocab = weights.shape[1]
+    weights = torch.where(weights >= min_p[:, None], weights, 0)
+    falling = weights.sort(-1, descending=True).values
+    last = torch.where((top_k > 0) & (top_k < vocab), top_k, vocab) - 1
+    weights = torch.where(weights >= falling.gather(1, last[:, None]), weights, 0)
+    falling = weights.sort(-1, descending=True).values
+    masses = falling.double().cumsum(-1)
+    enough = masses >= top_p[:, None] * masses[:, -1:]
+    cut = falling.gather(1, enough.int().argmax(-1, keepdim=True))
+    return torch.where((weights >= cut) | (top_p >= 1)[:, None], weights, 0)
+
+
+def uniform(seeds: Tensor, indices: Tensor) -> Tensor:
+    """A float64 in [0, 1) for every pair: 53 of the 128 bits that Philox4x32-10 yields.  Tensors of int64."""
+    key_low, key_high = seeds & _LOW, (seeds >> 32) & _LOW
+    a, b = indices & _LOW, (indices >> 32) & _LOW
+    c, d = torch.zeros_like(a), torch.zeros_like(a)
+    for _ in range(10):
+        left, right = 0xD2511F53 * a, 0xCD9E8D57 * c  # wraps around, which leaves the 64 bits correct
+        a, b = ((right >> 32) & _LOW) ^ b ^ key_low, right & _LOW
+        c, d = ((left >> 32) & _LOW) ^ d ^ key_high, left & _LOW
+        key_low, key_high = (key_low + 0x9E3779B9) & _LOW, (key_high + 0xBB67AE85) & _LOW
+    bits = ((b << 21) | (a >> 11)) & ((1 << 53) - 1)
+    return bits.double() * 2.0**-53
+
+
+def allowed_only(logits: Tensor, rows: Tensor, bits: Tensor) -> Tensor:
+    """A copy of `logits [all rows, vocab]`, with minus infinity for the tokens that masks do not allow.
+
+    Args:
+        rows: `[rows]` int64, the rows that have a mask.
+        bits: `[rows, words]` int32: bit i of word i // 32 allows token i.
+    """
+    places = torch.arange(32, dtype=torch.int32, device=bits.device)
+    allowed = ((bits[:, :, None] >> places) & 1).view(len(bits), -1)[:, : logits.shape[1]].bool()
+    return logits.index_copy(0, rows, logits.index_select(0, rows).masked_fill(~allowed, -torch.inf))

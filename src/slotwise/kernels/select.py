@@ -1,4 +1,4 @@
-"""Selects the kernels of a device."""
+"""Chooses the device that computes, its kernels, and the sampling functions for them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ logger = logging.getLogger(__name__)
 
 
 def resolve(device: str) -> str:
-    """The device that computes: for `auto` `cuda` where torch sees a GPU, else `cpu`.
+    """The device that computes; `auto` means `cuda` where torch sees a GPU, else `cpu`.
 
-    That is `reference`, which a warning says, where the CPU's kernels do not run.
+    Where the CPU's kernels cannot run, `cpu` becomes `reference`, and a warning is logged.
 
     Raises:
-        ValueError: `device` is `cuda`, and there is none.
+        ValueError: `device` is `cuda`, and there is no GPU.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -39,10 +39,11 @@ def resolve(device: str) -> str:
 def choose(device: str, quantization: str = "none", kv_cache_dtype: str = "auto") -> Kernels:
     """The kernels of `device`: `cpu`, `cuda`, or `reference` for plain torch.
 
-    Only the CPU's quantise weights.  A cache of another type than the model's is int8 on the CPU, fp8 on a GPU.
+    Only the CPU's kernels quantise weights.  A cache that is smaller than the model's type is int8 on the CPU, fp8 on a
+    GPU.
 
     Raises:
-        ValueError: an unknown name, a device that is missing, or a quantization or cache type that it does not support.
+        ValueError: the name is unknown, the device is missing, or it does not support the quantization or cache type.
     """
     if device == "cpu":
         from slotwise.kernels.cpu.kernels import CpuKernels
@@ -61,7 +62,7 @@ def choose(device: str, quantization: str = "none", kv_cache_dtype: str = "auto"
 
 
 def draw_for(kernels: Kernels) -> reference.Draw:
-    """The sampling function for kernels other than the CPU's, whose sampler has its own."""
+    """The sampling function for kernels other than the CPU's, which have a sampler of their own."""
     if kernels.name == "cuda":
         from slotwise.kernels.cuda.sampling import sample
 
@@ -70,7 +71,7 @@ def draw_for(kernels: Kernels) -> reference.Draw:
 
 
 def mask_for(kernels: Kernels) -> reference.Mask:
-    """The function that applies grammars' masks to logits of the same kernels."""
+    """The function that applies grammars' masks to logits of these kernels."""
     if kernels.name == "cuda":
         from slotwise.kernels.cuda.sampling import mask_rows
 
@@ -79,7 +80,7 @@ def mask_for(kernels: Kernels) -> reference.Mask:
 
 
 def launcher_of(kernels: Kernels) -> KernelLauncher:
-    """The launcher of the CPU's kernels, wrapped or not, for other work on the same threads."""
+    """The launcher of the CPU's kernels, wrapped or not, for other work on its threads."""
     return cast("KernelLauncher", cast(Any, kernels).launcher)
 
 

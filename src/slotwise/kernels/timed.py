@@ -1,4 +1,4 @@
-"""Kernels with timers: the same results, called one by one, and the seconds of each kind of work."""
+"""Kernels with timers: the same results, kernel by kernel, and the seconds of each kind of work."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 
 from torch import Tensor, dtype
 
-from slotwise.kernels.delta import DeltaShape, DeltaWeights
 from slotwise.kernels.interface import (
     Activation,
     AttentionShape,
     ClampedSwiGLU,
+    DeltaShape,
+    DeltaWeights,
     ExpertWeights,
     Graph,
     Kernels,
@@ -29,11 +30,11 @@ PRODUCTS, ATTENTION, SMALL = "products", "attention", "small operators"
 
 
 class TimedKernels:
-    """Wraps any kernels; measures once `start` was called.  Nothing is captured then: a graph runs as a whole."""
+    """Wraps any kernels; measures once `start` was called.  Then nothing is captured, since a graph runs as a whole."""
 
     def __init__(self, kernels: Kernels) -> None:
         self.name = kernels.name
-        self.seconds = {PRODUCTS: 0.0, ATTENTION: 0.0, SMALL: 0.0}  # of each kind of work
+        self.seconds = {PRODUCTS: 0.0, ATTENTION: 0.0, SMALL: 0.0}
         self._kernels = kernels
         self._keeps_time = False
 
@@ -65,7 +66,7 @@ class TimedKernels:
     def experts(
         self, weights: Iterable[ExpertWeights], routing: Routing, activation: Activation | ClampedSwiGLU, ends: Tensor,
     ) -> Mixture:
-        """A timed mixture: nearly all of it are products."""
+        """A timed mixture, counted as products, which take nearly all of its time."""
         mixture = self._kernels.experts(weights, routing, activation, ends)
         return lambda x, logits: self._timed(PRODUCTS, lambda: mixture(x, logits))
 

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from slotwise.kernels.group import ALONE, Group
+from slotwise.kernels.group import SINGLE_RANK, Group
 from slotwise.kernels.interface import AttentionShape, Kernels, LayerCache, LayerShape, RaggedBatch
 from slotwise.kernels.matrix import Format
 from slotwise.model.family_table import compose
@@ -44,7 +44,7 @@ class DecoderSizes:
 
     def __init__(
         self, config: ModelConfig, kernels: Kernels, network: Network, adapters: LoraWeights | None = None,
-        group: Group = ALONE, formats: Mapping[str, Format] = {},
+        group: Group = SINGLE_RANK, formats: Mapping[str, Format] = {},
     ) -> None:
         self.config = config
         self.kernels = kernels
@@ -81,7 +81,7 @@ class Decoder(DecoderSizes):
 
     def __init__(
         self, config: ModelConfig, read: Read, kernels: Kernels, max_positions: int,
-        adapters: LoraWeights | None = None, group: Group = ALONE, formats: Mapping[str, Format] = {},
+        adapters: LoraWeights | None = None, group: Group = SINGLE_RANK, formats: Mapping[str, Format] = {},
     ) -> None:
         """Reads and packs the weights of this rank; `max_positions` (tokens) bounds the positions of a batch."""
         network = compose(config, WeightSource(read, kernels, config.dtype, adapters, group, formats))

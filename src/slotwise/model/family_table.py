@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from slotwise.errors import CheckpointError
-from slotwise.kernels.group import ALONE, Group
+from slotwise.kernels.group import SINGLE_RANK, Group
 from slotwise.kernels.interface import Kernels
 from slotwise.kernels.matrix import Format
 from slotwise.kernels.reference import ReferenceKernels
@@ -104,7 +104,7 @@ def compose(config: ModelConfig, source: WeightSource) -> Network:
     return FAMILIES[config.architecture].compose(config, source)
 
 
-def tensor_shapes(config: ModelConfig, group: Group = ALONE) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(config: ModelConfig, group: Group = SINGLE_RANK) -> dict[str, tuple[int, ...]]:
     """Every tensor that a model with this config reads, by its name in the checkpoint."""
     listing = Listing(config.dtype, group=group)
     compose(config, listing)
@@ -119,7 +119,9 @@ def adaptable(config: ModelConfig, group: Group) -> list[AdaptableProduct]:
     return adapters.products
 
 
-def weight_bytes(config: ModelConfig, kernels: Kernels, formats: Mapping[str, Format], group: Group = ALONE) -> int:
+def weight_bytes(
+    config: ModelConfig, kernels: Kernels, formats: Mapping[str, Format], group: Group = SINGLE_RANK,
+) -> int:
     """Bytes of all weights of a model with this config, as packed for these kernels.
 
     `formats` are those of quantized matrices, by name.

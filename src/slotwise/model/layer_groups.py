@@ -9,7 +9,7 @@ All groups take blocks from one pool (`core/cache_groups.py`), so layer i of eve
 Groups are as large as they can be without unused places in those of full attention, which would cost memory for every
 token, and with at most PADDING of them in the others: fewer groups have fewer block tables.
 
-A layer with a recurrent state looks back on one token, in whose block its state lies (`kernels/delta.py`).  So its
+A layer with a recurrent state looks back on one token, in whose block its state lies (`DeltaShape`).  So its
 group keeps the last block alone, and full blocks in the prefix cache are snapshots of the state.  A block must then
 have as many tokens as make their keys and values no smaller than a state: `least_block_size`.
 """
@@ -21,8 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from slotwise.kernels.delta import DeltaShape
-from slotwise.kernels.interface import AttentionShape, GroupTables, LayerShape, RaggedBatch
+from slotwise.kernels.interface import AttentionShape, DeltaShape, GroupTables, LayerShape, RaggedBatch
 
 PADDING = 0.1  # of the layers with one window
 MAX_BLOCK = 1 << 16  # tokens

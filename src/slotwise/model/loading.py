@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from slotwise.errors import CheckpointError
-from slotwise.kernels.group import ALONE, Divided, Group, Stage
+from slotwise.kernels.group import SINGLE_RANK, Group, PipelineStage, UnconnectedRank
 from slotwise.kernels.interface import AttentionShape, Kernels
 from slotwise.kernels.matrix import Format, Weight
 from slotwise.kernels.reference import ReferenceKernels
@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 def load_model(
     model: str | Path, *, kernels: Kernels, dtype: str = "auto", max_positions: int | None = None,
-    progress: Progress | None = None, adapters: tuple[int, int] | None = None, group: Group = ALONE,
+    progress: Progress | None = None, adapters: tuple[int, int] | None = None, group: Group = SINGLE_RANK,
 ) -> Decoder:
     """Load a checkpoint: a folder, a GGUF file, or a hub id.
 
@@ -81,7 +81,7 @@ class UnreadModel:
     """
 
     def __init__(
-        self, folder: Path, described: ModelConfig, dtype: str, kernels: Kernels, group: Group = ALONE,
+        self, folder: Path, described: ModelConfig, dtype: str, kernels: Kernels, group: Group = SINGLE_RANK,
         adapters: tuple[int, int] | None = None,
     ) -> None:
         self._kernels, self._group, self._adapters = kernels, group, adapters
@@ -132,8 +132,8 @@ class UnreadModel:
 def _elsewhere(config: ModelConfig, group: Group) -> list[AdaptableProduct]:
     """The products of other stages that adapters may change."""
     own = group.pipe.stage
-    stages = [Stage(number, own.total) for number in range(own.total) if number != own.number]
-    return [product for stage in stages for product in adaptable(config, Divided(group.size, stage))]
+    stages = [PipelineStage(number, own.total) for number in range(own.total) if number != own.number]
+    return [product for stage in stages for product in adaptable(config, UnconnectedRank(group.size, stage))]
 
 
 def _widen(

@@ -34,8 +34,7 @@ from torch import Tensor
 
 from slotwise.errors import CheckpointError
 from slotwise.files import read_part
-from slotwise.kernels.interface import Kernels
-from slotwise.kernels.low_rank import AddedProduct, LowRank, LowRankPart, Packed
+from slotwise.kernels.interface import AddedProduct, Kernels, LowRank, LowRankPart, PackedFactors
 from slotwise.model.checkpoint import ADAPTER
 from slotwise.model.fields import Fields, read_json
 from slotwise.model.names import canonical
@@ -211,7 +210,8 @@ class LoraWeights:
         self.num_places = num_places
         self._loading = threading.Lock()  # one adapter is loaded at a time
         self._loaded: set[int] = set()  # numbers
-        self._unplaced: dict[int, list[Packed | None]] = {}  # factors of each product, of adapters without a place
+        # The factors of each product, of adapters without a place.
+        self._unplaced: dict[int, list[PackedFactors | None]] = {}
         self._places: dict[int, int] = {}  # by number
         self._free = list(range(num_places))
 
@@ -283,7 +283,7 @@ class LoraWeights:
                 added.set(place, None)
             self._free.append(place)
 
-    def _packed(self, folder: Path) -> list[Packed | None]:
+    def _packed(self, folder: Path) -> list[PackedFactors | None]:
         """An adapter's factors of each product."""
         adapter = read_adapter(folder, self._most_bytes)
         left = dict(adapter.tensors)

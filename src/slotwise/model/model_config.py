@@ -16,8 +16,7 @@ from typing import NamedTuple
 import torch
 
 from slotwise.errors import CheckpointError
-from slotwise.kernels.delta import DeltaShape
-from slotwise.kernels.interface import Activation, AttentionShape, ClampedSwiGLU, LayerShape, Routing
+from slotwise.kernels.interface import Activation, AttentionShape, ClampedSwiGLU, DeltaShape, LayerShape, Routing
 from slotwise.model.fields import Fields
 from slotwise.model.layers.rope import LinearRope, Llama3Rope, LongRope, Rope, YarnRope
 from slotwise.model.names import with_head

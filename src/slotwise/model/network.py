@@ -19,7 +19,7 @@ from typing import ClassVar, Protocol
 from torch import Tensor
 
 from slotwise.errors import CheckpointError
-from slotwise.kernels.group import Stage
+from slotwise.kernels.group import PipelineStage
 from slotwise.model.layers.attention import LayerStep
 from slotwise.model.layers.embedding_and_head import EndOptions, Ends, read_ends
 from slotwise.model.layers.norm import NoNorm, NormOptions, ResidualStream, RMSNorm
@@ -115,7 +115,7 @@ def read_network(
     return Network(read, layers, norm)
 
 
-def layers_of(config: ModelConfig, stage: Stage) -> range:
+def layers_of(config: ModelConfig, stage: PipelineStage) -> range:
     """The layers of a stage, at least one.
 
     Raises:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from slotwise.core.step import NewRequest, StepPlan, StepResult
-from slotwise.kernels.low_rank import NO_ADAPTER
+from slotwise.kernels.interface import NO_ADAPTER
 from slotwise.model.lora_weights import LoraWeights
 
 PrepareDraws = Callable[[StepPlan], None]

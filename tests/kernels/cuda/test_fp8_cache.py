@@ -13,10 +13,9 @@ from support.cuda_ragged import attend, moved
 from support.paged import Layer, distance, rotary
 
 from slotwise.kernels.cuda import CudaKernels
-from slotwise.kernels.cuda.cache import CudaCache
-from slotwise.kernels.interface import AttentionShape
-from slotwise.kernels.paged_cache import FP8_LARGEST, as_bytes
-from slotwise.kernels.reference import ReferenceKernels
+from slotwise.kernels.cuda.attention import CudaCache
+from slotwise.kernels.interface import FP8_LARGEST, AttentionShape
+from slotwise.kernels.reference import ReferenceKernels, as_bytes
 
 if DEVICE == "cuda" and torch.cuda.get_device_capability() < (8, 9):
     pytest.skip("this GPU has no fp8", allow_module_level=True)

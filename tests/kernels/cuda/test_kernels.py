@@ -10,8 +10,7 @@ import pytest
 import torch
 from support.cuda_device import DEVICE, KERNELS
 
-from slotwise.kernels.delta import DeltaShape
-from slotwise.kernels.interface import DeltaKernels, Kernels
+from slotwise.kernels.interface import DeltaKernels, DeltaShape, Kernels
 
 CODE = """
 import sys, slotwise, slotwise.compose.engine_builder

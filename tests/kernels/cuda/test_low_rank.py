@@ -8,7 +8,7 @@ from support.cuda_device import DEVICE, KERNELS
 from support.cuda_ragged import REFERENCE
 from support.paged import distance
 
-from slotwise.kernels.low_rank import NO_ADAPTER, LowRank, LowRankPart
+from slotwise.kernels.interface import NO_ADAPTER, LowRank, LowRankPart
 
 CLOSE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 5e-3 if DEVICE == "cuda" else 2e-2}
 INPUTS, PARTS, PLACES = 72, [(0, 40, 8), (40, 30, 3), (70, 30, 0)], 4  # of a part: first output, outputs, rank

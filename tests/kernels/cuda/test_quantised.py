@@ -15,7 +15,7 @@ from support.quantized_matrices import FORMATS, depth_of, random_matrix
 from slotwise.kernels.matrix import Format, QuantisedMatrix, Rows, StackedMatrix
 
 with interpreted():
-    from slotwise.kernels.cuda import CudaKernels, narrow, packed, splits
+    from slotwise.kernels.cuda import CudaKernels, narrow, packed
 
 INT8 = Format(8, 0, torch.float32, zero=128)
 CLOSE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 8e-3 if DEVICE == "cuda" else 2e-2}
@@ -53,22 +53,22 @@ def test_products_split_along_their_depth(name, tokens, has_bias, monkeypatch):
     matrix = random_matrix(FORMATS[name], 45, depth_of(FORMATS[name], 2100))
     x, bias = numbers(torch.float32, tokens, matrix.depth).to(DEVICE), numbers(torch.float32, 45).to(DEVICE)
     product, made = KERNELS.linear(matrix, bias if has_bias else None), []
-    add = splits.add_parts
-    monkeypatch.setattr(splits, "add_parts", lambda out, parts, bias: made.append(len(parts)) or add(out, parts, bias))
+    add = packed.add_parts
+    monkeypatch.setattr(packed, "add_parts", lambda out, parts, bias: made.append(len(parts)) or add(out, parts, bias))
     split = product(x)
-    monkeypatch.setattr(splits, "ENOUGH_PROGRAMS", 1)
+    monkeypatch.setattr(packed, "ENOUGH_PROGRAMS", 1)
     assert distance(split.cpu(), product(x).cpu()) < CLOSE[torch.float32] and made[0] > 2 and len(made) == 1
 
 
 @given(st.integers(1, 2000), st.integers(1, 30_000), st.sampled_from([16, 64, 128]))
 def test_parts_are_all_of_a_depth_and_none_is_empty(programs, depth, step):
     out = torch.empty(3, 5, dtype=torch.bfloat16)
-    parts = splits.Parts.of(out, (1, programs), depth, step)
+    parts = packed.SplitProduct.of(out, (1, programs), depth, step)
     assert (parts.number - 1) * parts.depth < depth <= parts.number * parts.depth
-    assert parts.number * programs <= max(programs, splits.ENOUGH_PROGRAMS)
+    assert parts.number * programs <= max(programs, packed.ENOUGH_PROGRAMS)
     assert parts.sums is out if parts.number == 1 else parts.sums.shape == (parts.number, 3, 5)
     assert parts.number == 1 or parts.depth % step == 0
-    assert splits.Parts.of(out.new_empty(17, 5), (1, programs), depth, step).number == 1, "many tokens"
+    assert packed.SplitProduct.of(out.new_empty(17, 5), (1, programs), depth, step).number == 1, "many tokens"
 
 
 @pytest.mark.parametrize("kind", CLOSE, ids=str)

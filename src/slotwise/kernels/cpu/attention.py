@@ -1,36 +1,68 @@
 """Attention over the paged cache, decode and prefill alike.
 
-A tile walks the row's blocks once with an online softmax (Milakov and Gimelshein, 2018;
-FlashAttention, Dao et al., 2022), so every key and value is read once for the whole group.  Each segment of the context
-has a softmax of its own, and their results are merged in order.  Segments of a row of one tile,
-such as a decode row, are separate work, which the last thread to finish merges (Flash-Decoding, Dao et al., 2023);
-every other tile walks and merges its segments one by one.
+A tile is a few tokens of a row, for all query heads of one key-value head.  It walks the row's blocks once with an
+online softmax (Milakov and Gimelshein, 2018; FlashAttention, Dao et al., 2022), so every key and value is read once for
+the whole group of heads.
+
+The context is cut into segments by absolute position, whatever the row and the window.  Each segment has a softmax of
+its own, and their results are merged in order.  Segments of a row of one tile, such as a decode row, are separate work
+for several threads, which the last thread to finish merges (Flash-Decoding, Dao et al., 2023); every other tile walks
+and merges its segments one by one.
+
+    segments    0 ... 1023 | 1024 ... 2047 | 2048 ...
 
 A position's result depends on the positions that it sees and on nothing else, bit for bit: neither on its batch-mates
 nor on how many queries its row computes with it.  Strips and segments lie at the same positions for every query, and
 one that a query does not see leaves its sums as they are.
 
-Loops count instead of dividing where they can: a tile of a few blocks takes the time of fifty divisions.
-Blocks lie anywhere in memory.  Prefetch: values during the score product, the first lines of the next block's keys (or
-the next tile's) during the softmax, the others during the value product.
+Loops count instead of dividing where they can: a tile of a few blocks takes the time of fifty divisions.  Blocks lie
+anywhere in memory.  Values are prefetched during the score product, the first lines of the next block's keys (or the
+next tile's) during the softmax, and the other lines during the value product.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
+from llvmlite import ir
 from numba import types
 
+from slotwise.kernels.cpu import llvm
 from slotwise.kernels.cpu.cache import padded
 from slotwise.kernels.cpu.gemm import STRIP, STRIP_ROW_BYTES, call_multiply
-from slotwise.kernels.cpu.jit.compiler import Compiled, kernel, specialised
-from slotwise.kernels.cpu.jit.intrinsic import INT, KIND, intrinsic
+from slotwise.kernels.cpu.jit.compiler import (
+    FLOAT,
+    INT,
+    KIND,
+    CompiledKernel,
+    ElementType,
+    intrinsic,
+    kernel,
+    specialised,
+)
 from slotwise.kernels.cpu.launcher import HEADER, THREAD_COUNTER
-from slotwise.kernels.cpu.llvm import LINE, number
-from slotwise.kernels.cpu.processor import PAIR
+from slotwise.kernels.cpu.llvm import (
+    BRAIN,
+    LINE,
+    LOWEST,
+    SHORT,
+    SINGLE,
+    WORD,
+    all_of,
+    behind,
+    call,
+    fast,
+    number,
+    pointer,
+    polynomial,
+    prefetch,
+    spread,
+    write,
+)
+from slotwise.kernels.cpu.processor import AVX512, LANES, PAIR
 from slotwise.kernels.cpu.simd import (
     BFLOAT16,
     FLOAT32,
@@ -51,26 +83,168 @@ from slotwise.kernels.cpu.simd import (
     larger,
     load,
     store,
+    tanh,
     weighted,
 )
-from slotwise.kernels.cpu.softmax import ask_for, ask_for_scales, soft_cap, softmax_strip
 from slotwise.kernels.cpu.threads import NOTHING, pop, upcoming
 from slotwise.kernels.interface import AttentionShape
 
-# Attention's plan of a step: its rows cut into tiles, and the workspace that they need.
+# The softmax over one strip of scores, in registers.
 #
-# A tile is a few tokens of a row, for all query heads of one key-value head.  A row that is one tile is cut again, into
-# the segments of its context, for several threads.
-#
-#     segments    0 ... 1023 | 1024 ... 2047 | 2048 ...        by absolute position, whatever the row and the window
+# Loops over a part of a strip would be split into whole vectors and a remainder, twice for every row of every block.
+# Here a strip is always whole vectors, four of 16 lanes, and a mask selects the columns that count.  Scales of an int8
+# cache (`cache.py`) are applied here: a key's multiplies its score, a value's the weight it gets.
 
-TILE_ROWS = 48  # the most queries (tokens x heads) of a tile: its scores stay in the first-level cache
-SEGMENT = 1024  # tokens of context per segment: another core's results are slow to come by
+# The score of a column that does not count: so far below every maximum that its weight is 0.
+UNSEEN = -3e38
 
-# A tile: `TILE_WORDS` int32 in a table.
+_VECTOR, _WIDE = ir.VectorType(SINGLE, LANES), ir.VectorType(WORD, LANES)
+
+
+def _reduced(
+    builder: ir.IRBuilder, name: str, vectors: list[ir.Value], pairwise: Callable[[ir.Value, ir.Value], ir.Value]
+) -> ir.Value:
+    """Reduce a strip's vectors, a power of two of them, to one number."""
+    while len(vectors) > 1:
+        vectors = [pairwise(*pair) for pair in zip(vectors[::2], vectors[1::2], strict=True)]
+    first = [ir.Constant(SINGLE, 0.0)] if name == "fadd" else []
+    return fast(builder, f"llvm.vector.reduce.{name}.v{LANES}f32", SINGLE, *first, *vectors)
+
+
+def _places(builder: ir.IRBuilder, address: ir.Value) -> list[ir.Value]:
+    """Pointers to a strip's vectors."""
+    return [pointer(builder, behind(builder, address, 4 * LANES * v), _VECTOR) for v in range(STRIP // LANES)]
+
+
+def _scaled(
+    builder: ir.IRBuilder, vectors: list[ir.Value], counted: list[ir.Value], scales: ir.Value
+) -> list[ir.Value]:
+    """Vectors times the scales of the columns that count; other scales are not read: they may lie outside the cache."""
+    results = []
+    for vector, counts, place in zip(vectors, counted, _places(builder, scales), strict=True):
+        loaded = call(builder, f"llvm.masked.load.v{LANES}f32.p0", _VECTOR, place, ir.Constant(WORD, 4), counts,
+                      all_of(_VECTOR, 0.0))
+        results.append(builder.fmul(vector, loaded))
+    return results
+
+
+def _of_values(builder: ir.IRBuilder, scales: ir.Value, tokens: ir.Value) -> ir.Value:
+    """Address of the scales of a strip's values, `tokens` columns behind those of its keys."""
+    return builder.add(scales, builder.shl(tokens, number(2)))
+
+
+prefetch_line: Callable[[int], None] = intrinsic(prefetch, INT)
+"""Prefetch the cache line at an address."""
+
+
+def _prefetch_scales(builder: ir.IRBuilder, scales: ir.Value, tokens: ir.Value, kind: ElementType) -> None:
+    if kind == types.int8:
+        for address in (scales, _of_values(builder, scales, tokens)):
+            prefetch(builder, address, STRIP_ROW_BYTES)
+
+
+prefetch_scales: Callable[[int, int, Real], None] = intrinsic(_prefetch_scales, INT, INT, KIND)
+"""`prefetch_scales(scales, tokens, kind)`: prefetch a strip's scales; those of its values lie `tokens` columns behind
+those of its keys.  `kind` is a value whose type is that of the cache; only int8 has scales."""
+
+
+def _counted(builder: ir.IRBuilder, start: ir.Value, end: ir.Value) -> list[ir.Value]:
+    """For each vector of a strip, which of its columns lie in `start ... end`."""
+    first, last = (spread(builder, builder.trunc(bound, WORD), _WIDE) for bound in (start, end))
+    masks = []
+    for v in range(STRIP // LANES):
+        columns = ir.Constant(_WIDE, list(range(v * LANES, (v + 1) * LANES)))
+        masks.append(builder.and_(
+            builder.icmp_signed(">=", columns, first), builder.icmp_signed("<", columns, last)))
+    return masks
+
+
+def _weights(builder: ir.IRBuilder, below: ir.Value) -> ir.Value:
+    """2**x of a vector of numbers that are at most 0; 0 below `LOWEST`, and never a number too small for exp2."""
+    is_seen = builder.fcmp_ordered(">=", below, all_of(_VECTOR, LOWEST))
+    if not AVX512:
+        weights = llvm.exp2(builder, _larger(builder, below, all_of(_VECTOR, LOWEST)))
+        return builder.select(is_seen, weights, all_of(_VECTOR, 0.0))
+    whole = call(builder, f"llvm.rint.v{LANES}f32", _VECTOR, below)
+    value = polynomial(builder, builder.fsub(below, whole))
+    return call(  # times 2**whole, rounded to nearest (4)
+        builder, "llvm.x86.avx512.mask.scalef.ps.512", _VECTOR, value, whole, all_of(_VECTOR, 0.0),
+        builder.bitcast(is_seen, SHORT), ir.Constant(WORD, 4))
+
+
+def _larger(builder: ir.IRBuilder, left: ir.Value, right: ir.Value) -> ir.Value:
+    return fast(builder, f"llvm.maxnum.v{LANES}f32", _VECTOR, left, right)
+
+
+def _softmax_strip(
+    builder: ir.IRBuilder, scores: ir.Value, start: ir.Value, end: ir.Value, top: ir.Value, factor: ir.Value,
+    scales: ir.Value, tokens: ir.Value, kind: ElementType,
+) -> list[ir.Value]:
+    places, counted = _places(builder, scores), _counted(builder, start, end)
+    values = [builder.load(place) for place in places]
+    for value in values:
+        value.align = 4
+    values = [builder.fmul(value, spread(builder, factor, _VECTOR)) for value in values]
+    if kind == types.int8:
+        values = _scaled(builder, values, counted, scales)
+    values = [builder.select(*pair, all_of(_VECTOR, UNSEEN)) for pair in zip(counted, values, strict=True)]
+    highest = _reduced(builder, "fmax", values, lambda *pair: _larger(builder, *pair))
+    top = fast(builder, "llvm.maxnum.f32", SINGLE, highest, top)
+    highest = spread(builder, top, _VECTOR)
+    weights = [_weights(builder, builder.fsub(value, highest)) for value in values]
+    total = _reduced(builder, "fadd", weights, builder.fadd)
+    if kind == types.int8:
+        weights = _scaled(builder, weights, counted, _of_values(builder, scales, tokens))
+    _store_weights(builder, scores, weights, kind)
+    return [top, total]
+
+
+def _store_weights(builder: ir.IRBuilder, address: ir.Value, weights: list[ir.Value], kind: ElementType) -> None:
+    for v, weight in enumerate(weights):
+        if kind == types.int16:
+            name = f"llvm.x86.avx512bf16.cvtneps2bf16.{32 * LANES}"
+            rounded = call(builder, name, ir.VectorType(BRAIN, LANES), weight)
+            bits = builder.bitcast(rounded, ir.VectorType(SHORT, LANES))
+            write(builder, bits, behind(builder, address, 2 * LANES * v), align=2)
+        else:
+            write(builder, weight, behind(builder, address, 4 * LANES * v))
+
+
+class _SoftmaxStrip(Protocol):
+    def __call__(
+        self, scores: int, start: int, end: int, top: float, factor: float, scales: int, tokens: int, kind: Real, /
+    ) -> tuple[float, float]: ...
+
+
+softmax_strip: _SoftmaxStrip = intrinsic(
+    _softmax_strip, INT, INT, INT, FLOAT, FLOAT, INT, INT, KIND, returns=types.UniTuple(FLOAT, 2))
+"""Scores of a strip's columns `start ... end` to weights `2**(factor * score - new top)`, those of all others to 0.
+
+The weights are stored in place of the scores, those of `PAIRS` as bfloat16 in the first half of their bytes.  `top` is
+the largest score so far; returns the new one and the sum of the weights.  The other arguments are those of
+`prefetch_scales`.
+"""
+
+
+@kernel
+def soft_cap(scores: int, factor: float, cap: float) -> None:
+    """Cap `factor` times a whole strip of scores, those that count and others; `cap` is in units of log 2."""
+    factor = factor / cap
+    for i in range(STRIP):
+        store(scores, i, cap * tanh(load(scores, i, FLOAT32) * factor), FLOAT32)
+
+
+# The plan of a step: its rows cut into tiles, and the workspace that they need.
+
+# The most queries (tokens x heads) of a tile: its scores stay in the first-level cache.
+TILE_ROWS = 48
+# Tokens of context per segment: another core's results are slow to read.
+SEGMENT = 1024
+
+# A tile: `TILE_WORDS` int32 in a table.  A cache line before the table holds the number of tiles.
 ROW, TOKEN, TOKENS, FIRST, LAST, SEGMENT_INDEX, SEGMENTS, PART = range(8)
 TILE_WORDS = 8
-TABLE = 64  # bytes before the table: a cache line for the number of tiles
+TABLE = 64
 
 # Arguments of `_plan` and of `_attend`, in words after the header.
 (
@@ -144,14 +318,15 @@ def _plan(words: int) -> None:
     store(load(words, TILES, INT64), 0, count, INT64)
 
 
-PLAN = Compiled(_plan)
+PLAN = CompiledKernel(_plan)
 
 
-# The results of attention over segments of a context, and how they are merged, in the order of positions.
+# The results of segments, and how they are merged, in the order of positions.
 #
 #     a result    sums [rows, width], maxima [rows], totals [rows], float32, together
 #
-# Segments of a row of one tile are left in the step's workspace by the threads that walk them; the last one joins them.
+# Threads leave the segments of a row of one tile in the step's workspace; the last thread joins them.
+
 
 @kernel
 def merge(rows: int, width: int, sums: int, others: int) -> None:
@@ -198,13 +373,17 @@ def join_parts(words: int, tile: int, head: int, sums: int) -> None:
         merge(rows, width, sums, _part(words, tile, head, segment))
 
 
-ASKED = 16  # lines prefetched while scores become weights: as many as a core can have in flight
-NO_SCORE = float32(-1e20)  # below every score
+# The walk of a tile over its blocks.
+
+# Lines prefetched while scores become weights: as many as a core can have in flight.
+PREFETCHED_LINES = 16
+# Below every score.
+NO_SCORE = float32(-1e20)
 FLOAT_BYTES = 4
 
 bytes_of_factor: Callable[[Real], int] = intrinsic(
     lambda _builder, stored: number(2 if stored == types.int16 else FLOAT_BYTES), KIND, returns=INT)
-"""Bytes of a query's element, and of a weight, where the cache is of `stored`."""
+"""Bytes of an element of a query, and of a weight, in a cache of kind `stored`."""
 
 
 @kernel
@@ -275,7 +454,8 @@ def _softmax(
     factor = scale if cap == 0 else ONE
     row = 0
     for _ in range(tokens):
-        end = min(high, here + 1)  # the query's own place, as a column, is the last it sees
+        # The query's own place, as a column, is the last it sees.
+        end = min(high, here + 1)
         start = max(low, here - window + 1) if window > 0 else low
         for _ in range(group):
             if cap != 0:
@@ -300,8 +480,8 @@ def _add_values(
 ) -> None:
     """Add the weighted values of `places` places from `place` on.
 
-    Not one of them is read for a query that does not see it: a draft's values may not be finite, and weights of 0 do
-    not hide that from the queries before it.
+    A value is not read for a query that does not see it: a draft's values may not be finite, and weights of 0 do not
+    hide that from the queries before it.
     """
     multiply, width, size = load(words, MULTIPLY_ADDRESS, INT64), load(words, DIM_PADDED, INT64), bytes_of(stored)
     rows, here = load(words, GROUP, INT64), _here(words, tile)
@@ -354,12 +534,12 @@ def _walk(
         columns = min(block_padded - start, (high + PAIR - 1) // PAIR * PAIR) - column
         read = keys + (start + column) * size
         scales = keys + (dim * block_padded + block * width) * size + start * 4
-        ask_for_scales(scales, block_padded, stored)
+        prefetch_scales(scales, block_padded, stored)
         fill(scores, rows * STRIP, ZERO)
         call_multiply(multiply, rows, columns, queries, rows * STRIP_ROW_BYTES, read, block_padded * size, PAIR * size,
                       dim, scores + column * 4, STRIP_ROW_BYTES, values - read)
-        for line in range(following, following + ASKED * LINE, LINE):
-            ask_for(line)
+        for line in range(following, following + PREFETCHED_LINES * LINE, LINE):
+            prefetch_line(line)
         _softmax(words, tile, scores, sums, state, low, high, place - low, scales, stored)
         # Pairs begin at even columns for all queries, or sums would depend on where the tile begins.
         back = low % (FLOAT_BYTES // bytes_of_factor(stored))
@@ -445,10 +625,11 @@ def _attend(words: int, kind: Real, stored: Real) -> None:
         item = pop(words, thread, threads, items)
 
 
-ATTEND = {  # by the type of the queries and of the cache
+ATTEND = {
     (dtype, cached): specialised(_attend, kind, stored)
     for dtype, kind in ((torch.bfloat16, BFLOAT16), (torch.float32, FLOAT32))
     for cached, stored in ((dtype, kind), (torch.int8, INT8))}
+"""The kernels, by the types of the queries and of the cache."""
 
 ATTEND_PAIRS = specialised(_attend, BFLOAT16, PAIRS)
-"""The same of bfloat16, multiplied in pairs."""
+"""The kernel for bfloat16 that is multiplied in pairs."""

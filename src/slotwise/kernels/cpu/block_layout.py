@@ -37,7 +37,7 @@ _SIZES = {HALF: 2, BRAIN: 2, SINGLE: 4, BYTE: 1, NIBBLE: 1}
 _NIBBLE_BITS = 4
 
 
-class Layout(NamedTuple):
+class BlockLayout(NamedTuple):
     """A layout.  Each has a subclass, so that Numba compiles kernels for it: `layout_of` makes them."""
 
     bits: int
@@ -132,7 +132,7 @@ def refusal(kind: Format) -> str:
 
 
 @functools.cache
-def layout_of(kind: Format) -> Layout:
+def layout_of(kind: Format) -> BlockLayout:
     """The layout for a format.
 
     Raises:
@@ -153,17 +153,18 @@ def layout_of(kind: Format) -> Layout:
     scale = _FLOATS.get(kind.scale, BYTE)
     if kind.scale_bits <= _NIBBLE_BITS and scale == BYTE and kind.has_minimums:
         scale = NIBBLE
-    made = Layout(bits, unit, max(1, record // (kind.group or record)), record, 0, scale, int(kind.has_minimums),
+    made = BlockLayout(bits, unit, max(1, record // (kind.group or record)), record, 0, scale, int(kind.has_minimums),
                   int(levels.zero != 0), int(bool(levels.table)),
                   int(max(levels.table, default=(1 << bits) - 1) > 127))
     return _of_its_own_type(made._replace(record_bytes=made.size))
 
 
 @functools.cache
-def _of_its_own_type(layout: Layout) -> Layout:
+def _of_its_own_type(layout: BlockLayout) -> BlockLayout:
     """The same numbers in a subclass, whose name is part of the names of the kernels that are compiled for it."""
     name = f"Layout_{'_'.join(map(str, layout))}"
-    made: Layout = type(name, (Layout,), {"__slots__": (), "__module__": __name__, "NUMBERS": layout})(*layout)
+    own = type(name, (BlockLayout,), {"__slots__": (), "__module__": __name__, "NUMBERS": layout})
+    made: BlockLayout = own(*layout)
     return made
 
 
@@ -171,7 +172,7 @@ QUAD = 4
 CHUNK = 1 << 23  # weights unpacked at once
 
 
-def pack(matrix: QuantisedMatrix, layout: Layout, memory: Panels, *, is_gated: bool = False) -> Tensor:
+def pack(matrix: QuantisedMatrix, layout: BlockLayout, memory: Panels, *, is_gated: bool = False) -> Tensor:
     """`matrix` as panels: `[panels, records, bytes]` uint8.
 
     Args:
@@ -185,7 +186,7 @@ def pack(matrix: QuantisedMatrix, layout: Layout, memory: Panels, *, is_gated: b
                          lambda target: _fill(target, matrix, layout, halves))
 
 
-def _fill(panels: Tensor, matrix: QuantisedMatrix, layout: Layout, halves: int) -> None:
+def _fill(panels: Tensor, matrix: QuantisedMatrix, layout: BlockLayout, halves: int) -> None:
     """Packs into `panels`, of which each has columns of every one of the `halves` of the outputs."""
     columns, outputs = COLUMNS // halves, matrix.outputs // halves
     many = max(1, CHUNK // (COLUMNS * matrix.depth))
@@ -211,7 +212,7 @@ def _write(target: Tensor, pieces: list[Tensor]) -> None:
         at += flat.shape[2]
 
 
-def _parts(rows: Rows, matrix: QuantisedMatrix, layout: Layout, columns: int) -> list[Tensor]:
+def _parts(rows: Rows, matrix: QuantisedMatrix, layout: BlockLayout, columns: int) -> list[Tensor]:
     """Planes, scales, minimums and units, each `[panels, records, ..., columns, bytes]`."""
     records, more = layout.records(matrix.depth), -len(rows.codes) % columns
 
@@ -231,7 +232,7 @@ def _parts(rows: Rows, matrix: QuantisedMatrix, layout: Layout, columns: int) ->
     return parts + [in_records(factor.units, 1) for factor in factors if factor.units is not None]
 
 
-def _of_records(values: Tensor, matrix: QuantisedMatrix, layout: Layout) -> Tensor:
+def _of_records(values: Tensor, matrix: QuantisedMatrix, layout: BlockLayout) -> Tensor:
     """A group's factor `[outputs, groups]` once for each of its records, where it has several."""
     group, records = matrix.format.group, layout.records(matrix.depth)
     if 0 < group <= layout.record:

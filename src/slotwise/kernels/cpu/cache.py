@@ -28,8 +28,7 @@ from torch import Tensor
 
 from slotwise.kernels.cpu.memory import discard, populate, untouched_pages
 from slotwise.kernels.cpu.processor import LANES, PAIR
-from slotwise.kernels.delta import DeltaShape
-from slotwise.kernels.interface import AttentionShape
+from slotwise.kernels.interface import AttentionShape, DeltaShape
 
 
 def padded(columns: int) -> int:

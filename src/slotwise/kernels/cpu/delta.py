@@ -1,4 +1,4 @@
-"""The gated delta rule and its short convolution (`kernels/delta.py`), token by token.
+"""The gated delta rule and its short convolution (`DeltaShape`), token by token.
 
 A state is advanced where it lies: in the block of the token, into which that of the block before is copied first; on
 trial, in a copy that is dropped.  So a row's result does not depend on how its tokens are divided among steps.  Threads
@@ -37,8 +37,7 @@ from slotwise.kernels.cpu.simd import (
     sqrt,
     store,
 )
-from slotwise.kernels.delta import LENGTH_EPS, DeltaShape, DeltaWeights
-from slotwise.kernels.interface import RaggedBatch
+from slotwise.kernels.interface import LENGTH_EPS, DeltaShape, DeltaWeights, RaggedBatch
 
 TILE = 512  # channels that a thread takes
 LARGE = float32(20)  # from here on softplus(x) is x in float32

@@ -176,7 +176,7 @@ COMBINE = {dtype: specialised(_combine, kind) for dtype, kind in _KINDS.items()}
 DIVIDE = specialised(_divide)
 
 
-class _Columns:
+class _ExpertColumns:
     """The products of rows sorted by expert with a part of each expert's weights, to columns of the results.
 
     Args:
@@ -203,15 +203,15 @@ class _Columns:
         launcher.together(part.kernel(x.dtype))
 
 
-class _Grouped:
+class _ExpertProducts:
     """The products of rows sorted by expert with each expert's weights, which are parts along the outputs."""
 
     def __init__(self, experts: Sequence[Sequence[PackedPart]], launcher: KernelLauncher) -> None:
         self._launcher, at = launcher, 0
         self._width = sum(part.stored for part in experts[0])
-        self._columns: list[_Columns] = []
+        self._columns: list[_ExpertColumns] = []
         for parts in zip(*experts, strict=True):
-            self._columns.append(_Columns(parts, at, self._width, launcher))
+            self._columns.append(_ExpertColumns(parts, at, self._width, launcher))
             at += parts[0].stored
 
     def __call__(self, x: Tensor, starts: Tensor, sources: Tensor | None = None) -> Tensor:
@@ -223,7 +223,7 @@ class _Grouped:
         return out
 
 
-class Mixture:
+class CpuMixture:
     """`x [tokens, hidden], logits [tokens, experts] -> [tokens, hidden]`.
 
     Args:
@@ -235,7 +235,7 @@ class Mixture:
         self, gates: Sequence[Sequence[PackedPart]], downs: Sequence[Sequence[PackedPart]], activate: Linear | None,
         routing: Routing, ends: Tensor, launcher: KernelLauncher,
     ) -> None:
-        self._gates, self._downs = _Grouped(gates, launcher), _Grouped(downs, launcher)
+        self._gates, self._downs = _ExpertProducts(gates, launcher), _ExpertProducts(downs, launcher)
         self._activate, self._routing, self._ends, self._launcher = activate, routing, ends, launcher
 
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:

@@ -20,8 +20,7 @@ import torch
 from llvmlite import ir
 from numba import types
 
-from slotwise.kernels.cpu.jit.compiler import Compiled, kernel
-from slotwise.kernels.cpu.jit.intrinsic import INT, KIND, ElementType, intrinsic
+from slotwise.kernels.cpu.jit.compiler import INT, KIND, CompiledKernel, ElementType, intrinsic, kernel
 from slotwise.kernels.cpu.llvm import (
     BRAIN,
     BYTE,
@@ -312,7 +311,7 @@ def _multiply(
             row += count
         column += vectors * LANES
 
-def _compiled(kind: Real) -> Compiled:
+def _compiled(kind: Real) -> CompiledKernel:
     """`_multiply` for one kind of elements of B."""
     def multiply(
         rows: int, columns: int, a: int, strip_bytes: int, b: int, row_bytes: int, pair_bytes: int, depth: int, c: int,
@@ -321,7 +320,7 @@ def _compiled(kind: Real) -> Compiled:
         _multiply(rows, columns, a, strip_bytes, b, row_bytes, pair_bytes, depth, c, c_row_bytes, ahead, kind)
 
     multiply.__name__ = multiply.__qualname__ = f"multiply_{type(kind).__name__}"
-    return Compiled(multiply)
+    return CompiledKernel(multiply)
 
 MULTIPLY = {torch.int8: _compiled(INT8), torch.bfloat16: _compiled(BFLOAT16), torch.float32: _compiled(FLOAT32)}
 """`multiply(rows, columns, a, strip_bytes, b, row_bytes, pair_bytes, depth, c, c_row_bytes, ahead)`: C += A @ B for any

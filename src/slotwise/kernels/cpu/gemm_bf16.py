@@ -43,7 +43,7 @@ TALLEST = 14  # rows of a tile: its sums, two vectors of weights and the broadca
 _WORDS, _BRAINS = ir.VectorType(WORD, 16), ir.VectorType(BRAIN, 32)
 
 
-class Panel(NamedTuple):
+class Bf16Panel(NamedTuple):
     """Addresses and strides of a panel's weights, and of the rows it is multiplied with."""
 
     weights: ir.Value
@@ -63,7 +63,7 @@ def _dot(builder: ir.IRBuilder, sums: ir.Value, left: ir.Value, right: ir.Value)
     return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, sums, left, right)
 
 
-def _add_strip(builder: ir.IRBuilder, rows: int, panel: Panel, sums: list[ir.Value]) -> list[ir.Value]:
+def _add_strip(builder: ir.IRBuilder, rows: int, panel: Bf16Panel, sums: list[ir.Value]) -> list[ir.Value]:
     """The addresses behind a strip, then two vectors of sums a row."""
     turns = Loop(builder, number(STRIP_PAIRS), 1, [panel.x, panel.weights, panel.asked, *sums])
     column, line, asked, *sums = turns.values
@@ -79,7 +79,7 @@ def _add_strip(builder: ir.IRBuilder, rows: int, panel: Panel, sums: list[ir.Val
                         builder.add(asked, panel.step), *results])
 
 
-def _add_all(builder: ir.IRBuilder, rows: int, panel: Panel) -> list[ir.Value]:
+def _add_all(builder: ir.IRBuilder, rows: int, panel: Bf16Panel) -> list[ir.Value]:
     """Two vectors of sums a row."""
     nothing = no_sums(2 * rows)
     strips = Loop(builder, panel.strips, 1, [panel.x, panel.weights, panel.asked, *nothing])
@@ -89,7 +89,7 @@ def _add_all(builder: ir.IRBuilder, rows: int, panel: Panel) -> list[ir.Value]:
     return strips.close([builder.add(x, panel.strip_bytes), weights, asked, *sums])[3:]
 
 
-def _finish(builder: ir.IRBuilder, panel: Panel, sums: list[ir.Value]) -> None:
+def _finish(builder: ir.IRBuilder, panel: Bf16Panel, sums: list[ir.Value]) -> None:
     bias = read_floats(builder, panel.bias, 2)
 
     def of_kind(*, is_gated: bool) -> None:
@@ -102,7 +102,7 @@ def _finish(builder: ir.IRBuilder, panel: Panel, sums: list[ir.Value]) -> None:
     for_either_kind(builder, panel.is_gated, of_kind)
 
 
-def emit_gemm(builder: ir.IRBuilder, height: ir.Value, panel: Panel) -> None:
+def emit_gemm(builder: ir.IRBuilder, height: ir.Value, panel: Bf16Panel) -> None:
     """The weights of a `panel` times `height` rows, at most `TALLEST`, plus bias, to rows of bfloat16."""
     switch(builder, height, range(1, TALLEST + 1),
            lambda rows: _finish(builder, panel, _add_all(builder, rows, panel)))

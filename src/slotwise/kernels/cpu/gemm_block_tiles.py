@@ -16,13 +16,12 @@ from llvmlite import ir
 from numba import types
 
 from slotwise.kernels.cpu import tiles as tiles_of
-from slotwise.kernels.cpu.block_activations import FACTS
-from slotwise.kernels.cpu.block_layout import COLUMNS, STEP, Layout
+from slotwise.kernels.cpu.block_layout import COLUMNS, STEP, BlockLayout
 from slotwise.kernels.cpu.gemm import no_sums, read_floats
 from slotwise.kernels.cpu.gemm_blocks import (
     VECTORS,
     WORDS,
-    Panel,
+    BlockPanel,
     Unpack,
     add_unit,
     factors_of_unit,
@@ -30,8 +29,9 @@ from slotwise.kernels.cpu.gemm_blocks import (
     prefetch_step,
     start_of_unit,
 )
-from slotwise.kernels.cpu.jit.intrinsic import INT, KIND, ElementType, intrinsic
+from slotwise.kernels.cpu.jit.compiler import INT, KIND, ElementType, intrinsic
 from slotwise.kernels.cpu.llvm import Loop, all_of, behind, number, read, write
+from slotwise.kernels.cpu.quantize import FACTS
 from slotwise.kernels.cpu.tiles import MEMORY_BYTES, ROW_BYTES, ROWS, TILE_BYTES, Tiles
 
 TALLEST = 2 * ROWS  # rows multiplied at once
@@ -47,10 +47,12 @@ KINDS: dict[ElementType, tiles_of.Kind] = {
 """The tiles of a path, by how `linear_blocks.py` marks it; others have none."""
 
 
-class _Product:
+class _TiledProduct:
     """Emits the product of a panel and at most `TALLEST` rows; `memory` is a thread's."""
 
-    def __init__(self, builder: ir.IRBuilder, tiles: Tiles, layout: Layout, panel: Panel, memory: ir.Value) -> None:
+    def __init__(
+        self, builder: ir.IRBuilder, tiles: Tiles, layout: BlockLayout, panel: BlockPanel, memory: ir.Value,
+    ) -> None:
         self._builder, self._tiles, self._layout, self._panel, self._memory = builder, tiles, layout, panel, memory
         self._unpack = Unpack(builder, layout, panel.table)
 
@@ -137,8 +139,8 @@ def _write_row(builder: ir.IRBuilder, sums: list[ir.Value], place: ir.Value) -> 
 def _tile_gemm(builder: ir.IRBuilder, height: ir.Value, memory: ir.Value, *arguments: ir.Value) -> None:
     *addresses, layout, path, kind = arguments
     if path in KINDS:
-        tiles = KINDS[path](builder, memory)
-        _Product(builder, tiles, layout.instance_class.NUMBERS, Panel._make(addresses), memory).emit(height, kind)
+        tiles, panel = KINDS[path](builder, memory), BlockPanel._make(addresses)
+        _TiledProduct(builder, tiles, layout.instance_class.NUMBERS, panel, memory).emit(height, kind)
 
 
 def _begin(builder: ir.IRBuilder, memory: ir.Value, path: ElementType) -> None:
@@ -151,7 +153,7 @@ def _end(builder: ir.IRBuilder, memory: ir.Value, path: ElementType) -> None:
         KINDS[path](builder, memory).end()
 
 
-tile_gemm: Callable[..., None] = intrinsic(_tile_gemm, INT, INT, *[INT] * len(Panel._fields), KIND, KIND, KIND)
+tile_gemm: Callable[..., None] = intrinsic(_tile_gemm, INT, INT, *[INT] * len(BlockPanel._fields), KIND, KIND, KIND)
 """`tile_gemm(height, memory, *panel, layout, path, kind)`: `block_gemm` for at most `TALLEST` rows, by a path with
 tiles; nothing by another.  Up to a tile is read behind the rows of `x`.
 """

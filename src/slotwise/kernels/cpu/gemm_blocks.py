@@ -17,10 +17,9 @@ from llvmlite import ir
 from numba import types
 
 from slotwise.kernels.cpu import block_layout
-from slotwise.kernels.cpu.block_activations import FACTS
-from slotwise.kernels.cpu.block_layout import COLUMNS, PLANES, STEP, Layout
+from slotwise.kernels.cpu.block_layout import COLUMNS, PLANES, STEP, BlockLayout
 from slotwise.kernels.cpu.gemm import FLOATS, added, finish_row, for_either_kind, read_floats
-from slotwise.kernels.cpu.jit.intrinsic import INT, KIND, ElementType, intrinsic
+from slotwise.kernels.cpu.jit.compiler import INT, KIND, ElementType, intrinsic
 from slotwise.kernels.cpu.llvm import (
     BYTE,
     HALF,
@@ -41,6 +40,7 @@ from slotwise.kernels.cpu.llvm import (
     widened,
 )
 from slotwise.kernels.cpu.processor import AVX2, AVX512
+from slotwise.kernels.cpu.quantize import FACTS
 from slotwise.kernels.cpu.simd import add_fours, pick
 
 HEIGHTS = (1, 2, 3, 4, 6, 8) if AVX512 else (1, 2)  # of a tile, as registers allow
@@ -52,7 +52,7 @@ VECTORS = COLUMNS // LANES
 _BYTES, _SHORTS, WORDS = (ir.VectorType(kind, lanes) for kind, lanes in ((BYTE, 64), (SHORT, 32), (WORD, 16)))
 
 
-class Panel(NamedTuple):
+class BlockPanel(NamedTuple):
     """Addresses and strides of a panel's weights and of the rows it is multiplied with."""
 
     weights: ir.Value
@@ -72,7 +72,7 @@ class Panel(NamedTuple):
 class Unpack:
     """Unpacks the codes of two quads."""
 
-    def __init__(self, builder: ir.IRBuilder, layout: Layout, table: ir.Value) -> None:
+    def __init__(self, builder: ir.IRBuilder, layout: BlockLayout, table: ir.Value) -> None:
         self._builder = builder
         self._layout = layout
         self._table = None
@@ -142,7 +142,7 @@ def _shuffle_in_parts(builder: ir.IRBuilder, table: ir.Value, code: ir.Value) ->
     return found
 
 
-def factors(builder: ir.IRBuilder, layout: Layout, record: ir.Value, group: ir.Value, *, minimum: bool
+def factors(builder: ir.IRBuilder, layout: BlockLayout, record: ir.Value, group: ir.Value, *, minimum: bool
              ) -> list[ir.Value]:
     """Scales or minimums of a group, for 16 columns of either half, as float32."""
     size = {block_layout.BYTE: 1, block_layout.NIBBLE: 1, block_layout.SINGLE: 4}.get(layout.kind, 2)
@@ -171,7 +171,7 @@ def factors(builder: ir.IRBuilder, layout: Layout, record: ir.Value, group: ir.V
     return made
 
 
-def factors_of_unit(builder: ir.IRBuilder, layout: Layout, record: ir.Value, unit: ir.Value
+def factors_of_unit(builder: ir.IRBuilder, layout: BlockLayout, record: ir.Value, unit: ir.Value
                     ) -> tuple[list[ir.Value], list[ir.Value]]:
     """Scales and minimums, if there are any, of a unit of a record."""
     group = builder.udiv(unit, number(layout.record // layout.unit // layout.groups))
@@ -179,7 +179,7 @@ def factors_of_unit(builder: ir.IRBuilder, layout: Layout, record: ir.Value, uni
             factors(builder, layout, record, group, minimum=True) if layout.has_minimums else [])
 
 
-def start_of_unit(builder: ir.IRBuilder, layout: Layout, facts: ir.Value) -> ir.Value:
+def start_of_unit(builder: ir.IRBuilder, layout: BlockLayout, facts: ir.Value) -> ir.Value:
     """What a row's integers of a unit begin with: its correction, where there is a zero."""
     if not layout.has_zero:
         return all_of(WORDS, 0)
@@ -201,7 +201,7 @@ def add_unit(
     return [fma(builder, negative, minimum, before) for minimum, before in zip(minimums, sums, strict=True)]
 
 
-def prefetch_step(builder: ir.IRBuilder, layout: Layout, panel: Panel, step: ir.Value) -> None:
+def prefetch_step(builder: ir.IRBuilder, layout: BlockLayout, panel: BlockPanel, step: ir.Value) -> None:
     """Prefetch a panel's share with the step of two quads that `step` others precede: every line of it."""
     asked = builder.add(panel.asked, builder.mul(step, panel.step))
     lines = -(-layout.record_bytes * STEP // layout.record // LINE)
@@ -209,7 +209,7 @@ def prefetch_step(builder: ir.IRBuilder, layout: Layout, panel: Panel, step: ir.
         prefetch(builder, builder.add(asked, builder.udiv(builder.mul(panel.step, number(line)), number(lines))))
 
 
-def finish(builder: ir.IRBuilder, sums: Sequence[ir.Value], panel: Panel, kind: ElementType) -> None:
+def finish(builder: ir.IRBuilder, sums: Sequence[ir.Value], panel: BlockPanel, kind: ElementType) -> None:
     """Store rows of two vectors each plus bias, or of a panel of gates and what they gate, as `kind`."""
     bias = read_floats(builder, panel.bias, VECTORS)
 
@@ -233,10 +233,12 @@ def _of_halves(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     return builder.bitcast(builder.or_(builder.bitcast(scaled, WORDS), sign), FLOATS)
 
 
-class _Tile:
+class _RegisterTile:
     """Emits the product of a panel and `rows` rows."""
 
-    def __init__(self, builder: ir.IRBuilder, rows: int, layout: Layout, panel: Panel, *, by_vnni: bool) -> None:
+    def __init__(
+        self, builder: ir.IRBuilder, rows: int, layout: BlockLayout, panel: BlockPanel, *, by_vnni: bool,
+    ) -> None:
         self._builder, self._rows, self._layout, self._panel = builder, rows, layout, panel
         self._unpack = Unpack(builder, layout, panel.table)
         self._by_vnni = by_vnni
@@ -294,18 +296,18 @@ class _Tile:
 
 def _block_gemm(builder: ir.IRBuilder, height: ir.Value, *arguments: ir.Value) -> None:
     *addresses, layout, path, kind = arguments
-    panel = Panel._make(addresses)
-    shape: Layout = layout.instance_class.NUMBERS
+    panel = BlockPanel._make(addresses)
+    shape: BlockLayout = layout.instance_class.NUMBERS
     by_vnni = path in (types.uint16, types.uint32)
     switch(builder, height, HEIGHTS, lambda rows: finish(
-        builder, _Tile(builder, rows, shape, panel, by_vnni=by_vnni).sums(), panel, kind))
+        builder, _RegisterTile(builder, rows, shape, panel, by_vnni=by_vnni).sums(), panel, kind))
 
 
 block_gemm: Callable[..., None] = intrinsic(_block_gemm, *[INT] * 13, KIND, KIND, KIND)
-"""`block_gemm(height, *panel, layout, path, kind)`: the weights of a `Panel` times `height` (of `HEIGHTS`) rows, plus
-bias, to rows of `kind`.
+"""`block_gemm(height, *panel, layout, path, kind)`: the weights of a `BlockPanel` times `height` rows, plus bias.
 
-Meanwhile memory from `asked` on is prefetched, `step` bytes with each two quads of depth.  Rows at `target` lie
+`height` is one of `HEIGHTS`, and results are of `kind`.  Meanwhile memory from `asked` on is prefetched, `step` bytes
+with each two quads of depth.  Rows at `target` lie
 `stride` bytes apart; they have 32 numbers, or 16 where the panel `is_gated`.  A unit has `unit_rows` rows of
 activations in all.  `path` is one of `PATHS` of `linear_blocks.py`.
 """

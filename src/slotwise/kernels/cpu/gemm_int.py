@@ -24,7 +24,7 @@ from typing import NamedTuple, TypeAlias
 from llvmlite import ir
 
 from slotwise.kernels.cpu.gemm import FLOATS, added, finish_row, for_either_kind, no_sums, read_floats
-from slotwise.kernels.cpu.jit.intrinsic import ElementType
+from slotwise.kernels.cpu.jit.compiler import ElementType
 from slotwise.kernels.cpu.llvm import (
     BYTE,
     LINE,
@@ -58,7 +58,7 @@ Add: TypeAlias = Callable[[ir.IRBuilder, ir.Value, ir.Value, ir.Value], ir.Value
 """`add(builder, so_far, unsigned, signed)`: the sums after 64 products of bytes."""
 
 
-class Panel(NamedTuple):
+class IntPanel(NamedTuple):
     """Addresses and strides of a panel's weights and of the rows it is multiplied with."""
 
     weights: ir.Value
@@ -75,7 +75,7 @@ class Panel(NamedTuple):
     scratch: ir.Value  # memory of the thread
 
 
-class Weights(NamedTuple):
+class IntWeights(NamedTuple):
     """Bits of a weight, and whether VNNI multiplies it."""
 
     bits: int
@@ -100,7 +100,7 @@ def weights_of_two_quads(builder: ir.IRBuilder, address: ir.Value, bits: int) ->
 
 
 def _add_two_quads(
-    builder: ir.IRBuilder, rows: int, bits: int, panel: Panel, place: ir.Value, sums: Sequence[ir.Value], add: Add
+    builder: ir.IRBuilder, rows: int, bits: int, panel: IntPanel, place: ir.Value, sums: Sequence[ir.Value], add: Add
 ) -> list[ir.Value]:
     """`sums`, two vectors a row, after all products of the two quads at `place` in the group; prefetches meanwhile."""
     for line in range(ASKED[bits]):
@@ -117,7 +117,7 @@ def _add_two_quads(
     return sums
 
 
-def _group(builder: ir.IRBuilder, rows: int, weights: Weights, panel: Panel) -> list[ir.Value]:
+def _group(builder: ir.IRBuilder, rows: int, weights: IntWeights, panel: IntPanel) -> list[ir.Value]:
     """One group's integers, two vectors of int32 per row: corrections first, then all quads.
 
     Loops and not copies: with all loads in sight LLVM would hoist them and run out of registers.
@@ -140,7 +140,7 @@ def _group(builder: ir.IRBuilder, rows: int, weights: Weights, panel: Panel) -> 
                        for total, shorts in zip(runs.values, sums, strict=True)])
 
 
-def group_panel(builder: ir.IRBuilder, bits: int, panel: Panel, group: ir.Value) -> Panel:
+def group_panel(builder: ir.IRBuilder, bits: int, panel: IntPanel, group: ir.Value) -> IntPanel:
     """What a `panel` is for one of its groups."""
     passed = builder.mul(group, panel.group_rows)
     step = builder.mul(panel.step, number(STEPS_OF_A_GROUP))
@@ -161,7 +161,7 @@ def add_group(
             for total, weight, before in zip(totals, of_weights, so_far, strict=True)]
 
 
-def _all_groups(builder: ir.IRBuilder, rows: int, weights: Weights, panel: Panel) -> list[ir.Value]:
+def _all_groups(builder: ir.IRBuilder, rows: int, weights: IntWeights, panel: IntPanel) -> list[ir.Value]:
     """The sums of a tile, two vectors a row."""
     groups = Loop(builder, panel.groups, 1, no_sums(2 * rows))
     group = group_panel(builder, weights.bits, panel, groups.index)
@@ -174,7 +174,7 @@ def _all_groups(builder: ir.IRBuilder, rows: int, weights: Weights, panel: Panel
     return groups.close(results)
 
 
-def _finish(builder: ir.IRBuilder, sums: list[ir.Value], panel: Panel, kind: ElementType) -> None:
+def _finish(builder: ir.IRBuilder, sums: list[ir.Value], panel: IntPanel, kind: ElementType) -> None:
     bias = read_floats(builder, panel.bias, 2)
 
     def of_kind(*, is_gated: bool) -> None:
@@ -185,7 +185,7 @@ def _finish(builder: ir.IRBuilder, sums: list[ir.Value], panel: Panel, kind: Ele
     for_either_kind(builder, panel.is_gated, of_kind)
 
 
-def emit_gemm(builder: ir.IRBuilder, height: ir.Value, weights: Weights, panel: Panel, kind: ElementType) -> None:
+def emit_gemm(builder: ir.IRBuilder, height: ir.Value, weights: IntWeights, panel: IntPanel, kind: ElementType) -> None:
     """The weights of a `panel` times `height` rows, of `HEIGHTS`, plus bias, to rows of `kind`."""
     switch(builder, height, HEIGHTS, lambda rows: _finish(
         builder, _all_groups(builder, rows, weights, panel), panel, kind))

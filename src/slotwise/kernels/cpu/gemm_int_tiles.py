@@ -16,12 +16,12 @@ from slotwise.kernels.cpu.gemm import added, finish_row, for_either_kind, no_sum
 from slotwise.kernels.cpu.gemm_int import (
     STEPS_OF_A_GROUP,
     WORDS,
-    Panel,
+    IntPanel,
     add_group,
     group_panel,
     weights_of_two_quads,
 )
-from slotwise.kernels.cpu.jit.intrinsic import ElementType
+from slotwise.kernels.cpu.jit.compiler import ElementType
 from slotwise.kernels.cpu.llvm import (
     LINE,
     SINGLE,
@@ -48,7 +48,7 @@ LEFT, RIGHT = 4, 6  # tiles; sums are before them
 
 
 def emit_gemm(
-    builder: ir.IRBuilder, tiles: Tiles, height: ir.Value, bits: int, panel: Panel, kind: ElementType
+    builder: ir.IRBuilder, tiles: Tiles, height: ir.Value, bits: int, panel: IntPanel, kind: ElementType
 ) -> None:
     """The weights of a `panel` times `height` rows, at most `TALLEST`, plus bias, to rows of `kind`."""
     rows = Loop(builder, height, 1, [behind(builder, panel.scratch, SUMS)])
@@ -70,7 +70,7 @@ def emit_gemm(
     _finish(builder, height, panel, kind)
 
 
-def _unpack(builder: ir.IRBuilder, group: Panel) -> ir.Value:
+def _unpack(builder: ir.IRBuilder, group: IntPanel) -> ir.Value:
     """A group's nibbles as bytes; returns their address."""
     target = behind(builder, group.scratch, UNPACKED)
     turns = Loop(builder, number(STEPS_OF_A_GROUP), 1, [group.weights, target])
@@ -82,7 +82,7 @@ def _unpack(builder: ir.IRBuilder, group: Panel) -> ir.Value:
     return target
 
 
-def _multiply(builder: ir.IRBuilder, tiles: Tiles, blocks: int, group: Panel, weights: ir.Value) -> None:
+def _multiply(builder: ir.IRBuilder, tiles: Tiles, blocks: int, group: IntPanel, weights: ir.Value) -> None:
     """Store a group's integers of `blocks` times 16 rows."""
     for row in range(blocks):
         tiles.load(LEFT + row, behind(builder, group.x, row * ROWS * GROUP), GROUP)
@@ -95,7 +95,7 @@ def _multiply(builder: ir.IRBuilder, tiles: Tiles, blocks: int, group: Panel, we
             tiles.store(2 * row + half, behind(builder, group.scratch, offset), SUMS_ROW_BYTES)
 
 
-def _add_integers(builder: ir.IRBuilder, height: ir.Value, group: Panel, of_weights: list[ir.Value]) -> None:
+def _add_integers(builder: ir.IRBuilder, height: ir.Value, group: IntPanel, of_weights: list[ir.Value]) -> None:
     """Add a group's integers, with each row's correction, to the sums."""
     rows = Loop(builder, height, 1, [behind(builder, group.scratch, INTEGERS), behind(builder, group.scratch, SUMS),
                                      group.scales])
@@ -114,7 +114,7 @@ def _write_row(builder: ir.IRBuilder, sums: list[ir.Value], place: ir.Value) -> 
         write(builder, vector, behind(builder, place, half * ROW_BYTES))
 
 
-def _finish(builder: ir.IRBuilder, height: ir.Value, panel: Panel, kind: ElementType) -> None:
+def _finish(builder: ir.IRBuilder, height: ir.Value, panel: IntPanel, kind: ElementType) -> None:
     """Store the rows of sums plus bias, or of gates and what they gate, as `kind`."""
     bias = read_floats(builder, panel.bias, 2)
 

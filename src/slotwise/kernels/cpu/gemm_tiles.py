@@ -16,7 +16,7 @@ from llvmlite import ir
 from numba import types
 
 from slotwise.kernels.cpu.gemm import added, finish_row, for_either_kind, no_sums, read_floats
-from slotwise.kernels.cpu.gemm_bf16 import LINE_BYTES, PANEL, STRIP_PAIRS, Panel
+from slotwise.kernels.cpu.gemm_bf16 import LINE_BYTES, PANEL, STRIP_PAIRS, Bf16Panel
 from slotwise.kernels.cpu.llvm import LINE, WORD, Loop, behind, fma, number, prefetch, read, spread, write
 from slotwise.kernels.cpu.tiles import MEMORY_BYTES, ROW_BYTES, ROWS, TILE_BYTES, WORDS, Tiles, halves
 
@@ -26,7 +26,7 @@ SCRATCH_BYTES = MEMORY_BYTES + TALLEST * SUMS_ROW_BYTES  # of software tiles, th
 LEFT, RIGHT = 4, 6  # tiles; sums are before them
 
 
-def emit_gemm(builder: ir.IRBuilder, tiles: Tiles, height: ir.Value, panel: Panel) -> None:
+def emit_gemm(builder: ir.IRBuilder, tiles: Tiles, height: ir.Value, panel: Bf16Panel) -> None:
     """The weights of a `panel` times `height` rows, at most `TALLEST`, plus bias, to rows of bfloat16."""
     with builder.if_else(builder.icmp_signed("==", height, number(1))) as (alone, together):
         with alone, tiles.vectors():
@@ -39,7 +39,7 @@ def emit_gemm(builder: ir.IRBuilder, tiles: Tiles, height: ir.Value, panel: Pane
     _finish(builder, height, panel)
 
 
-def _add_all(builder: ir.IRBuilder, tiles: Tiles, blocks: int, panel: Panel) -> None:
+def _add_all(builder: ir.IRBuilder, tiles: Tiles, blocks: int, panel: Bf16Panel) -> None:
     """Store the sums of `blocks` times 16 rows in the scratch memory."""
     places = [(row, half) for row in range(blocks) for half in (0, 1)]
     for row, half in places:
@@ -63,7 +63,7 @@ def _add_all(builder: ir.IRBuilder, tiles: Tiles, blocks: int, panel: Panel) -> 
         tiles.store(2 * row + half, behind(builder, panel.scratch, offset), SUMS_ROW_BYTES)
 
 
-def _add_row(builder: ir.IRBuilder, tiles: Tiles, panel: Panel) -> None:
+def _add_row(builder: ir.IRBuilder, tiles: Tiles, panel: Bf16Panel) -> None:
     """Store the sums of one row in the scratch memory."""
     strips = Loop(builder, panel.strips, 1, [panel.x, panel.weights, panel.asked, *no_sums(2)])
     x, weights, asked, *sums = strips.values
@@ -86,7 +86,7 @@ def _add_row(builder: ir.IRBuilder, tiles: Tiles, panel: Panel) -> None:
         write(builder, sums[half], behind(builder, panel.scratch, MEMORY_BYTES + half * ROW_BYTES))
 
 
-def _finish(builder: ir.IRBuilder, height: ir.Value, panel: Panel) -> None:
+def _finish(builder: ir.IRBuilder, height: ir.Value, panel: Bf16Panel) -> None:
     """Store the rows of sums plus bias, or of gates and what they gate, as bfloat16."""
     bias = read_floats(builder, panel.bias, 2)
 

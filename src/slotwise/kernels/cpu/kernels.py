@@ -23,20 +23,20 @@ from slotwise.kernels.cpu import (
     sampling,
 )
 from slotwise.kernels.cpu.cache import CpuCache, head_block_elements, padded
-from slotwise.kernels.cpu.graph import PROGRAM, Arena, Graph, GraphRecorder
-from slotwise.kernels.cpu.jit.compiler import Compiled, compile_all
-from slotwise.kernels.cpu.launcher import KernelLauncher
+from slotwise.kernels.cpu.jit.compiler import CompiledKernel, compile_all
+from slotwise.kernels.cpu.launcher import PROGRAM, Arena, GraphRecorder, KernelGraph, KernelLauncher
 from slotwise.kernels.cpu.linear import PackedPart
 from slotwise.kernels.cpu.low_rank import CpuAdapters
 from slotwise.kernels.cpu.packing import Packing
 from slotwise.kernels.cpu.reading import READ
 from slotwise.kernels.cpu.rotary import ROTARY_STORE, SQUARES_OF
 from slotwise.kernels.cpu.threads import RUN_SHARED, WORK
-from slotwise.kernels.delta import DeltaShape, DeltaWeights
 from slotwise.kernels.interface import (
     Activation,
     AttentionShape,
     ClampedSwiGLU,
+    DeltaShape,
+    DeltaWeights,
     ExpertWeights,
     LayerShape,
     Linear,
@@ -45,10 +45,10 @@ from slotwise.kernels.interface import (
     RaggedBatch,
     Routing,
     activated,
+    cache_kind,
     in_two_steps,
 )
 from slotwise.kernels.matrix import Format, QuantisedMatrix, Weight
-from slotwise.kernels.paged_cache import cache_kind
 
 LOG2_E = math.log2(math.e)
 SMALL = 1 << 14  # elements that one thread computes before two have synchronised
@@ -176,7 +176,7 @@ class CpuKernels:
             gates.append(self._packing.expert(each.gate_up, each.gate_up_bias, is_gated=is_gated))
             downs.append(self._packing.expert(each.down, each.down_bias))
         activate = None if is_gated else activated(self, activation)
-        return experts.Mixture(gates, downs, activate, routing, ends, self.launcher)
+        return experts.CpuMixture(gates, downs, activate, routing, ends, self.launcher)
 
     def adapters(self, num_places: int, max_rank: int, kind: torch.dtype) -> CpuAdapters:
         """See `low_rank.py`."""
@@ -198,7 +198,7 @@ class CpuKernels:
         """Exactly `tokens`: computing padding costs more than another graph."""
         return tokens if tokens <= MAX_RECORDED else 0, max(SHORTEST, 1 << (context - 1).bit_length())
 
-    def record(self, work: Callable[[], Tensor]) -> Graph | None:
+    def record(self, work: Callable[[], Tensor]) -> KernelGraph | None:
         """Run `work`, which calls these kernels and nothing else, and capture it.
 
         None, without running `work`, on the path `onednn`: torch computes the products there, and a graph holds only
@@ -249,7 +249,7 @@ class CpuKernels:
         return self._mapped(pointwise.GELU_MUL, gate_up, 2)
 
     def _mapped(
-        self, codes: dict[torch.dtype, Compiled], x: Tensor, parts: int, *options: int, weight_at: int = 0,
+        self, codes: dict[torch.dtype, CompiledKernel], x: Tensor, parts: int, *options: int, weight_at: int = 0,
     ) -> Tensor:
         x = x.contiguous()
         tokens, size = x.shape[0], x.shape[1] // parts
@@ -328,13 +328,13 @@ class CpuKernels:
     def _multiplies_pairs(self) -> bool:
         return gemm.pays()
 
-    def _attention(self, kind: torch.dtype, stored: torch.dtype) -> tuple[Compiled, Compiled]:
+    def _attention(self, kind: torch.dtype, stored: torch.dtype) -> tuple[CompiledKernel, CompiledKernel]:
         """The kernel for queries of `kind` over a cache that is `stored`, and the product that it calls."""
         if stored == torch.bfloat16 and self._multiplies_pairs:
             return attention.ATTEND_PAIRS, gemm.MULTIPLY_PAIRS
         return attention.ATTEND[kind, stored], gemm.MULTIPLY[stored]
 
-    def _run(self, code: Compiled, elements: int) -> None:
+    def _run(self, code: CompiledKernel, elements: int) -> None:
         if elements < SMALL:
             self.launcher.alone(code)
         else:

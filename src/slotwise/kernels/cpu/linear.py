@@ -27,7 +27,7 @@ from torch import Tensor
 
 from slotwise.kernels.cpu.cache import stored_order
 from slotwise.kernels.cpu.gemm import MULTIPLY, STRIP, STRIP_ROW_BYTES, call_multiply
-from slotwise.kernels.cpu.jit.compiler import Compiled, kernel, specialised
+from slotwise.kernels.cpu.jit.compiler import CompiledKernel, kernel, specialised
 from slotwise.kernels.cpu.launcher import HEADER, THREAD_COUNTER, KernelLauncher
 from slotwise.kernels.cpu.processor import PAIR
 from slotwise.kernels.cpu.simd import (
@@ -123,10 +123,10 @@ def panel_after(words: int, item: int, after: int, panels: int, panel_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedWeights:
     """Weights in panels, and how their kernel runs."""
 
-    code: Compiled
+    code: CompiledKernel
     panels: Tensor
     bias: Tensor | None
     depth: int
@@ -134,13 +134,13 @@ class Packed:
     stored: int  # numbers per token in the result: half of the outputs where these are gates and what they gate
     block_rows: Callable[[int], int]  # rows prepared at once, for a number of tokens
     floats: int  # of scratch memory per thread
-    multiply: Compiled | None = None  # called by the code
+    multiply: CompiledKernel | None = None  # called by the code
 
     def product(self, launcher: KernelLauncher) -> Linear:
         """The product with these weights."""
-        return Product(self, launcher)
+        return PackedProduct(self, launcher)
 
-    def kernel(self, kind: torch.dtype) -> Compiled:
+    def kernel(self, kind: torch.dtype) -> CompiledKernel:
         """The kernel; weights are packed for one type of activations."""
         return self.code
 
@@ -161,7 +161,7 @@ class Packed:
 
 
 class PackedPart(Protocol):
-    """Packed weights of some outputs of a product: `Packed`, or the panels of `linear_blocks.py`."""
+    """Packed weights of some outputs of a product: `PackedWeights`, or the panels of `linear_blocks.py`."""
 
     @property
     def depth(self) -> int: ...
@@ -181,7 +181,7 @@ class PackedPart(Protocol):
         """Rows prepared at once, for a number of tokens."""
         ...
 
-    def kernel(self, kind: torch.dtype) -> Compiled:
+    def kernel(self, kind: torch.dtype) -> CompiledKernel:
         """The kernel for activations of `kind`."""
         ...
 
@@ -193,10 +193,10 @@ class PackedPart(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class PackedProduct:
     """The product with packed weights, a function of `x [..., depth]`."""
 
-    packed: Packed
+    packed: PackedWeights
     launcher: KernelLauncher
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -284,7 +284,7 @@ def tiled_linear(weight: Tensor, bias: Tensor | None, launcher: KernelLauncher) 
     """`weight [out, in]` through `gemm.py`."""
     outputs, depth = weight.shape
     block = max(TILE, BLOCK_FLOATS // depth // TILE * TILE)
-    packed = Packed(
+    packed = PackedWeights(
         PRODUCT[weight.dtype], pack_panels(weight), bias, depth, outputs, outputs, lambda tokens: block,
         TILE * PANEL + block * -(-depth // STRIP) * STRIP, MULTIPLY[weight.dtype])
     return packed.product(launcher)
@@ -302,10 +302,10 @@ def tiled_linear(weight: Tensor, bias: Tensor | None, launcher: KernelLauncher) 
 #                                     one behind a panel of one tile
 #     any other                       its share of the next panel
 #
-# What differs is a `Method`, and a `Layout` of the packed weights.  Results that lie behind the last output are
+# What differs is a `Method`, and a `PanelLayout` of the packed weights.  Results that lie behind the last output are
 # computed and dropped.
 
-class Layout(NamedTuple):
+class PanelLayout(NamedTuple):
     """How weights and a thread's memory are laid out; sizes are in bytes."""
 
     columns: int  # outputs of a panel
@@ -368,8 +368,8 @@ def _filled_up(rows: int, whole: int) -> int:
 class PanelProduct:
     """A kernel of products with panels that are packed as `layout` says."""
 
-    code: Compiled
-    layout: Layout
+    code: CompiledKernel
+    layout: PanelLayout
 
     def linear(
         self, panels: Tensor, bias: Tensor | None, shape: tuple[int, int], launcher: KernelLauncher, *, is_gated: bool
@@ -389,13 +389,13 @@ class PanelProduct:
             wanted = rows_of_a_block(tokens, most, launcher.threads)
             return -(-wanted // layout.whole) * layout.whole
 
-        packed = Packed(self.code, launcher.weights.copy(panels), bias, depth, outputs,
+        packed = PackedWeights(self.code, launcher.weights.copy(panels), bias, depth, outputs,
                         outputs // 2 if is_gated else outputs, block_rows,
                         (layout.rows + most * row_bytes + units * layout.widened + 63) // 64 * 16)
         return packed.product(launcher)
 
 
-def _panel_kernel(multiply: Callable[[int, Tile], None], layout: Layout, kind: Real) -> Callable[..., None]:
+def _panel_kernel(multiply: Callable[[int, Tile], None], layout: PanelLayout, kind: Real) -> Callable[..., None]:
     """`multiply_panel`: the product of a panel and a block of rows, tile by tile, with a method's `multiply`."""
     @kernel
     def multiply_panel(
@@ -434,7 +434,7 @@ def _panel_kernel(multiply: Callable[[int, Tile], None], layout: Layout, kind: R
     return multiply_panel
 
 
-def panel_product(name: str, method: Method, layout: Layout, kind: Real) -> PanelProduct:
+def panel_product(name: str, method: Method, layout: PanelLayout, kind: Real) -> PanelProduct:
     """The kernel of products by a method, with results of `kind`; its name is unique in the module of `multiply`."""
     prepare, multiply, begin, end = method
 
@@ -465,4 +465,4 @@ def panel_product(name: str, method: Method, layout: Layout, kind: Real) -> Pane
 
     source = inspect.unwrap(multiply)
     product.__module__, product.__name__, product.__qualname__ = source.__module__, name, name
-    return PanelProduct(Compiled(product, source=source.__code__.co_filename), layout)
+    return PanelProduct(CompiledKernel(product, source=source.__code__.co_filename), layout)

@@ -15,11 +15,10 @@ from llvmlite import ir
 from torch import Tensor
 
 from slotwise.kernels.cpu import gemm_bf16, gemm_tiles, tiles
-from slotwise.kernels.cpu.gemm_bf16 import LINE_BYTES, PANEL, STRIP, STRIP_PAIRS, STRIP_ROW_BYTES, Panel
-from slotwise.kernels.cpu.jit.compiler import kernel
-from slotwise.kernels.cpu.jit.intrinsic import INT, intrinsic
+from slotwise.kernels.cpu.gemm_bf16 import LINE_BYTES, PANEL, STRIP, STRIP_PAIRS, STRIP_ROW_BYTES, Bf16Panel
+from slotwise.kernels.cpu.jit.compiler import INT, intrinsic, kernel
 from slotwise.kernels.cpu.launcher import KernelLauncher
-from slotwise.kernels.cpu.linear import DEPTH, Layout, Method, PanelProduct, Tile, in_panels, panel_product, x_at
+from slotwise.kernels.cpu.linear import DEPTH, Method, PanelLayout, PanelProduct, Tile, in_panels, panel_product, x_at
 from slotwise.kernels.cpu.llvm import LONG, read, write
 from slotwise.kernels.cpu.processor import has
 from slotwise.kernels.cpu.simd import BFLOAT16, INT64, ZERO, load, store
@@ -49,18 +48,18 @@ def amx_obstacle() -> str:
 
 
 def gemm_by(path: str) -> Callable[..., None]:
-    """`gemm(height, *panel)`: the weights of a `Panel` times `height` rows, plus bias, to bfloat16.
+    """`gemm(height, *panel)`: the weights of a `Bf16Panel` times `height` rows, plus bias, to bfloat16.
 
     Meanwhile memory from `asked` on is prefetched.  Rows at `target` have 32 numbers, or 16 where the panel `is_gated`.
     """
     def gemm(builder: ir.IRBuilder, height: ir.Value, *addresses: ir.Value) -> None:
-        panel = Panel._make(addresses)
+        panel = Bf16Panel._make(addresses)
         if path in TILES:
             gemm_tiles.emit_gemm(builder, TILES[path](builder, panel.scratch), height, panel)
         else:
             gemm_bf16.emit_gemm(builder, height, panel)
 
-    return cast("Callable[..., None]", intrinsic(gemm, *[INT] * (1 + len(Panel._fields))))
+    return cast("Callable[..., None]", intrinsic(gemm, *[INT] * (1 + len(Bf16Panel._fields))))
 
 
 def _copy_line(builder: ir.IRBuilder, source: ir.Value, target: ir.Value) -> None:
@@ -92,9 +91,9 @@ def around(path: str) -> tuple[Callable[[int], None], ...]:
     return tiles.around(TILES[path]) if path in TILES else ()
 
 
-def layout_of(path: str) -> Layout:
+def layout_of(path: str) -> PanelLayout:
     tallest, whole = (gemm_tiles.TALLEST, tiles.ROWS) if path in TILES else (gemm_bf16.TALLEST, 1)
-    return Layout(
+    return PanelLayout(
         columns=PANEL, unit=STRIP, steps=STRIP_PAIRS, line=LINE_BYTES, behind=0, tallest=tallest, whole=whole,
         ahead=AHEAD, block=BLOCK_BYTES, row=STRIP_ROW_BYTES, results=gemm_tiles.SCRATCH_BYTES, rows=ROOM_BYTES)
 

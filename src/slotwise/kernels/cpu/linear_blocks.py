@@ -1,7 +1,7 @@
-"""Products with quantised matrices (`kernels/matrix.py`), whose packed codes are unpacked in registers.
+"""Products with quantised matrices (`kernels/matrix.py`), and rows of quantised tables, from the same panels.
 
-Activations are quantised by `block_activations.py`; weights stay the codes of their file, in the panels of
-`block_layout.py`.  Threads take items, a block of rows times a panel, from `threads.py`.
+Weights stay the codes of their file, in the panels of `block_layout.py`, and are unpacked in registers; activations are
+quantised by `quantize.py`.  Threads take items, a block of rows times a panel, from `threads.py`.
 
     a thread's scratch    [ a tile | an unfinished unit | units x rows of bytes | units x rows of facts | of tiles ]
 
@@ -18,15 +18,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from llvmlite import ir
 from torch import Tensor
 
 from slotwise.kernels.cpu import gemm_block_tiles
-from slotwise.kernels.cpu.block_activations import FACTS, STRIDE, TABLE, ZERO_AND_FACTOR, quantise_rows
-from slotwise.kernels.cpu.block_layout import COLUMNS, LARGEST_UNIT, STEP, Layout, layout_of, levels_of, pack
+from slotwise.kernels.cpu.block_layout import COLUMNS, LARGEST_UNIT, STEP, BlockLayout, layout_of, levels_of, pack
 from slotwise.kernels.cpu.gemm_block_tiles import begin_tiles, end_tiles, tile_gemm
-from slotwise.kernels.cpu.gemm_blocks import HEIGHTS, TALLEST, block_gemm
-from slotwise.kernels.cpu.jit.compiler import Compiled, kernel, specialised
-from slotwise.kernels.cpu.launcher import THREAD_COUNTER, KernelLauncher
+from slotwise.kernels.cpu.gemm_blocks import HEIGHTS, TALLEST, block_gemm, factors
+from slotwise.kernels.cpu.jit.compiler import INT, KIND, CompiledKernel, ElementType, intrinsic, kernel, specialised
+from slotwise.kernels.cpu.launcher import HEADER, THREAD_COUNTER, KernelLauncher
 from slotwise.kernels.cpu.linear import (
     DEPTH,
     NO_TABLES,
@@ -43,10 +43,25 @@ from slotwise.kernels.cpu.linear import (
     num_blocks,
     panel_after,
 )
-from slotwise.kernels.cpu.simd import BFLOAT16, FLOAT32, INT64, Real, Whole, bytes_of, fetch_add, load, store
+from slotwise.kernels.cpu.llvm import behind, write
+from slotwise.kernels.cpu.quantize import FACTS, STRIDE, TABLE, ZERO_AND_FACTOR, quantise_rows
+from slotwise.kernels.cpu.simd import (
+    BFLOAT16,
+    FLOAT32,
+    INT32,
+    INT64,
+    Real,
+    Whole,
+    bytes_of,
+    fetch_add,
+    float32,
+    float_of,
+    load,
+    store,
+)
 from slotwise.kernels.cpu.threads import NOTHING, pop, rows_of_a_block, upcoming
 from slotwise.kernels.interface import Linear
-from slotwise.kernels.matrix import QuantisedMatrix
+from slotwise.kernels.matrix import Format, QuantisedMatrix
 
 GATES = COLUMNS // 2  # of a panel that is half gates, half what they gate
 AHEAD = 8192  # bytes of weights between what is read and what is prefetched, where a panel is read but once
@@ -66,7 +81,7 @@ TALL = ZERO_AND_FACTOR + 1  # an argument: rows of the tallest tile
 @kernel
 def _multiply(
     words: int, room: int, memory: int, block: RowBlock, row: int, panel: int, following: int, kind: Real,
-    layout: Layout, path: Whole,
+    layout: BlockLayout, path: Whole,
 ) -> int:
     """Multiply one tile: a panel with rows of a block from `row` on; returns the number of rows.
 
@@ -112,7 +127,7 @@ def _multiply(
 
 
 @kernel
-def _product(words: int, kind: Real, layout: Layout, path: Whole) -> None:
+def _product(words: int, kind: Real, layout: BlockLayout, path: Whole) -> None:
     threads, panels = load(words, THREADS, INT64), (load(words, OUTPUTS, INT64) + COLUMNS - 1) // COLUMNS
     items = num_blocks(words) * panels
     panel_bytes = (load(words, DEPTH, INT64) + layout.record - 1) // layout.record * layout.record_bytes
@@ -138,7 +153,7 @@ def _product(words: int, kind: Real, layout: Layout, path: Whole) -> None:
 
 
 @functools.cache
-def compiled(layout: Layout, kind: torch.dtype, path: str) -> Compiled:
+def product_kernel(layout: BlockLayout, kind: torch.dtype, path: str) -> CompiledKernel:
     """The kernel for weights in a layout and activations of a type, by one of `PATHS`."""
     return specialised(_product, _KINDS[kind], layout, PATHS[path])
 
@@ -152,16 +167,16 @@ class PackedBlocks:
     table: Tensor  # 16 levels, where the layout has a table
     order: Tensor | None  # int32, the input at each place
     zero_and_factor: int
-    layout: Layout
+    layout: BlockLayout
     depth: int
     outputs: int  # of the panels
     stored: int  # numbers per token in the result: half of the outputs where these are gates and what they gate
     path: str
     threads: int
 
-    def kernel(self, kind: torch.dtype) -> Compiled:
+    def kernel(self, kind: torch.dtype) -> CompiledKernel:
         """The kernel for activations of `kind`."""
-        return compiled(self.layout, kind, self.path)
+        return product_kernel(self.layout, kind, self.path)
 
     @property
     def floats(self) -> int:
@@ -228,7 +243,7 @@ def blocks_linear(parts: Sequence[PackedBlocks], launcher: KernelLauncher) -> Li
     return product
 
 
-def path_for(layout: Layout, path: str) -> str:
+def path_for(layout: BlockLayout, path: str) -> str:
     """The path of a layout where others take `path`; with the same bits."""
     return "vnni" if path == "amx_int8" and layout.unit < TILED_UNIT else path
 
@@ -254,3 +269,117 @@ def pack_blocks(
         None if matrix.order is None else matrix.order.argsort().to(torch.int32), levels.zero << 32 | factor_bits,
         layout, matrix.depth, len(panels) * COLUMNS if is_gated else matrix.outputs,
         matrix.outputs // 2 if is_gated else matrix.outputs, path_for(layout, path), launcher.threads)
+
+
+# Rows of a quantised table, dequantised from the panels that products read: a tied head's embedding takes no memory of
+# its own.
+
+# Arguments in words after the header.
+(TABLE_PANELS, TOKEN_IDS, EMBEDDING, EMBEDDED, TABLE_DEPTH, LAST_ID, LEVELS, TABLE_ZERO, TABLE_ORDER, SCALE_BITS,
+ FACTORS_ROOM) = range(HEADER, HEADER + 11)
+QUAD_BYTES = 4 * COLUMNS
+FACTOR_BYTES = 4 * COLUMNS
+# Scratch memory per thread: scales and minimums of a group.
+LOOKUP_FLOATS = 2 * COLUMNS
+
+
+def _block_factors(builder: ir.IRBuilder, record: ir.Value, group: ir.Value, target: ir.Value, layout: ElementType
+                   ) -> None:
+    shape: BlockLayout = layout.instance_class.NUMBERS
+    found = factors(builder, shape, record, group, minimum=False)
+    if shape.has_minimums:
+        found += factors(builder, shape, record, group, minimum=True)
+    for place, vector in enumerate(found):
+        write(builder, vector, behind(builder, target, 64 * place))
+
+
+_factors_of: Callable[[int, int, int, BlockLayout], None] = intrinsic(_block_factors, INT, INT, INT, KIND)
+"""`_factors_of(record, group, target, layout)`: scales of 32 columns at `target`, then minimums, if any, as float32."""
+
+
+@kernel
+def _field(plane: int, quad: int, column: int, width: int) -> int:
+    """Fields of `width` bits of the four codes of a quad, each in a byte."""
+    fields = 8 // width
+    word = load(plane + quad // fields * QUAD_BYTES, column, INT32) >> (quad % fields * width)
+    return word & (((1 << width) - 1) * 0x01010101)
+
+
+@kernel
+def _codes(record: int, quad: int, column: int, layout: BlockLayout) -> int:
+    """Four codes of a quad, each in a byte."""
+    bits = layout.bits
+    width = 8 if bits == 8 else 4 if bits >= 4 else 2  # of the first plane
+    codes = _field(record, quad, column, width)
+    if bits > width:
+        second = record + width * layout.record * COLUMNS // 8
+        codes |= _field(second, quad, column, bits - width) << width
+    return codes
+
+
+@kernel
+def _look_up(words: int, row: int, target: int, room: int, kind: Real, layout: BlockLayout) -> None:
+    """One row of the table to `target`."""
+    depth, order, levels = load(words, TABLE_DEPTH, INT64), load(words, TABLE_ORDER, INT64), load(words, LEVELS, INT64)
+    zero, scale = float32(load(words, TABLE_ZERO, INT64)), float_of(load(words, SCALE_BITS, INT64))
+    records, column = (depth + layout.record - 1) // layout.record, row % COLUMNS
+    group_size = layout.record // layout.groups
+    for index in range(records):
+        record = load(words, TABLE_PANELS, INT64) + (row // COLUMNS * records + index) * layout.record_bytes
+        for group in range(layout.groups):
+            _factors_of(record, group, room, layout)
+            factor = load(room, column, FLOAT32)
+            minimum = load(room + FACTOR_BYTES, column, FLOAT32) if layout.has_minimums else float32(0)
+            begin = group * group_size
+            count = min(group_size, depth - index * layout.record - begin)
+            for i in range(count):
+                place = begin + i
+                code = _codes(record, place // 4, column, layout) >> (place % 4 * 8) & 255
+                level = load(levels, code, FLOAT32) if layout.has_table else float32(code) - zero
+                place += index * layout.record
+                if order != 0:
+                    place = load(order, place, INT32)
+                store(target, place, (factor * level - minimum) * scale, kind)
+
+
+@kernel
+def _embed(words: int, kind: Real, layout: BlockLayout) -> None:
+    """Rows of the table by token ids.  An id outside the table is clamped: no other memory is read."""
+    tokens, depth = load(words, EMBEDDED, INT64), load(words, TABLE_DEPTH, INT64)
+    room = load(words, FACTORS_ROOM, INT64) + fetch_add(words + THREAD_COUNTER, 1) * LOOKUP_FLOATS * 4
+    token = fetch_add(words, 1)
+    while token < tokens:
+        row = min(max(load(load(words, TOKEN_IDS, INT64), token, INT64), 0), load(words, LAST_ID, INT64))
+        _look_up(words, row, load(words, EMBEDDING, INT64) + token * depth * bytes_of(kind), room, kind, layout)
+        token = fetch_add(words, 1)
+
+
+@functools.cache
+def lookup_kernel(layout: BlockLayout, kind: torch.dtype) -> CompiledKernel:
+    """The kernel for a table in a layout and embeddings of a type."""
+    return specialised(_embed, _KINDS[kind], layout)
+
+
+def lookup(
+    packed: PackedBlocks, kind: Format, dtype: torch.dtype, scale: float, launcher: KernelLauncher
+) -> Callable[[Tensor], Tensor]:
+    """From token ids `[tokens]` int64 to rows of a table `[tokens, depth]` of `dtype`, times `scale`.
+
+    Args:
+        kind: the table's format.
+    """
+    levels = torch.tensor(kind.levels or (0.0,), dtype=torch.float32) - kind.zero
+    (scale_bits,) = struct.unpack("<I", struct.pack("<f", scale))
+    code = lookup_kernel(packed.layout, dtype)
+
+    def look_up(token_ids: Tensor) -> Tensor:
+        tokens = len(token_ids)
+        out = launcher.empty((tokens, packed.depth), dtype)
+        launcher.give(
+            packed.panels.data_ptr(), token_ids.data_ptr(), out.data_ptr(), tokens, packed.depth, packed.outputs - 1,
+            levels.data_ptr(), kind.zero, 0 if packed.order is None else packed.order.data_ptr(), scale_bits,
+            launcher.scratch(launcher.threads * LOOKUP_FLOATS))
+        (launcher.alone if tokens == 1 else launcher.together)(code)
+        return out
+
+    return look_up

@@ -26,10 +26,9 @@ from slotwise.kernels.cpu.gemm_fp16 import (
     TALLEST,
     TILE_BYTES,
 )
-from slotwise.kernels.cpu.jit.compiler import kernel
-from slotwise.kernels.cpu.jit.intrinsic import FLOAT, INT, intrinsic
+from slotwise.kernels.cpu.jit.compiler import FLOAT, INT, intrinsic, kernel
 from slotwise.kernels.cpu.launcher import KernelLauncher
-from slotwise.kernels.cpu.linear import BLOCK, DEPTH, Layout, Method, Tile, in_panels, panel_product, x_at
+from slotwise.kernels.cpu.linear import BLOCK, DEPTH, Method, PanelLayout, Tile, in_panels, panel_product, x_at
 from slotwise.kernels.cpu.llvm import (
     HALF,
     LONG,
@@ -136,7 +135,7 @@ def _multiply(words: int, tile: Tile) -> None:
                 tile.weights + depth * PANEL * 2, tile.target, tile.stride)
 
 
-_LAYOUT = Layout(
+_LAYOUT = PanelLayout(
     columns=PANEL, unit=CHAIN, steps=CHAIN, line=2 * PANEL, behind=2 * ROOM_BYTES, tallest=TALLEST, whole=1,
     ahead=AHEAD, block=BLOCK_BYTES, row=STRIP_ROW_BYTES + 4, results=SUMS_BYTES, rows=TILE_BYTES)
 PRODUCT = panel_product("bfloat16_in_halves", Method(_pack_block, _multiply), _LAYOUT, BFLOAT16)

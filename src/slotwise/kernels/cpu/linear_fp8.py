@@ -20,8 +20,7 @@ from llvmlite import ir
 from torch import Tensor
 
 from slotwise.kernels.cpu.gemm_bf16 import LINE_BYTES, PANEL, STRIP, STRIP_ROW_BYTES
-from slotwise.kernels.cpu.jit.compiler import kernel
-from slotwise.kernels.cpu.jit.intrinsic import INT, intrinsic
+from slotwise.kernels.cpu.jit.compiler import INT, intrinsic, kernel
 from slotwise.kernels.cpu.launcher import KernelLauncher
 from slotwise.kernels.cpu.linear import BLOCK, DEPTH, Method, PanelProduct, Tile, in_panels, panel_product
 from slotwise.kernels.cpu.linear_bf16 import around, gemm_by, layout_of, pack_block

@@ -15,11 +15,10 @@ from llvmlite import ir
 from torch import Tensor
 
 from slotwise.kernels.cpu import gemm_int, gemm_int_tiles, tiles
-from slotwise.kernels.cpu.gemm_int import STEPS_OF_A_GROUP, Panel, Weights
-from slotwise.kernels.cpu.jit.compiler import kernel
-from slotwise.kernels.cpu.jit.intrinsic import INT, KIND, intrinsic
+from slotwise.kernels.cpu.gemm_int import STEPS_OF_A_GROUP, IntPanel, IntWeights
+from slotwise.kernels.cpu.jit.compiler import INT, KIND, intrinsic, kernel
 from slotwise.kernels.cpu.launcher import KernelLauncher
-from slotwise.kernels.cpu.linear import DEPTH, Layout, Method, PanelProduct, Tile, in_panels, panel_product
+from slotwise.kernels.cpu.linear import DEPTH, Method, PanelLayout, PanelProduct, Tile, in_panels, panel_product
 from slotwise.kernels.cpu.processor import AVX512, has
 from slotwise.kernels.cpu.quantize import (
     COLUMNS,
@@ -58,25 +57,25 @@ def amx_obstacle() -> str:
 
 
 def _gemm(path: str, bits: int) -> Callable[..., None]:
-    """`gemm(height, *panel, kind)`: the weights of a `Panel` times `height` rows, plus bias, to rows of `kind`.
+    """`gemm(height, *panel, kind)`: the weights of a `IntPanel` times `height` rows, plus bias, to rows of `kind`.
 
     Meanwhile memory from `asked` on is prefetched.  Rows at `target` have 32 numbers, or 16 where the panel `is_gated`.
     """
     def gemm(builder: ir.IRBuilder, height: ir.Value, *arguments: ir.Value) -> None:
         *addresses, kind = arguments
-        panel = Panel._make(addresses)
+        panel = IntPanel._make(addresses)
         if path in TILES:
             gemm_int_tiles.emit_gemm(builder, TILES[path](builder, panel.scratch), height, bits, panel, kind)
         else:
-            gemm_int.emit_gemm(builder, height, Weights(bits, path == "vnni"), panel, kind)
+            gemm_int.emit_gemm(builder, height, IntWeights(bits, path == "vnni"), panel, kind)
 
-    return cast("Callable[..., None]", intrinsic(gemm, *[INT] * (1 + len(Panel._fields)), KIND))
+    return cast("Callable[..., None]", intrinsic(gemm, *[INT] * (1 + len(IntPanel._fields)), KIND))
 
 
-def _layout(path: str, bits: int) -> Layout:
+def _layout(path: str, bits: int) -> PanelLayout:
     tallest, whole, scratch = (gemm_int_tiles.TALLEST, tiles.ROWS, gemm_int_tiles.SCRATCH_BYTES) if path in TILES else (
         gemm_int.TALLEST, 1, 0)
-    return Layout(
+    return PanelLayout(
         columns=COLUMNS, unit=GROUP, steps=STEPS_OF_A_GROUP, line=RECORD[bits] // STEPS_OF_A_GROUP, behind=0,
         tallest=tallest, whole=whole, ahead=AHEAD, block=BLOCK_BYTES, row=GROUP + 8, results=scratch,
         rows=scratch + 4 * tallest * COLUMNS)

@@ -1,4 +1,4 @@
-"""What adapters add to products (`kernels/low_rank.py`): one kernel a product, for the rows of all adapters.
+"""What adapters add to products (LoRA): one kernel a product, for the rows of all adapters.
 
 Rows are sorted by adapter once a step, and cut into *runs* of up to RUN_ROWS of the same one, which threads take:
 
@@ -40,7 +40,7 @@ from slotwise.kernels.cpu.simd import (
     load,
     store,
 )
-from slotwise.kernels.low_rank import NO_ADAPTER, LowRank
+from slotwise.kernels.interface import NO_ADAPTER, LowRank
 
 RUN_ROWS = 16  # of a run, at most
 CHUNK = 256  # outputs that are summed before they are added
@@ -124,7 +124,7 @@ def _add(words: int, kind: Real) -> None:
 ADD = {torch.bfloat16: specialised(_add, BFLOAT16), torch.float32: specialised(_add, FLOAT32)}
 
 
-class _Runs:
+class _AdapterRuns:
     """Rows sorted by adapter, and their runs, for up to `room` rows."""
 
     def __init__(self, room: int) -> None:
@@ -159,7 +159,8 @@ class CpuAdapters:
         self.launcher, self.num_places, self.max_rank, self.kind = launcher, num_places, max_rank, kind
         self.are_any = False
         self._places = np.zeros(0, np.int64)
-        self._recorded = self.runs = _Runs(recorded_rows)  # of steps that may be recorded: they stay where they are
+        # The runs of steps that may be recorded: these stay at their addresses.
+        self._recorded = self.runs = _AdapterRuns(recorded_rows)
         compile_all([ADD[kind], MULTIPLY[kind]])
 
     def assign(self, places: Sequence[int]) -> None:
@@ -172,18 +173,18 @@ class CpuAdapters:
             if len(by_row) <= self._recorded.room:
                 self.runs = self._recorded
             elif len(by_row) > self.runs.room:
-                self.runs = _Runs(len(by_row))
+                self.runs = _AdapterRuns(len(by_row))
             self.runs.set(by_row)
 
     def select(self, rows: Tensor) -> None:
         if self.are_any:
             self._assign(self._places[rows.numpy()])
 
-    def product(self, outputs: int, inputs: int, num_parts: int) -> _Added:
-        return _Added(self, outputs, inputs, num_parts)
+    def product(self, outputs: int, inputs: int, num_parts: int) -> _CpuAddedProduct:
+        return _CpuAddedProduct(self, outputs, inputs, num_parts)
 
 
-class _Added:
+class _CpuAddedProduct:
     """What adapters add to one product."""
 
     def __init__(self, adapters: CpuAdapters, outputs: int, inputs: int, num_parts: int) -> None:

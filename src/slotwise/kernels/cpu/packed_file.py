@@ -43,7 +43,7 @@ HOUR = 3600  # seconds after which such a file is one that a killed process has 
 logger = logging.getLogger(__name__)
 
 
-class _Recording:
+class _PanelWriter:
     """Packs into memory, and writes what was packed to a file."""
 
     def __init__(self, path: Path, memory: HugePages, most: int) -> None:
@@ -108,7 +108,7 @@ class _Recording:
             self.abandon(f"cannot be written: {error.strerror}")
 
 
-class _Mapped:
+class _MappedPanels:
     """Panels of a file.
 
     Args:
@@ -167,23 +167,23 @@ def kept(launcher: KernelLauncher, key: str, most: int) -> Iterator[None]:
         yield
         return
     launcher.panels = panels
-    if isinstance(panels, _Mapped):
+    if isinstance(panels, _MappedPanels):
         launcher.mapped.append(panels.data)
     try:
         yield
         panels.finish()
     finally:
         launcher.panels = memory
-        if isinstance(panels, _Recording):
+        if isinstance(panels, _PanelWriter):
             panels.abandon("were not all packed")
 
 
-def _record(path: Path, memory: HugePages, most: int) -> _Recording:
+def _record(path: Path, memory: HugePages, most: int) -> _PanelWriter:
     store.make(path.parent)
-    return _Recording(path, memory, most)
+    return _PanelWriter(path, memory, most)
 
 
-def _open(path: Path, memory: HugePages) -> _Mapped | None:
+def _open(path: Path, memory: HugePages) -> _MappedPanels | None:
     """The panels of a file; None: there is none, or it is damaged, which is logged."""
     try:
         about = path.lstat()
@@ -199,7 +199,7 @@ def _open(path: Path, memory: HugePages) -> _Mapped | None:
         logger.warning("packed weights in %s are damaged: they are packed anew", path)
         path.unlink()
         return None
-    return _Mapped(path, data, index, memory)
+    return _MappedPanels(path, data, index, memory)
 
 
 def _map(path: Path, size: int) -> Tensor:

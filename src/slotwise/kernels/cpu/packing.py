@@ -11,7 +11,6 @@ from torch import Tensor
 
 from slotwise.kernels.cpu import (
     block_layout,
-    block_lookup,
     linear,
     linear_bf16,
     linear_blocks,
@@ -23,9 +22,9 @@ from slotwise.kernels.cpu import (
     pointwise,
     quantize,
 )
-from slotwise.kernels.cpu.jit.compiler import Compiled
+from slotwise.kernels.cpu.jit.compiler import CompiledKernel
 from slotwise.kernels.cpu.launcher import KernelLauncher
-from slotwise.kernels.cpu.linear import PackedPart, Product
+from slotwise.kernels.cpu.linear import PackedPart, PackedProduct
 from slotwise.kernels.interface import Linear
 from slotwise.kernels.matrix import Format, QuantisedMatrix, StackedMatrix, Weight
 
@@ -43,8 +42,8 @@ class Packing:
         self._bits = quantize.BITS.get(quantization, 0)  # of a weight; 0: not quantised
         self._head_bits = 8 if self._bits else 0  # the head keeps 8: each of its errors is a token's
         self._tables = weakref.WeakKeyDictionary[QuantisedMatrix, linear_blocks.PackedBlocks]()
-        self._layouts: set[block_layout.Layout] = set()  # of all matrices in panels
-        self._lookups: set[Compiled] = set()
+        self._layouts: set[block_layout.BlockLayout] = set()  # of all matrices in panels
+        self._lookups: set[CompiledKernel] = set()
 
     def path(self, kind: torch.dtype) -> str:
         """The path of products with weights of `kind`, as `paths.py` names it.
@@ -65,7 +64,7 @@ class Packing:
     def _quantised(self) -> str:
         return paths.quantised(self._forced)
 
-    def kernels(self, kind: torch.dtype) -> list[Compiled]:
+    def kernels(self, kind: torch.dtype) -> list[CompiledKernel]:
         """The kernels of products with tensors of `kind`."""
         if self._bits:
             return [linear_int.PRODUCT[bits, kind, self._quantised].code for bits in {self._bits, self._head_bits}]
@@ -74,9 +73,9 @@ class Packing:
             **{path: [product.code] for path, product in linear_bf16.PRODUCT.items()},
             "float32": [linear.PRODUCT[kind], pointwise.SILU_MUL[kind]]}.get(self._path_of(kind), [])
 
-    def kernels_of_blocks(self, kind: torch.dtype) -> list[Compiled]:
+    def kernels_of_blocks(self, kind: torch.dtype) -> list[CompiledKernel]:
         """The kernels of the quantised matrices packed so far, with activations of `kind`."""
-        of_products = [linear_blocks.compiled(layout, kind, linear_blocks.path_for(layout, self._quantised))
+        of_products = [linear_blocks.product_kernel(layout, kind, linear_blocks.path_for(layout, self._quantised))
                        for layout in sorted(self._layouts)]
         beside = [pointwise.SILU_MUL[kind]] if of_products else []  # of gates in several formats
         return [*of_products, *sorted(self._lookups, key=lambda code: code.name), *beside]
@@ -137,14 +136,14 @@ class Packing:
             product = self.linear(weight, bias)
         else:
             product = (self._own(weight) or linear.tiled_linear)(weight, bias, self._launcher)
-        assert isinstance(product, Product)
+        assert isinstance(product, PackedProduct)
         return [product.packed]
 
     def embedding(self, table: QuantisedMatrix, kind: torch.dtype, scale: float) -> Callable[[Tensor], Tensor]:
         """Rows of the panels that a head of the same table reads."""
         packed = self._table(table)
-        self._lookups.add(block_lookup.compiled(packed.layout, kind))
-        return block_lookup.lookup(packed, table.format, kind, scale, self._launcher)
+        self._lookups.add(linear_blocks.lookup_kernel(packed.layout, kind))
+        return linear_blocks.lookup(packed, table.format, kind, scale, self._launcher)
 
     def linear_bytes(self, weight: Weight) -> int:
         """Bytes of a packed `linear`."""

@@ -1,4 +1,8 @@
-"""Numbers as small integers with a scale for each 64 of them: weights when they are packed, activations at run time.
+"""Numbers as small integers with scales: weights when they are packed, activations at run time.
+
+Two layouts share this file.  Weights that are tensors are quantised here, with a scale for each 64 inputs of an output
+(`linear_int.py`).  Matrices in a checkpoint's own format keep its codes (`linear_blocks.py`): only the activations are
+quantised, in units of 16, 32 or 64 numbers.
 
 Each token is quantised by itself, group by group ("group-wise", as in ZeroQuant, Yao et al., 2022), so an outlier
 affects only its group, and a token's result does not depend on its batch-mates, bit for bit.
@@ -9,6 +13,8 @@ little pays where there are 15 steps, as in Banner et al., "Post training 4-bit 
     weights       panels of 32 columns x groups x [ bytes | scales float32[32] ]
         bytes     7 bits: 16 quads of depth x 32 columns x 4; nibbles: quads 2i and 2i + 1 share a byte, the first low
     activations   groups x rows x int8[64], groups x rows x (scale float32, -sum int32)
+    of blocks     units x rows x int8[unit], units x rows x facts: the scale float32, then -zero * sum(q) int32, or for
+                  formats with minimums -scale * sum(q) float32
 """
 
 from __future__ import annotations
@@ -21,9 +27,9 @@ from llvmlite import ir
 from numba import types
 from torch import Tensor
 
-from slotwise.kernels.cpu.jit.compiler import kernel
-from slotwise.kernels.cpu.jit.intrinsic import FLOAT, INT, KIND, ElementType, intrinsic
-from slotwise.kernels.cpu.linear import DEPTH, in_panels, x_at
+from slotwise.kernels.cpu.block_layout import BlockLayout
+from slotwise.kernels.cpu.jit.compiler import FLOAT, INT, KIND, ElementType, intrinsic, kernel
+from slotwise.kernels.cpu.linear import DEPTH, SOURCES, RowBlock, in_panels, x_at
 from slotwise.kernels.cpu.llvm import (
     BYTE,
     SHORT,
@@ -37,20 +43,34 @@ from slotwise.kernels.cpu.llvm import (
     spread,
     write,
 )
-from slotwise.kernels.cpu.simd import FLOAT32, INT64, ZERO, Real, bytes_of, fill, load, store
+from slotwise.kernels.cpu.simd import FLOAT32, INT32, INT64, ZERO, Real, bytes_of, fill, float_of, load, store
 
-BITS = {"int8": 8, "int4": 4}  # bits of a weight; engine/config.py lists the same names
-GROUP = 64  # of depth; shares a scale
-COLUMNS = 32  # of a panel
-LIMIT = {8: 63, 4: 127}  # of a quantised activation, by the bits of a weight
-STEPS = {8: 63, 4: 7}  # integers of a weight on either side of zero
-CLIPS = {8: (1.0,), 4: (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)}  # of a group's largest weight
-ZERO_WEIGHT = {8: 64, 4: 8}  # a weight of zero
-BYTES = {8: COLUMNS * GROUP, 4: COLUMNS * GROUP // 2}  # of a group's weights
-RECORD = {bits: size + 4 * COLUMNS for bits, size in BYTES.items()}  # bytes of a group with its scales
+BITS = {"int8": 8, "int4": 4}
+"""The bits of a weight by the names of options; `engine/config.py` lists the same names."""
 
-INFINITE, NO_NUMBER = 0x7F800000, 0x7FC00000  # bits of a float32
-WITHOUT_PLACES = 1.5 * 2**23
+# Inputs that share a scale, and outputs of a panel.
+GROUP = 64
+COLUMNS = 32
+
+# By the bits of a weight: the largest quantised activation; the integers of a weight on either side of zero; the shares
+# of a group's largest weight that are tried; the code of zero; bytes of a group's weights, without and with scales.
+LIMIT = {8: 63, 4: 127}
+STEPS = {8: 63, 4: 7}
+CLIPS = {8: (1.0,), 4: (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)}
+ZERO_WEIGHT = {8: 64, 4: 8}
+BYTES = {8: COLUMNS * GROUP, 4: COLUMNS * GROUP // 2}
+RECORD = {bits: size + 4 * COLUMNS for bits, size in BYTES.items()}
+
+# Bits of a float32.
+INFINITE, NAN = 0x7F800000, 0x7FC00000
+# So large that a float32 of this size has no fraction bits left: adding it rounds to integers.
+WITHOUT_FRACTION = 1.5 * 2**23
+
+# Of a unit of activations for packed blocks: bytes of its two facts, and the largest quantised number.
+FACTS = 8
+UNIT_LIMIT = 127.0
+# Their arguments follow those of every product.
+STRIDE, TABLE, ZERO_AND_FACTOR = range(SOURCES + 1, SOURCES + 4)
 
 _INTEGERS, _WHOLES, _FLOATS = (ir.VectorType(kind, GROUP) for kind in (BYTE, WORD, SINGLE))
 
@@ -66,9 +86,9 @@ def _quantise_group(
     steps = _rounded(builder, builder.bitcast(_as_float32(builder, bits, _WHOLES), _FLOATS), factor)
     correction = builder.mul(_total(builder, steps), builder.neg(builder.trunc(zero, WORD)))
     # Kernels are compiled as if floats never were NaN, so a NaN is detected, and stored, by its bits.
-    no_number = builder.icmp_unsigned(">", builder.bitcast(largest, WORD), ir.Constant(WORD, INFINITE))
+    is_nan = builder.icmp_unsigned(">", builder.bitcast(largest, WORD), ir.Constant(WORD, INFINITE))
     scale = builder.bitcast(builder.fdiv(largest, limit), WORD)
-    scale = builder.select(no_number, ir.Constant(WORD, NO_NUMBER), scale)
+    scale = builder.select(is_nan, ir.Constant(WORD, NAN), scale)
     write(builder, steps, target)
     write(builder, scale, scales)
     write(builder, correction, behind(builder, scales, 4))
@@ -84,9 +104,9 @@ infinite scale.
 
 def _largest(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
     """The largest magnitude, a float32; NaN where there is one.  Without signs, bits order by magnitude."""
-    width = bits.type.element.width
-    sizes = builder.and_(bits, all_of(bits.type, (1 << width - 1) - 1))
-    largest = call(builder, f"llvm.vector.reduce.umax.v{GROUP}i{width}", bits.type.element, sizes)
+    element = bits.type.element
+    sizes = builder.and_(bits, all_of(bits.type, (1 << element.width - 1) - 1))
+    largest = call(builder, f"llvm.vector.reduce.umax.v{bits.type.count}i{element.width}", element, sizes)
     return builder.bitcast(_as_float32(builder, largest, WORD), SINGLE)
 
 
@@ -99,9 +119,9 @@ def _as_float32(builder: ir.IRBuilder, bits: ir.Value, wide: ir.Type) -> ir.Valu
 
 
 def _rounded(builder: ir.IRBuilder, values: ir.Value, factor: ir.Value) -> ir.Value:
-    """`values` times `factor`, rounded to bytes: adds a number so large that a float32 has no fraction bits left."""
+    """`values` times `factor`, rounded to bytes."""
     added = fast(builder, f"llvm.fma.v{GROUP}f32", _FLOATS, values, spread(builder, factor, _FLOATS),
-                 all_of(_FLOATS, WITHOUT_PLACES))
+                 all_of(_FLOATS, WITHOUT_FRACTION))
     return builder.trunc(builder.bitcast(added, _WHOLES), _INTEGERS)
 
 
@@ -184,3 +204,70 @@ def pack(steps: Tensor, scales: Tensor, bits: int) -> Tensor:
 def weight_bytes(outputs: int, depth: int, bits: int) -> int:
     """Bytes of a packed `weight [outputs, depth]`."""
     return -(-outputs // COLUMNS) * -(-depth // GROUP) * RECORD[bits]
+
+
+
+
+def _quantise_unit(
+    builder: ir.IRBuilder, x: ir.Value, target: ir.Value, facts: ir.Value, zero: ir.Value, factor: ir.Value,
+    layout: ElementType, kind: ElementType,
+) -> None:
+    shape: BlockLayout = layout.instance_class.NUMBERS
+    wholes, floats = (ir.VectorType(each, shape.unit) for each in (WORD, SINGLE))
+    bits = read(builder, x, ir.VectorType(SHORT if kind == types.uint16 else WORD, shape.unit), align=2)
+    largest = _largest(builder, bits)
+    tiny, limit = ir.Constant(SINGLE, 1e-30), ir.Constant(SINGLE, UNIT_LIMIT)
+    by = builder.fdiv(limit, builder.select(builder.fcmp_ordered(">", largest, tiny), largest, tiny))
+    values = builder.bitcast(_as_float32(builder, bits, wholes), floats)
+    rounded = fast(builder, f"llvm.fma.v{shape.unit}f32", floats, values, spread(builder, by, floats),
+                   all_of(floats, WITHOUT_FRACTION))
+    steps = builder.trunc(builder.bitcast(rounded, wholes), ir.VectorType(BYTE, shape.unit))
+    total = call(builder, f"llvm.vector.reduce.add.v{shape.unit}i32", WORD, builder.sext(steps, wholes))
+    # Kernels are compiled as if floats never were NaN, so a NaN is detected, and stored, by its bits.
+    is_nan = builder.icmp_unsigned(">", builder.bitcast(largest, WORD), ir.Constant(WORD, INFINITE))
+    own = builder.fdiv(largest, limit)
+    scale = builder.bitcast(builder.fmul(own, factor), WORD)
+    write(builder, steps, target)
+    write(builder, builder.select(is_nan, ir.Constant(WORD, NAN), scale), facts)
+    if shape.has_minimums:
+        second = builder.fneg(builder.fmul(own, builder.sitofp(total, SINGLE)))
+    else:
+        second = builder.mul(total, builder.neg(builder.trunc(zero, WORD)))
+    write(builder, second, behind(builder, facts, 4))
+
+
+quantise_unit: Callable[[int, int, int, int, float, BlockLayout, Real], None] = intrinsic(
+    _quantise_unit, INT, INT, INT, INT, FLOAT, KIND, KIND)
+"""`quantise_unit(x, target, facts, zero, factor, layout, kind)`: quantise a unit at `x` to bytes at `target`.
+
+Stores its scale times `factor`, then its second fact, at `facts`.  A unit with a NaN has the scale NaN, one with an
+infinity an infinite scale.
+"""
+
+
+@kernel
+def quantise_rows(words: int, block: RowBlock, target: int, room: int, layout: BlockLayout, kind: Real) -> None:
+    """The rows of a block of a product's x as units of bytes, then as facts.
+
+    An unfinished unit, or inputs in another order, pass through the scratch `room`, padded with zeros.
+    """
+    depth, (first, rows, _, _, order) = load(words, DEPTH, INT64), block
+    zero = load(words, ZERO_AND_FACTOR, INT64) >> 32
+    factor = float_of(load(words, ZERO_AND_FACTOR, INT64))
+    unit = layout.unit
+    units = (depth + layout.record - 1) // layout.record * (layout.record // unit)
+    facts = target + units * rows * unit
+    for row in range(rows):
+        x = x_at(words, first + row, kind)
+        for index in range(units):
+            begin, place = index * unit, index * rows + row
+            own, bytes_at = facts + place * FACTS, target + place * unit
+            if order == 0 and begin + unit <= depth:
+                quantise_unit(x + begin * bytes_of(kind), bytes_at, own, zero, factor, layout, kind)
+            else:
+                count = min(max(depth - begin, 0), unit)
+                for i in range(count):
+                    source = begin + i if order == 0 else load(order, begin + i, INT32)
+                    store(room, i, load(x, source, kind), FLOAT32)
+                fill(room + count * 4, unit - count, ZERO)
+                quantise_unit(room, bytes_at, own, zero, factor, layout, FLOAT32)

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from llvmlite import ir
 from torch import Tensor
 
-from slotwise.kernels.cpu.jit.compiler import Compiled
-from slotwise.kernels.cpu.jit.intrinsic import INT, intrinsic
+from slotwise.kernels.cpu.jit.compiler import INT, CompiledKernel, intrinsic
 from slotwise.kernels.cpu.launcher import HEADER, THREAD_COUNTER, KernelLauncher
 from slotwise.kernels.cpu.llvm import LONG, Loop, all_of, behind, number, prefetch, read, write
 from slotwise.kernels.cpu.simd import INT64, fetch_add, load
@@ -52,7 +51,7 @@ def _read_pieces(words: int) -> None:
         piece = pop(words, thread, threads, pieces)
 
 
-READ = Compiled(_read_pieces)
+READ = CompiledKernel(_read_pieces)
 
 
 def read_all(data: Tensor, launcher: KernelLauncher) -> None:

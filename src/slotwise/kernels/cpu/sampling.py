@@ -21,7 +21,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from slotwise.kernels.cpu.jit.compiler import Compiled, kernel, specialised
+from slotwise.kernels.cpu.jit.compiler import CompiledKernel, kernel, specialised
 from slotwise.kernels.cpu.launcher import HEADER, THREAD_COUNTER
 from slotwise.kernels.cpu.simd import (
     BFLOAT16,
@@ -166,7 +166,7 @@ MASKED_GREEDY = {
     torch.bfloat16: specialised(_masked_greedy, BFLOAT16),
     torch.float32: specialised(_masked_greedy, FLOAT32),
 }
-MASK = Compiled(_mask)
+MASK = CompiledKernel(_mask)
 
 
 # Arguments in words after the header, the first as in `sampling.py`: addresses, but for NUM_TOP, a number.
@@ -384,5 +384,5 @@ WIDEN = {
     torch.bfloat16: specialised(_widen, BFLOAT16),
     torch.float32: specialised(_widen, FLOAT32),
 }
-DRAW = Compiled(_draw)
-LOG_PROBABILITIES = Compiled(_log_probabilities)
+DRAW = CompiledKernel(_draw)
+LOG_PROBABILITIES = CompiledKernel(_log_probabilities)

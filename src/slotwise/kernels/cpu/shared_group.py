@@ -1,15 +1,22 @@
 """What the processes of one host exchange through memory that they share: sums of ranks, hidden states of stages.
 
+A sum of ranks is three kernels:
+
     a rank     offer                    meet                           add up
                its part to its own  ─►  its count of meetings, then ─► all parts, in the order of the ranks, on
                part of the buffer       waits for the others'          every rank: the same bits
 
-Each step is a kernel, so a captured decode step contains its sums, and no rank returns to Python within it.  There are
-two buffers in turn: a rank writes one again only when all have met since, so that all have read it.  `python -m
-benchmarks.ranks sum` compares it with gloo.
+There are two buffers in turn: a rank writes one again only when all have met since, so that all have read it.  The
+shared memory begins with lines of 64 bytes: one that ends all waiting, then for each rank its count of meetings and its
+heartbeat.  `python -m benchmarks.ranks sum` compares it with gloo.
 
-The shared memory begins with lines of 64 bytes: one that ends all waiting, then for each rank its count of meetings and
-its heartbeat.
+Hidden states go from stage to stage through boxes: every rank has one, which the rank before it fills and it empties.
+
+    sent taken | message n   | message n + 1 |      two places in turn; a place is filled again once it is taken
+
+That memory begins with a word that ends all waiting.  A box also records when its rank worked on its latest steps.
+
+Everything here is kernels, so a captured decode step contains its exchanges, and does not return to Python within it.
 """
 
 from __future__ import annotations
@@ -24,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slotwise.kernels.cpu.jit.compiler import Compiled, compile_all, kernel, specialised
+from slotwise.kernels.cpu.jit.compiler import CompiledKernel, compile_all, kernel, specialised
 from slotwise.kernels.cpu.launcher import HEADER, KernelLauncher
 from slotwise.kernels.cpu.memory import aligned
 from slotwise.kernels.cpu.simd import (
@@ -42,24 +49,18 @@ from slotwise.kernels.cpu.simd import (
     stamp,
     store,
 )
-from slotwise.kernels.group import PLACES, NoPipe, Pipe, Stage
+from slotwise.kernels.group import PLACES, NoPipe, Pipe, PipelineStage
 
-# Hidden states from stage to stage, through memory that processes of one host share.
-#
-# Every rank has a box, which the rank before it fills and it empties:
-#
-#   sent taken | message n   | message n + 1 |      two places in turn; a place is filled again once it is taken
-#
-# Sending and receiving are kernels, so a captured decode step contains them, and no stage returns to Python within it.
-# The memory begins with a word that ends all waiting.  A rank's box also tells when it worked on its latest steps.
-
-LINE = 64  # bytes
-HEAD = 4096  # bytes before the buffers
+# In bytes: a cache line, what precedes the buffers, and a rank's part of a buffer, at least.
+LINE = 64
+HEAD = 4096
+CHUNK = 1 << 20
 MOST_RANKS = HEAD // LINE // 2 - 1
-CHUNK = 1 << 20  # bytes of a rank's part of a buffer, at least
-BLOCK = 4096  # elements that a thread copies or adds at a time
-SMALL = 1 << 14  # elements that one thread moves before two have synchronised
-PATIENCE = 1 << 12  # polls before a rank that waits yields its core
+# Elements that a thread copies or adds at a time, and that one thread moves before two have synchronised.
+BLOCK = 4096
+SMALL = 1 << 14
+# Polls before a rank that waits yields its core.
+PATIENCE = 1 << 12
 
 # Arguments in words after the header; SHARED is the address of the shared memory.
 SHARED, RANK, SIZE, STRIDE, FROM, TO, COUNT, BOUNDS = range(HEADER, HEADER + 8)
@@ -96,11 +97,11 @@ class SharedMemory:
         self._words[(1 + self.ranks + rank) * LINE // 8] += 1
 
     def beats(self, rank: int) -> int:
-        """Heartbeats of a rank so far."""
+        """The number of heartbeats of a rank."""
         return int(self._words[(1 + self.ranks + rank) * LINE // 8])
 
     def end(self) -> None:
-        """No rank waits for another any more: what is being computed is worth nothing."""
+        """Ends all waiting of ranks for each other: results of the current step are worthless."""
         self._words[0] = 1
 
     @property
@@ -186,7 +187,7 @@ MEET = specialised(_meet)
 
 
 class SharedGroup:
-    """The ranks of one host, whose kernels run on `launcher`; see `kernels.group.Group`."""
+    """`Group` for the ranks of one host, whose kernels run on `launcher`."""
 
     splits_experts = False
 
@@ -225,11 +226,11 @@ class SharedGroup:
         return out
 
     def _share(self, kind: torch.dtype, address: int, count: int) -> None:
-        """Offer numbers and wait for those of the others."""
+        """Offer numbers and wait for the numbers of the other ranks."""
         self._run(OFFER[kind], count, address, 0, count)
         self._run(MEET, 0)
 
-    def _run(self, code: Compiled, elements: int, *arguments: int) -> None:
+    def _run(self, code: CompiledKernel, elements: int, *arguments: int) -> None:
         memory = self._memory
         self._launcher.give(memory.address, self.rank, self.size, memory.chunk, *arguments)
         if elements < SMALL:
@@ -238,7 +239,7 @@ class SharedGroup:
             self._launcher.together(code)
 
     def _bounds_of(self, widths: tuple[int, ...]) -> int:
-        """Address of the ranks' first columns, and of the number of all; kept, for graphs read it."""
+        """Address of the ranks' first columns, then of their total; kept, because graphs read it."""
         if widths not in self._bounds:
             numbers, address = aligned(len(widths) + 1, np.int64)
             numbers[:] = list(accumulate(widths, initial=0))
@@ -246,9 +247,12 @@ class SharedGroup:
         return self._bounds[widths][1]
 
 
-PAGE = 4096  # bytes before the places of a box
-SPANS, SPAN, LATEST = 1024, 32, 64  # bytes before the spans of a box and of one of them, and their number
-STAGE_PATIENCE = 1 << 14  # polls before a stage that waits sleeps between two: less than a millisecond
+# Bytes before the places of a box.
+PAGE = 4096
+# When a rank worked on its latest steps: bytes of a box before these spans, bytes of a span, and the number of spans.
+SPANS, SPAN, LATEST = 1024, 32, 64
+# Polls, less than a millisecond, after which a stage that waits sleeps between polls.
+STAGE_PATIENCE = 1 << 14
 
 # Arguments in words after the header; ENDED and BOX are addresses.
 ENDED, BOX, PLACE_STRIDE, DATA, ELEMENTS = range(HEADER, HEADER + 5)
@@ -270,7 +274,8 @@ class PipeMemory:
         self._pages = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
         self._words = np.frombuffer(self._pages, np.int64)
         self.address = self._words.ctypes.data
-        self.message = ((len(self._pages) - PAGE) // ranks - PAGE) // PLACES  # most bytes
+        # The most bytes of a message.
+        self.message = ((len(self._pages) - PAGE) // ranks - PAGE) // PLACES
 
     def box(self, rank: int) -> int:
         """Address of a rank's box."""
@@ -282,13 +287,13 @@ class PipeMemory:
         return int(self._words[at + 1]) * 10**9 + int(self._words[at + 2])
 
     def note(self, rank: int, step: int, started: int, ended: int) -> None:
-        """Tells when a rank worked on a step; forgets those `LATEST` steps before."""
+        """Record when a rank worked on a step, in place of the step `LATEST` steps before."""
         at = self._span(rank, step)
         self._words[at + 1 : at + 3] = started, ended
         self._words[at] = step + 1
 
     def span(self, rank: int, step: int) -> tuple[int, int] | None:
-        """When a rank worked on a step; None where it has not told."""
+        """When a rank worked on a step; None where that is not recorded."""
         at = self._span(rank, step)
         if self._words[at] != step + 1:
             return None
@@ -299,7 +304,7 @@ class PipeMemory:
         return (self.box(rank) - self.address + SPANS + SPAN * (step % LATEST)) // 8
 
     def end(self) -> None:
-        """No stage waits for another any more: what is being computed is worth nothing."""
+        """Ends all waiting of stages for each other: results of the current step are worthless."""
         self._words[0] = 1
 
 
@@ -336,19 +341,20 @@ def _receive(words: int, kind: Real) -> None:
     exchange(box + LINE, number + 1)
 
 
-_ELEMENT_KINDS = {torch.bfloat16: BFLOAT16, torch.float32: FLOAT32}
-SEND = {kind: specialised(_send, element) for kind, element in _ELEMENT_KINDS.items()}
-RECEIVE = {kind: specialised(_receive, element) for kind, element in _ELEMENT_KINDS.items()}
+SEND = {kind: specialised(_send, element) for kind, element in _KINDS.items()}
+RECEIVE = {kind: specialised(_receive, element) for kind, element in _KINDS.items()}
 
 
 class SharedPipe:
-    """The stages of one host, whose kernels run on `launcher`; see `kernels.pipe.Pipe`.
+    """`Pipe` for the stages of one host, whose kernels run on `launcher`.
 
     Args:
-        rank, after: whose boxes are read and filled.
+        rank, after: the ranks whose boxes are read and filled.
     """
 
-    def __init__(self, launcher: KernelLauncher, memory: PipeMemory, stage: Stage, rank: int, after: int) -> None:
+    def __init__(
+        self, launcher: KernelLauncher, memory: PipeMemory, stage: PipelineStage, rank: int, after: int,
+    ) -> None:
         self.stage = stage
         self._launcher = launcher
         self._memory = memory
@@ -372,6 +378,6 @@ class SharedPipe:
         self._run(RECEIVE[kind], self._here, x)
         return x
 
-    def _run(self, code: Compiled, box: int, x: Tensor) -> None:
+    def _run(self, code: CompiledKernel, box: int, x: Tensor) -> None:
         self._launcher.give(self._memory.address, box, self._memory.message, x.data_ptr(), x.numel())
         self._launcher.alone(code)

@@ -21,8 +21,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from slotwise.kernels.cpu.jit.compiler import kernel
-from slotwise.kernels.cpu.jit.intrinsic import FLOAT, INT, KIND, VALUE, ElementType, intrinsic
+from slotwise.kernels.cpu.jit.compiler import FLOAT, INT, KIND, VALUE, ElementType, intrinsic, kernel
 from slotwise.kernels.cpu.llvm import (
     BYTE,
     EXP2,

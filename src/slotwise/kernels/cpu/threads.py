@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from slotwise.host import num_processors
-from slotwise.kernels.cpu.jit.compiler import Compiled, kernel, specialised
+from slotwise.kernels.cpu.jit.compiler import CompiledKernel, kernel, specialised
 from slotwise.kernels.cpu.memory import aligned
 from slotwise.kernels.cpu.simd import (
     INT64,
@@ -215,7 +215,7 @@ def _run_shared(shared: int, code: int, words: int) -> None:
 
 
 WORK = specialised(_enter_jobs)
-RUN_SHARED = Compiled(_run_shared)
+RUN_SHARED = CompiledKernel(_run_shared)
 
 
 class ThreadPool:
@@ -235,7 +235,7 @@ class ThreadPool:
         """Call the kernel at `code` with `words`; returns when its work is done."""
         self.run_program(RUN_SHARED, code, words)
 
-    def run_program(self, program: Compiled, *arguments: int) -> None:
+    def run_program(self, program: CompiledKernel, *arguments: int) -> None:
         """Run `program` on the calling thread, with the pool's address for `run_shared` before `arguments`."""
         with self._running:
             if not self._is_started:

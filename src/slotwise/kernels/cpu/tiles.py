@@ -27,7 +27,7 @@ from typing import Protocol, TypeAlias, cast
 
 from llvmlite import ir
 
-from slotwise.kernels.cpu.jit.intrinsic import INT, intrinsic
+from slotwise.kernels.cpu.jit.compiler import INT, intrinsic
 from slotwise.kernels.cpu.llvm import (
     BYTE,
     SINGLE,

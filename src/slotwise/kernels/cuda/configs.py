@@ -1,8 +1,9 @@
-"""Launch parameters of attention by device: tiles, warps, stages, segments.
+"""Launch parameters of attention and products: tiles, warps, stages, segments.
 
-Found by `benchmarks/gpu/tune.py` on the device itself and kept beside this file, `configs/<device name>.json`, never
-searched at start.  The repository holds none so far: no device has been tuned.  Until then the defaults below are used,
-chosen by what the assembler makes of them (`benchmarks/gpu-compile.md`).
+Those of attention are found by `benchmarks/gpu/tune.py` on the device itself and kept in `configs/<device name>.json`
+next to this file; they are never searched at start.  The repository has no such file so far, because no device has been
+tuned.  Without a file the defaults below are used, chosen by what the assembler makes of them
+(`benchmarks/gpu-compile.md`).
 """
 
 from __future__ import annotations
@@ -15,51 +16,65 @@ from typing import Any
 
 import torch
 
-SEGMENT = 512  # a row of 32,000 tokens is 64 programs for each key head, and as many parts in memory
-AMPERE, ADA, HOPPER, BLACKWELL = 80, 89, 90, 100  # compute capabilities
+# A row of 32,000 tokens is 64 programs for each key head, and as many parts in memory.
+SEGMENT = 512
+# Compute capabilities.
+AMPERE, ADA, HOPPER, BLACKWELL = 80, 89, 90, 100
 FOLDER = Path(__file__).parent / "configs"
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    """Tiles of `attention.py`: packed queries by cached positions."""
+    """Tiles of attention over rows with many new tokens: packed queries by cached positions.
+
+    A multiprocessor runs at least `programs` at once.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
-    programs: int = 1  # that a multiprocessor runs at once, at least
+    programs: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """Tiles of `attention.py`: cached positions."""
+    """Tiles of attention over rows with few new tokens: cached positions.
+
+    A multiprocessor runs at least `programs` at once.
+    """
 
     block_n: int
     num_warps: int
     num_stages: int
-    programs: int = 1  # that a multiprocessor runs at once, at least
+    programs: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class ProductConfig:
-    """Tiles of products: tokens by outputs, and so many inputs at a time."""
+    """Tiles of products: tokens by outputs, and so many inputs at a time.
+
+    A multiprocessor runs at least `programs` at once.
+    """
 
     block_m: int
     block_n: int
     block_k: int
     num_warps: int
     num_stages: int
-    programs: int = 1  # that a multiprocessor runs at once, at least
+    programs: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """The launch parameters for heads of one size and type."""
+    """The launch parameters for heads of one size and type.
+
+    `segment` positions are summed together: a multiple of both tiles' `block_n`.
+    """
 
     prefill: PrefillConfig
     decode: DecodeConfig
-    segment: int = SEGMENT  # positions summed together, a multiple of both tiles' `block_n`
+    segment: int = SEGMENT
 
 
 def file_of(device_name: str) -> Path:
@@ -77,7 +92,7 @@ def tuning_for(device_name: str, head_dim: int, kind: torch.dtype, capability: i
     """A device's own configuration for heads of this size and type, or the default of its compute capability.
 
     Raises:
-        ValueError: an entry of the device's file is not complete.
+        ValueError: an entry of the device's file is incomplete.
     """
     path = file_of(device_name)
     found = json.loads(path.read_text()).get(key_of(head_dim, kind)) if path.exists() else None
@@ -121,33 +136,36 @@ def _prefill(head_dim: int, capability: int) -> PrefillConfig:
     return PrefillConfig(128 if 32 < head_dim <= 64 else 64, 32, 8, 3)
 
 
-FEW = 16  # tokens of the smallest tile of a product
+# Tokens of the smallest tile of a product.
+FEW = 16
 _DECODE = ProductConfig(FEW, 64, 64, 4, 4, 2)
 _PREFILL = ProductConfig(128, 128, 64, 8, 3)
 _FLOAT32 = ProductConfig(FEW, 32, 32, 4, 2), ProductConfig(64, 64, 32, 8, 2)
 _CODES = ProductConfig(FEW, 32, 0, 4, 4, 2), ProductConfig(128, 64, 0, 8, 3)
-_CODES_OF_A_TABLE = _CODES[0], ProductConfig(64, 64, 0, 8, 3)  # larger ones spill on compute capability 8.9
-_EXPERT_CODES = _CODES[0], ProductConfig(64, 64, 0, 8, 2)  # with a third stage it spills on 8.0
+# Larger tiles spill on compute capability 8.9.
+_CODES_OF_A_TABLE = _CODES[0], ProductConfig(64, 64, 0, 8, 3)
+# With a third stage it spills on 8.0.
+_EXPERT_CODES = _CODES[0], ProductConfig(64, 64, 0, 8, 2)
 _CODES_FLOAT32 = ProductConfig(FEW, 32, 0, 4, 2), ProductConfig(32, 32, 0, 8, 2)
 _NARROW = ProductConfig(FEW, 64, 128, 4, 4, 2), ProductConfig(128, 128, 128, 8, 3)
 
 
 def codes_tile(tokens: int, kind: torch.dtype, *, has_table: bool) -> ProductConfig:
-    """Of `packed.py`, whose inputs at a time are a chunk of the format; codes may stand for levels of a table."""
+    """The tile of `packed.multiply`, by whether codes stand for levels of a table; its inputs at a time are a chunk."""
     tiles = _CODES_FLOAT32 if kind == torch.float32 else _CODES_OF_A_TABLE if has_table else _CODES
     return tiles[tokens > FEW]
 
 
 def expert_codes_tile(pairs: int, experts: int, kind: torch.dtype) -> ProductConfig:
-    """Of `experts.py`: by how many pairs an expert has on average, as `experts_tile`."""
+    """The tile of `experts.multiply_codes`: by how many pairs an expert has on average."""
     return (_CODES_FLOAT32 if kind == torch.float32 else _EXPERT_CODES)[pairs > 2 * FEW * experts]
 
 
 def narrow_tile(tokens: int) -> ProductConfig:
-    """Of `narrow.py`."""
+    """The tile of `narrow.multiply`."""
     return _NARROW[tokens > FEW]
 
 
 def experts_tile(pairs: int, experts: int, kind: torch.dtype) -> ProductConfig:
-    """Of `experts.py`: by how many pairs an expert has on average."""
+    """The tile of `experts.multiply`: by how many pairs an expert has on average."""
     return (_FLOAT32 if kind == torch.float32 else (_DECODE, _PREFILL))[pairs > 2 * FEW * experts]

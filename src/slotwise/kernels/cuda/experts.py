@@ -1,16 +1,17 @@
 """Mixtures of experts: products of the tokens that chose an expert with its weights, all experts in one launch.
 
 A token and one of its experts are a *pair*, `token * top_k + rank`.  Pairs are put in the order of their experts, and
-the rows of an expert are cut into tiles (MegaBlocks, Gale et al., 2023), numbered as those of attention are: expert e
+the rows of an expert are cut into tiles (MegaBlocks, Gale et al., 2023), numbered like the tiles of attention: expert e
 owns the tiles from `starts[e] // BLOCK_M + e` on (`attention.py`).
 
     route        a token      its experts and their shares
     arrange      an expert    where its pairs begin, and which they are
-    multiply     a tile       gates and what they gate, by expert ─► activation ─► down, back in the order of tokens
+    multiply     a tile       gates and up, by expert ─► activation ─► down, back in the order of tokens
     combine      a token      the sum of its experts' results, by their shares
 
 The host never learns how many tokens chose an expert, so nothing waits for the device, and all of it can be captured.
-The weights of experts that no token chose are not read.
+The weights of experts without tokens are not read.  Quantised matrices of a layer's experts lie one behind the other
+along their outputs, as one packed matrix; their codes become numbers in registers, as in `packed.py`.
 """
 
 from __future__ import annotations
@@ -27,19 +28,20 @@ from torch import Tensor
 
 from slotwise.kernels.cuda.attention import find_row, first_tile, num_tiles
 from slotwise.kernels.cuda.configs import expert_codes_tile, experts_tile
-from slotwise.kernels.cuda.jit import jit, jit_varying
+from slotwise.kernels.cuda.jit import OPERANDS, jit, jit_varying
 from slotwise.kernels.cuda.packed import PackedMatrix, add_products, constants, factors, pack
-from slotwise.kernels.cuda.tile import OPERANDS
 from slotwise.kernels.interface import ExpertWeights, Linear, Routing
 from slotwise.kernels.matrix import Factors, StackedMatrix, Weight
 
-# The rows of one tile of a product with experts: pairs in the order of their experts (`experts.py`).
 
-class Arranged(NamedTuple):
-    """Pairs in the order of their experts."""
+class ExpertOrder(NamedTuple):
+    """Pairs in the order of their experts: `pairs [tokens * top_k]` and `starts [experts + 1]`, int32.
 
-    pairs: Tensor  # [tokens * top_k] int32
-    starts: Tensor  # [experts + 1] int32, where each expert's begin
+    The pairs of expert e are `pairs[starts[e] : starts[e + 1]]`.
+    """
+
+    pairs: Tensor
+    starts: Tensor
 
 
 @jit
@@ -47,7 +49,7 @@ def rows_of_tile(
     pairs: tl.tensor, starts: tl.tensor, num_experts: tl.tensor, TOP_K: tl.constexpr, FIRST: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
-    """The expert, whether it has none of these rows, which it has, the rows that are read, and those written.
+    """The tile's expert, whether the tile is empty, which rows exist, the rows that are read, and those written.
 
     The first product reads tokens and writes in the order of experts; the second goes back to pairs.
     """
@@ -63,27 +65,26 @@ def rows_of_tile(
     return expert.to(tl.int64), begin >= end, present, row.to(tl.int64), to.to(tl.int64)
 
 
-# Products of tokens with the packed weights of the experts that they chose, all experts in one launch.
-#
-# The matrices of a layer's experts lie one behind the other along their outputs, as one packed matrix; codes become
-# numbers in registers, as in `codes.py`.  The codes of experts that no token chose are not read.
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertCodes:
-    """A matrix of each expert, in one format."""
+    """A matrix of each expert, in one format.
+
+    `inputs [experts, depth]` int64 is the input at each place, where a file orders them.
+    """
 
     together: PackedMatrix
     experts: int
-    inputs: Tensor | None  # [experts, depth] int64, the input at each place, where a file orders them
+    inputs: Tensor | None
 
     @property
     def outputs(self) -> int:
-        """Of each."""
+        """Outputs of each expert."""
         return self.together.outputs // self.experts
 
 
 def tensors_of(matrix: PackedMatrix) -> list[Tensor | None]:
-    """All that differs between experts; `together` takes them stacked."""
+    """The tensors that differ between experts; `together` takes them stacked."""
     minimums: tuple[Tensor | None, ...] = (None, None) if matrix.minimums is None else matrix.minimums
     return [matrix.codes, *matrix.scales, *minimums, matrix.inputs]
 
@@ -101,10 +102,10 @@ def together(of_one: PackedMatrix, stacked: Sequence[Tensor | None]) -> ExpertCo
 
 
 def multiply_codes(
-    out: Tensor, x: Tensor, weight: ExpertCodes, bias: Tensor | None, arranged: Arranged, top_k: int, *,
+    out: Tensor, x: Tensor, weight: ExpertCodes, bias: Tensor | None, arranged: ExpertOrder, top_k: int, *,
     is_first: bool,
 ) -> None:
-    """To `out [pairs, outputs]`, as `experts.multiply` does; `bias [experts, outputs]`."""
+    """`multiply` with packed weights, to `out [pairs, outputs]`; `bias [experts, outputs]`."""
     pairs, matrix = len(arranged.pairs), weight.together
     tile = expert_codes_tile(pairs, weight.experts, x.dtype)
     grid = (num_tiles(pairs, weight.experts, 1, tile.block_m), triton.cdiv(weight.outputs, tile.block_n))
@@ -142,25 +143,29 @@ def _multiply_expert_codes(
              present[:, None] & there[None, :])
 
 
-COLUMNS = 512  # of a token's result that a program adds
-_PAIRS = tl.constexpr(1024)  # read together
+# Columns of a token's result that a program adds.
+COLUMNS = 512
+# Pairs that are read together.
+_PAIRS = tl.constexpr(1024)
 _NOWHERE = tl.constexpr(0x7FFFFFFF)
 
 
-Product = Tensor | ExpertCodes
+ExpertProduct = Tensor | ExpertCodes
 """Weights `[experts, outputs, depth]`, or packed ones."""
 
 
-class Stacked(NamedTuple):
-    """The weights of all experts; those of one product may be of several formats, side by side."""
+class StackedExperts(NamedTuple):
+    """The weights of all experts; a product's weights may be of several formats, concatenated along the outputs."""
 
-    gate_up: Sequence[Product]  # 2 * intermediate outputs
-    down: Sequence[Product]
-    gate_up_bias: Tensor | None  # [experts, 2 * intermediate]
+    # Together 2 * intermediate outputs.
+    gate_up: Sequence[ExpertProduct]
+    down: Sequence[ExpertProduct]
+    # [experts, 2 * intermediate] and [experts, hidden].
+    gate_up_bias: Tensor | None
     down_bias: Tensor | None
 
 
-def stack(weights: Iterable[ExpertWeights], count: int, device: torch.device) -> Stacked:
+def stack(weights: Iterable[ExpertWeights], count: int, device: torch.device) -> StackedExperts:
     """Copy the weights of `count` experts, one after another."""
     each = (_packed(one, device) for one in weights)
     first = next(each)
@@ -172,10 +177,10 @@ def stack(weights: Iterable[ExpertWeights], count: int, device: torch.device) ->
                 place[expert].copy_(tensor)
     left = iter(places)
     gate_up, down = ([_stacked(part, left) for part in parts] for parts in (first.gate_up, first.down))
-    return Stacked(gate_up, down, next(left), next(left))
+    return StackedExperts(gate_up, down, next(left), next(left))
 
 
-class _Packed(NamedTuple):
+class _PackedExpert(NamedTuple):
     """The weights of one expert."""
 
     gate_up: Sequence[Tensor | PackedMatrix]
@@ -184,24 +189,24 @@ class _Packed(NamedTuple):
     down_bias: Tensor | None
 
 
-def _packed(weights: ExpertWeights, device: torch.device) -> _Packed:
+def _packed(weights: ExpertWeights, device: torch.device) -> _PackedExpert:
     def parts(weight: Weight) -> list[Tensor | PackedMatrix]:
         if isinstance(weight, Tensor):
             return [weight]
         return [pack(part, device) for part in (weight.parts if isinstance(weight, StackedMatrix) else [weight])]
 
-    return _Packed(parts(weights.gate_up), parts(weights.down), weights.gate_up_bias, weights.down_bias)
+    return _PackedExpert(parts(weights.gate_up), parts(weights.down), weights.gate_up_bias, weights.down_bias)
 
 
-def _tensors(of_one: _Packed) -> list[Tensor | None]:
-    """All of an expert's, in one order."""
+def _tensors(of_one: _PackedExpert) -> list[Tensor | None]:
+    """All tensors of an expert, in one order."""
     products = ([part] if isinstance(part, Tensor) else tensors_of(part)
                 for part in (*of_one.gate_up, *of_one.down))
     return [*chain.from_iterable(products), of_one.gate_up_bias, of_one.down_bias]
 
 
-def _stacked(part: Tensor | PackedMatrix, left: Iterator[Tensor | None]) -> Product:
-    """The product of all experts whose first is `part`, which takes its tensors from those that are left."""
+def _stacked(part: Tensor | PackedMatrix, left: Iterator[Tensor | None]) -> ExpertProduct:
+    """The product of all experts like `part`, the first expert's; takes its tensors from those that are left."""
     if isinstance(part, PackedMatrix):
         return together(part, list(islice(left, len(tensors_of(part)))))
     stacked = next(left)
@@ -209,8 +214,13 @@ def _stacked(part: Tensor | PackedMatrix, left: Iterator[Tensor | None]) -> Prod
     return stacked
 
 
-def mixture(x: Tensor, logits: Tensor, weights: Stacked, routing: Routing, ends: Tensor, activate: Linear) -> Tensor:
-    """`[tokens, hidden] -> [tokens, hidden]`; `logits [tokens, experts]`; adds to `ends [experts]` where each ends."""
+def mixture(
+    x: Tensor, logits: Tensor, weights: StackedExperts, routing: Routing, ends: Tensor, activate: Linear,
+) -> Tensor:
+    """`[tokens, hidden] -> [tokens, hidden]`; `logits [tokens, experts]`.
+
+    Adds the end of each expert's pairs to `ends [experts]`.
+    """
     x = x.contiguous()
     if not len(x):
         return torch.empty_like(x)
@@ -218,7 +228,7 @@ def mixture(x: Tensor, logits: Tensor, weights: Stacked, routing: Routing, ends:
     arranged = in_order(chosen, routing.num_experts)
     ends += arranged.starts[1:]
     held, top_k = routing.held, routing.top_k
-    if held is not None:  # pairs of others come behind, and give zeros
+    if held is not None:  # pairs of experts of other ranks come last, and give zeros
         is_here = (chosen >= held.start) & (chosen < held.stop)
         arranged = in_order(torch.where(is_here, chosen - held.start, len(held)).int(), len(held) + 1)
     inner = _side_by_side(x, weights.gate_up, weights.gate_up_bias, arranged, top_k, is_first=True)
@@ -233,7 +243,7 @@ def mixture(x: Tensor, logits: Tensor, weights: Stacked, routing: Routing, ends:
 def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     """The experts of every token, and their shares: `[tokens * top_k]` int32 and float32.
 
-    Of equal logits the first comes first.
+    Equal logits keep their order.
     """
     tokens, experts = logits.shape
     chosen = torch.empty(tokens * routing.top_k, dtype=torch.int32, device=logits.device)
@@ -244,19 +254,19 @@ def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     return chosen, shares
 
 
-def in_order(chosen: Tensor, experts: int) -> Arranged:
-    """Pairs in the order of their experts, and of one expert as they are; `chosen [pairs]` int32."""
+def in_order(chosen: Tensor, experts: int) -> ExpertOrder:
+    """Pairs sorted by expert, stably; `chosen [pairs]` int32."""
     order = torch.empty_like(chosen)
     starts = torch.empty(experts + 1, dtype=torch.int32, device=chosen.device)
     _arrange[(experts,)](order, starts, chosen, len(chosen), num_warps=4)
-    return Arranged(order, starts)
+    return ExpertOrder(order, starts)
 
 
 def _side_by_side(
-    x: Tensor, parts: Sequence[Product], bias: Tensor | None, arranged: Arranged, top_k: int, *, is_first: bool,
-    has_others: bool = False,
+    x: Tensor, parts: Sequence[ExpertProduct], bias: Tensor | None, arranged: ExpertOrder, top_k: int, *,
+    is_first: bool, has_others: bool = False,
 ) -> Tensor:
-    """The product with parts along the outputs; where there are pairs of others, theirs is zero."""
+    """The product with parts along the outputs; zero for pairs of experts of other ranks, if `has_others`."""
     sizes = [part.shape[1] if isinstance(part, Tensor) else part.outputs for part in parts]
     biases = [None] * len(parts) if bias is None else [own.contiguous() for own in bias.split(sizes, dim=1)]
     places = [x.new_zeros(len(arranged.pairs), size) if has_others else None for size in sizes]
@@ -266,13 +276,12 @@ def _side_by_side(
 
 
 def multiply(
-    x: Tensor, weight: Product, bias: Tensor | None, arranged: Arranged, top_k: int, *, is_first: bool,
+    x: Tensor, weight: ExpertProduct, bias: Tensor | None, arranged: ExpertOrder, top_k: int, *, is_first: bool,
     out: Tensor | None = None,
 ) -> Tensor:
     """The first product of pairs reads tokens and writes in the order of experts; the second goes back to pairs.
 
-    Pairs of further experts than those of `weight` are left out.  `out [pairs, outputs]` is the result, where there is
-    a place for it.
+    Pairs of experts beyond those of `weight` are left out.  The result is stored to `out [pairs, outputs]`, if given.
     """
     pairs, outputs = len(arranged.pairs), weight.shape[1] if isinstance(weight, Tensor) else weight.outputs
     out = x.new_empty(pairs, outputs) if out is None else out
@@ -295,7 +304,7 @@ def _route(
     chosen: tl.tensor, shares: tl.tensor, logits: tl.tensor, EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
     NORMALISED: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:
-    """A token's TOP_K largest logits, and the softmax of them or of all.  NaN among them makes all shares NaN."""
+    """A token's TOP_K largest logits, and the softmax of these or of all.  A NaN makes all shares NaN."""
     token, expert = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     there = expert < EXPERTS
     given = tl.load(logits + token * EXPERTS + expert, there, float("-inf")).to(tl.float32)
@@ -320,7 +329,7 @@ def _route(
 
 @jit
 def _best(scores: tl.tensor, expert: tl.tensor, left: tl.tensor) -> tl.tensor:
-    """The first expert with the largest score of those that are left."""
+    """Of the experts that are left, the first with the largest score."""
     largest = tl.max(tl.where(left, scores, float("-inf")), 0)
     return tl.min(tl.where(left & (scores == largest), expert, _NOWHERE), 0)
 

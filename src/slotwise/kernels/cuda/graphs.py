@@ -1,11 +1,11 @@
 """Decode steps as CUDA graphs: kernels captured once, replayed by one call.
 
-A step is captured at a few numbers of rows, and padding rows fill it up to the next (as in vLLM); a graph captured for
-a long context serves shorter ones.  Capturing does not run the kernels, so the step at hand is computed first, kernel
-by kernel.  That also compiles what it needs, which is not allowed in a capture.
+A step is captured at a few numbers of rows, and padding rows fill a step up to the next (as in vLLM); a graph captured
+for a long context serves shorter ones.  Capturing does not run the kernels, so the current step is computed first,
+kernel by kernel.  That also compiles what it needs, which is not allowed in a capture.
 
-All graphs share one memory pool: only one runs at a time, and its result is used before the next runs.  So the pool
-gets back what a capture allocated, its result included, and a graph holds its result by address alone.
+All graphs share one memory pool: only one runs at a time, and its result is used before the next runs.  So what a
+capture allocated returns to the pool, its result included, and a graph holds its result only by address.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 
 MAX_ROWS = 512
-FEW_ROWS = 8  # up to here sizes double; larger ones are its multiples
-SHORTEST = 2048  # tokens of context of the smallest graph, then four times as many, and so on
+# Up to here sizes double; larger sizes are its multiples.
+FEW_ROWS = 8
+# Tokens of context of the smallest graph; each larger one has four times as many.
+SHORTEST = 2048
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +38,7 @@ def capture_size(rows: int, context: int) -> tuple[int, int]:
     return 1 << (rows - 1).bit_length() if rows <= FEW_ROWS else -(-rows // FEW_ROWS) * FEW_ROWS, longest
 
 
-class GraphRecording:
+class CudaGraph:
     """A captured piece of work.
 
     Args:
@@ -53,17 +55,18 @@ class GraphRecording:
         return self.result
 
 
-class Graphs:
+class CudaGraphs:
     """Captures the work of one device.  One caller at a time, always on the same stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: torch.cuda.Stream | None = None  # captures need one of their own
+        # Captures need a stream of their own.
+        self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
-        self._alive = weakref.WeakSet[GraphRecording]()
+        self._alive = weakref.WeakSet[CudaGraph]()
         self._works = True
 
-    def record(self, work: Callable[[], Tensor]) -> GraphRecording | None:
+    def record(self, work: Callable[[], Tensor]) -> CudaGraph | None:
         """Run `work`, then capture it; None once a capture has failed."""
         if not self._works:
             return None
@@ -77,12 +80,12 @@ class Graphs:
             return None
         del held
         alias.copy_(result)
-        recording = GraphRecording(graph, alias)
+        recording = CudaGraph(graph, alias)
         self._alive.add(recording)
         return recording
 
     def _capture(self, work: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """A graph, and its result, to be kept as long as the pool is to keep its memory.
+        """A graph and its result; keep the result as long as the pool must keep its memory.
 
         `torch.cuda.graph` would wait for the device and collect garbage first, which takes a server too long.
         """
@@ -107,7 +110,7 @@ class Graphs:
 
 
 class _Memory:
-    """Memory by its address, as `torch.as_tensor` takes it; it is not kept alive."""
+    """Memory by its address, in the form of `torch.as_tensor`; does not keep it alive."""
 
     def __init__(self, tensor: Tensor) -> None:
         size = (tensor.numel() * tensor.itemsize,)

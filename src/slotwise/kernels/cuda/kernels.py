@@ -10,16 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slotwise.kernels.cuda import attention, configs, experts, graphs, narrow, packed, pointwise
-from slotwise.kernels.cuda.cache import CudaCache, bytes_per_block
+from slotwise.kernels.cuda.attention import CudaCache, bytes_per_block
+from slotwise.kernels.cuda.jit import INTERPRETED
 from slotwise.kernels.cuda.low_rank import CudaAdapters
 from slotwise.kernels.cuda.rotary import rotary_store
-from slotwise.kernels.cuda.tile import INTERPRETED
-from slotwise.kernels.delta import DeltaShape, DeltaWeights
 from slotwise.kernels.group import embed_part
 from slotwise.kernels.interface import (
     Activation,
+    AdapterProducts,
     AttentionShape,
     ClampedSwiGLU,
+    DeltaShape,
+    DeltaWeights,
     ExpertWeights,
     Graph,
     LayerShape,
@@ -29,25 +31,27 @@ from slotwise.kernels.interface import (
     RaggedBatch,
     Routing,
     activated,
+    cache_kind,
     in_two_steps,
 )
-from slotwise.kernels.low_rank import AdapterProducts
 from slotwise.kernels.matrix import Format, QuantisedMatrix, StackedMatrix, Weight
-from slotwise.kernels.paged_cache import as_bytes, cache_kind
+from slotwise.kernels.reference import as_bytes
 
-_DENSE_RATES = {8: 2.5e14, 9: 8e14, 10: 1.8e15}  # 16-bit operations a second, by major compute capability
-FP8_SINCE = 8, 9  # compute capability with conversions to fp8 and back
-_FLOAT32_SHARE = 1 / 16  # of that rate, without tensor cores
+# 16-bit operations a second, by major compute capability, and the share of that rate in float32, without tensor cores.
+_DENSE_RATES = {8: 2.5e14, 9: 8e14, 10: 1.8e15}
+_FLOAT32_SHARE = 1 / 16
+# The first compute capability with conversions to fp8 and back.
+FP8_SINCE = 8, 9
 
 
 class CudaKernels:
-    """Triton kernels and cuBLAS products.  Calls only enqueue work; none waits for the device."""
+    """Triton kernels and cuBLAS products.  Calls only enqueue work, and do not wait for the device."""
 
     name = "cuda"
     kinds: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
     mixture_refusal = adapter_refusal = ""
     delta_refusal = "layers with a recurrent state are not supported on device cuda: choose device cpu"
-    records_drafts = True  # attention reads from memory which tokens are a row's
+    records_drafts = True
 
     def __init__(self, device: str = "cuda", kv_cache_dtype: str = "auto") -> None:
         """`device` is a CUDA device, or "cpu" under Triton's interpreter.
@@ -67,14 +71,14 @@ class CudaKernels:
         self._device_name = torch.cuda.get_device_name(self.device) if on_gpu else "interpreter"
         major, minor = torch.cuda.get_device_capability(self.device) if on_gpu else (8, 0)
         self._capability = 10 * major + minor
-        self._graphs = graphs.Graphs(self.device) if on_gpu else None
+        self._graphs = graphs.CudaGraphs(self.device) if on_gpu else None
         self._packed: weakref.WeakKeyDictionary[QuantisedMatrix, packed.PackedMatrix] = weakref.WeakKeyDictionary()
 
     def warm_up(self, kind: torch.dtype) -> None:
         """Nothing: kernels are compiled, or read from Triton's cache on disk, at the first use of a layer's shape."""
 
     def product_path(self, kind: torch.dtype) -> str:
-        """Always cuBLAS, of weights that are not quantised."""
+        """Always cuBLAS: the path of weights that are not quantised."""
         return "cublas"
 
     def batch_dependence(self, kind: torch.dtype) -> str:
@@ -110,14 +114,14 @@ class CudaKernels:
         return (as_bytes(cache.storage),)
 
     def format_refusal(self, format: Format, kind: torch.dtype) -> str:
-        """Those whose groups are cut by every chunk that tensor cores multiply."""
+        """Formats whose groups would be cut by every chunk that tensor cores multiply are refused."""
         return packed.refusal(format)
 
     def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
-        """A product over the last dimension: by cuBLAS, or by `packed.py` or `narrow.py` with what is quantised.
+        """A product over the last dimension, by cuBLAS, or with quantised weights by `packed.py` or `narrow.py`.
 
         Raises:
-            ValueError: a format that is refused.
+            ValueError: the format is refused.
         """
         if isinstance(weight, QuantisedMatrix) and narrow.is_narrow(weight.format, self._capability):
             narrowed = narrow.pack(weight, self.device)
@@ -127,7 +131,7 @@ class CudaKernels:
     def _exact(
         self, weight: Weight, bias: Tensor | None, multiply: Callable[[Weight, Tensor | None], Linear],
     ) -> Linear:
-        """A product with tokens as they are; `multiply` makes those of several formats, side by side."""
+        """A product whose tokens are not quantised; `multiply` makes each product of a weight of several formats."""
         if isinstance(weight, Tensor):
             return lambda x: F.linear(x, weight, bias)
         if isinstance(weight, QuantisedMatrix):
@@ -139,10 +143,10 @@ class CudaKernels:
         return lambda x: torch.cat([product(x) for product in products], dim=1)
 
     def _pack(self, matrix: QuantisedMatrix) -> packed.PackedMatrix:
-        """The matrix on the device, once for its table and its head.
+        """The matrix on the device, shared by its table and its head.
 
         Raises:
-            ValueError: a format that is refused.
+            ValueError: the format is refused.
         """
         found = self._packed.get(matrix)
         if found is None:
@@ -194,11 +198,11 @@ class CudaKernels:
         return packed.packed_bytes(weight.format, weight.outputs, weight.depth)
 
     def library_bytes(self, kind: torch.dtype) -> int:
-        """None is known."""
+        """0: cuBLAS keeps no host memory that is known."""
         return 0
 
     def graph_size(self, tokens: int, context: int) -> tuple[int, int]:
-        """One of a few sizes, which padding rows fill up."""
+        """One of a few sizes; padding rows fill the step up to it."""
         return graphs.capture_size(tokens, context)
 
     def record(self, work: Callable[[], Tensor]) -> Graph | None:

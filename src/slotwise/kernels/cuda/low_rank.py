@@ -1,10 +1,11 @@
-"""What adapters add to products (`kernels/low_rank.py`), by the grouped products of experts: an adapter is an expert.
+"""What adapters add to products (LoRA), by the grouped products of experts: an adapter is an expert.
 
     rows of x    in the order of their adapters    ─► a of each ─► [rows, parts * rank] ─► b of each ─► added to out
 
-Rows without an adapter are of one adapter more, which no product reads.  The parts of a product lie behind each other
-along the ranks, and b holds zeros between them.  All sizes are those of the largest adapter, and which rows have which
-is read from memory, so a captured step serves every mixture of adapters (Punica, Chen et al., 2023, groups alike).
+Rows without an adapter belong to one more adapter, which no product reads.  The parts of a product are concatenated
+along the ranks, and b holds zeros between them.  All sizes are those of the largest adapter, and the adapter of each
+row is read from memory, so a captured step serves every mixture of adapters (Punica, Chen et al., 2023, groups in this
+way).
 """
 
 from __future__ import annotations
@@ -16,20 +17,21 @@ from torch import Tensor
 
 from slotwise.kernels.cuda import experts
 from slotwise.kernels.cuda.graphs import MAX_ROWS
-from slotwise.kernels.low_rank import NO_ADAPTER, LowRank
+from slotwise.kernels.interface import NO_ADAPTER, LowRank
 
 
 class CudaAdapters:
-    """The adapters of rows.  A step of few rows has them in memory that does not move, for graphs."""
+    """The adapters of rows.  For graphs, a step of few rows keeps them in memory that does not move."""
 
     def __init__(self, num_places: int, max_rank: int, kind: torch.dtype, device: torch.device) -> None:
         self.num_places, self.max_rank, self.kind, self.device = num_places, max_rank, kind, device
         self._fixed = torch.full((MAX_ROWS,), num_places, dtype=torch.int32, device=device)
-        self.places = self._fixed  # of each row, `num_places` for none; padding follows
+        # The place of each row, `num_places` for the base model; padding follows.
+        self.places = self._fixed
         self.are_any = False
 
     def assign(self, places: Sequence[int]) -> None:
-        """Set the place of each row's adapter, NO_ADAPTER for none."""
+        """Set the place of each row's adapter, NO_ADAPTER for the base model."""
         self.are_any = any(place != NO_ADAPTER for place in places)
         padded = [self.num_places if place == NO_ADAPTER else place for place in places]
         padded += [self.num_places] * (MAX_ROWS - len(padded))
@@ -44,12 +46,12 @@ class CudaAdapters:
         """Keep these rows, `[rows]` int64."""
         self.places = self.places.index_select(0, rows)
 
-    def product(self, outputs: int, inputs: int, num_parts: int) -> CudaAdded:
+    def product(self, outputs: int, inputs: int, num_parts: int) -> CudaAddedProduct:
         """What adapters add to a product; its memory is allocated at once, because graphs hold its address."""
-        return CudaAdded(self, outputs, inputs, num_parts)
+        return CudaAddedProduct(self, outputs, inputs, num_parts)
 
 
-class CudaAdded:
+class CudaAddedProduct:
     """The factors of all adapters for one product."""
 
     def __init__(self, adapters: CudaAdapters, outputs: int, inputs: int, num_parts: int) -> None:
@@ -64,7 +66,7 @@ class CudaAdded:
         return factors
 
     def set(self, place: int, factors: LowRank | None) -> None:
-        """Copy an adapter's factors to the device, or forget them."""
+        """Copy an adapter's factors to the device, or remove them with None."""
         for tensor in (self._a, self._b, self._bias):
             tensor[place].zero_()
         if factors is None:

@@ -1,7 +1,7 @@
-"""Products of 8 bits with 8 bits (W8A8): integers, or floats where the device has tensor cores for them.
+"""Products of 8-bit tokens with 8-bit weights (W8A8): integers, or floats where the device has tensor cores for them.
 
 The weights of an output share one scale.  The numbers of a token get one when they are quantised, so a product of codes
-is scaled once, behind its sum (LLM.int8, Dettmers et al., 2022; Micikevicius et al., 2022).
+is scaled once, after its sum (LLM.int8, Dettmers et al., 2022; Micikevicius et al., 2022).
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ from torch import Tensor
 
 from slotwise.kernels.cuda.configs import narrow_tile
 from slotwise.kernels.cuda.jit import jit_varying
-from slotwise.kernels.cuda.splits import Parts, part_of
+from slotwise.kernels.cuda.packed import SplitProduct, part_of
+from slotwise.kernels.interface import FP8_LARGEST
 from slotwise.kernels.matrix import Format, QuantisedMatrix
-from slotwise.kernels.paged_cache import FP8_LARGEST
 
 INT8_LARGEST = 127.0
-FP8_SINCE = 89  # compute capability with products of 8-bit floats
-DEPTH_STEP = 16  # rows of codes begin at multiples of so many bytes
+# The first compute capability with products of 8-bit floats.
+FP8_SINCE = 89
+# Rows of codes begin at multiples of so many bytes.
+DEPTH_STEP = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NarrowMatrix:
-    """A matrix on a device."""
+    """An 8-bit matrix on a device."""
 
     codes: Tensor  # [outputs, depth rounded up] int8 or float8_e4m3fn; zeros behind
     scales: Tensor  # [outputs] float32
@@ -71,7 +73,7 @@ def multiply(x: Tensor, matrix: NarrowMatrix, bias: Tensor | None) -> Tensor:
     codes, scales = quantised_rows(x, matrix.codes.dtype, stride)
     tile = narrow_tile(tokens)
     grid = (triton.cdiv(tokens, tile.block_m), triton.cdiv(outputs, tile.block_n))
-    parts = Parts.of(out, grid, stride, tile.block_k)
+    parts = SplitProduct.of(out, grid, stride, tile.block_k)
     _multiply_narrow[(*grid, parts.number)](
         parts.sums, codes, matrix.codes, scales, matrix.scales, x if bias is None else bias, tokens, OUTPUTS=outputs,
         STRIDE=stride, BIAS=bias is not None and parts.number == 1, INTEGERS=codes.dtype == torch.int8,
@@ -97,7 +99,7 @@ def _quantise_rows(
     codes: tl.tensor, scales: tl.tensor, x: tl.tensor, DEPTH: tl.constexpr, STRIDE: tl.constexpr,
     LARGEST: tl.constexpr, INTEGERS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:
-    """One token.  One that holds NaN has NaN for its scale, so its products are NaN, too."""
+    """Quantise one token.  A token that holds NaN gets the scale NaN, so its products are NaN, too."""
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     numbers = tl.load(x + token * DEPTH + column, column < DEPTH, 0.0).to(tl.float32)
     unsound = tl.max((numbers != numbers).to(tl.int32), 0)

@@ -1,17 +1,27 @@
-"""Quantised matrices (`kernels/matrix.py`) as the GPU's kernels read them: the codes of an output one after another.
+"""Quantised matrices (`kernels/matrix.py`) on a GPU: how they are packed, their products, and rows of quantised tables.
+
+The codes of an output lie one after another:
 
     more than 4 bits    [ c0 c1 c2 ... ]                                a byte each
     up to 4 bits        [ c0 | cC << 4   c1 | cC+1 << 4   ... ]         a chunk of C codes below, the next one above
 
 C is the chunk of inputs that a product multiplies at a time.  All of a chunk have one scale, and both chunks that share
-bytes come of one load, so no code changes its place in registers.  Where inputs are counted in another order (GPTQ's
+bytes come from one load, so no code changes its place in registers.  Where inputs are counted in another order (GPTQ's
 act-order), codes lie in that order, and products read their inputs in it.
+
+A product of numbers of 16 bits with such a matrix (W4A16, W8A16) is a program for each tile of tokens and outputs.
+Codes go from memory to registers, become numbers of the tokens' type there, and are multiplied by tensor cores: a step
+reads as many bytes as the packed matrix has (as Marlin does, Frantar et al., 2024, for one of these formats).
+
+A product of one token with 4,096 outputs has 128 tiles of outputs, fewer programs than a large GPU runs at once.  So
+products of few tokens are split along their depth (split-K; NVIDIA's CUTLASS, 2017): each program adds up a part, in
+float32, and the parts are added in order.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,20 +29,191 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slotwise.kernels.cuda.configs import ProductConfig, codes_tile
-from slotwise.kernels.cuda.jit import jit, jit_varying
-from slotwise.kernels.cuda.splits import Parts, part_of
-from slotwise.kernels.cuda.tile import OPERANDS
+from slotwise.kernels.cuda.configs import FEW, ProductConfig, codes_tile
+from slotwise.kernels.cuda.jit import OPERANDS, jit, jit_varying
 from slotwise.kernels.matrix import Factors, Format, QuantisedMatrix
 
-# Products of numbers of 16 bits with quantised matrices, and rows of quantised tables (W4A16, W8A16).
-#
-# A program multiplies a tile of tokens with a tile of outputs.  Codes go from memory to registers, become numbers of
-# the tokens' type there, and are multiplied by tensor cores: a step reads as many bytes as the packed matrix has (as
-# Marlin does, Frantar et al., 2024, for one of these formats).
+# In inputs.
+LARGEST_CHUNK, SMALLEST_CHUNK = 64, 16
+# In bits.
+NIBBLE = 4
+# Codes that are unpacked together.
+AT_A_TIME = 1 << 24
 
-COLUMNS = 256  # of a table's row that a program reads
-_NUMBERS, _TABLE, _FLOATS = (tl.constexpr(which) for which in range(3))  # what a code stands for
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedMatrix:
+    """A matrix on a device.  Scales and minimums have units where the format says so."""
+
+    format: Format
+    outputs: int
+    depth: int
+    # [outputs, bytes] uint8.
+    codes: Tensor
+    scales: Factors
+    minimums: Factors | None
+    # [codes] float32, for formats with a table.
+    levels: Tensor | None
+    # [depth] int64: the place of each input, and the input at each place.
+    order: Tensor | None
+    inputs: Tensor | None
+
+    @property
+    def chunk(self) -> int:
+        """Inputs multiplied at a time."""
+        return chunk_of(self.format)
+
+
+def chunk_of(kind: Format) -> int:
+    """The largest chunk whose inputs share a scale; 0 if there is no such chunk."""
+    sizes = (LARGEST_CHUNK, LARGEST_CHUNK // 2, SMALLEST_CHUNK)
+    return next((size for size in sizes if kind.group % size == 0), 0)
+
+
+def refusal(kind: Format) -> str:
+    """Why a format cannot be packed, "" where it can: every chunk that tensor cores multiply would cut its groups."""
+    if chunk_of(kind):
+        return ""
+    return f"groups of {kind.group} inputs are not supported on device cuda, only multiples of {SMALLEST_CHUNK}"
+
+
+def row_bytes(kind: Format, depth: int) -> int:
+    """Bytes of an output's codes."""
+    chunk = chunk_of(kind)
+    together = 2 * chunk if kind.bits <= NIBBLE else chunk
+    return -(-depth // together) * chunk
+
+
+def packed_bytes(kind: Format, outputs: int, depth: int) -> int:
+    """Bytes of a packed matrix."""
+    groups = -(-depth // kind.group) if kind.group else 1
+    units = -(-groups // kind.groups_per_unit) * torch.float16.itemsize if kind.groups_per_unit else 0
+    factors = (groups * kind.scale.itemsize + units) * (1 + kind.has_minimums)
+    return outputs * (row_bytes(kind, depth) + factors)
+
+
+def pack(matrix: QuantisedMatrix, device: torch.device) -> PackedMatrix:
+    """Read a matrix, some outputs at a time.
+
+    Raises:
+        ValueError: the format is refused.
+    """
+    if why := refusal(matrix.format):
+        raise ValueError(why)
+    kind, inputs = matrix.format, None if matrix.order is None else matrix.order.argsort().to(device)
+    codes = torch.empty(matrix.outputs, row_bytes(kind, matrix.depth), dtype=torch.uint8, device=device)
+    scales, minimums, step = [], [], max(1, AT_A_TIME // matrix.depth)
+    for first in range(0, matrix.outputs, step):
+        rows = matrix.read(first, min(first + step, matrix.outputs))
+        unpacked = rows.codes.to(device)
+        _pack_codes(codes[first : first + step], unpacked if inputs is None else unpacked[:, inputs], kind)
+        scales.append(rows.scales)
+        if rows.minimums is not None:
+            minimums.append(rows.minimums)
+    levels = torch.tensor(kind.levels, device=device) if kind.levels and not kind.are_floats else None
+    order = None if matrix.order is None else matrix.order.to(device)
+    return PackedMatrix(kind, matrix.outputs, matrix.depth, codes, _joined(scales, device),
+                        _joined(minimums, device) if minimums else None, levels, order, inputs)
+
+
+def _pack_codes(out: Tensor, codes: Tensor, kind: Format) -> None:
+    """Pack `codes [outputs, depth]`; zeros fill each row up."""
+    chunk = chunk_of(kind)
+    if kind.bits > NIBBLE:
+        out.copy_(F.pad(codes, (0, out.shape[1] - codes.shape[1])))
+        return
+    low, high = F.pad(codes, (0, 2 * out.shape[1] - codes.shape[1])).view(len(codes), -1, 2, chunk).unbind(2)
+    out.copy_((low | high << NIBBLE).flatten(1))
+
+
+def _joined(parts: list[Factors], device: torch.device) -> Factors:
+    units = [part.units for part in parts if part.units is not None]
+    return Factors(torch.cat([part.values for part in parts]).to(device).contiguous(),
+                   torch.cat(units).to(device).contiguous() if units else None)
+
+
+# Programs of a product: some for each multiprocessor of the largest device.
+ENOUGH_PROGRAMS = 512
+MOST_PARTS = 8
+# Steps of a part, at least, so that its loads and products overlap.
+LEAST_STEPS = 4
+# Outputs that a program adds up.
+SUMMED_COLUMNS = 512
+
+
+class SplitProduct(NamedTuple):
+    """A product that is split along its depth: the sums of its parts, before they are added."""
+
+    # [parts, tokens, outputs] float32, or the product's own memory where there is one part.
+    sums: Tensor
+    # Of parts, and the depth of each.
+    number: int
+    depth: int
+
+    @classmethod
+    def of(cls, out: Tensor, grid: tuple[int, int], depth: int, step: int) -> SplitProduct:
+        """For `out [tokens, outputs]` by a grid of tiles, each of which goes along `depth` by `step`.
+
+        Products of more tokens than the smallest tile holds are not split.
+        """
+        steps = -(-depth // step)
+        number = num_parts(grid[0] * grid[1], steps) if len(out) <= FEW else 1
+        if number == 1:
+            return cls(out, 1, depth)
+        of_one = -(-steps // number)
+        number = -(-steps // of_one)
+        return cls(out.new_empty(number, *out.shape, dtype=torch.float32), number, of_one * step)
+
+    def added(self, out: Tensor, bias: Tensor | None) -> Tensor:
+        """`out`, with the sum of all parts and the bias; a single part is complete already."""
+        if self.number > 1:
+            add_parts(out, self.sums, bias)
+        return out
+
+
+def num_parts(programs: int, steps: int) -> int:
+    """Into how many parts the depth of a product is split.
+
+    Args:
+        programs: tiles of the product.
+        steps: along its depth.
+    """
+    return max(1, min(MOST_PARTS, ENOUGH_PROGRAMS // programs, steps // LEAST_STEPS))
+
+
+def add_parts(out: Tensor, parts: Tensor, bias: Tensor | None) -> None:
+    """`out [tokens, outputs]` becomes the sum of `parts [parts, tokens, outputs]` and `bias`."""
+    number, tokens, outputs = parts.shape
+    _add_parts[tokens, triton.cdiv(outputs, SUMMED_COLUMNS)](
+        out, parts, parts if bias is None else bias, tokens, PARTS=number, OUTPUTS=outputs, BIAS=bias is not None,
+        BLOCK=SUMMED_COLUMNS, num_warps=4)
+
+
+@jit
+def part_of(DEPTH: tl.constexpr, PART: tl.constexpr) -> tuple[tl.tensor, ...]:
+    """Begin and end of the depth that the program adds up."""
+    begin = tl.program_id(2) * PART if PART < DEPTH else 0
+    return begin, tl.minimum(begin + PART, DEPTH) if PART < DEPTH else DEPTH
+
+
+@jit_varying("tokens")
+def _add_parts(
+    out: tl.tensor, parts: tl.tensor, bias: tl.tensor, tokens: tl.tensor, PARTS: tl.constexpr, OUTPUTS: tl.constexpr,
+    BIAS: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:
+    """BLOCK outputs of one token."""
+    token, output = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = output < OUTPUTS
+    total = tl.load(bias + output, there, 0.0).to(tl.float32) if BIAS else tl.full([BLOCK], 0.0, tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(parts + (part * tokens + token) * OUTPUTS + output, there, 0.0)
+    tl.store(out + token * OUTPUTS + output, total.to(out.dtype.element_ty), there)
+
+
+# Columns of a table's row that a program reads.
+COLUMNS = 256
+# What a code stands for.
+_NUMBERS, _TABLE, _FLOATS = (tl.constexpr(which) for which in range(3))
 
 
 def multiply(x: Tensor, matrix: PackedMatrix, bias: Tensor | None) -> Tensor:
@@ -44,7 +225,7 @@ def multiply(x: Tensor, matrix: PackedMatrix, bias: Tensor | None) -> Tensor:
         return out
     tile: ProductConfig = codes_tile(tokens, x.dtype, has_table=matrix.levels is not None)
     grid = (triton.cdiv(tokens, tile.block_m), triton.cdiv(matrix.outputs, tile.block_n))
-    parts = Parts.of(out, grid, matrix.codes.shape[1], matrix.chunk)
+    parts = SplitProduct.of(out, grid, matrix.codes.shape[1], matrix.chunk)
     _multiply_codes[(*grid, parts.number)](
         parts.sums, x, matrix.codes, *factors(matrix), x if bias is None else bias, tokens, **constants(matrix),
         BIAS=bias is not None and parts.number == 1, OPERAND=OPERANDS[x.dtype], PART=parts.depth, BLOCK_M=tile.block_m,
@@ -64,7 +245,7 @@ def rows_of(matrix: PackedMatrix, token_ids: Tensor, kind: torch.dtype, scale: f
 
 
 def factors(matrix: PackedMatrix) -> tuple[Tensor, ...]:
-    """Scales and minimums with their units, and levels; in place of what a format has not, the codes."""
+    """Scales and minimums with their units, and levels; the codes stand in for what a format does not have."""
     nothing = matrix.codes
     minimums = matrix.minimums or Factors(nothing)
     return (matrix.scales.values, nothing if matrix.scales.units is None else matrix.scales.units, minimums.values,
@@ -73,7 +254,7 @@ def factors(matrix: PackedMatrix) -> tuple[Tensor, ...]:
 
 
 def constants(matrix: PackedMatrix) -> dict[str, Any]:
-    """What kernels are compiled for."""
+    """The compile-time constants of kernels."""
     kind, groups, units = matrix.format, matrix.scales.values.shape[1], matrix.scales.units
     return {
         "OUTPUTS": matrix.outputs, "DEPTH": matrix.depth, "ROW_BYTES": matrix.codes.shape[1], "GROUPS": groups,
@@ -197,96 +378,3 @@ def _number(
         level = code.to(tl.float32)
     number = scale * (level - ZERO)
     return number - minimum if MINIMUMS else number
-
-
-LARGEST_CHUNK, SMALLEST_CHUNK = 64, 16  # inputs
-NIBBLE = 4  # bits
-AT_A_TIME = 1 << 24  # codes that are unpacked together
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PackedMatrix:
-    """A matrix on a device.  Scales and minimums have units where the format says so."""
-
-    format: Format
-    outputs: int
-    depth: int
-    codes: Tensor  # [outputs, bytes] uint8
-    scales: Factors
-    minimums: Factors | None
-    levels: Tensor | None  # [codes] float32, of formats with a table
-    order: Tensor | None  # [depth] int64, the place of each input
-    inputs: Tensor | None  # [depth] int64, the input at each place
-
-    @property
-    def chunk(self) -> int:
-        """Inputs multiplied at a time."""
-        return chunk_of(self.format)
-
-
-def chunk_of(kind: Format) -> int:
-    """The largest chunk whose inputs share a scale; 0 where none does."""
-    sizes = (LARGEST_CHUNK, LARGEST_CHUNK // 2, SMALLEST_CHUNK)
-    return next((size for size in sizes if kind.group % size == 0), 0)
-
-
-def refusal(kind: Format) -> str:
-    """Why a format cannot be packed: every chunk that tensor cores multiply would cut its groups.  "" where it can."""
-    if chunk_of(kind):
-        return ""
-    return f"groups of {kind.group} inputs are not supported on device cuda, only multiples of {SMALLEST_CHUNK}"
-
-
-def row_bytes(kind: Format, depth: int) -> int:
-    """Bytes of an output's codes."""
-    chunk = chunk_of(kind)
-    together = 2 * chunk if kind.bits <= NIBBLE else chunk
-    return -(-depth // together) * chunk
-
-
-def packed_bytes(kind: Format, outputs: int, depth: int) -> int:
-    """Bytes of a packed matrix."""
-    groups = -(-depth // kind.group) if kind.group else 1
-    units = -(-groups // kind.groups_per_unit) * torch.float16.itemsize if kind.groups_per_unit else 0
-    factors = (groups * kind.scale.itemsize + units) * (1 + kind.has_minimums)
-    return outputs * (row_bytes(kind, depth) + factors)
-
-
-def pack(matrix: QuantisedMatrix, device: torch.device) -> PackedMatrix:
-    """Read a matrix, some outputs at a time.
-
-    Raises:
-        ValueError: a format that is refused.
-    """
-    if why := refusal(matrix.format):
-        raise ValueError(why)
-    kind, inputs = matrix.format, None if matrix.order is None else matrix.order.argsort().to(device)
-    codes = torch.empty(matrix.outputs, row_bytes(kind, matrix.depth), dtype=torch.uint8, device=device)
-    scales, minimums, step = [], [], max(1, AT_A_TIME // matrix.depth)
-    for first in range(0, matrix.outputs, step):
-        rows = matrix.read(first, min(first + step, matrix.outputs))
-        unpacked = rows.codes.to(device)
-        _pack_codes(codes[first : first + step], unpacked if inputs is None else unpacked[:, inputs], kind)
-        scales.append(rows.scales)
-        if rows.minimums is not None:
-            minimums.append(rows.minimums)
-    levels = torch.tensor(kind.levels, device=device) if kind.levels and not kind.are_floats else None
-    order = None if matrix.order is None else matrix.order.to(device)
-    return PackedMatrix(kind, matrix.outputs, matrix.depth, codes, _joined(scales, device),
-                        _joined(minimums, device) if minimums else None, levels, order, inputs)
-
-
-def _pack_codes(out: Tensor, codes: Tensor, kind: Format) -> None:
-    """`codes [outputs, depth]`, behind which zeros fill a row up."""
-    chunk = chunk_of(kind)
-    if kind.bits > NIBBLE:
-        out.copy_(F.pad(codes, (0, out.shape[1] - codes.shape[1])))
-        return
-    low, high = F.pad(codes, (0, 2 * out.shape[1] - codes.shape[1])).view(len(codes), -1, 2, chunk).unbind(2)
-    out.copy_((low | high << NIBBLE).flatten(1))
-
-
-def _joined(parts: list[Factors], device: torch.device) -> Factors:
-    units = [part.units for part in parts if part.units is not None]
-    return Factors(torch.cat([part.values for part in parts]).to(device).contiguous(),
-                   torch.cat(units).to(device).contiguous() if units else None)

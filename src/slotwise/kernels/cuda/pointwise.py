@@ -1,4 +1,4 @@
-"""Norms and the activation: one program per token, float32 inside, rounded once where a result is stored."""
+"""Norms and activations, token by token, in float32, rounded once where a result is stored."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import Tensor
 from slotwise.kernels.cuda.jit import jit
 from slotwise.kernels.interface import Activation
 
-GATE_BLOCK = 1024  # elements one program computes
+# Elements that one program computes.
+GATE_BLOCK = 1024
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:

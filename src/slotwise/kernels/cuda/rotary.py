@@ -1,7 +1,7 @@
-"""All between a layer's first product and its attention, in one pass over queries, keys and values.
+"""The rotary embedding: everything between a layer's first product and its attention, in one pass.
 
-A program takes some heads of one token: queries are normed, rotated and written out; keys are normed, rotated and
-written to the cache; values are written to the cache unchanged.  The index of a head tells which of the three it is:
+A program computes some heads of one token: queries are normed, rotated and written out; keys are normed, rotated and
+written to the cache; values are written to the cache unchanged.  The index of a head says which of the three it is:
 
     qkv of a token    [ q0 q1 ... | k0 k1 ... | v0 v1 ... ]     head 0 ... heads + 2 * kv_heads - 1
 """
@@ -13,11 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slotwise.kernels.cuda.cache import CudaCache
+from slotwise.kernels.cuda.attention import CudaCache
 from slotwise.kernels.cuda.jit import jit, jit_varying
 from slotwise.kernels.cuda.pointwise import rms_norm
-from slotwise.kernels.interface import AttentionShape, QKNorm, RaggedBatch
-from slotwise.kernels.paged_cache import FP8_LARGEST
+from slotwise.kernels.interface import FP8_LARGEST, AttentionShape, QKNorm, RaggedBatch
 
 HEADS_A_PROGRAM = 8
 

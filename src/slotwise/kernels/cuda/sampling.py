@@ -1,17 +1,17 @@
-"""From logits to tokens, without leaving the device.
+"""Sampling: from logits to tokens, and grammars' masks, without leaving the device.
 
-The algorithm and its random numbers are those of the CPU's (`cpu/sampling.py`): candidates weigh
-exp((logit - max) / temperature), min-p, top-k and top-p each become one cut-off weight, found by bisection over the
-bits of positive floats instead of a sort, and the token inverts the cumulative weights in order of token id with a
-number that is a pure function of (seed, output index): Philox4x32-10 (Salmon et al., SC 2011).  So a seed gives the
-same token on both devices, except where the two differ in the last bits of a logit or of a sum of weights.
+The algorithm and its random numbers are those of `cpu/sampling.py`: candidates weigh exp((logit - max) / temperature);
+min-p, top-k and top-p each become one cut-off weight, found by bisection over the bits of positive floats instead of a
+sort; and the token inverts the cumulative weights in order of token id, with a number that is a pure function of (seed,
+output index): Philox4x32-10 (Salmon et al., SC 2011).  So a seed gives the same token on both devices, except where the
+two differ in the last bits of a logit or of a sum of weights.
 
 A row is read by many programs, then drawn by one:
 
-        _largest    a chunk of a row    its largest logit and its place, and whether it holds NaN or +inf
+    _largest    a chunk of a row    its largest logit and its place, and whether it holds NaN or +inf
     _survey     a chunk of a row    how many weights reach 1, 1/4, 1/16 ... and the min-p cut, and their sums
-    _gather     a chunk of a row    by the surveys, a power of four that top-k and top-p do not exceed; what reaches it
-    _draw       a row               among those, usually few, the exact cuts; then the draw
+    _gather     a chunk of a row    the candidates above a cut: a power of four, below the cuts of top-k and top-p
+    _draw       a row               among these candidates, usually few, the exact cuts; then the draw
 
 Nothing depends on a row's batch-mates.  Nothing waits for the device, so all of it can be part of a CUDA graph.
 """
@@ -28,15 +28,16 @@ from torch import Tensor
 from slotwise.kernels.cuda.jit import jit, jit_varying
 from slotwise.kernels.reference import FAILED
 
-_WORDS = tl.constexpr(64)  # of a mask, that a program reads
+# Words of a mask that a program reads.
+_WORDS = tl.constexpr(64)
 
 
 def mask_rows(logits: Tensor, rows: Tensor, bits: Tensor) -> Tensor:
-    """Set what masks do not allow to minus infinity, in place; returns `logits`.
+    """Set tokens that masks do not allow to minus infinity, in place; returns `logits`.
 
     Args:
         logits: `[all rows, vocab]`, rows contiguous.
-        rows: `[rows]` int64, those that have a mask.
+        rows: `[rows]` int64, the rows that have a mask.
         bits: `[rows, words]` int32: bit i of word i // 32 allows token i.
     """
     if len(rows):
@@ -61,20 +62,25 @@ def _mask_rows(
     tl.store(logits + row * STRIDE + token, nothing, forbidden & (token < VOCAB))
 
 
-CHUNK = 4096  # logits per program
-LEVELS = 16  # cuts a survey measures; the last is the min-p cut itself
+# Logits per program.
+CHUNK = 4096
+# Cuts that a survey measures; the last is the min-p cut itself.
+LEVELS = 16
 
-_SLICE = tl.constexpr(256)  # weights compared with all levels at a time
-_BLOCK = tl.constexpr(4096)  # candidates loaded together
+# Weights that are compared with all levels at a time, and candidates that are loaded together.
+_SLICE = tl.constexpr(256)
+_BLOCK = tl.constexpr(4096)
 _LOG2_E = tl.constexpr(math.log2(math.e))
-_ABOVE_ALL = tl.constexpr(0x40000000)  # the bits of 2.0f: no weight reaches it
+# The bits of 2.0f: every weight is smaller.
+_ABOVE_ALL = tl.constexpr(0x40000000)
 _NOWHERE = tl.constexpr(0x7FFFFFFF)
 _FAILED = tl.constexpr(FAILED)
-_PARAMETERS = ("controls", "seeds", "indices")  # their alignment varies, and must not compile kernels again
+# Arguments whose alignment varies: it must not compile kernels again.
+_PARAMETERS = ("controls", "seeds", "indices")
 
 
 def sample(logits: Tensor, controls: Tensor, seeds: Tensor, indices: Tensor) -> Tensor:
-    """A token for every row, `[rows]` int64 on the logits' device; FAILED in rows without a sound distribution.
+    """A token for every row, `[rows]` int64 on the logits' device; FAILED in rows without a valid distribution.
 
     Args:
         logits: `[rows, vocab]` bfloat16, float16 or float32, rows contiguous; left as they are.
@@ -263,7 +269,7 @@ def _candidates(weights: tl.tensor, begin: tl.tensor, size: tl.tensor, cut: tl.t
 
 @jit
 def _search(weights: tl.tensor, size: tl.tensor, cut: tl.tensor, target: tl.tensor, BY_MASS: tl.constexpr) -> tl.tensor:
-    """The largest cut that weights measuring at least `target` reach; those that reach `cut` are known to be enough."""
+    """The largest cut reached by weights that measure at least `target`; `cut` is known to be low enough."""
     low, high = cut.to(tl.int32, bitcast=True), _ABOVE_ALL
     while high - low > 1:
         middle = low + (high - low) // 2

@@ -7,8 +7,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
-from slotwise.kernels.delta import DeltaShape
-from slotwise.kernels.interface import Routing
+from slotwise.kernels.interface import DeltaShape, Routing
 from slotwise.model.families import qwen2
 from slotwise.model.families.llama import LlamaLayer
 from slotwise.model.fields import Fields

@@ -4,7 +4,7 @@
     x ─► b, a ───────┴─► convolution, rule, norm, gate ─► output
          Linear          one kernel, `gated_delta`        Linear
 
-The state lies in the cache, in a group whose blocks hold one each (`kernels/delta.py`).
+The state lies in the cache, in a group whose blocks hold one each (`DeltaShape` in `kernels/interface.py`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slotwise.kernels.delta import DeltaShape, DeltaWeights
-from slotwise.kernels.interface import LayerCache, RaggedBatch
+from slotwise.kernels.interface import DeltaShape, DeltaWeights, LayerCache, RaggedBatch
 from slotwise.model.layers.attention import LayerStep, StateAdvance, refuse_parts
 from slotwise.model.layers.linear import Linear
 from slotwise.model.layers.rope import Rope

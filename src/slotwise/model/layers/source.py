@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from slotwise.errors import CheckpointError
-from slotwise.kernels.group import ALONE, Group
+from slotwise.kernels.group import SINGLE_RANK, Group
 from slotwise.kernels.interface import AttentionShape, Kernels, Linear
 from slotwise.kernels.matrix import Format, QuantisedMatrix, Rows, Weight, stacked
 from slotwise.kernels.reference import ReferenceKernels
@@ -130,7 +130,7 @@ class WeightSource:
 
     def __init__(
         self, read: Read, kernels: Kernels, dtype: torch.dtype, adapters: LoraWeights | None = None,
-        group: Group = ALONE, formats: Mapping[str, Format] = {},
+        group: Group = SINGLE_RANK, formats: Mapping[str, Format] = {},
     ) -> None:
         """Args: formats: of quantized matrices, by name."""
         self.kernels = kernels
@@ -175,7 +175,7 @@ class Listing(WeightSource):
 
     def __init__(
         self, dtype: torch.dtype, kernels: Kernels | None = None, formats: Mapping[str, Format] | None = None,
-        group: Group = ALONE, adapters: LoraWeights | None = None,
+        group: Group = SINGLE_RANK, adapters: LoraWeights | None = None,
     ) -> None:
         self._formats = formats or {}
         super().__init__(self._record, _PackedSizes(kernels) if kernels else ReferenceKernels(), dtype, adapters, group,

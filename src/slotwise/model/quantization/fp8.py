@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from slotwise.kernels.interface import FP8_LARGEST
 from slotwise.kernels.matrix import E4M3, Factors, Format, QuantisedMatrix, Rows
-from slotwise.kernels.paged_cache import FP8_LARGEST
 from slotwise.model.fields import Fields
 from slotwise.model.names import HEAD, Spellings
 from slotwise.model.quantization.mxfp4 import powers

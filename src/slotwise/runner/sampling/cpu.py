@@ -18,7 +18,7 @@ from torch import Tensor
 from slotwise.core.step import NewRequest
 from slotwise.kernels.cpu import sampling
 from slotwise.kernels.cpu import sampling as kernels
-from slotwise.kernels.cpu.jit.compiler import Compiled
+from slotwise.kernels.cpu.jit.compiler import CompiledKernel
 from slotwise.kernels.cpu.launcher import KernelLauncher
 from slotwise.kernels.reference import FAILED
 from slotwise.runner.sampling.grammar_masks import Masks
@@ -197,7 +197,7 @@ class Sampler(Sampling):
         )
         return chosen, ranks, top_ids, top
 
-    def _run(self, code: Compiled, logits_at: int, vocab: int, rows_at: int, num_rows: int, *more: int) -> None:
+    def _run(self, code: CompiledKernel, logits_at: int, vocab: int, rows_at: int, num_rows: int, *more: int) -> None:
         self._launcher.give(logits_at, vocab, rows_at, num_rows, *more)
         if num_rows == 1:
             self._launcher.alone(code)

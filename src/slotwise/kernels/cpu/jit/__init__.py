@@ -1,2 +1,5 @@
-"""Just-in-time compilation of the CPU's kernels: `compiler` compiles and loads, `store` keeps machine code on disk,
-`workers` are processes that compile in parallel.  Importing this package imports nothing."""
+"""Just-in-time compilation of the CPU's kernels.
+
+`compiler.py` compiles and loads, `store.py` keeps machine code on disk, and `workers.py` starts processes that compile
+in parallel.  Importing this package imports nothing.
+"""

@@ -14,8 +14,8 @@ from slotwise.kernels.lazy_imports import spare_torch
 
 def main() -> None:
     spawn.end_with_parent()
-    spawn.end_on_interrupt()  # the engine compiles what it leaves, or ends as well
-    gc.disable()  # all its objects are kept until it ends
+    spawn.end_on_interrupt()  # the engine compiles what a worker leaves, or ends as well
+    gc.disable()  # all objects are kept until the worker ends
     logging.disable()  # the parent process logs the same
     spare_torch()
     from slotwise.kernels.cpu.jit.compiler import share_named

@@ -1,13 +1,15 @@
 """Compiles Python functions to machine code with Numba, or loads what was compiled before.
 
-    @kernel            a part: a function that only kernels and other parts call.  It becomes machine code only as a
-                       part of a whole kernel, where LLVM optimises it once
-    Compiled(entry)    a whole kernel: a C callback of addresses and integers, compiled at first use, kept in `store.py`
-    specialised(part, BFLOAT16)    the same, of a part for some kinds of elements
+    @kernel                      a part: a function that only kernels and other parts call.  It becomes machine code
+                                 only as a part of a whole kernel, where LLVM optimises it once
+    intrinsic(emit, ...)         a function of kernels that is written as LLVM IR
+    CompiledKernel(entry)        a whole kernel: a C callback of addresses and integers, compiled at first use, kept in
+                                 `store.py`
+    specialised(part, BFLOAT16)  a whole kernel that calls a part for some kinds of elements
 
-Numba would make a library of each part, optimised and compiled at once in case Python calls it.  Parts were therefore
-optimised again in each of their callers, and their machine code never run: a third of the time to compile our kernels.
-Here a part stays LLVM IR, linked into its callers, until a kernel is complete.
+Numba would make a library of each part, optimised and compiled at once in case Python calls it.  Parts would then be
+optimised again in each of their callers, and their machine code would never run: a third of the time to compile our
+kernels.  Here a part stays LLVM IR, linked into its callers, until a kernel is complete.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeAlias, TypeVar, cast
 
 import llvmlite
 import numba
@@ -36,10 +38,11 @@ from numba.core.compiler_machinery import FunctionPass, PassManager, register_pa
 from numba.core.registry import cpu_target
 from numba.core.runtime.nrt import rtsys
 from numba.core.untyped_passes import TranslateByteCode
+from numba.extending import intrinsic as numba_intrinsic
 
 from slotwise.host import num_processors
 from slotwise.kernels.cpu.jit import workers
-from slotwise.kernels.cpu.jit.store import Object, Store
+from slotwise.kernels.cpu.jit.store import KernelStore, ObjectCode
 
 SOURCES = Path(__file__).parents[1]
 FASTMATH = {"reassoc", "nnan", "nsz", "contract", "arcp"}
@@ -48,11 +51,11 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-class _Part(JITCodeLibrary):
-    """A library that others link, and that never runs."""
+class _LinkedPart(JITCodeLibrary):
+    """A library that is linked into others, and that never runs."""
 
     @property
-    def codegen(self) -> _Part:
+    def codegen(self) -> _LinkedPart:
         """The object that gets a function's environment.  Parts have none: they use no Python object or exception."""
         return self
 
@@ -71,7 +74,7 @@ class _Part(JITCodeLibrary):
 
 @register_pass(mutates_CFG=False, analysis_only=True)
 class _KeepAsPart(FunctionPass):
-    """Makes a `_Part` the function's library."""
+    """Makes a `_LinkedPart` the function's library."""
 
     _name = "keep_as_part"
 
@@ -79,12 +82,12 @@ class _KeepAsPart(FunctionPass):
         FunctionPass.__init__(self)
 
     def run_pass(self, state: Any) -> bool:
-        state.library = cast(Any, _Part)(state.targetctx.codegen(), state.func_id.func_qualname)
+        state.library = cast(Any, _LinkedPart)(state.targetctx.codegen(), state.func_id.func_qualname)
         return True
 
 
 class _PartCompiler(CompilerBase):
-    """Numba's own compiler, with a `_Part` as the library."""
+    """Numba's own compiler, with a `_LinkedPart` as the library."""
 
     def define_pipelines(self) -> list[PassManager]:
         passes = DefaultPassBuilder.define_nopython_pipeline(self.state)
@@ -99,20 +102,20 @@ _part: Any = cast(Any, njit)(
 
 
 def kernel(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Compile a function that only kernels and other parts call.
+    """A part: a function that only kernels and other parts call.
 
     In its annotations an int is an int64 and a float a float32.
     """
     return cast("Callable[Arguments, Result]", _part(function))
 
 
-class Compiled:
+class CompiledKernel:
     """A kernel: a function of integers, most of them addresses, as machine code.
 
     Args:
         entry: the function, plain Python.
         name: of the kernel, where the entry's own is not unique.
-        source: the file that defines it; "": the entry's.
+        source: the file that defines it; "": the file of the entry.
     """
 
     def __init__(self, entry: Callable[..., None], name: str = "", source: str = "") -> None:
@@ -135,7 +138,7 @@ class Compiled:
 
     @property
     def is_ready(self) -> bool:
-        """Whether nothing is left to compile: it was read already, or valid code is on disk."""
+        """Whether nothing is left to compile: the code was read already, or is valid on disk."""
         return "address" in self.__dict__ or self.is_on_disk
 
     def compile(self) -> None:
@@ -155,7 +158,8 @@ class Compiled:
             return _link(kept)
         signature = types.void(*[types.int64] * self._arity)
         self._compiled: Any = cast(Any, cfunc)(signature, nopython=True)(self._entry)
-        store().write(self._file, Object(self._compiled.native_name, self._compiled._library._get_compiled_object()))
+        code = self._compiled._library._get_compiled_object()
+        store().write(self._file, ObjectCode(self._compiled.native_name, code))
         return int(self._compiled.address)
 
     @functools.cached_property
@@ -164,10 +168,10 @@ class Compiled:
         return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * self._arity)(self.address)
 
 
-_known: dict[str, Compiled] = {}
+_known: dict[str, CompiledKernel] = {}
 
 
-def specialised(part: Callable[..., None], *kinds: object) -> Compiled:
+def specialised(part: Callable[..., None], *kinds: object) -> CompiledKernel:
     """The kernel that calls `part(words, *kinds)`.
 
     Its symbol is named after both: kernels that different processes compiled are linked into one.
@@ -178,10 +182,62 @@ def specialised(part: Callable[..., None], *kinds: object) -> Compiled:
     names = [part.__name__, *(type(kind).__name__ for kind in kinds)]
     entry.__module__, entry.__name__ = part.__module__, "_".join(names)
     entry.__qualname__ = entry.__name__
-    return Compiled(entry, source=inspect.unwrap(part).__code__.co_filename)
+    return CompiledKernel(entry, source=inspect.unwrap(part).__code__.co_filename)
 
 
-def compile_all(codes: Sequence[Compiled]) -> None:
+ElementType: TypeAlias = Any
+"""Numba's type of a stored element; its `bitwidth` is not in numba's annotations."""
+
+INT, FLOAT, NOTHING = types.int64, types.float32, types.void
+KIND = object()
+"""An argument of which only the type counts, that of stored elements: the emitter gets the type."""
+VALUE = object()
+"""An element of the last `KIND` as it is in registers: int64 for the wider integers, else float32."""
+
+
+def intrinsic(emit: Callable[..., Any], *arguments: Any, returns: Any = NOTHING) -> Any:
+    """A function for kernels whose calls become what `emit` emits.
+
+        def _fetch_add(builder, address, amount):            # emits the instructions of one call
+            return builder.atomic_rmw("add", ...)
+
+        fetch_add: Callable[[int, int], int] = intrinsic(_fetch_add, INT, INT, returns=INT)
+
+    The declared type is what kernels and the type checker see; the numba types say what is in registers.
+
+    Args:
+        emit: called with a builder and the values of the arguments; returns the result, or a list for a tuple.
+        arguments: a numba type, KIND or VALUE for each.
+        returns: a numba type or VALUE.
+    """
+    def define(_typing: object, *given: types.Type) -> tuple[Any, Callable[..., Any]]:
+        def resolved(wanted: Any, kind: types.Type) -> types.Type:
+            return kind if wanted is KIND else _in_registers(given) if wanted is VALUE else wanted
+
+        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            operands = [kind if wanted is KIND else value
+                        for wanted, kind, value in zip(arguments, given, values, strict=True)]
+            made = emit(builder, *operands)
+            if made is None:
+                return context.get_dummy_value()
+            return context.make_tuple(builder, signature.return_type, made) if isinstance(made, list) else made
+
+        operands = [resolved(*pair) for pair in zip(arguments, given, strict=True)]
+        return resolved(returns, returns)(*operands), generate
+
+    names = ["typing", *(f"argument{place}" for place in range(len(arguments)))]
+    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    define.__name__ = define.__qualname__ = emit.__name__.lstrip("_")
+    define.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # numba reads it
+    return numba_intrinsic(define)
+
+
+def _in_registers(given: tuple[types.Type, ...]) -> types.Type:
+    """The type of an element in registers whose kind is the last of the given types."""
+    return INT if given[-1] in (types.int32, types.int64) else FLOAT
+
+
+def compile_all(codes: Sequence[CompiledKernel]) -> None:
     """Compile or load all `codes`.  What is not on disk is compiled by as many processes as there are processors.
 
     Args:
@@ -208,7 +264,7 @@ def share_named(claims: Path, names: Sequence[str]) -> None:
     _share(claims, [_known[name] for name in names])
 
 
-def _share(claims: Path, codes: Sequence[Compiled]) -> None:
+def _share(claims: Path, codes: Sequence[CompiledKernel]) -> None:
     """Compile the kernels that no other process has claimed."""
     for code in codes:
         with contextlib.suppress(FileExistsError):
@@ -217,9 +273,9 @@ def _share(claims: Path, codes: Sequence[Compiled]) -> None:
 
 
 @functools.cache
-def store() -> Store:
+def store() -> KernelStore:
     """The store of kernels compiled by this state of the sources, for this processor."""
-    return Store(key())
+    return KernelStore(key())
 
 
 def key() -> str:
@@ -237,7 +293,7 @@ _linking = threading.Lock()
 _linked: list[tuple[bytes, llvm.ObjectFileRef]] = []  # the linker does not copy them
 
 
-def _link(compiled: Object) -> int:
+def _link(compiled: ObjectCode) -> int:
     """The address of a kernel's entry.  Link each object once."""
     with _linking:
         reference = llvm.ObjectFileRef.from_data(compiled.code)

@@ -39,14 +39,14 @@ NOT_KEPT = ("compiled kernels are not kept, and every start compiles them again;
 logger = logging.getLogger(__name__)
 
 
-class Object(NamedTuple):
+class ObjectCode(NamedTuple):
     """A kernel's object code."""
 
     symbol: str  # of its entry
     code: bytes
 
 
-class Store:
+class KernelStore:
     """The kernels compiled under one `key`, which names all that their code depends on."""
 
     def __init__(self, key: str) -> None:
@@ -78,7 +78,7 @@ class Store:
         logger.warning("%s: %s", "; ".join(refused), NOT_KEPT)
         return None
 
-    def read(self, name: str) -> Object | None:
+    def read(self, name: str) -> ObjectCode | None:
         """The kernel written under `name`; None: there is none, or none that may be run, which is logged."""
         if self.folder is None:
             return None
@@ -95,7 +95,7 @@ class Store:
             logger.warning("the compiled kernel %s %s: it is compiled anew", path, why or "is damaged")
         return found
 
-    def write(self, name: str, compiled: Object) -> None:
+    def write(self, name: str, compiled: ObjectCode) -> None:
         """Write a kernel under `name`, if there is a folder."""
         if self.folder is None:
             return
@@ -150,11 +150,11 @@ def remove_unused(root: Path) -> None:
         shutil.rmtree(unused, ignore_errors=True)
 
 
-def _parsed(name: str, data: bytes) -> Object | None:
+def _parsed(name: str, data: bytes) -> ObjectCode | None:
     """The object that `write` wrote as `data`; None if `write` did not write it."""
     digest, rest = data[:DIGEST], data[DIGEST:]
     if hashlib.sha256(rest).hexdigest().encode() != digest:
         return None
     line, _, code = rest.partition(b"\n")
     index = json.loads(line)  # as `write` made it, or the digest would not be right
-    return Object(index["symbol"], code) if (index["name"], index["size"]) == (name, len(code)) else None
+    return ObjectCode(index["symbol"], code) if (index["name"], index["size"]) == (name, len(code)) else None

@@ -1,13 +1,13 @@
 """Processes that compile kernels in parallel: compilation is mostly Python code, which threads would not share out.
 
-A worker (`__main__.py`) needs two seconds of imports before it can compile.  So where the store of kernels is empty,
-workers are started before the engine process imports anything itself, and receive their work once a model's config was
-read:
+A worker (`__main__.py`) needs two seconds of imports before it can compile.  So where the store of
+kernels is empty, workers are started before the engine process imports anything itself, and receive their work on
+standard input once a model's config was read:
 
     engine   call_early │ imports …………… │ set_to_work │ compiles ………
     worker              └─ imports ………………… waits ──────┘ compiles ………
 
-Nothing here imports what takes long.
+Importing this file imports nothing that takes long.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ from slotwise import child, spawn
 from slotwise.host import kernels_obstacle, num_processors
 from slotwise.kernels.cpu.jit.store import home
 
-GPU = Path("/dev/nvidiactl")  # the NVIDIA driver's
-MOST = 13  # workers; no model needs more kernels
+# The NVIDIA driver's device.
+GPU = Path("/dev/nvidiactl")
+# The most workers: no model needs more kernels.
+MOST = 13
 
 CompileWorker = subprocess.Popen[str]
-_waiting: list[CompileWorker] = []  # started, without work so far
+# Workers that were started, and have no work yet.
+_waiting: list[CompileWorker] = []
 
 
 def call_early(device: str) -> None:
@@ -47,8 +50,8 @@ def set_to_work(number: int, claims: Path, names: list[str]) -> list[CompileWork
         claims: a folder in which to claim work.
 
     Returns:
-        The workers.  Each ends when there is nothing left, and may have failed, of which it says nothing: what it
-        leaves is compiled here, and fails here.
+        The workers.  Each ends when there is nothing left.  One that fails reports nothing: what it leaves is compiled
+        in this process, and fails in it.
     """
     _call(number - len(_waiting))
     chosen = [_waiting.pop() for _ in range(number)]

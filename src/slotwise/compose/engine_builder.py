@@ -355,7 +355,7 @@ def linked(
     return Transferring(sender, receiver, limits.block_size)
 
 
-CODE = ("kernels/cpu/block_layout.py", "kernels/cpu/block_layout.py", "kernels/matrix.py", "model/**/*.py")
+CODE = ("kernels/cpu/block_layout.py", "kernels/matrix.py", "model/**/*.py")
 """What determines which panels a checkpoint becomes."""
 
 

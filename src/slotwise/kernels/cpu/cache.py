@@ -1,22 +1,22 @@
-"""The paged cache in the layout of the CPU's kernels.
+"""The paged cache of the CPU's kernels: its layout, and its memory.
 
 One block of one key-value head is contiguous: its keys with tokens as columns, its values with dimensions as columns,
 so that scores and outputs are both products of `gemm.py` and neither needs a sum across lanes.
 
     blocks x kv_heads x [ keys [head_dim, tokens] | values [tokens, head_dim] ]
 
-Columns are padded to the lanes of a vector, 16 or 8.  In bfloat16 two vectors lie together, element beside element,
-which is how `gemm.py` reads them at no cost.  Of 16 lanes:
+Columns are padded to the lanes of a vector, 16 or 8.  In bfloat16 the elements of two vectors alternate, the order in
+which `gemm.py` reads them at no cost.  With 16 lanes:
 
     0 16  1 17  2 18 ... 15 31 | 32 48  33 49 ... 47 63 | ... an odd last vector as it is
 
-A cache of int8 holds each token's key and value of a head as integers in -127 ... 127, and their scales behind the
+A cache of int8 holds each token's key and value of a head as integers in -127 ... 127, and their scales after the
 values, where tokens are columns again:
 
     keys int8 [head_dim, tokens] | values int8 [tokens, head_dim] | scales float32 [2, tokens], of keys and of values
 
-A scale belongs to a column of the scores, so it multiplies the scores, and the weights made of them, and not every
-element: a few rows of 64 instead of the whole block.
+A scale belongs to a column of the scores, so it multiplies the scores and the weights made of them: a few rows of 64
+instead of every element of the block.
 """
 
 from __future__ import annotations
@@ -53,16 +53,23 @@ def head_block_elements(block_size: int, head_dim: int, kind: torch.dtype) -> tu
 
 @dataclass(frozen=True, slots=True)
 class CpuCache:
-    """One layer's keys and values, or states."""
+    """One layer's keys and values, or states.
 
-    storage: Tensor  # [blocks, kv_heads, elements of keys, values and scales], or [blocks, 1, elements of a state]
-    block_size: int  # tokens
-    address: int  # of `storage`
-    geometry: tuple[int, ...]  # query heads per kv_head, kv_heads, head_dim, padded, block_size, padded, bytes per head
+    Args:
+        storage: `[blocks, kv_heads, elements of keys, values and scales]`, or `[blocks, 1, elements of a state]`.
+        block_size: in tokens.
+        address: of `storage`.
+        geometry: query heads per kv_head, kv_heads, head_dim, padded, block_size, padded, bytes per head of a block.
+    """
+
+    storage: Tensor
+    block_size: int
+    address: int
+    geometry: tuple[int, ...]
 
     @classmethod
     def of_states(cls, num_blocks: int, block_size: int, shape: DeltaShape) -> CpuCache:
-        """A zeroed cache of recurrent states alone."""
+        """A zeroed cache of recurrent states."""
         storage = torch.frombuffer(untouched_pages(num_blocks * shape.state_bytes), dtype=torch.float32)
         return cls(storage.view(num_blocks, 1, -1), block_size, storage.data_ptr(), ())
 
@@ -85,11 +92,11 @@ class CpuCache:
         return cls(storage, block_size, storage.data_ptr(), (*heads, *block))
 
     def touch(self, first: int, end: int) -> bool:
-        """Allocate memory for the blocks from `first` to before `end`; False where the system cannot."""
+        """Allocate memory for blocks `first ... end - 1`; False where the system cannot."""
         return populate(self.address + first * self.block_bytes, (end - first) * self.block_bytes)
 
     def give_back(self) -> None:
-        """Return the memory of all blocks to the system; their contents are lost.  Raises OSError: it cannot."""
+        """Return the memory of all blocks to the system, and lose their contents.  Raises OSError if that fails."""
         discard(self.address, self.storage.nbytes)
 
     def keys_and_values(self, shape: AttentionShape) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Mixtures of experts: each token is multiplied by the weights of the few experts that its router chose.
 
     route      alone      chosen experts and their shares; tokens sorted by expert: a counting sort
-    divide     alone      blocks of rows of each expert that has some, with the addresses of its weights
+    divide     alone      blocks of rows of each expert that has rows, with the addresses of its weights
     products   together   all blocks: the product that the weights are packed for   [tokens * top_k, ...]
     combine    together   a token's results times its shares, added                 [tokens, hidden]
 
@@ -9,11 +9,11 @@
     sorted       0: a       1: b      2: a b
     starts       0          1         2          4
 
-All experts of a layer have one shape and one format, so one kernel multiplies the rows of all: it finds the weights
-of each block in a table, which another kernel writes, and the rows of x by the order of tokens.  Threads take panels
-of all experts from one queue, wait for each other at its end, and prefetch the weights of the next expert while they
-read those of one.  Weights of experts without tokens are not read.  Nothing depends on tokens in Python, so a graph can
-hold all of it.  A token's result depends on its own row alone: products do not depend on the rows beside it, and its
+All experts of a layer have one shape and one format, so one kernel multiplies the rows of all experts: it finds the
+weights of each block in a table, which another kernel writes, and the rows of x by the order of tokens.  Threads take
+panels of all experts from one queue, wait for each other at its end, and prefetch the weights of the next expert while
+they read the current one's.  Weights of experts without tokens are not read.  Nothing depends on tokens in Python, so a
+graph can record all of it.  A token's result depends only on its own row: products do not depend on other rows, and its
 shares are added in the order of its experts.
 """
 
@@ -52,7 +52,8 @@ LOGITS, ROWS, EXPERTS, TOP_K, NORMALISED, STARTS, SOURCES, PLACES, SHARES, ENDS 
 FROM, TO, OF_ROW, NUM_ROWS, SIZE, EACH, SHARE, SUMS, FIRST_ROW, END_ROW = range(HEADER, HEADER + 10)
 FIRSTS, COUNT, WEIGHTS, MOST, TABLE = range(HEADER, HEADER + 5)
 
-INDEX_BITS = 16  # of an expert's number in a key
+# Bits of an expert's number in a key.
+INDEX_BITS = 16
 MAX_EXPERTS = 1 << INDEX_BITS
 _LAST, _SIZE_BITS = MAX_EXPERTS - 1, 0x7FFFFFFF
 
@@ -61,7 +62,7 @@ _LAST, _SIZE_BITS = MAX_EXPERTS - 1, 0x7FFFFFFF
 def _key(logits: int, expert: int, kind: Real) -> int:
     """An integer that orders experts by their logits and then by their numbers, the first one highest.
 
-    A float's bits order like the float once those below the sign of a negative are turned around; NaN is highest.
+    A float's bits order like the float once the bits below the sign of a negative are inverted; NaN is highest.
     """
     bits = int64(signed_bits_of(load(logits, expert, kind)))
     return ((bits ^ (bits >> 31 & _SIZE_BITS)) << INDEX_BITS) + _LAST - expert
@@ -100,7 +101,7 @@ def _choose(words: int, token: int, kind: Real) -> None:
 def _route(words: int, kind: Real) -> None:
     """Choose experts, then sort: `STARTS` of each expert's rows, the token of each row, and the row of each choice.
 
-    Where each expert's rows end is added to `ENDS`, int64.
+    The end of each expert's rows is added to `ENDS`, int64.
     """
     tokens, experts, top_k = load(words, ROWS, INT64), load(words, EXPERTS, INT64), load(words, TOP_K, INT64)
     starts, sources, places = (load(words, STARTS, INT64), load(words, SOURCES, INT64), load(words, PLACES, INT64))
@@ -116,7 +117,8 @@ def _route(words: int, kind: Real) -> None:
         end = load(starts, expert, INT32) + load(starts, expert + 1, INT32)
         store(starts, expert + 1, end, INT32)
         store(ends, expert, load(ends, expert, INT64) + end, INT64)
-    for choice in range(tokens * top_k):  # each start moves on to the next expert's, and back below
+    # Each start moves on to the next expert's, and is moved back below.
+    for choice in range(tokens * top_k):
         expert = load(places, choice, INT32)
         row = load(starts, expert, INT32)
         store(starts, expert, row + 1, INT32)
@@ -131,7 +133,7 @@ def _route(words: int, kind: Real) -> None:
 def _combine(words: int, kind: Real) -> None:
     """Token i of `TO` is the sum of `EACH` rows of `FROM` times their shares, rounded once.
 
-    Rows of experts that are not held are left out.
+    Rows of experts that this rank does not hold are left out.
     """
     first, end = load(load(words, FIRST_ROW, INT64), 0, INT32), load(load(words, END_ROW, INT64), 0, INT32)
     size, tokens, each = load(words, SIZE, INT64), load(words, NUM_ROWS, INT64), load(words, EACH, INT64)
@@ -154,7 +156,7 @@ def _combine(words: int, kind: Real) -> None:
 
 @kernel
 def _divide(words: int) -> None:
-    """The table of blocks of all experts' rows, for `linear.py`: equally many rows in each of an expert's blocks."""
+    """The table of blocks of all experts' rows, for `linear.py`; an expert's blocks have nearly equal heights."""
     starts, most, table = load(words, FIRSTS, INT64), load(words, MOST, INT64), load(words, TABLE, INT64)
     of_weights, count = BLOCK_WORDS - 2, 0
     for expert in range(load(words, COUNT, INT64)):
@@ -188,7 +190,7 @@ class _ExpertColumns:
 
     @functools.cached_property
     def _weights(self) -> Tensor:
-        """`[experts, 3]`: each one's words of a `RowBlock`; made at the first product, for it compiles kernels."""
+        """`[experts, 3]`, words of each expert's `RowBlock`; made at the first product, because it compiles kernels."""
         return torch.tensor([part.arguments(self._launcher, 0, 0, 1)[OF_WEIGHTS] for part in self._parts])
 
     def multiply(self, x: Tensor, out: Tensor, starts: Tensor, sources: int) -> None:
@@ -204,7 +206,7 @@ class _ExpertColumns:
 
 
 class _ExpertProducts:
-    """The products of rows sorted by expert with each expert's weights, which are parts along the outputs."""
+    """The products of rows sorted by expert with each expert's weights, in parts along the outputs."""
 
     def __init__(self, experts: Sequence[Sequence[PackedPart]], launcher: KernelLauncher) -> None:
         self._launcher, at = launcher, 0
@@ -227,8 +229,8 @@ class CpuMixture:
     """`x [tokens, hidden], logits [tokens, experts] -> [tokens, hidden]`.
 
     Args:
-        gates: of each expert that is held, the gates and what they gate: gated by the product, or by `activate`.
-        ends: `[experts]` int64, to which is added where each expert's rows end.
+        gates: the gates and up projection of each expert that this rank holds; activated by the product or `activate`.
+        ends: `[experts]` int64, to which the end of each expert's rows is added.
     """
 
     def __init__(
@@ -256,7 +258,7 @@ class CpuMixture:
         return out
 
     def _route(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Where each expert's rows start, the token of each row, the row and the share of each choice."""
+        """The start of each expert's rows, the token of each row, and the row and share of each choice."""
         (tokens, experts), routing, launcher = logits.shape, self._routing, self._launcher
         starts = launcher.empty((experts + 1,), torch.int32)
         sources, places = (launcher.empty((tokens * routing.top_k,), torch.int32) for _ in range(2))

@@ -51,9 +51,12 @@ from slotwise.kernels.interface import (
 from slotwise.kernels.matrix import Format, QuantisedMatrix, Weight
 
 LOG2_E = math.log2(math.e)
-SMALL = 1 << 14  # elements that one thread computes before two have synchronised
-MAX_RECORDED = 128  # tokens; in larger steps the cost of starting kernels is negligible
-SHORTEST = 256  # tokens of context of the smallest graph, then twice as many, and so on
+# Elements that one thread computes before two have synchronised.
+SMALL = 1 << 14
+# The most tokens of a recorded step: in larger steps the cost of starting kernels is negligible.
+MAX_RECORDED = 128
+# Tokens of context of the smallest graph; each larger one has twice as many.
+SHORTEST = 256
 
 
 class CpuKernels:
@@ -69,11 +72,12 @@ class CpuKernels:
         self, threads: int | None = None, quantization: str = "none", kv_cache_dtype: str = "auto",
         path: str | None = None,
     ) -> None:
-        """`threads` of the pool; None: as many as torch uses.  `path` is one of `paths.ALL`; None: see `paths.py`.
+        """`threads` are those of the pool; None: as many as torch uses.  `path` is one of `paths.ALL`; None: see
+        `paths.py`.
 
         Raises:
-            ValueError: `quantization` is neither "none" nor one of `quantize.BITS`, `kv_cache_dtype` neither "auto"
-                nor "int8", or the path that is forced is unknown or cannot run here.
+            ValueError: `quantization` is neither "none" nor one of `quantize.BITS`; `kv_cache_dtype` is neither "auto"
+                nor "int8"; or the forced path is unknown or cannot run here.
         """
         if quantization != "none" and quantization not in quantize.BITS:
             raise ValueError(f"quantization must be none, {' or '.join(quantize.BITS)}, not {quantization!r}")
@@ -84,7 +88,7 @@ class CpuKernels:
         self._arena = Arena()
 
     def product_path(self, kind: torch.dtype) -> str:
-        """The path of products with weights of `kind`, as `paths.py` names it."""
+        """The path of products with weights of `kind`, by its name in `paths.py`."""
         return self._packing.path(kind)
 
     def warm_up(self, kind: torch.dtype) -> None:
@@ -107,13 +111,13 @@ class CpuKernels:
         return ""
 
     def operations_per_second(self, kind: torch.dtype) -> float:
-        """By the path of products, for each thread."""
+        """By the path of products and the number of threads."""
         of_a_thread = {"amx": 7e11, "onednn": 7e11, "fp16": 1.6e11, "bf16": 1.8e11, "amx_int8": 7e11}.get(
             self.product_path(kind), 1e11 if processor.AVX512 else 6e10)
         return of_a_thread * self.launcher.threads
 
     def refusal(self, shape: AttentionShape) -> str:
-        """Soft-capped scores over an int8 cache, whose scales are applied behind the cap."""
+        """Soft-capped scores over an int8 cache are refused: its scales would be applied after the cap."""
         if shape.soft_cap and self._cached == torch.int8:
             return "kv_cache_dtype int8 does not support soft-capped attention scores on device cpu: choose auto"
         return ""
@@ -125,7 +129,7 @@ class CpuKernels:
         return CpuCache.allocate(num_blocks, block_size, shape, self._stored(kind))
 
     def cache_bytes_per_block(self, block_size: int, shape: LayerShape, kind: torch.dtype) -> int:
-        """Bytes of one block in one layer: keys, values and their scales, if any, or a state."""
+        """Bytes of one block in one layer: keys, values and any scales, or a state."""
         if isinstance(shape, DeltaShape):
             return shape.state_bytes
         stored = self._stored(kind)
@@ -140,7 +144,7 @@ class CpuKernels:
         return (cache.storage,)
 
     def format_refusal(self, format: Format, kind: torch.dtype) -> str:
-        """What the packed layouts of `block_layout.py` do not hold, and 8-bit floats that `linear_fp8.py` does not."""
+        """Formats without a layout in `block_layout.py` are refused, or 8-bit floats that `linear_fp8.py` cannot multiply."""
         return self._packing.refusal(format, kind)
 
     def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
@@ -157,17 +161,17 @@ class CpuKernels:
         return self._packing.head(weight)
 
     def embedding(self, table: QuantisedMatrix, kind: torch.dtype, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
-        """Rows of the panels that a head of the same table reads."""
+        """Rows from the panels that a head of the same table reads."""
         return self._packing.embedding(table, kind, scale)
 
     def exact_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """`weight [out, in]`, packed as it is."""
+        """`weight [out, in]`, packed without quantising it."""
         return self._packing.exact(weight, bias)
 
     def experts(
         self, weights: Iterable[ExpertWeights], routing: Routing, activation: Activation | ClampedSwiGLU, ends: Tensor,
     ) -> Mixture:
-        """A layer's experts; see `experts.py`."""
+        """A layer's experts, by `experts.py`."""
         gates: list[Sequence[PackedPart]] = []
         downs: list[Sequence[PackedPart]] = []
         is_gated = False
@@ -179,7 +183,7 @@ class CpuKernels:
         return experts.CpuMixture(gates, downs, activate, routing, ends, self.launcher)
 
     def adapters(self, num_places: int, max_rank: int, kind: torch.dtype) -> CpuAdapters:
-        """See `low_rank.py`."""
+        """The products of `low_rank.py`."""
         return CpuAdapters(self.launcher, num_places, max_rank, kind, MAX_RECORDED)
 
     def linear_bytes(self, weight: Weight) -> int:
@@ -191,18 +195,18 @@ class CpuKernels:
         return self._packing.head_bytes(weight)
 
     def library_bytes(self, kind: torch.dtype) -> int:
-        """oneDNN's cache, where it multiplies."""
+        """The size of oneDNN's cache, where oneDNN multiplies."""
         return onednn.cache_bytes() if self.product_path(kind) == "onednn" else 0
 
     def graph_size(self, tokens: int, context: int) -> tuple[int, int]:
-        """Exactly `tokens`: computing padding costs more than another graph."""
+        """Exactly `tokens`: another graph costs less than computing padding."""
         return tokens if tokens <= MAX_RECORDED else 0, max(SHORTEST, 1 << (context - 1).bit_length())
 
     def record(self, work: Callable[[], Tensor]) -> KernelGraph | None:
         """Run `work`, which calls these kernels and nothing else, and capture it.
 
-        None, without running `work`, on the path `onednn`: torch computes the products there, and a graph holds only
-        our own kernels.
+        Returns None without running `work` on the path `onednn`: there torch computes the products, and a graph holds
+        only our own kernels.
         """
         return None if self.launcher.is_beside_torch else GraphRecorder(self.launcher, self._arena).record(work)
 
@@ -266,7 +270,7 @@ class CpuKernels:
         self, mixed: Tensor, gates: Tensor, weights: DeltaWeights, cache: CpuCache, batch: RaggedBatch,
         shape: DeltaShape,
     ) -> Tensor:
-        """See `delta.py`."""
+        """By `delta.py`."""
         return delta.gated_delta(self.launcher, mixed, gates, weights, cache, batch, shape, _bits(weights.eps))
 
     def clamped_swiglu(self, gate_up: Tensor, activation: ClampedSwiGLU) -> Tensor:

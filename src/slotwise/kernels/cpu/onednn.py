@@ -1,6 +1,6 @@
-"""Products of bfloat16 by oneDNN, for processors on which it is the fastest (`paths.py`).
+"""Products of bfloat16 by oneDNN, through torch, for processors on which it is the fastest (`paths.py`).
 
-The operators are those that torch's own compiler uses.  They are private, so they are tried before they are used.
+The operators are the ones that torch's own compiler uses.  They are private, so they are tried before they are used.
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ from torch import Tensor
 
 from slotwise.kernels.interface import Linear
 
-# For each weight shape and number of rows torch caches a plan and oneDNN its code: up to 1,024 of either.  A hundred
-# and more are in use at a time where the number of rows varies.
-BOUNDS = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")  # read by torch and by oneDNN at their first product
-KEPT = 128  # products
-KEPT_BYTES = 600_000  # of one product, both together: 300,000 to 750,000 from 2 to 512 rows, measured on AVX-512 BF16
+# For each weight shape and number of rows torch caches a plan and oneDNN its code: up to 1,024 of either.  More than a
+# hundred are in use at a time where the number of rows varies.
+
+# The variables that bound these caches; torch and oneDNN read them at their first product.
+BOUNDS = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+# Products that are cached, and bytes of one in both caches: 300,000 to 750,000 from 2 to 512 rows, measured on AVX-512
+# BF16.
+KEPT = 128
+KEPT_BYTES = 600_000
 
 
 def onednn_linear(weight: Tensor, bias: Tensor | None) -> Linear:
@@ -46,7 +50,7 @@ def cache_bytes() -> int:
 
 @functools.cache
 def obstacle() -> str:
-    """Why oneDNN does not multiply bfloat16 here; empty where it does, be it slowly."""
+    """Why oneDNN does not multiply bfloat16 here; empty where it does, even if slowly."""
     weight = torch.ones(2, 2, dtype=torch.bfloat16)
     try:
         onednn_linear(weight, None)(weight)

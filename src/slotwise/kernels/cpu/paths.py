@@ -6,16 +6,16 @@
                  fp16       in half precision (`linear_fp16.py`): AVX-512 FP16, and a depth of whole chains
                  bf16       of pairs of bfloat16, added to float32 (`linear_bf16.py`): AVX-512 BF16
                  float32    widened to float32 on the way into registers (`gemm.py`)
-                 onednn     by oneDNN, through torch (`onednn.py`); decode steps are not captured
+                 onednn     by oneDNN, through torch (`onednn.py`); decode steps are not recorded
     int8, int4   amx_int8   of tiles (`linear_int.py`): AMX
                  vnni       of bytes, added in fours by one instruction (`linear_int.py`): AVX-512 VNNI or AVX-VNNI
                  integer    of bytes, added in pairs (`linear_int.py`)
 
 By default the path of bfloat16 is the one that the user had measured and kept (`slotwise bench kernels
---keep-fastest`), or else the first of `FASTEST` whose feature this processor has.  A start measures nothing, so that
-every start on a machine computes the same.  One path can be forced, by an argument of `CpuKernels` or by the
-environment variable SLOTWISE_CPU_LINEAR; the other group keeps its default.  Tests run every path without an
-`obstacle`.
+--keep-fastest`), a line of JSON in the user's folder of caches; without that file, the first of `FASTEST` whose feature
+this processor has.  A start measures nothing, so that every start on a machine computes the same.  One path can be
+forced, by an argument of `CpuKernels` or by the environment variable SLOTWISE_CPU_LINEAR; the other group keeps its
+default.  Tests run every path without an `obstacle`.
 """
 
 from __future__ import annotations
@@ -24,36 +24,29 @@ import json
 import os
 from pathlib import Path
 
-from numba import config
-from numba.core.codegen import get_host_cpu_features
-
 from slotwise import folders
 from slotwise.files import read_regular, write_output
 from slotwise.kernels.cpu import linear_bf16, linear_fp16, linear_int, onednn
-from slotwise.kernels.cpu.processor import has
+from slotwise.kernels.cpu.processor import features, has
 
-# The path that a user had measured and kept for this processor (`slotwise bench kernels --keep-fastest`).
-#
-# It is a file of one line of JSON in the user's folder of caches.  It changes only when that command is run, so that
-# every start on a machine computes the same; without the file, `paths.FASTEST` decides.
-
+# The most bytes that are read of the file with the kept path.
 MAX_BYTES = 1 << 16
 
 
 def file() -> Path:
-    """Where the choice is kept."""
+    """The file with the kept path."""
     return folders.cache() / "slotwise" / "product-path.json"
 
 
 def read() -> str:
-    """The path kept for this processor; empty where there is none."""
+    """The path kept for this processor; empty if no path is kept."""
     try:
         kept = json.loads(read_regular(file(), MAX_BYTES))
     except (OSError, ValueError, RecursionError):
         return ""
-    if folders.objection(file()):  # other users may not decide what this one computes
+    if folders.objection(file()):  # no other user may decide what this one computes
         return ""
-    matches = isinstance(kept, dict) and kept.get("features") == _features() and isinstance(kept.get("path"), str)
+    matches = isinstance(kept, dict) and kept.get("features") == features() and isinstance(kept.get("path"), str)
     return str(kept["path"]) if matches else ""
 
 
@@ -61,30 +54,26 @@ def keep(path: str) -> Path:
     """Keep `path` for this processor; returns the file."""
     target = file()
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_output(target, f"{json.dumps({'path': path, 'features': _features()})}\n".encode())
+    write_output(target, f"{json.dumps({'path': path, 'features': features()})}\n".encode())
     return target
 
 
-def _features() -> str:
-    """What kernels are compiled for."""
-    forced: str | None = getattr(config, "CPU_FEATURES", None)
-    return str(get_host_cpu_features()) if forced is None else forced
-
-
 VARIABLE = "SLOTWISE_CPU_LINEAR"
-DENSE = ("amx", "fp16", "bf16", "float32", "onednn")  # for weights of bfloat16
+# The paths for weights of bfloat16, and for quantised weights.
+DENSE = ("amx", "fp16", "bf16", "float32", "onednn")
 QUANTISED = ("amx_int8", "vnni", "integer")
 ALL = DENSE + QUANTISED
 
 FASTEST = (
     ("amx-bf16", "amx"),
-    ("avx512fp16", "fp16"),  # Intel's multiply bfloat16 at half the rate of float32
+    # Intel's processors with FP16 multiply bfloat16 at half the rate of float32.
+    ("avx512fp16", "fp16"),
     ("avx512bf16", "bf16"),
     ("", "float32"),
 )
-"""The fastest path for a processor with a feature, by LLVM's name: the first line that holds, as measured by `slotwise
-bench kernels`.  It is one for all numbers of rows: a row's result must not depend on the rows beside it, and weights
-are packed once."""
+"""The fastest path for a processor with a feature, by LLVM's name: the first line that applies, as measured by
+`slotwise bench kernels`.  One path serves all numbers of rows, because a row's result must not depend on the other
+rows, and weights are packed once."""
 
 
 def obstacle(path: str) -> str:
@@ -105,10 +94,10 @@ def obstacle(path: str) -> str:
 
 
 def forced(path: str | None = None) -> str:
-    """The forced path, of `path` or else of the environment; empty where neither sets one.
+    """The forced path, from `path` or else from the environment; empty where neither sets one.
 
     Raises:
-        ValueError: there is no such path, or this processor cannot execute it.
+        ValueError: the path is unknown, or this processor cannot execute it.
     """
     source, path = ("path", path) if path is not None else (VARIABLE, os.environ.get(VARIABLE, ""))
     if not path:
@@ -131,7 +120,7 @@ def dense(forced: str) -> str:
 
 
 def quantised(forced: str) -> str:
-    """The path of quantised weights: the first that can run, for the faster ones come first."""
+    """The path of quantised weights: the first one that can run, since faster paths come first."""
     if forced in QUANTISED:
         return forced
     return next(path for path in QUANTISED if not obstacle(path))

@@ -1,7 +1,7 @@
-"""All between a layer's first product and its attention, for each token by itself: norms of heads, the rotary
-embedding, and the cache write.
+"""The rotary embedding: everything between a layer's first product and its attention, token by token.
 
-Arithmetic is float32, rounded once where a result is stored.
+That is the norms of heads, the rotation of queries and keys, and the write of keys and values to the cache.  Arithmetic
+is float32, rounded once where a result is stored.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from slotwise.kernels.cpu.simd import (
     store,
 )
 
-STEPS = float32(127)  # int8 steps on either side of zero
+# The int8 steps on either side of zero.
+STEPS = float32(127)
 TINY = float32(1e-30)
 
 # Arguments in words after the header.
@@ -51,9 +52,9 @@ def _head_of(words: int, token: int, head: int, kind: Real) -> int:
 
 @kernel
 def _norm_factor(words: int, token: int, head: int, heads: int, place: int, kind: Real) -> float:
-    """One over the root mean square of `heads` heads of `qkv` from `head` on, or of those of all ranks together.
+    """One over the root mean square of `heads` heads of `qkv` from `head` on, or of the heads of all ranks.
 
-    `place` is 0 of queries and 1 of keys: of the sums of squares, and of how many numbers they are.
+    `place` selects the sum of squares and the number of its numbers: 0 of queries, 1 of keys.
     """
     eps, squares = float_of(load(words, NORM_EPS_BITS, INT64)), load(words, SQUARES, INT64)
     if squares != 0:
@@ -102,7 +103,7 @@ def _rotate(
 
 @kernel
 def stored_at(column: int, columns: int, kind: Real) -> int:
-    """The place of `column` among `columns`, as in `cache.stored_order`."""
+    """The place of `column` among `columns`, the inverse of `cache.stored_order`."""
     if bytes_of(kind) != 2 or column >= columns // PAIR * PAIR:
         return column
     return column // PAIR * PAIR + column % LANES * 2 + column // LANES % 2
@@ -141,7 +142,7 @@ def _quantise(numbers: int, count: int, target: int, stride: int, scale: int) ->
     """Quantise float32 `numbers` to every `stride`-th byte of `target`, and store their scale at `scale`.
 
     Magnitudes are compared by their bits, which order like the numbers, with NaN at the top.  So the scale of numbers
-    with a NaN is NaN, and with an infinity infinite: neither is lost.
+    with a NaN is NaN, and with an infinity infinite: both stay visible.
     """
     largest = 0
     for i in range(count):
@@ -159,7 +160,7 @@ def _quantise(numbers: int, count: int, target: int, stride: int, scale: int) ->
 def _keep_int8(
     words: int, token: int, head: int, norm: int, factor: float, block: int, offset: int, room: int, kind: Real,
 ) -> None:
-    """The same quantised to int8, with `room` as scratch for a head in float32."""
+    """Store a token's key and value quantised to int8, with `room` as scratch for a head in float32."""
     dim, width, columns = load(words, DIM, INT64), load(words, DIM_PADDED, INT64), load(words, BLOCK_PADDED, INT64)
     values = block + dim * columns
     scales = values + load(words, BLOCK, INT64) * width + offset * 4
@@ -215,9 +216,10 @@ def _rotary_store(words: int, kind: Real, stored: Real) -> None:
 
 
 SQUARES_OF = {torch.bfloat16: specialised(_squares, BFLOAT16), torch.float32: specialised(_squares, FLOAT32)}
-ROTARY_STORE = {  # by the type of the input and of the cache
+ROTARY_STORE = {
     (torch.bfloat16, torch.bfloat16): specialised(_rotary_store, BFLOAT16, BFLOAT16),
     (torch.float32, torch.float32): specialised(_rotary_store, FLOAT32, FLOAT32),
     (torch.bfloat16, torch.int8): specialised(_rotary_store, BFLOAT16, INT8),
     (torch.float32, torch.int8): specialised(_rotary_store, FLOAT32, INT8),
 }
+"""The kernels, by the types of the input and of the cache."""

@@ -32,7 +32,7 @@ def test_the_sizes_are_those_that_are_documented():
 
 def test_what_cannot_be_captured_is_left_to_be_started_kernel_by_kernel(monkeypatch):
     """A driver that refuses: the work is done, nobody is told of a recording, and it is not tried again."""
-    subject, done = graphs.Graphs(torch.device("cuda")), []
+    subject, done = graphs.CudaGraphs(torch.device("cuda")), []
 
     def refuses(work):
         raise RuntimeError("operation not permitted when stream is capturing")
@@ -51,7 +51,7 @@ def test_a_result_by_its_address_is_not_kept_alive():
 
 @on_gpu
 def test_captures_share_a_pool_and_run_in_any_order():
-    subject = graphs.Graphs(torch.device("cuda"))
+    subject = graphs.CudaGraphs(torch.device("cuda"))
     inputs = torch.randn(512, 256, device="cuda")
     weight = torch.randn(256, 256, device="cuda")
     recordings = {rows: subject.record(lambda rows=rows: (inputs[:rows] @ weight).relu() + 1) for rows in (512, 8, 64)}
@@ -62,7 +62,7 @@ def test_captures_share_a_pool_and_run_in_any_order():
 
 @on_gpu
 def test_what_a_capture_allocated_is_given_to_the_next():
-    subject = graphs.Graphs(torch.device("cuda"))
+    subject = graphs.CudaGraphs(torch.device("cuda"))
     inputs = torch.randn(1 << 20, device="cuda")
     first = subject.record(lambda: inputs * 2)
     before = torch.cuda.memory_reserved()
@@ -74,7 +74,7 @@ def test_what_a_capture_allocated_is_given_to_the_next():
 
 @on_gpu
 def test_the_first_result_is_there_at_once():
-    subject = graphs.Graphs(torch.device("cuda"))
+    subject = graphs.CudaGraphs(torch.device("cuda"))
     inputs = torch.randn(64, device="cuda")
     recording = subject.record(lambda: inputs * 3)
     assert torch.equal(recording.result, inputs * 3)

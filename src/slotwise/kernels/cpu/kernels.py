@@ -144,7 +144,7 @@ class CpuKernels:
         return (cache.storage,)
 
     def format_refusal(self, format: Format, kind: torch.dtype) -> str:
-        """Formats without a layout in `block_layout.py` are refused, or 8-bit floats that `linear_fp8.py` cannot multiply."""
+        """Formats without a layout in `block_layout.py`, and 8-bit floats without a product in `linear_fp8.py`."""
         return self._packing.refusal(format, kind)
 
     def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:

@@ -1,4 +1,4 @@
-"""Command lines of benchmarks: `python -m benchmarks.PACKAGE COMMAND ...` runs a module of the package."""
+"""Command lines and progress bars of benchmarks; `python -m benchmarks.PACKAGE COMMAND ...` runs a module of it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,30 @@ import argparse
 import ast
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
+
+from tqdm import tqdm
+
+Item = TypeVar("Item")
 
 
 class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """The description as it is written, and the default of each option behind its help."""
+    """The description as it is written, and the default of each option behind its help, where it says something."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default in (None, False, "") else super()._get_help_string(action)
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
     """Returns a parser whose help is a module's docstring, with the default of every option."""
     return argparse.ArgumentParser(description=description, formatter_class=_Help)
+
+
+def bar(items: Iterable[Item], label: str) -> Iterator[Item]:
+    """Yields `items` under a progress bar on stderr, which is gone at the end; without a terminal there is none."""
+    yield from tqdm(list(items), desc=label, leave=False, disable=None)
 
 
 def run(package: str, description: str, commands: Sequence[str]) -> None:

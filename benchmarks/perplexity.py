@@ -1,7 +1,7 @@
 """Measures perplexity for each type of weights and of cache, of the built-in model or of a real one.
 
 The built-in model reads functions that `training/corpus.py` holds out: those of standard library modules that are not
-in the training data, tests excluded.  Another model reads licences, Python's documentation, code and manual pages of
+in the training data, tests excluded.  Another model reads licenses, Python's documentation, code and manual pages of
 this machine, in windows of 1,024 tokens that begin after the first 2,000 of their text; the result has a digest of
 them, for only the same windows compare.  It is computed as in serving: the same decoder and kernels, over a paged
 cache.
@@ -58,7 +58,7 @@ OF_MODEL = (("float32", "none", "auto"), ("bfloat16", "none", "auto"), ("bfloat1
 BLOCK = 64  # tokens
 STEP = 512  # tokens
 WINDOW, SKIPPED = 1024, 2000  # tokens
-LICENCES = {"GPL-3": 4, "Artistic": 1, "MPL-2.0": 2}  # windows of each, as many as it has
+LICENSES = {"GPL-3": 4, "Artistic": 1, "MPL-2.0": 2}  # windows of each, as many as it has
 DOCUMENTED = (  # modules whose documentation is read
     "decimal", "turtle", "argparse", "logging", "typing", "random", "heapq", "difflib", "json", "ipaddress", "datetime",
     "collections", "statistics", "enum", "tempfile", "shelve", "pickle", "optparse", "doctest")
@@ -78,8 +78,8 @@ def held_out(count: int) -> list[list[int]]:
 def windows_of(path: Path) -> list[list[int]]:
     """Returns windows of texts of this machine, in token ids of the model at `path`."""
     tokenizer, found = Tokenizer.load(path), []
-    licences, library = Path("/usr/share/common-licenses"), Path(sysconfig.get_path("stdlib"))
-    texts = [((licences / name).read_text(), most) for name, most in LICENCES.items() if (licences / name).is_file()]
+    licenses, library = Path("/usr/share/common-licenses"), Path(sysconfig.get_path("stdlib"))
+    texts = [((licenses / name).read_text(), most) for name, most in LICENSES.items() if (licenses / name).is_file()]
     texts.append(("\n\n".join(importlib.import_module(name).__doc__ or "" for name in DOCUMENTED), 4))
     texts += [((library / name).read_text(), 2) for name in CODE]
     pages = sorted(Path("/usr/share/man/man1").glob("*.gz"))[:MAX_MANUALS]
@@ -150,7 +150,7 @@ def of_blocks(name: str) -> Decoder:
 
 
 def widened(path: Path, dtype: str, quantization: str, cached: str) -> Decoder:
-    """A checkpoint with all weights as plain numbers of `dtype`, which the kernels quantise as they pack them."""
+    """A checkpoint with all weights as plain numbers of `dtype`, which the kernels quantize as they pack them."""
     kernels = choose("cpu", quantization, cached)
     config, weights = describe(path, dtype, kernels), Weights(path)
     shapes = tensor_shapes(config)
@@ -160,7 +160,7 @@ def widened(path: Path, dtype: str, quantization: str, cached: str) -> Decoder:
 
 
 def of_model(path: Path) -> Iterator[tuple[str, str, Decoder]]:
-    """Yields what `decoders` does for a checkpoint, and where its weights are quantised the model as it is stored."""
+    """Yields what `decoders` does for a checkpoint, and where its weights are quantized the model as it is stored."""
     for dtype, quantization, cached in OF_MODEL:
         yield dtype if quantization == "none" else f"{quantization}, {dtype}", cached, widened(
             path, dtype, quantization, cached)
@@ -175,7 +175,7 @@ def about(path: Path, texts: list[list[int]]) -> dict[str, Any]:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {
         "version": 1, "environment": environment(), "model": path.name, "model_sha256": digest,
-        "texts": "licences, documentation of Python modules, code of its library, manual pages; nothing is drawn",
+        "texts": "licenses, documentation of Python modules, code of its library, manual pages; nothing is drawn",
         "windows": len(texts), "tokens_a_window": WINDOW,
         "windows_sha256": hashlib.sha256(json.dumps(texts).encode()).hexdigest()}
 
@@ -266,7 +266,7 @@ def main() -> None:
     """Parse the command line and print the table."""
     parser = parser_of(__doc__)
     parser.add_argument("--documents", type=int, default=300, help="functions that the built-in model reads")
-    parser.add_argument("--cache-only", action="store_true", help="leave out quantised weights")
+    parser.add_argument("--cache-only", action="store_true", help="leave out quantized weights")
     parser.add_argument("--blocks", action="store_true", help="GGUF's types instead")
     parser.add_argument("--model", type=Path, help="a GGUF file, in place of the built-in model")
     parser.add_argument("--output", type=Path, help="a JSON file for the result, with --model")

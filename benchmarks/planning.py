@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 
-from benchmarks.commands import parser_of
+from benchmarks.commands import bar, parser_of
 from rich.console import Console
 from rich.table import Table
 
@@ -36,7 +36,8 @@ def crowd(policy: str, running: int, waiting: int) -> Scheduler:
     """Returns a scheduler whose `running` requests are past their prompts."""
     blocks = running * (LONGEST // BLOCK + 1)
     limits = SchedulerLimits(
-        LONGEST, blocks, BLOCK, running, max(running, 8192), enable_prefix_caching=True, max_passes=16)
+        max_model_len=LONGEST, num_blocks=blocks, block_size=BLOCK, max_num_seqs=running,
+        max_num_batched_tokens=max(running, 8192), enable_prefix_caching=True, max_passes=16)
     times = StepTimeModel()
     scheduler = Scheduler(limits, Batching().discipline(running), Ordering(policy).policy((), times), times)
     asked = SamplingParams(max_tokens=OUTPUT, ignore_eos=True)
@@ -85,9 +86,10 @@ def main() -> None:
     table = Table(title="plan + commit, microseconds a step", caption="aimed at: as many as the last row says")
     for name in ("policy", *(f"{running:,} run, {waiting:,} wait" for running, waiting, _ in CROWDS)):
         table.add_column(name, justify="left" if name == "policy" else "right")
-    for policy in asked.policy:
+    for policy in bar(asked.policy, "policies"):
         table.add_row(policy, *(
-            f"{microseconds(policy, running, waiting, asked.steps):,.0f}" for running, waiting, _ in CROWDS))
+            f"{microseconds(policy, running, waiting, asked.steps):,.0f}"
+            for running, waiting, _ in bar(CROWDS, policy)))
     table.add_row("at most", *(f"{most:,.0f}" for _, _, most in CROWDS))
     Console().print(table)
 

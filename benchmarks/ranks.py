@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from benchmarks.commands import parser_of
+from benchmarks.commands import bar, parser_of
 
 from slotwise.compose.engine_builder import build_engine
 from slotwise.compose.rank_messages import Known, Run, decode_order, encode
@@ -87,7 +87,7 @@ def steps(asked: argparse.Namespace) -> dict[str, object]:
 
 def _pairs(measure: Callable[[Engine], float], one: Engine, two: Engine, rounds: int) -> dict[str, object]:
     measure(one), measure(two)  # graphs are captured
-    pairs = [(measure(one), measure(two)) for _ in range(rounds)]
+    pairs = [(measure(one), measure(two)) for _ in bar(range(rounds), "rounds")]
     ratios = sorted(second / first for first, second in pairs)
     return {"pairs_ms": [[round(each, 3) for each in pair] for pair in pairs],
             "ratio": round(statistics.median(ratios), 3), "range": [round(ratios[0], 3), round(ratios[-1], 3)]}

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from benchmarks.commands import parser_of
+from benchmarks.commands import bar, parser_of
 
 BODY = {"prompt": "def area(self):", "max_tokens": 4, "ignore_eos": True, "stream": True}
 
@@ -85,7 +85,7 @@ def main() -> None:
         first = start(command, kernels)
         if not asked.no_first:
             print(f"{'first ever':<24}{first.ready:8.2f}{first.first_token:14.2f}", flush=True)
-        later = [start(command, kernels) for _ in range(asked.repeats)]
+        later = [start(command, kernels) for _ in bar(range(asked.repeats), "starts")]
     for name, pick in (("second, median", statistics.median), ("second, worst", max)):
         ready, token = (pick(values) for values in zip(*later, strict=True))
         print(f"{name:<24}{ready:8.2f}{token:14.2f}", flush=True)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.beside_llamacpp logits build/bin/llama-server FILE
 
-The reference multiplies the dequantised weights in float32.  An engine's distance is the root mean square of what its
+The reference multiplies the dequantized weights in float32.  An engine's distance is the root mean square of what its
 log-probabilities of the next token differ by, over the tokens that llama.cpp finds likeliest, as a share of the
 standard deviation of the reference's over the vocabulary.  Prompts are random token ids.
 """
@@ -18,7 +18,7 @@ import aiohttp
 import torch
 from benchmarks.beside_llamacpp.speed import server
 from benchmarks.beside_vllm import VOCABULARY
-from benchmarks.commands import parser_of
+from benchmarks.commands import bar, parser_of
 from benchmarks.perplexity import BLOCK, as_batch
 from torch import Tensor
 
@@ -42,7 +42,7 @@ async def of_llamacpp(base: str, prompts: list[list[int]]) -> list[dict[int, flo
     """The likeliest tokens after each prompt, and their log-probabilities."""
     found = []
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
-        for prompt in prompts:
+        for prompt in bar(prompts, "prompts"):
             body = {"prompt": prompt, "n_predict": 1, "temperature": 0, "n_probs": LIKELIEST, "cache_prompt": False}
             async with session.post(f"{base}/completion", json=body) as reply:
                 (first,) = (await reply.json())["completion_probabilities"]

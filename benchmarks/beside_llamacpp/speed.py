@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("engine", help="slotwise, or the path of llama-server")
     parser.add_argument("file", help="a model in GGUF, or for Slotwise a checkpoint's folder")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of llama.cpp")
-    parser.add_argument("--quantization", default="none", help="of Slotwise, of a checkpoint that is not quantised")
+    parser.add_argument("--quantization", default="none", help="of Slotwise, of a checkpoint that is not quantized")
     parser.add_argument("--only", nargs="+", choices=MEASURES, default=list(MEASURES), help="what is measured")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
     parser.add_argument("--json", type=Path, help="the file to which the figures are added")

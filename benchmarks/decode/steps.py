@@ -1,7 +1,7 @@
 """Times pure decode steps of a whole engine against the roofline of the machine.
 
 For each number of rows and tokens of context it prints the median step, and the share of it that two bounds explain.
-Each bound is the mean of measurements right before and after, because neighbours halve a machine's bandwidth from one
+Each bound is the mean of measurements right before and after, because neighbors halve a machine's bandwidth from one
 minute to the next.  Bytes: every weight once and every row's keys and values, at the bandwidth of a sum over as many.
 Operations: of products and attention, at the rate of a large product on the path that the weights use.  The larger one
 is a lower bound.

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from slotwise.model.model_config import ModelConfig
 
 LAUNCH = 3e-6  # seconds from one small kernel's end to the next one's, back to back
-KIND_BYTES = 2  # of the types that are modelled: 16 bits
+KIND_BYTES = 2  # of the types that are modeled: 16 bits
 TOKENS = (1, 64, 8192)  # of a step's norms and products
 DECODES = ((1, 1024), (64, 1024), (256, 1024), (8, 16384))  # rows and tokens of context
 DRAFTED = 4  # tokens of a row with three drafts
@@ -49,7 +49,7 @@ SHARES = {  # of the bound, and why not all of it
     "decode": 0.70,  # blocks are scattered, and the last segments of a row are not full
     "prefill": 0.45,  # half of the work of a tile is softmax on other units; no warps are specialised
     "codes": 0.60,  # codes become numbers beside the tensor cores
-    "narrow": 0.60,  # tokens are quantised by a kernel of their own
+    "narrow": 0.60,  # tokens are quantized by a kernel of their own
     "adapters": 0.30,  # tiles of a few rows and columns, and sums in float32 beside them
     "experts": 0.50,  # tiles of an expert are not full, and six kernels follow each other
     "sample": 0.50,  # four kernels read the logits, and the last has one program a row

@@ -24,7 +24,7 @@ from slotwise.model.layers.rope import Llama3Rope
 from slotwise.model.model_config import ModelConfig
 from slotwise.model.weights import Read
 
-DEVIATION = 0.02  # of the weights, as models are initialised
+DEVIATION = 0.02  # of the weights, as models are initialized
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 import torch
-from benchmarks.commands import parser_of
+from benchmarks.commands import bar, parser_of
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -69,7 +69,8 @@ def measured(base: Path, folder: Path, pairs: int) -> dict[str, list[float]]:
         for number in (0, 1, ADAPTERS) if rows > 1 else (0, 1):
             rate(llm, rows, requests[:number])
             found[f"{rows} rows, {number} adapters"] = [
-                rate(llm, rows, requests[:number]) / rate(plain, rows, []) for _ in range(pairs)]
+                rate(llm, rows, requests[:number]) / rate(plain, rows, [])
+                for _ in bar(range(pairs), f"{rows} rows, {number} adapters")]
     return found
 
 

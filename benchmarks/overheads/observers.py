@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.commands import parser_of
+from benchmarks.commands import bar, parser_of
 from rich.console import Console
 from rich.table import Table
 
@@ -35,6 +35,7 @@ from slotwise.workload.distributions import parse_arrivals, parse_lengths
 from slotwise.workload.workloads import Recipe, Workload, generate
 
 READY = re.compile(r"Ready after .* on (http://\S+)")
+MYSELF = (sys.executable, "-m", "benchmarks.overheads.observers")
 SERVE, VIEW = "serve", "view"  # roles of this program in child processes
 SCRAPED_EVERY = 5.0  # seconds; 15 and 60 are common
 BARE, OBSERVED = signal.SIGUSR1, signal.SIGUSR2
@@ -85,7 +86,7 @@ def view(url: str) -> None:
 def serving(arguments: list[str]) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Yields a ready server and its address."""
     with subprocess.Popen(
-            [sys.executable, __file__, SERVE, "--port", "0", *NO_QUEUE_BOUND, *arguments], stdout=subprocess.PIPE,
+            [*MYSELF, SERVE, "--port", "0", *NO_QUEUE_BOUND, *arguments], stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
         try:
@@ -101,7 +102,7 @@ def serving(arguments: list[str]) -> Iterator[tuple[subprocess.Popen[str], str]]
 @contextlib.contextmanager
 def viewing(url: str) -> Iterator[None]:
     """Runs a viewer that has received its first entry: starting a process costs more than viewing."""
-    with subprocess.Popen([sys.executable, __file__, VIEW, url], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([*MYSELF, VIEW, url], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             process.stdout.readline()
@@ -125,7 +126,7 @@ def compare(arguments: list[str], workload: Workload, pairs: int) -> tuple[Figur
         log = Path(folder) / "log"
         with serving(["--event-log", str(log), *arguments]) as (process, url):
             throughput(url, workload)
-            for pair in range(pairs):
+            for pair in bar(range(pairs), "pairs"):
                 for name in ("bare", "observed")[:: 1 if pair % 2 else -1]:
                     process.send_signal(OBSERVED if name == "observed" else BARE)
                     time.sleep(SETTLED)

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from benchmarks.checkpoint import write
-from benchmarks.commands import parser_of
+from benchmarks.commands import bar, parser_of
 from benchmarks.pairs import interval
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -108,7 +108,7 @@ def paired(rounds: int, tokens: int, temperature: float, llm: LLM) -> dict[str, 
                                  structured_outputs=StructuredOutputsParams(json=SCHEMA))
     free = SamplingParams(temperature=temperature, max_tokens=tokens, seed=1, ignore_eos=True)
     pairs = []
-    for number in range(rounds + 1):
+    for number in bar(range(rounds + 1), "rounds"):
         order = (constrained, free) if number % 2 else (free, constrained)
         taken = {id(params): step_seconds(llm, params) for params in order}
         pairs.append((taken[id(constrained)], taken[id(free)]))
@@ -178,7 +178,7 @@ def forced(llms: dict[str, LLM], pairs: int, outputs: int, *, compact: bool) -> 
     """Tokens per second with what the grammar forces as drafts and without drafts, in interleaved pairs."""
     grammar = StructuredOutputsParams(json=RECORDS, disable_any_whitespace=compact)
     found: dict[str, list[Written]] = {name: [] for name in llms}
-    for pair in range(pairs + 1):
+    for pair in bar(range(pairs + 1), "pairs"):
         for name in list(llms)[:: 1 if pair % 2 else -1]:
             found[name].append(written(llms[name], grammar, range(pair * outputs, (pair + 1) * outputs)))
         assert found["on"][pair].tokens == found["off"][pair].tokens, "drafts have changed the output"

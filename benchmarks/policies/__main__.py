@@ -1,4 +1,6 @@
-"""usage: python -m benchmarks.policies [--only NAME] [--simulated | --model FOLDER] [--trace FILE] [--no-record]
+"""Measures the promises of the scheduling policies, on real servers or on a virtual clock.
+
+usage: python -m benchmarks.policies [--only NAME] [--simulated | --model FOLDER] [--trace FILE] [--no-record]
 
 --trace is the Azure conversation trace of 2023 as CSV (arrived_at, num_prefill_tokens, num_decode_tokens); without it
 lengths are drawn from its quantiles, prompts and outputs independently, so that `shortest` learns nothing from prompts.
@@ -6,17 +8,17 @@ lengths are drawn from its quantiles, prompts and outputs independently, so that
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from functools import partial
 from pathlib import Path
 
+from benchmarks.commands import parser_of
+
 from slotwise.bench.results import environment
 
 from . import charts
-from .failures import FAILURES
-from .runs import RUNS, Finding, Where
+from .runs import FAILURES, RUNS, Finding, Where
 from .worlds import real, simulated
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +42,7 @@ def record(world: str, name: str, findings: list[Finding], facts: dict[str, obje
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Measures the promises of scheduling policies.")
+    parser = parser_of(__doc__)
     parser.add_argument("--only", action="append", choices=RUNS | FAILURES, help="one run; may be given again")
     parser.add_argument("--simulated", action="store_true", help="on a virtual clock, in seconds")
     parser.add_argument("--trace", type=Path, help="the Azure conversation trace, CSV")

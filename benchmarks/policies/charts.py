@@ -7,13 +7,13 @@ from html import escape
 
 from slotwise.bench.report.plots import Axis, logarithmic
 
-COLOURS = ("#c8500a", "#1d4fbf", "#0b7a75", "#a23a86")
+COLORS = ("#c8500a", "#1d4fbf", "#0b7a75", "#a23a86")
 WIDTH, HEIGHT, LEFT, TOP = 560, 200, 54, 46
 POINTS = 200  # of a curve
 
 
 def chart(title: str, measured: str, curves: Mapping[str, Sequence[float]]) -> str:
-    """Returns an SVG of cumulative shares over seconds, on a logarithmic axis; colours follow the page's theme."""
+    """Returns an SVG of cumulative shares over seconds, on a logarithmic axis; colors follow the page's theme."""
     values = [max(value, 1e-4) for curve in curves.values() for value in curve]
     axis = logarithmic(measured, values, _seconds)
     parts = [
@@ -22,10 +22,10 @@ def chart(title: str, measured: str, curves: Mapping[str, Sequence[float]]) -> s
         "<style>.ink{fill:#333}.rule{stroke:#8886}@media(prefers-color-scheme:dark){.ink{fill:#ddd}}</style>",
         f'<text class="ink" x="{LEFT}" y="16" font-weight="600">{escape(title)}</text>', *_frame(axis, measured)]
     for place, (label, curve) in enumerate(curves.items()):
-        colour = COLOURS[place % len(COLOURS)]
-        parts.append(f'<path d="{_path(curve, axis)}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        color = COLORS[place % len(COLORS)]
+        parts.append(f'<path d="{_path(curve, axis)}" fill="none" stroke="{color}" stroke-width="2"/>')
         x = LEFT + place * 140
-        parts.append(f'<rect x="{x}" y="25" width="18" height="4" fill="{colour}"/>')
+        parts.append(f'<rect x="{x}" y="25" width="18" height="4" fill="{color}"/>')
         parts.append(f'<text class="ink" x="{x + 24}" y="31">{escape(label)}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 

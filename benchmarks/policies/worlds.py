@@ -1,4 +1,9 @@
-"""Serves requests on a real server, or on its engine with a virtual clock.  Both return the same kind of outcome."""
+"""Workloads, and the two worlds that serve them: a real server, or its engine on a virtual clock.
+
+Both worlds return the same kind of outcome.  A request to a real server has a connection of its own, with as little
+work as possible: the load generator shares the server's processors, and a flood is thousands of requests.  Workloads
+are the Azure conversation trace, scaled, and bursty arrivals of log-normal lengths.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,9 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 import uvloop
@@ -27,9 +34,59 @@ from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import Add
 from slotwise.simulate.pace import CostPace
 from slotwise.simulate.simulator import Server, Setup, simulate
+from slotwise.workload.distributions import AzureOutput, AzurePrompt, Gamma, LogNormal, Poisson
+from slotwise.workload.trace import Trace, read_trace
 from slotwise.workload.workloads import Workload, WorkRequest
 
-from .whole import post
+MOST = 1 << 20  # bytes of a response
+
+
+async def post(target: BenchTarget, body: bytes) -> tuple[int, bytes]:
+    """Returns status and body of the response, read as a whole.
+
+    Raises:
+        OSError: the connection failed, or was closed before the response was whole.
+    """
+    url = urlsplit(target.base_url + target.endpoint)
+    headers = target.headers | {
+        "Host": url.netloc, "Content-Type": "application/json", "Content-Length": str(len(body)), "Connection": "close"}
+    head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    loop = asyncio.get_running_loop()
+    received: asyncio.Future[bytes] = loop.create_future()
+    request = f"POST {url.path} HTTP/1.1\r\n{head}\r\n".encode() + body
+    await loop.create_connection(lambda: _Exchange(request, received), url.hostname, url.port)
+    head_bytes, _, answer = (await received).partition(b"\r\n\r\n")
+    status = head_bytes[9:12]
+    if not status.isdigit():
+        raise ConnectionResetError("no response came")
+    return int(status), answer
+
+
+class _Exchange(asyncio.Protocol):
+    """Writes a request, and stores the response until the server closes."""
+
+    def __init__(self, request: bytes, received: asyncio.Future[bytes]) -> None:
+        self._request = request
+        self._received = received
+        self._data = bytearray()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+        transport.write(self._request)  # type: ignore[attr-defined]
+
+    def data_received(self, data: bytes) -> None:
+        self._data += data
+        if len(self._data) > MOST:
+            self._transport.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._received.done():
+            return
+        if error is None:
+            self._received.set_result(bytes(self._data))
+        else:
+            self._received.set_exception(error)
+
 
 MAX_MODEL_LEN, BLOCK_SIZE = 1024, 64  # of the built-in model, and of its cache on a CPU
 NOISE = 0.04  # deviation of a step's logarithm
@@ -80,7 +137,8 @@ def simulated(asks: Sequence[Ask], setting: Setting, seed: int) -> list[RequestO
     config = EngineConfig.of(model="", tiers=setting.tiers, **{"max_num_batched_tokens": 512, **setting.options})
     blocks = config.max_num_seqs * MAX_MODEL_LEN // BLOCK_SIZE
     limits = SchedulerLimits(
-        MAX_MODEL_LEN, blocks, BLOCK_SIZE, config.max_num_seqs, config.step_tokens, watermark_blocks=blocks // 100,
+        max_model_len=MAX_MODEL_LEN, num_blocks=blocks, block_size=BLOCK_SIZE, max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.step_tokens, watermark_blocks=blocks // 100,
         max_passes=16)
     longest = max(ask.num_output for ask in asks)
     arrivals = []
@@ -200,3 +258,37 @@ def _toml(tier: Tier) -> str:
     told = {"name": tier.name, "priority": tier.priority, "weight": tier.weight, "slots": tier.slots}
     told |= {f"{name}_ms": 1000 * value for name, value in (("ttft", tier.ttft), ("tpot", tier.tpot)) if value}
     return "[[tier]]\n" + "".join(f"{name} = {json.dumps(value)}\n" for name, value in told.items())
+
+
+SCALE = 1 / 8  # of the trace's lengths, for a small machine
+MAX_PROMPT, MAX_OUTPUT = 700, 300
+
+
+def azure(path: Path | None, count: int, rate: float, seed: int) -> list[Ask]:
+    """Returns requests of the trace with its bursts, `rate` per second on average; without a file, of its quantiles."""
+    if path is None:
+        inputs, outputs = AzurePrompt(SCALE), AzureOutput(SCALE)
+        drawn = random.Random(seed)
+        times = Poisson(rate).times(drawn, count)
+        return [Ask(at, _cut(inputs.draw(drawn), MAX_PROMPT), outputs.draw(drawn)) for at in times]
+    trace = read_trace(path, SCALE, limit=count)
+    return [Ask(at, _cut(prompt, MAX_PROMPT), _cut(output, MAX_OUTPUT))
+            for at, (prompt, output) in zip(_paced(trace, rate), trace.lengths, strict=True)]
+
+
+def _paced(trace: Trace, rate: float) -> list[float]:
+    """Returns the trace's times, scaled to `rate` requests per second."""
+    scale = len(trace.times) / rate / max(trace.times[-1], 1e-9)
+    return [at * scale for at in trace.times]
+
+
+def bursty(count: int, rate: float, seed: int, sigma: float = 1.0) -> list[Ask]:
+    """Returns requests with gamma-distributed gaps (coefficient of variation 3) and independent lengths."""
+    drawn = random.Random(seed)
+    times = Gamma(rate, 3.0).times(drawn, count)
+    inputs, outputs = LogNormal(64, sigma, MAX_PROMPT), LogNormal(24, sigma, MAX_OUTPUT)
+    return [Ask(at, inputs.draw(drawn), outputs.draw(drawn)) for at in times]
+
+
+def _cut(length: int, most: int) -> int:
+    return max(1, min(length, most))

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from benchmarks.commands import parser_of
+from benchmarks.commands import bar, parser_of
 from benchmarks.server import serving
 
 from slotwise.bench.load_generator import BenchTarget, Phrasing, measure, resolve
@@ -195,7 +195,7 @@ def measured(asked: argparse.Namespace, folder: Path) -> None:
     with serving(asked.model, "--event-log", str(log), "--speculative-config", '{"method": "none"}', *keys) as server:
         target, vocab_size = resolve(BenchTarget(server.url, api_key=KEYS[0]))
         outcomes(target, vocab_size, Case("warm-up", rate, (warming.conversations(rate, WARM_SEED),)))
-        for number in range(asked.repeats):
+        for number in bar(range(asked.repeats), "rounds"):
             begin = _written(log)
             rate = asked.rates[-1 - number % len(asked.rates)]
             outcomes(target, vocab_size, Case("fitted", rate, (windows.conversations(rate, FIT_SEED + number),)))

@@ -20,7 +20,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from benchmarks.commands import parser_of
+from benchmarks.commands import bar, parser_of
 
 from slotwise.bench.results import environment, write_json
 from slotwise.engine.config import EngineConfig
@@ -72,8 +72,9 @@ def main() -> None:
     asked = parser.parse_args()
     setup = setup_of("h100", SHAPE, EngineConfig.of(model="", max_num_seqs=SLOTS, max_num_batched_tokens=STEP_TOKENS))
     few, whole = read_trace(asked.trace, limit=max(1, asked.requests)), read_trace(asked.trace)
+    kinds = [(arrivals, at_once) for arrivals in (TraceTimes(), Poisson(FULL)) for at_once in (False, True)]
     rows = [run(few, arrivals, setup, 1, takes_runs=at_once)
-            for arrivals in (TraceTimes(), Poisson(FULL)) for at_once in (False, True) if asked.requests]
+            for arrivals, at_once in bar(kinds if asked.requests else [], "one server")]
     if asked.fleet_requests:
         many = repeated(whole, asked.fleet_requests)
         rows.append(run(many, Poisson(OWN * asked.replicas), setup, asked.replicas, takes_runs=True))

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from benchmarks.commands import parser_of
+from benchmarks.commands import bar, parser_of
 from benchmarks.server import serving
 
 from slotwise.bench.load_generator import BenchTarget, Phrasing, measure, resolve
@@ -89,7 +89,7 @@ def pairs_of(url: str, asked: argparse.Namespace) -> list[dict[str, Any]]:
     """Each pair begins with the window that the one before has ended with."""
     found: list[dict[str, Any]] = []
     seconds = asyncio.run(window(url, 0, asked.streams, 0.0))["seconds"]  # not kept: sizes of steps that were not met
-    for number in range(asked.pairs):
+    for number in bar(range(asked.pairs), "pairs"):
         pair: dict[str, Any] = {}
         for is_asked in (False, True) if number % 2 else (True, False):
             first = asked.streams * (1 + 2 * number + is_asked)

@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.commands import parser_of
+from benchmarks.commands import bar, parser_of
 from benchmarks.pairs import interval
 
 from slotwise.bench.results import environment, write_json
@@ -163,7 +163,7 @@ def paired(engines: dict[str, Engine], streams: int, pairs: int) -> dict[str, An
     proposing = total = 0.0
     for engine in engines.values():
         play(engine, jobs(streams, 999))
-    for pair in range(pairs):
+    for pair in bar(range(pairs), "pairs"):
         outputs = {}
         for name in list(engines)[:: 1 if pair % 2 else -1]:
             seconds, records = play(engines[name], jobs(streams, pair))

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.beside_vllm import VOCABULARY, workload
-from benchmarks.commands import parser_of
+from benchmarks.commands import bar, parser_of
 from benchmarks.pairs import interval
 
 from slotwise import builtin
@@ -316,7 +316,7 @@ def main() -> None:
     engines = {"off": built(loaded, config),
                "on": built(loaded, replace(config, speculative_config=Speculation("suffix")))}
     rows = json.loads(asked.json.read_text())["rows"] if asked.json and asked.json.exists() else []
-    for at, name in enumerate(asked.only, 1):
+    for at, name in bar(list(enumerate(asked.only, 1)), "cases"):
         key = {"model": asked.name, "dtype": asked.dtype, "case": name}
         found = next((row for row in rows if row.items() >= key.items()), None)
         if found is None:

@@ -16,7 +16,8 @@ from slotwise.simulate.recorded import read_recording
 
 
 def limits(slots: int, longest: int = 4096) -> SchedulerLimits:
-    return SchedulerLimits(longest, 1000, 16, slots, 512)
+    return SchedulerLimits(
+        max_model_len=longest, num_blocks=1000, block_size=16, max_num_seqs=slots, max_num_batched_tokens=512)
 
 
 def test_loads_fit_the_engine_and_have_one_user_to_as_many_as_slots():

@@ -11,10 +11,8 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # `benchmarks` is run from the root and never installed
 
 from benchmarks.policies import charts
-from benchmarks.policies.asks import bursty
-from benchmarks.policies.failures import FAILURES
-from benchmarks.policies.runs import FCFS, RUNS, Where
-from benchmarks.policies.worlds import simulated
+from benchmarks.policies.runs import FAILURES, FCFS, RUNS, Where
+from benchmarks.policies.worlds import bursty, simulated
 
 SHORT = Where(simulated, None, 1.0, ("bursty",))
 

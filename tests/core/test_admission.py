@@ -77,4 +77,5 @@ def test_who_waits_for_a_kept_slot_may_take_the_place_of_one_who_uses_another():
 def test_tiers_leave_a_slot_for_those_of_no_tier():
     """Else these would wait for ever."""
     with pytest.raises(ValueError, match="keep"):
-        SchedulerLimits(64, 64, 4, max_num_seqs=4, tiers=(Tier("a", slots=2), Tier("b", slots=2)))
+        SchedulerLimits(max_model_len=64, num_blocks=64, block_size=4, max_num_seqs=4,
+                        tiers=(Tier("a", slots=2), Tier("b", slots=2)))

@@ -168,7 +168,7 @@ def test_while_nothing_is_known_nothing_is_held_back():
 @pytest.mark.parametrize("wrong", [0, -1.0, 1e9])
 def test_a_limit_must_be_a_time(name, wrong):
     with pytest.raises(ValueError, match=name):
-        SchedulerLimits(10, 10, 1, max_num_seqs=1, **{name: wrong})
+        SchedulerLimits(max_model_len=10, num_blocks=10, block_size=1, max_num_seqs=1, **{name: wrong})
 
 
 def steps_with_prompts(people, discipline, times=None, **limits):

@@ -75,7 +75,8 @@ def stand(
     slots = settings.get("max_num_seqs", 4)
     blocks = settings["kv_cache_memory"] // BLOCK_BYTES if "kv_cache_memory" in settings else num_blocks
     limits = SchedulerLimits(
-        4096, blocks, 16, slots, max(slots, settings.get("max_num_batched_tokens") or 512),
+        max_model_len=4096, num_blocks=blocks, block_size=16, max_num_seqs=slots,
+        max_num_batched_tokens=max(slots, settings.get("max_num_batched_tokens") or 512),
         enable_prefix_caching=prefix_caching)
     clock = VirtualClock()
     executor = CountingExecutor() if counting else FakeExecutor(limits.block_size, next_token)

@@ -212,7 +212,7 @@ class Client:
         if not has_ended:
             raise BrokenStream("the stream ended before the answer did")
         if not outcome.num_output:
-            raise BrokenStream("the server sent no usage: there is no telling how many tokens came")
+            raise BrokenStream("the server sent no usage: the number of tokens is unknown")
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:

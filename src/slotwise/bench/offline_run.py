@@ -132,7 +132,7 @@ class _Feed:
 
     @property
     def next_at(self) -> float:
-        """Seconds on the clock when the next request is due; infinite when none is left, or none at a fixed time."""
+        """Seconds on the clock when the next request is due; infinite at the end, and in a closed loop."""
         if self._next is None or self._next.arrives_at is None:
             return math.inf
         return self._started_at + self._next.arrives_at

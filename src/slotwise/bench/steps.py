@@ -1,7 +1,7 @@
 """Steps of every size in about a minute: their event log is the machine that the simulator's commands read.
 
 Each load is a closed loop of 1, 2, 4, ... users, with prompts of one length: rows join and leave, so that its steps
-decode few and many rows, with and without a chunk of a prompt beside them.  All loads run in turn until the time is
+decode few and many rows, with and without a chunk of a prompt.  All loads run in turn until the time is
 over.
 """
 

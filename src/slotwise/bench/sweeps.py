@@ -186,7 +186,7 @@ def _knee(fitted: StepTimeLine) -> str:
 
 
 def prefill(make: Make, on_point: OnPoint) -> dict[str, Any]:
-    """Step times of the three prefill modes while long prompts arrive beside running streams."""
+    """Step times of the three prefill modes while long prompts arrive during running streams."""
     on_point("streams without long prompts")
     settings = {"batching": "continuous", "max_num_seqs": STREAMS + LONG_PROMPTS, "max_num_batched_tokens": STEP_TOKENS}
     stand = make(settings)

@@ -42,7 +42,7 @@ class RunTokens(NamedTuple):
 
 
 class RunChanges(NamedTuple):
-    """What one step of a run changes beside the rows' tokens."""
+    """What one step of a run changes, apart from the rows' tokens."""
 
     released_slots: tuple[int, ...]
     new_blocks: tuple[NewBlocks, ...]
@@ -56,7 +56,7 @@ class DecodeRun:
     Args:
         requests: running ones, in the order of a plan's rows; each is to compute its last known token.
         refused: of each step's plan.
-        stop: likewise.
+        stop: of each step's plan.
     """
 
     def __init__(
@@ -253,14 +253,14 @@ class RunInProgress:
 
     Args:
         rows: the tokens of each.
-        beside: seconds of each step that its adapters take.
+        adapter_seconds: that the adapters take in each step.
     """
 
-    def __init__(self, run: DecodeRun, rows: Sequence[Sequence[int]], pace: Pace, beside: float) -> None:
+    def __init__(self, run: DecodeRun, rows: Sequence[Sequence[int]], pace: Pace, adapter_seconds: float) -> None:
         run.end_at_stops(rows)
         self.run = run
         self.rows = rows
-        self.beside = beside
+        self.adapter_seconds = adapter_seconds
         self.seconds = pace.decode_steps(run.work(0))  # of each step to come
         self.planned: list[float] = []  # seconds, as the next
         self.ended: list[float] = []

@@ -55,7 +55,7 @@ def setup_of(name: str, shape: ModelShape, config: EngineConfig, link: float = L
         link: seconds of such a wait, and of handing a step on to the next stage.
 
     Raises:
-        ValueError: there is no such machine, or the model does not fit its memory.
+        ValueError: the machine is unknown, or the model does not fit its memory.
     """
     machines = _machines()
     if name not in machines:

@@ -47,7 +47,7 @@ class Recording:
     num_refused: int = 0
     receives: bool = False  # prompts of its requests were computed by other engines
     handling: float = 0.0  # median seconds from a request's first bytes to the engine, and from its first token's step
-    # to the first byte sent: tokenising and detokenising, which no simulation has
+    # to the first byte sent: tokenizing and detokenizing, which no simulation has
 
     @property
     def traffic(self) -> list[tuple[float, Command]]:

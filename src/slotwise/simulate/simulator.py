@@ -220,9 +220,9 @@ class Server:
     def _go_on(self, running: RunInProgress, plans_at: float, at: float, most: int) -> int:
         """Takes steps of a run, the first planned at `plans_at`, as `run_until` does."""
         number, most, until = 0, min(most, running.left), running.run.until
-        plan, end, between, beside = running.planned.append, running.ended.append, self._pace.between, running.beside
+        plan, end, between = running.planned.append, running.ended.append, self._pace.between
         while number < most and plans_at < at and (until == inf or _on_clock(plans_at) < until):
-            ended = plans_at + (next(running.seconds) + beside)
+            ended = plans_at + (next(running.seconds) + running.adapter_seconds)
             plan(plans_at)
             end(ended)
             number += 1

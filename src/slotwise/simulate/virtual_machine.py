@@ -147,7 +147,7 @@ class SimulatedDraftModel:
     """A draft model.
 
     Raises:
-        ValueError: no shares, too many, or such that are none.
+        ValueError: no shares, too many, or one out of range.
     """
 
     shares: tuple[float, ...]  # of right drafts by position, where those before are right

@@ -47,7 +47,7 @@ def what_if(
         pacer: of the work; None: it is done on end.
 
     Raises:
-        ValueError: the log or the changes are no such; the message is one line.
+        ValueError: the log or the changes are invalid; the message is one line.
     """
     if "tiers" in changes:
         raise ValueError("a what-if changes no tiers: leave them out")

@@ -46,7 +46,7 @@ def read_trace(
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: the file is no such trace; the message names the line.
+        ValueError: the file is not a trace; the message names the line.
     """
     require_within("a scale of lengths", length_scale, 1e-4, 100)
     require_within("a scale of time", time_scale, 0, 1e6)

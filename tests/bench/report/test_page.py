@@ -48,7 +48,7 @@ def test_the_parts_of_a_stack_are_as_long_as_the_slot_steps_they_stand_for():
     assert sum(parts.values()) == pytest.approx(100, abs=0.02)
 
 
-def test_a_measurement_and_its_theory_share_a_colour_and_differ_in_stroke():
+def test_a_measurement_and_its_theory_share_a_color_and_differ_in_stroke():
     swept = data.read(RESULT).sweeps[0]
     assert re.findall(r'class="curve (c\d \w+)"', plots.sweep(swept)) == [
         "c0 theory", "c0 solid", "c1 theory", "c1 solid", "c2 theory", "c2 solid"]
@@ -93,9 +93,9 @@ def test_logarithmic_axes_hold_all_values_with_a_few_ticks(low, high):
 
 
 def contrast(one: str, other: str) -> float:
-    """The contrast of two colours as WCAG defines it."""
-    def luminance(colour: str) -> float:
-        digits = colour.lstrip("#")
+    """The contrast of two colors as WCAG defines it."""
+    def luminance(color: str) -> float:
+        digits = color.lstrip("#")
         digits = digits if len(digits) == 6 else "".join(digit * 2 for digit in digits)
         channels = (int(digits[at:at + 2], 16) / 255 for at in (0, 2, 4))
         linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
@@ -106,15 +106,15 @@ def contrast(one: str, other: str) -> float:
 
 
 @pytest.mark.parametrize("theme", [0, 1])
-def test_colours_stand_out_from_the_page(theme):
+def test_colors_stand_out_from_the_page(theme):
     sheet = (resources.files("slotwise.bench.report") / "assets" / "chart.css").read_text("utf-8")
     block = re.findall(r":root \{(.*?)\}", sheet, flags=re.DOTALL)[theme]
-    colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]+);", block))
+    colors = dict(re.findall(r"--([\w-]+): (#[0-9a-f]+);", block))
     for name in ("ink", "quiet", "accent"):
-        assert contrast(colours[name], colours["page"]) >= 4.5, name
+        assert contrast(colors[name], colors["page"]) >= 4.5, name
     for name in [f"c{number}" for number in range(10)] + ["loss"]:
-        assert contrast(colours[name], colours["page"]) >= 3, name
-    assert contrast(colours["loss"], colours["loss-ground"]) >= 3
+        assert contrast(colors[name], colors["page"]) >= 3, name
+    assert contrast(colors["loss"], colors["loss-ground"]) >= 3
 
 
 def sheet_of(package: str, name: str) -> str:
@@ -122,7 +122,7 @@ def sheet_of(package: str, name: str) -> str:
 
 
 @pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
-def test_waste_has_one_colour_and_one_name_here_and_in_the_timeline(theme):
+def test_waste_has_one_color_and_one_name_here_and_in_the_timeline(theme):
     """Hatched red is wasted computation."""
     blocks = [re.findall(r":root(?:\.dark)? \{(.*?)\}", sheet, flags=re.DOTALL)[theme] for sheet in (
         sheet_of("slotwise.bench.report", "chart.css"), sheet_of("slotwise.observe.timeline", "page.css"))]

@@ -20,7 +20,7 @@ from slotwise.bench.report.words import batching, capital, count, figure, refere
 from slotwise.files import write_output
 
 PICTURE_WIDTH = 1000  # pixels, of a chart in a file of its own
-NAMED_COLOURS = {"continuous": "c0", "static": "c1", "orca": "c2", "dynamic": "c3", "one_at_a_time": "c4"}
+NAMED_COLORS = {"continuous": "c0", "static": "c1", "orca": "c2", "dynamic": "c3", "one_at_a_time": "c4"}
 SLOT_PARTS = {"useful": "a useful token", **{kind: slot_chart.KINDS[kind] for kind in ("held", "empty", "idle")}}
 TOKEN_PARTS = {"prefill": "prompt tokens", "decode": "output tokens",
                **{kind: slot_chart.KINDS[kind] for kind in ("padding", "held")}}
@@ -37,22 +37,22 @@ def context(result: Result) -> dict[str, Any]:
              "facts": facts(result), "fit_warning": words.fit_warning(runs), "patterns": slot_chart.patterns(),
              "sweeps": _sweeps(result)}
     if runs:
-        colours = colours_of(runs)
-        shown |= {"table_of_runs": runs_table(runs), "charts": charts_of(runs), "speed": _speed(runs, colours),
-                  "curves": _curves(runs, colours), "waste": _waste(result)}
+        colors = colors_of(runs)
+        shown |= {"table_of_runs": runs_table(runs), "charts": charts_of(runs), "speed": _speed(runs, colors),
+                  "curves": _curves(runs, colors), "waste": _waste(result)}
     return shown
 
 
-def colours_of(runs: Sequence[DisciplineRun]) -> list[str]:
-    """A colour for each run: its discipline's own, or the next unused one."""
-    free = cycle(f"c{number}" for number in range(len(NAMED_COLOURS), plots.COLOURS))
+def colors_of(runs: Sequence[DisciplineRun]) -> list[str]:
+    """A color for each run: its discipline's own, or the next unused one."""
+    free = cycle(f"c{number}" for number in range(len(NAMED_COLORS), plots.COLORS))
     seen: set[str] = set()
-    colours = []
+    colors = []
     for run in runs:
-        named = NAMED_COLOURS.get(run.name)
-        colours.append(named if named and named not in seen else next(free))
-        seen.add(colours[-1])
-    return colours
+        named = NAMED_COLORS.get(run.name)
+        colors.append(named if named and named not in seen else next(free))
+        seen.add(colors[-1])
+    return colors
 
 
 def facts(result: Result) -> list[tuple[str, str]]:
@@ -120,36 +120,36 @@ def _chart_note(run: DisciplineRun) -> str:
     return " · ".join(parts)
 
 
-def _speed(runs: Sequence[DisciplineRun], colours: Sequence[str]) -> list[tuple[str, str, Markup]]:
+def _speed(runs: Sequence[DisciplineRun], colors: Sequence[str]) -> list[tuple[str, str, Markup]]:
     """A panel of bars for each measure: its title, how to read it, its picture."""
     base = reference(tuple(runs))
     gains = [words.median(words.faster(run, base)) for run in runs]
     throughput = [
-        plots.BarRow(run.label, [(f"fill {colour}", run.output_throughput)], " · ".join(filter(None, (
+        plots.BarRow(run.label, [(f"fill {color}", run.output_throughput)], " · ".join(filter(None, (
             f"{figure(run.output_throughput)} tok/s", words.times(gain) if gain and len(runs) > 1 else ""))))
-        for run, colour, gain in zip(runs, colours, gains, strict=True)]
+        for run, color, gain in zip(runs, colors, gains, strict=True)]
     panels = [("Output tokens per second", "longer is better", throughput)]
     for title, key in (("Time to first token", "ttft"), ("Time between tokens", "itl"), ("Time to last token", "e2e")):
         spreads = [getattr(run, key) for run in runs]
         panels.append((title, "bar: p50, line: to p99; shorter is better", [
-            plots.BarRow(run.label, [(f"fill {colour}", spread.p50)],
+            plots.BarRow(run.label, [(f"fill {color}", spread.p50)],
                      "answers come whole" if spread is run.itl and run.whole
                      else f"p50 {seconds(spread.p50)} · p99 {seconds(spread.p99)}", spread.p99)
-            for run, colour, spread in zip(runs, colours, spreads, strict=True)]))
+            for run, color, spread in zip(runs, colors, spreads, strict=True)]))
     return [(title, note, plots.bars(title, rows)) for title, note, rows in panels]
 
 
-def _curves(runs: Sequence[DisciplineRun], colours: Sequence[str]) -> dict[str, Any]:
+def _curves(runs: Sequence[DisciplineRun], colors: Sequence[str]) -> dict[str, Any]:
     return {
-        "legend": plots.legend((run.label, colour) for run, colour in zip(runs, colours, strict=True)),
-        "cumulative": plots.cumulative(runs, colours),
+        "legend": plots.legend((run.label, color) for run, color in zip(runs, colors, strict=True)),
+        "cumulative": plots.cumulative(runs, colors),
         "whole": _whole(runs),
         "distributions": [(title, note, picture) for title, note, picture in (
             ("Time to first token", "share of requests",
-             plots.distribution("Distribution of the time to first token", runs, colours,
+             plots.distribution("Distribution of the time to first token", runs, colors,
                                  lambda run: run.ttft_values)),
             ("Time between tokens", "share of gaps",
-             plots.distribution("Distribution of the time between tokens", runs, colours,
+             plots.distribution("Distribution of the time between tokens", runs, colors,
                                  lambda run: run.itl_values))) if picture]}
 
 

@@ -168,7 +168,7 @@ class Result(msgspec.Struct):
 
 
 def read(result: Mapping[str, Any]) -> Result:
-    """Raises ValueError for what is no result."""
+    """Returns a result as typed values; raises ValueError if it is not one."""
     runs = [_known(run) | {"index": index} for index, run in enumerate(result.get("runs", ()))]
     return msgspec.convert(_known(result) | {"runs": runs}, Result)
 

@@ -159,7 +159,7 @@ ROW, THICK = 44, 14
 
 
 class BarRow(NamedTuple):
-    """One row: its parts from left to right, each a style and a size, and the text beside it.
+    """One row: its parts from left to right, each a style and a size, and the text above it.
 
     A thin line extends from the bar to the worst value, if there is one.
     """
@@ -193,30 +193,30 @@ def _bar(row: BarRow, longest: float, top: int) -> list[Markup]:
             place += size
     if place and row.worst:
         here, there, middle = percent(place / longest), percent(row.worst / longest), y + THICK / 2
-        colour = row.parts[0][0].replace("fill", "line")
-        drawn += [tag("line", x1=here, x2=there, y1=middle, y2=middle, class_=colour),
-                  tag("line", x1=there, x2=there, y1=middle - 5, y2=middle + 5, class_=colour)]
+        color = row.parts[0][0].replace("fill", "line")
+        drawn += [tag("line", x1=here, x2=there, y1=middle, y2=middle, class_=color),
+                  tag("line", x1=there, x2=there, y1=middle - 5, y2=middle + 5, class_=color)]
     return drawn
 
 
 HEIGHT = 250.0
-COLOURS = 10
+COLORS = 10
 WIDE = 20.0  # from this ratio of largest to smallest on, seconds are drawn on a logarithmic axis
 
 
-def cumulative(runs: Sequence[DisciplineRun], colours: Sequence[str]) -> Markup:
+def cumulative(runs: Sequence[DisciplineRun], colors: Sequence[str]) -> Markup:
     """Output tokens returned to clients over time, every run in one picture."""
     curves = [(run, _from_zero(run.cumulative)) for run in runs if run.cumulative]
     if not curves:
         return Markup("")
     x = fitted("seconds since the first request", max(points[-1][0] for _, points in curves), tick_seconds)
     y = linear("output tokens returned", (tokens for _, points in curves for _, tokens in points), tick, most=5)
-    drawn = [_curve(_stairs(points), x, y, colours[run.index]) for run, points in curves]
-    ends = [_point(points[-1], (x, y), 0, colours[run.index]) for run, points in curves]
+    drawn = [_curve(_stairs(points), x, y, colors[run.index]) for run, points in curves]
+    ends = [_point(points[-1], (x, y), 0, colors[run.index]) for run, points in curves]
     return plot("Output tokens returned over time", (x, y), drawn, ends, HEIGHT)
 
 
-def distribution(title: str, runs: Sequence[DisciplineRun], colours: Sequence[str],
+def distribution(title: str, runs: Sequence[DisciplineRun], colors: Sequence[str],
                  values_of: Callable[[DisciplineRun], Sequence[float]]) -> Markup:
     """The share of samples at or below each latency (empirical distribution), every run in one picture."""
     curves = [(run, values_of(run)) for run in runs if any(value > 0 for value in values_of(run))]
@@ -226,12 +226,12 @@ def distribution(title: str, runs: Sequence[DisciplineRun], colours: Sequence[st
     spread = logarithmic if max(every) > WIDE * min(every) else linear
     x = spread("", every, tick_seconds, most=6)
     y = Axis("share at or below", 0.0, 1.0, (0.0, 0.25, 0.5, 0.75, 1.0), tick_share)
-    drawn = [_curve(_shares(values, x), x, y, colours[run.index]) for run, values in curves]
+    drawn = [_curve(_shares(values, x), x, y, colors[run.index]) for run, values in curves]
     return plot(title, (x, y), drawn, (), HEIGHT)
 
 
 def sweep(swept: Sweep) -> Markup:
-    """Measured points joined by lines; theory dashed in the same colour."""
+    """Measured points joined by lines; theory dashed in the same color."""
     points = [point for series in swept.series for point in series.points]
     xs, ys = [x for x, _ in points], [y for _, y in points]
     x = at_values(_axis(swept.x.label, xs, swept.x.log), xs)
@@ -239,15 +239,15 @@ def sweep(swept: Sweep) -> Markup:
     places = series_places(swept)
     drawn, marked = [], []
     for series, place in zip(swept.series, places, strict=True):
-        colour = f"c{place % COLOURS}"
-        drawn.append(_curve(series.points, x, y, f"{colour} {'theory' if series.theory else 'solid'}"))
+        color = f"c{place % COLORS}"
+        drawn.append(_curve(series.points, x, y, f"{color} {'theory' if series.theory else 'solid'}"))
         if not series.theory:
-            marked += [_point(point, (x, y), place, colour) for point in series.points]
+            marked += [_point(point, (x, y), place, color) for point in series.points]
     return plot(f"{swept.title}: {swept.y.label} against {swept.x.label}", (x, y), drawn, marked, HEIGHT)
 
 
 def series_places(swept: Sweep) -> list[int]:
-    """Index of the colour and shape of each series; a measurement and its theory have one subject, and share both."""
+    """Index of the color and shape of each series; a measurement and its theory have one subject, and share both."""
     order = list(dict.fromkeys(series.subject for series in swept.series))
     return [order.index(series.subject) for series in swept.series]
 
@@ -264,10 +264,10 @@ def legend(entries: Iterable[tuple[str, str]]) -> Markup:
 
 
 def sweep_legend(swept: Sweep) -> Markup:
-    """The meaning of each colour, once for a measurement and its theory, and of dashes."""
+    """The meaning of each color, once for a measurement and its theory, and of dashes."""
     named = dict(zip(series_places(swept), (series.subject for series in swept.series), strict=True))
     entries = [
-        tag("li", _sample(f"c{place % COLOURS} solid", marker((0.5, 7), place, f"c{place % COLOURS}")), " " + text)
+        tag("li", _sample(f"c{place % COLORS} solid", marker((0.5, 7), place, f"c{place % COLORS}")), " " + text)
         for place, text in sorted(named.items())]
     if any(series.theory for series in swept.series):
         entries.append(tag("li", _sample("plain theory"), " theory"))

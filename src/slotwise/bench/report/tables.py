@@ -163,7 +163,7 @@ def comparison_tables(result: Mapping[str, Any]) -> RenderableType:
 
 @dataclass(frozen=True)
 class _Tables:
-    """A row for each run; columns that do not fit beside the others are in a further table below."""
+    """A row for each run; columns that do not fit the width go into a further table below."""
 
     title: str
     columns: Sequence[Column]

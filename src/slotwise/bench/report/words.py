@@ -10,7 +10,7 @@ from datetime import datetime
 from slotwise.bench.report.data import ClientFigures, DisciplineRun, Result
 
 NONE = "–"
-FIT_MISS = 0.3  # share of the measured decode time from which the line of step times is no explanation
+FIT_MISS = 0.3  # error, as a share of the measured decode time, from which the line of step times explains nothing
 
 
 def figure(value: float | None, digits: int = 3) -> str:
@@ -174,7 +174,7 @@ def conditions(result: Result) -> str:
     number = result.workload.num_requests
     requests = f"the same {number:,} requests" if number else "the same requests"
     if len(result.runs) < 2:
-        return f"One discipline on {requests.replace('the same ', '')}: run others beside it to compare."
+        return f"One discipline on {requests.replace('the same ', '')}: run others as well to compare."
     where = "as clients of one server" if result.mode == "server" else "in one process"
     return f"On the same kernels and {requests}, {where}, one after another.{_rounds(result)}"
 

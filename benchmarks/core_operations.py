@@ -32,8 +32,8 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from slotwise.batching.batching_settings import Batching
 from slotwise.batching.disciplines import Chunked
-from slotwise.batching.settings import Batching
 from slotwise.core.events import Admitted, Committed, Finished, Preempted, Rejected
 from slotwise.core.interfaces import DraftRow, Due, Proposal
 from slotwise.core.limits import ERROR, RECOMPUTE, SchedulerLimits
@@ -44,7 +44,7 @@ from slotwise.core.slo import SLO, Tier
 from slotwise.core.step import Proposing, StepPlan
 from slotwise.core.step_time import StepTimeModel, Work
 from slotwise.engine.executor import FakeExecutor
-from slotwise.policies.settings import Ordering
+from slotwise.policies.policy_settings import Ordering
 
 VOCABULARY, END = 23, 0
 OPERATIONS = 500  # of a life

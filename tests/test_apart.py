@@ -31,8 +31,8 @@ from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add
 from slotwise.server.prompt_transfer import HEADER
-from slotwise.speculation.settings import Speculation
-from slotwise.transfer.settings import (
+from slotwise.speculation.speculation_settings import Speculation
+from slotwise.transfer.kv_transfer_config import (
     BOTH,
     CONNECTORS,
     CONSUMER,

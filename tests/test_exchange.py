@@ -33,8 +33,8 @@ from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.errors import OneLineError
 from slotwise.model.loading import UnreadModel, describe, load_model
 from slotwise.runner import memory_budget
-from slotwise.server.settings import ServerSettings
-from slotwise.transfer.settings import KVTransferConfig
+from slotwise.server.server_settings import ServerSettings
+from slotwise.transfer.kv_transfer_config import KVTransferConfig
 
 ADMIN = {"Authorization": "Bearer root"}
 PROMPT = list(range(40, 70))

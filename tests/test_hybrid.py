@@ -20,7 +20,7 @@ from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add
 from slotwise.errors import CheckpointError
 from slotwise.speculation.proposer import DraftProposer
-from slotwise.speculation.settings import Speculation
+from slotwise.speculation.speculation_settings import Speculation
 
 OUTPUT, NUM_REQUESTS = 40, 5
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from slotwise import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from slotwise.compat.vllm import ANY
 from slotwise.core.params import InvalidParams
 from slotwise.core.params import SamplingParams as EngineParams
-from slotwise.neutral import ANY
 from slotwise.offline.sampling_params import NAMES, UNSUPPORTED
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # `docs` is run from the repository's root

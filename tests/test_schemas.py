@@ -16,7 +16,7 @@ import jsonschema
 import pydantic
 import pytest
 
-from slotwise import LLM, RequestOutput, SamplingParams, StructuredOutputsParams, grammars
+from slotwise import LLM, RequestOutput, SamplingParams, StructuredOutputsParams, grammar_compiler
 from slotwise.core.interfaces import DraftRow, Due, Proposal
 from slotwise.core.request import Request
 from slotwise.core.step import Proposing
@@ -110,9 +110,9 @@ def check(schema: Any, output: RequestOutput, end_ids: tuple[int, ...]) -> bool:
         return True
     assert one.finish_reason == "length" and not set(one.token_ids) & set(end_ids)
     tokens = [bytes([byte]) for byte in range(256)]
-    vocabulary = grammars.tokenizer_of([*tokens, b"<end>"], [], [256], 257, lambda text: list(text.encode()))
+    vocabulary = grammar_compiler.tokenizer_of([*tokens, b"<end>"], [], [256], 257, lambda text: list(text.encode()))
     grammar = json_schema(schema, "json")
-    matcher, objection = grammars.compiled(vocabulary, grammar.kind, grammar.text)
+    matcher, objection = grammar_compiler.compiled(vocabulary, grammar.kind, grammar.text)
     assert not objection
     data = one.text.encode().removesuffix("\ufffd".encode())  # of a character that is not complete
     assert matcher.try_consume_tokens(list(data)) == len(data), one.text

@@ -24,7 +24,7 @@ from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add
 from slotwise.simulate.replay import replay
 from slotwise.speculation.proposer import DraftProposer
-from slotwise.speculation.settings import Speculation
+from slotwise.speculation.speculation_settings import Speculation
 from slotwise.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from slotwise import throttled_warning
-from slotwise.throttled_warning import ThrottledWarning
+from slotwise.errors import ThrottledWarning
 
 
 def test_a_flood_is_one_warning_and_then_a_number(

@@ -29,7 +29,7 @@ from benchmarks.commands import bar, parser_of
 from benchmarks.pairs import interval
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from slotwise import LLM, SamplingParams, StructuredOutputsParams, builtin, grammars
+from slotwise import LLM, SamplingParams, StructuredOutputsParams, builtin, grammar_compiler
 from slotwise.bench.results import commit, environment, write_json
 from slotwise.text.structured_output import json_schema
 
@@ -121,9 +121,9 @@ def paired(rounds: int, tokens: int, temperature: float, llm: LLM) -> dict[str, 
 def mask_seconds(steps: int) -> dict[str, Any]:
     """Milliseconds for 64 masks of a large vocabulary on one thread, along random outputs."""
     texts = [word.replace("Ġ", " ").encode() for word in vocabulary(LARGE)]
-    tokenizer = grammars.tokenizer_of(texts, [0], [0], LARGE, lambda text: list(text.encode()))
+    tokenizer = grammar_compiler.tokenizer_of(texts, [0], [0], LARGE, lambda text: list(text.encode()))
     grammar = json_schema(SCHEMA, "json")
-    matcher, objection = grammars.compiled(tokenizer, grammar.kind, grammar.text)
+    matcher, objection = grammar_compiler.compiled(tokenizer, grammar.kind, grammar.text)
     assert not objection, objection
     matchers = [matcher.deep_copy() for _ in range(ROWS)]
     bits = np.zeros((ROWS, LARGE // 32), np.int32)

@@ -15,7 +15,7 @@ from typing import Any
 
 from slotwise.bench.measures import COMPLETED, RequestOutcome, percentile
 from slotwise.core.slo import SLO, Tier
-from slotwise.policies.settings import AGED_TOKENS, AGEING
+from slotwise.policies.policy_settings import AGED_TOKENS, AGEING
 from slotwise.policies.shortest import PROMPT_SHARE
 from slotwise.workload.distributions import Poisson
 

@@ -46,7 +46,7 @@ from slotwise.engine.config import EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import Executor
 from slotwise.engine.messages import Add
-from slotwise.speculation.settings import Speculation
+from slotwise.speculation.speculation_settings import Speculation
 from slotwise.text.tokenizer import Tokenizer
 
 MODULES = ("textwrap", "shlex", "heapq", "bisect", "fnmatch", "calendar", "csv", "difflib", "statistics", "string")

@@ -11,7 +11,7 @@ from docs.generate.markdown import code, listed, number, sentence, table
 
 from slotwise.cli import build_parser
 from slotwise.cli.options import Number
-from slotwise.cli.vllm_flags import FLAGS
+from slotwise.compat.vllm import FLAGS
 
 Row = tuple[str, str]
 UNBOUNDED = 1 << 31  # greater limits only keep numbers representable

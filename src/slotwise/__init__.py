@@ -11,7 +11,8 @@ if sys.version_info < (3, 11):  # noqa: UP036  (a checkout runs under any: `pyth
         sys.exit(told)
     raise ImportError(told)
 
-__version__ = "0.1.0"
+from slotwise.version import __version__ as __version__
+
 __all__ = ["LLM", "AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "CompletionOutput", "EmbeddingOutput",
            "EmbeddingRequestOutput", "EngineArgs", "LoRARequest", "Logprob", "PoolingParams", "PromptType",
            "RequestOutput", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams", "TextPrompt",

@@ -1,8 +1,13 @@
-"""Errors with a message of one printable line, whatever a damaged file or a library put into it."""
+"""Errors with a message of one printable line, whatever a damaged file or a library put into it; throttled warnings."""
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Collection
+
 MOST_CHARACTERS = 500  # of a message
+WARNING_EVERY = 60.0  # seconds between two throttled warnings
 
 
 def printable(text: str) -> str:
@@ -27,6 +32,13 @@ def described(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
+def nearest(name: str, names: Collection[str]) -> str:
+    """Returns the one of `names` that is nearest to `name`, "" where none is near."""
+    from difflib import get_close_matches
+
+    return next(iter(get_close_matches(name, names, 1)), "")
+
+
 class OneLineError(Exception):
     """The message is one line, and can be printed and sent between processes."""
 
@@ -36,3 +48,24 @@ class OneLineError(Exception):
 
 class CheckpointError(OneLineError):
     """The checkpoint cannot be served.  The message is one line, fit for a command line or an API error."""
+
+
+class ThrottledWarning:
+    """A warning that clients can cause at will: written at most once a minute, with the number of times it was due.
+
+    Args:
+        logger: receives the warnings.
+    """
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._warned_at = float("-inf")
+        self._count = 0  # since the last warning
+
+    def warn(self, message: str) -> None:
+        """Counts one, and logs `message` unless it was logged a moment ago."""
+        self._count += 1
+        if (now := time.monotonic()) > self._warned_at + WARNING_EVERY:
+            times = f" ({self._count} times since the last warning)" if self._count > 1 else ""
+            self._logger.warning("%s%s", message, times)
+            self._warned_at, self._count = now, 0

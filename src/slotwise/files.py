@@ -1,4 +1,6 @@
-"""Atomic writes: a reader finds the old content or the new one, also after a crash.  Reads with bounds.
+"""Files: atomic writes, reads with bounds, and the user's own folders with the question who can change them.
+
+A reader finds the old content of a file that is written or the new one, also after a crash.
 
 A checkpoint is data of others: a file of it may be a link to any file of this machine, or a pipe that never ends.  The
 cache of the Hugging Face hub consists of links, but into its own folder of blobs:
@@ -13,6 +15,7 @@ import errno
 import os
 import secrets
 import stat
+import tempfile
 from pathlib import Path
 
 from slotwise.errors import printable
@@ -20,6 +23,8 @@ from slotwise.errors import printable
 PRIVATE = 0o600
 PUBLIC = 0o666  # before the process' umask
 HUB_REPOSITORY = "models--"  # how its folder's name begins
+USUAL = "/tmp"  # named where no folder for temporary files can be written
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 STREAMS = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))  # links in these name what is open already
 
 
@@ -131,3 +136,57 @@ def _is_blob(target: Path, folder: Path) -> bool:
     blobs = target.parent
     is_own = folder.parent.name == "snapshots" and blobs.parent == folder.parent.parent
     return blobs.name == "blobs" and (is_own or blobs.parent.name.startswith(HUB_REPOSITORY))
+
+
+def cache_folder() -> Path:
+    """Returns the user's folder of caches, or `temporary_folder` if the user has no home; it may not exist."""
+    if named := os.environ.get("XDG_CACHE_HOME"):
+        return Path(named)
+    try:
+        return Path.home() / ".cache"
+    except RuntimeError:  # HOME is not set, and the system does not know this user, as in many containers
+        return temporary_folder()
+
+
+def temporary_folder() -> Path:
+    """Returns the user's own folder among temporary files; it may not exist, and it may not be possible to make it."""
+    try:
+        folder = tempfile.gettempdir()
+    except FileNotFoundError:  # it tries to write a file: the disk is full or read-only, or files are limited
+        folder = USUAL
+    return Path(folder) / f"slotwise-{os.geteuid()}"
+
+
+def folder_objection(folder: Path) -> str:
+    """Why other users could change what is in `folder`, which may not exist; empty where they could not."""
+    given, real = Path(os.path.abspath(folder)), Path(os.path.realpath(folder))
+    for path in (given, *given.parents, real, *real.parents):
+        try:
+            info = path.lstat()
+        except OSError:  # missing, or behind a folder closed to this user: it cannot be read either
+            continue
+        if not _is_trusted(info):
+            return f"{path} belongs to another user (uid {info.st_uid})"
+        is_above = path not in (given, real)
+        if stat.S_ISDIR(info.st_mode) and _may_be_changed(info) and not (is_above and info.st_mode & stat.S_ISVTX):
+            return f"{path} can be changed by other users (mode {stat.S_IMODE(info.st_mode):o})"
+    return ""
+
+
+def file_objection(info: os.stat_result) -> str:
+    """Why a file with `info` may be another user's; empty where it is not."""
+    if not stat.S_ISREG(info.st_mode):
+        return "is not a regular file"
+    if not _is_trusted(info):
+        return f"belongs to another user (uid {info.st_uid})"
+    return "can be changed by other users" if _may_be_changed(info) else ""
+
+
+def _is_trusted(info: os.stat_result) -> bool:
+    """Whether the owner is this user or root, who could change everything anyway."""
+    return info.st_uid in (os.geteuid(), 0)
+
+
+def _may_be_changed(info: os.stat_result) -> bool:
+    """Whether users other than the owner may write."""
+    return bool(info.st_mode & OTHERS_WRITE)

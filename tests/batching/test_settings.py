@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from slotwise.batching.batching_settings import Batching
 from slotwise.batching.disciplines import Chunked, Dynamic, Inline, OneAtATime, Orca, PromptsAlone, Static
-from slotwise.batching.settings import Batching
 from slotwise.engine.config import ConfigError, EngineConfig
 
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from support.played import LIMITS, Play
 
-from slotwise.batching.settings import Batching
+from slotwise.batching.batching_settings import Batching
 from slotwise.cli import main
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe.event_log import Entry, Run, Step, encode_lines

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from support.recorded import Recorded
 
-from slotwise import __version__
-from slotwise.batching.settings import Batching
+from slotwise.batching.batching_settings import Batching
 from slotwise.cli import main
 from slotwise.observe.event_log import FORMAT, Gap, encode_lines, line_of
 from slotwise.observe.log_file import LogFile, check
+from slotwise.version import __version__
 
 COMMANDS = (("timeline",), ("replay",), ("explain",), ("explain", "--slowest", "3"), ("explain", "--step", "1"))
 

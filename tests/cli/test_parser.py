@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from slotwise import __version__
 from slotwise.cli import build_parser
+from slotwise.version import __version__
 
 
 @pytest.mark.parametrize(("arguments", "told"), [

@@ -9,7 +9,7 @@ import pytest
 from support.live import cli, serving
 
 from slotwise.cli import build_parser
-from slotwise.cli.vllm_flags import FLAGS, NO, YES, Flag, notices
+from slotwise.compat.vllm import FLAGS, NO, YES, Flag, notices
 
 
 def parsed(*arguments: str) -> argparse.Namespace:

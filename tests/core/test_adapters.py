@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.crowds import ROOMY, TIGHT, Comer, comers, crowd, play, running, slo, waiting
 from support.toy import EOS, Driver, alone
 
-from slotwise.batching.settings import Batching
+from slotwise.batching.batching_settings import Batching
 from slotwise.core.reasons import NO_ADAPTER_SLOT
 from slotwise.core.request import Request, RequestSpec
 from slotwise.policies.fair import Fair

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.crowds import ROOMY, Comer, Priced, comers, crowd, play, running, slo
 from support.toy import Driver, alone
 
-from slotwise.batching.settings import Batching
+from slotwise.batching.batching_settings import Batching
 from slotwise.core.prefill_isolation import MAX_ISOLATED_STEPS, SHORT
 from slotwise.core.reasons import FIRST_TOKEN, OUTRANKED, SHORT_STEP
 from slotwise.core.slo import SLO

@@ -17,7 +17,7 @@ from slotwise.cli import build_parser
 from slotwise.cli.parser import Parser
 from slotwise.cli.serve_command import add_options
 from slotwise.scale.replicas import checked
-from slotwise.transfer.settings import SECRET, KVTransferConfig
+from slotwise.transfer.kv_transfer_config import SECRET, KVTransferConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 MANIFESTS = list(yaml.safe_load_all((ROOT / "deploy/kubernetes/slotwise.yaml").read_text()))

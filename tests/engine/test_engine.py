@@ -8,7 +8,7 @@ from itertools import count
 import pytest
 from support.toy import EOS, alone, next_token, request, scheduler
 
-from slotwise.batching.settings import Batching
+from slotwise.batching.batching_settings import Batching
 from slotwise.core.interfaces import NEVER
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.toy import named
 
-from slotwise.batching.settings import Batching
+from slotwise.batching.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import RequestSpec

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.recorded import Recorded
 from support.toy import EOS, next_token
 
-from slotwise.batching.settings import Batching
+from slotwise.batching.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import RequestSpec
@@ -21,7 +21,7 @@ from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
 from slotwise.engine.messages import Add, Finish, QueuePositionQuery, RequestPosition
 from slotwise.engine.scheduling import Scheduling
-from slotwise.policies.settings import Ordering
+from slotwise.policies.policy_settings import Ordering
 from slotwise.simulate.replay import replay
 
 LIMITS = SchedulerLimits(max_model_len=64, num_blocks=64, block_size=4, max_num_seqs=1, max_num_batched_tokens=64)

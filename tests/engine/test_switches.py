@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.toy import EOS, alone, next_token, request
 
-from slotwise.batching.settings import KINDS, PREFILLS, Batching
+from slotwise.batching.batching_settings import KINDS, PREFILLS, Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import RequestSpec
@@ -23,7 +23,7 @@ from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
 from slotwise.engine.messages import NO_STEP, Add, Configure, StepRecord
 from slotwise.engine.scheduling import Scheduling
-from slotwise.policies.settings import POLICIES, Ordering
+from slotwise.policies.policy_settings import POLICIES, Ordering
 
 MS = 1_000_000
 LIMITS = SchedulerLimits(

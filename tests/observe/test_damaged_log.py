@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.recorded import Recorded
 
-from slotwise.batching.settings import Batching
+from slotwise.batching.batching_settings import Batching
 from slotwise.core.step_time import StepTimeModel, Work
 from slotwise.engine.messages import NO_STEP
 from slotwise.observe import event_log

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from support.played import LIMITS, MS, Play
 
-from slotwise.batching.settings import Batching
+from slotwise.batching.batching_settings import Batching
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import RequestSpec
 from slotwise.core.step_time import StepTimeModel, Work, work_of

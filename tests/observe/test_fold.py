@@ -13,7 +13,7 @@ import pytest
 from support.recorded import Recorded
 from support.toy_engine import MS, Rehearsal, engine
 
-from slotwise.batching.settings import Batching
+from slotwise.batching.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import RequestSpec

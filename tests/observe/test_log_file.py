@@ -14,7 +14,7 @@ from support.live_server import eventually
 from support.played import LIMITS
 
 from slotwise import LLM
-from slotwise.batching.settings import Batching
+from slotwise.batching.batching_settings import Batching
 from slotwise.cli import main
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe import event_log

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.measured import Measured
 from support.toy_engine import LIMITS, MS, Rehearsal, engine
 
-from slotwise.batching.settings import Batching
+from slotwise.batching.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import RequestSpec

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.recorded import Recorded
 
-from slotwise.batching.settings import Batching
+from slotwise.batching.batching_settings import Batching
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import RequestSpec
 from slotwise.engine.messages import Add, Finish, RowEnd, StepRecord, Timing

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from slotwise import AsyncEngineArgs, EngineArgs, builtin
+from slotwise.compat.vllm import ANY, RULES, SAME
 from slotwise.engine.config import ConfigError
 from slotwise.errors import CheckpointError
-from slotwise.neutral import ANY
 from slotwise.offline.arguments import OWN, SETTINGS, Arguments, check
-from slotwise.vllm_arguments import RULES, SAME
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # `docs` is run from the repository's root
 

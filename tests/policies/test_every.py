@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from support.crowds import ROOMY, Comer, KnownTimes, comers, crowd, play, running, slo, waiting
 from support.toy import Driver, alone
 
-from slotwise.batching.settings import Batching
+from slotwise.batching.batching_settings import Batching
 from slotwise.core import reasons
 from slotwise.core.prefill_isolation import SHORT
 from slotwise.core.slo import SLO, Tier
 from slotwise.core.step import StepPlan
-from slotwise.policies.settings import Ordering
+from slotwise.policies.policy_settings import Ordering
 
 BATCHINGS = (
     Batching(), Batching(long_prefill_token_threshold=3), Batching(prefill="inline"), Batching(prefill="alone"),

@@ -16,7 +16,7 @@ from support.scale_door import door_of
 
 from slotwise.cli import main
 from slotwise.scale.replicas import roles, shares
-from slotwise.transfer.settings import CONSUMER, PRODUCER, KVTransferConfig
+from slotwise.transfer.kv_transfer_config import CONSUMER, PRODUCER, KVTransferConfig
 
 SENDS = '{"kv_connector": "TCPConnector", "kv_role": "kv_producer"}'
 SMALL = ("--max-num-seqs", "4", "--max-model-len", "256", "--dtype", "float32")

@@ -16,7 +16,7 @@ from support.live_server import POSTED, Server, eventually, running
 
 from slotwise.server import bodies
 from slotwise.server.http_exchange import HttpExchange
-from slotwise.server.settings import ServerSettings
+from slotwise.server.server_settings import ServerSettings
 
 MB = 1 << 20
 LARGEST = ServerSettings("toy").max_body_bytes

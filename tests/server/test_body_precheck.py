@@ -21,7 +21,7 @@ from slotwise.server.api_errors import ApiError
 from slotwise.server.bodies import unknown_fields
 from slotwise.server.decoding import MAX_ELEMENTS, decode, decode_object
 from slotwise.server.protocol import ChatRequest, CompletionRequest
-from slotwise.server.settings import ServerSettings
+from slotwise.server.server_settings import ServerSettings
 
 LARGEST = ServerSettings("toy").max_body_bytes
 LARGE = LARGEST // 4  # already far above what the look at a body's shape costs

@@ -12,7 +12,7 @@ import pytest
 from support.live import cli
 from support.live_server import JSON, Server, eventually, running
 
-from slotwise.server import settings as command
+from slotwise.server import server_settings as command
 from slotwise.server.browsers import is_loopback
 
 COMPLETIONS = "/v1/completions"

@@ -29,7 +29,7 @@ from slotwise.server import app as served  # as a module: the tutorial changes i
 from slotwise.server.asgi import App
 from slotwise.server.checkpoint_workers import Template
 from slotwise.server.http_exchange import HttpExchange
-from slotwise.server.settings import ServerSettings
+from slotwise.server.server_settings import ServerSettings
 from slotwise.text.chat_source import find_chat_template
 from slotwise.text.continuation import Continuation
 from slotwise.text.tokenizer import Tokenizer

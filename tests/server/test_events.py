@@ -18,7 +18,7 @@ from server.test_lifecycle import COMPLETIONS, LONG, SLOW, eventually
 from support.live_server import Server, counted, running
 from support.recorded import Recorded
 
-from slotwise.batching.settings import Batching
+from slotwise.batching.batching_settings import Batching
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import RequestSpec
 from slotwise.engine.messages import Add

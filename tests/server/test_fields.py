@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from support.live_server import Server
 
+from slotwise.errors import ThrottledWarning
 from slotwise.server import bodies as module
 from slotwise.server.bodies import KEYS, unknown_fields, unknown_keys
 from slotwise.server.decoding import LARGE, MAX_FIELD, decode
@@ -20,7 +21,6 @@ from slotwise.server.messages_protocol import MessagesRequest
 from slotwise.server.protocol import ChatRequest, CompletionRequest
 from slotwise.server.responses_protocol import ReasoningConfig, ResponsesRequest
 from slotwise.server.unsupported import AS_ANOTHER, HINTS, NEUTRAL, unsupported_fields
-from slotwise.throttled_warning import ThrottledWarning
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # `docs` is run from the repository's root
 

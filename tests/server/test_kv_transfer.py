@@ -11,7 +11,7 @@ from slotwise.server.api_errors import ApiError
 from slotwise.server.decoding import decode
 from slotwise.server.prompt_transfer import HEADER, has_secret, told, transfer_of
 from slotwise.server.protocol import CompletionRequest
-from slotwise.transfer.settings import BOTH, CONSUMER, PRODUCER, TCP, KVTransferConfig
+from slotwise.transfer.kv_transfer_config import BOTH, CONSUMER, PRODUCER, TCP, KVTransferConfig
 
 SENDS = KVTransferConfig(TCP, PRODUCER, "10.0.0.1", 9000, "engine")
 RECEIVES = KVTransferConfig(TCP, CONSUMER, peers=("10.0.0.1:9000",), timeout=7.0)

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from slotwise import builtin
-from slotwise.batching.settings import Batching
+from slotwise.batching.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.engine.messages import EngineInfo
 from slotwise.engine.scheduling import Scheduling

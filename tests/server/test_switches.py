@@ -14,9 +14,9 @@ import pytest
 from support.live import serving
 from support.live_server import Server, counted, eventually, running
 
-from slotwise.batching.settings import KINDS
+from slotwise.batching.batching_settings import KINDS
 from slotwise.observe import event_log
-from slotwise.policies.settings import POLICIES
+from slotwise.policies.policy_settings import POLICIES
 from slotwise.text.tokenizer import Tokenizer
 
 COMPLETIONS, SCHEDULING = "/v1/completions", "/admin/scheduling"

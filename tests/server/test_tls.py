@@ -22,7 +22,7 @@ from slotwise.cli import build_parser
 from slotwise.cli.options import given_settings
 from slotwise.core.settings import make
 from slotwise.server.listener import context_of
-from slotwise.server.settings import ServerSettings
+from slotwise.server.server_settings import ServerSettings
 
 BODY = {"prompt": [2], "max_tokens": 2}
 FILES = 256

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from slotwise.batching.settings import Batching
+from slotwise.batching.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import RequestSpec
@@ -16,7 +16,7 @@ from slotwise.engine.messages import Add
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe.event_log import Entry, Step, decode
 from slotwise.observe.recorder import Recorder
-from slotwise.policies.settings import Ordering
+from slotwise.policies.policy_settings import Ordering
 from slotwise.simulate.figures import Figures, figures
 from slotwise.simulate.pace import CostPace
 from slotwise.simulate.recorded import read_recording

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 from support.toy import EOS, VOCAB, next_token
 
-from slotwise.batching.settings import Batching
+from slotwise.batching.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import RequestSpec
@@ -22,12 +22,12 @@ from slotwise.engine.messages import Add, Command, EngineInfo, Finish
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe.event_log import Entry, Run, Step, decode
 from slotwise.observe.recorder import Recorder
-from slotwise.policies.settings import POLICIES, Ordering
+from slotwise.policies.policy_settings import POLICIES, Ordering
 from slotwise.simulate.pace import each_step
 from slotwise.simulate.recorded import read_recording
 from slotwise.simulate.simulator import Server, simulate
 from slotwise.speculation.proposer import proposer_of
-from slotwise.speculation.settings import Speculation
+from slotwise.speculation.speculation_settings import Speculation
 
 MS = 1_000_000
 LIMITS = SchedulerLimits(  # requests are preempted again and again

@@ -11,12 +11,12 @@ import pytest
 from support.recorded import TIGHT, Recorded
 from support.toy import Guesses
 
-from slotwise.batching.settings import KINDS, Batching
+from slotwise.batching.batching_settings import KINDS, Batching
 from slotwise.engine.messages import NO_STEP, RowEnd, StepRecord
 from slotwise.observe import event_log
 from slotwise.observe.log_file import LogFile
 from slotwise.simulate.replay import ReplayError, replay
-from slotwise.speculation.settings import Speculation
+from slotwise.speculation.speculation_settings import Speculation
 
 WITH_HOST = replace(TIGHT, num_host_blocks=10)
 BATCHINGS = [*(Batching(kind) for kind in KINDS), Batching(prefill="inline"), Batching(prefill="alone"),

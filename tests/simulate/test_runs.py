@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.toy import EOS, VOCAB
 
-from slotwise.batching.settings import Batching
+from slotwise.batching.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import RequestSpec
@@ -23,7 +23,7 @@ from slotwise.engine.messages import Add, Command, Configure, Finish
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe.event_log import Arrival, Step, decode
 from slotwise.observe.recorder import Recorder
-from slotwise.policies.settings import POLICIES, Ordering
+from slotwise.policies.policy_settings import POLICIES, Ordering
 from slotwise.routing.routers import ROUTERS
 from slotwise.simulate.figures import LatencyLimits, figures
 from slotwise.simulate.pace import CostPace

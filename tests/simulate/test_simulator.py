@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from slotwise.batching.settings import Batching
+from slotwise.batching.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import RequestSpec
@@ -14,7 +14,7 @@ from slotwise.core.slo import SLO
 from slotwise.core.step_time import Work
 from slotwise.engine.messages import Add
 from slotwise.engine.scheduling import Scheduling
-from slotwise.policies.settings import Ordering
+from slotwise.policies.policy_settings import Ordering
 from slotwise.simulate.figures import SimulatedRequest
 from slotwise.simulate.pace import CostPace
 from slotwise.simulate.simulator import NoEnd, Server, Setup, simulate

@@ -16,7 +16,7 @@ from slotwise.core.step_time import StepTimeModel, Work
 from slotwise.engine.executor import FakeExecutor
 from slotwise.speculation.draft_model import FIRST_REST, DraftModelProposer, ProposingTimes
 from slotwise.speculation.proposer import proposer_of
-from slotwise.speculation.settings import Speculation
+from slotwise.speculation.speculation_settings import Speculation
 
 LIMITS = SchedulerLimits(max_model_len=600, num_blocks=600, block_size=8, max_num_seqs=16, max_num_batched_tokens=64)
 

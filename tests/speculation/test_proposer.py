@@ -19,7 +19,7 @@ from slotwise.core.limits import SchedulerLimits
 from slotwise.core.step_time import StepTimeModel, Work
 from slotwise.engine.executor import FakeExecutor
 from slotwise.speculation.proposer import MAX_LOOKS, UNPAID, DraftProposer, proposer_of
-from slotwise.speculation.settings import METHODS, Speculation
+from slotwise.speculation.speculation_settings import METHODS, Speculation
 
 ROOMY = SchedulerLimits(max_model_len=64, num_blocks=64, block_size=4, max_num_seqs=4, max_num_batched_tokens=40)
 FREE = Work(9, 9, 0, 0.0, drafts=8)

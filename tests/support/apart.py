@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from random import Random
 
-from slotwise.batching.settings import Batching
+from slotwise.batching.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import KVTransfer, RequestSpec
@@ -21,9 +21,9 @@ from slotwise.engine.messages import UNSUBMITTED, Add, EngineInfo, Finish, StepR
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe.recorder import Recorder
 from slotwise.transfer.connectors import connector_of
+from slotwise.transfer.kv_transfer_config import CONSUMER, KVTransferConfig
 from slotwise.transfer.receiver import Receiver
 from slotwise.transfer.sender import Sender
-from slotwise.transfer.settings import CONSUMER, KVTransferConfig
 from slotwise.transfer.wire import Listener, Wire
 from support.recorded import Shelf
 from support.toy import EOS, VOCAB, next_token, scheduler

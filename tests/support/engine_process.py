@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slotwise.batching.settings import Batching
+from slotwise.batching.batching_settings import Batching
 from slotwise.compose.engine_process import serve
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.scheduler import Scheduler

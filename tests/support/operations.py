@@ -12,7 +12,7 @@ from slotwise.core.interfaces import Discipline, Proposer
 from slotwise.core.limits import ERROR, RECOMPUTE, SchedulerLimits
 from slotwise.core.slo import SLO, Tier
 from slotwise.core.step_time import StepTimeModel
-from slotwise.policies.settings import Ordering
+from slotwise.policies.policy_settings import Ordering
 from support.toy import VOCAB, Driver, alone, request
 
 LIMITS = st.builds(

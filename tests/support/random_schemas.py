@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from slotwise.grammars import message_of
+from slotwise.grammar_compiler import message_of
 
 PATTERNS = ("^a", "b$", "[ab]", "^.$", "^a+$", "^[^a]*$", ".*", "^$", "a|b", "^a$", "^(a|b)$", "^(ab)*$")
 KEYS = ("a", "b", "c", "ab")

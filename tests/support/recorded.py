@@ -6,7 +6,7 @@ import random
 from collections import deque
 from typing import Any
 
-from slotwise.batching.settings import Batching
+from slotwise.batching.batching_settings import Batching
 from slotwise.core.interfaces import Proposer
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import POOLING_TYPES, PoolingParams, SamplingParams
@@ -20,7 +20,7 @@ from slotwise.engine.scheduling import Scheduling
 from slotwise.observe.event_log import Entry, decode
 from slotwise.observe.recorder import Recorder
 from slotwise.speculation.proposer import proposer_of
-from slotwise.speculation.settings import Speculation
+from slotwise.speculation.speculation_settings import Speculation
 from support.toy import EOS, VOCAB, next_token, scheduler
 
 MS = 1_000_000

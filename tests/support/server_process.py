@@ -27,7 +27,7 @@ from slotwise.server.checkpoint_workers import TEMPLATE_LIMITS as RENDERING
 from slotwise.server.checkpoint_workers import Template
 from slotwise.server.parsers.output_format import output_format
 from slotwise.server.serve import listen, serve
-from slotwise.server.settings import ServerSettings
+from slotwise.server.server_settings import ServerSettings
 from slotwise.server.tiers import load_tiers
 from slotwise.text.chat_source import find_chat_template
 from slotwise.text.tokenizer import Tokenizer

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from slotwise.batching.settings import Batching
+from slotwise.batching.batching_settings import Batching
 from slotwise.bench.offline_run import Clock, Stand
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.scheduler import Scheduler

@@ -12,7 +12,7 @@ import pytest
 from support.apart import FAULTS, LIMITS, Chaos, Pair
 from support.toy import VOCAB, alone, request
 
-from slotwise.transfer.settings import CONNECTORS
+from slotwise.transfer.kv_transfer_config import CONNECTORS
 
 NUMBER = 250  # faults of each connector
 TIMEOUT = 0.15  # seconds

@@ -13,7 +13,7 @@ from support.apart import HOST, LIMITS, Pair
 from support.toy import alone, request
 
 from slotwise.transfer.connectors import folder
-from slotwise.transfer.settings import SHARED_MEMORY, TCP
+from slotwise.transfer.kv_transfer_config import SHARED_MEMORY, TCP
 from slotwise.transfer.wire import (
     CHECKSUM,
     HEADER,

@@ -15,7 +15,7 @@ from slotwise.core.request import KVTransfer, RequestSpec
 from slotwise.engine.messages import UNSUBMITTED, Add
 from slotwise.observe import event_log
 from slotwise.simulate.replay import replay
-from slotwise.transfer.settings import CONNECTORS, TCP
+from slotwise.transfer.kv_transfer_config import CONNECTORS, TCP
 
 PROMPT = [(7 * index) % 23 for index in range(50)]
 

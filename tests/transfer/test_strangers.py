@@ -20,9 +20,9 @@ from support.toy import alone, next_token, request
 from slotwise.engine.executor import FakeExecutor
 from slotwise.transfer import connectors
 from slotwise.transfer.connectors import MAGIC, NONCE, PROOF, SharedMemoryConnector, TCPConnector
+from slotwise.transfer.kv_transfer_config import TCP
 from slotwise.transfer.receiver import Receiver
 from slotwise.transfer.sender import MAX_CONSUMERS, MAX_STRANGERS
-from slotwise.transfer.settings import TCP
 from slotwise.transfer.wire import HEADER_BYTES, Frame, Kind, TransferError, Want, Wire, prompt_digest
 
 PROMPT = [(5 * index) % 23 for index in range(50)]

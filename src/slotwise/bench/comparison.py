@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from slotwise.batching.settings import KINDS, Batching
+from slotwise.batching.batching_settings import KINDS, Batching
 from slotwise.bench.accounting import StepSeconds, together
 from slotwise.bench.offline_run import OnStep, Stand, run_warm
 from slotwise.bench.results import workload_facts
 from slotwise.bench.theory import DECODE_STEPS
-from slotwise.speculation.settings import DRAFT_MODEL, NONE, Speculation
+from slotwise.speculation.speculation_settings import DRAFT_MODEL, NONE, Speculation
 from slotwise.workload.workloads import Workload
 
 VERSION = 1  # of the result's format

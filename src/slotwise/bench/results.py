@@ -13,6 +13,7 @@ from typing import Any
 import slotwise
 from slotwise.files import write_output
 from slotwise.host import num_processors
+from slotwise.version import __version__
 from slotwise.workload.workloads import Workload
 
 GIT_SECONDS = 5.0
@@ -21,7 +22,7 @@ GIT_SECONDS = 5.0
 def environment() -> dict[str, Any]:
     """Software and machine.  `commit` is empty outside a checkout, and ends in "-dirty" with uncommitted changes."""
     return {
-        "slotwise": slotwise.__version__, "python": platform.python_version(), "torch": _installed("torch"),
+        "slotwise": __version__, "python": platform.python_version(), "torch": _installed("torch"),
         "commit": commit(), "machine": machine(), "cores": num_processors(),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
     }

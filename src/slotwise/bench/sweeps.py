@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from slotwise.batching.settings import PREFILLS
+from slotwise.batching.batching_settings import PREFILLS
 from slotwise.bench import theory
 from slotwise.bench.accounting import Accounts, StepSeconds, StepTimeLine
 from slotwise.bench.comparison import Make

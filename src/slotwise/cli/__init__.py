@@ -8,6 +8,7 @@ IS_COMMAND = child.leave_current_folder()  # `python -m` has put it before the s
 
 # ruff: noqa: E402
 from slotwise.cli import process
+from slotwise.version import __version__
 
 if IS_COMMAND:
     process.open_missing()
@@ -21,7 +22,6 @@ import resource
 import sys
 from collections.abc import Mapping, Sequence
 
-import slotwise
 from slotwise.cli.parser import Parser
 from slotwise.errors import OneLineError, described, one_line
 from slotwise.observe import lines
@@ -86,7 +86,7 @@ def build_parser(command: str) -> argparse.ArgumentParser:
     parser = Parser(
         prog="slotwise", description="Serve language models with continuous batching.",
         epilog="`slotwise COMMAND --help` explains each command.")
-    parser.add_argument("--version", action="version", version=f"slotwise {slotwise.__version__}")
+    parser.add_argument("--version", action="version", version=f"slotwise {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     for module in [MODULES[command]] if command in MODULES else dict.fromkeys(MODULES.values()):
         importlib.import_module(f"{__name__}.{module}").add(commands)

@@ -33,7 +33,7 @@ from slotwise.cli.workload_options import Defaults, add_seed_option, add_workloa
 from slotwise.core.limits import SLOTS, TOKENS
 from slotwise.core.settings import Range, real, whole
 from slotwise.engine.config import BYTES, QUANTIZATIONS, EngineConfig
-from slotwise.speculation.settings import Speculation
+from slotwise.speculation.speculation_settings import Speculation
 from slotwise.workload.distributions import MAX_LENGTH, MAX_USERS
 from slotwise.workload.workloads import Workload
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
 
 from slotwise.cli.parser import Parser
+from slotwise.compat.vllm import FLAGS
 from slotwise.core.limits import ADAPTERS
 from slotwise.core.settings import (
     BYTE_UNITS,
@@ -198,7 +199,7 @@ def add_generation_options(command: argparse.ArgumentParser, bound: str = "") ->
 
 def add_overwrite_option(command: argparse.ArgumentParser) -> None:
     """Adds the companion of `--event-log` to a command that writes one."""
-    from slotwise.server.settings import ServerSettings
+    from slotwise.server.server_settings import ServerSettings
 
     add_settings(command, ServerSettings, "event log", ("overwrite_event_log",))
 
@@ -213,3 +214,12 @@ def given_settings(asked: argparse.Namespace, owner: type[Any]) -> dict[str, Any
 def engine_settings(asked: argparse.Namespace) -> dict[str, Any]:
     """Returns the engine's options, by the names of `EngineConfig`."""
     return given_settings(asked, EngineConfig) | {name: getattr(asked, name) for name in RETIRED}
+
+
+def add_vllm_flags(command: argparse.ArgumentParser) -> None:
+    """Add the flags; --help does not list them."""
+    for flag in FLAGS:
+        if flag.is_switch:
+            command.add_argument(*flag.names, action=argparse.BooleanOptionalAction, help=argparse.SUPPRESS)
+        else:
+            command.add_argument(*flag.names, help=argparse.SUPPRESS)

@@ -20,9 +20,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from slotwise.child import SECRETS
-from slotwise.errors import one_line
+from slotwise.errors import nearest, one_line
 from slotwise.files import read_regular
-from slotwise.neutral import nearest
 
 if TYPE_CHECKING:
     import yaml

@@ -21,8 +21,8 @@ from slotwise.routing.fleet import MAX_WAIT
 from slotwise.routing.routers import ROUTERS
 from slotwise.scale.door import MAX_REPLICAS
 from slotwise.scale.replicas import checked
-from slotwise.server.settings import ServerSettings
-from slotwise.transfer.settings import SECRET, secret_of
+from slotwise.server.server_settings import ServerSettings
+from slotwise.transfer.kv_transfer_config import SECRET, secret_of
 
 SECRET_BYTES = 32  # random ones, of the transfer secret for replicas with roles
 MEMORY = 0.6  # of the machine's, for the weights, steps and caches of all replicas together

@@ -18,6 +18,7 @@ from slotwise.cli.options import (
     add_engine_options,
     add_generation_options,
     add_settings,
+    add_vllm_flags,
     engine_settings,
     given_settings,
     input_file,
@@ -25,7 +26,7 @@ from slotwise.cli.options import (
 )
 from slotwise.cli.parser import Parser, fill
 from slotwise.cli.process import ending_at_once
-from slotwise.cli.vllm_flags import add_vllm_flags, notices
+from slotwise.compat.vllm import notices
 from slotwise.compose.launch import AUTO, CORES, MOST_PROCESSORS, NONE, environment, numbers, read_processors
 from slotwise.core.limits import ADAPTERS
 from slotwise.core.settings import make, settings_of, whole
@@ -34,9 +35,9 @@ from slotwise.errors import printable
 from slotwise.host import processors
 from slotwise.model.checkpoint import locate
 from slotwise.observe.lines import final
-from slotwise.server.settings import MODEL, LoraModule, ServerSettings
-from slotwise.speculation.settings import PREDICTION, Speculation
-from slotwise.transfer.settings import SECRET, secret_of
+from slotwise.server.server_settings import MODEL, LoraModule, ServerSettings
+from slotwise.speculation.speculation_settings import PREDICTION, Speculation
+from slotwise.transfer.kv_transfer_config import SECRET, secret_of
 
 if TYPE_CHECKING:
     from slotwise.server.tiers import ServedTier

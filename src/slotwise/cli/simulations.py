@@ -31,7 +31,7 @@ from slotwise.core.settings import real, whole
 from slotwise.errors import printable
 from slotwise.files import write_output
 from slotwise.observe.event_log import read_file
-from slotwise.policies.settings import POLICIES
+from slotwise.policies.policy_settings import POLICIES
 from slotwise.routing.routers import ROUTERS
 from slotwise.simulate.capacity_search import LOADS, CapacityTarget, LoadPoint, at_load, fewest, interval
 from slotwise.simulate.figures import WORDS, Figures, LatencyLimits, SimulatedRequest, figures

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import slotwise
-from slotwise import grammars
+from slotwise import grammar_compiler
 from slotwise.compose.machine import glance, measure_machine, roofline
 from slotwise.compose.sizes import cache_groups, check_sizes, check_weights, sized, step_tokens
 from slotwise.core.limits import SchedulerLimits
@@ -66,12 +66,12 @@ from slotwise.runner.sampling.grammar_masks import Grammars, Masks
 from slotwise.runner.sampling.sampler import Sampling, SilentSampler
 from slotwise.runner.slots import LoraSlots, SlotListener
 from slotwise.speculation.proposer import proposer_of
-from slotwise.speculation.settings import NONE, Speculation
+from slotwise.speculation.speculation_settings import NONE, Speculation
 from slotwise.text.tokenizer import MAX_TOKENIZER_BYTES, Tokenizer, TokenizerError
 from slotwise.transfer.connectors import connector_of
+from slotwise.transfer.kv_transfer_config import KVTransferConfig
 from slotwise.transfer.receiver import Receiver
 from slotwise.transfer.sender import Sender
-from slotwise.transfer.settings import KVTransferConfig
 
 if TYPE_CHECKING:
     from slotwise.compose.ranks import Ranks
@@ -399,7 +399,7 @@ class Vocabulary:
         self._thread.start()
 
     def result(self) -> Any:
-        """What grammars are compiled for (`grammars.tokenizer_of`); None: this model's tokenizer has none."""
+        """What grammars are compiled for (`grammar_compiler.tokenizer_of`); None: this model's tokenizer has none."""
         if self._thread is not None:
             self._thread.join()
         return self._vocabulary
@@ -408,7 +408,7 @@ class Vocabulary:
         roam()
         try:
             if tokenizer.bytes_by_id is not None and self._config.eos_token_ids:
-                self._vocabulary = grammars.tokenizer_of(
+                self._vocabulary = grammar_compiler.tokenizer_of(
                     [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)],
                     sorted(tokenizer.special_ids), self._config.eos_token_ids, self._config.vocab_size,
                     lambda text: tokenizer.encode(text, add_special_tokens=False))

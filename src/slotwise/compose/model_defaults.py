@@ -21,12 +21,11 @@ from slotwise.core.params import LAST, MEAN, RANGES, PoolingParams
 from slotwise.core.pooling_defaults import PoolingDefaults
 from slotwise.core.sampling_defaults import SamplingDefaults
 from slotwise.engine.config import ConfigError, EngineConfig
-from slotwise.errors import CheckpointError
+from slotwise.errors import CheckpointError, nearest
 from slotwise.files import has_part, read_part
 from slotwise.gguf_file import open_model
 from slotwise.model.fields import MAX_JSON_BYTES, Fields, read_json
 from slotwise.model.generation_config import NEUTRAL, NOT_OBEYED, named_file, read_generation
-from slotwise.neutral import nearest
 from slotwise.observe import lines
 
 OVERRIDE = "override_generation_config"

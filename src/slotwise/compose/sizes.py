@@ -24,7 +24,7 @@ from slotwise.runner.decode_graphs import MAX_TOKENS, num_graphs
 from slotwise.runner.draft_model_runner import ALL_LOGITS, CATCH_UP
 from slotwise.runner.memory_budget import measured_graph, measured_workspace
 from slotwise.runner.prompt_results import workspace_rows
-from slotwise.speculation.settings import NONE
+from slotwise.speculation.speculation_settings import NONE
 
 STEP_SECONDS = 0.1  # where streams wait for whole steps
 BURST_SECONDS = 0.5  # where steps are that long only when hardly any stream waits for them (core/step_budget.py)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from slotwise.batching.settings import Batching
+from slotwise.batching.batching_settings import Batching
 from slotwise.core.cache_groups import CacheGroups
 from slotwise.core.limits import ADAPTERS, CACHE, MOST_MS, TOKENS, ChosenLimits, LiveLimits, SchedulerLimits
 from slotwise.core.settings import (
@@ -28,9 +28,9 @@ from slotwise.core.slo import Tier
 from slotwise.engine.scheduling import Scheduling
 from slotwise.errors import OneLineError
 from slotwise.files import existing_file
-from slotwise.policies.settings import Ordering
-from slotwise.speculation.settings import DRAFT_MODEL, Speculation
-from slotwise.transfer.settings import HOW, KVTransferConfig
+from slotwise.policies.policy_settings import Ordering
+from slotwise.speculation.speculation_settings import DRAFT_MODEL, Speculation
+from slotwise.transfer.kv_transfer_config import HOW, KVTransferConfig
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DTYPE_NAMES = {"half": "float16", "float": "float32"}  # vLLM's; a config has the longer ones

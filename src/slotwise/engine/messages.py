@@ -26,8 +26,8 @@ from slotwise.core.step import (
 from slotwise.core.step_time import Learned, Roofline
 from slotwise.engine.executor import Compiled
 from slotwise.engine.scheduling import Scheduling
-from slotwise.speculation.settings import Speculation
-from slotwise.transfer.settings import KVTransferConfig
+from slotwise.speculation.speculation_settings import Speculation
+from slotwise.transfer.kv_transfer_config import KVTransferConfig
 
 if TYPE_CHECKING:
     from msgspec import Struct

@@ -27,7 +27,6 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from slotwise import __version__
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.request import RequestSpec
 from slotwise.core.step import Copy, FreedBlocks, Proposing, RankSpan, RowKind
@@ -36,7 +35,8 @@ from slotwise.engine.messages import Add, Timing
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe.log_checks import MAX_TOKENS, wrong_request, wrong_run, wrong_step
 from slotwise.observe.log_format import FORMAT, LogError, check_format
-from slotwise.speculation.settings import Speculation
+from slotwise.speculation.speculation_settings import Speculation
+from slotwise.version import __version__
 
 MAX_LINE = 1 << 26  # bytes
 LOST = "lost"  # the state of an engine

@@ -6,8 +6,8 @@ from typing import Literal
 
 import msgspec
 
-from slotwise import __version__
 from slotwise.errors import printable
+from slotwise.version import __version__
 
 FORMAT = 2  # to be raised with every change that an older reader would misunderstand
 MAX_VERSION = 32  # characters of a version that an error repeats

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-import slotwise
 from slotwise.core.step import RowKind
 from slotwise.engine.messages import Add, Command, EngineInfo, Finish, Observer, StepRecord
 from slotwise.observe import event_log
@@ -14,6 +13,7 @@ from slotwise.observe.event_log import Entry, line_of
 from slotwise.observe.fold import Changes, Timelines
 from slotwise.observe.log_format import FORMAT
 from slotwise.observe.ring import Ring
+from slotwise.version import __version__
 
 
 class File(Protocol):
@@ -65,7 +65,7 @@ class Recorder(Observer):
 
     def started(self, info: EngineInfo) -> None:
         self._run = event_log.Run(
-            FORMAT, slotwise.__version__, info.model, info.dtype, info.device, self._calendar(),
+            FORMAT, __version__, info.model, info.dtype, info.device, self._calendar(),
             self._clock(), info.limits, info.scheduling, info.eos_token_ids, info.depth, info.learned,
             info.speculation)
         self._write(self._run)

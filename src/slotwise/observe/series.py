@@ -15,7 +15,7 @@ from prometheus_client.metrics_core import Metric
 from slotwise.core import reasons
 from slotwise.observe.request_timeline import STEP_UNDER_WAY
 from slotwise.observe.step_view import KINDS
-from slotwise.speculation.settings import NUM_DRAFTS
+from slotwise.speculation.speculation_settings import NUM_DRAFTS
 
 PREFIX = "slotwise:"
 TTFT = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)

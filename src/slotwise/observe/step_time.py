@@ -13,12 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slotwise import __version__, folders
+from slotwise import files
 from slotwise.core import step_time
 from slotwise.core.step_time import Learned, work_of
 from slotwise.engine.messages import Observer
 from slotwise.errors import described
 from slotwise.files import PRIVATE, read_regular, write_whole
+from slotwise.version import __version__
 
 if TYPE_CHECKING:
     from slotwise.engine.config import EngineConfig
@@ -88,14 +89,14 @@ def _description(checkpoint: Path) -> bytes:
 def path_for(traits: Sequence[str]) -> Path:
     """Returns the file for `traits`."""
     name = hashlib.blake2b("\n".join(traits).encode(), digest_size=8).hexdigest()
-    return folders.cache() / "slotwise" / "step-times" / f"{name}-v{VERSION}.json"
+    return files.cache_folder() / "slotwise" / "step-times" / f"{name}-v{VERSION}.json"
 
 
 def load(path: Path) -> StepTimeModel:
     """Returns the stored model; an empty one if there is no readable file."""
     import msgspec
 
-    if path.exists() and (why := folders.objection(path)):
+    if path.exists() and (why := files.folder_objection(path)):
         logger.warning("step times are learned anew: %s", why)
         return StepTimeModel()
     try:
@@ -111,7 +112,7 @@ def save(path: Path, times: step_time.StepTimeModel) -> None:
     """Stores `times` atomically; logs a warning if the folder is not writable."""
     import msgspec
 
-    if why := folders.objection(path):
+    if why := files.folder_objection(path):
         logger.warning("step times are not kept: %s", why)
         return
     try:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from slotwise import builtin
+from slotwise.compat.vllm import CALL, METHODS, RULES, SAME, is_neutral
 from slotwise.core.settings import BYTE_UNITS, UNITS, settings_of, whole, with_unit
 from slotwise.engine.config import DTYPE_NAMES, RETIRED, ConfigError, EngineConfig, ModelOptions
+from slotwise.errors import nearest
 from slotwise.model.checkpoint import locate
-from slotwise.neutral import is_neutral, nearest
-from slotwise.vllm_arguments import RULES, SAME
 
 SETTINGS = tuple(name for name in (*settings_of(EngineConfig), "tiers") if name not in {"model", *RULES})
 OWN = {  # obeyed beside the settings
@@ -112,21 +112,6 @@ class EngineArgs:
 
 class AsyncEngineArgs(EngineArgs):
     """vLLM's name of `EngineArgs` for `AsyncLLM`."""
-
-
-CALL: dict[str, tuple[Any, ...]] = {  # arguments, with what is accepted beside None
-    "lora_request": ([], [None]), "tokenization_kwargs": ({},), "mm_processor_kwargs": ({},),
-    "chat_template_content_format": ("auto", "string"), "prompt_adapter_request": (), "guided_options_request": (),
-    "reset_connector": (False,), "trace_headers": ({},), "data_parallel_rank": (0,), "session_id": (), "kv_hints": (),
-    "reasoning_ended": (), "reasoning_parser_kwargs": ({},), "tags": ([],),
-}
-METHODS = {  # what to do instead
-    "beam_search": "set n, and choose among the outputs by cumulative_logprob",
-    **dict.fromkeys(("encode", "classify", "score", "reward"), "LLM.embed gives vectors; no model here has a head"),
-    **dict.fromkeys(("enqueue", "enqueue_chat", "wait_for_completion"), "generate() runs a list of prompts together"),
-    **dict.fromkeys(("collective_rpc", "apply_model"), "the model is not exposed"),
-    **dict.fromkeys(("start_profile", "stop_profile"), "start with event_log=FILE, and run `slotwise timeline FILE`"),
-}
 
 
 def check_call(given: Mapping[str, Any]) -> None:

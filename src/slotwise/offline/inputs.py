@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
-from slotwise.neutral import is_neutral, nearest
+from slotwise.compat.vllm import is_neutral
+from slotwise.errors import nearest
 
 NAMES = ("prompt", "prompt_token_ids", "cache_salt")
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # with the values that are accepted beside None, and what to do for another

@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass, fields
 from enum import Enum
 from typing import Any
 
+from slotwise.compat.vllm import ANY, SAMPLING, is_neutral
 from slotwise.core.grammar import Grammar
 from slotwise.core.params import MAX_BIAS, MAX_STOP_LENGTH, InvalidParams
 from slotwise.core.params import SamplingParams as EngineParams
 from slotwise.core.settings import Range, whole
-from slotwise.neutral import ANY, SAMPLING, is_neutral, nearest
+from slotwise.errors import nearest
 from slotwise.text.structured_output import StructuredOutputError, of_structured_outputs
 
 DEFAULT = EngineParams()

@@ -26,8 +26,8 @@ from slotwise.scale.upstream import RoutedPrompt, end, no_replica
 from slotwise.server.api_errors import ApiError
 from slotwise.server.context import Clients
 from slotwise.server.request_log import RequestLog
-from slotwise.server.settings import ServerSettings
-from slotwise.transfer.settings import BOTH, CONSUMER, HOW, PRODUCER
+from slotwise.server.server_settings import ServerSettings
+from slotwise.transfer.kv_transfer_config import BOTH, CONSUMER, HOW, PRODUCER
 
 PREFIX = "slotwise:"
 FAMILIES = {

@@ -29,7 +29,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
-from slotwise.neutral import nearest
+from slotwise.errors import nearest
 from slotwise.routing.fleet import ReplicaLoad, replicas_for
 from slotwise.routing.prompt import RoutedRequest
 from slotwise.routing.replica import Replica

@@ -42,7 +42,7 @@ from slotwise.observe import lines
 from slotwise.routing.fleet import Fleet
 from slotwise.scale.replica_adapters import ReplicaAdapters
 from slotwise.scale.upstream import ReplicaLost, Upstream
-from slotwise.transfer.settings import CONSUMER, PRODUCER, SHARED_MEMORY
+from slotwise.transfer.kv_transfer_config import CONSUMER, PRODUCER, SHARED_MEMORY
 
 HOST = "127.0.0.1"
 MAX_LINE = 64 << 10  # bytes; a longer line is passed on in parts

@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-from slotwise import __version__
 from slotwise.engine.refusals import Refused
 from slotwise.server.admin_protocol import DetokenizeRequest, TokenizeRequest, WhatIfRequest
 from slotwise.server.api_errors import bad_request, from_refusal
@@ -19,8 +18,9 @@ from slotwise.server.decoding import decode, decode_object
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.output_constraints import allowed_tools
 from slotwise.server.prompts import Encoding
-from slotwise.server.settings import ServerSettings
+from slotwise.server.server_settings import ServerSettings
 from slotwise.server.tiers import read_tiers
+from slotwise.version import __version__
 
 logger = logging.getLogger(__name__)
 

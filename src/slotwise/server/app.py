@@ -23,7 +23,7 @@ from slotwise.server.parsers.output_format import UNPARSED, OutputFormat
 from slotwise.server.prompts import Prompts
 from slotwise.server.replica_state import replica
 from slotwise.server.responses import RESPONSES, delete_response, responses, stored_response
-from slotwise.server.settings import ServerSettings
+from slotwise.server.server_settings import ServerSettings
 from slotwise.text.tokenizer import Tokenizer
 
 

@@ -26,7 +26,7 @@ from slotwise.server.http_exchange import HttpExchange, checked_request_id
 from slotwise.server.listener import ALWAYS
 from slotwise.server.request_log import RequestLog
 from slotwise.server.responses import ERRORS, RESPONSES
-from slotwise.server.settings import ServerSettings
+from slotwise.server.server_settings import ServerSettings
 from slotwise.server.unsupported import meant, why_not_served
 
 OPEN_TO_ALL = ("/", "/docs", "/health", "/ping", "/timeline")  # the pages hold no data; the last prompts for a key

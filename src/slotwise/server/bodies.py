@@ -32,11 +32,11 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from slotwise.core.tenant_capacity import TenantCapacity
+from slotwise.errors import ThrottledWarning
 from slotwise.server.api_errors import ApiError, bad_request
 from slotwise.server.decoding import ABSENT, LARGE, MAX_VALUES
 from slotwise.server.http_exchange import STEP, HttpExchange, too_large
-from slotwise.server.settings import ServerSettings
-from slotwise.throttled_warning import ThrottledWarning
+from slotwise.server.server_settings import ServerSettings
 
 MOST = 256 << 20  # bytes
 LEAST_BODIES = 4  # bodies of the largest size that fit at once

@@ -21,7 +21,7 @@ from http import HTTPStatus
 from ipaddress import ip_address
 
 from slotwise.server.api_errors import ApiError, bad_request
-from slotwise.server.settings import ServerSettings
+from slotwise.server.server_settings import ServerSettings
 
 Headers = list[tuple[bytes, bytes]]
 JSON = b"application/json"

@@ -47,7 +47,7 @@ from slotwise.server.quotas import Account, Quotas, headers_of
 from slotwise.server.request_log import RequestLog
 from slotwise.server.response_store import ResponseStore
 from slotwise.server.served_models import ServedModels
-from slotwise.server.settings import ServerSettings
+from slotwise.server.server_settings import ServerSettings
 from slotwise.server.tiers import Tiers, slo_of
 from slotwise.server.turns import Turns
 from slotwise.server.what_if_replay import WhatIf

@@ -20,7 +20,7 @@ from slotwise.server.bodies import warn_of_unknown_fields
 from slotwise.server.context import ServedEngine, ServerClients
 from slotwise.server.decoding import decode, decode_object
 from slotwise.server.http_exchange import HttpExchange
-from slotwise.server.settings import LoraModule, ServerSettings
+from slotwise.server.server_settings import LoraModule, ServerSettings
 from slotwise.server.unsupported import refuse
 
 SLEEP, WAKE_UP, LOAD_MODEL = "/sleep", "/wake_up", "/v1/load_model"

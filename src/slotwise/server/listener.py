@@ -29,7 +29,7 @@ from ipaddress import IPv6Address, ip_address
 from typing import NoReturn, Protocol, cast
 
 from slotwise.core.tenant_capacity import TenantCapacity
-from slotwise.throttled_warning import ThrottledWarning
+from slotwise.errors import ThrottledWarning
 
 ALWAYS = ("/health", "/ping", "/metrics")  # paths answered on connections of the reserve
 MOST = 16_384  # connections, whatever the file limit: some hundred MB

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from slotwise.neutral import ANY
+from slotwise.compat.vllm import ANY
 from slotwise.server.api_errors import bad_request
 from slotwise.server.protocol import (
     ChatRequest,

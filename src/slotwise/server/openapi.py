@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from slotwise import __version__
 from slotwise.engine.scheduling import MAX_TIERS, changes_schema
 from slotwise.engine.sleep import LEVELS
 from slotwise.server.admin_protocol import (
@@ -38,6 +37,7 @@ from slotwise.server.responses_protocol import ResponsesRequest
 from slotwise.server.tiers import TierSettings
 from slotwise.server.unsupported import unsupported_fields
 from slotwise.text.conversation import MAX_MESSAGES
+from slotwise.version import __version__
 
 Json = dict[str, Any]
 BODIES: dict[str, type] = {

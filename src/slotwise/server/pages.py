@@ -14,11 +14,11 @@ from functools import cache
 from html import escape
 from typing import Any
 
-from slotwise import __version__
 from slotwise.observe.timeline import page
 from slotwise.server.context import ServedEngine, ServerClients
 from slotwise.server.http_exchange import HttpExchange
-from slotwise.server.settings import ServerSettings
+from slotwise.server.server_settings import ServerSettings
+from slotwise.version import __version__
 
 Json = dict[str, Any]
 HTML = b"text/html; charset=utf-8"

@@ -21,7 +21,7 @@ from slotwise.server.prompts import Encoding
 from slotwise.server.protocol import Generate
 from slotwise.server.shapes import Heading, Shape
 from slotwise.server.tiers import UNTIERED
-from slotwise.speculation.settings import NONE
+from slotwise.speculation.speculation_settings import NONE
 
 
 class Asked(NamedTuple):

@@ -16,7 +16,7 @@ from slotwise.core.params import SamplingParams
 from slotwise.core.request import KVTransfer
 from slotwise.server.api_errors import ApiError, bad_request
 from slotwise.server.protocol import Generate, KVTransferParams
-from slotwise.transfer.settings import KVTransferConfig
+from slotwise.transfer.kv_transfer_config import KVTransferConfig
 
 FIELD = "kv_transfer_params"
 HEADER = "X-Slotwise-Transfer-Secret"

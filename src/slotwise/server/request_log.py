@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from slotwise.observe.lines import tell
 from slotwise.server.http_exchange import HttpExchange
-from slotwise.server.settings import ServerSettings
+from slotwise.server.server_settings import ServerSettings
 from slotwise.text.tokenizer import Tokenizer, TokenizerError
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ from slotwise.server.listener import (
     plain,
     raise_file_limit,
 )
-from slotwise.server.settings import ServerSettings
+from slotwise.server.server_settings import ServerSettings
 
 FLUSH = 5  # seconds for responses that are written but not yet sent; then what clients have not read is dropped
 LISTENS = "0A"  # a state in /proc/net/tcp

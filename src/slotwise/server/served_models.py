@@ -25,7 +25,7 @@ from slotwise.engine.messages import EngineInfo, Observer
 from slotwise.engine.refusals import AdapterError, Refused
 from slotwise.errors import printable
 from slotwise.server.api_errors import MODEL_NOT_FOUND, ApiError, bad_request, from_refusal
-from slotwise.server.settings import LoraModule, ServerSettings
+from slotwise.server.server_settings import LoraModule, ServerSettings
 
 MAX_NAME = 200  # characters of a name, and of those that an error repeats
 CONFIG = "adapter_config.json"

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from slotwise.neutral import SAMPLING, ignored_key, is_neutral
+from slotwise.compat.vllm import SAMPLING, ignored_key, is_neutral
 from slotwise.server.api_errors import bad_request
 
 NEUTRAL: dict[str, tuple[Any, ...]] = SAMPLING | {  # beside null
@@ -106,7 +106,7 @@ def refuse_others(given: Mapping[str, Any], where: str, param: str, obeyed: Coll
     Args:
         where: the value, for messages.
         param: the request's field that holds it.
-        obeyed, neutral: see `slotwise.neutral.ignored_key`.
+        obeyed, neutral: see `slotwise.compat.vllm.ignored_key`.
     """
     if key := ignored_key(given, obeyed, neutral or {}):
         raise bad_request(f"{where}.{key:.60} is not supported", param, "unsupported_parameter")

@@ -23,7 +23,7 @@ from slotwise.simulate.figures import SERVED, SimulatedRequest, new_clock
 from slotwise.simulate.pace import LearnedPace
 from slotwise.simulate.simulator import Setup
 from slotwise.simulate.virtual_machine import SimulatedDraftModel
-from slotwise.speculation.settings import DRAFT_MODEL, PREDICTION, Speculation
+from slotwise.speculation.speculation_settings import DRAFT_MODEL, PREDICTION, Speculation
 
 NS = 1e-9
 KEPT = 4096  # steps with and without prompts whose times are those of simulated ones

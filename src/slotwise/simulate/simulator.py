@@ -45,7 +45,7 @@ from slotwise.simulate.pace import Pace, PaceStepTimes
 from slotwise.simulate.simulated_routing import RoutedServers
 from slotwise.simulate.virtual_machine import SimulatedDraftModel, Verifier, VirtualMachine
 from slotwise.speculation.proposer import proposer_of
-from slotwise.speculation.settings import Speculation
+from slotwise.speculation.speculation_settings import Speculation
 from slotwise.workload.workloads import Workload
 
 NEARLY = 0.999  # of a sum of lower bounds: it is added up in another order

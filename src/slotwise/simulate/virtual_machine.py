@@ -29,7 +29,7 @@ from slotwise.core.step import PROPOSED, Proposing, StepPlan, StepResult
 from slotwise.core.step_time import work_of
 from slotwise.simulate.decode_run import DecodeRun
 from slotwise.simulate.pace import Pace
-from slotwise.speculation.settings import DRAFT_MODEL, MAX_DRAFTS, Speculation
+from slotwise.speculation.speculation_settings import DRAFT_MODEL, MAX_DRAFTS, Speculation
 
 FILLER = 7  # the token that every row samples, where its output is not known
 IDLE = 0.001  # seconds that a plan without rows takes

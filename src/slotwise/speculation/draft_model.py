@@ -24,7 +24,7 @@ from slotwise.core.request import Request
 from slotwise.core.step import PROPOSED, Proposing
 from slotwise.core.step_time import StepTimeModel, Work, non_negative
 from slotwise.speculation.budget import GRID, LEAST_GAIN, Acceptance, Costs
-from slotwise.speculation.settings import Speculation
+from slotwise.speculation.speculation_settings import Speculation
 
 NO_REQUEST = -1
 PRIOR = (0.7,) * 8  # shares of right drafts by group of positions (`budget.py`), before anything is known

@@ -13,7 +13,7 @@ from slotwise.core.step_time import StepTimeModel, Work
 from slotwise.speculation.budget import Acceptance, Costs, best, may_gain
 from slotwise.speculation.draft_model import DraftModelProposer
 from slotwise.speculation.lookups import ForcedTokens, NgramLookup, PredictionLookup
-from slotwise.speculation.settings import DRAFT_MODEL, NGRAM, NONE, PREDICTION, SUFFIX, Speculation
+from slotwise.speculation.speculation_settings import DRAFT_MODEL, NGRAM, NONE, PREDICTION, SUFFIX, Speculation
 from slotwise.speculation.suffix import SuffixIndex, SuffixLookup
 from slotwise.speculation.token_text import NO_GUESS, DraftSource, TokenText
 

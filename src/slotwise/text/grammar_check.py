@@ -8,7 +8,7 @@ are found here.  A schema whose `$ref` leads back to itself has values without e
 as a least fixpoint.  Others are found by writing: random texts, always the same ones, are followed until one of them
 dies, of the grammar and of each object in a schema that has `patternProperties`, for which the compiler may leave the
 names of a pattern to be chosen from when none is left.  What that does not find ends the output, with the place in the
-schema (`grammars.died`).
+schema (`grammar_compiler.died`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from functools import lru_cache
 from typing import Any
 
 from slotwise.core.grammar import JSON_SCHEMA, LARK
-from slotwise.grammars import COMPILER, OF_NAMES, at_pointer, compiled, died, message_of, tokenizer_of
+from slotwise.grammar_compiler import COMPILER, OF_NAMES, at_pointer, compiled, died, message_of, tokenizer_of
 
 NUM_BYTES = 256
 WALKS, STEPS = 24, 100  # random texts of a grammar, or of a part of it, and tokens of each

@@ -4,8 +4,8 @@
     structured_outputs                      vLLM's: json, json_object, regex, choice, grammar, structural_tag
     guided_json, guided_regex, ...          vLLM's older names
 
-What a schema may say is what the compiler implements: it refuses other keywords by name (`slotwise.grammars`).  A JSON
-schema is enforced whether it is `strict` or not.
+What a schema may say is what the compiler implements: it refuses other keywords by name (`slotwise.grammar_compiler`).
+A JSON schema is enforced whether it is `strict` or not.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from slotwise.compat.vllm import ignored_key
 from slotwise.core.grammar import JSON_SCHEMA, LARK, REGEX, Grammar, in_ascii
-from slotwise.grammars import COMPILER, OF_NAMES
-from slotwise.neutral import ignored_key
+from slotwise.grammar_compiler import COMPILER, OF_NAMES
 
 MAX_DEPTH = 64  # values within values, of a schema
 MAX_CHOICES = 16_384

@@ -36,7 +36,7 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
-from slotwise.transfer.settings import SHARED_MEMORY, KVTransferConfig
+from slotwise.transfer.kv_transfer_config import SHARED_MEMORY, KVTransferConfig
 from slotwise.transfer.wire import Connector, Frame, Kind, StreamWire, TransferError
 
 # -- TCP ---------------------------------------------------------------------------------------------------------------

@@ -19,8 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from slotwise.errors import described
-from slotwise.throttled_warning import ThrottledWarning
+from slotwise.errors import ThrottledWarning, described
 from slotwise.transfer.wire import Blocks, Frame, Kind, Listener, TransferError, Want, Wire
 
 SIGNS = 4  # signs of life within the timeout

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from slotwise import grammars
+from slotwise import grammar_compiler
 from slotwise.core.grammar import JSON_SCHEMA, LARK, REGEX, Grammar
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import RequestSpec
@@ -28,7 +28,7 @@ PROMPT = (1, 2, 3)
 
 def tokenizer() -> Any:
     tokens = [bytes([byte]) for byte in range(256)] + [b"ab", b"<end>"]
-    return grammars.tokenizer_of(tokens, [], [EOS], VOCAB, lambda text: list(text.encode()))
+    return grammar_compiler.tokenizer_of(tokens, [], [EOS], VOCAB, lambda text: list(text.encode()))
 
 
 def joined(masks: Masks, compiler: Grammars, pattern: str, outputs: tuple[int, ...] = (), slot: int = 0) -> NewRequest:
@@ -117,7 +117,7 @@ def test_a_grammar_that_cannot_be_used_is_compiled_once(monkeypatch: pytest.Monk
         compiled.append(text)
         return None, f"{kind} is too large"
 
-    monkeypatch.setattr(grammars, "compiled", objects)
+    monkeypatch.setattr(grammar_compiler, "compiled", objects)
     compiler = Grammars(tokenizer())
     for name in ("r", "s"):
         compiler.compile(name, Grammar(REGEX, "a", f"field_{name}"))
@@ -138,7 +138,7 @@ def test_a_grammar_is_skipped_when_its_requests_have_ended(monkeypatch: pytest.M
         assert goes_on.wait(120)
         return object(), ""
 
-    monkeypatch.setattr(grammars, "compiled", waits)
+    monkeypatch.setattr(grammar_compiler, "compiled", waits)
     compiler = Grammars(tokenizer())
     for name in "abc":
         compiler.compile(name, Grammar(REGEX, name))
@@ -209,15 +209,15 @@ def test_values_that_are_not_finite_count_only_where_they_are_allowed() -> None:
 
 def test_an_ambiguous_grammar_is_stopped_while_its_masks_are_cheap() -> None:
     tokens = [*(bytes([byte]) for byte in range(256)), *(b" a" * count for count in range(2, 12)), b"<end>"]
-    vocabulary = grammars.tokenizer_of(tokens, [], [len(tokens) - 1], VOCAB, lambda text: list(text.encode()))
-    matcher, objection = grammars.compiled(vocabulary, LARK, "start: s\ns: s s | s s s | /[a-z ]/ |\n")
+    vocabulary = grammar_compiler.tokenizer_of(tokens, [], [len(tokens) - 1], VOCAB, lambda text: list(text.encode()))
+    matcher, objection = grammar_compiler.compiled(vocabulary, LARK, "start: s\ns: s s | s s s | /[a-z ]/ |\n")
     assert objection == ""
     for _ in range(50):  # further on a mask takes as long as a hundred steps
         matcher.compute_bitmask()
         if matcher.is_error():
             break
         matcher.consume_token(ord("a"))
-    assert matcher.is_error() and "Too many items" in grammars.message_of(matcher)
+    assert matcher.is_error() and "Too many items" in grammar_compiler.message_of(matcher)
 
 
 @pytest.mark.parametrize(("kind", "text", "outputs", "says"), [

@@ -29,7 +29,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from slotwise import folders
+from slotwise import files
 from slotwise.kernels.cpu.jit import store
 from slotwise.kernels.cpu.launcher import KernelLauncher
 from slotwise.kernels.cpu.memory import Fill, HugePages
@@ -144,7 +144,7 @@ class _MappedPanels:
 
 def home() -> Path:
     """The folder of packed weights; it may not exist."""
-    return folders.cache() / "slotwise" / "packed-weights"
+    return files.cache_folder() / "slotwise" / "packed-weights"
 
 
 @contextmanager
@@ -155,7 +155,7 @@ def kept(launcher: KernelLauncher, key: str, most: int) -> Iterator[None]:
     """
     folder = home()
     path = folder / f"{key}{SUFFIX}"
-    if why := folders.objection(folder):
+    if why := files.folder_objection(folder):
         logger.warning("packed weights are not kept: %s", why)
         yield
         return
@@ -189,7 +189,7 @@ def _open(path: Path, memory: HugePages) -> _MappedPanels | None:
         about = path.lstat()
     except FileNotFoundError:
         return None
-    if why := folders.file_objection(about):  # else it could be changed while it is mapped
+    if why := files.file_objection(about):  # else it could be changed while it is mapped
         logger.warning("packed weights in %s: it %s: they are packed anew", path, why)
         path.unlink()
         return None

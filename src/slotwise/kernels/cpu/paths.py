@@ -24,7 +24,7 @@ import json
 import os
 from pathlib import Path
 
-from slotwise import folders
+from slotwise import files
 from slotwise.files import read_regular, write_output
 from slotwise.kernels.cpu import linear_bf16, linear_fp16, linear_int, onednn
 from slotwise.kernels.cpu.processor import features, has
@@ -35,7 +35,7 @@ MAX_BYTES = 1 << 16
 
 def file() -> Path:
     """The file with the kept path."""
-    return folders.cache() / "slotwise" / "product-path.json"
+    return files.cache_folder() / "slotwise" / "product-path.json"
 
 
 def read() -> str:
@@ -44,7 +44,7 @@ def read() -> str:
         kept = json.loads(read_regular(file(), MAX_BYTES))
     except (OSError, ValueError, RecursionError):
         return ""
-    if folders.objection(file()):  # no other user may decide what this one computes
+    if files.folder_objection(file()):  # no other user may decide what this one computes
         return ""
     matches = isinstance(kept, dict) and kept.get("features") == features() and isinstance(kept.get("path"), str)
     return str(kept["path"]) if matches else ""

@@ -34,11 +34,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from slotwise import grammars
+from slotwise import grammar_compiler
 from slotwise.core.grammar import Grammar
 from slotwise.core.step import NewRequest, StepPlan, StepResult
 from slotwise.engine.executor import Compiled
-from slotwise.grammars import died, message_of
+from slotwise.grammar_compiler import died, message_of
 from slotwise.kernels.cpu.threads import roam
 from slotwise.runner.slots import Earlier, NumDrawn, SlotListener
 
@@ -54,7 +54,7 @@ class Grammars:
     """Compiles and holds the grammars of unfinished requests, as `engine.grammars.GrammarCompiler` says.
 
     Args:
-        tokenizer: from `grammars.tokenizer_of`; None: no grammar compiles.
+        tokenizer: from `grammar_compiler.tokenizer_of`; None: no grammar compiles.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -142,7 +142,7 @@ class Grammars:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         while True:
             content = self._wanted.get()
-            result = grammars.compiled(tokenizer, *content) if self._is_wanted(content) else (None, "")
+            result = grammar_compiler.compiled(tokenizer, *content) if self._is_wanted(content) else (None, "")
             self._done.put((content, *result))
 
     def _is_wanted(self, content: Content) -> bool:

@@ -27,7 +27,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from slotwise import folders
+from slotwise import files
 
 KEPT = 6  # folders; there are more only where kernels are changed
 LARGEST = 1 << 24  # bytes of a file; kernels have a hundred thousand
@@ -61,7 +61,7 @@ class KernelStore:
         refused = []
         for root in homes():
             ours = root / self._key
-            if why := folders.objection(ours):
+            if why := files.folder_objection(ours):
                 refused.append(why)
                 continue
             try:
@@ -85,7 +85,7 @@ class KernelStore:
         path = self.folder / name
         try:
             with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
-                why, data = folders.file_objection(os.fstat(file.fileno())), file.read(LARGEST)
+                why, data = files.file_objection(os.fstat(file.fileno())), file.read(LARGEST)
         except FileNotFoundError:
             return None
         except OSError as error:  # a symbolic link, for one
@@ -116,17 +116,17 @@ class KernelStore:
 
 def wanted() -> Path:
     """The folder of all compiled kernels that the environment names; it may not exist."""
-    return Path(os.environ.get("NUMBA_CACHE_DIR") or folders.cache() / "slotwise" / "kernels")
+    return Path(os.environ.get("NUMBA_CACHE_DIR") or files.cache_folder() / "slotwise" / "kernels")
 
 
 def homes() -> list[Path]:
     """Folders for compiled kernels; the first safe one is used."""
-    return [wanted(), folders.temporary() / "kernels"]
+    return [wanted(), files.temporary_folder() / "kernels"]
 
 
 def home() -> Path | None:
     """The first safe folder of `homes`; None: there is none."""
-    return next((folder for folder in homes() if not folders.objection(folder)), None)
+    return next((folder for folder in homes() if not files.folder_objection(folder)), None)
 
 
 def make(folder: Path) -> None:

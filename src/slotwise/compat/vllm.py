@@ -1,17 +1,50 @@
-"""vLLM's engine arguments that Slotwise does not implement: which are neutral, which are refused, and what to do then.
+"""vLLM's names without an implementation here: which are accepted, which are refused, and what to do then.
 
-The command line has some of them as flags, the offline API takes all of them.  A text names options in braces, which
-each of the two writes in its own way.
+A *neutral* name is accepted with the values that change nothing; any other value is refused by name.  A *refused* name
+has no such value but None.
+
+    SAMPLING     sampling parameters: of requests, and of the offline API
+    RULES        engine arguments: the offline API takes all of them, the command line has some of them as flags
+    CALL         arguments of calls of the offline API; METHODS: its methods
+    FLAGS        flags of `vllm serve`, so that a command written for vLLM starts: the log says what each means here
+
+A text of RULES names options in braces, which the command line and the offline API write in their own ways.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from enum import Enum
 from typing import Any, NamedTuple
 
-from slotwise.neutral import ANY
+ANY: tuple[Any, ...] = (...,)  # no value changes anything
+
+SAMPLING: dict[str, tuple[Any, ...]] = {  # sampling parameters, with their values that change nothing beside None
+    "use_beam_search": (False,), "length_penalty": (1.0,),
+    "spaces_between_special_tokens": (True,), "routed_experts_prompt_start": (0,),
+    "logits_processors": ([],), "watermarking": (False,),
+}
+
+
+def is_neutral(value: object, accepted: Collection[Any]) -> bool:
+    """Whether `value` is None or one of `accepted`: a number never equals true or false."""
+    return value is None or accepted is ANY or any(
+        isinstance(value, bool) == isinstance(one, bool) and isinstance(value, type(one) | int | float)
+        and value == one for one in accepted)
+
+
+def ignored_key(given: Mapping[str, Any], obeyed: Collection[str], neutral: Mapping[str, Collection[Any]]) -> str:
+    """Returns a key of a free-form value that would be ignored though it has a meaning, "" if there is none.
+
+    Args:
+        obeyed: the keys that are read.
+        neutral: further keys, with the values that change nothing beside None.
+    """
+    return next((key for key, value in given.items()
+                 if key not in obeyed and not is_neutral(value, neutral.get(key, ()))), "")
+
 
 OFF: tuple[Any, ...] = (False,)
 ONE: tuple[Any, ...] = (1,)
@@ -193,3 +226,99 @@ RULES: dict[str, Rule] = dict((
         refused="kv_transfer_config kv_events_config weight_transfer_config",
         instead="an engine outside of slotwise serve works alone, with the weights it has loaded: leave it out"),
 ))
+
+
+CALL: dict[str, tuple[Any, ...]] = {  # arguments of a call, with their values that change nothing
+    "lora_request": ([], [None]), "tokenization_kwargs": ({},), "mm_processor_kwargs": ({},),
+    "chat_template_content_format": ("auto", "string"), "prompt_adapter_request": (), "guided_options_request": (),
+    "reset_connector": (False,), "trace_headers": ({},), "data_parallel_rank": (0,), "session_id": (), "kv_hints": (),
+    "reasoning_ended": (), "reasoning_parser_kwargs": ({},), "tags": ([],),
+}
+METHODS = {  # of vLLM's `LLM`, and what to do instead
+    "beam_search": "set n, and choose among the outputs by cumulative_logprob",
+    **dict.fromkeys(("encode", "classify", "score", "reward"), "LLM.embed gives vectors; no model here has a head"),
+    **dict.fromkeys(("enqueue", "enqueue_chat", "wait_for_completion"), "generate() runs a list of prompts together"),
+    **dict.fromkeys(("collective_rpc", "apply_model"), "the model is not exposed"),
+    **dict.fromkeys(("start_profile", "stop_profile"), "start with event_log=FILE, and run `slotwise timeline FILE`"),
+}
+
+YES, NO = "true", "false"
+NONE = ("null",)  # of a flag whose every value describes another server
+
+
+class Flag(NamedTuple):
+    """A flag of vLLM's."""
+
+    names: tuple[str, ...]
+    fits: tuple[str, ...]  # values that are accepted; (): all
+    meaning: str  # what holds here, whatever the value
+    instead: str = ""  # what to do for another value; "": the meaning says it
+    is_switch: bool = False  # --name and --no-name, without a value
+
+    @property
+    def dest(self) -> str:
+        return self.names[0].removeprefix("--").replace("-", "_")
+
+
+def _switch(name: str, meaning: str, fits: tuple[str, ...] = (), instead: str = "") -> Flag:
+    return Flag((name,), fits, meaning, instead, is_switch=True)
+
+
+def option(setting: str) -> str:
+    """Returns the option of a setting."""
+    return "--" + setting.replace("_", "-")
+
+
+def _shared(*arguments: str, short: str = "", is_switch: bool = False) -> Flag:
+    """A flag that the offline API has as an argument, or as several of one meaning."""
+    rule = RULES[arguments[0]]
+    fits = () if rule.accepted is ANY else tuple([
+        {True: YES, False: NO}[one] if isinstance(one, bool) else str(one) for one in rule.accepted]) or NONE
+    names = (*map(option, arguments), *short.split())
+    return Flag(names, fits, *rule.told(option), is_switch=is_switch)
+
+
+FLAGS: tuple[Flag, ...] = (
+    _shared("data_parallel_size", short="-dp"),
+    Flag(("--api-server-count",), ("1",), "one process serves HTTP",
+         "one process serves HTTP: start further servers with slotwise scale"),
+    _shared("distributed_executor_backend"),
+    _shared("disable_custom_all_reduce", is_switch=True),
+    _switch("--disable-frontend-multiprocessing", "the engine always has a process of its own"),
+    _shared("trust_remote_code", is_switch=True),
+    _shared("enforce_eager", is_switch=True),
+    _shared("compilation_config", short="-O"),
+    _shared("max_seq_len_to_capture"),
+    _shared("async_scheduling", is_switch=True),
+    _shared("enable_chunked_prefill", is_switch=True),
+    _shared("swap_space"),
+    _shared("cpu_offload_gb"),
+    _shared("enable_sleep_mode", is_switch=True),
+    _shared("load_format"),
+    _shared("tokenizer_mode"),
+    _shared("runner", "task"),
+    _switch("--disable-log-requests", "requests are logged with --enable-log-requests only", (YES,),
+            "requests are logged with --enable-log-requests"),
+    _switch("--disable-uvicorn-access-log", "HTTP exchanges are logged with --access-log only", (YES,),
+            "HTTP exchanges are logged with --access-log"),
+    Flag(("--uvicorn-log-level",), (), "the web server logs nothing of its own; --log-format is the form of the log"),
+    _switch("--enable-server-load-tracking", "GET /load is always answered", (YES,)),
+    _switch("--enable-prompt-tokens-details", "usage always has prompt_tokens_details", (YES,)),
+    _switch("--enable-request-id-headers", "every response has X-Request-Id", (YES,)),
+)
+
+
+def notices(asked: argparse.Namespace) -> list[str]:
+    """Returns a line for each flag that was given.  Raises ValueError for a value that describes another server."""
+    lines = []
+    for flag in FLAGS:
+        value = getattr(asked, flag.dest)
+        if value is None:
+            continue
+        text = {True: YES, False: NO}.get(value, value)
+        if flag.fits and text not in flag.fits:
+            shown = {True: flag.names[0], False: f"--no-{flag.dest.replace('_', '-')}"}.get(
+                value, f"{flag.names[0]} {text}")
+            raise ValueError(f"{shown}: {flag.instead or flag.meaning}")
+        lines.append(f"{flag.names[0]} has no effect: {flag.meaning}")
+    return lines

@@ -1,0 +1,1 @@
+"""What other programs call things: one table of vLLM's names."""

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from slotwise import throttled_warning
+from slotwise import errors
 from slotwise.errors import ThrottledWarning
 
 
@@ -16,6 +16,6 @@ def test_a_flood_is_one_warning_and_then_a_number(
     for _ in range(100):
         warning.warn("not HTTP")
     assert [record.message for record in caplog.records] == ["not HTTP"]
-    monkeypatch.setattr(throttled_warning, "EVERY", -1.0)
+    monkeypatch.setattr(errors, "WARNING_EVERY", -1.0)
     warning.warn("not HTTP")
     assert caplog.records[-1].message == "not HTTP (100 times since the last warning)"

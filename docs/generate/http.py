@@ -18,7 +18,7 @@ from slotwise.server.app import ROUTES
 from slotwise.server.asgi import OPEN_TO_ALL
 from slotwise.server.openapi import BODIES, document
 from slotwise.server.protocol import CompletionRequest, Generate
-from slotwise.server.tiers import Listed, TierSettings
+from slotwise.server.tiers import TierSettings, TierTable
 from slotwise.server.unsupported import unsupported_fields
 
 Json = dict[str, Any]
@@ -56,10 +56,10 @@ def bodies() -> str:
 
 def tier_file() -> str:
     """Returns the fields of a `[[tier]]` table."""
-    (reference,), components = msgspec.json.schema_components([Listed], ref_template=COMPONENTS + "{name}")
+    (reference,), components = msgspec.json.schema_components([TierTable], ref_template=COMPONENTS + "{name}")
     schema = components[reference["$ref"].removeprefix(COMPONENTS)]
     schema["properties"] = {name: of for name, of in schema["properties"].items() if name not in RETIRED}
-    return _table(schema, notes_of(Listed))
+    return _table(schema, notes_of(TierTable))
 
 
 def statuses() -> str:

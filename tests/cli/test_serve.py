@@ -14,7 +14,7 @@ from support.live import cli, serving
 
 from slotwise.cli import build_parser, main, serve_command
 from slotwise.core.slo import Tier
-from slotwise.server.serve import listen
+from slotwise.server.http_server import listen
 
 
 def asked(*arguments: str) -> argparse.Namespace:

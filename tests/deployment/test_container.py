@@ -18,7 +18,7 @@ import yaml
 from support.dockerfiles import Stage, environment, line_of, read
 
 from slotwise.cli import build_parser
-from slotwise.server.serve import FLUSH
+from slotwise.server.http_server import FLUSH
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGES = read(ROOT / "Dockerfile")

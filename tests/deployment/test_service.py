@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from slotwise.cli import build_parser
-from slotwise.server.serve import FLUSH
+from slotwise.server.http_server import FLUSH
 
 ROOT = Path(__file__).resolve().parents[2]
 UNIT = ROOT / "deploy" / "slotwise.service"

@@ -23,7 +23,7 @@ def fleet(router: str = "product", size: int = 3, report: Report = IDLE, **optio
     found = Fleet(ROUTERS[router](0), **options)
     for index in range(size):
         found.add(str(index))
-        found.told(str(index), report, 0.0)
+        found.update(str(index), report, 0.0)
     return found
 
 
@@ -80,7 +80,7 @@ def test_another_header_is_refused(value: str) -> None:
 def test_the_score_is_new_prefill_tokens_times_the_batch() -> None:
     replicas = fleet(size=1)
     (replica,) = replicas.replicas
-    replicas.cached("0", [1, 2, 3])
+    replicas.update_cache("0", [1, 2, 3])
     asked = request("a", 100.0, (1, 2, 3, 4))
     assert product(asked, replica) == 70.0 * 1
     send(replicas, asked)
@@ -94,7 +94,7 @@ def test_the_score_is_new_prefill_tokens_times_the_batch() -> None:
 
 def test_a_cached_prefix_is_worth_a_longer_batch_but_not_any_batch() -> None:
     replicas = fleet(size=2)
-    replicas.cached("0", range(10))
+    replicas.update_cache("0", range(10))
     warm = tuple(range(10))
     names = [placed(send(replicas, request(str(index), 110.0, warm))) for index in range(30)]
     for index in range(30):
@@ -105,10 +105,10 @@ def test_a_cached_prefix_is_worth_a_longer_batch_but_not_any_batch() -> None:
 def test_what_a_replica_evicts_it_does_not_have() -> None:
     replicas = fleet(size=1)
     (replica,) = replicas.replicas
-    replicas.cached("0", [1, 2, 3])
-    replicas.cached("0", [4], [2, 3])
+    replicas.update_cache("0", [1, 2, 3])
+    replicas.update_cache("0", [4], [2, 3])
     assert replica.hit(request("a", pieces=(1, 2, 3))) == 1
-    replicas.cached("0", [7], is_whole=True)
+    replicas.update_cache("0", [7], is_whole=True)
     assert replica.hit(request("a", pieces=(1, 2, 3))) == 0
 
 
@@ -116,12 +116,12 @@ def test_pieces_that_were_computed_count_until_a_later_report_tells_of_them() ->
     replicas = fleet(size=1)
     (replica,) = replicas.replicas
     send(replicas, request("a", pieces=(1, 2)))
-    replicas.told("0", BUSY, 1.0)
+    replicas.update("0", BUSY, 1.0)
     assert replica.hit(request("b", pieces=(1, 2))) == 2  # it waits, and will be computed
     replicas.first_output("a", 2.0)
-    replicas.told("0", IDLE, 1.5)  # asked for before
+    replicas.update("0", IDLE, 1.5)  # asked for before
     assert replica.hit(request("b", pieces=(1, 2))) == 2
-    replicas.told("0", IDLE, 2.5)  # its index has what is still there
+    replicas.update("0", IDLE, 2.5)  # its index has what is still there
     assert replica.hit(request("b", pieces=(1, 2))) == 0
 
 
@@ -130,9 +130,9 @@ def test_a_replica_where_none_waits_has_started_all_that_it_was_sent() -> None:
     (replica,) = replicas.replicas
     replicas.route(request("a"), 1.0)
     replicas.route(request("b"), 3.0)
-    replicas.told("0", BUSY, 2.0)
+    replicas.update("0", BUSY, 2.0)
     assert replica.queued_tokens == 200.0
-    replicas.told("0", IDLE, 2.0)
+    replicas.update("0", IDLE, 2.0)
     assert replica.queued_tokens == 100.0 and replica.num_sent == 2
 
 
@@ -141,12 +141,12 @@ def test_requests_of_others_count_and_ones_own_count_once() -> None:
     (replica,) = replicas.replicas
     for index in range(5):
         replicas.route(request(str(index)), 1.0)
-    replicas.told("0", Report(8, 256, num_running=7), 2.0)
+    replicas.update("0", Report(8, 256, num_running=7), 2.0)
     assert replica.batch == 7  # two of another door
     for index in range(4):
         replicas.finished(str(index))
     assert replica.batch == 3
-    replicas.told("0", Report(8, 256, num_running=5), 3.0)  # from before they ended
+    replicas.update("0", Report(8, 256, num_running=5), 3.0)  # from before they ended
     assert replica.batch == 1
 
 
@@ -162,8 +162,8 @@ def test_equal_scores_go_where_least_is_cached() -> None:
 
 def test_replicas_of_different_speeds_are_compared_in_seconds() -> None:
     replicas = fleet(size=2)
-    replicas.told("0", Report(8, 256, prefill_rate=100.0), 1.0)
-    replicas.told("1", Report(8, 256, prefill_rate=1000.0), 1.0)
+    replicas.update("0", Report(8, 256, prefill_rate=100.0), 1.0)
+    replicas.update("1", Report(8, 256, prefill_rate=1000.0), 1.0)
     names = [placed(send(replicas, request(str(index)))) for index in range(4)]
     assert names.count("1") >= 3
 
@@ -191,7 +191,7 @@ def test_a_session_stays_where_it_is_warm_while_that_is_not_much_worse() -> None
 
 def test_an_adapter_goes_where_it_is_loaded_and_nowhere_else() -> None:
     replicas = fleet(size=3)
-    replicas.told("2", Report(8, 256, adapters=("poet",)), 1.0)
+    replicas.update("2", Report(8, 256, adapters=("poet",)), 1.0)
     assert replicas.adapters == {"poet"}
     assert [placed(send(replicas, request(str(number), adapter="poet"))) for number in range(6)] == ["2"] * 6
     assert send(replicas, request("a", adapter="poet"), without=["2"]) == Shed(0.0, 1)
@@ -202,10 +202,10 @@ def test_an_adapter_goes_where_it_is_loaded_and_nowhere_else() -> None:
 
 def test_a_report_from_before_a_change_does_not_undo_it() -> None:
     replicas = fleet(size=1)
-    replicas.adapters_are("0", ["poet"], 2.0)
-    replicas.told("0", IDLE, 1.5)
+    replicas.set_adapters("0", ["poet"], 2.0)
+    replicas.update("0", IDLE, 1.5)
     assert replicas.adapters == {"poet"}
-    replicas.told("0", IDLE, 2.5)
+    replicas.update("0", IDLE, 2.5)
     assert not replicas.adapters
 
 
@@ -315,7 +315,7 @@ def test_prefix_aware_balances_beyond_its_bound() -> None:
     found = Fleet(PrefixAware(0, imbalance=3))
     for name in ("0", "1"):
         found.add(name)
-        found.told(name, IDLE, 0.0)
+        found.update(name, IDLE, 0.0)
     names = [placed(send(found, request(str(index), 40.0, (1, 2, 3, 4)))) for index in range(12)]
     assert {"0", "1"} == set(names)
 
@@ -358,8 +358,8 @@ def _history(router: str, seed: int) -> list[str]:
             assert set(gone) <= unfinished
             unfinished -= set(gone)
         else:
-            replicas.told(name, IDLE, float(number))
-            replicas.cached(name, [rng.randrange(20)], [rng.randrange(20)])
+            replicas.update(name, IDLE, float(number))
+            replicas.update_cache(name, [rng.randrange(20)], [rng.randrange(20)])
         replicas.check()
     for one in sorted(unfinished):
         replicas.finished(one)

@@ -65,7 +65,7 @@ def test_replicas_are_chosen_by_their_roles():
     fleet = Fleet(LeastProduct())
     for name, report in (("sends", SENDS), ("receives", RECEIVES), ("both", BOTH), ("alone", ALONE)):
         fleet.add(name)
-        fleet.told(name, report, 0.0)
+        fleet.update(name, report, 0.0)
     assert [one.name for one in fleet.usable()] == ["receives", "both", "alone"]
     assert [one.name for one in fleet.usable(for_prompts=True)] == ["sends", "both"]
     chosen = fleet.route(RoutedRequest("a"), 0.0, for_prompts=True, without=["both"])

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from support.live_server import Server
 
-from slotwise.server.connection import HeadJoined
+from slotwise.server.connection import HeadJoiningTransport
 
 HEAD, BODY = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n", b"ok"
 
@@ -32,7 +32,7 @@ class Written(asyncio.Transport):
 ], ids=["whole", "stream", "a client that waits to go on", "no body"])
 def test_a_head_goes_out_with_what_follows_it(given: list[bytes], sent: list[bytes]) -> None:
     written = Written()
-    joined = HeadJoined(written)
+    joined = HeadJoiningTransport(written)
     for data in given:
         joined.write(data)
     assert written.writes == sent
@@ -40,7 +40,7 @@ def test_a_head_goes_out_with_what_follows_it(given: list[bytes], sent: list[byt
 
 def test_a_head_that_nothing_follows_goes_out_before_the_end() -> None:
     written = Written()
-    joined = HeadJoined(written)
+    joined = HeadJoiningTransport(written)
     joined.write(HEAD)
     joined.close()
     assert written.writes == [HEAD, b"closed"]

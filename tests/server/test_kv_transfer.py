@@ -9,7 +9,7 @@ import pytest
 from slotwise.core.params import SamplingParams
 from slotwise.server.api_errors import ApiError
 from slotwise.server.decoding import decode
-from slotwise.server.prompt_transfer import HEADER, has_secret, told, transfer_of
+from slotwise.server.prompt_transfer import HEADER, has_secret, transfer_fields, transfer_of
 from slotwise.server.protocol import CompletionRequest
 from slotwise.transfer.kv_transfer_config import BOTH, CONSUMER, PRODUCER, TCP, KVTransferConfig
 
@@ -35,12 +35,12 @@ def test_a_producers_response_is_what_a_consumer_takes():
     sent = asked({"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None,
                   "remote_block_ids": None, "remote_host": None, "remote_port": None}, SENDS)  # as vLLM's proxies do
     assert sent.sends and len(sent.transfer_id) == 32
-    response = told(sent, SENDS)["kv_transfer_params"]
+    response = transfer_fields(sent, SENDS)["kv_transfer_params"]
     assert response["remote_engine_id"] == "engine"
     received = asked(response, RECEIVES)
     assert (received.transfer_id, received.host, received.port) == (sent.transfer_id, "10.0.0.1", 9000)
     assert not received.sends and received.timeout == 7.0
-    assert told(received, RECEIVES) == told(None, None) == {}
+    assert transfer_fields(received, RECEIVES) == transfer_fields(None, None) == {}
     assert asked({"do_remote_decode": True, "transfer_id": "mine"}, SENDS).transfer_id == "mine"
 
 

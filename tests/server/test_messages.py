@@ -14,8 +14,8 @@ import httpx
 import pytest
 from support.live_server import JSON, Server, counted, eventually, running, unanswered
 
+from slotwise.server.anthropic_messages import MessageBlocks, content
 from slotwise.server.decoding import decode
-from slotwise.server.messages import MessageBlocks, content
 from slotwise.server.messages_protocol import CountTokensRequest, MessagesRequest, messages_of
 from slotwise.server.parsers.output_parser import CallArguments, CallName, Content, Part, Reasoning
 from slotwise.text.tokenizer import Tokenizer

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slotwise.server.response_store import SECONDS, ResponseStore, Stored, StoreFull
+from slotwise.server.response_store import SECONDS, ResponseStore, StoredResponse, StoreFull
 
 
-def entry(size: int) -> Stored:
-    return Stored(b"r" * (size // 2), b"m" * (size - size // 2))
+def entry(size: int) -> StoredResponse:
+    return StoredResponse(b"r" * (size // 2), b"m" * (size - size // 2))
 
 
 def kept(store: ResponseStore, tenant: str, name: str, size: int, now: float = 0.0) -> None:

@@ -13,7 +13,7 @@ import pytest
 from support.live_server import JSON, Server
 
 from slotwise.core.params import MAX_BIAS, RANGES
-from slotwise.engine import scheduling
+from slotwise.engine.scheduling import changes_schema
 from slotwise.observe import event_log
 from slotwise.server.admin_protocol import DetokenizeRequest, TokenizeRequest
 from slotwise.server.event_stream import SWITCHES
@@ -24,6 +24,9 @@ COMPLETIONS, CHAT, ADMIN = "/v1/completions", "/v1/chat/completions", "/admin/sc
 NUMBERS = ("0", "-0.0", "1", "-1", "0.5", "-0.5", "5e-324", "1e-320", "1e-38", "1e-45", "1e-30", "1e38", "1e308",
            "-1e308", "100", "100.0", "1e999", "-1e999", "NaN", "Infinity", "-Infinity", str(2**31), str(2**53 + 1),
            str(2**63 - 1), str(2**63), str(-(2**63)), str(2**64), str(2**70), str(-(2**70)), "9" * 400)
+LIMITS = ("max_num_seqs", "max_num_batched_tokens", "max_step_ms", "max_stall_ms")
+SCHEDULING = [name for name, schema in changes_schema()["properties"].items()
+              if any(kind in json.dumps(schema) for kind in ('"integer"', '"number"'))]
 WRONG = ("true", "false", '"1"', '"nan"', "[]", "[1]", "[[1]]", "{}", '{"a":1}', '""')
 BODIES: dict[str, tuple[type, dict[str, Any]]] = {
     COMPLETIONS: (CompletionRequest, {"prompt": [2], "max_tokens": 2}),
@@ -91,7 +94,7 @@ def test_biases_of_any_token_by_any_number(server: Server, value: str) -> None:
     assert server.get("/health").json()["status"] == "ok"
 
 
-@pytest.mark.parametrize("name", sorted(scheduling.RANGES))
+@pytest.mark.parametrize("name", sorted(SCHEDULING))
 def test_a_setting_of_the_scheduler_takes_any_value_or_is_named(server: Server, name: str) -> None:
     kind = {"batch_size": {"batching": "static"}, "max_wait_ms": {"batching": "dynamic"},
             "preemption_gap": {"scheduling_policy": "priority"}, "ageing": {"scheduling_policy": "priority"},
@@ -106,7 +109,7 @@ def test_a_setting_of_the_scheduler_takes_any_value_or_is_named(server: Server, 
             generated = server.post(COMPLETIONS, BODIES[COMPLETIONS][1])
             assert generated.status_code == 200, (value, generated.text)
     finally:
-        back = {key: before[key] for key in ("batching", "scheduling_policy", *scheduling.LIMITS)}
+        back = {key: before[key] for key in ("batching", "scheduling_policy", *LIMITS)}
         assert server.client.put(server.url + ADMIN, json=back).status_code == 200
 
 

@@ -31,7 +31,7 @@ from slotwise.core.slo import Tier
 from slotwise.core.step import NewRequest, RowKind, StepPlan, StepResult, TokenLogprobs
 from slotwise.engine.engine import Engine
 from slotwise.engine.ipc import BlockingChannel, ChannelClosed, HeartbeatSender, encode
-from slotwise.engine.messages import Command, EngineFailed, EngineInfo, Finish, Loading
+from slotwise.engine.messages import Add, Command, EngineFailed, EngineInfo, Finish, Loading
 from slotwise.engine.scheduling import Scheduling
 from slotwise.policies.fcfs import FirstComeFirstServed
 
@@ -133,11 +133,17 @@ def _top(logprob: float, token: int, k: int) -> TokenLogprobs:
 
 
 class Noting(Engine):
-    """Notes who was ended from outside."""
+    """Prints the names of requests that were ended from outside."""
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
+        self.names: dict[int, str] = {}
 
     def handle(self, command: Command) -> None:
+        if isinstance(command, Add):
+            self.names[command.request_id] = command.name
         if isinstance(command, Finish):
-            print("finish", command.request_id, command.reason, flush=True)
+            print("finish", self.names[command.request_id], command.reason, flush=True)
         super().handle(command)
 
 

@@ -25,8 +25,8 @@ from slotwise.server.app import ROUTES, build_api
 from slotwise.server.asgi import App
 from slotwise.server.checkpoint_workers import TEMPLATE_LIMITS as RENDERING
 from slotwise.server.checkpoint_workers import Template
+from slotwise.server.http_server import listen, serve
 from slotwise.server.parsers.output_format import output_format
-from slotwise.server.serve import listen, serve
 from slotwise.server.server_settings import ServerSettings
 from slotwise.server.tiers import load_tiers
 from slotwise.text.chat_source import find_chat_template

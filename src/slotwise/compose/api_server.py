@@ -43,8 +43,8 @@ from slotwise.server.app import ROUTES, build_api
 from slotwise.server.asgi import App
 from slotwise.server.checkpoint_workers import Template
 from slotwise.server.context import Api
+from slotwise.server.http_server import listen, serve
 from slotwise.server.parsers.output_format import OutputFormat, output_format
-from slotwise.server.serve import listen, serve
 from slotwise.server.server_settings import ServerSettings
 from slotwise.text.chat_source import ChatTemplateError, find_chat_template, find_tool_template
 from slotwise.text.tokenizer import Tokenizer

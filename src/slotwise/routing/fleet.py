@@ -1,6 +1,6 @@
 """The replicas behind one address, and where each request is: the one owner of this state.
 
-    add ──► up ──► lost ──► up again (told)
+    add ──► up ──► lost ──► up again (report)
              └──► draining ──► idle ──► remove
 
 A request is on one replica at a time.  Where the least predicted wait exceeds the longest acceptable one it is shed,
@@ -51,24 +51,26 @@ class Fleet:
         return list(self._replicas.values())
 
     def add(self, name: str) -> None:
-        """Adds a replica, which may be chosen once it has told of itself.  Raises ValueError: the name is in use."""
+        """Adds a replica, which may be chosen after its first report.  Raises ValueError: the name is in use."""
         if name in self._replicas:
             raise ValueError(f"there is a replica {name} already")
         self._replicas[name] = Replica(name, is_up=False)
 
-    def told(self, name: str, report: Report, asked_at: float) -> None:
-        """A replica has told of itself: it is up.  Args: asked_at: when it was asked, in seconds."""
+    def update(self, name: str, report: Report, asked_at: float) -> None:
+        """Applies a replica's report: it is up.  Args: asked_at: when the report was requested, in seconds."""
         replica = self._replicas[name]
-        replica.told(report, asked_at)
+        replica.update(report, asked_at)
         replica.is_up = True
 
-    def cached(self, name: str, added: Iterable[int], removed: Iterable[int] = (), *, is_whole: bool = False) -> None:
+    def update_cache(
+        self, name: str, added: Iterable[int], removed: Iterable[int] = (), *, is_whole: bool = False,
+    ) -> None:
         """Changes a replica's index.  Args: is_whole: `added` is all of it."""
-        self._replicas[name].cached(added, removed, is_whole=is_whole)
+        self._replicas[name].update_cache(added, removed, is_whole=is_whole)
 
-    def adapters_are(self, name: str, adapters: Iterable[str], now: float) -> None:
-        """Requests may name these adapters on a replica from now on, whatever it tells that was asked for before."""
-        self._replicas[name].adapters_are(adapters, now)
+    def set_adapters(self, name: str, adapters: Iterable[str], now: float) -> None:
+        """Sets the adapters that requests may name on a replica; reports requested before `now` do not change them."""
+        self._replicas[name].set_adapters(adapters, now)
 
     @property
     def adapters(self) -> frozenset[str]:
@@ -80,7 +82,7 @@ class Fleet:
         self._replicas[name].is_draining = True
 
     def closed(self, name: str) -> None:
-        """A replica takes no requests until it tells otherwise; those it has go on."""
+        """A replica accepts no requests until its next report; those it has go on."""
         self._replicas[name].is_up = False
 
     def lost(self, name: str) -> list[str]:
@@ -91,7 +93,7 @@ class Fleet:
         return unfinished
 
     def remove(self, name: str) -> list[str]:
-        """Forgets a replica.  Returns its unfinished requests, likewise."""
+        """Forgets a replica.  Returns its unfinished requests, which are on no replica any more."""
         unfinished = self.lost(name)
         del self._replicas[name]
         return unfinished

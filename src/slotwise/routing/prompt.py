@@ -33,7 +33,7 @@ def digests(salt: str, parts: Iterable[bytes], piece: int = PIECE) -> tuple[int,
     """Returns the digests of the pieces of a prompt, which is `parts` one behind the other.
 
     Args:
-        salt: prompts of different salts share no digests.
+        salt: prompts with different salts have no digest in common.
         piece: bytes of a piece.
     """
     found: list[int] = []
@@ -51,7 +51,7 @@ def digests(salt: str, parts: Iterable[bytes], piece: int = PIECE) -> tuple[int,
 
 
 def written(num_bytes: int, pieces: Iterable[int]) -> str:
-    """Returns a header's value that tells a replica the digests of a request: `read` reverses it."""
+    """Returns the value of the header that carries the digests of a request; `read` reverses it."""
     return f"{num_bytes}:{''.join([f'{piece:0{2 * DIGEST}x}' for piece in pieces])}"
 
 

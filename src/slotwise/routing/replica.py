@@ -1,10 +1,10 @@
-"""A replica as its router knows it: what it last told of itself, and what was sent to it since.
+"""A replica as its router knows it: its last report, and what was sent to it since.
 
-    told    |── index, load, step times ──|                        once or twice a second
+    report  |── index, load, step times ──|                        once or twice a second
     sent                                  |── requests ──────►|    known at once
 
 Requests without an output will have their prompts computed there, so their pieces count as cached from the moment they
-are sent; a report that was asked for after a request's first output tells whether they are.
+are sent; a report requested after a request's first output says whether they are.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from slotwise.routing.prompt import RoutedRequest
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a replica tells of itself."""
+    """What a replica reports of itself."""
 
     slots: int  # requests that run at once
     step_tokens: int = 1  # token budget of a step
     num_running: int = 0
     num_waiting: int = 0
     starts_per_second: float = 0.0  # requests that leave its queue for a slot; 0: not measured
-    prefill_rate: float = 0.0  # prompt tokens per second beside its running rows; 0: not known
+    prefill_rate: float = 0.0  # prompt tokens per second while its rows decode; 0: not known
     piece_tokens: float = 0.0  # tokens of a piece of its prompts; 0: not measured
     adapters: tuple[str, ...] = ()  # those that requests may name there
     max_loras: int = 1  # adapters among the rows of a step
     sends_prompts: bool = False  # it computes prompts for other replicas
     receives_prompts: bool = False  # it takes prompts that others have computed
-    kv_host: str = ""  # at which others ask it for prompts, as the next
-    kv_port: int = 0
+    kv_host: str = ""  # where other replicas request its prompts
+    kv_port: int = 0  # of `kv_host`
 
     @property
     def serves(self) -> bool:
@@ -60,21 +60,21 @@ class Replica:
     is_draining: bool = False
     report: Report = field(default_factory=lambda: Report(slots=1))
     adapters: frozenset[str] = frozenset()  # those that requests may name there
-    _adapters_at: float = 0.0  # seconds; what it was asked for before is older than `adapters`
+    _adapters_at: float = 0.0  # seconds; reports requested before are older than `adapters`
     _unfinished: dict[str, _SentRequest] = field(default_factory=dict)
-    _cached: set[int] = field(default_factory=set)  # pieces, as told
+    _cached: set[int] = field(default_factory=set)  # pieces, as reported
     _coming: Counter[int] = field(default_factory=Counter)  # pieces of requests without an output
     _fresh: dict[int, float] = field(default_factory=dict)  # pieces computed since, and when
     _with: Counter[str] = field(default_factory=Counter)  # unfinished requests sent, by adapter
     _queued: float = 0.0  # new tokens of requests without an output
-    _others: int = 0  # requests that it told of beyond those sent
+    _others: int = 0  # requests that it reported beyond those sent
     _most: int = 0  # unfinished ones among those sent, at most since the last report
 
     # -- what routers read ---------------------------------------------------------------------------------------
 
     @property
     def batch(self) -> int:
-        """Requests that run or wait there: those sent, and those of others that it has told of."""
+        """Requests that run or wait there: those sent, and those of others that it has reported."""
         return len(self._unfinished) + self._others
 
     @property
@@ -103,7 +103,7 @@ class Replica:
         return not adapter or adapter in self.adapters
 
     def has_place(self, adapter: str) -> bool:
-        """Whether a step may have an adapter beside those of the requests sent: another one waits until they end."""
+        """Whether a step may have an adapter in addition to those of the requests sent; else it waits for them."""
         return not adapter or adapter in self._with or len(self._with) < self.report.max_loras
 
     def lacked(self, request_id: str) -> float:
@@ -160,8 +160,8 @@ class Replica:
                 del self._coming[piece]
         self._queued = sum([other.new_tokens for other in self._unfinished.values() if not other.has_output])
 
-    def told(self, report: Report, asked_at: float) -> None:
-        """Takes in a report, asked for at `asked_at`; its index is told by `cached` before.
+    def update(self, report: Report, asked_at: float) -> None:
+        """Applies a report that was requested at `asked_at`; `update_cache` has applied its index before.
 
         Where none waits, all requests sent before have started, also those whose outputs come only at their end.
         """
@@ -176,11 +176,11 @@ class Replica:
         if asked_at >= self._adapters_at:
             self.adapters = frozenset(report.adapters)
 
-    def adapters_are(self, names: Iterable[str], now: float) -> None:
-        """Requests may name these adapters from now on, whatever it tells that was asked for before."""
+    def set_adapters(self, names: Iterable[str], now: float) -> None:
+        """Sets the adapters that requests may name; reports requested before `now` do not change them."""
         self.adapters, self._adapters_at = frozenset(names), now
 
-    def cached(self, added: Iterable[int], removed: Iterable[int] = (), *, is_whole: bool = False) -> None:
+    def update_cache(self, added: Iterable[int], removed: Iterable[int] = (), *, is_whole: bool = False) -> None:
         """Changes the pieces that it has in its cache.  Args: is_whole: `added` are all of them."""
         if is_whole:
             self._cached.clear()
@@ -198,7 +198,7 @@ class Replica:
 
 
 def prefill_rate(predicted: Callable[[Work], float], step_tokens: int, num_running: int) -> float:
-    """Prompt tokens per second in steps of the whole budget beside the running rows.
+    """Prompt tokens per second in steps that use the whole budget and have the running rows, too.
 
     Args: predicted: the seconds of a step.
     """

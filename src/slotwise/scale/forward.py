@@ -6,9 +6,9 @@
 
 A request whose replica fails before the client has received any output goes to another replica, once.  Behind that an
 error ends a stream, in the form of its route, and cuts a whole response short.  A stream is passed on in whole events.
-Signs of life are passed on, too, and are no output: the stream that they begin may still come from another replica, and
-an answer with an error becomes an event.  A client that leaves closes the connection to the replica, which then aborts
-the generation.
+Signs of life are passed on, too, but do not count as output: the stream that they begin may still come from another
+replica, and an answer with an error becomes an event.  A client that leaves closes the connection to the replica, which
+then aborts the generation.
 
 Where replicas have roles, one computes a prompt and another one answers:
 
@@ -43,8 +43,8 @@ from slotwise.scale.upstream import (
     Answer,
     Opening,
     ReplicaLost,
+    ReplicaRefusal,
     RoutedPrompt,
-    TurnedAway,
     Upstream,
     answer_of,
     end,
@@ -62,7 +62,7 @@ from slotwise.server.responses import RESPONSES
 
 APART = {"/v1/completions": "max_tokens", "/v1/chat/completions": "max_tokens", "/v1/messages": "max_tokens",
          RESPONSES: "max_output_tokens"}  # routes whose prompts may travel, with the field of the most output tokens
-LEAST = 64.0  # tokens that a decode replica lacks; fewer are computed there beside its rows
+LEAST = 64.0  # tokens that a decode replica lacks; it computes fewer itself
 LEFT_OUT = ("stream", "stream_options", "min_tokens", "explain", "bench_output_tokens",
             "max_completion_tokens")  # of the request for a prompt
 AT_HOME = ("kv_transfer_params", "prompt_logprobs", "echo", "previous_response_id")  # with one no prompt travels
@@ -199,7 +199,7 @@ class Forwarding:
                 try:
                     await self._attempt(upstream)
                     return
-                except TurnedAway as error:
+                except ReplicaRefusal as error:
                     turned_away = error.answer
                 except ReplicaLost as error:
                     self._check_retry(error)
@@ -258,7 +258,7 @@ class Forwarding:
         exchange = self._exchange
         async for events in whole_events(response.content):
             if self._opening.read(events):
-                raise TurnedAway(answer_of(response, events))
+                raise ReplicaRefusal(answer_of(response, events))
             if not exchange.status:
                 exchange.more += returned(response.headers)
             if self._opening.is_over:
@@ -278,7 +278,7 @@ class Forwarding:
                 return
         answer = answer_of(response, b"".join(parts))
         if answer.code in ELSEWHERE:
-            raise TurnedAway(answer)
+            raise ReplicaRefusal(answer)
         await send(exchange, answer)
 
     async def _pass_long(self, response: aiohttp.ClientResponse, begun: bytes) -> None:

@@ -205,7 +205,7 @@ class EngineReplica:
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """The load of this replica, for `ScaleByWait`."""
         report = (await self._state()).report()
-        self._view.told(report, time.time())
+        self._view.update(report, time.time())
         load = ReplicaLoad(self._view.wait(RoutedRequest("")), (report.num_running + report.num_waiting) / report.slots)
         return {"wait": load.wait, "busy": load.busy}
 

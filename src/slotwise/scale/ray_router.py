@@ -1,8 +1,8 @@
 """A router of this package as Ray Serve's request router.
 
-Ray asks for an order of replicas and tells of each request that it sends and that ends; what a replica tells of itself
-comes with Ray's routing statistics.  A first output is not told, so the router takes it to come when it was predicted,
-by the replica's own step times; or before, where its replica tells that none waits.
+Ray asks for an order of replicas, and announces each request that it sends and that ends; a replica's report comes with
+Ray's routing statistics.  First outputs are not announced, so the router assumes them at the predicted time, by the
+replica's own step times, or earlier where the replica reports that no request waits.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ class RoutingOnRay(RequestRouter):  # type: ignore[misc]
         self._known.pop(replica_id.to_full_id_str(), None)
 
     def _view(self, running: RunningReplica) -> Replica:
-        """A replica with what it told last."""
+        """A replica with its last report."""
         name, stats = running.replica_id.to_full_id_str(), running.routing_stats or {}
         view = self._known.setdefault(name, Replica(name))
         if STATE in stats and self._told.get(name) != stats[ASKED_AT]:
             self._told[name] = stats[ASKED_AT]
             state = msgspec.json.decode(stats[STATE], type=ReplicaState)
-            view.cached(state.added, is_whole=True)
-            view.told(state.report(), stats[ASKED_AT])
+            view.update_cache(state.added, is_whole=True)
+            view.update(state.report(), stats[ASKED_AT])
         return view
 
     def _request(self, pending: PendingRequest | None) -> RoutedRequest | None:

@@ -1,8 +1,8 @@
-"""Adapters of all replicas: loaded and unloaded together through the door, and again where a replica starts anew.
+"""Adapters of all replicas: loaded and unloaded together through the door, and again where a replica is restarted.
 
     POST ─► every replica ─┬► all obey ─────► kept as wanted
                            └► one refuses ──► undone, and its words are the answer
-    a replica tells otherwise ──► what is wanted, to it alone ──► or refused, and not asked again
+    a report differs ──► what is wanted, to that replica alone ──► or refused, and not sent again
 
 Requests for an adapter are sent to replicas that have it as it is wanted: one whose files have changed since is
 unloaded where it was loaded again.
@@ -36,7 +36,7 @@ class _WantedAdapter:
 
     path: str  # "": it is unloaded
     parent: str = ""
-    digest: str = ""  # of its files, as the first replica told; "": none has
+    digest: str = ""  # of its files, by the first report; "": there was none
 
     def state(self, name: str) -> AdapterState | None:
         return AdapterState(name, self.path, self.parent, self.digest) if self.path else None
@@ -57,7 +57,7 @@ class ReplicaAdapters:
         self._fleet = fleet
         self._wanted: dict[str, _WantedAdapter] = {}
         self._one_at_a_time = asyncio.Lock()
-        self._settled: dict[str, float] = {}  # by replica: what was asked for before is out of date
+        self._settled: dict[str, float] = {}  # by replica: reports requested before are out of date
         self._refused: dict[str, dict[str, str]] = {}  # by replica and adapter: why it is not loaded there
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by replica: what changes its adapters
 
@@ -99,15 +99,15 @@ class ReplicaAdapters:
             return [answer for _, answer in obeyed]
 
     def _changed(self, upstream: Upstream, loaded: Collection[str], unloaded: Collection[str]) -> None:
-        """A replica has changed, whatever it tells that it was asked for before."""
+        """A replica has changed; reports requested before now are ignored."""
         now = self._settled[upstream.name] = asyncio.get_running_loop().time()
         known = {name for one in self._fleet.replicas if one.name == upstream.name for name in one.adapters}
-        self._fleet.adapters_are(upstream.name, (known | {*loaded}) - {*unloaded}, now)
+        self._fleet.set_adapters(upstream.name, (known | {*loaded}) - {*unloaded}, now)
 
     # -- one replica ---------------------------------------------------------------------------------------------
 
-    def told(self, upstream: Upstream, asked_at: float) -> tuple[str, ...]:
-        """A replica has told which adapters it has.  Returns those that requests may name there.
+    def on_report(self, upstream: Upstream, asked_at: float) -> tuple[str, ...]:
+        """Returns the adapters that requests may name on a replica that has reported which it has.
 
         What is wanted otherwise is sent to it, unless that is under way or it was asked before a change.
         """
@@ -122,7 +122,7 @@ class ReplicaAdapters:
         return tuple([name for name in upstream.adapters if name not in wrong])
 
     def lost(self, name: str) -> None:
-        """A replica is gone, with its adapters: the next one under its name is told anew."""
+        """A replica is gone, with its adapters: the next one under its name receives them again."""
         self._refused.pop(name, None)
         self._settled.pop(name, None)
 
@@ -131,7 +131,7 @@ class ReplicaAdapters:
             task.cancel()
 
     def _wrong(self, upstream: Upstream) -> dict[str, _WantedAdapter]:
-        """What is wanted and not so on a replica, by name.  The first that is right tells the digest of the files."""
+        """What is wanted and differs on a replica, by name.  The first that agrees provides the files' digest."""
         found = {}
         for name, wanted in self._wanted.items():
             told = upstream.adapters.get(name)

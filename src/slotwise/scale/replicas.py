@@ -3,7 +3,7 @@
     start ──► silent ──► up ──► lost ──► pause 0.5, 1 ... 30 s ──► start
               (loading)   └──► draining ──► idle ──► SIGTERM ──► removed
 
-A replica is lost when its process ends, or when it has told nothing for `SILENCE` seconds; one that still loads may
+A replica is lost when its process ends, or when it has not answered for `SILENCE` seconds; one that still loads may
 take `LOADING`.  What waits for a lost one ends at once, and a new one takes its place.  Replicas at addresses, which
 others start and stop, are only watched.
 
@@ -66,9 +66,9 @@ class ServeProcess:
     """A `slotwise serve` process, which the system kills when this one ends.
 
     Args:
-        name: of the replica; "": its lines are told apart otherwise.
+        name: of the replica; "": its lines need no name.
         arguments: of the command, but its host and port.
-        variables: of its environment, beside this process's; secrets, which no command line may have.
+        variables: added to its environment, for secrets, which must not appear on a command line.
 
     Raises:
         OSError: it could not be started.
@@ -178,7 +178,7 @@ class ReplicaProcess(Protocol):
 
 
 @dataclass(slots=True)
-class _Place:
+class _ReplicaPlace:
     """A replica's place in the fleet, which several processes may fill one after the other."""
 
     upstream: Upstream | None = None
@@ -191,7 +191,7 @@ class _Place:
 
 class Replicas:
     """Args:
-        adapters: is told what replicas have, and that one is lost.
+        adapters: receives what replicas report, and which are lost.
         launch: starts a replica's process, given its name; None: replicas are started by others.
         headers: of the door's own requests to replicas.
         on_lost: called with the name of each lost replica.
@@ -204,7 +204,7 @@ class Replicas:
         self.trouble = ""  # why the last process ended that never served
         self._fleet, self._adapters = fleet, adapters
         self._launch, self._headers, self._on_lost = launch, headers, on_lost
-        self._kept: dict[str, _Place] = {}
+        self._kept: dict[str, _ReplicaPlace] = {}
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT), auto_decompress=False,
@@ -220,7 +220,7 @@ class Replicas:
         return [name for name, kept in self._kept.items() if not kept.is_leaving]
 
     def upstream(self, name: str) -> Upstream:
-        """The replica of that name, which has told of itself."""
+        """The replica of that name, which has reported."""
         upstream = self._kept[name].upstream
         assert upstream is not None
         return upstream
@@ -237,7 +237,7 @@ class Replicas:
     def add(self, name: str, url: str = "") -> None:
         """Adds a replica; starts its process, or watches the one at `url`."""
         self._fleet.add(name)
-        kept = self._kept[name] = _Place()
+        kept = self._kept[name] = _ReplicaPlace()
         run = self._watch_address(name, kept, url) if url else self._keep_running(name, kept)
         kept.task = asyncio.create_task(run)
 
@@ -261,7 +261,7 @@ class Replicas:
     def _num_sent(self, name: str) -> int:
         return next((one.num_sent for one in self._fleet.replicas if one.name == name), 0)
 
-    async def _remove(self, name: str, kept: _Place, timeout: float = 5.0) -> None:
+    async def _remove(self, name: str, kept: _ReplicaPlace, timeout: float = 5.0) -> None:
         if kept.task is not None:
             kept.task.cancel()
             await asyncio.wait([kept.task])
@@ -275,12 +275,12 @@ class Replicas:
 
     # -- watching ------------------------------------------------------------------------------------------------
 
-    async def _watch_address(self, name: str, kept: _Place, url: str) -> None:
+    async def _watch_address(self, name: str, kept: _ReplicaPlace, url: str) -> None:
         while True:
             kept.upstream = Upstream(name, url, self._session, self._headers)
             await self._until_lost(name, kept)
 
-    async def _keep_running(self, name: str, kept: _Place) -> None:
+    async def _keep_running(self, name: str, kept: _ReplicaPlace) -> None:
         while True:
             began = asyncio.get_running_loop().time()
             trouble = await self._run_process(name, kept)
@@ -294,7 +294,7 @@ class Replicas:
                 self.changed.set()
             await asyncio.sleep(kept.backoff.pause)
 
-    async def _run_process(self, name: str, kept: _Place) -> str:
+    async def _run_process(self, name: str, kept: _ReplicaPlace) -> str:
         """Runs one process until it is lost.  Returns why it never served; "" if it did."""
         assert self._launch is not None
         try:
@@ -306,7 +306,7 @@ class Replicas:
         process.kill()
         return "" if has_served else f"replica {name} ended with status {process.status} before it was ready"
 
-    async def _until_lost(self, name: str, kept: _Place) -> bool:
+    async def _until_lost(self, name: str, kept: _ReplicaPlace) -> bool:
         """Watches a replica until it is lost.  Returns whether it has served."""
         upstream, loop = kept.upstream, asyncio.get_running_loop()
         assert upstream is not None
@@ -333,7 +333,7 @@ class Replicas:
             kept.has_told = False
             self.changed.set()
 
-    async def _poll(self, name: str, kept: _Place, upstream: Upstream) -> None:
+    async def _poll(self, name: str, kept: _ReplicaPlace, upstream: Upstream) -> None:
         while True:
             asked = asyncio.get_running_loop().time()
             try:
@@ -342,8 +342,9 @@ class Replicas:
                 self._fleet.closed(name)
             else:
                 kept.has_told = True
-                self._fleet.cached(name, state.added, state.removed, is_whole=state.is_whole)
-                self._fleet.told(name, replace(state.report(), adapters=self._adapters.told(upstream, asked)), asked)
+                self._fleet.update_cache(name, state.added, state.removed, is_whole=state.is_whole)
+                adapters = self._adapters.on_report(upstream, asked)
+                self._fleet.update(name, replace(state.report(), adapters=adapters), asked)
                 if not state.accepts:
                     self._fleet.closed(name)
                 self.changed.set()

@@ -18,7 +18,7 @@ from slotwise.scale.door import Door
 from slotwise.scale.door_routes import ROUTES
 from slotwise.scale.replicas import Addresses, ReplicaProcess, Replicas
 from slotwise.server.asgi import App
-from slotwise.server.serve import listen, serve
+from slotwise.server.http_server import listen, serve
 from slotwise.server.server_settings import ServerSettings
 
 ENDING = 10.0  # seconds that replicas have to end, beyond the shutdown timeout

@@ -29,9 +29,9 @@ from slotwise.server.shapes import CHAT, MESSAGE
 POLL_TIMEOUT = 5.0  # seconds for an answer of GET /replica
 PROMPT_FIELDS = ("tools", "system", "instructions", "messages", "input", "prompt")  # in the order of a prompt
 SALTS = ("model", "cache_salt")  # fields whose values prompts have to share before they share cached blocks
-SESSIONS = ("session_id", "prompt_cache_key")  # hints of a body, of which the first given names its session
+SESSIONS = ("session_id", "prompt_cache_key")  # hints of a body; the first one given names its session
 SESSION_HEADER = b"x-session-id"
-BYTES_PER_TOKEN = 4.0  # until a replica has told
+BYTES_PER_TOKEN = 4.0  # until a replica has reported
 ELEMENT = b"\x00"  # between two fields: it stands in no JSON text
 
 _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -62,8 +62,8 @@ class Upstream:
 
     def __init__(self, name: str, url: str, session: aiohttp.ClientSession, headers: Mapping[str, str]) -> None:
         self.name, self.url = name, url
-        self.heard = asyncio.get_running_loop().time()  # when it last told of itself, in seconds of the loop
-        self.adapters: dict[str, AdapterState] = {}  # by name, as last told
+        self.heard = asyncio.get_running_loop().time()  # when it last answered, in seconds of the loop
+        self.adapters: dict[str, AdapterState] = {}  # by name, as last reported
         self.is_lost = False
         self._session = session
         self._headers = headers
@@ -121,10 +121,10 @@ class Upstream:
         for scope in list(self._open):
             end(scope)
 
-    # -- what it tells -------------------------------------------------------------------------------------------
+    # -- its reports -------------------------------------------------------------------------------------------
 
     async def poll(self) -> ReplicaState:
-        """Asks the replica for its state; its index is told as changes since the last one.
+        """Asks the replica for its state; its index comes as changes since the last answer.
 
         Raises:
             ReplicaLost: it does not answer, or not as a replica does.
@@ -170,7 +170,7 @@ class RoutedPrompt(NamedTuple):
 
     def request(self, request_id: str, piece_tokens: float, adapters: Collection[str]) -> RoutedRequest:
         """Args:
-            piece_tokens: mean tokens of a piece, as replicas have told; 0: none has.
+            piece_tokens: mean tokens of a piece, as replicas report; 0: none has reported.
             adapters: those of all replicas.
         """
         piece = piece_tokens or PIECE / BYTES_PER_TOKEN
@@ -266,7 +266,7 @@ def _code_in(body: bytes) -> str:
         return ""
 
 
-class TurnedAway(Exception):
+class ReplicaRefusal(Exception):
     """The replica has answered with an error that another one need not give."""
 
     def __init__(self, answer: Answer) -> None:

@@ -66,7 +66,7 @@ async def experts(observers: Observers, exchange: HttpExchange) -> None:
 
 
 def model_card(engine: ServedEngine, settings: ServerSettings, name: str) -> dict[str, object]:
-    """What the list of models tells of one; `root` of an adapter is its folder.  Raises ApiError: there is none."""
+    """The entry of one model in the list; `root` of an adapter is its folder.  Raises ApiError: there is none."""
     info, adapter = engine.client.info, engine.models.adapter(name)
     created, root, parent = (STARTED, info.model, None) if adapter is None else (
         adapter.created, adapter.module.path, adapter.module.base_model_name or settings.served_model_name)
@@ -106,7 +106,7 @@ async def reschedule(clients: ServerClients, engine: ServedEngine, limits: Reque
 
 
 async def what_if(clients: ServerClients, observers: Observers, exchange: HttpExchange) -> None:
-    """The last minutes, replayed under other scheduling settings, beside what was measured; changes nothing."""
+    """The last minutes, replayed under other scheduling settings, next to what was measured; changes nothing."""
     async with clients.bodies.reading(exchange, MAX_SETTINGS) as body:
         request = decode(WhatIfRequest, body)
         warn_of_unknown_fields(exchange, WhatIfRequest, body)

@@ -24,7 +24,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     continue_final_message: bool | None = None  # the answer continues the last message; then none is begun
     chat_template: TemplateSource | None = None  # the template, where the server has `--trust-request-chat-template`
     chat_template_kwargs: dict[str, Any] | None = None  # further variables of the template
-    tools: list[dict[str, Any]] | None = None  # functions that the template tells the model of
+    tools: list[dict[str, Any]] | None = None  # functions that the template describes to the model
     return_token_strs: bool | None = None  # return each token as the tokenizer's string, too
 
     def as_chat(self) -> ChatRequest:
@@ -46,7 +46,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 class WhatIfRequest(msgspec.Struct, kw_only=True):
-    """Settings under which the last minutes are replayed, and what is to be told of them."""
+    """Settings under which the last minutes are replayed, and what the answer contains."""
 
     changes: dict[str, Any]  # scheduling settings, as `PUT /admin/scheduling` takes them, without tiers
     ttft_ms: Milliseconds | None = None  # goodput: most milliseconds to the first token; by default any

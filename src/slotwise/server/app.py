@@ -8,6 +8,7 @@ from slotwise.engine.client import EngineClient
 from slotwise.engine.sleep import Sleep
 from slotwise.observe.step_time import StepTimeModel
 from slotwise.server import admin, lifecycle, pages, request_status
+from slotwise.server.anthropic_messages import count_tokens, messages
 from slotwise.server.asgi import OPEN_TO_ALL, Endpoint
 from slotwise.server.checkpoint_workers import Template
 from slotwise.server.completions import chat_completions, completions
@@ -16,7 +17,6 @@ from slotwise.server.embeddings import embeddings
 from slotwise.server.event_stream import events
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.lifecycle import LOAD, UNLOAD, load_adapter, unload_adapter
-from slotwise.server.messages import count_tokens, messages
 from slotwise.server.openapi import document
 from slotwise.server.pages import timeline
 from slotwise.server.parsers.output_format import UNPARSED, OutputFormat

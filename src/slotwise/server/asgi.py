@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route, Router
 from starlette.types import Receive, Scope, Send
 
-from slotwise.server import lifecycle, messages
+from slotwise.server import anthropic_messages, lifecycle
 from slotwise.server.api_errors import CONTEXT_EXCEEDED, OPENAI, ApiError, ClientGone, ErrorFormat
 from slotwise.server.browsers import WITH_A_BODY, check_json, check_one_host, is_local, is_preflight
 from slotwise.server.context import Clients
@@ -30,7 +30,8 @@ from slotwise.server.server_settings import ServerSettings
 from slotwise.server.unsupported import meant, why_not_served
 
 OPEN_TO_ALL = ("/", "/docs", "/health", "/ping", "/timeline")  # the pages hold no data; the last prompts for a key
-ERROR_FORMATS = {messages.MESSAGES: messages.ERRORS, RESPONSES: ERRORS}  # by the beginnings of paths
+# By the beginnings of paths.
+ERROR_FORMATS = {anthropic_messages.MESSAGES: anthropic_messages.ERRORS, RESPONSES: ERRORS}
 ADMIN = (  # beginnings of the operator's routes
     "/admin/", "/what_if", lifecycle.SLEEP, lifecycle.WAKE_UP, lifecycle.LOAD_MODEL, lifecycle.LOAD, lifecycle.UNLOAD)
 MAX_ROUTES = 2000  # characters of the routes that an error lists
@@ -121,7 +122,7 @@ class App(Generic[Served]):
             return
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # the tokenizer is not written in Python: its panics are no Exceptions
+        except BaseException as error:  # the tokenizer is not written in Python: its panics do not subclass Exception
             answer = self._methods_of(scope) if _is_wrong_method(error) else self._as_api_error(
                 error, scope["path"])
             if answer.code in REJECTIONS:

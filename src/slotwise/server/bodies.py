@@ -1,4 +1,4 @@
-"""Request bodies: read within a bound on memory, and what of them is ignored.
+"""Request bodies: read within a bound on memory; fields that are ignored are named to the client.
 
 The bound is checked before the memory is allocated.  A body counts from the moment its length is known, or as it
 arrives, until its prompts are token ids; once it is read, so do the values it is decoded to, which may take twenty
@@ -134,7 +134,7 @@ class Bodies:
 
 
 def _num_values(body: bytes) -> int:
-    """At most how many values a body holds, up to what the decoder accepts beside token ids and texts."""
+    """At most how many values a body holds, up to what the decoder accepts in addition to token ids and texts."""
     return min(MAX_VALUES, body.count(b",") + body.count(b"[") + body.count(b"{"))
 
 
@@ -169,7 +169,7 @@ async def unpacked(body: bytes, most: int, claim: Claim) -> bytes:
         claim: receives the bytes of both, before each piece of the content is there; may refuse by raising.
 
     Raises:
-        ApiError: it is no gzip, or unpacks to too much.
+        ApiError: it is not gzip, or unpacks to too much.
     """
     inflate = zlib.decompressobj(GZIP_FORMAT)
     parts: list[bytes] = []

@@ -38,7 +38,7 @@ class Template:
     def __init__(self, source: str, special_tokens: Mapping[str, str], limits: CallLimits = TEMPLATE_LIMITS, *,
                  for_tools: str | None = None) -> None:
         self._for_tools = for_tools
-        self._variables: frozenset[str] | None = None  # once they were asked for
+        self._variables: frozenset[str] | None = None  # once requested
         self._source, self._special_tokens = source, list(special_tokens.items())
         self._worker = Worker("slotwise.text.chat_template", limits, Turns(MAX_WAITING, MAX_WAITING_OF_ONE))
 
@@ -59,7 +59,7 @@ class Template:
         self._worker.tells = False
         try:
             return bool(await self._call("", "ignores_tools", source=self._for_tools))
-        except (ApiError, ChatTemplateError):  # requests are told so
+        except (ApiError, ChatTemplateError):  # each request will fail with the reason
             return False
         finally:
             self._worker.tells = True

@@ -50,7 +50,7 @@ class Choice:
     """One continuation of one prompt.
 
     Args:
-        stop_ids: stop tokens of the request, as far as they are no end tokens of the model.
+        stop_ids: stop tokens of the request, except for end tokens of the model.
         is_silent: the prompt is all that is wanted; the one token that the engine generates is dropped.
         parsed: parses the output; None: it is text.
     """
@@ -122,7 +122,7 @@ class Choice:
 
 
 def parts_of(delta: Delta) -> Sequence[Part]:
-    """What a delta adds to an output, for routes that tell apart what it holds."""
+    """What a delta adds to an output, for routes that distinguish its parts."""
     if delta.parts is not None:
         return delta.parts
     return [Content(delta.text)] if delta.text else ()

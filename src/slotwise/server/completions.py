@@ -136,7 +136,7 @@ async def asked_of_chat(api: Api, exchange: HttpExchange, request: ChatRequest, 
 
 
 async def conversation_of(api: Api, exchange: HttpExchange, request: ChatRequest) -> Conversation:
-    """The conversation of a request; the response tells of variables that its template does not read.
+    """The conversation of a request; a header of the response names variables that its template ignores.
 
     Raises:
         ApiError: a template in a request of a server that takes none, or documents for one that leaves them out.

@@ -8,7 +8,7 @@ A connection is always read, also while a response is under way: that is how a c
 A client that sends nothing, or a head without an end, is disconnected, and so is one that does not read what it was
 sent: each state has a deadline, which `connections.Connections` checks.
 
-A client that ends its sending side may have left, or may wait for its answer (RFC 9112, 9.5); TCP tells the two apart
+A client that ends its sending side may have left, or may wait for its answer (RFC 9112, 9.5); TCP shows which
 only when something is sent.  So the connection sends an interim response, which HTTP/1.1 allows at any time: a client
 that has left answers it with a reset.
 
@@ -34,7 +34,7 @@ FINAL = b"HTTP/1.1 "
 MAX_HEAD = 512 << 10  # bytes; the socket is read in parts of up to half of it
 MAX_HEADERS = 128  # of a request; each costs many times its bytes
 MAX_HEADER_BYTES = 64 << 10  # of their names and values
-MAX_FRAMING = 64 << 10  # bytes of a body's chunk sizes and trailers, beside as many as it has of content
+MAX_FRAMING = 64 << 10  # bytes of a body's chunk sizes and trailers, in addition to as many as its content has
 MAX_PIPELINED = 64 << 10  # bytes kept of requests behind one that is being answered; then reading pauses
 PATIENCE = 1.0  # seconds after which a connection whose reading is paused is closed: its client might have left
 MAX_REQUESTS = 64  # behind one that is being answered, of one read of the socket; those before are answered
@@ -52,7 +52,7 @@ TOO_MANY = f"At most {MAX_REQUESTS} requests may follow one that is not answered
 OLD_PATIENCE = 1.0  # seconds that a half-closed HTTP/1.0 client counts as present: it knows no interim responses
 
 
-class HeadJoined:
+class HeadJoiningTransport:
     """A transport that holds a response's head until its body, which the application always has at hand.
 
     A refused client then wakes once, not twice, and so does the processor that it shares with the engine.
@@ -124,7 +124,7 @@ class Connection(HttpToolsProtocol):
             self._among.leave(self)
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
-        super().connection_made(cast(Transport, HeadJoined(transport)))
+        super().connection_made(cast(Transport, HeadJoiningTransport(transport)))
         self._give_up = None
         if not self._is_entered:
             self._enter(self.client[0] if self.client else "")
@@ -316,7 +316,7 @@ class Connection(HttpToolsProtocol):
         super().resume_writing()
 
     def on_response_complete(self) -> None:
-        cast(HeadJoined, self.transport).flush()  # a HEAD response has no body to join
+        cast(HeadJoiningTransport, self.transport).flush()  # a HEAD response has no body to join
         following = self.pipeline[-1][0] if self.pipeline else None
         self.deadline = NEVER
         if self.transport.get_write_buffer_size() and self.unread_deadline == NEVER:

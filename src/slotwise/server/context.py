@@ -227,7 +227,7 @@ class RequestLimits:
                            more=headers_of(admission_control.wait_estimate()))
 
     def account(self, exchange: HttpExchange) -> Account:
-        """The account of a request's key; the response tells what is left of it."""
+        """The account of a request's key; headers of the response say what is left of it."""
         account = self.quotas.account(exchange.tenant)
         exchange.late_headers = account.headers
         return account

@@ -29,7 +29,7 @@ MAX_STOP = MAX_STOP_STRINGS * (6 * MAX_STOP_LENGTH + 8)  # bytes; a character ma
 GRAMMARS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 MAX_GRAMMAR_VALUES = 1 << 15  # of a schema or of choices
 MAX_ELEMENTS = MAX_PROMPTS = MAX_ABORTS = MAX_MESSAGES  # the last: requests that one abort may name
-MAX_VALUES = 1 << 17  # of messages, beside their texts
+MAX_VALUES = 1 << 17  # of messages, their texts excluded
 MAX_TOKENS = 1 << 16  # of /detokenize
 MAX_TOOL_BYTES = 1 << 20  # of all tools of a request
 MAX_PREDICTION = 1 << 20  # bytes
@@ -75,7 +75,7 @@ def trimmed(kind: type[msgspec.Struct], body: bytes) -> bytes:
 
     Raises:
         ApiError: a field has more than could ever be accepted.
-        msgspec.DecodeError, RecursionError: it is not JSON, or its messages are no messages.
+        msgspec.DecodeError, RecursionError: it is not JSON, or its messages are malformed.
     """
     found = _raw_fields(kind).decode(body)
     kept = []
@@ -158,7 +158,7 @@ def _most_values(raw: bytes) -> int:
 
 
 def _check_prompts(name: str, value: bytes) -> None:
-    """Bound the number of prompts: decoding fails at the first value that is no prompt, so only the number matters."""
+    """Bound the number of prompts: decoding fails at the first value that is not a prompt."""
     if value.startswith(b'"'):
         return
     if b'"' in value:

@@ -41,7 +41,7 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
     input: Prompt  # a text or its token ids; a list: several, each with its own vector
     model: str | None = None  # the served model's name, by default
     encoding_format: Literal["float", "base64"] | None = None  # of vectors; base64: of float32, little-endian
-    dimensions: Length | None = None  # the first so many numbers of each vector, then normalised
+    dimensions: Length | None = None  # the first so many numbers of each vector, then normalized
     normalize: bool | None = None  # vectors have length 1; by default as the checkpoint says, else true
     user: User | None = None  # the tenant, where the server has no keys
     request_id: str | None = None  # the id of the response, and of the request in logs and queries

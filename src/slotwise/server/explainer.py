@@ -29,7 +29,7 @@ LIMITS = CallLimits(seconds=30.0, memory=512 << 20, answer=8 << 20, niceness=5)
 
 
 class Explainer:
-    """Explains one call after the other, in a process beside the streams.
+    """Explains one call after the other, in a process apart from the streams.
 
     Args:
         batched_observer: passes events to `recorder`.

@@ -19,7 +19,7 @@ from slotwise.server.api_errors import SHED, ApiError, bad_request, from_refusal
 from slotwise.server.choice import Choice
 from slotwise.server.context import Api
 from slotwise.server.http_exchange import HttpExchange
-from slotwise.server.job import Job
+from slotwise.server.job import Job, log_fields
 from slotwise.server.logprobs import MAX_ENTRIES, check_entries, held, num_prompt_entries
 from slotwise.server.quotas import headers_of
 from slotwise.server.replica_state import named_prefix
@@ -156,7 +156,7 @@ async def answer(api: Api, exchange: HttpExchange, job: Job, render: Renderer) -
     account = api.limits.quotas.account(job.slo.tenant)
     with (api.limits.quotas.reserved(account, job.most_tokens, lambda: _used(job, choices)),
           held(api.limits.prompt_entries, exchange.holder, num_prompt_entries(job.params, sum(map(len, job.prompts))))):
-        exchange.about_generation = partial(api.request_log.about, job, choices)
+        exchange.about_generation = partial(log_fields, api.request_log, job, choices)
         choices += await start(api, job)
         api.observers.prefix_index.expect(choices[0].generation.request_id, prefix, len(job.prompts[0]), PIECE,
                                 job.adapter.number if job.adapter is not None else 0)

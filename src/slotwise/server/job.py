@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from slotwise.core.params import PoolingParams, SamplingParams
@@ -13,6 +15,7 @@ from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.logprobs import ChatLogprobs, CompletionLogprobs, LogprobsWriter, TokenNames, TokenTexts
 from slotwise.server.parsers.output_format import Parsing
 from slotwise.server.protocol import Generate
+from slotwise.server.request_log import RequestLog, seconds_since
 from slotwise.server.served_models import ServedAdapter
 from slotwise.server.shapes import Heading, Shape, drafted, usage
 from slotwise.text.detokenizer import TextOffsets, detokenizer
@@ -94,3 +97,23 @@ async def explained(api: Api, exchange: HttpExchange, job: Job, choices: list[Ch
         return {}
     ids = [choice.generation.request_id for choice in choices]
     return {"slotwise": await api.observers.explainer.of_response(exchange.holder, ids)}
+
+
+def log_fields(
+    request_log: RequestLog, job: Job, choices: Sequence[Choice], exchange: HttpExchange,
+) -> dict[str, Any]:
+    """What the log line of an exchange says about its generations, as far as they have come."""
+    ends = Counter(choice.generation.end_reason or "unfinished" for choice in choices)
+    first = min([at for choice in choices if (at := choice.generation.first_token_ns)], default=0)
+    fields: dict[str, Any] = {
+        "id": job.heading.response_id, "stream": bool(job.request.stream),
+        "prompt_tokens": sum(map(len, job.prompts)),
+        "cached_tokens": sum(choice.num_cached for choice in choices[:: job.params.n]),
+        "output_tokens": sum(choice.num_tokens + choice.generation.num_unread for choice in choices),
+        "finish_reasons": dict(ends), "read_s": seconds_since(exchange, job.read_ns),
+        "first_token_s": seconds_since(exchange, first) if first else None}
+    if job.adapter is not None:
+        fields["adapter"] = job.adapter.name
+    if texts := request_log.texts(job.prompts):
+        fields["prompts"] = texts
+    return fields

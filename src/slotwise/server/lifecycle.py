@@ -118,7 +118,7 @@ class LoadAdapterRequest(msgspec.Struct, kw_only=True):
     lora_name: str  # by which requests name it, as their `model`
     lora_path: str  # a folder of the server's machine, in the format of PEFT
     load_inplace: bool | None = None  # it replaces the adapter of this name; requests that have that one keep it
-    base_model_name: str | None = None  # what /v1/models tells as its parent; by default the served model
+    base_model_name: str | None = None  # its parent in /v1/models; by default the served model
     is_3d_lora_weight: Any = None  # refused: factors of experts are not supported
 
 
@@ -129,7 +129,7 @@ class UnloadAdapterRequest(msgspec.Struct, kw_only=True):
 
 async def load_adapter(clients: ServerClients, engine: ServedEngine, settings: ServerSettings,
                        exchange: HttpExchange) -> None:
-    """Load an adapter beside the running requests; the answer comes when requests may name it."""
+    """Load an adapter while requests run; the response comes when requests may name it."""
     async with clients.bodies.reading(exchange, MAX_ADAPTER_BODY) as body:
         request = decode(LoadAdapterRequest, body)
         warn_of_unknown_fields(exchange, LoadAdapterRequest, body)

@@ -53,7 +53,7 @@ MAX_PEM = 16 << 20  # bytes of a file
 # -- the number of connections -----------------------------------------------------------------------------------------
 
 
-class Timed(Protocol):
+class TimedConnection(Protocol):
     """A connection as `Connections` sees it."""
 
     deadline: float  # of the loop's clock: when it is closed without progress; inf: never
@@ -70,11 +70,11 @@ class Connections:
         reserve = min(RESERVE, most // 8)
         self._most_reserved = reserve
         self._capacity = TenantCapacity("connections are open", most - reserve, includes_reserve=True)
-        self._clients: dict[Timed, str] = {}
-        self._reserved: dict[Timed, None] = {}  # in order of arrival
+        self._clients: dict[TimedConnection, str] = {}
+        self._reserved: dict[TimedConnection, None] = {}  # in order of arrival
         self._refusals, self._invalid = ThrottledWarning(logger), ThrottledWarning(logger)
 
-    def enter(self, connection: Timed, address: str) -> bool:
+    def enter(self, connection: TimedConnection, address: str) -> bool:
         """Admit a connection.  False: it is in the reserve, or was refused at once."""
         client = client_of(address)
         if not (objection := self._capacity.objection(client, 1)):
@@ -91,7 +91,7 @@ class Connections:
         self._reserved[connection] = None
         return False
 
-    def leave(self, connection: Timed) -> None:
+    def leave(self, connection: TimedConnection) -> None:
         self._reserved.pop(connection, None)
         if (client := self._clients.pop(connection, None)) is not None:
             self._capacity.release(client, 1)
@@ -269,7 +269,7 @@ def _refuse_to_prompt() -> NoReturn:
     raise ValueError("--ssl-keyfile: the private key is encrypted: decrypt it with `openssl pkey`")
 
 
-class Handshaking(Protocol):
+class HandshakeConnection(Protocol):
     """A connection as `Tls` sees it: `Connection`."""
 
     def begin_handshake(self, address: str, give_up: Callable[[], object]) -> None: ...
@@ -288,7 +288,9 @@ class Tls:
         self._context = context
         self._timeout = timeout
 
-    async def connect(self, loop: asyncio.AbstractEventLoop, connection: Handshaking, accepted: socket.socket) -> None:
+    async def connect(
+        self, loop: asyncio.AbstractEventLoop, connection: HandshakeConnection, accepted: socket.socket,
+    ) -> None:
         """Shake hands on an accepted socket; then the connection serves by itself.
 
         Raises:

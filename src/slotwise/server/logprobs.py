@@ -88,7 +88,7 @@ def most_tokens(num_choices: int, logprobs: int | None) -> int | None:
 
 
 class TokenTexts(Protocol):
-    """What tokens are called beside their log-probabilities: a tokenizer, or `TokenNames`."""
+    """What tokens are called next to their log-probabilities: a tokenizer, or `TokenNames`."""
 
     def token_text(self, token_id: int) -> str: ...
 
@@ -96,7 +96,7 @@ class TokenTexts(Protocol):
 
 
 class TokenNames:
-    """Names of tokens that tell their ids, as vLLM writes them: a token need not be a text."""
+    """Names of tokens by their ids, as vLLM writes them: a token need not be valid text."""
 
     def token_text(self, token_id: int) -> str:
         return f"token_id:{token_id}"

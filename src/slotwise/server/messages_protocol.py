@@ -148,7 +148,7 @@ def _tool_choice(choice: MessagesToolChoice) -> str | Json:
 
 
 def _function(index: int, tool: Json) -> Json:
-    """A tool as chats have it; what is wrong with its name or schema is told there."""
+    """A tool as chats have it; its name and schema are checked there."""
     kind = tool.get("type")
     if kind not in (None, "custom"):
         raise bad_request(f"tools[{index}]: a tool of type {kind!r:.60} runs on Anthropic's servers, and is not "

@@ -19,11 +19,11 @@ from slotwise.server.admin_protocol import (
     TokenizeRequest,
     WhatIfRequest,
 )
+from slotwise.server.anthropic_messages import MESSAGES, MessagesErrorBody
 from slotwise.server.api_errors import TRY_LATER, ErrorBody
 from slotwise.server.embeddings import EmbeddingRequest
 from slotwise.server.event_stream import SWITCHES
 from slotwise.server.lifecycle import LOAD, LOAD_MODEL, SLEEP, UNLOAD, WAKE_UP, LoadAdapterRequest, UnloadAdapterRequest
-from slotwise.server.messages import MESSAGES, MessagesErrorBody
 from slotwise.server.messages_protocol import CountTokensRequest, MessagesRequest
 from slotwise.server.pages import REFUSED
 from slotwise.server.protocol import (

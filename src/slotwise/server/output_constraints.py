@@ -1,8 +1,8 @@
 """What the output of a request must match: its grammar, the tools that it may or must call, its budget of reasoning.
 
 Grammars come from clients, and may take any time to compile, so a worker process checks them.  A grammar that compiles
-there within the limits is sent to the engine, which compiles it beside its steps.  Results are kept by content, so that
-a grammar that is used again costs nothing here.
+there within the limits is sent to the engine, which compiles it between its steps.  Results are kept by content, so
+that a grammar that is used again costs nothing here.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def start_page(told: str, links: Sequence[tuple[str, str]], root_path: str) -> b
     """Returns the page at `/`.
 
     Args:
-        told: of the service, as HTML.
+        told: about the service, as HTML.
         links: paths, each with what is there.
     """
     linked = "".join(f'<dt><a href="{root_path}{path}"><code>{path}</code></a></dt><dd>{what}</dd>'

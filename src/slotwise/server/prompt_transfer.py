@@ -47,7 +47,7 @@ def transfer_of(
         raise _wrong("do_remote_decode and do_remote_prefill exclude each other")
     if len(prompts) * params.n != 1:
         raise _wrong(f"one prompt with one choice can travel, not {len(prompts)} with {params.n}")
-    return _sent(asked, request, config) if asked.do_remote_decode else _received(asked, params, config)
+    return _as_producer(asked, request, config) if asked.do_remote_decode else _as_consumer(asked, params, config)
 
 
 def has_secret(headers: Iterable[tuple[bytes, bytes]], secret: str) -> bool:
@@ -58,7 +58,7 @@ def has_secret(headers: Iterable[tuple[bytes, bytes]], secret: str) -> bool:
     return bool(secret) and hmac.compare_digest(key, secret.encode())
 
 
-def _sent(asked: KVTransferParams, request: Generate, config: KVTransferConfig) -> KVTransfer:
+def _as_producer(asked: KVTransferParams, request: Generate, config: KVTransferConfig) -> KVTransfer:
     if not config.is_producer:
         raise _wrong(f"do_remote_decode: this server is a {config.kv_role}")
     if request.stream:
@@ -66,7 +66,7 @@ def _sent(asked: KVTransferParams, request: Generate, config: KVTransferConfig) 
     return KVTransfer(asked.transfer_id or secrets.token_hex(16), True, config.pin_timeout)
 
 
-def _received(asked: KVTransferParams, params: SamplingParams, config: KVTransferConfig) -> KVTransfer:
+def _as_consumer(asked: KVTransferParams, params: SamplingParams, config: KVTransferConfig) -> KVTransfer:
     if not config.is_consumer:
         raise _wrong(f"do_remote_prefill: this server is a {config.kv_role}")
     if asked.transfer_id is None or asked.remote_host is None or asked.remote_port is None:
@@ -79,7 +79,7 @@ def _received(asked: KVTransferParams, params: SamplingParams, config: KVTransfe
     return KVTransfer(asked.transfer_id, False, config.timeout, asked.remote_host, asked.remote_port)
 
 
-def told(kv: KVTransfer | None, config: KVTransferConfig | None) -> dict[str, Any]:
+def transfer_fields(kv: KVTransfer | None, config: KVTransferConfig | None) -> dict[str, Any]:
     """The fields of a producer's response with which a consumer asks for the prompt."""
     if kv is None or not kv.sends or config is None:
         return {}

@@ -1,7 +1,8 @@
 """Request bodies: OpenAI's fields and vLLM's extensions.
 
 Types are strict, but that an integral float is an integer.  A known field is obeyed, accepted with the values that
-change nothing, or refused by name (see `server.unsupported`); an unknown one is ignored, and the response tells so.
+change nothing, or refused by name (see `server.unsupported`); an unknown one is ignored, and a header of the response
+names it.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ class KVTransferParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     do_remote_prefill: bool | None = None  # another engine computes the prompt
     transfer_id: TransferName | None = None  # the same in both requests; by default the producer makes one up
     remote_engine_id: TransferName | None = None  # of the producer; changes nothing
-    remote_host: TransferName | None = None  # of the producer, as the next
-    remote_port: Port | None = None
+    remote_host: TransferName | None = None  # of the producer
+    remote_port: Port | None = None  # of the producer
     remote_block_ids: None = None  # of the vLLM connectors that have it
 
 
@@ -146,14 +147,14 @@ class Generate(SamplingFields, Unsupported, kw_only=True):  # type: ignore[misc]
     thinking_token_budget: Budget | None = None  # tokens of reasoning, then its closing tag; -1: any number
     response_format: dict[str, Any] | None = None  # what the output matches: docs/structured-output.md
     structured_outputs: dict[str, Any] | None = None  # vLLM's: json, regex, choice, grammar, ...
-    guided_json: dict[str, Any] | str | None = None  # vLLM's older names: as structured_outputs has them
-    guided_regex: str | None = None  # likewise
-    guided_choice: list[str] | None = None  # likewise
-    guided_grammar: str | None = None  # likewise
+    guided_json: dict[str, Any] | str | None = None  # vLLM's older name of `structured_outputs.json`
+    guided_regex: str | None = None  # vLLM's older name of `structured_outputs.regex`
+    guided_choice: list[str] | None = None  # vLLM's older name of `structured_outputs.choice`
+    guided_grammar: str | None = None  # vLLM's older name of `structured_outputs.grammar`
     prompt_logprobs: Logprobs | None = None  # entries of each token of the prompt; not in a stream
     skip_special_tokens: bool | None = None  # special tokens have no text; by default they have none
     return_token_ids: bool | None = None  # the response contains the ids of prompts and outputs
-    return_tokens_as_token_ids: bool | None = None  # beside log-probabilities a token is called `token_id:` and its id
+    return_tokens_as_token_ids: bool | None = None  # log-probabilities name a token `token_id:` and its id
     add_special_tokens: bool | None = None  # by default the tokenizer's are added to a prompt, and not to a chat
     truncate_prompt_tokens: KeptTokens | None = None  # the prompt's tokens that are kept; -1: as many as fit
     truncation_side: Literal["left", "right"] | None = None  # where tokens are dropped; by default on the left
@@ -285,7 +286,7 @@ class ChatRequest(Generate, kw_only=True):
                               "continue_final_message")
 
     def variables(self) -> dict[str, Any]:
-        """The template's variables, beside the messages.  Raises ApiError for one that a field sets."""
+        """The template's variables, except for the messages.  Raises ApiError for one that a field sets."""
         given = self.chat_template_kwargs or {}
         if not given.keys().isdisjoint(RESERVED_VARIABLES):
             raise bad_request("chat_template_kwargs: names a variable that the request sets", "chat_template_kwargs")

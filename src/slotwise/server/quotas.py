@@ -52,7 +52,7 @@ class Bucket:
 
     def __init__(self, capacity: int, now: int) -> None:
         self.capacity = capacity
-        self._parts = capacity * MINUTE_NS  # the level at `_at`, in units of which `capacity` flow in every nanosecond
+        self._parts = capacity * MINUTE_NS  # the level at `_at`, in units; `capacity` units flow in every nanosecond
         self._at = now
 
     def level(self, now: int) -> int:
@@ -112,7 +112,7 @@ class Account:
         self.tokens = _changed(self.tokens, quota.tokens_per_minute, now)
 
     def output_capacity(self, num_prompt: int, num_choices: int) -> int | None:
-        """Output tokens per choice that can ever fit beside so many of prompts, at least one; None: any number."""
+        """The most output tokens per choice that can ever fit with such prompts, at least one; None: any number."""
         return None if self.tokens is None else max(1, (self.tokens.capacity - num_prompt) // num_choices)
 
     def headers(self) -> Headers:
@@ -172,7 +172,7 @@ class Quotas:
 
     @contextmanager
     def reserved(self, account: Account, most: int, used: Callable[[], int]) -> Iterator[None]:
-        """Reserve the most tokens a request may need, and give back at the end what it has not `used`.
+        """Reserve the most tokens a request may need, and return what it has not `used` at the end.
 
         Raises:
             ApiError: they are not left, or exceed the capacity.

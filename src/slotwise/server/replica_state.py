@@ -1,7 +1,7 @@
-"""`GET /replica`: what a router in front of this server asks for, once or twice a second.
+"""`GET /replica`: what a router in front of this server requests once or twice a second.
 
-A router names the pieces of a request's prompt in the header `X-Slotwise-Prefix` (`routing.prompt`), and is told here
-which of them the prefix cache holds: all, or the changes since the version it was told last.
+A router names the pieces of a request's prompt in the header `X-Slotwise-Prefix` (`routing.prompt`), and learns
+here which of them the prefix cache holds: all, or the changes since the version of its last request.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class AdapterState(msgspec.Struct, frozen=True):
 class ReplicaState(msgspec.Struct, frozen=True):
     """The answer of `GET /replica`."""
 
-    instance: str  # of the index, to be repeated in the next question
-    version: int  # likewise
+    instance: str  # of the index; the next request repeats it
+    version: int  # of the index; the next request repeats it
     is_whole: bool  # `added` are all pieces
     added: list[int]
     removed: list[int]
@@ -54,8 +54,8 @@ class ReplicaState(msgspec.Struct, frozen=True):
     max_loras: int = 1  # adapters among the rows of a step
     sends_prompts: bool = False  # to other engines, as --kv-transfer-config says
     receives_prompts: bool = False
-    kv_host: str = ""  # at which others ask for prompts, as the next
-    kv_port: int = 0
+    kv_host: str = ""  # where other engines request prompts
+    kv_port: int = 0  # of `kv_host`
 
     def report(self) -> Report:
         """Returns what routers read of it."""
@@ -94,7 +94,7 @@ def named_prefix(exchange: HttpExchange) -> tuple[int, tuple[int, ...]]:
     """Returns the bytes of a request's prompt and its pieces, as its router names them; none without a router.
 
     Raises:
-        ApiError: the header is none that a router sends.
+        ApiError: no router sends such a header.
     """
     given = dict(exchange.scope["headers"]).get(PREFIX)
     if given is None:

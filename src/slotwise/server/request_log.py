@@ -8,19 +8,14 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
 from slotwise.observe.lines import tell
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.server_settings import ServerSettings
 from slotwise.text.tokenizer import Tokenizer, TokenizerError
-
-if TYPE_CHECKING:
-    from slotwise.server.choice import Choice
-    from slotwise.server.job import Job
 
 GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses",
               "/v1/embeddings")  # routes that use the model
@@ -48,30 +43,13 @@ class RequestLog:
         fields = {
             "request_id": exchange.request_id, "client": client[0] if client else "",
             "method": exchange.scope["method"], "path": quote(exchange.scope["path"])[:MAX_PATH],
-            "status": exchange.status or None, "seconds": _since(exchange, time.monotonic_ns())}
+            "status": exchange.status or None, "seconds": seconds_since(exchange, time.monotonic_ns())}
         if generates:
             fields |= exchange.about_generation(exchange)
         tell(logger, sentence(fields), fields)
 
-    def about(self, job: Job, choices: Sequence[Choice], exchange: HttpExchange) -> dict[str, Any]:
-        """Returns the fields about what an exchange generates, as far as it has."""
-        ends = Counter(choice.generation.end_reason or "unfinished" for choice in choices)
-        first = min([at for choice in choices if (at := choice.generation.first_token_ns)], default=0)
-        fields: dict[str, Any] = {
-            "id": job.heading.response_id, "stream": bool(job.request.stream),
-            "prompt_tokens": sum(map(len, job.prompts)),
-            "cached_tokens": sum(choice.num_cached for choice in choices[:: job.params.n]),
-            "output_tokens": sum(choice.num_tokens + choice.generation.num_unread for choice in choices),
-            "finish_reasons": dict(ends), "read_s": _since(exchange, job.read_ns),
-            "first_token_s": _since(exchange, first) if first else None}
-        if job.adapter is not None:
-            fields["adapter"] = job.adapter.name
-        if self._max_text:
-            fields["prompts"] = self._texts(job.prompts)
-        return fields
-
-    def _texts(self, prompts: Sequence[list[int]]) -> list[str]:
-        """The beginnings of the prompts, special tokens included, at most `max_log_len` characters in all."""
+    def texts(self, prompts: Sequence[list[int]]) -> list[str]:
+        """The beginnings of the prompts with special tokens, at most `max_log_len` characters in all."""
         texts, left = [], self._max_text
         for prompt in prompts:
             if left <= 0:
@@ -86,7 +64,7 @@ class RequestLog:
         return texts
 
 
-def _since(exchange: HttpExchange, at_ns: int) -> float:
+def seconds_since(exchange: HttpExchange, at_ns: int) -> float:
     return round((at_ns - exchange.received_ns) * NS, 6)
 
 

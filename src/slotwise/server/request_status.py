@@ -1,7 +1,7 @@
 """Routes about requests in progress or remembered: where their time went, their queue position, and aborts.
 
 A queue position comes from the engine, whose answer is exact: the requests that start before it by the policy in force,
-at that moment.  `quotas.headers_of` tells what the API process counts itself.
+at that moment.  `quotas.headers_of` has what the API process counts itself.
 """
 
 from __future__ import annotations

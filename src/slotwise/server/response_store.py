@@ -31,7 +31,7 @@ class StoreFull(Exception):
 
 
 @dataclass(slots=True)
-class Stored:
+class StoredResponse:
     """A response, and the conversation up to its end."""
 
     response: bytes  # JSON
@@ -49,7 +49,7 @@ class ResponseStore:
     def __init__(self, max_bytes: int = MAX_BYTES, max_entries: int = MAX_ENTRIES) -> None:
         self._max_bytes, self._max_entries = max_bytes, max_entries
         self._largest = max_bytes // MAX_SHARE
-        self._entries: dict[Key, Stored] = {}  # the oldest first
+        self._entries: dict[Key, StoredResponse] = {}  # the oldest first
         self._bytes: Counter[str] = Counter()  # by tenant
         self._bytes_begun = TenantCapacity("bytes of responses are in progress", max_bytes, includes_reserve=True)
         self._begun = TenantCapacity("responses are in progress", max_entries, includes_reserve=True)
@@ -61,12 +61,12 @@ class ResponseStore:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def find(self, tenant: str, response_id: str, now: float) -> Stored | None:
+    def find(self, tenant: str, response_id: str, now: float) -> StoredResponse | None:
         """A response of this tenant; None: there is none, or its time is over."""
         self._expire(now)
         return self._entries.get((tenant, response_id))
 
-    def begin(self, tenant: str, response_id: str, begun: Stored, now: float) -> None:
+    def begin(self, tenant: str, response_id: str, begun: StoredResponse, now: float) -> None:
         """Keep a response in progress, in the place of one with the same id.  Raises StoreFull."""
         if begun.size > self._largest:
             raise StoreFull(f"a conversation of {begun.size} bytes is more than the {self._largest} that are stored; "
@@ -79,7 +79,7 @@ class ResponseStore:
         self._put((tenant, response_id), begun)
         self._count_begun(tenant, begun, 1)
 
-    def complete(self, tenant: str, response_id: str, ended: Stored, now: float) -> None:
+    def complete(self, tenant: str, response_id: str, ended: StoredResponse, now: float) -> None:
         """Keep a response that was in progress, for SECONDS from now; nothing if it was deleted, or is too large."""
         if not self.drop(tenant, response_id) or ended.size > self._largest:
             return
@@ -102,11 +102,11 @@ class ResponseStore:
             del self._bytes[tenant]
         return True
 
-    def _put(self, key: Key, entry: Stored) -> None:
+    def _put(self, key: Key, entry: StoredResponse) -> None:
         self._entries[key] = entry
         self._bytes[key[0]] += entry.size
 
-    def _count_begun(self, tenant: str, entry: Stored, number: int) -> None:
+    def _count_begun(self, tenant: str, entry: StoredResponse, number: int) -> None:
         self._bytes_begun.acquire(tenant, number * entry.size)
         self._begun.acquire(tenant, number)
 

@@ -29,7 +29,7 @@ from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.job import Job
 from slotwise.server.parsers.output_parser import CallArguments, CallName, Content, Part, Reasoning, new_call_id
 from slotwise.server.pipeline import Asked, respond
-from slotwise.server.response_store import Stored, StoreFull
+from slotwise.server.response_store import StoredResponse, StoreFull
 from slotwise.server.responses_protocol import ResponsesRequest, messages_of
 from slotwise.server.shapes import RESPONSE, Heading, to_json
 from slotwise.text.conversation import Message
@@ -164,8 +164,8 @@ async def delete_response(clients: ServerClients, exchange: HttpExchange) -> Non
     await exchange.respond_json({"id": response_id, "object": "response", "deleted": True})
 
 
-def _stored(clients: ServerClients, exchange: HttpExchange, response_id: str) -> Stored:
-    """Raises ApiError: there is no such response of this key, or its time is over."""
+def _stored(clients: ServerClients, exchange: HttpExchange, response_id: str) -> StoredResponse:
+    """Raises ApiError: this key has no such response, or it has expired."""
     found = clients.responses.find(exchange.tenant, response_id, time.monotonic())
     if found is None:
         raise ApiError(HTTPStatus.NOT_FOUND, f"there is no response {response_id!r:.200}", "response_id",
@@ -255,7 +255,8 @@ async def _render(api: Api, exchange: HttpExchange, job: Job, choices: list[Choi
         await _send(api, exchange, output)
         return
     try:
-        store.begin(tenant, name, Stored(to_json(output.response("in_progress")), conversation), time.monotonic())
+        begun = StoredResponse(to_json(output.response("in_progress")), conversation)
+        store.begin(tenant, name, begun, time.monotonic())
     except StoreFull as full:
         if full.is_too_large:
             raise bad_request(f"input: {full}", "input", "too_large_to_store") from full
@@ -264,7 +265,7 @@ async def _render(api: Api, exchange: HttpExchange, job: Job, choices: list[Choi
         await _send(api, exchange, output)
         if output.status in ("completed", "incomplete"):
             said = to_json(messages_of(output.items.items)) if output.items.items else b"[]"
-            ended = Stored(to_json(output.response(output.status)), _joined(conversation, said))
+            ended = StoredResponse(to_json(output.response(output.status)), _joined(conversation, said))
             store.complete(tenant, name, ended, time.monotonic())
     finally:
         if output.status not in ("completed", "incomplete"):
@@ -309,7 +310,7 @@ class _Output:
         self.status = "in_progress"
         self._job = job
         self._num_events = 0
-        self._reasoned, self._unclear = 0, 0  # tokens of reasoning; since then, of which no text is known yet
+        self._reasoned, self._unclear = 0, 0  # tokens of reasoning; tokens since then whose text is not known yet
         self._reasons = job.parsing is not None  # the output may begin with reasoning, and is not past it
 
     def read(self, chunk: Chunk) -> bytes:
@@ -383,7 +384,7 @@ def _event(kind: str, number: int, fields: Json) -> bytes:
 
 
 def _singly(chunk: Chunk) -> Iterator[Chunk]:
-    """A chunk's tokens one by one, so that each can be told apart; the last one with the end."""
+    """A chunk's tokens one by one, so that each one's part is known; the last one with the end."""
     for place in range(len(chunk.token_ids) - 1):
         yield Chunk(chunk.token_ids[place : place + 1], chunk.logprobs[place : place + 1])
     yield chunk._replace(token_ids=chunk.token_ids[-1:], logprobs=chunk.logprobs[-1:])

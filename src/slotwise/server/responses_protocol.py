@@ -144,7 +144,7 @@ def _refuse_within(name: str, section: msgspec.Struct) -> None:
 
 
 def _tool(where: str, tool: Json) -> Json:
-    """A tool as chats have it; what is wrong with its values is told there."""
+    """A tool as chats have it; its values are checked there."""
     if tool.get("type") != "function":
         return tool
     refuse_others(tool, where, "tools", FUNCTION, NEUTRAL_OF_TOOL)

@@ -28,7 +28,7 @@ to_json = msgspec.json.Encoder().encode
 
 
 def delta_fields(parts: Sequence[Part]) -> dict[str, Any]:
-    """The delta of an event, with what it adds alone: empty content beside tool calls would make a text of its own."""
+    """The delta of an event, with only what it adds: empty content next to tool calls would begin a text of its own."""
     content, reasoning, calls = "", "", dict[int, dict[str, Any]]()
     for part in parts:
         match part:
@@ -149,7 +149,7 @@ def whole_choice(index: int, output: dict[str, Any], logprobs: list[bytes], endi
 
 
 def ending(finish_reason: str | None, stop_reason: str | int | None) -> bytes:
-    """The fields of a choice that tell why its output ended."""
+    """The fields of a choice that say why its output ended."""
     return b'"finish_reason":%b,"stop_reason":%b' % (to_json(finish_reason), to_json(stop_reason))
 
 

@@ -53,14 +53,14 @@ class TierSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]  # in responses; not `auto` or `default`
     ttft_ms: Milliseconds | None = None  # objective, milliseconds to the first token; requests may set looser ones only
-    tpot_ms: Milliseconds | None = None  # objective, milliseconds between two tokens, likewise
+    tpot_ms: Milliseconds | None = None  # objective, milliseconds between two tokens; requests may set looser ones only
     priority: Priority = 0  # lower is earlier
     weight: Annotated[float, msgspec.Meta(ge=LEAST_WEIGHT, le=MOST_WEIGHT)] = 1.0  # its share of service under `fair`
     slots: Annotated[int, msgspec.Meta(ge=0, le=LARGEST)] = 0  # slots reserved for it, even while they are free
     max_num_queued_reqs: Count | None = None  # that may wait for a first slot; None: only the server's bound
     requests_per_minute: Count | None = None  # quota of each of its keys, whichever tier a request names
-    tokens_per_minute: Count | None = None  # quota of prompt and output tokens, likewise
-    max_num_queued_reqs_per_key: Count | None = None  # quota of waiting requests, likewise
+    tokens_per_minute: Count | None = None  # quota of prompt and output tokens of each of its keys
+    max_num_queued_reqs_per_key: Count | None = None  # quota of waiting requests of each of its keys
 
     @property
     def quota(self) -> Quota:
@@ -71,7 +71,7 @@ class TierSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return Tier(self.name, seconds(self.ttft_ms), seconds(self.tpot_ms), self.priority, self.weight, self.slots)
 
 
-class Listed(TierSettings, kw_only=True):
+class TierTable(TierSettings, kw_only=True):
     """A `[[tier]]` table of the file."""
 
     share: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None  # share of all slots, instead of `slots`
@@ -122,13 +122,13 @@ def _checked(content: Mapping[str, Any], max_num_seqs: int, environment: Mapping
         raise TiersError(f"it must have 1 to {MAX_TIERS} tables [[tier]]")
     if unknown := [name for name in content if name != "tier"]:
         raise TiersError(f"there is nothing but [[tier]] tables, no {unknown[0]!r}")
-    tiers = tuple([_served(_entry(Listed, entry, number), max_num_seqs, environment)
+    tiers = tuple([_served(_entry(TierTable, entry, number), max_num_seqs, environment)
                    for number, entry in enumerate(entries, 1)])
     _check_together(tiers, max_num_seqs)
     return tiers
 
 
-def _served(listed: Listed, max_num_seqs: int, environment: Mapping[str, str]) -> ServedTier:
+def _served(listed: TierTable, max_num_seqs: int, environment: Mapping[str, str]) -> ServedTier:
     if listed.share is not None:
         if listed.slots:
             raise TiersError(
@@ -145,7 +145,7 @@ def _slots(share: float, max_num_seqs: int) -> int:
     return min(max(1, int(share * max_num_seqs)), max_num_seqs - 1)
 
 
-def _keys(listed: Listed, environment: Mapping[str, str]) -> tuple[str, ...]:
+def _keys(listed: TierTable, environment: Mapping[str, str]) -> tuple[str, ...]:
     if listed.api_keys == []:
         raise TiersError(f"tier {listed.name}: api_keys: it is empty: name a key, or leave it out for a tier without")
     keys = _checked_keys(listed.name, "api_keys", listed.api_keys or ())
@@ -184,7 +184,7 @@ def _check_together(tiers: Sequence[ServedTier], max_num_seqs: int) -> None:
 
 
 def objection(tiers: Sequence[ServedTier], keys: Sequence[str]) -> str:
-    """What is wrong with the tiers beside the server's other `keys`; empty: nothing."""
+    """What is wrong with the tiers, given the server's other `keys`; empty: nothing."""
     listed = {key for served in tiers for key in served.api_keys}
     if all(served.api_keys for served in tiers) and not listed.issuperset(keys):
         return "an --api-key is in no tier, and there is no tier without keys for it"
@@ -205,7 +205,7 @@ def read_tiers(entries: object) -> tuple[TierSettings, ...]:
     return tuple([_entry(TierSettings, entry, number) for number, entry in enumerate(entries, 1)])
 
 
-Entry = TypeVar("Entry", TierSettings, Listed)
+Entry = TypeVar("Entry", TierSettings, TierTable)
 
 
 def _entry(kind: type[Entry], entry: object, number: int) -> Entry:

@@ -17,7 +17,7 @@ import msgspec
 from slotwise.compat.vllm import SAMPLING, ignored_key, is_neutral
 from slotwise.server.api_errors import bad_request
 
-NEUTRAL: dict[str, tuple[Any, ...]] = SAMPLING | {  # beside null
+NEUTRAL: dict[str, tuple[Any, ...]] = SAMPLING | {  # in addition to null
     "return_token_offsets": (False,), "return_mm_kwargs": (True,),
     "ec_transfer_params": ({},), "vllm_xargs": ({},), "detokenize": (True,),
     "prompt_embeds": ([],), "functions": ([],), "function_call": ("none", "auto"),
@@ -29,7 +29,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = SAMPLING | {  # beside null
                                                      for keep in ("all", {"type": "all"}))),
 }
 MAX_PATH = 100  # characters that are compared
-LIKE = 0.75  # ratio of characters that a misspelt path has in common with a route
+LIKE = 0.75  # ratio of characters that a misspelled path has in common with a route
 AS_ANOTHER = {"best_of": "n"}  # accepted with the value of another field, and with no other
 PATHS = {  # of OpenAI's and vLLM's routes that are not served, by their beginnings
     **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score", "/classify", "/v1/classify"),
@@ -79,7 +79,7 @@ def why_not_served(path: str) -> str:
 def meant(path: str, routes: Collection[str]) -> str:
     """The one of `routes` that a request to an unknown path was probably meant for, "" if there is none.
 
-    The path may be another server's, may lack a beginning such as /v1 or have one too many, or may be misspelt.
+    The path may be another server's, may lack a beginning such as /v1 or have one too many, or may be misspelled.
     """
     path = path.rstrip("/")
     if (found := ELSEWHERE.get(path, "")) in routes:

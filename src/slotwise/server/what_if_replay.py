@@ -51,7 +51,7 @@ class _LogPart(NamedTuple):
 
 
 class WhatIf:
-    """Replays one question after the other, in a process beside the streams."""
+    """Replays one what-if after the other, in a process apart from the streams."""
 
     def __init__(self, batched_observer: BatchedObserver, ring: Ring) -> None:
         self._batched_observer = batched_observer

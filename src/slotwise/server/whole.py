@@ -15,7 +15,7 @@ from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.job import Job, explained, usage_of, writer_of
 from slotwise.server.logprobs import LogprobsWriter, PromptFormat, with_prompts
 from slotwise.server.parsers.output_parser import Content, Part
-from slotwise.server.prompt_transfer import told
+from slotwise.server.prompt_transfer import transfer_fields
 from slotwise.server.shapes import add_field, ending, message_fields, to_json, whole_choice, whole_response
 
 
@@ -45,7 +45,7 @@ async def respond_whole(api: Api, exchange: HttpExchange, job: Job, choices: lis
     if job.request.prompt_logprobs is not None:
         last = await with_prompts(job.shape, job.prompts, choices, answers, PromptFormat(
             api.text.prompts.tokenizer, api.text.formatting))
-    extras |= _repeated(job, answers) | told(job.kv, api.engine.client.info.kv_transfer)
+    extras |= _repeated(job, answers) | transfer_fields(job.kv, api.engine.client.info.kv_transfer)
     first_ns = time.monotonic_ns()
     body = whole_response(job.heading, answers, usage_of(job, choices), extras, last)
     del answers, extras, last

@@ -95,7 +95,7 @@ def received(channel: BlockingChannel) -> Iterator[list[bytes]]:
 
 def main(module: str, limits: CallLimits, descriptor: int) -> None:
     channel = BlockingChannel(socket.socket(fileno=descriptor))
-    os.nice(limits.niceness)  # its imports, too, run beside streams
+    os.nice(limits.niceness)  # before its imports, which run while streams are served
     calls = importlib.import_module(module).CALLS
     confine(limits)
     channel.send(msgspec.msgpack.encode((READY, "")))

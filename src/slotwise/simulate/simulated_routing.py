@@ -66,7 +66,7 @@ class RoutedServers:
         if (name := str(number)) not in self.adapters:
             self.adapters += (name,)
             for told in self.observers:
-                self._fleet.adapters_are(told.name, self.adapters, at)
+                self._fleet.set_adapters(told.name, self.adapters, at)
         return name
 
     def tell(self, at: float) -> None:
@@ -104,7 +104,7 @@ class _ServerObserver(Observer):
         self.index.started(info)
         self._limits, self._admission = info.limits, AdmissionControl(info.limits)
         self.block_size = info.limits.block_size
-        self._routed.fleet.told(self.name, self._reported(0, 0), 0.0)
+        self._routed.fleet.update(self.name, self._reported(0, 0), 0.0)
 
     def commanded(self, command: Command, now_ns: int) -> None:
         self._admission.commanded(command, now_ns)
@@ -139,8 +139,8 @@ class _ServerObserver(Observer):
         changes = self.index.changes(self.name, self._version)
         self._version = changes.version
         fleet = self._routed.fleet
-        fleet.cached(self.name, changes.added, changes.removed, is_whole=changes.is_whole)
-        fleet.told(self.name, replace(report, adapters=self._routed.adapters), due)
+        fleet.update_cache(self.name, changes.added, changes.removed, is_whole=changes.is_whole)
+        fleet.update(self.name, replace(report, adapters=self._routed.adapters), due)
 
 
 def pieces_of(prompt: Sequence[int], size: int, salt: str) -> list[int]:

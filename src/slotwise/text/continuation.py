@@ -107,7 +107,7 @@ class StopStrings:
 
 
 class VisibleTokens(NamedTuple):
-    """What has text beside the ordinary tokens."""
+    """Which tokens have text, in addition to the ordinary ones."""
 
     stop: bool = False  # the stop string, or the end or stop token, that ends the output
     special: bool = False  # special tokens

@@ -22,7 +22,8 @@ OTHER_MEDIA = {  # kinds of parts, by what they hold
     "audio_url": "audio", "input_audio": "audio", "audio": "audio", "video_url": "video", "video": "video",
     "file": "files", "input_file": "files"}
 EMPTY: tuple[Any, ...] = (None, "", [])  # values of a message's field that say as much as its absence
-TEXT_FIELDS = ("name", "refusal", "reasoning_content", "reasoning", "tool_call_id")  # of a message, beside its content
+# Of a message, in addition to its content.
+TEXT_FIELDS = ("name", "refusal", "reasoning_content", "reasoning", "tool_call_id")
 
 Message = dict[str, Any]
 
@@ -112,7 +113,7 @@ def text_of(part: dict[str, Any]) -> str:
 
 
 def _check_part(where: str, part: object, *more: str) -> None:
-    """Args: more: types of texts beside `text`."""
+    """Args: more: types of texts in addition to `text`."""
     if isinstance(part, dict) and (kind := part.get("type")) in ("text", *more) and isinstance(part.get(kind), str):
         return
     kind = part.get("type") if isinstance(part, dict) else None

@@ -1,8 +1,8 @@
-"""Tokens that a checkpoint declares beside `tokenizer.json`, in the order in which transformers adds them.
+"""Tokens that a checkpoint declares outside `tokenizer.json`, in the order in which transformers adds them.
 
     added_tokens_decoder         by id, each with its own rules of matching
     bos_token, ..., image_token  then named ones that are not known by then: special
-    extra_special_tokens         then listed ones likewise (`additional_special_tokens` in older files)
+    extra_special_tokens         then listed ones: special (`additional_special_tokens` in older files)
 
 A token of the vocabulary keeps its id, any other gets the next free one: as in transformers, the ids of
 `added_tokens_decoder` are an order and nothing else.

@@ -62,7 +62,7 @@ TEMPLATES = f"{TEMPLATE}."  # each is one to choose by its name
 OFF = tuple(f"tokenizer.ggml.{name}" for name in (  # keys that ask for nothing where they are false
     "remove_extra_whitespaces", "normalizer.lowercase", "normalizer.strip_accents"))
 EMPTY = tuple(f"tokenizer.ggml.{name}" for name in ("precompiled_charsmap", "suppress_tokens"))  # the same of arrays
-UNKNOWN, USER_DEFINED, BYTE = 2, 4, 6  # types of tokens, beside `CONTROL`
+UNKNOWN, USER_DEFINED, BYTE = 2, 4, 6  # types of tokens; `CONTROL` is another
 MAX_TOKEN = 1024  # characters
 MAX_DIVIDED = 1 << 28  # characters copied in dividing tokens into two: a second
 SPACE = "▁"
@@ -139,7 +139,7 @@ def read_template(path: Path, name: str = "") -> str | None:
     """The chat template of a GGUF file, or the one called `name`; None where it has none.
 
     Raises:
-        CheckpointError: it is no text.
+        CheckpointError: it is not a text.
     """
     metadata = open_model(path).metadata
     key = f"{TEMPLATE}.{name}" if name else TEMPLATE

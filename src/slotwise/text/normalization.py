@@ -154,7 +154,7 @@ class Normalizer:
         self._null_content = lru_cache(2)(self._finds_null_content)
 
     def normalized(self, messages: Sequence[Mapping[str, Any]], variables: Variables, *, is_open: bool) -> Conversation:
-        """Messages and variables of which the template leaves nothing out.
+        """Messages and variables such that the template leaves nothing out.
 
         Args:
             is_open: the end of the prompt is the end of the last message.
@@ -510,7 +510,7 @@ def _turns_joined(messages: list[Message], variables: Variables) -> Conversation
 
 
 def _texts_later(messages: list[Message], variables: Variables) -> Conversation:
-    """Texts beside calls are part of the turn's last text: what follows the last call, else a message before it."""
+    """Texts of messages with calls join the turn's last text: what follows the last call, else a message before it."""
     found: list[Message] = []
     texts: list[str] = []
     last_call = 0
@@ -537,7 +537,7 @@ def _texts_later(messages: list[Message], variables: Variables) -> Conversation:
 
 
 def _texts_apart(messages: list[Message], variables: Variables) -> Conversation:
-    """A text beside calls is a message of its own, before them."""
+    """The text of a message with calls is a message of its own, before them."""
     found: list[Message] = []
     for message in messages:
         if message.get("tool_calls") and message["content"]:

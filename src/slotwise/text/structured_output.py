@@ -46,7 +46,7 @@ def of_response_format(value: Mapping[str, Any]) -> Grammar | None:
     """The grammar of `response_format`; None for text.
 
     Raises:
-        StructuredOutputError: it is none of the known formats.
+        StructuredOutputError: the format is not known.
     """
     field = "response_format"
     kind = value.get("type")

@@ -42,7 +42,7 @@ from slotwise.text.linear_rules import has_regex, is_linear, num_rules
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _STEPS = ("Replace", "ByteFallback", "Fuse")  # SentencePiece's decoder, with or without Strip at its end
-MAX_JSON_BYTES = 16 << 20  # of the files beside `tokenizer.json`
+MAX_JSON_BYTES = 16 << 20  # of the files next to `tokenizer.json`
 MAX_TOKENIZER_BYTES = 256 << 20  # of `tokenizer.json`; the largest in use have 35 MB
 SHORT = 4096  # characters, encoded in well under a millisecond
 SAMPLES = ("a", " the\n", "Zürich 12", "日本🙂")  # encoded and decoded at load
@@ -50,7 +50,7 @@ MAX_SAMPLE = 4096  # tokens, or characters, that a sample may become
 MAX_SAMPLE_SECONDS = 1.0  # of computing
 MAX_RULES = 64  # published ones have up to a dozen
 MAX_GROWTH = 256  # characters that a tokenizer's rules may write for one, or before a text
-INTERRUPTS = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)  # no failures of the library
+INTERRUPTS = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)  # not failures of the library
 SHOWN = 3  # tokens that a warning names
 
 logger = logging.getLogger(__name__)
@@ -328,7 +328,7 @@ class Tokenizer:
             raise TokenizerError(f"the tokenizer cannot decode the tokens ({error})") from error
 
     def token_text(self, token_id: int) -> str:
-        """One token by itself, special or not, as listed beside its log-probability."""
+        """One token by itself, special or not, as listed with its log-probability."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def _named_in(self, texts: tuple[str, ...]) -> dict[str, int]:
@@ -366,7 +366,7 @@ class _Files(NamedTuple):
 
 
 def _files_of(checkpoint: Path) -> _Files:
-    """Raises TokenizerError if there is no tokenizer, or a file beside it is broken."""
+    """Raises TokenizerError if there is no tokenizer, or a file next to it is broken."""
     if checkpoint.is_file():
         try:
             parts = read_tokenizer(checkpoint)
@@ -400,7 +400,7 @@ def _add(inner: tokenizers.Tokenizer, declared: Sequence[DeclaredToken]) -> str:
 def _check_rules(description: dict[str, Any]) -> None:
     """Raises TokenizerError if rules are too many, make a short text long, or take any time to decode.
 
-    Texts are decoded beside every stream, token by token, so that decoders are not run in a worker.
+    Every stream's text is decoded token by token in this process, so decoders are not run in a worker.
     """
     if (number := num_rules(description)) > MAX_RULES:
         raise TokenizerError(f"it has {number} rules, more than {MAX_RULES}")

@@ -1,11 +1,11 @@
-"""The consumer's side: asks for the blocks of prompts, and writes them to blocks of its own cache.
+"""The consumer's side: requests the blocks of prompts, and writes them to blocks of its own cache.
 
     engine's thread      begin ──────────────► pop_arrivals ... ──► the last one        decline
                            │                       ▲                                       │
     a thread of each     WANT ──► BLOCK, BLOCK ... ┘ written, in order ──► DONE          one for all: WANT none, DONE
     transfer
 
-A block that is damaged or missing is asked for again, a few times: the producer goes back to it, and what comes
+A block that is damaged or missing is requested again, a few times: the producer goes back to it, and what comes
 between is dropped.  Whatever fails ends the transfer with the blocks that have arrived.  A block is written under the
 lock that `cancel` takes, so nothing is written after it.
 """
@@ -24,7 +24,7 @@ from slotwise.core.step import Arrival
 from slotwise.transfer.sender import SIGNS, go_last
 from slotwise.transfer.wire import Blocks, Connector, Frame, Kind, TransferError, Want, Wire
 
-MAX_DECLINED = 1024  # prompts whose producers are still to be told
+MAX_DECLINED = 1024  # prompts whose producers are still to be notified
 RETRIES = 3  # times that a transfer asks again
 REST = 3.0  # times the time worked, after each block: steps need the interpreter and the processors meanwhile
 
@@ -48,7 +48,7 @@ class _Transfer:
         self.num_arrived = source.first  # blocks of the prompt that are there
         self.is_cancelled = False
         self.wire: Wire | None = None
-        self.told = time.monotonic()  # when the engine was told last
+        self.told = time.monotonic()  # when the engine was last notified
 
 
 class Receiver:

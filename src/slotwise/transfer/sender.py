@@ -231,7 +231,7 @@ class Sender:
 
 
 def go_last() -> None:
-    """Let the calling thread wait for the others of the system, where it can be told so."""
+    """Lower the priority of the calling thread, where the system can."""
     if sys.platform == "linux":  # elsewhere the whole process would wait
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

@@ -27,7 +27,7 @@ MAGIC = b"SWKV"
 HEADER = Struct("!4sBIIII")
 CHECKSUM = Struct("!I")
 HEADER_BYTES = HEADER.size + CHECKSUM.size
-MAX_TEXT = 64 << 10  # bytes of a payload that is no block
+MAX_TEXT = 64 << 10  # bytes of any payload other than a block
 
 
 class Kind(IntEnum):
@@ -78,7 +78,7 @@ class Wire(Protocol):
         ...
 
     def send(self, frame: Frame) -> None:
-        """Send a frame that is no block."""
+        """Send a frame other than a block."""
         ...
 
     def buffer(self) -> memoryview:
@@ -144,7 +144,7 @@ class Want:
 
     @classmethod
     def decoded(cls, data: bytes) -> Want:
-        """Raises TransferError: this is none."""
+        """Raises TransferError: `data` does not describe one."""
         try:
             want = cls(**json.loads(data))
         except (ValueError, TypeError, RecursionError) as error:

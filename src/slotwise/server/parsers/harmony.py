@@ -1,4 +1,4 @@
-"""`openai`: gpt-oss's harmony, told by the tokenizer's special tokens: reasoning, tool calls and answers in channels.
+"""`openai`: gpt-oss's harmony, marked by special tokens: reasoning, tool calls and answers in channels.
 
     <|channel|>analysis<|message|>The user wants ...<|end|>
     <|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>
@@ -50,7 +50,7 @@ class Harmony(FormatParser):
             if (yield from self.reader.peek()) == "{":
                 yield from nested(self.reader, self._argue)
             say: Emit = self._argue
-        elif channel.startswith("analysis") or recipient:  # what goes to built-in tools is no answer
+        elif channel.startswith("analysis") or recipient:  # what goes to built-in tools is not an answer
             say = self._think
         else:
             say = self._say

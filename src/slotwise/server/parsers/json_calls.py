@@ -46,7 +46,7 @@ def string(reader: TextReader, emit: Emit) -> Waiting[bool]:
 
 
 def _escape(reader: TextReader) -> Waiting[int]:
-    """The length of the escape sequence that comes next, or of two that are one character; 0 if it is none."""
+    """The length of the escape sequence that comes next, or of two that are one character; 0 if it is not one."""
     escape = yield from reader.ahead(2)
     if escape[1:] == "u":
         escape = yield from reader.ahead(6)
@@ -102,11 +102,11 @@ def nested(reader: TextReader, emit: Emit) -> Waiting[bool]:
 
 
 class CallObject:
-    """Reads a call that is an object, as `{"name": "f", "arguments": {"x": 1}}`; tells the name before the arguments.
+    """Reads a call that is an object, as `{"name": "f", "arguments": {"x": 1}}`; emits the name before the arguments.
 
     Args:
         names: those that a call may have; None: any.
-        call: is told the name, once it is known that this is a call.
+        call: receives the name, once it is known that this is a call.
         argue: is given the arguments as they come.
     """
 
@@ -116,7 +116,7 @@ class CallObject:
         self._reader, self._names, self._call, self._argue = reader, names, call, argue
         self._name = ""
         self._held: list[str] | None = None  # arguments that came before the name
-        self.is_call = False  # its name was told
+        self.is_call = False  # its name was emitted
 
     def read(self) -> Waiting[bool]:
         """Reads the object.  Returns whether it is complete; see `is_call`."""

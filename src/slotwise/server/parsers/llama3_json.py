@@ -2,7 +2,7 @@
 
     {"name": "weather", "parameters": {"city": "Paris"}}; {"name": "time", "parameters": {}}
 
-Nothing but the name of a tool tells a call from another object, so only the request's tools are called.
+Only the name of a tool distinguishes a call from another object, so only the request's tools are called.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Mistral(FormatParser):
             yield from (self._list(before) if is_list else self._named(before))
 
     def _list(self, before: str) -> Waiting[None]:
-        """Calls after the bracket of a list.  What is none becomes text, after what stands `before` it."""
+        """Calls after the bracket of a list.  Anything else becomes text, after what stands `before` it."""
         while True:
             self.reader.keep()
             call = CallObject(self.reader, None, self._call, self._argue)

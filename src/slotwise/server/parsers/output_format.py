@@ -29,7 +29,7 @@ from slotwise.server.parsers.output_parser import (
     Markers,
     OutputParser,
     Part,
-    Spelled,
+    SpellingParser,
     Tools,
     without_reasoning,
 )
@@ -110,13 +110,13 @@ class OutputFormat:
         """
         markers = self.markers(tools)
         if self._is_harmony(tools):
-            return Spelled(Harmony(markers, tools or {}), markers)
+            return SpellingParser(Harmony(markers, tools or {}), markers)
         parsers: list[OutputParser] = []
         if self.reasoning:
             parsers.append(THINKING_PARSERS[self.reasoning](markers, begun))
         if tools is not None and (self.tools or is_written):
             parsers.append((self._written if is_written else TOOL_PARSERS[self.tools])(markers, tools))
-        return Spelled(Chain(*parsers), markers)
+        return SpellingParser(Chain(*parsers), markers)
 
     def grammar_of_calls(self, schemas: Schemas, begun: bool | None) -> str:
         """The grammar of outputs that call at least one tool."""

@@ -392,7 +392,7 @@ class Chain:
         return parts
 
 
-class Spelled:
+class SpellingParser:
     """Spells out the special tokens that stand in another parser's parts."""
 
     def __init__(self, parser: OutputParser, markers: Markers) -> None:

@@ -115,7 +115,7 @@ class Pythonic(FormatParser):
         return False
 
     def _meant(self, text: str) -> str:
-        """The JSON of a literal; of what is none, its text as a string."""
+        """The JSON of a literal; of anything else, its text as a string."""
         text = self.markers.spelled(text).strip()
         if len(text) > MAX_VALUE:
             return json.dumps(text, ensure_ascii=False)

@@ -8,7 +8,7 @@
     </function>
     </tool_call>
 
-A parameter is text; the tool's schema tells which JSON it means.  Text streams as it comes, any other value whole.
+A parameter is text; the tool's schema says which JSON type it is.  Text streams as it comes, any other value whole.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ async def _message(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
 
 
 async def _as_chat(api: Api, exchange: HttpExchange, request: CountTokensRequest) -> ChatRequest:
-    """The request as a chat.  Raises ApiError for thinking that the model cannot be told to do, or not to do."""
+    """The request as a chat.  Raises ApiError for a field `thinking` that the model cannot follow."""
     chat, thinking = request.as_chat(), request.thinking
     if thinking is None:
         return chat

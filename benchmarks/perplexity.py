@@ -43,7 +43,7 @@ from slotwise.model.decoder import Decoder
 from slotwise.model.family_table import tensor_shapes
 from slotwise.model.gguf.blocks import BLOCK_TYPES
 from slotwise.model.loading import describe, load_model
-from slotwise.model.weights import Weights
+from slotwise.model.weights import CheckpointWeights
 from slotwise.text.tokenizer import Tokenizer
 
 sys.path.append(str(Path(__file__).parents[1] / "training"))
@@ -140,7 +140,7 @@ def of_blocks(name: str) -> Decoder:
     """The model with all matrices in a type of GGUF, and float32 for the rest."""
     kernels = choose("cpu")
     config = describe(builtin.path(), "float32", kernels)
-    read = Weights(builtin.path()).reader(tensor_shapes(config), config.dtype)
+    read = CheckpointWeights(builtin.path()).reader(tensor_shapes(config), config.dtype)
 
     def read_rounded(*names: str) -> Weight:
         tensors = [read(name) for name in names]
@@ -152,7 +152,7 @@ def of_blocks(name: str) -> Decoder:
 def widened(path: Path, dtype: str, quantization: str, cached: str) -> Decoder:
     """A checkpoint with all weights as plain numbers of `dtype`, which the kernels quantize as they pack them."""
     kernels = choose("cpu", quantization, cached)
-    config, weights = describe(path, dtype, kernels), Weights(path)
+    config, weights = describe(path, dtype, kernels), CheckpointWeights(path)
     shapes = tensor_shapes(config)
     weights.assemble(config.quantization, shapes)
     weights.widen(weights.formats(shapes))

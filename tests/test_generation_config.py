@@ -70,7 +70,7 @@ def test_the_operator_may_choose_and_change_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("fields", "arguments", "told"), [
     ({"temperature": float("nan")}, (), "generation_config.json: temperature must be a number from 0 to 100, not nan"),
     ({"top_k": "x"}, (), "generation_config.json: top_k must be a whole number"),
-    ({}, ("--generation-config", "/nowhere"), "there is no file /nowhere"),
+    ({}, ("--generation-config", "/nowhere"), "/nowhere does not exist"),
     ({}, ("--override-generation-config", '{"num_beams": 3}'), "num_beams is not supported")])
 def test_what_is_wrong_ends_the_start_with_one_line(
         fields: dict[str, Any], arguments: tuple[str, ...], told: str, tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def test_an_index(folder: Path) -> None:
     for value in (*VALUES, "..", ".", "/etc/passwd", "a/../b", "x\0.safetensors", "\u202e.safetensors"):
         for name in (("weight_map",), ("weight_map", "lm_head.weight"), ("weight_map", "\ud800")):
             mutated(index, name, value)
-    assert "must map each tensor to a file beside it" in mutated(index, ("weight_map", "x"), "\ud800.safetensors")
+    assert "must map each tensor to a file in its folder" in mutated(index, ("weight_map", "x"), "\ud800.safetensors")
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json",

@@ -16,7 +16,7 @@ from slotwise.model.checkpoint import ADAPTER, FORMATS, TOKENIZER
 from slotwise.model.family_table import FAMILIES
 from slotwise.model.gguf.architectures import ARCHITECTURES
 from slotwise.model.gguf.blocks import BLOCK_TYPES
-from slotwise.model.quantization.methods import METHODS
+from slotwise.model.quantization.quantization_methods import METHODS
 from slotwise.model.weights import DENSE
 from slotwise.text.gguf_tokenizer import SPLITS
 

@@ -20,7 +20,7 @@ from slotwise.kernels.reference import ReferenceKernels
 from slotwise.model.decoder import Decoder
 from slotwise.model.family_table import tensor_shapes
 from slotwise.model.loading import load_model, read_config
-from slotwise.model.weights import Weights
+from slotwise.model.weights import CheckpointWeights
 
 
 def load(folder: Path, dtype: str = "auto") -> Decoder:
@@ -126,7 +126,7 @@ class TestDtypes:
         """The choice that the warning names: a float32 has all bits of a float16, a bfloat16 has not."""
         folder = make("qwen2", tmp_path / "model", dtype="float16")
         stored = load_file(folder / "model.safetensors")
-        read = {kind: Weights(folder).reader(tensor_shapes(read_config(folder)), kind)
+        read = {kind: CheckpointWeights(folder).reader(tensor_shapes(read_config(folder)), kind)
                 for kind in (torch.float32, torch.bfloat16)}
         name = "model.layers.0.mlp.up_proj.weight"
         assert torch.equal(read[torch.float32](name).half(), stored[name])
@@ -269,12 +269,12 @@ class TestRefusals:
 
     def test_quantised_in_name_only(self, folder: Path) -> None:
         told = refusal(edit_config(folder, quantization_config={"quant_method": "awq"}))
-        assert "lacks 63 tensors of quantised weights: model.layers.0.self_attn.q_proj.qweight" in told
+        assert "lacks 63 tensors of quantized weights: model.layers.0.self_attn.q_proj.qweight" in told
 
     def test_quantised_by_mlx(self, folder: Path) -> None:
         settings = {"group_size": 64, "bits": 4}
         told = refusal(edit_config(folder, quantization=settings, quantization_config=settings))
-        assert "quantization is set: checkpoints quantised by MLX are not supported: serve the one" in told
+        assert "quantization is set: checkpoints quantized by MLX are not supported: serve the one" in told
 
     def test_integer_weights(self, folder: Path) -> None:
         add_weights(folder, {"lm_head.weight": torch.zeros(1024, 96, dtype=torch.int8)})

@@ -55,7 +55,6 @@ from slotwise.model.model_config import ModelConfig
 from slotwise.observe.step_time import load_or_learn
 from slotwise.runner import memory_budget
 from slotwise.runner.draft_model_runner import DraftModelRunner, DraftPositions
-from slotwise.runner.expert_counts import ExpertCounts
 from slotwise.runner.input_batch import SlotTable
 from slotwise.runner.kv_blocks import HostBlocks, HostCacheBlocks
 from slotwise.runner.model_runner import FirstStageRunner, ModelRunner, StageRunner
@@ -65,6 +64,7 @@ from slotwise.runner.sampling.gpu import DeviceSampler
 from slotwise.runner.sampling.grammar_masks import Grammars, Masks
 from slotwise.runner.sampling.sampler import Sampling, SilentSampler
 from slotwise.runner.slots import LoraSlots, SlotListener
+from slotwise.runner.staging import DeviceExpertCounts
 from slotwise.speculation.proposer import proposer_of
 from slotwise.speculation.speculation_settings import NONE, Speculation
 from slotwise.text.tokenizer import MAX_TOKENIZER_BYTES, Tokenizer, TokenizerError
@@ -546,7 +546,7 @@ class Loaded:
         scheduler = Scheduler(limits, scheduling.discipline(), scheduling.policy(times), times,
                               proposer_of(info.speculation, times))
         engine = Engine(scheduler, runner, time.monotonic_ns, info.eos_token_ids, depth=depth, scheduling=scheduling,
-                        grammars=grammars, experts=ExpertCounts(ends) if (ends := decoder.expert_ends) else None,
+                        grammars=grammars, experts=DeviceExpertCounts(ends) if (ends := decoder.expert_ends) else None,
                         memory=lent, adapters=self.adapters,
                         kv_link=linked(config.kv_transfer_config, runner, pieces, limits, self._identity))
         info.learned = times.learned() if times.is_trained else None

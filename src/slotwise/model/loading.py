@@ -25,7 +25,7 @@ from slotwise.model.layers.source import NO_CUTS, Listing
 from slotwise.model.lora_weights import AdaptableProduct, LoraWeights
 from slotwise.model.model_config import ModelConfig
 from slotwise.model.stored_tensors import Cuts
-from slotwise.model.weights import Progress, Weights
+from slotwise.model.weights import CheckpointWeights, Progress
 
 
 def read_config(checkpoint: Path, generation: Path | None = None) -> ModelConfig:
@@ -85,7 +85,7 @@ class UnreadModel:
         adapters: tuple[int, int] | None = None,
     ) -> None:
         self._kernels, self._group, self._adapters = kernels, group, adapters
-        self._weights = weights = Weights(folder)
+        self._weights = weights = CheckpointWeights(folder)
         config = _with_stored_head(described, weights, folder)
         self.config = config = replace(config, has_head=config.tie_word_embeddings or not weights.lack_head)
         self._wanted, self._shapes = tensor_shapes(config, group), tensor_shapes(config)
@@ -137,7 +137,7 @@ def _elsewhere(config: ModelConfig, group: Group) -> list[AdaptableProduct]:
 
 
 def _widen(
-    weights: Weights, formats: Mapping[str, Format], kernels: Kernels, dtype: torch.dtype, folder: Path,
+    weights: CheckpointWeights, formats: Mapping[str, Format], kernels: Kernels, dtype: torch.dtype, folder: Path,
 ) -> None:
     """Reads 8-bit floats as plain numbers, with a warning, where the kernels have no products with them.
 
@@ -153,7 +153,7 @@ def _widen(
         weights.widen([name for name, kind in formats.items() if kind in refused])
 
 
-def _with_stored_head(config: ModelConfig, weights: Weights, folder: Path) -> ModelConfig:
+def _with_stored_head(config: ModelConfig, weights: CheckpointWeights, folder: Path) -> ModelConfig:
     """A config that ties a head which the file stores, and differently, unties it: as transformers, with a warning."""
     tied = config.tie_word_embeddings and weights.holds(HEAD) and weights.holds(TABLE)
     if not tied or weights.are_equal(HEAD, TABLE, config.dtype):
@@ -186,7 +186,7 @@ def _resolve(asked: str, stored: torch.dtype, kernels: Kernels) -> torch.dtype:
     return wanted if wanted in kernels.kinds else torch.bfloat16 if wanted.itemsize == 2 else torch.float32
 
 
-def _tell_of_float16(asked: str, config: ModelConfig, weights: Weights, kernels: Kernels) -> None:
+def _tell_of_float16(asked: str, config: ModelConfig, weights: CheckpointWeights, kernels: Kernels) -> None:
     """Warn, for kernels without float16, where it is asked for, or stored and to be rounded."""
     if asked == "float16" or (asked == "auto" and config.dtype == torch.bfloat16 and weights.are_stored_as("F16")):
         logger.warning("device %s computes in bfloat16 and not in float16: weights stored in float16 are rounded, from "

@@ -20,7 +20,7 @@ from slotwise.kernels.interface import Activation, AttentionShape, ClampedSwiGLU
 from slotwise.model.fields import Fields
 from slotwise.model.layers.rope import LinearRope, Llama3Rope, LongRope, Rope, YarnRope
 from slotwise.model.names import with_head
-from slotwise.model.quantization.methods import read_quantization
+from slotwise.model.quantization.quantization_methods import read_quantization
 from slotwise.model.quantization.scheme import Quantization
 
 ORIGINAL = "original_max_position_embeddings"
@@ -167,6 +167,9 @@ _READERS: dict[str, Callable[[Fields, _RopeContext, float], Rope]] = {
 MAX_LAYERS = 1024
 MAX_EXPERTS = 4096  # of a layer
 FULL, SLIDING = "full_attention", "sliding_attention"  # of `layer_types`
+TEXT_SHARED = ("architectures", "dtype", "torch_dtype", "quantization", "quantization_config", "tie_word_embeddings",
+               "eos_token_id")
+"""Fields of a config for images and text that its text part need not have."""
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -445,3 +448,10 @@ def _stored_dtype(fields: Fields) -> torch.dtype:
     if name not in _DTYPES:
         raise fields.error("dtype", f"must be one of {', '.join(_DTYPES)}, not {name!r:.40}")
     return _DTYPES[name]
+
+
+def text_part(fields: Fields, defaults: Mapping[str, object]) -> Fields:
+    """The fields of the text part of a model for images and text, `defaults` in place of those that it leaves out."""
+    shared = {name: fields.values[name] for name in TEXT_SHARED if fields.values.get(name) not in (None, {})}
+    text = {name: value for name, value in fields.section("text_config").values.items() if value is not None}
+    return Fields({**defaults, "dtype": None, **text, **shared}, f"{fields.where}, text_config")

@@ -14,7 +14,7 @@ from slotwise.kernels.matrix import Format, QuantisedMatrix, Rows, StackedMatrix
 from slotwise.model.gguf.gguf_tensors import open_gguf_tensors
 from slotwise.model.layers.source import NO_CUTS
 from slotwise.model.names import HEAD
-from slotwise.model.quantization.methods import with_quantized
+from slotwise.model.quantization.quantization_methods import with_quantized
 from slotwise.model.quantization.scheme import Quantization
 from slotwise.model.stored_tensors import WHOLE, Cut, Cuts, Read, Shapes, StoredTensor, TensorSource, open_safetensors
 
@@ -27,7 +27,7 @@ COMPARED_NUMBERS = 1 << 22  # of two matrices, at a time
 _NAMED = 3  # tensors named in an error before "and n more"
 
 
-class Weights:
+class CheckpointWeights:
     """An open checkpoint: a folder with safetensors files, or a GGUF file.
 
     Raises:

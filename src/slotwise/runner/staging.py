@@ -4,15 +4,18 @@
                   │ copied while the host goes on
     device   |■■ positions ■■|■■ places ■■| ... |■ contexts ■|■ tables ■|      columns are views of it
 
-With a step in flight the host prepares the next one while copies for the last may still wait behind the device's work,
-so host memory must not be written again before they have ended.  Torch's allocator of page-locked memory ensures this:
-it notes every non-blocking copy, and reuses memory only once all of them are done.  Where the device is the CPU nothing
+With a step in flight, the host prepares the next one while copies for the last may still wait for the device's work, so
+host memory must not be written again before they have ended.  Torch's allocator of page-locked memory ensures this: it
+notes every non-blocking copy, and reuses memory only once all of them are done.  Where the device is the CPU, nothing
 is copied: tensors are views of the columns themselves.
+
+`DeviceExpertCounts` reads the tokens of each expert, which kernels count while they route, without waiting for the
+device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -96,3 +99,44 @@ def to_host(tensor: Tensor) -> Tensor:
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
+
+
+class DeviceExpertCounts:
+    """Reads the counts of a decoder's layers.
+
+    Args:
+        ends: by layer, `[experts]` int64 (see `kernels.interface.Kernels.experts`); at least one.
+    """
+
+    def __init__(self, ends: Mapping[int, Tensor]) -> None:
+        self.layers = tuple(ends)
+        self._ends = list(ends.values())
+        self._device = self._ends[0].device
+        self._pending = self._copy()
+        self._before = self._read()
+
+    def pop(self, *, is_idle: bool) -> tuple[tuple[int, ...], ...]:
+        """Tokens of each expert of each layer since the last call; () if there are none.
+
+        Args:
+            is_idle: no step is in flight.  Else the counts of a GPU are those of the time of the last call.
+        """
+        is_behind = self._device.type != "cpu"
+        if is_idle or not is_behind:
+            self._pending = self._copy()
+        counts = self._read()
+        if is_behind:
+            self._pending = self._copy()
+        new, self._before = counts - self._before, counts
+        return tuple(map(tuple, new.tolist())) if new.any() else ()
+
+    def _copy(self) -> tuple[Tensor, Event]:
+        copy, done = to_host(torch.stack(self._ends)), event_of(self._device)
+        done.record()
+        return copy, done
+
+    def _read(self) -> np.ndarray:
+        """The pending copy as tokens by layer and expert."""
+        copy, done = self._pending
+        done.synchronize()
+        return np.diff(copy.numpy(), axis=1, prepend=0)

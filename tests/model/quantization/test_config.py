@@ -9,7 +9,7 @@ from support import quantized_checkpoints as quantized
 
 from slotwise.errors import CheckpointError
 from slotwise.model.fields import Fields
-from slotwise.model.quantization.methods import METHODS, read_quantization
+from slotwise.model.quantization.quantization_methods import METHODS, read_quantization
 from slotwise.model.quantization.scheme import Quantization, Scheme
 
 UP, DOWN, HEAD = "model.layers.0.mlp.up_proj", "model.layers.1.mlp.down_proj", "lm_head"

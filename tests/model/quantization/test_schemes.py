@@ -13,8 +13,8 @@ from slotwise.errors import CheckpointError
 from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.kernels.matrix import QuantisedMatrix
 from slotwise.model.fields import Fields
-from slotwise.model.quantization.methods import read_quantization
 from slotwise.model.quantization.mxfp4 import MXFP4Scheme
+from slotwise.model.quantization.quantization_methods import read_quantization
 from slotwise.model.quantization.scheme import Scheme, StoredLayer
 
 SHAPES = [(256, 128), (128, 256), (384, 128)]
@@ -180,7 +180,8 @@ class TestRefusals:
         self.refused("NF4", "weight.quant_map holds other levels", **{"weight.quant_map": torch.linspace(-1, 1, 16)})
 
     @pytest.mark.parametrize(("state", "told"), [
-        (b"", "no JSON object"), (b"[]", "no JSON object"), (b"\xff", "no JSON object"), (b"[" * 4000, "no JSON"),
+        (b"", "not a JSON object"), (b"[]", "not a JSON object"), (b"\xff", "not a JSON object"),
+        (b"[" * 4000, "not a JSON"),
         (b" " * 5000, "too long"), (b'{"quant_type": "fp4"}', "quant_type must be nf4"),
         (b'{"quant_type": "nf4", "blocksize": 128}', "blocksize must be 64, not 128"),
         (b'{"quant_type": "nf4", "blocksize": 64, "shape": [128, 256]}', r"shape must be \[256, 128\]"),

@@ -7,10 +7,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from slotwise.kernels.interface import Routing
-from slotwise.model.families.gemma3 import text_part
 from slotwise.model.families.qwen3_next import HEAD_DIM, read_hybrid
 from slotwise.model.fields import Fields
-from slotwise.model.model_config import ConfigDefaults, ModelConfig, read_mixture
+from slotwise.model.model_config import ConfigDefaults, ModelConfig, read_mixture, text_part
 
 
 def configure(fields: Fields) -> ModelConfig:

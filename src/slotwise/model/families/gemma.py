@@ -2,6 +2,9 @@
 second layer.
 
     h += norm(attention(norm(h))),  h += norm(down(gelu(gate(norm(h))) * up(norm(h))))
+
+Gemma 3 (Gemma Team, 2025), text: norms of queries and keys instead of capped scores.  Five of six layers have a window,
+and a rotary embedding of their own.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ from slotwise.model.model_config import (
     ModelConfig,
     read_common,
     read_layer_types,
+    read_ropes,
     read_window,
+    text_part,
 )
 from slotwise.model.network import DecoderLayer, Network, read_network
 
@@ -82,3 +87,37 @@ def compose(config: ModelConfig, source: WeightSource) -> Network:
 
 def _norms(config: ModelConfig) -> NormOptions:
     return NormOptions(config.rms_norm_eps, offset=1.0)
+
+
+GEMMA3_THETA, LOCAL_THETA = 1_000_000.0, 10_000.0
+TEXT_DEFAULTS = {  # of a config for images and text, which leaves out what is as in the smallest such model
+    "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+    "num_attention_heads": 8, "max_position_embeddings": 131_072}
+
+
+def configure_gemma3(fields: Fields) -> ModelConfig:
+    num_layers = fields.integer("num_hidden_layers", maximum=1024)
+    pattern = fields.integer("sliding_window_pattern", default=6)
+    kinds = fields.texts("layer_types") if fields.has("layer_types") else tuple(
+        SLIDING if (layer + 1) % pattern else FULL for layer in range(num_layers))
+    windows = read_layer_types(fields, read_window(fields), kinds)
+    ropes = read_ropes(fields, {FULL: fields.number("rope_theta", default=GEMMA3_THETA),
+                                SLIDING: fields.number("rope_local_base_freq", default=LOCAL_THETA)})
+    if fields.flag("use_bidirectional_attention"):
+        raise fields.error("use_bidirectional_attention", "is true, which is not supported")
+    fields.refuse(("attn_logit_softcapping",), "is set, which this family does not compute")
+    bias = fields.flag("attention_bias")
+    return replace(
+        read_common(fields, DEFAULTS, ACTIVATIONS, [ropes[kind] for kind in kinds]),
+        attention_scale=fields.number("query_pre_attn_scalar", default=256.0) ** -0.5,
+        logit_soft_cap=fields.number("final_logit_softcapping") if fields.has("final_logit_softcapping") else 0.0,
+        windows=windows,
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm=True,
+    )
+
+
+def configure_gemma3_text(fields: Fields) -> ModelConfig:
+    """The text part of a model for images and text: prompts are text."""
+    return configure_gemma3(text_part(fields, TEXT_DEFAULTS))

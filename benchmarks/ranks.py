@@ -20,7 +20,7 @@ import torch
 from benchmarks.commands import bar, parser_of
 
 from slotwise.compose.engine_builder import build_engine
-from slotwise.compose.rank_messages import Known, Run, decode_order, encode
+from slotwise.compose.rank_messages import Known, RunShare, decode_order, encode
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import RequestSpec
 from slotwise.core.step import RowKind, StepPlan
@@ -113,7 +113,7 @@ def plan_ms() -> dict[str, float]:
     times = []
     for number in range(REPEATS):
         started = time.perf_counter()
-        ours.send(encode(Run(plan, known)))
+        ours.send(encode(RunShare(plan, known)))
         while len(arrived) <= number:
             time.sleep(1e-4)
         times.append(1e3 * (arrived[number] - started))

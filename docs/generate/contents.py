@@ -10,6 +10,7 @@ from docs.generate import (
     coming_from,
     command_line,
     experts,
+    fields,
     http,
     metrics,
     modules,
@@ -24,9 +25,14 @@ from docs.generate import (
     supported,
 )
 
+from slotwise.speculation.speculation_settings import Speculation
+from slotwise.transfer.kv_transfer_config import KVTransferConfig
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "commands": command_line.commands,
     "vllm flags": command_line.vllm_flags,
+    "speculation keys": lambda: fields.settings_table(Speculation),
+    "kv transfer keys": lambda: fields.settings_table(KVTransferConfig),
     "routes": http.routes,
     "bodies": http.bodies,
     "tier file": http.tier_file,

@@ -11,9 +11,9 @@ import tokenize
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from docs.generate.markdown import code, escaped, sentence, table
+from docs.generate.markdown import code, escaped, listed, sentence, table
 
-from slotwise.core.settings import Setting
+from slotwise.core.settings import Setting, settings_of
 
 NAMED = re.compile(r"\{(\w+)\}")
 OURS = "slotwise."
@@ -38,6 +38,20 @@ def note_of(declared: Setting) -> str:
     """Returns what a setting means, with its default where that needs words; names of settings are written as code."""
     text = declared.help + f" (default: {declared.otherwise})" * bool(declared.otherwise)
     return NAMED.sub(lambda found: code(found[1]), text)
+
+
+def settings_table(kind: type) -> str:
+    """Returns a table of the settings that a class declares, as keys of a JSON object."""
+    rows = []
+    for name, one in settings_of(kind).items():
+        values = f" One of {listed(one.choices)}." if one.choices else ""
+        if one.range is not None:
+            values = " " + sentence(f"{one.range}, in {one.unit}" if one.unit in ("seconds", "ms") else str(one.range))
+        default = "" if one.default in (..., None, "", ()) else one.default
+        default = f"{default:g}" if isinstance(default, float) else default
+        rows.append((code(name), sentence(NAMED.sub(lambda found: code(found[1]), one.help)) + values,
+                     sentence(NAMED.sub(lambda found: code(found[1]), one.otherwise) or str(default))))
+    return table(("key", "meaning", "default"), rows)
 
 
 def notes_of(kind: type) -> dict[str, str]:

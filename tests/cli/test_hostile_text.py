@@ -11,7 +11,7 @@ from support.played import Play
 
 from slotwise.bench.result_tables import throughput_table
 from slotwise.cli import main
-from slotwise.cli.top import Frame
+from slotwise.cli.top import ServerFrame
 from slotwise.observe.event_log import Engine, Entry, RequestEntry, Run, Step, encode_lines
 from slotwise.observe.live_state import LiveState
 
@@ -54,7 +54,7 @@ def test_every_frame_of_top_shows_hostile_text(entries: list[Entry]) -> None:
         state.apply(entry)
         for trouble in ("", HOSTILE):
             with console.capture() as captured:
-                console.print(Frame(state, state.now_ns, 50, trouble))
+                console.print(ServerFrame(state, state.now_ns, 50, trouble))
             assert is_plain(captured.get())
 
 

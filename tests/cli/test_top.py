@@ -26,7 +26,7 @@ from support.live import serving
 from support.played import Play
 
 from slotwise.cli import main
-from slotwise.cli.top import WIDTHS, Frame
+from slotwise.cli.top import WIDTHS, ServerFrame
 from slotwise.observe.event_log import Entry, RequestEntry
 from slotwise.observe.live_state import LiveState
 
@@ -51,7 +51,7 @@ def _named_at_length(entry: Entry) -> Entry:
 def shown(state: LiveState, width: int, rows: int = 50) -> list[str]:
     console = Console(width=width)
     with console.capture() as captured:
-        console.print(Frame(state, state.now_ns, rows, hint="q quits"))
+        console.print(ServerFrame(state, state.now_ns, rows, hint="q quits"))
     return [line.rstrip() for line in captured.get().splitlines()]
 
 

@@ -12,7 +12,7 @@ import pytest
 from slotwise import builtin
 from slotwise.compose.model_defaults import IGNORED, OBEYED, announce, read_defaults
 from slotwise.core.params import SamplingParams
-from slotwise.core.sampling_defaults import SamplingDefaults
+from slotwise.core.request_defaults import SamplingDefaults
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.errors import CheckpointError, OneLineError
 

@@ -11,7 +11,7 @@ import pytest
 from support.live_server import Server, running
 
 from slotwise.core.params import SamplingParams
-from slotwise.core.sampling_defaults import SamplingDefaults
+from slotwise.core.request_defaults import SamplingDefaults
 from slotwise.server.api_errors import ApiError
 from slotwise.server.decoding import decode
 from slotwise.server.protocol import ChatRequest

@@ -16,7 +16,7 @@ import msgspec
 import uvloop
 
 from slotwise.compose.launch import ChildProcess
-from slotwise.core.sampling_defaults import SamplingDefaults
+from slotwise.core.request_defaults import SamplingDefaults
 from slotwise.core.settings import settings_of
 from slotwise.engine.client import EngineClient
 from slotwise.engine.sleep import Sleep

@@ -52,7 +52,7 @@ BETWEEN = "   "  # phrases of a line
 
 
 @dataclass(frozen=True)
-class Frame:
+class ServerFrame:
     """A frame of at most about `most_rows` lines, as of `now_ns` on the server's clock.
 
     Args:
@@ -85,7 +85,7 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class Replica:
+class ReplicaStatus:
     """One replica behind a router."""
 
     name: str
@@ -104,7 +104,7 @@ class RouterFrame:
     """
 
     url: str
-    replicas: Sequence[Replica]
+    replicas: Sequence[ReplicaStatus]
     trouble: str = ""
     hint: str = ""
 
@@ -140,7 +140,7 @@ def _fitting(lines: Sequence[Mapping[str, str]], width: int) -> list[str]:
     return list(widths)
 
 
-def _of_replica(one: Replica) -> Mapping[str, str]:
+def _of_replica(one: ReplicaStatus) -> Mapping[str, str]:
     state, rates = one.state, one.state.rates(one.now_ns)
     return {"replica": one.name, "state": state.down or one.condition, "slots": f"{state.num_running} of {state.slots}",
             "waiting": str(state.num_waiting), "cache": f"{state.usage:.0%}",
@@ -148,7 +148,7 @@ def _of_replica(one: Replica) -> Mapping[str, str]:
             "empty": f"{rates.empty:.0%}", "wasted": f"{rates.wasted:.0%}"}
 
 
-def _of_all(replicas: Sequence[Replica]) -> Mapping[str, str]:
+def _of_all(replicas: Sequence[ReplicaStatus]) -> Mapping[str, str]:
     states, rates = [one.state for one in replicas], [one.state.rates(one.now_ns) for one in replicas]
     return {"replica": "all",
             "slots": f"{sum(one.num_running for one in states)} of {sum(one.slots for one in states)}",
@@ -312,7 +312,7 @@ def run(asked: argparse.Namespace) -> int:
 
 async def _run(asked: argparse.Namespace) -> None:
     url = asked.url.rstrip("/")
-    router = None if asked.replica else await Router.at(url, asked.api_key)
+    router = None if asked.replica else await RouterWatch.at(url, asked.api_key)
     watch = router or Watch(url, asked.api_key, asked.replica)
     await (_once(watch) if asked.once or not sys.stdout.isatty() else _live(watch, asked.interval))
 
@@ -338,9 +338,7 @@ class Watch:
 
     def frame(self, most_rows: int, hint: str = "") -> RenderableType:
         """What is to be seen now, in at most about `most_rows` lines."""
-        from slotwise.cli.top import Frame
-
-        return Frame(self.state, self.now_ns(), most_rows, self.trouble, hint)
+        return ServerFrame(self.state, self.now_ns(), most_rows, self.trouble, hint)
 
     def now_ns(self) -> int:
         """Now on the server's clock: its latest entry, or its date at the connection, plus the time since."""
@@ -394,7 +392,7 @@ class Watch:
                 self.state.apply(decode(line))
 
 
-class Router:
+class RouterWatch:
     """Follows all replicas behind a router."""
 
     def __init__(self, url: str, api_key: str) -> None:
@@ -405,7 +403,7 @@ class Router:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     @classmethod
-    async def at(cls, url: str, api_key: str) -> Router | None:
+    async def at(cls, url: str, api_key: str) -> RouterWatch | None:
         """Returns the router at `url`; None: a server is there, or nothing that answers."""
         found = cls(url, api_key)
         with contextlib.suppress(TopError):
@@ -422,12 +420,10 @@ class Router:
 
     def frame(self, most_rows: int, hint: str = "") -> RenderableType:
         """What is to be seen now."""
-        from slotwise.cli.top import Replica, RouterFrame
-
         now = {name: watch.now_ns() for name, watch in self.watches.items()}
         return RouterFrame(self.url, [
-            Replica(one["name"], "draining" if one["is_draining"] else "up" if one["is_up"] else "down",
-                    self.watches[one["name"]].state, now[one["name"]])
+            ReplicaStatus(one["name"], "draining" if one["is_draining"] else "up" if one["is_up"] else "down",
+                          self.watches[one["name"]].state, now[one["name"]])
             for one in self.states if one["name"] in self.watches][:most_rows], self.trouble, hint)
 
     async def follow(self) -> None:
@@ -499,7 +495,7 @@ def _date(header: str) -> float:
         return 0.0
 
 
-async def _once(watch: Watch | Router) -> None:
+async def _once(watch: Watch | RouterWatch) -> None:
     """Print one frame when the backlog has arrived: it comes at once, later entries step by step."""
     from rich.console import Console
 
@@ -519,7 +515,7 @@ async def _once(watch: Watch | Router) -> None:
     console.print(frame)
 
 
-async def _live(watch: Watch | Router, interval: float) -> None:
+async def _live(watch: Watch | RouterWatch, interval: float) -> None:
     from rich.live import Live
 
     following = asyncio.create_task(_follow_on(watch))
@@ -569,7 +565,7 @@ def keys_read() -> Iterator[asyncio.Event]:
             termios.tcsetattr(terminal, termios.TCSADRAIN, before)
 
 
-async def _follow_on(watch: Watch | Router) -> None:
+async def _follow_on(watch: Watch | RouterWatch) -> None:
     """Follow through restarts of the server; raises TopError if it was never reached."""
     while True:
         try:

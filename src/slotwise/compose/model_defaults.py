@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from slotwise.core.params import LAST, MEAN, RANGES, PoolingParams
-from slotwise.core.pooling_defaults import PoolingDefaults
-from slotwise.core.sampling_defaults import SamplingDefaults
+from slotwise.core.request_defaults import PoolingDefaults, SamplingDefaults
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.errors import CheckpointError, nearest
 from slotwise.files import has_part, read_part

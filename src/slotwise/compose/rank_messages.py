@@ -41,7 +41,7 @@ class Known(Struct, array_like=True):
     tokens: tuple[int, ...]
 
 
-class Run(Struct, tag="run"):
+class RunShare(Struct, tag="run"):
     """Compute this rank's share of a plan, once the tokens of the step before are known."""
 
     plan: StepPlan
@@ -52,7 +52,7 @@ class Collect(Struct, tag="collect"):
     """Compute the end of the oldest plan; sent to the ranks of the first stage, where there are several."""
 
 
-class Loaded(Struct, tag="loaded"):
+class RankLoaded(Struct, tag="loaded"):
     """The rank has read its weights."""
 
 
@@ -62,8 +62,8 @@ class Failed(Struct, tag="failed"):
     message: str
 
 
-Order = Join | Measure | Allocate | Run | Collect | LoadAdapter | UnloadAdapter
-RankReport = Loaded | Failed | AdapterLoaded
+Order = Join | Measure | Allocate | RunShare | Collect | LoadAdapter | UnloadAdapter
+RankReport = RankLoaded | Failed | AdapterLoaded
 
 encode = msgspec.msgpack.Encoder().encode
 decode_order = msgspec.msgpack.Decoder(Order).decode

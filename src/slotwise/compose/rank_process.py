@@ -21,9 +21,9 @@ from slotwise.compose.rank_messages import (
     Collect,
     Failed,
     Join,
-    Loaded,
     Measure,
-    Run,
+    RankLoaded,
+    RunShare,
     decode_order,
     encode,
 )
@@ -78,7 +78,7 @@ def _serve(channel: BlockingChannel, ended: threading.Event) -> None:
     follower = Follower(join, rank, memory)
     loading = AdapterLoading(follower.adapters, lambda loaded: channel.send(encode(loaded)))
     settle()
-    channel.send(encode(Loaded()))
+    channel.send(encode(RankLoaded()))
     while True:
         for message in channel.receive(None):
             order = decode_order(message)
@@ -86,7 +86,7 @@ def _serve(channel: BlockingChannel, ended: threading.Event) -> None:
                 follower.measure(order.config)
             elif isinstance(order, Allocate):
                 follower.allocate(order.limits)
-            elif isinstance(order, Run):
+            elif isinstance(order, RunShare):
                 began = time.monotonic_ns()
                 follower.run(order.plan, order.known)
                 memory.boxes.note(rank.number, order.plan.step, max(began, memory.boxes.arrived(rank.number)),

@@ -44,7 +44,7 @@ from slotwise.compose.rank_messages import (
     Known,
     Measure,
     RankReport,
-    Run,
+    RunShare,
     decode_report,
     encode,
 )
@@ -318,7 +318,7 @@ class Ranks:
 
     def run(self, plan: StepPlan) -> None:
         """Has all ranks compute their shares of a plan."""
-        self._send(encode(Run(plan._replace(preempted=(), refused=(), stop=None), self._known)))
+        self._send(encode(RunShare(plan._replace(preempted=(), refused=(), stop=None), self._known)))
         self._known = []
 
     def collect(self) -> None:

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slotwise.core.limits import ADAPTERS
-from slotwise.core.pooling_defaults import PoolingDefaults
-from slotwise.core.sampling_defaults import SamplingDefaults
+from slotwise.core.request_defaults import PoolingDefaults, SamplingDefaults
 from slotwise.core.settings import check_settings, real, setting, whole
 from slotwise.engine.admission_control import PATIENCE
 from slotwise.engine.config import DAY

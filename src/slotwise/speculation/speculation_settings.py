@@ -32,7 +32,8 @@ class Speculation:
         ValueError: they are invalid or contradict each other; the message is one line.
     """
 
-    method: str = setting(AUTO, "where drafts come from", choices=tuple(METHODS))
+    method: str = setting(AUTO, "where drafts come from", choices=tuple(METHODS),
+                          otherwise="draft_model if {model} is given, else auto")
     num_speculative_tokens: int | None = setting(
         None, "most drafts of a row; fewer where they do not pay", unit="tokens", range=whole(1, MAX_DRAFTS),
         otherwise=f"{NUM_DRAFTS}")

@@ -33,8 +33,12 @@ class KVTransferConfig:
         ValueError: they are invalid or contradict each other; the message is one line.
     """
 
-    kv_connector: str = setting(help="how blocks travel", choices=tuple(CONNECTORS))
-    kv_role: str = setting(help="what this engine does", choices=tuple(ROLES))
+    kv_connector: str = setting(
+        help="how blocks travel: SharedMemoryConnector between processes of one host and one user, on Linux; "
+        "TCPConnector between any hosts", choices=tuple(CONNECTORS))
+    kv_role: str = setting(
+        help="what this engine does: kv_producer computes prompts and sends them, kv_consumer receives them, kv_both "
+        "does both", choices=tuple(ROLES))
     kv_ip: str = setting("127.0.0.1", "where a producer listens, and where its consumers reach it")
     kv_port: int = setting(PORT, "its port", range=whole(1, 65535))
     engine_id: str = setting("", "the producer's name, as consumers know it", otherwise="made up at the start")

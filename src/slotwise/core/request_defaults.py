@@ -1,9 +1,11 @@
-"""Sampling parameters that hold where a request names none: the model's own, as far as the operator keeps them."""
+"""What holds where a request says nothing: the model's own defaults, as far as the operator keeps them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from slotwise.core.params import PoolingParams
 
 NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
 
@@ -37,3 +39,18 @@ class SamplingDefaults:
         if max_tokens is None or self.max_tokens_limit is None:
             return max_tokens
         return min(max_tokens, self.max_tokens_limit)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingDefaults:
+    """The defaults of a model, or why it gives no vectors."""
+
+    params: PoolingParams = field(default_factory=PoolingParams)
+    objection: str = ""  # why vectors would be wrong; "": they are not
+
+    def chosen(self, dimensions: int | None, *, normalize: bool | None) -> PoolingParams:
+        """The parameters of a request; None: the default."""
+        own = self.params
+        return PoolingParams(
+            own.pooling_type, own.dimensions if dimensions is None else dimensions,
+            own.normalize if normalize is None else normalize)

@@ -19,16 +19,15 @@ import msgspec
 from slotwise.server.api_errors import MODEL_NOT_FOUND, ApiError, ContextExceeded, ErrorFormat, bad_request, renamed
 from slotwise.server.bodies import warn_of_unknown_fields, warn_of_unknown_keys
 from slotwise.server.choice import Choice, parts_of
-from slotwise.server.completions import asked_of_chat, conversation_of
+from slotwise.server.completions import conversation_of, validated_chat
 from slotwise.server.context import Api
 from slotwise.server.decoding import decode
+from slotwise.server.generate import Job, ValidatedRequest, respond
 from slotwise.server.http_exchange import HttpExchange
-from slotwise.server.job import Job
 from slotwise.server.messages_protocol import CountTokensRequest, MessagesRequest
 from slotwise.server.output_constraints import allowed_tools
 from slotwise.server.parsers.output_format import HARMONY
 from slotwise.server.parsers.output_parser import CallArguments, CallName, Content, Part, Reasoning, merged, new_call_id
-from slotwise.server.pipeline import Asked, respond
 from slotwise.server.protocol import SWITCHES, ChatRequest
 from slotwise.server.shapes import MESSAGE, to_json
 
@@ -186,13 +185,13 @@ async def count_tokens(api: Api, exchange: HttpExchange) -> None:
     await exchange.respond_json({"input_tokens": len(rendered.ids)})
 
 
-async def _message(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
+async def _message(api: Api, exchange: HttpExchange, body: bytes) -> ValidatedRequest:
     request = decode(MessagesRequest, body)
     warn_of_unknown_fields(exchange, MessagesRequest, body)
     warn_of_unknown_keys(exchange, "messages", request.messages)
     warn_of_unknown_keys(exchange, "system", request.system)
     chat = await _as_chat(api, exchange, request)
-    return await asked_of_chat(api, exchange, chat, _stream if request.stream else _whole)
+    return await validated_chat(api, exchange, chat, _stream if request.stream else _whole)
 
 
 async def _as_chat(api: Api, exchange: HttpExchange, request: CountTokensRequest) -> ChatRequest:

@@ -1,9 +1,10 @@
-"""One choice of a response: the engine's tokens, detokenized and ended by stop strings."""
+"""Choices of responses: the engine's tokens, detokenized and ended by stop strings; and the requests in progress."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 from slotwise.core.step import TokenLogprobs
@@ -139,3 +140,47 @@ async def together(work: list[Coroutine[Any, Any, T]]) -> list[T]:
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
     return [task.result() for task in tasks]
+
+
+class ActiveRequest(NamedTuple):
+    """A request in progress."""
+
+    tenant: str
+    abort: Callable[[], None]
+    choices: Sequence[Choice]
+    tier: str
+
+
+class ActiveRequests:
+    """Requests in progress by name.  Tracing ids may repeat, so a name may stand for several requests.
+
+    `scope` is the tenant whose requests are searched; "": those of all tenants (see `Keys.scope_of`).
+    """
+
+    def __init__(self) -> None:
+        self._active: dict[str, list[ActiveRequest]] = {}
+
+    @contextmanager
+    def listed(self, names: Sequence[str], request: ActiveRequest) -> Iterator[None]:
+        """Register a request under `names` for the duration of the context."""
+        keys = list(dict.fromkeys(names))
+        for key in keys:
+            self._active.setdefault(key, []).append(request)
+        try:
+            yield
+        finally:
+            for key in keys:
+                self._active[key] = [other for other in self._active[key] if other is not request]
+                if not self._active[key]:
+                    del self._active[key]
+
+    def named(self, scope: str, name: str) -> tuple[ActiveRequest, ...]:
+        """All requests of this name within the scope."""
+        return tuple([request for request in self._active.get(name, ()) if scope in ("", request.tenant)])
+
+    def abort(self, scope: str, name: str) -> bool:
+        """Abort all requests of this name.  Returns whether there were any."""
+        found = self.named(scope, name)
+        for request in found:
+            request.abort()
+        return bool(found)

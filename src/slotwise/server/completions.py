@@ -10,11 +10,9 @@ from slotwise.core.slo import SLO
 from slotwise.server.api_errors import bad_request
 from slotwise.server.bodies import warn_of_ignored, warn_of_unknown_fields, warn_of_unknown_keys
 from slotwise.server.context import Api
-from slotwise.server.conversation import Conversation, last_text
 from slotwise.server.decoding import decode
-from slotwise.server.generate import Renderer
+from slotwise.server.generate import Echo, Renderer, ValidatedRequest, check, encoding_of, respond
 from slotwise.server.http_exchange import HttpExchange
-from slotwise.server.job import Repeated
 from slotwise.server.logprobs import most_tokens
 from slotwise.server.output_constraints import (
     BUDGET,
@@ -25,12 +23,10 @@ from slotwise.server.output_constraints import (
     thinking_budget,
 )
 from slotwise.server.parsers.reasoning import has_begun
-from slotwise.server.pipeline import Asked, check, encoding_of, respond
-from slotwise.server.prompts import Encoding
+from slotwise.server.prompts import Conversation, Encoding, last_text
 from slotwise.server.protocol import SWITCHES, ChatRequest, CompletionRequest, Generate
+from slotwise.server.renderers import respond_stream, respond_whole
 from slotwise.server.shapes import CHAT, COMPLETION
-from slotwise.server.streams import respond_stream
-from slotwise.server.whole import respond_whole
 
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens; a chat's is the model's own, else whatever fits
 
@@ -45,7 +41,7 @@ async def chat_completions(api: Api, exchange: HttpExchange) -> None:
     await respond(api, exchange, CHAT, _chat)
 
 
-async def _completion(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
+async def _completion(api: Api, exchange: HttpExchange, body: bytes) -> ValidatedRequest:
     request = decode(CompletionRequest, body)
     warn_of_unknown_fields(exchange, CompletionRequest, body)
     slo = check(api, exchange, request)
@@ -57,7 +53,7 @@ async def _completion(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
     with api.limits.admission_control.entering(slo):
         prompts = await api.text.prompts.of_completion(
             request.prompt, api.settings.max_choices, exchange.holder, encoding)
-        repeated = await _repeated(api, exchange, request, prompts, encoding)
+        echo = await _echo(api, exchange, request, prompts, encoding)
         budget = await _budget(api, exchange, request, prompts, encoding)
     request.prompt = ""
     default = _default(api, slo, request, prompts, COMPLETION_TOKENS, request.logprobs)
@@ -66,17 +62,17 @@ async def _completion(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
     others = await _others(api, exchange, request, grammar_of(request))
     others["thinking"] = budget
     params = request.sampling_params(max_tokens, request.logprobs, others)
-    return Asked(request, slo, prompts, params, _renderer(request), repeated, is_silent)
+    return ValidatedRequest(request, prompts, request.spec(params, slo), _renderer(request), echo, is_silent)
 
 
-async def _repeated(api: Api, exchange: HttpExchange, request: CompletionRequest, prompts: list[list[int]],
-                    encoding: Encoding) -> Repeated:
+async def _echo(api: Api, exchange: HttpExchange, request: CompletionRequest, prompts: list[list[int]],
+                    encoding: Encoding) -> Echo:
     if not request.echo:
-        return Repeated()
+        return Echo()
     asked, special = (request.prompt, prompts, exchange.holder, encoding), request.skip_special_tokens is False
     texts = await api.text.prompts.texts(*asked, special=special)
     offsets = [] if request.logprobs is None else await api.text.prompts.offsets(*asked, special=special)
-    return Repeated(tuple(texts), tuple(offsets))
+    return Echo(tuple(texts), tuple(offsets))
 
 
 async def _budget(api: Api, exchange: HttpExchange, request: CompletionRequest, prompts: list[list[int]],
@@ -93,14 +89,14 @@ async def _budget(api: Api, exchange: HttpExchange, request: CompletionRequest, 
     return thinking_budget(api.text.output_format, api.text.prompts.tokenizer, request.thinking_token_budget, begun)
 
 
-async def _chat(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
+async def _chat(api: Api, exchange: HttpExchange, body: bytes) -> ValidatedRequest:
     request = decode(ChatRequest, body)
     warn_of_unknown_fields(exchange, ChatRequest, body)
     warn_of_unknown_keys(exchange, "messages", request.messages)
-    return await asked_of_chat(api, exchange, request, _renderer(request))
+    return await validated_chat(api, exchange, request, _renderer(request))
 
 
-async def asked_of_chat(api: Api, exchange: HttpExchange, request: ChatRequest, render: Renderer) -> Asked:
+async def validated_chat(api: Api, exchange: HttpExchange, request: ChatRequest, render: Renderer) -> ValidatedRequest:
     """Checks a conversation, and encodes it: for every route that has one.
 
     Args:
@@ -119,7 +115,6 @@ async def asked_of_chat(api: Api, exchange: HttpExchange, request: ChatRequest, 
     with api.limits.admission_control.entering(slo):
         rendered = await api.text.prompts.of_chat(conversation, exchange.holder, encoding)
     continued = last_text(request.messages, "assistant")
-    echo = continued if request.echo else ""
     form, begun = api.text.output_format, has_begun(rendered.text, continued if conversation.continues else None)
     grammar, writes_calls = constraint_of(form, request, chosen, begun)
     parsing = parsing_of(form, request, chosen, begun, is_written=writes_calls)
@@ -131,8 +126,9 @@ async def asked_of_chat(api: Api, exchange: HttpExchange, request: ChatRequest, 
     others = await _others(api, exchange, request, grammar)
     others["thinking"] = thinking_budget(form, api.text.prompts.tokenizer, request.thinking_token_budget, begun)
     params = request.sampling_params(max_tokens, logprobs, others)
-    repeated = Repeated((echo,) if echo else (), prompt_text=rendered.text if request.return_prompt_text else None)
-    return Asked(request, slo, [prompt], params, render, repeated, is_silent, parsing=parsing)
+    echo = Echo((continued,) if request.echo and continued else (),
+                prompt_text=rendered.text if request.return_prompt_text else None)
+    return ValidatedRequest(request, [prompt], request.spec(params, slo), render, echo, is_silent, parsing)
 
 
 async def conversation_of(api: Api, exchange: HttpExchange, request: ChatRequest) -> Conversation:

@@ -31,11 +31,11 @@ from slotwise.observe.prefix_index import PrefixIndex
 from slotwise.observe.recorder import Recorder
 from slotwise.observe.step_time import StepTimeModel
 from slotwise.observe.traces import Traces
-from slotwise.server.active_requests import ActiveRequests
 from slotwise.server.api_errors import ApiError, from_refusal
 from slotwise.server.api_keys import ApiKeys
 from slotwise.server.bodies import Bodies
 from slotwise.server.browsers import Browsers
+from slotwise.server.choice import ActiveRequests
 from slotwise.server.explainer import Explainer
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.logprobs import MAX_HELD

@@ -24,9 +24,8 @@ from slotwise.server.bodies import warn_of_unknown_fields
 from slotwise.server.choice import Choice, together
 from slotwise.server.context import Api
 from slotwise.server.decoding import decode
+from slotwise.server.generate import Job, ValidatedRequest, check, encoding_of, respond, usage_of
 from slotwise.server.http_exchange import HttpExchange
-from slotwise.server.job import Job, usage_of
-from slotwise.server.pipeline import Asked, check, encoding_of, respond
 from slotwise.server.protocol import Generate, KeptTokens, Length, Milliseconds, Priority, Prompt, Salt, Seconds, User
 from slotwise.server.shapes import EMBEDDING, to_json
 
@@ -68,7 +67,7 @@ async def embeddings(api: Api, exchange: HttpExchange) -> None:
     await respond(api, exchange, EMBEDDING, _embedding)
 
 
-async def _embedding(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
+async def _embedding(api: Api, exchange: HttpExchange, body: bytes) -> ValidatedRequest:
     asked = decode(EmbeddingRequest, body)
     warn_of_unknown_fields(exchange, EmbeddingRequest, body)
     request = asked.as_generate()
@@ -85,7 +84,7 @@ async def _embedding(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
         raise bad_request(f"input: vectors of {num_numbers} numbers in all are more than {MAX_NUMBERS}; send fewer "
                           "inputs", "input")
     render = partial(_respond, formatted=_base64 if asked.encoding_format == "base64" else _floats)
-    return Asked(request, slo, prompts, NO_TOKENS, render, pooling=pooling)
+    return ValidatedRequest(request, prompts, request.spec(NO_TOKENS, slo, pooling), render)
 
 
 def _pooling(api: Api, asked: EmbeddingRequest) -> PoolingParams:
@@ -108,7 +107,7 @@ def _width(api: Api, pooling: PoolingParams | None) -> int:
 
 async def _respond(api: Api, exchange: HttpExchange, job: Job, choices: list[Choice], formatted: Format) -> None:
     """Send all vectors, when the last of them is there."""
-    num_numbers = len(choices) * _width(api, job.pooling)
+    num_numbers = len(choices) * _width(api, job.spec.pooling)
     if objection := api.limits.vector_numbers.objection(exchange.holder, num_numbers):
         raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, f"input: {objection}", code="vectors_full")
     api.limits.vector_numbers.acquire(exchange.holder, num_numbers)

@@ -11,13 +11,32 @@ from slotwise.core.params import MAX_BAD_WORD_TOKENS
 from slotwise.engine.messages import EngineInfo
 from slotwise.server.api_errors import ContextExceeded, bad_request, from_queue_full, from_text
 from slotwise.server.checkpoint_workers import LimitedTokenizer, Template
-from slotwise.server.conversation import Conversation
 from slotwise.server.protocol import Prompt
 from slotwise.server.turns import QueueFull, Turns
 from slotwise.text.chat_source import ChatTemplateError
-from slotwise.text.conversation import InvalidMessages, OpenEnd, check_messages
+from slotwise.text.conversation import InvalidMessages, Message, OpenEnd, check_messages, text_of
 from slotwise.text.detokenizer import TextOffsets, detokenizer
 from slotwise.text.tokenizer import SHORT, TextTooLong, Tokenizer, TokenizerError, spellings
+
+
+class Conversation(NamedTuple):
+    """Messages, and how they become a prompt."""
+
+    messages: list[Message]
+    variables: dict[str, Any]  # of the template
+    template: str | None = None  # the request's own source; None: the server's
+    continues: bool = False  # the last message is left open
+
+
+def last_text(messages: Sequence[Message], role: str) -> str:
+    """The text of the last message if it is of this role, else ""."""
+    return _text(messages[-1]) if messages and messages[-1].get("role") == role else ""
+
+
+def _text(message: Message) -> str:
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "\n".join(map(text_of, content))
+
 
 MAX_WAITING, MAX_WAITING_OF_ONE = 4096, 256  # long texts of all clients, and of one, that wait for the thread
 MAX_SUFFIXES = 1 << 20  # characters of a request's suffix, which stands behind each of its prompts

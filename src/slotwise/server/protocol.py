@@ -21,10 +21,12 @@ from slotwise.core.params import (
     RANGES,
     TOKEN_ID,
     InvalidParams,
+    PoolingParams,
     SamplingParams,
 )
+from slotwise.core.request import RequestSpec
 from slotwise.core.settings import INT64, Range, whole
-from slotwise.core.slo import PRIORITIES
+from slotwise.core.slo import PRIORITIES, SLO
 from slotwise.server.api_errors import bad_request, from_params
 from slotwise.server.decoding import MAX_FIELD
 from slotwise.server.unsupported import Unsupported, refuse
@@ -211,6 +213,10 @@ class Generate(SamplingFields, Unsupported, kw_only=True):  # type: ignore[misc]
             raise bad_request(f"bench_output_tokens: {len(asked)} lengths for {num_prompts} prompts",
                               "bench_output_tokens")
         return asked
+
+    def spec(self, params: SamplingParams, slo: SLO, pooling: PoolingParams | None = None) -> RequestSpec:
+        """What these fields say of each choice; the pipeline adds who asks, and what needs tokenizer or engine."""
+        return RequestSpec((), params, slo=slo, pooling=pooling, queue_timeout=self.queue_timeout or 0.0)
 
     def sampling_params(
         self, max_tokens: int | None, logprobs: int | None, others: Mapping[str, Any],

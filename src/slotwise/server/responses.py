@@ -22,13 +22,12 @@ from slotwise.engine.generation import Chunk
 from slotwise.server.api_errors import ApiError, ContextExceeded, ErrorFormat, bad_request, renamed
 from slotwise.server.bodies import warn_of_unknown_fields, warn_of_unknown_keys
 from slotwise.server.choice import Choice, Delta, parts_of
-from slotwise.server.completions import asked_of_chat
+from slotwise.server.completions import validated_chat
 from slotwise.server.context import Api, ServerClients
 from slotwise.server.decoding import MAX_NAME, decode
+from slotwise.server.generate import Job, ValidatedRequest, respond
 from slotwise.server.http_exchange import HttpExchange
-from slotwise.server.job import Job
 from slotwise.server.parsers.output_parser import CallArguments, CallName, Content, Part, Reasoning, new_call_id
-from slotwise.server.pipeline import Asked, respond
 from slotwise.server.response_store import StoredResponse, StoreFull
 from slotwise.server.responses_protocol import ResponsesRequest, messages_of
 from slotwise.server.shapes import RESPONSE, Heading, to_json
@@ -173,7 +172,7 @@ def _stored(clients: ServerClients, exchange: HttpExchange, response_id: str) ->
     return found
 
 
-async def _response(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
+async def _response(api: Api, exchange: HttpExchange, body: bytes) -> ValidatedRequest:
     request = decode(ResponsesRequest, body)
     warn_of_unknown_fields(exchange, ResponsesRequest, body)
     warn_of_unknown_keys(exchange, "input", request.input)
@@ -188,7 +187,7 @@ async def _response(api: Api, exchange: HttpExchange, body: bytes) -> Asked:
     request.input, request.tools, request.tool_choice, request.text = "", None, None, None
     asked = _Request(request, conversation, encoded)
     try:
-        return await asked_of_chat(api, exchange, chat, partial(_render, asked=asked))
+        return await validated_chat(api, exchange, chat, partial(_render, asked=asked))
     except ContextExceeded:
         if request.stream:
             name = request.model or api.settings.served_model_name

@@ -45,16 +45,20 @@ def read_to_the_end(connection: socket.socket) -> bytes:
 
 
 class Watched:
-    """A server, what its requests ended as, and what it logged."""
+    """A server, and what its requests have ended as since this was made."""
 
-    def __init__(self, server: Server, log: Path) -> None:
-        self.server, self.log = server, log
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self._before = {reason: self._counted(reason) for reason in ("abort", "error", "length")}
 
     def connect(self) -> socket.socket:
         host, port = self.server.url.removeprefix("http://").split(":")
         return socket.create_connection((host, int(port)), timeout=120)
 
     def ends(self, reason: str) -> int:
+        return self._counted(reason) - self._before[reason]
+
+    def _counted(self, reason: str) -> int:
         told = self.server.get("/metrics").text
         found = re.search(rf'request_success_total{{finished_reason="{reason}".*}} (\d+)', told)
         return int(found[1]) if found else 0
@@ -63,19 +67,33 @@ class Watched:
         return int(self.server.get("/health").json()["num_live"])
 
 
-@pytest.fixture
-def watched(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Iterator[Watched]:
-    with running(folder, tmp_path / "engine", "seconds_per_step=0.02") as server:
-        yield Watched(server, tmp_path / "engine")
-    logged = capfd.readouterr().err
+@pytest.fixture(scope="module")
+def slow(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """All tests share it: what one client does must not show to the next."""
+    logs = tmp_path_factory.mktemp("logs")
+    with running(folder, logs / "engine", "seconds_per_step=0.02", stderr=logs / "stderr") as server:
+        yield server
+    logged = (logs / "stderr").read_text()
     assert "Traceback" not in logged and "ERROR" not in logged, logged
 
 
-@pytest.mark.parametrize("leave", [reset, socket.socket.close], ids=["reset", "closed"])
-@pytest.mark.parametrize("behind", [b"", GET, posted(LONG), posted(LONG | {"stream": True}), b"\0garbage\r\n\r\n"],
-                         ids=["nothing", "a get", "a request", "a stream", "garbage"])
-@pytest.mark.parametrize("body", [LONG, LONG | {"stream": True}, LONG | {"stream": True, "n": 3}],
-                         ids=["whole", "stream", "three"])
+@pytest.fixture
+def watched(slow: Server) -> Watched:
+    watched = Watched(slow)
+    assert watched.live() == 0, "requests of the test before"
+    return watched
+
+
+BODIES = {"whole": LONG, "stream": LONG | {"stream": True}, "three": LONG | {"stream": True, "n": 3}}
+BEHIND = {"nothing": b"", "a get": GET, "a request": posted(LONG), "a stream": posted(LONG | {"stream": True}),
+          "garbage": b"\0garbage\r\n\r\n"}
+LEAVES = {"reset": reset, "closed": socket.socket.close}
+
+
+@pytest.mark.parametrize(("body", "behind", "leave"), [
+    pytest.param(body, behind, LEAVES[leave], id=f"{one}-{other}-{leave}")
+    for i, (one, body) in enumerate(BODIES.items()) for j, (other, behind) in enumerate(BEHIND.items())
+    for leave in [list(LEAVES)[(i + j) % 2]]])  # every pair of two of the three
 def test_a_client_that_leaves_ends_its_request_as_aborted(
         watched: Watched, body: dict[str, Any], behind: bytes, leave: Callable[[socket.socket], None]) -> None:
     connection, choices = watched.connect(), body.get("n", 1)
@@ -87,22 +105,6 @@ def test_a_client_that_leaves_ends_its_request_as_aborted(
     eventually(lambda: watched.live() == 0)
     eventually(lambda: watched.ends("abort") == choices)
     assert watched.ends("error") == watched.ends("length") == 0
-
-
-def test_a_crowd_that_leaves_in_the_middle_of_writes(watched: Watched) -> None:
-    """Of answers that are large, and read by none."""
-    connections = [watched.connect() for _ in range(16)]
-    for number, connection in enumerate(connections):
-        body = LONG | {"stream": True, "n": 4, "logprobs": 20}
-        connection.sendall(posted(body) + (posted(body) if number % 2 else b""))
-    eventually(lambda: watched.live() == 64)
-    for number, connection in enumerate(connections):
-        if number % 4:
-            connection.recv(5000)
-        (reset if number % 3 else socket.socket.close)(connection)
-    eventually(lambda: watched.live() == 0)
-    eventually(lambda: watched.ends("abort") >= 64)
-    assert watched.ends("error") == 0
 
 
 def test_pipelined_requests_are_answered_in_order(watched: Watched, tokenizer: Tokenizer) -> None:
@@ -227,3 +229,19 @@ def test_a_half_closed_client_that_asks_nothing_is_let_go(watched: Watched) -> N
             half_close(connection)
             assert read_to_the_end(connection) == b""
     eventually(lambda: watched.server.get("/load").json() == {"server_load": 0})
+
+
+def test_a_crowd_that_leaves_in_the_middle_of_writes(watched: Watched) -> None:
+    """Of answers that are large, and read by none.  It is the last test: how many more end as aborted is not known."""
+    connections = [watched.connect() for _ in range(16)]
+    for number, connection in enumerate(connections):
+        body = LONG | {"stream": True, "n": 4, "logprobs": 20}
+        connection.sendall(posted(body) + (posted(body) if number % 2 else b""))
+    eventually(lambda: watched.live() == 64)
+    for number, connection in enumerate(connections):
+        if number % 4:
+            connection.recv(5000)
+        (reset if number % 3 else socket.socket.close)(connection)
+    eventually(lambda: watched.live() == 0)
+    eventually(lambda: watched.ends("abort") >= 64)
+    assert watched.ends("error") == 0

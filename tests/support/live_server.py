@@ -47,10 +47,16 @@ class Server:
 
 
 @contextmanager
-def running(folder: Path, log: Path, *settings: str, before: Callable[[], None] | None = None) -> Iterator[Server]:
-    """Args: before: done in the server's process before it starts."""
+def running(folder: Path, log: Path, *settings: str, before: Callable[[], None] | None = None,
+            stderr: Path | None = None) -> Iterator[Server]:
+    """
+    Args:
+        before: done in the server's process before it starts.
+        stderr: the file that gets what the server writes there; None: what the tests write to.
+    """
     command = [sys.executable, str(PROGRAM), str(folder), str(log), *settings]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=before)
+    with stderr.open("w") if stderr is not None else contextlib.nullcontext() as told:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=told, text=True, preexec_fn=before)
     try:
         assert process.stdout is not None
         url, pid = process.stdout.readline().split()

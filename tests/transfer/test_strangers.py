@@ -143,7 +143,8 @@ def test_a_transfer_without_a_thread_costs_the_computed_prompt_alone(
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", limited)
-    for request_id, prompt in (("a", PROMPT), ("b", PROMPT[::-1])):
+    for request_id, prompt, timeout in (("a", PROMPT, 1.0), ("b", PROMPT[::-1], 60.0)):
+        pair.timeout = timeout  # the first transfer has nobody to carry it, and is given up by then
         pair.prefill(request_id, prompt)
         pair.decode(request_id, prompt)
         pair.run()

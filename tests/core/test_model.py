@@ -23,7 +23,7 @@ from slotwise.core.params import POOLING_TYPES, PoolingParams
 from slotwise.core.slo import SLO, Tier
 from slotwise.policies.policy_settings import Ordering
 
-SEEDS, OPERATIONS = (7235, 327836540, *range(200)), 500  # first rows held when the budget or the discipline changed
+SEEDS, OPERATIONS = (7235, 327836540, *range(100)), 500  # first rows held when the budget or the discipline changed
 HOST_BLOCKS = (3, 40, 0)
 WINDOWS = ((0,), (0,), (0, 6), (7,), (0, 3, 11), (5, 0))  # of cache groups
 DISCIPLINES = (
@@ -121,10 +121,10 @@ def test_nothing_is_lost_and_nobody_gets_what_is_not_theirs():
         with in_seed(seed):
             live(Random(seed), HOST_BLOCKS[seed % 3])
     total = sum(SEEN[name] for name in ("arrive", "step", "abort", "jump", "switch", "order"))
-    assert total >= 100_000
+    assert total >= 50_000
     for kind in ("hit", "save", "load", "preempted", "length", "stop", "abort", "timeout", "shed", "error", "rejected",
                  "pooled", "expired"):
-        assert SEEN[kind] >= 50, f"{kind} hardly ever happened: {SEEN}"
+        assert SEEN[kind] >= 25, f"{kind} hardly ever happened: {SEEN}"
 
 
 def live(draw: Random, num_host_blocks: int) -> None:

@@ -26,10 +26,9 @@ from slotwise.kernels.cpu.jit import compiler
 
 llvm.initialize_all_targets()
 llvm.initialize_all_asmprinters()
-machine = llvm.Target.from_triple(TRIPLE).create_target_machine(cpu="neoverse-n1", opt=3)
-passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
+machine = llvm.Target.from_triple(TRIPLE).create_target_machine(cpu="neoverse-n1", opt=1)
 lacks = [path for path in paths.ALL if path != "onednn" and paths.obstacle(path)]
-made, not_portable, seen = {}, [], set()
+made, not_portable, seen, kind = {}, [], set(), 0
 for name, code in compiler._known.items():
     path = name.partition("_by_")[2]
     if path in seen and path in (*lacks, "software_tiles"):  # not used there: one of each shows whether it is portable
@@ -44,9 +43,9 @@ for name, code in compiler._known.items():
         continue
     module = llvm.parse_assembly(text)
     module.triple, module.data_layout = TRIPLE, str(machine.target_data)
-    passes.getModulePassManager().run(module, passes)
-    made[name] = machine.emit_object(module)[MACHINE], machine.emit_assembly(module).count("isb")
-print(json.dumps([processor.LANES, lacks, made, not_portable]))
+    made[name] = machine.emit_assembly(module).count("isb")
+    kind = kind or machine.emit_object(module)[MACHINE]
+print(json.dumps([processor.LANES, lacks, kind, made, not_portable]))
 """
 
 
@@ -63,13 +62,13 @@ def test_every_kernel_that_a_processor_without_avx_uses_compiles_for_aarch64() -
     script = SCRIPT.replace("TRIPLE", repr(TRIPLE)).replace("MACHINE", str(MACHINE))
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    lanes, lacks, made, not_portable = json.loads(done.stdout)
+    lanes, lacks, kind, made, not_portable = json.loads(done.stdout)
     assert lanes == 8, "what torch says of a processor without AVX"
     assert lacks == ["amx", "fp16", "bf16", "amx_int8", "vnni"]
     attention = {name.rpartition(".")[2] for name in not_portable if "_by_" not in name}
     assert attention == {"_attend_uint16_int16", "multiply_int16"}, "pairs of bfloat16"
     products = {name.rpartition("_by_")[2] for name in not_portable if "_by_" in name}
     assert products == {"bf16", "amx", "amx_int8", "vnni"}
-    assert len(made) > 30 and {machine for machine, _ in made.values()} == {AARCH64}
-    assert [name.rpartition(".")[2] for name, (_, pauses) in made.items() if pauses] == [
+    assert len(made) > 30 and kind == AARCH64
+    assert [name.rpartition(".")[2] for name, pauses in made.items() if pauses] == [
         "_enter_jobs", "_run_shared", "_program"], "those that wait for other threads"

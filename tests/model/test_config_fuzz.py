@@ -22,7 +22,7 @@ from slotwise.model.loading import load_model
 FAMILIES = {
     "llama2": {}, "qwen2": {}, "phi3": {}, "smollm3": {}, "gpt_oss": {"sliding_window": 20},
     "gemma3": {"sliding_window": 20}, "olmo3": {"sliding_window": 20}}
-CASES = 40  # of a family
+CASES = 20  # of a family
 SEED = 45
 LENGTHS = [5, 60]  # tokens; the second prompt is longer than every window
 CLOSE = 2e-3  # of logits

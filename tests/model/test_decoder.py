@@ -55,8 +55,7 @@ def tokens(folder: Path, kernels: Kernels, chunk: int = WHOLE) -> list[list[int]
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 class TestFloat32:
-    @pytest.mark.parametrize(
-        ("kernels", "chunk"), [("reference", WHOLE), ("cpu", WHOLE), ("cpu", 37)], indirect=["kernels"])
+    @pytest.mark.parametrize(("kernels", "chunk"), [("reference", WHOLE), ("cpu", 37)], indirect=["kernels"])
     def test_greedy_tokens_are_those_of_transformers(
         self, family: str, chunk: int, kernels: Kernels, checkpoint: Checkpoints, expected: Continuations
     ) -> None:
@@ -79,12 +78,23 @@ def assert_company_is_nothing(folder: Path, kernels: Kernels) -> None:
     assert together == [Driver(decoder).greedy([ids], 12)[0] for ids in asked]
 
 
+EVERY_LAYER = ["llama3", "mistral", "gemma2", "gpt_oss", "qwen3_moe", "qwen3_next"]
+"""Families that have windows, soft caps, sinks, experts and states: others are the same code."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama3", "mistral", "gemma2", "gpt_oss", "qwen3_moe", "qwen3_next"])
+@pytest.mark.parametrize("family", EVERY_LAYER)
+@pytest.mark.parametrize("kernels", ["cpu"], indirect=True)
+def test_the_cpu_computes_long_prompts_whole(
+        family: str, kernels: Kernels, checkpoint: Checkpoints, expected: Continuations) -> None:
+    assert tokens(checkpoint(family), kernels) == expected(family)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", EVERY_LAYER)
 @pytest.mark.parametrize("kernels", ["reference"], indirect=True)
 def test_the_reference_in_chunks_and_in_company(
         family: str, kernels: Kernels, checkpoint: Checkpoints, expected: Continuations) -> None:
-    """Windows, soft caps, sinks, experts and states are there; the rest of a family is the same code as for the CPU."""
     assert tokens(checkpoint(family), kernels, 37) == expected(family)
     assert_company_is_nothing(checkpoint(family), kernels)
 

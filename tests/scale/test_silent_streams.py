@@ -52,8 +52,7 @@ def tokens_of(lines: Iterator[str]) -> list[int]:
     return [token for event in events for token in json.loads(event)["choices"][0]["token_ids"]]
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, MESSAGES])
-@pytest.mark.parametrize("ends", ["the replica", "its engine"])
+@pytest.mark.parametrize(("ends", "path"), [("the replica", COMPLETIONS), ("its engine", MESSAGES)])
 def test_a_stream_that_has_only_signs_of_life_goes_elsewhere(
         folder: Path, tmp_path: Path, ends: str, path: str) -> None:
     with (behind(folder, tmp_path, *ONE_SLOT) as two, blocked(two) as others,

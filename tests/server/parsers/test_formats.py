@@ -189,7 +189,7 @@ TEXTS = st.lists(st.sampled_from(WORDS), max_size=12).map("".join) | st.sampled_
 
 
 @pytest.mark.parametrize(("tools", "reasoning"), FORMATS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(text=TEXTS, more=TEXTS)
 @example(text=THOUGHT, more=EXAMPLES["hermes"][1][0])
 def test_cuts_make_no_difference(tools: str, reasoning: str, text: str, more: str) -> None:

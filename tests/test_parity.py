@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
 from support import checkpoints
 
-from slotwise.compose.engine_builder import build_engine, load
+from slotwise.compose.engine_builder import Loaded, load
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import RequestSpec
 from slotwise.engine.config import EngineConfig
@@ -39,8 +40,13 @@ def family(request, tmp_path_factory):
     return folder, prompts, expected
 
 
+@lru_cache(maxsize=1)
+def loaded(folder: Path) -> Loaded:
+    return load(EngineConfig.of(model=str(folder), dtype="float32"))
+
+
 def engine(folder: Path, **settings: object) -> Engine:
-    built, _ = build_engine(EngineConfig.of(**{
+    built, _ = loaded(folder).engine(EngineConfig.of(**{
         "model": str(folder), "dtype": "float32", "block_size": 16, "kv_cache_memory": 64 << 20, "max_model_len": 2048,
         "max_num_seqs": NUM_REQUESTS} | settings))
     return built
@@ -77,6 +83,7 @@ def at_random_steps(prompts: list[list[int]]) -> dict[int, list[Add]]:
     return arrivals
 
 
+@pytest.mark.parametrize("family", [*SOME, "qwen3_next", "gpt_oss"], indirect=True)
 def test_alone(family):
     folder, prompts, expected = family
     subject = engine(folder)
@@ -108,7 +115,7 @@ def test_under_every_discipline(family):
     """Padding, held rows and whole prompts change nobody's tokens."""
     folder, prompts, expected = family
     config = EngineConfig.of(model=str(folder), dtype="float32", max_num_seqs=8, kv_cache_memory=64 << 20)
-    model = load(config)
+    model = loaded(folder)
     for number, discipline in enumerate(DISCIPLINES):
         subject, _ = model.engine(replace(config, overlap=number % 2, **discipline))
         outputs = run(subject, {0: [add(index, prompts[index]) for index in range(11)]})

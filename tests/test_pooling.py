@@ -186,6 +186,7 @@ def test_a_model_without_a_head_makes_vectors_and_no_text(headless, prompts, exa
         llm.generate([prompts[0]], SamplingParams(max_tokens=1), use_tqdm=False)
 
 
+@pytest.mark.parametrize("headless", ["Qwen3Model"], indirect=True)
 @pytest.mark.parametrize("ranks", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
 def test_a_model_without_a_head_is_divided_among_ranks(ranks, headless, prompts, exact):
     llm = LLM(str(headless), dtype="float32", max_model_len=128, **ranks)
@@ -204,6 +205,7 @@ def test_a_file_that_lacks_its_head_by_mistake_is_refused(folder, tmp_path):
     assert LLM(str(broken), dtype="float32", max_model_len=64).embed([[1, 2]], use_tqdm=False)
 
 
+@pytest.mark.parametrize("headless", ["Qwen3Model"], indirect=True)
 def test_a_server_of_a_model_without_a_head_refuses_to_generate(headless, prompts, exact, tmp_path):
     with serving(str(headless), "--dtype", "float32", "--max-model-len", "128", log=tmp_path / "log") as live:
         vector = live.client.post("/v1/embeddings", json={"input": prompts[2]}).json()["data"][0]["embedding"]

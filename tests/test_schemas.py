@@ -126,10 +126,10 @@ def llm() -> LLM:
 
 def test_outputs_validate_or_begin_one_that_does(llm: LLM) -> None:
     draw = random.Random(5)
-    schemas = [*SUITE, *[random_schema(draw) for _ in range(200)], *pydantic_schemas()]
+    schemas = [*SUITE, *[random_schema(draw) for _ in range(60)], *pydantic_schemas()]
     outputs = generated(llm, schemas, 40)
     ended = [check(schema, output, llm.info.eos_token_ids) for schema, output in zip(schemas, outputs, strict=True)]
-    assert len(ended) > 600 and sum(ended) > len(ended) // 2
+    assert len(ended) > 460 and sum(ended) > len(ended) // 2
 
 
 LONG_KEYS = {"type": "array", "minItems": 4, "items": {

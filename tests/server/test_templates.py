@@ -97,12 +97,14 @@ def test_workers_that_end_again_and_again_are_no_fault_of_the_client(server: Ser
     assert server.post(CHAT, chat("hello")).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/tokenize", CHAT])
-def test_others_are_served_meanwhile(server: Server, tokenizer: Tokenizer, path: str) -> None:
+def test_others_are_served_meanwhile(server: Server, tokenizer: Tokenizer) -> None:
     with singing(server, tokenizer.decode(counted(40, 200)), "one") as canary, httpx.Client(timeout=120) as other:
         answers: list[int] = []
-        hostile = [threading.Thread(target=lambda: answers.append(server.post(path, chat("endless")).status_code))
-                   for _ in range(3)]
+
+        def ask(path: str) -> None:
+            answers.append(server.post(path, chat("endless")).status_code)
+
+        hostile = [threading.Thread(target=ask, args=(path,)) for path in (CHAT, "/tokenize", CHAT)]
         for thread in hostile:
             thread.start()
         eventually(lambda: bool(workers_of(server)))

@@ -19,7 +19,7 @@ from slotwise.workload.workloads import Recipe, Workload, generate
 SHAPE = ModelShape(
     weight_bytes=15_000_000_000, position_bytes=131_072, token_weights=6_980_000_000, head_weights=525_000_000,
     pair_operations=524_288, max_model_len=8192)
-NUMBER, REPLICAS = 300, 4
+NUMBER, REPLICAS = 150, 4
 
 
 def workload() -> Workload:

@@ -14,7 +14,7 @@ import pytest
 from support.live_server import Server, children, counted, eventually, unanswered
 from support.scale_door import Behind, behind
 
-ONE_SLOT = ("max_num_seqs=1", "seconds_per_step=0.05", "silence_timeout=0.02", "max_num_queued_reqs=1", "backoff=0.1")
+ONE_SLOT = ("max_num_seqs=1", "seconds_per_step=0.3", "silence_timeout=0.02", "max_num_queued_reqs=1", "backoff=0.1")
 BLOCKING = {"prompt": [40], "max_tokens": 500, "ignore_eos": True}
 BODY = {"prompt": [60], "max_tokens": 3, "ignore_eos": True, "return_token_ids": True, "stream": True}
 COMPLETIONS, MESSAGES = "/v1/completions", "/v1/messages"

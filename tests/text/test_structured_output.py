@@ -233,7 +233,7 @@ def refused(schema: dict[str, Any]) -> str:
 def test_of_random_schemas_none_that_passes_has_a_text_that_dies() -> None:
     """Longer texts than the check writes, of schemas with a fixed seed; those that it refuses do die."""
     draw, passed, died = random.Random(7), 0, 0
-    for number in range(200):
+    for number in range(100):
         schema = random_schema(draw, 3)
         grammar = json_schema(schema, "json")
         said = check(grammar.kind, grammar.text, [])
@@ -246,4 +246,4 @@ def test_of_random_schemas_none_that_passes_has_a_text_that_dies() -> None:
         for _ in range(4):
             text, why = random_text(matcher, random.Random(number), 200)
             assert not why, (schema, text, why)
-    assert passed > 40 and died
+    assert passed > 20 and died

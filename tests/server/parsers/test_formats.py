@@ -218,7 +218,7 @@ def test_arguments_never_end_within_an_escape(tools: str, reasoning: str, text: 
                 assert not bare.endswith("\\") and "\\u" not in bare[-5:]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(arguments=st.dictionaries(st.text(max_size=6), st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=3)
     | st.dictionaries(st.text(max_size=3), inner, max_size=3), max_leaves=8), max_size=4), escaped=st.booleans())

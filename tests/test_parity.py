@@ -7,7 +7,6 @@ left out.
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -114,10 +113,8 @@ DISCIPLINES = (
 def test_under_every_discipline(family):
     """Padding, held rows and whole prompts change nobody's tokens."""
     folder, prompts, expected = family
-    config = EngineConfig.of(model=str(folder), dtype="float32", max_num_seqs=8, kv_cache_memory=64 << 20)
-    model = loaded(folder)
     for number, discipline in enumerate(DISCIPLINES):
-        subject, _ = model.engine(replace(config, overlap=number % 2, **discipline))
+        subject = engine(folder, max_num_seqs=8, overlap=number % 2, **discipline)
         outputs = run(subject, {0: [add(index, prompts[index]) for index in range(11)]})
         assert outputs == dict(enumerate(expected[:11])), discipline
 

@@ -55,7 +55,8 @@ def prompt(tokenizer: Tokenizer) -> list[int]:
 
 
 def engine(loaded: Loaded, method: str = "", **settings: Any) -> Engine:
-    config = replace(EngineConfig(str(builtin.path()), dtype="float32", max_num_seqs=8, max_stall_ms=0.0), **settings)
+    config = EngineConfig.of(**{
+        "model": str(builtin.path()), "dtype": "float32", "max_num_seqs": 8, "max_stall_ms": 0.0} | settings)
     made, _ = loaded.engine(config)
     if method:
         made._scheduler._drafting.proposer = DraftProposer(Speculation(method, prompt_lookup_min=1), slow_steps())

@@ -334,9 +334,9 @@ def _header(cursor: Cursor) -> tuple[int, int, int]:
 
 
 def _tensor_entries(cursor: Cursor, number: int, alignment: int) -> dict[str, TensorEntry]:
-    """The tensors by name, each checked to lie in the file, right behind the one before it.
+    """The tensors by name; each must lie in the file, right after the one before it.
 
-    So a tensor with a wrong type, size or offset is noticed, unless as many bytes are right for it.
+    This detects a wrong type, size or offset, unless the byte counts happen to match.
     """
     found: dict[str, tuple[tuple[int, ...], StoredType, int]] = {}
     for index in range(number):
@@ -464,7 +464,7 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def models_among(names: Iterable[str]) -> list[str]:
-    """Of file names those of models in GGUF: whole ones, and the first parts of split ones."""
+    """The file names of GGUF models: whole files, and the first parts of split ones."""
     return [name for name in names if name.endswith(SUFFIX) and not name.startswith(BESIDE)
             and parts_of(Path(name))[0].name == name]
 

@@ -35,11 +35,11 @@ FLOAT32 = 4  # bytes of a logit that the sampler edits
 
 
 class DecoderSizes:
-    """What a decoder takes and what its layers keep, which is known before its weights are read.
+    """A decoder's memory and its layers' shapes, known before its weights are read.
 
     Args:
         network: its layers, with weights or without.
-        formats: of the quantized matrices of all ranks, by name.
+        formats: of quantized matrices, by name, on all ranks.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class DecoderSizes:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights, as packed, with those of as many adapters as fit."""
+        """Bytes of all weights, as packed, and of as many adapters as fit."""
         return self._network.bytes + (self.adapters.bytes if self.adapters is not None else 0)
 
     def workspace_bytes(self, num_tokens: int, num_samples: int) -> int:
-        """The most bytes of activations that a step of so many tokens and sampling rows holds at a time."""
+        """Peak bytes of activations in a step with these numbers of tokens and sampling rows."""
         config, network = self.config, self._network
         heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         attending = max(2 * heads + 2 * config.num_heads * config.head_dim, config.recurrent_width)
@@ -94,13 +94,12 @@ class Decoder(DecoderSizes):
 
     @property
     def step_weight_bytes(self) -> int:
-        """Bytes of weights that a step of one token reads: of experts only those that a token chooses."""
+        """Bytes of weights that a step of one token reads: only the experts that it chooses."""
         return self._network.token_bytes
 
     @property
     def expert_ends(self) -> dict[int, Tensor]:
-        """By layer with experts: tokens of each expert and of those before it, of all steps so far, `[experts]`; of
-        the layers that are held here.
+        """Cumulative sums over experts of the tokens routed so far, `[experts]`, by number of a layer held here.
         """
         return {number: layer.mlp.ends for number, layer in zip(self.layers, self._network.layers, strict=True)
                 if isinstance(layer.mlp, MixtureOfExperts)}

@@ -43,7 +43,7 @@ class Family(NamedTuple):
 
     configure: Callable[[Fields], ModelConfig]
     compose: Callable[[ModelConfig, WeightSource], Network]
-    model_types: tuple[str, ...] = ()  # that a config may name, by which transformers chooses its class; none: any
+    model_types: tuple[str, ...] = ()  # that a config may name; transformers chooses its class by them; (): any
 
 
 FAMILIES: dict[str, Family] = {
@@ -111,7 +111,7 @@ def tensor_shapes(config: ModelConfig, group: Group = SINGLE_RANK) -> dict[str, 
 
 
 def adaptable(config: ModelConfig, group: Group) -> list[AdaptableProduct]:
-    """The products that adapters may change, of the part of a model that the rank of `group` holds."""
+    """The products that adapters may change in the rank's part of a model."""
     kernels = ReferenceKernels()
     adapters = LoraWeights(kernels, 0, 1, config.dtype)
     compose(config, Listing(config.dtype, group=group, adapters=adapters))
@@ -123,6 +123,6 @@ def weight_bytes(
 ) -> int:
     """Bytes of all weights of a model with this config, as packed for these kernels.
 
-    `formats` are those of quantized matrices, by name.
+    `formats` has the format of each quantized matrix, by name.
     """
     return compose(config, Listing(config.dtype, kernels, formats, group)).bytes

@@ -35,7 +35,7 @@ class Fields:
         return self.values.get(name) is not None
 
     def is_null(self, name: str) -> bool:
-        """Whether the file says null, which in some fields means something else than leaving them out."""
+        """Whether the field is null in the file, which for some fields differs from being absent."""
         return name in self.values and self.values[name] is None
 
     def integer(self, name: str, *, default: int | None = None, minimum: int = 1, maximum: int = 2**24) -> int:

@@ -46,7 +46,7 @@ def named_file(setting: str) -> Path | None:
 
 
 def read_generation(checkpoint: Path, named: Path | None = None) -> Fields:
-    """The fields of `named`, else of the checkpoint's file; none where the checkpoint has no such file.
+    """The fields of `named` or of the checkpoint's file; empty if the checkpoint has no such file.
 
     A GGUF file has some of them in its metadata.
 

@@ -1,4 +1,4 @@
-"""Which layers share block tables: those that keep the same positions, in groups of equally many layers.
+"""Which layers share block tables: layers that keep the same positions, in groups of equal size.
 
 All groups take blocks from one pool (`core/cache_groups.py`), so layer i of every group lies in the same memory:
 
@@ -67,7 +67,7 @@ def layer_groups(shapes: Sequence[LayerShape], longest: int) -> LayerGroups:
 def cache_shapes(
     groups: LayerGroups, shapes: Sequence[LayerShape], layers: range, num_bytes: Callable[[LayerShape], int],
 ) -> dict[int, LayerShape]:
-    """By the number of a cache, the largest shape of those of `layers` that share it."""
+    """The largest shape among the `layers` that share each cache, by number of the cache."""
     made: dict[int, LayerShape] = {}
     for layer in layers:
         number, shape = groups.caches[layer], shapes[layer]

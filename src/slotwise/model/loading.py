@@ -41,7 +41,7 @@ def read_config(checkpoint: Path, generation: Path | None = None) -> ModelConfig
 
 
 def _ending(config: ModelConfig, more: tuple[int, ...]) -> ModelConfig:
-    """Add `more` end tokens, without duplicates and without those outside the vocabulary."""
+    """Add `more` end tokens, except duplicates and ids outside the vocabulary."""
     ends = dict.fromkeys(config.eos_token_ids + more)
     return replace(config, eos_token_ids=tuple([token for token in ends if token < config.vocab_size]))
 

@@ -1,4 +1,4 @@
-"""LoRA adapters (Hu et al., 2021): their files, the products that they may change, and those in memory.
+"""LoRA adapters (Hu et al., 2021): their files, the products that they may change, and the adapters in memory.
 
     layers   Linear ─► LoraWeights.register   its parts by their names in the checkpoint
     load     an adapter's file ─► checked ─► factors of each product, packed in host memory
@@ -191,7 +191,7 @@ class AdaptableProduct:
 
 
 class LoraWeights:
-    """Loads and forgets adapters, each under a number that is never used again.
+    """The adapters of a model: loads and forgets them, under numbers that are never reused.
 
     Args:
         num_places: adapters in memory at the same time.
@@ -275,7 +275,7 @@ class LoraWeights:
             self._loaded.add(number)
 
     def unload(self, number: int) -> None:
-        """Forget an adapter, of which no request is left."""
+        """Forget an adapter that no unfinished request uses."""
         self._loaded.remove(number)
         self._unplaced.pop(number, None)
         if (place := self._places.pop(number, None)) is not None:
@@ -302,7 +302,7 @@ class LoraWeights:
     def _factors(
         self, product: AdaptableProduct, adapter: PeftAdapter, left: dict[str, dict[str, AdapterTensor]],
     ) -> LowRank | None:
-        """An adapter's factors of one product, of this rank's part; takes its tensors out of `left`."""
+        """An adapter's factors for this rank's part of one product; removes its tensors from `left`."""
         first, parts, biases, has_bias = 0, [], [], False
         for name, (kept, _) in product.kept.items():
             found, cut, outputs = left.pop(name, {}), product.cuts.get(name, WHOLE), product.parts[name]

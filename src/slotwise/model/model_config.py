@@ -287,7 +287,7 @@ class ModelConfig:
 
     @property
     def layer_weights(self) -> int:
-        """Weights of all layers' products that a token is multiplied by: of experts those that it chooses."""
+        """Weights of all layers' products that a token is multiplied by: only the experts that it chooses."""
         heads = ((3 if self.has_gated_attention else 2) * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         weights = self.num_layers * self.hidden_size * (heads + 3 * self.intermediate_size)
         if self.recurrent is not None:
@@ -451,7 +451,7 @@ def _stored_dtype(fields: Fields) -> torch.dtype:
 
 
 def text_part(fields: Fields, defaults: Mapping[str, object]) -> Fields:
-    """The fields of the text part of a model for images and text, `defaults` in place of those that it leaves out."""
+    """The fields of the text part of a model for images and text, with `defaults` for absent ones."""
     shared = {name: fields.values[name] for name in TEXT_SHARED if fields.values.get(name) not in (None, {})}
     text = {name: value for name, value in fields.section("text_config").values.items() if value is not None}
     return Fields({**defaults, "dtype": None, **text, **shared}, f"{fields.where}, text_config")

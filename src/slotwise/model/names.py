@@ -44,7 +44,7 @@ def with_head(architecture: str) -> str:
 
 
 def spellings(architecture: str) -> Spellings:
-    """The names of modules in configs of `architecture`, by those that families use."""
+    """Maps the name of a module to its spellings in configs of `architecture`."""
     beginnings: tuple[str, ...] = (f"{MODEL}.",)
     if architecture.endswith(WITH_IMAGES):
         beginnings = f"{MODEL}.{_INNER}.", f"{_INNER}.{MODEL}."

@@ -29,7 +29,7 @@ from slotwise.model.model_config import ModelConfig
 
 
 class TokenMixer(Protocol):
-    """What lets a token see those before it: attention, or a recurrent state."""
+    """What lets a token see earlier tokens: attention, or a recurrent state."""
 
     bytes: int  # of the weights, as packed
 
@@ -77,7 +77,7 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """A model, or one of its stages: the first has the ends, the last has the norm behind all layers."""
+    """A model, or one of its stages: the first has the ends, the last has the norm after all layers."""
 
     ends: Ends | None
     layers: Sequence[DecoderLayer]

@@ -68,7 +68,7 @@ class Cut(NamedTuple):
 def matrix_size(shape: tuple[int, ...]) -> tuple[int, int]:
     """Outputs and depth of the quantized matrix that a tensor of `shape` is.
 
-    `[matrices, depth, outputs]` is one as well: all matrices, transposed, one behind the other along their outputs.
+    `[matrices, depth, outputs]` counts as a matrix, too: all of them transposed and concatenated along outputs.
 
     Raises:
         ValueError: it is neither.
@@ -83,7 +83,7 @@ def matrix_size(shape: tuple[int, ...]) -> tuple[int, int]:
 
 WHOLE = Cut()
 Cuts = Mapping[str, Cut]
-"""Parts of tensors, by name; what is not named is whole."""
+"""Parts of tensors, by name; other tensors are whole."""
 
 Read = Callable[..., Weight]
 """`read(name, ..., cuts={})`: one tensor, or several stacked along their first dimension.
@@ -121,7 +121,7 @@ class StoredTensor(Protocol):
         ...
 
     def matrix(self) -> QuantisedMatrix:
-        """The whole, where it has a format, as `matrix_size` says."""
+        """The whole matrix, if it has a format; see `matrix_size`."""
         ...
 
 

@@ -53,7 +53,7 @@ class CheckpointWeights:
         return any(tensor.kind == kind for tensor in self._tensors.values())
 
     def formats(self, expected: Shapes) -> dict[str, Format]:
-        """The formats of those among these tensors that are read as quantized matrices, by name."""
+        """The formats of these tensors, by name, as far as they are read as quantized matrices."""
         found = {name: self._tensors[name].format for name in expected if name in self._tensors}
         return {name: kind for name, kind in found.items() if kind is not None and name not in self._widened}
 
@@ -68,7 +68,7 @@ class CheckpointWeights:
                    for at in range(0, first.shape[0], rows))
 
     def assemble(self, quantization: Quantization | None, expected: Shapes) -> None:
-        """Sees the parts of each weight that `quantization` says is quantized as one tensor from now on.
+        """Combines the parts of each weight that is quantized according to `quantization` into one tensor.
 
         Raises CheckpointError when parts are missing, or have another shape or type than the config says.
         """
@@ -92,7 +92,7 @@ class CheckpointWeights:
     def reader(
         self, expected: Shapes, dtype: torch.dtype, progress: Progress | None = None, wanted: Collection[str] = (),
     ) -> Read:
-        """Returns a function that reads these tensors as `dtype`, once they are checked; `wanted`: those read, or all.
+        """Checks these tensors and returns a function that reads them as `dtype`; `wanted`: the ones that are read.
 
         Raises CheckpointError as `check` does.  The returned function raises it for a tensor that holds NaN, infinity
         or a number too large for `dtype`; so does a quantized matrix that it returns, when it is unpacked.

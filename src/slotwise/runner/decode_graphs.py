@@ -34,7 +34,7 @@ MAX_TOKENS = 128  # of a step with drafts
 
 
 class _Size(NamedTuple):
-    """What is the same in all steps that one graph serves."""
+    """What all steps that one graph serves have in common."""
 
     rows: int
     tokens: int

@@ -79,7 +79,7 @@ class DraftPositions:
             self._held[slot] = number * self._slots.block_size
 
     def held(self, slot: int) -> int:
-        """How many positions of the slot's request the cache holds, from the first on."""
+        """Number of leading positions of the slot's request that are in the cache."""
         return int(self._held[slot])
 
     def known(self, slot: int, end: int) -> None:
@@ -100,7 +100,7 @@ ALL_LOGITS = 64  # positions of a step up to which all have logits: such a step 
 
 
 class _Proposal(NamedTuple):
-    """The drafts of a plan's rows, those given with it among them, and what proposing took."""
+    """The drafts of a plan's rows, given and proposed, and the cost of proposing."""
 
     drafts: tuple[tuple[int, ...], ...]
     proposing: Proposing
@@ -125,7 +125,7 @@ class DraftModelRunner(SlotListener):
         sampler: the target's.
         vocab_size: the target's logits.
         positions: which positions the caches hold.
-        announce: receives a plan with the drafts that were proposed for it, before the target computes it.
+        announce: receives a plan with its proposed drafts, before the target computes it.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class DraftModelRunner(SlotListener):
         return result if proposal is None else result._replace(drafts=proposal.drafts, proposing=proposal.proposing)
 
     def _caught_up(self, plan: StepPlan, rows: list[int]) -> list[_Span]:
-        """What the first pass computes: all that rows lack, those first that lack least, until CATCH_UP is spent."""
+        """What the first pass computes: missing positions of rows, fewest first, until CATCH_UP is spent."""
         spans, left = [], CATCH_UP
         lacking = sorted((plan.starts[row] - self._positions.held(plan.slots[row]), row) for row in rows)
         for number, row in lacking:
@@ -235,7 +235,7 @@ class DraftModelRunner(SlotListener):
 
 
 def _computed_by(plan: StepPlan, spans: Sequence[_Span], *, every: bool) -> StepPlan:
-    """The plan of a pass.  Args: every: all positions have logits, else the last one of each row that samples."""
+    """The plan of a pass.  `every`: all positions have logits, not only the last one of each row that samples."""
     counts = tuple([span.end - span.start for span in spans])
     return _rows(plan, [span.row for span in spans])._replace(
         starts=tuple([span.start for span in spans]), counts=counts,

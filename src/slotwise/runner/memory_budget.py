@@ -55,7 +55,7 @@ def loadable_bytes() -> int:
 
 
 def check_weights(weights: int, free: int, where: str, adapters: int = 0) -> None:
-    """Checks that the weights fit, before they are read: what does not would end this process without a word.
+    """Checks, before reading, that the weights fit: otherwise the system would kill this process without a message.
 
     Args:
         weights: bytes of the weights, as packed.
@@ -190,7 +190,7 @@ def _machine_available() -> int:
 
 
 def _guess() -> int:
-    """A modest guess of what is free, for systems without /proc: half of the memory, as far as it is known."""
+    """A modest guess of free memory on systems without /proc: half of the memory, if known."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     except (ValueError, OSError):
@@ -206,7 +206,7 @@ def _meminfo(name: str) -> int | None:
 
 
 def _groups() -> list[Path]:
-    """The control group of this process and those above it, as far as they can be seen: a container sees its root."""
+    """The control group of this process and its visible ancestors: a container sees its own root."""
     try:
         named = [line.removeprefix("0::") for line in _MEMBERSHIP.read_text().splitlines() if line.startswith("0::")]
     except OSError:
@@ -303,7 +303,7 @@ def measured_graph(decoder: Decoder, block_size: int, num_rows: int, longest: in
 
 
 def bytes_beside_torch(device: torch.device) -> int:
-    """Bytes of a device that are in use and not torch's: those of graphs, kernels, libraries and other processes."""
+    """Bytes of a device in use outside torch: by graphs, kernels, libraries and other processes."""
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
     return total - free - torch.cuda.memory_reserved(device)

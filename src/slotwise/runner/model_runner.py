@@ -73,7 +73,7 @@ class _VerifiedStep(NamedTuple):
 
 
 class _ModelOutput(NamedTuple):
-    """What the model gives for a plan."""
+    """The model's output for a plan."""
 
     plan: StepPlan  # with the logits alone that tokens are drawn from
     logits: Tensor  # [sum of num_logits, vocab]
@@ -172,7 +172,7 @@ class ModelRunner:
         return self._decoder.hidden(states.batch, self._caches, states.advances)
 
     def _read_prompts(self, plan: StepPlan, targets: Tensor, hidden: Tensor) -> _ModelOutput:
-        """Describe and pool prompts; the logits are those that tokens are drawn from."""
+        """Describe and pool prompts; the output has only the logits that tokens are drawn from."""
         decoder, prompts = self._decoder, self._prompts
         at_a_time = rows_at_a_time(self._slots.num_slots)
         described = describe(prompts.rows(plan, hidden), decoder.logits, self._sampler, at_a_time)

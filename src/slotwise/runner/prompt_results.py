@@ -48,7 +48,7 @@ def rows_at_a_time(num_slots: int) -> int:
 
 
 def workspace_rows(num_slots: int) -> int:
-    """The most rows of logits that a step holds at a time, of samples or of prompts."""
+    """The most rows of logits that a step has in memory at a time, of samples or of prompts."""
     return max(num_slots, FEWEST)
 
 
@@ -92,7 +92,7 @@ class PromptLogprobs(SlotListener):
         self._asked.pop(slot, None)
 
     def are_in(self, plan: StepPlan) -> bool:
-        """Whether `plan` wants logits at positions of such prompts."""
+        """Whether `plan` computes positions of prompts whose log-probabilities were requested."""
         return bool(self._asked) and any(self._of(plan, row) is not None for row in range(plan.num_rows))
 
     def _of(self, plan: StepPlan, row: int) -> _PromptRequest | None:

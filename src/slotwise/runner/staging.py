@@ -43,7 +43,7 @@ class Event(Protocol):
 
 
 class _Now:
-    """An event of a device that is never behind."""
+    """An event of a device whose work is done at once."""
 
     def record(self) -> None: ...
 

@@ -61,7 +61,7 @@ class DraftedStates:
         self._rows = [row for row, drafts in enumerate(plan.drafts) if drafts]
 
     def settle(self, tokens: Sequence[tuple[int, ...]]) -> None:
-        """Advance the states over what is accepted; `tokens` are those that each row of the plan yields."""
+        """Advance the states over the accepted tokens; `tokens` has what each row of the plan yields."""
         rows = [row for row in self._rows if tokens[row]]
         if rows:
             batch, at = _narrowed(self.batch, rows, [len(tokens[row]) for row in rows])

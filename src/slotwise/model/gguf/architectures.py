@@ -74,7 +74,7 @@ class ArchitectureKeys:
         return [key.removeprefix(prefix) for key in self.metadata.keys(prefix) if key not in self._read]
 
     def values(self, key: str) -> list[Any]:
-        """The value of a key that is there, or those of its array."""
+        """The value of an existing key, or the values of its array."""
         name = f"{self.prefix}.{key}"
         try:
             return [self.metadata.scalar(name)]
@@ -200,7 +200,7 @@ def _scale(common: Mapping[str, Any], largest: int) -> float:
 
 
 def granite(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
-    """Raises CheckpointError for a model without positions, which llama.cpp tells by a key of another meaning."""
+    """Raises CheckpointError for a model without positions, which llama.cpp marks by a key with another meaning."""
     if not keys.flag("rope.scaling.finetuned", default=True):
         raise keys.error("rope.scaling.finetuned", "is false, which stands for no rotary embedding: not supported")
     return {
@@ -329,7 +329,7 @@ class Architecture:
     rotates_parts: bool = False  # of heads, perhaps
 
     def name_of(self, stored: str) -> str:
-        """The name that a family gives the tensor that is `stored` in a file; one that no family reads stays unknown.
+        """A family's name for the tensor that a file calls `stored`.
 
         An unknown part of a layer is named as one, so that a model which holds it is refused.
         """
@@ -353,7 +353,7 @@ class Architecture:
 
 
 def is_unread(stored: str) -> bool:
-    """Whether a tensor is read with the config, or repeats what it says."""
+    """Whether a tensor is read with the config, or repeats it."""
     return _UNREAD.fullmatch(stored) is not None
 
 

@@ -85,7 +85,7 @@ def _split(packed: Tensor, shifts: tuple[int, ...], run: int) -> Tensor:
 
 
 def _of_32(bits: int, *, has_minimum: bool = False) -> BlockType:
-    """Q4_0, Q4_1, Q5_0 and Q5_1; the minimum is stored as what is added."""
+    """Q4_0, Q4_1, Q5_0 and Q5_1; the stored minimum is added."""
     at = 4 if has_minimum else 2
     fifth = 4 if bits == 5 else 0
 

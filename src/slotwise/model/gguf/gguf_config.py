@@ -48,7 +48,7 @@ DESCRIPTIVE = {GENERAL + name for name in (
     "license", "url", "doi", "uuid", "repo_url", "tags", "languages", "datasets", "file_type")}
 DESCRIPTIONS = tuple(f"{GENERAL}{name}." for name in ("license", "source", "base_model", "dataset"))
 QUANTIZATION = f"{GENERAL}quantization_version"
-BLOCKS_VERSION = 2  # of the layouts in `quantization/gguf_blocks.py`
+BLOCKS_VERSION = 2  # of the layouts in `gguf/blocks.py`
 CLOSE = 1e-6  # relative, of float32
 
 
@@ -78,7 +78,7 @@ def check_general(metadata: Metadata) -> None:
 
 
 def _neutral(config: ModelConfig) -> dict[str, tuple[object, ...]]:
-    """The values of keys that say what is done anyway."""
+    """The values of keys that describe the default behavior."""
     head_dim, rope = config.head_dim, config.ropes[0]
     return {
         "attention.causal": (True,),
@@ -147,7 +147,7 @@ def read_gguf_config(path: Path) -> ModelConfig:
 
 @dataclass(slots=True)
 class BlockQuantization:
-    """Weights in blocks: each tensor says its own type."""
+    """Weights in blocks: each tensor has a type of its own."""
 
     description: str
 
@@ -216,7 +216,7 @@ def _vocab_size(keys: ArchitectureKeys, hidden: int) -> int:
 
 
 def _dtype(keys: ArchitectureKeys) -> str:
-    """What most weights of products are stored as; bfloat16 computes with what is neither float16 nor float32."""
+    """The type of most weights of products; bfloat16 unless that is float16 or float32."""
     return _DTYPES.get(_types(keys)[0], "bfloat16")
 
 

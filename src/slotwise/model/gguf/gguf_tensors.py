@@ -76,7 +76,7 @@ class GGUFTensor:
 
 
 def open_gguf_tensors(path: Path) -> GGUFSource:
-    """Opens a GGUF file, or all parts of the one of which it is the first.
+    """Opens a GGUF model, given its first file.
 
     Raises:
         CheckpointError: a file is missing or not valid.

@@ -34,7 +34,7 @@ class Linear:
         gate: the first half of the outputs are gates: `activation(gates) * others`, half as many outputs.
         order: the checkpoint's output at each place, of some or all of them; None: as in the checkpoint.
         is_exact: never quantized: a product whose outputs choose.
-        cuts: the part of each weight that this rank holds (`layers/share.py`); `parts` and `inputs` are the whole's.
+        cuts: the part of each weight that this rank holds (`layers/source.py`); `parts` and `inputs` are the whole's.
             With a range of inputs the results are summed over the ranks, unless the caller does (`is_partial`).
     """
 

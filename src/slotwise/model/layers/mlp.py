@@ -33,7 +33,7 @@ class GatedMLP:
         self, source: WeightSource, name: str, sizes: tuple[int, int], *, activation: Activation = "silu",
         bias: bool = False, is_fused: bool = False, is_partial: bool = False,
     ) -> None:
-        """`sizes` are those of the hidden state and between the products; one weight, gates first, `is_fused`.
+        """`sizes`: hidden, intermediate.  `is_fused`: gates and ups are one weight, gates first.
 
         Where ranks share it, its results are summed over them, unless the caller does (`is_partial`).
         """

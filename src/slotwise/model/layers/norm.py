@@ -51,7 +51,7 @@ class ResidualStream:
         return self._kernels.add_rms_norm(x, self._sum, weight, eps, offset)
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with some rows, int64: no later layer needs the others."""
+        """Keep some rows, int64, and drop the others, which no later layer reads."""
         self._sum = self.sum().index_select(0, rows)
 
 

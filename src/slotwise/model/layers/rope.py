@@ -60,7 +60,7 @@ class Rope:
         return 1.0
 
     def reaching(self, max_positions: int) -> Self:
-        """The embedding of a model that serves `max_positions` positions: another one only where it depends on that."""
+        """The embedding of a model that serves `max_positions` positions; most do not depend on it."""
         return self
 
     def is_finite(self, head_dim: int, max_positions: int) -> bool:
@@ -104,7 +104,7 @@ class DividedRope(Rope):
 
 @dataclass(frozen=True)
 class Llama3Rope(Rope):
-    """Llama 3.1's scaling: slow pairs are interpolated, fast ones unchanged, those between blended.
+    """Llama 3.1's scaling: slow pairs are interpolated, fast ones unchanged, the rest blended.
 
     A pair is slow when it turns fewer than `low_freq_factor` times over the original context, and fast when it turns
     more than `high_freq_factor` times.
@@ -203,7 +203,7 @@ class RotaryTable:
             raise MemoryError(f"no room for {max_positions} positions: lower max_model_len") from error
 
     def until(self, end: int) -> Tensor:
-        """The table, `[max_positions, head_dim]`, whose rows before `end` are those of `rotary_table`."""
+        """The table, `[max_positions, head_dim]`, with valid rows before `end` (see `rotary_table`)."""
         while self._known < min(end, len(self._table)):
             upto = min(self._known + CHUNK, len(self._table))
             self._table[self._known : upto] = rotary_table(self._rope, self._table.shape[1], self._known, upto)

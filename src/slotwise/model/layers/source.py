@@ -77,7 +77,7 @@ class Heads(NamedTuple):
     whole: AttentionShape  # of all ranks together
 
     def cuts(self, parts: Collection[str]) -> dict[str, Cut]:
-        """Of the weights called queries, keys and values, or of the one that holds all three."""
+        """The cuts of the three weights of queries, keys and values, or of one fused weight."""
         size = self.shape.head_dim
         query, key = (range(heads.start * size, heads.stop * size) for heads in (self.query, self.key))
         if len(parts) > 1:
@@ -95,7 +95,7 @@ class Heads(NamedTuple):
         return Cut((query,)), Cut((key,))
 
     def normed_numbers(self, group: Group) -> tuple[int, int]:
-        """How many queries and keys the ranks hold together, those that several ranks hold as often as they do."""
+        """Numbers of queries and keys over all ranks; a head that several ranks hold counts each time."""
         size, whole = self.shape.head_dim, self.whole
         return whole.num_heads * size, max(whole.num_kv_heads, group.size) * size
 
@@ -141,7 +141,7 @@ class WeightSource:
         self._read = read
 
     def weight(self, shapes: Shapes, cuts: Cuts = NO_CUTS) -> Weight:
-        """The matrix of the one name in `shapes`, or those of several stacked along their outputs, as it is stored."""
+        """One matrix as stored, or several stacked along their outputs."""
         return self._read(*shapes, cuts=cuts) if cuts else self._read(*shapes)
 
     def tensor(self, shapes: Shapes, cuts: Cuts = NO_CUTS) -> Tensor:
@@ -151,7 +151,7 @@ class WeightSource:
 
 
 class _PackedSizes(ReferenceKernels):
-    """Packs nothing, and says the bytes that other kernels' packed weights take."""
+    """Packs nothing, and reports how many bytes other kernels' packed weights take."""
 
     def __init__(self, kernels: Kernels) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class _PackedSizes(ReferenceKernels):
 
 
 class Listing(WeightSource):
-    """Lists the tensors that layers ask for, and gives them tensors without memory.
+    """Lists the tensors that layers ask for, and returns tensors without memory.
 
     Args:
         kernels: whose packed sizes count.

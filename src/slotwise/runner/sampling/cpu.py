@@ -68,12 +68,12 @@ class Sampler(Sampling):
         self._edits.pop(slot, None)
 
     def draws_in_order(self, slot: int) -> bool:
-        """As `params.Sampling` says."""
+        """See `Sampling`."""
         return self._params.draws_in_order(slot)
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, slots: Sequence[int], positions: Sequence[int]) -> SampledTokens:
-        """Choose and record the next token of every row, as `params.Sampling` says.
+        """Choose and record the next token of every row; see `Sampling`.
 
         Args:
             logits: `[rows, vocab]` bfloat16 or float32 on the CPU.
@@ -164,7 +164,7 @@ class Sampler(Sampling):
     def _describe(
         self, work: Tensor, rows: list[int], requests: list[RequestParams], drawn: NDArray[np.int64]
     ) -> Logprobs | None:
-        """Log-probabilities of the rows that request them, but for those that failed; None when no row does."""
+        """Log-probabilities of the rows that request them and did not fail; None if no row requests any."""
         wanted = [request.num_logprobs for request in requests]
         width = max(wanted)
         if width == NO_LOGPROBS:
@@ -176,7 +176,7 @@ class Sampler(Sampling):
 
     @torch.inference_mode()
     def describe(self, logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
-        """Log-probabilities of given tokens, as `params.Sampling` says."""
+        """Log-probabilities of given tokens; see `Sampling`."""
         every, width = np.arange(len(logits)), min(num_top, self._vocab_size)
         work = self._widened(logits, every)
         sound = every[self._greedy(work, every) != FAILED]

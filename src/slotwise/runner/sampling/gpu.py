@@ -83,11 +83,11 @@ class DeviceSampler(Sampling):
         self._edits.pop(slot, None)
 
     def draws_in_order(self, slot: int) -> bool:
-        """As `params.Sampling` says."""
+        """See `Sampling`."""
         return self._params.draws_in_order(slot)
 
     def sample(self, logits: Tensor, slots: Sequence[int], positions: Sequence[int]) -> _Drawn:
-        """Enqueue the choice of every row's next token, as `params.Sampling` says."""
+        """Enqueue the choice of every row's next token; see `Sampling`."""
         requests, num_outputs = self._params.rows(slots, positions)
         places = list(slots)
         seeds, indices, controls = self._send(
@@ -125,7 +125,7 @@ class DeviceSampler(Sampling):
         return logprobs_of(asked, wanted, logits.index_select(0, rows), tokens.index_select(0, rows).clamp(min=0))
 
     def describe(self, logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
-        """Log-probabilities of given tokens, as `params.Sampling` says; those of unsound rows are NaN."""
+        """Log-probabilities of given tokens, NaN for unsound rows; see `Sampling`."""
         rows = range(len(logits))
         return logprobs_of(rows, [min(num_top, logits.shape[1])] * len(rows), logits, tokens)
 

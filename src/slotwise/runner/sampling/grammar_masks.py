@@ -51,7 +51,7 @@ Content = tuple[str, str]
 
 
 class Grammars:
-    """Compiles and holds the grammars of unfinished requests, as `engine.grammars.GrammarCompiler` says.
+    """Compiles and keeps the grammars of unfinished requests; see `engine.executor.GrammarCompiler`.
 
     Args:
         tokenizer: from `grammar_compiler.tokenizer_of`; None: no grammar compiles.
@@ -307,13 +307,13 @@ class _ConstrainedOutput:
         self._num_held = 0  # of those that the matcher consumed, the first ones that are still outputs
 
     def record(self, first: int, tokens: Sequence[int]) -> None:
-        """Tokens follow the first `first` outputs, and replace those of a step that failed."""
+        """Record tokens after the first `first` outputs; they replace the tokens of a failed step."""
         if self._outputs[first:] != list(tokens):
             self._num_held = min(self._num_held, first)
         self._outputs[first:] = tokens
 
     def fill(self, first: int, drafts: Sequence[int], bits: NDArray[np.int32]) -> None:
-        """Fill `bits [1 + drafts, words]` for the tokens behind `first` outputs, and behind each draft that may stand.
+        """Fill `bits [1 + drafts, words]` for the token after `first` outputs, and after each draft that may stand.
 
         All bits are 0, so that no token can be drawn, where the masks cannot be computed.
         """

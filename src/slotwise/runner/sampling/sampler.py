@@ -102,7 +102,7 @@ class SlotParams:
         self._requests.pop(slot, None)
 
     def draws_in_order(self, slot: int) -> bool:
-        """As `Sampling` says."""
+        """See `Sampling`."""
         return self._requests[slot].follows_outputs
 
     def rows(self, slots: Sequence[int], positions: Sequence[int]) -> tuple[list[RequestParams], list[int]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slotwise.compose.launch import ChildProcess, launch_engine
+from slotwise.core.slo import SLO
 from slotwise.engine.client import EngineClient
 from slotwise.engine.config import ConfigError
 from slotwise.engine.generation import AT_THE_END, Chunk, Generation
@@ -26,7 +27,7 @@ from slotwise.observe.metrics import Metrics
 from slotwise.observe.recorder import Recorder
 from slotwise.observe.ring import Ring
 from slotwise.offline.arguments import Arguments, EngineArgs, VllmMethods, check_call
-from slotwise.offline.frontend import Choice, Frontend, Job, OfflineTokenizer
+from slotwise.offline.frontend import BASE_SPEC, Choice, Frontend, Job, OfflineTokenizer
 from slotwise.offline.inputs import PromptType, parsed
 from slotwise.offline.lora_requests import AsyncAdapters, LoRARequest
 from slotwise.offline.outputs import RequestOutput
@@ -114,7 +115,9 @@ class AsyncLLM(VllmMethods):
             async with self._adapters.held(lora_request) as adapter:
                 if isinstance(sampling_params, SamplingParams):  # others are refused by `job`
                     await asyncio.to_thread(self._frontend.check_grammar, sampling_params)
-                job = self._frontend.job(info, one, sampling_params, request_id, priority, adapter)
+                spec = replace(
+                    BASE_SPEC, slo=SLO(priority=priority), adapter=adapter.number, adapter_name=adapter.name)
+                job = self._frontend.job(info, one, sampling_params, request_id, spec)
                 async with contextlib.aclosing(self._outputs(job, request_id)) as outputs:
                     async for output in outputs:
                         yield output

@@ -14,15 +14,12 @@ from typing import Any
 
 from slotwise.compose.model_defaults import announce, read_defaults, read_pooling
 from slotwise.core.params import InvalidParams
-from slotwise.core.params import PoolingParams as EnginePooling
 from slotwise.core.params import SamplingParams as EngineParams
 from slotwise.core.request import RequestSpec
-from slotwise.core.slo import SLO
 from slotwise.core.step import TokenLogprobs
 from slotwise.engine.messages import UNSUBMITTED, Add, EngineInfo
 from slotwise.offline.arguments import Arguments
 from slotwise.offline.inputs import Parsed
-from slotwise.offline.lora_requests import BASE, Held
 from slotwise.offline.outputs import (
     CompletionOutput,
     EmbeddingOutput,
@@ -39,26 +36,25 @@ from slotwise.text.conversation import RESERVED_VARIABLES, InvalidMessages, Open
 from slotwise.text.grammar_check import check
 from slotwise.text.tokenizer import Tokenizer, spellings
 
+BASE_SPEC = RequestSpec((), EngineParams(max_tokens=None))  # of the base model, with no wishes
+
 
 class Job:
     """A prompt and its continuations.
 
     Args:
         output: without continuations.
-        engine_params: what the engine needs of `params`.
-        seed: of the first continuation; the next ones have the next numbers.
+        spec: of the first continuation; the next ones have the next seeds.
         eos_ids: the model's end tokens.
     """
 
-    def __init__(self, output: RequestOutput, params: SamplingParams, engine_params: EngineParams, seed: int,
-                 tokenizer: Tokenizer, eos_ids: Collection[int], salt: str = "", priority: int = 0,
-                 adapter: Held = BASE) -> None:
+    def __init__(self, output: RequestOutput, params: SamplingParams, spec: RequestSpec, tokenizer: Tokenizer,
+                 eos_ids: Collection[int]) -> None:
         self.output = output
         self.kind = params.output_kind
         self.interval = params.stream_interval or 1
         self.text_of = tokenizer.token_text
-        self._params, self._seed, self._salt, self._slo = engine_params, seed, salt, SLO(priority=priority)
-        self._adapter = adapter
+        self._spec, engine_params = spec, spec.params
         stop_ids = set(engine_params.stop_token_ids).difference(() if engine_params.ignore_eos else eos_ids)
         shown = VisibleTokens(stop=params.include_stop_str_in_output, special=not params.skip_special_tokens)
         self.choices = []
@@ -74,10 +70,9 @@ class Job:
 
     def add(self, choice: Choice, name: str, request_id: int = UNSUBMITTED) -> Add:
         """The command that starts a continuation, under a name that is unique among the unfinished ones."""
-        index = choice.completion.index
-        return Add(request_id, RequestSpec(
-            tuple(self.output.prompt_token_ids), self._params.of_choice(index), (self._seed + index) % 2**64,
-            salt=self._salt, slo=self._slo, adapter=self._adapter.number, adapter_name=self._adapter.name), name=name)
+        index, spec = choice.completion.index, self._spec
+        return Add(request_id, replace(
+            spec, params=spec.params.of_choice(index), seed=(spec.seed + index) % 2**64), name=name)
 
     def read_prompt(self, start: int, entries: Sequence[TokenLogprobs]) -> None:
         """Adds entries of the prompt's tokens from position `start + 1` on; known ones, computed again, are ignored."""
@@ -175,22 +170,16 @@ class Choice:
         return one
 
 
-NO_TOKENS = EngineParams(max_tokens=None)
-
-
 class EmbeddingJob:
     """A prompt and its vector.  It has the methods of `Job` and of its one `Choice`."""
 
     index = 0
     met_stop_string = False
 
-    def __init__(self, output: EmbeddingRequestOutput, pooling: EnginePooling, salt: str = "",
-                 adapter: Held = BASE) -> None:
+    def __init__(self, output: EmbeddingRequestOutput, spec: RequestSpec) -> None:
         self.output = output
         self.error = ""  # why it ended, if it failed
-        self._pooling = pooling
-        self._salt = salt
-        self._adapter = adapter
+        self._spec = spec
 
     @property
     def job(self) -> EmbeddingJob:
@@ -202,9 +191,7 @@ class EmbeddingJob:
 
     def add(self, name: str, request_id: int) -> Add:
         """The command that starts it, under a name that is unique among the unfinished ones."""
-        return Add(request_id, RequestSpec(
-            tuple(self.output.prompt_token_ids), NO_TOKENS, salt=self._salt, pooling=self._pooling,
-            adapter=self._adapter.number, adapter_name=self._adapter.name), name=name)
+        return Add(request_id, self._spec, name=name)
 
     def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], now: float, reason: str = "") -> None:
         """Never called: nothing is sampled."""
@@ -250,8 +237,11 @@ class Frontend:
         return SamplingParams(**self.defaults.given)
 
     def job(self, info: EngineInfo, prompt: Parsed, params: SamplingParams | None, request_id: str,
-            priority: int = 0, adapter: Held = BASE) -> Job:
+            spec: RequestSpec = BASE_SPEC) -> Job:
         """A request that the engine can run.
+
+        Args:
+            spec: what the arguments of a call say, other than prompt and parameters.
 
         Raises:
             ValueError: the prompt can never run, or parameters are not valid; the message says why.
@@ -267,11 +257,10 @@ class Frontend:
         engine_params.check_vocabulary(info.vocab_size, info.eos_token_ids)
         self._check_prompt(info, ids, engine_params.max_tokens)
         seed = self._seeds.getrandbits(63) if engine_params.seed is None else engine_params.seed
-        salt = self._salt(prompt)
+        spec = replace(spec, prompt=tuple(ids), params=engine_params, seed=seed, salt=self._salt(prompt))
         metrics = RequestMetrics(time.monotonic())
         output = RequestOutput(request_id, prompt.text, ids, None, [], finished=False, metrics=metrics)
-        return Job(
-            output, wanted, engine_params, seed, self.tokenizer, info.eos_token_ids, salt, priority, adapter)
+        return Job(output, wanted, spec, self.tokenizer, info.eos_token_ids)
 
     def check_grammar(self, params: SamplingParams) -> None:
         """Raises InvalidParams for a grammar that a server refuses.  That may take seconds, for the first time."""
@@ -280,11 +269,12 @@ class Frontend:
             raise InvalidParams(grammar.field, objection)
 
     def embedding_job(self, info: EngineInfo, prompt: Parsed, params: PoolingParams | None, request_id: str,
-                      most: int | None, adapter: Held = BASE) -> EmbeddingJob:
+                      most: int | None, spec: RequestSpec = BASE_SPEC) -> EmbeddingJob:
         """A prompt whose vector is wanted.
 
         Args:
             most: tokens that are kept, the first ones; -1: as many as the model takes; None: all.
+            spec: as that of `job`.
 
         Raises:
             ValueError: the model gives no vectors, the prompt can never run, or parameters are not valid.
@@ -302,7 +292,7 @@ class Frontend:
         self._check_prompt(info, ids, 0)
         output = EmbeddingRequestOutput(
             request_id, EmbeddingOutput(), ids, finished=False, metrics=RequestMetrics(time.monotonic()))
-        return EmbeddingJob(output, pooling, self._salt(prompt), adapter)
+        return EmbeddingJob(output, replace(spec, prompt=tuple(ids), pooling=pooling, salt=self._salt(prompt)))
 
     def _salt(self, prompt: Parsed) -> str:
         return f"{self._resets}:{prompt.salt}" if self._resets or prompt.salt else ""

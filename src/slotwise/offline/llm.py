@@ -22,12 +22,21 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tqdm import tqdm
 
 from slotwise.compose.engine_builder import load
+from slotwise.core.slo import SLO
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import AdapterStore
 from slotwise.engine.messages import EngineInfo, Finish, StepRecord
 from slotwise.errors import CheckpointError
 from slotwise.offline.arguments import Arguments, EngineArgs, VllmMethods, check_call
-from slotwise.offline.frontend import Choice, EmbeddingJob, Frontend, Job, OfflineTokenizer, template_variables
+from slotwise.offline.frontend import (
+    BASE_SPEC,
+    Choice,
+    EmbeddingJob,
+    Frontend,
+    Job,
+    OfflineTokenizer,
+    template_variables,
+)
 from slotwise.offline.inputs import Parsed, PromptType, as_batch, parsed
 from slotwise.offline.lora_requests import BASE, Held, LoRARequest, OfflineAdapters
 from slotwise.offline.outputs import EmbeddingRequestOutput, RequestOutput
@@ -303,7 +312,8 @@ class LLM(VllmMethods):
         each = _for_each("pooling_params", pooling_params, len(given))
         with self._adapters.held(_for_each("lora_request", lora_request, len(given))) as adapters:
             jobs = [self._frontend.embedding_job(
-                self.info, prompt, params, str(next(self._names)), truncate_prompt_tokens, adapter)
+                self.info, prompt, params, str(next(self._names)), truncate_prompt_tokens,
+                replace(BASE_SPEC, adapter=adapter.number, adapter_name=adapter.name))
                 for prompt, params, adapter in zip(given, each, adapters, strict=True)]
             self._run(jobs, use_tqdm, "Embedding")
         return [job.output for job in jobs]
@@ -344,7 +354,8 @@ class LLM(VllmMethods):
         return self._frontend.rendered(conversation, {}).ids or []
 
     def _job(self, prompt: Parsed, params: SamplingParams | None, priority: int | None, adapter: Held = BASE) -> Job:
-        return self._frontend.job(self.info, prompt, params, str(next(self._names)), priority or 0, adapter)
+        spec = replace(BASE_SPEC, slo=SLO(priority=priority or 0), adapter=adapter.number, adapter_name=adapter.name)
+        return self._frontend.job(self.info, prompt, params, str(next(self._names)), spec)
 
     def stream(self, prompt: PromptType, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Continues one prompt and yields its text as it comes.  `n` must be 1.

@@ -14,9 +14,9 @@ from docs.generate.markdown import code, first_sentence, listed, number, sentenc
 from slotwise.core.params import PARAMETERS
 from slotwise.core.settings import INT64, settings_of
 from slotwise.engine.scheduling import Scheduling, changes_schema
-from slotwise.server.app import ROUTES
+from slotwise.server.app import BODIES, ROUTES
 from slotwise.server.asgi import OPEN_TO_ALL
-from slotwise.server.openapi import BODIES, document
+from slotwise.server.openapi import document
 from slotwise.server.protocol import CompletionRequest, Generate
 from slotwise.server.tiers import TierSettings, TierTable
 from slotwise.server.unsupported import unsupported_fields

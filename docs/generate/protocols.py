@@ -21,7 +21,7 @@ from slotwise.core.settings import Range, settings_of
 from slotwise.engine.config import EngineConfig
 from slotwise.offline.arguments import OWN, SETTINGS
 from slotwise.offline.sampling_params import INSTEAD, NAMES, UNSUPPORTED, SamplingParams
-from slotwise.server.openapi import BODIES
+from slotwise.server.app import BODIES
 from slotwise.server.unsupported import AS_ANOTHER, HINTS, unsupported_fields
 
 OBEYED, NEUTRAL, REFUSED = "obeyed", "neutral", "refused"

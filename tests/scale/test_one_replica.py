@@ -63,7 +63,7 @@ def test_a_request_and_its_events_are_of_the_replica_that_is_named(two: Behind) 
         told = two.door.get(f"/events?follow=0&replica={name}")
         assert told.status_code == 200 and told.headers["content-type"] == "application/x-ndjson"
         entries = map(json.loads, told.content.splitlines())
-        ids = [entry["add"]["request_id"] for entry in entries if entry["kind"] == "request"]
+        ids = [entry["add"]["name"] for entry in entries if entry["kind"] == "request"]
         assert f"cmpl-pinned-{number}-" in " ".join(ids) and f"cmpl-pinned-{1 - number}-" not in " ".join(ids)
         assert told.content == replica(two, name).get("/events?follow=0").content
         assert two.door.get(f"/explain/cmpl-pinned-{number}").json()["requests"]

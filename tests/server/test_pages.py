@@ -14,9 +14,8 @@ import httpx
 import pytest
 from support.live_server import Server, running
 
-from slotwise.server.app import ROUTES
+from slotwise.server.app import BODIES, ROUTES
 from slotwise.server.asgi import below
-from slotwise.server.openapi import BODIES
 from slotwise.server.request_log import GENERATING
 from slotwise.server.unsupported import unsupported_fields
 

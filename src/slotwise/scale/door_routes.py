@@ -45,8 +45,8 @@ from slotwise.scale.upstream import (
 from slotwise.server import pages
 from slotwise.server.admin import MAX_SETTINGS, PROMETHEUS
 from slotwise.server.api_errors import ApiError, ClientGone, ErrorBody, bad_request
-from slotwise.server.asgi import Endpoint
 from slotwise.server.decoding import decode
+from slotwise.server.endpoints import Endpoint
 from slotwise.server.event_stream import MAX_UNSENT, NDJSON, UNREAD
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.lifecycle import LOAD, MAX_ADAPTER_BODY, UNLOAD, LoadAdapterRequest, UnloadAdapterRequest

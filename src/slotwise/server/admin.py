@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from slotwise.server.bodies import warn_of_unknown_fields, warn_of_unknown_keys
 from slotwise.server.completions import conversation_of
 from slotwise.server.context import Api, Observers, RequestLimits, ServedEngine, ServerClients, TextService
 from slotwise.server.decoding import decode, decode_object
+from slotwise.server.endpoints import about
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.output_constraints import allowed_tools
 from slotwise.server.prompts import Encoding
@@ -29,6 +31,7 @@ STARTED = int(time.time())
 PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
 
 
+@about(takes_body=False)
 async def health(engine: ServedEngine, exchange: HttpExchange) -> None:
     """200 while requests are accepted.  An engine in a long step is busy; one without heartbeats is frozen."""
     engine_client = engine.client
@@ -53,6 +56,7 @@ async def load(api: Api, exchange: HttpExchange) -> None:
     await exchange.respond_json({"server_load": api.num_exchanges - 1})
 
 
+@about(media_type="text/plain")
 async def metrics(observers: Observers, exchange: HttpExchange) -> None:
     """Metrics in Prometheus' text format."""
     observers.batched_observer.flush()
@@ -105,6 +109,7 @@ async def reschedule(clients: ServerClients, engine: ServedEngine, limits: Reque
     await exchange.respond_json(changed)
 
 
+@about(body=WhatIfRequest)
 async def what_if(clients: ServerClients, observers: Observers, exchange: HttpExchange) -> None:
     """The last minutes, replayed under other scheduling settings, next to what was measured; changes nothing."""
     async with clients.bodies.reading(exchange, MAX_SETTINGS) as body:
@@ -124,6 +129,7 @@ async def model(engine: ServedEngine, settings: ServerSettings, exchange: HttpEx
     await exchange.respond_json(model_card(engine, settings, exchange.scope["path_params"]["model"]))
 
 
+@about(body=TokenizeRequest, statuses=(HTTPStatus.TOO_MANY_REQUESTS,))
 async def tokenize(api: Api, exchange: HttpExchange) -> None:
     """Token ids of a text, or of messages through the chat template."""
     api.limits.quotas.count_request(api.limits.account(exchange))
@@ -150,6 +156,7 @@ async def tokenize(api: Api, exchange: HttpExchange) -> None:
         "token_strs": texts})
 
 
+@about(body=DetokenizeRequest, statuses=(HTTPStatus.TOO_MANY_REQUESTS,))
 async def detokenize(clients: ServerClients, engine: ServedEngine, limits: RequestLimits, text: TextService,
                      exchange: HttpExchange) -> None:
     """The text of token ids."""

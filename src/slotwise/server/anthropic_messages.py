@@ -22,6 +22,7 @@ from slotwise.server.choice import Choice, parts_of
 from slotwise.server.completions import conversation_of, validated_chat
 from slotwise.server.context import Api
 from slotwise.server.decoding import decode
+from slotwise.server.endpoints import about
 from slotwise.server.generate import Job, ValidatedRequest, respond
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.messages_protocol import CountTokensRequest, MessagesRequest
@@ -165,11 +166,13 @@ ERRORS = ErrorFormat(_body, b"event: error\ndata: %b\n\n")
 # -- the endpoints -----------------------------------------------------------------------------------------------------
 
 
+@about(body=MessagesRequest, streams=True)
 async def messages(api: Api, exchange: HttpExchange) -> None:
     """Answers to a conversation in Anthropic's form, whole or as a stream."""
     await respond(api, exchange, MESSAGE, _message)
 
 
+@about(body=CountTokensRequest)
 async def count_tokens(api: Api, exchange: HttpExchange) -> None:
     """The number of tokens that the prompt of such a conversation has."""
     api.limits.quotas.count_request(api.limits.account(exchange))

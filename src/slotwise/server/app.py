@@ -9,15 +9,16 @@ from slotwise.engine.sleep import Sleep
 from slotwise.observe.step_time import StepTimeModel
 from slotwise.server import admin, lifecycle, pages, request_status
 from slotwise.server.anthropic_messages import count_tokens, messages
-from slotwise.server.asgi import OPEN_TO_ALL, Endpoint
+from slotwise.server.asgi import OPEN_TO_ALL
 from slotwise.server.checkpoint_workers import Template
 from slotwise.server.completions import chat_completions, completions
 from slotwise.server.context import Api
 from slotwise.server.embeddings import embeddings
+from slotwise.server.endpoints import Endpoint, about
 from slotwise.server.event_stream import events
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.lifecycle import LOAD, UNLOAD, load_adapter, unload_adapter
-from slotwise.server.openapi import document
+from slotwise.server.openapi import bodies_of, document
 from slotwise.server.pages import timeline
 from slotwise.server.parsers.output_format import UNPARSED, OutputFormat
 from slotwise.server.prompts import Prompts
@@ -32,6 +33,7 @@ async def openapi(settings: ServerSettings, exchange: HttpExchange) -> None:
     await exchange.respond(_document(settings.root_path))
 
 
+@about(media_type="text/html")
 async def docs(settings: ServerSettings, exchange: HttpExchange) -> None:
     """The routes and their bodies, from the OpenAPI document, as an HTML page."""
     await pages.respond(exchange, _reference(settings.root_path))
@@ -86,6 +88,8 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("GET", "/explain/{request_id:path}", request_status.explain),
     ("GET", "/requests/{request_id:path}", request_status.status),
 )
+
+BODIES = bodies_of(ROUTES)  # that have a type of their own, by path
 
 
 def build_api(engine_client: EngineClient, tokenizer: Tokenizer, chat_template: Template | None,

@@ -22,6 +22,7 @@ from slotwise.server import anthropic_messages, lifecycle
 from slotwise.server.api_errors import CONTEXT_EXCEEDED, OPENAI, ApiError, ClientGone, ErrorFormat
 from slotwise.server.browsers import WITH_A_BODY, check_json, check_one_host, is_local, is_preflight
 from slotwise.server.context import Clients
+from slotwise.server.endpoints import Endpoint
 from slotwise.server.http_exchange import HttpExchange, checked_request_id
 from slotwise.server.listener import ALWAYS
 from slotwise.server.request_log import RequestLog
@@ -38,9 +39,6 @@ MAX_ROUTES = 2000  # characters of the routes that an error lists
 REJECTIONS = (CONTEXT_EXCEEDED, "tokenizer_busy")  # codes of errors that count as refused admissions
 
 logger = logging.getLogger(__name__)
-
-Endpoint = Callable[..., Awaitable[None]]
-"""Receives the parts of the service that its parameters name, then the exchange: `metrics(observers, exchange)`."""
 
 WHOLE = ("api", "door")  # names of a parameter that receives the service itself
 

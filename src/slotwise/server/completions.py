@@ -11,6 +11,7 @@ from slotwise.server.api_errors import bad_request
 from slotwise.server.bodies import warn_of_ignored, warn_of_unknown_fields, warn_of_unknown_keys
 from slotwise.server.context import Api
 from slotwise.server.decoding import decode
+from slotwise.server.endpoints import about
 from slotwise.server.generate import Echo, Renderer, ValidatedRequest, check, encoding_of, respond
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.logprobs import most_tokens
@@ -31,11 +32,13 @@ from slotwise.server.shapes import CHAT, COMPLETION
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens; a chat's is the model's own, else whatever fits
 
 
+@about(body=CompletionRequest, streams=True)
 async def completions(api: Api, exchange: HttpExchange) -> None:
     """Continuations of one prompt or several, whole or as a stream."""
     await respond(api, exchange, COMPLETION, _completion)
 
 
+@about(body=ChatRequest, streams=True)
 async def chat_completions(api: Api, exchange: HttpExchange) -> None:
     """Answers to a conversation, whole or as a stream."""
     await respond(api, exchange, CHAT, _chat)

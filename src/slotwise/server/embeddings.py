@@ -24,6 +24,7 @@ from slotwise.server.bodies import warn_of_unknown_fields
 from slotwise.server.choice import Choice, together
 from slotwise.server.context import Api
 from slotwise.server.decoding import decode
+from slotwise.server.endpoints import about
 from slotwise.server.generate import Job, ValidatedRequest, check, encoding_of, respond, usage_of
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.protocol import Generate, KeptTokens, Length, Milliseconds, Priority, Prompt, Salt, Seconds, User
@@ -62,6 +63,7 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
             truncate_prompt_tokens=self.truncate_prompt_tokens, truncation_side=self.truncation_side or "right")
 
 
+@about(body=EmbeddingRequest)
 async def embeddings(api: Api, exchange: HttpExchange) -> None:
     """Vectors of one text or several, by pooling the model's hidden states."""
     await respond(api, exchange, EMBEDDING, _embedding)

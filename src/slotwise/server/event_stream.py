@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator, Sequence
+from http import HTTPStatus
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -17,6 +18,7 @@ from slotwise.observe.event_log import Entry, Gap, encode_lines
 from slotwise.observe.ring import Line, Ring
 from slotwise.server.api_errors import bad_request
 from slotwise.server.context import Observers, ServedEngine, ServerClients
+from slotwise.server.endpoints import about
 from slotwise.server.http_exchange import HttpExchange
 
 SWITCHES = ("backlog", "follow")  # 0 or 1; default 1
@@ -79,6 +81,8 @@ class TenantFilter:
                       for number, row in zip(entry.numbers, tokens, strict=False)])
 
 
+@about(media_type="application/x-ndjson", statuses=(HTTPStatus.TOO_MANY_REQUESTS,), query=tuple(
+    {"name": name, "schema": {"enum": ["0", "1"], "default": "1"}} for name in SWITCHES))
 async def events(clients: ServerClients, engine: ServedEngine, observers: Observers, exchange: HttpExchange) -> None:
     """Stream the event log: one JSON object per line (see observe.event_log).
 

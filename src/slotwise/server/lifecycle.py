@@ -19,6 +19,7 @@ from slotwise.server.api_errors import ApiError, bad_request
 from slotwise.server.bodies import warn_of_unknown_fields
 from slotwise.server.context import ServedEngine, ServerClients
 from slotwise.server.decoding import decode, decode_object
+from slotwise.server.endpoints import about
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.server_settings import LoraModule, ServerSettings
 from slotwise.server.unsupported import refuse
@@ -34,6 +35,8 @@ MAX_ADAPTER_BODY = 64 << 10  # bytes
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 
+@about(takes_body=False, statuses=(HTTPStatus.CONFLICT,), query=(
+    {"name": "level", "schema": {"enum": [str(level) for level in LEVELS], "default": "1"}},))
 async def sleep(clients: ServerClients, engine: ServedEngine, settings: ServerSettings, exchange: HttpExchange) -> None:
     """Give memory back: the cache's at level 1, by default, and the weights' as well at level 2."""
     await _no_fields(clients, exchange)
@@ -45,6 +48,7 @@ async def sleep(clients: ServerClients, engine: ServedEngine, settings: ServerSe
     await is_sleeping(engine, exchange)
 
 
+@about(takes_body=False, statuses=(HTTPStatus.CONFLICT,))
 async def wake_up(clients: ServerClients, engine: ServedEngine, exchange: HttpExchange) -> None:
     """Serve again after a sleep; the response comes when requests are taken."""
     await _no_fields(clients, exchange)
@@ -54,6 +58,7 @@ async def wake_up(clients: ServerClients, engine: ServedEngine, exchange: HttpEx
     await is_sleeping(engine, exchange)
 
 
+@about(body=LoadModelRequest, statuses=(HTTPStatus.CONFLICT,))
 async def load_model(clients: ServerClients, engine: ServedEngine, exchange: HttpExchange) -> None:
     """Serve another model in the place of this one, once running requests have finished."""
     async with clients.bodies.reading(exchange, MAX_BODY) as body:
@@ -127,6 +132,7 @@ class UnloadAdapterRequest(msgspec.Struct, kw_only=True):
     lora_int_id: Any = None  # refused: the name says which
 
 
+@about(body=LoadAdapterRequest)
 async def load_adapter(clients: ServerClients, engine: ServedEngine, settings: ServerSettings,
                        exchange: HttpExchange) -> None:
     """Load an adapter while requests run; the response comes when requests may name it."""
@@ -139,6 +145,7 @@ async def load_adapter(clients: ServerClients, engine: ServedEngine, settings: S
     await exchange.respond_json(model_card(engine, settings, adapter.name))
 
 
+@about(body=UnloadAdapterRequest)
 async def unload_adapter(clients: ServerClients, engine: ServedEngine, exchange: HttpExchange) -> None:
     """Unload an adapter: no new request may name it, and its memory is free when those that have it have ended."""
     async with clients.bodies.reading(exchange, MAX_ADAPTER_BODY) as body:

@@ -1,62 +1,32 @@
-"""`/openapi.json`, generated from the types that bodies are decoded into."""
+"""`/openapi.json`, generated from the types that bodies are decoded into, and from what endpoints say of themselves."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from http import HTTPStatus
-from typing import Any
 
 import msgspec
 
 from slotwise.engine.scheduling import MAX_TIERS, changes_schema
-from slotwise.engine.sleep import LEVELS
-from slotwise.server.admin_protocol import (
-    AbortRequest,
-    DetokenizeRequest,
-    LoadModelRequest,
-    TokenizeRequest,
-    WhatIfRequest,
-)
 from slotwise.server.anthropic_messages import MESSAGES, MessagesErrorBody
 from slotwise.server.api_errors import TRY_LATER, ErrorBody
-from slotwise.server.embeddings import EmbeddingRequest
-from slotwise.server.event_stream import SWITCHES
-from slotwise.server.lifecycle import LOAD, LOAD_MODEL, SLEEP, UNLOAD, WAKE_UP, LoadAdapterRequest, UnloadAdapterRequest
-from slotwise.server.messages_protocol import CountTokensRequest, MessagesRequest
-from slotwise.server.pages import REFUSED
-from slotwise.server.protocol import (
-    ChatRequest,
-    CompletionRequest,
-)
+from slotwise.server.endpoints import About, Endpoint, Json, about_of
+from slotwise.server.protocol import ChatRequest
 from slotwise.server.quotas import POSITION, START
-from slotwise.server.replica_state import INSTANCE, MAX_SINCE, SINCE
 from slotwise.server.request_log import GENERATING
-from slotwise.server.responses_protocol import ResponsesRequest
 from slotwise.server.tiers import TierSettings
 from slotwise.server.unsupported import unsupported_fields
 from slotwise.text.conversation import MAX_MESSAGES
 from slotwise.version import __version__
 
-Json = dict[str, Any]
-BODIES: dict[str, type] = {
-    "/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest,
-    "/v1/responses": ResponsesRequest, "/v1/messages": MessagesRequest, "/v1/messages/count_tokens": CountTokensRequest,
-    "/v1/embeddings": EmbeddingRequest, "/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest,
-    "/abort_requests": AbortRequest, "/what_if": WhatIfRequest, LOAD_MODEL: LoadModelRequest,
-    LOAD: LoadAdapterRequest, UNLOAD: UnloadAdapterRequest}
-WITHOUT_A_BODY = ("/ping", SLEEP, WAKE_UP)  # though they are posted
-STREAMING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
-OTHER_TEXT = {"/": "text/html", "/docs": "text/html", "/metrics": "text/plain", "/timeline": "text/html",
-              "/events": "application/x-ndjson"}
+REFUSED = "x-refused"  # of a field of the OpenAPI document that is accepted only with values that change nothing
 AT_ANY_ROUTE = (HTTPStatus.BAD_REQUEST, HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND,
                 HTTPStatus.METHOD_NOT_ALLOWED, HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.SERVICE_UNAVAILABLE)
 EVENT: Json = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 WITH_A_BODY = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
 WHEN_GENERATING = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.GATEWAY_TIMEOUT)
-# 429 beyond the bound of one key:
-BOUNDED_BY_CLIENT = ("/events", "/explain/{request_id:path}", "/tokenize", "/detokenize")
 QUEUE: Json = {
     POSITION: {"description": "How many waited for a slot before it when it came.",
                "schema": {"type": "integer", "minimum": 0}},
@@ -84,7 +54,7 @@ class ChatMessage(msgspec.Struct):
 
 
 def document(
-    routes: Sequence[tuple[str, str, Callable[..., object]]], open_to_all: Sequence[str], root_path: str = "",
+    routes: Sequence[tuple[str, str, Endpoint]], open_to_all: Sequence[str], root_path: str = "",
 ) -> bytes:
     """The OpenAPI document of `routes`, each a method, a path and an endpoint, as JSON.
 
@@ -92,18 +62,20 @@ def document(
         open_to_all: paths that need no key.
         root_path: prefix of all paths, for clients that reach the server through a proxy.
     """
-    types = [*BODIES.values(), ChatMessage, ErrorBody, MessagesErrorBody, TierSettings]
+    bodies = bodies_of(routes)
+    types = [*bodies.values(), ChatMessage, ErrorBody, MessagesErrorBody, TierSettings]
     references, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
-    for kind in BODIES.values():
+    for kind in bodies.values():
         described, refused = components[kind.__name__], unsupported_fields(kind)
         described["properties"] |= {name: {"enum": neutral, REFUSED: True} for name, neutral in refused.items()}
         described["properties"] = _in_order(described["properties"], described.get("required", ()))
     schemas = dict(zip(types, references, strict=True))
-    components["ChatRequest"]["properties"]["messages"] = {
-        "type": "array", "items": schemas[ChatMessage], "minItems": 1, "maxItems": MAX_MESSAGES}
+    if ChatRequest in schemas:
+        components["ChatRequest"]["properties"]["messages"] = {
+            "type": "array", "items": schemas[ChatMessage], "minItems": 1, "maxItems": MAX_MESSAGES}
     paths: dict[str, Json] = {}
     for method, path, endpoint in routes:
-        operation = _operation(method, path, schemas)
+        operation = _operation(method, path, about_of(endpoint), schemas)
         operation["summary"] = (inspect.getdoc(endpoint) or endpoint.__name__).partition("\n")[0]
         operation["operationId"] = f"{endpoint.__name__}_{method.lower()}{path.translate(_WORD)}"
         if path in open_to_all:
@@ -119,6 +91,11 @@ def document(
     })
 
 
+def bodies_of(routes: Sequence[tuple[str, str, Endpoint]]) -> dict[str, type]:
+    """The types that bodies are decoded into, by path."""
+    return {path: body for _, path, endpoint in routes if (body := about_of(endpoint).body) is not None}
+
+
 def _in_order(properties: Json, required: Sequence[str]) -> Json:
     """The fields as a reader wants them: required ones, the model, others, and last those that are refused."""
     return dict(sorted(properties.items(), key=lambda one: (REFUSED in one[1], one[0] not in required,
@@ -129,31 +106,21 @@ _WORD = str.maketrans("/{}:", "____")
 _IN_PATH = re.compile(r"{(\w+):path}")
 
 
-def _operation(method: str, path: str, schemas: dict[type, Json]) -> Json:
-    takes_body = method in ("POST", "PUT") and path not in WITHOUT_A_BODY
-    statuses = AT_ANY_ROUTE + WITH_A_BODY * takes_body + WHEN_GENERATING * (path in GENERATING)
-    statuses += (HTTPStatus.TOO_MANY_REQUESTS,) * (path in BOUNDED_BY_CLIENT)
-    statuses += (HTTPStatus.CONFLICT,) * (path in (SLEEP, WAKE_UP, LOAD_MODEL))
+def _operation(method: str, path: str, about: About, schemas: dict[type, Json]) -> Json:
+    takes_body = method in ("POST", "PUT") and about.takes_body
+    statuses = AT_ANY_ROUTE + WITH_A_BODY * takes_body + WHEN_GENERATING * (path in GENERATING) + about.statuses
     errors = schemas[MessagesErrorBody if path.startswith(MESSAGES) else ErrorBody]
     operation: Json = {"responses": {
-        "200": {"description": "OK", "content": _answer(path)},
+        "200": {"description": "OK", "content": _answer(about)},
         **{str(int(status)): _error(status, errors) for status in statuses}}}
     if takes_body:
-        schema = schemas[BODIES[path]] if path in BODIES else _changes(schemas[TierSettings])
+        schema = _changes(schemas[TierSettings]) if about.body is None else schemas[about.body]
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     if path in GENERATING:
         for status, headers in (("200", QUEUE | QUOTA), ("429", QUOTA), ("503", QUEUE)):
             operation["responses"][status].setdefault("headers", {}).update(headers)
-    if path == "/events":
-        operation["parameters"] = [
-            {"name": name, "in": "query", "schema": {"enum": ["0", "1"], "default": "1"}} for name in SWITCHES]
-    if path == "/replica":
-        operation["parameters"] = [
-            {"name": INSTANCE, "in": "query", "schema": {"type": "string", "maxLength": 100}},
-            {"name": SINCE, "in": "query", "schema": {"type": "integer", "minimum": 0, "maximum": MAX_SINCE}}]
-    if path == SLEEP:
-        operation["parameters"] = [
-            {"name": "level", "in": "query", "schema": {"enum": [str(level) for level in LEVELS], "default": "1"}}]
+    if about.query:
+        operation["parameters"] = [{"name": one["name"], "in": "query", "schema": one["schema"]} for one in about.query]
     if named := _IN_PATH.search(path):
         operation["parameters"] = [{"name": named[1], "in": "path", "required": True, "schema": {"type": "string"}}]
     return operation
@@ -165,11 +132,11 @@ def _changes(tier: Json) -> Json:
     return schema
 
 
-def _answer(path: str) -> Json:
-    if path in OTHER_TEXT:
-        return {OTHER_TEXT[path]: {"schema": {"type": "string"}}}
+def _answer(about: About) -> Json:
+    if about.media_type != "application/json":
+        return {about.media_type: {"schema": {"type": "string"}}}
     whole = {"application/json": {"schema": {"type": "object"}}}
-    return whole | {"text/event-stream": {"schema": EVENT}} if path in STREAMING else whole
+    return whole | {"text/event-stream": {"schema": EVENT}} if about.streams else whole
 
 
 def _error(status: HTTPStatus, schema: Json) -> Json:

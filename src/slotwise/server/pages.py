@@ -16,14 +16,15 @@ from typing import Any
 
 from slotwise.observe.timeline import page
 from slotwise.server.context import ServedEngine, ServerClients
+from slotwise.server.endpoints import about
 from slotwise.server.http_exchange import HttpExchange
+from slotwise.server.openapi import REFUSED
 from slotwise.server.server_settings import ServerSettings
 from slotwise.version import __version__
 
 Json = dict[str, Any]
 HTML = b"text/html; charset=utf-8"
 COMPONENTS = "#/components/schemas/"
-REFUSED = "x-refused"  # of a field of the OpenAPI document that is accepted only with values that change nothing
 LONGEST = 6  # values of an enumeration that are listed
 LINKS = (("/docs", "every route and field"), ("/timeline", "the batch, step by step, live"),
          ("/health", "whether requests are accepted"), ("/v1/models", "the model"), ("/metrics", "for Prometheus"),
@@ -60,6 +61,7 @@ TRY = """curl {url}/v1/completions -H 'Content-Type: application/json' \\
   -d '{{"prompt": "def add(a, b):", "max_tokens": 16}}'"""
 
 
+@about(media_type="text/html")
 async def index(clients: ServerClients, engine: ServedEngine, settings: ServerSettings, exchange: HttpExchange) -> None:
     """A page with links to the others, and the model's name where no key is needed."""
     names = () if clients.keys.needed else engine.models.names
@@ -169,6 +171,7 @@ def _values(schema: Json) -> Iterator[str]:
         yield " ".join([schema.get("type", "any"), *bounds])
 
 
+@about(media_type="text/html")
 async def timeline(exchange: HttpExchange) -> None:
     """The live timeline of the batch, step by step, as an HTML page."""
     await respond_timeline(exchange, page.live())

@@ -17,6 +17,7 @@ from slotwise.routing.prompt import read
 from slotwise.routing.replica import Report, prefill_rate
 from slotwise.server.api_errors import bad_request
 from slotwise.server.context import Observers, RequestLimits, ServedEngine
+from slotwise.server.endpoints import about
 from slotwise.server.http_exchange import HttpExchange
 
 PREFIX = b"x-slotwise-prefix"
@@ -66,6 +67,9 @@ class ReplicaState(msgspec.Struct, frozen=True):
                       self.sends_prompts, self.receives_prompts, self.kv_host, self.kv_port)
 
 
+@about(query=(
+    {"name": INSTANCE, "schema": {"type": "string", "maxLength": 100}},
+    {"name": SINCE, "schema": {"type": "integer", "minimum": 0, "maximum": MAX_SINCE}}))
 async def replica(engine: ServedEngine, limits: RequestLimits, observers: Observers, exchange: HttpExchange) -> None:
     """What a router needs to know: load, step times, and which pieces of prompts are cached."""
     instance, since = _asked(exchange)

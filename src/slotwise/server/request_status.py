@@ -19,6 +19,7 @@ from slotwise.server.bodies import warn_of_unknown_fields
 from slotwise.server.choice import Choice
 from slotwise.server.context import Observers, RequestLimits, ServedEngine, ServerClients
 from slotwise.server.decoding import decode
+from slotwise.server.endpoints import about
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.turns import QueueFull
 
@@ -26,6 +27,7 @@ MOST = 16  # choices in one response: tracing ids may repeat, and a response may
 FINISHED = "finished"
 
 
+@about(statuses=(HTTPStatus.TOO_MANY_REQUESTS,))
 async def explain(clients: ServerClients, limits: RequestLimits, observers: Observers,
                      exchange: HttpExchange) -> None:
     """Where the time of a request went, by its `X-Request-Id` or the `id` of its response."""
@@ -80,6 +82,7 @@ def _status(limits: RequestLimits, choice: Choice, tier: str, position: RequestP
         "completion_tokens": position.num_output if position is not None else choice.num_tokens}
 
 
+@about(body=AbortRequest)
 async def abort_requests(clients: ServerClients, engine: ServedEngine, exchange: HttpExchange) -> None:
     """Abort requests in any state by their ids; each one in progress ends with finish_reason `abort`."""
     async with clients.bodies.reading(exchange) as body:

@@ -25,6 +25,7 @@ from slotwise.server.choice import Choice, Delta, parts_of
 from slotwise.server.completions import validated_chat
 from slotwise.server.context import Api, ServerClients
 from slotwise.server.decoding import MAX_NAME, decode
+from slotwise.server.endpoints import about
 from slotwise.server.generate import Job, ValidatedRequest, respond
 from slotwise.server.http_exchange import HttpExchange
 from slotwise.server.parsers.output_parser import CallArguments, CallName, Content, Part, Reasoning, new_call_id
@@ -142,6 +143,7 @@ def _in_own_words(error: ApiError) -> ApiError:
 ERRORS = ErrorFormat(lambda error, _: _in_own_words(error).body(), b"event: error\ndata: %b\n\n")
 
 
+@about(body=ResponsesRequest, streams=True)
 async def responses(api: Api, exchange: HttpExchange) -> None:
     """Answers to a conversation as items of a response, whole or as a stream."""
     await respond(api, exchange, RESPONSE, _response)

@@ -26,7 +26,7 @@ def test_an_unknown_option_is_told_the_nearest(
     with pytest.raises(SystemExit) as end:
         build_parser(arguments[0]).parse_args(arguments)
     (line,) = capsys.readouterr().err.splitlines()
-    assert end.value.code == 2 and told in line and line.endswith("--help tells what there is)")
+    assert end.value.code == 2 and told in line and line.endswith(" --help)")
 
 
 def test_the_package_itself_is_a_command() -> None:

@@ -136,11 +136,15 @@ def add_settings(
     """
     for name, declared in settings_of(owner).items():
         if declared.option != "" and (names is None or name in names):
-            title = declared.group or ("scheduling" if declared.phase == LIVE else heading)
-            group = next((one for one in command._action_groups if one.title == title), None)
-            group = command.add_argument_group(title) if group is None else group
+            group = group_of(command, declared.group or ("scheduling" if declared.phase == LIVE else heading))
             action = group.add_argument(declared.option or option_of(name), *declared.aliases, **_options(declared))
             action.help = argparse.SUPPRESS if declared.is_hidden else help_of(declared, notes.get(name, ""))
+
+
+def group_of(command: argparse.ArgumentParser, title: str) -> argparse._ArgumentGroup:
+    """Returns the options below a heading, a new one if the command has none."""
+    found = next((one for one in command._action_groups if one.title == title), None)
+    return command.add_argument_group(title) if found is None else found
 
 
 def _options(declared: Setting) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class Parser(argparse.ArgumentParser):
             typed = self.typed.get(action.dest if action is not None else "", found[1])
             message = f"{self._named or f'argument {typed}'}: {message[found.end():]}"
         line = one_line(self._source + message)
-        print(f"{self.prog}: {line} ({self.prog} --help tells what there is)", file=sys.stderr)
+        print(f"{self.prog}: {line} (see {self.prog} --help)", file=sys.stderr)
         sys.exit(2)
 
     def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:

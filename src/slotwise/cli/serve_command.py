@@ -21,6 +21,7 @@ from slotwise.cli.options import (
     add_vllm_flags,
     engine_settings,
     given_settings,
+    group_of,
     input_file,
     reader,
 )
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
     from slotwise.server.tiers import ServedTier
 
 
+SERVER = "server"  # a heading
+
+
 def add(commands: Commands) -> None:
     add_options(add_command(commands, "serve", "serve a model over HTTP, with OpenAI's API", run))
 
@@ -52,23 +56,23 @@ def add_options(serve: Parser) -> None:
     serve.fill = fill
     serve.add_argument("model_tag", nargs="?", metavar="MODEL",
                        help="a checkpoint's folder, a GGUF file or a hub id (default: the built-in model)")
-    serve.add_argument("--model", metavar="MODEL", help="the same as an option")
+    serve.add_argument("--model", metavar="MODEL", help="the model, given as an option")
     serve.add_argument("--config", type=input_file, metavar="FILE",
                        help="settings in YAML: options without their dashes, as in `max-num-seqs: 16`; the command "
                        "line and the environment ($SLOTWISE_MAX_NUM_SEQS) win")
-    add_settings(serve, ServerSettings, "server")
-    serve.add_argument("--tiers", type=input_file, metavar="FILE",
-                       help="classes of service, in TOML: objectives, shares, queues, keys and their quotas; "
-                       "docs/tiers.md tells all")
+    add_settings(serve, ServerSettings, SERVER)
+    group_of(serve, SERVER).add_argument(
+        "--tiers", type=input_file, metavar="FILE",
+        help="classes of service, in TOML: objectives, shares, queues, keys and their quotas; see docs/tiers.md")
     add_settings(serve, ModelOptions, MODEL, ("served_model_name", "chat_template", "pooler_config"))
     add_generation_options(serve, bound="; its max_new_tokens bounds every request")
     _placement_options(serve.add_argument_group("processors"))
     add_settings(serve, EngineConfig, "engine", [
         name for name, one in settings_of(EngineConfig).items() if one.group in (ADAPTERS, TRANSFERS)])
-    group = next(one for one in serve._action_groups if one.title == TRANSFERS)
-    group.add_argument("--kv-transfer-secret-file", type=input_file, metavar="FILE", default=None,
-                       help="holds the secret that all servers and routers between which prompts travel share, and "
-                       f"requests with kv_transfer_params name (default: that of ${SECRET})")
+    group_of(serve, TRANSFERS).add_argument(
+        "--kv-transfer-secret-file", type=input_file, metavar="FILE", default=None,
+        help="holds the secret that all servers and routers between which prompts travel share, and requests with "
+        f"kv_transfer_params name (default: that of ${SECRET})")
     add_engine_options(serve)
     add_vllm_flags(serve)
     serve.set_defaults(speculative_config=Speculation(PREDICTION))
@@ -78,8 +82,8 @@ def _placement_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--cpu-threads", type=Number(whole(1, MOST_PROCESSORS)), metavar="N",
                        help="compute threads of the engine (default: one for each place of --cpu-bind)")
     group.add_argument("--cpu-bind", type=reader(_bind), default=AUTO, metavar="PLACES",
-                       help="where they run: auto, each on a processor of its own; cores, each on a physical core, "
-                       "node by node; none, anywhere; or a list of processors, as 0-3,8 (default: auto)")
+                       help="where compute threads run: auto, each on a processor of its own; cores, each on a "
+                       "physical core, node by node; none, anywhere; or a list of processors, as 0-3,8 (default: auto)")
 
 
 def _bind(text: str) -> str:

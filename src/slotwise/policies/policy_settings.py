@@ -51,7 +51,7 @@ class Ordering:
         None, "deadline: objective of requests without one", unit="ms", range=real(LEAST_MS, 86_400_000 - 1),
         otherwise=f"{TTFT_MS:g}", phase=LIVE)
     shed_late: bool = setting(
-        default=False, help="deadline: end requests at once that can no longer be in time", phase=LIVE)
+        default=False, help="deadline: end requests at once that can no longer meet their objective", phase=LIVE)
 
     def __post_init__(self) -> None:
         check_settings(self)

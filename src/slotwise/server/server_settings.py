@@ -144,8 +144,8 @@ class ServerSettings:
         unit="tokens", range=whole(1), otherwise=f"what should start within {PATIENCE:g} s, at the measured rate",
         group=LIMITS)
     queue_timeout: float = setting(
-        0.0, "a request that has waited so long for its first slot gets 504", unit="seconds", range=real(0, DAY),
-        otherwise="0, no limit", group=LIMITS)
+        0.0, "time after which a request that still waits for its first slot gets 504", unit="seconds",
+        range=real(0, DAY), otherwise="0, no limit", group=LIMITS)
     engine_timeout: float = setting(
         ENGINE_TIMEOUT, "silence after which the engine process is killed and replaced; after half of it /health is "
         "503", unit="seconds", range=real(SHORTEST_TIMEOUT, DAY), group=LIMITS)
@@ -173,9 +173,9 @@ class ServerSettings:
     log_format: str = setting(
         TEXT, "lines on stderr: text, or a JSON object each", choices=FORMATS, group=LOGS)
     disable_log_stats: bool = setting(
-        default=False, help="leave out the line about the load, every 10 s while there is some", group=LOGS)
+        default=False, help="do not log the load every 10 s", group=LOGS)
     enable_log_requests: bool = setting(
-        default=False, help="log a line for each request to generate: its id, tokens, status and times, no text",
+        default=False, help="log a line for each generation request: id, tokens, status and times, but no text",
         group=LOGS)
     max_log_len: int = setting(
         0, "with {enable_log_requests}, that many characters of each request's prompts", unit="characters",
@@ -193,13 +193,14 @@ class ServerSettings:
         (), "sites whose pages may use this server from a browser, as https://example.com; repeatable, or a JSON list; "
         "* allows any", unit="origin", otherwise="only pages of this server", read=read_origins, group=NETWORK)
     allowed_methods: tuple[str, ...] = setting(
-        (ANY,), "methods that pages of these sites may use; repeatable, or a JSON list", unit="method",
+        (ANY,), "methods that pages of {allowed_origins} may use; repeatable, or a JSON list", unit="method",
         otherwise="all", read=read_methods, group=NETWORK)
     allowed_headers: tuple[str, ...] = setting(
-        (ANY,), "headers that they may send; repeatable, or a JSON list", unit="header", otherwise="all",
-        read=read_header_names, group=NETWORK)
+        (ANY,), "headers that pages of {allowed_origins} may send; repeatable, or a JSON list", unit="header",
+        otherwise="all", read=read_header_names, group=NETWORK)
     allow_credentials: bool = setting(
-        default=False, help="they may send their visitors' cookies and certificates, for a proxy that checks these",
+        default=False, help="pages of {allowed_origins} may send their visitors' cookies and certificates, for a proxy "
+        "that checks them",
         group=NETWORK)
     ssl_certfile: str = setting(
         "", "serve HTTPS with this certificate, in PEM, followed by those between it and its root", unit="file",

@@ -36,7 +36,7 @@ lint: $(VENV)/test.ready   ## style, types, and the arrows between packages
 
 docs: $(VENV)/docs.ready   ## build the documentation as a site, build/site/index.html
 	rm -rf build/pages && mkdir -p build/pages
-	tar cf - README.md CHANGELOG.md LICENSE Dockerfile compose.yaml compose.cuda.yaml compose.scale.yaml compose.prefill.yaml deploy docs examples training/README.md training/curve.svg benchmarks/gpu.md benchmarks/gpu-compile.md benchmarks/gpu-faults.md benchmarks/gpu-paper.md benchmarks/results \
+	tar cf - README.md CHANGELOG.md LICENSE Dockerfile compose.yaml compose.cuda.yaml compose.scale.yaml compose.prefill.yaml deploy docs examples training/README.md training/curve.svg benchmarks/README.md benchmarks/gpu.md benchmarks/gpu-compile.md benchmarks/gpu-faults.md benchmarks/gpu-paper.md benchmarks/results \
 		src/slotwise/core/interfaces.py src/slotwise/builtin/NOTICE.md | tar xf - -C build/pages
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 

@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.figures import judged
 from benchmarks.gpu.parts import OK, PARTS, SKIPPED, run
-from benchmarks.gpu.targets import judged
 
 SECONDS = 480.0  # for all of it
 COMPLETED = "completed"

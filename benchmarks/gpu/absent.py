@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from benchmarks.gpu.repeated import Repeated
+from benchmarks.gpu.repeated import RepeatingGraph
 from torch import Tensor
 
 from slotwise.kernels.cuda.graphs import capture_size
@@ -30,13 +30,13 @@ class Capturing:
     def graph_size(self, tokens: int, context: int) -> tuple[int, int]:
         return capture_size(tokens, context)
 
-    def record(self, work: Callable[[], Tensor]) -> Repeated:
-        graph = Repeated(work)
+    def record(self, work: Callable[[], Tensor]) -> RepeatingGraph:
+        graph = RepeatingGraph(work)
         _captured.add(graph)
         return graph
 
 
-_captured = weakref.WeakSet[Repeated]()
+_captured = weakref.WeakSet[RepeatingGraph]()
 
 
 @contextmanager

@@ -1,4 +1,7 @@
-"""The device's copy bandwidth and product rate, measured in the same run as the figures compared with them."""
+"""The device's rates, measured in the same run as the figures compared with them, and the roofline of a step.
+
+Williams et al., 2009: the bytes of weights and cache that a step reads, and its operations.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,47 @@ import statistics
 import time
 from collections.abc import Callable
 from importlib import metadata
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
-from benchmarks.gpu.cost import Machine
 from benchmarks.gpu.setup import Setup
 
 from slotwise.bench.results import environment
+from slotwise.engine.messages import StepRecord
+from slotwise.model.family_table import tensor_shapes
+from slotwise.model.model_config import ModelConfig
+
+
+class Machine(NamedTuple):
+    """The measured rates of the device."""
+
+    bytes_per_second: float  # of a copy, those read and those written
+    operations_per_second: float  # of a large product
+
+
+class Bounds:
+    """Lower bounds of steps, for a model whose head is not its embedding table, of which a step reads few rows."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._weights = config.dtype.itemsize * sum(
+            prod(shape) for name, shape in tensor_shapes(config).items() if name != "model.embed_tokens.weight")
+        self._cached = 2 * config.num_layers * config.num_kv_heads * config.head_dim * config.dtype.itemsize
+        self._inner, self._head = config.layer_weights, config.hidden_size * config.vocab_size
+        self._pair = 4 * config.num_layers * config.num_heads * config.head_dim
+
+    def bytes(self, record: StepRecord) -> int:
+        """Returns the bytes of all weights, and of the keys and values of every row's context."""
+        return self._weights + self._cached * sum(record.starts + record.counts)
+
+    def operations(self, record: StepRecord) -> int:
+        """Returns the operations: two per weight and token, the head's for rows that sample; four per pair of a query
+        and a key, head and dimension."""
+        ends = [start + count for start, count in zip(record.starts, record.counts, strict=True)]
+        pairs = sum(count * (2 * end - count + 1) // 2 for count, end in zip(record.counts, ends, strict=True))
+        sampled = sum(1 for tokens in record.token_ids if tokens)
+        return 2 * (sum(record.counts) * self._inner + sampled * self._head) + pairs * self._pair
+
 
 REPEATS, FIRST = 10, 3  # runs whose median counts, and those before that do not
 REHEARSED = 2, 1

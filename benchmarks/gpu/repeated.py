@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 
-class Repeated:
+class RepeatingGraph:
     """Runs the same calls again, with the same grids and numbers, on the same memory."""
 
     def __init__(self, work: Callable[[], Tensor]) -> None:

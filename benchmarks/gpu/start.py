@@ -26,7 +26,7 @@ from slotwise.runner.memory_budget import bytes_beside_torch, measured_graph
 BLOCK_SIZE = 64  # tokens
 
 
-class Counted:
+class CountingKernels:
     """Kernels that note the graphs that are alive, and the bytes of the device that each took."""
 
     def __init__(self, kernels: Kernels) -> None:
@@ -52,10 +52,10 @@ def main(started: float) -> None:
 
 
 def _main(setup: Setup, started: float) -> None:
-    counted: list[Counted] = []
+    counted: list[CountingKernels] = []
 
     def wrap(kernels: Kernels) -> Kernels:
-        counted.append(Counted(kernels if setup.device == "cuda" else absent.Capturing(kernels)))
+        counted.append(CountingKernels(kernels if setup.device == "cuda" else absent.Capturing(kernels)))
         return counted[-1]
 
     model, rows = load(setup, wrap), max(setup.rows)

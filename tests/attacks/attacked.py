@@ -27,7 +27,7 @@ from benchmarks.server import MIB, Server, serving
 from tqdm import tqdm
 
 from attacks import attackers, clients, faults, ledger, slow
-from attacks.attackers import Seen
+from attacks.attackers import AttackLog
 from attacks.exchanges import read_corpus
 from attacks.faults import CROWD, Fault, Field, connection, place_of
 from attacks.hostile import CORPUS, generate, play_all
@@ -61,7 +61,7 @@ WORKER = "slotwise.server.worker_process"
 
 
 @dataclass
-class Attacked:
+class AttackRun:
     """One run: its settings and its findings."""
 
     seconds: float
@@ -82,7 +82,7 @@ def random_faults(seconds: float, seed: int, patience: float = 1.0) -> tuple[led
         patience: factor of time limits, for machines with other load.  Above 1 the paced stream's gaps are not
             judged.
     """
-    run, family = Attacked(seconds, seed, patience), Family()
+    run, family = AttackRun(seconds, seed, patience), Family()
     with small_disk(DISK[0] + int(seconds * DISK[1])) as disk:
         options = ("--dtype", "float32", "--log-format", "json", "--admin-api-key", "not-the-attackers",
                    "--kv-cache-memory", str(CACHE), "--engine-timeout", f"{faults.TIMEOUT * patience:g}",
@@ -97,7 +97,7 @@ def random_faults(seconds: float, seed: int, patience: float = 1.0) -> tuple[led
     return _row(run, fates), run.journal
 
 
-async def _attacked(server: Server, disk: Disk, family: Family, run: Attacked) -> dict[str, int]:
+async def _attacked(server: Server, disk: Disk, family: Family, run: AttackRun) -> dict[str, int]:
     journal = run.journal
     load, memory = MixedLoad(server, journal), MemoryWatch(server)
     stderr = Stderr(server.log, journal, memory.hear)
@@ -129,7 +129,7 @@ async def _attacked(server: Server, disk: Disk, family: Family, run: Attacked) -
     return ledger.tally(load.fates.elements())
 
 
-async def _quiet(server: Server, load: MixedLoad, gaps: Gaps, run: Attacked) -> None:
+async def _quiet(server: Server, load: MixedLoad, gaps: Gaps, run: AttackRun) -> None:
     """Runs the same load without faults."""
     seconds = min(max(QUIET[0], run.seconds / 4), QUIET[1])
     print(f"    quiet for {seconds:g} s", flush=True)
@@ -143,7 +143,7 @@ async def _quiet(server: Server, load: MixedLoad, gaps: Gaps, run: Attacked) -> 
     run.figures["files_quiet"] = open_files(server.process.pid)
 
 
-async def _strike(field: Field, run: Attacked) -> None:
+async def _strike(field: Field, run: AttackRun) -> None:
     """Runs faults of two kinds, each at random moments of its own, for the whole run."""
     began = time.perf_counter()
     tasks = [asyncio.create_task(_every(LOSING, faults.LOSING, field, run)),
@@ -162,7 +162,7 @@ async def _strike(field: Field, run: Attacked) -> None:
     await _finish(tasks, run)
 
 
-async def _every(mean: float, among: dict[Fault, int], field: Field, run: Attacked) -> None:
+async def _every(mean: float, among: dict[Fault, int], field: Field, run: AttackRun) -> None:
     """Runs faults until the run's time is over; the one in progress then completes."""
     mean = min(mean, run.seconds / (4 if among is faults.LOSING else 8))
     rng = random.Random(f"{run.seed}-{'losing' if among is faults.LOSING else 'harmless'}")
@@ -172,7 +172,7 @@ async def _every(mean: float, among: dict[Fault, int], field: Field, run: Attack
         await faults.drawn(rng, among)(field, rng)
 
 
-async def _finish(tasks: list[asyncio.Task[None]], run: Attacked) -> None:
+async def _finish(tasks: list[asyncio.Task[None]], run: AttackRun) -> None:
     for error in await asyncio.gather(*tasks, return_exceptions=True):
         if isinstance(error, BaseException):
             run.journal.violated("the harness works", f"{type(error).__name__}: {error}")
@@ -181,7 +181,7 @@ async def _finish(tasks: list[asyncio.Task[None]], run: Attacked) -> None:
 # -- afterwards --------------------------------------------------------------------------------------------------
 
 
-async def _settled(server: Server, disk: Disk, family: Family, run: Attacked) -> None:
+async def _settled(server: Server, disk: Disk, family: Family, run: AttackRun) -> None:
     """Checks that everything is freed after all clients have disconnected."""
     journal = run.journal
     async with clients.session() as http:
@@ -223,7 +223,7 @@ async def _comes(holds: Callable[[], bool], limit: float) -> bool:
     return True
 
 
-def _ended(server: Server, disk: Disk, family: Family, run: Attacked) -> None:
+def _ended(server: Server, disk: Disk, family: Family, run: AttackRun) -> None:
     """Sends SIGTERM, and checks that nothing is left."""
     journal = run.journal
     asked = time.perf_counter()
@@ -240,10 +240,10 @@ def _ended(server: Server, disk: Disk, family: Family, run: Attacked) -> None:
         journal.violated("no temporary file left", "after the end: " + ", ".join(files[:10]))
 
 
-def _judge_gaps(run: Attacked) -> None:
+def _judge_gaps(run: AttackRun) -> None:
     """Compares the paced stream's largest gap outside of windows with that of the quiet run."""
     gaps: Gaps = run.figures.pop("gaps")
-    seen: Seen = run.figures.pop("seen", Seen())
+    seen: AttackLog = run.figures.pop("seen", AttackLog())
     quiet = gaps.largest(*run.figures.pop("quiet"), lambda since, until: False)
     attacked = gaps.largest(*run.figures.pop("attacked"), run.journal.excused)
     most = quiet[0][0] if quiet else WORTH_TELLING
@@ -258,7 +258,7 @@ def _judge_gaps(run: Attacked) -> None:
                     "paced_failures": len(gaps.failures)}
 
 
-def _row(run: Attacked, fates: dict[str, int]) -> ledger.Row:
+def _row(run: AttackRun, fates: dict[str, int]) -> ledger.Row:
     journal, figures = run.journal, run.figures
     laws = ("each request ends once", "tokens as in the quiet run", "no error where nothing was done to the engine",
             "/health tells the truth", "an engine comes back", "no file or socket left", "no process left",

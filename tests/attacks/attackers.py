@@ -68,7 +68,7 @@ def main() -> None:
 
 
 @dataclass
-class Seen:
+class AttackLog:
     """The attackers' report of each exchange: (from, to, number, kind)."""
 
     exchanges: list[tuple[float, float, int, str]] = field(default_factory=list)
@@ -79,12 +79,12 @@ class Seen:
 
 
 @asynccontextmanager
-async def attacking(url: str, journal: Journal, patience: float = 1.0) -> AsyncIterator[Seen]:
+async def attacking(url: str, journal: Journal, patience: float = 1.0) -> AsyncIterator[AttackLog]:
     """Runs attackers during the block; the journal records their findings."""
     process = await asyncio.create_subprocess_exec(
         *module("attackers"), url, str(journal.seed), "--patience", str(patience), stdout=asyncio.subprocess.PIPE,
         env=module_environment())
-    seen = Seen()
+    seen = AttackLog()
     task = asyncio.create_task(_listen(process, seen, journal))
     try:
         yield seen
@@ -99,7 +99,7 @@ async def attacking(url: str, journal: Journal, patience: float = 1.0) -> AsyncI
                 raise error
 
 
-async def _listen(process: asyncio.subprocess.Process, seen: Seen, journal: Journal) -> None:
+async def _listen(process: asyncio.subprocess.Process, seen: AttackLog, journal: Journal) -> None:
     assert process.stdout is not None
     async for line in process.stdout:
         try:

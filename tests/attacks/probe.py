@@ -24,7 +24,7 @@ PATIENCE = 2.0  # seconds; accepted requests wait longer and do not count
 BODY = json.dumps({"prompt": [5], "max_tokens": 1})
 
 
-class Seen(NamedTuple):
+class ProbeAnswer(NamedTuple):
     """The outcome of one request, and its milliseconds."""
 
     fate: str
@@ -37,7 +37,7 @@ def computed(pid: int) -> float:
     return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) * 1e-6
 
 
-def once(connection: HTTPConnection, pid: int) -> Seen:
+def once(connection: HTTPConnection, pid: int) -> ProbeAnswer:
     before, began = computed(pid), time.perf_counter()
     try:
         connection.request("POST", PATH, BODY, {"Content-Type": "application/json"})
@@ -45,19 +45,19 @@ def once(connection: HTTPConnection, pid: int) -> Seen:
         response.read()
     except TimeoutError:
         connection.close()
-        return Seen(HUNG_UP)
+        return ProbeAnswer(HUNG_UP)
     except (OSError, HTTPException):
         connection.close()
-        return Seen(LOST)
+        return ProbeAnswer(LOST)
     ms = 1000 * (time.perf_counter() - began)
-    return Seen({200: COMPLETED, 503: REFUSED}.get(response.status, LOST), ms, computed(pid) - before)
+    return ProbeAnswer({200: COMPLETED, 503: REFUSED}.get(response.status, LOST), ms, computed(pid) - before)
 
 
 def main() -> None:
     url, pid, seconds = urlsplit(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     connection = HTTPConnection(url.hostname or "", url.port, timeout=PATIENCE)
     end = time.perf_counter() + seconds
-    seen: list[Seen] = []
+    seen: list[ProbeAnswer] = []
     while time.perf_counter() < end:
         time.sleep(PAUSE)
         seen.append(once(connection, pid))

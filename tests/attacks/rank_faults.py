@@ -34,7 +34,7 @@ RETRY = 0.05  # seconds until a client that was refused asks again
 
 
 @dataclass
-class Seen:
+class FaultTally:
     """What happened to all requests, and how long service was away; its limits are in seconds."""
 
     hangs_after: float = HUNG
@@ -65,7 +65,7 @@ def bodies(rng: random.Random) -> list[dict[str, Any]]:
 def faults(times: int, width: int, stages: int, seed: int = 1, hangs_after: float = HUNG,
            gone_after: float = BACK) -> dict[str, Any]:
     """What `times` faults did, on servers of `stages` stages of `width` ranks."""
-    rng, seen = random.Random(seed), Seen(hangs_after, gone_after)
+    rng, seen = random.Random(seed), FaultTally(hangs_after, gone_after)
     while times > 0:
         with serving("--dtype", "float32", "--tensor-parallel-size", str(width), "--pipeline-parallel-size",
                      str(stages)) as server:
@@ -74,7 +74,7 @@ def faults(times: int, width: int, stages: int, seed: int = 1, hangs_after: floa
     return {"tensor_parallel_size": width, "pipeline_parallel_size": stages, "seed": seed, **seen.report()}
 
 
-async def _disturb(server: Server, times: int, rng: random.Random, seen: Seen) -> None:
+async def _disturb(server: Server, times: int, rng: random.Random, seen: FaultTally) -> None:
     async with clients.session() as http:
         asked = bodies(rng)
         expected = [(await ask(http, server, body)).text for body in asked]
@@ -109,7 +109,7 @@ async def _stream(http: aiohttp.ClientSession, server: Server, asked: list[dict[
             answers.append((kind, answer))
 
 
-def _strike(engine: int, rng: random.Random, seen: Seen) -> float:
+def _strike(engine: int, rng: random.Random, seen: FaultTally) -> float:
     """Kills or freezes a rank; returns when.  Rank 0 is the engine process, and starts the others in order."""
     ranks = [engine, *(pid for pid in sorted(children(engine)) if "rank_worker" in command(pid))]
     rank = rng.randrange(len(ranks))
@@ -129,7 +129,7 @@ async def _back(http: aiohttp.ClientSession, server: Server, body: dict[str, Any
     return limit
 
 
-def judge(seen: Seen, answers: list[tuple[int, Answer]], expected: list[str], struck: list[float]) -> None:
+def judge(seen: FaultTally, answers: list[tuple[int, Answer]], expected: list[str], struck: list[float]) -> None:
     for kind, answer in answers:
         seen.fates[answer.fate] += 1
         if answer.error:

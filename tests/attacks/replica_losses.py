@@ -34,7 +34,7 @@ PAUSE = (0.2, 3.0)  # seconds between full service and the next kill
 
 
 @dataclass
-class Seen:
+class StreamTally:
     """What clients saw."""
 
     ends: Counter[str] = field(default_factory=Counter)
@@ -71,7 +71,7 @@ def stream(client: httpx.Client, prompt: str) -> tuple[str, str, float]:
     return text, "cut short", silence
 
 
-def keep_asking(url: str, seen: Seen, expected: dict[str, str], stopping: threading.Event, seed: int) -> None:
+def keep_asking(url: str, seen: StreamTally, expected: dict[str, str], stopping: threading.Event, seed: int) -> None:
     rng = random.Random(seed)
     with httpx.Client(base_url=url, timeout=60) as client:
         while not stopping.is_set():
@@ -128,7 +128,7 @@ def kill_one(door: int, rng: random.Random) -> str:
 
 
 def run(kills: int, seed: int, seconds: float) -> dict[str, Any]:
-    rng, seen, stopping, victims = random.Random(seed), Seen(), threading.Event(), Counter[str]()
+    rng, seen, stopping, victims = random.Random(seed), StreamTally(), threading.Event(), Counter[str]()
     recoveries, unhealthy = [], 0
     with scaled() as (door, url), httpx.Client(base_url=url, timeout=60) as client:
         while num_up(client) < 2:

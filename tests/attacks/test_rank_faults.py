@@ -6,7 +6,7 @@ import pytest
 
 from attacks import ledger
 from attacks.clients import Answer
-from attacks.rank_faults import HUNG, Seen, faults, judge
+from attacks.rank_faults import HUNG, FaultTally, faults, judge
 
 STRUCK = 10.0
 WHOLE = "one two three"
@@ -16,8 +16,8 @@ def answer(text: str, *, sent: float = 9.0, ended: float = 11.0, error: str = ""
     return Answer(sent, 200, {0: text}, ends=ends, ended=ended, error=error, finish_reason="" if error else "length")
 
 
-def judged(*answers: Answer) -> Seen:
-    seen = Seen()
+def judged(*answers: Answer) -> FaultTally:
+    seen = FaultTally()
     judge(seen, [(0, one) for one in answers], [WHOLE], [STRUCK])
     return seen
 

@@ -16,10 +16,10 @@ from test_imports import SERVER
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))  # `benchmarks` is run from the repository's root and never installed
 
-from benchmarks.gpu import cost, parts  # noqa: E402
-from benchmarks.gpu.idle import Span, idle_share, shares  # noqa: E402
+from benchmarks.gpu import machine, parts  # noqa: E402
+from benchmarks.gpu.figures import judged  # noqa: E402
 from benchmarks.gpu.setup import FULL, REHEARSAL  # noqa: E402
-from benchmarks.gpu.targets import judged  # noqa: E402
+from benchmarks.gpu.steps import Span, idle_share, shares  # noqa: E402
 
 from slotwise.engine.messages import StepRecord  # noqa: E402
 
@@ -205,7 +205,7 @@ def test_targets_are_judged_by_what_was_measured():
 
 def test_a_step_costs_its_weights_and_its_rows_contexts():
     """Llama-3.1-8B: 8.03 billion weights with the table, 128 KiB of cache a token."""
-    bounds = cost.Bounds(FULL.model)
+    bounds = machine.Bounds(FULL.model)
     empty = bounds.bytes(StepRecord(0, 0, 0))
     assert empty == 2 * (8_030_261_248 - 128_256 * 4096)
     record = StepRecord(0, 0, 0, starts=(1023, 0), counts=(1, 10), token_ids=((5,), ()))

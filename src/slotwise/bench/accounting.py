@@ -39,6 +39,10 @@ from slotwise.engine.messages import RowEnd, StepRecord
 
 MAX_POINTS = 400  # of a curve or a distribution
 NANO = 1e-9
+MAX_STEPS = 3000  # more than a screen can show; later steps are counted but not drawn
+PREFILL = "prefill"  # tokens of a prompt, or tokens computed again after a preemption
+DECODE = "decode"  # the last token known, to sample the next
+HELD = "held"  # a request that has ended, computed again until its batch has drained
 
 
 @dataclass(slots=True)
@@ -259,11 +263,7 @@ def thinned(values: Sequence[Any]) -> list[Any]:
     return [values[round(index * step)] for index in range(MAX_POINTS)]
 
 
-MAX_STEPS = 3000  # more than a screen can show; later steps are counted but not drawn
-
-PREFILL = "prefill"  # tokens of a prompt, or tokens computed again after a preemption
-DECODE = "decode"  # the last token known, to sample the next
-HELD = "held"  # a request that has ended, computed again until its batch has drained
+# -- the slot x step chart ---------------------------------------------------------------------------------------------
 
 
 class SlotChartBuilder:
@@ -308,6 +308,9 @@ class SlotChartBuilder:
             "slots": self._num_slots, "steps": len(self._step_ends) - 1, "step_ends": self._step_ends,
             "runs": self._runs, "pads": self._pads, "truncated": self._truncated,
         }
+
+
+# -- step time as a straight line --------------------------------------------------------------------------------------
 
 
 class StepTimeLine(NamedTuple):

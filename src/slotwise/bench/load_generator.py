@@ -39,6 +39,8 @@ WORDS = (
     "time", "year", "people", "way", "day", "thing", "life", "world", "school", "state", "family", "group", "country",
     "problem", "hand", "part", "place", "case", "week", "company", "system", "program", "question", "work", "number",
     "night", "point", "home", "water", "room", "area", "story")
+PREPARED_TOKENS = 10_000_000  # of prompts made before the start; later ones are made when they are sent
+WARMUP_TOKENS = 16  # the most output tokens of a warm-up request
 
 
 class BenchError(RuntimeError):
@@ -118,6 +120,8 @@ def prompt_text(workload: Workload, request: WorkRequest) -> str:
     draws = [shared] * request.num_prefix + [own] * (request.num_prompt - request.num_prefix)
     return " ".join(WORDS[below(rng, len(WORDS))] for rng in draws)
 
+
+# -- one streamed request ----------------------------------------------------------------------------------------------
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 
@@ -266,6 +270,9 @@ def open_session() -> aiohttp.ClientSession:
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=SILENT_SECONDS))
 
 
+# -- the models of a server --------------------------------------------------------------------------------------------
+
+
 class ModelCard(msgspec.Struct):
     """A server's description of a model; `meta` is llama.cpp's."""
 
@@ -313,10 +320,11 @@ def _reason_of(error: Exception) -> str:
     return words or str(inner) or type(error).__name__
 
 
+# -- open and closed loops ---------------------------------------------------------------------------------------------
+
 Prepare = Callable[[WorkRequest], bytes]
 Send = Callable[[bytes, RequestOutcome], Awaitable[None]]
 Watch = Callable[[RequestOutcome], None]
-PREPARED_TOKENS = 10_000_000  # of prompts made before the start; later ones are made when they are sent
 
 
 def ignore(outcome: RequestOutcome) -> None:
@@ -389,7 +397,7 @@ def _affordable(workload: Workload) -> list[WorkRequest]:
     return [request for request, total in zip(workload.requests, totals, strict=True) if total <= PREPARED_TOKENS]
 
 
-WARMUP_TOKENS = 16  # the most output tokens of a warm-up request
+# -- a run and its result ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,8 @@ WARM_UP_PROMPT = 64  # tokens, at most
 
 OnStep = Callable[[Accounts, StepRecord], None]
 """Called after every step, which the accounts have."""
+MAX_ITERATIONS = 100_000
+PERCENTS = (10, 25, 50, 75, 90, 99)
 
 
 class Clock(NamedTuple):
@@ -160,8 +162,8 @@ class _Feed:
             tuple(self._prompts[request.number]), self._params, request.number, forced_length=request.num_output)))
 
 
-MAX_ITERATIONS = 100_000
-PERCENTS = (10, 25, 50, 75, 90, 99)
+# -- throughput and latency --------------------------------------------------------------------------------------------
+
 Watch = Callable[[int], None]
 """Receives the number of requests, or iterations, done."""
 

@@ -29,6 +29,16 @@ CONTROL_GROUPS = 3  # batches of the fixed-length control
 
 OnPoint = Callable[[str], None]
 """Receives a description of what is measured next."""
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+ROW_PROMPT = 64  # tokens of each row
+DECODE_STEPS = 32  # the median is used
+REPEATS = 3  # of a prefill step
+STREAMS = 8  # that decode while long prompts arrive
+STREAM_OUTPUT = 160  # tokens of each
+LONG_PROMPTS = 4
+LONG_PROMPT = 1024  # tokens, or three quarters of the longest sequence
+STEP_TOKENS = 128  # of a step with chunks of a prompt
+PERCENTILES = (50, 75, 90, 95, 99, 100)
 
 
 class Ratio(NamedTuple):
@@ -123,17 +133,7 @@ def _ratio_sweep(
     }
 
 
-ROWS = (1, 2, 4, 8, 16, 32, 64)
-ROW_PROMPT = 64  # tokens of each row
-DECODE_STEPS = 32  # the median is used
-REPEATS = 3  # of a prefill step
-
-STREAMS = 8  # that decode while long prompts arrive
-STREAM_OUTPUT = 160  # tokens of each
-LONG_PROMPTS = 4
-LONG_PROMPT = 1024  # tokens, or three quarters of the longest sequence
-STEP_TOKENS = 128  # of a step with chunks of a prompt
-PERCENTILES = (50, 75, 90, 95, 99, 100)
+# -- the cost of a step ------------------------------------------------------------------------------------------------
 
 
 def rows(make: Make, on_point: OnPoint) -> dict[str, Any]:

@@ -25,6 +25,10 @@ from typing import NamedTuple
 
 SERVED = ("stop", "length")  # the reasons of requests that were served whole
 REFUSED = "refused"  # the reason of a request that admission control did not accept
+WORDS = {"ttft_p50": "first token, p50", "ttft_p99": "first token, p99", "itl_p50": "between tokens, p50",
+         "itl_p99": "between tokens, p99", "output_throughput": "output tokens a second",
+         "goodput": "goodput, requests a second", "served": "requests served", "refused": "requests refused"}
+BUCKETS = 1_000_000  # a second, of the values that quantiles are taken of
 
 
 def new_clock() -> array[float]:
@@ -82,6 +86,9 @@ class SimulatedRequest:
         return list(chain.from_iterable(self.clock[first : last + 1] for first, last in pairs))
 
 
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class LatencyLimits:
     """Limits in seconds for goodput; None: any."""
@@ -97,10 +104,6 @@ class LatencyLimits:
 
 
 ANY = LatencyLimits()
-WORDS = {"ttft_p50": "first token, p50", "ttft_p99": "first token, p99", "itl_p50": "between tokens, p50",
-         "itl_p99": "between tokens, p99", "output_throughput": "output tokens a second",
-         "goodput": "goodput, requests a second", "served": "requests served", "refused": "requests refused"}
-BUCKETS = 1_000_000  # a second, of the values that quantiles are taken of
 
 
 @dataclass(frozen=True, slots=True)

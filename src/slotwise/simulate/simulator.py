@@ -271,6 +271,9 @@ def _on_clock(seconds: float) -> float:
     return round(seconds * 1e9) * 1e-9
 
 
+# -- several servers ---------------------------------------------------------------------------------------------------
+
+
 class SimulatedFleet:
     """Servers behind a router: a request goes to the one with the fewest unfinished ones, the first of several.
 
@@ -396,6 +399,9 @@ def simulate(
         unfinished = sum(not request.reason for request in fleet.requests.values())
         raise NoEnd(f"after {max_steps} steps {unfinished} requests are to end, and more may come") from None
     return fleet.requests
+
+
+# -- prefill and decode apart ------------------------------------------------------------------------------------------
 
 
 class InstantKVLink:

@@ -34,6 +34,7 @@ from slotwise.speculation.speculation_settings import DRAFT_MODEL, MAX_DRAFTS, S
 FILLER = 7  # the token that every row samples, where its output is not known
 IDLE = 0.001  # seconds that a plan without rows takes
 _FILLERS = (FILLER,)
+MODEL = "simulated"  # the draft model's name in the settings
 
 
 class VirtualMachine:
@@ -138,8 +139,10 @@ class VirtualMachine:
         return [tuple([(token,) for token in step]) for step in islice(zip(*rows, strict=True), number)]
 
 
-MODEL = "simulated"  # the draft model's name in the settings
 Tokens = tuple[int, ...]
+
+
+# -- drafts ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

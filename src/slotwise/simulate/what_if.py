@@ -33,6 +33,9 @@ RELIABLE = 0.3  # the largest error of a replay at which its figures stand witho
 READING, REPLAY = 0.3, 0.35  # shares of the work: a log's lines, and each replay of its traffic
 
 Runs = Mapping[str, Mapping[int, SimulatedRequest]]
+PERIOD = 0.005  # seconds of work and the rest behind it: a part of a step
+LEAST = 0.05  # of the time, worked; also until enough is done for an estimate of the rest
+ESTIMATED = 0.002  # of the work, done
 
 
 def what_if(
@@ -165,10 +168,6 @@ def _from_lines(lines: bytes, changes: dict[str, Any], ttft: float | None, tpot:
 
 CALLS = {"what_if": _from_lines}
 
-
-PERIOD = 0.005  # seconds of work and the rest behind it: a part of a step
-LEAST = 0.05  # of the time, worked; also until enough is done for an estimate of the rest
-ESTIMATED = 0.002  # of the work, done
 
 Item = TypeVar("Item")
 

@@ -17,6 +17,16 @@ from typing import Any, ClassVar, Protocol, cast
 
 SMALLEST_SHARE = 2.0**-53  # the step between the values of `random()`
 _NUMBERS = {"int": int, "float": float}
+MAX_LENGTH = 1_000_000  # tokens of a prompt or an output
+QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
+AZURE_PROMPT = (2, 181, 396, 1020, 1189, 2735, 4083, 4142, 14050)
+AZURE_OUTPUT = (7, 41, 85, 129, 395, 424, 451, 601, 1000)
+"""Quantiles of the 19,366 chat requests of one hour in the Azure LLM inference trace of November 2023 (Azure Public
+Dataset, CC-BY-4.0), published with Splitwise (Patel et al., ISCA 2024)."""
+MAX_RATE = 1e6  # requests per second
+MAX_USERS = 100_000
+MAX_GROUPS = 100_000
+NO_GROUP = -1
 
 
 def parse_form(text: str, kinds: Mapping[str, type[Any]], what: str) -> Any:
@@ -68,14 +78,10 @@ def stream(seed: int, purpose: str) -> random.Random:
     return random.Random(f"slotwise {seed} {purpose}")
 
 
-MAX_LENGTH = 1_000_000  # tokens of a prompt or an output
 NORMAL = NormalDist()
 
-QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
-AZURE_PROMPT = (2, 181, 396, 1020, 1189, 2735, 4083, 4142, 14050)
-AZURE_OUTPUT = (7, 41, 85, 129, 395, 424, 451, 601, 1000)
-"""Quantiles of the 19,366 chat requests of one hour in the Azure LLM inference trace of November 2023 (Azure Public
-Dataset, CC-BY-4.0), published with Splitwise (Patel et al., ISCA 2024)."""
+
+# -- lengths -----------------------------------------------------------------------------------------------------------
 
 
 class LengthDistribution(Protocol):
@@ -244,8 +250,7 @@ def _whole(length: float, cap: int) -> int:
     return max(1, round(min(length, cap)))
 
 
-MAX_RATE = 1e6  # requests per second
-MAX_USERS = 100_000
+# -- arrivals ----------------------------------------------------------------------------------------------------------
 
 
 class Arrivals(Protocol):
@@ -384,8 +389,7 @@ def _sums(gaps: list[float], count: int) -> list[float]:
     return times
 
 
-MAX_GROUPS = 100_000
-NO_GROUP = -1
+# -- shared prefixes ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,8 @@ MAX_REQUESTS = 1_000_000
 MAX_SECONDS = 10**9
 FIRST_PLAIN_ID = 10  # smaller ids are often special tokens that begin, end or pad
 NO_PREFIX = Prefixes()
+VERSION = 1
+MAX_LINE = 65_536  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +182,8 @@ def requests_of(
         for number, (num_prompt, num_output) in enumerate(lengths))
 
 
-VERSION = 1
-MAX_LINE = 65_536  # characters
+# -- files -------------------------------------------------------------------------------------------------------------
+
 HEADER: dict[str, type | tuple[type, ...]] = {
     "slotwise_workload": int, "num_requests": int, "max_tokens": int, "users": int, "seed": int, "description": dict}
 REQUEST: dict[str, type | tuple[type, ...]] = {

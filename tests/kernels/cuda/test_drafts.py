@@ -21,7 +21,7 @@ from torch import Tensor
 
 sys.path.append(str(Path(__file__).resolve().parents[3]))  # `benchmarks` is run from the root and never installed
 
-from benchmarks.gpu.repeated import Repeated
+from benchmarks.gpu.repeated import RepeatingGraph
 
 from slotwise.model.decoder import Decoder
 from slotwise.model.loading import load_model
@@ -37,9 +37,9 @@ SIZES = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "nu
 def test_a_graph_serves_drafts_however_they_are_spread(family: str, tmp_path: Path, monkeypatch) -> None:
     recorded: list[Callable[[], Tensor]] = []
     if DEVICE == "cpu":
-        def record(work: Callable[[], Tensor]) -> Repeated:
+        def record(work: Callable[[], Tensor]) -> RepeatingGraph:
             recorded.append(work)
-            return Repeated(work)
+            return RepeatingGraph(work)
 
         monkeypatch.setattr(KERNELS, "record", record)
     window = {"sliding_window": 20} if family == "mistral" else {}
@@ -64,9 +64,9 @@ def test_a_cold_start_captures_one_graph_for_each_size(monkeypatch) -> None:
     """Rows come one by one, each with a growing context: so many steps are captured, and none twice."""
     captured: list[int] = []
 
-    def record(work: Callable[[], Tensor]) -> Repeated:
+    def record(work: Callable[[], Tensor]) -> RepeatingGraph:
         captured.append(len(work()))
-        return Repeated(work)
+        return RepeatingGraph(work)
 
     monkeypatch.setattr(KERNELS, "record", record)
     decoder = SimpleNamespace(

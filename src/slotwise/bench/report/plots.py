@@ -20,6 +20,14 @@ from slotwise.bench.report.words import tick, tick_seconds, tick_share
 WIDTH = 1000.0
 SHAPES = ("M-4.5 0A4.5 4.5 0 0 1 4.5 0A4.5 4.5 0 0 1 -4.5 0z", "M-4-4H4V4H-4z",
           "M0-6L6 0L0 6L-6 0z", "M0-5.5L5.5 4H-5.5z")
+BAR_ROW, BAR_THICK = 44, 14
+PLOT_HEIGHT = 250.0
+COLORS = 10
+WIDE = 20.0  # from this ratio of largest to smallest on, seconds are drawn on a logarithmic axis
+KNEE_WIDTH, KNEE_HEIGHT = 634, 290
+KNEE_LEFT, KNEE_RIGHT, KNEE_TOP, KNEE_BOTTOM = 54, 614, 40, 250
+KNEE_STYLE = ("text { fill: #333 } .grid { stroke: #ddd } .line { fill: none; stroke: #2a6fbb; stroke-width: 2 } "
+         ".ideal { stroke: #999; stroke-dasharray: 4 4 } .knee { fill: #c43 }")
 
 
 def tag(name: str, *children: str, **attributes: object) -> Markup:
@@ -155,7 +163,7 @@ def plot(title: str, frame: tuple[Axis, Axis], curves: Iterable[Markup], points:
         class_="plot", role="img", aria_label=title, style=f"height:{_plain(height + 76)}px")
 
 
-ROW, THICK = 44, 14
+# -- bars --------------------------------------------------------------------------------------------------------------
 
 
 class BarRow(NamedTuple):
@@ -177,9 +185,9 @@ class BarRow(NamedTuple):
 def bars(title: str, rows: Sequence[BarRow]) -> Markup:
     """Horizontal bars from zero on one scale."""
     longest = max([size for row in rows for size in (row.total, row.worst or 0.0)], default=0.0) or 1.0
-    drawn = [element for index, row in enumerate(rows) for element in _bar(row, longest, index * ROW)]
+    drawn = [element for index, row in enumerate(rows) for element in _bar(row, longest, index * BAR_ROW)]
     return tag("svg", tag("title", title), *drawn, class_="bars", role="img", aria_label=title,
-               style=f"height:{len(rows) * ROW}px")
+               style=f"height:{len(rows) * BAR_ROW}px")
 
 
 def _bar(row: BarRow, longest: float, top: int) -> list[Markup]:
@@ -188,20 +196,18 @@ def _bar(row: BarRow, longest: float, top: int) -> list[Markup]:
              tag("text", row.text, x="100%", y=top + 13, text_anchor="end", class_="value")]
     for style, size in row.parts:
         if size:
-            drawn.append(tag("rect", x=percent(place / longest), y=y, width=percent(size / longest), height=THICK,
+            drawn.append(tag("rect", x=percent(place / longest), y=y, width=percent(size / longest), height=BAR_THICK,
                              class_=style))
             place += size
     if place and row.worst:
-        here, there, middle = percent(place / longest), percent(row.worst / longest), y + THICK / 2
+        here, there, middle = percent(place / longest), percent(row.worst / longest), y + BAR_THICK / 2
         color = row.parts[0][0].replace("fill", "line")
         drawn += [tag("line", x1=here, x2=there, y1=middle, y2=middle, class_=color),
                   tag("line", x1=there, x2=there, y1=middle - 5, y2=middle + 5, class_=color)]
     return drawn
 
 
-HEIGHT = 250.0
-COLORS = 10
-WIDE = 20.0  # from this ratio of largest to smallest on, seconds are drawn on a logarithmic axis
+# -- curves ------------------------------------------------------------------------------------------------------------
 
 
 def cumulative(runs: Sequence[DisciplineRun], colors: Sequence[str]) -> Markup:
@@ -213,7 +219,7 @@ def cumulative(runs: Sequence[DisciplineRun], colors: Sequence[str]) -> Markup:
     y = linear("output tokens returned", (tokens for _, points in curves for _, tokens in points), tick, most=5)
     drawn = [_curve(_stairs(points), x, y, colors[run.index]) for run, points in curves]
     ends = [_point(points[-1], (x, y), 0, colors[run.index]) for run, points in curves]
-    return plot("Output tokens returned over time", (x, y), drawn, ends, HEIGHT)
+    return plot("Output tokens returned over time", (x, y), drawn, ends, PLOT_HEIGHT)
 
 
 def distribution(title: str, runs: Sequence[DisciplineRun], colors: Sequence[str],
@@ -227,7 +233,7 @@ def distribution(title: str, runs: Sequence[DisciplineRun], colors: Sequence[str
     x = spread("", every, tick_seconds, most=6)
     y = Axis("share at or below", 0.0, 1.0, (0.0, 0.25, 0.5, 0.75, 1.0), tick_share)
     drawn = [_curve(_shares(values, x), x, y, colors[run.index]) for run, values in curves]
-    return plot(title, (x, y), drawn, (), HEIGHT)
+    return plot(title, (x, y), drawn, (), PLOT_HEIGHT)
 
 
 def sweep(swept: Sweep) -> Markup:
@@ -243,7 +249,7 @@ def sweep(swept: Sweep) -> Markup:
         drawn.append(_curve(series.points, x, y, f"{color} {'theory' if series.theory else 'solid'}"))
         if not series.theory:
             marked += [_point(point, (x, y), place, color) for point in series.points]
-    return plot(f"{swept.title}: {swept.y.label} against {swept.x.label}", (x, y), drawn, marked, HEIGHT)
+    return plot(f"{swept.title}: {swept.y.label} against {swept.x.label}", (x, y), drawn, marked, PLOT_HEIGHT)
 
 
 def series_places(swept: Sweep) -> list[int]:
@@ -298,20 +304,17 @@ def _shares(values: Sequence[float], x: Axis) -> list[tuple[float, float]]:
 
 
 def _curve(points: Sequence[tuple[float, float]], x: Axis, y: Axis, style: str) -> Markup:
-    return tag("path", d=path_through(points, x, y, HEIGHT), class_=f"curve {style}")
+    return tag("path", d=path_through(points, x, y, PLOT_HEIGHT), class_=f"curve {style}")
 
 
 def _point(point: tuple[float, float], frame: tuple[Axis, Axis], shape: int, style: str) -> Markup:
     x, y = frame
-    return marker((x.place(point[0]), (1 - y.place(point[1])) * HEIGHT), shape, style)
+    return marker((x.place(point[0]), (1 - y.place(point[1])) * PLOT_HEIGHT), shape, style)
 
+
+# -- goodput against load ----------------------------------------------------------------------------------------------
 
 Point = tuple[float, float]
-
-KNEE_WIDTH, KNEE_HEIGHT = 634, 290
-LEFT, RIGHT, TOP, BOTTOM = 54, 614, 40, 250
-STYLE = ("text { fill: #333 } .grid { stroke: #ddd } .line { fill: none; stroke: #2a6fbb; stroke-width: 2 } "
-         ".ideal { stroke: #999; stroke-dasharray: 4 4 } .knee { fill: #c43 }")
 
 
 def knee_plot(title: str, points: Sequence[Point], knee: Point | None) -> str:
@@ -321,7 +324,7 @@ def knee_plot(title: str, points: Sequence[Point], knee: Point | None) -> str:
     corners = " ".join(f"{_x(x, offered):.1f},{_y(y, good):.1f}" for offered, good in points)
     most = min(x.high, y.high)
     parts = [
-        tag("style", STYLE), tag("text", title, x=LEFT, y=18, font_weight=600), *_grid(x, y),
+        tag("style", KNEE_STYLE), tag("text", title, x=KNEE_LEFT, y=18, font_weight=600), *_grid(x, y),
         tag("line", class_="ideal", x1=_x(x, 0), y1=_y(y, 0), x2=_x(x, most), y2=_y(y, most)),
         tag("polyline", class_="line", points=corners)]
     if knee is not None:
@@ -333,20 +336,20 @@ def knee_plot(title: str, points: Sequence[Point], knee: Point | None) -> str:
 
 
 def _x(axis: Axis, value: float) -> float:
-    return LEFT + axis.place(value) * (RIGHT - LEFT)
+    return KNEE_LEFT + axis.place(value) * (KNEE_RIGHT - KNEE_LEFT)
 
 
 def _y(axis: Axis, value: float) -> float:
-    return BOTTOM - axis.place(value) * (BOTTOM - TOP)
+    return KNEE_BOTTOM - axis.place(value) * (KNEE_BOTTOM - KNEE_TOP)
 
 
 def _grid(x: Axis, y: Axis) -> list[Markup]:
     """The lines and numbers of both axes, and their labels."""
-    parts = [tag("text", x.label, x=RIGHT, y=KNEE_HEIGHT - 6, text_anchor="end"),
-             tag("text", y.label, x=LEFT, y=TOP - 8)]
+    parts = [tag("text", x.label, x=KNEE_RIGHT, y=KNEE_HEIGHT - 6, text_anchor="end"),
+             tag("text", y.label, x=KNEE_LEFT, y=KNEE_TOP - 8)]
     for at in x.ticks:
-        parts.append(tag("text", x.text(at), x=_x(x, at), y=BOTTOM + 16, text_anchor="middle"))
+        parts.append(tag("text", x.text(at), x=_x(x, at), y=KNEE_BOTTOM + 16, text_anchor="middle"))
     for at in y.ticks:
-        parts += [tag("line", class_="grid", x1=LEFT, x2=RIGHT, y1=_y(y, at), y2=_y(y, at)),
-                  tag("text", y.text(at), x=LEFT - 6, y=_y(y, at) + 4, text_anchor="end")]
+        parts += [tag("line", class_="grid", x1=KNEE_LEFT, x2=KNEE_RIGHT, y1=_y(y, at), y2=_y(y, at)),
+                  tag("text", y.text(at), x=KNEE_LEFT - 6, y=_y(y, at) + 4, text_anchor="end")]
     return parts

@@ -28,6 +28,10 @@ from slotwise.bench.report.words import (
 )
 from slotwise.terminal import plain
 
+WHOLE = "whole"
+WIDEST = 1000  # characters of a table
+HEAD_WIDTH = 10  # of a line of a column's head
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -44,7 +48,6 @@ class Table:
 
 Read = Callable[[DisciplineRun], float | None]
 Write = Callable[[float | None], str]
-WHOLE = "whole"
 
 
 @dataclass(frozen=True)
@@ -135,8 +138,8 @@ def _gap(value: float | None) -> str:
     return WHOLE if value == 0 else seconds(value)
 
 
-WIDEST = 1000  # characters of a table
-HEAD_WIDTH = 10  # of a line of a column's head
+# -- for a terminal ----------------------------------------------------------------------------------------------------
+
 DECODE_STEPS = (
     Column("decode steps", lambda run: run.decode_steps, count),
     Column("in theory", lambda run: run.theory_steps, count),

@@ -46,9 +46,8 @@ from slotwise.server import pages
 from slotwise.server.admin import MAX_SETTINGS, PROMETHEUS
 from slotwise.server.api_errors import ApiError, ClientGone, ErrorBody, bad_request
 from slotwise.server.decoding import decode
-from slotwise.server.endpoints import Endpoint
 from slotwise.server.event_stream import MAX_UNSENT, NDJSON, UNREAD
-from slotwise.server.http_exchange import HttpExchange
+from slotwise.server.http_exchange import Endpoint, HttpExchange
 from slotwise.server.lifecycle import LOAD, MAX_ADAPTER_BODY, UNLOAD, LoadAdapterRequest, UnloadAdapterRequest
 from slotwise.server.openapi import document
 from slotwise.server.pages import respond_timeline

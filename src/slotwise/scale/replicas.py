@@ -147,7 +147,7 @@ def roles(num_prefill: int, number: int) -> list[list[str]]:
 
 
 def shares(places: Sequence[int], number: int) -> list[list[str]]:
-    """Returns the options that bind `number` replicas to `places`, processors in an order in which neighbours share.
+    """Returns the options that bind `number` replicas to `places`, processors in an order in which neighbors share.
 
     With fewer places than replicas, each has one thread, which the system may move.
     """

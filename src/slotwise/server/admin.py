@@ -16,8 +16,7 @@ from slotwise.server.bodies import warn_of_unknown_fields, warn_of_unknown_keys
 from slotwise.server.completions import conversation_of
 from slotwise.server.context import Api, Observers, RequestLimits, ServedEngine, ServerClients, TextService
 from slotwise.server.decoding import decode, decode_object
-from slotwise.server.endpoints import about
-from slotwise.server.http_exchange import HttpExchange
+from slotwise.server.http_exchange import HttpExchange, about
 from slotwise.server.output_constraints import allowed_tools
 from slotwise.server.prompts import Encoding
 from slotwise.server.server_settings import ServerSettings

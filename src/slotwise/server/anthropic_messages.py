@@ -22,9 +22,8 @@ from slotwise.server.choice import Choice, parts_of
 from slotwise.server.completions import conversation_of, validated_chat
 from slotwise.server.context import Api
 from slotwise.server.decoding import decode
-from slotwise.server.endpoints import about
 from slotwise.server.generate import Job, ValidatedRequest, respond
-from slotwise.server.http_exchange import HttpExchange
+from slotwise.server.http_exchange import HttpExchange, about
 from slotwise.server.messages_protocol import CountTokensRequest, MessagesRequest
 from slotwise.server.output_constraints import allowed_tools
 from slotwise.server.parsers.output_format import HARMONY

@@ -14,9 +14,8 @@ from slotwise.server.checkpoint_workers import Template
 from slotwise.server.completions import chat_completions, completions
 from slotwise.server.context import Api
 from slotwise.server.embeddings import embeddings
-from slotwise.server.endpoints import Endpoint, about
 from slotwise.server.event_stream import events
-from slotwise.server.http_exchange import HttpExchange
+from slotwise.server.http_exchange import Endpoint, HttpExchange, about
 from slotwise.server.lifecycle import LOAD, UNLOAD, load_adapter, unload_adapter
 from slotwise.server.openapi import bodies_of, document
 from slotwise.server.pages import timeline

@@ -22,8 +22,7 @@ from slotwise.server import anthropic_messages, lifecycle
 from slotwise.server.api_errors import CONTEXT_EXCEEDED, OPENAI, ApiError, ClientGone, ErrorFormat
 from slotwise.server.browsers import WITH_A_BODY, check_json, check_one_host, is_local, is_preflight
 from slotwise.server.context import Clients
-from slotwise.server.endpoints import Endpoint
-from slotwise.server.http_exchange import HttpExchange, checked_request_id
+from slotwise.server.http_exchange import Endpoint, HttpExchange, checked_request_id
 from slotwise.server.listener import ALWAYS
 from slotwise.server.request_log import RequestLog
 from slotwise.server.responses import ERRORS, RESPONSES

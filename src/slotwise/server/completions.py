@@ -11,9 +11,8 @@ from slotwise.server.api_errors import bad_request
 from slotwise.server.bodies import warn_of_ignored, warn_of_unknown_fields, warn_of_unknown_keys
 from slotwise.server.context import Api
 from slotwise.server.decoding import decode
-from slotwise.server.endpoints import about
 from slotwise.server.generate import Echo, Renderer, ValidatedRequest, check, encoding_of, respond
-from slotwise.server.http_exchange import HttpExchange
+from slotwise.server.http_exchange import HttpExchange, about
 from slotwise.server.logprobs import most_tokens
 from slotwise.server.output_constraints import (
     BUDGET,

@@ -24,9 +24,8 @@ from slotwise.server.bodies import warn_of_unknown_fields
 from slotwise.server.choice import Choice, together
 from slotwise.server.context import Api
 from slotwise.server.decoding import decode
-from slotwise.server.endpoints import about
 from slotwise.server.generate import Job, ValidatedRequest, check, encoding_of, respond, usage_of
-from slotwise.server.http_exchange import HttpExchange
+from slotwise.server.http_exchange import HttpExchange, about
 from slotwise.server.protocol import Generate, KeptTokens, Length, Milliseconds, Priority, Prompt, Salt, Seconds, User
 from slotwise.server.shapes import EMBEDDING, to_json
 

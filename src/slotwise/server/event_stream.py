@@ -18,8 +18,7 @@ from slotwise.observe.event_log import Entry, Gap, encode_lines
 from slotwise.observe.ring import Line, Ring
 from slotwise.server.api_errors import bad_request
 from slotwise.server.context import Observers, ServedEngine, ServerClients
-from slotwise.server.endpoints import about
-from slotwise.server.http_exchange import HttpExchange
+from slotwise.server.http_exchange import HttpExchange, about
 
 SWITCHES = ("backlog", "follow")  # 0 or 1; default 1
 EVERY = 0.1  # seconds between two polls of the ring

@@ -1,6 +1,8 @@
 """One HTTP exchange over raw ASGI: the body in, JSON or server-sent events out, and whether the client is connected.
 
 Streams write straight to `send`: a layer between would cost as much as everything else done for a token.
+
+An endpoint answers an exchange.  What `/openapi.json`, `/docs` and the reference say of it stands above it, in `about`.
 """
 
 from __future__ import annotations
@@ -8,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -24,6 +26,14 @@ STEP = 256 << 10  # bytes that one read returns, claimed ahead of a body without
 NO_SNIFFING = (b"x-content-type-options", b"nosniff")  # browsers then run no response as a script
 DONE = b"data: [DONE]\n\n"
 LOOK = 1.0  # seconds between two looks whether a silent stream may begin
+Json = dict[str, Any]
+Endpoint = Callable[..., Awaitable[None]]
+"""Receives the parts of the service that its parameters name, then the exchange: `metrics(observers, exchange)`."""
+
+Decorated = TypeVar("Decorated", bound=Endpoint)
+
+
+# -- exchanges ---------------------------------------------------------------------------------------------------------
 
 
 class HttpExchange:
@@ -225,3 +235,33 @@ def checked_request_id(request_id: str, param: str) -> str:
     if not (0 < len(request_id) <= 128 and request_id.isascii() and request_id.isprintable()):
         raise bad_request("a request id has 1 to 128 printable ASCII characters", param)
     return request_id
+
+
+# -- endpoints ---------------------------------------------------------------------------------------------------------
+
+
+class About(NamedTuple):
+    """What OpenAPI describes of an endpoint, beyond what all have."""
+
+    body: type | None = None  # that its body is decoded into
+    takes_body: bool = True  # if its method has one
+    query: tuple[Json, ...] = ()  # parameters, each a name and a schema
+    media_type: str = "application/json"  # of its response
+    streams: bool = False  # server-sent events, if the request says so
+    statuses: tuple[HTTPStatus, ...] = ()  # of errors
+
+
+def about(**fields: Any) -> Callable[[Decorated], Decorated]:
+    """Describes an endpoint.  Args: fields: those of `About`."""
+
+    def described(endpoint: Decorated) -> Decorated:
+        endpoint.about = About(**fields)  # type: ignore[attr-defined]
+        return endpoint
+
+    return described
+
+
+def about_of(endpoint: Endpoint) -> About:
+    """What an endpoint says of itself."""
+    found: About = getattr(endpoint, "about", About())
+    return found

@@ -19,8 +19,7 @@ from slotwise.server.api_errors import ApiError, bad_request
 from slotwise.server.bodies import warn_of_unknown_fields
 from slotwise.server.context import ServedEngine, ServerClients
 from slotwise.server.decoding import decode, decode_object
-from slotwise.server.endpoints import about
-from slotwise.server.http_exchange import HttpExchange
+from slotwise.server.http_exchange import HttpExchange, about
 from slotwise.server.server_settings import LoraModule, ServerSettings
 from slotwise.server.unsupported import refuse
 

@@ -12,7 +12,7 @@ import msgspec
 from slotwise.engine.scheduling import MAX_TIERS, changes_schema
 from slotwise.server.anthropic_messages import MESSAGES, MessagesErrorBody
 from slotwise.server.api_errors import TRY_LATER, ErrorBody
-from slotwise.server.endpoints import About, Endpoint, Json, about_of
+from slotwise.server.http_exchange import About, Endpoint, Json, about_of
 from slotwise.server.protocol import ChatRequest
 from slotwise.server.quotas import POSITION, START
 from slotwise.server.request_log import GENERATING

@@ -16,8 +16,7 @@ from typing import Any
 
 from slotwise.observe.timeline import page
 from slotwise.server.context import ServedEngine, ServerClients
-from slotwise.server.endpoints import about
-from slotwise.server.http_exchange import HttpExchange
+from slotwise.server.http_exchange import HttpExchange, about
 from slotwise.server.openapi import REFUSED
 from slotwise.server.server_settings import ServerSettings
 from slotwise.version import __version__

@@ -17,8 +17,7 @@ from slotwise.routing.prompt import read
 from slotwise.routing.replica import Report, prefill_rate
 from slotwise.server.api_errors import bad_request
 from slotwise.server.context import Observers, RequestLimits, ServedEngine
-from slotwise.server.endpoints import about
-from slotwise.server.http_exchange import HttpExchange
+from slotwise.server.http_exchange import HttpExchange, about
 
 PREFIX = b"x-slotwise-prefix"
 INSTANCE, SINCE = "instance", "since"

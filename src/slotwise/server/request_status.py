@@ -19,8 +19,7 @@ from slotwise.server.bodies import warn_of_unknown_fields
 from slotwise.server.choice import Choice
 from slotwise.server.context import Observers, RequestLimits, ServedEngine, ServerClients
 from slotwise.server.decoding import decode
-from slotwise.server.endpoints import about
-from slotwise.server.http_exchange import HttpExchange
+from slotwise.server.http_exchange import HttpExchange, about
 from slotwise.server.turns import QueueFull
 
 MOST = 16  # choices in one response: tracing ids may repeat, and a response may have many choices

@@ -25,9 +25,8 @@ from slotwise.server.choice import Choice, Delta, parts_of
 from slotwise.server.completions import validated_chat
 from slotwise.server.context import Api, ServerClients
 from slotwise.server.decoding import MAX_NAME, decode
-from slotwise.server.endpoints import about
 from slotwise.server.generate import Job, ValidatedRequest, respond
-from slotwise.server.http_exchange import HttpExchange
+from slotwise.server.http_exchange import HttpExchange, about
 from slotwise.server.parsers.output_parser import CallArguments, CallName, Content, Part, Reasoning, new_call_id
 from slotwise.server.response_store import StoredResponse, StoreFull
 from slotwise.server.responses_protocol import ResponsesRequest, messages_of

@@ -170,7 +170,7 @@ def _response_format(form: Json) -> Json:
 
 
 def messages_of(given: str | Sequence[Json]) -> list[Message]:
-    """Items as the messages of a chat: neighbours of one turn of the model's are one message.
+    """Items as the messages of a chat: neighbors of one turn of the model's are one message.
 
     Raises:
         ApiError: an item of another kind or shape.

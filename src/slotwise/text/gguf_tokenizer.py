@@ -4,7 +4,7 @@
                            llama   SentencePiece: tokens with scores, spaces as "▁", bytes as "<0x0A>"
     token_type             3 special, 4 matched before words are split, 6 a byte, 1 2 5 others
 
-SentencePiece merges the neighbours whose joined token has the highest score.  That is BPE, with a merge for each way to
+SentencePiece merges the neighbors whose joined token has the highest score.  That is BPE, with a merge for each way to
 divide a token into two, in the order of scores.
 """
 

@@ -492,7 +492,7 @@ def _users_in_results(messages: list[Message], variables: Variables) -> Conversa
 
 
 def _turns_joined(messages: list[Message], variables: Variables) -> Conversation:
-    """Neighbours of one role, the user's or the assistant's, are one message."""
+    """Neighbors of one role, the user's or the assistant's, are one message."""
     found: list[Message] = []
     for message in messages:
         last = found[-1] if found else None

@@ -66,7 +66,7 @@ Part = Content | Reasoning | CallName | CallArguments
 
 
 def merged(parts: Iterable[Part]) -> list[Part]:
-    """Joins neighbours of one kind, and of one call."""
+    """Joins neighbors of one kind, and of one call."""
     found: list[Part] = []
     for part in parts:
         last = found[-1] if found else None

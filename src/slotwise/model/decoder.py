@@ -86,7 +86,7 @@ class Decoder(DecoderSizes):
         """Reads and packs the weights of this rank; `max_positions` (tokens) bounds the positions of a batch."""
         network = compose(config, WeightSource(read, kernels, config.dtype, adapters, group, formats))
         super().__init__(config, kernels, network, adapters, group, formats)
-        self.layers = layers_of(config, group.pipe.stage)  # those held here
+        self.layers = layers_of(config, group.pipe.stage)  # the layers held here
         layers = self._network.layers
         self._rotary = {
             rope: RotaryTable(rope, config.head_dim, max_positions, kernels.device)

@@ -17,7 +17,7 @@ SAMPLING = {  # keys of a GGUF file's metadata, by the fields that they stand fo
     "temperature": f"{PREFIX}temp", "top_k": f"{PREFIX}top_k", "top_p": f"{PREFIX}top_p", "min_p": f"{PREFIX}min_p",
     "repetition_penalty": f"{PREFIX}penalty_repeat"}
 LAST_N = f"{PREFIX}penalty_last_n"
-NOT_OBEYED: dict[str, tuple[Any, ...]] = {  # with the values that change no answer
+NOT_OBEYED: dict[str, tuple[Any, ...]] = {  # with the values that have no effect
     f"{PREFIX}xtc_probability": (None, 0), f"{PREFIX}mirostat": (None, 0), LAST_N: (None, -1),
     f"{PREFIX}sequence": (None, "")}
 OF_OTHERS = tuple(f"{PREFIX}{name}" for name in (  # have no effect without those

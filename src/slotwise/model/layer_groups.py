@@ -32,7 +32,7 @@ class LayerGroups(NamedTuple):
 
     windows: tuple[int, ...]  # tokens that each group looks back on; 0: all
     of_layers: tuple[int, ...]  # group of each layer
-    caches: tuple[int, ...]  # cache of each layer: those of different groups share it
+    caches: tuple[int, ...]  # cache of each layer; layers of different groups share one
 
     @property
     def num_caches(self) -> int:

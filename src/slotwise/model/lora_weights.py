@@ -49,13 +49,13 @@ MAX_TABLE = 2 << 20  # bytes: some 15,000 tensors
 MAX_CONFIG = 1 << 20  # bytes
 MAX_PATTERNS = 4096
 
-FREE = {  # fields that change nothing here, or are read below
+FREE = {  # fields without effect, or read below
     "peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "r",
     "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "lora_bias", "lora_dropout", "task_type",
     "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "runtime_config",
     "qalora_group_size", "ensure_weight_tying", "init_lora_weights", "megatron_core", "eva_config",
 }
-INITS = (None, True, False, "gaussian", "eva", "orthogonal")  # those that leave the base weights as they are
+INITS = (None, True, False, "gaussian", "eva", "orthogonal")  # values that leave the base weights unchanged
 NEUTRAL: tuple[object, ...] = (None, False, {}, [], "")
 
 
@@ -81,7 +81,7 @@ class PeftAdapter(NamedTuple):
 
     where: str
     alpha: float
-    alphas: dict[str, float]  # of products whose name ends so
+    alphas: dict[str, float]  # by the end of a product's name
     is_rank_stabilized: bool
     tensors: dict[str, dict[str, AdapterTensor]]
 

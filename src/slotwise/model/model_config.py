@@ -181,7 +181,7 @@ class MixtureConfig:
     routing: Routing
     intermediate_size: int  # of an expert
     layers: tuple[bool, ...]  # whether each layer has experts
-    shared_intermediate_size: int = 0  # of the expert that all tokens share; 0: there is none
+    shared_intermediate_size: int = 0  # of the expert that all tokens share; 0: no such expert
     activation: Activation | ClampedSwiGLU = "silu"
     are_split: bool = False  # into tensors of their own, where the family's checkpoints have them together
 
@@ -316,7 +316,7 @@ class ModelConfig:
 class ConfigDefaults:
     """What a family's configs mean where they leave a field out."""
 
-    num_kv_heads: int | None = None  # None: as many as heads of queries, which a null means in every family
+    num_kv_heads: int | None = None  # None: one per query head, as null means in every family
     head_dim: int | None = None  # None: the hidden size shared among the heads
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0

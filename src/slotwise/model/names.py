@@ -19,8 +19,8 @@ _INNER = "language_model"
 _RENAMED = (  # beginnings of names
     (f"{_INNER}.{MODEL}", MODEL), (f"{MODEL}.{_INNER}", MODEL), (f"{_INNER}.{HEAD}", HEAD), (_INNER, MODEL),
     *[(part, f"{MODEL}.{part}") for part in ("layers", "embed_tokens", "norm")])
-WITH_IMAGES = "ForConditionalGeneration"  # how architectures end that have a language model as a part
-HEADLESS = ("TextModel", "Model")  # how those without a head end
+WITH_IMAGES = "ForConditionalGeneration"  # suffix of architectures that contain a language model
+HEADLESS = ("TextModel", "Model")  # suffixes of architectures without a head
 WITH_HEAD = "ForCausalLM"
 
 Spellings = Callable[[str], tuple[str, ...]]

@@ -54,7 +54,7 @@ class DraftPositions:
 
     def __init__(self, slots: SlotTable, num_blocks: int, num_host_blocks: int) -> None:
         self._slots = slots
-        self._held = np.zeros(slots.num_slots, np.int64)  # positions that the cache holds, from the first on
+        self._held = np.zeros(slots.num_slots, np.int64)  # leading positions in the cache
         self._num_complete = np.zeros(slots.num_slots, np.int64)  # of a slot's first blocks
         self._is_complete = np.zeros(num_blocks, np.bool_)
         self._is_complete_on_host = np.zeros(num_host_blocks, np.bool_)
@@ -96,7 +96,7 @@ class DraftPositions:
 
 
 CATCH_UP = 512  # positions that a step computes before its rows propose, in addition to the last one of each row
-ALL_LOGITS = 64  # positions of a step up to which all have logits: such a step replays a graph
+ALL_LOGITS = 64  # in smaller steps all positions have logits, so they replay a graph
 
 
 class _Proposal(NamedTuple):

@@ -38,7 +38,7 @@ class GatheredBatch(NamedTuple):
     """A plan on the device."""
 
     batch: RaggedBatch
-    targets: Tensor  # [samples] int64, places in the token table of the tokens that follow each row of logits
+    targets: Tensor  # [samples] int64, where in the token table the token after each row of logits belongs
 
 
 class SlotTable(SlotListener):
@@ -70,7 +70,7 @@ class SlotTable(SlotListener):
         self.group_of_layer = group_of_layer if self.num_groups > 1 else ()
         self._tables = np.zeros((self.num_groups, num_slots, -(-max_tokens // block_size)), np.int32)
         self._ends = np.zeros((self.num_groups, num_slots), np.int64)  # blocks in the tables, with freed ones
-        self._firsts = np.zeros((self.num_groups, num_slots), np.int64)  # those that are freed
+        self._firsts = np.zeros((self.num_groups, num_slots), np.int64)  # freed blocks at their beginning
         self._send = sender(device)
 
     @property

@@ -57,7 +57,7 @@ class PromptRow(NamedTuple):
 
     row: int  # of the plan
     hidden: Tensor  # [positions, hidden]
-    tokens: Tensor  # [positions] int64, those that follow, on the same device
+    tokens: Tensor  # [positions] int64, the next token of each, on the same device
     num_top: int  # entries of the most probable tokens
 
 
@@ -157,7 +157,7 @@ def describe(
 
 
 MAX_SUMS = 4  # at most two chunks of a request are in flight, so that a failure undoes at most two
-LEAST_LENGTH = 1e-12  # of a vector that is normalized; a shorter one is divided by this
+LEAST_LENGTH = 1e-12  # a vector shorter than this is divided by it
 
 
 class PendingVector(NamedTuple):

@@ -70,7 +70,7 @@ def test_a_cold_start_captures_one_graph_for_each_size(monkeypatch) -> None:
 
     monkeypatch.setattr(KERNELS, "record", record)
     decoder = SimpleNamespace(
-        kernels=KERNELS, adapters=None, hidden=lambda batch, caches: batch.token_ids,
+        kernels=KERNELS, is_adapted=False, hidden=lambda batch, caches: batch.token_ids,
         logits=lambda hidden: hidden[:, None].float())
     steps = DecodeGraphs(cast(Decoder, decoder), [], SlotTable(40, 4 * BLOCK, BLOCK, 5))
     for _ in range(2):

@@ -34,7 +34,7 @@ class AttentionOptions:
     qk_norm: NormOptions | None = None
     norms_all_heads: bool = False  # together, and not each by itself
     sinks: bool = False  # a score without a value for each head
-    qkv_name: str = ""  # of the one weight that holds queries, keys and values; "": there are three
+    qkv_name: str = ""  # of a fused weight of queries, keys and values; "": three weights
     is_gated: bool = False  # results are multiplied by the sigmoid of gates
 
 
@@ -55,7 +55,7 @@ class LayerStep(NamedTuple):
     batch: RaggedBatch  # with the block tables of the layer's cache group
     cache: LayerCache
     rotary: Mapping[Rope, Tensor]  # tables as far as the batch's positions
-    kept: Callable[[Tensor], Tensor]  # of the rows of a tensor those that a later layer, or the head, reads
+    kept: Callable[[Tensor], Tensor]  # the rows of a tensor that a later layer, or the head, reads
     advances: list[StateAdvance]  # receives what is on trial
 
 

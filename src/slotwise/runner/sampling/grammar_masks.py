@@ -115,7 +115,7 @@ class Grammars:
                 _add(self._cache, content, matcher, MAX_CACHED)
             elif objection:
                 _add(self._objections, content, objection, MAX_OBJECTIONS)
-            elif self._is_wanted(content):  # by a request that came after it was skipped
+            elif self._is_wanted(content):  # by a request that came later
                 self._wanted.put(content)
                 continue
             for request_id in self._waiting.pop(content):
@@ -304,7 +304,7 @@ class _ConstrainedOutput:
         self._matcher, self._bytes_of = matcher, bytes_of
         self._outputs = list(request.sampled)
         self._num_consumed = 0
-        self._num_held = 0  # of those that the matcher consumed, the first ones that are still outputs
+        self._num_held = 0  # leading consumed tokens that are still outputs
 
     def record(self, first: int, tokens: Sequence[int]) -> None:
         """Record tokens after the first `first` outputs; they replace the tokens of a failed step."""

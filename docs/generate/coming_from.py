@@ -45,7 +45,7 @@ VLLM_OPTIONS = (  # options of `vllm serve`; those that Slotwise has by the same
     Elsewhere("--scheduling-policy", "", "More policies than fcfs and priority."),
     Elsewhere("--block-size", "", "64 tokens by default."),
     Elsewhere("--gpu-memory-utilization", "", "On a CPU a share of the machine's memory."),
-    Elsewhere("--kv-cache-memory-bytes", "`--kv-cache-memory`"),
+    Elsewhere("--kv-cache-memory-bytes", "", "Also `--kv-cache-memory`."),
     Elsewhere("--enable-prefix-caching", "", "Requests with different keys do not share blocks."),
     Elsewhere("--kv-offloading-size", "", "On a GPU."),
     Elsewhere("--seed", ""),

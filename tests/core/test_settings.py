@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
-from slotwise.core.settings import LIVE, check_settings, real, redeclared, setting, settings_of, whole
+from slotwise.cli import build_parser
+from slotwise.core.settings import LIVE, aliases_of, check_settings, real, redeclared, setting, settings_of, whole
+from slotwise.engine.config import EngineConfig
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,12 @@ def test_a_field_declares_all_there_is_to_say() -> None:
         "anyOf": [{"type": "number", "minimum": 0, "maximum": 1}, {"type": "null"}]}
     assert declared["kind"].schema == {"type": "string", "enum": ["fast", "slow"]}
     assert declared["names"].default == ()
+
+
+def test_vllms_names_lead_to_settings() -> None:
+    assert aliases_of(EngineConfig) == {"kv_cache_memory_bytes": "kv_cache_memory"}
+    for option in ("--kv-cache-memory", "--kv-cache-memory-bytes"):
+        assert build_parser("serve").parse_args(["serve", option, "1MiB"]).kv_cache_memory == 1 << 20
 
 
 def test_another_default_leaves_the_rest_of_a_declaration() -> None:

@@ -137,7 +137,8 @@ def add_settings(
     for name, declared in settings_of(owner).items():
         if declared.option != "" and (names is None or name in names):
             group = group_of(command, declared.group or ("scheduling" if declared.phase == LIVE else heading))
-            action = group.add_argument(declared.option or option_of(name), *declared.aliases, **_options(declared))
+            others = [alias if alias.startswith("-") else option_of(alias) for alias in declared.aliases]
+            action = group.add_argument(declared.option or option_of(name), *others, **_options(declared))
             action.help = argparse.SUPPRESS if declared.is_hidden else help_of(declared, notes.get(name, ""))
 
 

@@ -114,7 +114,7 @@ class Setting:
     phase: str = START
     group: str = ""  # the heading of its option
     option: str | None = None  # its option's name; None: made from its own; "": the command line has none
-    aliases: tuple[str, ...] = ()  # further names of the option: vLLM's, and short ones
+    aliases: tuple[str, ...] = ()  # vLLM's names where they differ, and short options, as "-tp"
     read: Callable[[str], Any] | None = None  # makes a value of a text; raises ValueError: the message says what it is
     takes_many: bool = False  # one option may be followed by several values
     is_hidden: bool = False  # no list of options has it
@@ -210,6 +210,12 @@ def _settings_of(owner: Any) -> Mapping[str, Setting]:
                 default=... if default is MISSING else default)
             found[one.name] = one
     return found
+
+
+def aliases_of(owner: type[Any]) -> dict[str, str]:
+    """Returns the settings by vLLM's names for them, where those differ."""
+    return {alias: name for name, declared in settings_of(owner).items()
+            for alias in declared.aliases if not alias.startswith("-")}
 
 
 def check_settings(values: Any) -> None:

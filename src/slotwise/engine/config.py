@@ -99,7 +99,7 @@ class EngineConfig(ChosenLimits):
         "kernels need", group=CACHE)
     kv_cache_memory: int | None = setting(
         None, "memory of the cache", unit="bytes", range=whole(1, BYTES), otherwise="what the slots can use, at most "
-        "40% of the free memory", group=CACHE)
+        "40% of the free memory", group=CACHE, aliases=("kv_cache_memory_bytes",))
     gpu_memory_utilization: float | None = setting(
         None, "share of the memory of the GPU, or of the machine, for weights, workspace and cache together",
         unit="share", range=real(0.001, 1), otherwise="on a GPU 0.9", group=CACHE)

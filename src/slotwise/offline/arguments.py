@@ -9,12 +9,13 @@ from typing import Any, NamedTuple, NoReturn
 
 from slotwise import builtin
 from slotwise.compat.vllm import CALL, METHODS, RULES, SAME, is_neutral
-from slotwise.core.settings import BYTE_UNITS, UNITS, settings_of, whole, with_unit
+from slotwise.core.settings import BYTE_UNITS, UNITS, aliases_of, settings_of, whole, with_unit
 from slotwise.engine.config import DTYPE_NAMES, RETIRED, ConfigError, EngineConfig, ModelOptions
 from slotwise.errors import nearest
 from slotwise.model.checkpoint import locate
 
 SETTINGS = tuple(name for name in (*settings_of(EngineConfig), "tiers") if name not in {"model", *RULES})
+ALIASES = aliases_of(EngineConfig)
 OWN = {  # obeyed beside the settings
     "model": "a checkpoint's folder, a GGUF file or a hub id; None: the built-in model",
     **{name: settings_of(ModelOptions)[name].help for name in ("override_generation_config", "pooler_config")},
@@ -22,13 +23,13 @@ OWN = {  # obeyed beside the settings
     "served_model_name": "the name, or a list whose first is the name, in the labels of metrics",
     "stream_interval": "tokens of each output of AsyncLLM after the first, 1 or more",
     "disable_log_stats": "False: LLM counts what get_metrics() returns, AsyncLLM logs its load; None is True",
-    "kv_cache_memory_bytes": "vLLM's name of kv_cache_memory; gpu_memory_utilization has no effect beside it",
+    **{alias: f"vLLM's name of {name}" for alias, name in ALIASES.items()},
     "event_log": "a file to which LLM writes the event log; an older one is replaced",
 }
 KINDS = {"disable_log_stats": bool, "served_model_name": str | list | tuple, "chat_template": str | Path}
 FITTING = (-1, "auto")  # vLLM's values of max_model_len for as many tokens as fit
-SIZES = {name: {"tokens": UNITS, "bytes": BYTE_UNITS}[one.unit] for name, one in settings_of(EngineConfig).items()
-         if one.unit in ("tokens", "bytes")} | {"kv_cache_memory_bytes": BYTE_UNITS}
+SIZES = {alias: {"tokens": UNITS, "bytes": BYTE_UNITS}[one.unit] for name, one in settings_of(EngineConfig).items()
+         if one.unit in ("tokens", "bytes") for alias in (name, *one.aliases)}
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +58,9 @@ class Arguments(NamedTuple):
         check(model, given)
         given = {name: _value(name, value) for name, value in given.items() if value is not None}
         settings = {name: given[name] for name in (*SETTINGS, *RETIRED) if name in given}
+        settings |= {name: given[alias] for alias, name in ALIASES.items() if alias in given}
         if "kv_cache_memory_bytes" in given:
-            settings["kv_cache_memory"] = given["kv_cache_memory_bytes"]
-            settings.pop("gpu_memory_utilization", None)
+            settings.pop("gpu_memory_utilization", None)  # as in vLLM, where both may be given
         if settings.get("max_model_len") in FITTING:
             del settings["max_model_len"]
         config = EngineConfig.of(model=str(locate(model or builtin.path())), **settings)

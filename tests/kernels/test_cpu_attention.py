@@ -63,7 +63,7 @@ def test_a_long_chunk_over_a_long_context(kind):
     assert apart(Layer(AttentionShape(9, 3, 64, 0.125), 64, kind, [(512, 2000), (1, 1999)])) < CLOSE[kind]
 
 
-@pytest.mark.skipif(not gemm.pays(), reason="elsewhere all tests widen bfloat16")
+@pytest.mark.skipif(not gemm.pairs_pay(), reason="elsewhere all tests widen bfloat16")
 @pytest.mark.parametrize("rows", [[(1, 70), (1, 1500), (5, 201)], [(130, 1201)]])
 def test_bfloat16_widened_to_float32_where_it_is_multiplied_in_pairs(rows, monkeypatch):
     shape = AttentionShape(9, 3, 80, 0.2, window=301)  # an odd number of vectors, and odd edges

@@ -1,4 +1,4 @@
-"""Imports that are executed at first use."""
+"""Lazy imports: the part of torch that the engine never uses is imported at first use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ UNUSED = "torch._meta_registrations"
 
 
 def spare_torch() -> None:
-    """Before torch is imported: make the import of its module `UNUSED` lazy."""
+    """Make the import of torch's module `UNUSED` lazy.  Call it before torch is imported."""
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None or UNUSED in sys.modules or "torch" in sys.modules:
         return

@@ -1,4 +1,4 @@
-"""How the numbers of a `kernels/matrix.py` lie in memory for `linear_blocks.py`: close to the bytes of their file.
+"""How packed quantised matrices lie in memory for `linear_blocks.py`: close to the bytes of their file.
 
 Outputs are panels of 32 columns; a panel is records of a few groups along depth:
 
@@ -7,7 +7,7 @@ Outputs are panels of 32 columns; a panel is records of a few groups along depth
     a plane    quads of depth x 32 columns x 4 codes; a byte holds the same place of 2, 4 or 8 consecutive quads
     scales     groups x 32 columns, of the kind that the format stores
 
-A *unit* is the depth of which products are added as integers: a group of weights, or a part of one.
+A *unit* is the depth over which products are added as integers: a group of weights, or a part of a group.
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ from torch import Tensor
 from slotwise.kernels.cpu.memory import Panels
 from slotwise.kernels.matrix import Format, QuantisedMatrix, Rows
 
-COLUMNS = 32  # of a panel
-STEP = 8  # depth of two quads, which are unpacked together
-LEAST, MOST = 32, 256  # depth of a record
+# Columns of a panel.
+COLUMNS = 32
+# The depth of two quads, which are unpacked together.
+STEP = 8
+# The least and the most depth of a record.
+LEAST, MOST = 32, 256
 LARGEST_UNIT = 64
 PLANES = {8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}
-"""Widths of the planes, lowest bits first, by the bits of a code; others are widened to the next."""
+"""Widths of the planes, lowest bits first, by the bits of a code; other codes are widened to the next entry."""
 HALF, BRAIN, SINGLE, BYTE, NIBBLE = range(5)
-"""Kinds of scales: float16, bfloat16, float32; int8, and 4 bits beside a minimum of 4, times a float16."""
+"""Kinds of scales: float16, bfloat16, float32; and int8, or 4 bits next to 4 bits of minimum, times a float16."""
 
 _FLOATS = {torch.float16: HALF, torch.bfloat16: BRAIN, torch.float32: SINGLE}
 _SIZES = {HALF: 2, BRAIN: 2, SINGLE: 4, BYTE: 1, NIBBLE: 1}
@@ -38,18 +41,25 @@ _NIBBLE_BITS = 4
 
 
 class BlockLayout(NamedTuple):
-    """A layout.  Each has a subclass, so that Numba compiles kernels for it: `layout_of` makes them."""
+    """The layout of a format.  Each has a subclass, made by `layout_of`, so that Numba compiles kernels for it.
+
+    Args:
+        unit, record: their depth.
+        groups: of a record.
+        kind: of scales.
+        is_wide: levels may be above 127.
+    """
 
     bits: int
-    unit: int  # depth
-    groups: int  # of a record
-    record: int  # depth
+    unit: int
+    groups: int
+    record: int
     record_bytes: int
-    kind: int  # of scales
+    kind: int
     has_minimums: int
     has_zero: int
     has_table: int
-    is_wide: int  # levels may be above 127
+    is_wide: int
 
     @property
     def scales_at(self) -> int:
@@ -58,17 +68,17 @@ class BlockLayout(NamedTuple):
 
     @property
     def minimums_at(self) -> int:
-        """To its minimums; for `NIBBLE` they are in the scales' bytes."""
+        """Bytes from a record's start to its minimums; for `NIBBLE` they are in the scales' bytes."""
         return self.scales_at + (0 if self.kind == NIBBLE else self._factor_bytes)
 
     @property
     def units_at(self) -> int:
-        """To the unit of its scales."""
+        """Bytes from a record's start to the unit of its scales."""
         return self.minimums_at + (self._factor_bytes if self.has_minimums or self.kind == NIBBLE else 0)
 
     @property
     def minimum_units_at(self) -> int:
-        """To the unit of its minimums."""
+        """Bytes from a record's start to the unit of its minimums."""
         return self.units_at + (2 * COLUMNS if self.has_units else 0)
 
     @property
@@ -85,18 +95,21 @@ class BlockLayout(NamedTuple):
         return self.minimum_units_at + (2 * COLUMNS if self.has_units and self.has_minimums else 0)
 
     def records(self, depth: int) -> int:
-        """Of a panel."""
+        """Records of a panel."""
         return -(-depth // self.record)
 
     def bytes(self, outputs: int, depth: int) -> int:
-        """Of a packed matrix."""
+        """Bytes of a packed matrix."""
         return -(-outputs // COLUMNS) * self.records(depth) * self.record_bytes
 
 
 class Levels(NamedTuple):
-    """What codes stand for, as integers: `factor * (table[code] - zero)`."""
+    """What codes stand for, as integers: `factor * (table[code] - zero)`.
 
-    table: tuple[int, ...]  # 0 ... 255; (): the codes themselves
+    The table has levels of 0 ... 255; (): the codes themselves.
+    """
+
+    table: tuple[int, ...]
     zero: int
     factor: float
 
@@ -108,7 +121,7 @@ def levels_of(kind: Format) -> Levels:
     Levels that are multiples of a half are exact; others (NF4) are rounded to 1/127 of the largest.
 
     Raises:
-        ValueError: there are more than 16: only integers have products here.
+        ValueError: there are more than 16 levels: only products of integers are supported here.
     """
     if not kind.levels:
         return Levels((), kind.zero, 1.0)
@@ -136,7 +149,7 @@ def layout_of(kind: Format) -> BlockLayout:
     """The layout for a format.
 
     Raises:
-        ValueError: products with it are not supported.
+        ValueError: products with the format are not supported.
     """
     levels = levels_of(kind)
     if kind.group % 16:
@@ -161,7 +174,7 @@ def layout_of(kind: Format) -> BlockLayout:
 
 @functools.cache
 def _of_its_own_type(layout: BlockLayout) -> BlockLayout:
-    """The same numbers in a subclass, whose name is part of the names of the kernels that are compiled for it."""
+    """The same numbers in a subclass, whose name is part of the names of the kernels compiled for it."""
     name = f"Layout_{'_'.join(map(str, layout))}"
     own = type(name, (BlockLayout,), {"__slots__": (), "__module__": __name__, "NUMBERS": layout})
     made: BlockLayout = own(*layout)
@@ -169,7 +182,8 @@ def _of_its_own_type(layout: BlockLayout) -> BlockLayout:
 
 
 QUAD = 4
-CHUNK = 1 << 23  # weights unpacked at once
+# Weights that are unpacked at once.
+CHUNK = 1 << 23
 
 
 def pack(matrix: QuantisedMatrix, layout: BlockLayout, memory: Panels, *, is_gated: bool = False) -> Tensor:
@@ -177,7 +191,7 @@ def pack(matrix: QuantisedMatrix, layout: BlockLayout, memory: Panels, *, is_gat
 
     Args:
         memory: where the panels will lie.
-        is_gated: its outputs are gates, then as many of what they gate: a panel becomes half of either.
+        is_gated: its outputs are gates, then the up projection: a panel becomes half of either.
     """
     halves = 2 if is_gated else 1
     panels = -(-(matrix.outputs // halves) // (COLUMNS // halves))
@@ -187,7 +201,7 @@ def pack(matrix: QuantisedMatrix, layout: BlockLayout, memory: Panels, *, is_gat
 
 
 def _fill(panels: Tensor, matrix: QuantisedMatrix, layout: BlockLayout, halves: int) -> None:
-    """Packs into `panels`, of which each has columns of every one of the `halves` of the outputs."""
+    """Pack into `panels`, each of which has columns of all `halves` of the outputs."""
     columns, outputs = COLUMNS // halves, matrix.outputs // halves
     many = max(1, CHUNK // (COLUMNS * matrix.depth))
     inputs = None if matrix.order is None else matrix.order.argsort()
@@ -204,7 +218,7 @@ def _fill(panels: Tensor, matrix: QuantisedMatrix, layout: BlockLayout, halves: 
 
 
 def _write(target: Tensor, pieces: list[Tensor]) -> None:
-    """Pieces `[panels, records, ..., COLUMNS, bytes]`, one behind the other in each record."""
+    """Write pieces `[panels, records, ..., COLUMNS, bytes]` one after another into each record."""
     at = 0
     for piece in pieces:
         flat = piece.flatten(2)
@@ -217,7 +231,7 @@ def _parts(rows: Rows, matrix: QuantisedMatrix, layout: BlockLayout, columns: in
     records, more = layout.records(matrix.depth), -len(rows.codes) % columns
 
     def in_records(values: Tensor, per_record: int) -> Tensor:
-        """`[outputs, n]` as `[panels, records, per_record, columns, bytes]`, with zeros for what is missing."""
+        """`[outputs, n]` as `[panels, records, per_record, columns, bytes]`, padded with zeros."""
         whole = F.pad(values, (0, records * per_record - values.shape[1], 0, more))
         whole = whole.view(-1, columns, records, per_record).permute(0, 2, 3, 1).contiguous()
         return whole.unsqueeze(-1).view(torch.uint8)
@@ -233,7 +247,7 @@ def _parts(rows: Rows, matrix: QuantisedMatrix, layout: BlockLayout, columns: in
 
 
 def _of_records(values: Tensor, matrix: QuantisedMatrix, layout: BlockLayout) -> Tensor:
-    """A group's factor `[outputs, groups]` once for each of its records, where it has several."""
+    """A group's factors `[outputs, groups]`, repeated for each of its records."""
     group, records = matrix.format.group, layout.records(matrix.depth)
     if 0 < group <= layout.record:
         return values

@@ -1,7 +1,7 @@
 """The gated delta rule and its short convolution (`DeltaShape`), token by token.
 
-A state is advanced where it lies: in the block of the token, into which that of the block before is copied first; on
-trial, in a copy that is dropped.  So a row's result does not depend on how its tokens are divided among steps.  Threads
+A state is advanced in place, in the block of the token, after the state of the block before is copied there; rows on
+trial use a copy that is dropped.  So a row's result does not depend on how its tokens are divided among steps.  Threads
 take a tile of a row's channels, then a head of a row: its state, 64 KiB for 128 by 128, stays in a core's own cache.
 
 Arithmetic is float32, rounded once, where a result is stored.
@@ -39,8 +39,10 @@ from slotwise.kernels.cpu.simd import (
 )
 from slotwise.kernels.interface import LENGTH_EPS, DeltaShape, DeltaWeights, RaggedBatch
 
-TILE = 512  # channels that a thread takes
-LARGE = float32(20)  # from here on softplus(x) is x in float32
+# Channels that a thread takes.
+TILE = 512
+# From here on softplus(x) is x in float32.
+LARGE = float32(20)
 TINY = float32(LENGTH_EPS)
 
 # Arguments in words after the header: of both kernels, of the convolution, of the rule.
@@ -68,14 +70,14 @@ def _first_position(words: int, row: int) -> int:
 
 @kernel
 def _is_on_trial(words: int, row: int) -> bool:
-    """Whether a row's states are to be left as they are."""
+    """Whether a row's states must not change."""
     flags = load(words, ON_TRIAL, INT64)
     return flags != 0 and load(flags, row, INT32) != 0
 
 
 @kernel
 def _carry(before: int, state: int, count: int) -> None:
-    """Begin a state with the one before it; with zeros where there is none."""
+    """Begin a state with the one before it, or with zeros if `before` is 0."""
     if before == 0:
         fill(state, count, ZERO)
     elif before != state:
@@ -191,9 +193,9 @@ def _update(state: int, query: int, keys: int, error: int, out: int, width: int,
 
 @kernel
 def _rule_token(words: int, token: int, head: int, state: int, room: int, kind: Real) -> None:
-    """Advance a head's state by a token, and store what it yields, normed and gated.
+    """Advance a head's state by a token, and store its result, normed and gated.
 
-    `room` takes the query and the key, then the error, then the result.
+    `room` is for the query and the key, then the error, then the result.
     """
     keys, width, size = load(words, KEY_DIM, INT64), load(words, VALUE_DIM, INT64), bytes_of(kind)
     heads, key_heads = load(words, VALUE_HEADS, INT64), load(words, KEY_HEADS, INT64)
@@ -262,7 +264,7 @@ def gated_delta(
     launcher: KernelLauncher, mixed: Tensor, gates: Tensor, weights: DeltaWeights, cache: CpuCache, batch: RaggedBatch,
     shape: DeltaShape, eps_bits: int,
 ) -> Tensor:
-    """As `DeltaKernels.gated_delta`; `eps_bits` are those of `weights.eps`."""
+    """`DeltaKernels.gated_delta`; `eps_bits` are the bits of `weights.eps` as float32."""
     mixed, gates, tables, tokens = mixed.contiguous(), gates.contiguous(), batch.block_tables, len(mixed)
     convolved = launcher.empty((tokens, shape.channels), torch.float32)
     out = launcher.empty((tokens, shape.values), mixed.dtype)

@@ -1,4 +1,4 @@
-"""The matrix product of all kernels here: a few float32 rows times a panel of stored columns.
+"""The matrix product that all kernels call, a few rows times a panel of stored columns, and how products finish rows.
 
     C[rows, LANES * vectors]  (+)=  A[rows, depth] @ B[depth, LANES * vectors]
 
@@ -6,9 +6,9 @@ Every accumulator lives in a register while `depth` runs (Goto and van de Geijn,
 multiplication", 2008).  Linear layers call it with packed weights as B; attention with keys (tokens are columns) and
 with values (dimensions are columns), so a block of the cache is read once for all query heads that share it.
 
-A is laid out in *strips*: 64 columns of all rows, then the next 64, so that the step from row to row is a constant the
-address mode can hold.  It is of float32, or of bfloat16 where B is multiplied in pairs.  A row's
-result does not depend on the rows beside it, bit for bit.
+A is laid out in *strips*: 64 columns of all rows, then the next 64, so that the step from row to row is a constant that
+the address mode can hold.  A is float32, or bfloat16 where B is multiplied in pairs.  A row's result does not depend on
+the other rows, bit for bit.
 """
 
 from __future__ import annotations
@@ -52,15 +52,17 @@ from slotwise.kernels.cpu.simd import BFLOAT16, FLOAT32, INT8, PAIRS, Real
 #     sums[rows, columns]  +=  A[rows, 2i + 1] * B[2i + 1, columns], then  A[rows, 2i] * B[2i, columns], for each i
 #
 # One instruction (`vdpbf16ps`) adds the products of a pair to 16 sums: half of the instructions that float32 takes.  It
-# wants both rows of B in one vector.  The cache stores two vectors of a row element beside element (`cache.py`), so two
+# needs both rows of B in one vector.  In the cache the elements of two vectors of a row alternate (`cache.py`), so two
 # rows exchange halves, and no element changes its place within 32 bits:
 #
 #     row 2i      0 16  1 17 ...        columns 0 ... 15     0 of row 2i  0 of row 2i + 1  1 of row 2i ...
 #     row 2i + 1  0 16  1 17 ...   ->   columns 16 ... 31   16 of row 2i 16 of row 2i + 1 17 of row 2i ...
 #
-# Where depth is odd, the last row of B stands for the one behind it, which may hold anything, and A has a zero there.
+# Where depth is odd, the last row of B takes the place of the row after it, which may hold anything, and A has a zero
+# there.
 
-LINE = 4 * LANES  # bytes of two vectors of bfloat16
+# Bytes of two vectors of bfloat16.
+LINE = 4 * LANES
 
 _FLOATS, _WORDS = ir.VectorType(SINGLE, LANES), ir.VectorType(WORD, LANES)
 _BRAINS, _SHORTS = ir.VectorType(BRAIN, 2 * LANES), ir.VectorType(SHORT, LANES)
@@ -80,8 +82,8 @@ class Operands(NamedTuple):
     ahead: ir.Value
 
 
-def pays() -> bool:
-    """Whether pairs are faster than float32 here: where there is FP16, too, they take four times as long."""
+def pairs_pay() -> bool:
+    """Whether pairs are faster than float32 here: on processors with FP16 they take four times as long."""
     return has("avx512bf16") and not has("avx512fp16")
 
 
@@ -94,7 +96,7 @@ def _two_vectors(builder: ir.IRBuilder, line: ir.Value, below: ir.Value) -> list
 
 
 def _one_vector(builder: ir.IRBuilder, line: ir.Value, below: ir.Value) -> list[ir.Value]:
-    """16 columns, of an odd last vector."""
+    """The 16 columns of an odd last vector."""
     upper, lower = (builder.zext(read(builder, row, _SHORTS, align=2), _WORDS) for row in (line, below))
     return [builder.or_(upper, builder.shl(lower, all_of(_WORDS, 16)))]
 
@@ -104,8 +106,8 @@ def accumulate_pairs(
 ) -> list[ir.Value]:
     """The loop over depth, strip by strip, from the vectors in `start`; returns the accumulators at its end.
 
-    A holds bfloat16, `strip` columns of a row in the first half of the bytes that they have in float32, and a zero
-    behind an odd number of them.
+    A holds bfloat16: `strip` columns of a row in the first half of the bytes that they take in float32, and a zero
+    after an odd number of columns.
     """
     together = min(vectors, 2)
     offsets = [builder.mul(operands.pair_bytes, number(pair)) for pair in range(vectors // together)]
@@ -137,7 +139,7 @@ def accumulate_pairs(
     return strips.close([builder.add(column, operands.strip_bytes), line, *sums])[2:]
 
 
-# What becomes of a product's sums while they are in registers: bias, the gate, rounding.
+# How a product finishes its sums while they are in registers: bias, the gate, rounding.
 
 FLOATS = ir.VectorType(SINGLE, 16)
 
@@ -184,16 +186,18 @@ def for_either_kind(builder: ir.IRBuilder, is_gated: ir.Value, emit: OfKind) -> 
             emit(is_gated=False)
 
 
-STRIP = 64  # columns of A that lie side by side
+# Columns of A that lie side by side.
+STRIP = 64
 STRIP_ROW_BYTES = 4 * STRIP
-# The tallest tile of each width in vectors: the accumulators, and the columns they are made of, must fit 32 registers,
-# or 16.
+# The tallest tile of each width in vectors: the accumulators, and the columns they are made of, must fit into the
+# processor's 32 or 16 registers.
 TALLEST = {1: 8, 2: 14, 4: 6} if AVX512 else {1: 8, 2: 6, 4: 2}
 TALLEST_1, TALLEST_2, TALLEST_4 = TALLEST.values()
 
 
 _VECTOR = ir.VectorType(SINGLE, LANES)
 _WIDE, _NARROW, _BYTES = (ir.VectorType(kind, LANES) for kind in (WORD, SHORT, BYTE))
+
 
 def _load(builder: ir.IRBuilder, address: ir.Value, kind: ElementType) -> ir.Value:
     """A vector of floats as they are, or of bfloat16 or int8 widened by two instructions."""
@@ -203,8 +207,10 @@ def _load(builder: ir.IRBuilder, address: ir.Value, kind: ElementType) -> ir.Val
         return builder.sitofp(builder.sext(value, _WIDE), _VECTOR)
     return widened(builder, value) if kind == types.uint16 else value
 
+
 def _broadcast(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     return spread(builder, builder.load(pointer(builder, address, SINGLE)), _VECTOR)
+
 
 def _upper_halves(builder: ir.IRBuilder) -> ir.Value | None:
     """A mask of every second element of a pair of vectors, for `_load_pair`; None where loads cannot be masked.
@@ -215,6 +221,7 @@ def _upper_halves(builder: ir.IRBuilder) -> ir.Value | None:
         return None
     bits = builder.asm(ir.FunctionType(WORD, [WORD]), "", "=r,0", [ir.Constant(WORD, 0xAAAAAAAA)], False)
     return builder.bitcast(bits, ir.VectorType(ir.IntType(1), 2 * LANES))
+
 
 def _load_pair(builder: ir.IRBuilder, address: ir.Value, upper: ir.Value | None) -> list[ir.Value]:
     """Two vectors of floats from the pairs of bfloat16 at `address` (see `cache.py`).
@@ -232,6 +239,7 @@ def _load_pair(builder: ir.IRBuilder, address: ir.Value, upper: ir.Value | None)
                     ir.Constant(WORD, 2), upper, all_of(halves, 0))
     return [builder.bitcast(half, _VECTOR) for half in (low, high)]
 
+
 def _load_columns(
     builder: ir.IRBuilder, address: ir.Value, vectors: int, kind: ElementType, upper: ir.Value | None
 ) -> list[ir.Value]:
@@ -240,6 +248,7 @@ def _load_columns(
         size = LANES * kind.bitwidth // 8
         return [_load(builder, behind(builder, address, v * size), kind) for v in range(vectors)]
     return _load_pair(builder, address, upper)
+
 
 def _accumulate(
     builder: ir.IRBuilder, rows: int, vectors: int, operands: Operands, kind: ElementType, start: list[ir.Value]
@@ -267,6 +276,7 @@ def _accumulate(
     _, line, *sums = turns.close([behind(builder, column, 4), builder.add(line, operands.row_bytes), *results])
     return strips.close([builder.add(strip, operands.strip_bytes), line, *sums])[2:]
 
+
 def _emit(builder: ir.IRBuilder, rows: ir.Value, vectors: ir.Value, *arguments: ir.Value) -> None:
     """The tile's C += A @ B, for each size that a tile may have."""
     *addresses, depth, c, c_row_bytes, ahead, kind = arguments
@@ -284,9 +294,11 @@ def _emit(builder: ir.IRBuilder, rows: ir.Value, vectors: ir.Value, *arguments: 
     sizes = [8 * count + width for width, most in TALLEST.items() for count in range(1, most + 1)]
     switch(builder, builder.add(builder.shl(rows, number(3)), vectors), sizes, of_size)
 
+
 _tile: Callable[..., None] = intrinsic(_emit, *[INT] * 11, KIND)
 """`_tile(rows, vectors, a, strip_bytes, b, row_bytes, pair_bytes, depth, c, c_row_bytes, ahead, kind)`: C += A @ B for
 `rows` and `vectors` as in `TALLEST`; all strides in bytes, `depth` at least 1."""
+
 
 @kernel
 def _multiply(
@@ -303,13 +315,14 @@ def _multiply(
         row = 0
         while row < rows:
             count = rows - row
-            if count > most:
+            if count > most:  # tiles of nearly equal heights: a low tile costs nearly as much as a tall one
                 tiles = (count + most - 1) // most
-                count = (count + tiles - 1) // tiles  # of equal height: a low tile costs nearly what a tall one does
+                count = (count + tiles - 1) // tiles
             _tile(count, vectors, a + row * STRIP_ROW_BYTES, strip_bytes, b + column // PAIR * pair_bytes, row_bytes,
                   pair_bytes, depth, c + row * c_row_bytes + column * 4, c_row_bytes, ahead, kind)
             row += count
         column += vectors * LANES
+
 
 def _compiled(kind: Real) -> CompiledKernel:
     """`_multiply` for one kind of elements of B."""
@@ -322,6 +335,7 @@ def _compiled(kind: Real) -> CompiledKernel:
     multiply.__name__ = multiply.__qualname__ = f"multiply_{type(kind).__name__}"
     return CompiledKernel(multiply)
 
+
 MULTIPLY = {torch.int8: _compiled(INT8), torch.bfloat16: _compiled(BFLOAT16), torch.float32: _compiled(FLOAT32)}
 """`multiply(rows, columns, a, strip_bytes, b, row_bytes, pair_bytes, depth, c, c_row_bytes, ahead)`: C += A @ B for any
 number of rows and any multiple of `LANES` columns.  In B it is `row_bytes` from a row to the next, `pair_bytes` from
@@ -329,10 +343,12 @@ number of rows and any multiple of `LANES` columns.  In B it is `row_bytes` from
 `call_multiply`, so that it is compiled once."""
 
 MULTIPLY_PAIRS = _compiled(PAIRS)
-"""The same for rows of bfloat16 and a B of bfloat16."""
+"""The product for rows of bfloat16 and a B of bfloat16."""
+
 
 def _call(builder: ir.IRBuilder, address: ir.Value, *arguments: ir.Value) -> None:
     builder.call(pointer(builder, address, ir.FunctionType(ir.VoidType(), [LONG] * len(arguments))), arguments)
+
 
 call_multiply: Callable[..., None] = intrinsic(_call, *[INT] * 12)
 """Call the `MULTIPLY` at the address that comes first, with its arguments."""

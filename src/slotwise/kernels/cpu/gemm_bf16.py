@@ -3,8 +3,8 @@
     sums[rows, 32]  =  for each pair of inputs, in order:  += x[2i + 1] * w[2i + 1], += x[2i] * w[2i]
 
 One instruction (`vdpbf16ps`, AVX-512 BF16) adds the products of a pair to 16 sums; every sum stays in a register while
-the depth runs, in the same order for any number of rows.  So a row's result does not depend on the rows beside it, bit
-for bit.  Bias, the gate and rounding are applied to the sums in registers.
+the depth runs, in the same order for any number of rows.  So a row's result does not depend on the other rows, bit for
+bit.  Bias, the gate and rounding are applied to the sums in registers.
 
 `linear_bf16.py` packs both operands:
 
@@ -33,30 +33,40 @@ from slotwise.kernels.cpu.llvm import (
     switch,
 )
 
-STRIP = 32  # inputs of a row that lie together: a cache line
+# Inputs of a row that lie together: a cache line.
+STRIP = 32
 STRIP_PAIRS = STRIP // 2
 STRIP_ROW_BYTES = 2 * STRIP
-PANEL = 32  # outputs computed together
-LINE_BYTES = 4 * PANEL  # of a panel's weights for one pair of inputs
-TALLEST = 14  # rows of a tile: its sums, two vectors of weights and the broadcast pair fit into 32 registers
+# Outputs computed together, and bytes of their weights for one pair of inputs.
+PANEL = 32
+LINE_BYTES = 4 * PANEL
+# Rows of a tile: its sums, two vectors of weights and the broadcast pair fit into 32 registers.
+TALLEST = 14
 
 _WORDS, _BRAINS = ir.VectorType(WORD, 16), ir.VectorType(BRAIN, 32)
 
 
 class Bf16Panel(NamedTuple):
-    """Addresses and strides of a panel's weights, and of the rows it is multiplied with."""
+    """Addresses and strides of a panel's weights, and of the rows it is multiplied with.
+
+    Args:
+        strip_bytes: of the activations, from strip to strip.
+        stride: bytes from a row of results to the next.
+        asked, step: what to prefetch, and bytes of it with each pair of inputs, at most LINE_BYTES.
+        scratch: memory of the thread.
+    """
 
     weights: ir.Value
     x: ir.Value
-    strip_bytes: ir.Value  # of the activations, from strip to strip
+    strip_bytes: ir.Value
     strips: ir.Value
     target: ir.Value
-    stride: ir.Value  # bytes from a row of results to the next
+    stride: ir.Value
     bias: ir.Value
     is_gated: ir.Value
-    asked: ir.Value  # what to prefetch
-    step: ir.Value  # bytes of it with each pair of inputs, at most LINE_BYTES
-    scratch: ir.Value  # memory of the thread
+    asked: ir.Value
+    step: ir.Value
+    scratch: ir.Value
 
 
 def _dot(builder: ir.IRBuilder, sums: ir.Value, left: ir.Value, right: ir.Value) -> ir.Value:
@@ -64,7 +74,7 @@ def _dot(builder: ir.IRBuilder, sums: ir.Value, left: ir.Value, right: ir.Value)
 
 
 def _add_strip(builder: ir.IRBuilder, rows: int, panel: Bf16Panel, sums: list[ir.Value]) -> list[ir.Value]:
-    """The addresses behind a strip, then two vectors of sums a row."""
+    """The addresses after a strip, then two vectors of sums per row."""
     turns = Loop(builder, number(STRIP_PAIRS), 1, [panel.x, panel.weights, panel.asked, *sums])
     column, line, asked, *sums = turns.values
     prefetch(builder, asked)
@@ -80,7 +90,7 @@ def _add_strip(builder: ir.IRBuilder, rows: int, panel: Bf16Panel, sums: list[ir
 
 
 def _add_all(builder: ir.IRBuilder, rows: int, panel: Bf16Panel) -> list[ir.Value]:
-    """Two vectors of sums a row."""
+    """Two vectors of sums per row."""
     nothing = no_sums(2 * rows)
     strips = Loop(builder, panel.strips, 1, [panel.x, panel.weights, panel.asked, *nothing])
     x, weights, asked, *sums = strips.values

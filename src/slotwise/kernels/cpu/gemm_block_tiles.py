@@ -3,7 +3,7 @@
     rows 1 ... 16     sums 0 1                left 4
     rows 17 ... 32    sums 0 1 / 2 3          left 4 5       right 6 7: 16 outputs each
 
-A unit of 16 or 32 fills a part of the tile's depth; behind it are zeros.  After each unit its integers go through
+A unit of 16 or 32 fills a part of the tile's depth; zeros follow it.  After each unit its integers go through
 memory and are added to the sums in the order and with the roundings of `gemm_blocks.py`: results are the same, bit for
 bit, so few rows are multiplied by vectors and many by tiles.
 """
@@ -34,17 +34,21 @@ from slotwise.kernels.cpu.llvm import Loop, all_of, behind, number, read, write
 from slotwise.kernels.cpu.quantize import FACTS
 from slotwise.kernels.cpu.tiles import MEMORY_BYTES, ROW_BYTES, ROWS, TILE_BYTES, Tiles
 
-TALLEST = 2 * ROWS  # rows multiplied at once
+# Rows multiplied at once.
+TALLEST = 2 * ROWS
 SUMS_ROW_BYTES = COLUMNS * 4
-QUAD_BYTES = 4 * COLUMNS  # of unpacked weights
-INTEGERS = MEMORY_BYTES  # in the memory, behind software tiles: a unit's sums
-SUMS = INTEGERS + TALLEST * SUMS_ROW_BYTES  # in float32
-UNPACKED = SUMS + TALLEST * SUMS_ROW_BYTES  # a unit's codes, or levels, as bytes
+# Bytes of unpacked weights.
+QUAD_BYTES = 4 * COLUMNS
+# The memory after software tiles: a unit's integer sums, sums in float32, and a unit's codes, or levels, as bytes.
+INTEGERS = MEMORY_BYTES
+SUMS = INTEGERS + TALLEST * SUMS_ROW_BYTES
+UNPACKED = SUMS + TALLEST * SUMS_ROW_BYTES
 SCRATCH_BYTES = UNPACKED + VECTORS * TILE_BYTES
-LEFT, RIGHT = 4, 6  # tiles; sums are before them
+# The first tiles of left and right operands; sums come before them.
+LEFT, RIGHT = 4, 6
 KINDS: dict[ElementType, tiles_of.Kind] = {
     types.uint32: tiles_of.HardwareTiles, types.uint64: tiles_of.SoftwareTiles}
-"""The tiles of a path, by how `linear_blocks.py` marks it; others have none."""
+"""The tiles of a path, by its type in `linear_blocks.PATHS`; other paths multiply without tiles."""
 
 
 class _TiledProduct:
@@ -110,7 +114,7 @@ class _TiledProduct:
         steps.close([behind(builder, target, len(quads) * QUAD_BYTES)])
 
     def _multiply(self, blocks: int, x: ir.Value) -> None:
-        """Store a unit's integers of `blocks` times 16 rows.  What lies behind a row is multiplied by zeros."""
+        """Store a unit's integers of `blocks` times 16 rows.  Bytes past a row's end are multiplied by zeros."""
         builder, tiles, memory, unit = self._builder, self._tiles, self._memory, self._layout.unit
         for row in range(blocks):
             tiles.load(LEFT + row, behind(builder, x, row * ROWS * unit), unit)
@@ -123,7 +127,7 @@ class _TiledProduct:
                 tiles.store(2 * row + half, behind(builder, memory, offset), SUMS_ROW_BYTES)
 
     def _finish(self, height: ir.Value, kind: ElementType) -> None:
-        """Store the rows of sums plus bias, or of gates and what they gate, as `kind`."""
+        """Store the rows of sums plus bias, or of gates times up projection, as `kind`."""
         builder, panel = self._builder, self._panel
         rows = Loop(builder, height, 1, [behind(builder, self._memory, SUMS), panel.target])
         place, target = rows.values
@@ -155,7 +159,7 @@ def _end(builder: ir.IRBuilder, memory: ir.Value, path: ElementType) -> None:
 
 tile_gemm: Callable[..., None] = intrinsic(_tile_gemm, INT, INT, *[INT] * len(BlockPanel._fields), KIND, KIND, KIND)
 """`tile_gemm(height, memory, *panel, layout, path, kind)`: `block_gemm` for at most `TALLEST` rows, by a path with
-tiles; nothing by another.  Up to a tile is read behind the rows of `x`.
+tiles; nothing by other paths.  Up to a tile is read past the rows of `x`.
 """
 begin_tiles: Callable[..., None] = intrinsic(_begin, INT, KIND)
 end_tiles: Callable[..., None] = intrinsic(_end, INT, KIND)

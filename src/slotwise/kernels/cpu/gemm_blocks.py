@@ -5,7 +5,7 @@
 
 For each two quads, codes are unpacked from their planes, or looked up in a table of 16 by a byte shuffle, and
 multiplied with the bytes of all rows.  Integers become floats once a unit, always in the same order, so a row does not
-depend on the rows beside it.  Nothing can overflow, so every processor computes the same integers.
+depend on other rows.  Nothing can overflow, so every processor computes the same integers.
 """
 
 from __future__ import annotations
@@ -43,9 +43,11 @@ from slotwise.kernels.cpu.processor import AVX2, AVX512
 from slotwise.kernels.cpu.quantize import FACTS
 from slotwise.kernels.cpu.simd import add_fours, pick
 
-HEIGHTS = (1, 2, 3, 4, 6, 8) if AVX512 else (1, 2)  # of a tile, as registers allow
+# Heights of a tile for which there are enough registers.
+HEIGHTS = (1, 2, 3, 4, 6, 8) if AVX512 else (1, 2)
 TALLEST = HEIGHTS[-1]
-LANES = 16  # columns of a vector of sums
+# Columns of a vector of sums.
+LANES = 16
 VECTORS = COLUMNS // LANES
 
 
@@ -53,20 +55,26 @@ _BYTES, _SHORTS, WORDS = (ir.VectorType(kind, lanes) for kind, lanes in ((BYTE, 
 
 
 class BlockPanel(NamedTuple):
-    """Addresses and strides of a panel's weights and of the rows it is multiplied with."""
+    """Addresses and strides of a panel's weights and of the rows it is multiplied with.
+
+    Args:
+        table: 16 bytes.
+        facts: of the rows.
+        asked, step: what to prefetch, and bytes of it with each two quads.
+    """
 
     weights: ir.Value
     records: ir.Value
-    table: ir.Value  # 16 bytes
+    table: ir.Value
     x: ir.Value
-    facts: ir.Value  # of the rows
+    facts: ir.Value
     unit_rows: ir.Value
     target: ir.Value
     stride: ir.Value
     bias: ir.Value
     is_gated: ir.Value
-    asked: ir.Value  # what to prefetch
-    step: ir.Value  # bytes of it with each two quads
+    asked: ir.Value
+    step: ir.Value
 
 
 class Unpack:
@@ -166,21 +174,21 @@ def factors(builder: ir.IRBuilder, layout: BlockLayout, record: ir.Value, group:
                 small = builder.lshr(small, four) if minimum else builder.and_(small, all_of(small.type, 15))
             whole = builder.sitofp(builder.sext(small, WORDS), FLOATS)
             product = builder.fmul(whole, _of_halves(builder, behind(builder, units, half * LANES * 2)))
-            # Else LLVM would multiply the unit with the scale of a row first, in some tiles and not in others.
+            # Without the fence LLVM would multiply the unit with the scale of a row first, in some tiles only.
             made.append(call(builder, f"llvm.arithmetic.fence.v{LANES}f32", FLOATS, product))
     return made
 
 
 def factors_of_unit(builder: ir.IRBuilder, layout: BlockLayout, record: ir.Value, unit: ir.Value
                     ) -> tuple[list[ir.Value], list[ir.Value]]:
-    """Scales and minimums, if there are any, of a unit of a record."""
+    """Scales of a unit of a record, and minimums for formats that have them."""
     group = builder.udiv(unit, number(layout.record // layout.unit // layout.groups))
     return (factors(builder, layout, record, group, minimum=False),
             factors(builder, layout, record, group, minimum=True) if layout.has_minimums else [])
 
 
 def start_of_unit(builder: ir.IRBuilder, layout: BlockLayout, facts: ir.Value) -> ir.Value:
-    """What a row's integers of a unit begin with: its correction, where there is a zero."""
+    """The start of a row's integers of a unit: its correction, for formats with a zero."""
     if not layout.has_zero:
         return all_of(WORDS, 0)
     return spread(builder, read(builder, behind(builder, facts, 4), WORD), WORDS)
@@ -244,7 +252,7 @@ class _RegisterTile:
         self._by_vnni = by_vnni
 
     def sums(self) -> list[ir.Value]:
-        """Vectors of float32, two a row."""
+        """Vectors of float32, two per row."""
         builder, layout, panel = self._builder, self._layout, self._panel
         units = layout.record // layout.unit
         records = Loop(builder, panel.records, 1, [all_of(FLOATS, 0.0)] * (VECTORS * self._rows))

@@ -6,7 +6,7 @@ result to bfloat16.
 
 `linear_fp16.py` packs both operands:
 
-    weights       panels of 64 outputs, or of 32 gates and what they gate
+    weights       panels of 64 outputs, or of 32 gates and their up projection
                   [ half[depth, 64] | scale float32[64] | bias float32[64] ]
     activations   chains x rows x [ half, the same half ][32]: each pair is broadcast by the load itself
                   scale float32[rows]
@@ -34,16 +34,21 @@ from slotwise.kernels.cpu.llvm import (
     write,
 )
 
-CHAIN = 32  # products added in registers
-GROUP = 4  # chains whose sums are added in fp16
-LANES = 32  # halves of a vector
-PANEL = 2 * LANES  # outputs computed together
-TALLEST = 13  # rows of a tile: its accumulators, two vectors of weights and the broadcast pair fit into 32 registers
+# Products that are added in registers, and chains whose sums are added in fp16.
+CHAIN = 32
+GROUP = 4
+# Halves of a vector, and outputs computed together.
+LANES = 32
+PANEL = 2 * LANES
+# Rows of a tile: its accumulators, two vectors of weights and the broadcast pair fit into 32 registers.
+TALLEST = 13
 PAIR_BYTES = 4
 STRIP_ROW_BYTES = CHAIN * PAIR_BYTES
-SUMS_BYTES = TALLEST * PANEL * 4  # of a tile's sums in float32; a group's in fp16 come behind them
+# Bytes of a tile's sums in float32, and with a group's sums in fp16, which follow them.
+SUMS_BYTES = TALLEST * PANEL * 4
 TILE_BYTES = TALLEST * PANEL * (4 + 2)
-ROOM_BYTES = PANEL * 4  # of one float32 per output: its scale, its bias
+# Bytes of one float32 per output: its scale, or its bias.
+ROOM_BYTES = PANEL * 4
 
 _HALVES, _WORDS = ir.VectorType(HALF, LANES), ir.VectorType(WORD, LANES // 2)
 
@@ -51,7 +56,7 @@ _HALVES, _WORDS = ir.VectorType(HALF, LANES), ir.VectorType(WORD, LANES // 2)
 def _add_chain(
     builder: ir.IRBuilder, rows: int, a: ir.Value, b: ir.Value, asked: ir.Value, step: ir.Value
 ) -> list[ir.Value]:
-    """The products of one chain: the addresses behind it, then two vectors of halves per row."""
+    """The products of one chain: the addresses after it, then two vectors of halves per row."""
     turns = Loop(builder, number(CHAIN), 1, [a, b, asked, *[all_of(_HALVES, 0.0)] * (2 * rows)])
     column, line, asked, *sums = turns.values
     prefetch(builder, asked)
@@ -85,7 +90,7 @@ def _widen(builder: ir.IRBuilder, rows: int, chains: ir.Value, sums: ir.Value) -
 
 
 def emit_gemm(builder: ir.IRBuilder, height: ir.Value, *arguments: ir.Value) -> None:
-    """All chains of a tile.  Those of a group are added in memory, behind the sums."""
+    """All chains of a tile.  The chains of a group are added in memory, after the sums."""
     a, strip_bytes, b, chains, sums, asked, step = arguments
 
     def of_height(rows: int) -> None:
@@ -105,7 +110,7 @@ def emit_gemm(builder: ir.IRBuilder, height: ir.Value, *arguments: ir.Value) -> 
 
 
 def emit_finish(builder: ir.IRBuilder, is_gated: ir.Value, *rows: ir.Value) -> None:
-    """Store rows of scaled sums plus bias, or of gates and what they gate, as bfloat16."""
+    """Store rows of scaled sums plus bias, or of gates times up projection, as bfloat16."""
     for_either_kind(builder, is_gated, lambda *, is_gated: _finish(builder, *rows, is_gated=is_gated))
 
 

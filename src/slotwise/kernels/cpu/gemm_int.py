@@ -12,7 +12,7 @@ signed bytes up to `LIMIT`.  Instructions of 512 bits per 64 products, or twice 
     for comparison: bfloat16 widened to float32                                       4 and more
 
 Nothing can overflow, so every processor computes the same integers; they are converted to floats once a group, always
-in the same order, so a row does not depend on the rows beside it.
+in the same order, so a row does not depend on other rows.
 """
 
 from __future__ import annotations
@@ -45,12 +45,15 @@ from slotwise.kernels.cpu.processor import AVX512
 from slotwise.kernels.cpu.quantize import BYTES, GROUP, RECORD
 from slotwise.kernels.cpu.simd import add_fours, pairs_of_bytes, pairs_of_shorts
 
-HEIGHTS = range(1, 7) if AVX512 else range(1, 3)  # of a tile, as registers allow
+# Heights of a tile for which there are enough registers.
+HEIGHTS = range(1, 7) if AVX512 else range(1, 3)
 TALLEST = HEIGHTS[-1]
-RUN = {8: 2, 4: 8}  # quads whose pairs are added in 16 bits
-STEPS_OF_A_GROUP = GROUP // 8  # two quads at once
+# Quads whose pairs are added in 16 bits, by bits of a weight.
+RUN = {8: 2, 4: 8}
+# Steps of two quads.
+STEPS_OF_A_GROUP = GROUP // 8
 ASKED = {bits: -(-RECORD[bits] // STEPS_OF_A_GROUP // LINE) for bits in RECORD}
-"""Lines prefetched with each, by bits: a line left out is waited for, and no stream of misses tells the processor."""
+"""Lines prefetched with each step, by bits: the processor would wait for a line that is left out."""
 
 BYTES_64, _SHORTS, WORDS = (ir.VectorType(kind, lanes) for kind, lanes in ((BYTE, 64), (SHORT, 32), (WORD, 16)))
 
@@ -59,20 +62,27 @@ Add: TypeAlias = Callable[[ir.IRBuilder, ir.Value, ir.Value, ir.Value], ir.Value
 
 
 class IntPanel(NamedTuple):
-    """Addresses and strides of a panel's weights and of the rows it is multiplied with."""
+    """Addresses and strides of a panel's weights and of the rows it is multiplied with.
+
+    Args:
+        scales: scales and corrections of the rows.
+        group_rows: rows of activations in a group.
+        asked, step: what to prefetch, and bytes of it with each step, at most ASKED lines.
+        scratch: memory of the thread.
+    """
 
     weights: ir.Value
     x: ir.Value
-    scales: ir.Value  # scales and corrections of the rows
-    group_rows: ir.Value  # rows of activations in a group
+    scales: ir.Value
+    group_rows: ir.Value
     groups: ir.Value
     target: ir.Value
     stride: ir.Value
     bias: ir.Value
     is_gated: ir.Value
-    asked: ir.Value  # what to prefetch
-    step: ir.Value  # bytes of it with each two quads, at most ASKED lines
-    scratch: ir.Value  # memory of the thread
+    asked: ir.Value
+    step: ir.Value
+    scratch: ir.Value
 
 
 class IntWeights(NamedTuple):
@@ -102,7 +112,7 @@ def weights_of_two_quads(builder: ir.IRBuilder, address: ir.Value, bits: int) ->
 def _add_two_quads(
     builder: ir.IRBuilder, rows: int, bits: int, panel: IntPanel, place: ir.Value, sums: Sequence[ir.Value], add: Add
 ) -> list[ir.Value]:
-    """`sums`, two vectors a row, after all products of the two quads at `place` in the group; prefetches meanwhile."""
+    """`sums`, two vectors per row, after the products of two quads at `place` in the group; prefetches meanwhile."""
     for line in range(ASKED[bits]):
         part = builder.udiv(builder.mul(panel.step, number(line)), number(ASKED[bits]))
         prefetch(builder, builder.add(panel.asked, builder.add(builder.mul(place, panel.step), part)))
@@ -141,7 +151,7 @@ def _group(builder: ir.IRBuilder, rows: int, weights: IntWeights, panel: IntPane
 
 
 def group_panel(builder: ir.IRBuilder, bits: int, panel: IntPanel, group: ir.Value) -> IntPanel:
-    """What a `panel` is for one of its groups."""
+    """A `panel` moved to one of its groups."""
     passed = builder.mul(group, panel.group_rows)
     step = builder.mul(panel.step, number(STEPS_OF_A_GROUP))
     return panel._replace(
@@ -162,7 +172,7 @@ def add_group(
 
 
 def _all_groups(builder: ir.IRBuilder, rows: int, weights: IntWeights, panel: IntPanel) -> list[ir.Value]:
-    """The sums of a tile, two vectors a row."""
+    """The sums of a tile, two vectors per row."""
     groups = Loop(builder, panel.groups, 1, no_sums(2 * rows))
     group = group_panel(builder, weights.bits, panel, groups.index)
     totals = _group(builder, rows, weights, group)

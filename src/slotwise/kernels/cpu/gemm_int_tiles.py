@@ -5,7 +5,7 @@
 
 A group's bytes are a tile as they are packed; nibbles become bytes in the thread's memory first.  After each group its
 integers go through memory, too: they are converted to floats and added row by row, in the order and with the roundings
-of `gemm_int.py`, so results are the same, bit for bit.  What lies behind the last row is multiplied and dropped.
+of `gemm_int.py`, so results are the same, bit for bit.  Results past the last row are computed and dropped.
 """
 
 from __future__ import annotations
@@ -37,14 +37,18 @@ from slotwise.kernels.cpu.llvm import (
 from slotwise.kernels.cpu.quantize import BYTES, COLUMNS, GROUP
 from slotwise.kernels.cpu.tiles import MEMORY_BYTES, ROW_BYTES, ROWS, Tiles
 
-TALLEST = 2 * ROWS  # rows multiplied at once
+# Rows multiplied at once.
+TALLEST = 2 * ROWS
 SUMS_ROW_BYTES = COLUMNS * 4
-QUAD_BYTES = 4 * COLUMNS  # of a panel's weights
-INTEGERS = MEMORY_BYTES  # in a thread's memory, behind software tiles: a group's sums
-SUMS = INTEGERS + TALLEST * SUMS_ROW_BYTES  # in float32
-UNPACKED = SUMS + TALLEST * SUMS_ROW_BYTES  # a group's nibbles as bytes
+# Bytes of a panel's weights.
+QUAD_BYTES = 4 * COLUMNS
+# A thread's memory after software tiles: a group's integer sums, sums in float32, and a group's nibbles as bytes.
+INTEGERS = MEMORY_BYTES
+SUMS = INTEGERS + TALLEST * SUMS_ROW_BYTES
+UNPACKED = SUMS + TALLEST * SUMS_ROW_BYTES
 SCRATCH_BYTES = UNPACKED + BYTES[8]
-LEFT, RIGHT = 4, 6  # tiles; sums are before them
+# The first tiles of left and right operands; sums come before them.
+LEFT, RIGHT = 4, 6
 
 
 def emit_gemm(
@@ -115,7 +119,7 @@ def _write_row(builder: ir.IRBuilder, sums: list[ir.Value], place: ir.Value) -> 
 
 
 def _finish(builder: ir.IRBuilder, height: ir.Value, panel: IntPanel, kind: ElementType) -> None:
-    """Store the rows of sums plus bias, or of gates and what they gate, as `kind`."""
+    """Store the rows of sums plus bias, or of gates times up projection, as `kind`."""
     bias = read_floats(builder, panel.bias, 2)
 
     def of_kind(*, is_gated: bool) -> None:

@@ -3,11 +3,11 @@
     rows 1 ... 16     sums 0 1                left 4
     rows 17 ... 32    sums 0 1 / 2 3          left 4 5       right 6 7: 16 outputs each
 
-A row alone is multiplied by vectors, with the sums of a tile: for each strip of 32 inputs the even and the odd products
-are added in order, then both to the result, each operation as in `tiles.py`.  From 17 rows on every tile that is loaded
-serves two products, which hides the loads.  The depth runs in the same order for any number of rows, and a row's sums
-depend on no other row of its tile: its result is the same in any company, bit for bit.  Operands are packed as for
-`gemm_bf16.py`; rows of activations fill whole tiles, and what lies behind the last row is computed and dropped.
+A single row is multiplied by vectors, with the sums of a tile: for each strip of 32 inputs the even and the odd
+products are added in order, then both to the result, each operation as in `tiles.py`.  From 17 rows on, every tile that
+is loaded serves two products, which hides the loads.  The depth runs in the same order for any number of rows, and a
+row's sums do not depend on other rows of its tile: its result is always the same, bit for bit.  Operands are packed as
+for `gemm_bf16.py`; rows of activations fill whole tiles, and results past the last row are computed and dropped.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ from slotwise.kernels.cpu.gemm_bf16 import LINE_BYTES, PANEL, STRIP_PAIRS, Bf16P
 from slotwise.kernels.cpu.llvm import LINE, WORD, Loop, behind, fma, number, prefetch, read, spread, write
 from slotwise.kernels.cpu.tiles import MEMORY_BYTES, ROW_BYTES, ROWS, TILE_BYTES, WORDS, Tiles, halves
 
-TALLEST = 2 * ROWS  # rows multiplied at once
+# Rows multiplied at once.
+TALLEST = 2 * ROWS
 SUMS_ROW_BYTES = PANEL * 4
-SCRATCH_BYTES = MEMORY_BYTES + TALLEST * SUMS_ROW_BYTES  # of software tiles, then of sums
-LEFT, RIGHT = 4, 6  # tiles; sums are before them
+# Of software tiles, then of sums.
+SCRATCH_BYTES = MEMORY_BYTES + TALLEST * SUMS_ROW_BYTES
+# The first tiles of left and right operands; sums come before them.
+LEFT, RIGHT = 4, 6
 
 
 def emit_gemm(builder: ir.IRBuilder, tiles: Tiles, height: ir.Value, panel: Bf16Panel) -> None:
@@ -87,7 +90,7 @@ def _add_row(builder: ir.IRBuilder, tiles: Tiles, panel: Bf16Panel) -> None:
 
 
 def _finish(builder: ir.IRBuilder, height: ir.Value, panel: Bf16Panel) -> None:
-    """Store the rows of sums plus bias, or of gates and what they gate, as bfloat16."""
+    """Store the rows of sums plus bias, or of gates times up projection, as bfloat16."""
     bias = read_floats(builder, panel.bias, 2)
 
     def of_kind(*, is_gated: bool) -> None:

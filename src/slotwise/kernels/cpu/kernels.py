@@ -330,7 +330,7 @@ class CpuKernels:
 
     @functools.cached_property
     def _multiplies_pairs(self) -> bool:
-        return gemm.pays()
+        return gemm.pairs_pay()
 
     def _attention(self, kind: torch.dtype, stored: torch.dtype) -> tuple[CompiledKernel, CompiledKernel]:
         """The kernel for queries of `kind` over a cache that is `stored`, and the product that it calls."""

@@ -1,13 +1,23 @@
-"""Products with weights that are packed once: what all of them share, and those in float32.
+"""Products with weights that are packed once: what all products share, and those in float32.
 
 Outputs are packed into *panels*, groups of outputs that are computed together; a product is items of a block of rows
-times a panel, which threads take.  All blocks are multiplied with the
-same weights, or each with those that a table names: the experts of a mixture, in one launch.
+times a panel, which threads take (`threads.py`).  A thread prepares a block's rows (packs or quantises them) once for
+all panels that it multiplies with them, and multiplies a panel by tiles of rows.  All blocks are multiplied with the
+same weights, or each with the weights that a table names: the experts of a mixture, in one launch.
 
     BLOCKS = 0     rows 0 ... BLOCK, BLOCK ... 2 BLOCK, and so on, with the words WEIGHT, BIAS and ORDER
-    a table        int64: the number of blocks, then of each a `RowBlock`
+    a table        int64: the number of blocks, then a `RowBlock` for each
     SOURCES = 0    row i of the result is that of row i of x
-    a table        int32: of each row of the result the row of x
+    a table        int32: for each row of the result its row of x
+
+While a thread multiplies a panel, its next panel is prefetched, a share of it with each tile:
+
+    one tile                       its own panel, a little ahead of what is read
+    the first tile of a panel      the same, if the panel was not prefetched: the thread's first panel, a stolen one, or
+                                   one after a panel of one tile
+    any other tile                 its share of the next panel
+
+Results beyond the last output are computed and dropped.
 
 Here bfloat16 is widened to float32 on its way into registers, by `gemm.py`, for processors that multiply nothing
 smaller (`paths.py`).  float32 products take the same path, which makes a token's result independent of its batch-mates,
@@ -47,32 +57,41 @@ from slotwise.kernels.cpu.simd import (
 from slotwise.kernels.cpu.threads import NOTHING, pop, rows_of_a_block, upcoming
 from slotwise.kernels.interface import Linear
 
-PANEL = 32  # outputs computed together: the weights of each PAIR of them lie together
-TILE = 12  # rows multiplied at once
-AHEAD = 4096  # bytes of weights between what is read and what is prefetched
-BLOCK_FLOATS = 1 << 16  # of rows widened at once: a quarter of a typical second-level cache
+# Outputs computed together: the weights of each PAIR of them lie together.
+PANEL = 32
+# Rows multiplied at once.
+TILE = 12
+# Bytes of weights between what is read and what is prefetched.
+AHEAD = 4096
+# Of rows widened at once: a quarter of a typical second-level cache.
+BLOCK_FLOATS = 1 << 16
 
-# Arguments of every product, in words after the header; MULTIPLY_ADDRESS of those in float32 only.
+# Arguments of every product, in words after the header; only products in float32 have MULTIPLY_ADDRESS.
 (X, WEIGHT, BIAS, ORDER, OUT, TOKENS, DEPTH, OUTPUTS, STORED, BLOCK, SCRATCH, SCRATCH_BYTES, THREADS, BLOCKS,
  SOURCES, MULTIPLY_ADDRESS) = range(HEADER, HEADER + 16)
-OF_WEIGHTS = slice(WEIGHT - X, OUT - X)  # those that a table names for each block
+# The arguments that a table names for each block.
+OF_WEIGHTS = slice(WEIGHT - X, OUT - X)
 
 
 class RowBlock(NamedTuple):
-    """Rows that are multiplied together, and addresses of what they are multiplied with."""
+    """At most BLOCK rows that are multiplied together, and addresses of what they are multiplied with.
+
+    `order` is the order of the inputs, where the weights have another one (`linear_blocks.py`).
+    """
 
     first: int
-    rows: int  # at most BLOCK
+    rows: int
     weights: int
     bias: int
-    order: int  # of the inputs, where weights have another one (`linear_blocks.py`)
+    order: int
 
 
-BLOCK_WORDS = len(RowBlock._fields)  # of a block in a table
+# Words of a block in a table.
+BLOCK_WORDS = len(RowBlock._fields)
 
 
 class Tables(NamedTuple):
-    """Addresses of tables of the rows of a product, or 0."""
+    """Addresses of the tables of a product's rows, or 0."""
 
     blocks: int = 0
     sources: int = 0
@@ -111,9 +130,9 @@ def x_at(words: int, row: int, kind: Real) -> int:
 
 @kernel
 def panel_after(words: int, item: int, after: int, panels: int, panel_bytes: int, ahead: int) -> int:
-    """The address of the panel of the item `after`, or of the one of `item` where no other is known.
+    """The address of the panel of the item `after`, or of `item` where no next item is known.
 
-    The first `ahead` bytes of a panel with other rows are prefetched: it need not lie behind that of `item`.
+    The first `ahead` bytes of a panel with other rows are prefetched: it need not lie after the panel of `item`.
     """
     known = item if after == NOTHING else after
     place = block_at(words, known // panels).weights + known % panels * panel_bytes
@@ -124,17 +143,24 @@ def panel_after(words: int, item: int, after: int, panels: int, panel_bytes: int
 
 @dataclass(frozen=True, slots=True)
 class PackedWeights:
-    """Weights in panels, and how their kernel runs."""
+    """Weights in panels, and how their kernel runs.
+
+    Args:
+        stored: numbers per token in the result: half of the outputs where these are gates and up projection.
+        block_rows: rows prepared at once, for a number of tokens.
+        floats: of scratch memory per thread.
+        multiply: the kernel that `code` calls.
+    """
 
     code: CompiledKernel
     panels: Tensor
     bias: Tensor | None
     depth: int
     outputs: int
-    stored: int  # numbers per token in the result: half of the outputs where these are gates and what they gate
-    block_rows: Callable[[int], int]  # rows prepared at once, for a number of tokens
-    floats: int  # of scratch memory per thread
-    multiply: CompiledKernel | None = None  # called by the code
+    stored: int
+    block_rows: Callable[[int], int]
+    floats: int
+    multiply: CompiledKernel | None = None
 
     def product(self, launcher: KernelLauncher) -> Linear:
         """The product with these weights."""
@@ -150,8 +176,8 @@ class PackedWeights:
         """The arguments of the product of `tokens` rows at `x` to `out`; valid until the launcher's next kernel.
 
         Args:
-            stride: numbers of a row of the result: these kernels know those of their own only.
-            tables: of the rows; with blocks `tokens` is 1.
+            stride: numbers of a row of the result; these kernels store rows of `stored` numbers only.
+            tables: of the rows; with a table of blocks `tokens` is 1.
         """
         bias, multiply = self.bias, self.multiply
         return (
@@ -173,7 +199,7 @@ class PackedPart(Protocol):
 
     @property
     def floats(self) -> int:
-        """Of scratch memory per thread."""
+        """Floats of scratch memory per thread."""
         ...
 
     @property
@@ -211,7 +237,7 @@ def in_panels(outputs: Tensor, size: int, *, is_gated: bool = False) -> Tensor:
     """`outputs [out, ...]`, padded with zeros to whole panels of `size`.
 
     Args:
-        is_gated: they are gates, then as many of what they gate: a panel becomes half of either.
+        is_gated: they are gates, then the up projection: a panel becomes half of either.
     """
     if is_gated:
         halves = [in_panels(half, size // 2).unflatten(0, (-1, size // 2)) for half in outputs.chunk(2)]
@@ -290,67 +316,79 @@ def tiled_linear(weight: Tensor, bias: Tensor | None, launcher: KernelLauncher) 
     return packed.product(launcher)
 
 
-# Products with panels of packed weights: what the kernels of `linear_bf16.py`, `linear_fp16.py` and `linear_int.py`
-# have in common.
-#
-# A product is items of a block of rows times a panel of outputs, which threads take (`threads.py`).  A thread
-# prepares a block's rows (packs or quantises them) once for all panels that it multiplies with them, and multiplies a
-# panel by tiles of rows.  Meanwhile its next panel is prefetched, a share of it with each tile:
-#
-#     one tile                        its own panel, a little ahead of what is read
-#   the first tile of a panel     the same, if the panel was not prefetched: the thread's first one, a stolen one, or
-#                                     one behind a panel of one tile
-#     any other                       its share of the next panel
-#
-# What differs is a `Method`, and a `PanelLayout` of the packed weights.  Results that lie behind the last output are
-# computed and dropped.
+# Products with panels of packed weights: the loop that `linear_bf16.py`, `linear_fp16.py`, `linear_fp8.py` and
+# `linear_int.py` share.  A `Method` and a `PanelLayout` of the packed weights say what differs.
+
 
 class PanelLayout(NamedTuple):
-    """How weights and a thread's memory are laid out; sizes are in bytes."""
+    """How weights and a thread's memory are laid out; sizes are in bytes.
 
-    columns: int  # outputs of a panel
-    unit: int  # inputs that are packed together
-    steps: int  # of a unit: memory is prefetched with each
-    line: int  # weights of a step
-    behind: int  # what else a panel has behind its weights
-    tallest: int  # rows of a tile
-    whole: int  # a block of rows is filled up to a multiple of it
-    ahead: int  # between what is read and what is prefetched of the same panel
-    block: int  # rows prepared at once
-    row: int  # of a prepared row, for a unit
-    results: int  # in a thread's memory, before the results of a tile
-    rows: int  # before the prepared rows
-    widened: int = 0  # behind the prepared rows, for a unit of a panel that is widened there
+    Args:
+        columns: outputs of a panel.
+        unit: inputs that are packed together.
+        steps: of a unit; memory is prefetched with each step.
+        line: weights of a step.
+        behind: what a panel has after its weights.
+        tallest: the most rows of a tile.
+        whole: a block of rows is filled up to a multiple of this number.
+        ahead: between what is read and what is prefetched of the same panel.
+        block: of rows prepared at once.
+        row: of a prepared row, for a unit.
+        results, rows: in a thread's memory, before the results of a tile, and before the prepared rows.
+        widened: after the prepared rows, for each unit of a panel that is widened there.
+    """
+
+    columns: int
+    unit: int
+    steps: int
+    line: int
+    behind: int
+    tallest: int
+    whole: int
+    ahead: int
+    block: int
+    row: int
+    results: int
+    rows: int
+    widened: int = 0
 
 
 class Tile(NamedTuple):
-    """A panel and the rows that it is multiplied with: addresses, and strides in bytes."""
+    """A panel and the rows that it is multiplied with: addresses, and strides in bytes.
+
+    Args:
+        rows, first: of the tile, and the first of them in the block.
+        block_rows: of the block, filled up.
+        x: the block's prepared rows.
+        memory: of the thread.
+        asked, step: what to prefetch, and how much with each step of the layout.
+    """
 
     weights: int
     bias: int
-    rows: int  # of the tile
-    first: int  # of them in the block
-    block_rows: int  # with those that fill it up
-    x: int  # the block's prepared rows
-    memory: int  # of the thread
+    rows: int
+    first: int
+    block_rows: int
+    x: int
+    memory: int
     target: int
     stride: int
     is_gated: int
-    asked: int  # what to prefetch
-    step: int  # of it with each step of the layout
+    asked: int
+    step: int
 
 
 @kernel
 def _nothing(memory: int) -> None:
-    """What a method without a beginning or an end does."""
+    """The beginning and end of a method that has neither."""
 
 
 class Method(NamedTuple):
-    """The parts of a kernel.
+    """The parts of a kernel that differ between products.
 
-    prepare(words, first, rows, block_rows, target)     rows `first ... first + rows` of x as `multiply` reads them
-    multiply(words, tile)                               a `Tile`
-    begin(memory), end(memory)                          around all that a thread multiplies
+        prepare(words, first, rows, block_rows, target)     rows `first ... first + rows` of x as `multiply` reads them
+        multiply(words, tile)                               the product of a `Tile`
+        begin(memory), end(memory)                          around all that a thread multiplies
     """
 
     prepare: Callable[[int, int, int, int, int], None]
@@ -378,7 +416,7 @@ class PanelProduct:
 
         Args:
             bias: `[outputs]` of float32 in the order of the panels, or None where panels hold their own.
-            is_gated: half of the outputs are gates, half what they gate.
+            is_gated: half of the outputs are gates, half the up projection.
         """
         (outputs, depth), layout = shape, self.layout
         units = -(-depth // layout.unit)
@@ -413,7 +451,7 @@ def _panel_kernel(multiply: Callable[[int, Tile], None], layout: PanelLayout, ki
         share = (layout.line + tiles - 1) // tiles
         row = 0
         for turn in range(tiles):
-            # Of equal heights, for a low tile costs nearly as much.
+            # Tiles have nearly equal heights, because a low tile costs nearly as much as a tall one.
             count = min(_filled_up((rows - row + tiles - turn - 1) // (tiles - turn), layout.whole), rows - row)
             asked, step = following + turn * share * units * layout.steps, share
             if tiles == 1 or (turn == 0 and is_cold):
@@ -435,7 +473,7 @@ def _panel_kernel(multiply: Callable[[int, Tile], None], layout: PanelLayout, ki
 
 
 def panel_product(name: str, method: Method, layout: PanelLayout, kind: Real) -> PanelProduct:
-    """The kernel of products by a method, with results of `kind`; its name is unique in the module of `multiply`."""
+    """The kernel of products by a method, with results of `kind`; `name` is unique in the module of `multiply`."""
     prepare, multiply, begin, end = method
 
     multiply_panel = _panel_kernel(multiply, layout, kind)

@@ -1,4 +1,4 @@
-"""Products of bfloat16 as it is: by instructions that multiply its pairs (AVX-512 BF16), or by AMX's tiles.
+"""Products of bfloat16 by instructions that multiply its pairs (AVX-512 BF16), or by AMX's tiles.
 
 Neither weights nor activations are widened or scaled, and sums are float32: `gemm_bf16.py`, `gemm_tiles.py`.
 """
@@ -24,12 +24,15 @@ from slotwise.kernels.cpu.processor import has
 from slotwise.kernels.cpu.simd import BFLOAT16, INT64, ZERO, load, store
 from slotwise.kernels.interface import Linear
 
-AHEAD = 8192  # bytes of weights between what is read and what is prefetched, where a panel is read but once
-ROOM_BYTES = gemm_tiles.SCRATCH_BYTES + gemm_tiles.TALLEST * PANEL * 2  # before the packed rows of a thread
-BLOCK_BYTES = 1 << 18  # of rows packed at once: a quarter of the second-level cache of such processors
+# Bytes of weights between what is read and what is prefetched, where a panel is read only once.
+AHEAD = 8192
+# Bytes before the packed rows of a thread.
+ROOM_BYTES = gemm_tiles.SCRATCH_BYTES + gemm_tiles.TALLEST * PANEL * 2
+# Bytes of rows packed at once: a quarter of the second-level cache of such processors.
+BLOCK_BYTES = 1 << 18
 
 TILES: dict[str, tiles.Kind] = {"amx": tiles.HardwareTiles, "software tiles": tiles.SoftwareTiles}
-"""The tiles of a path; `bf16` has none."""
+"""The tiles of a path; `bf16` multiplies without tiles."""
 
 
 def has_bf16_gemm() -> bool:
@@ -39,7 +42,7 @@ def has_bf16_gemm() -> bool:
 
 @functools.cache
 def amx_obstacle() -> str:
-    """Why this process cannot multiply by AMX; empty where it can, and a product was right."""
+    """Why this process cannot multiply by AMX; empty where it can, and a test product was right."""
     if why := tiles.obstacle("amx-bf16"):
         return why
     x, weight = (torch.arange(96 * rows).mul(7).remainder(17).sub(8).view(rows, 96) for rows in (40, 64))
@@ -87,7 +90,7 @@ def pack_block(words: int, first: int, rows: int, padded: int, target: int) -> N
 
 
 def around(path: str) -> tuple[Callable[[int], None], ...]:
-    """What begins and ends all that a thread multiplies."""
+    """The functions that begin and end all that a thread multiplies."""
     return tiles.around(TILES[path]) if path in TILES else ()
 
 
@@ -115,7 +118,7 @@ PRODUCT = {path: _product(path) for path in ("bf16", *TILES)}
 
 
 def pack(weight: Tensor) -> Tensor:
-    """Whole panels of `weight [out, in]`: `[panels, strips * 16 pairs, 32 outputs, 2]`, with zeros behind the depth."""
+    """Whole panels of `weight [out, in]`: `[panels, strips * 16 pairs, 32 outputs, 2]`, with zeros after the depth."""
     filled = F.pad(weight, (0, -weight.shape[1] % STRIP))
     return filled.view(-1, PANEL, filled.shape[1] // 2, 2).transpose(1, 2).contiguous()
 
@@ -126,7 +129,7 @@ def bf16_linear(
     """`weight [out, in]` of bfloat16, packed for many products by a `path` of `PRODUCT`.
 
     Args:
-        is_gated: `weight [gates, then as many of what they gate; in]`; the result is silu(gate) * up.
+        is_gated: `weight [gates, then up projection; in]`; the result is silu(gate) * up.
     """
     outputs, depth = weight.shape
     panels = pack(in_panels(weight, PANEL, is_gated=is_gated))

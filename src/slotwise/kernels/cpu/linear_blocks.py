@@ -63,19 +63,26 @@ from slotwise.kernels.cpu.threads import NOTHING, pop, rows_of_a_block, upcoming
 from slotwise.kernels.interface import Linear
 from slotwise.kernels.matrix import Format, QuantisedMatrix
 
-GATES = COLUMNS // 2  # of a panel that is half gates, half what they gate
-AHEAD = 8192  # bytes of weights between what is read and what is prefetched, where a panel is read but once
-BLOCK_BYTES = 1 << 18  # of activations quantised at once: a part of a typical second-level cache
+# The gates of a panel that is half gates, half up projection.
+GATES = COLUMNS // 2
+# Bytes of weights between what is read and what is prefetched, where a panel is read only once.
+AHEAD = 8192
+# Bytes of activations quantised at once: a part of a typical second-level cache.
+BLOCK_BYTES = 1 << 18
 TILE_BYTES = max(TALLEST, gemm_block_tiles.TALLEST) * COLUMNS * 4
-HELD = TILE_BYTES + LARGEST_UNIT * 4  # bytes of scratch before the activations
+# Bytes of scratch before the activations.
+HELD = TILE_BYTES + LARGEST_UNIT * 4
 
 _KINDS = {torch.bfloat16: BFLOAT16, torch.float32: FLOAT32}
 PATHS = {"amx_int8": Whole(np.uint32(0)), "vnni": Whole(np.uint16(0)), "integer": Whole(np.uint8(0)),
          "software tiles": Whole(np.uint64(0))}
-"""As `gemm_blocks.py` and `gemm_block_tiles.py` tell paths apart."""
+"""The values by whose types `gemm_blocks.py` and `gemm_block_tiles.py` tell paths apart."""
+
 TILED = ("amx_int8", "software tiles")
-TILED_UNIT = 32  # the smallest unit whose products are sooner by AMX's tiles; a processor with them has VNNI, too
-TALL = ZERO_AND_FACTOR + 1  # an argument: rows of the tallest tile
+# The smallest unit whose products are faster by AMX's tiles; a processor that has tiles also has VNNI.
+TILED_UNIT = 32
+# An argument: rows of the tallest tile.
+TALL = ZERO_AND_FACTOR + 1
 
 
 @kernel
@@ -85,8 +92,9 @@ def _multiply(
 ) -> int:
     """Multiply one tile: a panel with rows of a block from `row` on; returns the number of rows.
 
-    Meanwhile it prefetches its share of the panel at `following`; a tile that is the only one, its own panel, a little
-    ahead.  A panel wider than the rest of the output is stored to the scratch `room` first.  `memory` is that of tiles.
+    Meanwhile it prefetches its share of the panel at `following`; the only tile of a panel prefetches its own panel, a
+    little ahead.  A panel wider than the rest of the output is stored to the scratch `room` first.  `memory` is for
+    tiles.
     """
     stored, (first, rows, weight, bias, _) = load(words, STORED, INT64), block
     records = (load(words, DEPTH, INT64) + layout.record - 1) // layout.record
@@ -160,17 +168,24 @@ def product_kernel(layout: BlockLayout, kind: torch.dtype, path: str) -> Compile
 
 @dataclass(frozen=True, slots=True)
 class PackedBlocks:
-    """A quantised matrix in panels, for many products."""
+    """A quantised matrix in panels, for many products.
+
+    Args:
+        table: 16 levels, where the layout has a table.
+        order: int32, the input at each place.
+        outputs: of the panels.
+        stored: numbers per token in the result: half of the outputs where these are gates and up projection.
+    """
 
     panels: Tensor
     bias: Tensor
-    table: Tensor  # 16 levels, where the layout has a table
-    order: Tensor | None  # int32, the input at each place
+    table: Tensor
+    order: Tensor | None
     zero_and_factor: int
     layout: BlockLayout
     depth: int
-    outputs: int  # of the panels
-    stored: int  # numbers per token in the result: half of the outputs where these are gates and what they gate
+    outputs: int
+    stored: int
     path: str
     threads: int
 
@@ -180,7 +195,7 @@ class PackedBlocks:
 
     @property
     def floats(self) -> int:
-        """Of scratch memory per thread."""
+        """Floats of scratch memory per thread."""
         behind = gemm_block_tiles.SCRATCH_BYTES if self.path in TILED else 0
         return (HELD + self._most * self._row_bytes + behind + 63) // 64 * 16
 
@@ -191,7 +206,7 @@ class PackedBlocks:
 
     @property
     def _row_bytes(self) -> int:
-        """Of a quantised row."""
+        """Bytes of a quantised row."""
         layout = self.layout
         return layout.records(self.depth) * layout.record // layout.unit * (layout.unit + FACTS)
 
@@ -211,8 +226,8 @@ class PackedBlocks:
         """The arguments of the product of `tokens` rows at `x` to `out`; valid until the launcher's next kernel.
 
         Args:
-            stride: numbers of a row of the result; 0: as many as this product gives.
-            tables: of the rows; with blocks `tokens` is 1.
+            stride: numbers of a row of the result; 0: as many as this product has.
+            tables: of the rows; with a table of blocks `tokens` is 1.
         """
         floats = self.floats
         return (
@@ -229,7 +244,7 @@ class PackedBlocks:
 
 
 def blocks_linear(parts: Sequence[PackedBlocks], launcher: KernelLauncher) -> Linear:
-    """The product with matrices of one depth: their outputs one behind the other."""
+    """The product with matrices of one depth: their outputs concatenated."""
     starts = [sum(part.stored for part in parts[:place]) for place in range(len(parts))]
     depth, width = parts[0].depth, sum(part.stored for part in parts)
 
@@ -244,7 +259,7 @@ def blocks_linear(parts: Sequence[PackedBlocks], launcher: KernelLauncher) -> Li
 
 
 def path_for(layout: BlockLayout, path: str) -> str:
-    """The path of a layout where others take `path`; with the same bits."""
+    """The path of a layout where other layouts take `path`; results have the same bits."""
     return "vnni" if path == "amx_int8" and layout.unit < TILED_UNIT else path
 
 
@@ -254,7 +269,7 @@ def pack_blocks(
     """Pack `matrix` once for many products.
 
     Args:
-        is_gated: its outputs are gates, then as many of what they gate; the result is silu(gate) * up.
+        is_gated: its outputs are gates, then the up projection; the result is silu(gate) * up.
 
     Raises:
         ValueError: products with its format are not supported.

@@ -4,7 +4,7 @@ A half has three bits more than a bfloat16 and a far smaller range.  So every ou
 numbers, are scaled by a power of two, which loses only numbers below 2**-28 of the largest.  A vector holds
 twice as many halves as float32, and nothing is widened on its way: `gemm_fp16.py`.
 
-A row's result does not depend on the rows beside it, bit for bit.
+A row's result does not depend on the other rows, bit for bit.
 """
 
 from __future__ import annotations
@@ -48,11 +48,16 @@ from slotwise.kernels.cpu.processor import has
 from slotwise.kernels.cpu.simd import BFLOAT16, FLOAT32, INT64, ZERO, fill, float_of, load, store
 from slotwise.kernels.interface import Linear
 
-TOP = 4  # numbers are shifted below 2**TOP: the sum of a group stays below 2**15, and a half holds nearly 2**16
-SMALLEST_EXPONENT = TOP  # biased exponent of a bfloat16: the smallest for which the shift is still a float
-AHEAD = 16384  # bytes of weights between what is read and what is prefetched, where a panel is read but once
-PACKED_AT_ONCE = 1 << 20  # weights, which stay in a cache from one of torch's operators to the next
-BLOCK_BYTES = 1 << 18  # of rows packed at once: an eighth of the second-level cache of such processors
+# Numbers are shifted below 2**TOP: the sum of a group stays below 2**15, and a half holds nearly 2**16.
+TOP = 4
+# The smallest biased exponent of a bfloat16 for which the shift is still a float.
+SMALLEST_EXPONENT = TOP
+# Bytes of weights between what is read and what is prefetched, where a panel is read only once.
+AHEAD = 16384
+# Weights packed at once: they stay in a cache from one of torch's operators to the next.
+PACKED_AT_ONCE = 1 << 20
+# Bytes of rows packed at once: an eighth of the second-level cache of such processors.
+BLOCK_BYTES = 1 << 18
 
 _SHORTS, _WORDS, _FLOATS = (ir.VectorType(kind, 16) for kind in (SHORT, WORD, SINGLE))
 
@@ -70,7 +75,7 @@ def _to_fp16(builder: ir.IRBuilder, source: ir.Value, target: ir.Value, factor: 
 
 
 to_fp16: Callable[[int, int, float], None] = intrinsic(_to_fp16, INT, INT, FLOAT)
-"""`to_fp16(source, target, factor)`: 16 bfloat16, times `factor`, as 16 pairs of one half twice."""
+"""`to_fp16(source, target, factor)`: 16 bfloat16, times `factor`, as 16 pairs of the same half."""
 
 
 def _largest_size(builder: ir.IRBuilder, address: ir.Value, count: ir.Value) -> ir.Value:
@@ -94,15 +99,15 @@ bytes (up to two lines) per step of depth."""
 
 finish_rows: Callable[[int, int, int, int, int, int, int], None] = intrinsic(gemm_fp16.emit_finish, *[INT] * 7)
 """`finish_rows(is_gated, sums, rows, scales, of_outputs, target, stride)`: store rows of scaled sums plus bias, or of
-gates and what they gate, as bfloat16.
+gates times up projection, as bfloat16.
 
-`scales` has a float32 per row.  Behind `of_outputs` come the panel's scales, then its bias.  `stride` is in bytes.
+`scales` has a float32 per row.  At `of_outputs` lie the panel's scales, then its bias.  `stride` is in bytes.
 """
 
 
 @kernel
 def _scales(words: int, strips: int) -> int:
-    """Address of the scales of a thread's packed rows: behind them."""
+    """Address of the scales of a thread's packed rows, which follow the rows."""
     return strips + load(words, BLOCK, INT64) * load(words, DEPTH, INT64) * PAIR_BYTES
 
 
@@ -126,7 +131,7 @@ def _pack_block(words: int, first: int, rows: int, _padded: int, target: int) ->
 
 @kernel
 def _multiply(words: int, tile: Tile) -> None:
-    """Sums lie in the thread's memory, those of a group behind them; there, too, are results that do not fit in x."""
+    """Sums lie in the thread's memory, then the sums of a group, and results that do not fit into the output."""
     depth, sums = load(words, DEPTH, INT64), tile.memory
     fill(sums, TILE_BYTES // 4, ZERO)
     fp16_gemm(tile.rows, tile.x + tile.first * STRIP_ROW_BYTES, tile.block_rows * STRIP_ROW_BYTES, tile.weights,
@@ -150,7 +155,7 @@ def fp16_linear(weight: Tensor, bias: Tensor | None, launcher: KernelLauncher, *
     """`weight [out, in]`, which `fits`, packed for many products.
 
     Args:
-        is_gated: `weight [gates, then as many of what they gate; in]`; the result is silu(gate) * up.
+        is_gated: `weight [gates, then up projection; in]`; the result is silu(gate) * up.
     """
     outputs, depth = weight.shape
     panels = pack(in_panels(weight, PANEL, is_gated=is_gated),

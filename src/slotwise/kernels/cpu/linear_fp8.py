@@ -6,7 +6,7 @@ bit, by the same instructions.
 
     a panel   units of 128 inputs x [ 64 pairs of inputs x 32 outputs x E4M3[2] | 32 scales float32 ]
 
-E4M3 moved up by seven bits is float16, but for 2**8, by which scales are multiplied: processors widen that exactly,
+E4M3 moved up by seven bits is float16 divided by 2**8, by which scales are multiplied: processors widen that exactly,
 subnormal numbers too.
 """
 
@@ -29,15 +29,20 @@ from slotwise.kernels.cpu.simd import BFLOAT16, INT64, ZERO, fill, load
 from slotwise.kernels.interface import Linear
 from slotwise.kernels.matrix import Format, QuantisedMatrix
 
-UNIT = 128  # inputs that share a scale, in the blocks of DeepSeek and Qwen3
+# Inputs that share a scale, in the blocks of DeepSeek and Qwen3.
+UNIT = 128
 PAIRS = UNIT // 2
 STRIPS = UNIT // STRIP
-CODE_BYTES, SCALE_BYTES = PAIRS * 2 * PANEL, 4 * PANEL  # of a unit of a panel
+# Bytes of a unit of a panel: of its codes and scales, and in bfloat16.
+CODE_BYTES, SCALE_BYTES = PAIRS * 2 * PANEL, 4 * PANEL
 UNIT_BYTES = CODE_BYTES + SCALE_BYTES
-WIDENED = PAIRS * LINE_BYTES  # bytes of a unit of a panel in bfloat16
-LIFTED = 256.0  # what a scale is multiplied by
-VECTOR = 16  # weights widened at once: pairs of eight outputs
-PATHS = ("bf16", "amx")  # of `linear_bf16.py`
+WIDENED = PAIRS * LINE_BYTES
+# What a scale is multiplied by.
+LIFTED = 256.0
+# Weights widened at once: pairs of eight outputs.
+VECTOR = 16
+# The paths of `linear_bf16.py` that multiply the widened numbers.
+PATHS = ("bf16", "amx")
 
 _BYTES, _SHORTS, _FLOATS, _BRAINS = (ir.VectorType(kind, VECTOR) for kind in (BYTE, SHORT, SINGLE, BRAIN))
 _HALVES = ir.VectorType(ir.HalfType(), VECTOR)
@@ -109,7 +114,7 @@ def refusal(format: Format) -> str:
 
 
 def pack(matrix: QuantisedMatrix, *, is_gated: bool = False) -> Tensor:
-    """`[panels, units, bytes]`, with zeros behind the depth and the outputs."""
+    """`[panels, units, bytes]`, with zeros after the depth and the outputs."""
     rows = matrix.read(0, matrix.outputs)
     units = -(-matrix.depth // UNIT)
     codes = in_panels(F.pad(rows.codes, (0, units * UNIT - matrix.depth)), PANEL, is_gated=is_gated)
@@ -130,7 +135,7 @@ def fp8_linear(
     """A matrix of 8-bit floats, packed for many products of bfloat16 by a `path` of `PRODUCT`.
 
     Args:
-        is_gated: its outputs are gates, then as many of what they gate; the result is silu(gate) * up.
+        is_gated: its outputs are gates, then the up projection; the result is silu(gate) * up.
 
     Raises:
         ValueError: products with its format are not supported.

@@ -33,10 +33,12 @@ from slotwise.kernels.cpu.quantize import (
 from slotwise.kernels.cpu.simd import BFLOAT16, FLOAT32, INT64, Real, float32, load
 from slotwise.kernels.interface import Linear
 
-AHEAD = 8192  # bytes of weights between what is read and what is prefetched, where a panel is read but once
-BLOCK_BYTES = 1 << 18  # of activations quantised at once: a part of a typical second-level cache
+# Bytes of weights between what is read and what is prefetched, where a panel is read only once.
+AHEAD = 8192
+# Bytes of activations quantised at once: a part of a typical second-level cache.
+BLOCK_BYTES = 1 << 18
 TILES: dict[str, tiles.Kind] = {"amx_int8": tiles.HardwareTiles, "software tiles": tiles.SoftwareTiles}
-"""The tiles of a path; `vnni` and `integer` have none."""
+"""The tiles of a path; `vnni` and `integer` multiply without tiles."""
 
 
 def has_vnni_gemm() -> bool:
@@ -46,7 +48,7 @@ def has_vnni_gemm() -> bool:
 
 @functools.cache
 def amx_obstacle() -> str:
-    """Why this process cannot multiply by AMX; empty where it can, and a product was right."""
+    """Why this process cannot multiply by AMX; empty where it can, and a test product was right."""
     if why := tiles.obstacle("amx-int8"):
         return why
     x, weight = (torch.arange(96 * rows).mul(7).remainder(127).sub(63).view(rows, 96).bfloat16() for rows in (40, 64))
@@ -57,7 +59,7 @@ def amx_obstacle() -> str:
 
 
 def _gemm(path: str, bits: int) -> Callable[..., None]:
-    """`gemm(height, *panel, kind)`: the weights of a `IntPanel` times `height` rows, plus bias, to rows of `kind`.
+    """`gemm(height, *panel, kind)`: the weights of an `IntPanel` times `height` rows, plus bias, to rows of `kind`.
 
     Meanwhile memory from `asked` on is prefetched.  Rows at `target` have 32 numbers, or 16 where the panel `is_gated`.
     """
@@ -86,7 +88,7 @@ def _product(path: str, bits: int, kind: Real) -> PanelProduct:
 
     @kernel
     def quantise_rows(words: int, first: int, rows: int, padded: int, target: int) -> None:
-        """The block as groups of bytes, then of scales and corrections; a rest is filled up before the rows."""
+        """The block as groups of bytes, then of scales and corrections; scratch for a rest lies before the rows."""
         quantise_block(words, first, rows, padded, target, target - 4 * GROUP, limit, zero, kind)
 
     @kernel
@@ -101,10 +103,11 @@ def _product(path: str, bits: int, kind: Real) -> PanelProduct:
     return panel_product(name, Method(quantise_rows, multiply, *around), _layout(path, bits), kind)
 
 
-PRODUCT = {  # by bits, type of the activations, and path
+PRODUCT = {
     (bits, dtype, path): _product(path, bits, kind)
     for path in ("vnni", "integer", *TILES) for bits in (8, 4)
     for dtype, kind in ((torch.bfloat16, BFLOAT16), (torch.float32, FLOAT32))}
+"""The products, by bits, type of the activations, and path."""
 
 
 def int_linear(
@@ -113,7 +116,7 @@ def int_linear(
     """`weight [out, in]`, quantised to `bits` and packed for many products, by one of `paths.QUANTISED`.
 
     Args:
-        is_gated: `weight [gates, then as many of what they gate; in]`; the result is silu(gate) * up.
+        is_gated: `weight [gates, then up projection; in]`; the result is silu(gate) * up.
     """
     outputs, depth = weight.shape
     panels = pack(*quantise(in_panels(weight, COLUMNS, is_gated=True) if is_gated else weight, bits), bits)

@@ -1,7 +1,7 @@
 """LLVM code that the intrinsics of kernels are built from: memory, loops, and functions of vectors of float32.
 
-Values are llvmlite's; addresses are int64.  The functions of vectors are compiled as if floats never were NaN: for a
-NaN, their result is NaN or any number.
+Values are llvmlite's; addresses are int64.  The functions of vectors are compiled as if floats were never NaN: for NaN,
+their result is NaN or any number.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SINGLE, HALF = ir.FloatType(), ir.HalfType()
 
 
 class _Brain(ir.Type):  # type: ignore[misc]  # llvmlite has no annotations
-    """bfloat16, for which llvmlite has no type: vectors of it are operands of instructions, and nothing else."""
+    """bfloat16, for which llvmlite has no type: its vectors are only operands of instructions."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -30,9 +30,11 @@ class _Brain(ir.Type):  # type: ignore[misc]  # llvmlite has no annotations
 
 BRAIN = _Brain()
 
-LINE = 64  # bytes of a cache line
+# Bytes of a cache line.
+LINE = 64
 FAST = ("nnan", "nsz", "contract", "reassoc")
-LOWEST, HIGHEST = -126.0, 127.0  # 2**x is a float32 between
+# 2**x is a normal float32 in this range.
+LOWEST, HIGHEST = -126.0, 127.0
 LOG2_E = 1.4426950408889634
 
 # (2**x - 1) / x on [-0.5, 0.5], Chebyshev interpolation of degree 5: 2**x within 5e-9, and 2**0 is exactly 1.
@@ -88,7 +90,7 @@ def call(
 
 
 def fast(builder: ir.IRBuilder, name: str, result: ir.Type, *arguments: ir.Value) -> ir.Value:
-    """The same for functions of floats, which LLVM may reorder, and compile as if none were NaN."""
+    """`call` for functions of floats, which LLVM may reorder, and compile as if floats were never NaN."""
     return call(builder, name, result, *arguments, flags=FAST)
 
 
@@ -124,7 +126,7 @@ class Loop:
             phi.add_incoming(value, before)
 
     def close(self, results: Sequence[ir.Value]) -> list[ir.Value]:
-        """End an iteration, which made `results` of the values; they are also the values after the loop."""
+        """End an iteration, whose `results` are the next values; they are also the values after the loop."""
         builder, last = self._builder, self._builder.block
         following = builder.add(self.index, self._step)
         for phi, result in zip((self.index, *self.values), (following, *results), strict=True):
@@ -136,7 +138,7 @@ class Loop:
 
 
 def switch(builder: ir.IRBuilder, value: ir.Value, cases: Sequence[int], emit: Callable[[int], None]) -> None:
-    """`emit(case)` for the one of `cases` that `value` is; nothing for another."""
+    """`emit(case)` for the one of `cases` that equals `value`; nothing for other values."""
     end = builder.append_basic_block("end")
     choice = builder.switch(value, end)
     for case in cases:

@@ -1,15 +1,15 @@
 """What adapters add to products (LoRA): one kernel a product, for the rows of all adapters.
 
-Rows are sorted by adapter once a step, and cut into *runs* of up to RUN_ROWS of the same one, which threads take:
+Rows are sorted by adapter once a step, and cut into *runs* of up to RUN_ROWS of one adapter, which threads take:
 
     gather    rows of x, widened to strips of float32             [run, inputs]
     shrink    times a.T of all parts, side by side                [run, ranks]
     expand    times b.T of each part, added to rows of the output [run, outputs]
 
-Both products are those of `gemm.py`, with factors as its B: so a row's result does not depend on the rows beside it.  A
-run needs nothing of any other, so no thread waits between the two products, and the factors of an adapter are read from
-memory once for RUN_ROWS rows.  The kernel finds runs and factors by addresses that do not change, so a graph serves
-steps with other rows and other adapters.
+Both products are computed by `gemm.py`, with factors as its B, so a row's result does not depend on other rows.  Runs
+are independent, so threads do not wait between the two products, and the factors of an adapter are read from memory
+once for RUN_ROWS rows.  The kernel finds runs and factors by addresses that do not change, so a graph serves steps with
+other rows and other adapters.
 """
 
 from __future__ import annotations
@@ -42,9 +42,12 @@ from slotwise.kernels.cpu.simd import (
 )
 from slotwise.kernels.interface import NO_ADAPTER, LowRank
 
-RUN_ROWS = 16  # of a run, at most
-CHUNK = 256  # outputs that are summed before they are added
-AHEAD = 2048  # bytes of factors between what is read and what is prefetched
+# The most rows of a run.
+RUN_ROWS = 16
+# Outputs that are summed before they are added.
+CHUNK = 256
+# Bytes of factors between what is read and what is prefetched.
+AHEAD = 2048
 
 # Arguments in words after the header.
 X, OUT, INPUTS, OUTPUTS, RECORDS, RECORD_BYTES, ROWS, RUNS, SCRATCH, SCRATCH_BYTES, MULTIPLY_ADDRESS = range(
@@ -52,7 +55,8 @@ X, OUT, INPUTS, OUTPUTS, RECORDS, RECORD_BYTES, ROWS, RUNS, SCRATCH, SCRATCH_BYT
 # A record, of an adapter's factors of one product, in words: of all parts, then of each.
 A, RANKS, NUM_PARTS, BIAS, PARTS = range(5)
 FIRST, COUNT, FIRST_RANK, RANK, B, PART_WORDS = range(6)
-RUN_FIRST, RUN_COUNT, RUN_PLACE, RUN_WORDS = range(4)  # of a run; the number of runs comes before the first one
+# A run; the number of runs comes before the first one.
+RUN_FIRST, RUN_COUNT, RUN_PLACE, RUN_WORDS = range(4)
 
 
 @kernel
@@ -150,7 +154,7 @@ class CpuAdapters:
     """The adapters of rows, and what they add to products.
 
     Args:
-        recorded_rows: of the largest step that a graph may hold.
+        recorded_rows: the rows of the largest step that a graph may record.
     """
 
     def __init__(
@@ -203,14 +207,15 @@ class _CpuAddedProduct:
             self._held[place] = held
 
     def pack(self, factors: LowRank) -> tuple[np.ndarray, list[Tensor]]:
-        """Returns a record, and the memory that it names."""
+        """Returns a record, and the tensors whose addresses it holds."""
         kind, ranks, held = self._adapters.kind, 0, []
         record = np.zeros(self._record_words, np.int64)
         columns: list[Tensor] = []  # of a, in order, with zeros between parts
         for index, (first, a, b) in enumerate(factors.parts):
             rank = len(a)
-            start = ranks if rank <= STRIP - ranks % STRIP else _whole_strips(ranks)  # a part's first rank, or all
-            columns += [a.new_zeros(start - ranks, self._inputs), a]  # of them, are in one strip
+            # A part lies within one strip, or begins one.
+            start = ranks if rank <= STRIP - ranks % STRIP else _whole_strips(ranks)
+            columns += [a.new_zeros(start - ranks, self._inputs), a]
             ranks = start + rank
             panels = pack_panels(b.to(kind)) if rank else b
             held.append(panels)

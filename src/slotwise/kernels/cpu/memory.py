@@ -1,4 +1,4 @@
-"""Memory of the CPU's kernels: arrays that threads share, and pages that are allocated at the first write or before."""
+"""Memory of the CPU's kernels: aligned arrays, huge pages for weights, and pages allocated when or before written."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-LARGE = 2 << 20  # bytes of a huge page, where there are any
-WEIGHTS_AT_ONCE = 16 * LARGE  # bytes; those that nothing is written to take no memory
-POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; Python has no name for it
-DONT_NEED = 4  # MADV_DONTNEED of Linux; elsewhere it is advice without effect
+# Bytes of a huge page, and of the pages that weights reserve at once: pages without a write take no memory.
+LARGE = 2 << 20
+WEIGHTS_AT_ONCE = 16 * LARGE
+# MADV_POPULATE_WRITE of Linux 5.14, which has no name in Python, and MADV_DONTNEED; elsewhere it has no effect.
+POPULATE_WRITE = 23
+DONT_NEED = 4
 _C = ctypes.CDLL(None)
 
 
@@ -54,10 +56,10 @@ def populate(address: int, size: int) -> bool:
 def discard(address: int, size: int) -> None:
     """Give the memory of `size` bytes at `address`, where a mapping begins, back to the system.
 
-    They are zeros again, or what the file has that was mapped.
+    They become zeros again, or the contents of the mapped file.
 
     Raises:
-        OSError: the system cannot.
+        OSError: the system cannot do that.
     """
     asked = ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_int(DONT_NEED)
     if not hasattr(_C, "madvise") or _C.madvise(*asked):
@@ -72,21 +74,21 @@ class Panels(Protocol):
     """Where panels of packed weights lie."""
 
     def filled(self, what: str, size: tuple[int, ...], fill: Fill) -> Tensor:
-        """A tensor of bytes, of `size`, as `fill` fills it; `what` names all that this depends on but the weights."""
+        """A tensor of bytes, of `size`, filled by `fill`; `what` names all that it depends on except the weights."""
         ...
 
 
 class HugePages:
-    """Tensors one behind the other in huge pages; memory is given back with the last tensor that lies in it.
+    """Tensors one after another in huge pages; memory is returned with the last tensor in it.
 
-    Pages of their own would be small ones, for most matrices are smaller than a huge page or not a multiple of it.
+    Pages of their own would be small pages, because most matrices are not a multiple of a huge page.
     """
 
     def __init__(self) -> None:
         self._free = torch.empty(0, dtype=torch.uint8)
 
     def empty(self, *size: int) -> Tensor:
-        """Bytes `size` uint8, contiguous, at an address that is a multiple of 64."""
+        """A contiguous tensor `size` of uint8, at an address that is a multiple of 64."""
         number = math.prod(size)
         needed = -(-number // 64) * 64
         if len(self._free) < needed:
@@ -96,11 +98,11 @@ class HugePages:
         return place.view(size)
 
     def filled(self, what: str, size: tuple[int, ...], fill: Fill) -> Tensor:
-        """As `Panels` says: filled now."""
+        """`Panels.filled`, filled now."""
         panels = self.empty(*size)
         fill(panels)
         return panels
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """A copy of `tensor`, likewise."""
+        """A copy of `tensor` in these pages."""
         return self.empty(tensor.nbytes).view(tensor.dtype).view(tensor.shape).copy_(tensor)

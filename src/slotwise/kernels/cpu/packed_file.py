@@ -1,13 +1,13 @@
 """Packed weights on disk: the panels of a quantised checkpoint in one file, mapped when it is loaded again.
 
     panels, in the order in which they are packed      each at a multiple of 64 bytes
-    [{"what": ..., "size": [...], "at": ...}, ...]     JSON: what each is, its dimensions, and where it begins
+    [{"what": ..., "size": [...], "at": ...}, ...]     JSON: what a panel is, its dimensions, and where it begins
     bytes of the JSON                                  8 bytes
-    sha256 of all that precedes                        32 bytes
+    sha256 of everything before                        32 bytes
 
 A file's name is a digest of the checkpoint's content and of the code that packs, so a file never has to be changed: it
 is written to a temporary name while weights are packed for the first time, synchronised, and renamed.  It is read by
-processes of the user who wrote it, who share its pages, and only if its own digest is right.
+processes of the user who wrote it, which share its pages, and only if its own digest is right.
 
 The folder holds a bounded number of bytes: the files that were used longest ago go first.
 """
@@ -35,10 +35,12 @@ from slotwise.kernels.cpu.launcher import KernelLauncher
 from slotwise.kernels.cpu.memory import Fill, HugePages
 
 SUFFIX = ".panels"
-LINE = 64  # bytes: panels begin at multiples of it
-LENGTH, DIGEST = 8, 32  # bytes at the end of a file
-UNFINISHED = ".unfinished-"  # how the names of files begin that are being written
-HOUR = 3600  # seconds after which such a file is one that a killed process has left behind
+# In bytes: panels begin at multiples of a line; length of the JSON and digest end a file.
+LINE = 64
+LENGTH, DIGEST = 8, 32
+# The names of files that are being written begin so.  After an hour, in seconds, a killed process has left such a file.
+UNFINISHED = ".unfinished-"
+HOUR = 3600
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +111,7 @@ class _PanelWriter:
 
 
 class _MappedPanels:
-    """Panels of a file.
+    """Panels of a mapped file.
 
     Args:
         data: the file's bytes, uint8.
@@ -135,7 +137,7 @@ class _MappedPanels:
             os.utime(self._path)
 
     def _refuse(self) -> None:
-        """Packs the rest anew: the file is that of a model that was built otherwise, as without adapters."""
+        """Pack the rest anew: the file belongs to a model that was built differently, such as without adapters."""
         logger.warning("packed weights in %s are not those of this model: the file is removed", self._path)
         self._index = iter(())
         with contextlib.suppress(OSError):
@@ -149,9 +151,10 @@ def home() -> Path:
 
 @contextmanager
 def kept(launcher: KernelLauncher, key: str, most: int) -> Iterator[None]:
-    """Takes the panels that are packed meanwhile from the file of `key`, or writes that file; `most` bytes for all.
+    """While active, takes panels from the file of `key`, or packs them and writes that file; `most` bytes for all
+    files.
 
-    Without a folder that is safe, or where it cannot be written, weights are packed as ever, which a warning says.
+    If the folder is not safe or cannot be written, a warning is logged, and weights are packed without a file.
     """
     folder = home()
     path = folder / f"{key}{SUFFIX}"
@@ -184,12 +187,12 @@ def _record(path: Path, memory: HugePages, most: int) -> _PanelWriter:
 
 
 def _open(path: Path, memory: HugePages) -> _MappedPanels | None:
-    """The panels of a file; None: there is none, or it is damaged, which is logged."""
+    """The panels of a file; None if it does not exist or is damaged, which is logged."""
     try:
         about = path.lstat()
     except FileNotFoundError:
         return None
-    if why := files.file_objection(about):  # else it could be changed while it is mapped
+    if why := files.file_objection(about):  # another user could change it while it is mapped
         logger.warning("packed weights in %s: it %s: they are packed anew", path, why)
         path.unlink()
         return None
@@ -203,7 +206,7 @@ def _open(path: Path, memory: HugePages) -> _MappedPanels | None:
 
 
 def _map(path: Path, size: int) -> Tensor:
-    """A file's bytes; none of one that is too small to be whole, or that cannot be mapped."""
+    """A file's bytes; empty if it is too small to be complete, or cannot be mapped."""
     data = torch.tensor([], dtype=torch.uint8)
     if size > LENGTH + DIGEST:
         with contextlib.suppress(RuntimeError):  # of torch, for every fault
@@ -213,7 +216,7 @@ def _map(path: Path, size: int) -> Tensor:
 
 
 def _index_of(data: memoryview) -> list[dict[str, Any]] | None:
-    """The index of a file; None: it is not whole."""
+    """The index of a file; None if the file is incomplete."""
     body = data[:-DIGEST]
     if hashlib.sha256(body).digest() != data[-DIGEST:]:
         return None

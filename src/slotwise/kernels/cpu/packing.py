@@ -1,4 +1,4 @@
-"""Packs weights for products, each for the path of its type, which `paths.py` chooses."""
+"""Packs a model's weights for products, each for the path of its type, which `paths.py` chooses."""
 
 from __future__ import annotations
 
@@ -33,22 +33,23 @@ class Packing:
     """Packs the weights of one model.
 
     Args:
-        quantization: of weights that are tensors: "none" or one of `quantize.BITS`.
-        forced: a path, from `paths.forced`; "": the fastest.
+        quantization: "none" or one of `quantize.BITS`, for weights that are tensors.
+        forced: a path from `paths.forced`; "": the fastest path.
     """
 
     def __init__(self, launcher: KernelLauncher, quantization: str, forced: str) -> None:
         self._launcher, self._forced = launcher, forced
-        self._bits = quantize.BITS.get(quantization, 0)  # of a weight; 0: not quantised
-        self._head_bits = 8 if self._bits else 0  # the head keeps 8: each of its errors is a token's
+        # Bits of a weight; 0: weights are not quantised.  The head keeps 8 bits: each of its errors is a token's.
+        self._bits = quantize.BITS.get(quantization, 0)
+        self._head_bits = 8 if self._bits else 0
         self._tables = weakref.WeakKeyDictionary[QuantisedMatrix, linear_blocks.PackedBlocks]()
-        self._layouts: set[block_layout.BlockLayout] = set()  # of all matrices in panels
+        self._layouts: set[block_layout.BlockLayout] = set()
         self._lookups: set[CompiledKernel] = set()
 
     def path(self, kind: torch.dtype) -> str:
-        """The path of products with weights of `kind`, as `paths.py` names it.
+        """The path of products with weights of `kind`, by its name in `paths.py`.
 
-        Once a matrix was packed as blocks, theirs: most weights of such a checkpoint are blocks.
+        Once a matrix was packed as blocks, the path of blocks: most weights of such a checkpoint are blocks.
         """
         return self._quantised if self._bits or self._layouts else self._path_of(kind)
 
@@ -77,11 +78,11 @@ class Packing:
         """The kernels of the quantised matrices packed so far, with activations of `kind`."""
         of_products = [linear_blocks.product_kernel(layout, kind, linear_blocks.path_for(layout, self._quantised))
                        for layout in sorted(self._layouts)]
-        beside = [pointwise.SILU_MUL[kind]] if of_products else []  # of gates in several formats
-        return [*of_products, *sorted(self._lookups, key=lambda code: code.name), *beside]
+        of_gates = [pointwise.SILU_MUL[kind]] if of_products else []  # for gates in several formats
+        return [*of_products, *sorted(self._lookups, key=lambda code: code.name), *of_gates]
 
     def refusal(self, format: Format, kind: torch.dtype) -> str:
-        """What the packed layouts of `block_layout.py` do not hold, and 8-bit floats that `linear_fp8.py` does not."""
+        """Why products with a format are not supported, in one sentence; "" where they are."""
         if not format.are_floats:
             return block_layout.refusal(format)
         path = self._path_of(kind)
@@ -101,7 +102,7 @@ class Packing:
         return self._packed(weight, None, self._head_bits)
 
     def gated(self, weight: Weight, bias: Tensor | None) -> Linear | None:
-        """`weight [2 * intermediate, in]`, gates first, with SiLU in the product; None where its path has none."""
+        """`weight [2 * intermediate, in]`, gates first, with SiLU in the product; None if its path cannot do that."""
         if isinstance(weight, StackedMatrix):
             return None
         if isinstance(weight, QuantisedMatrix):
@@ -120,7 +121,7 @@ class Packing:
         return bool(self._bits) or self._own(weight) is not None
 
     def expert(self, weight: Weight, bias: Tensor | None, *, is_gated: bool = False) -> Sequence[PackedPart]:
-        """One product of an expert, on no path but our own kernels', in parts along its outputs.
+        """One product of an expert, by our own kernels, in parts along its outputs.
 
         `is_gated` needs `can_gate`.
         """
@@ -140,7 +141,7 @@ class Packing:
         return [product.packed]
 
     def embedding(self, table: QuantisedMatrix, kind: torch.dtype, scale: float) -> Callable[[Tensor], Tensor]:
-        """Rows of the panels that a head of the same table reads."""
+        """Rows from the panels that a head of the same table reads."""
         packed = self._table(table)
         self._lookups.add(linear_blocks.lookup_kernel(packed.layout, kind))
         return linear_blocks.lookup(packed, table.format, kind, scale, self._launcher)
@@ -168,7 +169,7 @@ class Packing:
         return (self._own(weight) or linear.tiled_linear)(weight, bias, self._launcher)
 
     def _own(self, weight: Tensor) -> Callable[..., Linear] | None:
-        """Packs `weight` for products that may be gated; None where the path of its type has none."""
+        """The function that packs `weight` for products that may be gated; None if its path has no such function."""
         path = self._path_of(weight.dtype)
         if path in linear_bf16.PRODUCT:
             return functools.partial(linear_bf16.bf16_linear, path=path)
@@ -180,16 +181,16 @@ class Packing:
         return linear_fp8.fp8_linear(matrix, bias, self._launcher, is_gated=is_gated, path=path)
 
     def _of_blocks(self, parts: Sequence[linear_blocks.PackedBlocks]) -> Linear:
-        """The product with matrices in panels, one behind the other along their outputs."""
+        """The product with matrices in panels, concatenated along their outputs."""
         return linear_blocks.blocks_linear(parts, self._launcher)
 
     def _stacked(self, weight: StackedMatrix, bias: Tensor | None) -> list[linear_blocks.PackedBlocks]:
-        """Matrices in panels, one behind the other along their outputs."""
+        """The panels of stacked matrices, in the order of their outputs."""
         biases = [None] * len(weight.parts) if bias is None else bias.split([part.outputs for part in weight.parts])
         return [self._blocks(*each) for each in zip(weight.parts, biases, strict=True)]
 
     def _table(self, matrix: QuantisedMatrix) -> linear_blocks.PackedBlocks:
-        """A matrix without bias in panels, packed once however often it is asked for."""
+        """A matrix without bias in panels, which is packed only once."""
         packed = self._tables.get(matrix)
         if packed is None:
             packed = self._tables[matrix] = self._blocks(matrix, None)
@@ -197,14 +198,14 @@ class Packing:
 
     def _blocks(self, matrix: QuantisedMatrix, bias: Tensor | None, *, is_gated: bool = False
                 ) -> linear_blocks.PackedBlocks:
-        """A matrix in panels, whose kernel `kernels_of_blocks` names from now on."""
+        """A matrix in panels; `kernels_of_blocks` includes its kernel from now on."""
         packed = linear_blocks.pack_blocks(matrix, bias, self._quantised, self._launcher, is_gated=is_gated)
         self._layouts.add(packed.layout)
         return packed
 
 
 def _bytes(weight: Weight, bits: int) -> int:
-    """Bytes of a packed weight; one that is a tensor is quantised to `bits`, unless they are 0."""
+    """Bytes of a packed weight; a tensor is quantised to `bits`, unless that is 0."""
     if isinstance(weight, StackedMatrix):
         return sum(_bytes(part, bits) for part in weight.parts)
     outputs, depth = weight.shape

@@ -1,4 +1,4 @@
-"""Operations on each token by itself: embedding, norms, activations.
+"""Operations on each token by itself: the embedding, norms and activations.
 
 Each kernel fuses what would otherwise pass through memory several times.  Arithmetic is float32, rounded once where a
 result is stored.  A thread takes one token at a time.
@@ -30,7 +30,8 @@ from slotwise.kernels.cpu.simd import (
     tanh,
 )
 
-SIZE_BITS, INFINITY_BITS = 0x7FFFFFFF, 0x7F800000  # of a float32: all but its sign; NaN lies above infinity
+# Bits of a float32: all except the sign, and infinity; NaN is larger.
+SIZE_BITS, INFINITY_BITS = 0x7FFFFFFF, 0x7F800000
 GELU_FIRST, GELU_THIRD = float32(1.5957691216057308), float32(0.07135481282952456)
 
 # Arguments in words after the header: of the embedding, of norms and activations.
@@ -42,7 +43,7 @@ ALPHA_BITS, LIMIT_BITS = EPS_BITS, OFFSET_BITS
 
 @kernel
 def _embed(words: int) -> None:
-    """Rows of the table, copied by 32 bits.  An id outside is clamped, or in a part of a table gives zeros."""
+    """Rows of the table, copied by 32 bits.  An id outside is clamped, or gives zeros in a part of a table."""
     tokens, row, last = load(words, EMBEDDED, INT64), load(words, ROW_BYTES, INT64), load(words, LAST_ID, INT64)
     token = fetch_add(words, 1)
     while token < tokens:

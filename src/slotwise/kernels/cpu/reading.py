@@ -1,7 +1,7 @@
-"""Reads memory as products read their weights: each thread its own neighbouring pieces, in order, prefetched ahead.
+"""Reads memory the way products read their weights, to measure its rate: in adjacent pieces per thread, prefetched.
 
-The rate of it is a bound of every product with few rows.  Work is divided as that of products is (`threads.py`), so
-a thread that the system has preempted holds up one piece, and no barrier.
+That rate bounds every product with few rows.  Work is divided as in products (`threads.py`), so a thread that the
+system has preempted holds up one piece, not a barrier.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from slotwise.kernels.cpu.llvm import LONG, Loop, all_of, behind, number, prefet
 from slotwise.kernels.cpu.simd import INT64, fetch_add, load
 from slotwise.kernels.cpu.threads import NOTHING, pop
 
-PIECE = 1 << 18  # bytes that a thread takes at once
-TURN = 256  # bytes read at once
-AHEAD = 2048  # bytes between what is read and what is prefetched
+# In bytes: what a thread takes at once, what it reads at once, and how far ahead of that it prefetches.
+PIECE = 1 << 18
+TURN = 256
+AHEAD = 2048
 ADDRESS, PIECES, THREADS, SINK = range(HEADER, HEADER + 4)
 _LINE = ir.VectorType(LONG, 8)
 
 
 def _fold(builder: ir.IRBuilder, address: ir.Value, target: ir.Value) -> None:
-    """All of a piece, folded to a cache line at `target`, so that nothing is left out."""
+    """Fold a whole piece to a cache line at `target`, so that no read is optimised away."""
     turns = Loop(builder, number(PIECE), TURN, [all_of(_LINE, 0)] * (TURN // 64))
     place = builder.add(address, turns.index)
     prefetch(builder, behind(builder, place, AHEAD), TURN)

@@ -1,4 +1,4 @@
-"""The arithmetic of sampling: each row computed by one thread, nothing shared between rows.
+"""Sampling: the largest logits, draws, masks and log-probabilities of rows, each row computed by one thread.
 
 Every row is computed in float32 and in one fixed order of operations, so a request's tokens cannot depend on its
 batch-mates.  Its random numbers are a pure function of (seed, output index): Philox4x32-10, the counter-based generator
@@ -48,18 +48,31 @@ from slotwise.kernels.cpu.simd import (
 )
 from slotwise.kernels.reference import FAILED
 
-# The largest logit of each row, among all tokens or among those that a mask allows; each row by one thread.
-#
-# A mask has one bit a token: bit i of word i // 32 allows token i.  Where 32 tokens in a row are not allowed, their
-# logits are not read.
+# Arguments in words after the header: addresses, except for VOCAB, NUM_ROWS and NUM_TOP, which are numbers.  The first
+# are common to all kernels; rows and tokens are int64.
+LOGITS, VOCAB, ROWS, NUM_ROWS, TOKENS = range(HEADER, HEADER + 5)
+# Of the largest logits: `[rows, words]` int32, bit i of word i // 32 allows token i.
+MASKS = HEADER + 5
+# Of draws and log-probabilities, in the place of the masks: scratch memory.
+SCRATCH = HEADER + 5
+# Of widening, in the place of the tokens: `[rows, vocab]` float32.
+TARGET = HEADER + 4
+# Of draws: `[rows, 4]` float32, then `[rows]` and `[rows]` 64 bits.  Temperature 0 is greedy, top_k 0 keeps all tokens.
+CONTROLS, SEEDS, INDICES = range(HEADER + 6, HEADER + 9)
+TEMPERATURE, TOP_K, TOP_P, MIN_P = range(4)
+# Of log-probabilities: float32, int64, then `[rows, k]` int32 and float32.
+CHOSEN, RANKS, TOP_IDS, TOP, NUM_TOP = range(HEADER + 6, HEADER + 11)
+# Per vocabulary entry and thread: ids int32, weights float32, sums of blocks float64.
+SCRATCH_BYTES = 16
 
-# Arguments in words after the header: addresses, but for VOCAB and NUM_ROWS, which are sizes.
-LOGITS, VOCAB, ROWS, NUM_ROWS, TOKENS, MASKS = range(HEADER, HEADER + 6)  # rows and tokens int64, masks [rows, words]
+# The largest logit of each row, among all tokens or among those that a mask allows.  Where a mask forbids 32 tokens in
+# a row, their logits are not read.
 
 _ARGMAX_BLOCK = 512
 _WORD_BITS = 32
 _MINUS_INFINITY = float32(-np.inf)
-_INFINITY = 0x7F800000  # the bits of this float
+# The bits of this float.
+_INFINITY = 0x7F800000
 
 
 @kernel
@@ -129,7 +142,7 @@ def argmax(logits: int, size: int, kind: Real) -> int:
 
 @kernel
 def _masked_argmax(logits: int, mask: int, size: int, kind: Real) -> int:
-    """As `argmax`, of the tokens that `mask` allows; the others are not even compared where 32 in a row are not."""
+    """`argmax` of the tokens that `mask` allows; where it forbids 32 in a row, these are not even compared."""
     best, place = int32(-_INFINITY), int64(FAILED)
     for start in range(0, size, _WORD_BITS):
         bits = load(mask, start // _WORD_BITS, INT32)
@@ -169,18 +182,14 @@ MASKED_GREEDY = {
 MASK = CompiledKernel(_mask)
 
 
-# Arguments in words after the header, the first as in `sampling.py`: addresses, but for NUM_TOP, a number.
-SCRATCH = HEADER + 5  # in the place of the masks
-TARGET = HEADER + 4  # [rows, vocab] float32
-CONTROLS, SEEDS, INDICES = range(HEADER + 6, HEADER + 9)  # [rows, 4] float32, [rows] and [rows] 64 bits
-CHOSEN, RANKS, TOP_IDS, TOP, NUM_TOP = range(HEADER + 6, HEADER + 11)  # float32, int64, [rows, k] int32 and float32
-TEMPERATURE, TOP_K, TOP_P, MIN_P = range(4)  # columns of the controls; temperature 0 is greedy, top_k 0 keeps all
-SCRATCH_BYTES = 16  # per vocabulary entry and thread: ids int32, weights float32, sums of blocks float64
+# Draws and log-probabilities.
 
 _BLOCK = 512
 _SMALL_BLOCK = 64
-_TWO = 0x40000000  # the bits of this float
-_COARSE_STEPS = 8  # of a bisection: they find the exponent
+# The bits of this float.
+_TWO = 0x40000000
+# Steps of a bisection that find the exponent.
+_COARSE_STEPS = 8
 _BY_COUNT, _BY_MASS = int64(0), int64(1)
 _LOW_WORD, _WORD = uint64(0xFFFFFFFF), uint64(32)
 

@@ -1,4 +1,5 @@
-"""The machine-level primitives of the kernels.
+"""The machine-level primitives of kernels: loads and stores, integer dot products, atomics, waits, and simple
+functions.
 
 A kernel gets addresses (integers) and walks them itself: wrapping tensors as arrays takes longer than many kernels run,
 and twice as long to compile.  `kind` is a value whose type is that of the stored elements: `BFLOAT16` and `FLOAT32` are
@@ -40,19 +41,21 @@ from slotwise.kernels.cpu.llvm import (
 )
 from slotwise.kernels.cpu.processor import AVX2, AVX512
 
-# Products of 64 unsigned and 64 signed bytes, added in fours to 16 sums of 32 bits, exactly, by any processor.
-#
-# VNNI                       one instruction (`vpdpbusd`), of AVX-512 or of AVX-VNNI
-# unsigned up to 127         pairs added in 16 bits, which hold them (`pmaddubsw`), then in 32 (`pmaddwd`)
-# unsigned up to 255         even and odd bytes widened to 16 bits, and their pairs added in 32 (`pmaddwd`)
-
 _BYTES, _SHORTS, _WORDS = (ir.VectorType(kind, lanes) for kind, lanes in ((BYTE, 64), (SHORT, 32), (WORD, 16)))
 
 
 def add_fours(
     builder: ir.IRBuilder, so_far: ir.Value, unsigned: ir.Value, signed: ir.Value, *, by_vnni: bool, is_wide: bool
 ) -> ir.Value:
-    """`so_far` plus the products of bytes in fours.  Args: is_wide: an unsigned byte may be above 127."""
+    """`so_far`, 16 sums of 32 bits, plus the products of 64 unsigned and 64 signed bytes in fours, exactly.
+
+        VNNI                       one instruction (`vpdpbusd`), of AVX-512 or of AVX-VNNI
+        unsigned up to 127         pairs added in 16 bits, which hold them (`pmaddubsw`), then in 32 (`pmaddwd`)
+        unsigned up to 255         even and odd bytes widened to 16 bits, and their pairs added in 32 (`pmaddwd`)
+
+    Args:
+        is_wide: an unsigned byte may be above 127.
+    """
     if by_vnni:
         operands = so_far, builder.bitcast(unsigned, _WORDS), builder.bitcast(signed, _WORDS)
         if AVX512:
@@ -70,7 +73,7 @@ def add_fours(
 
 
 def pick(builder: ir.IRBuilder, vector: ir.Value, lanes: Sequence[int]) -> ir.Value:
-    """The vector of some lanes of another."""
+    """The vector of some lanes of `vector`."""
     chosen = ir.Constant(ir.VectorType(WORD, len(lanes)), list(lanes))
     return builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), chosen)
 
@@ -104,12 +107,14 @@ def _in_halves(builder: ir.IRBuilder, name: str, result: ir.Type, *vectors: ir.V
     return builder.shuffle_vector(*parts, ir.Constant(ir.VectorType(WORD, result.count), list(range(result.count))))
 
 
-Real = NewType("Real", np.generic)  # a kind of elements that are floats in registers
-Whole = NewType("Whole", np.generic)  # of integers
+# Kinds of elements that are floats, and integers, in registers.
+Real = NewType("Real", np.generic)
+Whole = NewType("Whole", np.generic)
 
-BFLOAT16 = Real(np.uint16(0))  # as its bits
+BFLOAT16 = Real(np.uint16(0))
 FLOAT32 = Real(np.float32(0))
-PAIRS = Real(np.int16(0))  # bfloat16 that is multiplied in pairs (`gemm.py`), and neither read nor written
+# bfloat16 that is multiplied in pairs (`gemm.py`), and neither read nor written.
+PAIRS = Real(np.int16(0))
 INT8 = Real(np.int8(0))
 INT32 = Whole(np.int32(0))
 INT64 = Whole(np.int64(0))
@@ -247,13 +252,14 @@ def _rest(builder: ir.IRBuilder, looks: ir.Value, patience: ir.Value) -> None:
 
 
 rest: Callable[[int, int], None] = intrinsic(_rest, INT, INT)
-"""`rest(looks, patience)`: pause between two polls of what another thread is about to change, after `looks` in vain.
+"""`rest(looks, patience)`: pause between two polls of what another thread is about to change, after `looks` polls.
 
 After `patience` polls the processor is yielded; a few hundred polls take some microseconds.
 """
 
 
-NAP = 20  # microseconds
+# In microseconds.
+NAP = 20
 
 
 def _nap(builder: ir.IRBuilder, looks: ir.Value, patience: ir.Value) -> None:
@@ -265,9 +271,9 @@ def _nap(builder: ir.IRBuilder, looks: ir.Value, patience: ir.Value) -> None:
 
 
 nap: Callable[[int, int], None] = intrinsic(_nap, INT, INT)
-"""`nap(looks, patience)`: as `rest`, for waits that may be long: after `patience` polls the thread sleeps between two.
+"""`nap(looks, patience)`: `rest` for waits that may be long: after `patience` polls the thread sleeps between polls.
 
-Its core then serves others: some tens of microseconds pass until it looks again.
+Its core is then free: some tens of microseconds pass until the thread polls again.
 """
 
 
@@ -310,7 +316,7 @@ def _weighted(
 
 weighted: Callable[[float, float, float, float], float] = intrinsic(
     _weighted, FLOAT, FLOAT, FLOAT, FLOAT, returns=FLOAT)
-"""`weighted(left, its weight, right, its weight)`: their weighted sum, rounded alike wherever it is compiled.
+"""`weighted(left, its weight, right, its weight)`: their weighted sum, rounded the same wherever it is compiled.
 
 `left * a + right * b` may become either of two fused products.
 """
@@ -339,7 +345,7 @@ def sigmoid(x: float) -> float:
 
 @kernel
 def tanh(x: float) -> float:
-    """The hyperbolic tangent, within 6e-7 of itself: near 0 by its series, where the other form cancels."""
+    """The hyperbolic tangent, within 6e-7: near 0 by its series, where the other form cancels."""
     square = x * x
     series = x * (ONE - square * (_T3 - square * (_T5 - square * _T7)))
     return series if square < float32(0.0625) else float32(2) * sigmoid(float32(2) * x) - ONE

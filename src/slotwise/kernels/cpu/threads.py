@@ -1,17 +1,17 @@
 """A thread pool whose leader waits only for helpers that hold work.
 
-OpenMP ends a parallel region when every thread has been there.  Where others want the same cores, as the API process
-and its clients do at every step, a thread that the system has preempted holds up all the rest, and a step takes as
-much longer as the others took.  Here the leader (the calling thread) opens a job, works on it as helpers do, closes it
-when no items are left, and waits only for the helpers inside: a helper that was preempted before it entered has missed
-the job, and nothing else.
+OpenMP ends a parallel region when every thread has been in it.  Where other processes need the same cores, as the API
+process and its clients do at every step, a thread that the system has preempted holds up all other threads, and a step
+takes longer by the time that those processes took.  Here the leader (the calling thread) opens a job, works on it like
+the helpers, closes it when no items are left, and waits only for the helpers inside: a helper that was preempted before
+it entered has only missed the job.
 
     leader    open 7 ▶ items … close │ open 8 ▶ items … close, wait ──┐│ open 9 ▶ …
     helper 1   enter ▶ items … leave │  enter ▶ items ………………… leave ┘│  enter ▶ …
     helper 2   (preempted by the system)                               │  enter ▶ …
 
 Helpers run at the lowest priority, so that the system preempts them first, and yield their core while they poll for the
-next job.  Not SCHED_IDLE: beside a busy program a helper that holds work would be kept from it for half a second.
+next job.  Not SCHED_IDLE: with a busy program on its core, a helper that holds work would not run for half a second.
 After some milliseconds without a job they sleep until the next is opened.  They never need the interpreter's lock,
 which the leader would have to wait for.
 """
@@ -45,6 +45,12 @@ from slotwise.kernels.cpu.simd import (
     store,
     wait_at,
 )
+
+# Torch's own OpenMP: its threads, for kernels that run between torch's products, and the places they are bound to.
+#
+# Another pool's threads would compete with torch's, which spin on the same cores for milliseconds after each product.
+# So such a kernel is started through the `GOMP_parallel` that torch itself is linked with (libgomp, and libomp and
+# libiomp5 by their compatibility entry).
 
 
 @functools.cache
@@ -91,7 +97,7 @@ def places() -> list[frozenset[int]]:
 
 
 def roam() -> None:
-    """Allow the calling thread on all of OpenMP's places: a thread inherits the one core of a bound thread."""
+    """Allow the calling thread on all of OpenMP's places: otherwise it inherits the one core of a bound thread."""
     if (bound := places()) and sys.platform == "linux":
         with contextlib.suppress(OSError):  # not permitted: the thread works where it is
             os.sched_setaffinity(0, frozenset().union(*bound))
@@ -105,18 +111,20 @@ def _processors(library: ctypes.CDLL, place: int) -> frozenset[int]:
 
 # Work queues: the items of a kernel that each thread takes.
 #
-# Neighbouring items share what must be prepared or prefetched for them: panels of weights follow each other in memory,
-# and a block of rows that is packed or quantised for one panel serves for the next.  So every thread begins with a
-# queue of neighbours, in order, and steals from the others only when that is empty.  Until then its next item is known,
+# Adjacent items share what must be prepared or prefetched for them: panels of weights follow each other in memory, and
+# a block of rows that is packed or quantised for one panel serves for the next.  So every thread begins with a queue of
+# adjacent items, in order, and steals from other queues only when its own is empty.  Until then its next item is known,
 # and prefetched before the current one is done.
 #
 #     queue 0   block 0: panel 0, 1, 2 ...   block 1: panel 0, 1, 2 ...
 #     queue 1   block 2: panel 0, 1, 2 ...   block 3: panel 0, 1, 2 ...
 #
-# Queues lie in turns on two cache lines: each item would cost two threads that share one the time to move it.
+# The counters of queues alternate between two cache lines: threads that share a line move it at each item.
 
-MAX_QUEUES = 12  # as many counters are free in the words of a kernel
-COUNTERS, LINE = 16, 64  # bytes from the start of the words to the first counter, and from there to the second
+# Counters that are free in the words of a kernel.
+MAX_QUEUES = 12
+# Bytes from the start of the words to the first counter, and from there to the second.
+COUNTERS, LINE = 16, 64
 NOTHING = -1
 
 
@@ -155,17 +163,24 @@ def rows_of_a_block(tokens: int, most: int, threads: int) -> int:
     return most if blocks <= 1 else -(-tokens // (blocks + -blocks % threads))
 
 
-CODE = 1  # word of a kernel's header: the address of its code, beside the counter that helpers read first
+# The word of a kernel's header for the address of its code: next to the counter that helpers read first.
+CODE = 1
 NICE = 19
-LOOKS = 1 << 13  # polls for a job, in vain, before a helper sleeps
-BRIEFLY, LONG = 1 << 8, 1 << 12  # polls before a helper, and a leader waiting for one, yields its core
+# Polls without a job before a helper sleeps.
+LOOKS = 1 << 13
+# Polls before a helper, and a leader that waits for one, yields its core.
+BRIEFLY, LONG = 1 << 8, 1 << 12
 
 # Words that leader and helpers share.  A job is the address of its kernel's words; the low bits, unused in such an
-# address, hold the number of jobs so far: two in a row differ.  What helpers poll lies together, for moving a cache
-# line from core to core is most of what a job costs.
-JOB, INSIDE, ENDING = range(3)  # the open job, 0: none; helpers inside; the pool ends
-JOBS = 8  # number of jobs so far: the leader's own
-ASLEEP = 16  # helpers that sleep at the semaphore, or are about to
+# address, hold the number of jobs so far: two in a row differ.  The words that helpers poll lie together, because
+# moving a cache line from core to core is most of the cost of a job.
+
+# The open job, or 0; helpers inside; whether the pool ends.
+JOB, INSIDE, ENDING = range(3)
+# The number of jobs so far, which only the leader uses.
+JOBS = 8
+# Helpers that sleep at the semaphore, or are about to.
+ASLEEP = 16
 SEMAPHORE = 24
 SIZE = 32
 ADDRESS = ~63
@@ -219,9 +234,9 @@ RUN_SHARED = CompiledKernel(_run_shared)
 
 
 class ThreadPool:
-    """Helpers, started at the first job.  The calling thread leads; one at a time.
+    """Helpers, started at the first job.  The calling thread leads; one caller at a time.
 
-    Where OpenMP binds its threads to places (OMP_PROC_BIND), helpers are bound to them, too.
+    Where OpenMP binds its threads to places (OMP_PROC_BIND), helpers are bound to these places, too.
     """
 
     def __init__(self, helpers: int) -> None:
@@ -265,7 +280,7 @@ class ThreadPool:
         WORK.call(self._address)
 
     def _forget(self) -> None:
-        """In a forked process: there are no helpers, and none to wait for."""
+        """A forked process has no helpers to wait for."""
         self._shared[[JOB, INSIDE, ASLEEP]] = 0
 
     def _end(self) -> None:
@@ -275,12 +290,6 @@ class ThreadPool:
         for thread in self._threads:
             thread.join()
 
-
-# Torch's own OpenMP: its threads, for kernels that run between torch's products, and the places they are bound to.
-#
-# Another pool's threads would compete with torch's, which spin on the same cores for milliseconds after each product.
-# So such a kernel is started through the `GOMP_parallel` that torch itself is linked with (libgomp, and libomp and
-# libiomp5 by their compatibility entry).
 
 @functools.cache
 def _library() -> ctypes.CDLL:
@@ -292,7 +301,7 @@ def _library() -> ctypes.CDLL:
 def thread_pool(threads: int) -> ThreadPool:
     """This process's pool of `threads` threads, the leader included; at most as many as there are processors.
 
-    A helper on the leader's own core would keep the leader from running, and the leader would wait for it.
+    A helper on the leader's own core would preempt the leader, which waits for the helper.
     """
     bound = places()
     processors = sum(map(len, bound)) if bound else num_processors()

@@ -10,10 +10,10 @@
 
 A bfloat16 product is rounded as Intel's manual says ("Software Developer's Manual", TDPBF16PS): from zero, the even
 and the odd products of a row and a column are added in order, each with one rounding; their sum is added to `sums`.
-Numbers too small for a normal float32 are zero, before and after every operation.
+Numbers too small for a normal float32 become zero, before and after every operation.
 
-A kernel is written once for `Tiles`.  `HardwareTiles` needs a processor with AMX and the system's permission; what is
-compiled with `SoftwareTiles` gives the same results on any processor, slowly: tests run it.
+A kernel is written once for `Tiles`.  `HardwareTiles` needs a processor with AMX and the system's permission; kernels
+compiled with `SoftwareTiles` give the same results on any processor, slowly: tests run them.
 """
 
 from __future__ import annotations
@@ -45,14 +45,18 @@ from slotwise.kernels.cpu.llvm import (
 )
 from slotwise.kernels.cpu.processor import has
 
-ROWS = 16  # of a tile
+# Of a tile.
+ROWS = 16
 ROW_BYTES = 64
 TILE_BYTES = ROWS * ROW_BYTES
+# Tiles, and bytes of all software tiles.
 COUNT = 8
-MEMORY_BYTES = COUNT * TILE_BYTES  # of software tiles
+MEMORY_BYTES = COUNT * TILE_BYTES
 
-_ZERO_IF_SMALL = 0x8040  # of MXCSR: operands and results below the smallest normal number
-_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # Linux on x86-64: asm/prctl.h
+# Bits of MXCSR: operands and results below the smallest normal number become zero.
+_ZERO_IF_SMALL = 0x8040
+# Linux on x86-64, asm/prctl.h.
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 _BYTES, WORDS, _FLOATS = (ir.VectorType(kind, lanes) for kind, lanes in ((BYTE, 64), (WORD, 16), (SINGLE, 16)))
 
 
@@ -64,7 +68,7 @@ class Tiles(Protocol):
         ...
 
     def end(self) -> None:
-        """After the last."""
+        """Release the tiles: after the last use in a thread."""
         ...
 
     def zero(self, tile: int) -> None: ...
@@ -78,7 +82,7 @@ class Tiles(Protocol):
     def add_int8(self, sums: int, left: int, right: int) -> None: ...
 
     def vectors(self) -> AbstractContextManager[None]:
-        """Vectors of float32 are computed in it as numbers of tiles are: what is `flushed` is flushed."""
+        """A context in which vectors of float32 are computed like numbers of tiles: what is `flushed` is flushed."""
         ...
 
     def flushed(self, value: ir.Value) -> ir.Value:
@@ -88,7 +92,7 @@ class Tiles(Protocol):
 
 @functools.cache
 def obstacle(feature: str) -> str:
-    """Why this process cannot use AMX's tiles for products that need a feature; empty where it can."""
+    """Why this process cannot use AMX's tiles for products that need `feature`; empty where it can."""
     if not has(feature):
         return "it needs a processor with AMX"
     library = ctypes.CDLL(None, use_errno=True)
@@ -136,7 +140,7 @@ class HardwareTiles:
 
     @contextmanager
     def vectors(self) -> Iterator[None]:
-        """All operations between are emitted into loops, over which none is moved."""
+        """All operations in the context are emitted into loops, and are not moved out of them."""
         before, within = self._memory, behind(self._builder, self._memory, 4)
         self._control("stmxcsr", before)
         bits = self._builder.or_(read(self._builder, before, WORD), ir.Constant(WORD, _ZERO_IF_SMALL))
@@ -146,7 +150,7 @@ class HardwareTiles:
         self._control("ldmxcsr", before)
 
     def flushed(self, value: ir.Value) -> ir.Value:
-        """The processor has done it; the fence keeps LLVM, which may reorder sums, from that."""
+        """The processor flushes; the fence keeps LLVM from reordering sums."""
         return call(self._builder, "llvm.arithmetic.fence.v16f32", _FLOATS, value)
 
     def _control(self, name: str, place: ir.Value) -> None:
@@ -242,13 +246,12 @@ def halves(builder: ir.IRBuilder, tiles: Tiles, pairs: ir.Value) -> tuple[ir.Val
     return tiles.flushed(builder.bitcast(even, _FLOATS)), tiles.flushed(builder.bitcast(odd, _FLOATS))
 
 
-
 Kind: TypeAlias = Callable[[ir.IRBuilder, ir.Value], Tiles]
-"""`kind(builder, memory)`: tiles, with memory of a thread if they are software."""
+"""`kind(builder, memory)`: tiles; software tiles lie in a thread's `memory`."""
 
 
 def around(kind: Kind) -> tuple[Callable[[int], None], Callable[[int], None]]:
-    """`begin(memory)` and `end(memory)` for kernels: around all uses of a kind of tiles by a thread."""
+    """`begin(memory)` and `end(memory)` for kernels, which go around all uses of a kind of tiles by a thread."""
     def begin(builder: ir.IRBuilder, memory: ir.Value) -> None:
         kind(builder, memory).begin()
 

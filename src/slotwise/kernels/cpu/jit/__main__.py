@@ -1,4 +1,4 @@
-"""A compile worker: imports, then compiles the kernels named on its standard input; none if that is empty."""
+"""A compile worker: imports, then compiles the kernels named on its standard input, if any."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class _LinkedPart(JITCodeLibrary):
 
     @property
     def codegen(self) -> _LinkedPart:
-        """The object that gets a function's environment.  Parts have none: they use no Python object or exception."""
+        """The object that gets a function's environment.  Parts need no environment: they use no Python objects."""
         return self
 
     def set_env(self, env_name: str, env: object) -> None:
@@ -308,6 +308,6 @@ def _link(compiled: ObjectCode) -> int:
 def _engine() -> llvm.ExecutionEngine:
     context = cpu_target.target_context
     context.codegen()
-    rtsys.initialize(context)  # every kernel references its symbols, though none calls them
+    rtsys.initialize(context)  # kernels reference its symbols, but never call them
     machine = llvm.Target.from_triple(llvm.get_process_triple()).create_target_machine(jit=True)
     return llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)

@@ -1,17 +1,17 @@
-"""Compiled kernels on disk: a folder for each state of all that they depend on, a file for each kernel.
+"""Compiled kernels on disk: a folder for each state of the sources and the machine, a file for each kernel.
 
-    sha256 of all that follows, in hexadecimal       64 bytes
+    sha256 of what follows, in hexadecimal           64 bytes
     {"name": ..., "symbol": ..., "size": ...}        one line of JSON; size: bytes of the object
     object code                                      as LLVM wrote it
 
-They are machine code that is loaded, so no other user may be able to write them.  A folder is used if it, every folder
-above it and every link on the way belong to this user or to root, and no other user may write there (into a folder
-above: or replace what is in it, which a sticky bit forbids).  A new one is made for this user alone.  The folder of the
-environment comes first, then one in the system's folder for temporary files, which is checked in the same way.
+The files are machine code that is loaded, so no other user may be able to write them.  A folder is used if it, every
+folder above it and every link on the way belong to this user or to root, and no other user may write there (into a
+folder above: or replace what is in it, which a sticky bit forbids).  A new one is made for this user alone.  The folder
+of the environment comes first, then one in the system's folder for temporary files, which is checked in the same way.
 
 A file is written whole (a temporary one, flushed to the disk, renamed), so several processes may compile the same
 kernel at once.  A file that is damaged, or that other users could have written, counts as missing and is replaced.
-Nothing that takes long is imported here.
+Importing this file imports nothing that takes long.
 """
 
 from __future__ import annotations
@@ -29,9 +29,12 @@ from typing import NamedTuple
 
 from slotwise import files
 
-KEPT = 6  # folders; there are more only where kernels are changed
-LARGEST = 1 << 24  # bytes of a file; kernels have a hundred thousand
-DIGEST = 64  # characters
+# Folders that are kept: there are more only where kernels are changed.
+KEPT = 6
+# The most bytes of a file; kernels have a hundred thousand.
+LARGEST = 1 << 24
+# In characters.
+DIGEST = 64
 
 NOT_KEPT = ("compiled kernels are not kept, and every start compiles them again; set XDG_CACHE_HOME to a folder that "
             "can be written")
@@ -40,9 +43,9 @@ logger = logging.getLogger(__name__)
 
 
 class ObjectCode(NamedTuple):
-    """A kernel's object code."""
+    """A kernel's object code, and the symbol of its entry."""
 
-    symbol: str  # of its entry
+    symbol: str
     code: bytes
 
 
@@ -54,9 +57,9 @@ class KernelStore:
 
     @functools.cached_property
     def folder(self) -> Path | None:
-        """The folder of these kernels, None where none is safe and can be written.
+        """The folder of these kernels; None if there is no folder that is safe and can be written.
 
-        Warns once if it is not the one named first.
+        Warns once if it is not the first of `homes`.
         """
         refused = []
         for root in homes():
@@ -79,7 +82,7 @@ class KernelStore:
         return None
 
     def read(self, name: str) -> ObjectCode | None:
-        """The kernel written under `name`; None: there is none, or none that may be run, which is logged."""
+        """The kernel written under `name`; None if it does not exist, or may not be run, which is logged."""
         if self.folder is None:
             return None
         path = self.folder / name
@@ -88,7 +91,7 @@ class KernelStore:
                 why, data = files.file_objection(os.fstat(file.fileno())), file.read(LARGEST)
         except FileNotFoundError:
             return None
-        except OSError as error:  # a symbolic link, for one
+        except OSError as error:  # such as a symbolic link
             why, data = f"cannot be read ({error.strerror})", b""
         found = None if why else _parsed(name, data)
         if found is None:
@@ -101,7 +104,7 @@ class KernelStore:
             return
         index = json.dumps({"name": name, "symbol": compiled.symbol, "size": len(compiled.code)}).encode()
         rest = index + b"\n" + compiled.code
-        with contextlib.suppress(OSError):  # a full disk, say: it is compiled again next time
+        with contextlib.suppress(OSError):  # such as a full disk: the kernel is compiled again next time
             descriptor, temporary = tempfile.mkstemp(prefix=".", dir=self.folder)
             try:
                 with open(descriptor, "wb") as file:
@@ -125,7 +128,7 @@ def homes() -> list[Path]:
 
 
 def home() -> Path | None:
-    """The first safe folder of `homes`; None: there is none."""
+    """The first safe folder of `homes`; None if there is no safe one."""
     return next((folder for folder in homes() if not files.folder_objection(folder)), None)
 
 
@@ -151,7 +154,7 @@ def remove_unused(root: Path) -> None:
 
 
 def _parsed(name: str, data: bytes) -> ObjectCode | None:
-    """The object that `write` wrote as `data`; None if `write` did not write it."""
+    """The object code that `write` wrote as `data`; None if `write` did not write it."""
     digest, rest = data[:DIGEST], data[DIGEST:]
     if hashlib.sha256(rest).hexdigest().encode() != digest:
         return None

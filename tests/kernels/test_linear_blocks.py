@@ -265,7 +265,7 @@ def test_products_and_lookups_are_captured():
 @pytest.mark.parametrize(("kind", "why"), [
     (Format(8, 32, torch.float32, levels=tuple(map(float, range(256)))), "256 levels"),
     (Format(4, 24, torch.float32), "groups of 24"), (Format(4, 272, torch.float32), "groups of 272"),
-    (Format(4, 32, torch.float32, has_minimums=True, zero=8), "a zero beside minimums")])
+    (Format(4, 32, torch.float32, has_minimums=True, zero=8), "a zero point together with minimums")])
 def test_formats_without_kernels_are_refused_by_name(kind, why):
     kernels = CpuKernels(1)
     assert why in kernels.format_refusal(kind, torch.bfloat16)

@@ -155,7 +155,7 @@ def layout_of(kind: Format) -> BlockLayout:
     if kind.group % 16:
         raise ValueError(f"groups of {kind.group} weights are not supported on device cpu: only multiples of 16 are")
     if levels.zero and kind.has_minimums:
-        raise ValueError("a zero beside minimums is not supported on device cpu")
+        raise ValueError("a zero point together with minimums is not supported on device cpu")
     bits = next(bits for bits in sorted(PLANES) if bits >= kind.bits)
     unit = next(unit for unit in (LARGEST_UNIT, 32, 16) if kind.group % unit == 0)
     record = kind.group * kind.groups_per_unit or lcm(kind.group or LARGEST_UNIT, LEAST)

@@ -1,5 +1,4 @@
-"""The machine-level primitives of kernels: loads and stores, integer dot products, atomics, waits, and simple
-functions.
+"""The machine-level primitives of kernels: memory, integer dot products, atomics, waits and simple functions.
 
 A kernel gets addresses (integers) and walks them itself: wrapping tensors as arrays takes longer than many kernels run,
 and twice as long to compile.  `kind` is a value whose type is that of the stored elements: `BFLOAT16` and `FLOAT32` are

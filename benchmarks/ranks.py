@@ -40,7 +40,7 @@ def step_ms(engine: Engine, rows: int) -> float:
     """Median milliseconds in which each of so many decode rows gets a token."""
     params = SamplingParams(temperature=0.0, max_tokens=PROMPT + 2 * STEPS, ignore_eos=True)
     for row in range(rows):
-        engine.handle(Add(str(row), RequestSpec([(7 * row + place) % 500 + 3 for place in range(PROMPT)], params)))
+        engine.handle(Add(row, RequestSpec([(7 * row + place) % 500 + 3 for place in range(PROMPT)], params)))
     times, before = [], 0
     while len(times) < STEPS:
         record = engine.step()
@@ -48,7 +48,7 @@ def step_ms(engine: Engine, rows: int) -> float:
             times.append((record.ended_ns - before) * 1e-6 * rows / len(record.counts))
         before = record.ended_ns
     for row in range(rows):
-        engine.handle(Finish(str(row), "abort"))
+        engine.handle(Finish(row, "abort"))
     while engine.has_work:
         engine.step()
     return statistics.median(times[5:])
@@ -59,7 +59,7 @@ def prompt_ms(engine: Engine, tokens: int) -> float:
     began = time.perf_counter()
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     prompt = [(11 * place) % 500 + 3 for place in range(tokens)]
-    engine.handle(Add("prompt", RequestSpec(prompt, params, salt=str(began))))
+    engine.handle(Add(0, RequestSpec(tuple(prompt), params, salt=str(began))))
     while engine.has_work:
         engine.step()
     return 1e3 * (time.perf_counter() - began)

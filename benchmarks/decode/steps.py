@@ -45,7 +45,7 @@ def median_step(loaded: Loaded, config: EngineConfig, shape: tuple[int, int], st
     for row in range(rows):
         prompt = torch.randint(10, info.vocab_size, (context - steps // 2,), generator=generator).tolist()
         params = SamplingParams(temperature=0.0, max_tokens=steps + BEGINNING, ignore_eos=True)
-        engine.handle(Add(f"row-{row}", RequestSpec(prompt, params, row)))
+        engine.handle(Add(row, RequestSpec(prompt, params, row)))
     records = []
     while len(records) < steps:
         record = engine.step()

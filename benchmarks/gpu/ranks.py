@@ -27,7 +27,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
 class Found(NamedTuple):
     """What an engine gave."""
 
-    tokens: dict[str, list[int]]
+    tokens: dict[int, list[int]]
     step_seconds: float  # the median step in which every row decodes
 
 
@@ -37,12 +37,12 @@ def main() -> None:
         tell(ranks={"skipped": why})
         return
     alone, together = run(setup, 1), run(setup, RANKS)
-    others = [name for name, tokens in alone.tokens.items() if tokens != together.tokens[name]]
+    others = [row for row, tokens in alone.tokens.items() if tokens != together.tokens[row]]
     tell(ranks={"ranks": RANKS, "by": "nccl" if setup.device == "cuda" else "gloo", "requests": ROWS,
                 "with_the_same_tokens": ROWS - len(others), "step_seconds": together.step_seconds,
                 "step_seconds_of_one": alone.step_seconds})
     if others:
-        raise RuntimeError(f"on {RANKS} ranks other tokens than on one: requests {', '.join(others)}")
+        raise RuntimeError(f"on {RANKS} ranks other tokens than on one: requests {', '.join(map(str, others))}")
 
 
 def _obstacle(setup: Setup) -> str:
@@ -65,15 +65,15 @@ def run(setup: Setup, ranks: int) -> Found:
         max_model_len=256, kv_cache_memory=64 << 20, tensor_parallel_size=ranks, overlap=0))
     for row in range(ROWS):
         prompt = [10 + (7 * row + 3 * place) % 400 for place in range(PROMPT + row)]
-        engine.handle(Add(f"row-{row}", RequestSpec(prompt, GREEDY, row)))
-    tokens: dict[str, list[int]] = {f"row-{row}": [] for row in range(ROWS)}
+        engine.handle(Add(row, RequestSpec(prompt, GREEDY, row)))
+    tokens: dict[int, list[int]] = {row: [] for row in range(ROWS)}
     ends: list[int] = []  # of steps in which every row decodes, nanoseconds
     while engine.has_work:
         record = engine.step()
         if record.failure:
             raise RuntimeError(record.failure)
-        for name, sampled in zip(record.request_ids, record.token_ids, strict=True):
-            tokens[name] += sampled
+        for row, sampled in zip(record.request_ids, record.token_ids, strict=True):
+            tokens[row] += sampled
         if record.counts == (1,) * ROWS:
             ends.append(record.ended_ns)
     return Found(tokens, statistics.median(after - before for before, after in pairwise(ends)) * 1e-9)

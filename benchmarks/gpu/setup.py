@@ -66,10 +66,10 @@ class Setup:
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(10, self.model.vocab_size, (length,), generator=generator).tolist()
 
-    def request(self, name: str, num_prompt: int, num_output: int, seed: int) -> Add:
+    def request(self, number: int, num_prompt: int, num_output: int, seed: int) -> Add:
         """Returns a greedy request with exactly `num_output` tokens."""
         params = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
-        return Add(name, RequestSpec(self.prompt(num_prompt, seed), params, seed))
+        return Add(number, RequestSpec(self.prompt(num_prompt, seed), params, seed))
 
 
 def _shape(hidden: int, intermediate: int, layers: int, heads: tuple[int, int, int], vocabulary: int,

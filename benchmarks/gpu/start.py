@@ -76,7 +76,7 @@ def _shrink(engine: Engine, setup: Setup, rows: int) -> float:
     """Fills the batch, which loses a row in every step; returns when the first token came, in monotonic seconds."""
     first = 0.0
     for row in range(rows):
-        engine.handle(setup.request(f"row-{row}", 8, row + 2, seed=row))
+        engine.handle(setup.request(row, 8, row + 2, seed=row))
     while engine.has_work:
         record = engine.step()
         if record.failure:

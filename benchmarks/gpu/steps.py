@@ -27,6 +27,7 @@ from slotwise.engine.messages import Finish, StepRecord
 from slotwise.kernels.select import choose
 
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+PROMPTS = 1_000_000  # ids of requests from here on are those of prompts, smaller ones those of rows
 NAMED = 12  # kinds of work that take longest
 
 
@@ -115,7 +116,7 @@ class Bench:
         """Returns figures of steps that are one whole prompt each."""
         tokens = self._setup.prefill_tokens
         for number in range(self._setup.prefill_steps + 2):
-            self._engine.handle(self._setup.request(f"prompt-{number}", tokens, 1, seed=number))
+            self._engine.handle(self._setup.request(PROMPTS + number, tokens, 1, seed=number))
         records = []
         while self._engine.has_work:
             record = _sound(self._engine.step())
@@ -154,7 +155,7 @@ class Bench:
         num_prompt = max(1, self._setup.context - steps // 2)
         for row in range(rows):
             num_output = self._setup.longest - num_prompt
-            self._engine.handle(self._setup.request(f"row-{row}", num_prompt, num_output, seed=row))
+            self._engine.handle(self._setup.request(row, num_prompt, num_output, seed=row))
         while True:
             record = _sound(self._engine.step())
             if len(record.counts) == rows and max(record.counts) == 1:
@@ -168,7 +169,7 @@ class Bench:
 
     def _clear(self, rows: int) -> None:
         for row in range(rows):
-            self._engine.handle(Finish(f"row-{row}", "abort"))
+            self._engine.handle(Finish(row, "abort"))
         while self._engine.has_work:
             self._engine.step()
 

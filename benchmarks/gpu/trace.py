@@ -49,7 +49,7 @@ def run(engine: Engine, name: str, trace: list[tuple[list[int], int]]) -> tuple[
     started, tokens, steps = time.perf_counter(), 0, 0
     for number, (prompt, num_output) in enumerate(trace):
         params = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
-        engine.handle(Add(f"{name}-{number}", RequestSpec(prompt, params, number)))
+        engine.handle(Add(number, RequestSpec(prompt, params, number), name=f"{name}-{number}"))
     while engine.has_work:
         record = engine.step()
         steps += 1

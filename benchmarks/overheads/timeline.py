@@ -91,7 +91,8 @@ def _requests(seed: int) -> Iterator[Add]:
     while True:
         prompt = [draw.randrange(1, 97) for _ in range(min(300, 4 + int(draw.lognormvariate(3, 1))))]
         output = min(200, 4 + int(draw.lognormvariate(3.2, 0.8)))
-        yield Add(f"request-{number}", RequestSpec(prompt, SamplingParams(max_tokens=output, ignore_eos=True), number))
+        params = SamplingParams(max_tokens=output, ignore_eos=True)
+        yield Add(number, RequestSpec(prompt, params, number), name=f"request-{number}")
         number += 1
 
 

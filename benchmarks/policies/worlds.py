@@ -145,13 +145,13 @@ def simulated(asks: Sequence[Ask], setting: Setting, seed: int) -> list[RequestO
     for number, ask in enumerate(asks):
         params = SamplingParams(max_tokens=ask.max_tokens or longest, ignore_eos=True)
         slo = _of_tier(ask.slo, setting)
-        arrivals.append((ask.at, Add(str(number), RequestSpec(
+        arrivals.append((ask.at, Add(number, RequestSpec(
             [5] * ask.num_prompt, params, number, slo=slo, forced_length=ask.num_output))))
     unbounded = (len(asks) + 1, 1 << 40)
     setup = Setup(limits, config.scheduling(), CostPace(cost_of(seed)), max_queued=unbounded, learns=True)
     lives = simulate(arrivals, [Server(setup)])
     return [
-        RequestOutcome(number, REJECTED if (life := lives[str(number)]).reason == "shed" else COMPLETED, ask.at, ask.at,
+        RequestOutcome(number, REJECTED if (life := lives[number]).reason == "shed" else COMPLETED, ask.at, ask.at,
                 tuple(life.token_times), life.ended, ask.num_prompt, len(life.token_times), life.reason)
         for number, ask in enumerate(asks)]
 

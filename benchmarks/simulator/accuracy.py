@@ -59,6 +59,7 @@ PREFIX = Prefixes(4, 96)
 # Code is completed from long prompts by few tokens: medians near those published for the Azure code trace of 2023
 # (Splitwise, Patel et al., ISCA 2024), before the scale.
 CODE = (1500.0, 13.0)
+TENANT = 1_000_000  # ids of one tenant's requests
 
 
 class Case(NamedTuple):
@@ -146,8 +147,8 @@ def outcomes(target: BenchTarget, vocab_size: int, case: Case) -> list[RequestOu
 def traffic(case: Case, handling: float) -> list[tuple[float, Command]]:
     """Returns the commands as they reach the engine, `handling` seconds after they were sent."""
     found: list[tuple[float, Command]] = []
-    for key, workload in zip(KEYS, case.tenants, strict=False):
-        found += [(at + handling, Add(f"{key} {add.request_id}", replace(add.spec, slo=SLO(key))))
+    for tenant, (key, workload) in enumerate(zip(KEYS, case.tenants, strict=False)):
+        found += [(at + handling, Add(tenant * TENANT + add.request_id, replace(add.spec, slo=SLO(key))))
                   for at, add in traffic_of(workload)]
     return sorted(found, key=lambda one: one[0])
 

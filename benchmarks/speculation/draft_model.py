@@ -100,7 +100,7 @@ class Fixed:
 def jobs(number: int, seed: int, max_tokens: int = OUTPUT) -> list[Add]:
     draw = random.Random(seed)
     params = SamplingParams(temperature=1.0, max_tokens=max_tokens, ignore_eos=True)
-    return [Add(f"{seed}-{at}", RequestSpec(
+    return [Add(at, RequestSpec(
         [draw.randrange(3, VOCABULARY) for _ in range(PROMPT)], params, draw.getrandbits(60))) for at in range(number)]
 
 

@@ -194,21 +194,21 @@ def timed(owner: Any, *names: str) -> Iterator[list[float]]:
             delattr(owner, name)
 
 
-def run(engine: Engine, jobs: Sequence[Job], together: int, name: str) -> Figures:
+def run(engine: Engine, jobs: Sequence[Job], together: int) -> Figures:
     """As `played`, with the share of the time that drafting takes."""
     with timed(engine._scheduler._drafting, "add", "committed", "finished") as seconds:
         began = time.perf_counter()
-        figures = played(engine, jobs, together, name)
+        figures = played(engine, jobs, together)
     return figures._replace(proposing=sum(seconds) / (time.perf_counter() - began))
 
 
-def played(engine: Engine, jobs: Sequence[Job], together: int, name: str) -> Figures:
+def played(engine: Engine, jobs: Sequence[Job], together: int) -> Figures:
     """Runs jobs, `together` at a time."""
     assert isinstance(engine.executor, Scripted)
-    adds = [Add(f"{name}-{at}", RequestSpec(job.prompt, SamplingParams(max_tokens=job.max_tokens, **GREEDY), at))
+    adds = [Add(at, RequestSpec(job.prompt, SamplingParams(max_tokens=job.max_tokens, **GREEDY), at))
             for at, job in enumerate(jobs)]
     engine.executor.scripts = {one.request_id: job.script for one, job in zip(adds, jobs, strict=True)}
-    sent: dict[str, float] = {}
+    sent: dict[int, float] = {}
     firsts: list[float] = []
     drafts = right = full = drafted = num_tokens = 0
     began, others = time.perf_counter(), others_seconds()
@@ -288,12 +288,12 @@ def measure(engines: dict[str, Engine], case: Case, pairs: int, ends: float) -> 
     streams, begin = int(name.partition(":")[2] or 64), len(case.row.get("on", ()))
     for engine in engines.values():
         short = [Job(job.prompt[:32], 8) for job in jobs_of(name, tokenizer, 1000 + begin)[0]]
-        run(engine, short, streams, "warm")
+        run(engine, short, streams)
     for pair in range(begin + case.row.get("uncounted", 0), 100_000):
         if len(case.row.get("on", ())) == begin + pairs or time.perf_counter() > ends:
             break
         jobs, repeated = jobs_of(name, tokenizer, pair)
-        figures = {which: run(engines[which], jobs, streams, f"p{pair}")
+        figures = {which: run(engines[which], jobs, streams)
                    for which in list(engines)[:: 1 if pair % 2 else -1]}
         case.add(figures["off"], figures["on"], repeated)
         yield

@@ -111,7 +111,7 @@ async def _stream(http: aiohttp.ClientSession, server: Server, asked: list[dict[
 
 def _strike(engine: int, rng: random.Random, seen: FaultTally) -> float:
     """Kills or freezes a rank; returns when.  Rank 0 is the engine process, and starts the others in order."""
-    ranks = [engine, *(pid for pid in sorted(children(engine)) if "rank_worker" in command(pid))]
+    ranks = [engine, *(pid for pid in sorted(children(engine)) if "rank_process" in command(pid))]
     rank = rng.randrange(len(ranks))
     sent = signal.SIGSTOP if rank and rng.random() < FROZEN else signal.SIGKILL
     seen.faults[f"{sent.name} of rank {rank}"] += 1

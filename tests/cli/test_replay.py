@@ -46,8 +46,9 @@ def leave(live: Live) -> None:
 
 def kill_engine(live: Live) -> None:
     children = subprocess.run(
-        ["ps", "-o", "pid=,args=", "--ppid", str(live.process.pid)], capture_output=True, text=True, check=True).stdout
-    (found,) = re.findall(r"(\d+) .*compose\.worker", children)
+        ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(live.process.pid)], capture_output=True, text=True,
+        check=True).stdout
+    (found,) = re.findall(r"(\d+) .*compose\.engine_process", children)
     os.kill(int(found), signal.SIGKILL)
 
 

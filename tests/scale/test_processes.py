@@ -56,7 +56,7 @@ def test_replicas_are_started_replaced_added_drained_and_ended(tmp_path: Path) -
         for wrong in (0, -1, 1000, "two"):
             assert door.client.put(door.url + "/admin/replicas", json={"replicas": wrong}).status_code == 400
         left = children(door.process.pid, b"replica_main")
-        engines = [engine for pid in left for engine in children(pid, b"worker")]
+        engines = [engine for pid in left for engine in children(pid, b"engine_process")]
         assert len(left) == 1 and engines
     assert door.process.returncode == 0
     eventually(lambda: not any(map(is_alive, [*left, *engines])))

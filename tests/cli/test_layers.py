@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slotwise.cli import build_parser, serve_command
+from slotwise.cli import build_parser, main, serve_command
 
 
 @pytest.fixture(autouse=True)
@@ -180,3 +180,23 @@ def test_an_address_that_kubernetes_sets_is_no_port(monkeypatch: pytest.MonkeyPa
 def test_other_commands_read_no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLOTWISE_MAX_NUM_SEQS", "5")
     assert build_parser("generate").parse_args(["generate"]).max_num_seqs == 64
+
+
+@pytest.mark.parametrize(("content", "variables", "arguments", "says"), [
+    ("max_num_batched_tokens: 8\n", {}, (), "max_num_batched_tokens (8) must be at least --max-num-seqs (64)"),
+    ("max-num-batched-tokens: 8\n", {}, ("--max-num-seqs", "9"),
+     "max-num-batched-tokens (8) must be at least --max-num-seqs (9)"),
+    ("", {"SLOTWISE_MAX_NUM_SEQS": "32"}, ("--max-num-batched-tokens", "8"),
+     "--max-num-batched-tokens (8) must be at least SLOTWISE_MAX_NUM_SEQS (32)"),
+    ("tensor-parallel-size: 2\n", {}, ("--packed-weights-cache", "1"),
+     "--packed-weights-cache is not supported with tensor-parallel-size 2"),
+    ("", {}, ("-tp", "2", "--packed-weights-cache", "1"), "--packed-weights-cache is not supported with -tp 2")])
+def test_a_message_names_each_setting_as_it_was_typed(
+        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: Path, content: str,
+        variables: dict[str, str], arguments: tuple[str, ...], says: str) -> None:
+    file.write_text(content)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("slotwise.compose.launch.hold_off", lambda: None)  # of the collector, in this process
+    assert main(["serve", "--config", str(file), *arguments]) == 1
+    assert f"slotwise serve: {says}" in capsys.readouterr().err

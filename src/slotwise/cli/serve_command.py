@@ -171,6 +171,7 @@ def _run(asked: argparse.Namespace) -> int:
     from slotwise.observe.log_file import check
 
     hold_off()
+    _check_adapters(asked)
     model, lines = model_of(asked), notices(asked)
     settings = server_settings(asked, model, given_settings(asked, ServerSettings))
     transfer = asked.kv_transfer_config
@@ -179,7 +180,6 @@ def _run(asked: argparse.Namespace) -> int:
     secret = secret_of(asked.kv_transfer_secret_file or "", os.environ) if transfer is not None else ""
     if asked.max_log_len and not asked.enable_log_requests:
         lines.append("--max-log-len has no effect without --enable-log-requests")
-    _check_adapters(asked, settings)
     config = EngineConfig.of(**engine_settings(asked) | {
         "model": str(locate(model or builtin.path())), "tiers": tuple([served.tier for served in settings.tiers]),
         "kv_transfer_config": transfer and replace(transfer, secret=secret)})
@@ -237,10 +237,10 @@ def _modules(given: Sequence[LoraModule], base_names: Sequence[str]) -> tuple[Lo
     return tuple(modules.values())
 
 
-def _check_adapters(asked: argparse.Namespace, settings: ServerSettings) -> None:
+def _check_adapters(asked: argparse.Namespace) -> None:
     """Raises ValueError for an option about adapters that says nothing without `--enable-lora`."""
     given = [name for name, one in settings_of(EngineConfig).items()
              if one.group == ADAPTERS and getattr(asked, name) != one.default]
-    for name in [*given, *["lora_modules"] * bool(settings.lora_modules)]:
+    for name in [*given, *["lora_modules"] * bool(asked.lora_modules)]:
         if not asked.enable_lora:
             raise ValueError(f"{name} is about adapters: add --enable-lora, or leave it out")

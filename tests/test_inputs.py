@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slotwise.offline.inputs import UNSUPPORTED, Parsed, as_batch, parsed
+from slotwise.offline.inputs import UNSUPPORTED, ParsedPrompt, as_batch, parsed
 
 
 @pytest.mark.parametrize(("prompts", "count"), [
@@ -18,12 +18,13 @@ def test_one_prompt_and_many(prompts: Any, count: int) -> None:
 
 
 @pytest.mark.parametrize(("prompt", "found"), [
-    ("a", Parsed("a", None)), ("", Parsed("", None)), ((1, 2), Parsed(None, [1, 2])),
-    (np.array([3]), Parsed(None, [3])), ({"prompt": "a", "cache_salt": "s"}, Parsed("a", None, "s")),
-    ({"prompt_token_ids": [1]}, Parsed(None, [1])), ({"prompt": None, "prompt_token_ids": [1]}, Parsed(None, [1])),
-    ({"prompt": "a", "prompt_token_ids": [1], "cache_salt": None}, Parsed("a", [1])),
-    ({"prompt": "a", "multi_modal_data": None, "mm_processor_kwargs": {}}, Parsed("a", None))])
-def test_a_prompt_is_read(prompt: Any, found: Parsed) -> None:
+    ("a", ParsedPrompt("a", None)), ("", ParsedPrompt("", None)), ((1, 2), ParsedPrompt(None, [1, 2])),
+    (np.array([3]), ParsedPrompt(None, [3])), ({"prompt": "a", "cache_salt": "s"}, ParsedPrompt("a", None, "s")),
+    ({"prompt_token_ids": [1]}, ParsedPrompt(None, [1])),
+    ({"prompt": None, "prompt_token_ids": [1]}, ParsedPrompt(None, [1])),
+    ({"prompt": "a", "prompt_token_ids": [1], "cache_salt": None}, ParsedPrompt("a", [1])),
+    ({"prompt": "a", "multi_modal_data": None, "mm_processor_kwargs": {}}, ParsedPrompt("a", None))])
+def test_a_prompt_is_read(prompt: Any, found: ParsedPrompt) -> None:
     assert parsed(prompt) == found
 
 
@@ -31,7 +32,7 @@ def test_a_prompt_is_read(prompt: Any, found: Parsed) -> None:
 def test_other_media_are_refused_by_name(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is not supported: a prompt is a text or token ids"):
         parsed({"prompt": "a", name: {"image": object()}})
-    assert parsed({"prompt": "a", name: None}) == Parsed("a", None)
+    assert parsed({"prompt": "a", name: None}) == ParsedPrompt("a", None)
 
 
 @pytest.mark.parametrize(("prompt", "says"), [

@@ -16,7 +16,7 @@ from slotwise.core.params import SamplingParams
 from slotwise.core.request import KVTransfer, RequestSpec
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
-from slotwise.engine.kv_link import Transferring
+from slotwise.engine.kv_link import TransferLink
 from slotwise.engine.messages import UNSUBMITTED, Add, EngineInfo, Finish, StepRecord
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe.recorder import Recorder
@@ -65,7 +65,7 @@ class Side:
         executor = FakeExecutor(limits.block_size, next_token)
         self.blocks = ToyBlocks(executor, limits.block_size)
         self.num_blocks, self.block_size = limits.num_blocks, limits.block_size
-        self.link = Transferring(None, None, limits.block_size)
+        self.link = TransferLink(None, None, limits.block_size)
         self.engine = Engine(self.scheduler, executor, time.monotonic_ns, (EOS,), kv_link=self.link)
         self.records: list[StepRecord] = []
         self.log = Shelf()

@@ -33,7 +33,7 @@ from slotwise.core.step_time import Machine, Roofline
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import AdapterStore, Executor
-from slotwise.engine.kv_link import Transferring
+from slotwise.engine.kv_link import TransferLink
 from slotwise.engine.messages import EngineInfo, MemoryUse
 from slotwise.engine.warmup import check_steps, warmup
 from slotwise.errors import CheckpointError, described
@@ -329,7 +329,7 @@ def _are_equal(one: Path, other: Path) -> bool:
 def linked(
     transfer: KVTransferConfig | None, runner: Executor, pieces: Sequence[Tensor], limits: SchedulerLimits,
     identity: str,
-) -> Transferring | None:
+) -> TransferLink | None:
     """Returns the link of an engine, which listens if it sends prompts; None: it has none.
 
     Args:
@@ -352,7 +352,7 @@ def linked(
     receiver = Receiver(blocks, connector, transfer.timeout, roam) if transfer.is_consumer else None
     if transfer.is_consumer and isinstance(runner, Prefault):
         runner.touch_all()  # a prompt that arrives is written faster than one that is computed
-    return Transferring(sender, receiver, limits.block_size)
+    return TransferLink(sender, receiver, limits.block_size)
 
 
 CODE = ("kernels/cpu/block_layout.py", "kernels/matrix.py", "model/**/*.py")

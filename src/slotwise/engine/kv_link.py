@@ -50,7 +50,7 @@ class KVLink(Protocol):
         ...
 
 
-class Transferring:
+class TransferLink:
     """A link to other engines.
 
     Args:

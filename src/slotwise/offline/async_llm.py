@@ -27,7 +27,7 @@ from slotwise.observe.metrics import Metrics
 from slotwise.observe.recorder import Recorder
 from slotwise.observe.ring import Ring
 from slotwise.offline.arguments import Arguments, EngineArgs, VllmMethods, check_call
-from slotwise.offline.frontend import BASE_SPEC, Choice, Frontend, Job, OfflineTokenizer
+from slotwise.offline.frontend import BASE_SPEC, Frontend, OfflineChoice, OfflineRequest, OfflineTokenizer
 from slotwise.offline.inputs import PromptType, parsed
 from slotwise.offline.lora_requests import AsyncAdapters, LoRARequest
 from slotwise.offline.outputs import RequestOutput
@@ -124,7 +124,7 @@ class AsyncLLM(VllmMethods):
         except Refused as refused:
             raise EngineError(refused.message) from refused
 
-    async def _outputs(self, job: Job, request_id: str) -> AsyncGenerator[RequestOutput, None]:
+    async def _outputs(self, job: OfflineRequest, request_id: str) -> AsyncGenerator[RequestOutput, None]:
         """Runs a job, and yields its outputs.  Leaving the iteration aborts it."""
         if request_id in self._running:
             raise ValueError(f"a request named {request_id!r:.100} is unfinished")
@@ -204,7 +204,9 @@ class AsyncLLM(VllmMethods):
 AsyncLLMEngine = AsyncLLM
 
 
-async def _changes(job: Job, streams: Sequence[Generation], interval: int) -> AsyncGenerator[list[Choice], None]:
+async def _changes(
+    job: OfflineRequest, streams: Sequence[Generation], interval: int,
+) -> AsyncGenerator[list[OfflineChoice], None]:
     """Reads the streams of all continuations; yields the continuations that have changed.
 
     Args:
@@ -233,7 +235,7 @@ async def _changes(job: Job, streams: Sequence[Generation], interval: int) -> As
             task.cancel()
 
 
-def _read(job: Job, choice: Choice, stream: Generation, chunk: Chunk) -> None:
+def _read(job: OfflineRequest, choice: OfflineChoice, stream: Generation, chunk: Chunk) -> None:
     """Adds a chunk to its continuation.  Raises EngineError for one that failed, and ValueError for one rejected."""
     output, now, reason = job.output, time.monotonic(), chunk.finish_reason or ""
     if reason in FAILED:

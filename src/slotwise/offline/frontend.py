@@ -19,7 +19,7 @@ from slotwise.core.request import RequestSpec
 from slotwise.core.step import TokenLogprobs
 from slotwise.engine.messages import UNSUBMITTED, Add, EngineInfo
 from slotwise.offline.arguments import Arguments
-from slotwise.offline.inputs import Parsed
+from slotwise.offline.inputs import ParsedPrompt
 from slotwise.offline.outputs import (
     CompletionOutput,
     EmbeddingOutput,
@@ -39,7 +39,7 @@ from slotwise.text.tokenizer import Tokenizer, spellings
 BASE_SPEC = RequestSpec((), EngineParams(max_tokens=None))  # of the base model, with no wishes
 
 
-class Job:
+class OfflineRequest:
     """A prompt and its continuations.
 
     Args:
@@ -64,11 +64,11 @@ class Job:
             completion = CompletionOutput(index)
             if engine_params.logprobs is not None:
                 completion.logprobs, completion.cumulative_logprob = [], 0.0
-            self.choices.append(Choice(self, completion, text, stop_ids))
+            self.choices.append(OfflineChoice(self, completion, text, stop_ids))
         output.outputs = [choice.completion for choice in self.choices]
         output.prompt_logprobs = None if engine_params.prompt_logprobs is None else [None]
 
-    def add(self, choice: Choice, name: str, request_id: int = UNSUBMITTED) -> Add:
+    def add(self, choice: OfflineChoice, name: str, request_id: int = UNSUBMITTED) -> Add:
         """The command that starts a continuation, under a name that is unique among the unfinished ones."""
         index, spec = choice.completion.index, self._spec
         return Add(request_id, replace(
@@ -82,7 +82,7 @@ class Job:
             known += [by_token(token, entry, self.text_of) for token, entry in zip(
                 ids[first:], entries[first - 1 - start :], strict=False)]
 
-    def snapshot(self, choices: Iterable[Choice]) -> RequestOutput:
+    def snapshot(self, choices: Iterable[OfflineChoice]) -> RequestOutput:
         """An output of these continuations as they are now, that no later token changes."""
         outputs = [choice.pop() if self.kind is RequestOutputKind.DELTA else choice.copy() for choice in choices]
         return replace(self.output, outputs=outputs, metrics=replace(self.output.metrics))
@@ -94,7 +94,7 @@ class Job:
                 raise RuntimeError(choice.error)
 
 
-class Choice:
+class OfflineChoice:
     """One continuation: turns its tokens into text as they come.
 
     Args:
@@ -102,7 +102,7 @@ class Choice:
         stop_ids: stop tokens of the request, as far as they are no end tokens of the model.
     """
 
-    def __init__(self, job: Job, completion: CompletionOutput, text: Continuation | None,
+    def __init__(self, job: OfflineRequest, completion: CompletionOutput, text: Continuation | None,
                  stop_ids: Collection[int]) -> None:
         self.job = job
         self.completion = completion
@@ -170,8 +170,8 @@ class Choice:
         return one
 
 
-class EmbeddingJob:
-    """A prompt and its vector.  It has the methods of `Job` and of its one `Choice`."""
+class OfflineEmbedding:
+    """A prompt and its vector.  It has the methods of `OfflineRequest` and of its one `OfflineChoice`."""
 
     index = 0
     met_stop_string = False
@@ -182,11 +182,11 @@ class EmbeddingJob:
         self._spec = spec
 
     @property
-    def job(self) -> EmbeddingJob:
+    def job(self) -> OfflineEmbedding:
         return self
 
     @property
-    def choices(self) -> list[EmbeddingJob]:
+    def choices(self) -> list[OfflineEmbedding]:
         return [self]
 
     def add(self, name: str, request_id: int) -> Add:
@@ -236,8 +236,8 @@ class Frontend:
     def default_params(self) -> SamplingParams:
         return SamplingParams(**self.defaults.given)
 
-    def job(self, info: EngineInfo, prompt: Parsed, params: SamplingParams | None, request_id: str,
-            spec: RequestSpec = BASE_SPEC) -> Job:
+    def job(self, info: EngineInfo, prompt: ParsedPrompt, params: SamplingParams | None, request_id: str,
+            spec: RequestSpec = BASE_SPEC) -> OfflineRequest:
         """A request that the engine can run.
 
         Args:
@@ -260,7 +260,7 @@ class Frontend:
         spec = replace(spec, prompt=tuple(ids), params=engine_params, seed=seed, salt=self._salt(prompt))
         metrics = RequestMetrics(time.monotonic())
         output = RequestOutput(request_id, prompt.text, ids, None, [], finished=False, metrics=metrics)
-        return Job(output, wanted, spec, self.tokenizer, info.eos_token_ids)
+        return OfflineRequest(output, wanted, spec, self.tokenizer, info.eos_token_ids)
 
     def check_grammar(self, params: SamplingParams) -> None:
         """Raises InvalidParams for a grammar that a server refuses.  That may take seconds, for the first time."""
@@ -268,8 +268,8 @@ class Frontend:
         if grammar and (objection := _objection(grammar.kind, grammar.text, self.tokenizer.special_texts)):
             raise InvalidParams(grammar.field, objection)
 
-    def embedding_job(self, info: EngineInfo, prompt: Parsed, params: PoolingParams | None, request_id: str,
-                      most: int | None, spec: RequestSpec = BASE_SPEC) -> EmbeddingJob:
+    def embedding_job(self, info: EngineInfo, prompt: ParsedPrompt, params: PoolingParams | None, request_id: str,
+                      most: int | None, spec: RequestSpec = BASE_SPEC) -> OfflineEmbedding:
         """A prompt whose vector is wanted.
 
         Args:
@@ -292,9 +292,9 @@ class Frontend:
         self._check_prompt(info, ids, 0)
         output = EmbeddingRequestOutput(
             request_id, EmbeddingOutput(), ids, finished=False, metrics=RequestMetrics(time.monotonic()))
-        return EmbeddingJob(output, replace(spec, prompt=tuple(ids), pooling=pooling, salt=self._salt(prompt)))
+        return OfflineEmbedding(output, replace(spec, prompt=tuple(ids), pooling=pooling, salt=self._salt(prompt)))
 
-    def _salt(self, prompt: Parsed) -> str:
+    def _salt(self, prompt: ParsedPrompt) -> str:
         return f"{self._resets}:{prompt.salt}" if self._resets or prompt.salt else ""
 
     def _check_prompt(self, info: EngineInfo, ids: Sequence[int], max_tokens: int | None) -> None:
@@ -319,7 +319,7 @@ class Frontend:
     def rendered(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], *, continues: bool = False,
         template: str | Path | None = None,
-    ) -> Parsed:
+    ) -> ParsedPrompt:
         """A conversation as the chat template writes it.
 
         Args:
@@ -343,7 +343,7 @@ class Frontend:
         compiled = _compiled(source, tuple(self.tokenizer.special_tokens.items()))
         text = compiled.render(own if open_end is None else open_end.messages, continues, **variables)
         text = text if open_end is None else open_end.cut(text)
-        return Parsed(text, self.tokenizer.encode(text, add_special_tokens=False))
+        return ParsedPrompt(text, self.tokenizer.encode(text, add_special_tokens=False))
 
     @cached_property
     def _template(self) -> str | None:

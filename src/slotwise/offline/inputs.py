@@ -32,7 +32,7 @@ class TokensPrompt(TypedDict):
 PromptType = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
 
 
-class Parsed(NamedTuple):
+class ParsedPrompt(NamedTuple):
     """A prompt of any form."""
 
     text: str | None
@@ -46,22 +46,22 @@ def as_batch(prompts: PromptType | Sequence[PromptType]) -> Sequence[PromptType]
     return [prompts] if single else prompts  # type: ignore[return-value, list-item]
 
 
-def parsed(prompt: PromptType) -> Parsed:
+def parsed(prompt: PromptType) -> ParsedPrompt:
     """Raises ValueError for a prompt of another form; the message names the key or the position."""
     if isinstance(prompt, str):
-        return Parsed(prompt, None)
+        return ParsedPrompt(prompt, None)
     if not isinstance(prompt, Mapping):
-        return Parsed(None, _token_ids("a prompt", prompt))
+        return ParsedPrompt(None, _token_ids("a prompt", prompt))
     _check_keys(prompt)
     text, salt = prompt.get("prompt"), prompt.get("cache_salt")
     for name, value in (("prompt", text), ("cache_salt", salt)):
         if value is not None and not isinstance(value, str):
             raise ValueError(f"{name} must be a text, not {value!r:.40}")
     if (ids := prompt.get("prompt_token_ids")) is not None:
-        return Parsed(text, _token_ids("prompt_token_ids", ids), salt or "")
+        return ParsedPrompt(text, _token_ids("prompt_token_ids", ids), salt or "")
     if text is None:
         raise ValueError("a prompt given as a dict needs prompt or prompt_token_ids")
-    return Parsed(text, None, salt or "")
+    return ParsedPrompt(text, None, salt or "")
 
 
 def _check_keys(prompt: Mapping[str, Any]) -> None:

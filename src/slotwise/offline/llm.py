@@ -30,15 +30,15 @@ from slotwise.errors import CheckpointError
 from slotwise.offline.arguments import Arguments, EngineArgs, VllmMethods, check_call
 from slotwise.offline.frontend import (
     BASE_SPEC,
-    Choice,
-    EmbeddingJob,
     Frontend,
-    Job,
+    OfflineChoice,
+    OfflineEmbedding,
+    OfflineRequest,
     OfflineTokenizer,
     template_variables,
 )
-from slotwise.offline.inputs import Parsed, PromptType, as_batch, parsed
-from slotwise.offline.lora_requests import BASE, Held, LoRARequest, OfflineAdapters
+from slotwise.offline.inputs import ParsedPrompt, PromptType, as_batch, parsed
+from slotwise.offline.lora_requests import BASE, HeldAdapter, LoRARequest, OfflineAdapters
 from slotwise.offline.outputs import EmbeddingRequestOutput, RequestOutput
 from slotwise.offline.sampling_params import PoolingParams, SamplingParams
 from slotwise.runner import memory_budget
@@ -188,7 +188,8 @@ class LLM(VllmMethods):
         self._engine = OfflineEngine(self._arguments, event_log)
         self._names = itertools.count()
         self._ids = itertools.count()  # of requests
-        self._choices: dict[int, Choice | EmbeddingJob] = {}  # of all unfinished requests: a step serves every call's
+        # Of all unfinished requests: a step serves every call's.
+        self._choices: dict[int, OfflineChoice | OfflineEmbedding] = {}
         # Guards the engine and its requests.  Reentrant: a step may collect an abandoned iteration, which then ends.
         self._lock = threading.RLock()
         self._adapters = OfflineAdapters(self._engine.adapters, self._lock)
@@ -274,7 +275,7 @@ class LLM(VllmMethods):
         return self._generate(
             [parsed(prompt) for prompt in as_batch(prompts)], sampling_params, use_tqdm, priority, lora_request)
 
-    def _generate(self, prompts: Sequence[Parsed], sampling_params: Params | None, use_tqdm: Progress,
+    def _generate(self, prompts: Sequence[ParsedPrompt], sampling_params: Params | None, use_tqdm: Progress,
                   priority: int | Sequence[int] | None, lora_request: Adapted) -> list[RequestOutput]:
         params = _for_each("sampling_params", sampling_params, len(prompts))
         priorities = _for_each("priority", priority, len(prompts))
@@ -283,7 +284,7 @@ class LLM(VllmMethods):
             self._run(jobs, use_tqdm, "Generating")
         return [job.output for job in jobs]
 
-    def _run(self, jobs: Sequence[Job] | Sequence[EmbeddingJob], use_tqdm: Progress, told: str) -> None:
+    def _run(self, jobs: Sequence[OfflineRequest] | Sequence[OfflineEmbedding], use_tqdm: Progress, told: str) -> None:
         """Runs all steps of these requests, with a progress bar."""
         make = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
         with make(total=sum(len(job.choices) for job in jobs), unit="request", desc=told) as bar:
@@ -353,7 +354,8 @@ class LLM(VllmMethods):
         """
         return self._frontend.rendered(conversation, {}).ids or []
 
-    def _job(self, prompt: Parsed, params: SamplingParams | None, priority: int | None, adapter: Held = BASE) -> Job:
+    def _job(self, prompt: ParsedPrompt, params: SamplingParams | None, priority: int | None,
+             adapter: HeldAdapter = BASE) -> OfflineRequest:
         spec = replace(BASE_SPEC, slo=SLO(priority=priority or 0), adapter=adapter.number, adapter_name=adapter.name)
         return self._frontend.job(self.info, prompt, params, str(next(self._names)), spec)
 
@@ -373,13 +375,13 @@ class LLM(VllmMethods):
                 yield text[shown:]
                 shown = len(text)
 
-    def _steps(self, jobs: Sequence[Job] | Sequence[EmbeddingJob]) -> Iterator[int]:
+    def _steps(self, jobs: Sequence[OfflineRequest] | Sequence[OfflineEmbedding]) -> Iterator[int]:
         """Runs steps until every job has ended; yields how many continuations ended in each step.
 
         Continuations still running when the iteration stops, for instance by an interrupt, are aborted.
         """
         with self._lock:
-            own: dict[int, Choice | EmbeddingJob] = {
+            own: dict[int, OfflineChoice | OfflineEmbedding] = {
                 next(self._ids): choice for job in jobs for choice in job.choices}
             for request_id, choice in own.items():
                 name = f"{choice.job.output.request_id}-{choice.index}"
@@ -421,7 +423,7 @@ class LLM(VllmMethods):
                 choice.job.read_prompt(start, entries)
         for request_id, vector in zip(record.request_ids, record.pooled, strict=False):
             choice = self._choices.get(request_id)
-            if vector and isinstance(choice, EmbeddingJob):
+            if vector and isinstance(choice, OfflineEmbedding):
                 choice.pool(vector)
         for end in record.ended:
             if choice := self._choices.pop(end.request_id, None):

@@ -39,17 +39,17 @@ class LoRARequest:
             raise ValueError(f"lora_path must be a folder, not {self.lora_path!r:.40}")
 
 
-class Held(NamedTuple):
+class HeldAdapter(NamedTuple):
     """An adapter that stays in memory."""
 
     number: int = 0  # the engine's
     name: str = ""
 
 
-BASE = Held()  # the base model
+BASE = HeldAdapter()  # the base model
 
 
-class Residents:
+class ResidentAdapters:
     """The adapters in memory, the last used last, and how many calls use each.
 
     A number is never used again, so that no cached prefix of another adapter is found.
@@ -126,10 +126,10 @@ class OfflineAdapters:
     def __init__(self, adapters: AdapterStore | None, lock: AbstractContextManager[object]) -> None:
         self._adapters = adapters
         self._lock = lock
-        self._residents = Residents(0 if adapters is None else adapters.num_places)
+        self._residents = ResidentAdapters(0 if adapters is None else adapters.num_places)
 
     @contextmanager
-    def held(self, requests: Sequence[LoRARequest | None]) -> Iterator[list[Held]]:
+    def held(self, requests: Sequence[LoRARequest | None]) -> Iterator[list[HeldAdapter]]:
         """The adapter of each request; within the context none of them is forgotten.
 
         Raises:
@@ -137,7 +137,7 @@ class OfflineAdapters:
             CheckpointError: an adapter cannot be loaded.
         """
         taken: list[tuple[LoRARequest, int]] = []
-        found: list[Held] = []
+        found: list[HeldAdapter] = []
         try:
             with self._lock:
                 for request in requests:
@@ -145,7 +145,7 @@ class OfflineAdapters:
                     if request is not None:
                         number = self._residents.find(request) or self._load(request)
                         taken.append((request, number))
-                    found.append(Held(number, request.lora_name) if request is not None else BASE)
+                    found.append(HeldAdapter(number, request.lora_name) if request is not None else BASE)
             yield found
         finally:
             with self._lock:
@@ -171,7 +171,7 @@ class AsyncAdapters(Observer):
 
     def __init__(self, client: EngineClient, num_places: int) -> None:
         self._client = client
-        self._residents = Residents(num_places)
+        self._residents = ResidentAdapters(num_places)
         self._loading = asyncio.Lock()
 
     def started(self, info: EngineInfo) -> None:
@@ -179,7 +179,7 @@ class AsyncAdapters(Observer):
         self._residents.clear()
 
     @asynccontextmanager
-    async def held(self, request: LoRARequest | None) -> AsyncIterator[Held]:
+    async def held(self, request: LoRARequest | None) -> AsyncIterator[HeldAdapter]:
         """As that of `OfflineAdapters`, of one request.
 
         Raises:
@@ -192,7 +192,7 @@ class AsyncAdapters(Observer):
         async with self._loading:
             number = self._residents.find(request) or await self._load(request)
         try:
-            yield Held(number, request.lora_name)
+            yield HeldAdapter(number, request.lora_name)
         finally:
             self._residents.release(request, number)
 

@@ -256,7 +256,7 @@ def check(api: Api, exchange: HttpExchange, request: Generate, *, generates: boo
 
 
 SHORT_STOPS = 256  # characters of a request's stop strings that the event log shows
-MAX_PROMPT_TOKENS = 1 << 23  # of all choices of a request: the engine keeps each choice's own, some 36 bytes a token
+MAX_PROMPT_TOKENS = 1 << 23  # of all choices of a request: the engine keeps each choice's own, some 44 bytes a token
 PASS_TOKENS = 1 << 16  # of choices that are sent to the engine in one pass of the event loop
 CHOICE_TOKENS = 1 << 11  # a choice costs as much as so many tokens of its prompt
 MAX_BIASES = 1 << 16  # biased tokens of a request, times its choices: about a megabyte of the event log

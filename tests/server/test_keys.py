@@ -15,11 +15,12 @@ from slotwise.server import api_keys
 from slotwise.server.api_errors import ApiError
 from slotwise.server.api_keys import ApiKeys
 from slotwise.server.app import ROUTES
-from slotwise.server.asgi import OPEN_TO_ALL, App
+from slotwise.server.asgi import App
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = list(range(100, 200))  # six blocks of sixteen and some more
 CACHED = 96
+OPEN = ("/", "/docs", "/health", "/ping", "/timeline")  # stated again: a path that is opened by mistake shows here
 
 
 def cached(server: Server, key: str = "", path: str = COMPLETIONS, **more: Any) -> int:
@@ -60,8 +61,8 @@ def test_every_route_but_the_health_checks_needs_one_of_the_keys(folder: Path, t
             url = server.url + path.replace("{model:path}", "toy").replace("{request_id:path}", "nobody")
             for header in ("", "Bearer", "Bearer three", "Bearer on", "Bearer one,two", "one", "Basic one"):
                 answer = server.client.request(method, url, headers={"Authorization": header} if header else {})
-                assert answer.status_code == (200 if path in OPEN_TO_ALL else 401), (method, path, header)
-                assert path in OPEN_TO_ALL or answer.headers["www-authenticate"] == "Bearer"
+                assert answer.status_code == (200 if path in OPEN else 401), (method, path, header)
+                assert path in OPEN or answer.headers["www-authenticate"] == "Bearer"
             for key in ("one", "two"):
                 with server.client.stream(method, url, headers={"Authorization": f"Bearer {key}"}) as answer:
                     assert answer.status_code != 401, (method, path)

@@ -19,7 +19,7 @@ from slotwise.core.request import RequestSpec
 from slotwise.core.slo import SLO
 from slotwise.engine.messages import UNSUBMITTED, Add, Timing
 from slotwise.engine.refusals import Refused
-from slotwise.routing.prompt import PIECE
+from slotwise.routing.prompt import PIECE, read
 from slotwise.server.api_errors import SHED, ApiError, bad_request, from_params, from_refusal
 from slotwise.server.choice import ActiveRequest, Choice
 from slotwise.server.context import Api
@@ -40,13 +40,14 @@ from slotwise.server.prompt_transfer import has_secret, transfer_of
 from slotwise.server.prompts import Encoding
 from slotwise.server.protocol import Generate
 from slotwise.server.quotas import headers_of
-from slotwise.server.replica_state import named_prefix
 from slotwise.server.request_log import RequestLog, seconds_since
 from slotwise.server.shapes import Heading, Shape, drafted, usage
 from slotwise.server.tiers import UNTIERED
 from slotwise.speculation.speculation_settings import NONE
 from slotwise.text.continuation import Continuation, VisibleTokens
 from slotwise.text.detokenizer import TextOffsets, detokenizer
+
+PREFIX = b"x-slotwise-prefix"  # header in which a router names the pieces of a prompt
 
 Renderer = Callable[[Api, HttpExchange, "Job", list[Choice]], Awaitable[None]]
 """Reads the choices of a request, and sends the response.  Raises ApiError: the engine could not finish it."""
@@ -359,6 +360,21 @@ def finish(choices: list[Choice], reason: str) -> None:
     """End the choices that have not ended."""
     for choice in choices:
         choice.generation.finish(reason)
+
+
+def named_prefix(exchange: HttpExchange) -> tuple[int, tuple[int, ...]]:
+    """Returns the bytes of a request's prompt and its pieces, as its router names them; none without a router.
+
+    Raises:
+        ApiError: no router sends such a header.
+    """
+    given = dict(exchange.scope["headers"]).get(PREFIX)
+    if given is None:
+        return 0, ()
+    try:
+        return read(given.decode("latin-1"))
+    except ValueError as error:
+        raise bad_request(f"X-Slotwise-Prefix: {error}", "X-Slotwise-Prefix") from error
 
 
 async def answer(api: Api, exchange: HttpExchange, job: Job) -> None:

@@ -1,6 +1,6 @@
 """`GET /replica`: what a router in front of this server requests once or twice a second.
 
-A router names the pieces of a request's prompt in the header `X-Slotwise-Prefix` (`routing.prompt`), and learns
+A router names the pieces of a prompt in the header `X-Slotwise-Prefix` (see `generate.named_prefix`), and learns
 here which of them the prefix cache holds: all, or the changes since the version of its last request.
 """
 
@@ -13,13 +13,11 @@ import msgspec
 
 from slotwise.core.step_time import Prediction, StepTimeModel
 from slotwise.observe.prefix_index import Changes
-from slotwise.routing.prompt import read
 from slotwise.routing.replica import Report, prefill_rate
 from slotwise.server.api_errors import bad_request
 from slotwise.server.context import Observers, RequestLimits, ServedEngine
 from slotwise.server.http_exchange import HttpExchange, about
 
-PREFIX = b"x-slotwise-prefix"
 INSTANCE, SINCE = "instance", "since"
 MAX_QUERY = 1024  # characters
 MAX_SINCE = 10**15 - 1
@@ -91,21 +89,6 @@ async def replica(engine: ServedEngine, limits: RequestLimits, observers: Observ
         state = msgspec.structs.replace(state, sends_prompts=kv.is_producer, receives_prompts=kv.is_consumer,
                                         kv_host=kv.kv_ip, kv_port=kv.kv_port)
     await exchange.respond_json(state)
-
-
-def named_prefix(exchange: HttpExchange) -> tuple[int, tuple[int, ...]]:
-    """Returns the bytes of a request's prompt and its pieces, as its router names them; none without a router.
-
-    Raises:
-        ApiError: no router sends such a header.
-    """
-    given = dict(exchange.scope["headers"]).get(PREFIX)
-    if given is None:
-        return 0, ()
-    try:
-        return read(given.decode("latin-1"))
-    except ValueError as error:
-        raise bad_request(f"X-Slotwise-Prefix: {error}", "X-Slotwise-Prefix") from error
 
 
 def _asked(exchange: HttpExchange) -> tuple[str, int]:

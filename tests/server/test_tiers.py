@@ -110,7 +110,7 @@ def test_the_engine_is_told_the_terms(server: Server) -> None:
     ask(server, "g", request_id="lower", service_tier="bronze")
     lines = server.get("/events?follow=0", Authorization="Bearer g").text.splitlines()
     adds = [entry["add"] for entry in map(json.loads, lines) if entry["kind"] == "request"]
-    found = {add["name"].split("-")[1]: add["spec"]["slo"] for add in adds if add["name"]}
+    found = {add["name"].split("-")[1]: add["spec"]["slo"] for add in adds if add.get("name")}
     gold = {"tenant": "", "tier": "gold", "priority": -5, "ttft": 0.5, "tpot": None}  # whose it is, nobody is told
     assert found["mine"] == gold and found["later"] == gold | {"priority": 7, "ttft": 0.8}
     assert found["lower"] == gold | {"tier": "bronze", "priority": 5, "ttft": 5.0}

@@ -130,3 +130,10 @@ def test_a_developer_is_the_system_and_no_empty_field_reaches_the_template(serve
 def test_tools_that_must_not_be_called_are_no_hindrance(server: Server) -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     assert chat(server, tools=[tool], tool_choice="none", max_tokens=1)["usage"]["completion_tokens"] == 1
+
+
+@pytest.mark.parametrize("more", [{}, {"logprobs": True}, {"return_token_ids": True}], ids=["plain", "logprobs", "ids"])
+def test_the_role_is_the_first_event_of_a_stream(server: Server, more: dict[str, Any]) -> None:
+    events = server.events("/v1/chat/completions", {"messages": HELLO, "max_tokens": 4} | more)
+    roles = [choice["delta"].get("role") for event in events for choice in event["choices"]]
+    assert roles[0] == "assistant" and not any(roles[1:])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from starlette.types import Message
-from support.live_server import POSTED, Server, eventually, running
+from support.live_server import JSON, POSTED, Server, eventually, running
 
 from slotwise.server import bodies
 from slotwise.server.http_exchange import HttpExchange
@@ -144,3 +144,12 @@ def test_between_two_large_bodies_other_work_runs() -> None:
 
     asyncio.run(run())
     assert len(read) == num and all(after > before for before, after in pairwise(read))
+
+
+def test_the_largest_body_is_taken_and_a_byte_more_is_not(folder: Path, tmp_path: Path) -> None:
+    with running(folder, tmp_path / "engine", "max_body_bytes=1000") as server:
+        for size, status in ((1000, 200), (1001, 413)):
+            body = b'{"prompt":[2],"max_tokens":1}'.ljust(size)
+            for content in (body, iter([body[:500], body[500:]])):  # of an announced length, and in chunks
+                answer = server.client.post(server.url + "/v1/completions", content=content, headers=JSON)
+                assert answer.status_code == status, (size, answer.text)

@@ -164,7 +164,7 @@ def test_a_producer_that_is_lost_in_the_middle_costs_no_request(engines):
     ({"speculative_config": Speculation("draft_model", model="m")}, "a draft model")])
 def test_what_does_not_go_together_is_refused_by_name(settings, why):
     with pytest.raises(ConfigError, match=f"kv_transfer_config is not supported with {why}"):
-        EngineConfig(model="m", kv_transfer_config=KVTransferConfig(TCP, PRODUCER, secret=SECRET), **settings)
+        EngineConfig.of(model="m", kv_transfer_config=KVTransferConfig(TCP, PRODUCER, secret=SECRET), **settings)
 
 
 def test_settings_are_vllms():

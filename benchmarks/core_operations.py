@@ -34,10 +34,10 @@ from tqdm import tqdm
 
 from slotwise.batching.batching_settings import Batching
 from slotwise.batching.disciplines import Chunked
-from slotwise.core.events import Admitted, Committed, Finished, Preempted, Rejected
 from slotwise.core.interfaces import DraftRow, Due, Proposal
 from slotwise.core.limits import ERROR, RECOMPUTE, SchedulerLimits
 from slotwise.core.params import SamplingParams
+from slotwise.core.record import RequestEnd, Tokens
 from slotwise.core.request import Request, RequestSpec
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.slo import SLO, Tier
@@ -173,7 +173,7 @@ class Life:
     # -- operations ----------------------------------------------------------------------------------------------
 
     def _add(self) -> None:
-        draw, name = self._draw, f"r{len(self._expected)}"
+        draw, name = self._draw, len(self._expected)
         prompt = draw.choice(BEGINNINGS) + [draw.randrange(VOCABULARY) for _ in range(draw.randint(1, 9))]
         slo = SLO(draw.choice("abc"), draw.choice(("", "gold", "bulk")), draw.randint(-2, 2),
                   draw.choice((None, 3.0, 60.0)), draw.choice((None, None, None, 1.0)))
@@ -208,6 +208,8 @@ class Life:
         self._seen["blocks loaded from the host"] += len(plan.loads)
         self._executor.submit(plan)
         self._in_flight.append(plan)
+        self._seen["preemptions"] += len(plan.preempted)
+        self._seen["cached tokens"] += sum(admission.num_cached for admission in plan.admitted)
         self._fold()
 
     def _commit(self) -> None:
@@ -216,9 +218,10 @@ class Life:
         for drafts, tokens in zip(plan.drafts, result.tokens, strict=False):
             self._seen["drafts"] += len(drafts)
             self._seen["drafts accepted"] += max(0, len(tokens) - 1)
-        self._scheduler.commit(plan, result, self._now)
+        outcome = self._scheduler.commit(plan, result, self._now)
         self._scheduler.check()
-        self._fold()
+        self._publish(plan, result.tokens if outcome.tokens is None else outcome.tokens)
+        self._fold(outcome.ended)
         self._seen["steps"] += 1
 
     def _fail(self) -> None:
@@ -251,22 +254,16 @@ class Life:
         policy = draw.choice(ORDERINGS).policy(self._limits.tiers, self._scheduler.times)
         self._scheduler.configure(self._limits, self._discipline, policy, self._now)
 
-    def _fold(self) -> None:
-        for event in self._scheduler.pop_events():
-            match event:
-                case Committed():
-                    for name, tokens in zip(event.request_ids, event.tokens, strict=True):
-                        require("an ended request gets no tokens", holds=name not in self._ended)
-                        self._output.setdefault(name, []).extend(tokens)
-                case Finished() | Rejected():
-                    require("a request ends once", holds=event.request_id not in self._ended)
-                    reason = event.reason if isinstance(event, Finished) else "rejected"
-                    self._ended[event.request_id] = reason
-                    self._seen[f"ended: {reason}"] += 1
-                case Preempted():
-                    self._seen["preemptions"] += 1
-                case Admitted():
-                    self._seen["cached tokens"] += event.num_cached
+    def _publish(self, plan: StepPlan, tokens: Sequence[Tokens]) -> None:
+        for name, published in zip(plan.request_ids, tokens, strict=True):
+            require("an ended request gets no tokens", holds=name not in self._ended or not published)
+            self._output.setdefault(name, []).extend(published)
+
+    def _fold(self, ended: Sequence[RequestEnd] = ()) -> None:
+        for end in (*ended, *self._scheduler.pop_ended()):
+            require("a request ends once", holds=end.request_id not in self._ended)
+            self._ended[end.request_id] = end.reason
+            self._seen[f"ended: {end.reason}"] += 1
 
 
 def main() -> int:

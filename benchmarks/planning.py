@@ -44,12 +44,11 @@ def crowd(policy: str, running: int, waiting: int) -> Scheduler:
     for number in range(running + waiting):
         prompt = [number % 251, *range(SHORTEST - 1 + number % BLOCK)]  # so that blocks fill up in every step
         slo = SLO(f"tenant {number % TENANTS}", priority=number % 5)
-        scheduler.add(Request(f"cmpl-{number:08d}", RequestSpec(prompt, asked, number, slo=slo)), number * 1e-3)
+        scheduler.add(Request(number, RequestSpec(prompt, asked, number, slo=slo)), number * 1e-3)
     now = 100.0
     while True:
         plan = scheduler.schedule(now)
         scheduler.commit(plan, result(plan), now + 0.01)
-        scheduler.pop_events()
         now += 0.02
         if plan.num_rows == running and max(plan.counts) == 1:
             return scheduler
@@ -60,7 +59,7 @@ def result(plan: StepPlan) -> StepResult:
 
 
 def microseconds(policy: str, running: int, waiting: int, steps: int) -> float:
-    """Returns the median time of `plan`, `commit` and popping the events of a step."""
+    """Returns the median time of `plan` and `commit`."""
     hold_off()
     scheduler = crowd(policy, running, waiting)
     settle()  # as a server does
@@ -73,7 +72,6 @@ def microseconds(policy: str, running: int, waiting: int, steps: int) -> float:
         outcome = result(plan)
         computed = time.perf_counter()
         scheduler.commit(plan, outcome, now + 0.01)
-        scheduler.pop_events()
         took.append((planned - began) + (time.perf_counter() - computed))
     return statistics.median(took) * 1e6
 

@@ -44,8 +44,8 @@ def step_ms(engine: Engine, rows: int) -> float:
     times, before = [], 0
     while len(times) < STEPS:
         record = engine.step()
-        if record.counts and max(record.counts) == 1:
-            times.append((record.ended_ns - before) * 1e-6 * rows / len(record.counts))
+        if record.plan.counts and max(record.plan.counts) == 1:
+            times.append((record.ended_ns - before) * 1e-6 * rows / len(record.plan.counts))
         before = record.ended_ns
     for row in range(rows):
         engine.handle(Finish(row, "abort"))

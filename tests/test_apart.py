@@ -59,9 +59,9 @@ def run(engines: list[Engine], until: Callable[[], bool] = lambda: False) -> dic
         for engine in engines:
             if engine.has_work and engine.wait() <= 0:
                 record = engine.step()
-                assert not record.failure
+                assert not record.outcome.failure
                 if engine is engines[-1]:
-                    for name, new in zip(record.request_ids, record.token_ids, strict=False):
+                    for name, new in zip(record.plan.request_ids, record.tokens, strict=False):
                         tokens.setdefault(name, []).extend(new)
     return tokens
 
@@ -102,7 +102,7 @@ def test_tokens_are_those_of_one_engine(engines):
 
     def watched() -> Any:
         record = step()
-        computed.extend(count for count, kind in zip(record.counts, record.kinds, strict=True) if not kind)
+        computed.extend(count for count, kind in zip(record.plan.counts, record.plan.kinds, strict=True) if not kind)
         return record
 
     consumer.step = watched

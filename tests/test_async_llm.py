@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 import pytest
 
 from slotwise import LLM, AsyncEngineArgs, AsyncLLM, AsyncLLMEngine, RequestOutput, RequestOutputKind, SamplingParams
+from slotwise.core.record import StepRecord
 from slotwise.engine.config import ConfigError
-from slotwise.engine.messages import Observer, StepRecord
+from slotwise.engine.messages import Observer
 from slotwise.engine.refusals import EngineError
 
 pytestmark = pytest.mark.slow
@@ -105,7 +106,7 @@ def test_two_iterations_share_the_batch(served: Served, expected: dict[str, Requ
     texts = served.run(both())
     assert all(text.startswith(expected[prompt].outputs[0].text) for text, prompt in zip(texts, PROMPTS, strict=False))
     assert order.index("b") < len(order) - order[::-1].index("a") - 1, "neither waits for the other's end"
-    assert max(len(record.request_ids) for record in served.records) == 2
+    assert max(len(record.plan.request_ids) for record in served.records) == 2
 
 
 @pytest.mark.parametrize("leave", ["break", "close", "cancel"])
@@ -139,7 +140,8 @@ def test_leaving_an_iteration_frees_its_slot_and_its_blocks(served: Served, leav
     served.run(served.idle())
     last, info = served.records[-1], served.engine._client.info
     assert not served.engine._running and [end.reason for end in last.ended] == ["abort"]
-    assert (last.num_running, last.num_waiting, last.num_free_blocks) == (0, 0, info.limits.num_blocks)
+    assert (last.counters.num_running, last.counters.num_waiting, last.counters.num_free_blocks) == (0, 0,
+                                                                                                     info.limits.num_blocks)
 
 
 def test_an_abort_ends_the_iteration(served: Served) -> None:

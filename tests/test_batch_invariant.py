@@ -76,7 +76,7 @@ class Model:
                 engine.handle(Add(str(index), RequestSpec(self.prompts[index], params)))
             record = engine.step()
             assert not any(end.message for end in record.ended), record.ended
-            for name, tokens in zip(record.request_ids, record.token_ids, strict=True):
+            for name, tokens in zip(record.plan.request_ids, record.tokens, strict=True):
                 outputs[int(name)] += tuple(tokens)
         return outputs
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from support import checkpoints
 from support.drafted import Played, mixed, play, several, slow_steps
 from support.live import Live, serving
+from support.records import cached_of
 
 from slotwise import LLM, builtin
 from slotwise import SamplingParams as Asked
@@ -101,9 +102,11 @@ def test_outputs_of_mixed_requests(loaded, draft, prompt):
     size = loaded.model_config.dtype.itemsize
     settings = {"long_prefill_token_threshold": 17, "block_size": 16, "kv_cache_memory": size << 19}
     drafted = same_with_drafts(loaded, draft, mixed(prompt, 200, seed=1), **settings)
-    assert any(record.preempted for record in drafted.records) and any(any(record.cached) for record in drafted.records)
-    assert any(record.drafts and len(set(record.kinds)) == 2 for record in drafted.records), "beside prompts"
-    assert any(record.drafts and record.proposing and record.proposing.passes > 1 for record in drafted.records)
+    assert any(record.preempted for record in drafted.records) and any(any(cached_of(record))
+                                                                       for record in drafted.records)
+    assert any(record.plan.drafts and len(set(record.plan.kinds)) == 2 for record in drafted.records), "beside prompts"
+    assert any(record.plan.drafts and record.result.proposing and record.result.proposing.passes > 1
+               for record in drafted.records)
 
 
 def test_a_model_that_drafts_for_itself_is_always_right(prompt):
@@ -131,7 +134,7 @@ def test_a_grammar_masks_drafts(loaded, draft, prompt):
     grammar = Grammar(JSON_SCHEMA, json.dumps(schema))
     adds = several(prompt, 3, temperature=1.0, max_tokens=60, ignore_eos=False, grammar=grammar)
     drafted = same_with_drafts(loaded, draft, adds)
-    assert any(record.proposing and record.proposing.passes for record in drafted.records)
+    assert any(record.result.proposing and record.result.proposing.passes for record in drafted.records)
 
 
 def test_steps_in_flight(loaded, draft, prompt):
@@ -156,7 +159,7 @@ def test_disciplines_that_hold_rows(loaded, draft, prompt, batching):
 
 def first_proposing(played: Played) -> int:
     """Tokens of the draft model in the first step that it proposed in."""
-    return next(record.proposing.tokens for record in played.records if record.proposing is not None)
+    return next(record.result.proposing.tokens for record in played.records if record.result.proposing is not None)
 
 
 def test_cached_prefixes_are_in_the_draft_models_cache_or_caught_up_with(loaded, draft, prompt):
@@ -171,7 +174,8 @@ def test_cached_prefixes_are_in_the_draft_models_cache_or_caught_up_with(loaded,
         play(subject, first)
         subject._scheduler._drafting.proposer = proposer_of(config(draft).speculative_config, slow_steps())
         played = play(subject, again)
-        assert played.outputs == plain and max(max(record.cached, default=0) for record in played.records) > len(prompt)
+        assert played.outputs == plain and max(max(cached_of(record), default=0)
+                                               for record in played.records) > len(prompt)
         tokens = first_proposing(played)
         assert tokens < num_known / 2 if is_drafted else tokens >= num_known
 
@@ -180,7 +184,7 @@ def test_a_long_prompt_is_caught_up_with_in_several_steps(loaded, draft, prompt)
     long = (prompt * 40)[:700]
     adds = [Add("long", RequestSpec(long, SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)))]
     drafted = same_with_drafts(loaded, draft, adds)
-    took = [record for record in drafted.records if record.proposing is not None]
+    took = [record for record in drafted.records if record.result.proposing is not None]
     assert took[0].proposing.tokens == 512 and not took[0].drafts and took[1].proposing.tokens > 700 - 512
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from support import checkpoints
 from support.drafted import Played, play, slow_steps
+from support.records import cached_of
 
 from slotwise.compose.engine_builder import Loaded, load
 from slotwise.core.params import SamplingParams
@@ -96,7 +97,7 @@ def test_states_behind_drafts_serve_other_requests(loaded, folder, expected):
         later = [prompt + tokens[:length] for prompt, tokens in zip(prompts(), expected, strict=True)]
         played = play(subject, [add(at, prompt, length=7) for at, prompt in enumerate(later)])
         assert tokens_of(played) == [tokens[length : length + 7] for tokens in expected]
-        assert sum(sum(record.cached) for record in played.records) == sum((len(one) - 1) // 8 * 8 for one in later)
+        assert sum(sum(cached_of(record)) for record in played.records) == sum((len(one) - 1) // 8 * 8 for one in later)
 
 
 def test_states_are_as_exact_in_an_int8_cache(folder):

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-CORE = ("slotwise.core.scheduler", "slotwise.core.events", "slotwise.batching.disciplines", "slotwise.policies.fcfs")
+CORE = ("slotwise.core.scheduler", "slotwise.core.record", "slotwise.batching.disciplines", "slotwise.policies.fcfs")
 
 
 def run_without(forbidden: tuple[str, ...], modules: tuple[str, ...]) -> subprocess.CompletedProcess[str]:

@@ -15,9 +15,10 @@ from support import lora_adapters as lora
 
 from slotwise import LLM, AsyncLLM, LoRARequest, SamplingParams
 from slotwise.core.reasons import NO_ADAPTER_SLOT
+from slotwise.core.record import StepRecord
 from slotwise.engine.config import ConfigError
 from slotwise.errors import CheckpointError
-from slotwise.observe.event_log import RequestEntry, Step, read_file
+from slotwise.observe.event_log import RequestEntry, read_file
 from slotwise.simulate.replay import replay
 
 LENGTHS = [3, 40, 17, 70, 9, 33]
@@ -230,7 +231,8 @@ def test_a_log_has_the_adapters_of_requests_and_can_be_replayed(plain, tmp_path)
     entries = list(read_file(tmp_path / "log.jsonl"))
     requests = [entry for entry in entries if isinstance(entry, RequestEntry)]
     assert [(entry.spec.adapter, entry.spec.adapter_name) for entry in requests] == [(0, ""), (1, "a"), (2, "b")]
-    assert any(NO_ADAPTER_SLOT in step.refused[0] for step in entries if isinstance(step, Step) and step.refused)
+    assert any(NO_ADAPTER_SLOT in step.plan.refused[0] for step in entries if isinstance(step, StepRecord)
+               and step.plan.refused)
     outcome = replay(iter(entries))
     assert outcome.difference is None and outcome.requests == 3
 

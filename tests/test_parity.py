@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from support import checkpoints
+from support.records import cached_of
 
 from slotwise.compose.engine_builder import Loaded, load
 from slotwise.core.params import SamplingParams
@@ -70,7 +71,7 @@ def run(subject: Engine, arrivals: dict[int, list[Add]], aborts: dict[int, list[
             continue
         record = subject.step()
         assert not any(end.message for end in record.ended), record.ended
-        for name, tokens in zip(record.request_ids, record.token_ids, strict=True):
+        for name, tokens in zip(record.plan.request_ids, record.tokens, strict=True):
             outputs.setdefault(int(name[1:]), []).extend(tokens)
     return outputs
 
@@ -158,7 +159,7 @@ def test_from_cached_prefixes(family):
 
     def watched():
         record = step()
-        cached.extend(record.cached)
+        cached.extend(cached_of(record))
         return record
 
     subject.step = watched

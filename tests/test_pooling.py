@@ -16,10 +16,11 @@ from support.live import serving
 from slotwise import LLM, PoolingParams, SamplingParams
 from slotwise.compose.engine_builder import build_engine
 from slotwise.core import params
+from slotwise.core.record import StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.engine import Engine
-from slotwise.engine.messages import Add, StepRecord
+from slotwise.engine.messages import Add
 from slotwise.errors import CheckpointError
 from slotwise.observe import event_log
 from slotwise.simulate.replay import replay
@@ -72,8 +73,8 @@ def run(subject: Engine, adds: list[Add]) -> tuple[dict[str, torch.Tensor], list
     while subject.has_work:
         record = subject.step()
         records.append(record)
-        assert not record.failure and not any(end.message for end in record.ended), record
-        for name, vector in zip(record.request_ids, record.pooled, strict=False):
+        assert not record.outcome.failure and not any(end.message for end in record.ended), record
+        for name, vector in zip(record.plan.request_ids, record.result.pooled, strict=False):
             if vector:
                 vectors[name] = torch.tensor(array("f", vector))
     return vectors, records
@@ -99,7 +100,7 @@ def test_vectors_equal_transformers_beside_requests_that_generate(folder, prompt
     if "kv_cache_memory" in settings:
         assert any(record.preempted for record in records)
     if "max_num_batched_tokens" in settings:
-        assert max(sum(record.counts) for record in records) <= 16
+        assert max(sum(record.plan.counts) for record in records) <= 16
 
 
 def test_generation_is_the_same_beside_pooled_requests(folder, prompts):
@@ -110,7 +111,7 @@ def test_generation_is_the_same_beside_pooled_requests(folder, prompts):
     def tokens(adds: list[Add]) -> dict[str, tuple[int, ...]]:
         found: dict[str, tuple[int, ...]] = {}
         for record in run(engine(folder), adds)[1]:
-            for name, row in zip(record.request_ids, record.token_ids, strict=True):
+            for name, row in zip(record.plan.request_ids, record.tokens, strict=True):
                 found[name] = found.get(name, ()) + row
         return {name: row for name, row in found.items() if row}
 
@@ -123,7 +124,7 @@ def test_a_cached_prefix_serves_the_last_token_and_not_the_mean(folder, exact, k
     subject, prompt = engine(folder), checkpoints.prompts([64], seed=9)[0]
     run(subject, [add("first", prompt, kind)])
     vectors, records = run(subject, [add("again", prompt, kind)])
-    assert sum(sum(record.counts) for record in records) == (64 if kind == "mean" else 16)
+    assert sum(sum(record.plan.counts) for record in records) == (64 if kind == "mean" else 16)
     torch.testing.assert_close(vectors["again"], exact(prompt, kind), atol=2e-5, rtol=1e-4)
 
 
@@ -145,7 +146,8 @@ def test_a_failed_step_does_not_count_a_chunk_twice(folder, exact, monkeypatch):
     vectors, ends = {}, {}
     while subject.has_work:
         record = subject.step()
-        vectors |= {name: vector for name, vector in zip(record.request_ids, record.pooled, strict=False) if vector}
+        vectors |= {name: vector for name, vector in zip(record.plan.request_ids, record.result.pooled, strict=False)
+                    if vector}
         ends |= {end.request_id: end.reason for end in record.ended}
     assert ends == {"broken": "error", "sound": "stop"}
     torch.testing.assert_close(torch.tensor(array("f", vectors["sound"])), exact(prompt, "mean"), atol=2e-5, rtol=1e-4)

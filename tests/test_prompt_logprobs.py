@@ -9,17 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 from support import checkpoints
+from support.records import cached_of
 from support.toy import Proposing
 
 import slotwise
 from slotwise import LLM
 from slotwise.compose.engine_builder import build_engine
 from slotwise.core.params import SamplingParams
+from slotwise.core.record import StepRecord
 from slotwise.core.request import Request, RequestSpec
 from slotwise.core.step import TokenLogprobs
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.engine import Engine
-from slotwise.engine.messages import Add, StepRecord
+from slotwise.engine.messages import Add
 from slotwise.offline.outputs import Logprob
 
 TOP = 3
@@ -69,8 +71,9 @@ def run(subject: Engine, adds: list[Add]) -> tuple[Entries, list[StepRecord]]:
     while subject.has_work:
         record = subject.step()
         records.append(record)
-        assert not record.failure and not any(end.message for end in record.ended), record
-        for name, start, row in zip(record.request_ids, record.starts, record.prompt_logprobs, strict=False):
+        assert not record.outcome.failure and not any(end.message for end in record.ended), record
+        for name, start, row in zip(record.plan.request_ids, record.plan.starts, record.result.prompt_logprobs,
+                                    strict=False):
             entries[name] |= {start + 1 + j: entry for j, entry in enumerate(row)}
     return entries, records
 
@@ -91,7 +94,7 @@ def check(found: dict[int, TokenLogprobs], prompt: list[int], logprobs: torch.Te
 def tokens_of(records: list[StepRecord]) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for record in records:
-        for name, tokens in zip(record.request_ids, record.token_ids, strict=True):
+        for name, tokens in zip(record.plan.request_ids, record.tokens, strict=True):
             found.setdefault(name, []).extend(tokens)
     return found
 
@@ -142,7 +145,8 @@ def test_beside_rows_with_drafts(folder, prompts, exact):
     assert tokens_of(records) == expected
     for i in range(1, len(prompts), 2):
         check(entries[f"r{i}"], prompts[i], exact(prompts[i]))
-    assert any(record.drafts and any(record.drafts) and any(record.prompt_logprobs) for record in records), (
+    assert any(record.plan.drafts and any(record.plan.drafts) and any(record.result.prompt_logprobs)
+               for record in records), (
         "no step had both")
 
 
@@ -170,7 +174,7 @@ def test_they_publish_to_the_prefix_cache_and_do_not_read_from_it(folder, prompt
     cached = {}
     for name, num_top in (("first", TOP), ("second", TOP), ("third", None)):
         entries, records = run(subject, [add(name, prompt, num_top)])
-        cached[name] = sum(sum(record.cached) for record in records)
+        cached[name] = sum(sum(cached_of(record)) for record in records)
         if num_top is not None:
             check(entries[name], prompt, exact(prompt))
     assert cached == {"first": 0, "second": 0, "third": 64}

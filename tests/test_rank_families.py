@@ -110,7 +110,7 @@ def test_every_family(family: str, tmp_path: Path) -> None:
         assert_same(several, plain)
         assert several.num_drafts > several.num_right > 0
         assert any(record.preempted for record in several.records) or any(read_config(folder).windows)
-        assert any(len(set(record.kinds)) == 2 for record in several.records), "beside prompts, in chunks"
+        assert any(len(set(record.plan.kinds)) == 2 for record in several.records), "beside prompts, in chunks"
 
 
 @pytest.mark.parametrize("layout", ["tp", "both"])
@@ -179,7 +179,7 @@ def test_a_draft_model_on_rank_0(layout: str, tmp_path: Path) -> None:
         folder, LAYOUTS[layout], speculative_config=draft, kv_cache_memory=2 * memory(folder)), requests(grammar=WORDS))
     assert_same(several, plain)
     assert several.num_right > 0.5 * several.num_drafts > 0, "it drafts for itself"
-    assert any(record.proposing and record.proposing.passes > 1 for record in several.records)
+    assert any(record.result.proposing and record.result.proposing.passes > 1 for record in several.records)
 
 
 @pytest.mark.parametrize("kind", ["gptq 4, act-order", "awq"])

@@ -18,6 +18,7 @@ import pytest
 import torch
 from support.checkpoints import make, prompts
 from support.live import Live, serving
+from support.records import cached_of
 
 from slotwise import LLM, StructuredOutputsParams, spawn
 from slotwise import SamplingParams as AskedParams
@@ -62,10 +63,10 @@ def tokens_of(
     found: dict[str, list[int]] = {str(number): [] for number in range(len(asked))}
     while engine.has_work:
         record = engine.step()
-        assert not record.failure and not record.failed, record.failure
+        assert not record.outcome.failure and not record.result.failed, record.outcome.failure
         preempted.extend(record.preempted)
-        cached.extend(record.cached)
-        for name, tokens in zip(record.request_ids, record.token_ids, strict=False):
+        cached.extend(cached_of(record))
+        for name, tokens in zip(record.plan.request_ids, record.tokens, strict=False):
             found[name] += tokens
     return found
 
@@ -114,7 +115,7 @@ def test_a_slot_that_another_request_has_taken_learns_nothing_of_the_one_before(
         engine.handle(Add(str(number), RequestSpec(prompt, LONG, number)))
     while engine.has_work:
         record = engine.step()
-        for name, tokens in zip(record.request_ids, record.token_ids, strict=False):
+        for name, tokens in zip(record.plan.request_ids, record.tokens, strict=False):
             found[name] = found.get(name, []) + list(tokens)
             if int(name) % 2 and len(found[name]) == 3:
                 engine.handle(Finish(name, "abort"))

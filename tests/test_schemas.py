@@ -146,7 +146,7 @@ def test_forced_tokens_are_drafts_and_change_no_output(llm: LLM) -> None:
     def counted() -> Any:
         nonlocal num_accepted
         record = step()
-        for drafts, tokens in zip(record.drafts, record.token_ids, strict=False):
+        for drafts, tokens in zip(record.plan.drafts, record.tokens, strict=False):
             num_accepted += max(0, len(tokens) - 1) if drafts else 0
         return record
 

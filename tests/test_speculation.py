@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 from support.drafted import Played, mixed, play, several, slow_steps
 from support.live import Live, serving
+from support.records import cached_of
 
 from slotwise import builtin
 from slotwise.compose.engine_builder import Loaded, load
 from slotwise.core.params import SamplingParams, ThinkingBudget
+from slotwise.core.record import StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.engine import Engine
@@ -126,7 +128,7 @@ def test_the_end_of_reasoning_inside_a_draft(loaded, prompt):
     for predicted in (free_output, cut):
         drafted = same_with_drafts(loaded, [predicting(one, predicted.tokens)], "prediction")
         rows = [(drafts, tokens) for record in drafted.records for drafts, tokens in zip(
-            record.drafts, record.token_ids, strict=False) if drafts]
+            record.plan.drafts, record.tokens, strict=False) if drafts]
         across = [(drafts, tokens) for drafts, tokens in rows if end in tokens]
         assert across, "the step that yields the end has drafts"
         assert any(end in drafts[:-1] for drafts, _ in across) == (predicted is cut)
@@ -155,7 +157,7 @@ def test_cache_pressure(loaded, prompt):
     assert any(record.preempted for record in drafted.records)
     for record in drafted.records:
         if record.preempted:
-            assert not any(record.drafts) or record.num_free_blocks >= 0
+            assert not any(record.plan.drafts) or record.counters.num_free_blocks >= 0
 
 
 def test_the_prefix_cache_holds_accepted_tokens_alone(loaded, prompt):
@@ -165,7 +167,7 @@ def test_the_prefix_cache_holds_accepted_tokens_alone(loaded, prompt):
     (done,) = play(subject, first).outputs.values()
     again = [Add("again", RequestSpec(prompt + list(done.tokens[:-1]), SamplingParams(temperature=0.0, max_tokens=8)))]
     played = play(subject, again)
-    assert max(max(record.cached, default=0) for record in played.records) > len(prompt)
+    assert max(max(cached_of(record), default=0) for record in played.records) > len(prompt)
     assert played.outputs["again"] == play(engine(loaded), again).outputs["again"]
 
 
@@ -181,8 +183,8 @@ def test_tenants_do_not_see_each_others_outputs(loaded, tokenizer):
     assert drafts["tenant"].num_right > drafts["other"].num_right
     known = set(text)
     for record in drafts["other"].records:
-        assert known.issuperset(token for row in record.drafts for token in row)
-        known.update(token for row in record.token_ids for token in row)
+        assert known.issuperset(token for row in record.plan.drafts for token in row)
+        known.update(token for row in record.tokens for token in row)
 
 
 @pytest.mark.parametrize("batching", ["static", "orca", "one_at_a_time"])
@@ -270,7 +272,7 @@ def test_metrics_and_the_replay_of_the_log(live, log):
     assert 0 < drafts <= tokens >= accepted == by_position > 0
     for _ in range(200):  # the log is written behind the responses
         entries = list(event_log.read_file(log))
-        if any(entry.drafts for entry in entries if isinstance(entry, event_log.Step)):
+        if any(entry.plan.drafts for entry in entries if isinstance(entry, StepRecord)):
             break
         time.sleep(0.05)
     else:

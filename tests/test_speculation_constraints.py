@@ -15,6 +15,7 @@ import pytest
 from support import scripted
 from support.live import Live, serving
 
+from slotwise.core.record import StepRecord
 from slotwise.observe import event_log
 
 CALL = ('<tool_call>\n{"name": "book_a_table", "arguments": {"restaurant": "The Golden Lion", "persons": 2, '
@@ -66,10 +67,10 @@ class Servers:
             entries = list(event_log.read_file(self._log))
             numbers = {entry.number for entry in entries if isinstance(entry, event_log.RequestEntry)
                        and any(entry.id.startswith(one) for one in ids)}
-            steps = [entry for entry in entries if isinstance(entry, event_log.Step)]
+            steps = [entry for entry in entries if isinstance(entry, StepRecord)]
             if len(numbers) == len(ids) and numbers <= {end.number for step in steps for end in step.ended}:
                 return [(drafts, tokens) for step in steps for number, drafts, tokens in zip(
-                    step.numbers, step.drafts, step.tokens, strict=False) if drafts and number in numbers]
+                    step.plan.request_ids, step.plan.drafts, step.tokens, strict=False) if drafts and number in numbers]
             time.sleep(0.05)
         raise AssertionError("the log does not have these requests")
 

@@ -20,6 +20,7 @@ import pydantic
 import pytest
 from support.live import Live, serving
 
+from slotwise.core.record import StepRecord
 from slotwise.observe import event_log
 from slotwise.simulate.replay import replay
 
@@ -238,7 +239,7 @@ def test_the_log_replays_and_says_what_was_waited_for(live: Live, log: Path) -> 
     entries = list(event_log.read_file(log / "events"))
     found = replay(entries)
     assert found.difference is None and found.records > 10
-    compiled = [one for entry in entries if isinstance(entry, event_log.Step) for one in entry.compiled]
+    compiled = [one for entry in entries if isinstance(entry, StepRecord) for one in entry.inputs.compiled]
     assert any(not one.objection for one in compiled)
-    reasons = {refused.reason for entry in entries if isinstance(entry, event_log.Step) for refused in entry.refused}
+    reasons = {refused.reason for entry in entries if isinstance(entry, StepRecord) for refused in entry.plan.refused}
     assert "grammar_compiling" in reasons

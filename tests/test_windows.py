@@ -29,8 +29,8 @@ def test_windows_save_the_bytes_that_arithmetic_predicts(name, tmp_path):
     held = 0
     while subject.has_work:
         record = subject.step()
-        if record.num_running and record.token_ids[0]:
-            held = max(held, info.limits.num_blocks - record.num_free_blocks)
+        if record.counters.num_running and record.tokens[0]:
+            held = max(held, info.limits.num_blocks - record.counters.num_free_blocks)
     block_bytes = info.memory.cache / (info.limits.num_blocks + 1)
     kernels, config = model._decoder.kernels, model._decoder.config
     layer_bytes = kernels.cache_bytes_per_block(4, model._decoder.layer_shapes[0], config.dtype) / 4  # a token's

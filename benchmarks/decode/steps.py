@@ -49,7 +49,7 @@ def median_step(loaded: Loaded, config: EngineConfig, shape: tuple[int, int], st
     records = []
     while len(records) < steps:
         record = engine.step()
-        if len(record.counts) == rows and max(record.counts) == 1:
+        if len(record.plan.counts) == rows and max(record.plan.counts) == 1:
             records.append(record)
     middle = records[len(records) // 2]
     settled = records[len(records) // 4 :]

@@ -17,7 +17,7 @@ import torch
 from benchmarks.gpu.setup import Setup
 
 from slotwise.bench.results import environment
-from slotwise.engine.messages import StepRecord
+from slotwise.core.record import StepRecord
 from slotwise.model.family_table import tensor_shapes
 from slotwise.model.model_config import ModelConfig
 
@@ -41,15 +41,15 @@ class Bounds:
 
     def bytes(self, record: StepRecord) -> int:
         """Returns the bytes of all weights, and of the keys and values of every row's context."""
-        return self._weights + self._cached * sum(record.starts + record.counts)
+        return self._weights + self._cached * sum(record.plan.starts + record.plan.counts)
 
     def operations(self, record: StepRecord) -> int:
         """Returns the operations: two per weight and token, the head's for rows that sample; four per pair of a query
         and a key, head and dimension."""
-        ends = [start + count for start, count in zip(record.starts, record.counts, strict=True)]
-        pairs = sum(count * (2 * end - count + 1) // 2 for count, end in zip(record.counts, ends, strict=True))
-        sampled = sum(1 for tokens in record.token_ids if tokens)
-        return 2 * (sum(record.counts) * self._inner + sampled * self._head) + pairs * self._pair
+        ends = [start + count for start, count in zip(record.plan.starts, record.plan.counts, strict=True)]
+        pairs = sum(count * (2 * end - count + 1) // 2 for count, end in zip(record.plan.counts, ends, strict=True))
+        sampled = sum(1 for tokens in record.tokens if tokens)
+        return 2 * (sum(record.plan.counts) * self._inner + sampled * self._head) + pairs * self._pair
 
 
 REPEATS, FIRST = 10, 3  # runs whose median counts, and those before that do not

@@ -70,11 +70,11 @@ def run(setup: Setup, ranks: int) -> Found:
     ends: list[int] = []  # of steps in which every row decodes, nanoseconds
     while engine.has_work:
         record = engine.step()
-        if record.failure:
-            raise RuntimeError(record.failure)
-        for row, sampled in zip(record.request_ids, record.token_ids, strict=True):
+        if record.outcome.failure:
+            raise RuntimeError(record.outcome.failure)
+        for row, sampled in zip(record.plan.request_ids, record.tokens, strict=True):
             tokens[row] += sampled
-        if record.counts == (1,) * ROWS:
+        if record.plan.counts == (1,) * ROWS:
             ends.append(record.ended_ns)
     return Found(tokens, statistics.median(after - before for before, after in pairwise(ends)) * 1e-9)
 

@@ -79,9 +79,9 @@ def _shrink(engine: Engine, setup: Setup, rows: int) -> float:
         engine.handle(setup.request(row, 8, row + 2, seed=row))
     while engine.has_work:
         record = engine.step()
-        if record.failure:
-            raise RuntimeError(record.failure)
-        if any(record.token_ids) and not first:
+        if record.outcome.failure:
+            raise RuntimeError(record.outcome.failure)
+        if any(record.tokens) and not first:
             first = time.monotonic()
     return first
 

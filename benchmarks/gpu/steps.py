@@ -22,8 +22,9 @@ from benchmarks.gpu.machine import Bounds, Machine
 from benchmarks.gpu.setup import Setup, asked, load
 from torch.profiler import ProfilerActivity, profile
 
+from slotwise.core.record import StepRecord
 from slotwise.engine.engine import Engine
-from slotwise.engine.messages import Finish, StepRecord
+from slotwise.engine.messages import Finish
 from slotwise.kernels.select import choose
 
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -120,7 +121,7 @@ class Bench:
         records = []
         while self._engine.has_work:
             record = _sound(self._engine.step())
-            if record.counts == (tokens,):
+            if record.plan.counts == (tokens,):
                 records.append(record)
         seconds = statistics.median(_durations(records[1:]))
         operations = self._bounds.operations(records[-1])
@@ -158,13 +159,13 @@ class Bench:
             self._engine.handle(self._setup.request(row, num_prompt, num_output, seed=row))
         while True:
             record = _sound(self._engine.step())
-            if len(record.counts) == rows and max(record.counts) == 1:
+            if len(record.plan.counts) == rows and max(record.plan.counts) == 1:
                 return
 
     def _steady(self, rows: int) -> StepRecord:
         record = _sound(self._engine.step())
-        if len(record.counts) != rows or max(record.counts) > 1:
-            raise RuntimeError(f"a step of {len(record.counts)} rows is not one in which {rows} decode")
+        if len(record.plan.counts) != rows or max(record.plan.counts) > 1:
+            raise RuntimeError(f"a step of {len(record.plan.counts)} rows is not one in which {rows} decode")
         return record
 
     def _clear(self, rows: int) -> None:
@@ -175,8 +176,8 @@ class Bench:
 
 
 def _sound(record: StepRecord) -> StepRecord:
-    if record.failure or any(end.message for end in record.ended):
-        raise RuntimeError(record.failure or next(end.message for end in record.ended if end.message))
+    if record.outcome.failure or any(end.message for end in record.ended):
+        raise RuntimeError(record.outcome.failure or next(end.message for end in record.ended if end.message))
     return record
 
 

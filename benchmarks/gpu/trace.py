@@ -53,10 +53,10 @@ def run(engine: Engine, name: str, trace: list[tuple[list[int], int]]) -> tuple[
     while engine.has_work:
         record = engine.step()
         steps += 1
-        tokens += sum(map(len, record.token_ids))
+        tokens += sum(map(len, record.tokens))
         for end in record.ended:
-            if end.message or record.failure:
-                raise RuntimeError(end.message or record.failure)
+            if end.message or record.outcome.failure:
+                raise RuntimeError(end.message or record.outcome.failure)
     seconds = time.perf_counter() - started
     if tokens != sum(num_output for _, num_output in trace):
         raise RuntimeError(f"{tokens} tokens came of a trace of {sum(num_output for _, num_output in trace)}")

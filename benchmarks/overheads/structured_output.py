@@ -90,7 +90,7 @@ def step_seconds(llm: LLM, params: SamplingParams) -> float:
 
     def timed() -> Any:
         record = step()
-        if len(record.slots) == ROWS and max(record.counts) == 1:
+        if len(record.plan.slots) == ROWS and max(record.plan.counts) == 1:
             found.append((record.ended_ns - record.started_ns) * 1e-9)
         return record
 

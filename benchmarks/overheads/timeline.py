@@ -80,7 +80,7 @@ def full_batch(slots: int, steps: int, seed: int = 0) -> list[bytes]:
             recorder.commanded(request, now[0])
             engine.handle(request)
         record = engine.step()
-        now[0] += STEP_NS + TOKEN_NS * sum(record.counts)
+        now[0] += STEP_NS + TOKEN_NS * sum(record.plan.counts)
         recorder.stepped(record)
     return sink.lines
 

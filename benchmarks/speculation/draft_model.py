@@ -37,12 +37,13 @@ from slotwise.bench.results import environment, write_json
 from slotwise.compose.engine_builder import Loaded, load
 from slotwise.core.interfaces import DraftRow, Due, Proposal
 from slotwise.core.params import SamplingParams
+from slotwise.core.record import StepRecord
 from slotwise.core.request import Request, RequestSpec
 from slotwise.core.step import PROPOSED, Proposing
 from slotwise.core.step_time import Work
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.engine import Engine
-from slotwise.engine.messages import Add, StepRecord
+from slotwise.engine.messages import Add
 
 NUM_DRAFTS = (1, 2, 4)
 STEPS = 24  # measured of each number of drafts
@@ -137,9 +138,9 @@ def costs(engine: Engine, streams: int) -> list[dict[str, Any]]:
         for number, seen in found.items():
             proposer.number = number
             record = engine.step()
-            if turn > 2 and all(len(one) == number for one in record.drafts):
+            if turn > 2 and all(len(one) == number for one in record.plan.drafts):
                 seconds = (record.ended_ns - record.started_ns) * 1e-9
-                seen.append((seconds, record.proposing.seconds if record.proposing else 0.0))
+                seen.append((seconds, record.result.proposing.seconds if record.result.proposing else 0.0))
     for one in engine._scheduler.requests():
         engine._scheduler.finish(one.request_id, "abort", 0.0)
     while engine.has_work:
@@ -170,11 +171,11 @@ def paired(engines: dict[str, Engine], streams: int, pairs: int) -> dict[str, An
             rates[name].append(streams * OUTPUT / seconds)
             told = outputs[name] = {}
             for record in records:
-                for request_id, tokens in zip(record.request_ids, record.token_ids, strict=True):
+                for request_id, tokens in zip(record.plan.request_ids, record.tokens, strict=True):
                     told[request_id] = told.get(request_id, ()) + tokens
-                for found, tokens in zip(record.drafts, record.token_ids, strict=False):
+                for found, tokens in zip(record.plan.drafts, record.tokens, strict=False):
                     drafts, right = drafts + len(found), right + (max(0, len(tokens) - 1) if found else 0)
-                proposing += record.proposing.seconds if record.proposing else 0.0
+                proposing += record.result.proposing.seconds if record.result.proposing else 0.0
             total += seconds if name == "on" else 0.0
         if outputs["on"] != outputs["off"]:
             raise SystemExit(f"the outputs of {streams} streams differ with and without drafts")

@@ -219,13 +219,13 @@ def played(engine: Engine, jobs: Sequence[Job], together: int) -> Figures:
             engine.handle(one)
         record = engine.step()
         now = time.perf_counter()
-        num_tokens += sum(map(len, record.token_ids))
-        for request_id, tokens in zip(record.request_ids, record.token_ids, strict=True):
+        num_tokens += sum(map(len, record.tokens))
+        for request_id, tokens in zip(record.plan.request_ids, record.tokens, strict=True):
             if tokens and request_id in sent:
                 firsts.append(now - sent.pop(request_id))
-        is_full = len(record.counts) == 64 and not any(kind == 0 for kind in record.kinds)
-        full, drafted = full + is_full, drafted + (is_full and bool(record.drafts))
-        for found, tokens in zip(record.drafts, record.token_ids, strict=False):
+        is_full = len(record.plan.counts) == 64 and not any(kind == 0 for kind in record.plan.kinds)
+        full, drafted = full + is_full, drafted + (is_full and bool(record.plan.drafts))
+        for found, tokens in zip(record.plan.drafts, record.tokens, strict=False):
             if found:
                 drafts, right = drafts + len(found), right + max(0, len(tokens) - 1)
     seconds = time.perf_counter() - began

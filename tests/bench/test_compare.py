@@ -20,7 +20,7 @@ from slotwise.bench.offline_run import Stand
 from slotwise.bench.report import words
 from slotwise.bench.report.comparison_page import render
 from slotwise.bench.report.tables import comparison_tables
-from slotwise.engine.messages import StepRecord
+from slotwise.core.record import StepRecord
 from slotwise.workload.workloads import Workload
 
 OUTPUTS = [max(1, length // 8) for length in drawn("log-normal median 128, sigma 1", 40)]

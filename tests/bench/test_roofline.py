@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from support.records import record_of
 
 from slotwise import builtin
 from slotwise.bench.profiler import DECODE, MIXED, PREFILL, RooflineShares, cost_of, kind_of
@@ -13,10 +14,10 @@ from slotwise.cli import main
 from slotwise.compose import machine as machine_module
 from slotwise.compose.engine_builder import load
 from slotwise.compose.machine import faster, measure_machine
+from slotwise.core.record import StepRecord
 from slotwise.core.step import RowKind
 from slotwise.core.step_time import Machine, Roofline
 from slotwise.engine.config import EngineConfig
-from slotwise.engine.messages import StepRecord
 from slotwise.kernels.reference import ReferenceKernels
 from slotwise.model.loading import describe
 
@@ -27,7 +28,7 @@ MS = 1_000_000  # nanoseconds
 def record(starts: tuple[int, ...], counts: tuple[int, ...], sampled: tuple[bool, ...]) -> StepRecord:
     tokens = tuple((5,) if samples else () for samples in sampled)
     kinds = tuple(RowKind.DECODE if start == 9 else RowKind.PREFILL for start in starts)
-    return StepRecord(0, 0, 100 * MS, starts=starts, counts=counts, token_ids=tokens, kinds=kinds)
+    return record_of(0, 0, 100 * MS, starts=starts, counts=counts, tokens=tokens, kinds=kinds)
 
 
 def of_the_builtin_model(machine: Machine) -> Roofline:
@@ -52,7 +53,7 @@ def test_steps_are_told_apart_and_the_larger_bound_counts() -> None:
     achieved = RooflineShares(Roofline(Machine(1e9, 1e12), 1 << 20, 1000, 100_000, 10_000, 500))
     for starts, counts in (((9, 9), (1, 1)), ((9, 0), (1, 7)), ((0, 0), (4, 7))):
         achieved.step(record(starts, counts, (True, True)))
-    achieved.step(StepRecord(-1, 0, 5 * MS))  # nothing ran
+    achieved.step(record_of(-1, 0, 5 * MS))  # nothing ran
     assert [tally.steps for tally in achieved.kinds.values()] == [1, 1, 1]
     assert [tally.tokens for tally in achieved.kinds.values()] == [2, 8, 11]
     for tally in achieved.kinds.values():

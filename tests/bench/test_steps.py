@@ -10,8 +10,9 @@ from support.virtual import stand
 from slotwise.bench.steps import MOST, loads, run_steps
 from slotwise.cli import main
 from slotwise.core.limits import SchedulerLimits
+from slotwise.core.record import StepRecord
 from slotwise.core.step_time import Work
-from slotwise.observe.event_log import Step, read_file
+from slotwise.observe.event_log import read_file
 from slotwise.simulate.recorded import read_recording
 
 
@@ -46,8 +47,8 @@ def test_the_log_is_a_machine_whose_steps_take_what_was_measured(
     shown = capsys.readouterr().out
     assert "decode, 4 rows" in shown and "decode, 16 rows" not in shown and "prompt of 64 tokens" in shown
     setup, _ = read_recording(read_file(path))
-    steps = [entry for entry in read_file(path) if isinstance(entry, Step)]
-    assert {len(step.slots) for step in steps} >= {1, 2, 4}
+    steps = [entry for entry in read_file(path) if isinstance(entry, StepRecord)]
+    assert {len(step.plan.slots) for step in steps} >= {1, 2, 4}
     assert setup.limits.max_num_seqs == 4 and 0 < setup.pace.step(Work(4, 4, 256, 0.0)) < 1
     assert main(["simulate", "--machine", str(path), "--num-prompts", "5", "--input-lengths", "fixed:20",
                  "--output-lengths", "fixed:4"]) == 0

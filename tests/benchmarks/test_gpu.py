@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.records import record_of
 from test_imports import SERVER
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,8 +21,6 @@ from benchmarks.gpu import machine, parts  # noqa: E402
 from benchmarks.gpu.figures import judged  # noqa: E402
 from benchmarks.gpu.setup import FULL, REHEARSAL  # noqa: E402
 from benchmarks.gpu.steps import Span, idle_share, shares  # noqa: E402
-
-from slotwise.engine.messages import StepRecord  # noqa: E402
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
 
@@ -206,9 +205,9 @@ def test_targets_are_judged_by_what_was_measured():
 def test_a_step_costs_its_weights_and_its_rows_contexts():
     """Llama-3.1-8B: 8.03 billion weights with the table, 128 KiB of cache a token."""
     bounds = machine.Bounds(FULL.model)
-    empty = bounds.bytes(StepRecord(0, 0, 0))
+    empty = bounds.bytes(record_of(0, 0, 0))
     assert empty == 2 * (8_030_261_248 - 128_256 * 4096)
-    record = StepRecord(0, 0, 0, starts=(1023, 0), counts=(1, 10), token_ids=((5,), ()))
+    record = record_of(0, 0, 0, starts=(1023, 0), counts=(1, 10), tokens=((5,), ()))
     assert bounds.bytes(record) - empty == 1034 * 131_072
     inner = 2 * 11 * FULL.model.layer_weights + 2 * 4096 * 128_256
     assert bounds.operations(record) == inner + (1024 + 55) * 4 * 32 * 4096

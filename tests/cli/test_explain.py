@@ -14,8 +14,9 @@ from support.played import LIMITS, Play
 
 from slotwise.batching.batching_settings import Batching
 from slotwise.cli import main
+from slotwise.core.record import StepRecord
 from slotwise.engine.scheduling import Scheduling
-from slotwise.observe.event_log import Entry, Run, Step, encode_lines
+from slotwise.observe.event_log import Entry, Run, encode_lines
 from slotwise.observe.fold import gather
 
 SETTINGS = Scheduling(Batching(), max_num_seqs=LIMITS.max_num_seqs,
@@ -79,9 +80,9 @@ def test_what_is_not_there(path: Path, capsys: pytest.CaptureFixture[str], argum
 
 
 @pytest.mark.parametrize(("kind", "changes"), [
-    (Step, lambda entry: {"counts": (0,) * len(entry.counts)}),
-    (Step, lambda entry: {"counts": (-1,) * len(entry.counts)}),
-    (Step, lambda entry: {"configured": replace(SETTINGS, max_num_batched_tokens=0)}),
+    (StepRecord, lambda entry: {"counts": (0,) * len(entry.plan.counts)}),
+    (StepRecord, lambda entry: {"counts": (-1,) * len(entry.plan.counts)}),
+    (StepRecord, lambda entry: {"configured": replace(SETTINGS, max_num_batched_tokens=0)}),
     (Run, lambda entry: {"scheduling": replace(SETTINGS, max_num_batched_tokens=0)})])
 def test_a_log_with_steps_of_no_tokens_is_refused_in_a_line(
         play: Play, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: type[Entry],
@@ -110,8 +111,9 @@ def test_when_its_first_token_would_have_come_under_other_settings(
                       r"([\d.]+) (ms|s) instead of after ([\d.]+) (ms|s)", " ".join(shown.split()))
     assert found is not None, shown
     request = next(one for one in gather(play.entries).values() if one.request.id == "cmpl-r7-7").request
-    first = next(entry.ended_ns for entry in play.entries if isinstance(entry, Step) and any(
-        tokens for number, tokens in zip(entry.numbers, entry.tokens, strict=False) if number == request.number))
+    first = next(entry.ended_ns for entry in play.entries if isinstance(entry, StepRecord) and any(
+        tokens for number, tokens in zip(entry.plan.request_ids, entry.tokens,
+                                         strict=False) if number == request.number))
     scale = {"ms": 1e-3, "s": 1.0}
     assert float(found[3]) * scale[found[4]] == pytest.approx((first - request.ns) * 1e-9, rel=0.01)
     assert float(found[1]) > 0

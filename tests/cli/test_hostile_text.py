@@ -12,7 +12,8 @@ from support.played import Play
 from slotwise.bench.result_tables import throughput_table
 from slotwise.cli import main
 from slotwise.cli.top import ServerFrame
-from slotwise.observe.event_log import Engine, Entry, RequestEntry, Run, Step, encode_lines
+from slotwise.core.record import StepRecord
+from slotwise.observe.event_log import EngineLost, Entry, RequestEntry, Run, encode_lines
 from slotwise.observe.live_state import LiveState
 
 HOSTILE = "[/x]\x1b]0;OWNED\x07[bold]\n\x9b31m"
@@ -29,9 +30,9 @@ def _hostile(entry: Entry) -> Entry:
         return msgspec.structs.replace(entry, add=add)
     if isinstance(entry, Run):
         return msgspec.structs.replace(entry, version=HOSTILE, model=f"m{HOSTILE}", device=HOSTILE, dtype=HOSTILE)
-    if isinstance(entry, Step):
+    if isinstance(entry, StepRecord):
         ended = tuple([end._replace(reason=HOSTILE, message=HOSTILE) for end in entry.ended])
-        refused = tuple([one._replace(reason=HOSTILE) for one in entry.refused])
+        refused = tuple([one._replace(reason=HOSTILE) for one in entry.plan.refused])
         return msgspec.structs.replace(entry, ended=ended, refused=refused)
     return entry
 
@@ -50,7 +51,7 @@ def test_explain_shows_hostile_text(
 
 def test_every_frame_of_top_shows_hostile_text(entries: list[Entry]) -> None:
     state, console = LiveState(), Console(width=200)
-    for entry in [*entries, Engine(1, "lost", HOSTILE)]:
+    for entry in [*entries, EngineLost(1, "lost", HOSTILE)]:
         state.apply(entry)
         for trouble in ("", HOSTILE):
             with console.capture() as captured:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from support.live import Live, cli, serving
 
+from slotwise.core.record import StepRecord
 from slotwise.observe import event_log
 
 pytestmark = pytest.mark.slow
@@ -77,9 +78,9 @@ def test_every_record_of_a_server_comes_out_again(written: Path) -> None:
     assert "byte for byte" in replayed.stdout
     figures = dict(re.findall(r"│ ([a-z ]+?) +│ ([\d,]+) ", replayed.stdout))
     assert figures["engines"] == "2" and figures["requests"] == "22"  # one, then 9, 6 and 6 continuations
-    steps = [entry for entry in entries if isinstance(entry, event_log.Step)]
+    steps = [entry for entry in entries if isinstance(entry, StepRecord)]
     assert int(figures["identical records"].replace(",", "")) == len(steps) - 1  # one was told in a lost engine's name
-    assert any(end.reason == "abort" for step in steps for end in step.ended) and any(step.held for step in steps)
+    assert any(end.reason == "abort" for step in steps for end in step.ended) and any(step.plan.held for step in steps)
 
 
 def test_a_log_that_was_touched_is_not_taken_for_what_it_was(written: Path, tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from slotwise import builtin
 from slotwise.cli import build_parser, main
-from slotwise.observe.event_log import Step, read_file
+from slotwise.core.record import StepRecord
+from slotwise.observe.event_log import read_file
 
 SHORT = ["--num-prompts", "30", "--input-lengths", "uniform:20:80", "--output-lengths", "uniform:4:12",
          "--arrivals", "poisson:400", "--seed", "3"]
@@ -73,8 +74,8 @@ def test_ranks_and_adapters_of_a_machine_of_the_file(tmp_path: Path):
 
 
 def test_what_if_shows_what_was_measured_replayed_and_changed(log: Path, tmp_path: Path):
-    steps = [entry for entry in read_file(log) if isinstance(entry, Step)]
-    assert max(len(step.slots) for step in steps) == 4
+    steps = [entry for entry in read_file(log) if isinstance(entry, StepRecord)]
+    assert max(len(step.plan.slots) for step in steps) == 4
     assert main(["what-if", str(log), "--set", "max_num_seqs=1", "--ttft-ms", "50", "--request", "7", "--json",
                  str(tmp_path / "json")]) == 0
     answer = json.loads((tmp_path / "json").read_text())

@@ -93,7 +93,7 @@ def test_rows_say_what_they_are_and_wait_while_they_are_verified(seed, blocks):
     while driver.scheduler.num_unfinished:
         plan = driver.plan()
         assert_rows(plan, driver.flying[-2] if len(driver.flying) > 1 else None)
-        preempted = {name for name, _ in plan.preempted}
+        preempted = {name for name, _, _ in plan.preempted}
         for name in verified(driver.flying[0]) if len(driver.flying) > 1 else ():
             assert name in preempted or dict(plan.refused)[name] == VERIFYING
         if len(driver.flying) > 1 or draw.random() < 0.5:
@@ -172,7 +172,7 @@ def test_a_row_preempted_while_it_is_verified_keeps_what_was_accepted():
     driver = decoding(Fixed(2))
     driver.plan()
     (one,) = driver.scheduler.requests()
-    driver.scheduler._preempt(one, 1, driver.now)
+    driver.scheduler._preempt(one, driver.now)
     assert "one" not in driver.plan().request_ids
     driver.commit()
     assert len(driver.output["one"]) == 4

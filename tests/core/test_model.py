@@ -17,10 +17,10 @@ import pytest
 from support.toy import VOCAB, Driver, Guesses, alone, in_seed, next_token, request
 
 from slotwise.batching.batching_settings import Batching
-from slotwise.core.events import Admitted
 from slotwise.core.limits import ERROR, RECOMPUTE, SchedulerLimits
 from slotwise.core.params import POOLING_TYPES, PoolingParams
 from slotwise.core.slo import SLO, Tier
+from slotwise.core.step import StepPlan
 from slotwise.policies.policy_settings import Ordering
 
 SEEDS, OPERATIONS = (7235, 327836540, *range(100)), 500  # first rows held when the budget or the discipline changed
@@ -107,11 +107,10 @@ class Life(Driver):
         self.configure(
             self.discipline, limits.max_num_seqs, limits.max_num_batched_tokens - limits.max_num_seqs, policy)
 
-    def _fold(self) -> None:
-        for event in self.scheduler.events:
-            if isinstance(event, Admitted) and event.num_cached:
-                SEEN["hit"] += 1
-        super()._fold()
+    def plan(self) -> StepPlan:
+        plan = super().plan()
+        SEEN["hit"] += sum(bool(admission.num_cached) for admission in plan.admitted)
+        return plan
 
 
 @pytest.mark.slow

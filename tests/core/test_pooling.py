@@ -78,9 +78,8 @@ def test_a_row_without_a_vector_ends_in_error():
     driver = Driver(LIMITS)
     driver.add(request("a", [1, 2], pooling=LAST))
     plan = driver.scheduler.schedule(0.0)
-    driver.scheduler.commit(plan, StepResult(plan.step, ((),), failed=(0,)), 1.0)
-    driver._fold()
-    assert driver.ended == {"a": "error"}
+    outcome = driver.scheduler.commit(plan, StepResult(plan.step, ((),), failed=(0,)), 1.0)
+    assert [(end.request_id, end.reason) for end in outcome.ended] == [("a", "error")]
 
 
 @pytest.mark.parametrize("wrong", [{"pooling_type": "cls"}, {"dimensions": 0}, {"dimensions": 1.5}])

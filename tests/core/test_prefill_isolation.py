@@ -81,7 +81,7 @@ def test_a_light_tenant_has_the_step_for_itself_and_takes_a_place_where_none_is_
     plans = steps_to_first_token(Fair({}), flooded(Comer(12, 30, 4, LIGHT)))
     assert [plan.counts for plan in plans] == [(12,), (12,), (6,)]
     assert all(plan.request_ids == ("r30",) and len(rests(plan)) >= 7 for plan in plans)
-    assert [reason for _, reason in plans[0].preempted] == [OUTRANKED]
+    assert [one.reason for one in plans[0].preempted] == [OUTRANKED]
     everyone = steps_to_first_token(FirstComeFirstServed(), flooded(Comer(12, 30, 4, LIGHT)))
     assert len(everyone) > 30
 

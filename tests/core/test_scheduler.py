@@ -7,7 +7,6 @@ from support.toy import EOS, Driver, alone, next_token, request
 
 from slotwise.batching.disciplines import Chunked
 from slotwise.core.cache_groups import STATE_WINDOW
-from slotwise.core.interfaces import NEVER
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.reasons import NO_BLOCKS, NO_SLOT, TOKEN_BUDGET
 from slotwise.core.request import IllegalTransition, State
@@ -87,7 +86,7 @@ def test_whoever_waits_is_told_why(changes, blocker, reason):
     driver.add(lasting("blocked", num_prompt=4, max_tokens=2))
     driver.add(lasting("behind", num_prompt=1, max_tokens=2))
     plan = driver.plan()
-    assert plan.stop == (reason, "blocked", 1, NEVER)
+    assert plan.stop == (reason, "blocked", 1, None)
     assert plan.refused == (("blocked", reason),)
 
 
@@ -128,10 +127,8 @@ def test_a_row_that_ends_while_planned_again_is_void_and_counted():
     driver.plan()
     driver.commit()
     assert driver.ended == {"ends": "stop"}
-    events = driver.scheduler
-    events.commit(driver.flying.pop(0), driver.executor.collect(), 2.0)
-    (committed,) = events.pop_events()
-    assert committed.request_ids == (), "its token is dropped"
+    outcome = driver.scheduler.commit(driver.flying.pop(0), driver.executor.collect(), 2.0)
+    assert outcome.tokens == ((),), "its token is dropped"
 
 
 def test_rows_certain_to_end_by_length_are_not_planned_again():
@@ -188,9 +185,8 @@ def test_the_largest_request_that_fits_runs_to_its_end():
 def test_a_name_in_use_is_refused_and_its_owner_unharmed():
     driver = Driver(limits())
     driver.add(lasting("same"))
-    driver.scheduler.pop_events()
     driver.scheduler.add(lasting("same"), 0.0)
-    (rejected,) = driver.scheduler.pop_events()
+    (rejected,) = driver.scheduler.pop_ended()
     assert "still alive" in rejected.message
     driver.run()
     assert driver.ended == {"same": "length"}

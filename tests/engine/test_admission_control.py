@@ -7,14 +7,16 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.records import record_of
 
 from slotwise.batching.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
+from slotwise.core.record import RequestEnd
 from slotwise.core.request import RequestSpec
 from slotwise.core.slo import SLO
 from slotwise.engine.admission_control import LEAST, LONGEST_RETRY, PATIENCE, UNMEASURED, AdmissionControl
-from slotwise.engine.messages import Add, EngineInfo, RowEnd, StepRecord
+from slotwise.engine.messages import Add, EngineInfo
 from slotwise.engine.scheduling import Scheduling
 
 LIMITS = SchedulerLimits(max_model_len=100, num_blocks=25, block_size=4, max_num_seqs=4, max_num_batched_tokens=32)
@@ -46,7 +48,7 @@ class Queue:
     def step(self, admit: int = 0, seconds: float = 1.0, running: int = 4, **more: Any) -> None:
         admitted, self.line = tuple(self.line[:admit]), self.line[admit:]
         begun, self.now = self.now, self.now + int(seconds * SECOND)
-        self.control.stepped(StepRecord(
+        self.control.stepped(record_of(
             1, begun, self.now, admitted=admitted, cached=(0,) * len(admitted), num_running=running,
             num_waiting=len(self.line), **more))
 
@@ -57,8 +59,8 @@ def test_a_request_waits_until_its_first_slot_or_its_end() -> None:
     assert (queue.control.num_waiting, queue.control.num_waiting_tokens) == (3, 30)
     queue.step(admit=1)
     assert (queue.control.num_waiting, queue.control.num_waiting_tokens) == (2, 20)
-    queue.control.stepped(StepRecord(1, 0, 0, admitted=("1",), cached=(0,)))  # it had to yield, and is back
-    queue.control.stepped(StepRecord(1, 0, 0, ended=(RowEnd("1", "length", 5), RowEnd("2", "timeout", 0))))
+    queue.control.stepped(record_of(1, 0, 0, admitted=("1",), cached=(0,)))  # it had to yield, and is back
+    queue.control.stepped(record_of(1, 0, 0, ended=(RequestEnd("1", "length", 5), RequestEnd("2", "timeout", 0))))
     assert (queue.control.num_waiting, queue.control.num_waiting_tokens) == (1, 10)
 
 
@@ -204,7 +206,7 @@ def test_a_tier_has_a_queue_of_its_own() -> None:
     with queue.control.entering(SLO(tier="gold")):
         assert "1 requests wait" in objection("gold", 1)
     assert objection("gold", 1) == ""
-    queue.control.stepped(StepRecord(1, 0, 0, ended=tuple(RowEnd(name, "abort", 0) for name in queue.line)))
+    queue.control.stepped(record_of(1, 0, 0, ended=tuple(RequestEnd(name, "abort", 0) for name in queue.line)))
     assert objection("silver", 0) == ""
 
 
@@ -229,10 +231,10 @@ def test_who_has_gone_is_forgotten() -> None:
     for number in range(100):
         queue.come(1, 1, f"user {number}", "gold")
     queue.step(admit=60)
-    queue.control.stepped(StepRecord(1, 0, 0, ended=tuple(RowEnd(name, "abort", 0) for name in queue.line)))
+    queue.control.stepped(record_of(1, 0, 0, ended=tuple(RequestEnd(name, "abort", 0) for name in queue.line)))
     assert not queue.control._waiting and not queue.control._in_tier["gold"].total
     assert len(queue.control._tenant_of) == 60  # who runs
-    queue.control.stepped(StepRecord(1, 0, 0, ended=tuple(RowEnd(str(name), "stop", 0) for name in range(1, 61))))
+    queue.control.stepped(record_of(1, 0, 0, ended=tuple(RequestEnd(str(name), "stop", 0) for name in range(1, 61))))
     assert not queue.control._tenant_of
 
 
@@ -320,7 +322,7 @@ def test_who_runs_holds_a_place_until_its_end() -> None:
     assert "8 requests wait or run, 8 of them this client's" in queue.objection(tenant="flood")
     with queue.control.entering(SLO("light")), queue.control.entering(SLO("other")):
         assert "10 requests wait or run, at most 9 may" in queue.objection(tenant="another")
-    queue.control.stepped(StepRecord(1, 0, 0, ended=(RowEnd("1", "stop", 9), RowEnd("2", "abort", 9))))
+    queue.control.stepped(record_of(1, 0, 0, ended=(RequestEnd("1", "stop", 9), RequestEnd("2", "abort", 9))))
     assert queue.objection(2, tenant="flood") == "" != queue.objection(3, tenant="flood")
 
 

@@ -43,7 +43,7 @@ class Scene:
         self.scheduler.check()
         if record is None:
             return
-        for name, tokens in zip(record.request_ids, record.token_ids, strict=False):
+        for name, tokens in zip(record.plan.request_ids, record.tokens, strict=False):
             self.given[name] += tokens
         for end in record.ended:
             self.ends[end.request_id].append(end.reason)

@@ -18,7 +18,16 @@ from slotwise.engine.client import EngineClient
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
 from slotwise.engine.generation import AT_THE_END, Chunk, Generation
-from slotwise.engine.ipc import BlockingChannel, ChannelClosed, HeartbeatMonitor, decode_command, encode, frame, pair
+from slotwise.engine.ipc import (
+    BlockingChannel,
+    ChannelClosed,
+    HeartbeatMonitor,
+    decode_command,
+    encode,
+    frame,
+    messages_of,
+    pair,
+)
 from slotwise.engine.messages import (
     Command,
     Configure,
@@ -64,7 +73,8 @@ class Other:
         self.listen()
         record = self.engine.step() if self.engine.has_work else self.engine.idle_record()
         if record is not None:
-            self.channel.send(encode(record))
+            for message in messages_of(record):
+                self.channel.send(encode(message))
 
 
 class Notes(Observer):

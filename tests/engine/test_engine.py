@@ -6,17 +6,18 @@ from dataclasses import replace
 from itertools import count
 
 import pytest
+from support.records import admitted_of, cached_of
 from support.toy import EOS, alone, next_token, request, scheduler
 
 from slotwise.batching.batching_settings import Batching
-from slotwise.core.interfaces import NEVER
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
+from slotwise.core.record import NO_STEP, StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.core.step import StepResult, TokenLogprobs
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
-from slotwise.engine.messages import NO_STEP, Add, Configure, Finish, StepRecord
+from slotwise.engine.messages import Add, Configure, Finish
 from slotwise.engine.scheduling import Scheduling
 
 LIMITS = SchedulerLimits(max_model_len=64, num_blocks=8, block_size=4, max_num_seqs=3, max_num_batched_tokens=8)
@@ -71,7 +72,7 @@ def run(subject: Engine, most_steps: int = 500) -> list[StepRecord]:
 def outputs(records: list[StepRecord]) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for record in records:
-        for name, tokens in zip(record.request_ids, record.token_ids, strict=True):
+        for name, tokens in zip(record.plan.request_ids, record.tokens, strict=True):
             found.setdefault(name, []).extend(tokens)
     return found
 
@@ -96,9 +97,9 @@ def test_a_record_tells_who_ran_who_joined_who_waits_and_why():
     for name in "abcd":
         subject.handle(add(name, ignore_eos=True))
     record = subject.step()
-    assert record.request_ids == record.admitted == ("a", "b", "c")
-    assert record.counts == (3, 3, 2) and record.stop == ("no_slot", "d", 0, NEVER)
-    assert (record.num_running, record.num_waiting, record.num_free_blocks) == (3, 1, 5)
+    assert record.plan.request_ids == admitted_of(record) == ("a", "b", "c")
+    assert record.plan.counts == (3, 3, 2) and record.plan.stop == ("no_slot", "d", 0, None)
+    assert (record.counters.num_running, record.counters.num_waiting, record.counters.num_free_blocks) == (3, 1, 5)
     assert record.started_ns < record.ended_ns
 
 
@@ -129,7 +130,7 @@ def test_a_row_that_cannot_sample_ends_alone_and_is_told_why():
     ends = {end.request_id: end for record in records for end in record.ended}
     assert ends["a"].reason == "error" and "probabilities" in ends["a"].message
     assert ends["b"].reason == "length" and outputs(records)["b"] == expected(6)
-    assert records[-1].num_free_blocks == LIMITS.num_blocks
+    assert records[-1].counters.num_free_blocks == LIMITS.num_blocks
 
 
 def test_an_abort_between_steps_shows_in_the_next_record():
@@ -141,7 +142,7 @@ def test_an_abort_between_steps_shows_in_the_next_record():
     record = subject.idle_record()
     assert record is not None and record.step == NO_STEP
     assert [(end.request_id, end.reason) for end in record.ended] == [("gone", "abort")]
-    assert record.num_free_blocks == LIMITS.num_blocks
+    assert record.counters.num_free_blocks == LIMITS.num_blocks
     assert subject.idle_record() is None
 
 
@@ -207,8 +208,8 @@ def test_a_drawn_length_shows_in_no_plan_before_it_is_reached():
         command.spec = replace(command.spec, forced_length=drawn)
         subject.handle(command)
         records.append(run(subject))
-    before = [(r.request_ids, r.counts, r.num_free_blocks) for r in records[0][:2]]
-    assert before == [(r.request_ids, r.counts, r.num_free_blocks) for r in records[1][:2]]
+    before = [(r.plan.request_ids, r.plan.counts, r.counters.num_free_blocks) for r in records[0][:2]]
+    assert before == [(r.plan.request_ids, r.plan.counts, r.counters.num_free_blocks) for r in records[1][:2]]
 
 
 def test_log_probabilities_wait_for_the_batch_with_their_tokens():
@@ -218,7 +219,7 @@ def test_log_probabilities_wait_for_the_batch_with_their_tokens():
     records = run(subject)
     assert all(record.logprobs == () for record in records[:-1])
     last = records[-1]
-    told = dict(zip(last.request_ids, zip(last.token_ids, last.logprobs, strict=True), strict=True))
+    told = dict(zip(last.plan.request_ids, zip(last.tokens, last.logprobs, strict=True), strict=True))
     for name, length in (("short", 2), ("long", 4)):
         tokens, logprobs = told[name]
         assert tokens == tuple(expected(length)) and [entry.rank for entry in logprobs] == list(tokens)
@@ -229,11 +230,11 @@ def test_while_a_window_is_open_only_the_clock_or_a_command_gives_something_to_d
     subject.handle(add("a", 2, ignore_eos=True))
     assert subject.wait() == 0
     record = subject.step()
-    assert record.request_ids == () and record.stop.reason == "window_open"
+    assert record.plan.request_ids == () and record.plan.stop.reason == "window_open"
     assert 0.9 < subject.wait() <= 1
     subject.handle(add("b", 2, ignore_eos=True))
     assert subject.wait() == 0
-    assert subject.step().request_ids == ("a", "b")
+    assert subject.step().plan.request_ids == ("a", "b")
 
 
 def test_nothing_is_waited_for_while_a_step_is_in_flight():
@@ -253,8 +254,8 @@ def test_a_change_is_in_force_at_the_next_plan_and_told_once():
     changed = Scheduling(Batching(), max_num_seqs=2, max_num_batched_tokens=8)
     subject.handle(Configure(changed))
     record = subject.step()
-    assert record.request_ids == ("a", "b") and record.configured == changed
-    assert all(record.configured is None for record in run(subject))
+    assert record.plan.request_ids == ("a", "b") and record.inputs.configured == changed
+    assert all(record.inputs.configured is None for record in run(subject))
 
 
 def test_a_change_while_idle_is_told_between_steps():
@@ -262,7 +263,7 @@ def test_a_change_while_idle_is_told_between_steps():
     changed = Scheduling(Batching("orca"), max_num_seqs=3, max_num_batched_tokens=8)
     subject.handle(Configure(changed))
     record = subject.idle_record()
-    assert record.step == NO_STEP and record.configured == changed
+    assert record.step == NO_STEP and record.inputs.configured == changed
     assert subject.idle_record() is None
 
 
@@ -271,8 +272,8 @@ def test_who_joins_ahead_is_told_with_the_step_it_joins():
     for name in "abcde":
         subject.handle(add(name, 3, ignore_eos=True))
     for record in run(subject):
-        assert len(record.admitted) == len(record.cached)
-        assert set(record.admitted) <= set(record.request_ids)
+        assert len(admitted_of(record)) == len(cached_of(record))
+        assert set(admitted_of(record)) <= set(record.plan.request_ids)
 
 
 def test_a_record_tells_what_the_clock_showed_and_which_places_changed_hands():
@@ -280,17 +281,18 @@ def test_a_record_tells_what_the_clock_showed_and_which_places_changed_hands():
     for name in "ab":
         subject.handle(add(name, 3, ignore_eos=True))
     first, *others = run(subject)
-    assert (first.taken, first.planned, first.ended_ns) == ((0, 1), (2,), 3)
-    assert [slot for slot, _, _ in first.new_blocks] == [0, 1] and not any(record.taken for record in others)
-    assert [record.planned for record in others] == [(record.started_ns,) for record in others]
+    assert (first.inputs.handled, first.inputs.planned, first.ended_ns) == ((0, 1), (2,), 3)
+    assert [slot for slot, _, _ in first.plan.new_blocks] == [0, 1] and not any(record.inputs.handled
+                                                                                for record in others)
+    assert [record.inputs.planned for record in others] == [(record.started_ns,) for record in others]
 
 
 def test_a_broken_step_tells_whom_it_had_let_in():
     subject = engine(Breaking(0), depth=1)
     subject.handle(add("a", ignore_eos=True))
     record = subject.step()
-    assert record.failure == "ArithmeticError: step 0 broke" and len(record.planned) == 2
-    assert (record.step, record.admitted, record.cached) == (NO_STEP, ("a",), (0,))
+    assert record.outcome.failure == "ArithmeticError: step 0 broke" and len(record.inputs.planned) == 2
+    assert (record.step, admitted_of(record), cached_of(record)) == (NO_STEP, ("a",), (0,))
 
 
 def test_what_is_sampled_and_not_told_yet_stands_in_the_record():
@@ -298,6 +300,6 @@ def test_what_is_sampled_and_not_told_yet_stands_in_the_record():
     subject.handle(add("short", 2, ignore_eos=True))
     subject.handle(add("long", 5, ignore_eos=True))
     records = [record for record in run(subject) if record.step != NO_STEP]
-    sampled = [(record.sampled or record.token_ids)[record.request_ids.index("long")][0] for record in records]
+    sampled = [(record.result.tokens)[record.plan.request_ids.index("long")][0] for record in records]
     assert sampled == expected(5)
-    assert not any(any(record.token_ids) for record in records[:-1]) and records[-1].sampled
+    assert not any(any(record.tokens) for record in records[:-1]) and records[-1].outcome.tokens

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.records import record_of
 from support.toy import named
 
 from slotwise.batching.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
+from slotwise.core.record import Outcome, RequestEnd, StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.core.step import TokenLogprobs
 from slotwise.engine.client import EngineClient
@@ -26,7 +28,8 @@ from slotwise.engine.ipc import (
     messages_of,
     pair,
 )
-from slotwise.engine.messages import EngineInfo, RowEnd, StepOutputs, StepRecord
+from slotwise.engine.messages import EngineInfo, StepOutputs
+from slotwise.engine.record_codec import StepReport, unpacked
 from slotwise.engine.scheduling import Scheduling
 
 LIMITS = SchedulerLimits(max_model_len=64, num_blocks=64, block_size=4, max_num_seqs=8, max_num_batched_tokens=32)
@@ -38,38 +41,45 @@ def a_record(lengths: list[int], top: int) -> StepRecord:
     """Rows 0, 1, ... of these lengths, with `top` log-probabilities a token."""
     tokens = tuple([tuple(range(row, row + length)) for row, length in enumerate(lengths)])
     entry = TokenLogprobs(-0.123456, 3, tuple(range(1000, 1000 + top)), (-1.23456,) * top)
-    return StepRecord(
+    return record_of(
         5, 1, 2, tuple(range(len(lengths))), tuple(range(len(lengths))), (0,) * len(lengths),
-        (1,) * len(lengths), token_ids=tokens, logprobs=tuple([(entry,) * length for length in lengths]))
+        (1,) * len(lengths), tokens=tokens, logprobs=tuple([(entry,) * length for length in lengths]))
 
 
 @given(st.lists(st.integers(0, 5000), max_size=20), st.integers(0, 20))
 def test_parts_are_bounded_and_hold_every_output_in_order(lengths: list[int], top: int) -> None:
     record = a_record(lengths, top)
     expected = {name: tuple(zip(tokens, some, strict=True)) for name, tokens, some in zip(
-        record.request_ids, record.token_ids, record.logprobs, strict=True)}
+        record.plan.request_ids, record.tokens, record.logprobs, strict=True)}
     *parts, last = messages_of(record)
-    assert last is record and record.num_parts == len(parts)
+    assert last.num_parts == len(parts) and unpacked(last).tokens == record.tokens
     found: dict[str, tuple[Any, ...]] = dict.fromkeys(expected, ())
-    for part in parts or [last]:
+    for part in parts:
         assert sum((1 + top) * len(tokens) for tokens in part.token_ids) <= MAX_ENTRIES
         for name, tokens, some in zip(part.request_ids, part.token_ids, part.logprobs, strict=True):
             found[name] += tuple(zip(tokens, some, strict=True))
-    assert found == expected and (not parts or not last.logprobs)
+    whole = unpacked(last)
+    if not parts:
+        found = {name: tuple(zip(tokens, some, strict=True)) for name, tokens, some in zip(
+            whole.plan.request_ids, whole.tokens, whole.logprobs, strict=True)}
+    assert found == expected and (not parts or not whole.logprobs)
 
 
 @given(st.lists(st.integers(0, 9000), min_size=1, max_size=8), st.integers(0, 20))
 def test_prompts_are_sent_in_parts_that_say_their_positions(lengths: list[int], top: int) -> None:
     entry = TokenLogprobs(-0.5, 1, tuple(range(top)), (-0.5,) * top)
     rows = tuple([tuple([entry._replace(rank=place) for place in range(length)]) for length in lengths])
-    record = StepRecord(
-        5, 1, 2, tuple(map(str, range(len(rows)))), tuple(range(len(rows))), tuple(range(0, 7 * len(rows), 7)),
-        tuple([max(1, length) for length in lengths]), token_ids=((),) * len(rows), prompt_logprobs=rows)
-    starts = dict(zip(record.request_ids, record.starts, strict=True))
+    record = record_of(
+        5, 1, 2, tuple(range(len(rows))), tuple(range(len(rows))), tuple(range(0, 7 * len(rows), 7)),
+        tuple([max(1, length) for length in lengths]), tokens=((),) * len(rows), prompt_logprobs=rows)
+    starts = dict(zip(record.plan.request_ids, record.plan.starts, strict=True))
     found: dict[str, list[int]] = {name: [] for name in starts}
-    for message in messages_of(record):
-        assert sum((1 + top) * len(some) for some in message.prompt_logprobs) <= MAX_ENTRIES
-        for name, start, some in zip(message.request_ids, message.starts, message.prompt_logprobs, strict=False):
+    *parts, last = messages_of(record)
+    whole = unpacked(last)
+    for ids, begins, entries in (*[(part.request_ids, part.starts, part.prompt_logprobs) for part in parts],
+                                 (whole.plan.request_ids, whole.plan.starts, whole.result.prompt_logprobs)):
+        assert sum((1 + top) * len(some) for some in entries) <= MAX_ENTRIES
+        for name, start, some in zip(ids, begins, entries, strict=False):
             assert not some or start == starts[name] + len(found[name])
             found[name] += [one.rank for one in some]
     assert list(found.values()) == [list(range(length)) for length in lengths]
@@ -99,10 +109,10 @@ def test_the_client_hands_out_the_parts_before_the_end() -> None:
         params = SamplingParams(max_tokens=5000, logprobs=20)
         generations = [client.submit(named(str(row), RequestSpec([1], params))) for row in range(3)]
         record = a_record([2000, 3000, 1000], 20)
-        expected = list(zip(record.token_ids, record.logprobs, strict=True))
-        record.ended = (RowEnd(0, "length", 2000), RowEnd(2, "length", 1000))
+        expected = list(zip(record.tokens, record.logprobs, strict=True))
+        record = record._replace(outcome=Outcome(ended=(RequestEnd(0, "length", 2000), RequestEnd(2, "length", 1000))))
         messages = list(messages_of(record))
-        assert [type(message) for message in messages] == [StepOutputs] * (len(messages) - 1) + [StepRecord]
+        assert [type(message) for message in messages] == [StepOutputs] * (len(messages) - 1) + [StepReport]
         for message in messages:
             await asyncio.to_thread(channel.send, encode(message))
         while not generations[0].ended:
@@ -128,8 +138,8 @@ def test_the_last_token_of_a_part_comes_with_the_end_that_the_record_tells() -> 
         params = SamplingParams(max_tokens=5000, logprobs=20)
         ending, running = [client.submit(named(str(row), RequestSpec([1], params))) for row in range(2)]
         record = a_record([2000, 1000], 20)
-        (tokens, others), (logprobs, _) = record.token_ids, record.logprobs
-        record.ended = (RowEnd(0, "stop", 2000),)
+        (tokens, others), (logprobs, _) = record.tokens, record.logprobs
+        record = record._replace(outcome=Outcome(ended=(RequestEnd(0, "stop", 2000),)))
         *parts, last = messages_of(record)
         for part in parts:
             await asyncio.to_thread(channel.send, encode(part))

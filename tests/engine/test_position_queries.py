@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.recorded import Recorded
+from support.records import admitted_of
 from support.toy import EOS, next_token
 
 from slotwise.batching.batching_settings import Batching
@@ -55,7 +56,7 @@ def test_places_are_the_order_in_which_slots_are_given(policy: str, requests: li
     assert sorted(told.values()) == list(range(len(names)))
     admitted: list[str] = []
     while subject.has_work:
-        admitted += subject.step().admitted
+        admitted += admitted_of(subject.step())
         ahead = [name for name in sorted(told, key=told.__getitem__) if name not in admitted]
         later = places(subject, names)
         assert [name for name in ahead if later[name] != ahead.index(name)] == []

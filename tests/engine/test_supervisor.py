@@ -10,19 +10,14 @@ from typing import Any
 import msgspec
 import pytest
 from engine.test_client import FOREVER, INFO, SCHEDULING, Notes
+from support.records import record_of
 from support.toy import named
 
 from slotwise.core.request import RequestSpec
 from slotwise.engine.client import EngineClient
 from slotwise.engine.ipc import HEARTBEAT_SECONDS, BlockingChannel, decode_command, encode, pair
-from slotwise.engine.messages import (
-    Add,
-    Configure,
-    EngineFailed,
-    EngineInfo,
-    Heartbeat,
-    StepRecord,
-)
+from slotwise.engine.messages import Add, Configure, EngineFailed, EngineInfo, Heartbeat
+from slotwise.engine.record_codec import StepReport, packed
 from slotwise.engine.refusals import EngineError, Refused
 from slotwise.engine.supervisor import EXIT, REAP, Backoff, Supervisor
 
@@ -224,7 +219,7 @@ def test_an_engine_that_is_busy_for_long_is_left_alone() -> None:
             world.processes[0].beat(int(turn * HEARTBEAT_SECONDS * 1e9))
             await world.until(turn * HEARTBEAT_SECONDS)
             assert world.client.state == "busy"
-        world.processes[0].other.send(encode(StepRecord(0, 0, 0)))
+        world.processes[0].other.send(encode(packed(record_of(0, 0, 0), StepReport)))
         await world.settle()
         assert world.client.last_step_age is not None and world.client.healthy
 

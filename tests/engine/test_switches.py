@@ -10,18 +10,20 @@ from itertools import count
 from typing import Any
 
 import pytest
+from support.records import admitted_of
 from support.toy import EOS, alone, next_token, request
 
 from slotwise.batching.batching_settings import KINDS, PREFILLS, Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
+from slotwise.core.record import NO_STEP, StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.slo import SLO, Tier
 from slotwise.core.step_time import StepTimeModel
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
-from slotwise.engine.messages import NO_STEP, Add, Configure, StepRecord
+from slotwise.engine.messages import Add, Configure
 from slotwise.engine.scheduling import Scheduling
 from slotwise.policies.policy_settings import POLICIES, Ordering
 
@@ -95,7 +97,7 @@ class Busy:
         record = self.engine.step() if self.engine.has_work else self.engine.idle_record()
         if record is None:
             return None
-        for name, tokens in zip(record.request_ids, record.token_ids, strict=False):
+        for name, tokens in zip(record.plan.request_ids, record.tokens, strict=False):
             self.outputs.setdefault(name, []).extend(tokens)
         for end in record.ended:
             assert end.request_id not in self.ended, f"{end.request_id} ended twice"
@@ -117,19 +119,20 @@ def obeys(record: StepRecord, scheduling: Scheduling, before: set[str]) -> None:
     Args:
         before: who had a slot when that was changed: they go on, and newcomers wait for room.
     """
-    kind, rows = scheduling.batching.kind, [row for row in range(len(record.counts)) if row not in record.held]
-    if record.admitted:
-        assert len(record.request_ids) <= scheduling.max_num_seqs
+    kind, rows = scheduling.batching.kind, [row for row in range(len(record.plan.counts))
+                                            if row not in record.plan.held]
+    if admitted_of(record):
+        assert len(record.plan.request_ids) <= scheduling.max_num_seqs
     whole = kind != "continuous" or scheduling.batching.prefill in ("inline", "alone")
-    counts = [record.counts[row] for row in rows]
+    counts = [record.plan.counts[row] for row in rows]
     if not whole:
         assert sum(counts) <= max(scheduling.max_num_batched_tokens, 0)
-    if kind == "one_at_a_time" and record.admitted:
-        assert len(record.request_ids) == 1
-    if kind in ("static", "dynamic") and record.admitted:
-        assert not before & set(record.request_ids)
-    if scheduling.batching.prefill == "alone" and record.admitted:
-        assert set(record.admitted) == set(record.request_ids)
+    if kind == "one_at_a_time" and admitted_of(record):
+        assert len(record.plan.request_ids) == 1
+    if kind in ("static", "dynamic") and admitted_of(record):
+        assert not before & set(record.plan.request_ids)
+    if scheduling.batching.prefill == "alone" and admitted_of(record):
+        assert set(admitted_of(record)) == set(record.plan.request_ids)
 
 
 def keeps_slots(scheduling: Scheduling, used: Counter[str], admitted: Collection[str]) -> None:
@@ -164,12 +167,12 @@ def test_a_thousand_switches_lose_nobody(depth: int) -> None:
             record = busy.step()
             if record is not None and record.step != NO_STEP and turn == depth:
                 obeys(record, scheduling, running)
-                if not depth and record.admitted:
-                    slots = (before - dict(record.preempted).keys()) | set(record.admitted)
+                if not depth and admitted_of(record):
+                    slots = (before - {one.request_id for one in record.preempted}) | set(admitted_of(record))
                     used = Counter(busy.tiers[name] for name in slots)
-                    keeps_slots(scheduling, used, {busy.tiers[name] for name in record.admitted})
-            if record is not None and record.configured is not None:
-                assert record.configured == scheduling
+                    keeps_slots(scheduling, used, {busy.tiers[name] for name in admitted_of(record)})
+            if record is not None and record.inputs.configured is not None:
+                assert record.inputs.configured == scheduling
     assert refused < SWITCHES // 10
     busy.rest()
     assert busy.ended.keys() == busy.asked.keys() and len(busy.asked) > 100
@@ -186,13 +189,13 @@ def test_the_first_plan_after_a_change_follows_the_new_policy(policy: str) -> No
     for number in range(7):
         params = SamplingParams(max_tokens=9 - number, ignore_eos=True)
         busy.engine.handle(Add(f"q{number}", RequestSpec([2], params, slo=SLO(priority=-number))))
-    assert busy.step().admitted == ("q0",)
+    assert admitted_of(busy.step()) == ("q0",)
     other = busy.scheduling.changed({"scheduling_policy": policy, **({"preemption_gap": 99} if policy == "priority" else
                                                                      {})}, LIMITS)
     busy.engine.handle(Configure(other))
     while not (record := busy.step()).admitted:
         pass
-    assert record.admitted == ("q6",)
+    assert admitted_of(record) == ("q6",)
 
 
 def test_what_a_batch_kept_back_is_told_to_those_who_have_no_turn_when_it_is_broken_up() -> None:

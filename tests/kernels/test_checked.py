@@ -84,8 +84,8 @@ def generated(config: EngineConfig) -> tuple[list[int], bool]:
     tokens = []
     while engine.has_work:
         record = engine.step()
-        assert not record.failure
-        tokens += [token for row in record.token_ids for token in row]
+        assert not record.outcome.failure
+        tokens += [token for row in record.tokens for token in row]
     return tokens, isinstance(seen[0], CheckedKernels)
 
 

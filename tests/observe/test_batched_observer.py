@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from support.records import record_of
+
 from slotwise.core.params import SamplingParams
+from slotwise.core.record import StepRecord
 from slotwise.core.request import RequestSpec
-from slotwise.engine.messages import Add, Observer, StepRecord
+from slotwise.engine.messages import Add, Observer
 from slotwise.observe import batched_observer
 from slotwise.observe.batched_observer import BatchedObserver
 
@@ -55,8 +58,8 @@ def during(play: Callable[[BatchedObserver], None], seconds: float, *before: Obs
 def some(subject: BatchedObserver) -> None:
     subject.arrived("a", 3, 1)
     subject.commanded(Add("a", RequestSpec([1], SamplingParams())), 1)
-    subject.stepped(StepRecord(0, 2, 3))
-    subject.stepped(StepRecord(1, 3, 4))
+    subject.stepped(record_of(0, 2, 3))
+    subject.stepped(record_of(1, 3, 4))
     subject.sent("a", 4, 5, 2)
 
 
@@ -100,6 +103,6 @@ def test_one_who_reads_again_and_again_does_not_have_it_told_more_often_later() 
 def test_what_is_kept_is_bounded() -> None:
     def flood(subject: BatchedObserver) -> None:
         for step in range(batched_observer.MOST + 5):
-            subject.stepped(StepRecord(step, 1, 2))
+            subject.stepped(record_of(step, 1, 2))
 
     assert len(during(flood, 0.0)) == batched_observer.MOST

@@ -15,14 +15,13 @@ from hypothesis import strategies as st
 from support.recorded import Recorded
 
 from slotwise.batching.batching_settings import Batching
+from slotwise.core.record import NO_STEP, StepRecord
 from slotwise.core.step_time import StepTimeModel, Work
-from slotwise.engine.messages import NO_STEP
 from slotwise.observe import event_log
-from slotwise.observe.event_log import Entry, Step
+from slotwise.observe.event_log import Entry, LogError
 from slotwise.observe.explain import explain
 from slotwise.observe.fold import gather
 from slotwise.observe.live_state import LiveState
-from slotwise.observe.log_format import LogError
 from slotwise.observe.step_view import step_view, times_of
 from slotwise.simulate.replay import ReplayError, replay
 
@@ -59,7 +58,7 @@ def looked_at(lines: list[bytes]) -> None:
     for one in [*state.seated(), *state.queue()]:
         assert state.phase(one) is not None and state.reason(one) is not None
     state.rates(state.now_ns)
-    for number in {entry.step for entry in entries if isinstance(entry, Step) and entry.step != NO_STEP}:
+    for number in {entry.step for entry in entries if isinstance(entry, StepRecord) and entry.step != NO_STEP}:
         if number % 7 == 0:
             step_view(entries, number, times)
 
@@ -124,9 +123,11 @@ def test_a_damaged_log_is_an_error_or_an_answer(lines: list[Any]) -> None:
 
 def with_fields(**fields: Any) -> dict[str, Any]:
     """A step of two rows."""
-    step = {"kind": "step", "step": 3, "started_ns": 5, "ended_ns": 9, "numbers": [0, 1], "slots": [0, 1],
-            "starts": [0, 0], "counts": [1, 1], "tokens": [[1], [2]]}
-    return step | fields
+    plan = {"step": 3, "request_ids": [0, 1], "slots": [0, 1], "starts": [0, 0], "counts": [1, 1], "kinds": [1, 1]}
+    result = {"step": 3, "tokens": [[1], [2]]}
+    for name, value in fields.items():
+        (result if name in ("tokens", "failed") else plan)[name] = value
+    return {"kind": "step", "started_ns": 5, "ended_ns": 9, "plans": [plan], "result": result}
 
 
 @pytest.mark.parametrize(("product", "total"), [(1e-300, 1e59), (1e-200, 1e50), (1e-20, 1e10)])
@@ -144,13 +145,13 @@ def test_learned_sums_that_give_no_step_times(product: float, total: float) -> N
 
 @pytest.mark.parametrize(("fields", "told"), [
     ({"slots": []}, "columns of step 3 differ in length"),
-    ({"numbers": [0, 1, 2, 3]}, "columns of step 3 differ in length"),
+    ({"request_ids": [0, 1, 2, 3]}, "columns of step 3 differ in length"),
     ({"tokens": [[1]]}, "columns of step 3 differ in length"),
     ({"padding": [1]}, "columns of step 3 differ in length"),
-    ({"numbers": [1, 1]}, "two rows of one request"),
+    ({"request_ids": [1, 1]}, "two rows of one request"),
     ({"counts": [1, 0]}, "a row of step 3 has no tokens"),
-    ({"counts": [1, 2**62]}, "2147483648"),
-    ({"starts": [-1, 0]}, ">= 0"),
+    ({"counts": [1, 2**62]}, "out of range"),
+    ({"starts": [-1, 0]}, "out of range"),
     ({"held": [2]}, "names a row that it does not have"),
     ({"failed": [9]}, "names a row that it does not have"),
     ({"stop": ["no_slot", 95, 3]}, "stops at a request that it does not name"),
@@ -163,7 +164,9 @@ def test_a_step_that_contradicts_itself(fields: dict[str, Any], told: str) -> No
 
 
 def test_rows_of_many_tokens_are_explained_in_bounded_time() -> None:
-    lines = [line | {"counts": [2**31] * len(line["counts"])} if "counts" in line else line for line in recorded()]
+    lines = deepcopy(recorded())
+    for plan in [plan for line in lines for plan in line.get("plans", ())]:
+        plan["counts"] = [2**31] * len(plan.get("counts", ()))
     looked_at(lines_of(lines))
 
 

@@ -8,12 +8,15 @@ from functools import cache
 import msgspec
 import pytest
 from support.played import LIMITS, MS, Play
+from support.records import record_of
 
 from slotwise.batching.batching_settings import Batching
 from slotwise.core.params import SamplingParams
+from slotwise.core.record import NO_STEP, RequestEnd, StepRecord
 from slotwise.core.request import RequestSpec
+from slotwise.core.step import Admission
 from slotwise.core.step_time import StepTimeModel, Work, work_of
-from slotwise.engine.messages import NO_STEP, Add, Timing
+from slotwise.engine.messages import Add, Timing
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe import event_log
 from slotwise.observe.event_log import Entry
@@ -39,8 +42,8 @@ def explanations(entries: list[Entry]) -> dict[str, Explanation]:
     return {timeline.request.id: explain(timeline, entries, times) for timeline in gather(entries).values()}
 
 
-def steps(entries: list[Entry]) -> dict[int, event_log.Step]:
-    return {entry.step: entry for entry in entries if isinstance(entry, event_log.Step)}
+def steps(entries: list[Entry]) -> dict[int, StepRecord]:
+    return {entry.step: entry for entry in entries if isinstance(entry, StepRecord)}
 
 
 def check_sums(play: Play, told: dict[str, Explanation]) -> None:
@@ -64,9 +67,9 @@ def check_reasons(entries: list[Entry], told: dict[str, Explanation]) -> None:
             if span.reason == STEP_UNDER_WAY:
                 assert step.started_ns < explanation.timeline.taken_ns or not explanation.timeline.taken_ns
                 continue
-            assert number not in step.numbers
-            given = [one.reason for one in (*step.refused, *step.preempted) if one.number == number]
-            assert span.reason in given or (not given and step.stop.reason == span.reason), (span, step)
+            assert number not in step.plan.request_ids
+            given = [one.reason for one in (*step.plan.refused, *step.preempted) if one.request_id == number]
+            assert span.reason in given or (not given and step.plan.stop.reason == span.reason), (span, step)
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -134,7 +137,7 @@ def test_a_request_alone_has_no_neighbours_and_nothing_is_guessed_about_it() -> 
     (timeline,) = gather(play.entries).values()
     known, unknown = (explain(timeline, play.entries, times) for times in (times_of(play.entries), StepTimeModel()))
     assert known.shares == unknown.shares
-    computed = [entry for entry in play.entries if isinstance(entry, event_log.Step) and entry.numbers]
+    computed = [entry for entry in play.entries if isinstance(entry, StepRecord) and entry.plan.request_ids]
     assert known.ns("prefill") + known.ns("decode") == sum(step.ended_ns - step.started_ns for step in computed)
     assert {share.part for share in known.shares} <= {
         "tokenising", "handing_over", "scheduling", "prefill", "decode", "sending"}
@@ -188,7 +191,7 @@ def test_a_living_request_is_explained_as_far_as_the_log_goes() -> None:
     play = Play(2)
     play.arrive(20, 30)
     entries = play.run(1, leaving=0.0).entries
-    last = max(at for at, entry in enumerate(entries) if isinstance(entry, event_log.Step) and not entry.ended)
+    last = max(at for at, entry in enumerate(entries) if isinstance(entry, StepRecord) and not entry.ended)
     (timeline,) = gather(entries[: last + 1]).values()
     explanation = explain(timeline, entries[: last + 1], times_of(entries))
     assert not timeline.ended and timeline.total_ns == 0
@@ -201,7 +204,7 @@ def test_one_whose_first_steps_are_forgotten_is_not_explained() -> None:
     play = Play(2)
     play.run(30, leaving=0.0)
     whole = play.entries
-    first = next(at for at, entry in enumerate(whole) if isinstance(entry, event_log.Step) and entry.step == 20)
+    first = next(at for at, entry in enumerate(whole) if isinstance(entry, StepRecord) and entry.step == 20)
     there = [entry for entry in whole[:first] if isinstance(entry, event_log.Run | event_log.RequestEntry)]
     cut = gather([*there, *whole[first:]])
     began = whole[first].started_ns
@@ -216,16 +219,16 @@ def request(number: int, name: str, ns: int, salt: str = "", **timing: int) -> e
     return event_log.RequestEntry(ns, 4, Add(number, spec, Timing(**timing), name))
 
 
-def row(step: int, numbers: tuple[int, ...], start: int, **more: object) -> event_log.Step:
+def row(step: int, numbers: tuple[int, ...], start: int, **more: object) -> StepRecord:
     """A step of ten milliseconds that begins a millisecond after the last."""
     began = (step * 11 + 1) * MS
-    return event_log.Step(step, began, began + 10 * MS, numbers=numbers, slots=numbers, starts=(start,) * len(numbers),
+    return record_of(step, began, began + 10 * MS, numbers=numbers, slots=numbers, starts=(start,) * len(numbers),
                           counts=(4 if start == 0 else 1,) * len(numbers), tokens=((7,),) * len(numbers),
                           prefills=tuple(range(len(numbers))) if start == 0 else (), **more)
 
 
 def joined(*numbers: int) -> dict[str, object]:
-    return {"admitted": tuple(event_log.Admission(number, 0) for number in numbers), "taken": (MS,) * len(numbers)}
+    return {"admitted": tuple(Admission(number, 0) for number in numbers), "taken": (MS,) * len(numbers)}
 
 
 def told(timeline: RequestTimeline, entries: list[Entry], until_ns: int = 0) -> dict[str, float]:
@@ -239,8 +242,8 @@ def told(timeline: RequestTimeline, entries: list[Entry], until_ns: int = 0) -> 
 def test_choices_of_a_response_wait_for_each_other() -> None:
     entries = [
         request(0, "cmpl-x-0", MS, received_ns=MS // 2), request(1, "cmpl-x-1", MS, received_ns=MS // 2),
-        row(0, (0, 1), 0, **joined(0, 1), ended=(event_log.End(0, "length", 1),)),
-        row(1, (1,), 4, ended=(event_log.End(1, "length", 2),)),
+        row(0, (0, 1), 0, **joined(0, 1), ended=(RequestEnd(0, "length", 1),)),
+        row(1, (1,), 4, ended=(RequestEnd(1, "length", 2),)),
         event_log.Sent(0, 23 * MS, 24 * MS, 1), event_log.Sent(1, 23 * MS, 24 * MS, 1)]
     first, second = gather(entries).values()
     assert told(first, entries) == {"tokenising": 0.5, "prefill": 4, "neighbours": 6, "siblings": 11, "sending": 2}
@@ -251,8 +254,8 @@ def test_choices_of_a_response_wait_for_each_other() -> None:
 
 def test_after_a_stop_string_everything_is_sending() -> None:
     """The engine hears of it in the middle of a step that computes one token too many."""
-    entries = [request(0, "cmpl-x-0", MS), row(0, (0,), 0, **joined(0)), event_log.Command(12 * MS, 0, "stop"),
-               row(1, (0,), 4), row(2, (), 0, taken=(22 * MS,), ended=(event_log.End(0, "stop", 2),))]
+    entries = [request(0, "cmpl-x-0", MS), row(0, (0,), 0, **joined(0)), event_log.CommandEntry(12 * MS, 0, "stop"),
+               row(1, (0,), 4), row(2, (), 0, taken=(22 * MS,), ended=(RequestEnd(0, "stop", 2),))]
     (timeline,) = gather(entries[:3]).values()
     assert told(timeline, entries[:3], until_ns=13 * MS) == {"prefill": 10, "sending": 2}
     entries.append(event_log.Sent(0, 13 * MS, 13 * MS, 1))
@@ -261,25 +264,25 @@ def test_after_a_stop_string_everything_is_sending() -> None:
 
 
 def test_an_abort_in_the_middle_of_a_step_ends_the_story_there() -> None:
-    entries = [request(0, "cmpl-x-0", MS), row(0, (0,), 0, **joined(0)), event_log.Command(15 * MS, 0, "abort"),
-               row(1, (0,), 4), row(2, (), 0, taken=(22 * MS,), ended=(event_log.End(0, "abort", 2),))]
+    entries = [request(0, "cmpl-x-0", MS), row(0, (0,), 0, **joined(0)), event_log.CommandEntry(15 * MS, 0, "abort"),
+               row(1, (0,), 4), row(2, (), 0, taken=(22 * MS,), ended=(RequestEnd(0, "abort", 2),))]
     (timeline,) = gather(entries).values()
     assert told(timeline, entries) == {"prefill": 10, "scheduling": 1, "decode": 3}
 
 
 def test_an_engine_that_is_lost_takes_the_rest() -> None:
     entries = [request(0, "cmpl-x-0", MS), request(1, "cmpl-y-1", 2 * MS), row(0, (0,), 0, **joined(0)),
-               event_log.Engine(50 * MS, event_log.LOST, "killed"), event_log.Step(
+               event_log.EngineLost(50 * MS, event_log.LOST, "killed"), record_of(
                    NO_STEP, 50 * MS, 50 * MS,
-                   ended=(event_log.End(0, "error", 0), event_log.End(1, "error", 0)))]
+                   ended=(RequestEnd(0, "error", 0), RequestEnd(1, "error", 0)))]
     running, waiting = gather(entries).values()
     assert told(running, entries) == {"prefill": 10, "failed_step": 39}
     assert told(waiting, entries) == {"queue": 9, "handing_over": 39}
 
 
 def test_a_failed_step_is_named() -> None:
-    entries = [request(0, "cmpl-x-0", MS), row(0, (0,), 0, **joined(0)), event_log.Step(
-        NO_STEP, 12 * MS, 15 * MS, ended=(event_log.End(0, "error", 1, "it broke"),), failure="it broke")]
+    entries = [request(0, "cmpl-x-0", MS), row(0, (0,), 0, **joined(0)), record_of(
+        NO_STEP, 12 * MS, 15 * MS, ended=(RequestEnd(0, "error", 1, "it broke"),), failure="it broke")]
     (timeline,) = gather(entries).values()
     assert told(timeline, entries) == {"prefill": 10, "scheduling": 1, "failed_step": 3}
 
@@ -287,7 +290,7 @@ def test_a_failed_step_is_named() -> None:
 def test_a_gap_takes_those_who_lived_with_it() -> None:
     entries = [request(0, "cmpl-x-0", MS), row(0, (0,), 0, **joined(0)), event_log.Gap(3),
                request(1, "cmpl-y-1", 40 * MS),
-               row(9, (1,), 0, admitted=(event_log.Admission(1, 0),), taken=(41 * MS,))]
+               row(9, (1,), 0, admitted=(Admission(1, 0),), taken=(41 * MS,))]
     assert list(gather(entries)) == [1]
 
 

@@ -11,28 +11,18 @@ from typing import Any
 
 import pytest
 from support.recorded import Recorded
+from support.records import record_of
 from support.toy_engine import MS, Rehearsal, engine
 
 from slotwise.batching.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
+from slotwise.core.record import RequestEnd, StepRecord
 from slotwise.core.request import RequestSpec
+from slotwise.core.step import Admission, Decision, Preemption, Stop
 from slotwise.engine.messages import Add, Timing
 from slotwise.observe import traces
-from slotwise.observe.event_log import (
-    FORMAT,
-    Admission,
-    Command,
-    End,
-    Entry,
-    Preemption,
-    Refused,
-    RequestEntry,
-    Run,
-    Sent,
-    Step,
-    Stop,
-)
+from slotwise.observe.event_log import FORMAT, CommandEntry, Entry, RequestEntry, Run, Sent
 from slotwise.observe.fold import Changes, Timelines, gather
 from slotwise.observe.recorder import Recorder
 from slotwise.observe.request_timeline import RequestTimeline
@@ -45,9 +35,10 @@ def request(number: int, at_ms: float, **timing: int) -> RequestEntry:
 
 
 
-def step(at_ms: int, numbers: tuple[int, ...] = (), **columns: object) -> Step:
+def step(at_ms: int, numbers: tuple[int, ...] = (), **columns: object) -> StepRecord:
     """Ten milliseconds; a token for each row."""
-    return Step(at_ms // 10, at_ms * MS, (at_ms + 10) * MS, numbers=numbers, slots=numbers, starts=(4,) * len(numbers),
+    return record_of(at_ms // 10, at_ms * MS, (at_ms + 10) * MS, numbers=numbers, slots=numbers,
+                     starts=(4,) * len(numbers),
                 counts=(1,) * len(numbers), **columns)
 
 
@@ -109,16 +100,16 @@ def test_ways_through_a_real_engine_have_no_holes(batching: Batching, depth: int
 def test_a_way_with_everything_in_it() -> None:
     (life,) = told([
         request(0, 5, received_ns=2 * MS, tokenized_ns=4 * MS),
-        step(10, taken=(6 * MS,), refused=(Refused(0, "no_slot"),), stop=Stop("no_slot", 0, 0)),
-        step(20, refused=(Refused(9, "no_blocks"),), stop=Stop("no_blocks", 9, 1)),
+        step(10, taken=(6 * MS,), refused=(Decision(0, "no_slot"),), stop=Stop("no_slot", 0, 0)),
+        step(20, refused=(Decision(9, "no_blocks"),), stop=Stop("no_blocks", 9, 1)),
         step(30, numbers=(0,), tokens=((),), admitted=(Admission(0, 2),)),
         step(40, numbers=(0,), tokens=((7,),)),
         step(50, numbers=(0,), tokens=((7,),)),
-        step(60, preempted=(Preemption(0, "no_blocks", 5),), refused=(Refused(0, "no_blocks"),),
+        step(60, preempted=(Preemption(0, "no_blocks", 5),), refused=(Decision(0, "no_blocks"),),
              stop=Stop("no_blocks", 0, 0)),
         step(70, numbers=(0,), tokens=((),), admitted=(Admission(0, 4),)),
         step(80, numbers=(0,), tokens=((7,),)),
-        step(90, numbers=(0,), tokens=((7,),), ended=(End(0, "length", 4),)),
+        step(90, numbers=(0,), tokens=((7,),), ended=(RequestEnd(0, "length", 4),)),
         Sent(0, 51 * MS, 103 * MS, 4)])
     assert stages(life) == [
         ("tokenising", 2, 5), ("queue", 5, 30), ("prefill", 30, 50), ("decode", 50, 60), ("preempted", 60, 70),
@@ -132,9 +123,10 @@ def test_a_way_with_everything_in_it() -> None:
 def test_a_request_without_an_answer_has_the_reason_of_its_end() -> None:
     waits, runs = told([
         request(0, 5), request(1, 6), step(10, numbers=(1,), tokens=((3,),), admitted=(Admission(1, 0),),
-                                           refused=(Refused(0, "no_slot"),), stop=Stop("no_slot", 0, 0)),
-        Command(22 * MS, 0, "abort"),
-        Step(-1, 24 * MS, 24 * MS, ended=(End(0, "abort", 0), End(1, "error", 1, "the forward pass broke")))])
+                                           refused=(Decision(0, "no_slot"),), stop=Stop("no_slot", 0, 0)),
+        CommandEntry(22 * MS, 0, "abort"),
+        record_of(-1, 24 * MS, 24 * MS, ended=(RequestEnd(0, "abort", 0), RequestEnd(1, "error", 1,
+                                                                                     "the forward pass broke")))])
     assert stages(waits) == [("queue", 5, 22)] and waits.end_reason == "abort"
     assert stages(runs) == [("queue", 6, 10), ("prefill", 10, 20), ("decode", 20, 24)]
     assert runs.message == "the forward pass broke"
@@ -144,14 +136,14 @@ def test_a_stop_string_ends_the_way_where_it_was_found() -> None:
     """The response is sent before the engine hears of it."""
     (life,) = told([
         request(0, 0), step(10, numbers=(0,), tokens=((3,),), admitted=(Admission(0, 0),)),
-        Command(23 * MS, 0, "stop"), Sent(0, 21 * MS, 24 * MS, 2),
-        step(20, numbers=(0,), tokens=((4,),), ended=(End(0, "stop", 2),))])
+        CommandEntry(23 * MS, 0, "stop"), Sent(0, 21 * MS, 24 * MS, 2),
+        step(20, numbers=(0,), tokens=((4,),), ended=(RequestEnd(0, "stop", 2),))])
     assert stages(life)[-2:] == [("decode", 20, 23), ("sending", 23, 24)] and life.closed_ns == 24 * MS
 
 
 def test_what_waits_for_its_sending_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traces, "MAX_UNSENT", 2)
-    ends = tuple(End(number, "stop", 1) for number in range(5))
+    ends = tuple(RequestEnd(number, "stop", 1) for number in range(5))
     lives = told([*(request(number, 0) for number in range(5)), step(10, ended=ends)])
     assert [life.request.number for life in lives] == [0, 1, 2]
 
@@ -159,7 +151,7 @@ def test_what_waits_for_its_sending_is_bounded(monkeypatch: pytest.MonkeyPatch) 
 def test_another_engine_knows_no_request() -> None:
     info = engine()
     run = Run(FORMAT, "1", "toy", "float32", "cpu", 0.0, 0, info.limits, info.scheduling)
-    assert told([request(0, 0), run, step(10, ended=(End(0, "stop", 1),)), Sent(0, 0, MS, 1)]) == []
+    assert told([request(0, 0), run, step(10, ended=(RequestEnd(0, "stop", 1),)), Sent(0, 0, MS, 1)]) == []
 
 
 class Plain:
@@ -171,12 +163,12 @@ class Plain:
         self.gaps: list[int] = []
         self.computed: dict[int, tuple[int, int]] = {}  # slot and tokens
         for entry in entries:
-            if isinstance(entry, Step):
+            if isinstance(entry, StepRecord):
                 self._step(entry)
 
-    def _step(self, step: Step) -> None:
-        for row, number in enumerate(step.numbers):
-            self.computed[number] = step.slots[row], step.starts[row] + step.counts[row]
+    def _step(self, step: StepRecord) -> None:
+        for row, number in enumerate(step.plan.request_ids):
+            self.computed[number] = step.plan.slots[row], step.plan.starts[row] + step.plan.counts[row]
             if tokens := step.tokens[row]:
                 self.num_tokens[number] += len(tokens)
                 if number in self.last:
@@ -211,7 +203,7 @@ def test_a_log_that_begins_later_knows_who_has_a_slot() -> None:
     fold = Timelines()
     for entry in (
             run, request(0, 1), request(1, 2), request(2, 3),
-            step(50, (1,), tokens=((7,),), refused=(Refused(2, "no_blocks"),), stop=Stop("no_blocks", 2, 0),
+            step(50, (1,), tokens=((7,),), refused=(Decision(2, "no_blocks"),), stop=Stop("no_blocks", 2, 0),
                  taken=(41 * MS,))):
         fold.apply(entry)
     runs, waits = fold.by_number[1], fold.by_number[2]
@@ -223,7 +215,7 @@ def test_a_log_that_begins_later_knows_who_has_a_slot() -> None:
 def choices(ends_ms: Sequence[int]) -> list[Entry]:
     """The choices of one response, each with the end of its only step."""
     run = Run(FORMAT, "1", "toy", "float32", "cpu", 0.0, 0, engine().limits, engine().scheduling)
-    ended = [Step(-1, 0, ms * MS, ended=(End(number, "stop", 1),)) for number, ms in enumerate(ends_ms)]
+    ended = [record_of(-1, 0, ms * MS, ended=(RequestEnd(number, "stop", 1),)) for number, ms in enumerate(ends_ms)]
     return [run,
             *(RequestEntry(MS, 4, Add(number, RequestSpec((), SamplingParams()), name=f"cmpl-x-{number}"))
               for number in range(len(ends_ms))),

@@ -7,8 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 from support.played import Play
+from support.records import record_of
 
 from slotwise.core.params import SamplingParams
+from slotwise.core.record import RequestEnd, StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.core.step_time import StepTimeModel, work_of
 from slotwise.engine.messages import Add
@@ -67,11 +69,11 @@ def test_only_lines_of_its_life_are_extracted() -> None:
     for facts in expected.values():
         (found,) = ring.named("", facts.response_id, MOST)
         lines = list(map(event_log.decode, ring.extract([found]).lines.splitlines()))
-        assert all(isinstance(line, event_log.Step | event_log.Command | event_log.Engine) for line in lines)
-        life = [line for line in lines if isinstance(line, event_log.Step) and line.step >= 0]
+        assert all(isinstance(line, StepRecord | event_log.CommandEntry | event_log.EngineLost) for line in lines)
+        life = [line for line in lines if isinstance(line, StepRecord) and line.step >= 0]
         assert all(line.ended_ns >= facts.request.ns for line in life)
-        assert all(facts.request.number not in line.numbers for line in entries[facts.over_at + 1:]
-                   if isinstance(line, event_log.Step))
+        assert all(facts.request.number not in line.plan.request_ids for line in entries[facts.over_at + 1:]
+                   if isinstance(line, StepRecord))
         shares.append(len(lines) / len(entries))
     assert sum(shares) / len(shares) < 0.2
 
@@ -86,8 +88,8 @@ def test_what_is_gone_from_the_ring_is_gone_from_the_index() -> None:
     for number in range(2000):
         entry = request(number, "x", "one")
         ring.append(entry, event_log.line_of(entry))
-        step = event_log.Step(number, number + 1, number + 2, numbers=(number,), slots=(0,), starts=(0,), counts=(4,),
-                              tokens=((5,),), ended=(event_log.End(number, "length", 1),))
+        step = record_of(number, number + 1, number + 2, numbers=(number,), slots=(0,), starts=(0,), counts=(4,),
+                              tokens=((5,),), ended=(RequestEnd(number, "length", 1),))
         ring.append(step, event_log.line_of(step))
     known = len(gather(map(event_log.decode, ring.lines())))
     assert 10 < len(ring.named("", "x", 9999)) <= known < 200
@@ -113,6 +115,6 @@ def test_a_prediction_is_that_of_the_model() -> None:
     again = StepTimeModel.predicting(times.prediction())
     assert times.is_trained
     for entry in play.entries:
-        if isinstance(entry, event_log.Step) and entry.numbers:
-            work = work_of(entry.starts, entry.counts, entry.padding)
+        if isinstance(entry, StepRecord) and entry.plan.request_ids:
+            work = work_of(entry.plan.starts, entry.plan.counts, entry.plan.padding)
             assert again.typical(work) == times.typical(work) > 0

@@ -5,10 +5,11 @@ import logging
 
 import pytest
 from support.measured import Measured
+from support.records import record_of
 from support.toy_engine import MS, engine
 
+from slotwise.core.record import RequestEnd
 from slotwise.core.step import Decision, Stop
-from slotwise.engine.messages import RowEnd, StepRecord
 from slotwise.observe.load import LoadLine, report, sentence
 
 
@@ -24,10 +25,10 @@ def busy(measured: Measured) -> None:
     blocked = {"refused": (Decision("b", "no_slot"),), "stop": Stop("no_slot", "b", 0), "num_waiting": 1}
     for at in range(10):
         joins = {"admitted": ("a",), "cached": (2,), "taken": (1, 1)} if at == 0 else {}
-        measured.stepped(StepRecord(
-            at, at * 100 * MS + 2, (at + 1) * 100 * MS, ("a",), (0,), (at,), (1,), token_ids=((5,),), num_running=1,
+        measured.stepped(record_of(
+            at, at * 100 * MS + 2, (at + 1) * 100 * MS, ("a",), (0,), (at,), (1,), tokens=((5,),), num_running=1,
             num_free_blocks=4, **joins, **blocked))
-    measured.stepped(StepRecord(-1, 1000 * MS, 1000 * MS, ended=(RowEnd("a", "stop", 10),), num_waiting=1,
+    measured.stepped(record_of(-1, 1000 * MS, 1000 * MS, ended=(RequestEnd("a", "stop", 10),), num_waiting=1,
                                num_free_blocks=10))
 
 
@@ -43,7 +44,7 @@ def test_a_line_tells_what_happened_since_the_last(measured: Measured) -> None:
                                 "25% of tokens found in it; waited for no_slot 100%")
     still = line.fields(120.0)
     assert still["waiting"] == 1 and still["generation_tokens_per_s"] == 0 and still["waited_s"] == {}
-    measured.stepped(StepRecord(-1, 1100 * MS, 1100 * MS, ended=(RowEnd("b", "abort", 0),), num_free_blocks=10))
+    measured.stepped(record_of(-1, 1100 * MS, 1100 * MS, ended=(RequestEnd("b", "abort", 0),), num_free_blocks=10))
     assert line.fields(130.0)["requests_per_s"] == 0.1
     assert line.fields(140.0) == {}, "nothing runs and nothing has: nothing is said"
 
@@ -56,7 +57,7 @@ def test_lines_come_under_load_and_then_no_more(measured: Measured, caplog: pyte
             work()
             await asyncio.sleep(0.1)
             numbers.append(len(caplog.records))
-        measured.stepped(StepRecord(-1, 1100 * MS, 1100 * MS, ended=(RowEnd("b", "abort", 0),), num_free_blocks=10))
+        measured.stepped(record_of(-1, 1100 * MS, 1100 * MS, ended=(RequestEnd("b", "abort", 0),), num_free_blocks=10))
         await asyncio.sleep(0.1)
         numbers.append(len(caplog.records))
         await asyncio.sleep(0.1)

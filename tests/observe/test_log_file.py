@@ -18,8 +18,8 @@ from slotwise.batching.batching_settings import Batching
 from slotwise.cli import main
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe import event_log
+from slotwise.observe.event_log import FORMAT
 from slotwise.observe.log_file import LogFile, LogFileError, check
-from slotwise.observe.log_format import FORMAT
 
 RUN = event_log.line_of(event_log.Run(
     FORMAT, "1", "m", "float32", "cpu", 1.0, 2, LIMITS, Scheduling(Batching(), max_num_seqs=4,

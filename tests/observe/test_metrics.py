@@ -9,15 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from support.measured import Measured
+from support.records import record_of
 from support.toy_engine import LIMITS, MS, Rehearsal, engine
 
 from slotwise.batching.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
+from slotwise.core.record import RequestEnd, StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.core.step import Copy, Decision, RankSpan, RowKind, Stop
 from slotwise.core.step_time import Machine, Roofline
-from slotwise.engine.messages import Add, Configure, MemoryUse, RowEnd, StepRecord, Timing
+from slotwise.engine.messages import Add, Configure, MemoryUse, Timing
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe.series import ITL, SOURCES, Histogram
 from slotwise.observe.step_view import KINDS
@@ -36,10 +38,10 @@ def samples(measured: Measured) -> dict[str, float]:
 
 def step(at_ms: int, ids: str, sampled: str = "", **rest: object) -> StepRecord:
     """A step of ten milliseconds that computes two tokens for each of `ids`."""
-    return StepRecord(
+    return record_of(
         0, at_ms * MS, (at_ms + 10) * MS, request_ids=tuple(ids), slots=tuple(range(len(ids))),
         starts=(0,) * len(ids), counts=(2,) * len(ids), kinds=(RowKind.PREFILL,) * len(ids),
-        token_ids=tuple((7,) if name in sampled else () for name in ids), num_running=len(ids), **rest)
+        tokens=tuple((7,) if name in sampled else () for name in ids), num_running=len(ids), **rest)
 
 
 def test_steps_are_held_against_the_machine() -> None:
@@ -79,9 +81,9 @@ def test_two_lives() -> None:
     measured.stepped(step(150, "ab", "a", admitted=("a", "b"), cached=(2, 0), num_free_blocks=4, num_waiting=7))
     assert samples(measured)["kv_cache_usage_perc"] == 0.6 and samples(measured)["num_requests_waiting"] == 7
     measured.stepped(step(160, "ab", "ab", preempted=(Decision("b", "no_blocks"),), lost=(6,)))
-    measured.stepped(step(170, "a", "a", ended=(RowEnd("a", "stop", 3),)))
-    measured.stepped(step(270, "b", "b", admitted=("b",), cached=(4,), ended=(RowEnd("b", "length", 2),)))
-    measured.stepped(StepRecord(-1, 280 * MS, 280 * MS, num_free_blocks=7))
+    measured.stepped(step(170, "a", "a", ended=(RequestEnd("a", "stop", 3),)))
+    measured.stepped(step(270, "b", "b", admitted=("b",), cached=(4,), ended=(RequestEnd("b", "length", 2),)))
+    measured.stepped(record_of(-1, 280 * MS, 280 * MS, num_free_blocks=7))
     seen = samples(measured)
     assert seen["prompt_tokens_total"] == 8 and seen["generation_tokens_total"] == 5
     assert seen["num_preemptions_total"] == 1 and seen["recomputed_tokens_total"] == 2
@@ -108,7 +110,7 @@ def test_latencies_count_from_when_the_request_was_read() -> None:
     timing = Timing(received_ns=10 * MS, read_ns=60 * MS)
     measured.commanded(Add("a", RequestSpec([1, 2, 3], SamplingParams()), timing), 100 * MS)
     measured.stepped(step(150, "a", "a", admitted=("a",), cached=(0,)))
-    measured.stepped(step(160, "a", "a", ended=(RowEnd("a", "length", 2),)))
+    measured.stepped(step(160, "a", "a", ended=(RequestEnd("a", "length", 2),)))
     seen = samples(measured)
     assert seen["time_to_first_token_seconds_sum"] == 0.1 and seen["e2e_request_latency_seconds_sum"] == 0.11
     assert seen["request_queue_time_seconds_sum"] == 0.05, "that begins on the way to the engine"
@@ -118,7 +120,8 @@ def test_requests_that_never_ran() -> None:
     measured = Measured(engine())
     measured.arrive("a", 3, 0)
     measured.arrive("b", 3, 0)
-    measured.stepped(StepRecord(-1, MS, MS, ended=(RowEnd("a", "rejected", 0, "too long"), RowEnd("b", "abort", 0))))
+    measured.stepped(record_of(-1, MS, MS, ended=(RequestEnd("a", "rejected", 0, "too long"), RequestEnd("b", "abort",
+                                                                                                         0))))
     measured.refused("queue_full")
     seen = samples(measured)
     assert seen["admission_rejections_total[reason=rejected]"] == 1 == seen[
@@ -163,7 +166,7 @@ def test_the_time_of_a_step_begins_when_the_one_before_has_ended(counts: tuple[i
     ids = tuple("abc"[:len(counts)])
     measured.arrive_all(ids)
     for started in (0, 5):  # the second is planned while the first runs
-        measured.stepped(StepRecord(0, started * MS, (started * 2 + 10) * MS, request_ids=ids, counts=counts,
+        measured.stepped(record_of(0, started * MS, (started * 2 + 10) * MS, request_ids=ids, counts=counts,
                                     slots=counts, starts=counts, kinds=tuple(
                                         RowKind.PREFILL if count > 1 else RowKind.DECODE for count in counts)))
     seen = samples(measured)
@@ -185,7 +188,7 @@ def test_waiting_is_told_by_reason_until_the_plan_that_ends_it() -> None:
     measured.stepped(step(110, "a", refused=passed, stop=Stop("no_blocks", "b", 1), num_waiting=2))
     measured.stepped(step(150, "ab", admitted=("b",), cached=(0,), refused=(Decision("c", "no_blocks"),),
                          stop=Stop("no_blocks", "c", 0), num_waiting=1))
-    measured.stepped(StepRecord(-1, 170 * MS, 170 * MS, ended=(RowEnd("c", "abort", 0),)))
+    measured.stepped(record_of(-1, 170 * MS, 170 * MS, ended=(RequestEnd("c", "abort", 0),)))
     measured.stepped(step(900, "ab"))
     shown = samples(measured).items()
     waited = {key: round(value, 9) for key, value in shown if value and key.startswith("request_wait_seconds")}
@@ -221,7 +224,7 @@ def gaps(records: Sequence[StepRecord]) -> list[float]:
     last: dict[str, int] = {}
     found = []
     for record in records:
-        for request_id, tokens in zip(record.request_ids, record.token_ids, strict=True):
+        for request_id, tokens in zip(record.plan.request_ids, record.tokens, strict=True):
             if tokens:
                 if request_id in last:
                     found.append((record.ended_ns - last[request_id]) / 1e9)
@@ -237,7 +240,7 @@ def test_every_token_of_a_rehearsal_is_counted(depth: int) -> None:
     rehearsal = Rehearsal(info, [measured], depth=depth, seed=6)
     records = rehearsal.play(60)
     seen = samples(measured)
-    steps = [record for record in records if record.counts]
+    steps = [record for record in records if record.plan.counts]
     assert seen["num_preemptions_total"] > 0 and seen["prefix_cache_hits_total"] > 0
     assert seen["generation_tokens_total"] == sum(rehearsal.num_outputs.values())
     assert seen["generation_tokens_total"] == seen["request_generation_tokens_sum"]
@@ -246,7 +249,7 @@ def test_every_token_of_a_rehearsal_is_counted(depth: int) -> None:
     again = seen["recomputed_tokens_total"]
     assert seen["iteration_tokens_total_sum"] == known + again - seen["prompt_tokens_cached_total"]
     assert sum(seen[f"iteration_time_seconds_count[kind={kind}]"] for kind in KINDS) == len(steps)
-    assert seen["slot_steps_total"] - seen["empty_slot_steps_total"] == sum(len(record.counts) for record in steps)
+    assert seen["slot_steps_total"] - seen["empty_slot_steps_total"] == sum(len(record.plan.counts) for record in steps)
     apart = gaps(records)
     assert seen["inter_token_latency_seconds_count"] == len(apart)
     assert seen["inter_token_latency_seconds_sum"] == pytest.approx(sum(apart))
@@ -258,7 +261,7 @@ def test_with_the_engine_goes_what_waited_for_it() -> None:
     measured = Measured(engine(), lambda: False)
     measured.arrive("a", 3, 0)
     measured.lost("it fell", 5 * MS)
-    measured.stepped(StepRecord(-1, 5 * MS, 5 * MS, ended=(RowEnd("a", "error", 0),), num_free_blocks=10))
+    measured.stepped(record_of(-1, 5 * MS, 5 * MS, ended=(RequestEnd("a", "error", 0),), num_free_blocks=10))
     measured.restarted(engine())
     measured.arrive("b", 3, 100 * MS)
     measured.stepped(step(100, "b"))

@@ -34,7 +34,7 @@ class Hits(Observer):
         self.cached: dict[str, int] = {}
 
     def stepped(self, record) -> None:
-        for request_id, cached in zip(record.admitted, record.cached, strict=True):
+        for request_id, cached in record.admitted:
             self.cached.setdefault(request_id, cached)
 
 

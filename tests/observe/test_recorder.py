@@ -14,14 +14,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.recorded import Recorded
+from support.records import record_of
 
 from slotwise.batching.batching_settings import Batching
 from slotwise.core.params import SamplingParams
+from slotwise.core.record import RequestEnd, StepRecord
 from slotwise.core.request import RequestSpec
-from slotwise.engine.messages import Add, Finish, RowEnd, StepRecord, Timing
+from slotwise.engine.messages import Add, Finish, Timing
 from slotwise.observe import event_log, log_file
+from slotwise.observe.event_log import LogError
 from slotwise.observe.log_file import LogFile
-from slotwise.observe.log_format import LogError
 from slotwise.observe.recorder import Recorder
 from slotwise.observe.ring import Overtaken, Ring
 
@@ -37,11 +39,11 @@ def known(entries: list[event_log.Entry]) -> list[event_log.Entry]:
             run = [entry]
         elif isinstance(entry, event_log.RequestEntry):
             requests[entry.number] = entry
-        elif isinstance(entry, event_log.Step):
+        elif isinstance(entry, StepRecord):
             for end in entry.ended:
                 del requests[end.number]
-            if entry.configured is not None:
-                run = [msgspec.structs.replace(run[0], scheduling=entry.configured)]
+            if entry.inputs.configured is not None:
+                run = [msgspec.structs.replace(run[0], scheduling=entry.inputs.configured)]
     return [*run, *requests.values()]
 
 
@@ -93,7 +95,7 @@ FLOOD = """
 from pathlib import Path
 from slotwise.core.params import SamplingParams
 from slotwise.core.request import RequestSpec
-from slotwise.engine.messages import Add, Finish, RowEnd, StepRecord, Timing
+from slotwise.engine.messages import Add, Finish, Timing
 from slotwise.observe.recorder import Recorder
 from slotwise.observe.ring import Ring
 
@@ -111,8 +113,8 @@ for number in range(60_000):
     recorder.commanded(Add(
         number, RequestSpec([1] * 8, params, number << 30), Timing(received_ns=time, read_ns=time), name), time)
     recorder.commanded(Finish(number, "abort"), time)
-    recorder.stepped(StepRecord(
-        number, time, time, taken=(time, time), ended=(RowEnd(number, "abort", 0),)))
+    recorder.stepped(record_of(
+        number, time, time, taken=(time, time), ended=(RequestEnd(number, "abort", 0),)))
 print(*sizes, resident())
 """
 
@@ -180,7 +182,7 @@ def test_a_log_has_the_ids_of_requests_and_the_times_of_their_responses() -> Non
     for turn in range(3):
         subject.commanded(Add(turn, RequestSpec([1, 2], SamplingParams()), Timing(5, 0, 6), "same"), 7)
         subject.commanded(Finish(turn, "abort"), 8)
-        subject.stepped(StepRecord(-1, 9, 9, ended=(RowEnd(turn, "abort", 0),)))
+        subject.stepped(record_of(-1, 9, 9, ended=(RequestEnd(turn, "abort", 0),)))
     subject.sent(2, 10, 11, 4)
     requests = [entry for entry in remembered(subject.ring) if isinstance(entry, event_log.RequestEntry)]
     assert [(entry.number, entry.id, entry.timing, entry.ns) for entry in requests] == [

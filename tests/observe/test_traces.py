@@ -7,12 +7,15 @@ import time
 
 import pytest
 from support.otlp import attributes, collecting, silent
+from support.records import record_of
 from support.toy_engine import MS, engine
 
 from slotwise.core.params import SamplingParams
+from slotwise.core.record import RequestEnd
 from slotwise.core.request import RequestSpec
+from slotwise.core.step import Admission
 from slotwise.engine.messages import Add, Timing
-from slotwise.observe.event_log import FORMAT, Admission, End, RequestEntry, Run, Sent, Step
+from slotwise.observe.event_log import FORMAT, RequestEntry, Run, Sent
 from slotwise.observe.fold import Timelines
 from slotwise.observe.traces import Traces, TracesError
 
@@ -27,10 +30,10 @@ def live_through(traces: Traces, *, reason: str = "stop", message: str = "") -> 
     for entry in (
             Run(FORMAT, "1", "toy", "float32", "cpu", UNIX, 1000 * MS, info.limits, info.scheduling),
             RequestEntry(1005 * MS, 4, Add(0, RequestSpec((), params), Timing(received_ns=1001 * MS), "chatcmpl-x-0")),
-            Step(0, 1010 * MS, 1020 * MS, numbers=(0,), slots=(0,), starts=(3,), counts=(1,), tokens=((7,),),
+            record_of(0, 1010 * MS, 1020 * MS, numbers=(0,), slots=(0,), starts=(3,), counts=(1,), tokens=((7,),),
                  admitted=(Admission(0, 3),)),
-            Step(1, 1020 * MS, 1030 * MS, numbers=(0,), slots=(0,), starts=(4,), counts=(1,), tokens=((7,),),
-                 ended=(End(0, reason, 2, message),)),
+            record_of(1, 1020 * MS, 1030 * MS, numbers=(0,), slots=(0,), starts=(4,), counts=(1,), tokens=((7,),),
+                 ended=(RequestEnd(0, reason, 2, message),)),
             Sent(0, 1021 * MS, 1031 * MS, 2)):
         traces.write(entry, timelines.apply(entry))
 

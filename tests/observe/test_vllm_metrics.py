@@ -11,13 +11,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 from support import vllm_names
 from support.measured import Measured
+from support.records import record_of
 from support.toy_engine import LIMITS, MS, Rehearsal, engine
 
 from slotwise.core import reasons
 from slotwise.core.params import SamplingParams
+from slotwise.core.record import RequestEnd
 from slotwise.core.request import RequestSpec
 from slotwise.core.step import Decision, Stop
-from slotwise.engine.messages import Add, EngineInfo, RowEnd, StepRecord, Timing
+from slotwise.engine.messages import Add, EngineInfo, Timing
 from slotwise.observe.series import WAITING
 from slotwise.observe.vllm_metrics import ABSENT, CAPACITY, NAMES, OLDER, VLLM_PREFIX
 
@@ -103,8 +105,8 @@ def test_without_the_option_no_name_is_vllms() -> None:
 def test_waiting_requests_have_vllms_two_reasons() -> None:
     one = measured()
     one.arrive_all("abcd")
-    record = StepRecord(
-        0, 10 * MS, 20 * MS, request_ids=("a",), slots=(0,), starts=(0,), counts=(1,), token_ids=((7,),),
+    record = record_of(
+        0, 10 * MS, 20 * MS, request_ids=("a",), slots=(0,), starts=(0,), counts=(1,), tokens=((7,),),
         admitted=("a",), cached=(0,), refused=(Decision("b", reasons.TIER_CAP), Decision("c", reasons.NO_BLOCKS)),
         stop=Stop(reasons.NO_BLOCKS, "c", 1), num_running=1, num_waiting=3, taken=(1, 1, 1, 1))
     one.stepped(record)
@@ -124,8 +126,8 @@ def ended(one: Measured, tokens: dict[str, int]) -> None:
     names = tuple(tokens)
     columns = {"request_ids": names, "slots": tuple(range(len(names))), "starts": (0,) * len(names),
                "counts": (3,) * len(names)}
-    one.stepped(StepRecord(0, 2 * MS, 3 * MS, **columns, token_ids=tuple((7,) * tokens[name] for name in names),
-                           ended=tuple(RowEnd(name, "length", tokens[name]) for name in names)))
+    one.stepped(record_of(0, 2 * MS, 3 * MS, **columns, tokens=tuple((7,) * tokens[name] for name in names),
+                           ended=tuple(RequestEnd(name, "length", tokens[name]) for name in names)))
 
 
 def values(one: Measured, metric: str) -> tuple[float, float]:

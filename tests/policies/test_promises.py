@@ -195,7 +195,7 @@ def test_one_that_yielded_before_its_first_token_is_aged_as_well():
     one = crowd([Comer(0, 30, 4)])[0][1]
     driver.add(one)
     driver.plan(), driver.commit()
-    driver.scheduler._preempt(one, 0, driver.now)
+    driver.scheduler._preempt(one, driver.now)
     for number in range(30):
         later = crowd([Comer(0, 3, 4)])[0][1]
         later.request_id = f"later {number}"

@@ -15,11 +15,12 @@ from support import checkpoints
 
 from slotwise.compose.engine_builder import load
 from slotwise.core.params import SamplingParams
+from slotwise.core.record import StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.core.step import Copy
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.engine import Engine
-from slotwise.engine.messages import Add, StepRecord
+from slotwise.engine.messages import Add
 from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.kernels.interface import AttentionShape, Kernels
 from slotwise.kernels.reference import ReferenceKernels
@@ -119,7 +120,7 @@ def play(subject: Engine) -> tuple[dict[str, list[int]], list[StepRecord]]:
 
 
 def computed(records: list[StepRecord]) -> int:
-    return sum(sum(record.counts) for record in records)
+    return sum(sum(record.plan.counts) for record in records)
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +136,7 @@ def test_blocks_that_come_back_give_the_tokens_that_computing_them_would(
     without, computes = play(engine(folder, kernels(), FEW, 0, overlap))
     outputs, records = play(engine(folder, kernels(), FEW, 60, overlap))
     assert outputs == without == expected
-    assert any(record.saves for record in records) and any(record.loads for record in records)
+    assert any(record.plan.saves for record in records) and any(record.plan.loads for record in records)
     assert computed(records) < 0.85 * computed(computes), "shared beginnings were evicted, and not computed again"
 
 

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from slotwise.compose.engine_builder import load
 from slotwise.core.params import SamplingParams
+from slotwise.core.record import StepRecord
 from slotwise.core.request import Request, RequestSpec
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.engine import Engine
-from slotwise.engine.messages import Add, StepRecord
+from slotwise.engine.messages import Add
 from slotwise.kernels.interface import Kernels
 from slotwise.kernels.reference import ReferenceKernels
 from slotwise.runner import model_runner
@@ -136,7 +137,7 @@ def test_rows_with_drafts_sample_what_they_would_without(folder, expected, setti
     outputs, records = play(subject)
     assert outputs == expected
     yielded = [len(tokens) for record in records for tokens, drafts in zip(
-        record.token_ids, record.drafts, strict=False) if drafts]
+        record.tokens, record.plan.drafts, strict=False) if drafts]
     assert max(yielded) > 2 and yielded.count(1) > 3, "some were right, and some were not"
 
 
@@ -211,7 +212,7 @@ def test_an_engine_does_not_outlive_its_device(folder, monkeypatch):
     monkeypatch.setattr(kernels, "attention", fails)
     subject.handle(commands()[0])
     record = subject.step()
-    assert "illegal memory access" in record.failure and [end.reason for end in record.ended] == ["error"]
+    assert "illegal memory access" in record.outcome.failure and [end.reason for end in record.ended] == ["error"]
     monkeypatch.undo()
     subject.handle(commands()[1])
     with pytest.raises(DeviceLostError, match="the device is lost: CUDA error"):

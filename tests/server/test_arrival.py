@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from support.live_server import POSTED, eventually, running
 
+from slotwise.core.record import StepRecord
 from slotwise.observe import event_log
 
 SLOW = 0.4  # seconds between the parts of a body
@@ -30,7 +31,7 @@ def test_the_first_tokens_time_counts_from_the_end_of_the_body(folder: Path, tmp
     (request,) = [entry for entry in entries if isinstance(entry, event_log.RequestEntry)]
     assert request.timing.read_ns - request.timing.received_ns >= 0.9 * SLOW * 1e9, "the body was slow"
     assert request.timing.read_ns <= request.timing.tokenized_ns <= request.ns
-    published = [entry.ended_ns for entry in entries if isinstance(entry, event_log.Step) and any(entry.tokens)]
+    published = [entry.ended_ns for entry in entries if isinstance(entry, StepRecord) and any(entry.tokens)]
     assert len(published) == 3
     for name, end in (("time_to_first_token", published[0]), ("e2e_request_latency", published[-1])):
         seconds = value(metrics, f"{name}_seconds_sum")

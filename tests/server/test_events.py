@@ -17,9 +17,11 @@ import pytest
 from server.test_lifecycle import COMPLETIONS, LONG, SLOW, eventually
 from support.live_server import Server, counted, running
 from support.recorded import Recorded
+from support.records import record_of
 
 from slotwise.batching.batching_settings import Batching
 from slotwise.core.params import SamplingParams
+from slotwise.core.record import RequestEnd, StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.engine.messages import Add
 from slotwise.observe import event_log
@@ -80,17 +82,18 @@ def test_a_stream_tells_of_each_request_from_its_first_byte_to_its_last(folder: 
         server.post(COMPLETIONS, {"prompt": [50], "max_tokens": 3})
         assert server.client.put(server.url + "/admin/scheduling", json={"max_num_seqs": 2}).status_code == 200
         eventually(lambda: len(watching.of(event_log.Sent)) == 3
-                   and any(step.configured for step in watching.of(event_log.Step)))
+                   and any(step.inputs.configured for step in watching.of(StepRecord)))
         again = written(server)
         server.process.send_signal(signal.SIGTERM)
         entries = watching.ended()
     assert isinstance(entries[0], event_log.Run) and again.entries == entries[: len(again.entries)]
-    requests, steps = watching.of(event_log.RequestEntry), watching.of(event_log.Step)
+    requests, steps = watching.of(event_log.RequestEntry), watching.of(StepRecord)
     assert [(request.number, request.num_prompt, request.spec.prompt) for request in requests] == [
         (0, 3, ()), (1, 3, ()), (2, 1, ())]
-    assert sum(len(step.taken) for step in steps) == len(requests) + 1
+    assert sum(len(step.inputs.handled) for step in steps) == len(requests) + 1
     for request, length, most_events in zip(requests, (5, 5, 3), (5, 5, 1), strict=True):
-        rows = [(step, step.numbers.index(request.number)) for step in steps if request.number in step.numbers]
+        rows = [(step, step.plan.request_ids.index(request.number))
+                for step in steps if request.number in step.plan.request_ids]
         assert sum(len(step.tokens[row]) for step, row in rows) == length
         (sent,) = [sent for sent in watching.of(event_log.Sent) if sent.number == request.number]
         timing, (first, _), (last, _) = request.timing, rows[0], rows[-1]
@@ -108,10 +111,10 @@ def test_it_goes_on_with_the_next_engine_and_names_nobody_twice(folder: Path, tm
         assert server.post(COMPLETIONS, {"prompt": [50], "max_tokens": 3}).status_code == 200
         eventually(lambda: bool(watching.of(event_log.Sent)))
     first, second = [index for index, entry in enumerate(watching.entries) if isinstance(entry, event_log.Run)]
-    (lost,) = watching.of(event_log.Engine)
+    (lost,) = watching.of(event_log.EngineLost)
     ending = watching.entries[watching.entries.index(lost) + 1]
     assert lost.state == event_log.LOST and first < watching.entries.index(lost) < second
-    assert [(end.number, end.reason) for end in ending.ended] == [(0, "error")]
+    assert [(end.request_id, end.reason) for end in ending.ended] == [(0, "error")]
     assert [request.number for request in watching.of(event_log.RequestEntry)] == [0, 1]
 
 
@@ -121,7 +124,7 @@ def test_without_the_backlog_it_begins_with_who_lives(folder: Path, tmp_path: Pa
         with long_request(server):
             seen = written(server, "&backlog=0").entries
     assert [type(entry) for entry in seen[:2]] == [event_log.Run, event_log.RequestEntry] and seen[1].number == 1
-    assert not any(isinstance(entry, event_log.Step) and entry.numbers == (0,) for entry in seen)
+    assert not any(isinstance(entry, StepRecord) and entry.plan.request_ids == (0,) for entry in seen)
 
 
 def test_viewers_are_counted_and_who_leaves_makes_room(folder: Path, tmp_path: Path) -> None:
@@ -194,7 +197,7 @@ def test_others_requests_are_seen_and_not_read(folder: Path, tmp_path: Path) -> 
             assert f"secret of {key}" in text and f"name-of-{key}" in text
             assert f"secret of {other}" not in text and f"name-of-{other}" not in text
             assert not any(request.spec.salt for request in watching.of(event_log.RequestEntry))
-            told = [row for step in watching.of(event_log.Step) for row in step.tokens]
+            told = [row for step in watching.of(StepRecord) for row in step.tokens]
             assert {token for row in told for token in row} == tokens and sum(map(len, told)) == 6
 
 
@@ -260,10 +263,10 @@ def test_a_curtain_hides_what_is_said_of_others_ends() -> None:
         event_log.RequestEntry(1, 1, Add(1, RequestSpec((), SamplingParams()), name="b")),
         event_log.RequestEntry(1, 1, Add(
             2, RequestSpec((), SamplingParams(max_tokens=4, stop=("x",)), 7, salt="mineral"), name="c")),
-        event_log.Step(0, 1, 2, numbers=(0, 1, 2), tokens=((5,), (6, 7), ()), sampled=((5,), (6, 7), (8,)),
-                       ended=(event_log.End(0, "error", 1, "own"), event_log.End(1, "error", 1, "another's"))))]
+        record_of(0, 1, 2, numbers=(0, 1, 2), tokens=((5,), (6, 7), ()), sampled=((5,), (6, 7), (8,)),
+                       ended=(RequestEnd(0, "error", 1, "own"), RequestEnd(1, "error", 1, "another's"))))]
     assert [entry.id for entry in seen[:3]] == ["a", "", ""] and seen[2].spec.params == SamplingParams(max_tokens=4)
-    assert (seen[3].tokens, seen[3].sampled) == (((5,), (0, 0), ()), ((5,), (0, 0), (0,)))
+    assert (seen[3].tokens, seen[3].result.tokens) == (((5,), (0, 0), ()), ((5,), (0, 0), (0,)))
     assert [end.message for end in seen[3].ended] == ["own", ""]
 
 
@@ -283,7 +286,7 @@ def test_who_is_too_slow_is_told_how_much_is_missing_and_begins_anew() -> None:
 
 def test_who_missed_its_own_request_sees_its_tokens_all_the_same() -> None:
     params = SamplingParams()
-    step = event_log.Step(
+    step = record_of(
         0, 1, 2, numbers=(0, 1), slots=(0, 1), starts=(0, 0), counts=(1, 1), tokens=((5,), (6,)))
     entries = [event_log.RequestEntry(1, 1, Add(0, RequestSpec((), params, salt="mine:x"), name="a")),
                event_log.RequestEntry(1, 1, Add(1, RequestSpec((), params, salt="other:x"), name="b")), step]
@@ -327,4 +330,4 @@ def test_it_ends_with_the_server_whoever_still_runs(folder: Path, tmp_path: Path
         with long_request(server):
             server.process.send_signal(signal.SIGTERM)
             entries = watching.ended()
-    assert [end.reason for entry in entries if isinstance(entry, event_log.Step) for end in entry.ended] == ["abort"]
+    assert [end.reason for entry in entries if isinstance(entry, StepRecord) for end in entry.ended] == ["abort"]

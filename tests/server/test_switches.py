@@ -15,6 +15,7 @@ from support.live import serving
 from support.live_server import Server, counted, eventually, running
 
 from slotwise.batching.batching_settings import KINDS
+from slotwise.core.record import StepRecord
 from slotwise.observe import event_log
 from slotwise.policies.policy_settings import POLICIES
 from slotwise.text.tokenizer import Tokenizer
@@ -68,10 +69,10 @@ def test_changes_lose_nobody_and_are_in_the_log(folder: Path, tmp_path: Path, to
         assert len(answer["choices"][0]["logprobs"]["tokens"]) == length
     assert len(answers) > SWITCHES
     entries = list(event_log.read_file(path))
-    told = [entry.scheduling for entry in entries if isinstance(entry, event_log.Command)
+    told = [entry.scheduling for entry in entries if isinstance(entry, event_log.CommandEntry)
             and entry.scheduling is not None]
-    obeyed = [entry.configured for entry in entries if isinstance(entry, event_log.Step)
-              and entry.configured is not None]
+    obeyed = [entry.inputs.configured for entry in entries if isinstance(entry, StepRecord)
+              and entry.inputs.configured is not None]
     assert len(told) == SWITCHES and set(map(repr, obeyed)) <= set(map(repr, told))
     assert obeyed[-1] == told[-1]
 

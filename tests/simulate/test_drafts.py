@@ -9,12 +9,13 @@ import pytest
 from slotwise.batching.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
+from slotwise.core.record import StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.core.step import PROPOSED
 from slotwise.core.step_time import Work
 from slotwise.engine.messages import Add
 from slotwise.engine.scheduling import Scheduling
-from slotwise.observe.event_log import Entry, Step, decode
+from slotwise.observe.event_log import Entry, decode
 from slotwise.observe.recorder import Recorder
 from slotwise.policies.policy_settings import Ordering
 from slotwise.simulate.figures import Figures, figures
@@ -62,7 +63,7 @@ def setup(cost=free, model: SimulatedDraftModel | None = None, policy: str = "fc
 
 def test_a_curve_gives_as_many_tokens_a_step_as_it_says():
     found, entries = played(setup(model=SimulatedDraftModel(CURVE)))
-    verified = [pair for entry in entries if isinstance(entry, Step) for pair in entry.verified if pair[0] == 2]
+    verified = [pair for entry in entries if isinstance(entry, StepRecord) for pair in entry.verified if pair[0] == 2]
     assert len(verified) > 200
     assert sum(right for _, right in verified) / len(verified) == pytest.approx(0.8 + 0.8 * 0.75, rel=0.15)
     plain, _ = played(setup())

@@ -12,6 +12,7 @@ from support.toy import EOS, VOCAB, next_token
 from slotwise.batching.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
+from slotwise.core.record import StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.slo import SLO
@@ -20,7 +21,7 @@ from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
 from slotwise.engine.messages import Add, Command, EngineInfo, Finish
 from slotwise.engine.scheduling import Scheduling
-from slotwise.observe.event_log import Entry, Run, Step, decode
+from slotwise.observe.event_log import Entry, Run, decode
 from slotwise.observe.recorder import Recorder
 from slotwise.policies.policy_settings import POLICIES, Ordering
 from slotwise.simulate.pace import each_step
@@ -96,12 +97,12 @@ def recorded(seed: int, policy: str, speculation: Speculation | None = None) -> 
 class FedPace:
     """The times that a log has, one step after the other."""
 
-    steps: list[Step]
+    steps: list[StepRecord]
     at: int = 0
 
     def step(self, work: Work) -> float:
         self.at += 1
-        return (self.steps[self.at - 1].ended_ns - self.steps[self.at - 1].planned[0]) * 1e-9
+        return (self.steps[self.at - 1].ended_ns - self.steps[self.at - 1].inputs.planned[0]) * 1e-9
 
     def decode_steps(self, work: Work) -> Iterator[float]:
         return each_step(self.step, work)
@@ -113,28 +114,30 @@ class FedPace:
         return 0.0
 
     def between(self) -> float:
-        return (self.steps[self.at].planned[0] - self.steps[self.at - 1].ended_ns) * 1e-9 if self.at else 0.0
+        return (self.steps[self.at].inputs.planned[0] - self.steps[self.at - 1].ended_ns) * 1e-9 if self.at else 0.0
 
 
 @pytest.mark.parametrize("drafts", [None, Speculation("suffix", prompt_lookup_min=1)], ids=["plain", "suffix"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_fed_the_times_of_a_log_the_plans_are_the_same_step_for_step(policy: str, drafts: Speculation | None):
     entries = recorded(7, policy, drafts)
-    steps = [entry for entry in entries if isinstance(entry, Step)]
+    steps = [entry for entry in entries if isinstance(entry, StepRecord)]
     setup, recording = read_recording(entries)
     file = Lines()
     recorder = Recorder(clock=lambda: 0)
     recorder.write_to(file)
     fed = replace(setup, pace=FedPace(steps), learns=True, max_queued=(1000, 1_000_000))
     requests = simulate(recording.commands, [Server(fed, recording.outputs, [recorder])])
-    made = [entry for entry in file.entries if isinstance(entry, Step)]
+    made = [entry for entry in file.entries if isinstance(entry, StepRecord)]
     assert len(made) == len(steps) > 50
     for simulated, logged in zip(made, steps, strict=True):
-        for field in ("numbers", "slots", "starts", "counts", "new_blocks", "refused", "stop", "admitted", "preempted",
-                      "ended", "num_free_blocks", "tokens", "drafts"):
-            assert getattr(simulated, field) == getattr(logged, field), (logged.step, field)
-    assert any(step.preempted for step in steps) and any(step.refused for step in steps)
-    assert any(step.drafts for step in steps) == (drafts is not None)
+        for field in ("request_ids", "slots", "starts", "counts", "new_blocks", "refused", "stop", "admitted",
+                      "preempted", "drafts"):
+            assert getattr(simulated.plan, field) == getattr(logged.plan, field), (logged.step, field)
+        assert (simulated.tokens, simulated.ended) == (logged.tokens, logged.ended), logged.step
+        assert simulated.counters.num_free_blocks == logged.counters.num_free_blocks
+    assert any(step.preempted for step in steps) and any(step.plan.refused for step in steps)
+    assert any(step.plan.drafts for step in steps) == (drafts is not None)
     assert {name: one.reason for name, one in requests.items()} == {
         name: one.reason for name, one in recording.measured.items()}
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from support.recorded import TIGHT, Recorded
+from support.records import record_of
 from support.toy import Guesses
 
 from slotwise.batching.batching_settings import KINDS, Batching
-from slotwise.engine.messages import NO_STEP, RowEnd, StepRecord
+from slotwise.core.record import NO_STEP, RequestEnd, StepRecord
+from slotwise.core.step import Copy, NewBlocks, Stop
 from slotwise.observe import event_log
 from slotwise.observe.log_file import LogFile
 from slotwise.simulate.replay import ReplayError, replay
@@ -23,8 +26,8 @@ BATCHINGS = [*(Batching(kind) for kind in KINDS), Batching(prefill="inline"), Ba
              Batching("dynamic", batch_size=2, max_wait_ms=7.0), Batching(long_prefill_token_threshold=3)]
 
 
-def steps(entries: list[event_log.Entry]) -> list[event_log.Step]:
-    return [entry for entry in entries if isinstance(entry, event_log.Step)]
+def steps(entries: list[event_log.Entry]) -> list[StepRecord]:
+    return [entry for entry in entries if isinstance(entry, StepRecord)]
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -43,7 +46,7 @@ def test_so_does_what_was_copied_to_the_host_and_back(batching: Batching, depth:
     for seed in range(3):
         entries = Recorded(seed, batching, depth=depth, limits=WITH_HOST).play(60)
         records = steps(entries)
-        assert any(record.saves for record in records) and any(record.loads for record in records)
+        assert any(record.plan.saves for record in records) and any(record.plan.loads for record in records)
         outcome = replay(event_log.decode(event_log.encode(entry)) for entry in entries)
         assert outcome.difference is None and outcome.records == len(records)
 
@@ -55,7 +58,7 @@ def test_so_does_what_stages_compute_at_once(batching: Batching) -> None:
         outcome = replay(
             (event_log.decode(event_log.encode(entry)) for entry in entries), proposer=Guesses(seed))
         assert outcome.difference is None and (outcome.requests, outcome.records) == (60, len(steps(entries)))
-        assert any(reason == "micro_batch" for step in steps(entries) for _, reason in step.refused)
+        assert any(reason == "micro_batch" for step in steps(entries) for _, reason in step.plan.refused)
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -65,9 +68,9 @@ def test_so_do_drafts(batching: Batching, depth: int) -> None:
     for seed in range(4):
         entries = Recorded(seed, batching, depth=depth, proposer=Guesses(seed)).play(60)
         records = steps(entries)
-        num_failures += sum(bool(record.failure) for record in records)
-        assert any(record.drafts for record in records)
-        assert batching.kind != "continuous" or any(record.freed_blocks for record in records)
+        num_failures += sum(bool(record.outcome.failure) for record in records)
+        assert any(record.plan.drafts for record in records)
+        assert batching.kind != "continuous" or any(record.plan.freed_blocks for record in records)
         outcome = replay((event_log.decode(event_log.encode(entry)) for entry in entries), Guesses(seed))
         assert outcome.difference is None and outcome.records == len(records)
     assert num_failures
@@ -80,8 +83,8 @@ def test_the_log_says_where_drafts_came_from(batching: Batching, depth: int) -> 
     for seed in range(3):
         entries = Recorded(seed, batching, depth=depth, speculation=settings).play(60)
         records = steps(entries)
-        drafted += sum(bool(record.drafts) for record in records)
-        assert any(record.draft_limit for record in records)
+        drafted += sum(bool(record.plan.drafts) for record in records)
+        assert any(record.plan.draft_limit for record in records)
         outcome = replay(event_log.decode(event_log.encode(entry)) for entry in entries)
         assert outcome.difference is None and outcome.records == len(records)
     assert drafted
@@ -94,12 +97,12 @@ def test_what_was_played_had_everything_in_it() -> None:
     records = steps(entries)
     reasons = {end.reason for record in records for end in record.ended}
     assert reasons == {"stop", "length", "abort", "timeout", "error", "rejected"}
-    assert any(record.preempted for record in records) and any(record.configured for record in records)
-    assert any(join.cached for record in records for join in record.admitted)
-    assert any(record.failure for record in records) and any(record.failed for record in records)
-    assert any(record.sampled for record in records)  # rows of whom had ended meanwhile
+    assert any(record.preempted for record in records) and any(record.inputs.configured for record in records)
+    assert any(join.num_cached for record in records for join in record.admitted)
+    assert any(record.outcome.failure for record in records) and any(record.result.failed for record in records)
+    assert any(record.result.tokens for record in records)  # rows of whom had ended meanwhile
     held = steps(Recorded(0, Batching("static")).play(60))
-    assert any(record.held for record in held) and any(any(record.padding) for record in held)
+    assert any(record.plan.held for record in held) and any(any(record.plan.padding) for record in held)
 
 
 def test_a_log_goes_through_a_file_and_through_the_loss_of_an_engine(tmp_path: Path) -> None:
@@ -108,7 +111,7 @@ def test_a_log_goes_through_a_file_and_through_the_loss_of_an_engine(tmp_path: P
     run.ask(20)
     run.turn()
     run.recorder.lost("it was killed", run.clock())
-    run.recorder.stepped(StepRecord(NO_STEP, 5, 5, ended=(RowEnd(20, "error", 0, "it was killed"),)))
+    run.recorder.stepped(record_of(NO_STEP, 5, 5, ended=(RequestEnd(20, "error", 0, "it was killed"),)))
     run.start()
     for number in range(21, 40):
         run.ask(number)
@@ -120,16 +123,20 @@ def test_a_log_goes_through_a_file_and_through_the_loss_of_an_engine(tmp_path: P
     assert outcome.difference is None and (outcome.engines, outcome.requests) == (2, 40)
 
 
-CHANGES: dict[str, Callable[[event_log.Step], event_log.Step]] = {
-    "tokens": lambda step: msgspec.structs.replace(
-        step, tokens=tuple((row[0] + 1,) if row else () for row in step.tokens), sampled=step.tokens),
-    "slots": lambda step: msgspec.structs.replace(step, slots=tuple(slot + 1 for slot in step.slots)),
-    "numbers": lambda step: msgspec.structs.replace(step, numbers=tuple(number + 1 for number in step.numbers)),
-    "grants": lambda step: msgspec.structs.replace(
-        step, new_blocks=(*step.new_blocks, event_log.NewBlocks(0, (1,), 0))),
-    "loads": lambda step: msgspec.structs.replace(step, loads=(event_log.Copy(0, 1),)),
-    "num_waiting": lambda step: msgspec.structs.replace(step, num_waiting=step.num_waiting + 1),
-    "stop": lambda step: msgspec.structs.replace(step, stop=event_log.Stop("no_slot", 0, 7)),
+def with_plan(record: StepRecord, **columns: Any) -> StepRecord:
+    return record._replace(plans=(record.plan._replace(**columns),))
+
+
+CHANGES: dict[str, Callable[[StepRecord], StepRecord]] = {
+    "outcome.tokens": lambda step: step._replace(outcome=step.outcome._replace(
+        tokens=tuple((row[0] + 1,) if row else () for row in step.tokens))),
+    "plan.slots": lambda step: with_plan(step, slots=tuple(slot + 1 for slot in step.plan.slots)),
+    "plan.request_ids": lambda step: with_plan(step, request_ids=tuple(number + 1 for number in step.plan.request_ids)),
+    "plan.new_blocks": lambda step: with_plan(step, new_blocks=(*step.plan.new_blocks, NewBlocks(0, 0, (1,)))),
+    "plan.loads": lambda step: with_plan(step, loads=(Copy(0, 1),)),
+    "counters.num_waiting": lambda step: step._replace(counters=step.counters._replace(
+        num_waiting=step.counters.num_waiting + 1)),
+    "plan.stop": lambda step: with_plan(step, stop=Stop("no_slot", 0, 7)),
 }
 
 
@@ -147,28 +154,29 @@ def test_whatever_is_changed_is_found(field: str) -> None:
 @pytest.mark.parametrize("length", [0, 3, 1000, 100_000])
 def test_a_long_field_is_shown_around_its_first_difference(length: int) -> None:
     entries = Recorded(0, Batching()).play(20)
-    index, record = next((i, entry) for i, entry in enumerate(entries) if isinstance(entry, event_log.Step)
-                         and entry.planned)
-    changed = msgspec.structs.replace(record, planned=(*record.planned, *[1] * length, 987654321))
+    index, record = next((i, entry) for i, entry in enumerate(entries) if isinstance(entry, StepRecord)
+                         and entry.inputs.planned)
+    changed = record._replace(inputs=record.inputs._replace(
+        planned=(*record.inputs.planned, *[1] * length, 987654321)))
     difference = replay([*entries[:index], changed, *entries[index + 1:]]).difference
-    assert difference is not None and difference.field == "planned"
-    whole = msgspec.json.encode(changed.planned).decode()
+    assert difference is not None and difference.field == "inputs.planned"
+    whole = msgspec.json.encode(changed.inputs.planned).decode()
     if length <= 3:
         assert difference.logged == whole
     else:
         assert difference.logged.endswith(" ...") and whole.startswith(difference.logged.removesuffix(" ..."))
-    assert difference.replayed == msgspec.json.encode(record.planned).decode() and len(difference.logged) < 450
+    assert difference.replayed == msgspec.json.encode(record.inputs.planned).decode() and len(difference.logged) < 450
 
 
 def test_the_difference_of_two_long_fields_is_shown_with_what_is_before_and_behind() -> None:
     entries = Recorded(0, Batching()).play(20)
-    index, record = next((i, entry) for i, entry in enumerate(entries) if isinstance(entry, event_log.Step)
+    index, record = next((i, entry) for i, entry in enumerate(entries) if isinstance(entry, StepRecord)
                          and entry.ended)
-    ends = [event_log.End(end.number, "x" * 5000, end.num_output, "y" * 5000) for end in record.ended]
-    changed = msgspec.structs.replace(record, ended=tuple(ends))
+    ends = [RequestEnd(end.request_id, "x" * 5000, end.num_output, "y" * 5000) for end in record.ended]
+    changed = record._replace(outcome=record.outcome._replace(ended=tuple(ends)))
     difference = replay([*entries[:index], changed, *entries[index + 1:]]).difference
-    assert difference is not None and difference.field == "ended"
-    assert f'[[{ends[0].number},"xxx' in difference.logged and record.ended[0].reason in difference.replayed
+    assert difference is not None and difference.field == "outcome.ended"
+    assert f'[[{ends[0].request_id},"xxx' in difference.logged and record.ended[0].reason in difference.replayed
     assert len(difference.logged) < 450 and len(difference.replayed) < 450
 
 

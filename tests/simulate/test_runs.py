@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -15,13 +14,15 @@ from support.toy import EOS, VOCAB
 from slotwise.batching.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
+from slotwise.core.record import Inputs, StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.slo import SLO
+from slotwise.core.step import Arrival
 from slotwise.core.step_time import Work
 from slotwise.engine.messages import Add, Command, Configure, Finish
 from slotwise.engine.scheduling import Scheduling
-from slotwise.observe.event_log import Arrival, Step, decode
+from slotwise.observe.event_log import decode
 from slotwise.observe.recorder import Recorder
 from slotwise.policies.policy_settings import POLICIES, Ordering
 from slotwise.routing.routers import ROUTERS
@@ -172,7 +173,7 @@ def test_a_what_if_about_prompts_that_other_engines_computed_is_refused():
                       Setup(LIMITS, Scheduling(Batching(), max_num_seqs=4, max_num_batched_tokens=24),
                             CostPace(cost)), {}, at_once=True)
     entries = [decode(line) for line in lines]
-    steps = [index for index, entry in enumerate(entries) if isinstance(entry, Step)]
-    entries[steps[0]] = msgspec.structs.replace(entries[steps[0]], arrivals=(Arrival(0, 1, True),))
+    steps = [index for index, entry in enumerate(entries) if isinstance(entry, StepRecord)]
+    entries[steps[0]] = entries[steps[0]]._replace(inputs=Inputs(arrivals=(Arrival(0, 1, True),)))
     with pytest.raises(ValueError, match="computed by other engines"):
         what_if(entries, {"scheduling_policy": "shortest"}, LatencyLimits())

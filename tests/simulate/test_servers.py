@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from slotwise.core.record import StepRecord
 from slotwise.core.step_time import StepTimeModel, Work
 from slotwise.engine.config import EngineConfig
-from slotwise.engine.messages import Observer, StepRecord
+from slotwise.engine.messages import Observer
 from slotwise.simulate.figures import REFUSED, Distribution, LatencyLimits, SimulatedRequest, figures
 from slotwise.simulate.machines import ModelShape, described, names, setup_of
 from slotwise.simulate.pace import LearnedPace
@@ -160,7 +161,7 @@ class Longest(Observer):
     tokens = 0
 
     def stepped(self, record: StepRecord) -> None:
-        self.tokens = max(self.tokens, *record.counts, 0)
+        self.tokens = max(self.tokens, *record.plan.counts, 0)
 
 
 def with_roles(setup, num_prefill: int, num_decode: int, rate: float, seconds_per_token: float = 0.0):

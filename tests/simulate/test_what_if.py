@@ -7,12 +7,12 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from slotwise import builtin
 from slotwise.cli import main
-from slotwise.observe.event_log import Entry, RequestEntry, Step, line_of, read_file
+from slotwise.core.record import StepRecord
+from slotwise.observe.event_log import Entry, RequestEntry, line_of, read_file
 from slotwise.simulate.what_if import CALLS, error_of, in_words, is_reliable
 from slotwise.terminal import duration
 
@@ -31,16 +31,16 @@ def entries(tmp_path_factory: pytest.TempPathFactory) -> list[Entry]:
 
 def paused(entries: list[Entry]) -> list[Entry]:
     """The log of a server that was stopped for a while amid its steps, which no model of its steps can foresee."""
-    steps = [entry for entry in entries if isinstance(entry, Step)]
+    steps = [entry for entry in entries if isinstance(entry, StepRecord)]
     middle = steps[len(steps) // 2].started_ns
 
     def later(ns: int) -> int:
         return ns + PAUSE * (ns >= middle)
 
-    return [msgspec.structs.replace(
-        entry, started_ns=later(entry.started_ns), ended_ns=later(entry.ended_ns),
-        planned=tuple(map(later, entry.planned)), taken=tuple(map(later, entry.taken)))
-        if isinstance(entry, Step) else entry for entry in entries]
+    return [entry._replace(
+        started_ns=later(entry.started_ns), ended_ns=later(entry.ended_ns), inputs=entry.inputs._replace(
+            planned=tuple(map(later, entry.inputs.planned)), handled=tuple(map(later, entry.inputs.handled))))
+        if isinstance(entry, StepRecord) else entry for entry in entries]
 
 
 def written(entries: list[Entry], path: Path) -> Path:

@@ -13,11 +13,12 @@ from random import Random
 from slotwise.batching.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
+from slotwise.core.record import StepRecord
 from slotwise.core.request import KVTransfer, RequestSpec
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
 from slotwise.engine.kv_link import TransferLink
-from slotwise.engine.messages import UNSUBMITTED, Add, EngineInfo, Finish, StepRecord
+from slotwise.engine.messages import UNSUBMITTED, Add, EngineInfo, Finish
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe.recorder import Recorder
 from slotwise.transfer.connectors import connector_of
@@ -104,8 +105,8 @@ class Side:
         self.scheduler.check()
         self.records.append(record)
         self._recorder.stepped(record)
-        assert not record.failure, record.failure
-        for number, tokens in zip(record.request_ids, record.token_ids, strict=False):
+        assert not record.outcome.failure, record.outcome.failure
+        for number, tokens in zip(record.plan.request_ids, record.tokens, strict=False):
             self.tokens.setdefault(self.names[number], []).extend(tokens)
         for end in record.ended:
             name = self.names[end.request_id]
@@ -116,13 +117,13 @@ class Side:
     @property
     def waits(self) -> set[str]:
         """Reasons for which requests waited."""
-        return {decision.reason for record in self.records for decision in record.refused}
+        return {decision.reason for record in self.records for decision in record.plan.refused}
 
     @property
     def num_computed(self) -> int:
         """Tokens of prompts that were computed here."""
         return sum(count for record in self.records
-                   for count, kind in zip(record.counts, record.kinds, strict=True) if not kind)
+                   for count, kind in zip(record.plan.counts, record.plan.kinds, strict=True) if not kind)
 
 
 class Pair:

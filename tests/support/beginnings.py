@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pytest
 
 from slotwise.core import prefix_cache
-from slotwise.core.events import Admitted
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.request import Request
+from slotwise.core.step import StepPlan
 from support.toy import Driver, alone, request
 
 SYSTEM = list(range(12))  # three blocks
@@ -32,11 +32,11 @@ class Watching(Driver):
         super().__init__(*arguments)
         self.cached: dict[str, list[int]] = {}
 
-    def _fold(self) -> None:
-        for event in list(self.scheduler.events):
-            if isinstance(event, Admitted):
-                self.cached.setdefault(event.request_id, []).append(event.num_cached)
-        super()._fold()
+    def plan(self) -> StepPlan:
+        plan = super().plan()
+        for admission in plan.admitted:
+            self.cached.setdefault(admission.request_id, []).append(admission.num_cached)
+        return plan
 
 
 def check_against_each_alone(numbers: SchedulerLimits, prompts: list[tuple[list[int], str]]) -> None:

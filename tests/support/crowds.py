@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
-from slotwise.core.events import Admitted
 from slotwise.core.interfaces import Policy
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.request import NO_SLO, Request, State
@@ -118,15 +117,18 @@ class Starts(Driver):
         self.everyone[new.request_id] = self._unstarted[new.request_id] = new
         super().add(new)
 
-    def _fold(self) -> None:
-        for event in self.scheduler.events:
-            if isinstance(event, Admitted):
-                went = self.everyone[event.request_id]
-                self._unstarted.pop(went.request_id, None)
-                self.passed += [(went, left) for left in self._unstarted.values() if left.arrival < went.arrival]
-        super()._fold()
-        for name in self.ended:
-            self._unstarted.pop(name, None)
+    def plan(self) -> StepPlan:
+        plan = super().plan()
+        for admission in plan.admitted:
+            went = self.everyone[admission.request_id]
+            self._unstarted.pop(went.request_id, None)
+            self.passed += [(went, left) for left in self._unstarted.values() if left.arrival < went.arrival]
+        return plan
+
+    def _end(self, name: str, reason: str) -> None:
+        super()._end(name, reason)
+        self._unstarted.pop(name, None)
+
 
 
 def assert_right(driver: Starts) -> None:

@@ -6,11 +6,12 @@ import random
 from typing import Any, NamedTuple
 
 from slotwise.core.params import SamplingParams
+from slotwise.core.record import StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.core.step import TokenLogprobs
 from slotwise.core.step_time import StepTimeModel, Work
 from slotwise.engine.engine import Engine
-from slotwise.engine.messages import Add, Finish, StepRecord
+from slotwise.engine.messages import Add, Finish
 
 
 def slow_steps() -> StepTimeModel:
@@ -35,12 +36,12 @@ class Played(NamedTuple):
 
     @property
     def num_drafts(self) -> int:
-        return sum(len(drafts) for record in self.records for drafts in record.drafts)
+        return sum(len(drafts) for record in self.records for drafts in record.plan.drafts)
 
     @property
     def num_right(self) -> int:
         return sum(max(0, len(tokens) - 1) for record in self.records for drafts, tokens in zip(
-            record.drafts, record.sampled or record.token_ids, strict=False) if drafts)
+            record.plan.drafts, record.result.tokens, strict=False) if drafts)
 
 
 def play(subject: Engine, adds: list[Add], aborts: dict[int, str] | None = None) -> Played:
@@ -54,10 +55,10 @@ def play(subject: Engine, adds: list[Add], aborts: dict[int, str] | None = None)
         if aborts and (name := aborts.pop(len(records), "")):
             subject.handle(Finish(name, "abort"))
         record = subject.step()
-        assert not record.failure, record.failure
+        assert not record.outcome.failure, record.outcome.failure
         records.append(record)
-        entries = record.logprobs or ((),) * len(record.token_ids)
-        for name, found, described in zip(record.request_ids, record.token_ids, entries, strict=True):
+        entries = record.logprobs or ((),) * len(record.tokens)
+        for name, found, described in zip(record.plan.request_ids, record.tokens, entries, strict=True):
             tokens[name] = tokens.get(name, ()) + found
             logprobs[name] = logprobs.get(name, ()) + described
         reasons |= {end.request_id: end.reason for end in record.ended}

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from slotwise.core.params import SamplingParams
+from slotwise.core.record import StepRecord
 from slotwise.core.request import RequestSpec
-from slotwise.engine.messages import Add, Command, EngineInfo, Observer, StepRecord
+from slotwise.engine.messages import Add, Command, EngineInfo, Observer
 from slotwise.observe.metrics import Metrics
 from slotwise.observe.recorder import Recorder
 

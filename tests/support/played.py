@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from slotwise.batching.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
+from slotwise.core.record import StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.core.step import StepPlan
 from slotwise.core.step_time import Work, work_of
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
-from slotwise.engine.messages import Add, Command, EngineInfo, Finish, StepRecord, Timing
+from slotwise.engine.messages import Add, Command, EngineInfo, Finish, Timing
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe.event_log import Entry, decode
 from slotwise.observe.recorder import Recorder

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from slotwise.batching.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
+from slotwise.core.record import NO_STEP, StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.step import StepResult
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
-from slotwise.engine.messages import NO_STEP, Add, Configure, EngineInfo, Finish
+from slotwise.engine.messages import Add, Configure, EngineInfo, Finish
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe import event_log
 from slotwise.observe.recorder import Recorder
@@ -123,15 +124,15 @@ def cells(entries: Iterable[event_log.Entry]) -> list[dict[int, Cell]]:
     for entry in entries:
         if isinstance(entry, event_log.RequestEntry):
             prompts[entry.number] = entry.num_prompt
-        if not isinstance(entry, event_log.Step):
+        if not isinstance(entry, StepRecord):
             continue
         if entry.step != NO_STEP:
             cached = dict(entry.admitted)
-            padding = entry.padding or (0,) * len(entry.numbers)
+            padding = entry.plan.padding or (0,) * len(entry.plan.request_ids)
             shown = {}
-            for row, (number, slot) in enumerate(zip(entry.numbers, entry.slots, strict=True)):
-                start, count = entry.starts[row], entry.counts[row]
-                if row in entry.held:
+            for row, (number, slot) in enumerate(zip(entry.plan.request_ids, entry.plan.slots, strict=True)):
+                start, count = entry.plan.starts[row], entry.plan.counts[row]
+                if row in entry.plan.held:
                     kind = "held"
                 elif number in ended:
                     kind = "void"
@@ -143,5 +144,5 @@ def cells(entries: Iterable[event_log.Entry]) -> list[dict[int, Cell]]:
                 if kind not in ("held", "void"):
                     reached[number] = max(reached.get(number, 0), entry.end_of(row))
             steps.append(shown)
-        ended |= {end.number for end in entry.ended}
+        ended |= {end.request_id for end in entry.ended}
     return steps

@@ -11,10 +11,10 @@ from random import Random
 
 from slotwise.batching.disciplines import Chunked
 from slotwise.core import step
-from slotwise.core.events import Admitted, Committed, Finished, Preempted, Rejected
 from slotwise.core.interfaces import Discipline, DraftRow, Due, Policy, Proposal, Proposer
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import PoolingParams, SamplingParams
+from slotwise.core.record import NO_OUTCOME, Outcome
 from slotwise.core.request import NO_SLO, Request, RequestSpec
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.slo import SLO
@@ -188,6 +188,8 @@ class Driver:
         self.executor.submit(plan)
         self.plans.append(plan)
         self.flying.append(plan)
+        self.admitted += [admission.request_id for admission in plan.admitted]
+        self.preempted += [preemption.request_id for preemption in plan.preempted]
         self._fold()
         return plan
 
@@ -205,9 +207,9 @@ class Driver:
         for name, vector in zip(plan.request_ids, result.pooled, strict=False):
             if vector:
                 (self.pooled[name],) = struct.unpack("<f", vector)
-        self.scheduler.commit(plan, result, self.now)
+        outcome = self.scheduler.commit(plan, result, self.now)
         self.scheduler.check()
-        self._fold()
+        self._fold(plan, outcome, result.tokens if outcome.tokens is None else outcome.tokens)
 
     def run(self, most_steps: int = 10_000) -> None:
         """Plan and commit until everyone has ended.  Raises AssertionError if they do not: a livelock."""
@@ -219,21 +221,14 @@ class Driver:
             self.commit()
         raise AssertionError(f"no end after {most_steps} steps: {list(self.scheduler.requests())}")
 
-    def _fold(self) -> None:
-        for event in self.scheduler.pop_events():
-            match event:
-                case Committed():
-                    for name, tokens in zip(event.request_ids, event.tokens, strict=True):
-                        assert name not in self.ended, f"{name} got tokens after its end"
-                        self.output.setdefault(name, []).extend(tokens)
-                case Finished():
-                    self._end(event.request_id, event.reason)
-                case Rejected():
-                    self._end(event.request_id, "rejected")
-                case Admitted():
-                    self.admitted.append(event.request_id)
-                case Preempted():
-                    self.preempted.append(event.request_id)
+    def _fold(self, plan: StepPlan | None = None, outcome: Outcome = NO_OUTCOME, tokens: tuple = ()) -> None:
+        if plan is not None:
+            for name, published in zip(plan.request_ids, tokens, strict=True):
+                if published:
+                    assert name not in self.ended, f"{name} got tokens after its end"
+                    self.output.setdefault(name, []).extend(published)
+        for end in (*outcome.ended, *self.scheduler.pop_ended()):
+            self._end(end.request_id, end.reason)
 
     def _end(self, name: str, reason: str) -> None:
         assert name not in self.ended, f"{name} ended twice"

@@ -10,10 +10,11 @@ from dataclasses import replace
 from slotwise.batching.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
+from slotwise.core.record import StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
-from slotwise.engine.messages import Add, Command, EngineInfo, Observer, StepRecord, Timing
+from slotwise.engine.messages import Add, Command, EngineInfo, Observer, Timing
 from slotwise.engine.scheduling import Scheduling
 from support.toy import EOS, VOCAB, next_token, scheduler
 

@@ -42,7 +42,7 @@ def test_faults_cost_no_request_and_leave_nothing(connector):
     pair.check_nothing_is_left()
     pair.close()
     assert set(seen) == set(FAULTS)
-    arrivals = [arrival for record in pair.consumer.records for arrival in record.arrivals if arrival.is_last]
+    arrivals = [arrival for record in pair.consumer.records for arrival in record.inputs.arrivals if arrival.is_last]
     assert any(arrival.failure for arrival in arrivals)
     assert any(not arrival.failure for arrival in arrivals)
     end = time.monotonic() + 120.0

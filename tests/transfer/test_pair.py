@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from support.apart import LIMITS, Pair
+from support.records import admitted_of, cached_of
 from support.toy import alone, request
 
 from slotwise.core.params import SamplingParams
@@ -83,7 +84,8 @@ def test_both_sides_use_their_prefix_caches(pair):
         assert pair.consumer.tokens[name] == expected(prompt)
     assert pair.producer.num_computed == len(PROMPT) + 7
     assert pair.consumer.num_computed == 2
-    (cached,) = [record.cached for record in pair.consumer.records if pair.consumer.names.index("b") in record.admitted]
+    (cached,) = [cached_of(record) for record in pair.consumer.records
+                 if pair.consumer.names.index("b") in admitted_of(record)]
     assert cached == (40,)  # of what the first transfer brought
     pair.decode("c", PROMPT)  # no transfer of this name is offered, and none is needed
     pair.run()
@@ -98,7 +100,7 @@ def test_an_unknown_transfer_and_another_prompt_are_computed_here():
     pair.decode("other", PROMPT[::-1])
     pair.run()
     assert pair.consumer.tokens == {"unknown": expected(PROMPT), "other": expected(PROMPT[::-1])}
-    failures = [arrival.failure for record in pair.consumer.records for arrival in record.arrivals]
+    failures = [arrival.failure for record in pair.consumer.records for arrival in record.inputs.arrivals]
     assert failures == ["there is no such transfer", "the prompt is another one"]
     pair.check_nothing_is_left()
     pair.close()
@@ -162,7 +164,7 @@ def test_both_logs_can_be_replayed(pair):
         pair.decode(name, prompt)
     pair.run()
     for side in (pair.producer, pair.consumer):
-        assert any(record.arrivals or record.acknowledged for record in side.records)
+        assert any(record.inputs.arrivals or record.inputs.acknowledged for record in side.records)
         outcome = replay(event_log.decode(event_log.encode(entry)) for entry in side.log.entries)
         assert outcome.difference is None
         assert outcome.records == len(side.records)

@@ -43,7 +43,8 @@ def connector(pair: Pair, secret: str = SECRET) -> TCPConnector:
 
 def received(pair: Pair) -> list[str]:
     """Why the transfers of the consumer ended; "" for one that is complete."""
-    return [arrival.failure for record in pair.consumer.records for arrival in record.arrivals if arrival.is_last]
+    return [arrival.failure for record in pair.consumer.records for arrival in record.inputs.arrivals
+            if arrival.is_last]
 
 
 # -- TCP -------------------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ import numpy as np
 
 from slotwise.bench.measures import summary
 from slotwise.core.limits import SchedulerLimits
-from slotwise.engine.messages import RowEnd, StepRecord
+from slotwise.core.record import RequestEnd, StepRecord
 
 MAX_POINTS = 400  # of a curve or a distribution
 NANO = 1e-9
@@ -97,21 +97,21 @@ class Accounts:
     def step(self, record: StepRecord) -> int:
         """Count a step.  Returns the number of requests that ended in it."""
         now = record.ended_ns * NANO
-        if record.slots:
+        if record.plan.slots:
             self._computed(record, now)
         self._publish(record, now)
         self._waiting.step(record, self._limits.max_num_seqs)
-        self._reserved_unused += self._unused_blocks(record) if record.slots else 0
+        self._reserved_unused += self._unused_blocks(record) if record.plan.slots else 0
         self.ended_at = now
         return len(record.ended)
 
     def _computed(self, record: StepRecord, now: float) -> None:
-        held = frozenset(record.held)
-        padding = record.padding or (0,) * len(record.slots)
+        held = frozenset(record.plan.held)
+        padding = record.plan.padding or (0,) * len(record.plan.slots)
         kinds = dict.fromkeys((PREFILL, DECODE, HELD), 0)
         samples = False
         for row, (request_id, slot, start, count) in enumerate(
-                zip(record.request_ids, record.slots, record.starts, record.counts, strict=True)):
+                zip(record.plan.request_ids, record.plan.slots, record.plan.starts, record.plan.counts, strict=True)):
             progress = self._unfinished[request_id]
             end = start + count
             kind = HELD if row in held else DECODE if progress.num_prompt <= start == progress.known - 1 else PREFILL
@@ -127,25 +127,25 @@ class Accounts:
             self._slot_steps[kind] += rows
         self._steps += 1
         self._decode_steps += samples
-        self._max_rows = max(self._max_rows, len(record.slots))
+        self._max_rows = max(self._max_rows, len(record.plan.slots))
         self._padded_tokens += sum(padding)
-        self._time(record, sum(record.counts) + sum(padding), prompts=kinds[PREFILL])
+        self._time(record, sum(record.plan.counts) + sum(padding), prompts=kinds[PREFILL])
 
     def _time(self, record: StepRecord, tokens: int, prompts: int) -> None:
         seconds = (record.ended_ns - record.started_ns) * NANO
         if prompts:
             self.prompt_times.add(tokens, seconds)
-        elif not record.drafts:
-            self.decode_times.add(len(record.slots), seconds)
+        elif not record.plan.drafts:
+            self.decode_times.add(len(record.plan.slots), seconds)
 
     def _publish(self, record: StepRecord, now: float) -> None:
         before = self._output_tokens
-        for request_id, tokens in zip(record.request_ids, record.token_ids, strict=False):
+        for request_id, tokens in zip(record.plan.request_ids, record.tokens, strict=False):
             if tokens:
                 self._deliver(self._unfinished[request_id], tokens, now)
         if self._output_tokens > before:
             self._cumulative.add(now - self._started_at, self._output_tokens)
-        for drafts, tokens in zip(record.drafts, record.sampled or record.token_ids, strict=False):
+        for drafts, tokens in zip(record.plan.drafts, record.result.tokens, strict=False):
             self._drafts += len(drafts)
             self._drafts_right += max(0, len(tokens) - 1) if drafts else 0
         for decision in record.preempted:
@@ -163,7 +163,7 @@ class Accounts:
         progress.output += tokens
         self._output_tokens += len(tokens)
 
-    def _end(self, end: RowEnd, now: float) -> None:
+    def _end(self, end: RequestEnd, now: float) -> None:
         progress = self._unfinished.pop(end.request_id)
         if end.reason in ("stop", "length"):
             self.outputs[progress.number] = progress.output
@@ -174,7 +174,7 @@ class Accounts:
     def _unused_blocks(self, record: StepRecord) -> int:
         """Blocks that requests hold after the step's commit, without any of their tokens."""
         limits = self._limits
-        reserved = limits.num_blocks - record.num_free_blocks
+        reserved = limits.num_blocks - record.counters.num_free_blocks
         filled = sum(-(-progress.computed // limits.block_size) for progress in self._unfinished.values())
         return max(0, reserved - filled)
 
@@ -233,10 +233,10 @@ class _HeadOfLine:
         if self._wasted_between:
             self.seconds += self._count * (started - self._ended_at)
         self._count += len(record.preempted) - len(record.admitted)
-        self._wasted_in_step = len(record.slots) < num_slots or bool(record.held)
+        self._wasted_in_step = len(record.plan.slots) < num_slots or bool(record.plan.held)
         if self._wasted_in_step:
             self.seconds += self._count * (ended - started)
-        self._wasted_between = record.num_running < num_slots or bool(record.held)
+        self._wasted_between = record.counters.num_running < num_slots or bool(record.plan.held)
         self._ended_at = ended
 
 

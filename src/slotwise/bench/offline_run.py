@@ -16,8 +16,9 @@ from slotwise.bench.measures import percentile
 from slotwise.bench.results import environment, workload_facts
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
+from slotwise.core.record import StepRecord
 from slotwise.core.request import RequestSpec
-from slotwise.engine.messages import Add, Command, StepRecord
+from slotwise.engine.messages import Add, Command
 from slotwise.workload.distributions import Fixed
 from slotwise.workload.workloads import Recipe, Workload, WorkRequest, generate
 

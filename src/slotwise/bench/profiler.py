@@ -16,10 +16,10 @@ from slotwise.bench.accounting import NANO, Accounts
 from slotwise.bench.offline_run import OnStep, Stand, run_offline, warm_up
 from slotwise.compose.engine_builder import load
 from slotwise.compose.machine import faster
+from slotwise.core.record import StepRecord
 from slotwise.core.step import RowKind
 from slotwise.core.step_time import Cost, Roofline
 from slotwise.engine.config import EngineConfig
-from slotwise.engine.messages import StepRecord
 from slotwise.kernels.interface import Kernels
 from slotwise.kernels.timed import TimedKernels
 from slotwise.workload.workloads import Workload
@@ -56,12 +56,12 @@ class RooflineShares:
 
     def step(self, record: StepRecord) -> None:
         """Count one step; a record without rows is ignored."""
-        if not record.counts:
+        if not record.plan.counts:
             return
         cost, machine = cost_of(record, self.roofline), self.roofline.machine
         tally = self.kinds[kind_of(record)]
         tally.steps += 1
-        tally.tokens += sum(record.counts)
+        tally.tokens += sum(record.plan.counts)
         seconds = (record.ended_ns - record.started_ns) * NANO
         tally.seconds += seconds
         tally.bytes_seconds += cost.bytes / machine.bytes_per_second
@@ -70,14 +70,14 @@ class RooflineShares:
 
 
 def cost_of(record: StepRecord, roofline: Roofline) -> Cost:
-    return roofline.cost(record.starts, record.counts, sum(1 for tokens in record.token_ids if tokens))
+    return roofline.cost(record.plan.starts, record.plan.counts, sum(1 for tokens in record.tokens if tokens))
 
 
 def kind_of(record: StepRecord) -> str:
     """Decode: no row of a prompt; prefill: only such rows; mixed: both."""
-    if RowKind.PREFILL not in record.kinds:
+    if RowKind.PREFILL not in record.plan.kinds:
         return DECODE
-    return MIXED if RowKind.DECODE in record.kinds else PREFILL
+    return MIXED if RowKind.DECODE in record.plan.kinds else PREFILL
 
 
 class Profiler:

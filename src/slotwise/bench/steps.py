@@ -15,8 +15,8 @@ from slotwise.bench.accounting import NANO, Accounts
 from slotwise.bench.offline_run import Stand, run_offline, warm_up
 from slotwise.bench.results import environment
 from slotwise.core.limits import SchedulerLimits
+from slotwise.core.record import StepRecord
 from slotwise.core.step_time import Work
-from slotwise.engine.messages import StepRecord
 from slotwise.observe.event_log import read_file
 from slotwise.simulate.recorded import read_recording
 from slotwise.workload.distributions import Closed, Uniform

@@ -157,16 +157,16 @@ def _show_slowest(console: Console, most: int, entries: Sequence[Entry],
 
 
 def _show_step(console: Console, shown: StepView, timelines: dict[int, RequestTimeline]) -> None:
-    step = shown.step
+    step, plan, counters = shown.step, shown.step.plan, shown.step.counters
     console.print(
-        f"Step {step.step}: {len(shown.rows)} rows, {sum(step.counts)} tokens and {sum(step.padding)} of padding in "
+        f"Step {step.step}: {len(shown.rows)} rows, {sum(plan.counts)} tokens and {sum(plan.padding)} of padding in "
         f"{(step.ended_ns - step.started_ns) * MS:.3f} ms (predicted {shown.predicted * 1e3:.3f}); then "
-        f"{step.num_running} running, {step.num_waiting} waiting, {step.num_free_blocks} blocks free")
-    if step.drafts or step.draft_limit:
+        f"{counters.num_running} running, {counters.num_waiting} waiting, {counters.num_free_blocks} blocks free")
+    if plan.drafts or plan.draft_limit:
         num_drafts, num_right = (sum(counts) for counts in zip((0, 0), *step.verified, strict=True))
-        console.print(plain(f"{num_drafts} drafts, {num_right} of them right; no more: {_in_words(step.draft_limit)}"))
-    if step.proposing is not None:
-        seconds, passes, tokens = step.proposing
+        console.print(plain(f"{num_drafts} drafts, {num_right} of them right; no more: {_in_words(plan.draft_limit)}"))
+    if step.result.proposing is not None:
+        seconds, passes, tokens = step.result.proposing
         console.print(f"The draft model took {seconds * 1e3:.3f} ms, {passes} passes and {tokens} tokens")
     ran = Table("request", "slot", "computed", "what", "joined", title="Rows", title_justify="left")
     for row in shown.rows:
@@ -182,7 +182,7 @@ def _show_step(console: Console, shown: StepView, timelines: dict[int, RequestTi
         console.print(f"... and {len(shown.left_out) - MOST_LEFT_OUT} more")
     for end in step.ended:
         console.print(plain(
-            f"{_name(end.number, timelines)} ended: {end.reason}, {end.num_output} tokens {end.message}"))
+            f"{_name(end.request_id, timelines)} ended: {end.reason}, {end.num_output} tokens {end.message}"))
 
 
 def _in_words(draft_limit: str) -> str:

@@ -10,10 +10,12 @@ from slotwise.core.host_cache import Copies
 from slotwise.core.reasons import NO_BLOCKS, TOKEN_BUDGET
 from slotwise.core.request import Request
 from slotwise.core.step import (
+    Admission,
     Decision,
     FreedBlocks,
     NewBlocks,
     NewRequest,
+    Preemption,
     RowKind,
     StepPlan,
     StepResult,
@@ -45,7 +47,7 @@ class PlanBuilder:
     """Filled by one `Scheduler.schedule`, row by row, then closed into a StepPlan."""
 
     __slots__ = (
-        "budget", "deferred", "draft_limit", "drafts", "has_chunk", "held", "is_adapter_overdue",
+        "admitted", "budget", "deferred", "draft_limit", "drafts", "has_chunk", "held", "is_adapter_overdue",
         "is_pressed", "isolated_steps", "lanes",
         "new_blocks", "new_requests", "now", "padding", "paused", "preempted", "refused", "rows", "shortage",
         "starting", "step", "stop", "time",
@@ -71,7 +73,8 @@ class PlanBuilder:
         self.held: list[int] = []
         self.new_requests: list[NewRequest] = []
         self.new_blocks: list[NewBlocks] = []
-        self.preempted: list[Decision] = []
+        self.admitted: list[Admission] = []
+        self.preempted: list[Preemption] = []
         self.is_adapter_overdue = False  # a request was passed often enough while it waited for an adapter's slot
         self.is_pressed = False  # a request was preempted for want of blocks
         self.refused: list[Decision] = []
@@ -119,9 +122,9 @@ class PlanBuilder:
     def refuse(self, request: Request, reason: str) -> None:
         self.refused.append(Decision(request.request_id, reason))
 
-    def preempt(self, request: Request, reason: str) -> None:
+    def preempt(self, request: Request, reason: str, num_lost: int) -> None:
         self.is_pressed |= reason == NO_BLOCKS
-        self.preempted.append(Decision(request.request_id, reason))
+        self.preempted.append(Preemption(request.request_id, reason, num_lost))
 
     def close(
         self, released_slots: tuple[int, ...], freed: tuple[FreedBlocks, ...], expired: tuple[FreedBlocks, ...],
@@ -141,5 +144,6 @@ class PlanBuilder:
             self.step, self.now, released_slots, tuple(self.new_requests), freed, tuple(self.new_blocks),
             tuple([request.request_id for request in requests]), tuple([request.slot for request in requests]),
             starts, counts, drafts, num_logits, kinds, self.padding, tuple(self.held),
-            tuple(self.preempted), tuple(self.refused), self.stop, *copies, self.draft_limit, expired)
+            tuple(self.preempted), tuple(self.refused), self.stop, *copies, self.draft_limit, expired,
+            tuple(self.admitted))
         return InFlight(plan, requests, tuple([request.epoch for request in requests]))

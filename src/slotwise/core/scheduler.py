@@ -2,7 +2,7 @@
 
     schedule(now)                returns a StepPlan: running requests first, then waiting ones
     ... the executor runs it ...
-    commit(plan, result, now)    appends tokens, finishes requests, frees blocks, records events
+    commit(plan, result, now)    appends tokens, finishes requests, frees blocks; returns the Outcome
 
 This file owns every request from its arrival to its end, and reads in the order in which a step happens: expire, land
 prompts, preempt for rank, running rows, waiting rows, drafts, close the plan; then commit.  States change at its end
@@ -43,16 +43,14 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import chain, compress, repeat
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain, repeat
 from operator import length_hint
-from typing import NamedTuple
 
 from slotwise.core.chunking import Chunking
 from slotwise.core.drafting import Drafting
-from slotwise.core.events import Admitted, Arrived, Committed, Event, Finished, Preempted, Rejected
 from slotwise.core.host_cache import HostCache
-from slotwise.core.interfaces import Discipline, Gate, Policy, Proposer, View
+from slotwise.core.interfaces import NEVER, Discipline, Gate, Policy, Proposer, View
 from slotwise.core.kv_manager import Allocation, KVManager
 from slotwise.core.kv_transfers import KVTransfers
 from slotwise.core.limits import ERROR, SchedulerLimits
@@ -74,8 +72,9 @@ from slotwise.core.reasons import (
     VERIFYING,
     WAITING_FOR_KV,
 )
+from slotwise.core.record import NO_OUTCOME, Logprobs, Outcome, RequestEnd, Tokens
 from slotwise.core.request import NO_SLOT_HELD, Request, State
-from slotwise.core.step import Arrival, NewRequest, RowKind, StepPlan, StepResult, Stop, TokenLogprobs
+from slotwise.core.step import Admission, Arrival, NewRequest, RowKind, StepPlan, StepResult, Stop
 from slotwise.core.step_time import StepTimeModel, work_of
 from slotwise.core.waiting_queue import Lane, WaitingQueue
 
@@ -86,18 +85,10 @@ MAX_OUTRANKED = 4  # running requests that may be preempted per step for waiting
 MAX_LOOK = 8
 MAX_UNSLOTTED = 64  # requests examined per step that wait for an adapter's slot: a microsecond each
 
-Tokens = tuple[int, ...]
-Logprobs = tuple[TokenLogprobs, ...]
+NO_PROBABILITIES = "the model gave no valid probabilities for the next token"  # of a row that failed alone
+
 Ended = list[tuple[Request, str]]
 """Requests, and the reasons for which they finish."""
-
-
-class Outputs(NamedTuple):
-    """Tokens that a step publishes: columns, one entry a request."""
-
-    request_ids: Sequence[int]
-    tokens: Sequence[Tokens]
-    logprobs: Sequence[Logprobs]  # an entry is () for a request without log-probabilities
 
 
 class Scheduler:
@@ -123,7 +114,7 @@ class Scheduler:
         self.transfers = KVTransfers(
             self.kv.pinned, limits.block_size, self.unfinished, self.running, policy.lane_key,
             limits.max_num_seqs, limits.num_blocks)
-        self.events: list[Event] = []
+        self.ended: list[RequestEnd] = []  # in no outcome yet
         self.num_slots = limits.max_num_seqs
         self._free_slots = list(range(self.num_slots))  # a heap: the lowest one is taken first
         self._released_slots: list[int] = []  # since the last plan
@@ -188,10 +179,10 @@ class Scheduler:
         """Queue position of each waiting request among `request_ids`: how many are to start before it, as of `now`."""
         return self.waiting.positions(request_ids, now)
 
-    def pop_events(self) -> list[Event]:
-        """Events since the last call."""
-        events, self.events = self.events, []
-        return events
+    def pop_ended(self) -> tuple[RequestEnd, ...]:
+        """The ends of requests since the last call, or the last commit."""
+        ended, self.ended = tuple(self.ended), []
+        return ended
 
     def pop_released_slots(self) -> tuple[int, ...]:
         """Slots released since the last call."""
@@ -253,7 +244,7 @@ class Scheduler:
         if objection:
             request.transition(State.REJECTED)
             request.reason = objection
-            self.events.append(Rejected(now, request.request_id, objection))
+            self.ended.append(RequestEnd(request.request_id, "rejected", 0, objection))
             return
         self.unfinished[request.request_id] = request
         if request.kv is not None and not request.kv.sends:
@@ -261,13 +252,12 @@ class Scheduler:
         self._num_with_tpot += request.spec.slo.tpot is not None
         self.policy.arrived(request, now)
         self._enqueue(request, now)
-        self.events.append(Arrived(now, request.request_id, request.num_prompt))
 
-    def finish(self, request_id: int, reason: str, now: float) -> None:
+    def finish(self, request_id: int, reason: str, now: float, message: str = "") -> None:
         """Finish a request in any state.  Does nothing if the id is unknown or already finished."""
         request = self.unfinished.get(request_id)
         if request is not None:
-            self._finish(request, reason, now)
+            self._finish(request, reason, now, message)
 
     def compiled(self, request_id: int, objection: str, now: float) -> None:
         """The grammar of a waiting request is compiled; with an objection it is not, and the request is rejected."""
@@ -395,7 +385,7 @@ class Scheduler:
             host = self.kv.host
             may_land = num_incoming > len(receiving) and host.num_loads_left < host.max_loads  # in the next plan
             builder.stop = Stop(WAITING_FOR_KV, receiving[0].request_id, num_incoming - 1,
-                                builder.now if may_land else self.transfers.next_moment)
+                                builder.now if may_land else _known(self.transfers.next_moment))
 
     # -- preemption ----------------------------------------------------------------------------------------------
 
@@ -405,8 +395,8 @@ class Scheduler:
             request, before = self._first_without_capacity(builder)
             victims = [] if request is None else self._outranked(request, before, builder.now)
             for victim in victims:
-                builder.preempt(victim, OUTRANKED)
-                self._preempt(victim, builder.step, builder.now)
+                builder.preempt(victim, OUTRANKED, victim.num_computed)
+                self._preempt(victim, builder.now)
             if not victims:
                 return
 
@@ -462,12 +452,12 @@ class Scheduler:
             if self._reclaim(lambda: self.kv.num_lacking_to(request, num_tokens), (), list(self.transfers.landed)):
                 continue
             victim = self._victim(builder)
-            builder.preempt(victim, NO_BLOCKS)
+            builder.preempt(victim, NO_BLOCKS, 0 if self.limits.on_pressure == ERROR else victim.num_computed)
             if self.limits.on_pressure == ERROR:
                 message = "the cache is full, and this server ends requests instead of preempting them; try again later"
                 self._finish(victim, "error", builder.now, message)
             else:
-                self._preempt(victim, builder.step, builder.now)
+                self._preempt(victim, builder.now)
             if victim is request:
                 return False
         builder.new_blocks += blocks
@@ -617,7 +607,7 @@ class Scheduler:
                 compiling = compiling or request
                 continue
             builder.stop = builder.stop or Stop(
-                decision, request.request_id, 0, min(gate.reopens_at, self.waiting.next_moment))
+                decision, request.request_id, 0, _known(min(gate.reopens_at, self.waiting.next_moment)))
             if decision == NO_ADAPTER_SLOT and not self._discipline.in_strict_order:
                 unslotted.append(request)
                 builder.is_adapter_overdue |= not self._may_be_passed(request)
@@ -631,7 +621,7 @@ class Scheduler:
             if decision != NO_BLOCKS or builder.is_pressed or len(examined) > MAX_LOOK:
                 break
         if compiling is not None and builder.stop is None:  # it stops no other request
-            reopens_at = min(gate.reopens_at, self.waiting.next_moment)
+            reopens_at = _known(min(gate.reopens_at, self.waiting.next_moment))
             builder.stop = Stop(GRAMMAR_COMPILING, compiling.request_id, 0, reopens_at)
         if builder.stop:
             builder.stop = builder.stop._replace(num_behind=len(self.waiting) - 1)
@@ -770,8 +760,10 @@ class Scheduler:
 
     # -- committing a step ---------------------------------------------------------------------------------------
 
-    def commit(self, plan: StepPlan, result: StepResult, now: float) -> None:
-        """Apply the result of the oldest uncommitted step: append tokens, finish requests, record events.
+    def commit(self, plan: StepPlan, result: StepResult, now: float) -> Outcome:
+        """Apply the result of the oldest uncommitted step: append tokens, finish requests.
+
+        Returns what is published, and which requests have ended since the last commit.
 
         Raises:
             RuntimeError: `plan` is not that step, or `result` is not a result of it.
@@ -791,13 +783,17 @@ class Scheduler:
             proposing = result.proposing.seconds if result.proposing else 0.0
             self.times.step(work_of(done.starts, done.counts, done.padding, done.drafts), done.now + proposing, now)
         self.policy.served(step.requests, done.counts, result.tokens)
-        outputs = _outputs(plan, result, kept)
+        published = NO_OUTCOME
         if self._discipline.leaves_together or self._held or plan.held:  # a pooled row holds no output
-            outputs, ended = self._hold(outputs, ended, plan)
-        self.events.append(Committed(
-            now, plan.step, tuple(outputs.request_ids), tuple(outputs.tokens), tuple(outputs.logprobs)))
+            published, ended = self._hold(plan, _published(result, kept), ended)
+        elif kept:
+            published = _published(result, kept)
         for request, reason in ended:
-            self._finish(request, reason, now, failed.get(request, ""))
+            message = failed.get(request, "") or (NO_PROBABILITIES if reason in ("error", "rejected") else "")
+            self._finish(request, reason, now, message)
+        if published.tokens == result.tokens:
+            published = NO_OUTCOME
+        return published._replace(ended=self.pop_ended())
 
     def _append(self, step: InFlight, result: StepResult) -> tuple[dict[int, Tokens], Ended]:
         """Append each row's tokens to its request, and advance what is computed.
@@ -831,29 +827,33 @@ class Scheduler:
                 ended.append((request, reason))
         return kept, ended
 
-    def _hold(self, outputs: Outputs, ended: Ended, plan: StepPlan) -> tuple[Outputs, Ended]:
+    def _hold(self, plan: StepPlan, outputs: Outcome, ended: Ended) -> tuple[Outcome, Ended]:
         """Hold the outputs of a batch that leaves together until all of its requests have ended.
 
         Returns the outputs to publish now, and those of `ended` that may finish now.
         """
-        for request_id, tokens, logprobs in zip(*outputs, strict=True):
-            before = self._held.get(request_id, ((), ()))
-            self._held[request_id] = (before[0] + tokens, before[1] + logprobs)
+        rows = zip(plan.request_ids, outputs.tokens or (), outputs.logprobs or repeat(()), strict=False)
+        for request_id, tokens, logprobs in rows:
+            if tokens:
+                before = self._held.get(request_id, ((), ()))
+                self._held[request_id] = (before[0] + tokens, before[1] + logprobs)
         gone = [(request, reason) for request, reason in ended if request.state is not State.RUNNING]
         for request, reason in ended:
             if request.state is State.RUNNING:
                 request.reason = reason  # held: it keeps its slot until its batch has ended
         held = [request for request in self.running.values() if request.reason]
         if self._discipline.leaves_together and len(held) < len(self.running):
-            return self._release_outputs(request.request_id for request, _ in gone), gone
+            return self._release_outputs(plan, {request.request_id for request, _ in gone}), gone
         present = frozenset(plan.request_ids)  # a held row that pauses here finishes in its next step
         ending = gone + [(request, request.reason) for request in held if request.request_id in present]
-        return self._release_outputs(plan.request_ids), ending
+        return self._release_outputs(plan, present), ending
 
-    def _release_outputs(self, request_ids: Iterable[int]) -> Outputs:
-        """Remove and return the outputs held for these requests."""
-        found = [(request_id, *self._held.pop(request_id)) for request_id in request_ids if request_id in self._held]
-        return Outputs(*zip(*found, strict=True)) if found else Outputs((), (), ())
+    def _release_outputs(self, plan: StepPlan, request_ids: Collection[int]) -> Outcome:
+        """Remove and return the outputs held for these requests, by row of the plan."""
+        nothing: tuple[Tokens, Logprobs] = ((), ())
+        found = [self._held.pop(name, nothing) if name in request_ids else nothing for name in plan.request_ids]
+        logprobs = tuple([logprobs for _, logprobs in found])
+        return Outcome(tuple([tokens for tokens, _ in found]), logprobs if any(logprobs) else ())
 
     def rollback(self) -> list[int]:
         """Drop all steps in flight after a failure; their rows are planned again from the last commit.
@@ -884,7 +884,7 @@ class Scheduler:
         request.transition(State.RUNNING)
         self.policy.admitted(request, builder.now)
         cached = request.num_computed - request.num_received
-        self.events.append(Admitted(builder.now, request.request_id, request.slot, builder.step, cached))
+        builder.admitted.append(Admission(request.request_id, cached))
         builder.new_requests.append(NewRequest(
             request.request_id, request.slot, request.spec, tuple(sorted(request.stop_ids)),
             tuple(request.tokens[request.num_prompt :])))
@@ -892,9 +892,8 @@ class Scheduler:
         count = self._chunking.first_chunk(request, builder)
         builder.add_row(request, request.num_scheduled, count, PREFILL)
 
-    def _preempt(self, request: Request, step: int, now: float) -> None:
+    def _preempt(self, request: Request, now: float) -> None:
         """Release slot and blocks, and requeue; known tokens are kept, and so are those of a step in flight."""
-        self.events.append(Preempted(now, request.request_id, step, request.num_computed))
         self._release(request)
         request.transition(State.PREEMPTED)
         request.epoch += 1
@@ -917,7 +916,7 @@ class Scheduler:
         request.reason = reason
         request.epoch += 1
         self._forget(request)
-        self.events.append(Finished(now, request.request_id, reason, request.num_output, message))
+        self.ended.append(RequestEnd(request.request_id, reason, request.num_output, message))
         self._drafting.finished(request)
 
     def _reject(self, request: Request, objection: str, now: float) -> None:
@@ -927,7 +926,7 @@ class Scheduler:
         request.transition(State.REJECTED)
         request.reason = objection
         self._forget(request)
-        self.events.append(Rejected(now, request.request_id, objection))
+        self.ended.append(RequestEnd(request.request_id, "rejected", 0, objection))
 
     def _arrive(self, request: Request, now: float) -> None:
         """Enqueue a request WAITING_FOR_KV for a slot: it computes what has not arrived."""
@@ -974,13 +973,15 @@ class Scheduler:
         request.start_from(0)
 
 
-def _outputs(plan: StepPlan, result: StepResult, kept: Mapping[int, Tokens]) -> Outputs:
-    """Returns the tokens each row sampled; for rows in `kept` the tokens kept, and no entry if none were."""
-    logprobs: Sequence[Logprobs] = result.logprobs or ((),) * plan.num_rows
-    if not kept:
-        return Outputs(plan.request_ids, result.tokens, logprobs)
-    tokens, logprobs = list(result.tokens), list(logprobs)
+def _known(moment: float) -> float | None:
+    return moment if moment < NEVER else None
+
+
+def _published(result: StepResult, kept: Mapping[int, Tokens]) -> Outcome:
+    """Returns the tokens each row sampled; of rows in `kept` those that are kept."""
+    tokens, logprobs = list(result.tokens), list(result.logprobs)
     for row, some in kept.items():
-        tokens[row], logprobs[row] = some, logprobs[row][: len(some)]
-    return Outputs(
-        list(compress(plan.request_ids, tokens)), list(compress(tokens, tokens)), list(compress(logprobs, tokens)))
+        tokens[row] = some
+        if logprobs:
+            logprobs[row] = logprobs[row][: len(some)]
+    return Outcome(tuple(tokens), tuple(logprobs) if any(logprobs) else ())

@@ -102,10 +102,25 @@ class Arrival(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """A request that was not planned, or was preempted, and the reason (`core/reasons.py`)."""
+    """A request that was not planned, and the reason (`core/reasons.py`)."""
 
     request_id: int
     reason: str
+
+
+class Admission(NamedTuple):
+    """A request that got a slot."""
+
+    request_id: int
+    num_cached: int  # tokens found in the prefix cache, and not computed
+
+
+class Preemption(NamedTuple):
+    """A request that lost its slot and its blocks; it keeps its tokens, and waits to be recomputed."""
+
+    request_id: int
+    reason: str  # `core/reasons.py`
+    num_lost: int  # computed tokens
 
 
 class Stop(NamedTuple):
@@ -114,7 +129,7 @@ class Stop(NamedTuple):
     reason: str
     first_blocked: int
     num_behind: int
-    reopens_at: float = float("inf")  # seconds; when time alone ends the wait
+    reopens_at: float | None = None  # seconds; when time alone ends the wait
 
 
 class StepPlan(NamedTuple):
@@ -138,13 +153,14 @@ class StepPlan(NamedTuple):
     kinds: tuple[RowKind, ...]
     padding: tuple[int, ...]  # () when no row has any
     held: tuple[int, ...]  # indices of rows
-    preempted: tuple[Decision, ...]
+    preempted: tuple[Preemption, ...]
     refused: tuple[Decision, ...]
     stop: Stop | None
     saves: tuple[Copy, ...] = ()  # device blocks to host blocks, before anything else
     loads: tuple[Copy, ...] = ()  # host blocks to device blocks, before the forward pass
     draft_limit: str = ""  # why there are no more drafts (`core/drafting.py`); "" where none can be
     expired_blocks: tuple[FreedBlocks, ...] = ()  # before `new_blocks`
+    admitted: tuple[Admission, ...] = ()  # the `new_requests`
 
     @property
     def num_rows(self) -> int:

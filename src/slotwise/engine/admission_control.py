@@ -18,11 +18,13 @@ from math import ceil, exp
 from typing import NamedTuple
 
 from slotwise.core.limits import SchedulerLimits
+from slotwise.core.record import StepRecord
 from slotwise.core.request import NO_SLO
 from slotwise.core.slo import SLO
 from slotwise.core.tenant_capacity import TenantCapacity
 from slotwise.engine.client import MAX_LIVE
-from slotwise.engine.messages import Add, Command, EngineInfo, Observer, StepRecord
+from slotwise.engine.messages import Add, Command, EngineInfo, Observer
+from slotwise.engine.scheduling import Scheduling
 
 PATIENCE = 60.0  # seconds within which the last request of the queue is expected to start
 MEMORY = 30.0  # seconds of queueing after which a measurement counts for 1/e
@@ -139,7 +141,7 @@ class AdmissionControl(Observer):
 
     def stepped(self, record: StepRecord) -> None:
         before = self._tokens.total
-        started = sum([self._leave_queue(request_id) for request_id in record.admitted])
+        started = sum([self._leave_queue(admission.request_id) for admission in record.admitted])
         if self._queueing_since:
             seconds = max(0.0, (record.ended_ns - self._queueing_since) * NS)
             self.rate.observe(started, before - self._tokens.total, seconds)
@@ -147,13 +149,14 @@ class AdmissionControl(Observer):
             self._leave_queue(row.request_id)
             if (tenant := self._tenant_of.pop(row.request_id, None)) is not None:
                 self._unfinished.release(tenant, 1)
-        self._queueing_since = record.ended_ns if record.num_waiting else 0
-        if record.configured is not None:
-            self._slots = record.configured.max_num_seqs
-        if record.num_waiting:
+        self._queueing_since = record.ended_ns if record.counters.num_waiting else 0
+        if isinstance(configured := record.inputs.configured, Scheduling):
+            self._slots = configured.max_num_seqs
+        if record.counters.num_waiting:
             self._free = (0, 0)
         else:
-            self._free = (self._slots - record.num_running, self._limits.tokens_in(record.num_free_blocks))
+            self._free = (self._slots - record.counters.num_running,
+                          self._limits.tokens_in(record.counters.num_free_blocks))
 
     def _leave_queue(self, request_id: int) -> bool:
         """Returns whether the request waited: a preempted one is admitted more than once."""

@@ -16,11 +16,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from slotwise.core.record import Counters, Outcome, RequestEnd, StepRecord
 from slotwise.core.tenant_capacity import TenantCapacity
 from slotwise.engine.generation import Generation, LiveGenerations
 from slotwise.engine.ipc import EngineConnection, HeartbeatMonitor
 from slotwise.engine.messages import (
-    NO_STEP,
     AdapterLoaded,
     Add,
     Command,
@@ -35,13 +35,11 @@ from slotwise.engine.messages import (
     Query,
     QueuePositionAnswer,
     QueuePositionQuery,
-    Report,
     RequestPosition,
-    RowEnd,
     StepOutputs,
-    StepRecord,
     UnloadAdapter,
 )
+from slotwise.engine.record_codec import StepReport, unpacked
 from slotwise.engine.refusals import (
     ADAPTER_LOADING,
     DRAINING,
@@ -450,10 +448,11 @@ class EngineClient:
 
     # -- reports -------------------------------------------------------------------------------------------------
 
-    def _receive(self, report: Report) -> None:
-        if isinstance(report, StepRecord):
-            self._generations.stepped(report)
-            self._notify(lambda observer: observer.stepped(report))
+    def _receive(self, report: Any) -> None:
+        if isinstance(report, StepReport):
+            record = unpacked(report)
+            self._generations.stepped(record, report.num_parts)
+            self._notify(lambda observer: observer.stepped(record))
         elif isinstance(report, StepOutputs):
             self._generations.deliver(report)
         elif isinstance(report, QueuePositionAnswer):
@@ -499,7 +498,7 @@ class EngineClient:
         lost = self._generations.lost(message)
         now = time.monotonic_ns()
         self._notify(lambda observer: observer.lost(message, now))
-        ended = tuple(RowEnd(request_id, reason, 0, message) for request_id, reason in lost.items())
+        ended = tuple([RequestEnd(request_id, reason, 0, message) for request_id, reason in lost.items()])
         free = self._info.limits.num_blocks if self._info is not None else 0
-        record = StepRecord(NO_STEP, now, now, ended=ended, num_free_blocks=free)
+        record = StepRecord(now, now, outcome=Outcome(ended=ended), counters=Counters(num_free_blocks=free))
         self._notify(lambda observer: observer.stepped(record))

@@ -16,25 +16,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from slotwise.core.events import Admitted, Event, Preempted
 from slotwise.core.limits import SchedulerLimits
+from slotwise.core.record import NO_OUTCOME, NO_RESULT, CompiledGrammar, Counters, Inputs, Outcome, StepRecord
 from slotwise.core.request import Request
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.step import StepPlan, StepResult
-from slotwise.engine.executor import POLL, AdapterStore, Compiled, Executor, ExpertCounts, GrammarCompiler, Returnable
+from slotwise.engine.executor import POLL, AdapterStore, Executor, ExpertCounts, GrammarCompiler, Returnable
 from slotwise.engine.kv_link import KVLink, News
-from slotwise.engine.messages import (
-    NO_STEP,
-    Add,
-    Command,
-    Finish,
-    QueuePositionAnswer,
-    QueuePositionQuery,
-    RequestPosition,
-    StepRecord,
-)
+from slotwise.engine.messages import Add, Command, Finish, QueuePositionAnswer, QueuePositionQuery, RequestPosition
 from slotwise.engine.scheduling import DEFAULT_ORDER, Scheduling
-from slotwise.engine.step_records import ends, published, with_changes
 
 EXPERTS_EVERY = 1_000_000_000  # nanoseconds between two records with the tokens of experts, while there is work
 NOT_GIVEN_BACK = "only the cache of device cpu, with one rank, can be given back to the system"
@@ -77,11 +67,10 @@ class Engine:
         self._unloading: set[int] = set()  # adapters that are forgotten when no request has them
         self._kv_link = kv_link
         self._news = News()  # not yet in a record, as the four below
-        self._compiled: list[Compiled] = []
+        self._compiled: list[CompiledGrammar] = []
         self._configured: Scheduling | None = None
-        self._taken: list[int] = []
+        self._handled: list[int] = []
         self._planned: list[int] = []
-        self._ahead: list[Admitted | Preempted] = []  # of plans whose records are not made yet
         self._idle_until = 0.0  # seconds; until then only a command gives `step` work
 
     @property
@@ -94,9 +83,9 @@ class Engine:
 
     def handle(self, command: Command) -> None:
         """Executes one command; its effects are in the next record."""
-        taken = self.clock()
-        self._taken.append(taken)
-        now = taken * 1e-9
+        handled = self.clock()
+        self._handled.append(handled)
+        now = handled * 1e-9
         self._idle_until = 0.0
         if isinstance(command, Add):
             request = Request(command.request_id, command.spec, self._eos_ids)
@@ -186,10 +175,13 @@ class Engine:
         except Exception as error:
             return self._failed(error, plan, started)
         ended = self.clock()
-        self._scheduler.commit(plan, result, ended * 1e-9)
+        outcome = self._scheduler.commit(plan, result, ended * 1e-9)
         self._follow()
         self._idle_until = 0.0 if plan.slots else self._reopens_at(plan)
-        return self._record(plan, result, started, ended)
+        done = result.executed(plan)
+        if result.drafts:
+            result = result._replace(drafts=())  # they are those of the plan
+        return self._record(started, ended, (_without_specs(done),), result, outcome)
 
     def _submit(self, plan: StepPlan) -> None:
         self._follow()
@@ -206,7 +198,8 @@ class Engine:
         transfers = self._scheduler.transfers
         if plan.stop is None and (self._scheduler.num_running or not transfers.is_active):
             return 0.0
-        return min(plan.stop.reopens_at if plan.stop else float("inf"), transfers.next_moment)
+        reopens_at = plan.stop.reopens_at if plan.stop else None
+        return transfers.next_moment if reopens_at is None else min(reopens_at, transfers.next_moment)
 
     def _take_news(self, now: float) -> None:
         """Tells the scheduler what happened beside the steps."""
@@ -229,77 +222,52 @@ class Engine:
 
     def idle_record(self) -> StepRecord | None:
         """Returns a record of what happened since the last step when nothing runs; None when nothing happened."""
-        events = self._scheduler.pop_events()
-        if not events and self._configured is None:
+        ended = self._scheduler.pop_ended()
+        if not ended and self._configured is None:
             return None
         now = self.clock()
-        return self._stamped(StepRecord(NO_STEP, now, now, ended=ends(events)))
+        return self._record(now, now, outcome=Outcome(ended=ended))
 
     def _failed(self, error: Exception, plan: StepPlan, started: int) -> StepRecord:
         """Rolls back to the last commit after a failed step, and ends that step's requests in error.
 
         Requests that have rows only in later steps are planned again.
         """
-        plans = [plan]
+        plans = [_without_specs(plan)]
         while self._in_flight:
-            plans.append(self._in_flight.popleft()[0])
+            plans.append(_without_specs(self._in_flight.popleft()[0]))
             try:
                 self.executor.collect()
             except Exception:  # the result of a step after a failed one is dropped in any case
                 continue
         now = self.clock()
-        for request_id in self._scheduler.rollback():
-            self._scheduler.finish(request_id, "error", now * 1e-9)
-        events = self._events(plans[-1].step)
         failure = f"{type(error).__name__}: {error}"
-        record = StepRecord(NO_STEP, started, now, ended=ends(events, failure), failure=failure)
-        return self._stamped(with_changes(record, plans, events))
+        for request_id in self._scheduler.rollback():
+            self._scheduler.finish(request_id, "error", now * 1e-9, failure)
+        return self._record(
+            started, now, tuple(plans), outcome=Outcome(ended=self._scheduler.pop_ended(), failure=failure))
 
-    def _record(self, plan: StepPlan, result: StepResult, started: int, ended: int) -> StepRecord:
-        plan, events = result.executed(plan), self._events(plan.step)
-        tokens, logprobs = published(plan, events)
-        record = StepRecord(
-            plan.step, started, ended, plan.request_ids, plan.slots, plan.starts, plan.counts, plan.padding, plan.held,
-            tokens, logprobs, refused=plan.refused, stop=plan.stop, ended=ends(events), failed=result.failed,
-            drafts=plan.drafts, kinds=plan.kinds, prompt_logprobs=result.prompt_logprobs, pooled=result.pooled,
-            draft_limit=plan.draft_limit, proposing=result.proposing)
-        if tokens != result.tokens:
-            record.sampled = result.tokens
-        record.forced, record.ranks = result.forced, result.ranks
-        return self._stamped(with_changes(record, [plan], events))
-
-    def _events(self, step: int) -> list[Event]:
-        """Returns the events not yet in a record, without admissions and preemptions of plans after `step`."""
-        events: list[Event] = [*self._ahead, *self._scheduler.pop_events()]
-        if not self._in_flight:
-            self._ahead = []
-            return events
-        self._ahead = [event for event in events if isinstance(event, Admitted | Preempted) and event.step > step]
-        return [event for event in events if not (isinstance(event, Admitted | Preempted) and event.step > step)]
-
-    def _stamped(self, record: StepRecord) -> StepRecord:
-        """Returns `record` with the engine's current counters, and the commands and plans since the last record."""
-        record.configured, self._configured = self._configured, None
-        record.planned, record.taken = tuple(self._planned), tuple(self._taken)
-        self._planned, self._taken = [], []
+    def _record(self, started: int, ended: int, plans: tuple[StepPlan, ...] = (), result: StepResult = NO_RESULT,
+                outcome: Outcome = NO_OUTCOME) -> StepRecord:
+        """Returns the record of a step, with the inputs since the last record and the engine's counters."""
+        inputs = Inputs(tuple(self._planned), tuple(self._handled), tuple(self._compiled), tuple(self._news.arrivals),
+                        tuple(self._news.acknowledged), self._configured)
+        self._planned, self._handled, self._configured = [], [], None
         if self._compiled:
-            record.compiled = tuple(self._compiled)
-            self._compiled.clear()
+            self._compiled = []
+        num_pinned = 0
         if self._kv_link is not None:
-            record.arrivals, record.acknowledged = tuple(self._news.arrivals), tuple(self._news.acknowledged)
             self._news = News()
-            record.num_pinned_blocks = self._scheduler.transfers.num_pinned_blocks
+            num_pinned = self._scheduler.transfers.num_pinned_blocks
         if self._grammars is not None:
-            for end in record.ended:
+            for end in outcome.ended:
                 self._grammars.release(end.request_id)
-        if self._experts is not None and not record.failure:  # a device that failed may be lost
-            record.expert_tokens = self._expert_tokens(self._experts, record.ended_ns)
+        experts = () if self._experts is None or outcome.failure else self._expert_tokens(self._experts, ended)
         if self._unloading:
             self._unload()
-        record.num_running = self._scheduler.num_running
-        record.num_waiting = self._scheduler.num_waiting
-        record.num_free_blocks = self._scheduler.num_free_blocks
-        return record
+        scheduler = self._scheduler
+        return StepRecord(started, ended, plans, result, outcome, inputs, Counters(
+            scheduler.num_running, scheduler.num_waiting, scheduler.num_free_blocks, num_pinned, experts))
 
     def _expert_tokens(self, experts: ExpertCounts, now: int) -> tuple[tuple[int, ...], ...]:
         """Returns the tokens of experts that no record has; () while the last count is recent and work remains."""
@@ -307,3 +275,8 @@ class Engine:
             return ()
         self._counted = now
         return experts.pop(is_idle=not self._in_flight)
+
+
+def _without_specs(plan: StepPlan) -> StepPlan:
+    """A plan as records have it: the specs of its new requests are in their commands."""
+    return plan._replace(new_requests=()) if plan.new_requests else plan

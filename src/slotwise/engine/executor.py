@@ -18,21 +18,15 @@ import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from slotwise.core.grammar import Grammar
 from slotwise.core.params import PoolingParams
+from slotwise.core.record import CompiledGrammar
 from slotwise.core.request import Output
 from slotwise.core.step import FREED, PROPOSED, RowKind, StepPlan, StepResult
 
 POLL = 0.001  # seconds between two looks at a grammar while nothing else runs
-
-
-class Compiled(NamedTuple):
-    """The grammar of a request is compiled; `objection` says why it cannot be, "" if it is."""
-
-    request_id: int
-    objection: str = ""
 
 
 class GrammarCompiler(Protocol):
@@ -50,7 +44,7 @@ class GrammarCompiler(Protocol):
 
     def compile(self, request_id: int, grammar: Grammar) -> None: ...
 
-    def pop_compiled(self) -> Sequence[Compiled]:
+    def pop_compiled(self) -> Sequence[CompiledGrammar]:
         """Returns the grammars compiled since the last call."""
         ...
 

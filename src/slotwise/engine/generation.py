@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from slotwise.core.record import Logprobs, StepRecord, Tokens
 from slotwise.core.step import TokenLogprobs
-from slotwise.engine.messages import StepOutputs, StepRecord
+from slotwise.engine.messages import StepOutputs
 
 AT_THE_END = 1 << 62  # as `Generation.interval`: one chunk, at the end
 
@@ -137,47 +138,54 @@ Live = Mapping[int, Generation]
 """Unfinished generations, by request."""
 
 
-def deliver(live: Live, outputs: StepRecord | StepOutputs) -> None:
+def deliver(live: Live, record: StepRecord, num_parts: int) -> None:
     """Gives each row's tokens, log-probabilities of its prompt and pooled vector to its generation.
 
-    A record whose outputs were sent before it, in parts, releases the last token of each row.
+    Args:
+        num_parts: that were sent before it, with all of its tokens: it releases the last one of each row.
     """
-    if isinstance(outputs, StepRecord) and outputs.num_parts:
-        _complete(live, outputs)
+    plan, result = record.plan, record.result
+    if num_parts:
+        for request_id in plan.request_ids:
+            if (generation := live.get(request_id)) is not None:
+                generation.push((), ())
     else:
-        _push_tokens(live, outputs)
-    for request_id, start, logprobs in zip(outputs.request_ids, outputs.starts, outputs.prompt_logprobs, strict=False):
+        _push_tokens(live, plan.request_ids, record.tokens, record.logprobs, is_part=False)
+    _push_rest(live, plan.request_ids, plan.starts, result.prompt_logprobs, result.pooled)
+    if plan.drafts:
+        _count_drafts(live, record)
+
+
+def deliver_part(live: Live, outputs: StepOutputs) -> None:
+    """Gives the outputs of a part of a step to the generations."""
+    _push_tokens(live, outputs.request_ids, outputs.token_ids, outputs.logprobs, is_part=True)
+    _push_rest(live, outputs.request_ids, outputs.starts, outputs.prompt_logprobs, outputs.pooled)
+
+
+def _push_tokens(live: Live, request_ids: Sequence[int], tokens: Sequence[Tokens], logprobs: Sequence[Logprobs], *,
+                 is_part: bool) -> None:
+    for request_id, row, row_logprobs in zip(request_ids, tokens, logprobs or ((),) * len(tokens), strict=False):
+        if row and (generation := live.get(request_id)) is not None:
+            generation.push(row, row_logprobs, is_part=is_part)
+
+
+def _push_rest(live: Live, request_ids: Sequence[int], starts: Sequence[int], prompt_logprobs: Sequence[Logprobs],
+               pooled: Sequence[bytes]) -> None:
+    for request_id, start, logprobs in zip(request_ids, starts, prompt_logprobs, strict=False):
         if logprobs and (generation := live.get(request_id)) is not None:
             generation.push_prompt(start, logprobs)
-    if isinstance(outputs, StepRecord) and outputs.drafts:
-        _count_drafts(live, outputs)
-    for request_id, vector in zip(outputs.request_ids, outputs.pooled, strict=False):
+    for request_id, vector in zip(request_ids, pooled, strict=False):
         if vector and (generation := live.get(request_id)) is not None:
             generation.pooled = vector
 
 
-def _push_tokens(live: Live, outputs: StepRecord | StepOutputs) -> None:
-    is_part = isinstance(outputs, StepOutputs)
-    logprobs = outputs.logprobs or ((),) * len(outputs.token_ids)
-    for request_id, tokens, row_logprobs in zip(outputs.request_ids, outputs.token_ids, logprobs, strict=False):
-        if tokens:
-            generation = live.get(request_id)
-            if generation is not None:
-                generation.push(tokens, row_logprobs, is_part=is_part)
-
-
 def _count_drafts(live: Live, record: StepRecord) -> None:
-    rows = zip(record.request_ids, record.starts, record.drafts, record.sampled or record.token_ids, strict=True)
-    for request_id, start, drafts, tokens in rows:
+    plan = record.plan
+    for request_id, start, drafts, tokens in zip(
+            plan.request_ids, plan.starts, plan.drafts, record.result.tokens, strict=True):
         generation = live.get(request_id) if drafts and tokens else None
         if generation is not None and generation.num_prompt:
             generation.verified(start + 1 - generation.num_prompt, len(drafts), len(tokens) - 1)
-
-
-def _complete(live: Live, record: StepRecord) -> None:
-    for request_id in record.request_ids:
-        if (generation := live.get(request_id)) is not None:
-            generation.push((), ())
 
 
 class LiveGenerations:
@@ -216,18 +224,22 @@ class LiveGenerations:
 
     def deliver(self, outputs: StepOutputs) -> None:
         """Gives the outputs of a part of a step to the generations."""
-        deliver(self._live, outputs)
+        deliver_part(self._live, outputs)
 
-    def stepped(self, record: StepRecord) -> None:
-        """Gives the outputs of a step to the generations, and ends those that it ends."""
+    def stepped(self, record: StepRecord, num_parts: int) -> None:
+        """Gives the outputs of a step to the generations, and ends those that it ends.
+
+        Args:
+            num_parts: of its outputs, that were delivered before.
+        """
         live = self._live
-        deliver(live, record)
-        for request_id, num_cached in zip(record.admitted, record.cached, strict=True):
+        deliver(live, record, num_parts)
+        for request_id, num_cached in record.admitted:
             if (generation := live.get(request_id)) is not None:
                 generation.moved_ns = record.started_ns
                 if generation.num_cached < 0:
                     generation.num_cached = num_cached
-        for request_id, _ in record.preempted:
+        for request_id, _, _ in record.preempted:
             if (generation := live.get(request_id)) is not None:
                 generation.moved_ns = record.started_ns
         for row in record.ended:

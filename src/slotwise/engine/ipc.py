@@ -19,12 +19,14 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 
+from slotwise.core.record import StepRecord
 from slotwise.core.step import TokenLogprobs
-from slotwise.engine.messages import Command, EngineFailed, Heartbeat, Query, Report, StepOutputs, StepRecord
+from slotwise.engine.messages import Command, EngineFailed, Heartbeat, Query, Report, StepOutputs
+from slotwise.engine.record_codec import StepReport, packed
 
 HEADER = struct.Struct("<I")
 MAX_MESSAGE = 64 << 20  # bytes; a prompt of a million tokens takes about 5 MB
@@ -32,7 +34,7 @@ BUFFER = 4 << 20  # bytes requested from the kernel for each direction
 
 encode = msgspec.msgpack.Encoder().encode
 decode_command = msgspec.msgpack.Decoder(Command | Query).decode
-decode_report = msgspec.msgpack.Decoder(Report).decode
+decode_report = msgspec.msgpack.Decoder(Report | StepReport).decode
 
 
 class ChannelClosed(Exception):
@@ -133,7 +135,7 @@ class EngineConnection(asyncio.Protocol):
     """
 
     def __init__(
-        self, heartbeat: HeartbeatMonitor, on_report: Callable[[Report], None], on_lost: Callable[[str], None],
+        self, heartbeat: HeartbeatMonitor, on_report: Callable[[Any], None], on_lost: Callable[[str], None],
     ) -> None:
         self.heartbeat = heartbeat
         self.lost = False
@@ -186,13 +188,13 @@ class EngineConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.cut("the engine process ended" + (f" ({exc})" if exc else ""))
 
-    def _dispatch(self, report: Report) -> None:
+    def _dispatch(self, report: Any) -> None:
         if isinstance(report, Heartbeat):
             self.heartbeat.on_heartbeat(report.step_ns)
         elif isinstance(report, EngineFailed):
             self.cut(report.message)
         else:
-            if isinstance(report, StepRecord):
+            if isinstance(report, StepReport):
                 self.heartbeat.stepped()
             self._on_report(report)
 
@@ -205,27 +207,33 @@ MAX_ENTRIES = 1 << 15  # log-probabilities of a message: about 0.4 MB, and five 
 MAX_POOLED = 4 << 20  # bytes of vectors in a message
 
 
-def messages_of(record: StepRecord) -> Iterator[StepOutputs | StepRecord]:
-    """Yields `record`, or its outputs in parts and then the record without log-probabilities."""
-    if sum(map(_num_entries, record.prompt_logprobs)) > MAX_ENTRIES:
+def messages_of(record: StepRecord) -> Iterator[Any]:
+    """Yields the outputs of `record` in parts, if they are many, and then its StepReport."""
+    result, num_parts = record.result, 0
+    if sum(map(_num_entries, result.prompt_logprobs)) > MAX_ENTRIES:
         yield from _prompt_parts(record)
-        record.prompt_logprobs = ()
-    if sum(map(len, record.pooled)) > MAX_POOLED:
-        for request_id, vector in zip(record.request_ids, record.pooled, strict=True):
+        result = result._replace(prompt_logprobs=())
+    if sum(map(len, result.pooled)) > MAX_POOLED:
+        for request_id, vector in zip(record.plan.request_ids, result.pooled, strict=True):
             if vector:
                 yield StepOutputs((request_id,), pooled=(vector,))
-        record.pooled = ()
+        result = result._replace(pooled=())
+    outcome = record.outcome
     if sum(map(_num_entries, record.logprobs)) > MAX_ENTRIES:
-        record.num_parts = 0
         for part in _parts(record):
-            record.num_parts += 1
+            num_parts += 1
             yield part
-        record.logprobs = ()
-    yield record
+        result, outcome = result._replace(logprobs=()), outcome._replace(logprobs=())
+    if outcome.tokens is not None and result.logprobs:  # what is held is sent with the outcome that releases it
+        result = result._replace(logprobs=())
+    report = packed(record._replace(result=result, outcome=outcome), StepReport)
+    report.num_parts = num_parts
+    yield report
 
 
 def _prompt_parts(record: StepRecord) -> Iterator[StepOutputs]:
-    for request_id, start, logprobs in zip(record.request_ids, record.starts, record.prompt_logprobs, strict=True):
+    plan = record.plan
+    for request_id, start, logprobs in zip(plan.request_ids, plan.starts, record.result.prompt_logprobs, strict=True):
         size = max(1, MAX_ENTRIES // max(1, _num_entries(logprobs[:1])))
         for first in range(0, len(logprobs), size):
             yield StepOutputs((request_id,), starts=(start + first,),
@@ -235,7 +243,7 @@ def _prompt_parts(record: StepRecord) -> Iterator[StepOutputs]:
 def _parts(record: StepRecord) -> Iterator[StepOutputs]:
     part = StepOutputs()
     capacity = MAX_ENTRIES
-    for request_id, tokens, logprobs in zip(record.request_ids, record.token_ids, record.logprobs, strict=True):
+    for request_id, tokens, logprobs in zip(record.plan.request_ids, record.tokens, record.logprobs, strict=True):
         start = 0
         while start < len(tokens):
             width = max(1, _num_entries(logprobs[start : start + 1]))

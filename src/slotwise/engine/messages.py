@@ -10,21 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slotwise.core.limits import SchedulerLimits
+from slotwise.core.record import StepRecord
 from slotwise.core.request import RequestSpec
-from slotwise.core.step import (
-    Arrival,
-    Copy,
-    Decision,
-    FreedBlocks,
-    NewBlocks,
-    Proposing,
-    RankSpan,
-    RowKind,
-    Stop,
-    TokenLogprobs,
-)
+from slotwise.core.step import TokenLogprobs
 from slotwise.core.step_time import Learned, Roofline
-from slotwise.engine.executor import Compiled
 from slotwise.engine.scheduling import Scheduling
 from slotwise.speculation.speculation_settings import Speculation
 from slotwise.transfer.kv_transfer_config import KVTransferConfig
@@ -43,7 +32,6 @@ else:
                 dataclass(frozen=frozen)(cls)
 
 UNSUBMITTED = -1  # in place of a request's id: `EngineClient.submit` gives it one
-NO_STEP = -1  # in place of a step's number: a record of what happened between steps
 
 
 class Timing(Struct, frozen=True, omit_defaults=True):
@@ -196,76 +184,6 @@ class EngineInfo(Struct, tag="ready"):
         return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
 
-class RowEnd(Struct, array_like=True):
-    """The end of a request: `message` explains `rejected`, `timeout` and `error`, else it is empty."""
-
-    request_id: int
-    reason: str
-    num_output: int
-    message: str = ""
-
-
-class StepRecord(Struct, tag="step", omit_defaults=True):
-    """One step: the plan without its prompt tokens, its results, the requests that ended, and the engine's counters.
-
-    Together with the commands, records hold every input of the engine, so that it can be replayed: each reading of its
-    clock and each result of its executor.
-
-    Rows are columns, as in `core.step.StepPlan`.  `token_ids[i]` belongs to `request_ids[i]`; it is empty
-    if the request ended after the step was planned, and for held outputs, whose tokens are all in the record of the
-    step that completes the batch.
-    A record may have no rows (`step` NO_STEP): for events between steps, or a failed step.
-    """
-
-    step: int
-    started_ns: int  # monotonic
-    ended_ns: int
-    request_ids: tuple[int, ...] = ()
-    slots: tuple[int, ...] = ()
-    starts: tuple[int, ...] = ()
-    counts: tuple[int, ...] = ()
-    padding: tuple[int, ...] = ()
-    held: tuple[int, ...] = ()
-    token_ids: tuple[tuple[int, ...], ...] = ()
-    logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
-    admitted: tuple[int, ...] = ()
-    cached: tuple[int, ...] = ()  # of each admitted, the tokens found in the cache
-    preempted: tuple[Decision, ...] = ()
-    lost: tuple[int, ...] = ()  # of each preempted, the tokens computed
-    refused: tuple[Decision, ...] = ()
-    stop: Stop | None = None
-    ended: tuple[RowEnd, ...] = ()
-    released_slots: tuple[int, ...] = ()
-    new_blocks: tuple[NewBlocks, ...] = ()
-    saves: tuple[Copy, ...] = ()
-    loads: tuple[Copy, ...] = ()
-    planned: tuple[int, ...] = ()  # monotonic: start of each plan made since the last record, this step's or the next
-    taken: tuple[int, ...] = ()  # monotonic: when each command since the last record was handled, in order
-    sampled: tuple[tuple[int, ...], ...] = ()  # the executor's tokens of each row, where they differ from `token_ids`
-    failed: tuple[int, ...] = ()  # rows that could not sample
-    failure: str = ""  # why the step failed; its rows' requests are among the `ended`
-    configured: Scheduling | None = None  # settings applied since the last record
-    num_running: int = 0
-    num_waiting: int = 0
-    num_free_blocks: int = 0
-    drafts: tuple[tuple[int, ...], ...] = ()
-    kinds: tuple[RowKind, ...] = ()
-    freed_blocks: tuple[FreedBlocks, ...] = ()  # applied before `new_blocks`
-    prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
-    draft_limit: str = ""  # why the step has no more drafts
-    forced: tuple[tuple[int, ...], ...] = ()  # of each row, the tokens that a grammar forces behind the sampled ones
-    compiled: tuple[Compiled, ...] = ()  # grammars since the last record, taken in before its first plan was made
-    num_parts: int = 0  # `StepOutputs` that were sent before it; they hold all tokens of its rows
-    pooled: tuple[bytes, ...] = ()  # of each row, as in `core.step.StepResult`
-    proposing: Proposing | None = None  # what the draft model took, as in `core.step.StepResult`
-    expired_blocks: tuple[FreedBlocks, ...] = ()  # applied before `new_blocks`
-    ranks: tuple[RankSpan, ...] = ()  # as in `core.step.StepResult`
-    arrivals: tuple[Arrival, ...] = ()  # since the last record, counted before its first plan was made
-    acknowledged: tuple[str, ...] = ()  # transfers whose blocks were read since, likewise
-    num_pinned_blocks: int = 0
-    expert_tokens: tuple[tuple[int, ...], ...] = ()  # by layer and expert, since the last record that has them
-
-
 class StepOutputs(Struct, tag="outputs"):
     """A part of a step's outputs, sent before its record (see `ipc.messages_of`): columns, as there."""
 
@@ -306,7 +224,7 @@ class EngineFailed(Struct, tag="failed"):
 
 
 Report = (
-    Loading | EngineInfo | Heartbeat | StepOutputs | StepRecord | QueuePositionAnswer | GivenBack | AdapterLoaded
+    Loading | EngineInfo | Heartbeat | StepOutputs | QueuePositionAnswer | GivenBack | AdapterLoaded
     | EngineFailed)
 
 

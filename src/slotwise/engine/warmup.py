@@ -72,9 +72,9 @@ def check_steps(executor: Executor, limits: SchedulerLimits, clock: Clock) -> No
                 record = engine.step()
             except Exception as error:
                 raise FirstStepError(f"{type(error).__name__}: {error}") from error
-            if record.failure or record.failed:
-                raise FirstStepError(record.failure or OVERFLOW)
-            num_tokens += sum(map(len, record.token_ids))
+            if record.outcome.failure or record.result.failed:
+                raise FirstStepError(record.outcome.failure or OVERFLOW)
+            num_tokens += sum(map(len, record.tokens))
         if not num_tokens:
             raise FirstStepError("it yielded no token")
         engine.step()  # its plan releases the slot
@@ -182,8 +182,8 @@ class _Rows:
         if not goes_on():
             return False
         record = self._engine.step()
-        if record.failure or not record.counts:
+        if record.outcome.failure or not record.plan.counts:
             return False
-        work = work_of(record.starts, record.counts, drafts=record.drafts)
+        work = work_of(record.plan.starts, record.plan.counts, drafts=record.plan.drafts)
         times.step(work, record.started_ns * 1e-9, record.ended_ns * 1e-9)
         return True

@@ -11,10 +11,11 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from slotwise.core.record import StepRecord
 from slotwise.engine.messages import Observer
 
 if TYPE_CHECKING:
-    from slotwise.engine.messages import Command, EngineInfo, StepRecord
+    from slotwise.engine.messages import Command, EngineInfo
 
 DELAY = 0.25  # seconds
 MOST = 256  # pending events that force a flush, which takes some ten milliseconds

@@ -1,18 +1,18 @@
 """The event log: requests, plans and results of a run, as one stream of entries.
 
     Run                               an engine is ready, with its settings
-    RequestEntry, Command                 sent to the engine, in this order
-    Step                              one for every record of the engine: plan, tokens, ends, counters
+    RequestEntry, CommandEntry        sent to the engine, in this order
+    StepRecord                        one for every record of the engine (`core/record.py`)
     Sent                              a response is complete
-    Refusal, Engine, Gap              a request refused; an engine lost; entries missing
+    Refusal, EngineLost, Gap          a request refused; an engine lost; entries missing
 
-A file has one JSON entry per line; `GET /events` streams the same lines.  Requests have *numbers*, 0, 1, 2 ... in order
-of arrival in a log, so that a step's columns are small integers.  Times are monotonic nanoseconds of one clock, except
-those called `seconds`; `Run.started_unix` relates them to the calendar.  The timeline page, explanations, metrics of a
-log and the replay are folds over these entries, live or from a file.
+A file has one JSON entry per line; `GET /events` streams the same lines.  Requests have small integer ids, in order of
+arrival; their names stand once in the RequestEntry.  Times are monotonic nanoseconds of one clock, except those called
+`seconds`; `Run.started_unix` relates them to the calendar.  The timeline page, explanations, metrics of a log and the
+replay are folds over these entries, live or from a file.
 
-`log_format.py` has the version of all this.  A log begins with a `Run`, which names it, and every reader refuses
-another one.
+A log begins with a `Run`, which names its format.  A log of the last release is read as well (`last_format.py`); every
+reader refuses another one.
 
 A file is complete, and can be replayed.  A stream omits prompts and salts; it begins with the last `Run` and the
 `RequestEntry` of each unfinished request, and after a `Gap` it begins like that again: readers drop the requests they
@@ -21,28 +21,73 @@ had.  In a file the entries that a `Gap` counts are lost.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sized
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from slotwise.core.limits import SchedulerLimits
+from slotwise.core.record import StepRecord
 from slotwise.core.request import RequestSpec
-from slotwise.core.step import Copy, FreedBlocks, Proposing, RankSpan, RowKind
-from slotwise.core.step_time import Learned
+from slotwise.core.step import StepPlan
+from slotwise.core.step_time import Learned, StepTimeModel
 from slotwise.engine.messages import Add, Timing
+from slotwise.engine.record_codec import StepEntry, packed, unpacked
 from slotwise.engine.scheduling import Scheduling
-from slotwise.observe.log_checks import MAX_TOKENS, wrong_request, wrong_run, wrong_step
-from slotwise.observe.log_format import FORMAT, LogError, check_format
+from slotwise.errors import printable
 from slotwise.speculation.speculation_settings import Speculation
 from slotwise.version import __version__
 
+FORMAT = 2  # to be raised with every change that an older reader would misunderstand
+LAST_FORMAT = 1  # of the last release, which `last_format.py` reads
+MAX_VERSION = 32  # characters of a version that an error repeats
 MAX_LINE = 1 << 26  # bytes
 LOST = "lost"  # the state of an engine
+MAX_BLOCKS = 1 << 24  # of a cache; a replay keeps a few dozen bytes for each
+MAX_SEQS = 1 << 20
+MAX_TOKENS = 1 << 31  # of a row, and of any limit
+MAX_DEPTH = 64
+MAX_GROUPS = 1024  # of the cache
+MAX_RANKS = 1024
+MAX_SUM = 1e60  # of what a step-time model has learned
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # of a request, or a count
 Ns = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
-Tokens = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
+
+class LogError(ValueError):
+    """Invalid content of an event log; the message is one line for a person."""
+
+
+class FormatError(LogError):
+    """An event log of another format."""
+
+
+class _Head(msgspec.Struct):
+    """What every format keeps of its first line."""
+
+    kind: Literal["run"]
+    format: int | None = None
+    version: str = ""
+
+
+_head_decoder = msgspec.json.Decoder(_Head)
+
+
+def check_format(line: bytes | str) -> None:
+    """Raises FormatError if a line begins a log of another format."""
+    try:
+        head = _head_decoder.decode(line)
+    except msgspec.MsgspecError:
+        return
+    if head.format in (FORMAT, LAST_FORMAT) or (head.format is None and not head.version):
+        return
+    named = "no format" if head.format is None else f"format {head.format}"
+    writer = f", written by slotwise {printable(head.version[:MAX_VERSION])}" if head.version else ""
+    raise FormatError(f"this is an event log of {named}{writer}; slotwise {__version__} reads format {FORMAT}")
+
+
+# -- entries -----------------------------------------------------------------------------------------------------------
 
 
 class _Entry(msgspec.Struct, tag_field="kind", omit_defaults=True, gc=False):
@@ -68,7 +113,7 @@ class Run(_Entry, tag="run"):
 
 
 class RequestEntry(_Entry, tag="request"):
-    """A generation was requested.  The engine handles it later: see `Step.taken`."""
+    """A generation was requested.  The engine handles it later: see `Inputs.handled`."""
 
     ns: Ns  # sent to the engine
     num_prompt: Number
@@ -95,140 +140,13 @@ class RequestEntry(_Entry, tag="request"):
         return RequestEntry(self.ns, self.num_prompt, Add(self.number, spec, self.timing, self.id))
 
 
-class Command(_Entry, tag="command"):
+class CommandEntry(_Entry, tag="command"):
     """The engine received a command to end `number` for `reason`, or to apply `scheduling` from its next plan on."""
 
     ns: Ns
     number: int = -1
     reason: str = ""
     scheduling: Scheduling | None = None
-
-
-class Admission(NamedTuple):
-    """A request admitted to a slot in this step."""
-
-    number: Number
-    cached: Number  # tokens found in the cache
-
-
-class Preemption(NamedTuple):
-    """A request that lost its slot in this step."""
-
-    number: Number
-    reason: str
-    lost: Number  # tokens computed before
-
-
-class Refused(NamedTuple):
-    """A request examined and not in this step."""
-
-    number: Number
-    reason: str
-
-
-class Compiled(NamedTuple):
-    """The grammar of a request is compiled, before this step's plan was made; an objection says why it cannot be."""
-
-    number: Number
-    objection: str = ""  # empty: none
-
-
-class Arrival(NamedTuple):
-    """Blocks of a request's prompt came from another engine, before this step's plan was made."""
-
-    number: Number
-    num_blocks: Number  # of the prompt, from its first one on, that were there
-    is_last: bool  # no more will arrive
-    failure: str = ""  # why others will not
-
-
-class Stop(NamedTuple):
-    """Where admission ended: all requests of the queue from `first_blocked` on wait for `reason`."""
-
-    reason: str
-    first_blocked: Number
-    num_behind: Number
-    reopens_at: float | None = None  # seconds, on the log's clock; None: not by the clock alone
-
-
-class End(NamedTuple):
-    number: Number
-    reason: str
-    num_output: Number
-    message: str = ""
-
-
-class NewBlocks(NamedTuple):
-    """Blocks appended to a slot's block table."""
-
-    slot: int
-    blocks: tuple[int, ...]
-    group: int
-
-
-class Step(_Entry, tag="step", rename={"released_slots": "leaves", "new_blocks": "grants"}):
-    """One record of the engine.  Rows are columns: row i is request `numbers[i]` in slot `slots[i]`, of which
-    `counts[i]` tokens from `starts[i]` on are computed.  `step` -1 has no rows: for events between steps.
-    """
-
-    step: int
-    started_ns: Ns  # its plan was started
-    ended_ns: Ns  # its tokens were available
-    planned: tuple[Ns, ...] = ()  # ns at which each plan made since the last record was started: its own, or the next
-    taken: tuple[Ns, ...] = ()  # ns at which each command since the last record was handled, in the order sent
-    numbers: tuple[Number, ...] = ()
-    slots: tuple[Number, ...] = ()
-    starts: tuple[Number, ...] = ()
-    counts: tuple[Annotated[int, msgspec.Meta(le=MAX_TOKENS)], ...] = ()
-    padding: tuple[Tokens, ...] = ()  # padding tokens beside each row; () when there are none
-    held: tuple[Number, ...] = ()  # rows that have their last token and are computed without use
-    tokens: tuple[tuple[int, ...], ...] = ()  # published; () for a row without any, or whose batch has not drained
-    sampled: tuple[tuple[int, ...], ...] = ()  # of each row, where they differ from `tokens`
-    failed: tuple[Number, ...] = ()  # rows that could not sample
-    admitted: tuple[Admission, ...] = ()
-    preempted: tuple[Preemption, ...] = ()
-    refused: tuple[Refused, ...] = ()
-    stop: Stop | None = None
-    ended: tuple[End, ...] = ()
-    released_slots: tuple[int, ...] = ()  # slots released since the last plan
-    new_blocks: tuple[NewBlocks, ...] = ()  # blocks appended to a slot's block table
-    saves: tuple[Copy, ...] = ()  # copies from device blocks to host blocks, before any write of the step
-    loads: tuple[Copy, ...] = ()  # copies from host blocks to device blocks, before any read of the step
-    configured: Scheduling | None = None  # settings in force from the next plan on
-    failure: str = ""  # why the forward pass failed
-    num_running: Number = 0
-    num_waiting: Number = 0
-    num_free_blocks: Number = 0
-    prefills: tuple[Number, ...] = ()  # rows that compute tokens known when their request joined
-    drafts: tuple[tuple[int, ...], ...] = ()  # tokens that each row verifies; () when there are none
-    forced: tuple[tuple[int, ...], ...] = ()  # of each row, what its grammar forces behind its tokens; () if nothing
-    compiled: tuple[Compiled, ...] = ()  # grammars that requests waited for
-    arrivals: tuple[Arrival, ...] = ()  # blocks that requests waited for
-    acknowledged: tuple[str, ...] = ()  # transfers whose blocks other engines have read
-    freed_blocks: tuple[FreedBlocks, ...] = ()  # blocks that left the end of a slot's block table, before the new ones
-    draft_limit: str = ""  # why there are no more drafts (`core/drafting.py`); "" where none can be
-    proposing: Proposing | None = None  # what a draft model took, of the step's time
-    expired_blocks: tuple[FreedBlocks, ...] = ()  # blocks behind a window, which left a slot's block table likewise
-    ranks: tuple[RankSpan, ...] = ()  # when each rank worked on it; () where one process computes the model
-
-    @property
-    def kinds(self) -> tuple[RowKind, ...]:
-        return tuple([self.kind_of(row) for row in range(len(self.counts))])
-
-    def end_of(self, row: int) -> int:
-        """The position behind the tokens that a row computed, without drafts that were not accepted."""
-        accepted = len((self.sampled or self.tokens)[row]) if self.drafts and self.drafts[row] else self.counts[row]
-        return self.starts[row] + accepted
-
-    @property
-    def verified(self) -> list[tuple[int, int]]:
-        """For each row with drafts, their number, and how many of them were right."""
-        yielded = self.sampled or self.tokens
-        return [(len(drafts), max(0, len(tokens) - 1))
-                for drafts, tokens in zip(self.drafts, yielded, strict=False) if drafts]
-
-    def kind_of(self, row: int) -> RowKind:
-        return RowKind.PREFILL if row in self.prefills else RowKind.DECODE
 
 
 class Sent(_Entry, tag="sent"):
@@ -247,8 +165,8 @@ class Refusal(_Entry, tag="refusal"):
     reason: str
 
 
-class Engine(_Entry, tag="engine"):
-    """The engine is lost.  A `Step` that ends all its requests follows; the next engine begins with a `Run`."""
+class EngineLost(_Entry, tag="engine"):
+    """The engine is lost.  A record that ends all its requests follows; the next engine begins with a `Run`."""
 
     ns: Ns
     state: str
@@ -261,12 +179,19 @@ class Gap(_Entry, tag="gap"):
     missed: Number
 
 
-Entry = Run | RequestEntry | Command | Step | Sent | Refusal | Engine | Gap
+Entry = Run | RequestEntry | CommandEntry | StepRecord | Sent | Refusal | EngineLost | Gap
+OTHERS = Run | RequestEntry | CommandEntry | Sent | Refusal | EngineLost | Gap
 
+
+# -- lines -------------------------------------------------------------------------------------------------------------
 
 _encoder = msgspec.json.Encoder()
-_decoder = msgspec.json.Decoder(Entry)
-encode, encode_lines = _encoder.encode, _encoder.encode_lines
+_decoder = msgspec.json.Decoder(OTHERS | StepEntry)
+
+
+def encode(entry: Entry) -> bytes:
+    """Returns an entry as JSON."""
+    return _encoder.encode(packed(entry, StepEntry) if isinstance(entry, StepRecord) else entry)
 
 
 def line_of(entry: Entry) -> bytes:
@@ -275,7 +200,8 @@ def line_of(entry: Entry) -> bytes:
     The encoder's buffer of a kilobyte is shrunk where it lies, so a short line that is kept as it was encoded leaves a
     hole behind it that no later buffer fits into.
     """
-    return bytes(memoryview(encode_lines([entry])))  # msgspec 0.22 frees the iterator of no sequence but a list
+    form = packed(entry, StepEntry) if isinstance(entry, StepRecord) else entry
+    return bytes(memoryview(_encoder.encode_lines([form])))  # msgspec 0.22 frees the iterator of no sequence but a list
 
 
 def decode(line: bytes | str) -> Entry:
@@ -285,13 +211,23 @@ def decode(line: bytes | str) -> Entry:
         FormatError: it begins a log of another format.
         LogError: it is none.
     """
+    return decoded(line, _entry)
+
+
+def decoded(line: bytes | str, entry_of: Callable[[bytes | str], Entry]) -> Entry:
+    """Returns the entry of a line, by a function that decodes it.
+
+    Raises:
+        FormatError: it begins a log of another format.
+        LogError: it is none.
+    """
     try:
-        entry: Entry = _decoder.decode(line)
-    except msgspec.MsgspecError as error:
+        entry = entry_of(line)
+    except (msgspec.MsgspecError, ValueError) as error:
         check_format(line)
         raise LogError(f"this is not an entry of an event log ({error})") from error
     wrong = ""
-    if isinstance(entry, Step):
+    if isinstance(entry, StepRecord):
         wrong = wrong_step(entry)
     elif isinstance(entry, RequestEntry):
         wrong = wrong_request(entry)
@@ -303,22 +239,31 @@ def decode(line: bytes | str) -> Entry:
     return entry
 
 
+def _entry(line: bytes | str) -> Entry:
+    entry: Any = _decoder.decode(line)
+    return unpacked(entry) if isinstance(entry, StepEntry) else entry
+
+
 def read(lines: Iterable[bytes]) -> Iterator[Entry]:
-    """Yields the entries in `lines`, without an incomplete last line.
+    """Yields the entries in `lines`, without an incomplete last line; those of a log of the last release, adapted.
 
     Raises:
         FormatError: they have another format.
         LogError: a line is no entry; the message has its number.
     """
+    entry_of = _entry
     for number, line in enumerate(lines, 1):
         if len(line) > MAX_LINE:
             raise LogError(f"line {number}: more than {MAX_LINE} bytes")
         if not line.endswith(b"\n"):
             return
         try:
-            yield decode(line)
+            entry = decoded(line, entry_of)
         except LogError as error:
             raise type(error)(f"line {number}: {error}") from error
+        if isinstance(entry, Run) and entry.format == LAST_FORMAT:
+            from slotwise.observe.last_format import entry_of  # it imports this module
+        yield entry
 
 
 def read_file(path: Path | str) -> Iterator[Entry]:
@@ -337,3 +282,116 @@ def read_file(path: Path | str) -> Iterator[Entry]:
                 yield entry
     except OSError as error:
         raise LogError(f"{path}: {error.strerror}") from error
+
+
+# -- what decoding cannot see: entries that contradict themselves, and sizes beyond any engine's ---------------------
+
+
+def wrong_request(entry: RequestEntry) -> str:
+    """What contradicts itself in a request; "" if nothing does."""
+    if len(entry.spec.prompt) not in (0, entry.num_prompt):
+        return f"request {entry.number} has {len(entry.spec.prompt)} of {entry.num_prompt} tokens"
+    timing = entry.timing
+    if any(not 0 <= ns < 2**62 for ns in (timing.received_ns, timing.read_ns, timing.tokenized_ns)):
+        return f"request {entry.number} was received at no time"
+    return ""
+
+
+def wrong_step(record: StepRecord) -> str:
+    """What contradicts itself in a record; "" if nothing does."""
+    if (record.result.step < 0 and record.result.tokens) or (record.result.step >= 0) > len(record.plans):
+        return "a result has no plan"
+    if not (0 <= record.started_ns < 2**62 and 0 <= record.ended_ns < 2**62):
+        return f"step {record.step} was made at no time"
+    if min(record.counters[:4]) < 0 or max(record.counters[:4]) > 2**53:
+        return f"the counters of step {record.step} are no counts"
+    if any(not 0 <= ns < 2**62 for ns in (*record.inputs.planned, *record.inputs.handled)):
+        return f"step {record.step} was planned at no time"
+    ids = [one[0] for part in (record.ended, record.admitted, record.preempted, record.inputs.compiled,
+                               record.inputs.arrivals) for one in part]
+    if ids and not 0 <= min(ids) <= max(ids) <= 2**53:
+        return f"step {record.step} names a request that cannot be"
+    if any(min(each) < 0 for each in record.admitted) or any(each.num_lost < 0 for each in record.preempted) or any(
+            each.num_output < 0 for each in record.ended) or any(each.num_blocks < 0
+                                                                 for each in record.inputs.arrivals):
+        return f"step {record.step} counts less than nothing"
+    for plan in record.plans:
+        if wrong := _wrong_plan(plan):
+            return wrong
+    return _wrong_result(record)
+
+
+def _wrong_plan(plan: StepPlan) -> str:
+    rows = len(plan.request_ids)
+    needed: tuple[Sized, ...] = (plan.slots, plan.starts, plan.counts, plan.kinds)
+    others: tuple[Sized, ...] = (plan.padding, plan.drafts)
+    if any(len(column) != rows for column in needed) or any(len(column) not in (0, rows) for column in others):
+        return f"the columns of step {plan.step} differ in length"
+    if len(set(plan.request_ids)) != rows:
+        return f"step {plan.step} has two rows of one request"
+    if rows and min(plan.counts) < 1:
+        return f"a row of step {plan.step} has no tokens"
+    if rows and (min(*plan.request_ids, *plan.starts, *plan.slots, *plan.padding, 0) < 0
+                 or max(*plan.starts, *plan.counts, *plan.padding, *plan.slots, 0) > MAX_TOKENS
+                 or max(plan.request_ids) > 2**53):
+        return f"a row of step {plan.step} is out of range"
+    if plan.held and not 0 <= min(plan.held) <= max(plan.held) < rows:
+        return f"step {plan.step} names a row that it does not have"
+    if plan.stop is not None and all(refused.request_id != plan.stop.first_blocked for refused in plan.refused):
+        return f"step {plan.step} stops at a request that it does not name"
+    if plan.stop is not None and not 0 <= plan.stop.num_behind <= 2**53:
+        return f"step {plan.step} stops at no number of requests"
+    return ""
+
+
+def _wrong_result(record: StepRecord) -> str:
+    result, rows = record.result, len(record.plan.request_ids)
+    columns: tuple[Sized, ...] = (result.tokens, record.tokens, result.forced)
+    if any(len(column) not in (0, rows) for column in columns) or result.step != record.plan.step:
+        return f"the columns of step {record.step} differ in length"
+    if record.plan.drafts and not result.tokens:
+        return f"step {record.step} has drafts and no tokens"
+    if result.failed and not 0 <= min(result.failed) <= max(result.failed) < rows:
+        return f"step {record.step} names a row that it does not have"
+    if result.proposing is not None and not (0 <= result.proposing.seconds < MAX_SUM and min(result.proposing) >= 0):
+        return f"step {record.step} proposed drafts in no time"
+    if any(not (0 <= rank < MAX_RANKS and 0 <= started <= ended < 2**62) for rank, started, ended in result.ranks):
+        return f"a rank of step {record.step} worked in no time"
+    configured = record.inputs.configured
+    return _wrong_scheduling(configured) if isinstance(configured, Scheduling) else ""
+
+
+def wrong_run(run: Run) -> str:
+    """What contradicts itself, or is too large, in the settings of an engine; "" if nothing does."""
+    limits = run.limits
+    for name, most in (("num_blocks", MAX_BLOCKS), ("num_host_blocks", MAX_BLOCKS), ("block_size", MAX_TOKENS),
+                       ("max_num_seqs", MAX_SEQS), ("max_num_batched_tokens", MAX_TOKENS),
+                       ("max_model_len", MAX_TOKENS), ("max_passes", MAX_TOKENS), ("max_chunk", MAX_TOKENS),
+                       ("watermark_blocks", MAX_BLOCKS), ("stages", MAX_DEPTH)):
+        if getattr(limits, name) > most:
+            return f"{name} is {getattr(limits, name)}, more than {most}"
+    if len(limits.windows) > MAX_GROUPS or max(limits.windows) > MAX_TOKENS:
+        return f"it has {len(limits.windows)} cache groups, of windows up to {max(limits.windows)}"
+    if not 0 <= run.depth <= MAX_DEPTH:
+        return f"depth is {run.depth}"
+    if run.learned is not None and (wrong := _wrong_learned(run.learned)):
+        return wrong
+    return _wrong_scheduling(run.scheduling)
+
+
+def _wrong_learned(learned: Learned) -> str:
+    for sums in learned.sizes.values():
+        numbers = (sums.weight, *sums.products, *sums.totals)
+        if not all(0 <= number < MAX_SUM and math.isfinite(number) for number in numbers) or not sums.totals[2] > 0:
+            return "its step times are no sums"
+    try:
+        StepTimeModel(learned)
+    except (ValueError, ArithmeticError):
+        return "its step times cannot be fitted"
+    return ""
+
+
+def _wrong_scheduling(scheduling: Scheduling) -> str:
+    if not 1 <= scheduling.max_num_batched_tokens <= MAX_TOKENS:
+        return "its steps have no tokens" if scheduling.max_num_batched_tokens < 1 else "its steps have too many tokens"
+    return "" if 1 <= scheduling.max_num_seqs <= MAX_SEQS else f"its slots are {scheduling.max_num_seqs}"

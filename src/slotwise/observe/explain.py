@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from slotwise.core.record import NO_STEP, StepRecord
 from slotwise.core.step import RowKind
 from slotwise.core.step_time import Prediction, StepTimeModel, Work, work_of
-from slotwise.engine.messages import NO_STEP
 from slotwise.engine.scheduling import Scheduling
-from slotwise.observe.event_log import Command, Engine, Entry, Step, decode
+from slotwise.observe.event_log import CommandEntry, EngineLost, Entry, decode
 from slotwise.observe.fold import Timelines
 from slotwise.observe.request_timeline import STEP_UNDER_WAY, RequestTimeline
 
@@ -205,11 +205,11 @@ class _ExplanationBuilder:
         for entry in entries:
             if self._over:
                 return
-            if isinstance(entry, Step):
+            if isinstance(entry, StepRecord):
                 self._step(entry)
-            elif isinstance(entry, Command) and entry.number == self._number and entry.reason == "stop":
+            elif isinstance(entry, CommandEntry) and entry.number == self._number and entry.reason == "stop":
                 self._over = True  # a stop string matched: later tokens are discarded
-            elif isinstance(entry, Engine):
+            elif isinstance(entry, EngineLost):
                 self._lost(entry.ns)
 
     def explanation(self) -> Explanation:
@@ -235,7 +235,7 @@ class _ExplanationBuilder:
 
     # -- a step --------------------------------------------------------------------------------------------------
 
-    def _step(self, entry: Step) -> None:
+    def _step(self, entry: StepRecord) -> None:
         if entry.step == NO_STEP:
             self._between(entry)
         else:
@@ -247,15 +247,15 @@ class _ExplanationBuilder:
             else:
                 self._turn(entry)
             self._fold.result(entry, changes)
-        if entry.configured is not None:
-            self._solo.scheduled(entry.configured)
+        if isinstance(entry.inputs.configured, Scheduling):
+            self._solo.scheduled(entry.inputs.configured)
         self._over = 0 < self._timeline.left_ns <= self._at or self._now.over_at >= 0
 
-    def _turn(self, entry: Step) -> None:
+    def _turn(self, entry: StepRecord) -> None:
         """Handles a step whose plan was made after the engine had received the request."""
         now = self._now
-        if self._number in entry.numbers:
-            self._row(entry, entry.numbers.index(self._number))
+        if self._number in entry.plan.request_ids:
+            self._row(entry, entry.plan.request_ids.index(self._number))
         elif reason := self._refusal(entry):
             part = "paused" if now.is_running else "preempted" if now.num_preemptions else "queue"
             self._why = (part, reason, entry.step)
@@ -263,32 +263,32 @@ class _ExplanationBuilder:
         else:  # neither a row nor refused: the request had ended when the step was planned
             self._spend(entry.ended_ns, "sending" if self._timeline.ended else "scheduling")
 
-    def _refusal(self, entry: Step) -> str:
+    def _refusal(self, entry: StepRecord) -> str:
         """Why the plan of `entry` leaves the request out; empty if it gives no reason."""
-        given = dict(entry.refused) | {number: reason for number, reason, _ in entry.preempted}
+        given = dict(entry.plan.refused) | {number: reason for number, reason, _ in entry.preempted}
         if self._number in given:
             return given[self._number]
         waits = self._now.is_waiting and not self._ends_in(entry)
-        return entry.stop.reason if entry.stop is not None and waits else ""
+        return entry.plan.stop.reason if entry.plan.stop is not None and waits else ""
 
-    def _ends_in(self, entry: Step) -> bool:
-        return any(end.number == self._number for end in entry.ended)
+    def _ends_in(self, entry: StepRecord) -> bool:
+        return any(end.request_id == self._number for end in entry.ended)
 
-    def _row(self, entry: Step, row: int) -> None:
+    def _row(self, entry: StepRecord, row: int) -> None:
         """Adds its own share of the step, then its neighbours'."""
-        start, count, step = entry.starts[row], entry.counts[row], entry.step
-        if row in entry.held:
+        start, count, step = entry.plan.starts[row], entry.plan.counts[row], entry.step
+        if row in entry.plan.held:
             self._spend(entry.ended_ns, "held", "", step)
             return
-        if entry.drafts and entry.drafts[row]:
-            self._num_drafts += len(entry.drafts[row])
-            self._num_accepted += max(0, len((entry.sampled or entry.tokens)[row]) - 1)
+        if entry.plan.drafts and entry.plan.drafts[row]:
+            self._num_drafts += len(entry.plan.drafts[row])
+            self._num_accepted += max(0, len(entry.result.tokens[row]) - 1)
         num_prompt = self._timeline.request.num_prompt
         again = min(max(self._now.reached - start, 0), count)
-        is_decode = entry.kind_of(row) is RowKind.DECODE and not again
+        is_decode = entry.plan.kinds[row] is RowKind.DECODE and not again
         began = self._at
         own = entry.ended_ns - began
-        if len(entry.numbers) > 1 or entry.padding:
+        if len(entry.plan.request_ids) > 1 or entry.plan.padding:
             known = num_prompt + self._now.num_published
             alone = (self._solo.token(start) if is_decode else
                      self._solo.chunk(self._now.cached, known, start, count))
@@ -308,7 +308,7 @@ class _ExplanationBuilder:
         else:
             self._spend(until, "scheduling")
 
-    def _between(self, entry: Step) -> None:
+    def _between(self, entry: StepRecord) -> None:
         """Handles a record without a step: a request ended, or a step failed."""
         changes = self._fold.plan(entry)
         failed = self._ends_in(entry) and self._timeline.end_reason == "error"

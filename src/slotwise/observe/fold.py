@@ -20,9 +20,9 @@ from itertools import compress
 
 import msgspec
 
-from slotwise.engine.messages import NO_STEP
+from slotwise.core.record import NO_STEP, RequestEnd, StepRecord
 from slotwise.engine.scheduling import Scheduling
-from slotwise.observe.event_log import Command, End, Engine, Entry, Gap, RequestEntry, Run, Sent, Step
+from slotwise.observe.event_log import CommandEntry, EngineLost, Entry, Gap, RequestEntry, Run, Sent
 from slotwise.observe.request_timeline import DECODE, QUEUE, TOKENISING, LastEnds, RequestTimeline, Stage
 from slotwise.observe.waiting import Waiting
 
@@ -32,7 +32,7 @@ class Changes(msgspec.Struct, gc=False):
 
     admitted: Sequence[tuple[RequestTimeline, int]] = ()  # with the tokens known of it then
     first_tokens: Sequence[RequestTimeline] = ()
-    ended: Sequence[tuple[RequestTimeline, End]] = ()  # by the engine
+    ended: Sequence[tuple[RequestTimeline, RequestEnd]] = ()  # by the engine
     forgotten: Sequence[RequestTimeline] = ()  # dropped, for their steps are missing
     gaps: Mapping[int, int] = {}  # rows with a token, by the nanoseconds since their token before
     num_tokens: int = 0  # published
@@ -60,7 +60,7 @@ class Timelines:
         self._sent: deque[tuple[int, int]] = deque()  # commands not yet handled: time, arriving request (-1: none)
         self._unseated: set[int] = set()  # those that arrived before the first step available, without a row since
         self._starting: dict[int, RequestTimeline] = {}  # admitted, without a token since
-        self._last: Step | None = None  # with rows
+        self._last: StepRecord | None = None  # with rows
         self._streams: dict[int, int] = {}  # rows of it with one token: `_num_streamed` before the first of these
         self._num_streamed = 0  # steps with rows
         self._streamed_ns = 0  # end of the last one
@@ -73,13 +73,13 @@ class Timelines:
         for number in list(self._streams):
             self._interrupt(number)
         if self._last is not None:
-            self._place(self._last.numbers)
+            self._place(self._last.plan.request_ids)
         return self._timelines
 
     def get(self, number: int) -> RequestTimeline | None:
         """Returns one timeline, up to date."""
         self._interrupt(number)
-        if self._last is not None and number in self._last.numbers:
+        if self._last is not None and number in self._last.plan.request_ids:
             self._place([number])
         return self._timelines.get(number)
 
@@ -105,7 +105,7 @@ class Timelines:
 
     def apply(self, entry: Entry) -> Changes:
         """Applies the next entry of the log."""
-        if isinstance(entry, Step):
+        if isinstance(entry, StepRecord):
             changes = self.plan(entry)
             self.result(entry, changes)
             self._position += 1
@@ -113,7 +113,7 @@ class Timelines:
         changes = Changes()
         if isinstance(entry, RequestEntry):
             self._arrive(entry)
-        elif isinstance(entry, Command):
+        elif isinstance(entry, CommandEntry):
             self._sent.append((entry.ns, -1))
             if entry.reason and (timeline := self._timelines.get(entry.number)) is not None:
                 timeline.command(entry.reason, entry.ns)
@@ -124,7 +124,7 @@ class Timelines:
             self.run, self.scheduling, self._starts_anew = entry, entry.scheduling, True
             changes.forgotten = self._forget()
             self.num_free_blocks = entry.limits.num_blocks
-        elif isinstance(entry, Engine):
+        elif isinstance(entry, EngineLost):
             self._lose(entry.ns)
         elif isinstance(entry, Gap):
             changes.forgotten = self._forget()
@@ -160,14 +160,14 @@ class Timelines:
 
     # -- a plan --------------------------------------------------------------------------------------------------
 
-    def plan(self, step: Step) -> Changes:
+    def plan(self, step: StepRecord) -> Changes:
         """Applies the decisions of a step's plan, and what the engine handled before; `result` applies the rest."""
         changes = Changes()
         if self._starts_anew and step.step != NO_STEP:
             self._starts_anew = False
             if step.step > 0:
                 self._join(step.started_ns)
-        for ns in step.taken:
+        for ns in step.inputs.handled:
             self._take(ns)
         self.waiting.pass_time(step.started_ns)
         if step.preempted or step.admitted:
@@ -192,7 +192,7 @@ class Timelines:
             if (timeline := self._timelines.get(number)) is not None:
                 timeline.taken_ns = ns
 
-    def _move(self, step: Step, changes: Changes) -> None:
+    def _move(self, step: StepRecord, changes: Changes) -> None:
         for number, reason, lost in step.preempted:
             timeline = self.get(number)
             if timeline is not None and timeline.over_at < 0:  # else it ended in the step in flight
@@ -213,22 +213,22 @@ class Timelines:
             self._starting[number] = timeline
         return timeline
 
-    def _stall(self, step: Step) -> None:
+    def _stall(self, step: StepRecord) -> None:
         """Sets why running requests have no row."""
         for timeline in self.stalled:
             if timeline.is_running:
                 timeline.reason = ""
         self.stalled = []
-        for number, reason in step.refused:
+        for number, reason in step.plan.refused:
             if number not in self.waiting and (stalled := self.get(number)) is not None:
                 stalled.reason = reason
                 self.stalled.append(stalled)
 
     # -- a result ------------------------------------------------------------------------------------------------
 
-    def result(self, step: Step, changes: Changes) -> None:
+    def result(self, step: StepRecord, changes: Changes) -> None:
         """Applies what a step computed, and the ends of requests."""
-        if step.numbers:
+        if step.plan.request_ids:
             if self._unseated:
                 self._seat(step)
             self._publish(step, changes)
@@ -237,18 +237,19 @@ class Timelines:
                 self._start(step)
         if step.ended:
             self._end(step, changes)
-        if step.configured is not None:
-            self.scheduling = step.configured
-        self.num_running, self.num_waiting = step.num_running, step.num_waiting
-        self.num_free_blocks = step.num_free_blocks
+        if isinstance(step.inputs.configured, Scheduling):
+            self.scheduling = step.inputs.configured
+        self.num_running, self.num_waiting = step.counters.num_running, step.counters.num_waiting
+        self.num_free_blocks = step.counters.num_free_blocks
 
-    def _publish(self, step: Step, changes: Changes) -> None:
+    def _publish(self, step: StepRecord, changes: Changes) -> None:
         """Counts the tokens of each row: one for all that had one in the last step with rows, too."""
-        streams, numbers = self._streams, step.numbers
+        streams, numbers = self._streams, step.plan.request_ids
         others: list[tuple[int, int]] = []  # the other rows with tokens: number, tokens
         counts = list(map(len, step.tokens))
         each_has_one = counts.count(1) == len(numbers)
-        if not each_has_one or self._last is None or self._last.numbers != numbers or len(streams) != len(numbers):
+        last = self._last.plan.request_ids if self._last is not None else ()
+        if not each_has_one or last != numbers or len(streams) != len(numbers):
             single = set(numbers) if each_has_one else set(compress(numbers, map((1).__eq__, counts)))
             if len(single.intersection(streams)) < len(streams):
                 for number in set(streams).difference(single):
@@ -296,31 +297,31 @@ class Timelines:
         for number in numbers:
             timeline = self._timelines.get(number)
             if last is not None and timeline is not None and timeline.is_running:
-                row = last.numbers.index(number)
-                timeline.slot, timeline.computed = last.slots[row], last.end_of(row)
+                row = last.plan.request_ids.index(number)
+                timeline.slot, timeline.computed = last.plan.slots[row], last.end_of(row)
 
-    def _seat(self, step: Step) -> None:
+    def _seat(self, step: StepRecord) -> None:
         """Admits rows whose admission the log does not have."""
-        for number in self._unseated.intersection(step.numbers):
+        for number in self._unseated.intersection(step.plan.request_ids):
             self._unseated.remove(number)
             self._admit(number, 0, step.started_ns)
 
-    def _start(self, step: Step) -> None:
+    def _start(self, step: StepRecord) -> None:
         """Begins `decode` for rows that sampled their first token since their admission."""
-        sampled = step.sampled or step.tokens
-        for number in set(step.numbers).intersection(self._starting) if sampled else ():
-            if sampled[step.numbers.index(number)]:
+        sampled = step.result.tokens
+        for number in set(step.plan.request_ids).intersection(self._starting) if sampled else ():
+            if sampled[step.plan.request_ids.index(number)]:
                 self._starting.pop(number).enter(DECODE, step.ended_ns)
 
-    def _end(self, step: Step, changes: Changes) -> None:
+    def _end(self, step: StepRecord, changes: Changes) -> None:
         ended = []
         for end in step.ended:
-            timeline = self._timelines.get(end.number)
+            timeline = self._timelines.get(end.request_id)
             if timeline is None or timeline.over_at >= 0:
                 continue
-            self._interrupt(end.number)
-            self.waiting.remove(end.number, step.ended_ns)
-            self._starting.pop(end.number, None)
+            self._interrupt(end.request_id)
+            self.waiting.remove(end.request_id, step.ended_ns)
+            self._starting.pop(end.request_id, None)
             timeline.end(end, step.ended_ns, self._position)
             ended.append((timeline, end))
         changes.ended = ended

@@ -35,7 +35,7 @@ class Index:
                 self._named.setdefault(name, {})[entry.number] = None
             self._together.setdefault((timeline.received_ns, timeline.response_id), {})[entry.number] = timeline
         for timeline, end in changes.ended:
-            self._over.append((timeline.over_at, end.number))
+            self._over.append((timeline.over_at, end.request_id))
         for timeline in changes.forgotten:
             self._remove(timeline)
         return changes

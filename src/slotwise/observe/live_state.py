@@ -9,8 +9,9 @@ from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from slotwise.core.record import StepRecord
 from slotwise.observe import step_view
-from slotwise.observe.event_log import Engine, Entry, Gap, RequestEntry, Run, Sent, Step
+from slotwise.observe.event_log import EngineLost, Entry, Gap, RequestEntry, Run, Sent
 from slotwise.observe.fold import Changes, Timelines
 from slotwise.observe.request_timeline import DECODE, NO_SLOT, PREFILL, RequestTimeline
 
@@ -53,18 +54,18 @@ class LiveState(Timelines):
     def __init__(self) -> None:
         super().__init__()
         self.down = ""  # why there is no engine; empty while there is one
-        self.last: Step | None = None  # with rows
+        self.last: StepRecord | None = None  # with rows
         self.now_ns = 0  # of the latest entry
         self._lately: deque[Lately] = deque(maxlen=MAX_LATELY)
 
     def apply(self, entry: Entry) -> Changes:
-        if isinstance(entry, Step):
+        if isinstance(entry, StepRecord):
             self._note(entry)
         changes = super().apply(entry)
         for _, end in changes.ended:
-            self.drop(end.number)
+            self.drop(end.request_id)
         match entry:
-            case Step():
+            case StepRecord():
                 self.now_ns = max(self.now_ns, entry.ended_ns)
             case RequestEntry():
                 self.now_ns = max(self.now_ns, entry.ns)
@@ -73,9 +74,9 @@ class LiveState(Timelines):
             case Run():
                 self.down = ""
                 self.now_ns = max(self.now_ns, entry.started_ns)
-            case Engine():
+            case EngineLost():
                 self.down = entry.message or entry.state
-        if isinstance(entry, Run | Engine | Gap):
+        if isinstance(entry, Run | EngineLost | Gap):
             self.clear()
         return changes
 
@@ -100,7 +101,8 @@ class LiveState(Timelines):
         """What the request does: prefill, decode, held, stalled or waits."""
         if one.slot == NO_SLOT:
             return WAITS
-        if self.last is not None and one.request.number in [self.last.numbers[row] for row in self.last.held]:
+        if self.last is not None and one.request.number in [self.last.plan.request_ids[row]
+                                                            for row in self.last.plan.held]:
             return HELD
         return STALLED if one.reason else DECODE if one.stage == DECODE else PREFILL
 
@@ -117,22 +119,22 @@ class LiveState(Timelines):
             total.seconds / max(1, total.steps), total.tokens / max(1, total.steps),
             1 - total.rows / total.slots if total.slots else 0.0, total.wasted / computed if computed else 0.0)
 
-    def _note(self, step: Step) -> None:
+    def _note(self, step: StepRecord) -> None:
         """Adds a step to the window."""
-        rows, held, began = len(step.counts), step_view.held_tokens(step), step.started_ns
+        rows, held, began = len(step.plan.counts), step_view.held_tokens(step), step.started_ns
         if self.last is not None:
             began = max(began, self.last.ended_ns)
         self._lately.append(Lately(
-            step.ended_ns, (step.ended_ns - began) * 1e-9 if rows else 0.0, sum(step.counts) - held,
-            self._prompt_tokens(step), sum(map(len, step.tokens)), held + sum(step.padding),
+            step.ended_ns, (step.ended_ns - began) * 1e-9 if rows else 0.0, sum(step.plan.counts) - held,
+            self._prompt_tokens(step), sum(map(len, step.tokens)), held + sum(step.plan.padding),
             max(rows, self.slots) if rows else 0, rows, int(rows > 0), len(step.ended)))
         if rows:
             self.last = step
 
-    def _prompt_tokens(self, step: Step) -> int:
+    def _prompt_tokens(self, step: StepRecord) -> int:
         """Returns the prompt tokens among those computed."""
         tokens = 0
-        for number, start, count in zip(step.numbers, step.starts, step.counts, strict=True):
+        for number, start, count in zip(step.plan.request_ids, step.plan.starts, step.plan.counts, strict=True):
             if (timeline := self.get(number)) is not None:
                 tokens += max(0, min(count, timeline.request.num_prompt - start))
         return tokens

@@ -16,8 +16,7 @@ from types import TracebackType
 
 from slotwise.errors import OneLineError, described
 from slotwise.files import PRIVATE
-from slotwise.observe.event_log import Gap, Run, decode, line_of
-from slotwise.observe.log_format import FormatError, LogError
+from slotwise.observe.event_log import FormatError, Gap, LogError, Run, decode, line_of
 
 GATHER = 0.25  # seconds between two writes: fewer and larger ones cost the logging thread less
 MAX_WAITING = 32 << 20  # bytes that may wait to be written

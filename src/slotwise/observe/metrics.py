@@ -15,9 +15,11 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from slotwise.core.reasons import WAITING_FOR_KV
+from slotwise.core.record import StepRecord
 from slotwise.engine.messages import Observer
+from slotwise.engine.scheduling import Scheduling
 from slotwise.observe import step_view
-from slotwise.observe.event_log import Entry, Refusal, RequestEntry, Step
+from slotwise.observe.event_log import Entry, Refusal, RequestEntry
 from slotwise.observe.expert_load import ExpertLoad
 from slotwise.observe.fold import Changes, Timelines
 from slotwise.observe.prompt_choices import PromptChoices
@@ -43,7 +45,7 @@ from slotwise.observe.vllm_metrics import as_vllm
 
 if TYPE_CHECKING:
     from slotwise.core.step_time import Roofline
-    from slotwise.engine.messages import EngineInfo, StepRecord
+    from slotwise.engine.messages import EngineInfo
 
 NS = 1e-9
 LATELY = 256  # steps over which the roofline fraction is computed
@@ -101,9 +103,9 @@ class Metrics(Collector, Observer):
 
     def stepped(self, record: StepRecord) -> None:
         """Counts what records have and entries have not."""
-        if record.expert_tokens:
-            self.experts.add(record.expert_tokens)
-        self._num_pinned_blocks = record.num_pinned_blocks
+        if record.counters.expert_tokens:
+            self.experts.add(record.counters.expert_tokens)
+        self._num_pinned_blocks = record.counters.num_pinned_blocks
 
     def write(self, entry: Entry, changes: Changes) -> None:
         """Counts an entry that made these changes.  Never waits."""
@@ -111,16 +113,16 @@ class Metrics(Collector, Observer):
             self._count("admission_rejections_total", entry.reason)
         elif isinstance(entry, RequestEntry):
             self._choices.arrived(entry)
-        elif isinstance(entry, Step):
+        elif isinstance(entry, StepRecord):
             self._requests(entry, changes)
-            if entry.saves or entry.admitted:
+            if entry.plans:
                 self._tiers(entry, changes)
-            if entry.counts:
+            if entry.plan.counts:
                 self._step(entry)
-            if entry.configured is not None:
-                self._slots = entry.configured.max_num_seqs
+            if isinstance(entry.inputs.configured, Scheduling):
+                self._slots = entry.inputs.configured.max_num_seqs
 
-    def _requests(self, step: Step, changes: Changes) -> None:
+    def _requests(self, step: StepRecord, changes: Changes) -> None:
         """Counts what happened to requests."""
         self.counters["num_preemptions_total"] += len(step.preempted)
         self.counters["generation_tokens_total"] += changes.num_tokens
@@ -133,10 +135,10 @@ class Metrics(Collector, Observer):
             self._first_token(timeline)
         for ns, rows in changes.gaps.items():
             self._histograms["inter_token_latency_seconds"].observe(ns * NS, rows)
-        for arrival in step.arrivals:
+        for arrival in step.inputs.arrivals:
             if arrival.is_last:
                 self._count("kv_transfers_total", INCOMPLETE if arrival.failure else COMPLETE)
-        self.counters["kv_prompts_sent_total"] += len(step.acknowledged)
+        self.counters["kv_prompts_sent_total"] += len(step.inputs.acknowledged)
         for timeline, end in changes.ended:
             self._ended(timeline, end.reason, step.ended_ns)
 
@@ -169,11 +171,15 @@ class Metrics(Collector, Observer):
             if num_output > 1:
                 self._observe("request_time_per_output_token_seconds", decoding / (num_output - 1))
 
-    def _tiers(self, step: Step, changes: Changes) -> None:
+    def _tiers(self, step: StepRecord, changes: Changes) -> None:
         """Counts the prefix hits of each tier and the copies between them."""
-        limits, counters = self._info.limits, self.counters
-        loaded = len(step.loads) * limits.block_size
-        on_device = sum([cached for _, cached in step.admitted]) - loaded
+        limits, counters, admitted = self._info.limits, self.counters, step.admitted
+        num_saves, num_loads = sum([len(plan.saves) for plan in step.plans]), sum([len(plan.loads)
+                                                                                   for plan in step.plans])
+        if not (num_saves or admitted):
+            return
+        loaded = num_loads * limits.block_size
+        on_device = sum([cached for _, cached in admitted]) - loaded
         queries = sum([num_known for _, num_known in changes.admitted])
         counters["prefix_cache_queries_total"] += queries
         counters["prefix_cache_hits_total"] += on_device
@@ -182,8 +188,8 @@ class Metrics(Collector, Observer):
             counters["external_prefix_cache_hits_total"] += loaded
         self._sources([timeline for timeline, _ in changes.admitted if not timeline.num_preemptions], loaded)
         block_bytes = self._info.memory.host // max(1, limits.num_host_blocks)
-        self._count("kv_offload_total_bytes_total", TO_HOST, len(step.saves) * block_bytes)
-        self._count("kv_offload_total_bytes_total", TO_DEVICE, len(step.loads) * block_bytes)
+        self._count("kv_offload_total_bytes_total", TO_HOST, num_saves * block_bytes)
+        self._count("kv_offload_total_bytes_total", TO_DEVICE, num_loads * block_bytes)
 
     def _sources(self, new: Sequence[RequestTimeline], loaded: int) -> None:
         """Counts where the prompt tokens of new requests come from.
@@ -196,29 +202,29 @@ class Metrics(Collector, Observer):
         self._count("prompt_tokens_by_source_total", ON_DEVICE, found - from_host)
         self._count("prompt_tokens_by_source_total", IN_HOST, from_host)
 
-    def _step(self, step: Step) -> None:
+    def _step(self, step: StepRecord) -> None:
         """Observes a step's time and waste.  The executor starts a step when the previous one has ended."""
-        counters, rows = self.counters, len(step.counts)
+        counters, rows = self.counters, len(step.plan.counts)
         kind, seconds = step_view.kind(step), (step.ended_ns - max(step.started_ns, self._last_end)) * NS
         self._last_end = step.ended_ns
         self._step_times[kind].observe(seconds)
         if self._info.roofline is not None:
             self._hold_against(self._info.roofline, step, kind, seconds)
-        self._histograms["iteration_tokens_total"].observe(sum(step.counts))
-        if step.drafts:
+        self._histograms["iteration_tokens_total"].observe(sum(step.plan.counts))
+        if step.plan.drafts:
             self._drafts(step)
-        for rank, started, ended in step.ranks:
+        for rank, started, ended in step.result.ranks:
             self._count("rank_busy_seconds_total", str(rank), (ended - started) * NS)
-        counters["padded_tokens_total"] += sum(step.padding)
+        counters["padded_tokens_total"] += sum(step.plan.padding)
         counters["held_tokens_total"] += step_view.held_tokens(step)
         empty = max(0, self._slots - rows)
         counters["slot_steps_total"] += empty + rows
         counters["empty_slot_steps_total"] += empty
-        counters["empty_slot_steps_waiting_total"] += empty * (step.stop is not None)
+        counters["empty_slot_steps_waiting_total"] += empty * (step.plan.stop is not None)
         for timeline in self.timelines.stalled:
             self._count("stalled_row_steps_total", timeline.reason)
 
-    def _drafts(self, step: Step) -> None:
+    def _drafts(self, step: StepRecord) -> None:
         for num_drafts, num_right in step.verified:
             self.counters["spec_decode_num_drafts_total"] += 1
             self.counters["spec_decode_num_draft_tokens_total"] += num_drafts
@@ -226,10 +232,10 @@ class Metrics(Collector, Observer):
             for position in range(num_right):
                 self._count("spec_decode_num_accepted_tokens_per_pos_total", str(position))
 
-    def _hold_against(self, roofline: Roofline, step: Step, kind: str, seconds: float) -> None:
+    def _hold_against(self, roofline: Roofline, step: StepRecord, kind: str, seconds: float) -> None:
         """Counts a step's bound, at most its seconds: rates that were measured beside other programs are too low."""
         sampled = len(step.tokens) - step.tokens.count(())
-        bound = min(seconds, roofline.seconds(roofline.cost(step.starts, step.counts, sampled)))
+        bound = min(seconds, roofline.seconds(roofline.cost(step.plan.starts, step.plan.counts, sampled)))
         self.labelled["roofline_seconds_total"][kind] += bound
         self._lately.append((bound, seconds))
 

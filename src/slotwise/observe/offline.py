@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from slotwise.core.record import StepRecord
 from slotwise.observe.metrics import Metrics
 from slotwise.observe.recorder import File, Recorder
 from slotwise.observe.ring import Ring
 
 if TYPE_CHECKING:
     from slotwise.engine.engine import Engine
-    from slotwise.engine.messages import Command, EngineInfo, StepRecord
+    from slotwise.engine.messages import Command, EngineInfo
 
 
 class Recording:

@@ -21,11 +21,12 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
+from slotwise.core.record import StepRecord
 from slotwise.core.step import FREED
 from slotwise.engine.messages import Observer
 
 if TYPE_CHECKING:
-    from slotwise.engine.messages import EngineInfo, StepRecord
+    from slotwise.engine.messages import EngineInfo
 
 MAX_CHANGES = 1 << 16  # remembered; a router that has missed more gets the whole index
 FADE = 0.99  # decay of the mean tokens of a piece, at each request
@@ -134,10 +135,10 @@ class PrefixIndex(Observer):
                 self._prompts.pop(end.request_id, None)
 
     def _reallocate(self, record: StepRecord) -> None:
-        cached = dict(zip(record.admitted, record.cached, strict=True))
-        joined = {slot: request_id for slot, request_id in zip(record.slots, record.request_ids, strict=True)
+        plan, cached = record.plan, dict(record.admitted)
+        joined = {slot: request_id for slot, request_id in zip(plan.slots, plan.request_ids, strict=True)
                   if request_id in cached}
-        for slot, group, blocks in record.new_blocks:
+        for slot, group, blocks in [blocks for plan in record.plans for blocks in plan.new_blocks]:
             request_id = joined.get(slot, -1)
             for block in blocks[cached.get(request_id, 0) // self._block_size :]:
                 for piece in self._pieces_of.pop(block, ()):
@@ -148,7 +149,8 @@ class PrefixIndex(Observer):
                 self._add(request_id, cached[request_id])
 
     def _compute(self, record: StepRecord) -> None:
-        for request_id, start, count in zip(record.request_ids, record.starts, record.counts, strict=True):
+        plan = record.plan
+        for request_id, start, count in zip(plan.request_ids, plan.starts, plan.counts, strict=True):
             if request_id in self._prompts:
                 self._add(request_id, start + count)
 

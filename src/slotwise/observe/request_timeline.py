@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from slotwise.core.record import RequestEnd
 from slotwise.engine.scheduling import Scheduling
-from slotwise.observe.event_log import End, RequestEntry
+from slotwise.observe.event_log import RequestEntry
 
 SHAPES = ("cmpl-", "chatcmpl-", "msg-", "resp-", "embd-")  # prefixes of response ids
 STEP_UNDER_WAY = "step_under_way"  # it arrived during a step, and is in no plan yet
@@ -196,7 +197,7 @@ class RequestTimeline(msgspec.Struct, gc=False):
             if reason != "stop":
                 self.left_ns = now_ns
 
-    def end(self, end: End, now_ns: int, position: int) -> None:
+    def end(self, end: RequestEnd, now_ns: int, position: int) -> None:
         """The engine ended it."""
         self.num_at_end, self.message, self.over_at = end.num_output, end.message, position
         if not self.ended:

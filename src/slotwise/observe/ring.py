@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from slotwise.observe.event_log import Command, Engine, Entry, RequestEntry, Run, Step, line_of
+from slotwise.core.record import StepRecord
+from slotwise.observe.event_log import CommandEntry, EngineLost, Entry, RequestEntry, Run, line_of
 from slotwise.observe.fold import Changes, Timelines
 from slotwise.observe.index import Index
 from slotwise.observe.request_timeline import RequestTimeline
@@ -93,8 +94,8 @@ class Ring:
         changes = self._index.apply(entry)
         if isinstance(entry, Run):
             self._runs.append((self._end, entry))
-        elif isinstance(entry, Step) and entry.configured is not None and self._runs:
-            run = msgspec.structs.replace(self._runs[-1][1], scheduling=entry.configured)
+        elif isinstance(entry, StepRecord) and entry.inputs.configured is not None and self._runs:
+            run = msgspec.structs.replace(self._runs[-1][1], scheduling=entry.inputs.configured)
             self._runs.append((self._end, run))
         self._lines.append(line := Line(data, type(entry)))
         self._size += line.cost
@@ -165,7 +166,7 @@ class Ring:
             start = max(end, one.position + 1)
             end = max(end, one.over_at + 1 if one.over_at >= 0 else self._end)
             for position, line in zip(range(start, end), self._between(start, end), strict=True):
-                if line.kind in (Step, Command, Engine):
+                if line.kind in (StepRecord, CommandEntry, EngineLost):
                     positions.append(position)
                     lines.append(line.data)
         return Extract(list(found), positions, b"".join(lines))

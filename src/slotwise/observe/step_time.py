@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from slotwise import files
 from slotwise.core import step_time
+from slotwise.core.record import StepRecord
 from slotwise.core.step_time import Learned, work_of
 from slotwise.engine.messages import Observer
 from slotwise.errors import described
@@ -23,8 +24,7 @@ from slotwise.version import __version__
 
 if TYPE_CHECKING:
     from slotwise.engine.config import EngineConfig
-    from slotwise.engine.messages import EngineInfo, StepRecord
-    from slotwise.observe import event_log
+    from slotwise.engine.messages import EngineInfo
 
 HEADER_BYTES = 4096
 VERSION = 2  # of the stored model; files of other versions are ignored
@@ -35,10 +35,10 @@ logger = logging.getLogger(__name__)
 
 
 class StepTimeModel(step_time.StepTimeModel, Observer):
-    def stepped(self, record: StepRecord | event_log.Step) -> None:
+    def stepped(self, record: StepRecord) -> None:
         """Updates the model with a step of the engine."""
-        work = work_of(record.starts, record.counts, record.padding, record.drafts)
-        proposing = record.proposing.seconds if record.proposing else 0.0
+        work = work_of(record.plan.starts, record.plan.counts, record.plan.padding, record.plan.drafts)
+        proposing = record.result.proposing.seconds if record.result.proposing else 0.0
         self.step(work, record.started_ns * NS + proposing, record.ended_ns * NS)
 
 

@@ -5,34 +5,33 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from slotwise.core.record import NO_STEP, StepRecord
 from slotwise.core.step import RowKind
 from slotwise.core.step_time import Work, work_of
-from slotwise.engine.messages import NO_STEP
-from slotwise.observe.event_log import Entry, Run, Step
+from slotwise.observe.event_log import Entry, LogError, Run
 from slotwise.observe.fold import Timelines
-from slotwise.observe.log_format import LogError
 from slotwise.observe.request_timeline import STEP_UNDER_WAY, RequestTimeline
 from slotwise.observe.step_time import StepTimeModel
 
 DECODE, MIXED, PREFILL = KINDS = ("decode", "mixed", "prefill")
 
 
-def kind(step: Step) -> str:
+def kind(step: StepRecord) -> str:
     """`decode` or `prefill`, if all rows are; else `mixed`."""
-    kinds = step.kinds
+    kinds = step.plan.kinds
     if RowKind.PREFILL not in kinds:
         return DECODE
     return MIXED if RowKind.DECODE in kinds else PREFILL
 
 
-def held_tokens(step: Step) -> int:
+def held_tokens(step: StepRecord) -> int:
     """Returns the tokens computed for rows that already have their last token."""
-    return sum([step.counts[row] for row in step.held]) if step.held else 0
+    return sum([step.plan.counts[row] for row in step.plan.held]) if step.plan.held else 0
 
 
-def work(step: Step) -> Work:
+def work(step: StepRecord) -> Work:
     """Returns the work of a step, padding included."""
-    return work_of(step.starts, step.counts, step.padding, step.drafts)
+    return work_of(step.plan.starts, step.plan.counts, step.plan.padding, step.plan.drafts)
 
 
 class Row(NamedTuple):
@@ -55,7 +54,7 @@ class LeftOut(NamedTuple):
 
 
 class StepView(NamedTuple):
-    step: Step
+    step: StepRecord
     predicted: float  # seconds, by the step-time model
     rows: list[Row]
     left_out: list[LeftOut]
@@ -67,7 +66,7 @@ def times_of(entries: Sequence[Entry]) -> StepTimeModel:
     for entry in entries:
         if isinstance(entry, Run) and entry.learned is not None and not times.is_trained:
             times = StepTimeModel(entry.learned)
-        elif isinstance(entry, Step):
+        elif isinstance(entry, StepRecord):
             times.stepped(entry)
     return times
 
@@ -78,27 +77,28 @@ def step_view(entries: Sequence[Entry], number: int, times: StepTimeModel) -> St
     Raises:
         LogError: there is no such step.
     """
-    found = [at for at, entry in enumerate(entries) if isinstance(entry, Step) and entry.step == number != NO_STEP]
+    found = [at for at, entry in enumerate(entries) if isinstance(entry, StepRecord)
+             and entry.step == number != NO_STEP]
     if not found:
-        last = max((entry.step for entry in entries if isinstance(entry, Step)), default=NO_STEP)
+        last = max((entry.step for entry in entries if isinstance(entry, StepRecord)), default=NO_STEP)
         raise LogError(f"there is no step {number}; the last is {last}" if last >= 0 else "there are no steps")
     step, timelines = entries[found[-1]], Timelines()
-    assert isinstance(step, Step)
+    assert isinstance(step, StepRecord)
     for entry in entries[: found[-1]]:
         timelines.apply(entry)
     unfinished = {number: one for number, one in timelines.by_number.items() if one.over_at < 0}
     timelines.plan(step)
     rows = list(_rows(step, timelines.by_number))
-    proposing = step.proposing.seconds if step.proposing else 0.0  # the model predicts what is beside it
+    proposing = step.result.proposing.seconds if step.result.proposing else 0.0  # the model predicts what is beside it
     return StepView(step, proposing + times.seconds(work(step)), rows, list(_left_out(step, unfinished)))
 
 
-def _rows(step: Step, known: Mapping[int, RequestTimeline]) -> Iterator[Row]:
+def _rows(step: StepRecord, known: Mapping[int, RequestTimeline]) -> Iterator[Row]:
     admitted = dict(step.admitted)
     for row, (number, slot, start, count) in enumerate(
-            zip(step.numbers, step.slots, step.starts, step.counts, strict=True)):
+            zip(step.plan.request_ids, step.plan.slots, step.plan.starts, step.plan.counts, strict=True)):
         timeline = known.get(number)
-        if row in step.held:
+        if row in step.plan.held:
             what = "held"
         elif timeline is not None and start < timeline.reached:
             what = "recompute"
@@ -107,11 +107,11 @@ def _rows(step: Step, known: Mapping[int, RequestTimeline]) -> Iterator[Row]:
         yield Row(number, slot, start, count, what, admitted.get(number, -1))
 
 
-def _left_out(step: Step, unfinished: Mapping[int, RequestTimeline]) -> Iterator[LeftOut]:
-    given = dict(step.refused) | {number: reason for number, reason, _ in step.preempted}
-    behind = step.stop.reason if step.stop is not None else ""
+def _left_out(step: StepRecord, unfinished: Mapping[int, RequestTimeline]) -> Iterator[LeftOut]:
+    given = dict(step.plan.refused) | {number: reason for number, reason, _ in step.preempted}
+    behind = step.plan.stop.reason if step.plan.stop is not None else ""
     for number, one in unfinished.items():
-        if number in step.numbers or one.request.ns >= step.ended_ns:
+        if number in step.plan.request_ids or one.request.ns >= step.ended_ns:
             continue
         state = "running" if one.is_running else "preempted" if one.num_preemptions else "waiting"
         if not 0 < one.taken_ns <= step.started_ns:

@@ -11,7 +11,7 @@ reason, then `_behind` if that is the plan's common one, else `_exceptions`.  A 
 
 from __future__ import annotations
 
-from slotwise.observe.event_log import Step
+from slotwise.core.record import StepRecord
 from slotwise.observe.request_timeline import RequestTimeline
 
 
@@ -76,12 +76,12 @@ class Waiting:
                 self._stopped[self._stop] = self._stopped.get(self._stop, 0) + ns
                 self._waited[self._stop] = self._waited.get(self._stop, 0) + ns * len(self._behind)
 
-    def decide(self, step: Step) -> None:
+    def decide(self, step: StepRecord) -> None:
         """Applies the reasons of a plan: a request that was not examined waits for the reason at which it stopped."""
-        if step.stop is None:
+        if step.plan.stop is None:
             return
-        stop = step.stop.reason
-        exceptions = {number: reason for number, reason in step.refused
+        stop = step.plan.stop.reason
+        exceptions = {number: reason for number, reason in step.plan.refused
                       if reason != stop and number in self._requests}
         changed = {**self._exceptions, **exceptions, **self._unplanned}
         self._stop, self._exceptions = stop, exceptions

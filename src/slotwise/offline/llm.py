@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tqdm import tqdm
 
 from slotwise.compose.engine_builder import load
+from slotwise.core.record import StepRecord
 from slotwise.core.slo import SLO
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import AdapterStore
-from slotwise.engine.messages import EngineInfo, Finish, StepRecord
+from slotwise.engine.messages import EngineInfo, Finish
 from slotwise.errors import CheckpointError
 from slotwise.offline.arguments import Arguments, EngineArgs, VllmMethods, check_call
 from slotwise.offline.frontend import (
@@ -44,7 +45,7 @@ from slotwise.offline.sampling_params import PoolingParams, SamplingParams
 from slotwise.runner import memory_budget
 
 if TYPE_CHECKING:
-    from slotwise.engine.messages import Command, StepRecord
+    from slotwise.engine.messages import Command
     from slotwise.observe.metrics import Metrics
     from slotwise.observe.offline import Recording
     from slotwise.observe.snapshot import Metric
@@ -406,22 +407,23 @@ class LLM(VllmMethods):
 
     def _deliver(self, record: StepRecord) -> None:
         now = record.ended_ns * 1e-9
-        for request_id, num_cached in zip(record.admitted, record.cached, strict=True):
+        for request_id, num_cached in record.admitted:
             if (choice := self._choices.get(request_id)) is not None and choice.job.output.num_cached_tokens is None:
                 choice.job.output.num_cached_tokens = num_cached
                 choice.job.output.metrics.scheduled_ts = record.started_ns * 1e-9
         reasons = {end.request_id: end.reason for end in record.ended}
-        for row, (request_id, tokens) in enumerate(zip(record.request_ids, record.token_ids, strict=True)):
+        for row, (request_id, tokens) in enumerate(zip(record.plan.request_ids, record.tokens, strict=True)):
             choice = self._choices.get(request_id)
             if choice is None or not tokens:
                 continue
             choice.take(tokens, record.logprobs[row] if record.logprobs else (), now, reasons.get(request_id, ""))
             if choice.met_stop_string:
                 self._engine.handle(Finish(request_id, "stop"))
-        for request_id, start, entries in zip(record.request_ids, record.starts, record.prompt_logprobs, strict=False):
+        for request_id, start, entries in zip(record.plan.request_ids, record.plan.starts,
+                                              record.result.prompt_logprobs, strict=False):
             if entries and (choice := self._choices.get(request_id)) is not None:
                 choice.job.read_prompt(start, entries)
-        for request_id, vector in zip(record.request_ids, record.pooled, strict=False):
+        for request_id, vector in zip(record.plan.request_ids, record.result.pooled, strict=False):
             choice = self._choices.get(request_id)
             if vector and isinstance(choice, OfflineEmbedding):
                 choice.pool(vector)

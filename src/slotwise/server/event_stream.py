@@ -8,13 +8,12 @@ from collections.abc import Iterator, Sequence
 from http import HTTPStatus
 from urllib.parse import parse_qsl
 
-import msgspec
-
 from slotwise.core.params import SamplingParams
+from slotwise.core.record import StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.engine.messages import Add
 from slotwise.observe import event_log
-from slotwise.observe.event_log import Entry, Gap, encode_lines
+from slotwise.observe.event_log import Entry, Gap, line_of
 from slotwise.observe.ring import Line, Ring
 from slotwise.server.api_errors import bad_request
 from slotwise.server.context import Observers, ServedEngine, ServerClients
@@ -45,7 +44,7 @@ class TenantFilter:
 
     def line(self, line: Line) -> bytes:
         """A line of the log as the subscriber may see it."""
-        if line.kind is event_log.RequestEntry or (line.kind is event_log.Step and self._tenant):
+        if line.kind is event_log.RequestEntry or (line.kind is StepRecord and self._tenant):
             return event_log.line_of(self.before(event_log.decode(line.data)))
         return line.data
 
@@ -53,7 +52,7 @@ class TenantFilter:
         """`entry` as the subscriber may see it.  Entries must come in the order of the log."""
         if isinstance(entry, event_log.RequestEntry):
             return self._request(entry)
-        if isinstance(entry, event_log.Step) and self._tenant:
+        if isinstance(entry, StepRecord) and self._tenant:
             return self._step(entry)
         return entry
 
@@ -65,19 +64,21 @@ class TenantFilter:
         hidden = RequestSpec((), SamplingParams(max_tokens=spec.params.max_tokens))
         return event_log.RequestEntry(entry.ns, entry.num_prompt, Add(entry.number, hidden, entry.timing))
 
-    def _step(self, entry: event_log.Step) -> event_log.Step:
-        own = self._own
-        seen = msgspec.structs.replace(
-            entry, tokens=self._covered(entry, entry.tokens), sampled=self._covered(entry, entry.sampled))
-        if entry.ended:
-            seen.ended = tuple([end if end.number in own else end._replace(message="") for end in entry.ended])
-            own.difference_update([end.number for end in entry.ended])
+    def _step(self, record: StepRecord) -> StepRecord:
+        own, outcome = self._own, record.outcome
+        tokens = None if outcome.tokens is None else self._covered(record, outcome.tokens)
+        ended = tuple([end if end.request_id in own else end._replace(message="") for end in outcome.ended])
+        objections = () if any(record.result.objections) else record.result.objections
+        seen = record._replace(
+            result=record.result._replace(tokens=self._covered(record, record.result.tokens), objections=objections),
+            outcome=outcome._replace(tokens=tokens, ended=ended))
+        own.difference_update([end.request_id for end in ended])
         return seen
 
-    def _covered(self, entry: event_log.Step, tokens: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    def _covered(self, record: StepRecord, tokens: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
         own = self._own
         return tuple([row if number in own else (0,) * len(row)
-                      for number, row in zip(entry.numbers, tokens, strict=False)])
+                      for number, row in zip(record.plan.request_ids, tokens, strict=False)])
 
 
 @about(media_type="application/x-ndjson", statuses=(HTTPStatus.TOO_MANY_REQUESTS,), query=tuple(
@@ -178,4 +179,4 @@ class _View:
 
     def _lines(self, entries: Sequence[Entry]) -> Iterator[bytes]:
         for start in range(0, len(entries), MOST):
-            yield encode_lines([self._filter.before(entry) for entry in entries[start : start + MOST]])
+            yield b"".join([line_of(self._filter.before(entry)) for entry in entries[start : start + MOST]])

@@ -19,16 +19,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from slotwise.core.events import Finished, Rejected
 from slotwise.core.host_cache import Copies
 from slotwise.core.plan_builder import PlanBuilder
+from slotwise.core.record import Outcome, StepRecord
 from slotwise.core.request import Request
 from slotwise.core.scheduler import Scheduler
-from slotwise.core.step import Decision, NewBlocks, RowKind, Stop
+from slotwise.core.step import Decision, NewBlocks, RowKind, StepPlan, StepResult, Stop
 from slotwise.core.step_time import Work
 from slotwise.engine.engine import Engine
-from slotwise.engine.messages import StepRecord
-from slotwise.engine.step_records import ends
 from slotwise.simulate.pace import Pace
 
 Ended = tuple[Request, str]  # and its finish reason
@@ -175,7 +173,7 @@ class RunScheduler(Scheduler):
                 or self.kv.is_windowed or self._held or self._discipline.leaves_together or policy.isolates_prefill
                 or self.limits.stages > 1
                 or self._discipline.budget(self.limits) < len(self.running)
-                or any(isinstance(event, Finished | Rejected) for event in self.events)
+                or self.ended
                 or not all(map(is_decoding, reversed(self.running.values())))):
             return None
         if not self.waiting:
@@ -240,12 +238,13 @@ class RunEngine(Engine):
         for index, step, changes in self._scheduler.commit_run(run, number, seconds, outputs, each=each):
             started, ended = times(index)
             self._planned.append(started)
-            record = StepRecord(
-                step, started, ended, run.request_ids, run.slots, tuple([start + index for start in run.starts]),
-                run.counts, token_ids=outputs.steps[index], refused=run.refused, stop=run.stop,
-                ended=ends(self._scheduler.pop_events()), released_slots=changes.released_slots,
-                new_blocks=changes.new_blocks, saves=changes.copies.saves, loads=changes.copies.loads, kinds=run.kinds)
-            yield self._stamped(record)
+            tokens = outputs.steps[index]
+            plan = StepPlan(
+                step, started * 1e-9, changes.released_slots, (), (), changes.new_blocks, run.request_ids, run.slots,
+                tuple([start + index for start in run.starts]), run.counts, (), run.counts, run.kinds, (), (), (),
+                run.refused, run.stop, *changes.copies)
+            yield self._record(
+                started, ended, (plan,), StepResult(step, tokens), Outcome(ended=self._scheduler.pop_ended()))
 
 
 class RunInProgress:

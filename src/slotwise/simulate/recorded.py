@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from slotwise.core.limits import SchedulerLimits
+from slotwise.core.record import StepRecord
 from slotwise.core.step_time import Work, work_of
 from slotwise.engine.messages import Add, Command, Configure, Finish
 from slotwise.engine.scheduling import Scheduling
@@ -142,14 +143,14 @@ class _Reader:
                     self._handling[0].append((entry.ns - entry.timing.received_ns) * NS)
             case event_log.Sent() if (first := self._first_token(entry.number)) is not None:
                 self._handling[1].append(max(0.0, entry.first_ns * NS - first))
-            case event_log.Command() if entry.scheduling is not None:
+            case event_log.CommandEntry() if entry.scheduling is not None:
                 found.scheduling = entry.scheduling
                 found.commands.append((entry.ns * NS, Configure(entry.scheduling)))
-            case event_log.Command() if entry.reason != "stop" and entry.number in found.names:
+            case event_log.CommandEntry() if entry.reason != "stop" and entry.number in found.names:
                 found.commands.append((entry.ns * NS, Finish(entry.number, entry.reason)))
             case event_log.Refusal():
                 found.num_refused += 1
-            case event_log.Step():
+            case StepRecord():
                 self._step(entry)
 
     def _first_token(self, number: int) -> float | None:
@@ -163,33 +164,33 @@ class _Reader:
             spec, prompt=spec.prompt or (OWN + entry.number,) * entry.num_prompt,
             params=replace(spec.params, grammar=None), stop_lengths=(), kv=None), name=entry.id)
 
-    def _keep(self, step: event_log.Step) -> None:
+    def _keep(self, step: StepRecord) -> None:
         """Keep what a step took, unless it captured a graph."""
-        work = work_of(step.starts, step.counts, step.padding, step.drafts)
+        work = work_of(step.plan.starts, step.plan.counts, step.plan.padding, step.plan.drafts)
         again, times = work.repeated(), self.recording.times
         if work.rows and times.typical(work) == times.typical(again):
             began = max(step.started_ns, self._busy_since)
             self._taken[work.pairs > 0].append((again, (step.ended_ns - began) * NS))
 
-    def _step(self, step: event_log.Step) -> None:
+    def _step(self, step: StepRecord) -> None:
         found = self.recording
         self._keep(step)
         found.times.stepped(step)
         self._acceptance.add(step)
-        found.receives |= bool(step.arrivals)
-        if self._busy_since and step.planned and step.counts:
-            self._gaps.append(max(0.0, (step.planned[0] - self._busy_since) * NS))
-        self._busy_since = step.ended_ns if step.num_running or step.num_waiting else 0
-        self._admitted.update(admission.number for admission in step.admitted)
-        found.partial.update(number for number in step.numbers if number not in self._admitted)
+        found.receives |= bool(step.inputs.arrivals)
+        if self._busy_since and step.inputs.planned and step.plan.counts:
+            self._gaps.append(max(0.0, (step.inputs.planned[0] - self._busy_since) * NS))
+        self._busy_since = step.ended_ns if step.counters.num_running or step.counters.num_waiting else 0
+        self._admitted.update(admission.request_id for admission in step.admitted)
+        found.partial.update(number for number in step.plan.request_ids if number not in self._admitted)
         at = len(self._clock)
         self._clock.append(step.ended_ns * NS)
-        for number, tokens in zip(step.numbers, step.tokens, strict=False):
+        for number, tokens in zip(step.plan.request_ids, step.tokens, strict=False):
             found.outputs[number] += tokens
             for _ in tokens:
                 found.measured[number].add_tokens(at, at)
         for end in step.ended:
-            request = found.measured[end.number]
+            request = found.measured[end.request_id]
             request.ended, request.reason = step.ended_ns * NS, end.reason
 
 
@@ -202,13 +203,13 @@ class _Measured:
         self._seconds = 0.0
         self._passes = 0
 
-    def add(self, step: event_log.Step) -> None:
-        for number, right in step.verified if step.drafts else ():
+    def add(self, step: StepRecord) -> None:
+        for number, right in step.verified if step.plan.drafts else ():
             self.compared.update(range(min(number, right + 1)))
             self._right.update(range(right))
-        if step.proposing is not None:
-            self._seconds += step.proposing.seconds
-            self._passes += step.proposing.passes
+        if step.result.proposing is not None:
+            self._seconds += step.result.proposing.seconds
+            self._passes += step.result.proposing.passes
 
     def model(self, most: int) -> SimulatedDraftModel | None:
         """Returns the draft model, with shares of `most` positions; the last that was measured stands for those behind.

@@ -12,22 +12,25 @@ reasons, tokens, and requests that ended.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
 
 from slotwise.core.grammar import Grammar
 from slotwise.core.interfaces import Proposer
 from slotwise.core.kv_transfers import KVTransfers
+from slotwise.core.record import NO_STEP, CompiledGrammar, StepRecord
 from slotwise.core.request import Request
 from slotwise.core.scheduler import Scheduler
-from slotwise.core.step import Arrival, StepPlan, StepResult
+from slotwise.core.step import StepPlan, StepResult
 from slotwise.core.step_time import StepTimeModel
 from slotwise.engine.engine import Engine
-from slotwise.engine.executor import Compiled
 from slotwise.engine.kv_link import News
-from slotwise.engine.messages import NO_STEP, Command, Configure, Finish
+from slotwise.engine.messages import Command, Configure, Finish
+from slotwise.engine.record_codec import OF_EXECUTOR
 from slotwise.observe import event_log
-from slotwise.observe.recorder import step_entry
+from slotwise.observe.last_format import merged
 from slotwise.speculation.proposer import proposer_of
 
 AROUND = 200  # bytes shown of a field on each side of its first difference
@@ -92,16 +95,16 @@ class _Player:
                 self._engine_run = _EngineRun(entry, self._proposer)
             case event_log.Gap():
                 raise ReplayError(f"{entry.missed} entries are missing behind record {self._records}")
-            case event_log.Engine():
+            case event_log.EngineLost():
                 self._engine_run = None  # the API process wrote the records that follow
             case event_log.RequestEntry():
                 self._num_requests += 1
                 if len(entry.spec.prompt) != entry.num_prompt:
                     raise ReplayError("the log has no prompts: only one that was written to a file can be replayed")
                 self._current_run().commands.append(entry.add)
-            case event_log.Command():
+            case event_log.CommandEntry():
                 self._current_run().commands.append(self._command(entry))
-            case event_log.Step() if self._engine_run is not None:
+            case StepRecord() if self._engine_run is not None:
                 self._compare(entry, self._engine_run.play(entry))
 
     def _current_run(self) -> _EngineRun:
@@ -110,24 +113,39 @@ class _Player:
         return self._engine_run
 
     @staticmethod
-    def _command(entry: event_log.Command) -> Command:
+    def _command(entry: event_log.CommandEntry) -> Command:
         if entry.scheduling is not None:
             return Configure(entry.scheduling)
         return Finish(entry.number, entry.reason)
 
-    def _compare(self, logged: event_log.Step, replayed: event_log.Step | None) -> None:
+    def _compare(self, logged: StepRecord, replayed: StepRecord | None) -> None:
         if replayed is None:
             self.difference = Difference(self._records, logged.step, "record", "something happened", "nothing did")
             return
         if event_log.encode(logged) != event_log.encode(replayed):
-            name = next(name for name in logged.__struct_fields__ if getattr(logged, name) != getattr(replayed, name))
-            field = logged.__struct_encode_fields__[logged.__struct_fields__.index(name)]  # its name in the log
-            shown = _around_difference(*(event_log.encode(getattr(step, name)) for step in (logged, replayed)))
-            self.difference = Difference(self._records, logged.step, field, *shown)
+            field, *columns = next(
+                (field, one, other) for (field, one), (_, other) in zip(_columns(logged), _columns(replayed),
+                                                                        strict=False)
+                if one != other)
+            self.difference = Difference(
+                self._records, logged.step, field, *_around_difference(*map(msgspec.json.encode, columns)))
         else:
             self._records += 1
-            self._steps += bool(logged.counts)
-            self._tokens += sum(logged.counts)
+            self._steps += bool(logged.plan.counts)
+            self._tokens += sum(logged.plan.counts)
+
+
+def _columns(record: StepRecord) -> Iterator[tuple[str, Any]]:
+    """Yields the columns of a record, with their names."""
+    yield "started_ns", record.started_ns
+    yield "ended_ns", record.ended_ns
+    yield "plans", len(record.plans)
+    parts: list[tuple[str, Any]] = [("plan", plan) for plan in record.plans]
+    parts += zip(("result", "outcome", "inputs", "counters"), record[3:], strict=True)
+    for name, part in parts:
+        for column, value in zip(part._fields, part, strict=True):
+            if column not in OF_EXECUTOR:
+                yield f"{name}.{column}", value
 
 
 def _around_difference(one: bytes, other: bytes) -> tuple[str, str]:
@@ -150,6 +168,7 @@ class _EngineRun:
 
     def __init__(self, run: event_log.Run, proposer: Proposer | None) -> None:
         self.commands: deque[Command] = deque()  # sent, not yet handled
+        self._is_last_format = run.format == event_log.LAST_FORMAT
         self._executor = _Recorded()
         self._grammars = _RecordedGrammars()
         self._link = _RecordedLink()
@@ -160,26 +179,26 @@ class _EngineRun:
             scheduler, self._executor, self._executor.clock, run.eos_token_ids, depth=run.depth,
             scheduling=run.scheduling, grammars=self._grammars, kv_link=self._link)
 
-    def play(self, logged: event_log.Step) -> event_log.Step | None:
+    def play(self, logged: StepRecord) -> StepRecord | None:
         """Returns the replayed record for `logged`.
 
         Raises:
             ReplayError: the record handled a command that is not in the log.
         """
-        for taken in logged.taken:
+        inputs = logged.inputs
+        for handled in inputs.handled:
             if not self.commands:
-                raise ReplayError(f"step {logged.step} took in a command that is not in the log")
-            self._executor.now = taken
+                raise ReplayError(f"step {logged.step} handled a command that is not in the log")
+            self._executor.now = handled
             self._engine.handle(self.commands.popleft())
         self._executor.expect(logged)
-        self._grammars.compiled = [
-            Compiled(number, objection) for number, objection in logged.compiled]
-        self._link.news = News(
-            [Arrival(*arrival) for arrival in logged.arrivals],
-            logged.acknowledged)
-        has_step = logged.step != NO_STEP or bool(logged.planned) or bool(logged.failure)
+        self._grammars.compiled = list(inputs.compiled)
+        self._link.news = News(inputs.arrivals, inputs.acknowledged)
+        has_step = logged.step != NO_STEP or bool(inputs.planned) or bool(logged.outcome.failure)
         record = self._engine.step() if has_step else self._engine.idle_record()
-        return step_entry(record) if record is not None else None
+        if record is None:
+            return None
+        return merged(record.logged()) if self._is_last_format else record.logged()
 
 
 class _RecordedGrammars:
@@ -188,11 +207,11 @@ class _RecordedGrammars:
     is_compiling = has_compiled = True
 
     def __init__(self) -> None:
-        self.compiled: list[Compiled] = []
+        self.compiled: list[CompiledGrammar] = []
 
     def compile(self, request_id: int, grammar: Grammar) -> None: ...
 
-    def pop_compiled(self) -> list[Compiled]:
+    def pop_compiled(self) -> list[CompiledGrammar]:
         compiled, self.compiled = self.compiled, []
         return compiled
 
@@ -223,17 +242,17 @@ class _Recorded:
 
     def __init__(self) -> None:
         self.now = 0  # nanoseconds
-        self._logged = event_log.Step(NO_STEP, 0, 0)
+        self._logged = StepRecord(0, 0)
         self._readings: deque[int] = deque()  # the clock's next values
         self._plans: deque[StepPlan] = deque()
 
     def clock(self) -> int:
         return self.now
 
-    def expect(self, logged: event_log.Step) -> None:
+    def expect(self, logged: StepRecord) -> None:
         """Sets the record to be replayed next."""
         self._logged = logged
-        self._readings = deque([*logged.planned, logged.ended_ns])
+        self._readings = deque([*logged.inputs.planned, logged.ended_ns])
         self.now = self._readings.popleft()
 
     def submit(self, plan: StepPlan) -> None:
@@ -244,14 +263,10 @@ class _Recorded:
     def collect(self) -> StepResult:
         plan, logged = self._plans.popleft(), self._logged
         self.now = logged.ended_ns
-        if logged.failure:
-            name, _, message = logged.failure.partition(": ")
+        if logged.outcome.failure:
+            name, _, message = logged.outcome.failure.partition(": ")
             raise type(name, (Exception,), {})(message)
-        tokens = logged.sampled or logged.tokens
-        if plan.request_ids != logged.numbers or len(tokens) != plan.num_rows:
+        if plan.request_ids != logged.plan.request_ids or len(logged.result.tokens) != plan.num_rows:
             return StepResult(plan.step, tuple([(0,) if wanted else () for wanted in plan.num_logits]))  # diverged
-        objections = {end.number: end.message for end in logged.ended if end.reason == "rejected"}
-        named = (logged.drafts or ((),) * plan.num_rows) if plan.has_proposed else ()
-        return StepResult(
-            plan.step, tokens, failed=logged.failed, forced=logged.forced, drafts=named, proposing=logged.proposing,
-            objections=tuple([objections.get(logged.numbers[row], "") for row in logged.failed]), ranks=logged.ranks)
+        named = (logged.plan.drafts or ((),) * plan.num_rows) if plan.has_proposed else ()
+        return logged.result._replace(drafts=named)

@@ -17,8 +17,9 @@ from itertools import count
 from math import ceil
 
 from slotwise.core.limits import SchedulerLimits
+from slotwise.core.record import StepRecord
 from slotwise.engine.admission_control import AdmissionControl
-from slotwise.engine.messages import Add, Command, EngineInfo, Observer, StepRecord
+from slotwise.engine.messages import Add, Command, EngineInfo, Observer
 from slotwise.observe.prefix_index import PrefixIndex
 from slotwise.routing.fleet import Fleet, Shed
 from slotwise.routing.prompt import RoutedRequest
@@ -114,7 +115,7 @@ class _ServerObserver(Observer):
         self._admission.stepped(record)
         now, fleet = record.ended_ns * NS, self._routed.fleet
         if self.without_output:
-            for request_id, tokens in zip(record.request_ids, record.token_ids, strict=False):
+            for request_id, tokens in zip(record.plan.request_ids, record.tokens, strict=False):
                 if tokens and request_id in self.without_output:
                     self.without_output.discard(request_id)
                     self._routed.later(now, partial(fleet.first_output, str(request_id), now))
@@ -124,7 +125,7 @@ class _ServerObserver(Observer):
         due = ceil(now / POLL) * POLL
         if due > self._due:
             self._due = due
-            report = self._reported(record.num_running, record.num_waiting)
+            report = self._reported(record.counters.num_running, record.counters.num_waiting)
             self._routed.later(due, partial(self._report, report, due))
 
     def _reported(self, num_running: int, num_waiting: int) -> Report:

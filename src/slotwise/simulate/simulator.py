@@ -32,12 +32,13 @@ from typing import Any, NamedTuple
 from slotwise.core.kv_transfers import KVTransfers
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingParams
+from slotwise.core.record import StepRecord
 from slotwise.core.request import KVTransfer, Request, RequestSpec
 from slotwise.core.step import Arrival
 from slotwise.core.step_time import Learned, StepTimeModel
 from slotwise.engine.admission_control import AdmissionControl
 from slotwise.engine.kv_link import KVLink, News
-from slotwise.engine.messages import Add, Command, EngineInfo, Observer, StepRecord
+from slotwise.engine.messages import Add, Command, EngineInfo, Observer
 from slotwise.engine.scheduling import Scheduling
 from slotwise.simulate.decode_run import RunEngine, RunInProgress, RunScheduler, RunTokens
 from slotwise.simulate.figures import REFUSED, SERVED, SimulatedRequest, new_clock
@@ -252,7 +253,7 @@ class Server:
         """Count the tokens of a step that was not in a run."""
         at, requests = len(self.clock), self._requests
         self.clock.append(self.machine.now)
-        for request_id, tokens in zip(record.request_ids, record.token_ids, strict=False):
+        for request_id, tokens in zip(record.plan.request_ids, record.tokens, strict=False):
             for _ in tokens:
                 requests[request_id].add_tokens(at, at)
         self._tell(record)

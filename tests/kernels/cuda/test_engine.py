@@ -46,8 +46,8 @@ def outputs(folder: Path, device: str, kernels: CudaKernels | None = None, **set
                 temperature=0, max_tokens=OUTPUT, ignore_eos=True, repetition_penalty=draw.choice([1.0, 1.2]))
             engine.handle(Add(name, RequestSpec(waiting.pop(), asked, step)))
         record = engine.step()
-        assert not record.failure and not any(end.message for end in record.ended)
-        for name, tokens in zip(record.request_ids, record.token_ids, strict=True):
+        assert not record.outcome.failure and not any(end.message for end in record.ended)
+        for name, tokens in zip(record.plan.request_ids, record.tokens, strict=True):
             found.setdefault(name, []).extend(tokens)
         step += 1
     return found

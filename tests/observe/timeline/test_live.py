@@ -15,6 +15,7 @@ from support.timeline_pages import compare, frame, looked_at, written
 
 from slotwise.bench.server_run import NO_QUEUE_BOUND
 from slotwise.core import reasons
+from slotwise.core.record import StepRecord
 from slotwise.observe import event_log
 
 KEY = "a key of ours"
@@ -153,19 +154,19 @@ BUDGETS = (reasons.TIME_BUDGET, reasons.TOKEN_BUDGET, reasons.SHORT_STEP)
 
 def test_a_freed_slot_is_taken_at_the_very_next_step(server):
     """What the picture is there to show, of the run that it has just shown."""
-    entries = [entry for entry in log_of(server) if isinstance(entry, event_log.Step)]
+    entries = [entry for entry in log_of(server) if isinstance(entry, StepRecord)]
     kind, refilled, freed = "", {"static": 0, "continuous": 0}, {"static": 0, "continuous": 0}
     for entry, after in pairwise(entries):
-        if entry.configured is not None:
-            kind = entry.configured.batching.kind
-        if after.stop is not None and after.stop.reason in BUDGETS:
+        if entry.inputs.configured is not None:
+            kind = entry.inputs.configured.batching.kind
+        if after.plan.stop is not None and after.plan.stop.reason in BUDGETS:
             continue  # on a busy machine a step's time may leave none for another prompt
-        if kind in freed and entry.num_waiting:
-            slots = {slot for number, slot in zip(entry.numbers, entry.slots, strict=True)
-                     if number in {end.number for end in entry.ended}}
-            taken = slots & {slot for number, slot in zip(after.numbers, after.slots, strict=True)
+        if kind in freed and entry.counters.num_waiting:
+            slots = {slot for number, slot in zip(entry.plan.request_ids, entry.plan.slots, strict=True)
+                     if number in {end.request_id for end in entry.ended}}
+            taken = slots & {slot for number, slot in zip(after.plan.request_ids, after.plan.slots, strict=True)
                              if number in dict(after.admitted)}
-            takers = min(len(slots), entry.num_waiting)  # those still on their way may take one, and need not
+            takers = min(len(slots), entry.counters.num_waiting)  # those still on their way may take one, and need not
             freed[kind] += takers
             refilled[kind] += min(len(taken), takers)
     assert freed["continuous"] > 20 and refilled["continuous"] == freed["continuous"]

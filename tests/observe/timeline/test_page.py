@@ -12,8 +12,8 @@ from support.played import LIMITS, Play
 from support.timeline_logs import cells, everything
 from support.timeline_pages import compare, frame, looked_at, written
 
+from slotwise.core.record import NO_STEP, StepRecord
 from slotwise.core.step import RankSpan
-from slotwise.engine.messages import NO_STEP
 from slotwise.observe import event_log
 from slotwise.observe.timeline import page as timeline
 
@@ -52,7 +52,7 @@ def opened(chromium, url):
 
 
 def steps_of(entries):
-    return [entry for entry in entries if isinstance(entry, event_log.Step) and entry.step != NO_STEP]
+    return [entry for entry in entries if isinstance(entry, StepRecord) and entry.step != NO_STEP]
 
 
 @pytest.mark.parametrize("unit", ["steps", "seconds"])
@@ -106,7 +106,7 @@ def test_the_story_of_a_request_is_told_and_kept(opened, entries):
 def test_why_somebody_waits_is_what_the_log_says(opened, entries):
     waited = {}
     for step in steps_of(entries):
-        for number, reason in step.refused:
+        for number, reason in step.plan.refused:
             waited.setdefault(number, set()).add(reason)
     number, reasons = max(waited.items(), key=lambda item: len(item[1]))
     opened.evaluate("(number) => slotwise.pin(number)", number)
@@ -167,7 +167,7 @@ def test_the_trace_has_every_row_of_every_step(opened, entries):
     assert all(event["dur"] >= 0 and event["pid"] == 1 for event in pieces)
     assert len([event for event in pieces if event["tid"] == 0]) == len(steps)
     rows = sum(event["args"]["steps"] for event in pieces if event["tid"] > 0)
-    assert rows == sum(len(step.numbers) for step in steps)
+    assert rows == sum(len(step.plan.request_ids) for step in steps)
     names = {event["args"]["name"] for event in trace if event["name"] == "thread_name"}
     assert names == {"steps", *(f"slot {slot}" for slot in range(6))}
     waits = [event for event in trace if event.get("cat") == "queue"]
@@ -212,7 +212,7 @@ def test_ranks_are_lines_below_the_lanes(chromium, tmp_path):
     entries = everything()
     for step in steps_of(entries):
         middle = (step.started_ns + step.ended_ns) // 2
-        step.ranks = RankSpan(0, step.started_ns, middle), RankSpan(1, middle, step.ended_ns)
+        step.result.ranks = RankSpan(0, step.started_ns, middle), RankSpan(1, middle, step.ended_ns)
     with looked_at(chromium, saved_page(entries, tmp_path, "ranks")) as (page, complaints):
         page.wait_for_function("slotwise.history.ranks === 2")
         page.keyboard.press("0")
@@ -345,14 +345,14 @@ def test_only_so_many_steps_are_remembered(opened, entries):
 
 def test_after_a_gap_nobody_waits_who_was_not_named_again(opened, entries):
     """The stream leaves out a part and then names who lives, as `/events` does for a viewer who was too slow."""
-    places = [place for place, entry in enumerate(entries) if isinstance(entry, event_log.Step)
-              and entry.num_waiting > 2]
+    places = [place for place, entry in enumerate(entries) if isinstance(entry, StepRecord)
+              and entry.counters.num_waiting > 2]
     cut = places[len(places) // 2]
     rest = entries[cut + 12:]
     asked = {entry.number: entry for entry in entries[:cut + 12] if isinstance(entry, event_log.RequestEntry)}
     for entry in entries[:cut + 12]:
         for end in getattr(entry, "ended", ()):
-            asked.pop(end.number, None)
+            asked.pop(end.request_id, None)
     found = fold(opened, [*entries[:cut], event_log.Gap(12), entries[0], *asked.values(), *rest])
     assert found["queued"] == 0
     after = cells(entries)[-len(steps_of(rest)):]

@@ -36,8 +36,8 @@ from numpy.typing import NDArray
 
 from slotwise import grammar_compiler
 from slotwise.core.grammar import Grammar
+from slotwise.core.record import CompiledGrammar
 from slotwise.core.step import NewRequest, StepPlan, StepResult
-from slotwise.engine.executor import Compiled
 from slotwise.grammar_compiler import died, message_of
 from slotwise.kernels.cpu.threads import roam
 from slotwise.runner.slots import Earlier, NumDrawn, SlotListener
@@ -63,7 +63,7 @@ class Grammars:
         self._objections: OrderedDict[Content, str] = OrderedDict()  # why others cannot be used, the latest last
         self._held: dict[int, tuple[Grammar, Any]] = {}  # by request: its grammar, and the matcher once compiled
         self._waiting: dict[Content, list[int]] = {}  # requests whose grammars the thread has
-        self._ready: list[Compiled] = []
+        self._ready: list[CompiledGrammar] = []
         self._wanted: queue.SimpleQueue[Content] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[Content, Any, str]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -86,17 +86,18 @@ class Grammars:
     def compile(self, request_id: int, grammar: Grammar) -> None:
         """Compile the grammar of a request, unless it is known."""
         if self._tokenizer is None:
-            self._ready.append(Compiled(request_id, f"{grammar.field}: not available with this model's tokenizer"))
+            self._ready.append(CompiledGrammar(request_id,
+                                               f"{grammar.field}: not available with this model's tokenizer"))
             return
         content = (grammar.kind, grammar.text)
         if (objection := self._objections.get(content)) is not None:
-            self._ready.append(Compiled(request_id, f"{grammar.field}: {objection}"))
+            self._ready.append(CompiledGrammar(request_id, f"{grammar.field}: {objection}"))
             return
         matcher = self._cache.get(content)
         self._held[request_id] = (grammar, matcher)
         if matcher is not None:
             self._cache.move_to_end(content)
-            self._ready.append(Compiled(request_id))
+            self._ready.append(CompiledGrammar(request_id))
         elif content in self._waiting:
             self._waiting[content].append(request_id)
         else:
@@ -106,7 +107,7 @@ class Grammars:
                 self._thread = threading.Thread(target=self._run, args=(self._tokenizer,), name="grammars", daemon=True)
                 self._thread.start()
 
-    def pop_compiled(self) -> list[Compiled]:
+    def pop_compiled(self) -> list[CompiledGrammar]:
         """The grammars compiled since the last call."""
         compiled, self._ready = self._ready, []
         while not self._done.empty():
@@ -121,7 +122,7 @@ class Grammars:
             for request_id in self._waiting.pop(content):
                 if (held := self._held.get(request_id)) is not None:  # else it has ended
                     self._held[request_id] = (held[0], matcher)
-                    compiled.append(Compiled(request_id, objection and f"{held[0].field}: {objection}"))
+                    compiled.append(CompiledGrammar(request_id, objection and f"{held[0].field}: {objection}"))
         return compiled
 
     def release(self, request_id: int) -> None:

@@ -173,10 +173,11 @@ export class History {
   }
 
   #step(entry) {
-    if (entry.configured) this.#schedule(entry.configured);
-    if (entry.failure) this.#mark(`a step failed: ${entry.failure}`);
-    if (entry.step < 0) {
-      for (const end of entry.ended ?? []) this.#ended(end, this.end, this.seconds(entry.ended_ns));
+    const { outcome } = entry;
+    if (entry.inputs?.configured) this.#schedule(entry.inputs.configured);
+    if (outcome?.failure) this.#mark(`a step failed: ${outcome.failure}`);
+    if (!entry.result) {
+      for (const end of outcome?.ended ?? []) this.#ended(end, this.end, this.seconds(entry.ended_ns));
       return;
     }
     const step = this.#column(entry);
@@ -204,17 +205,19 @@ export class History {
   #column(entry) {
     const before = this.last;
     const at = this.seconds(entry.started_ns);
+    const { plans: [plan], result, outcome, counters } = entry;
+    const sampled = result.tokens ?? [];
     return {
-      ordinal: this.end, step: entry.step,
+      ordinal: this.end, step: result.step,
       at: before ? Math.max(at, before.until) : at, until: this.seconds(entry.ended_ns),
-      numbers: entry.numbers ?? [], slots: entry.slots ?? [], starts: entry.starts ?? [], counts: entry.counts ?? [],
-      padding: entry.padding ?? [], held: entry.held ?? [], tokens: entry.tokens ?? [], admitted: entry.admitted ?? [],
-      preempted: entry.preempted ?? [], refused: entry.refused ?? [], stop: entry.stop ?? null,
-      ended: entry.ended ?? [], kinds: [], drafts: entry.drafts ?? [], draftLimit: entry.draft_limit ?? "",
-      proposing: entry.proposing ?? null,
-      ranks: (entry.ranks ?? []).map(([rank, from, to]) => [rank, this.seconds(from), this.seconds(to)]),
-      yielded: entry.sampled ?? entry.tokens ?? [],
-      running: entry.num_running ?? 0, waiting: entry.num_waiting ?? 0, free: entry.num_free_blocks ?? 0,
+      numbers: plan.request_ids ?? [], slots: plan.slots ?? [], starts: plan.starts ?? [], counts: plan.counts ?? [],
+      padding: plan.padding ?? [], held: plan.held ?? [], tokens: outcome?.tokens ?? sampled,
+      admitted: plan.admitted ?? [], preempted: plan.preempted ?? [], refused: plan.refused ?? [],
+      stop: plan.stop ?? null, ended: outcome?.ended ?? [], kinds: [], drafts: plan.drafts ?? [],
+      draftLimit: plan.draft_limit ?? "", proposing: result.proposing ?? null,
+      ranks: (result.ranks ?? []).map(([rank, from, to]) => [rank, this.seconds(from), this.seconds(to)]),
+      yielded: sampled, running: counters?.num_running ?? 0, waiting: counters?.num_waiting ?? 0,
+      free: counters?.num_free_blocks ?? 0,
       capacity: this.segmentAt(this.end)?.capacity ?? 0, useful: 0, worked: 0, tokensComputed: 0,
       need: 0, wanted: before?.wanted ?? 0, needs: before?.needs ?? 0, seats: before?.seats ?? 0, // slot-steps so far:
       // useful ones, those that requests needed, all

@@ -56,7 +56,7 @@ export class Page {
 
   take(entries) {
     for (const entry of entries) this.history.take(entry);
-    if (entries.some((entry) => entry.kind === "run" || entry.configured)) this.onScheduling();
+    if (entries.some((entry) => entry.kind === "run" || entry.inputs?.configured)) this.onScheduling();
     this.view.advance();
     this.changed();
   }

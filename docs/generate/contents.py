@@ -46,7 +46,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "vllm metrics": metrics.vllm_metrics,
     "absent metrics": metrics.absent_metrics,
     "plan": records.plan,
-    "core events": records.core_events,
+    "step record": records.step_record,
     "event log": records.entries,
     "reasons": records.reasons_of_refusals,
     "parts of a request": records.parts_of_a_request,

@@ -1,4 +1,4 @@
-"""The records of a step, the event log's entries, the core's events, and the reasons, from their classes."""
+"""The records of a step, the event log's entries, and the reasons, from their classes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import get_args
 from docs.generate.fields import documented
 from docs.generate.markdown import code, sentence, table
 
-from slotwise.core import events, reasons, step
+from slotwise.core import reasons, record, step
+from slotwise.core.record import StepRecord
 from slotwise.core.request import KVTransfer, RequestSpec
 from slotwise.engine.messages import Add, Timing
 from slotwise.observe import event_log, explain
@@ -85,17 +86,17 @@ def plan() -> str:
     return "\n\n".join((text.partition("\n")[2].strip(), _records(_classes_of(step))))
 
 
-def core_events() -> str:
-    return _records(list(get_args(events.Event)))
+def step_record() -> str:
+    """Returns the record of a step and its parts."""
+    return _records(_classes_of(record))
 
 
 def entries() -> str:
     """Returns the entries of an event log, and then the records that they contain."""
-    kinds = list(get_args(event_log.Entry))
+    kinds = [kind for kind in get_args(event_log.Entry) if kind is not StepRecord]
     parts = [f"### {kind.__name__}\n\n`\"kind\": \"{kind.__struct_config__.tag}\"`\n\n{_renamed(kind)}"
              for kind in kinds]
-    inner = [Add, Timing, RequestSpec, KVTransfer, *(
-        kind for kind in _classes_of(event_log) if issubclass(kind, tuple))]
+    inner = [Add, Timing, RequestSpec, KVTransfer]
     return "\n\n".join((*parts, _records(inner)))
 
 

@@ -250,7 +250,7 @@ def test_a_change_is_in_force_at_the_next_plan_and_told_once():
     subject = engine(batching=Batching("static", batch_size=1))
     for name in "abc":
         subject.handle(add(name, 6, ignore_eos=True))
-    assert subject.step().request_ids == ("a",)
+    assert subject.step().plan.request_ids == ("a",)
     changed = Scheduling(Batching(), max_num_seqs=2, max_num_batched_tokens=8)
     subject.handle(Configure(changed))
     record = subject.step()

@@ -41,7 +41,7 @@ def known(entries: list[event_log.Entry]) -> list[event_log.Entry]:
             requests[entry.number] = entry
         elif isinstance(entry, StepRecord):
             for end in entry.ended:
-                del requests[end.number]
+                del requests[end.request_id]
             if entry.inputs.configured is not None:
                 run = [msgspec.structs.replace(run[0], scheduling=entry.inputs.configured)]
     return [*run, *requests.values()]
@@ -94,6 +94,8 @@ def test_a_ring_is_bounded_and_tells_what_comes_before_each_of_its_lines(capacit
 FLOOD = """
 from pathlib import Path
 from slotwise.core.params import SamplingParams
+from slotwise.core.record import NO_PLAN, Inputs, Outcome, RequestEnd, StepRecord
+from slotwise.core.step import StepResult
 from slotwise.core.request import RequestSpec
 from slotwise.engine.messages import Add, Finish, Timing
 from slotwise.observe.recorder import Recorder
@@ -113,8 +115,9 @@ for number in range(60_000):
     recorder.commanded(Add(
         number, RequestSpec([1] * 8, params, number << 30), Timing(received_ns=time, read_ns=time), name), time)
     recorder.commanded(Finish(number, "abort"), time)
-    recorder.stepped(record_of(
-        number, time, time, taken=(time, time), ended=(RequestEnd(number, "abort", 0),)))
+    recorder.stepped(StepRecord(
+        time, time, (NO_PLAN,), StepResult(number, ()), Outcome(ended=(RequestEnd(number, "abort", 0),)),
+        Inputs(handled=(time, time))))
 print(*sizes, resident())
 """
 

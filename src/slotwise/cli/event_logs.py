@@ -19,10 +19,9 @@ from slotwise.core.drafting import DRAFT_LIMITS
 from slotwise.core.settings import whole
 from slotwise.files import PRIVATE, write_output
 from slotwise.observe import event_log
-from slotwise.observe.event_log import Entry, read_file
+from slotwise.observe.event_log import Entry, LogError, read_file
 from slotwise.observe.explain import MS, PARTS, Explanation, explain
 from slotwise.observe.fold import gather
-from slotwise.observe.log_format import LogError
 from slotwise.observe.request_timeline import RequestTimeline
 from slotwise.observe.step_time import StepTimeModel
 from slotwise.observe.step_view import StepView, step_view, times_of

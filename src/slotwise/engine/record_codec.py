@@ -41,8 +41,8 @@ _Inputs, _input_columns = _form(Inputs)
 _Counters, _counter_columns = _form(Counters)
 NO_INPUTS, NO_COUNTERS = Inputs(), Counters()
 _HEAD: Sequence[Any] = (
-    ("started_ns", int), ("ended_ns", int), ("plans", tuple.__class_getitem__((_Plan, ...)), ()), ("result",
-                                                                                                   _Result | None, None),
+    ("started_ns", int), ("ended_ns", int), ("plans", tuple.__class_getitem__((_Plan, ...)), ()),
+    ("result", _Result | None, None),
     ("outcome", _Outcome | None, None), ("inputs", _Inputs | None, None), ("counters", _Counters | None, None))
 
 # A record in a message.  `num_parts`: of its outputs, that were sent before it (`engine/outputs.py`).

@@ -191,7 +191,16 @@ _decoder = msgspec.json.Decoder(OTHERS | StepEntry)
 
 def encode(entry: Entry) -> bytes:
     """Returns an entry as JSON."""
-    return _encoder.encode(packed(entry, StepEntry) if isinstance(entry, StepRecord) else entry)
+    return _encoder.encode(_form(entry))
+
+
+def encode_lines(entries: Iterable[Entry]) -> bytes:
+    """Returns the lines of entries."""
+    return _encoder.encode_lines(list(map(_form, entries)))
+
+
+def _form(entry: Entry) -> Any:
+    return packed(entry, StepEntry) if isinstance(entry, StepRecord) else entry
 
 
 def line_of(entry: Entry) -> bytes:
@@ -200,8 +209,7 @@ def line_of(entry: Entry) -> bytes:
     The encoder's buffer of a kilobyte is shrunk where it lies, so a short line that is kept as it was encoded leaves a
     hole behind it that no later buffer fits into.
     """
-    form = packed(entry, StepEntry) if isinstance(entry, StepRecord) else entry
-    return bytes(memoryview(_encoder.encode_lines([form])))  # msgspec 0.22 frees the iterator of no sequence but a list
+    return bytes(memoryview(encode_lines([entry])))  # msgspec 0.22 frees the iterator of no sequence but a list
 
 
 def decode(line: bytes | str) -> Entry:

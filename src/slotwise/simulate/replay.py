@@ -269,4 +269,4 @@ class _Recorded:
         if plan.request_ids != logged.plan.request_ids or len(logged.result.tokens) != plan.num_rows:
             return StepResult(plan.step, tuple([(0,) if wanted else () for wanted in plan.num_logits]))  # diverged
         named = (logged.plan.drafts or ((),) * plan.num_rows) if plan.has_proposed else ()
-        return logged.result._replace(drafts=named)
+        return logged.result._replace(step=plan.step, drafts=named)

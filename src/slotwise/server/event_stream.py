@@ -13,7 +13,7 @@ from slotwise.core.record import StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.engine.messages import Add
 from slotwise.observe import event_log
-from slotwise.observe.event_log import Entry, Gap, encode_lines, line_of
+from slotwise.observe.event_log import Entry, Gap, encode_lines
 from slotwise.observe.ring import Line, Ring
 from slotwise.server.api_errors import bad_request
 from slotwise.server.context import Observers, ServedEngine, ServerClients

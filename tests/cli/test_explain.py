@@ -79,16 +79,20 @@ def test_what_is_not_there(path: Path, capsys: pytest.CaptureFixture[str], argum
     assert re.search(message, capsys.readouterr().err)
 
 
+def with_counts(record: StepRecord, count: int) -> StepRecord:
+    return record._replace(plans=tuple([
+        plan._replace(counts=(count,) * len(plan.counts)) for plan in record.plans]))
+
+
 @pytest.mark.parametrize(("kind", "changes"), [
-    (StepRecord, lambda entry: {"counts": (0,) * len(entry.plan.counts)}),
-    (StepRecord, lambda entry: {"counts": (-1,) * len(entry.plan.counts)}),
-    (StepRecord, lambda entry: {"configured": replace(SETTINGS, max_num_batched_tokens=0)}),
-    (Run, lambda entry: {"scheduling": replace(SETTINGS, max_num_batched_tokens=0)})])
+    (StepRecord, lambda entry: with_counts(entry, 0)), (StepRecord, lambda entry: with_counts(entry, -1)),
+    (StepRecord, lambda entry: entry._replace(inputs=entry.inputs._replace(
+        configured=replace(SETTINGS, max_num_batched_tokens=0)))),
+    (Run, lambda entry: msgspec.structs.replace(entry, scheduling=replace(SETTINGS, max_num_batched_tokens=0)))])
 def test_a_log_with_steps_of_no_tokens_is_refused_in_a_line(
         play: Play, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: type[Entry],
-        changes: Callable[[Any], dict[str, Any]]) -> None:
-    entries = [msgspec.structs.replace(entry, **changes(entry)) if isinstance(entry, kind) else entry
-               for entry in play.entries]
+        changes: Callable[[Any], Entry]) -> None:
+    entries = [changes(entry) if isinstance(entry, kind) else entry for entry in play.entries]
     (tmp_path / "log").write_bytes(encode_lines(entries))
     for arguments in ([], ["7"], ["--step", "3"]):
         assert main(["explain", str(tmp_path / "log"), *arguments]) == 1

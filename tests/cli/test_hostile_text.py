@@ -32,8 +32,9 @@ def _hostile(entry: Entry) -> Entry:
         return msgspec.structs.replace(entry, version=HOSTILE, model=f"m{HOSTILE}", device=HOSTILE, dtype=HOSTILE)
     if isinstance(entry, StepRecord):
         ended = tuple([end._replace(reason=HOSTILE, message=HOSTILE) for end in entry.ended])
-        refused = tuple([one._replace(reason=HOSTILE) for one in entry.plan.refused])
-        return msgspec.structs.replace(entry, ended=ended, refused=refused)
+        plans = tuple([plan._replace(refused=tuple([one._replace(reason=HOSTILE) for one in plan.refused]))
+                       for plan in entry.plans])
+        return entry._replace(plans=plans, outcome=entry.outcome._replace(ended=ended))
     return entry
 
 

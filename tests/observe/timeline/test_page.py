@@ -84,8 +84,8 @@ def test_what_follows_a_wrong_draft_is_not_computed_again(chromium, tmp_path):
 
 def test_the_story_of_a_request_is_told_and_kept(opened, entries):
     step = next(index for index, step in enumerate(steps_of(entries)) if any(cached for _, cached in step.admitted))
-    number, cached = next(one for one in steps_of(entries)[step].admitted if one.cached)
-    slot = steps_of(entries)[step].slots[steps_of(entries)[step].numbers.index(number)]
+    number, cached = next(one for one in steps_of(entries)[step].admitted if one.num_cached)
+    slot = steps_of(entries)[step].plan.slots[steps_of(entries)[step].plan.request_ids.index(number)]
     opened.evaluate("(step) => slotwise.view.show(step, step + 20)", step)
     frame(opened)
     x, y = opened.evaluate("""([step, slot]) => {
@@ -209,10 +209,14 @@ def roomy(chromium, sparse, tmp_path):
 
 
 def test_ranks_are_lines_below_the_lanes(chromium, tmp_path):
-    entries = everything()
-    for step in steps_of(entries):
-        middle = (step.started_ns + step.ended_ns) // 2
-        step.result.ranks = RankSpan(0, step.started_ns, middle), RankSpan(1, middle, step.ended_ns)
+    def ranked(entry):
+        if not isinstance(entry, StepRecord) or entry.step == NO_STEP:
+            return entry
+        middle = (entry.started_ns + entry.ended_ns) // 2
+        ranks = RankSpan(0, entry.started_ns, middle), RankSpan(1, middle, entry.ended_ns)
+        return entry._replace(result=entry.result._replace(ranks=ranks))
+
+    entries = list(map(ranked, everything()))
     with looked_at(chromium, saved_page(entries, tmp_path, "ranks")) as (page, complaints):
         page.wait_for_function("slotwise.history.ranks === 2")
         page.keyboard.press("0")

@@ -13,7 +13,7 @@ import pydantic
 import pytest
 from support.live import Live, serving
 
-from slotwise.observe import event_log
+from slotwise.observe import event_log, log_file
 from slotwise.simulate.replay import replay
 
 MODEL = "slotwise-builtin"
@@ -127,8 +127,8 @@ def test_the_log_of_all_replays(live: Live, log: Path) -> None:
     """Last: the server has ended its work by then."""
     live.process.terminate()
     live.process.wait(120)
-    outcome = replay(event_log.read_file(log / "events"))
+    outcome = replay(log_file.read_file(log / "events"))
     assert outcome.difference is None and outcome.requests >= 24
-    pooled = [entry for entry in event_log.read_file(log / "events")
+    pooled = [entry for entry in log_file.read_file(log / "events")
               if isinstance(entry, event_log.RequestEntry) and entry.spec.pooling is not None]
     assert len(pooled) == 2 * len(SIGNATURES) and json.loads(event_log.encode(pooled[0]))["add"]["spec"]["pooling"]

@@ -29,7 +29,7 @@ from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add
 from slotwise.errors import CheckpointError
-from slotwise.observe import event_log
+from slotwise.observe import log_file
 from slotwise.simulate.replay import replay
 from slotwise.speculation.draft_model import DraftModelProposer
 from slotwise.speculation.proposer import proposer_of
@@ -288,7 +288,7 @@ def test_served(live, log, tmp_path):
     assert counts[0] > 0 and counts[1] >= counts[0] and counts[2] <= counts[1]
     explained = live.client.get(f"/explain/{answers[0]['id']}").json()
     assert "draft_tokens" in json.dumps(explained)
-    outcome = replay(event_log.read_file(log))
+    outcome = replay(log_file.read_file(log))
     assert outcome.difference is None and outcome.steps > 0
 
 

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from slotwise import LLM, SamplingParams, TextPrompt, TokensPrompt
 from slotwise.engine.config import ConfigError
-from slotwise.observe import event_log
+from slotwise.observe import log_file
 from slotwise.observe.snapshot import Counter, Gauge, Histogram
 from slotwise.offline.arguments import METHODS
 from slotwise.simulate.replay import replay
@@ -283,5 +283,5 @@ def test_what_it_does_can_be_logged_and_replayed(tmp_path: Path):
     generate(llm, PROMPTS, SamplingParams(temperature=1.0, max_tokens=20, n=2, stop=("e",)))
     del llm  # so that the rest is written
     gc.collect()
-    outcome = replay(event_log.read_file(tmp_path / "log"))
+    outcome = replay(log_file.read_file(tmp_path / "log"))
     assert outcome.difference is None and outcome.requests == 2 * len(PROMPTS) and outcome.steps > 5

@@ -22,7 +22,7 @@ from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add
 from slotwise.errors import CheckpointError
-from slotwise.observe import event_log
+from slotwise.observe import log_file
 from slotwise.simulate.replay import replay
 
 LENGTHS = [1, 2, 40, 75, 23, 60, 100]
@@ -264,5 +264,5 @@ def test_a_server_gives_the_same_and_its_log_replays(folder, prompts, exact, tmp
         metrics = live.client.get("/metrics").text
         assert f'slotwise:request_success_total{{finished_reason="stop",model_name="{model}"}} {2 * len(prompts)}' in (
             metrics), [line for line in metrics.splitlines() if "request_success" in line]
-    outcome = replay(event_log.read_file(log))
+    outcome = replay(log_file.read_file(log))
     assert outcome.difference is None and outcome.requests == 2 * len(prompts) + 1

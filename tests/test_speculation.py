@@ -261,7 +261,7 @@ def test_a_prediction_that_is_none_is_refused_by_name(live, prediction):
 
 
 def test_metrics_and_the_replay_of_the_log(live, log):
-    from slotwise.observe import event_log
+    from slotwise.observe import log_file
 
     ask(live, **predicted(ask(live)["choices"][0]["text"]))
     lines = live.client.get("/metrics").text.splitlines()
@@ -271,7 +271,7 @@ def test_metrics_and_the_replay_of_the_log(live, log):
     drafts, tokens, accepted, by_position = counts.values()
     assert 0 < drafts <= tokens >= accepted == by_position > 0
     for _ in range(200):  # the log is written behind the responses
-        entries = list(event_log.read_file(log))
+        entries = list(log_file.read_file(log))
         if any(entry.plan.drafts for entry in entries if isinstance(entry, StepRecord)):
             break
         time.sleep(0.05)

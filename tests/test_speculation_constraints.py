@@ -16,7 +16,7 @@ from support import scripted
 from support.live import Live, serving
 
 from slotwise.core.record import StepRecord
-from slotwise.observe import event_log
+from slotwise.observe import event_log, log_file
 
 CALL = ('<tool_call>\n{"name": "book_a_table", "arguments": {"restaurant": "The Golden Lion", "persons": 2, '
         '"at": "half past seven"}}\n</tool_call>')
@@ -64,7 +64,7 @@ class Servers:
         """Drafts and tokens of all rows with drafts of the requests since the last call."""
         ids, self._ids = self._ids, set()
         for _ in range(400):  # the log is written behind the responses
-            entries = list(event_log.read_file(self._log))
+            entries = list(log_file.read_file(self._log))
             numbers = {entry.number for entry in entries if isinstance(entry, event_log.RequestEntry)
                        and any(entry.id.startswith(one) for one in ids)}
             steps = [entry for entry in entries if isinstance(entry, StepRecord)]

@@ -21,7 +21,7 @@ import pytest
 from support.live import Live, serving
 
 from slotwise.core.record import StepRecord
-from slotwise.observe import event_log
+from slotwise.observe import log_file
 from slotwise.simulate.replay import replay
 
 MODEL = "slotwise-builtin"
@@ -236,7 +236,7 @@ def test_hostile_grammars_end_and_other_streams_go_on(live: Live) -> None:
 def test_the_log_replays_and_says_what_was_waited_for(live: Live, log: Path) -> None:
     completed(live, guided_regex="[xyz]{7}")
     time.sleep(0.5)
-    entries = list(event_log.read_file(log / "events"))
+    entries = list(log_file.read_file(log / "events"))
     found = replay(entries)
     assert found.difference is None and found.records > 10
     compiled = [one for entry in entries if isinstance(entry, StepRecord) for one in entry.inputs.compiled]

@@ -13,7 +13,7 @@ from support import scripted
 from support.live import Live, serving
 
 from slotwise.core.params import ThinkingBudget
-from slotwise.observe import event_log
+from slotwise.observe import event_log, log_file
 from slotwise.simulate.replay import replay
 
 TEMPLATE = scripted.TEMPLATE + (
@@ -142,7 +142,7 @@ def test_the_log_has_the_budget_and_replays(live: Live, log: Path) -> None:
     asked(live, thinking_token_budget=17)
     given_up = time.monotonic() + 120
     while True:  # the log is written beside the answers
-        entries = list(event_log.read_file(log / "events"))
+        entries = list(log_file.read_file(log / "events"))
         budgets = [entry.spec.params.thinking for entry in entries if isinstance(entry, event_log.RequestEntry)]
         if ThinkingBudget(17, end, begin) in budgets or time.monotonic() > given_up:
             break

@@ -38,7 +38,7 @@ from slotwise.bench.measures import COMPLETED, RequestOutcome
 from slotwise.bench.results import environment, write_json
 from slotwise.core.slo import SLO
 from slotwise.engine.messages import Add, Command
-from slotwise.observe.event_log import read
+from slotwise.observe.log_file import read
 from slotwise.simulate.figures import Figures, SimulatedRequest, figures
 from slotwise.simulate.pace import LearnedPace
 from slotwise.simulate.recorded import read_recording

@@ -12,7 +12,7 @@ from slotwise.cli import main
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.record import StepRecord
 from slotwise.core.step_time import Work
-from slotwise.observe.event_log import read_file
+from slotwise.observe.log_file import read_file
 from slotwise.simulate.recorded import read_recording
 
 

@@ -15,7 +15,7 @@ import pytest
 from support.live import Live, cli, serving
 
 from slotwise.core.record import StepRecord
-from slotwise.observe import event_log
+from slotwise.observe import log_file
 
 pytestmark = pytest.mark.slow
 BODY = {"ignore_eos": True, "temperature": 0.8}
@@ -72,7 +72,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_record_of_a_server_comes_out_again(written: Path) -> None:
-    entries = list(event_log.read_file(written))
+    entries = list(log_file.read_file(written))
     replayed = cli("replay", str(written))
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
     assert "byte for byte" in replayed.stdout

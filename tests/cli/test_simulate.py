@@ -11,7 +11,7 @@ import pytest
 from slotwise import builtin
 from slotwise.cli import build_parser, main
 from slotwise.core.record import StepRecord
-from slotwise.observe.event_log import read_file
+from slotwise.observe.log_file import read_file
 
 SHORT = ["--num-prompts", "30", "--input-lengths", "uniform:20:80", "--output-lengths", "uniform:4:12",
          "--arrivals", "poisson:400", "--seed", "3"]

@@ -17,7 +17,7 @@ from support.recorded import Recorded
 from slotwise.batching.batching_settings import Batching
 from slotwise.core.record import NO_STEP, StepRecord
 from slotwise.core.step_time import StepTimeModel, Work
-from slotwise.observe import event_log
+from slotwise.observe import event_log, log_file
 from slotwise.observe.event_log import Entry, LogError
 from slotwise.observe.explain import explain
 from slotwise.observe.fold import gather
@@ -47,7 +47,7 @@ def lines_of(content: list[Any]) -> list[bytes]:
 
 def looked_at(lines: list[bytes]) -> None:
     """All that reads a log reads this one."""
-    entries: list[Entry] = list(event_log.read(lines))
+    entries: list[Entry] = list(log_file.read(lines))
     times, timelines = times_of(entries), gather(entries)
     for timeline in timelines.values():
         if timeline.ended:
@@ -64,7 +64,7 @@ def looked_at(lines: list[bytes]) -> None:
 
 
 def played_again(lines: list[bytes]) -> None:
-    replay(event_log.read(lines))
+    replay(log_file.read(lines))
 
 
 def places(value: Any) -> list[tuple[Any, ...]]:
@@ -108,7 +108,7 @@ def damaged(draw: st.DrawFn) -> list[Any]:
 
 def test_the_log_itself_is_read_and_replayed() -> None:
     looked_at(lines_of(recorded()))
-    assert replay(event_log.read(lines_of(recorded()[:1]))).difference is None
+    assert replay(log_file.read(lines_of(recorded()[:1]))).difference is None
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
@@ -158,9 +158,9 @@ def test_learned_sums_that_give_no_step_times(product: float, total: float) -> N
 ])
 def test_a_step_that_contradicts_itself(fields: dict[str, Any], told: str) -> None:
     lines = lines_of([recorded()[0], with_fields()])
-    assert len(list(event_log.read(lines))) == 2
+    assert len(list(log_file.read(lines))) == 2
     with pytest.raises(LogError, match=f"^line 2: this is not an entry of an event log .*{told}"):
-        list(event_log.read(lines_of([recorded()[0], with_fields(**fields)])))
+        list(log_file.read(lines_of([recorded()[0], with_fields(**fields)])))
 
 
 def test_rows_of_many_tokens_are_explained_in_bounded_time() -> None:
@@ -171,11 +171,11 @@ def test_rows_of_many_tokens_are_explained_in_bounded_time() -> None:
 
 
 def test_a_line_without_an_end_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_log, "MAX_LINE", 1 << 16)
+    monkeypatch.setattr(log_file, "MAX_LINE", 1 << 16)
     log = tmp_path / "log"
     log.write_bytes(lines_of(recorded())[0] + b" " * (1 << 17))
     with pytest.raises(LogError, match="line 2: more than 65536 bytes"):
-        list(event_log.read_file(log))
+        list(log_file.read_file(log))
 
 
 @pytest.mark.parametrize(("name", "value"), [
@@ -185,4 +185,4 @@ def test_an_engine_too_large_to_be_replayed(name: str, value: int) -> None:
     run["limits"][name] = value
     run["limits"]["max_num_batched_tokens"] = max(value, 64) if name == "max_num_seqs" else 64
     with pytest.raises(LogError, match=f"^line 1: .*{name} (is {value}, more than|must be .*, not {value})"):
-        replay(event_log.read(lines_of([run])))
+        replay(log_file.read(lines_of([run])))

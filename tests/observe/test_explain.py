@@ -18,7 +18,7 @@ from slotwise.core.step import Admission
 from slotwise.core.step_time import StepTimeModel, Work, work_of
 from slotwise.engine.messages import Add, Timing
 from slotwise.engine.scheduling import Scheduling
-from slotwise.observe import event_log
+from slotwise.observe import event_log, log_file
 from slotwise.observe.event_log import Entry
 from slotwise.observe.explain import PARTS, STEP_UNDER_WAY, Explanation, Solo, explain
 from slotwise.observe.fold import gather
@@ -305,8 +305,8 @@ def test_a_log_read_from_a_file_tells_the_same(tmp_path) -> None:
     _, entries, told = crowd()
     path = tmp_path / "events.jsonl"
     path.write_bytes(event_log.encode_lines(entries))
-    again = explanations(list(event_log.read_file(path)))
+    again = explanations(list(log_file.read_file(path)))
     assert {name: explanation.spans for name, explanation in again.items()} == {name: explanation.spans for name,
                                                                                 explanation in told.items()}
-    assert next(entry for entry in event_log.read_file(path) if isinstance(entry, event_log.Run)).limits == LIMITS
+    assert next(entry for entry in log_file.read_file(path) if isinstance(entry, event_log.Run)).limits == LIMITS
     assert msgspec.json.encode([explanation.as_json() for explanation in again.values()])

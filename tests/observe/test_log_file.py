@@ -19,7 +19,7 @@ from slotwise.cli import main
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe import event_log
 from slotwise.observe.event_log import FORMAT
-from slotwise.observe.log_file import LogFile, LogFileError, check
+from slotwise.observe.log_file import LogFile, read_file, LogFileError, check
 
 RUN = event_log.line_of(event_log.Run(
     FORMAT, "1", "m", "float32", "cpu", 1.0, 2, LIMITS, Scheduling(Batching(), max_num_seqs=4,
@@ -125,7 +125,7 @@ def test_commands_refuse_before_an_engine_loads(tmp_path: Path, capsys: pytest.C
     assert path.read_text() == "precious"
     told = ["bench", "throughput", "--num-prompts", "1", "--max-tokens", "1", "--overwrite-event-log"]
     assert main([*told, "--event-log", str(path)]) == 0
-    assert isinstance(next(iter(event_log.read_file(path))), event_log.Run)
+    assert isinstance(next(iter(read_file(path))), event_log.Run)
 
 
 def test_a_log_that_is_cut_while_it_is_written_goes_on_without_a_hole(tmp_path: Path) -> None:

@@ -53,12 +53,12 @@ def remembered(ring: Ring) -> list[event_log.Entry]:
 
 def test_lines_are_read_as_they_were_written() -> None:
     lines = event_log.encode_lines(ENTRIES).splitlines(keepends=True)
-    assert list(event_log.read(lines)) == ENTRIES
-    assert list(event_log.read([*lines, b'{"kind":"st'])) == ENTRIES  # whoever wrote it was killed
+    assert list(log_file.read(lines)) == ENTRIES
+    assert list(log_file.read([*lines, b'{"kind":"st'])) == ENTRIES  # whoever wrote it was killed
     with pytest.raises(LogError, match="line 3"):
-        list(event_log.read([*lines[:2], b"{}\n"]))
+        list(log_file.read([*lines[:2], b"{}\n"]))
     with pytest.raises(LogError, match="No such file"):
-        list(event_log.read_file("/no/such/log"))
+        list(log_file.read_file("/no/such/log"))
 
 
 def test_a_line_leaves_nothing_behind() -> None:
@@ -81,7 +81,7 @@ def test_a_ring_is_bounded_and_tells_what_comes_before_each_of_its_lines(capacit
         ring.append(entry, event_log.line_of(entry))
         assert ring.end == position + 1
     held = [line.data for line in ring.since(ring.first, 1 << 30).lines]
-    assert list(event_log.read(held)) == ENTRIES[ring.first :]
+    assert list(log_file.read(held)) == ENTRIES[ring.first :]
     cost = sum(line.cost for line in ring.since(ring.first, 1 << 30).lines)
     assert sum(map(len, held)) < cost and (len(held) == 1 or cost <= capacity)
     latest = ring.latest(most)
@@ -197,7 +197,7 @@ def test_a_file_has_everything_in_its_order(tmp_path: Path) -> None:
     with LogFile(tmp_path / "log") as file:
         for entry in ENTRIES:
             file.write(event_log.line_of(entry))
-    assert list(event_log.read_file(tmp_path / "log")) == ENTRIES
+    assert list(log_file.read_file(tmp_path / "log")) == ENTRIES
 
 
 def test_a_file_that_cannot_keep_up_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +218,7 @@ def test_a_file_that_cannot_keep_up_keeps_nobody_waiting(tmp_path: Path, monkeyp
         file.write(event_log.line_of(entry))  # by this very thread: were it kept waiting, the test would not end
     stuck.set()
     file.close()
-    found = list(event_log.read_file(tmp_path / "log"))
+    found = list(log_file.read_file(tmp_path / "log"))
     missed = found[-1]
     assert isinstance(missed, event_log.Gap) and found[:-1] == ENTRIES[: len(found) - 1]
     assert missed.missed == len(ENTRIES) - len(found) + 1

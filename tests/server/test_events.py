@@ -24,7 +24,7 @@ from slotwise.core.params import SamplingParams
 from slotwise.core.record import RequestEnd, StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.engine.messages import Add
-from slotwise.observe import event_log
+from slotwise.observe import event_log, log_file
 from slotwise.observe.ring import Ring
 from slotwise.server.app import ROUTES
 from slotwise.server.context import MAX_OF_ONE, MAX_SUBSCRIBERS
@@ -279,7 +279,7 @@ def test_who_is_too_slow_is_told_how_much_is_missing_and_begins_anew() -> None:
     for position, entry in enumerate(entries):
         ring.append(entry, event_log.line_of(entry))
         if position % 50 == 49:
-            seen += event_log.read(b"".join(view.more()).splitlines(keepends=True))
+            seen += log_file.read(b"".join(view.more()).splitlines(keepends=True))
     gaps = [index for index, entry in enumerate(seen) if isinstance(entry, event_log.Gap)]
     assert gaps and all(isinstance(seen[index + 1], event_log.Run) for index in gaps)
 
@@ -295,7 +295,7 @@ def test_who_missed_its_own_request_sees_its_tokens_all_the_same() -> None:
     list(view.opening())
     for entry in entries:
         ring.append(entry, event_log.line_of(entry))
-    *known, seen = event_log.read(b"".join(view.more()).splitlines(keepends=True))
+    *known, seen = log_file.read(b"".join(view.more()).splitlines(keepends=True))
     assert known[0] == event_log.Gap(2) and [entry.id for entry in known[1:]] == ["a", ""]
     assert seen.tokens == ((5,), (0,))
 
@@ -305,7 +305,7 @@ def test_many_unfinished_requests_are_encoded_in_parts() -> None:
     for number in range(1000):
         entry = event_log.RequestEntry(1, 1, Add(number, RequestSpec((), SamplingParams()), name=str(number)))
         ring.append(entry, event_log.line_of(entry))
-    parts = [list(event_log.read(part.splitlines(keepends=True)))
+    parts = [list(log_file.read(part.splitlines(keepends=True)))
              for part in _View(ring, TenantFilter("")).opening_now()]
     assert max(map(len, parts)) <= MOST and [entry.number for part in parts for entry in part] == list(range(1000))
 

@@ -16,7 +16,7 @@ from support.live_server import Server, counted, eventually, running
 
 from slotwise.batching.batching_settings import KINDS
 from slotwise.core.record import StepRecord
-from slotwise.observe import event_log
+from slotwise.observe import event_log, log_file
 from slotwise.policies.policy_settings import POLICIES
 from slotwise.text.tokenizer import Tokenizer
 
@@ -68,7 +68,7 @@ def test_changes_lose_nobody_and_are_in_the_log(folder: Path, tmp_path: Path, to
         assert answer["choices"][0]["text"] == tokenizer.decode(counted(first, length)), answer
         assert len(answer["choices"][0]["logprobs"]["tokens"]) == length
     assert len(answers) > SWITCHES
-    entries = list(event_log.read_file(path))
+    entries = list(log_file.read_file(path))
     told = [entry.scheduling for entry in entries if isinstance(entry, event_log.CommandEntry)
             and entry.scheduling is not None]
     obeyed = [entry.inputs.configured for entry in entries if isinstance(entry, StepRecord)

@@ -19,7 +19,8 @@ from support.live_server import JSON, Server, running
 from slotwise import builtin
 from slotwise.cli import main
 from slotwise.observe.batched_observer import BatchedObserver
-from slotwise.observe.event_log import line_of, read_file
+from slotwise.observe.event_log import line_of
+from slotwise.observe.log_file import read_file
 from slotwise.observe.ring import Ring
 from slotwise.server.admin_protocol import WhatIfRequest
 from slotwise.server.api_errors import ApiError

@@ -16,7 +16,7 @@ from support.toy import Guesses
 from slotwise.batching.batching_settings import KINDS, Batching
 from slotwise.core.record import NO_STEP, RequestEnd, StepRecord
 from slotwise.core.step import Copy, NewBlocks, Stop
-from slotwise.observe import event_log
+from slotwise.observe import event_log, log_file
 from slotwise.observe.log_file import LogFile
 from slotwise.simulate.replay import ReplayError, replay
 from slotwise.speculation.speculation_settings import Speculation
@@ -119,7 +119,7 @@ def test_a_log_goes_through_a_file_and_through_the_loss_of_an_engine(tmp_path: P
     with LogFile(tmp_path / "log") as file:
         for entry in run.file.entries:
             file.write(event_log.line_of(entry))
-    outcome = replay(event_log.read_file(tmp_path / "log"))
+    outcome = replay(log_file.read_file(tmp_path / "log"))
     assert outcome.difference is None and (outcome.engines, outcome.requests) == (2, 40)
 
 

@@ -12,7 +12,8 @@ import pytest
 from slotwise import builtin
 from slotwise.cli import main
 from slotwise.core.record import StepRecord
-from slotwise.observe.event_log import Entry, RequestEntry, line_of, read_file
+from slotwise.observe.event_log import Entry, RequestEntry, line_of
+from slotwise.observe.log_file import read_file
 from slotwise.simulate.what_if import CALLS, error_of, in_words, is_reliable
 from slotwise.terminal import duration
 

@@ -18,10 +18,11 @@ from slotwise.cli.simulations import add_changes_option, counterfactual
 from slotwise.core.drafting import DRAFT_LIMITS
 from slotwise.core.settings import whole
 from slotwise.files import PRIVATE, write_output
-from slotwise.observe import event_log
-from slotwise.observe.event_log import Entry, LogError, read_file
+from slotwise.observe import event_log, log_file
+from slotwise.observe.event_log import Entry, LogError
 from slotwise.observe.explain import MS, PARTS, Explanation, explain
 from slotwise.observe.fold import gather
+from slotwise.observe.log_file import read_file
 from slotwise.observe.request_timeline import RequestTimeline
 from slotwise.observe.step_time import StepTimeModel
 from slotwise.observe.step_view import StepView, step_view, times_of
@@ -249,7 +250,7 @@ def _mode(log: Path) -> int:
 
 def _drawn(path: Path) -> Iterator[bytes]:
     """The entries of a log, checked, without prompts, salts and tenants, which are not drawn."""
-    for entry in event_log.read_file(path):
+    for entry in log_file.read_file(path):
         if isinstance(entry, event_log.RequestEntry):
             entry = entry.replace_spec(entry.spec.public())
         yield event_log.encode(entry) + b"\n"

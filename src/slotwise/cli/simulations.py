@@ -30,7 +30,7 @@ from slotwise.cli.workload_options import Defaults, add_seed_option, add_workloa
 from slotwise.core.settings import real, whole
 from slotwise.errors import printable
 from slotwise.files import write_output
-from slotwise.observe.event_log import read_file
+from slotwise.observe.log_file import read_file
 from slotwise.policies.policy_settings import POLICIES
 from slotwise.routing.routers import ROUTERS
 from slotwise.simulate.capacity_search import LOADS, CapacityTarget, LoadPoint, at_load, fewest, interval

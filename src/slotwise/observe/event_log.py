@@ -22,8 +22,7 @@ had.  In a file the entries that a `Gap` counts are lost.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sized
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sized
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -219,10 +218,10 @@ def decode(line: bytes | str) -> Entry:
         FormatError: it begins a log of another format.
         LogError: it is none.
     """
-    return decoded(line, _entry)
+    return decoded(line, entry_of)
 
 
-def decoded(line: bytes | str, entry_of: Callable[[bytes | str], Entry]) -> Entry:
+def decoded(line: bytes | str, unchecked: Callable[[bytes | str], Entry]) -> Entry:
     """Returns the entry of a line, by a function that decodes it.
 
     Raises:
@@ -230,7 +229,7 @@ def decoded(line: bytes | str, entry_of: Callable[[bytes | str], Entry]) -> Entr
         LogError: it is none.
     """
     try:
-        entry = entry_of(line)
+        entry = unchecked(line)
     except (msgspec.MsgspecError, ValueError) as error:
         check_format(line)
         raise LogError(f"this is not an entry of an event log ({error})") from error
@@ -247,49 +246,10 @@ def decoded(line: bytes | str, entry_of: Callable[[bytes | str], Entry]) -> Entr
     return entry
 
 
-def _entry(line: bytes | str) -> Entry:
+def entry_of(line: bytes | str) -> Entry:
+    """Returns the entry of a line, unchecked.  Raises msgspec.MsgspecError, ValueError: it is none."""
     entry: Any = _decoder.decode(line)
     return unpacked(entry) if isinstance(entry, StepEntry) else entry
-
-
-def read(lines: Iterable[bytes]) -> Iterator[Entry]:
-    """Yields the entries in `lines`, without an incomplete last line; those of a log of the last release, adapted.
-
-    Raises:
-        FormatError: they have another format.
-        LogError: a line is no entry; the message has its number.
-    """
-    entry_of = _entry
-    for number, line in enumerate(lines, 1):
-        if len(line) > MAX_LINE:
-            raise LogError(f"line {number}: more than {MAX_LINE} bytes")
-        if not line.endswith(b"\n"):
-            return
-        try:
-            entry = decoded(line, entry_of)
-        except LogError as error:
-            raise type(error)(f"line {number}: {error}") from error
-        if isinstance(entry, Run) and entry.format == LAST_FORMAT:
-            from slotwise.observe.last_format import entry_of  # it imports this module
-        yield entry
-
-
-def read_file(path: Path | str) -> Iterator[Entry]:
-    """Yields the entries of a file, read lazily.
-
-    Raises:
-        FormatError: it has another format.
-        LogError: the file cannot be read, or is no event log, or has lost its beginning.
-    """
-    try:
-        with Path(path).open("rb") as file:
-            for index, entry in enumerate(read(iter(lambda: file.readline(MAX_LINE + 1), b""))):
-                if index == 0 and not isinstance(entry, Run):
-                    raise LogError(f"line 1: the beginning of this event log is missing, and its format with it; "
-                                   f"slotwise {__version__} reads format {FORMAT}")
-                yield entry
-    except OSError as error:
-        raise LogError(f"{path}: {error.strerror}") from error
 
 
 # -- what decoding cannot see: entries that contradict themselves, and sizes beyond any engine's ---------------------

@@ -1,4 +1,4 @@
-"""Writes an event log to a file on a thread of its own, so that `write` never waits.
+"""The file of an event log: written on a thread of its own, so that `write` never waits, and read entry by entry.
 
 The file is locked while it is written: one process writes it at a time.
 """
@@ -10,13 +10,29 @@ import logging
 import os
 import stat
 import threading
+from collections.abc import Iterable, Iterator
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
 
 from slotwise.errors import OneLineError, described
 from slotwise.files import PRIVATE
-from slotwise.observe.event_log import FormatError, Gap, LogError, Run, decode, line_of
+from slotwise.observe import last_format
+from slotwise.observe.event_log import (
+    FORMAT,
+    LAST_FORMAT,
+    MAX_LINE,
+    Entry,
+    FormatError,
+    Gap,
+    LogError,
+    Run,
+    decode,
+    decoded,
+    entry_of,
+    line_of,
+)
+from slotwise.version import __version__
 
 GATHER = 0.25  # seconds between two writes: fewer and larger ones cost the logging thread less
 MAX_WAITING = 32 << 20  # bytes that may wait to be written
@@ -24,6 +40,46 @@ MAX_WAITING = 32 << 20  # bytes that may wait to be written
 MAX_FIRST_LINE = 8 << 20  # bytes: the first entry describes an engine, tiers included
 
 logger = logging.getLogger(__name__)
+
+
+def read(lines: Iterable[bytes]) -> Iterator[Entry]:
+    """Yields the entries in `lines`, without an incomplete last line; those of a log of the last release, adapted.
+
+    Raises:
+        FormatError: they have another format.
+        LogError: a line is no entry; the message has its number.
+    """
+    unchecked = entry_of
+    for number, line in enumerate(lines, 1):
+        if len(line) > MAX_LINE:
+            raise LogError(f"line {number}: more than {MAX_LINE} bytes")
+        if not line.endswith(b"\n"):
+            return
+        try:
+            entry = decoded(line, unchecked)
+        except LogError as error:
+            raise type(error)(f"line {number}: {error}") from error
+        if isinstance(entry, Run) and entry.format == LAST_FORMAT:
+            unchecked = last_format.entry_of
+        yield entry
+
+
+def read_file(path: Path | str) -> Iterator[Entry]:
+    """Yields the entries of a file, read lazily.
+
+    Raises:
+        FormatError: it has another format.
+        LogError: the file cannot be read, or is no event log, or has lost its beginning.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            for index, entry in enumerate(read(iter(lambda: file.readline(MAX_LINE + 1), b""))):
+                if index == 0 and not isinstance(entry, Run):
+                    raise LogError(f"line 1: the beginning of this event log is missing, and its format with it; "
+                                   f"slotwise {__version__} reads format {FORMAT}")
+                yield entry
+    except OSError as error:
+        raise LogError(f"{path}: {error.strerror}") from error
 
 
 class LogFileError(OneLineError, ValueError):

@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any, Self, TypeVar
 
 from slotwise.engine.messages import Command, Configure
-from slotwise.observe import event_log
+from slotwise.observe import event_log, log_file
 from slotwise.simulate.figures import WORDS, LatencyLimits, SimulatedRequest, figures, grouped
 from slotwise.simulate.recorded import Recording, read_recording
 from slotwise.simulate.simulator import Server, simulate
@@ -157,7 +157,7 @@ def _from_lines(lines: bytes, changes: dict[str, Any], ttft: float | None, tpot:
     now = time.monotonic()
     try:
         with Pacer(wanted - now, until - now) as pacer:
-            entries = event_log.read(pacer.over(lines.splitlines(keepends=True), READING))
+            entries = log_file.read(pacer.over(lines.splitlines(keepends=True), READING))
             found = what_if(entries, changes, LatencyLimits(ttft, tpot), request_id, pacer)
             return found, "", pacer.worked
     except OutOfTime as error:

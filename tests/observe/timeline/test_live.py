@@ -16,7 +16,7 @@ from support.timeline_pages import compare, frame, looked_at, written
 from slotwise.bench.server_run import NO_QUEUE_BOUND
 from slotwise.core import reasons
 from slotwise.core.record import StepRecord
-from slotwise.observe import event_log
+from slotwise.observe import log_file
 
 KEY = "a key of ours"
 SLOTS = 12
@@ -80,7 +80,7 @@ def get(server, path):
 
 
 def log_of(server):
-    return list(event_log.read(line + b"\n" for line in get(server, "/events?follow=0").content.splitlines()))
+    return list(log_file.read(line + b"\n" for line in get(server, "/events?follow=0").content.splitlines()))
 
 
 def test_a_key_is_asked_for_and_a_wrong_one_again(chromium, server):

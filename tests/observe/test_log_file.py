@@ -19,7 +19,7 @@ from slotwise.cli import main
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe import event_log
 from slotwise.observe.event_log import FORMAT
-from slotwise.observe.log_file import LogFile, read_file, LogFileError, check
+from slotwise.observe.log_file import LogFile, LogFileError, check, read_file
 
 RUN = event_log.line_of(event_log.Run(
     FORMAT, "1", "m", "float32", "cpu", 1.0, 2, LIMITS, Scheduling(Batching(), max_num_seqs=4,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from slotwise import LLM, AsyncEngineArgs, AsyncLLM, EngineArgs, RequestOutput, SamplingParams, builtin
-from slotwise.observe.snapshot import Counter, Gauge, Histogram
+from slotwise.observe.offline import Counter, Gauge, Histogram
 from slotwise.offline.sampling_params import RequestOutputKind
 
 pytestmark = pytest.mark.slow

@@ -5,21 +5,24 @@ from __future__ import annotations
 from docs.generate.markdown import code, listed, number, sentence, table
 
 from slotwise.observe.series import (
+    ABSENT,
     BY_LAYER,
     COUNTERS,
     GAUGES,
     HISTOGRAMS,
     LABELLED,
     LAYER,
+    NAMES,
+    OLDER,
     PREFIX,
     STEP,
     STEP_TIME,
     STEP_TIME_HELP,
+    VLLM_PREFIX,
     WAITING,
     Labelled,
     step_times,
 )
-from slotwise.observe.vllm_metrics import ABSENT, NAMES, OLDER, VLLM_PREFIX
 
 
 def metrics() -> str:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support import checkpoints
 
 from slotwise import LLM, SamplingParams
-from slotwise.observe.expert_load import LATELY, ExpertLoad
+from slotwise.observe.metrics import LATELY, ExpertLoad
 
 TABLES = st.lists(st.lists(st.lists(st.integers(0, 9), min_size=3, max_size=3), min_size=2, max_size=2), max_size=9)
 

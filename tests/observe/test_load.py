@@ -10,7 +10,7 @@ from support.toy_engine import MS, engine
 
 from slotwise.core.record import RequestEnd
 from slotwise.core.step import Decision, Stop
-from slotwise.observe.load import LoadLine, report, sentence
+from slotwise.observe.metrics import LoadLine, report, sentence
 
 
 @pytest.fixture

@@ -35,8 +35,8 @@ from slotwise.engine.supervisor import Supervisor
 from slotwise.errors import OneLineError, printable
 from slotwise.model.checkpoint import locate
 from slotwise.observe import lines, step_time
-from slotwise.observe.load import report
 from slotwise.observe.log_file import LogFile
+from slotwise.observe.metrics import report
 from slotwise.observe.traces import Traces
 from slotwise.server.api_errors import ApiError
 from slotwise.server.app import ROUTES, build_api

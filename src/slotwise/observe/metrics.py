@@ -5,10 +5,14 @@ The fold's state is plain numbers; Prometheus' own objects are built when the me
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import add, sub
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.metrics_core import Metric
@@ -20,9 +24,8 @@ from slotwise.engine.messages import Observer
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe import step_view
 from slotwise.observe.event_log import Entry, Refusal, RequestEntry
-from slotwise.observe.expert_load import ExpertLoad
 from slotwise.observe.fold import Changes, Timelines
-from slotwise.observe.prompt_choices import PromptChoices
+from slotwise.observe.lines import tell
 from slotwise.observe.request_timeline import RequestTimeline
 from slotwise.observe.series import (
     COMPLETE,
@@ -39,9 +42,9 @@ from slotwise.observe.series import (
     WAITS,
     Histogram,
     Shown,
+    as_vllm,
     step_times,
 )
-from slotwise.observe.vllm_metrics import as_vllm
 
 if TYPE_CHECKING:
     from slotwise.core.step_time import Roofline
@@ -49,6 +52,186 @@ if TYPE_CHECKING:
 
 NS = 1e-9
 LATELY = 256  # steps over which the roofline fraction is computed
+
+
+# Finds the choices (`n`) of each prompt, which the engine runs as requests of their own.
+#
+# The requests of a response arrive in the order of its prompts, those of other responses in between.
+
+
+# How a model's experts share the tokens: by layer, since the engine started and lately.
+#
+# A layer in which all experts have equally many tokens has an imbalance of 1; one whose tokens all go to the same
+# `top_k` experts has `num_experts / top_k`.  A step that reads few weights for its tokens is short, so imbalance costs
+# little while steps are bound by memory; where experts are spread over devices, the busiest one sets the time.
+
+LATELY = 60  # counts that `imbalance` and `idle` look at: one a second while there is work, and one at its end
+
+Counts = Sequence[Sequence[int]]
+"""Tokens of each expert of each layer."""
+
+
+# The periodic log line under load: rates, running and waiting requests, the cache, and why requests wait.
+
+EVERY = 10.0  # seconds
+
+logger = logging.getLogger(__name__)
+
+
+class LoadLine:
+    """Rates since the last line, from the counters of `/metrics`."""
+
+    COUNTED = ("prompt_tokens_total", "generation_tokens_total", "prefix_cache_queries_total",
+               "prefix_cache_hits_total", "num_preemptions_total")
+
+    def __init__(self, metrics: Metrics, now: float) -> None:
+        self._metrics = metrics
+        self._then, self._counted, self._waits, self._ended = now, *self._read()
+
+    def _read(self) -> tuple[dict[str, int], dict[str, float], float]:
+        metrics = self._metrics
+        return ({name: metrics.counters[name] for name in self.COUNTED}, metrics.wait_seconds,
+                sum(metrics.labelled["request_success_total"].values()))
+
+    def fields(self, now: float) -> dict[str, Any]:
+        """Returns the fields of a line; rates are per second since the last call, `now` in seconds; empty when idle."""
+        counted, waits, ended = self._read()
+        seconds = max(now - self._then, 1e-9)
+        since = {name: counted[name] - self._counted[name] for name in self.COUNTED}
+        waited = {reason: waited - self._waits.get(reason, 0.0) for reason, waited in waits.items()}
+        finished = ended - self._ended
+        self._then, self._counted, self._waits, self._ended = now, counted, waits, ended
+        now_is = self._metrics.timelines
+        if not (any(since.values()) or finished or now_is.num_running or now_is.num_waiting):
+            return {}
+        queries = since["prefix_cache_queries_total"]
+        return {
+            "running": now_is.num_running, "waiting": now_is.num_waiting,
+            "prompt_tokens_per_s": round(since["prompt_tokens_total"] / seconds, 1),
+            "generation_tokens_per_s": round(since["generation_tokens_total"] / seconds, 1),
+            "requests_per_s": round(finished / seconds, 2),
+            "kv_cache_usage": round(now_is.usage, 3),
+            "prefix_cache_hit_rate": round(since["prefix_cache_hits_total"] / queries, 3) if queries else None,
+            "preemptions": since["num_preemptions_total"],
+            "waited_s": {reason: round(waited, 2) for reason, waited in waited.items() if waited >= 0.01}}
+
+
+def sentence(fields: Mapping[str, Any]) -> str:
+    """Returns the fields as a text line."""
+    parts = [
+        f"{fields['running']} running, {fields['waiting']} waiting",
+        f"{fields['generation_tokens_per_s']:,.1f} tokens/s out, {fields['prompt_tokens_per_s']:,.1f} in, "
+        f"{fields['requests_per_s']:.2f} requests/s",
+        f"cache {fields['kv_cache_usage']:.0%} in use"]
+    if fields["prefix_cache_hit_rate"] is not None:
+        parts.append(f"{fields['prefix_cache_hit_rate']:.0%} of tokens found in it")
+    if fields["preemptions"]:
+        parts.append(f"{fields['preemptions']} preempted")
+    if waited := fields["waited_s"]:
+        whole = sum(waited.values())
+        shares = sorted(waited.items(), key=lambda share: -share[1])
+        parts.append("waited for " + ", ".join(f"{reason} {seconds / whole:.0%}" for reason, seconds in shares[:3]))
+    return "; ".join(parts)
+
+
+async def report(metrics: Metrics, every: float = EVERY) -> None:
+    """Logs a line every `every` seconds unless idle; runs until cancelled."""
+    line = LoadLine(metrics, time.monotonic())
+    while True:
+        await asyncio.sleep(every)
+        if fields := line.fields(time.monotonic()):
+            tell(logger, sentence(fields), fields)
+
+
+class ExpertLoad:
+    """A fold over the counts of step records.
+
+    Args:
+        layers: numbers of the layers with experts.
+    """
+
+    def __init__(self, layers: Sequence[int] = ()) -> None:
+        self.layers = tuple(layers)
+        self._all: list[list[int]] = [[] for _ in layers]
+        self._lately: list[list[int]] = [[] for _ in layers]
+        self._latest: deque[Counts] = deque()
+
+    def add(self, counts: Counts) -> None:
+        """Adds what one record has, a row for each of `layers`."""
+        self._all, self._lately = _sum(self._all, counts), _sum(self._lately, counts)
+        self._latest.append(counts)
+        if len(self._latest) > LATELY:
+            self._lately = [list(map(sub, *rows)) for rows in zip(self._lately, self._latest.popleft(), strict=True)]
+
+    @property
+    def tokens(self) -> dict[str, float]:
+        """Tokens times the experts that each chose, by layer."""
+        return {str(layer): sum(row) for layer, row in zip(self.layers, self._all, strict=True)}
+
+    @property
+    def imbalance(self) -> dict[str, float]:
+        """Tokens of the busiest expert per mean of all lately, by layer; 0 where there are none."""
+        return {str(layer): _imbalance(row) for layer, row in zip(self.layers, self._lately, strict=True)}
+
+    @property
+    def idle(self) -> dict[str, int]:
+        """Experts that no token chose lately, by layer."""
+        return {str(layer): row.count(0) for layer, row in zip(self.layers, self._lately, strict=True)}
+
+    def table(self) -> list[dict[str, Any]]:
+        """Everything, as JSON has it: a layer's experts in order."""
+        return [
+            {"layer": layer, "tokens": whole, "tokens_lately": lately, "imbalance_lately": _imbalance(lately)}
+            for layer, whole, lately in zip(self.layers, self._all, self._lately, strict=True)]
+
+
+def _sum(totals: Counts, counts: Counts) -> list[list[int]]:
+    return [list(map(add, total, row)) if total else list(row) for total, row in zip(totals, counts, strict=True)]
+
+
+def _imbalance(row: Sequence[int]) -> float:
+    return max(row) * len(row) / total if (total := sum(row)) else 0.0
+
+
+@dataclass(slots=True)
+class _Prompt:
+    response: tuple[int, str]
+    num_arrived: int = 0
+    num_ended: int = 0
+    longest: int = 0  # tokens
+
+
+class PromptChoices:
+    """The prompts with several choices that have not all ended.  Memory is bounded by the unfinished requests."""
+
+    def __init__(self) -> None:
+        self._arriving: dict[tuple[int, str], _Prompt] = {}  # by response: the prompt whose next choice is to come
+        self._prompts: dict[int, _Prompt] = {}  # by the number of a request
+
+    def arrived(self, request: RequestEntry) -> None:
+        """Notes a request, in order of arrival."""
+        if request.spec.params.n == 1:
+            return
+        response = request.timing.received_ns, request.id.rpartition("-")[0]
+        prompt = self._arriving.setdefault(response, _Prompt(response))
+        prompt.num_arrived += 1
+        if prompt.num_arrived == request.spec.params.n:
+            del self._arriving[response]
+        self._prompts[request.number] = prompt
+
+    def ended(self, request: RequestEntry, num_output: int) -> int | None:
+        """Notes the end of a request.  Returns the most tokens of a choice of its prompt if it was the last to end."""
+        if request.spec.params.n == 1:
+            return num_output
+        if (prompt := self._prompts.pop(request.number, None)) is None:
+            return None
+        prompt.num_ended += 1
+        prompt.longest = max(prompt.longest, num_output)
+        if prompt.num_ended == request.spec.params.n:
+            return prompt.longest
+        if prompt.num_ended == prompt.num_arrived:  # the others were refused, and never come
+            self._arriving.pop(prompt.response, None)
+        return None
 
 
 class Metrics(Collector, Observer):

@@ -22,8 +22,7 @@ from slotwise.engine.sleep import Sleep
 from slotwise.engine.supervisor import Supervisor
 from slotwise.observe import lines
 from slotwise.observe.batched_observer import BatchedObserver
-from slotwise.observe.load import report
-from slotwise.observe.metrics import Metrics
+from slotwise.observe.metrics import Metrics, report
 from slotwise.observe.recorder import Recorder
 from slotwise.observe.ring import Ring
 from slotwise.offline.arguments import Arguments, EngineArgs, VllmMethods, check_call

@@ -47,8 +47,7 @@ from slotwise.runner import memory_budget
 if TYPE_CHECKING:
     from slotwise.engine.messages import Command
     from slotwise.observe.metrics import Metrics
-    from slotwise.observe.offline import Recording
-    from slotwise.observe.snapshot import Metric
+    from slotwise.observe.offline import Metric, Recording
 
 LEVELS = (1, 2)
 
@@ -220,7 +219,7 @@ class LLM(VllmMethods):
         """
         if self._engine.metrics is None:
             raise RuntimeError("there are no metrics: start with LLM(disable_log_stats=False)")
-        from slotwise.observe.snapshot import snapshot
+        from slotwise.observe.offline import snapshot
 
         with self._lock:
             return snapshot(self._engine.metrics)

@@ -18,7 +18,7 @@ from support.live_server import Server, children, counted, running
 from slotwise.observe.event_log import Sent, decode
 from slotwise.observe.explain import PARTS, explain
 from slotwise.observe.fold import gather
-from slotwise.observe.step_time import StepTimeModel
+from slotwise.observe.step_time import ObservedStepTimes
 from slotwise.text.tokenizer import Tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -64,7 +64,7 @@ def test_a_client_that_reads_its_stream_finds_the_same_as_the_log(server: Server
     entries = [decode(line) for line in server.get("/events?follow=0").text.splitlines()]
     (timeline,) = [timeline for timeline in gather(entries).values() if timeline.is_named(events[0]["id"])]
     (sent,) = [entry for entry in entries if isinstance(entry, Sent) and entry.number == timeline.request.number]
-    told = explain(timeline, entries, StepTimeModel())
+    told = explain(timeline, entries, ObservedStepTimes())
     assert told.total_ns == sent.last_ns - timeline.request.timing.received_ns
     assert explanation["total_ms"] == pytest.approx(told.total_ns / 1e6, abs=1e-5)
 

@@ -24,7 +24,7 @@ from slotwise.observe.explain import MS, PARTS, Explanation, explain
 from slotwise.observe.fold import gather
 from slotwise.observe.log_file import read_file
 from slotwise.observe.request_timeline import RequestTimeline
-from slotwise.observe.step_time import StepTimeModel
+from slotwise.observe.step_time import ObservedStepTimes
 from slotwise.observe.step_view import StepView, step_view, times_of
 from slotwise.observe.timeline import page
 from slotwise.simulate.figures import LatencyLimits
@@ -130,7 +130,7 @@ def _steps(first: int, last: int) -> str:
 
 
 def _show_slowest(console: Console, most: int, entries: Sequence[Entry],
-                  known: tuple[dict[int, RequestTimeline], StepTimeModel]) -> None:
+                  known: tuple[dict[int, RequestTimeline], ObservedStepTimes]) -> None:
     """One row per request, one column per part that matters."""
     timelines, times = known
     ended = sorted((one for one in timelines.values() if one.ended), key=lambda one: one.total_ns, reverse=True)[:most]

@@ -34,7 +34,7 @@ NS = 1e-9
 logger = logging.getLogger(__name__)
 
 
-class StepTimeModel(step_time.StepTimeModel, Observer):
+class ObservedStepTimes(step_time.StepTimeModel, Observer):
     def stepped(self, record: StepRecord) -> None:
         """Updates the model with a step of the engine."""
         work = work_of(record.plan.starts, record.plan.counts, record.plan.padding, record.plan.drafts)
@@ -48,7 +48,7 @@ def load_or_learn(config: EngineConfig, info: EngineInfo, warmup: Callable[[], s
     try:
         import msgspec  # noqa: F401
     except ImportError:
-        return StepTimeModel(warmup().learned())
+        return ObservedStepTimes(warmup().learned())
     path = path_for(traits(config, info))
     times = load(path)
     if times.is_trained:
@@ -56,11 +56,11 @@ def load_or_learn(config: EngineConfig, info: EngineInfo, warmup: Callable[[], s
     measured = warmup()
     if measured.is_trained:
         save(path, measured)
-    return StepTimeModel(measured.learned())
+    return ObservedStepTimes(measured.learned())
 
 
 @contextmanager
-def kept(config: EngineConfig, info: EngineInfo) -> Iterator[StepTimeModel]:
+def kept(config: EngineConfig, info: EngineInfo) -> Iterator[ObservedStepTimes]:
     """Yields the model saved for these traits, and saves it at the end if it has learned."""
     path = path_for(traits(config, info))
     times = load(path)
@@ -92,20 +92,20 @@ def path_for(traits: Sequence[str]) -> Path:
     return files.cache_folder() / "slotwise" / "step-times" / f"{name}-v{VERSION}.json"
 
 
-def load(path: Path) -> StepTimeModel:
+def load(path: Path) -> ObservedStepTimes:
     """Returns the stored model; an empty one if there is no readable file."""
     import msgspec
 
     if path.exists() and (why := files.folder_objection(path)):
         logger.warning("step times are learned anew: %s", why)
-        return StepTimeModel()
+        return ObservedStepTimes()
     try:
-        return StepTimeModel(msgspec.json.decode(read_regular(path, MAX_BYTES), type=Learned))
+        return ObservedStepTimes(msgspec.json.decode(read_regular(path, MAX_BYTES), type=Learned))
     except FileNotFoundError:
-        return StepTimeModel()
+        return ObservedStepTimes()
     except (OSError, ValueError, ArithmeticError) as error:
         logger.warning("step times are learned anew, for %s cannot be used: %s", path, error)
-        return StepTimeModel()
+        return ObservedStepTimes()
 
 
 def save(path: Path, times: step_time.StepTimeModel) -> None:

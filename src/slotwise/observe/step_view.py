@@ -11,7 +11,7 @@ from slotwise.core.step_time import Work, work_of
 from slotwise.observe.event_log import Entry, LogError, Run
 from slotwise.observe.fold import Timelines
 from slotwise.observe.request_timeline import STEP_UNDER_WAY, RequestTimeline
-from slotwise.observe.step_time import StepTimeModel
+from slotwise.observe.step_time import ObservedStepTimes
 
 DECODE, MIXED, PREFILL = KINDS = ("decode", "mixed", "prefill")
 
@@ -60,18 +60,18 @@ class StepView(NamedTuple):
     left_out: list[LeftOut]
 
 
-def times_of(entries: Sequence[Entry]) -> StepTimeModel:
+def times_of(entries: Sequence[Entry]) -> ObservedStepTimes:
     """Returns a step-time model fitted to a log."""
-    times = StepTimeModel()
+    times = ObservedStepTimes()
     for entry in entries:
         if isinstance(entry, Run) and entry.learned is not None and not times.is_trained:
-            times = StepTimeModel(entry.learned)
+            times = ObservedStepTimes(entry.learned)
         elif isinstance(entry, StepRecord):
             times.stepped(entry)
     return times
 
 
-def step_view(entries: Sequence[Entry], number: int, times: StepTimeModel) -> StepView:
+def step_view(entries: Sequence[Entry], number: int, times: ObservedStepTimes) -> StepView:
     """Returns step `number` of a log; of the last run that reached it, if there are several.
 
     Raises:

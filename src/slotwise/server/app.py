@@ -6,7 +6,7 @@ from functools import cache
 
 from slotwise.engine.client import EngineClient
 from slotwise.engine.sleep import Sleep
-from slotwise.observe.step_time import StepTimeModel
+from slotwise.observe.step_time import ObservedStepTimes
 from slotwise.server import admin, lifecycle, pages, request_status
 from slotwise.server.anthropic_messages import count_tokens, messages
 from slotwise.server.asgi import OPEN_TO_ALL
@@ -92,7 +92,7 @@ BODIES = bodies_of(ROUTES)  # that have a type of their own, by path
 
 
 def build_api(engine_client: EngineClient, tokenizer: Tokenizer, chat_template: Template | None,
-              settings: ServerSettings, step_times: StepTimeModel | None = None,
+              settings: ServerSettings, step_times: ObservedStepTimes | None = None,
               output_format: OutputFormat = UNPARSED, sleep: Sleep | None = None, before: Api | None = None) -> Api:
     """What answers requests over an engine that is ready.
 
@@ -104,4 +104,4 @@ def build_api(engine_client: EngineClient, tokenizer: Tokenizer, chat_template: 
     """
     prompts = Prompts(tokenizer, chat_template, lambda: engine_client.info)
     clients = None if before is None else before.clients
-    return Api(engine_client, prompts, settings, step_times or StepTimeModel(), output_format, sleep, clients)
+    return Api(engine_client, prompts, settings, step_times or ObservedStepTimes(), output_format, sleep, clients)

@@ -29,7 +29,7 @@ from slotwise.observe.batched_observer import BatchedObserver
 from slotwise.observe.metrics import Metrics
 from slotwise.observe.prefix_index import PrefixIndex
 from slotwise.observe.recorder import Recorder
-from slotwise.observe.step_time import StepTimeModel
+from slotwise.observe.step_time import ObservedStepTimes
 from slotwise.observe.traces import Traces
 from slotwise.server.api_errors import ApiError, from_refusal
 from slotwise.server.api_keys import ApiKeys
@@ -153,7 +153,7 @@ class Observers:
         step_times: a step-time model, possibly fitted earlier.
     """
 
-    def __init__(self, engine: ServedEngine, settings: ServerSettings, step_times: StepTimeModel) -> None:
+    def __init__(self, engine: ServedEngine, settings: ServerSettings, step_times: ObservedStepTimes) -> None:
         client = engine.client
         self.recorder = Recorder()
         self.metrics = Metrics(settings.served_model_name, client.info, self.recorder.timelines,
@@ -248,7 +248,7 @@ class Api:
     """
 
     def __init__(self, engine_client: EngineClient, prompts: Prompts, settings: ServerSettings,
-                 step_times: StepTimeModel, output_format: OutputFormat = UNPARSED,
+                 step_times: ObservedStepTimes, output_format: OutputFormat = UNPARSED,
                  sleep: Sleep | None = None, clients: ServerClients | None = None) -> None:
         self.settings = settings
         self.clients = clients if clients is not None else ServerClients(settings)

@@ -14,7 +14,7 @@ from typing import Any
 from slotwise.observe.batched_observer import BatchedObserver
 from slotwise.observe.recorder import Recorder
 from slotwise.observe.request_timeline import RequestTimeline
-from slotwise.observe.step_time import StepTimeModel
+from slotwise.observe.step_time import ObservedStepTimes
 from slotwise.server.api_errors import ApiError
 from slotwise.server.turns import QueueFull, Turns
 from slotwise.server.worker_process import CallError, CallLimits, Worker
@@ -36,7 +36,7 @@ class Explainer:
         step_times: predicts the time of work that runs alone.
     """
 
-    def __init__(self, batched_observer: BatchedObserver, recorder: Recorder, step_times: StepTimeModel) -> None:
+    def __init__(self, batched_observer: BatchedObserver, recorder: Recorder, step_times: ObservedStepTimes) -> None:
         self._batched_observer = batched_observer
         self._ring = recorder.ring
         self._step_times = step_times

@@ -19,7 +19,7 @@ from slotwise.core.step_time import Work, work_of
 from slotwise.engine.messages import Add, Command, Configure, Finish
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe import event_log
-from slotwise.observe.step_time import StepTimeModel
+from slotwise.observe.step_time import ObservedStepTimes
 from slotwise.simulate.figures import SERVED, SimulatedRequest, new_clock
 from slotwise.simulate.pace import LearnedPace
 from slotwise.simulate.simulator import Setup
@@ -36,7 +36,7 @@ class Recording:
     """The last engine of a log.  Times are seconds of the log's clock."""
 
     run: event_log.Run
-    times: StepTimeModel
+    times: ObservedStepTimes
     commands: list[tuple[float, Command]] = field(default_factory=list)
     names: dict[int, str] = field(default_factory=dict)  # by request, as all that follow
     measured: dict[int, SimulatedRequest] = field(default_factory=dict)
@@ -89,7 +89,7 @@ def read_recording(entries: Iterable[event_log.Entry]) -> tuple[Setup, Recording
 
 class _Reader:
     def __init__(self, run: event_log.Run) -> None:
-        self.recording = Recording(run, StepTimeModel(run.learned))
+        self.recording = Recording(run, ObservedStepTimes(run.learned))
         self._admitted: set[int] = set()
         self._gaps: list[float] = []
         self._clock = new_clock()  # when each step ended

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from docs.generate.markdown import code, listed, number, sentence, table
 
-from slotwise.observe.series import (
+from slotwise.observe.metrics import (
     ABSENT,
     BY_LAYER,
     COUNTERS,

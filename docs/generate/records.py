@@ -76,6 +76,13 @@ COMMON = {
     "num_events": "server-sent events of the response",
     "state": "the state of the engine",
     "missed": "the number of entries",
+    "objection": "why not",
+    "compiled": "grammars that requests waited for",
+    "ended_ns": "monotonic nanoseconds",
+    "result": "what was computed",
+    "outcome": "what the commit made of it",
+    "inputs": "what the engine read and was told before",
+    "counters": "of the engine, afterwards",
 }
 REASON = re.compile(r'^[A-Z_]+ = "(?P<name>\w+)"  # (?P<note>.+)$', re.MULTILINE)
 

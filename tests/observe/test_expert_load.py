@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support import checkpoints
 
 from slotwise import LLM, SamplingParams
-from slotwise.observe.metrics import LATELY, ExpertLoad
+from slotwise.observe.metrics import EXPERT_COUNTS, ExpertLoad
 
 TABLES = st.lists(st.lists(st.lists(st.integers(0, 9), min_size=3, max_size=3), min_size=2, max_size=2), max_size=9)
 
@@ -22,7 +22,7 @@ def test_totals_and_the_latest_counts(tables: list[list[list[int]]], repeats: in
         load.add(counts)
     for place, layer in enumerate((1, 3)):
         whole = [sum(counts[place][expert] for counts in told) for expert in range(3)]
-        lately = [sum(counts[place][expert] for counts in told[-LATELY:]) for expert in range(3)]
+        lately = [sum(counts[place][expert] for counts in told[-EXPERT_COUNTS:]) for expert in range(3)]
         assert load.tokens[str(layer)] == sum(whole)
         if told:
             assert load.table()[place] == {

@@ -21,7 +21,7 @@ from slotwise.core.step import Copy, Decision, RankSpan, RowKind, Stop
 from slotwise.core.step_time import Machine, Roofline
 from slotwise.engine.messages import Add, Configure, MemoryUse, Timing
 from slotwise.engine.scheduling import Scheduling
-from slotwise.observe.series import ITL, SOURCES, Histogram
+from slotwise.observe.metrics import ITL, SOURCES, Histogram
 from slotwise.observe.step_view import KINDS
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import slotwise.observe.timeline as timeline
 from slotwise.core import reasons
-from slotwise.observe.series import STALLS, WAITS
+from slotwise.observe.metrics import STALLS, WAITS
 
 EVERY = [value for name, value in vars(reasons).items() if name.isupper()]
 QUEUE = Path(timeline.__file__).with_name("assets") / "queue.js"

@@ -20,7 +20,7 @@ from slotwise.core.record import RequestEnd
 from slotwise.core.request import RequestSpec
 from slotwise.core.step import Decision, Stop
 from slotwise.engine.messages import Add, EngineInfo, Timing
-from slotwise.observe.series import ABSENT, CAPACITY, NAMES, OLDER, VLLM_PREFIX, WAITING
+from slotwise.observe.metrics import ABSENT, CAPACITY, NAMES, OLDER, VLLM_PREFIX, WAITING
 
 SUFFIX = re.compile(r"_(bucket|sum|count)$")
 

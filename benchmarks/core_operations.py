@@ -36,7 +36,7 @@ from slotwise.batching.batching_settings import Batching
 from slotwise.batching.disciplines import Chunked
 from slotwise.core.interfaces import DraftRow, Due, Proposal
 from slotwise.core.limits import ERROR, RECOMPUTE, SchedulerLimits
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.record import RequestEnd, Tokens
 from slotwise.core.request import Request, RequestSpec
 from slotwise.core.scheduler import Scheduler
@@ -177,7 +177,7 @@ class Life:
         prompt = draw.choice(BEGINNINGS) + [draw.randrange(VOCABULARY) for _ in range(draw.randint(1, 9))]
         slo = SLO(draw.choice("abc"), draw.choice(("", "gold", "bulk")), draw.randint(-2, 2),
                   draw.choice((None, 3.0, 60.0)), draw.choice((None, None, None, 1.0)))
-        params = SamplingParams(max_tokens=draw.randint(1, 20), min_tokens=draw.choice((0, 0, 1)))
+        params = SamplingSpec(max_tokens=draw.randint(1, 20), min_tokens=draw.choice((0, 0, 1)))
         request = Request(name, RequestSpec(prompt, params, salt=draw.choice(("", "", "other")), slo=slo), (END,))
         request.deadline = self._now + draw.choice((inf, inf, inf, inf, 20.0, 0.0))
         self._expected[name] = alone(request, self._limits)

@@ -18,7 +18,7 @@ from rich.table import Table
 from slotwise.batching.batching_settings import Batching
 from slotwise.compose.launch import hold_off, settle
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.request import Request, RequestSpec
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.slo import SLO
@@ -40,7 +40,7 @@ def crowd(policy: str, running: int, waiting: int) -> Scheduler:
         max_num_batched_tokens=max(running, 8192), enable_prefix_caching=True, max_passes=16)
     times = StepTimeModel()
     scheduler = Scheduler(limits, Batching().discipline(running), Ordering(policy).policy((), times), times)
-    asked = SamplingParams(max_tokens=OUTPUT, ignore_eos=True)
+    asked = SamplingSpec(max_tokens=OUTPUT, ignore_eos=True)
     for number in range(running + waiting):
         prompt = [number % 251, *range(SHORTEST - 1 + number % BLOCK)]  # so that blocks fill up in every step
         slo = SLO(f"tenant {number % TENANTS}", priority=number % 5)

@@ -21,7 +21,7 @@ from benchmarks.commands import bar, parser_of
 
 from slotwise.compose.engine_builder import build_engine
 from slotwise.compose.rank_messages import Known, RunShare, decode_order, encode
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.core.step import RowKind, StepPlan
 from slotwise.engine.config import EngineConfig
@@ -38,7 +38,7 @@ ELEMENTS = 16_384  # float32: 64 KB
 
 def step_ms(engine: Engine, rows: int) -> float:
     """Median milliseconds in which each of so many decode rows gets a token."""
-    params = SamplingParams(temperature=0.0, max_tokens=PROMPT + 2 * STEPS, ignore_eos=True)
+    params = SamplingSpec(temperature=0.0, max_tokens=PROMPT + 2 * STEPS, ignore_eos=True)
     for row in range(rows):
         engine.handle(Add(row, RequestSpec([(7 * row + place) % 500 + 3 for place in range(PROMPT)], params)))
     times, before = [], 0
@@ -57,7 +57,7 @@ def step_ms(engine: Engine, rows: int) -> float:
 def prompt_ms(engine: Engine, tokens: int) -> float:
     """Milliseconds to the first token of a prompt."""
     began = time.perf_counter()
-    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    params = SamplingSpec(temperature=0.0, max_tokens=1, ignore_eos=True)
     prompt = [(11 * place) % 500 + 3 for place in range(tokens)]
     engine.handle(Add(0, RequestSpec(tuple(prompt), params, salt=str(began))))
     while engine.has_work:

@@ -25,7 +25,7 @@ from support.scale_door import door_of
 
 from slotwise import builtin
 from slotwise.compose.engine_builder import load
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.request import KVTransfer, RequestSpec
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.engine import Engine
@@ -46,7 +46,7 @@ from slotwise.transfer.wire import Wire
 
 SMALL = {"max_num_seqs": 4, "max_model_len": 512, "max_num_batched_tokens": 64, "block_size": 16}
 PROMPTS = prompts([300, 130, 64, 17, 2, 200])
-GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+GREEDY = SamplingSpec(temperature=0.0, max_tokens=12, ignore_eos=True)
 TIMEOUT = 5.0
 
 
@@ -66,7 +66,7 @@ def run(engines: list[Engine], until: Callable[[], bool] = lambda: False) -> dic
     return tokens
 
 
-def ask(engine: Engine, name: str, prompt: list[int], kv: KVTransfer | None, params: SamplingParams = GREEDY) -> None:
+def ask(engine: Engine, name: str, prompt: list[int], kv: KVTransfer | None, params: SamplingSpec = GREEDY) -> None:
     engine.handle(Add(name, RequestSpec(prompt, params, kv=kv)))
 
 

@@ -15,7 +15,7 @@ from support.toy import Proposing
 
 from slotwise import LLM
 from slotwise.compose.engine_builder import Loaded, load
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.request import Request, RequestSpec
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.messages import Add
@@ -67,7 +67,7 @@ class Model:
         assert info.batch_invariant
         if seed is not None:
             engine._scheduler._drafting.proposer = Knowing(self.alone, random.Random(seed))
-        params = SamplingParams(temperature=0.0, max_tokens=self._max_tokens, ignore_eos=True)
+        params = SamplingSpec(temperature=0.0, max_tokens=self._max_tokens, ignore_eos=True)
         outputs: dict[int, Tokens] = dict.fromkeys(company, ())
         waiting = deque(company)
         while waiting or engine.has_work:

@@ -23,7 +23,7 @@ from slotwise import LLM, builtin
 from slotwise import SamplingParams as Asked
 from slotwise.compose.engine_builder import Loaded, build_engine, load
 from slotwise.core.grammar import JSON_SCHEMA, Grammar
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.engine import Engine
@@ -166,7 +166,7 @@ def test_cached_prefixes_are_in_the_draft_models_cache_or_caught_up_with(loaded,
     """What the draft model has computed of a block is found with the block; what it has not, it computes."""
     first, settings = several(prompt, 1, temperature=0.0), {"block_size": 16}
     (done,) = play(engine(loaded, draft, drafts=False, **settings), first).outputs.values()
-    again = [Add("again", RequestSpec(prompt + list(done.tokens[:-1]), SamplingParams(temperature=0.0, max_tokens=12)))]
+    again = [Add("again", RequestSpec(prompt + list(done.tokens[:-1]), SamplingSpec(temperature=0.0, max_tokens=12)))]
     plain = play(engine(loaded, draft, drafts=False, **settings), again).outputs
     num_known = len(again[0].spec.prompt)
     for is_drafted in (True, False):
@@ -182,7 +182,7 @@ def test_cached_prefixes_are_in_the_draft_models_cache_or_caught_up_with(loaded,
 
 def test_a_long_prompt_is_caught_up_with_in_several_steps(loaded, draft, prompt):
     long = (prompt * 40)[:700]
-    adds = [Add("long", RequestSpec(long, SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)))]
+    adds = [Add("long", RequestSpec(long, SamplingSpec(temperature=0.0, max_tokens=30, ignore_eos=True)))]
     drafted = same_with_drafts(loaded, draft, adds)
     took = [record for record in drafted.records if record.result.proposing is not None]
     assert took[0].proposing.tokens == 512 and not took[0].drafts and took[1].proposing.tokens > 700 - 512

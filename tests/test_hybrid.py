@@ -14,7 +14,7 @@ from support.drafted import Played, play, slow_steps
 from support.records import cached_of
 
 from slotwise.compose.engine_builder import Loaded, load
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.engine import Engine
@@ -56,7 +56,7 @@ def prompts() -> list[list[int]]:
 
 
 def add(at: int, prompt: list[int], length: int = OUTPUT, prediction: tuple[int, ...] = ()) -> Add:
-    params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+    params = SamplingSpec(temperature=0, max_tokens=length, ignore_eos=True)
     return Add(f"r{at}", RequestSpec(prompt, params, at, prediction=prediction))
 
 

@@ -15,7 +15,7 @@ from support import checkpoints
 from support.records import cached_of
 
 from slotwise.compose.engine_builder import Loaded, load
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.engine import Engine
@@ -54,7 +54,7 @@ def engine(folder: Path, **settings: object) -> Engine:
 
 def add(index: int, prompt: list[int], length: int = OUTPUT) -> Add:
     return Add(f"r{index}",
-               RequestSpec(prompt, SamplingParams(temperature=0, max_tokens=length, ignore_eos=True), index))
+               RequestSpec(prompt, SamplingSpec(temperature=0, max_tokens=length, ignore_eos=True), index))
 
 
 def run(subject: Engine, arrivals: dict[int, list[Add]], aborts: dict[int, list[str]] | None = None) -> dict[int, list]:

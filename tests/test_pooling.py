@@ -62,7 +62,7 @@ def engine(folder: Path, **settings: object) -> Engine:
 
 def add(name: str, prompt: list[int], kind: str, *, normalize: bool = True) -> Add:
     return Add(name, RequestSpec(
-        prompt, params.SamplingParams(max_tokens=None), pooling=params.PoolingParams(kind, normalize=normalize)))
+        prompt, params.SamplingSpec(max_tokens=None), pooling=params.PoolingSpec(kind, normalize=normalize)))
 
 
 
@@ -88,7 +88,7 @@ def run(subject: Engine, adds: list[Add]) -> tuple[dict[str, torch.Tensor], list
 def test_vectors_equal_transformers_beside_requests_that_generate(folder, prompts, exact, kind, settings):
     pooled = [add(f"p{index}", prompt, kind) for index, prompt in enumerate(prompts)]
     sampled = [Add(f"s{index}",
-                   RequestSpec(prompt, params.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)))
+                   RequestSpec(prompt, params.SamplingSpec(temperature=0, max_tokens=12, ignore_eos=True)))
                for index, prompt in enumerate(prompts)]
     both = [one for pair in zip(pooled, sampled, strict=True) for one in pair]
     vectors, records = run(engine(folder, **settings), both)
@@ -105,7 +105,7 @@ def test_vectors_equal_transformers_beside_requests_that_generate(folder, prompt
 
 def test_generation_is_the_same_beside_pooled_requests(folder, prompts):
     sampled = [Add(f"s{index}",
-                   RequestSpec(prompt, params.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)))
+                   RequestSpec(prompt, params.SamplingSpec(temperature=0, max_tokens=8, ignore_eos=True)))
                for index, prompt in enumerate(prompts)]
 
     def tokens(adds: list[Add]) -> dict[str, tuple[int, ...]]:
@@ -228,14 +228,14 @@ def test_the_checkpoint_says_how_it_pools(tmp_path):
     from slotwise.compose.model_defaults import read_pooling
 
     modules = [{"type": f"sentence_transformers.models.{kind}"} for kind in ("Transformer", "Pooling", "Normalize")]
-    assert read_pooling(tmp_path).params == params.PoolingParams("last")
+    assert read_pooling(tmp_path).params == params.PoolingSpec("last")
     write(tmp_path, "1_Pooling/config.json", {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False})
     write(tmp_path, "modules.json", modules)
-    assert read_pooling(tmp_path).params == params.PoolingParams("mean")
+    assert read_pooling(tmp_path).params == params.PoolingSpec("mean")
     write(tmp_path, "modules.json", modules[:2])
-    assert read_pooling(tmp_path).params == params.PoolingParams("mean", normalize=False)
+    assert read_pooling(tmp_path).params == params.PoolingSpec("mean", normalize=False)
     chosen = read_pooling(tmp_path, {"seq_pooling_type": "LAST", "use_activation": True}).params
-    assert chosen == params.PoolingParams("last")
+    assert chosen == params.PoolingSpec("last")
     write(tmp_path, "1_Pooling/config.json", {"pooling_mode_cls_token": True})
     assert "cls" in read_pooling(tmp_path).objection
     write(tmp_path, "modules.json", [*modules, {"type": "sentence_transformers.models.Dense"}])

@@ -15,7 +15,7 @@ from support.toy import Proposing
 import slotwise
 from slotwise import LLM
 from slotwise.compose.engine_builder import build_engine
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.record import StepRecord
 from slotwise.core.request import Request, RequestSpec
 from slotwise.core.step import TokenLogprobs
@@ -59,7 +59,7 @@ def engine(folder: Path, **settings: object) -> Engine:
 
 
 def add(name: str, prompt: list[int], num_top: int | None = TOP, max_tokens: int = 4) -> Add:
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, prompt_logprobs=num_top)
+    params = SamplingSpec(temperature=0, max_tokens=max_tokens, ignore_eos=True, prompt_logprobs=num_top)
     return Add(name, RequestSpec(prompt, params))
 
 

@@ -25,7 +25,7 @@ from support.rank_threads import Paired, ranks_on_threads
 
 from slotwise.compose.engine_builder import build_engine
 from slotwise.core.grammar import REGEX, Grammar
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.engine import Engine
@@ -44,11 +44,11 @@ LAYOUTS = {"tp": (2, 1), "pp": (1, 2), "both": (2, 2)}  # ranks of a stage, stag
 EVERY_LAYOUT = ("llama3", "gemma2", "gpt_oss", "qwen2_moe")  # others divide the same layers
 SHAPES = {"smollm2": {"num_attention_heads": 4}}  # three heads of queries with one of keys cannot be divided
 LENGTHS = [5, 40, 17, 70, 1, 33, 61, 9]
-SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=6, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+SAMPLED = SamplingSpec(temperature=1.0, top_p=0.9, max_tokens=6, ignore_eos=True, logprobs=2, prompt_logprobs=1)
 PENALISED = dataclasses.replace(SAMPLED, prompt_logprobs=None, presence_penalty=0.6, repetition_penalty=1.2)
-WORDS = SamplingParams(temperature=1.0, max_tokens=12, grammar=Grammar(REGEX, "[a-z]{3,12} [0-9]+"))
+WORDS = SamplingSpec(temperature=1.0, max_tokens=12, grammar=Grammar(REGEX, "[a-z]{3,12} [0-9]+"))
 LAST = SIZES["num_hidden_layers"] - 1  # of the layers: with stages, of another rank than 0
-LONG = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+LONG = SamplingSpec(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +76,7 @@ def memory(folder: Path, width: int = 1) -> int:
     return (18 if any(config.windows) else 9) * block
 
 
-def requests(guesses: dict[str, list[int]] | None = None, grammar: SamplingParams | None = None) -> list[Add]:
+def requests(guesses: dict[str, list[int]] | None = None, grammar: SamplingSpec | None = None) -> list[Add]:
     """Greedy ones with guesses of what they give, and some that sample: with penalties, log-probabilities, grammars."""
     kinds = {1: SAMPLED, 3: PENALISED} | ({} if grammar is None else {4: grammar, 6: grammar})
     return [Add(f"r{at}",

@@ -26,7 +26,7 @@ from slotwise.compose import ranks
 from slotwise.compose.engine_builder import build_engine, other_ranks
 from slotwise.compose.rank_process import obey
 from slotwise.compose.ranks import RankLostError, _Rank, visible_gpus
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.core.step import Decision
 from slotwise.engine.config import ConfigError, EngineConfig
@@ -36,7 +36,7 @@ from slotwise.engine.messages import Add, Finish
 from slotwise.errors import CheckpointError
 from slotwise.model.loading import read_config
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+GREEDY = SamplingSpec(temperature=0.0, max_tokens=10, ignore_eos=True)
 LONG = dataclasses.replace(GREEDY, max_tokens=24)
 SAMPLED = dataclasses.replace(GREEDY, temperature=1.0, top_p=0.9, logprobs=2, prompt_logprobs=1, max_tokens=4)
 LISTENS, LOOPBACK = "0A", "0100007F"  # a state, and 127.0.0.1, in /proc/net/tcp
@@ -53,7 +53,7 @@ def staged(folder: Path, stages: int, width: int = 1, **settings: object) -> Eng
 
 
 def tokens_of(
-    engine: Engine, asked: list[list[int]], params: SamplingParams, preempted: list[Decision] | None = None,
+    engine: Engine, asked: list[list[int]], params: SamplingSpec, preempted: list[Decision] | None = None,
     cached: list[int] | None = None,
 ) -> dict[str, list[int]]:
     """The output of each prompt; all ended well.  Notes the preemptions, and the tokens found in the cache."""

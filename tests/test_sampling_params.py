@@ -12,8 +12,7 @@ import pytest
 
 from slotwise import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from slotwise.compat.vllm import ANY
-from slotwise.core.params import InvalidParams
-from slotwise.core.params import SamplingParams as EngineParams
+from slotwise.core.params import InvalidParams, SamplingSpec
 from slotwise.offline.sampling_params import NAMES, UNSUPPORTED
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # `docs` is run from the repository's root
@@ -32,7 +31,7 @@ def test_a_parameter_of_vllm_has_one_treatment(name: str) -> None:
         return
     assert (done == NEUTRAL) == bool(accepted)
     for value in accepted if accepted is not ANY else (1, "x"):
-        assert SamplingParams(**{name: value}).for_engine() == EngineParams()
+        assert SamplingParams(**{name: value}).for_engine() == SamplingSpec()
     if accepted is not ANY:
         with pytest.raises(InvalidParams, match=f"^{name}: is not supported; ") as wrong:
             SamplingParams(**{name: {"neither": "this"}})
@@ -51,11 +50,11 @@ def test_the_engine_gets_every_parameter_that_it_has() -> None:
         "stop": ["a", "b"], "stop_token_ids": [3], "ignore_eos": True, "seed": 4, "logprobs": 5, "prompt_logprobs": 6,
         "presence_penalty": 1.0, "frequency_penalty": -1.0, "repetition_penalty": 1.5, "logit_bias": {8: 1.0},
         "allowed_token_ids": [8, 9], "bad_words_token_ids": [[1, 2]]}
-    assert set(given) == {one.name for one in fields(EngineParams)} - {"grammar", "thinking"} <= set(NAMES)
+    assert set(given) == {one.name for one in fields(SamplingSpec)} - {"grammar", "thinking"} <= set(NAMES)
     tuples = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
     params = SamplingParams(**given).for_engine([[5]])
-    assert params == EngineParams(**given | tuples | {"bad_words_token_ids": ((5,), (1, 2))})
-    assert SamplingParams().for_engine() == EngineParams()
+    assert params == SamplingSpec(**given | tuples | {"bad_words_token_ids": ((5,), (1, 2))})
+    assert SamplingParams().for_engine() == SamplingSpec()
     assert SamplingParams(max_tokens=None).for_engine().max_tokens is None
 
 

@@ -18,7 +18,7 @@ from support.records import cached_of
 
 from slotwise import builtin
 from slotwise.compose.engine_builder import Loaded, load
-from slotwise.core.params import SamplingParams, ThinkingBudget
+from slotwise.core.params import SamplingSpec, ThinkingBudget
 from slotwise.core.record import StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.engine.config import EngineConfig
@@ -165,7 +165,7 @@ def test_the_prefix_cache_holds_accepted_tokens_alone(loaded, prompt):
     first = several(prompt, 1, temperature=0.0)
     subject = engine(loaded, "suffix", block_size=16)
     (done,) = play(subject, first).outputs.values()
-    again = [Add("again", RequestSpec(prompt + list(done.tokens[:-1]), SamplingParams(temperature=0.0, max_tokens=8)))]
+    again = [Add("again", RequestSpec(prompt + list(done.tokens[:-1]), SamplingSpec(temperature=0.0, max_tokens=8)))]
     played = play(subject, again)
     assert max(max(cached_of(record), default=0) for record in played.records) > len(prompt)
     assert played.outputs["again"] == play(engine(loaded), again).outputs["again"]
@@ -174,7 +174,7 @@ def test_the_prefix_cache_holds_accepted_tokens_alone(loaded, prompt):
 def test_tenants_do_not_see_each_others_outputs(loaded, tokenizer):
     """What one tenant's outputs hold is drafted for no other, whose drafts are tokens of its own request."""
     text = tokenizer.encode("def read_lines(path):")
-    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    params = SamplingSpec(temperature=0.0, max_tokens=40, ignore_eos=True)
     drafts = {}
     for salt in ("tenant", "other"):
         subject = engine(loaded, "suffix")

@@ -6,7 +6,7 @@ import pytest
 from support import checkpoints
 
 from slotwise.compose.engine_builder import load
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import Add
@@ -25,7 +25,7 @@ def test_windows_save_the_bytes_that_arithmetic_predicts(name, tmp_path):
     subject, info = model.engine(config)
     assert info.limits.windows == (0, WINDOW)
     (prompt,) = checkpoints.prompts([PROMPT], seed=13)
-    subject.handle(Add("r0", RequestSpec(prompt, SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True))))
+    subject.handle(Add("r0", RequestSpec(prompt, SamplingSpec(temperature=0, max_tokens=OUTPUT, ignore_eos=True))))
     held = 0
     while subject.has_work:
         record = subject.step()

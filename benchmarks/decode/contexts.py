@@ -28,7 +28,7 @@ from benchmarks.decode.steps import mean
 
 from slotwise.bench.results import environment
 from slotwise.compose.engine_builder import Loaded, load
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.core.step import CACHE_GROUP, NewBlocks, NewRequest, RowKind, StepPlan
 from slotwise.core.step_time import Roofline
@@ -47,7 +47,7 @@ class Rows:
         self._slots = tuple(range(rows))
         self._step = 0
         each = -(-context // block_size)
-        params = SamplingParams(temperature=0.0, ignore_eos=True)
+        params = SamplingSpec(temperature=0.0, ignore_eos=True)
         tokens = torch.randint(10, 4000, (context,), generator=torch.Generator().manual_seed(0)).tolist()
         self._joins = tuple(
             NewRequest(f"row-{row}", row, RequestSpec(tokens, params, row), ()) for row in self._slots)

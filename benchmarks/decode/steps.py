@@ -23,7 +23,7 @@ from benchmarks.commands import parser_of
 from slotwise.bench.profiler import cost_of
 from slotwise.bench.results import environment
 from slotwise.compose.engine_builder import Loaded, load
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.core.step_time import Cost, Machine, Roofline
 from slotwise.engine.config import EngineConfig
@@ -44,7 +44,7 @@ def median_step(loaded: Loaded, config: EngineConfig, shape: tuple[int, int], st
     generator = torch.Generator().manual_seed(0)
     for row in range(rows):
         prompt = torch.randint(10, info.vocab_size, (context - steps // 2,), generator=generator).tolist()
-        params = SamplingParams(temperature=0.0, max_tokens=steps + BEGINNING, ignore_eos=True)
+        params = SamplingSpec(temperature=0.0, max_tokens=steps + BEGINNING, ignore_eos=True)
         engine.handle(Add(row, RequestSpec(prompt, params, row)))
     records = []
     while len(records) < steps:

@@ -14,14 +14,14 @@ from benchmarks.gpu.setup import Setup, asked
 
 from slotwise import builtin
 from slotwise.compose.engine_builder import build_engine
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import Add
 
 RANKS, ROWS, PROMPT, TOKENS = 2, 8, 40, 32
 PACKAGE = "msgspec"  # by which ranks talk
-GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+GREEDY = SamplingSpec(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
 
 
 class Found(NamedTuple):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slotwise.compose.engine_builder import Loaded, Warming
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import Add
@@ -68,7 +68,7 @@ class Setup:
 
     def request(self, number: int, num_prompt: int, num_output: int, seed: int) -> Add:
         """Returns a greedy request with exactly `num_output` tokens."""
-        params = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
+        params = SamplingSpec(temperature=0.0, max_tokens=num_output, ignore_eos=True)
         return Add(number, RequestSpec(self.prompt(num_prompt, seed), params, seed))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from benchmarks.gpu.figures import tell
 from benchmarks.gpu.setup import Setup, asked, load
 
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add
@@ -48,7 +48,7 @@ def run(engine: Engine, name: str, trace: list[tuple[list[int], int]]) -> tuple[
     """
     started, tokens, steps = time.perf_counter(), 0, 0
     for number, (prompt, num_output) in enumerate(trace):
-        params = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
+        params = SamplingSpec(temperature=0.0, max_tokens=num_output, ignore_eos=True)
         engine.handle(Add(number, RequestSpec(prompt, params, number), name=f"{name}-{number}"))
     while engine.has_work:
         record = engine.step()

@@ -21,7 +21,7 @@ from benchmarks.commands import parser_of
 
 from slotwise.batching.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.core.scheduler import Scheduler
 from slotwise.engine.engine import Engine
@@ -91,7 +91,7 @@ def _requests(seed: int) -> Iterator[Add]:
     while True:
         prompt = [draw.randrange(1, 97) for _ in range(min(300, 4 + int(draw.lognormvariate(3, 1))))]
         output = min(200, 4 + int(draw.lognormvariate(3.2, 0.8)))
-        params = SamplingParams(max_tokens=output, ignore_eos=True)
+        params = SamplingSpec(max_tokens=output, ignore_eos=True)
         yield Add(number, RequestSpec(prompt, params, number), name=f"request-{number}")
         number += 1
 

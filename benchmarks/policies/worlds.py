@@ -26,7 +26,7 @@ from benchmarks.server import serving
 from slotwise.bench.load_generator import BenchTarget, Client, LoadRun, Phrasing, open_session, resolve
 from slotwise.bench.measures import COMPLETED, REJECTED, RequestOutcome
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.core.slo import SLO, Tier
 from slotwise.core.step_time import Work
@@ -143,7 +143,7 @@ def simulated(asks: Sequence[Ask], setting: Setting, seed: int) -> list[RequestO
     longest = max(ask.num_output for ask in asks)
     arrivals = []
     for number, ask in enumerate(asks):
-        params = SamplingParams(max_tokens=ask.max_tokens or longest, ignore_eos=True)
+        params = SamplingSpec(max_tokens=ask.max_tokens or longest, ignore_eos=True)
         slo = _of_tier(ask.slo, setting)
         arrivals.append((ask.at, Add(number, RequestSpec(
             [5] * ask.num_prompt, params, number, slo=slo, forced_length=ask.num_output))))

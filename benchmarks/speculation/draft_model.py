@@ -36,7 +36,7 @@ from benchmarks.pairs import interval
 from slotwise.bench.results import environment, write_json
 from slotwise.compose.engine_builder import Loaded, load
 from slotwise.core.interfaces import DraftRow, Due, Proposal
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.record import StepRecord
 from slotwise.core.request import Request, RequestSpec
 from slotwise.core.step import PROPOSED, Proposing
@@ -100,7 +100,7 @@ class Fixed:
 
 def jobs(number: int, seed: int, max_tokens: int = OUTPUT) -> list[Add]:
     draw = random.Random(seed)
-    params = SamplingParams(temperature=1.0, max_tokens=max_tokens, ignore_eos=True)
+    params = SamplingSpec(temperature=1.0, max_tokens=max_tokens, ignore_eos=True)
     return [Add(at, RequestSpec(
         [draw.randrange(3, VOCABULARY) for _ in range(PROMPT)], params, draw.getrandbits(60))) for at in range(number)]
 

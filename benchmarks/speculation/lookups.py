@@ -39,7 +39,7 @@ from benchmarks.pairs import interval
 from slotwise import builtin
 from slotwise.bench.results import environment, write_json
 from slotwise.compose.engine_builder import Loaded, load
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.core.step import StepPlan, StepResult
 from slotwise.engine.config import EngineConfig
@@ -205,7 +205,7 @@ def run(engine: Engine, jobs: Sequence[Job], together: int) -> Figures:
 def played(engine: Engine, jobs: Sequence[Job], together: int) -> Figures:
     """Runs jobs, `together` at a time."""
     assert isinstance(engine.executor, Scripted)
-    adds = [Add(at, RequestSpec(job.prompt, SamplingParams(max_tokens=job.max_tokens, **GREEDY), at))
+    adds = [Add(at, RequestSpec(job.prompt, SamplingSpec(max_tokens=job.max_tokens, **GREEDY), at))
             for at, job in enumerate(jobs)]
     engine.executor.scripts = {one.request_id: job.script for one, job in zip(adds, jobs, strict=True)}
     sent: dict[int, float] = {}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from slotwise import builtin
 from slotwise.compose.engine_builder import build_engine
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import Add
@@ -48,7 +48,7 @@ def run() -> tuple[list[Cell], list[int]]:
     for step in range(STEPS):
         for index, (prompt, arrival) in enumerate(zip(PROMPTS, ARRIVALS, strict=True)):
             if arrival == step:
-                params = SamplingParams(temperature=0.6, max_tokens=28, seed=index)
+                params = SamplingSpec(temperature=0.6, max_tokens=28, seed=index)
                 engine.handle(Add(str(index), RequestSpec(tokenizer.encode(prompt), params, index)))
         if not engine.has_work:
             break

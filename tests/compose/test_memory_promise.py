@@ -19,7 +19,7 @@ from slotwise.kernels.lazy_imports import spare_torch
 spare_torch()
 from slotwise import builtin
 from slotwise.compose.engine_builder import build_engine
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import Add
@@ -33,7 +33,7 @@ def serve(rows, prompt, output):
     global number
     for _ in range(rows):
         ids = [draw.randrange(3, info.vocab_size) for _ in range(draw.randint(1, prompt))]
-        params = SamplingParams(temperature=0, max_tokens=draw.randint(1, output), ignore_eos=True)
+        params = SamplingSpec(temperature=0, max_tokens=draw.randint(1, output), ignore_eos=True)
         engine.handle(Add(f"r{number}", RequestSpec(tuple(ids), params, number)))
         number += 1
     while engine.has_work:

@@ -11,7 +11,7 @@ import pytest
 
 from slotwise import builtin
 from slotwise.compose.model_defaults import IGNORED, OBEYED, announce, read_defaults
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.request_defaults import SamplingDefaults
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.errors import CheckpointError, OneLineError
@@ -58,7 +58,7 @@ def test_no_file_and_an_empty_one_change_nothing(folder: Path) -> None:
 
 def test_all_fields_of_the_file_are_defaults(folder: Path) -> None:
     defaults = read(folder, **ALL)
-    assert defaults.given == GIVEN and SamplingParams(**defaults.given) == SamplingParams(**GIVEN)
+    assert defaults.given == GIVEN and SamplingSpec(**defaults.given) == SamplingSpec(**GIVEN)
     assert defaults.max_tokens_limit is None and defaults.limited(1000) == 1000 and not defaults.ignored
     assert str(folder / "generation_config.json") == defaults.source
 
@@ -82,7 +82,7 @@ def test_an_override_wins_over_the_file_and_null_is_neutral(folder: Path) -> Non
     defaults = read(folder, "auto", {"temperature": 1.5, "top_p": None}, **ALL)
     expected = GIVEN | {"temperature": 1.5}
     del expected["top_p"]
-    assert defaults.given == expected and SamplingParams(**defaults.given).top_p == 1.0
+    assert defaults.given == expected and SamplingSpec(**defaults.given).top_p == 1.0
     assert defaults.source.endswith("generation_config.json and override_generation_config")
 
 

@@ -14,7 +14,7 @@ from support.toy import VOCAB, Driver, Guesses, Placeholders, Proposing, alone, 
 from slotwise.core.chunking import AIM
 from slotwise.core.drafting import MAX_STEP_DRAFTS
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.reasons import TOKEN_BUDGET, VERIFYING
 from slotwise.core.request import Output, Request, RequestSpec
 from slotwise.core.step import CACHE_GROUP, PROPOSED, FreedBlocks, RowKind, StepPlan, StepResult
@@ -256,7 +256,7 @@ def test_all_positions_of_a_prompt_want_logits_and_none_is_found_in_the_cache():
             return StepResult(self.plan.step, tuple([(5,) if end >= 12 else () for end in ends]))
 
     driver.executor = Ignores()
-    params = SamplingParams(max_tokens=3, ignore_eos=True, prompt_logprobs=1)
+    params = SamplingSpec(max_tokens=3, ignore_eos=True, prompt_logprobs=1)
     driver.add(Request("scored", RequestSpec([1 + number % 7 for number in range(12)], params)))
     driver.run()
     scored = [plan for plan in driver.plans if "scored" in plan.request_ids]

@@ -18,7 +18,7 @@ from support.toy import VOCAB, Driver, Guesses, alone, in_seed, next_token, requ
 
 from slotwise.batching.batching_settings import Batching
 from slotwise.core.limits import ERROR, RECOMPUTE, SchedulerLimits
-from slotwise.core.params import POOLING_TYPES, PoolingParams
+from slotwise.core.params import POOLING_TYPES, PoolingSpec
 from slotwise.core.slo import SLO, Tier
 from slotwise.core.step import StepPlan
 from slotwise.policies.policy_settings import Ordering
@@ -72,7 +72,7 @@ class Life(Driver):
         slo = SLO(
             draw.choice("abc"), draw.choice(("", "gold", "bulk")), draw.randint(-2, 2), draw.choice((None, 3.0, 60.0)),
             draw.choice((None, None, None, 1.0)))
-        pooling = PoolingParams(draw.choice(POOLING_TYPES)) if draw.random() < 0.2 else None
+        pooling = PoolingSpec(draw.choice(POOLING_TYPES)) if draw.random() < 0.2 else None
         new = request(name, prompt, draw.randint(1, 20), draw.choice(("", "", "other")), slo, pooling)
         if pooling is not None:
             self.vectors[name] = next_token(prompt)

@@ -7,11 +7,11 @@ from support.toy import Driver, next_token, request
 
 from slotwise.batching.disciplines import Chunked, Static
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.params import InvalidParams, PoolingParams
+from slotwise.core.params import InvalidParams, PoolingSpec
 from slotwise.core.request import Output
 from slotwise.core.step import StepResult
 
-LAST, MEAN = PoolingParams("last"), PoolingParams("mean")
+LAST, MEAN = PoolingSpec("last"), PoolingSpec("mean")
 LIMITS = SchedulerLimits(
     max_model_len=32, num_blocks=12, block_size=4, max_num_seqs=4, max_num_batched_tokens=8,
     enable_prefix_caching=True)
@@ -85,4 +85,4 @@ def test_a_row_without_a_vector_ends_in_error():
 @pytest.mark.parametrize("wrong", [{"pooling_type": "cls"}, {"dimensions": 0}, {"dimensions": 1.5}])
 def test_parameters_out_of_range_are_refused(wrong):
     with pytest.raises(InvalidParams):
-        PoolingParams(**wrong)
+        PoolingSpec(**wrong)

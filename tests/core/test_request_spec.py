@@ -8,13 +8,13 @@ import msgspec
 import pytest
 
 from slotwise.core.grammar import REGEX, Grammar
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.request import KVTransfer, Output, RequestSpec
 from slotwise.core.slo import SLO
 from slotwise.core.step import NewRequest
 
 SECRET = RequestSpec(
-    (7, 8), SamplingParams(grammar=Grammar(REGEX, "pepper"), max_tokens=5), 3, "alice:salt",
+    (7, 8), SamplingSpec(grammar=Grammar(REGEX, "pepper"), max_tokens=5), 3, "alice:salt",
     SLO("alice", "gold", 4), adapter=2, adapter_name="poet", kv=KVTransfer("key", True, 1.0, "10.0.0.1", 9),
     prediction=(9, 9), forced_length=4, queue_timeout=1.5, stop_lengths=(300,))
 
@@ -37,7 +37,7 @@ def test_it_is_encoded_whole(kind: object) -> None:
 
 def test_a_list_that_changes_later_changes_no_prompt() -> None:
     ids = [1, 2]
-    spec = RequestSpec(ids, SamplingParams())  # type: ignore[arg-type]
+    spec = RequestSpec(ids, SamplingSpec())  # type: ignore[arg-type]
     ids.append(3)
     assert spec.prompt == (1, 2)
 
@@ -45,11 +45,11 @@ def test_a_list_that_changes_later_changes_no_prompt() -> None:
 @pytest.mark.parametrize("name", ["adapter", "forced_length", "queue_timeout"])
 def test_what_is_wrong_is_named(name: str) -> None:
     with pytest.raises(ValueError, match=name):
-        RequestSpec((1,), SamplingParams(), **{name: -1})
+        RequestSpec((1,), SamplingSpec(), **{name: -1})
 
 
 def test_after_a_preemption_a_request_has_its_output() -> None:
-    joins = NewRequest(0, 1, RequestSpec((1, 2), SamplingParams(prompt_logprobs=0)), ())
+    joins = NewRequest(0, 1, RequestSpec((1, 2), SamplingSpec(prompt_logprobs=0)), ())
     assert joins.tokens is joins.spec.prompt and joins.num_prompt == 2  # no copy
     again = joins._replace(sampled=(5,))
     assert again.tokens == (1, 2, 5) and again.num_prompt == 2 and again.spec.output is Output.PROMPT_LOGPROBS

@@ -9,7 +9,7 @@ import pytest
 from support.toy import EOS, next_token, scheduler
 
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.engine.client import AdapterLoads, EngineClient
 from slotwise.engine.engine import Engine
@@ -19,7 +19,7 @@ from slotwise.engine.refusals import AdapterError, Refused
 
 LIMITS = SchedulerLimits(max_model_len=64, num_blocks=64, block_size=4, max_num_seqs=8, max_num_batched_tokens=32,
                          max_loras=2)
-FOREVER = SamplingParams(max_tokens=50, ignore_eos=True)
+FOREVER = SamplingSpec(max_tokens=50, ignore_eos=True)
 
 
 class Store:
@@ -41,7 +41,7 @@ def test_an_adapter_is_forgotten_when_the_last_request_with_it_has_ended(depth: 
                     adapters=store)
     for name, adapter, length in (("a", 1, 5), ("b", 1, 50), ("c", 2, 50)):
         engine.handle(Add(name,
-                          RequestSpec([3, 4], SamplingParams(max_tokens=length, ignore_eos=True), adapter=adapter)))
+                          RequestSpec([3, 4], SamplingSpec(max_tokens=length, ignore_eos=True), adapter=adapter)))
     engine.step()
     engine.unload_adapter(1)
     engine.unload_adapter(3)

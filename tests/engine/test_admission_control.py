@@ -11,7 +11,7 @@ from support.records import record_of
 
 from slotwise.batching.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.record import RequestEnd
 from slotwise.core.request import RequestSpec
 from slotwise.core.slo import SLO
@@ -39,7 +39,7 @@ class Queue:
             self.serial += 1
             self.line.append(str(self.serial))
             slo = SLO(tenant, tier)
-            self.control.commanded(Add(self.line[-1], RequestSpec([1] * num_tokens, SamplingParams(), slo=slo)),
+            self.control.commanded(Add(self.line[-1], RequestSpec([1] * num_tokens, SamplingSpec(), slo=slo)),
                                    self.now)
 
     def objection(self, num_requests: int = 1, num_tokens: int = 0, tenant: str = "") -> str:

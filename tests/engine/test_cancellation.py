@@ -9,7 +9,7 @@ import pytest
 from support.toy import EOS, alone, next_token, scheduler
 
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.request import Request, RequestSpec, State
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
@@ -33,7 +33,7 @@ class Scene:
         self.expected: dict[str, list[int]] = {}
 
     def add(self, name: str, prompt: list[int], length: int = LENGTH) -> None:
-        params = SamplingParams(max_tokens=length, ignore_eos=True)
+        params = SamplingSpec(max_tokens=length, ignore_eos=True)
         self.expected[name] = alone(Request(name, RequestSpec(prompt, params), (EOS,)), LIMITS)
         self.given[name], self.ends[name] = [], []
         self.engine.handle(Add(name, RequestSpec(prompt, params)))

@@ -12,7 +12,7 @@ from support.toy import EOS, VOCAB, alone, named, next_token, scheduler
 
 from slotwise.batching.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.request import Request, RequestSpec
 from slotwise.engine.client import EngineClient
 from slotwise.engine.engine import Engine
@@ -46,7 +46,7 @@ LIMITS = SchedulerLimits(max_model_len=64, num_blocks=64, block_size=4, max_num_
 SCHEDULING = Scheduling(Batching(), max_num_seqs=LIMITS.max_num_seqs,
                         max_num_batched_tokens=LIMITS.max_num_batched_tokens)
 INFO = EngineInfo("toy", "cpu", "float32", VOCAB, LIMITS, SCHEDULING, (EOS,))
-FOREVER = SamplingParams(max_tokens=50, ignore_eos=True)
+FOREVER = SamplingSpec(max_tokens=50, ignore_eos=True)
 
 
 class Other:
@@ -142,7 +142,7 @@ async def all_of(generation: Generation) -> list[Chunk]:
 
 def test_tokens_arrive_as_the_engine_makes_them() -> None:
     async def play(client: EngineClient, other: Other, notes: Notes) -> None:
-        params = SamplingParams(max_tokens=9, ignore_eos=True)
+        params = SamplingSpec(max_tokens=9, ignore_eos=True)
         generations = {name: client.submit(named(name, RequestSpec([1, 2, at], params)))
                        for at, name in enumerate("abc")}
         reading = {name: asyncio.create_task(all_of(generation)) for name, generation in generations.items()}
@@ -161,7 +161,7 @@ def test_tokens_arrive_as_the_engine_makes_them() -> None:
 
 def test_a_consumer_that_is_behind_gets_it_all_at_once() -> None:
     async def play(client: EngineClient, other: Other, notes: Notes) -> None:
-        generation = client.submit(named("a", RequestSpec([1], SamplingParams(max_tokens=9, ignore_eos=True))))
+        generation = client.submit(named("a", RequestSpec([1], SamplingSpec(max_tokens=9, ignore_eos=True))))
         await run_out(other)
         (chunk,) = await all_of(generation)
         assert len(chunk.token_ids) == 9 and chunk.finish_reason == "length"
@@ -173,7 +173,7 @@ def test_a_consumer_that_is_behind_gets_it_all_at_once() -> None:
 @pytest.mark.parametrize(("interval", "sizes"), [(4, [4, 4, 2]), (AT_THE_END, [10]), (1, [1] * 10)])
 def test_the_interval_gathers_tokens(interval: int, sizes: list[int]) -> None:
     async def play(client: EngineClient, other: Other, notes: Notes) -> None:
-        generation = client.submit(named("a", RequestSpec([1], SamplingParams(max_tokens=10, ignore_eos=True))))
+        generation = client.submit(named("a", RequestSpec([1], SamplingSpec(max_tokens=10, ignore_eos=True))))
         generation.interval = interval
         reading = asyncio.create_task(all_of(generation))
         await run_out(other)
@@ -287,7 +287,7 @@ def test_an_engine_that_cannot_start(last_words: str) -> None:
 
 def test_draining_waits_for_those_who_run_and_then_aborts() -> None:
     async def play(client: EngineClient, other: Other, notes: Notes) -> None:
-        short = client.submit(named("short", RequestSpec([1], SamplingParams(max_tokens=2, ignore_eos=True))))
+        short = client.submit(named("short", RequestSpec([1], SamplingSpec(max_tokens=2, ignore_eos=True))))
         client.submit(named("long", RequestSpec([1], FOREVER)))
         draining = asyncio.create_task(client.drain(0.3))
         await asyncio.sleep(0)
@@ -309,7 +309,7 @@ def test_draining_waits_for_those_who_run_and_then_aborts() -> None:
 
 def test_a_pause_lets_those_who_run_finish_and_ends() -> None:
     async def play(client: EngineClient, other: Other, notes: Notes) -> None:
-        short = client.submit(named("short", RequestSpec([1], SamplingParams(max_tokens=2, ignore_eos=True))))
+        short = client.submit(named("short", RequestSpec([1], SamplingSpec(max_tokens=2, ignore_eos=True))))
         pausing = asyncio.create_task(client.pause_for("asleep", 60))
         await asyncio.sleep(0)
         with pytest.raises(Refused, match="asleep") as caught:
@@ -362,7 +362,7 @@ def test_an_engine_that_does_not_listen_blocks_nobody() -> None:
 
 def test_observers_hear_commands_as_the_engine_gets_them_and_of_its_loss() -> None:
     async def play(client: EngineClient, other: Other, notes: Notes) -> None:
-        request = named("a", RequestSpec([1], SamplingParams(max_tokens=9)))
+        request = named("a", RequestSpec([1], SamplingSpec(max_tokens=9)))
         client.submit(request).finish("abort")
         client.reschedule({"max_num_seqs": 1})
         assert notes.commands == [request, Finish(0, "abort"), Configure(client.scheduling)]
@@ -379,7 +379,7 @@ def test_a_failing_observer_harms_nobody() -> None:
 
     async def play(client: EngineClient, other: Other, notes: Notes) -> None:
         client.observers.insert(0, Faulty())
-        generation = client.submit(named("a", RequestSpec([1], SamplingParams(max_tokens=3, ignore_eos=True))))
+        generation = client.submit(named("a", RequestSpec([1], SamplingSpec(max_tokens=3, ignore_eos=True))))
         await run_out(other)
         assert (await all_of(generation))[-1].finish_reason == "length" and notes.ends == [(0, "length")]
 
@@ -419,7 +419,7 @@ def test_what_a_new_engine_must_know_comes_before_any_request() -> None:
 
         def submit() -> None:
             if client.healthy:
-                client.submit(named("eager", RequestSpec([1, 2], SamplingParams(max_tokens=2))))
+                client.submit(named("eager", RequestSpec([1, 2], SamplingSpec(max_tokens=2))))
             else:
                 asyncio.get_running_loop().call_soon(submit)
 

@@ -11,7 +11,7 @@ from support.toy import EOS, alone, next_token, request, scheduler
 
 from slotwise.batching.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.record import NO_STEP, StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.core.step import StepResult, TokenLogprobs
@@ -58,7 +58,7 @@ def engine(executor: FakeExecutor | None = None, depth: int = 0, batching: Batch
 
 
 def add(name: str, length: int = 6, **params: object) -> Add:
-    return Add(name, RequestSpec([3, 1, 4], SamplingParams(max_tokens=length, **params)))
+    return Add(name, RequestSpec([3, 1, 4], SamplingSpec(max_tokens=length, **params)))
 
 
 def run(subject: Engine, most_steps: int = 500) -> list[StepRecord]:
@@ -148,7 +148,7 @@ def test_an_abort_between_steps_shows_in_the_next_record():
 
 def test_an_impossible_request_is_answered_and_the_engine_stays_idle():
     subject = engine()
-    subject.handle(Add("huge", RequestSpec([1] * 40, SamplingParams(max_tokens=20))))
+    subject.handle(Add("huge", RequestSpec([1] * 40, SamplingSpec(max_tokens=20))))
     assert not subject.has_work
     record = subject.idle_record()
     assert record is not None

@@ -13,7 +13,7 @@ from support.toy import named
 
 from slotwise.batching.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.record import Outcome, RequestEnd, StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.core.step import TokenLogprobs
@@ -106,7 +106,7 @@ def test_the_client_hands_out_the_parts_before_the_end() -> None:
         channel = BlockingChannel(theirs)
         channel.send(encode(INFO))
         assert isinstance(await client.attach(ours, HeartbeatMonitor(60)), EngineInfo)
-        params = SamplingParams(max_tokens=5000, logprobs=20)
+        params = SamplingSpec(max_tokens=5000, logprobs=20)
         generations = [client.submit(named(str(row), RequestSpec([1], params))) for row in range(3)]
         record = a_record([2000, 3000, 1000], 20)
         expected = list(zip(record.tokens, record.logprobs, strict=True))
@@ -135,7 +135,7 @@ def test_the_last_token_of_a_part_comes_with_the_end_that_the_record_tells() -> 
         channel = BlockingChannel(theirs)
         channel.send(encode(INFO))
         await client.attach(ours, HeartbeatMonitor(60))
-        params = SamplingParams(max_tokens=5000, logprobs=20)
+        params = SamplingSpec(max_tokens=5000, logprobs=20)
         ending, running = [client.submit(named(str(row), RequestSpec([1], params))) for row in range(2)]
         record = a_record([2000, 1000], 20)
         (tokens, others), (logprobs, _) = record.tokens, record.logprobs

@@ -13,7 +13,7 @@ from support.toy import EOS, next_token
 
 from slotwise.batching.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.slo import SLO
@@ -50,7 +50,7 @@ def test_places_are_the_order_in_which_slots_are_given(policy: str, requests: li
     subject = engine(policy)
     names = [f"r{number}" for number in range(len(requests))]
     for name, (priority, length, num_prompt) in zip(names, requests, strict=True):
-        params = SamplingParams(max_tokens=length, ignore_eos=True)
+        params = SamplingSpec(max_tokens=length, ignore_eos=True)
         subject.handle(Add(name, RequestSpec([3] * num_prompt, params, slo=SLO(priority=priority))))
     told = places(subject, names)
     assert sorted(told.values()) == list(range(len(names)))
@@ -66,7 +66,7 @@ def test_places_are_the_order_in_which_slots_are_given(policy: str, requests: li
 def test_a_standing_tells_the_state_and_the_tokens() -> None:
     subject = engine("fcfs")
     for name in "ab":
-        subject.handle(Add(name, RequestSpec([3, 1, 4], SamplingParams(max_tokens=8, ignore_eos=True))))
+        subject.handle(Add(name, RequestSpec([3, 1, 4], SamplingSpec(max_tokens=8, ignore_eos=True))))
     subject.step()
     subject.step()
     assert subject.queue_positions(QueuePositionQuery(1, ("a", "b", "nobody"))).positions == (

@@ -15,7 +15,7 @@ from support.toy import EOS, alone, next_token, request
 
 from slotwise.batching.batching_settings import KINDS, PREFILLS, Batching
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.record import NO_STEP, StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.core.scheduler import Scheduler
@@ -87,7 +87,7 @@ class Busy:
                   whims.choice((None, 0.02)), whims.choice((None, None, 0.005)))
         self.asked[name] = alone(request(name, prompt, length), LIMITS)
         self.tiers[name] = slo.tier
-        self.engine.handle(Add(name, RequestSpec(prompt, SamplingParams(max_tokens=length), slo=slo)))
+        self.engine.handle(Add(name, RequestSpec(prompt, SamplingSpec(max_tokens=length), slo=slo)))
 
     def slots(self) -> set[str]:
         """Who has one."""
@@ -187,7 +187,7 @@ def test_the_first_plan_after_a_change_follows_the_new_policy(policy: str) -> No
     busy.scheduling = replace(busy.scheduling, max_num_seqs=1)
     busy.engine.handle(Configure(busy.scheduling))
     for number in range(7):
-        params = SamplingParams(max_tokens=9 - number, ignore_eos=True)
+        params = SamplingSpec(max_tokens=9 - number, ignore_eos=True)
         busy.engine.handle(Add(f"q{number}", RequestSpec([2], params, slo=SLO(priority=-number))))
     assert admitted_of(busy.step()) == ("q0",)
     other = busy.scheduling.changed({"scheduling_policy": policy, **({"preemption_gap": 99} if policy == "priority" else
@@ -205,7 +205,7 @@ def test_what_a_batch_kept_back_is_told_to_those_who_have_no_turn_when_it_is_bro
     busy.engine.handle(Configure(busy.scheduling))
     for name, length in (("a", 3), ("b", 9), ("c", 12)):
         busy.asked[name] = alone(request(name, [5, 2], length, ignore_eos=True), LIMITS)
-        busy.engine.handle(Add(name, RequestSpec([5, 2], SamplingParams(max_tokens=length, ignore_eos=True))))
+        busy.engine.handle(Add(name, RequestSpec([5, 2], SamplingSpec(max_tokens=length, ignore_eos=True))))
     for _ in range(6):
         busy.step()
     assert not any(busy.outputs.values())

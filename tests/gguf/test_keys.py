@@ -14,7 +14,7 @@ from support.checkpoints import make
 from support.gguf_files import write
 
 from slotwise.compose.model_defaults import read_defaults, read_pooling
-from slotwise.core.params import PoolingParams
+from slotwise.core.params import PoolingSpec
 from slotwise.engine.config import EngineConfig
 from slotwise.errors import CheckpointError
 from slotwise.model.gguf.gguf_config import read_gguf_config
@@ -240,6 +240,6 @@ def test_vectors_are_pooled_as_the_file_says(kind: int | None, pooling: str, pla
     read(plain, tmp_path / "x.gguf", **({} if kind is None else {"pooling_type": kind}))
     defaults = read_pooling(tmp_path / "x.gguf")
     if pooling:
-        assert defaults.params == PoolingParams(pooling) and not defaults.objection
+        assert defaults.params == PoolingSpec(pooling) and not defaults.objection
     else:
         assert "pooling_type is" in defaults.objection

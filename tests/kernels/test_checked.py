@@ -11,7 +11,7 @@ from support import checkpoints
 from support.paged import Layer, rotary
 
 from slotwise.compose.engine_builder import load
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import Add
@@ -80,7 +80,7 @@ def generated(config: EngineConfig) -> tuple[list[int], bool]:
     """Eight tokens, and whether the kernels that computed them were checked."""
     seen = []
     engine, _ = load(config, wrap=lambda kernels: seen.append(kernels) or kernels).engine(config)
-    engine.handle(Add("r", RequestSpec(list(range(3, 20)), SamplingParams(temperature=0, max_tokens=8))))
+    engine.handle(Add("r", RequestSpec(list(range(3, 20)), SamplingSpec(temperature=0, max_tokens=8))))
     tokens = []
     while engine.has_work:
         record = engine.step()

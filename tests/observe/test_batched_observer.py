@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from support.records import record_of
 
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.record import StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.engine.messages import Add, Observer
@@ -57,7 +57,7 @@ def during(play: Callable[[BatchedObserver], None], seconds: float, *before: Obs
 
 def some(subject: BatchedObserver) -> None:
     subject.arrived("a", 3, 1)
-    subject.commanded(Add("a", RequestSpec([1], SamplingParams())), 1)
+    subject.commanded(Add("a", RequestSpec([1], SamplingSpec())), 1)
     subject.stepped(record_of(0, 2, 3))
     subject.stepped(record_of(1, 3, 4))
     subject.sent("a", 4, 5, 2)

@@ -11,7 +11,7 @@ from support.played import LIMITS, MS, Play
 from support.records import record_of
 
 from slotwise.batching.batching_settings import Batching
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.record import NO_STEP, RequestEnd, StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.core.step import Admission
@@ -215,7 +215,7 @@ def test_one_whose_first_steps_are_forgotten_is_not_explained() -> None:
 
 
 def request(number: int, name: str, ns: int, salt: str = "", **timing: int) -> event_log.RequestEntry:
-    spec = RequestSpec((), SamplingParams(), salt=salt)
+    spec = RequestSpec((), SamplingSpec(), salt=salt)
     return event_log.RequestEntry(ns, 4, Add(number, spec, Timing(**timing), name))
 
 

@@ -16,7 +16,7 @@ from support.toy_engine import MS, Rehearsal, engine
 
 from slotwise.batching.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.record import RequestEnd, StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.core.step import Admission, Decision, Preemption, Stop
@@ -30,7 +30,7 @@ from slotwise.observe.traces import Completion
 
 
 def request(number: int, at_ms: float, **timing: int) -> RequestEntry:
-    add = Add(number, RequestSpec((), SamplingParams()), Timing(**timing), f"cmpl-{number}-0")
+    add = Add(number, RequestSpec((), SamplingSpec()), Timing(**timing), f"cmpl-{number}-0")
     return RequestEntry(round(at_ms * MS), 4, add)
 
 
@@ -217,7 +217,7 @@ def choices(ends_ms: Sequence[int]) -> list[Entry]:
     run = Run(FORMAT, "1", "toy", "float32", "cpu", 0.0, 0, engine().limits, engine().scheduling)
     ended = [record_of(-1, 0, ms * MS, ended=(RequestEnd(number, "stop", 1),)) for number, ms in enumerate(ends_ms)]
     return [run,
-            *(RequestEntry(MS, 4, Add(number, RequestSpec((), SamplingParams()), name=f"cmpl-x-{number}"))
+            *(RequestEntry(MS, 4, Add(number, RequestSpec((), SamplingSpec()), name=f"cmpl-x-{number}"))
               for number in range(len(ends_ms))),
             *ended]
 

@@ -9,7 +9,7 @@ import pytest
 from support.played import Play
 from support.records import record_of
 
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.record import RequestEnd, StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.core.step_time import StepTimeModel, work_of
@@ -80,7 +80,7 @@ def test_only_lines_of_its_life_are_extracted() -> None:
 
 def request(number: int, name: str, salt: str) -> event_log.RequestEntry:
     return event_log.RequestEntry(number + 1, 4, Add(
-        number, RequestSpec((), SamplingParams(), salt=salt), name=f"cmpl-{name}-{number}"))
+        number, RequestSpec((), SamplingSpec(), salt=salt), name=f"cmpl-{name}-{number}"))
 
 
 def test_what_is_gone_from_the_ring_is_gone_from_the_index() -> None:

@@ -4,7 +4,7 @@ import pytest
 from support.records import record_of
 from support.toy_engine import MS, engine
 
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.record import RequestEnd, StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.core.step import Admission, Decision, Preemption, Stop
@@ -18,7 +18,7 @@ RUN = Run(FORMAT, "1", "toy", "float32", "cpu", 0.0, 0, INFO.limits, INFO.schedu
 
 def request(number: int, at_ms: int = 0, num_prompt: int = 6) -> RequestEntry:
     return RequestEntry(at_ms * MS, num_prompt,
-                        Add(number, RequestSpec((), SamplingParams(max_tokens=8)), name=f"cmpl-{number}-0"))
+                        Add(number, RequestSpec((), SamplingSpec(max_tokens=8)), name=f"cmpl-{number}-0"))
 
 
 def board(*entries: Entry) -> LiveState:

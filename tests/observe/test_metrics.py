@@ -14,7 +14,7 @@ from support.toy_engine import LIMITS, MS, Rehearsal, engine
 
 from slotwise.batching.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.record import RequestEnd, StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.core.step import Copy, Decision, RankSpan, RowKind, Stop
@@ -108,7 +108,7 @@ def test_latencies_count_from_when_the_request_was_read() -> None:
     """Not from its first bytes, whose body may be slow to come, and not from when the engine gets it."""
     measured = Measured(engine())
     timing = Timing(received_ns=10 * MS, read_ns=60 * MS)
-    measured.commanded(Add("a", RequestSpec([1, 2, 3], SamplingParams()), timing), 100 * MS)
+    measured.commanded(Add("a", RequestSpec([1, 2, 3], SamplingSpec()), timing), 100 * MS)
     measured.stepped(step(150, "a", "a", admitted=("a",), cached=(0,)))
     measured.stepped(step(160, "a", "a", ended=(RequestEnd("a", "length", 2),)))
     seen = samples(measured)

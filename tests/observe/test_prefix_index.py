@@ -9,7 +9,7 @@ import pytest
 
 from slotwise.batching.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.core.step_time import Work
 from slotwise.engine.messages import Add, Observer
@@ -75,7 +75,7 @@ class Play:
 
     def send(self, prompt: list[int]) -> str:
         name, self.sent = f"r{self.sent}", self.sent + 1
-        params = SamplingParams(max_tokens=self.rng.randint(1, 12), ignore_eos=True)
+        params = SamplingSpec(max_tokens=self.rng.randint(1, 12), ignore_eos=True)
         self.server.ask(self.server.machine.now, Add(name, RequestSpec(prompt, params)))
         self.index.expect(name, (len(prompt), pieces_of(prompt)), len(prompt), BLOCK)
         return name
@@ -126,7 +126,7 @@ def test_an_adapter_takes_the_pieces_of_its_prompts_with_it() -> None:
     play = Play(0)
     for name, prompt, adapter in (("base", [1] * 16, 0), ("one", [2] * 16, 1), ("other", [3] * 16, 2)):
         play.server.ask(play.server.machine.now,
-                        Add(name, RequestSpec(prompt, SamplingParams(max_tokens=1), adapter=adapter)))
+                        Add(name, RequestSpec(prompt, SamplingSpec(max_tokens=1), adapter=adapter)))
         play.index.expect(name, (16, pieces_of(prompt)), 16, BLOCK, adapter)
     play.run()
     play.router.ask()
@@ -159,13 +159,13 @@ def test_a_router_that_missed_changes_gets_the_whole_index() -> None:
 def test_texts_and_tokens_of_different_lengths_are_matched_by_their_shares() -> None:
     play = Play(0)
     prompt = [2] * 32
-    play.server.ask(0.0, Add("a", RequestSpec(prompt, SamplingParams(max_tokens=1))))
+    play.server.ask(0.0, Add("a", RequestSpec(prompt, SamplingSpec(max_tokens=1))))
     play.index.expect("a", (1000, tuple(range(3))), 32, 256)  # a piece is 8.2 tokens
     play.run()
     assert sorted(play.index.changes("", 0).added) == [0, 1, 2]
     assert play.index.piece_tokens == pytest.approx(32 * 256 / 1000)
     short = Play(0)
-    short.server.ask(0.0, Add("b", RequestSpec([1, 2], SamplingParams(max_tokens=1))))
+    short.server.ask(0.0, Add("b", RequestSpec([1, 2], SamplingSpec(max_tokens=1))))
     short.index.expect("b", (600, (7, 8)), 2, 256)  # less than a block is never cached
     short.run()
     assert short.index.changes("", 0).added == []

@@ -17,7 +17,7 @@ from support.recorded import Recorded
 from support.records import record_of
 
 from slotwise.batching.batching_settings import Batching
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.record import RequestEnd, StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.engine.messages import Add, Finish, Timing
@@ -93,7 +93,7 @@ def test_a_ring_is_bounded_and_tells_what_comes_before_each_of_its_lines(capacit
 
 FLOOD = """
 from pathlib import Path
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.record import NO_PLAN, Inputs, Outcome, RequestEnd, StepRecord
 from slotwise.core.step import StepResult
 from slotwise.core.request import RequestSpec
@@ -111,7 +111,7 @@ for number in range(60_000):
     if FLOOD == "refused":
         recorder.refused("queue_full")
         continue
-    name, params = f"cmpl-{number:032d}-0", SamplingParams(temperature=0.2, max_tokens=2000)
+    name, params = f"cmpl-{number:032d}-0", SamplingSpec(temperature=0.2, max_tokens=2000)
     recorder.commanded(Add(
         number, RequestSpec([1] * 8, params, number << 30), Timing(received_ns=time, read_ns=time), name), time)
     recorder.commanded(Finish(number, "abort"), time)
@@ -183,7 +183,7 @@ def test_a_stream_tells_neither_prompts_nor_whatever_else_is_only_in_the_file() 
 def test_a_log_has_the_ids_of_requests_and_the_times_of_their_responses() -> None:
     subject = Recorder()
     for turn in range(3):
-        subject.commanded(Add(turn, RequestSpec([1, 2], SamplingParams()), Timing(5, 0, 6), "same"), 7)
+        subject.commanded(Add(turn, RequestSpec([1, 2], SamplingSpec()), Timing(5, 0, 6), "same"), 7)
         subject.commanded(Finish(turn, "abort"), 8)
         subject.stepped(record_of(-1, 9, 9, ended=(RequestEnd(turn, "abort", 0),)))
     subject.sent(2, 10, 11, 4)

@@ -10,7 +10,7 @@ from support.otlp import attributes, collecting, silent
 from support.records import record_of
 from support.toy_engine import MS, engine
 
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.record import RequestEnd
 from slotwise.core.request import RequestSpec
 from slotwise.core.step import Admission
@@ -25,7 +25,7 @@ CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 def live_through(traces: Traces, *, reason: str = "stop", message: str = "") -> None:
     info = engine()
-    params = SamplingParams(temperature=0.5, max_tokens=9)
+    params = SamplingSpec(temperature=0.5, max_tokens=9)
     timelines = Timelines()
     for entry in (
             Run(FORMAT, "1", "toy", "float32", "cpu", UNIX, 1000 * MS, info.limits, info.scheduling),

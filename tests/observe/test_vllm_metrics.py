@@ -15,7 +15,7 @@ from support.records import record_of
 from support.toy_engine import LIMITS, MS, Rehearsal, engine
 
 from slotwise.core import reasons
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.record import RequestEnd
 from slotwise.core.request import RequestSpec
 from slotwise.core.step import Decision, Stop
@@ -116,7 +116,7 @@ def test_waiting_requests_have_vllms_two_reasons() -> None:
 
 
 def asked(one: Measured, name: str, n: int, received_ns: int, max_tokens: int = 9) -> None:
-    one.commanded(Add(name, RequestSpec([1, 2, 3], SamplingParams(n=n, max_tokens=max_tokens)),
+    one.commanded(Add(name, RequestSpec([1, 2, 3], SamplingSpec(n=n, max_tokens=max_tokens)),
                       Timing(received_ns=received_ns)), MS)
 
 

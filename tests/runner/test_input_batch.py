@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.core.step import FreedBlocks, NewBlocks, NewRequest, RowKind, StepPlan
 from slotwise.runner.input_batch import GatheredBatch, SlotTable
@@ -16,7 +16,7 @@ BLOCK, NULL = 4, 99
 def plan(rows: list[tuple[int, int, int, bool]], padding: tuple[int, ...] = ()) -> StepPlan:
     """Rows are (slot, start, count, samples); every slot's prompt and blocks come with them."""
     new_requests = tuple(
-        NewRequest(f"r{slot}", slot, RequestSpec(range(100 * slot, 100 * slot + start + count), SamplingParams()), ())
+        NewRequest(f"r{slot}", slot, RequestSpec(range(100 * slot, 100 * slot + start + count), SamplingSpec()), ())
         for slot, start, count, _ in rows)
     new_blocks = tuple(NewBlocks(slot, 0, tuple(range(10 * slot, 10 * slot + 8))) for slot, *_ in rows)
     slots, starts, counts, samples = zip(*rows, strict=True)

@@ -14,7 +14,7 @@ import torch
 from support import checkpoints
 
 from slotwise.compose.engine_builder import load
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.record import StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.core.step import Copy
@@ -101,7 +101,7 @@ def commands() -> list[Add]:
     ends = checkpoints.prompts([draw.randint(1, 12) for _ in range(24)], seed=2)
     return [
         Add(f"r{index}", RequestSpec(
-            draw.choice(beginnings) + end, SamplingParams(temperature=0.0, max_tokens=draw.randint(1, 24)), index))
+            draw.choice(beginnings) + end, SamplingSpec(temperature=0.0, max_tokens=draw.randint(1, 24)), index))
         for index, end in enumerate(ends)]
 
 

@@ -19,7 +19,7 @@ from support.toy import Proposing
 from torch import Tensor
 
 from slotwise.compose.engine_builder import load
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.record import StepRecord
 from slotwise.core.request import Request, RequestSpec
 from slotwise.engine.config import EngineConfig
@@ -80,7 +80,7 @@ def commands() -> list[Add]:
     draw = random.Random(4)
     prompts = checkpoints.prompts([draw.randint(1, 40) for _ in range(12)], seed=3)
     return [
-        Add(f"r{index}", RequestSpec(prompt, SamplingParams(
+        Add(f"r{index}", RequestSpec(prompt, SamplingSpec(
             temperature=draw.choice([0.0, 0.9]), top_p=draw.choice([1.0, 0.8]), max_tokens=draw.randint(1, 20),
             repetition_penalty=draw.choice([1.0, 1.3]), frequency_penalty=draw.choice([0.0, 0.7]),
             min_tokens=draw.choice([0, 4]), logprobs=draw.choice([None, 2])), index))

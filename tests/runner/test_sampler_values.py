@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from slotwise.core.params import BIAS, RANGES, InvalidParams, SamplingParams
+from slotwise.core.params import BIAS, RANGES, InvalidParams, SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.core.step import NewRequest
 from slotwise.runner.sampling.cpu import Sampler
@@ -22,7 +22,7 @@ VOCAB = 50
 LARGE = 40.0  # of logits: as large as models have
 
 
-def sampled(params: SamplingParams) -> int:
+def sampled(params: SamplingSpec) -> int:
     sampler = Sampler(1, VOCAB)
     sampler.join(NewRequest("r", 0, RequestSpec((1, 2, 3), params, 5), ()))
     logits = torch.linspace(-LARGE, LARGE, VOCAB)[None]
@@ -38,7 +38,7 @@ def test_a_value_is_refused_by_name_or_gives_a_token(name: str) -> None:
     taken = 0
     for value in values:
         try:
-            params = SamplingParams(**{"max_tokens": None} | {name: value})
+            params = SamplingSpec(**{"max_tokens": None} | {name: value})
         except InvalidParams as error:
             assert error.param == name and str(error).startswith(f"{name}: ") and len(str(error)) < 200
             continue
@@ -51,7 +51,7 @@ def test_the_ends_of_all_ranges_together_give_tokens() -> None:
     names = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
     for ends in itertools.product(*[(RANGES[name].least, RANGES[name].most) for name in names]):
         for bias in (BIAS.least, BIAS.most):
-            params = SamplingParams(**dict(zip(names, ends, strict=True)), logit_bias={1: bias, 49: -bias})
+            params = SamplingSpec(**dict(zip(names, ends, strict=True)), logit_bias={1: bias, 49: -bias})
             assert 0 <= sampled(params) < VOCAB, params
 
 
@@ -59,7 +59,7 @@ def test_the_ends_of_all_ranges_together_give_tokens() -> None:
                                   {1: 1e308}, {1: "1"}, {1: None}, {1: True}, [1], 5, dict.fromkeys(range(1025), 1)])
 def test_a_bias_that_means_nothing_is_refused(bias: Any) -> None:
     with pytest.raises(InvalidParams) as caught:
-        SamplingParams(logit_bias=bias)
+        SamplingSpec(logit_bias=bias)
     assert caught.value.param == "logit_bias"
 
 
@@ -72,18 +72,18 @@ def test_a_bias_that_means_nothing_is_refused(bias: Any) -> None:
     ("bad_words_token_ids", ((1,),) * 257), ("bad_words_token_ids", ((1,) * 1025,))])
 def test_tokens_that_mean_nothing_are_refused(name: str, value: Any) -> None:
     with pytest.raises(InvalidParams) as caught:
-        SamplingParams(**{name: value})
+        SamplingSpec(**{name: value})
     assert caught.value.param == name
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
-    params = SamplingParams(temperature=np.float32(0.5), top_k=np.int64(4), logit_bias={np.int32(1): np.float32(2)})
-    assert params == SamplingParams(temperature=0.5, top_k=4, logit_bias={1: 2.0})
+    params = SamplingSpec(temperature=np.float32(0.5), top_k=np.int64(4), logit_bias={np.int32(1): np.float32(2)})
+    assert params == SamplingSpec(temperature=0.5, top_k=4, logit_bias={1: 2.0})
     assert type(params.temperature) is float and type(params.top_k) is int
     assert params.check_vocabulary(2) is None
     with pytest.raises(InvalidParams, match="logit_bias: token ids must be between 0 and 0"):
         params.check_vocabulary(1)
-    for params in (SamplingParams(allowed_token_ids=(0, 1)), SamplingParams(bad_words_token_ids=((0,), (0, 1)))):
+    for params in (SamplingSpec(allowed_token_ids=(0, 1)), SamplingSpec(bad_words_token_ids=((0,), (0, 1)))):
         assert params.check_vocabulary(2) is None
         with pytest.raises(InvalidParams, match="token ids must be between 0 and 0"):
             params.check_vocabulary(1)
@@ -99,7 +99,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
     ({"bad_words_token_ids": tuple([(token,) for token in range(8)])}, False),
     ({"bad_words_token_ids": tuple([(token,) for token in range(7)])}, True)])
 def test_parameters_that_leave_no_token_are_refused(fields: dict[str, Any], is_possible: bool) -> None:
-    params = SamplingParams(**fields)
+    params = SamplingSpec(**fields)
     if is_possible:
         params.check_vocabulary(8, (2,))
         return

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slotwise.core.params import SamplingParams, ThinkingBudget
+from slotwise.core.params import SamplingSpec, ThinkingBudget
 from slotwise.core.request import RequestSpec
 from slotwise.core.step import NewRequest, RowKind, StepPlan, StepResult
 from slotwise.kernels.reference import draw
@@ -40,7 +40,7 @@ def logits_of(seed: int, slot: int, place: int) -> Tensor:
 
 
 params = st.builds(
-    SamplingParams,
+    SamplingSpec,
     temperature=st.sampled_from([0.0, 0.7, 1.3]), top_k=st.sampled_from([0, 5]), top_p=st.sampled_from([1.0, 0.8]),
     min_p=st.sampled_from([0.0, 0.1]), min_tokens=st.sampled_from([0, 2, 6]), logprobs=st.sampled_from([None, 0, 3]),
     presence_penalty=st.sampled_from([0.0, 0.0, 1.5]), repetition_penalty=st.sampled_from([1.0, 1.0, 1.6]),
@@ -55,7 +55,7 @@ rows = st.builds(Row, st.lists(st.booleans(), max_size=5).map(lambda right: tupl
 class Side:
     """A sampler and its token table."""
 
-    def __init__(self, asked: list[SamplingParams], is_device: bool) -> None:
+    def __init__(self, asked: list[SamplingSpec], is_device: bool) -> None:
         self.table = SlotTable(len(asked), TOKENS, 4, 99)
         self.sampler: Sampling = (
             DeviceSampler(self.table, VOCAB, draw, CPU) if is_device else Sampler(len(asked), VOCAB))
@@ -153,10 +153,10 @@ class Counting(Sampler):
 
 
 @pytest.mark.parametrize(("asked", "draws"), [
-    (SamplingParams(temperature=0.0), 1), (SamplingParams(temperature=1.0, min_p=0.1, logprobs=2), 1),
-    (SamplingParams(temperature=1.0, logit_bias={3: 2.0}, min_tokens=3), 1),
-    (SamplingParams(temperature=1.0, repetition_penalty=1.2), 4), (SamplingParams(bad_words_token_ids=((4, 5),)), 4),
-    (SamplingParams(thinking=ThinkingBudget(2, 5)), 4)])
+    (SamplingSpec(temperature=0.0), 1), (SamplingSpec(temperature=1.0, min_p=0.1, logprobs=2), 1),
+    (SamplingSpec(temperature=1.0, logit_bias={3: 2.0}, min_tokens=3), 1),
+    (SamplingSpec(temperature=1.0, repetition_penalty=1.2), 4), (SamplingSpec(bad_words_token_ids=((4, 5),)), 4),
+    (SamplingSpec(thinking=ThinkingBudget(2, 5)), 4)])
 def test_one_draw_where_no_token_changes_the_logits_of_the_next(asked, draws):
     side = Side([asked], is_device=False)
     side.sampler = Counting(1, VOCAB)
@@ -177,8 +177,8 @@ def critical(freedom: int) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("asked", [
-    SamplingParams(temperature=1.0), SamplingParams(temperature=0.7, min_p=0.05),
-    SamplingParams(temperature=1.3, logit_bias={4: 1.0})])
+    SamplingSpec(temperature=1.0), SamplingSpec(temperature=0.7, min_p=0.05),
+    SamplingSpec(temperature=1.3, logit_bias={4: 1.0})])
 def test_tokens_drawn_with_drafts_have_the_distribution_of_the_target(asked):
     """100,000 draws of the first position, and of the next ones as many as were reached."""
     num_rows, rounds, places = 500, 200, 4

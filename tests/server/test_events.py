@@ -20,7 +20,7 @@ from support.recorded import Recorded
 from support.records import record_of
 
 from slotwise.batching.batching_settings import Batching
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.record import RequestEnd, StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.engine.messages import Add
@@ -259,13 +259,13 @@ def test_a_head_is_answered_as_a_get_would_be_and_ends(server: Server, path: str
 def test_a_curtain_hides_what_is_said_of_others_ends() -> None:
     tenant_filter = TenantFilter("mine")
     seen = [tenant_filter.before(entry) for entry in (
-        event_log.RequestEntry(1, 1, Add(0, RequestSpec((), SamplingParams(), salt="mine:x"), name="a")),
-        event_log.RequestEntry(1, 1, Add(1, RequestSpec((), SamplingParams()), name="b")),
+        event_log.RequestEntry(1, 1, Add(0, RequestSpec((), SamplingSpec(), salt="mine:x"), name="a")),
+        event_log.RequestEntry(1, 1, Add(1, RequestSpec((), SamplingSpec()), name="b")),
         event_log.RequestEntry(1, 1, Add(
-            2, RequestSpec((), SamplingParams(max_tokens=4, stop=("x",)), 7, salt="mineral"), name="c")),
+            2, RequestSpec((), SamplingSpec(max_tokens=4, stop=("x",)), 7, salt="mineral"), name="c")),
         record_of(0, 1, 2, numbers=(0, 1, 2), tokens=((5,), (6, 7), ()), sampled=((5,), (6, 7), (8,)),
                        ended=(RequestEnd(0, "error", 1, "own"), RequestEnd(1, "error", 1, "another's"))))]
-    assert [entry.id for entry in seen[:3]] == ["a", "", ""] and seen[2].spec.params == SamplingParams(max_tokens=4)
+    assert [entry.id for entry in seen[:3]] == ["a", "", ""] and seen[2].spec.params == SamplingSpec(max_tokens=4)
     assert (seen[3].tokens, seen[3].result.tokens) == (((5,), (0, 0), ()), ((5,), (0, 0), (0,)))
     assert [end.message for end in seen[3].ended] == ["own", ""]
 
@@ -285,7 +285,7 @@ def test_who_is_too_slow_is_told_how_much_is_missing_and_begins_anew() -> None:
 
 
 def test_who_missed_its_own_request_sees_its_tokens_all_the_same() -> None:
-    params = SamplingParams()
+    params = SamplingSpec()
     step = record_of(
         0, 1, 2, numbers=(0, 1), slots=(0, 1), starts=(0, 0), counts=(1, 1), tokens=((5,), (6,)))
     entries = [event_log.RequestEntry(1, 1, Add(0, RequestSpec((), params, salt="mine:x"), name="a")),
@@ -303,7 +303,7 @@ def test_who_missed_its_own_request_sees_its_tokens_all_the_same() -> None:
 def test_many_unfinished_requests_are_encoded_in_parts() -> None:
     ring = Ring()
     for number in range(1000):
-        entry = event_log.RequestEntry(1, 1, Add(number, RequestSpec((), SamplingParams()), name=str(number)))
+        entry = event_log.RequestEntry(1, 1, Add(number, RequestSpec((), SamplingSpec()), name=str(number)))
         ring.append(entry, event_log.line_of(entry))
     parts = [list(log_file.read(part.splitlines(keepends=True)))
              for part in _View(ring, TenantFilter("")).opening_now()]

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.server.api_errors import ApiError
 from slotwise.server.decoding import decode
 from slotwise.server.prompt_transfer import HEADER, has_secret, transfer_fields, transfer_of
@@ -18,11 +18,11 @@ RECEIVES = KVTransferConfig(TCP, CONSUMER, peers=("10.0.0.1:9000",), timeout=7.0
 SOURCE = {"do_remote_prefill": True, "transfer_id": "t", "remote_host": "10.0.0.1", "remote_port": 9000}
 
 
-def asked(kv: object, config: KVTransferConfig | None, prompts: int = 1, params: SamplingParams | None = None,
+def asked(kv: object, config: KVTransferConfig | None, prompts: int = 1, params: SamplingSpec | None = None,
           is_trusted: bool = True, **fields: object):
     body = {"prompt": "a", "kv_transfer_params": kv, **fields}
     request = decode(CompletionRequest, json.dumps(body).encode())
-    return transfer_of(request, [[1]] * prompts, params or SamplingParams(), config, is_trusted=is_trusted)
+    return transfer_of(request, [[1]] * prompts, params or SamplingSpec(), config, is_trusted=is_trusted)
 
 
 @pytest.mark.parametrize("config", [None, SENDS, RECEIVES])
@@ -54,8 +54,8 @@ def test_a_producers_response_is_what_a_consumer_takes():
     (SOURCE | {"remote_host": "internal"}, RECEIVES, {}, "internal:9000 is not among the peers"),
     (SOURCE | {"transfer_id": None}, RECEIVES, {}, "needs transfer_id"),
     (SOURCE, RECEIVES, {"prompts": 2}, "one prompt with one choice"),
-    (SOURCE, RECEIVES, {"params": SamplingParams(n=2)}, "one prompt with one choice"),
-    (SOURCE, RECEIVES, {"params": SamplingParams(prompt_logprobs=0)}, "prompt_logprobs"),
+    (SOURCE, RECEIVES, {"params": SamplingSpec(n=2)}, "one prompt with one choice"),
+    (SOURCE, RECEIVES, {"params": SamplingSpec(prompt_logprobs=0)}, "prompt_logprobs"),
     (SOURCE | {"remote_block_ids": [1]}, RECEIVES, {}, "remote_block_ids"),
     (SOURCE | {"remote_port": 0}, RECEIVES, {}, "remote_port"),
     (SOURCE | {"tp_size": 1}, RECEIVES, {}, "tp_size"), ([], RECEIVES, {}, "kv_transfer_params")])

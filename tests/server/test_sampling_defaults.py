@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.live_server import Server, running
 
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.request_defaults import SamplingDefaults
 from slotwise.server.api_errors import ApiError
 from slotwise.server.decoding import decode
@@ -27,7 +27,7 @@ def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         yield started
 
 
-def params(**body: Any) -> SamplingParams:
+def params(**body: Any) -> SamplingSpec:
     request = decode(ChatRequest, json.dumps({"messages": HELLO} | body).encode())
     return request.sampling_params(5, None, DEFAULTS.of_sampling)
 
@@ -39,7 +39,7 @@ def num_tokens(server: Server, path: str, **body: Any) -> int:
 
 
 def test_what_a_request_leaves_out_or_calls_null_is_the_default() -> None:
-    expected = SamplingParams(
+    expected = SamplingSpec(
         temperature=0.6, top_p=0.9, top_k=7, min_p=0.1, repetition_penalty=1.2, max_tokens=5)
     assert params() == params(temperature=None, top_k=None) == expected
 

@@ -8,7 +8,7 @@ import pytest
 
 from slotwise.batching.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.record import StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.core.step import PROPOSED
@@ -46,7 +46,7 @@ class Lines:
 
 
 def played(setup: Setup, number: int = 4, output: int = 600) -> tuple[Figures, list[Entry]]:
-    params = SamplingParams(max_tokens=output, ignore_eos=True)
+    params = SamplingSpec(max_tokens=output, ignore_eos=True)
     file, recorder = Lines(), Recorder(clock=lambda: 0)
     recorder.write_to(file)
     found = simulate([(0.0, Add(one, RequestSpec([5 + one] * 20, params, one))) for one in range(number)],

@@ -11,7 +11,7 @@ from support.toy import EOS, VOCAB, next_token
 
 from slotwise.batching.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.record import StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.core.scheduler import Scheduler
@@ -51,7 +51,7 @@ def commands(draw: random.Random, number: int) -> list[tuple[int, Command]]:
     for index in range(number):
         at = draw.randrange(1, 300 * MS)
         prompt = PREFIX * draw.randrange(2) + [draw.randrange(1, VOCAB) for _ in range(draw.randrange(1, 20))]
-        params = SamplingParams(temperature=0.0, max_tokens=draw.randrange(1, 20), ignore_eos=draw.random() < 0.5)
+        params = SamplingSpec(temperature=0.0, max_tokens=draw.randrange(1, 20), ignore_eos=draw.random() < 0.5)
         slo = SLO(f"t{index % 3}", priority=draw.randrange(-2, 3))
         spec = RequestSpec(prompt, params, index, slo=slo, queue_timeout=draw.choice([0.0, 0.2]))
         found.append((at, Add(index, spec)))

@@ -13,7 +13,7 @@ from support.toy import EOS, VOCAB
 
 from slotwise.batching.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.record import Inputs, StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.core.scheduler import Scheduler
@@ -69,7 +69,7 @@ def traffic(drawn: Sequence[Any], *, ends: bool) -> tuple[list[tuple[float, Comm
     outputs = {}
     for number, (at, shared, own, most, tokens, leaves, slo, patience) in enumerate(drawn):
         prompt = [1] * (4 * shared) + [2 + number % (VOCAB - 2)] * own
-        params = SamplingParams(max_tokens=most, ignore_eos=bool(number % 2), min_tokens=number % 3)
+        params = SamplingSpec(max_tokens=most, ignore_eos=bool(number % 2), min_tokens=number % 3)
         found.append((at / 1000, Add(number, RequestSpec(
             prompt, params, number, slo=slo, forced_length=most // 2 if ends else 0, queue_timeout=patience))))
         outputs[number] = tokens
@@ -147,7 +147,7 @@ def test_most_steps_of_few_long_requests_are_not_planned(policy: str, monkeypatc
     plans = []
     schedule = Scheduler.schedule
     monkeypatch.setattr(Scheduler, "schedule", lambda *given: plans.append(given) or schedule(*given))
-    params = SamplingParams(max_tokens=50, ignore_eos=True)
+    params = SamplingSpec(max_tokens=50, ignore_eos=True)
     commands = [(0.0, Add(number, RequestSpec([5] * 4, params, number))) for number in range(4)]
     scheduling = Scheduling(Batching(), Ordering(policy), max_num_seqs=4, max_num_batched_tokens=24)
     setup = Setup(replace(LIMITS, num_blocks=200), scheduling, CostPace(cost))
@@ -158,7 +158,7 @@ def test_most_steps_of_few_long_requests_are_not_planned(policy: str, monkeypatc
 
 def test_a_what_if_changes_the_settings_that_held_last():
     commands = [(0.0, Configure(Scheduling(Batching(), max_num_seqs=2, max_num_batched_tokens=24))), *[
-        (0.001 * number, Add(number, RequestSpec([5] * 4, SamplingParams(max_tokens=9, ignore_eos=True), number)))
+        (0.001 * number, Add(number, RequestSpec([5] * 4, SamplingSpec(max_tokens=9, ignore_eos=True), number)))
         for number in range(1, 9)]]
     _, lines = played(commands, Setup(LIMITS, Scheduling(Batching(), max_num_seqs=4, max_num_batched_tokens=24),
                                       CostPace(cost)), {}, at_once=True)
@@ -169,7 +169,7 @@ def test_a_what_if_changes_the_settings_that_held_last():
 
 
 def test_a_what_if_about_prompts_that_other_engines_computed_is_refused():
-    _, lines = played([(0.0, Add(0, RequestSpec([5] * 4, SamplingParams(max_tokens=9, ignore_eos=True))))],
+    _, lines = played([(0.0, Add(0, RequestSpec([5] * 4, SamplingSpec(max_tokens=9, ignore_eos=True))))],
                       Setup(LIMITS, Scheduling(Batching(), max_num_seqs=4, max_num_batched_tokens=24),
                             CostPace(cost)), {}, at_once=True)
     entries = [decode(line) for line in lines]

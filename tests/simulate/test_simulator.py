@@ -8,7 +8,7 @@ import pytest
 
 from slotwise.batching.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.core.slo import SLO
 from slotwise.core.step_time import Work
@@ -27,7 +27,7 @@ def cost(work: Work) -> float:
 
 
 def ask(name: str, at: float, prompt: int, output: int, slo: SLO | None = None) -> tuple[float, Add]:
-    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    params = SamplingSpec(max_tokens=40, ignore_eos=True)
     return at, Add(name, RequestSpec([5] * prompt, params, slo=slo or SLO(), forced_length=output))
 
 
@@ -64,7 +64,7 @@ def test_the_same_asks_give_the_same_times():
 
 
 def test_a_chunk_of_a_prompt_whose_log_probabilities_are_wanted_yields_no_token():
-    params = SamplingParams(max_tokens=3, ignore_eos=True, prompt_logprobs=0)
+    params = SamplingSpec(max_tokens=3, ignore_eos=True, prompt_logprobs=0)
     few = Scheduling(Batching(), max_num_seqs=1, max_num_batched_tokens=4)
     lives = run([(0.0, Add("a", RequestSpec([5] * 10, params)))], few)
     assert len(lives["a"].token_times) == 3 and lives["a"].token_times[0] == pytest.approx(3 * 0.010 + 0.010)

@@ -12,7 +12,7 @@ from random import Random
 
 from slotwise.batching.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.record import StepRecord
 from slotwise.core.request import KVTransfer, RequestSpec
 from slotwise.engine.engine import Engine
@@ -149,12 +149,12 @@ class Pair:
 
     def prefill(self, name: str, prompt: list[int], timeout: float | None = None, max_tokens: int = 1) -> None:
         self.producer.handle(Add(UNSUBMITTED, RequestSpec(
-            prompt, SamplingParams(max_tokens=max_tokens),
+            prompt, SamplingSpec(max_tokens=max_tokens),
             kv=KVTransfer(name, sends=True, timeout=timeout or self.timeout)), name=name))
 
     def decode(self, name: str, prompt: list[int], max_tokens: int = 8) -> None:
         self.consumer.handle(Add(UNSUBMITTED, RequestSpec(
-            prompt, SamplingParams(max_tokens=max_tokens), kv=KVTransfer(name, False, self.timeout, HOST, self.port)),
+            prompt, SamplingSpec(max_tokens=max_tokens), kv=KVTransfer(name, False, self.timeout, HOST, self.port)),
             name=name))
 
     def run(self, until: Callable[[], bool] | None = None, seconds: float = 120.0) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any, NamedTuple
 
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.record import StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.core.step import TokenLogprobs
@@ -69,14 +69,14 @@ def play(subject: Engine, adds: list[Add], aborts: dict[int, str] | None = None)
 
 def several(prompt: list[int], number: int = 4, **params: Any) -> list[Add]:
     params = {"max_tokens": 40, "ignore_eos": True, "temperature": 0.3} | params
-    return [Add(f"r{at}", RequestSpec(prompt[at:], SamplingParams(**params), at)) for at in range(number)]
+    return [Add(f"r{at}", RequestSpec(prompt[at:], SamplingSpec(**params), at)) for at in range(number)]
 
 
 def mixed(prompt: list[int], number: int, seed: int) -> list[Add]:
     """Greedy, seeded, with penalties, log-probabilities, `min_p`, `min_tokens`, stop tokens; some share a beginning."""
     draw, adds = random.Random(seed), []
     for at in range(number):
-        params = SamplingParams(
+        params = SamplingSpec(
             temperature=draw.choice((0.0, 0.0, 0.2, 1.0)), max_tokens=draw.randint(1, 48),
             ignore_eos=draw.random() < 0.7, min_p=draw.choice((0.0, 0.05)), top_p=draw.choice((1.0, 0.9)),
             logprobs=draw.choice((None, None, 0, 3)), presence_penalty=draw.choice((0.0, 0.0, 0.5)),

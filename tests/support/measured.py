@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.record import StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.engine.messages import Add, Command, EngineInfo, Observer
@@ -23,7 +23,7 @@ class Measured(Observer):
         self.recorder.started(info)
 
     def arrive(self, name: str, num_prompt: int, now_ns: int) -> None:
-        self.commanded(Add(name, RequestSpec([1] * num_prompt, SamplingParams())), now_ns)
+        self.commanded(Add(name, RequestSpec([1] * num_prompt, SamplingSpec())), now_ns)
 
     def arrive_all(self, names: Iterable[str]) -> None:
         for name in names:

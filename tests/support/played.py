@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from slotwise.batching.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.record import StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.core.step import StepPlan
@@ -113,7 +113,7 @@ class Play:
         tokens = [draw.randrange(1, VOCAB) for _ in range(num_prompt or draw.randint(1, 24))]
         if draw.random() < 0.5:
             tokens = (BEGINNING + tokens)[: len(tokens)]
-        params = SamplingParams(max_tokens=max_tokens or draw.randint(1, 30), ignore_eos=True)
+        params = SamplingSpec(max_tokens=max_tokens or draw.randint(1, 30), ignore_eos=True)
         received = self._tick()
         command = Add(number, RequestSpec(tokens, params, queue_timeout=PATIENCE if draw.random() < 0.125 else 0.0),
                       Timing(received_ns=received, tokenized_ns=self._tick()), name_of(number))

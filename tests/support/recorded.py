@@ -9,7 +9,7 @@ from typing import Any
 from slotwise.batching.batching_settings import Batching
 from slotwise.core.interfaces import Proposer
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.params import POOLING_TYPES, PoolingParams, SamplingParams
+from slotwise.core.params import POOLING_TYPES, PoolingSpec, SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.core.step import StepResult
 from slotwise.core.step_time import StepTimeModel
@@ -101,9 +101,9 @@ class Recorded:
         prompt = [3] * whims.choice((0, 8)) + [whims.randrange(1, VOCAB) for _ in range(whims.randint(1, 14))]
         params: dict[str, Any] = {"max_tokens": whims.randint(1, 20), "ignore_eos": whims.random() < 0.7}
         self.send(Add(number, RequestSpec(
-            prompt * whims.choice((1, 1, 1, 1, 4)), SamplingParams(**params), whims.getrandbits(64),
+            prompt * whims.choice((1, 1, 1, 1, 4)), SamplingSpec(**params), whims.getrandbits(64),
             salt=whims.choice(("", "other")), prediction=self._prediction(whims),
-            pooling=PoolingParams(whims.choice(POOLING_TYPES)) if whims.random() < 0.1 else None,
+            pooling=PoolingSpec(whims.choice(POOLING_TYPES)) if whims.random() < 0.1 else None,
             forced_length=whims.choice((0, 0, 5)), queue_timeout=whims.choice((0.0, 0.0, 0.05))), name=f"r{number}"))
 
     def _prediction(self, whims: random.Random) -> tuple[int, ...]:

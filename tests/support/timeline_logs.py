@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from slotwise.batching.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.record import NO_STEP, StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.core.scheduler import Scheduler
@@ -76,7 +76,7 @@ class Run:
     def ask(self) -> None:
         prompt = [self.draw.randrange(1, 23) for _ in range(self.draw.choice((3, 9, 20, 70)))]
         shared = [7] * 24 if self.draw.random() < 0.3 else []
-        params = SamplingParams(max_tokens=self.draw.choice((2, 6, 15, 40)), ignore_eos=self.draw.random() < 0.6)
+        params = SamplingSpec(max_tokens=self.draw.choice((2, 6, 15, 40)), ignore_eos=self.draw.random() < 0.6)
         self.tell(Add(self.num_requests, RequestSpec(shared + prompt, params, self.num_requests),
                       name=f"request-{self.num_requests}"))
         self.num_requests += 1

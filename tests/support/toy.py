@@ -13,7 +13,7 @@ from slotwise.batching.disciplines import Chunked
 from slotwise.core import step
 from slotwise.core.interfaces import Discipline, DraftRow, Due, Policy, Proposal, Proposer
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.params import PoolingParams, SamplingParams
+from slotwise.core.params import PoolingSpec, SamplingSpec
 from slotwise.core.record import NO_OUTCOME, Outcome
 from slotwise.core.request import NO_SLO, Request, RequestSpec
 from slotwise.core.scheduler import Scheduler
@@ -70,9 +70,9 @@ def scheduler(
 
 def request(
     name: str, prompt: Sequence[int], max_tokens: int | None = 8, salt: str = "", slo: SLO = NO_SLO,
-    pooling: PoolingParams | None = None, **params: object,
+    pooling: PoolingSpec | None = None, **params: object,
 ) -> Request:
-    asked = SamplingParams(max_tokens=max_tokens, **params)
+    asked = SamplingSpec(max_tokens=max_tokens, **params)
     return Request(name, RequestSpec(prompt, asked, salt=salt, slo=slo, pooling=pooling), (EOS,))
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from slotwise.batching.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.record import StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.engine.engine import Engine
@@ -55,7 +55,7 @@ class Rehearsal:
     def arrive(self, number: int) -> None:
         prompt = [3] * self._draw.choice((0, 8)) + [self._draw.randrange(1, VOCAB) for _ in range(
             self._draw.randint(1, 12))]
-        params = SamplingParams(max_tokens=self._draw.randint(1, 16), ignore_eos=True)
+        params = SamplingSpec(max_tokens=self._draw.randint(1, 16), ignore_eos=True)
         command, now = Add(number, RequestSpec(prompt, params), Timing(received_ns=self.clock()),
                            f"cmpl-{number}-{number}"), self.clock()
         for observer in self._observers:

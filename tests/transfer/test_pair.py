@@ -10,7 +10,7 @@ from support.apart import LIMITS, Pair
 from support.records import admitted_of, cached_of
 from support.toy import alone, request
 
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.reasons import WAITING_FOR_KV
 from slotwise.core.request import KVTransfer, RequestSpec
 from slotwise.engine.messages import UNSUBMITTED, Add
@@ -173,7 +173,7 @@ def test_both_logs_can_be_replayed(pair):
 def test_two_requests_of_one_transfer_are_refused(pair):
     pair.prefill("a", PROMPT)
     pair.producer.handle(Add(
-        UNSUBMITTED, RequestSpec(PROMPT, SamplingParams(max_tokens=1), kv=KVTransfer("a", True, 0.05)), name="b"))
+        UNSUBMITTED, RequestSpec(PROMPT, SamplingSpec(max_tokens=1), kv=KVTransfer("a", True, 0.05)), name="b"))
     pair.run(lambda: len(pair.producer.ended) == 2)
     assert pair.producer.ended == {"a": "length", "b": "rejected"}
 

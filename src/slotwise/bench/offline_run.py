@@ -15,7 +15,7 @@ from slotwise.bench.accounting import NANO, Accounts
 from slotwise.bench.measures import percentile
 from slotwise.bench.results import environment, workload_facts
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.record import StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.engine.messages import Add, Command
@@ -125,7 +125,7 @@ class _Feed:
         self._engine = stand.engine
         self._workload = workload
         self._prompts = [workload.prompt_ids(request, stand.vocab_size) for request in workload.requests]
-        self._params = SamplingParams(temperature=0.0, max_tokens=workload.max_tokens, ignore_eos=True)
+        self._params = SamplingSpec(temperature=0.0, max_tokens=workload.max_tokens, ignore_eos=True)
         self._requests: Iterator[WorkRequest] = iter(workload.requests)
         self._next = next(self._requests, None)
         self._idle_users = workload.users

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slotwise.core.params import LAST, MEAN, RANGES, PoolingParams
+from slotwise.core.params import LAST, MEAN, RANGES, PoolingSpec
 from slotwise.core.request_defaults import PoolingDefaults, SamplingDefaults
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.errors import CheckpointError, nearest
@@ -140,9 +140,9 @@ def read_pooling(folder: str | Path, override: Mapping[str, Any] | None = None) 
     found, changes = _of_checkpoint(Path(folder)), _pooling_changes(override)
     if "pooling_type" not in changes:
         return found if found.objection or not changes else PoolingDefaults(
-            PoolingParams(found.params.pooling_type, normalize=changes["normalize"]))
+            PoolingSpec(found.params.pooling_type, normalize=changes["normalize"]))
     normalize = changes.get("normalize", found.params.normalize)
-    return PoolingDefaults(PoolingParams(changes["pooling_type"], normalize=normalize))
+    return PoolingDefaults(PoolingSpec(changes["pooling_type"], normalize=normalize))
 
 
 def _pooling_changes(override: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -173,7 +173,7 @@ def _of_gguf(path: Path) -> PoolingDefaults:
     if OF_GGUF[kind] not in (LAST, MEAN):
         return PoolingDefaults(objection=f"{key} is {kind} ({OF_GGUF[kind]}), and only last-token and mean pooling are "
                                "there")
-    return PoolingDefaults(PoolingParams(OF_GGUF[kind]))
+    return PoolingDefaults(PoolingSpec(OF_GGUF[kind]))
 
 
 def _of_checkpoint(folder: Path) -> PoolingDefaults:
@@ -187,11 +187,11 @@ def _of_checkpoint(folder: Path) -> PoolingDefaults:
             return PoolingDefaults(objection=f"{modules.name} has the module {others[0]:.40}, which is not supported")
         normalizes = "Normalize" in kinds
     if not has_part(pooling):
-        return PoolingDefaults(PoolingParams(normalize=normalizes))
+        return PoolingDefaults(PoolingSpec(normalize=normalizes))
     kind = _pooling(read_json(pooling))
     if kind not in (LAST, MEAN):
         return PoolingDefaults(objection=f"{POOLING} says {kind:.60}, and only last-token and mean pooling are there")
-    return PoolingDefaults(PoolingParams(kind, normalize=normalizes))
+    return PoolingDefaults(PoolingSpec(kind, normalize=normalizes))
 
 
 def _pooling(fields: Fields) -> str:

@@ -53,7 +53,7 @@ def _checked(param: str, allowed: Range, value: object) -> int | float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class PoolingParams:
+class PoolingSpec:
     """How the hidden states of a prompt become one vector.  Names are vLLM's.
 
     Raises:
@@ -90,7 +90,7 @@ class ThinkingBudget:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingSpec:
     """Sampling parameters of one prompt.
 
     Raises:
@@ -194,7 +194,7 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple([
             _checked("stop_token_ids", TOKEN_ID, token) for token in self.stop_token_ids]))
 
-    def of_choice(self, index: int) -> SamplingParams:
+    def of_choice(self, index: int) -> SamplingSpec:
         """The parameters of one of the `n` continuations: the first one computes what belongs to their prompt."""
         return self if index == 0 or self.prompt_logprobs is None else replace(self, prompt_logprobs=None)
 
@@ -214,5 +214,5 @@ class SamplingParams:
                  message="min_tokens, stop_token_ids and bad_words leave none of the tokens that are allowed")
 
 
-PARAMETERS = settings_of(SamplingParams)
+PARAMETERS = settings_of(SamplingSpec)
 RANGES = {name: declared.range for name, declared in PARAMETERS.items() if declared.range is not None}

@@ -27,7 +27,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from slotwise.core.cache_groups import BlockTable
-from slotwise.core.params import PoolingParams, SamplingParams
+from slotwise.core.params import PoolingSpec, SamplingSpec
 from slotwise.core.prefix_cache import BlockHashes
 from slotwise.core.slo import SLO
 
@@ -77,11 +77,11 @@ class RequestSpec:
     """What a client wants of one sequence.  Raises ValueError for values out of range."""
 
     prompt: tuple[int, ...]  # token ids, at least one
-    params: SamplingParams
+    params: SamplingSpec
     seed: int = 0  # 64 bits for the sampler, set by the client or drawn on arrival
     salt: str = ""  # requests share cached prefixes only within the same salt (a tenant)
     slo: SLO = NO_SLO  # tenant, tier, priority and latency objectives
-    pooling: PoolingParams | None = None  # one vector is wanted, and no tokens
+    pooling: PoolingSpec | None = None  # one vector is wanted, and no tokens
     adapter: int = 0  # number of a loaded adapter; 0: the base model
     adapter_name: str = ""  # by which its client named it
     kv: KVTransfer | None = None  # how the blocks of its prompt travel between engines; None: they do not

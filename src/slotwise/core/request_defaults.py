@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from slotwise.core.params import PoolingParams
+from slotwise.core.params import PoolingSpec
 
 NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
 
@@ -45,12 +45,12 @@ class SamplingDefaults:
 class PoolingDefaults:
     """The defaults of a model, or why it gives no vectors."""
 
-    params: PoolingParams = field(default_factory=PoolingParams)
+    params: PoolingSpec = field(default_factory=PoolingSpec)
     objection: str = ""  # why vectors would be wrong; "": they are not
 
-    def chosen(self, dimensions: int | None, *, normalize: bool | None) -> PoolingParams:
+    def chosen(self, dimensions: int | None, *, normalize: bool | None) -> PoolingSpec:
         """The parameters of a request; None: the default."""
         own = self.params
-        return PoolingParams(
+        return PoolingSpec(
             own.pooling_type, own.dimensions if dimensions is None else dimensions,
             own.normalize if normalize is None else normalize)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Protocol
 
 from slotwise.core.grammar import Grammar
-from slotwise.core.params import PoolingParams
+from slotwise.core.params import PoolingSpec
 from slotwise.core.record import CompiledGrammar
 from slotwise.core.request import Output
 from slotwise.core.step import FREED, PROPOSED, RowKind, StepPlan, StepResult
@@ -125,7 +125,7 @@ class FakeExecutor:
         self._propose = propose
         self._tokens: dict[int, list[int]] = {}  # slot -> known tokens
         self._num_at_join: dict[int, int] = {}  # slot -> known tokens when its request joined
-        self._pooling: dict[int, PoolingParams | None] = {}  # slot -> of its request
+        self._pooling: dict[int, PoolingSpec | None] = {}  # slot -> of its request
         self._tables: dict[int, list[list[int]]] = {}  # slot -> block table of each cache group
         self._cache: dict[tuple[int, int], int] = {}  # (block, offset) -> digest
         self._host: dict[tuple[int, int], int] = {}  # (host block, offset) -> digest

@@ -17,7 +17,7 @@ from dataclasses import replace
 from slotwise.batching.disciplines import Chunked
 from slotwise.core.interfaces import DraftRow, Due, Proposal, Proposer
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.request import Request, RequestSpec
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.step import Proposing
@@ -31,8 +31,8 @@ from slotwise.policies.fcfs import FirstComeFirstServed
 ANY_TOKEN = 0
 PROMPT = 16  # tokens of the prompt that `check_steps` computes, at most
 KINDS = (  # the two paths through a sampler; the second token comes from a decode step
-    SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True),
-    SamplingParams(temperature=1.0, max_tokens=1, logprobs=1, ignore_eos=True))
+    SamplingSpec(temperature=0.0, max_tokens=2, ignore_eos=True),
+    SamplingSpec(temperature=1.0, max_tokens=1, logprobs=1, ignore_eos=True))
 OVERFLOW = ("its logits are NaN or infinite: a kernel computes wrongly, or the model's numbers are too large for its "
             "type; try --dtype float32")
 
@@ -173,7 +173,7 @@ class _Rows:
         longest = self._limits.max_model_len - 1
         request_id = self._num_added
         self._num_added += 1
-        params = SamplingParams(temperature=0.0, max_tokens=min(max_tokens, longest), ignore_eos=True)
+        params = SamplingSpec(temperature=0.0, max_tokens=min(max_tokens, longest), ignore_eos=True)
         self._engine.handle(Add(request_id, RequestSpec((ANY_TOKEN,) * min(num_tokens, longest), params)))
         return request_id
 

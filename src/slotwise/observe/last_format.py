@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from slotwise.core.params import PoolingParams, SamplingParams
+from slotwise.core.params import PoolingSpec, SamplingSpec
 from slotwise.core.record import (
     NO_PLAN,
     NO_RESULT,
@@ -52,7 +52,7 @@ class _FlatRequest(msgspec.Struct, tag_field="kind", tag="request", rename={"slo
     id: str
     ns: Ns
     num_prompt: int
-    params: SamplingParams
+    params: SamplingSpec
     seed: int
     received_ns: Ns = 0
     read_ns: Ns = 0
@@ -64,7 +64,7 @@ class _FlatRequest(msgspec.Struct, tag_field="kind", tag="request", rename={"slo
     prompt: tuple[int, ...] = ()
     stop_lengths: tuple[int, ...] = ()
     prediction: tuple[int, ...] = ()
-    pooling: PoolingParams | None = None
+    pooling: PoolingSpec | None = None
     adapter: int = 0
     adapter_name: str = ""
     kv: KVTransfer | None = None

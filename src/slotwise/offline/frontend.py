@@ -13,8 +13,7 @@ from sys import byteorder
 from typing import Any
 
 from slotwise.compose.model_defaults import announce, read_defaults, read_pooling
-from slotwise.core.params import InvalidParams
-from slotwise.core.params import SamplingParams as EngineParams
+from slotwise.core.params import InvalidParams, SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.core.step import TokenLogprobs
 from slotwise.engine.messages import UNSUBMITTED, Add, EngineInfo
@@ -36,7 +35,7 @@ from slotwise.text.conversation import RESERVED_VARIABLES, InvalidMessages, Open
 from slotwise.text.grammar_check import check
 from slotwise.text.tokenizer import Tokenizer, spellings
 
-BASE_SPEC = RequestSpec((), EngineParams(max_tokens=None))  # of the base model, with no wishes
+BASE_SPEC = RequestSpec((), SamplingSpec(max_tokens=None))  # of the base model, with no wishes
 
 
 class OfflineRequest:

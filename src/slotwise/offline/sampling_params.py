@@ -10,13 +10,12 @@ from typing import Any
 
 from slotwise.compat.vllm import ANY, SAMPLING, is_neutral
 from slotwise.core.grammar import Grammar
-from slotwise.core.params import MAX_BIAS, MAX_STOP_LENGTH, InvalidParams
-from slotwise.core.params import SamplingParams as EngineParams
+from slotwise.core.params import MAX_BIAS, MAX_STOP_LENGTH, InvalidParams, SamplingSpec
 from slotwise.core.settings import Range, whole
 from slotwise.errors import nearest
 from slotwise.text.structured_output import StructuredOutputError, of_structured_outputs
 
-DEFAULT = EngineParams()
+DEFAULT = SamplingSpec()
 INTERVAL: Range = whole(1)
 NEUTRAL: dict[str, tuple[Any, ...]] = SAMPLING | {  # beside None
     "flat_logprobs": (False,), "skip_reading_prefix_cache": (False,), "extra_args": ({},), "skip_clone": ANY,
@@ -143,7 +142,7 @@ class SamplingParams:
         """A copy that shares no list with this one."""
         return deepcopy(self)
 
-    def for_engine(self, bad_words: Iterable[Sequence[int]] = ()) -> EngineParams:
+    def for_engine(self, bad_words: Iterable[Sequence[int]] = ()) -> SamplingSpec:
         """What the engine needs of these parameters.
 
         Args:
@@ -171,7 +170,7 @@ class SamplingParams:
         given = {name: getattr(self, name) for name in SHARED if getattr(self, name) is not None}
         given["grammar"] = self.grammar()
         given["bad_words_token_ids"] = [*bad_words, *(self.bad_words_token_ids or ())]
-        return EngineParams(**given | {"max_tokens": self.max_tokens})
+        return SamplingSpec(**given | {"max_tokens": self.max_tokens})
 
     def grammar(self) -> Grammar | None:
         """What the output must match.  Raises InvalidParams."""
@@ -203,7 +202,7 @@ def _listed(name: str, value: Any) -> list[Any]:
 
 
 NAMES = tuple(one.name for one in fields(SamplingParams))
-SHARED = tuple(one.name for one in fields(EngineParams) if one.name in NAMES)
+SHARED = tuple(one.name for one in fields(SamplingSpec) if one.name in NAMES)
 UNSUPPORTED = {one.name: NEUTRAL.get(one.name, ()) for one in fields(SamplingParams) if one.type == "Any"}
 
 

@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slotwise.core.params import PoolingParams
+from slotwise.core.params import PoolingSpec
 from slotwise.core.request import Output
 from slotwise.core.step import NewRequest, RowKind, StepPlan, TokenLogprobs
 from slotwise.runner.input_batch import SlotTable
@@ -174,7 +174,7 @@ class PendingVector(NamedTuple):
 class _Pool:
     """One pooled request, and the sums of its hidden states."""
 
-    def __init__(self, request: NewRequest, params: PoolingParams) -> None:
+    def __init__(self, request: NewRequest, params: PoolingSpec) -> None:
         self.num_prompt = request.num_prompt
         self.params = params
         self._sums: list[tuple[int, Tensor | None]] = [(0, None)]  # of the first so many positions

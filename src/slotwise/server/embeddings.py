@@ -17,7 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from slotwise.core.params import InvalidParams, PoolingParams, SamplingParams
+from slotwise.core.params import InvalidParams, PoolingSpec, SamplingSpec
 from slotwise.engine.generation import AT_THE_END
 from slotwise.server.api_errors import ApiError, ContextExceeded, bad_request, from_params
 from slotwise.server.bodies import warn_of_unknown_fields
@@ -29,7 +29,7 @@ from slotwise.server.http_exchange import HttpExchange, about
 from slotwise.server.protocol import Generate, KeptTokens, Length, Milliseconds, Priority, Prompt, Salt, Seconds, User
 from slotwise.server.shapes import EMBEDDING, to_json
 
-NO_TOKENS = SamplingParams(max_tokens=None)
+NO_TOKENS = SamplingSpec(max_tokens=None)
 MAX_NUMBERS = 1 << 22  # of the vectors of one response: a thousand of a large model's
 
 Format = Callable[[bytes], bytes]
@@ -88,7 +88,7 @@ async def _embedding(api: Api, exchange: HttpExchange, body: bytes) -> Validated
     return ValidatedRequest(request, prompts, request.spec(NO_TOKENS, slo, pooling), render)
 
 
-def _pooling(api: Api, asked: EmbeddingRequest) -> PoolingParams:
+def _pooling(api: Api, asked: EmbeddingRequest) -> PoolingSpec:
     """Raises ApiError for vectors that the model does not give."""
     defaults = api.settings.pooling_defaults
     if defaults.objection:
@@ -101,7 +101,7 @@ def _pooling(api: Api, asked: EmbeddingRequest) -> PoolingParams:
     return pooling
 
 
-def _width(api: Api, pooling: PoolingParams | None) -> int:
+def _width(api: Api, pooling: PoolingSpec | None) -> int:
     """Numbers of one vector."""
     return (pooling.dimensions if pooling else None) or api.engine.client.info.hidden_size
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from http import HTTPStatus
 from urllib.parse import parse_qsl
 
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.record import StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.engine.messages import Add
@@ -61,7 +61,7 @@ class TenantFilter:
         if not self._tenant or spec.salt.partition(":")[0] == self._tenant:
             self._own.add(entry.number)
             return entry.replace_spec(spec.public()) if spec.salt or spec.slo.tenant else entry
-        hidden = RequestSpec((), SamplingParams(max_tokens=spec.params.max_tokens))
+        hidden = RequestSpec((), SamplingSpec(max_tokens=spec.params.max_tokens))
         return event_log.RequestEntry(entry.ns, entry.num_prompt, Add(entry.number, hidden, entry.timing))
 
     def _step(self, record: StepRecord) -> StepRecord:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from slotwise.core.params import InvalidParams, SamplingParams
+from slotwise.core.params import InvalidParams, SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.core.slo import SLO
 from slotwise.engine.messages import UNSUBMITTED, Add, Timing
@@ -91,7 +91,7 @@ class Job(ValidatedRequest):
     heading: Heading = field(kw_only=True)
 
     @property
-    def params(self) -> SamplingParams:
+    def params(self) -> SamplingSpec:
         return self.spec.params
 
     @property
@@ -322,7 +322,7 @@ def _without_long_stops(spec: RequestSpec) -> RequestSpec:
     return replace(spec, params=replace(spec.params, stop=()), stop_lengths=lengths)
 
 
-def _check_biases(num_choices: int, params: SamplingParams) -> None:
+def _check_biases(num_choices: int, params: SamplingSpec) -> None:
     """Raises ApiError when what all choices are sent with is too large: biased and banned tokens, and grammars."""
     if params.grammar is not None and num_choices * len(params.grammar.text) > MAX_GRAMMARS:
         raise bad_request(f"{params.grammar.field}: {num_choices} choices may have a grammar of at most "
@@ -350,7 +350,7 @@ def _visible(job: Job) -> VisibleTokens:
     return visible if job.parsing is None else visible._replace(marks=job.parsing.marks)
 
 
-def _stop_ids(api: Api, params: SamplingParams) -> frozenset[int]:
+def _stop_ids(api: Api, params: SamplingSpec) -> frozenset[int]:
     """Stop tokens that a response names as its stop reason: those that do not end every output of the model."""
     return frozenset(params.stop_token_ids).difference(
         () if params.ignore_eos else api.engine.client.info.eos_token_ids)

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.step import TokenLogprobs
 from slotwise.core.tenant_capacity import TenantCapacity
 from slotwise.server.api_errors import ApiError, bad_request
@@ -37,7 +37,7 @@ FEW = 2  # tokens formatted at once: what a stream has at each step
 _to_json = msgspec.json.Encoder().encode
 
 
-def check_entries(num_choices: int, params: SamplingParams, num_prompt: int) -> None:
+def check_entries(num_choices: int, params: SamplingSpec, num_prompt: int) -> None:
     """Raises ApiError for a response that might have more than MAX_ENTRIES log-probabilities.
 
     Args:
@@ -60,7 +60,7 @@ def check_entries(num_choices: int, params: SamplingParams, num_prompt: int) -> 
             "logprobs")
 
 
-def num_prompt_entries(params: SamplingParams, num_prompt: int) -> int:
+def num_prompt_entries(params: SamplingSpec, num_prompt: int) -> int:
     """The log-probabilities of prompts of `num_prompt` tokens in a response: every choice has them."""
     return 0 if params.prompt_logprobs is None else num_prompt * params.n * (params.prompt_logprobs + 1)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Any
 
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.request import KVTransfer
 from slotwise.server.api_errors import ApiError, bad_request
 from slotwise.server.protocol import Generate, KVTransferParams
@@ -24,7 +24,7 @@ NEEDED = "transfer_secret_needed"  # the code of an error
 
 
 def transfer_of(
-    request: Generate, prompts: list[list[int]], params: SamplingParams, config: KVTransferConfig | None, *,
+    request: Generate, prompts: list[list[int]], params: SamplingSpec, config: KVTransferConfig | None, *,
     is_trusted: bool,
 ) -> KVTransfer | None:
     """Returns how the prompt of a request travels; None: it does not.
@@ -66,7 +66,7 @@ def _as_producer(asked: KVTransferParams, request: Generate, config: KVTransferC
     return KVTransfer(asked.transfer_id or secrets.token_hex(16), True, config.pin_timeout)
 
 
-def _as_consumer(asked: KVTransferParams, params: SamplingParams, config: KVTransferConfig) -> KVTransfer:
+def _as_consumer(asked: KVTransferParams, params: SamplingSpec, config: KVTransferConfig) -> KVTransfer:
     if not config.is_consumer:
         raise _wrong(f"do_remote_prefill: this server is a {config.kv_role}")
     if asked.transfer_id is None or asked.remote_host is None or asked.remote_port is None:

@@ -21,8 +21,8 @@ from slotwise.core.params import (
     RANGES,
     TOKEN_ID,
     InvalidParams,
-    PoolingParams,
-    SamplingParams,
+    PoolingSpec,
+    SamplingSpec,
 )
 from slotwise.core.request import RequestSpec
 from slotwise.core.settings import INT64, Range, whole
@@ -36,7 +36,7 @@ Int = Annotated[int, msgspec.Meta(ge=-INT64, le=INT64)]
 
 
 def _within(allowed: Range) -> msgspec.Meta:
-    """A range that `SamplingParams` checks, as `/openapi.json` describes it."""
+    """A range that `SamplingSpec` checks, as `/openapi.json` describes it."""
     return msgspec.Meta(ge=allowed.least, le=allowed.most)
 
 
@@ -109,7 +109,7 @@ OWN = ("max_tokens", "logprobs", "prompt_logprobs")  # have types of their own h
 
 
 def _sampling_fields() -> Iterator[tuple[str, Any, None]]:
-    """The sampling parameters that are numbers or switches, as `SamplingParams` declares them."""
+    """The sampling parameters that are numbers or switches, as `SamplingSpec` declares them."""
     for name, declared in PARAMETERS.items():
         kind: Any = bool if declared.type == "bool" else None
         if declared.range is not None:
@@ -214,18 +214,18 @@ class Generate(SamplingFields, Unsupported, kw_only=True):  # type: ignore[misc]
                               "bench_output_tokens")
         return asked
 
-    def spec(self, params: SamplingParams, slo: SLO, pooling: PoolingParams | None = None) -> RequestSpec:
+    def spec(self, params: SamplingSpec, slo: SLO, pooling: PoolingSpec | None = None) -> RequestSpec:
         """What these fields say of each choice; the pipeline adds who asks, and what needs tokenizer or engine."""
         return RequestSpec((), params, slo=slo, pooling=pooling, queue_timeout=self.queue_timeout or 0.0)
 
     def sampling_params(
         self, max_tokens: int | None, logprobs: int | None, others: Mapping[str, Any],
-    ) -> SamplingParams:
+    ) -> SamplingSpec:
         """The parameters named, else those of `others`.  Raises ApiError for a value out of range."""
         given = {name: value for name in PARAMETERS
                  if name not in OWN and (value := getattr(self, name, None)) is not None}
         try:
-            return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=self.num_prompt_logprobs,
+            return SamplingSpec(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=self.num_prompt_logprobs,
                                   **{**others, **given})
         except InvalidParams as error:
             raise from_params(error) from error

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 from slotwise.core.kv_transfers import KVTransfers
 from slotwise.core.limits import SchedulerLimits
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.record import StepRecord
 from slotwise.core.request import KVTransfer, Request, RequestSpec
 from slotwise.core.step import Arrival
@@ -356,7 +356,7 @@ def traffic_of(workload: Workload, adapters: int = 0) -> Traffic:
     """
     if workload.users:
         raise ValueError("a closed loop is not simulated: its arrivals depend on answers; name other arrivals")
-    params = SamplingParams(temperature=0.0, max_tokens=workload.max_tokens, ignore_eos=True)
+    params = SamplingSpec(temperature=0.0, max_tokens=workload.max_tokens, ignore_eos=True)
     for request in workload.requests:
         prompt = (PREFIX + request.prefix,) * request.num_prefix
         prompt += (OWN + request.number,) * (request.num_prompt - request.num_prefix)

@@ -13,7 +13,7 @@ from support import checkpoints
 from support.cuda_device import DEVICE, KERNELS
 
 from slotwise.compose.engine_builder import load
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import Add
@@ -42,7 +42,7 @@ def outputs(folder: Path, device: str, kernels: CudaKernels | None = None, **set
     while waiting or engine.has_work:
         if waiting:
             name = f"r{len(waiting)}"
-            asked = SamplingParams(
+            asked = SamplingSpec(
                 temperature=0, max_tokens=OUTPUT, ignore_eos=True, repetition_penalty=draw.choice([1.0, 1.2]))
             engine.handle(Add(name, RequestSpec(waiting.pop(), asked, step)))
         record = engine.step()

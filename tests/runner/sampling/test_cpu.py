@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.core.step import NewRequest
 from slotwise.kernels.reference import FAILED
@@ -19,12 +19,12 @@ DTYPES = [torch.bfloat16, torch.float32]
 quick = settings(deadline=None, max_examples=40, derandomize=True)
 
 
-def join(slot: int, params: SamplingParams, tokens=(1, 2, 3), num_prompt=3, seed=0, stop_ids=()) -> NewRequest:
+def join(slot: int, params: SamplingSpec, tokens=(1, 2, 3), num_prompt=3, seed=0, stop_ids=()) -> NewRequest:
     return NewRequest(f"r{slot}", slot, RequestSpec(tokens[:num_prompt], params, seed), tuple(stop_ids),
                       tuple(tokens[num_prompt:]))
 
 
-def sample_one(logits: torch.Tensor, params: SamplingParams, **about) -> SampledTokens:
+def sample_one(logits: torch.Tensor, params: SamplingSpec, **about) -> SampledTokens:
     """The next token of one request, alone."""
     sampler = Sampler(1, logits.shape[-1])
     request = join(0, params, **about)
@@ -32,7 +32,7 @@ def sample_one(logits: torch.Tensor, params: SamplingParams, **about) -> Sampled
     return sampler.sample(logits[None], [0], [len(request.tokens)])
 
 
-def draws(logits: torch.Tensor, params: SamplingParams, count: int, seed: int = 0) -> np.ndarray:
+def draws(logits: torch.Tensor, params: SamplingSpec, count: int, seed: int = 0) -> np.ndarray:
     """Outputs 0 to `count` of one request that sees the same logits each time."""
     sampler = Sampler(count, len(logits))
     for slot in range(count):
@@ -45,7 +45,7 @@ class TooClose(Exception):
     """The reference cannot say which side of a cut a token is on."""
 
 
-def distribution(logits: torch.Tensor, params: SamplingParams) -> np.ndarray:
+def distribution(logits: torch.Tensor, params: SamplingSpec) -> np.ndarray:
     """What should be sampled, in float64: sorted, with ties at a cut kept."""
     scores = logits.double().numpy() / params.temperature
     weights = np.exp(scores - scores.max())
@@ -75,7 +75,7 @@ def philox(counter: tuple[int, ...], key: tuple[int, int]) -> tuple[int, ...]:
 
 coarse = st.integers(-12, 12).map(lambda n: n / 4)  # exact in bfloat16, and full of ties
 filters = st.builds(
-    SamplingParams,
+    SamplingSpec,
     temperature=st.sampled_from([0.5, 1.0, 1.7]),
     top_k=st.integers(-1, 12),
     top_p=st.sampled_from([0.05, 0.3, 0.77, 0.95, 1.0]),
@@ -90,22 +90,22 @@ class TestGreedy:
         logits = torch.randint(-8, 8, (17, vocab), generator=torch.Generator().manual_seed(vocab)).to(dtype) / 4
         sampler = Sampler(17, vocab)
         for slot in range(17):
-            sampler.join(join(slot, SamplingParams(temperature=0)))
+            sampler.join(join(slot, SamplingSpec(temperature=0)))
         expected = [row.index(max(row)) for row in logits.tolist()]
         assert sampler.sample(logits, range(17), [3] * 17) == SampledTokens(expected, [], ())
 
     def test_zeros_of_either_sign_tie(self):
         logits = torch.tensor([-1.0, -0.0, 0.0])
-        assert sample_one(logits, SamplingParams(temperature=0)).tokens == [1]
+        assert sample_one(logits, SamplingSpec(temperature=0)).tokens == [1]
 
     def test_a_temperature_close_to_zero_is_greedy(self):
-        assert set(draws(torch.tensor([0.0, 0.001, -3]), SamplingParams(temperature=1e-6), 50)) == {1}
+        assert set(draws(torch.tensor([0.0, 0.001, -3]), SamplingSpec(temperature=1e-6), 50)) == {1}
 
     def test_logits_that_are_a_view_with_gaps(self):
         wide = torch.randn(4, 300, generator=torch.Generator().manual_seed(0))
         sampler = Sampler(4, 100)
         for slot in range(4):
-            sampler.join(join(slot, SamplingParams(temperature=0)))
+            sampler.join(join(slot, SamplingSpec(temperature=0)))
         part = wide[:, 100:200]
         assert sampler.sample(part, range(4), [3] * 4).tokens == part.argmax(1).tolist()
 
@@ -126,22 +126,22 @@ class TestDistribution:
 
     def test_ties_at_the_cut_are_all_kept(self):
         logits = torch.tensor([2.0, 1.0, 1.0, 1.0, 0.0])
-        assert set(draws(logits, SamplingParams(top_k=2), 500)) == {0, 1, 2, 3}
-        assert set(draws(logits, SamplingParams(top_p=0.6), 500)) == {0, 1, 2, 3}
+        assert set(draws(logits, SamplingSpec(top_k=2), 500)) == {0, 1, 2, 3}
+        assert set(draws(logits, SamplingSpec(top_p=0.6), 500)) == {0, 1, 2, 3}
 
     def test_no_mass_at_all_keeps_one_token(self):
         logits = torch.tensor([1.0, 2.0, 2.0, 1.9])
-        assert set(draws(logits, SamplingParams(top_p=0), 500)) == {1}
-        assert set(draws(logits, SamplingParams(top_p=1e-30), 500)) == {1, 2}
+        assert set(draws(logits, SamplingSpec(top_p=0), 500)) == {1}
+        assert set(draws(logits, SamplingSpec(top_p=1e-30), 500)) == {1, 2}
 
     @pytest.mark.parametrize("vocab", [20, 700, 3000])
     @pytest.mark.parametrize(
         "params",
         [
-            SamplingParams(),
-            SamplingParams(temperature=0.6, top_k=9),
-            SamplingParams(temperature=1.4, top_p=0.9),
-            SamplingParams(top_k=15, top_p=0.8, min_p=0.01),
+            SamplingSpec(),
+            SamplingSpec(temperature=0.6, top_k=9),
+            SamplingSpec(temperature=1.4, top_p=0.9),
+            SamplingSpec(top_k=15, top_p=0.8, min_p=0.01),
         ],
         ids=["plain", "top-k", "top-p", "all"],
     )
@@ -159,7 +159,7 @@ class TestDistribution:
 
     def test_a_token_banned_by_the_model_is_never_drawn(self):
         logits = torch.tensor([-torch.inf, 0.0, -torch.inf, 0.0, -200.0])
-        assert set(draws(logits, SamplingParams(temperature=2), 300)) == {1, 3}
+        assert set(draws(logits, SamplingSpec(temperature=2), 300)) == {1, 3}
 
 
 class TestRandomNumbers:
@@ -173,18 +173,18 @@ class TestRandomNumbers:
         key = seed & (2**64 - 1)
         words = [philox((i, 0, 0, 0), (key & 0xFFFFFFFF, key >> 32)) for i in range(200)]
         uniforms = [((high << 32) | low) / 2**64 for low, high, *_ in words]
-        drawn = draws(torch.zeros(1024), SamplingParams(), 200, seed)  # equal weights: the token spells the number
+        drawn = draws(torch.zeros(1024), SamplingSpec(), 200, seed)  # equal weights: the token spells the number
         assert drawn.tolist() == [int(u * 1024) for u in uniforms]
 
 
 class TestIndependence:
     PARAMS = (
-        SamplingParams(),
-        SamplingParams(temperature=0),
-        SamplingParams(temperature=0.7, top_p=0.9, top_k=30, logprobs=3),
-        SamplingParams(min_p=0.05, repetition_penalty=1.3, frequency_penalty=0.5),
-        SamplingParams(logit_bias={5: 4.0}, top_p=0.5),
-        SamplingParams(temperature=0, presence_penalty=0.7, logprobs=0),
+        SamplingSpec(),
+        SamplingSpec(temperature=0),
+        SamplingSpec(temperature=0.7, top_p=0.9, top_k=30, logprobs=3),
+        SamplingSpec(min_p=0.05, repetition_penalty=1.3, frequency_penalty=0.5),
+        SamplingSpec(logit_bias={5: 4.0}, top_p=0.5),
+        SamplingSpec(temperature=0, presence_penalty=0.7, logprobs=0),
     )
 
     @pytest.mark.parametrize("dtype", DTYPES)
@@ -232,12 +232,12 @@ class TestIndependence:
 
     def test_seeds_differ(self):
         logits = torch.zeros(1000)
-        assert len({tuple(draws(logits, SamplingParams(), 5, seed)) for seed in range(50)}) == 50
+        assert len({tuple(draws(logits, SamplingSpec(), 5, seed)) for seed in range(50)}) == 50
 
 
 class TestRowsThatFail:
     @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("params", [SamplingParams(temperature=0), SamplingParams(logprobs=2), SamplingParams()])
+    @pytest.mark.parametrize("params", [SamplingSpec(temperature=0), SamplingSpec(logprobs=2), SamplingSpec()])
     def test_are_named_and_leave_the_others_alone(self, dtype, params):
         logits = torch.randn(6, 600, generator=torch.Generator().manual_seed(1)).to(dtype)
         sampler = Sampler(6, 600)
@@ -257,6 +257,6 @@ class TestRowsThatFail:
 
     def test_a_failure_is_not_recorded(self):
         sampler = Sampler(1, 4)
-        sampler.join(join(0, SamplingParams(presence_penalty=1.0)))
+        sampler.join(join(0, SamplingSpec(presence_penalty=1.0)))
         assert sampler.sample(torch.full((1, 4), torch.nan), [0], [3]).failed == (0,)
         assert sampler.sample(torch.zeros(1, 4), [0], [3]).failed == ()

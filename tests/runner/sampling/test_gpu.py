@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.core.step import NewRequest, StepPlan
 from slotwise.kernels.reference import FAILED, draw, uniform
@@ -46,10 +46,10 @@ class Both:
         return drawn.read(), expected
 
 
-def asked(seed: int) -> SamplingParams:
+def asked(seed: int) -> SamplingSpec:
     """Anything a client may ask, or nothing."""
     pick = random.Random(seed)
-    return SamplingParams(
+    return SamplingSpec(
         temperature=pick.choice([0.0, 0.0, 0.7, 1.3]), top_k=pick.choice([0, 1, 20]),
         top_p=pick.choice([1.0, 0.9, 0.3]), min_p=pick.choice([0.0, 0.0, 0.05]), min_tokens=pick.choice([0, 3]),
         logprobs=pick.choice([None, None, 0, 5]), presence_penalty=pick.choice([0.0, 0.0, 0.8]),
@@ -84,7 +84,7 @@ class TestMasks:
 
     LOGITS = torch.tensor([[5.0, 4.0, 3.0, 2.0, 1.0, 0.0]])
 
-    def sampled(self, params: SamplingParams, known=(0,), num_prompt=1, steps=6, logits=LOGITS) -> list[int]:
+    def sampled(self, params: SamplingSpec, known=(0,), num_prompt=1, steps=6, logits=LOGITS) -> list[int]:
         both = Both(logits.shape[1], 1)
         both.join(NewRequest("r", 0, RequestSpec(tuple(known)[:num_prompt], params, 1), (), tuple(known)[num_prompt:]))
         tokens = []
@@ -95,12 +95,12 @@ class TestMasks:
         return tokens
 
     def test_only_allowed_tokens(self):
-        assert self.sampled(SamplingParams(temperature=0, allowed_token_ids=(4, 2, 99))) == [2] * 6
-        drawn = self.sampled(SamplingParams(temperature=5.0, allowed_token_ids=(1, 3)), steps=40)
+        assert self.sampled(SamplingSpec(temperature=0, allowed_token_ids=(4, 2, 99))) == [2] * 6
+        drawn = self.sampled(SamplingSpec(temperature=5.0, allowed_token_ids=(1, 3)), steps=40)
         assert set(drawn) == {1, 3}
 
     def test_allowed_tokens_keep_their_probabilities(self):
-        params = SamplingParams(temperature=0, logprobs=6, allowed_token_ids=(1, 3), logit_bias={3: 2.0, 0: 9.0})
+        params = SamplingSpec(temperature=0, logprobs=6, allowed_token_ids=(1, 3), logit_bias={3: 2.0, 0: 9.0})
         sampler = Sampler(1, 6)
         sampler.join(NewRequest("r", 0, RequestSpec((0,), params, 1), ()))
         [found] = sampler.sample(self.LOGITS, [0], [1]).logprobs
@@ -108,10 +108,10 @@ class TestMasks:
         assert found.top_logprobs[2:] == (-np.inf,) * 4
 
     def test_a_word_of_one_token_never_comes(self):
-        assert self.sampled(SamplingParams(temperature=0, bad_words_token_ids=((0,), (1,)))) == [2] * 6
+        assert self.sampled(SamplingSpec(temperature=0, bad_words_token_ids=((0,), (1,)))) == [2] * 6
 
     def test_a_word_of_several_tokens_is_never_completed(self):
-        params = SamplingParams(temperature=0, bad_words_token_ids=((0, 0), (0, 1, 0)))
+        params = SamplingSpec(temperature=0, bad_words_token_ids=((0, 0), (0, 1, 0)))
         assert self.sampled(params) == [0, 1, 1, 0, 1, 1]
         # The prompt's last tokens begin no word; outputs before a preemption do.
         assert self.sampled(params, known=(0, 0), num_prompt=2, steps=1) == [0]
@@ -120,20 +120,20 @@ class TestMasks:
 
     def test_a_step_that_is_run_again_forgets_its_outputs(self):
         sampler = Sampler(1, 6)
-        params = SamplingParams(temperature=0, bad_words_token_ids=((0, 0),))
+        params = SamplingSpec(temperature=0, bad_words_token_ids=((0, 0),))
         sampler.join(NewRequest("r", 0, RequestSpec((0,), params, 1), ()))
         for _ in range(3):
             assert sampler.sample(self.LOGITS, [0], [1]).tokens == [0]
         assert sampler.sample(self.LOGITS, [0], [2]).tokens == [1]
 
     def test_nothing_left_fails_the_row(self):
-        assert self.sampled(SamplingParams(allowed_token_ids=(2,), bad_words_token_ids=((2,),)), steps=1) == [FAILED]
+        assert self.sampled(SamplingSpec(allowed_token_ids=(2,), bad_words_token_ids=((2,),)), steps=1) == [FAILED]
 
 
 def test_rows_that_cannot_sample_fail_alone():
     both = Both()
     both.join(*(NewRequest(f"r{slot}", slot,
-                           RequestSpec((3,), SamplingParams(temperature=slot % 2, logprobs=1), slot), ())
+                           RequestSpec((3,), SamplingSpec(temperature=slot % 2, logprobs=1), slot), ())
                 for slot in range(8)))
     logits = torch.randn(8, VOCAB)
     logits[1, 4], logits[2, 9], logits[3] = torch.nan, torch.inf, -torch.inf
@@ -145,8 +145,8 @@ def test_rows_that_cannot_sample_fail_alone():
 
 def test_edits_that_fail_cost_their_own_row_alone(monkeypatch):
     both = Both()
-    penalty = SamplingParams(temperature=0, presence_penalty=1.0)
-    both.join(NewRequest("a", 0, RequestSpec((3,), SamplingParams(temperature=0)), ()),
+    penalty = SamplingSpec(temperature=0, presence_penalty=1.0)
+    both.join(NewRequest("a", 0, RequestSpec((3,), SamplingSpec(temperature=0)), ()),
               NewRequest("b", 1, RequestSpec((3,), penalty), ()))
     monkeypatch.setattr(both.table, "known", lambda *where: 1 / 0)
     assert both.device.sample(torch.randn(2, VOCAB), [0, 1], [1, 1]).read().failed == (1,)
@@ -155,7 +155,7 @@ def test_edits_that_fail_cost_their_own_row_alone(monkeypatch):
 def test_a_token_still_on_its_way_is_penalised():
     """The host never saw the first token when the second was drawn."""
     both = Both(vocab=3)
-    params = SamplingParams(temperature=0, frequency_penalty=1.0)
+    params = SamplingSpec(temperature=0, frequency_penalty=1.0)
     both.join(NewRequest("r", 0, RequestSpec((0,), params), ()))
     logits, drawn = torch.tensor([[2.5, 2.0, 0.0]]), []
     for position in range(1, 7):
@@ -166,7 +166,7 @@ def test_a_token_still_on_its_way_is_penalised():
 
 def test_tokens_outside_the_vocabulary_are_ignored():
     both = Both(vocab=8)
-    params = SamplingParams(temperature=0, logprobs=8, repetition_penalty=2.0, logit_bias={99: 5.0}, min_tokens=2)
+    params = SamplingSpec(temperature=0, logprobs=8, repetition_penalty=2.0, logit_bias={99: 5.0}, min_tokens=2)
     both.join(NewRequest("r", 0, RequestSpec((20, 1, 300), params), (77,)))
     found, expected = both.sample(torch.randn(1, 8), [0], [3])
     assert found.tokens == expected.tokens and found.logprobs[0].top_ids == expected.logprobs[0].top_ids
@@ -174,10 +174,10 @@ def test_tokens_outside_the_vocabulary_are_ignored():
 
 def test_a_slot_forgets_its_last_request():
     both, logits = Both(vocab=3), torch.tensor([[1.0, 0.0, 0.0]])
-    both.join(NewRequest("a", 0, RequestSpec((0,), SamplingParams(temperature=0, logit_bias={2: 100.0})), ()))
+    both.join(NewRequest("a", 0, RequestSpec((0,), SamplingSpec(temperature=0, logit_bias={2: 100.0})), ()))
     assert both.sample(logits, [0], [1])[0].tokens == [2]
     both.device.leave(0)
-    both.join(NewRequest("b", 0, RequestSpec((0,), SamplingParams(temperature=0)), ()))
+    both.join(NewRequest("b", 0, RequestSpec((0,), SamplingSpec(temperature=0)), ()))
     assert both.device.sample(logits, [0], [1]).read().tokens == [0]
 
 

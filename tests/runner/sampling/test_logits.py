@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.core.step import NewRequest, TokenLogprobs
 from slotwise.runner.sampling.cpu import Sampler
@@ -19,7 +19,7 @@ tokens_of_vocab = st.lists(st.integers(0, VOCAB - 1), max_size=12)
 rows = st.lists(st.floats(-8, 8, width=32), min_size=VOCAB, max_size=VOCAB)
 
 
-def describe(logits: torch.Tensor, params: SamplingParams, prompt=(0,), outputs=(), stop_ids=()) -> TokenLogprobs:
+def describe(logits: torch.Tensor, params: SamplingSpec, prompt=(0,), outputs=(), stop_ids=()) -> TokenLogprobs:
     """Log-probabilities of the token after the outputs."""
     sampler = Sampler(1, logits.shape[-1])
     known = (*prompt, *outputs)
@@ -35,7 +35,7 @@ def logprobs_by_token(found: TokenLogprobs) -> np.ndarray:
     return table
 
 
-def penalised(logits: torch.Tensor, params: SamplingParams, prompt, outputs) -> torch.Tensor:
+def penalised(logits: torch.Tensor, params: SamplingSpec, prompt, outputs) -> torch.Tensor:
     """vLLM's rules, one token at a time, in float64."""
     edited = logits.double().clone()
     for token, bias in params.logit_bias.items():
@@ -57,7 +57,7 @@ class TestPenaltiesAndBias:
         bias=st.dictionaries(st.integers(0, VOCAB - 1), st.sampled_from([-100.0, -1.5, 2.0]), max_size=4),
     )
     def test_match_the_rules(self, dtype, values, prompt, outputs, repetition, presence, frequency, bias):
-        params = SamplingParams(
+        params = SamplingSpec(
             temperature=0, logprobs=VOCAB, repetition_penalty=repetition, presence_penalty=presence,
             frequency_penalty=frequency, logit_bias=bias,
         )
@@ -70,30 +70,30 @@ class TestPenaltiesAndBias:
 
     def test_own_outputs_count_as_they_are_sampled(self):
         sampler = Sampler(1, 3)
-        sampler.join(NewRequest("r", 0, RequestSpec((0,), SamplingParams(temperature=0, frequency_penalty=1.0)), ()))
+        sampler.join(NewRequest("r", 0, RequestSpec((0,), SamplingSpec(temperature=0, frequency_penalty=1.0)), ()))
         logits = torch.tensor([[2.5, 2.0, 0.0]])
         tokens = [sampler.sample(logits, [0], [1 + i]).tokens[0] for i in range(6)]
         assert tokens == [0, 1, 0, 1, 0, 1]
 
     def test_more_distinct_tokens_than_the_columns_start_with(self):
         prompt = tuple(range(0, 600, 2))
-        params = SamplingParams(temperature=0, repetition_penalty=2.0, logprobs=2)
+        params = SamplingSpec(temperature=0, repetition_penalty=2.0, logprobs=2)
         found = describe(torch.full((600,), 4.0), params, prompt)
         assert found.top_ids == (1, 3) and found.rank == 1
 
     def test_tokens_outside_the_vocabulary_are_ignored(self):
         bias = {99: 5.0, 1: 1.0}
-        params = SamplingParams(temperature=0, logprobs=1, logit_bias=bias, presence_penalty=0.5, min_tokens=2)
+        params = SamplingSpec(temperature=0, logprobs=1, logit_bias=bias, presence_penalty=0.5, min_tokens=2)
         found = describe(torch.zeros(VOCAB), params, prompt=(500, 1), outputs=(300,), stop_ids=(77,))
         assert found.top_ids == (1,)
 
     @pytest.mark.parametrize("params", [
-        SamplingParams(presence_penalty=1.0), SamplingParams(temperature=0, repetition_penalty=2.0)])
+        SamplingSpec(presence_penalty=1.0), SamplingSpec(temperature=0, repetition_penalty=2.0)])
     def test_edits_that_fail_cost_their_own_row_alone(self, params):
         sampler = Sampler(3, 4)
         logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]] * 3)
-        for slot, asked in enumerate((SamplingParams(temperature=0, logit_bias={0: 9.0}), params,
-                                      SamplingParams(temperature=0))):
+        for slot, asked in enumerate((SamplingSpec(temperature=0, logit_bias={0: 9.0}), params,
+                                      SamplingSpec(temperature=0))):
             sampler.join(NewRequest(str(slot), slot, RequestSpec((1, 2), asked), ()))
         sampled = sampler.sample(logits, [0, 1, 2], [2, 5, 2])  # of the one in the middle three outputs are unknown
         assert sampled.failed == (1,)
@@ -101,11 +101,11 @@ class TestPenaltiesAndBias:
 
     def test_a_slot_forgets_its_last_request(self):
         sampler = Sampler(1, 3)
-        sampler.join(NewRequest("a", 0, RequestSpec((0,), SamplingParams(temperature=0, logit_bias={2: 100.0})), ()))
+        sampler.join(NewRequest("a", 0, RequestSpec((0,), SamplingSpec(temperature=0, logit_bias={2: 100.0})), ()))
         logits = torch.tensor([[1.0, 0.0, 0.0]])
         assert sampler.sample(logits, [0], [1]).tokens == [2]
         sampler.leave(0)
-        sampler.join(NewRequest("b", 0, RequestSpec((0,), SamplingParams(temperature=0)), ()))
+        sampler.join(NewRequest("b", 0, RequestSpec((0,), SamplingSpec(temperature=0)), ()))
         assert sampler.sample(logits, [0], [1]).tokens == [0]
 
 
@@ -113,7 +113,7 @@ class TestMinTokens:
     @pytest.mark.parametrize("temperature", [0.0, 1.0])
     def test_ends_are_banned_until_reached(self, temperature):
         sampler = Sampler(1, 6)
-        sampler.join(NewRequest("r", 0, RequestSpec((0, 0), SamplingParams(temperature=temperature, min_tokens=5), 1),
+        sampler.join(NewRequest("r", 0, RequestSpec((0, 0), SamplingSpec(temperature=temperature, min_tokens=5), 1),
                                 (2, 4)))
         logits = torch.tensor([[0.0, 1.0, 30.0, 0.5, 29.0, 0.0]])
         tokens = [sampler.sample(logits, [0], [2 + i]).tokens[0] for i in range(8)]
@@ -122,14 +122,14 @@ class TestMinTokens:
 
     def test_a_later_join_counts_its_outputs(self):
         sampler = Sampler(1, 6)
-        params = SamplingParams(temperature=0, min_tokens=4)
+        params = SamplingSpec(temperature=0, min_tokens=4)
         sampler.join(NewRequest("r", 0, RequestSpec((0, 0), params, 1), (2,), (1, 1, 1)))
         logits = torch.tensor([[0.0, 1.0, 30.0, 0.5, 2.0, 0.0]])
         assert [sampler.sample(logits, [0], [5 + i]).tokens[0] for i in range(2)] == [4, 2]
 
     def test_nothing_left_to_sample_fails_the_row(self):
         sampler = Sampler(1, 2)
-        sampler.join(NewRequest("r", 0, RequestSpec((0,), SamplingParams(min_tokens=1), 1), (0, 1)))
+        sampler.join(NewRequest("r", 0, RequestSpec((0,), SamplingSpec(min_tokens=1), 1), (0, 1)))
         assert sampler.sample(torch.zeros(1, 2), [0], [1]).failed == (0,)
 
 
@@ -140,7 +140,7 @@ class TestLogprobs:
         logits = (torch.randn(40, 5000, generator=torch.Generator().manual_seed(2)) * 3).to(dtype)
         sampler = Sampler(40, 5000)
         for slot in range(40):
-            params = SamplingParams(temperature=temperature, logprobs=slot % 21, top_k=100)
+            params = SamplingSpec(temperature=temperature, logprobs=slot % 21, top_k=100)
             sampler.join(NewRequest("r", slot, RequestSpec((0,), params, slot), ()))
         sampled = sampler.sample(logits, range(40), [1] * 40)
         for row, (token, found) in enumerate(zip(sampled.tokens, sampled.logprobs, strict=True)):
@@ -154,13 +154,13 @@ class TestLogprobs:
     def test_rows_that_did_not_ask_get_none(self):
         sampler = Sampler(3, 8)
         for slot, asked in enumerate((None, 0, None)):
-            sampler.join(NewRequest("r", slot, RequestSpec((0,), SamplingParams(logprobs=asked), slot), ()))
+            sampler.join(NewRequest("r", slot, RequestSpec((0,), SamplingSpec(logprobs=asked), slot), ()))
         logprobs = sampler.sample(torch.zeros(3, 8), range(3), [1] * 3).logprobs
         assert logprobs[0] is None and logprobs[2] is None
         assert logprobs[1].top_ids == () and logprobs[1].logprob == pytest.approx(-np.log(8), abs=1e-6)
 
     def test_banned_tokens_come_last(self):
         logits = torch.tensor([-torch.inf, 1.0, -torch.inf, 0.0])
-        found = describe(logits, SamplingParams(temperature=0, logprobs=20))
+        found = describe(logits, SamplingSpec(temperature=0, logprobs=20))
         assert found.top_ids == (1, 3, 0, 2)
         assert found.top_logprobs[2:] == (-np.inf, -np.inf)

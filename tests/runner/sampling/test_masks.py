@@ -12,7 +12,7 @@ import torch
 
 from slotwise import grammar_compiler
 from slotwise.core.grammar import JSON_SCHEMA, LARK, REGEX, Grammar
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.core.step import NewRequest, RowKind, StepPlan
 from slotwise.kernels.reference import FAILED, allowed_only, draw
@@ -37,7 +37,7 @@ def joined(masks: Masks, compiler: Grammars, pattern: str, outputs: tuple[int, .
     while not compiler.has_compiled:
         pass
     assert [one.objection for one in compiler.pop_compiled()] == [""]
-    params = SamplingParams(temperature=0, grammar=grammar)
+    params = SamplingSpec(temperature=0, grammar=grammar)
     join = NewRequest("r", slot, RequestSpec(PROMPT, params, 1), (), outputs)
     masks.join(join)
     return join
@@ -89,7 +89,7 @@ def test_a_row_that_cannot_go_on_fails_alone() -> None:
     masks.record(plan(0), [(ord("x"),)])  # no sampler gives such a token
     assert allowed(masks, plan(1)) == [""] and masks.objection(0).startswith("structured_outputs: ")
     sampler = Sampler(4, VOCAB, masks=masks)
-    for slot, params in ((0, SamplingParams(temperature=0)), (1, SamplingParams(temperature=0))):
+    for slot, params in ((0, SamplingSpec(temperature=0)), (1, SamplingSpec(temperature=0))):
         sampler.join(NewRequest(str(slot), slot, RequestSpec(PROMPT, params, 1), ()))
     drawn = sampler.sample(torch.randn(2, VOCAB), [0, 1], [len(PROMPT) + 1, len(PROMPT)])
     assert drawn.tokens[0] == FAILED and drawn.tokens[1] != FAILED and drawn.failed == (0,)
@@ -184,7 +184,7 @@ def test_masked_rows_of_both_paths(kind: torch.dtype) -> None:
     for sampler in samplers:
         for temperature in (0.0, 1.0):
             for slot in range(6):
-                params = SamplingParams(temperature=temperature, logprobs=2 if slot == 2 else None)
+                params = SamplingSpec(temperature=temperature, logprobs=2 if slot == 2 else None)
                 sampler.join(NewRequest(str(slot), slot, RequestSpec(PROMPT, params, 7), ()))
             drawn = sampler.sample(logits, range(6), [len(PROMPT)] * 6).read()
             assert drawn.failed == (0,)
@@ -203,7 +203,7 @@ def test_values_that_are_not_finite_count_only_where_they_are_allowed() -> None:
         bits[0, forbidden // 32] &= ~np.int32(1 << forbidden % 32)
         masks: Any = type("Fixed", (), {"select": lambda *given, bits=bits: RowMasks(np.array([0]), bits)})()
         sampler = Sampler(1, VOCAB, masks=masks)
-        sampler.join(NewRequest("0", 0, RequestSpec(PROMPT, SamplingParams(temperature=0), 7), ()))
+        sampler.join(NewRequest("0", 0, RequestSpec(PROMPT, SamplingSpec(temperature=0), 7), ()))
         assert sampler.sample(logits, [0], [len(PROMPT)]).tokens == [token]
 
 
@@ -235,7 +235,7 @@ def test_what_dies_later_says_what_in_the_grammar_did_it(kind: str, text: str, o
     while not compiler.has_compiled:
         pass
     assert [one.objection for one in compiler.pop_compiled()] == [""]
-    masks.join(NewRequest("r", 0, RequestSpec(PROMPT, SamplingParams(temperature=0, grammar=grammar), 1), ()))
+    masks.join(NewRequest("r", 0, RequestSpec(PROMPT, SamplingSpec(temperature=0, grammar=grammar), 1), ()))
     for number, byte in enumerate(outputs):
         assert allowed(masks, plan(number)) != [""] and not masks.objection(0)
         masks.record(plan(number), [(byte,)])

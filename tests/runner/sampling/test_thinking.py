@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotwise.core.params import InvalidParams, SamplingParams, ThinkingBudget
+from slotwise.core.params import InvalidParams, SamplingSpec, ThinkingBudget
 from slotwise.core.request import RequestSpec
 from slotwise.core.step import NewRequest, StepPlan
 from slotwise.kernels.reference import draw
@@ -60,7 +60,7 @@ def test_no_output_reasons_beyond_its_budget(budget, seed, temperature, is_edite
     """The same tokens on both samplers, whatever else edits the logits."""
     more = {"repetition_penalty": 1.5, "logit_bias": {END: -100.0}, "bad_words_token_ids": ((2, END),),
             "min_tokens": 30} if is_edited else {}
-    params = SamplingParams(temperature=temperature, max_tokens=40, logprobs=VOCAB, thinking=budget, **more)
+    params = SamplingSpec(temperature=temperature, max_tokens=40, logprobs=VOCAB, thinking=budget, **more)
     table = SlotTable(1, TOKENS, 4, 99)
     device, host = DeviceSampler(table, VOCAB, draw, CPU), Sampler(1, VOCAB)
     join = NewRequest("r", 0, RequestSpec((3, 3), params, seed), (END,))
@@ -87,16 +87,16 @@ def test_no_output_reasons_beyond_its_budget(budget, seed, temperature, is_edite
 def test_a_token_that_is_not_allowed_cannot_end_reasoning():
     for more in ({"allowed_token_ids": (3, 4)}, {"bad_words_token_ids": ((END,),)}):
         with pytest.raises(InvalidParams, match="thinking_token_budget"):
-            SamplingParams(thinking=ThinkingBudget(3, END), **more)
-    SamplingParams(thinking=ThinkingBudget(3, END), allowed_token_ids=(3, END))
+            SamplingSpec(thinking=ThinkingBudget(3, END), **more)
+    SamplingSpec(thinking=ThinkingBudget(3, END), allowed_token_ids=(3, END))
     with pytest.raises(InvalidParams, match="thinking_token_budget"):
-        SamplingParams(thinking=ThinkingBudget(-1, END))
+        SamplingSpec(thinking=ThinkingBudget(-1, END))
     with pytest.raises(InvalidParams, match="thinking_token_budget"):
-        SamplingParams(thinking=ThinkingBudget(3, 300)).check_vocabulary(300)
+        SamplingSpec(thinking=ThinkingBudget(3, 300)).check_vocabulary(300)
 
 
 def test_outputs_that_are_not_known_are_an_error():
-    params = SamplingParams(thinking=ThinkingBudget(3, END))
+    params = SamplingSpec(thinking=ThinkingBudget(3, END))
     edits = LogitEdits(RequestParams.of(NewRequest("r", 0, RequestSpec((3,), params, 1), ()), VOCAB), (3,), VOCAB)
     with pytest.raises(ValueError, match="0 are known"):
         edits.apply(np.zeros(VOCAB, np.float32), 1)

@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slotwise.core.params import SamplingParams, ThinkingBudget
+from slotwise.core.params import SamplingSpec, ThinkingBudget
 from slotwise.runner.sampling.sampler import RequestParams, has_penalties
 
 CERTAIN = 1e9  # a logit: at any temperature the probability of all other tokens is 0 in float32
@@ -141,7 +141,7 @@ class LogitEdits:
 class Penalties:
     """The distinct tokens of a request, and how often it produced each."""
 
-    def __init__(self, params: SamplingParams, known: Sequence[int], num_prompt: int, vocab_size: int) -> None:
+    def __init__(self, params: SamplingSpec, known: Sequence[int], num_prompt: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._repetition = np.float32(params.repetition_penalty)
         self._frequency = np.float32(params.frequency_penalty)
@@ -229,7 +229,7 @@ class DeviceEdits(NamedTuple):
             end_reasoning(logits, known[self.request.num_prompt :], self.request.params.thinking)
 
 
-def penalize(row: Tensor, prompt: Tensor, output: Tensor, params: SamplingParams) -> None:
+def penalize(row: Tensor, prompt: Tensor, output: Tensor, params: SamplingSpec) -> None:
     """Apply the repetition, frequency and presence penalties to `row [vocab]` float32, in place.
 
     Args:

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slotwise.core.params import SamplingParams
+from slotwise.core.params import SamplingSpec
 from slotwise.core.step import NewRequest, TokenLogprobs
 from slotwise.kernels.reference import FAILED
 from slotwise.runner.slots import SlotListener
@@ -33,7 +33,7 @@ class RequestParams:
 
     slot: int
     num_prompt: int
-    params: SamplingParams
+    params: SamplingSpec
     stop_ids: NDArray[np.int64]  # banned before `params.min_tokens` outputs
     bias_ids: NDArray[np.int64]
     bias: NDArray[np.float32]
@@ -197,17 +197,17 @@ class Sampling(SlotListener):
         raise NotImplementedError
 
 
-def is_greedy(params: SamplingParams) -> bool:
+def is_greedy(params: SamplingSpec) -> bool:
     """Whether the most probable token is taken."""
     return params.temperature < GREEDY_BELOW or params.top_p == 0
 
 
-def has_penalties(params: SamplingParams) -> bool:
+def has_penalties(params: SamplingSpec) -> bool:
     """Whether earlier tokens change the logits."""
     return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
 
 
-def has_masks(params: SamplingParams) -> bool:
+def has_masks(params: SamplingSpec) -> bool:
     """Whether some tokens are never chosen, or only after others."""
     return bool(params.allowed_token_ids or params.bad_words_token_ids or params.thinking)
 

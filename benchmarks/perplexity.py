@@ -37,7 +37,7 @@ from torch import Tensor
 from slotwise import builtin
 from slotwise.bench.results import environment, write_json
 from slotwise.kernels.interface import RaggedBatch
-from slotwise.kernels.matrix import Factors, Format, QuantisedMatrix, Rows, Weight, stacked
+from slotwise.kernels.matrix import Factors, Format, QuantizedMatrix, Rows, Weight, stacked
 from slotwise.kernels.select import choose
 from slotwise.model.decoder import Decoder
 from slotwise.model.family_table import tensor_shapes
@@ -195,7 +195,7 @@ def decoders(*, blocks: bool, cache_only: bool) -> Iterator[tuple[str, str, Deco
 # -- weights rounded to GGUF's types -----------------------------------------------------------------------------------
 
 
-def rounded(weight: Tensor, name: str) -> QuantisedMatrix:
+def rounded(weight: Tensor, name: str) -> QuantizedMatrix:
     """`weight [outputs, depth]` in one of `BLOCK_TYPES`."""
     outputs, depth = weight.shape
     try:
@@ -205,7 +205,7 @@ def rounded(weight: Tensor, name: str) -> QuantisedMatrix:
     return BLOCK_TYPES[name].matrix(torch.from_numpy(np.ascontiguousarray(data)), outputs, depth)
 
 
-def _by_extremes(weight: Tensor, kind: Format) -> QuantisedMatrix:
+def _by_extremes(weight: Tensor, kind: Format) -> QuantizedMatrix:
     groups = weight.unflatten(1, (-1, kind.group))
     best, chosen = torch.full(groups.shape[:2], torch.inf), torch.ones(groups.shape[:2])
     for share in SHARES:
@@ -224,7 +224,7 @@ def _by_extremes(weight: Tensor, kind: Format) -> QuantisedMatrix:
     def read(first: int, end: int) -> Rows:
         return Rows(codes[first:end], part(stored, first, end), None if offsets is None else part(offsets, first, end))
 
-    return QuantisedMatrix(kind, *weight.shape, read)
+    return QuantizedMatrix(kind, *weight.shape, read)
 
 
 def _factors(groups: Tensor, kind: Format) -> tuple[Tensor, Tensor | None]:

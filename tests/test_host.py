@@ -64,7 +64,7 @@ def test_a_mac_generates_the_same_tokens(monkeypatch: pytest.MonkeyPatch):
     assert llm.generate("def add(a, b):", GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected
 
 
-def test_weights_are_not_quantised_there(monkeypatch: pytest.MonkeyPatch):
+def test_weights_are_not_quantized_there(monkeypatch: pytest.MonkeyPatch):
     be(monkeypatch, "Darwin", "arm64")
     with pytest.raises(ConfigError, match="quantization int8 needs device cpu, not reference"):
         load(EngineConfig.of(model="nowhere", device="cpu", quantization="int8"))

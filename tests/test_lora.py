@@ -153,7 +153,7 @@ def test_an_adapter_may_name_modules_as_its_base_was_loaded(beginning, plain, tm
     assert run(make_llm(plain), [[5, 6, 7]], LoRARequest("a", 1, str(path))) == expected
 
 
-def test_what_initialised_an_adapter_changes_nothing(plain, tmp_path):
+def test_what_initialized_an_adapter_changes_nothing(plain, tmp_path):
     plainly = lora.write(tmp_path / "a", plain, seed=1)
     by_eva = lora.write(tmp_path / "b", plain, seed=1, init_lora_weights="eva", eva_config={
         "rho": 2.0, "tau": 0.99, "use_label_mask": True, "adjust_scaling_factors": True})

@@ -27,7 +27,7 @@ from support.otlp import Collector, attributes, collecting
 KEY = "a-key"
 NUM_REQUESTS, SLOTS = 12, 4
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-STAGES = ["tokenising", "queue", "prefill", "decode", "sending"]
+STAGES = ["tokenizing", "queue", "prefill", "decode", "sending"]
 
 
 @dataclass

@@ -169,7 +169,7 @@ def test_from_cached_prefixes(family):
 
 
 @pytest.mark.parametrize("family", SOME, indirect=True)
-def test_across_aborts_of_neighbours(family):
+def test_across_aborts_of_neighbors(family):
     folder, prompts, expected = family
     draw = random.Random(5)
     aborted = draw.sample(range(NUM_REQUESTS), 10)

@@ -1,4 +1,4 @@
-"""Quantised weights through a whole model: options, what is told of them, and one answer whatever the company."""
+"""Quantized weights through a whole model: options, what is told of them, and one answer whatever the company."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def test_a_bad_option_is_one_line():
     assert run.stderr == "slotwise generate: --quantization int8 needs device cpu: the reference computes exactly\n"
 
 
-def test_a_quantised_checkpoint_is_served_as_it_is_stored(tmp_path):
+def test_a_quantized_checkpoint_is_served_as_it_is_stored(tmp_path):
     dense = make("llama3", tmp_path / "dense", tokenizer=True, dtype="bfloat16", **quantized.SIZES)
-    quantized.quantise(dense, tmp_path / "awq", quantized.KINDS["awq"]())
-    with pytest.raises(ConfigError, match=r"those of .*awq are quantised already \(AWQ, 4 bits\)"):
+    quantized.quantize(dense, tmp_path / "awq", quantized.KINDS["awq"]())
+    with pytest.raises(ConfigError, match=r"those of .*awq are quantized already \(AWQ, 4 bits\)"):
         LLM(model=str(tmp_path / "awq"), quantization="int8", **SMALL)
     served = LLM(model=str(tmp_path / "awq"), **SMALL)
     asked = [{"prompt_token_ids": ids} for ids in prompts([5, 90, 33])]

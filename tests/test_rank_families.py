@@ -183,13 +183,13 @@ def test_a_draft_model_on_rank_0(layout: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gptq 4, act-order", "awq"])
-def test_stages_of_a_quantised_checkpoint(kind: str, tmp_path: Path) -> None:
+def test_stages_of_a_quantized_checkpoint(kind: str, tmp_path: Path) -> None:
     dense = make("llama3", tmp_path / "dense", **quantized.SIZES)
-    folder = tmp_path / "quantised"
-    quantized.quantise(dense, folder, quantized.KINDS[kind]())
+    folder = tmp_path / "quantized"
+    quantized.quantize(dense, folder, quantized.KINDS[kind]())
     assert_same(play(engine_of(folder, LAYOUTS["pp"]), requests()), play(engine_of(folder), requests()))
     if "act-order" in kind:
-        with pytest.raises(CheckpointError, match=r"o_proj\.weight: a rank would have .* not neighbours"):
+        with pytest.raises(CheckpointError, match=r"o_proj\.weight: a rank would have .* not neighbors"):
             engine_of(folder, LAYOUTS["tp"])
 
 
@@ -197,13 +197,13 @@ def test_stages_of_a_quantised_checkpoint(kind: str, tmp_path: Path) -> None:
     *((kind, ReferenceKernels, 1e-4) for kind in (
         "gptq 4", "gptq 8", "gptq 8, rows", "awq", "W4A16, asymmetric", "FP8, blocks")),
     *((kind, lambda: CpuKernels(1), 0.05) for kind in ("gptq 8", "awq", "W8A16"))])
-def test_shares_of_a_quantised_checkpoint(
+def test_shares_of_a_quantized_checkpoint(
     kind: str, kernels: Callable[[], Kernels], close: float, tmp_path: Path,
 ) -> None:
     """In plain torch, and where a rank rounds its own activations."""
     dense = make("llama3", tmp_path / "dense", head_dim=64, **quantized.SIZES)
-    folder = tmp_path / "quantised"
-    quantized.quantise(dense, folder, quantized.KINDS[kind]())
+    folder = tmp_path / "quantized"
+    quantized.quantize(dense, folder, quantized.KINDS[kind]())
     given, barrier, rows = [None, None], threading.Barrier(2), list(enumerate(prompts([5, 40])))
     whole, *ranks = (load_model(folder, kernels=kernels(), dtype="float32", group=group)
                      for group in (SINGLE_RANK, Paired(0, given, barrier), Paired(1, given, barrier)))
@@ -214,8 +214,8 @@ def test_shares_of_a_quantised_checkpoint(
 
 
 def test_a_share_that_divides_a_group_is_refused(tmp_path: Path) -> None:
-    dense, folder = make("llama3", tmp_path / "dense", **quantized.SIZES), tmp_path / "quantised"
-    quantized.quantise(dense, folder, quantized.KINDS["gptq 4"]())
+    dense, folder = make("llama3", tmp_path / "dense", **quantized.SIZES), tmp_path / "quantized"
+    quantized.quantize(dense, folder, quantized.KINDS["gptq 4"]())
     with pytest.raises(CheckpointError, match=r"o_proj\.weight: a rank would have inputs 0 to 64 of 128, in groups"):
         engine_of(folder, LAYOUTS["tp"])
 

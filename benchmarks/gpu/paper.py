@@ -47,7 +47,7 @@ SHARES = {  # of the bound, and why not all of it
     "stream": 0.80,  # read once, written once: what a copy reaches of the data sheet
     "product": 0.75,  # cuBLAS at large sizes; the clock falls under full load
     "decode": 0.70,  # blocks are scattered, and the last segments of a row are not full
-    "prefill": 0.45,  # half of the work of a tile is softmax on other units; no warps are specialised
+    "prefill": 0.45,  # half of the work of a tile is softmax on other units; no warps are specialized
     "codes": 0.60,  # codes become numbers beside the tensor cores
     "narrow": 0.60,  # tokens are quantized by a kernel of their own
     "adapters": 0.30,  # tiles of a few rows and columns, and sums in float32 beside them

@@ -20,11 +20,11 @@ from benchmarks.kernels.each import step
 from slotwise.kernels.cuda import CudaKernels
 from slotwise.kernels.cuda.sampling import mask_rows, sample
 from slotwise.kernels.interface import AttentionShape, ExpertWeights, RaggedBatch, Routing
-from slotwise.kernels.matrix import Factors, Format, QuantisedMatrix, Rows
+from slotwise.kernels.matrix import Factors, Format, QuantizedMatrix, Rows
 
 BLOCK_SIZE = 16
 SMALLER = 512  # times, in a rehearsal
-QUANTISED = {"gate_up, 4 bits": Format(4, 128, torch.float16, zero=8),
+QUANTIZED = {"gate_up, 4 bits": Format(4, 128, torch.float16, zero=8),
              "gate_up, 8 bits": Format(8, 0, torch.float32, zero=128)}
 
 
@@ -56,8 +56,8 @@ class Bench:
             outputs, depth = self._products[work.name]
             product, x = kernels.linear(self._random(outputs, depth)), self._random(tokens, depth)
             return lambda: product(x)
-        if work.name in QUANTISED:
-            return self._quantised(tokens, QUANTISED[work.name])
+        if work.name in QUANTIZED:
+            return self._quantized(tokens, QUANTIZED[work.name])
         if work.name == "gate_up, adapters":
             return self._adapters(tokens)
         if work.name == "experts":
@@ -85,12 +85,12 @@ class Bench:
             return lambda: kernels.add_rms_norm(x, residual, weight, 1e-5)
         return lambda: kernels.rms_norm(x, weight, 1e-5)
 
-    def _quantised(self, tokens: int, form: Format) -> Callable[[], object]:
+    def _quantized(self, tokens: int, form: Format) -> Callable[[], object]:
         outputs, depth = self._products["gate_up"]
         device = self.kernels.device
         codes = torch.randint(0, 1 << form.bits, (outputs, depth), dtype=torch.uint8, device=device)
         scales = torch.rand(outputs, -(-depth // (form.group or depth)), device=device).to(form.scale)
-        matrix = QuantisedMatrix(form, outputs, depth,
+        matrix = QuantizedMatrix(form, outputs, depth,
                                  lambda first, end: Rows(codes[first:end], Factors(scales[first:end])))
         product, x = self.kernels.linear(matrix), self._random(tokens, depth)
         return lambda: product(x)
@@ -107,7 +107,7 @@ class Bench:
         shapes = (2 * sizes.intermediate, sizes.hidden), (sizes.hidden, sizes.intermediate)
         weights = (ExpertWeights(*(self._random(*shape) for shape in shapes)) for _ in range(sizes.number))
         ends = torch.zeros(sizes.number, dtype=torch.int64, device=self.kernels.device)
-        mixture = self.kernels.experts(weights, Routing(sizes.number, sizes.top_k, is_normalised=True), "silu", ends)
+        mixture = self.kernels.experts(weights, Routing(sizes.number, sizes.top_k, is_normalized=True), "silu", ends)
         x, logits = self._random(tokens, sizes.hidden), self._random(tokens, sizes.number)
         return lambda: mixture(x, logits)
 

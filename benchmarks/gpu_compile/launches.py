@@ -37,7 +37,7 @@ VOCABULARIES = (50_000, 151_936)
 FP8_SINCE = 89  # compute capability
 FEW_AND_MANY = FEW, 8 * FEW  # tokens, or pairs of an expert
 OUTPUTS, WIDE, DEPTH = 4096, 32_768, 14_336  # of products: those of few tokens are split along their depth, or whole
-MIXTURE = Routing(8, 2, is_normalised=True), 512, 768  # hidden and intermediate size
+MIXTURE = Routing(8, 2, is_normalized=True), 512, 768  # hidden and intermediate size
 FORMATS = {name: kind.format for name, kind in BLOCK_TYPES.items()} | {
     "GPTQ": Format(4, 128, torch.float16, zero=8), "GPTQ, 8 bits": Format(8, 128, torch.float16, zero=128),
     "AWQ": Format(4, 128, torch.float32, has_minimums=True), "NF4": Format(4, 64, torch.float32, levels=NF4),

@@ -31,7 +31,7 @@ from slotwise.kernels.cpu.linear_fp16 import fp16_linear, has_fp16_gemm
 from slotwise.kernels.cpu.linear_int import int_linear
 from slotwise.kernels.cpu.onednn import onednn_linear
 from slotwise.kernels.interface import Linear
-from slotwise.kernels.matrix import QuantisedMatrix
+from slotwise.kernels.matrix import QuantizedMatrix
 from slotwise.model.gguf.blocks import BLOCK_TYPES
 
 SHAPES = {  # the products of a layer, [out, in], and the number of layers
@@ -79,11 +79,11 @@ def by_torch(weight: Tensor) -> Linear:
 
 
 def own_int8(weight: Tensor) -> Linear:
-    return int_linear(weight, None, 8, paths.quantised(""), TEAM)
+    return int_linear(weight, None, 8, paths.quantized(""), TEAM)
 
 
 def own_int4(weight: Tensor) -> Linear:
-    return int_linear(weight, None, 4, paths.quantised(""), TEAM)
+    return int_linear(weight, None, 4, paths.quantized(""), TEAM)
 
 
 def per_channel(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,8 +104,8 @@ def int_mm(weight: Tensor) -> Linear:
     transposed = steps.t()
 
     def product(x: Tensor) -> Tensor:
-        quantised, own = per_token(x)
-        return (torch._int_mm(quantised, transposed) * own * scales).to(x.dtype)
+        quantized, own = per_token(x)
+        return (torch._int_mm(quantized, transposed) * own * scales).to(x.dtype)
 
     return product
 
@@ -161,7 +161,7 @@ def dyn_quant(weight: Tensor) -> Linear:
     return lambda x: torch._dyn_quant_matmul_4bit(x.float(), packed, 64, depth, outputs).to(x.dtype)
 
 
-def blocks(name: str, weight: Tensor) -> QuantisedMatrix:
+def blocks(name: str, weight: Tensor) -> QuantizedMatrix:
     """A matrix of the weight's shape in a type of GGUF, with random codes.
 
     Raises:

@@ -78,7 +78,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "cost of a what-if": simulator.questions,
     "slow afternoon": simulator.story,
     "facts of a slow afternoon": simulator.story_facts,
-    "neighbours": results.neighbours,
+    "neighbors": results.neighbors,
     "decode steps": results.decode_steps,
     "speculation": results.speculation,
     "draft costs": results.draft_costs,

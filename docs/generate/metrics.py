@@ -10,7 +10,7 @@ from slotwise.observe.metrics import (
     COUNTERS,
     GAUGES,
     HISTOGRAMS,
-    LABELLED,
+    LABELED,
     LAYER,
     NAMES,
     OLDER,
@@ -20,20 +20,20 @@ from slotwise.observe.metrics import (
     STEP_TIME_HELP,
     VLLM_PREFIX,
     WAITING,
-    Labelled,
+    Labeled,
     step_times,
 )
 
 
 def metrics() -> str:
-    """Returns the table of all metrics but those labelled with settings."""
-    steps = Labelled("kind", tuple(step_times()), STEP_TIME_HELP)
+    """Returns the table of all metrics but those labeled with settings."""
+    steps = Labeled("kind", tuple(step_times()), STEP_TIME_HELP)
     rows = [
         *((name, "gauge", sentence(text)) for name, text in GAUGES.items()),
         ("num_requests_waiting_by_reason", "gauge", _with_label(WAITING)),
-        *((name, "gauge", _with_label(Labelled(LAYER, (), text))) for name, text in BY_LAYER.items()),
+        *((name, "gauge", _with_label(Labeled(LAYER, (), text))) for name, text in BY_LAYER.items()),
         *((name, "counter", sentence(text)) for name, text in COUNTERS.items()),
-        *((name, "counter", _with_label(labelled)) for name, labelled in LABELLED.items()),
+        *((name, "counter", _with_label(labeled)) for name, labeled in LABELED.items()),
         *((name, "histogram", sentence(text)) for name, (_, text) in HISTOGRAMS.items()),
         (STEP_TIME, "histogram", _with_label(steps)),
     ]
@@ -62,7 +62,7 @@ def absent_metrics() -> str:
         (code(name if name.startswith("http") else VLLM_PREFIX + name), sentence(why)) for name, why in ABSENT.items()])
 
 
-def _with_label(labelled: Labelled) -> str:
+def _with_label(labeled: Labeled) -> str:
     """Returns the meaning, and the label with the values that are shown from the start."""
-    values = f": {listed(labelled.values)}" if labelled.values else ""
-    return f"{sentence(labelled.help)} Label {code(labelled.label)}{values}."
+    values = f": {listed(labeled.values)}" if labeled.values else ""
+    return f"{sentence(labeled.help)} Label {code(labeled.label)}{values}."

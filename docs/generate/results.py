@@ -211,7 +211,7 @@ def step_times() -> str:
         for file in (load("steptime-cpu"), load("steptime-135m-cpu")) for row in file["workloads"]])
 
 
-# -- starting, weights, neighbours -------------------------------------------------------------------------------------
+# -- starting, weights, neighbors -------------------------------------------------------------------------------------
 
 
 def start() -> str:
@@ -248,7 +248,7 @@ def perplexity_of_gguf() -> str:
         for row in sorted(rows, key=lambda row: -row["file_bits"])])
 
 
-def neighbours() -> str:
+def neighbors() -> str:
     """Returns decoding beside busy programs, with OpenMP's threads and with the thread pool."""
     result = load("neighbours-cpu")
     names = {"other": "OpenMP's threads", "this": "the thread pool"}

@@ -79,7 +79,7 @@ def quantized() -> str:
 
 
 def formats() -> str:
-    """Returns the formats that are recognised and refused."""
+    """Returns the formats that are recognized and refused."""
     adapter = (f"{code(ADAPTER)}.", "A LoRA adapter.",
                "Name it with `--lora-modules`, or offline in `lora_request`.")
     rows = [(f"{listed(known.patterns)}.", sentence(known.what), sentence(known.advice))

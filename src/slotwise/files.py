@@ -51,7 +51,7 @@ def write_output(path: Path | str, data: bytes, mode: int = PUBLIC) -> None:
 
 
 def write_whole(path: Path | str, data: bytes, mode: int = PUBLIC) -> None:
-    """Writes `data` to `path`: to a temporary file beside it, synchronised, then renamed; removed on failure.
+    """Writes `data` to `path`: to a temporary file beside it, synchronized, then renamed; removed on failure.
 
     A link or a pipe is replaced, and the file that a link names stays as it is.
 
@@ -71,11 +71,11 @@ def write_whole(path: Path | str, data: bytes, mode: int = PUBLIC) -> None:
         with contextlib.suppress(OSError):
             unfinished.unlink()
         raise
-    _synchronise(target.parent)
+    _synchronize(target.parent)
 
 
-def _synchronise(folder: Path) -> None:
-    """Synchronises the folder, where the file system supports it, so that the rename is on disk."""
+def _synchronize(folder: Path) -> None:
+    """Synchronizes the folder, where the file system supports it, so that the rename is on disk."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:

@@ -27,7 +27,7 @@ def product_path() -> str:
     return CpuKernels(1).product_path(torch.bfloat16)
 
 
-@pytest.mark.parametrize(("quantization", "group"), [("none", paths.DENSE), ("int4", paths.QUANTISED)])
+@pytest.mark.parametrize(("quantization", "group"), [("none", paths.DENSE), ("int4", paths.QUANTIZED)])
 def test_every_path_is_measured_at_every_number_of_rows_or_has_its_obstacle(quantization, group):
     watched = []
     result = product_paths.measure_paths([1, 3], 1, lambda: watched.append(1), quantization)
@@ -59,10 +59,10 @@ def test_measuring_changes_nothing_unless_it_is_to_be_kept(tmp_path, monkeypatch
     assert product_path() == "float32"
 
 
-def test_paths_of_quantised_weights_are_shown_and_not_kept(capsys):
+def test_paths_of_quantized_weights_are_shown_and_not_kept(capsys):
     assert main(["bench", "kernels", "--rows", "1", "--rounds", "1", "--quantization", "int8"]) == 0
     shown = capsys.readouterr().out
-    assert "int8" in shown and all(path in shown for path in paths.QUANTISED)
+    assert "int8" in shown and all(path in shown for path in paths.QUANTIZED)
     assert main(["bench", "kernels", "--quantization", "int8", "--keep-fastest"]) == 1
     assert "--keep-fastest is for bfloat16" in capsys.readouterr().err and not paths.file().exists()
 

@@ -11,7 +11,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from support.fake_server import Behaviour, fake_server
+from support.fake_server import Behavior, fake_server
 from support.live import cli, serving
 
 from slotwise.cli import main
@@ -30,7 +30,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 def test_a_run_prints_a_table_and_writes_what_it_measured(tmp_path: Path) -> None:
     path, saved = tmp_path / "result.json", tmp_path / "workload.jsonl"
-    with fake_server(Behaviour(ttft=0.02, itl=0.01)) as url:
+    with fake_server(Behavior(ttft=0.02, itl=0.01)) as url:
         words = ("--num-prompts", "6", "--output-lengths", "fixed:5", "--seed", "3", "--goodput", "ttft:5000", "e2el:1")
         run = serve(url, *words, "--result-filename", str(path), "--save-workload", str(saved))
         again = serve(url, "--workload", str(saved))
@@ -47,7 +47,7 @@ def test_a_run_prints_a_table_and_writes_what_it_measured(tmp_path: Path) -> Non
 
 
 def test_a_run_of_which_nothing_came_back_fails_and_says_why() -> None:
-    with fake_server(Behaviour(kinds=["busy"])) as url:
+    with fake_server(Behavior(kinds=["busy"])) as url:
         run = serve(url, "--num-prompts", "3", "--num-warmups", "0")
     assert run.returncode == 1
     assert "3 rejected" in run.stdout
@@ -66,7 +66,7 @@ def wait_until(url: str, count: int) -> None:
 
 def test_an_interrupted_run_keeps_what_it_measured(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    with fake_server(Behaviour(ttft=0.1, itl=0.02)) as url:
+    with fake_server(Behavior(ttft=0.1, itl=0.02)) as url:
         words = ["--base-url", url, "--num-prompts", "500", "--max-concurrency", "2", "--output-lengths", "fixed:4",
                  "--result-filename", str(path)]
         process = subprocess.Popen(

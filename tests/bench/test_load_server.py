@@ -7,7 +7,7 @@ import urllib.request
 from typing import Any
 
 import pytest
-from support.fake_server import CUT, ERROR_EVENT, HALVES, NO_USAGE, SILENT_ENDING, Behaviour, fake_server
+from support.fake_server import CUT, ERROR_EVENT, HALVES, NO_USAGE, SILENT_ENDING, Behavior, fake_server
 
 from slotwise.bench.load_generator import (
     CHAT,
@@ -59,7 +59,7 @@ def test_a_server_of_known_latency_is_reported_within_two_percent(per_event: int
     lasts = TTFT + (EVENTS - 1) * ITL
     known = {"ttft": TTFT, "itl": ITL, "e2el": lasts, "tpot": (lasts - TTFT) / (EVENTS * per_event - 1)}
     workload = spaced(6, 0.17, EVENTS * per_event)
-    with fake_server(Behaviour(ttft=TTFT, itl=ITL, per_event=per_event)) as url:
+    with fake_server(Behavior(ttft=TTFT, itl=ITL, per_event=per_event)) as url:
         target = BenchTarget(url, model="fake")
         for _ in range(ATTEMPTS):
             measured = measure(target, workload, Phrasing())
@@ -77,7 +77,7 @@ def test_a_server_of_known_latency_is_reported_within_two_percent(per_event: int
 
 
 def test_chat_is_timed_from_its_first_text_and_asked_in_words() -> None:
-    with fake_server(Behaviour(ttft=0.3, itl=0.02)) as url:
+    with fake_server(Behavior(ttft=0.3, itl=0.02)) as url:
         (outcome,) = run(url, spaced(1, 0, 5), endpoint=CHAT).outcomes
         (body,) = seen(url)["bodies"]
     assert outcome.ttft >= 0.29, "the opening event has no text"
@@ -88,14 +88,14 @@ def test_chat_is_timed_from_its_first_text_and_asked_in_words() -> None:
 
 @pytest.mark.parametrize("endpoint", [COMPLETIONS, CHAT])
 def test_a_token_counts_when_it_comes_whatever_text_it_gives(endpoint: str) -> None:
-    with fake_server(Behaviour(ttft=0.1, itl=0.1, kinds=[HALVES])) as url:
+    with fake_server(Behavior(ttft=0.1, itl=0.1, kinds=[HALVES])) as url:
         (outcome,) = run(url, spaced(1, 0, 4), endpoint=endpoint).outcomes
     assert len(outcome.token_times) == outcome.num_output == 4
     assert outcome.ttft < outcome.token_times[-1] - outcome.sent
 
 
 def test_an_end_without_text_is_no_gap_between_tokens() -> None:
-    with fake_server(Behaviour(itl=0.05, kinds=[SILENT_ENDING])) as url:
+    with fake_server(Behavior(itl=0.05, kinds=[SILENT_ENDING])) as url:
         (outcome,) = run(url, spaced(1, 0, 3)).outcomes
     assert len(outcome.itls) == 2
     assert outcome.ended > outcome.token_times[-1] + 0.03
@@ -104,7 +104,7 @@ def test_an_end_without_text_is_no_gap_between_tokens() -> None:
 def test_requests_ask_for_their_own_length_unless_lengths_are_hidden() -> None:
     workload = generate(Recipe(5, Fixed(7), Uniform(2, 9), max_tokens=20), 3)
     outputs = [request.num_output for request in workload.requests]
-    with fake_server(Behaviour()) as url:
+    with fake_server(Behavior()) as url:
         told = [outcome.num_output for outcome in by_number(run(url, workload))]
         hidden = [outcome.num_output for outcome in by_number(run(url, workload, Phrasing(hidden_lengths=True)))]
         bodies = seen(url)["bodies"]
@@ -121,7 +121,7 @@ def test_requests_ask_for_their_own_length_unless_lengths_are_hidden() -> None:
 
 def test_words_stand_for_ids_where_asked() -> None:
     workload = generate(Recipe(2, Fixed(5), Fixed(2), prefixes=Prefixes(1, 30)), 0)
-    with fake_server(Behaviour()) as url:
+    with fake_server(Behavior()) as url:
         run(url, workload, Phrasing(text_prompts=True, ignore_eos=False))
         bodies = seen(url)["bodies"]
     first, second = (body["prompt"].split() for body in bodies)
@@ -132,7 +132,7 @@ def test_words_stand_for_ids_where_asked() -> None:
 
 def test_rejections_and_errors_are_counted_apart() -> None:
     kinds = ["answers", "busy", "overloaded", "broken", CUT, ERROR_EVENT, NO_USAGE, "not found"]
-    with fake_server(Behaviour(kinds=kinds)) as url:
+    with fake_server(Behavior(kinds=kinds)) as url:
         target, workload = BenchTarget(url, model="fake"), generate(Recipe(8, Fixed(3), Fixed(4), Closed(1)))
         measured = measure(target, workload, Phrasing(), num_warmups=0)
     result = serving_result(target, workload, measured, GoodputLimits({}))
@@ -150,11 +150,11 @@ def test_rejections_and_errors_are_counted_apart() -> None:
 
 def test_an_open_loop_does_not_wait_and_a_closed_one_does() -> None:
     recipe = Recipe(6, Fixed(3), Fixed(2))
-    with fake_server(Behaviour(ttft=0.4)) as url:
+    with fake_server(Behavior(ttft=0.4)) as url:
         open_loop = run(url, generate(recipe))
         assert seen(url)["most_at_once"] == 6
         assert open_loop.duration < 2 * 0.4
-    with fake_server(Behaviour(ttft=0.1)) as url:
+    with fake_server(Behavior(ttft=0.1)) as url:
         closed = run(url, generate(Recipe(6, Fixed(3), Fixed(2), Closed(2))))
         assert seen(url)["most_at_once"] == 2
         assert closed.duration >= 3 * 0.1
@@ -162,7 +162,7 @@ def test_an_open_loop_does_not_wait_and_a_closed_one_does() -> None:
 
 def test_warm_up_requests_are_short_and_do_not_count() -> None:
     workload = generate(Recipe(2, Fixed(4), Fixed(50)))
-    with fake_server(Behaviour()) as url:
+    with fake_server(Behavior()) as url:
         measured = measure(BenchTarget(url, model="fake"), workload, Phrasing(), num_warmups=3)
         bodies = seen(url)["bodies"]
     assert len(measured.outcomes) == 2
@@ -171,7 +171,7 @@ def test_warm_up_requests_are_short_and_do_not_count() -> None:
 
 
 def test_a_server_that_refuses_the_warm_up_is_not_measured() -> None:
-    with fake_server(Behaviour(kinds=["not found"])) as url, pytest.raises(BenchError, match="this is not found"):
+    with fake_server(Behavior(kinds=["not found"])) as url, pytest.raises(BenchError, match="this is not found"):
         measure(BenchTarget(url, model="fake"), spaced(1, 0, 1), Phrasing())
 
 
@@ -180,13 +180,13 @@ def test_a_server_that_refuses_the_warm_up_is_not_measured() -> None:
     ({"id": "a", "meta": {"n_vocab": "many"}}, 4000),
 ])
 def test_model_and_vocabulary_are_the_servers_where_it_tells(card: dict[str, Any], vocab_size: int) -> None:
-    with fake_server(Behaviour(model_card=card)) as url:
+    with fake_server(Behavior(model_card=card)) as url:
         assert resolve(BenchTarget(f"{url}/v1/")) == (BenchTarget(url, model="a"), vocab_size)
         assert resolve(BenchTarget(url, model="b"), 5) == (BenchTarget(url, model="b"), 5)
 
 
 def test_a_key_is_sent_and_asked_for() -> None:
-    with fake_server(Behaviour(api_key="secret")) as url:
+    with fake_server(Behavior(api_key="secret")) as url:
         assert resolve(BenchTarget(url, api_key="secret"))[0].model == "fake"
         with pytest.raises(BenchError, match="--api-key"):
             resolve(BenchTarget(url))
@@ -194,7 +194,7 @@ def test_a_key_is_sent_and_asked_for() -> None:
 
 
 def test_no_server_is_one_clear_line() -> None:
-    with fake_server(Behaviour()) as url:
+    with fake_server(Behavior()) as url:
         pass
     with pytest.raises(BenchError, match=f"no server answers at {url}"):
         resolve(BenchTarget(url))

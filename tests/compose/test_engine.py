@@ -64,7 +64,7 @@ def test_a_model_that_cannot_fit_is_refused_in_one_line(tmp_path: Path) -> None:
 
 
 def test_what_fits_is_measured_as_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quantised model may take less than its files have, and one converted to float32 takes more."""
+    """A quantized model may take less than its files have, and one converted to float32 takes more."""
     needed = {}
     for settings in ({"dtype": "bfloat16"}, {"dtype": "float32"}, {"quantization": "int4"}):
         config = EngineConfig.of(model=str(builtin.path()), device="cpu", **settings)

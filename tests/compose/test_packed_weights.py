@@ -50,7 +50,7 @@ def test_answers_are_the_same_and_a_content_has_one_file(dense: Path, tmp_path: 
 
 
 def test_what_cannot_be_kept_is_refused(dense: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"is for quantised checkpoints: the weights of .*dense are plain"):
+    with pytest.raises(ConfigError, match=r"is for quantized checkpoints: the weights of .*dense are plain"):
         answers(dense, packed_weights_cache=1.0)
     with pytest.raises(ConfigError, match="packed_weights_cache needs device cpu, not reference"):
         answers(write(dense, tmp_path / "one.gguf", "Q8_0"), packed_weights_cache=1.0, device="reference")

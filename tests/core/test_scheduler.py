@@ -1,4 +1,4 @@
-"""The scheduler, one behaviour at a time."""
+"""The scheduler, one behavior at a time."""
 
 from __future__ import annotations
 

@@ -286,7 +286,7 @@ def test_a_bound_that_falls_as_it_is_measured_shuts_out_its_holder_alone() -> No
         queue.step(seconds=2.0)  # none starts
     assert queue.control.bounds[0] == FLOOR[0] < 56
     assert queue.objection(tenant="flood") and not queue.objection(tenant="light")
-    with queue.control.entering(SLO("light")):  # its prompt is tokenised
+    with queue.control.entering(SLO("light")):  # its prompt is tokenized
         assert not queue.objection(tenant="other") and queue.objection(tenant="light")
         with queue.control.entering(SLO("other")):
             assert queue.objection(tenant="another"), "the reserve is bounded"

@@ -74,16 +74,16 @@ def test_types_of_two_bytes(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 @pytest.mark.parametrize("family", ["llama3", "qwen3"])
-def test_quantised_types_compute_what_the_gguf_package_makes_of_them(
+def test_quantized_types_compute_what_the_gguf_package_makes_of_them(
     family: str, kind: str, checkpoint: Callable[[str], Path], tmp_path: Path,
 ) -> None:
     """Of Llama the rows of queries and keys are put back into their order within the packed blocks."""
     folder = checkpoint(family)
     path = write(folder, tmp_path / "model.gguf", kind)
-    assert tokens(path, SHORT) == tokens(dequantised(folder, path, tmp_path / "dequantised"), SHORT)
+    assert tokens(path, SHORT) == tokens(dequantized(folder, path, tmp_path / "dequantized"), SHORT)
 
 
-def dequantised(folder: Path, path: Path, target: Path) -> Path:
+def dequantized(folder: Path, path: Path, target: Path) -> Path:
     """A copy of the checkpoint with each matrix rounded as the file has it: rows are independent."""
     shutil.copytree(folder, target)
     kinds = {tensor.tensor_type for tensor in gguf.GGUFReader(path).tensors} - {gguf.GGMLQuantizationType.F32}

@@ -1,4 +1,4 @@
-"""Damaged, hostile and mislabelled files: an error of one line that names file and field, and nothing worse."""
+"""Damaged, hostile and mislabeled files: an error of one line that names file and field, and nothing worse."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def inflated(data: bytes, header: int, draw: random.Random) -> bytes:
     return bytes(changed)
 
 
-def mislabelled(data: bytes, header: int, draw: random.Random) -> bytes:
+def mislabeled(data: bytes, header: int, draw: random.Random) -> bytes:
     """The name of a key or a tensor in place of another, or another type."""
     names = [b"llama.block_count", b"llama.embedding_length", b"attention.head_count", b"token_embd.weight", b"attn_q",
              b"ffn_up", b"output_norm", b"blk.0", b"tokenizer.ggml.tokens", b"general.architecture", b"llama", b"rope"]
@@ -87,7 +87,7 @@ def mislabelled(data: bytes, header: int, draw: random.Random) -> bytes:
     return data[:place] + other + data[place + len(name) :]
 
 
-@pytest.mark.parametrize("mutate", [truncated, flipped, inflated, mislabelled])
+@pytest.mark.parametrize("mutate", [truncated, flipped, inflated, mislabeled])
 def test_mutated_files_are_refused_or_served(
     mutate: Callable[[bytes, int, random.Random], bytes], file: Path, tmp_path: Path,
 ) -> None:

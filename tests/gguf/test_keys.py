@@ -123,7 +123,7 @@ def test_experts_are_normed_as_the_file_says(tmp_path: Path) -> None:
     before = read(folder, tmp_path / "x.gguf", "qwen3moe")
     other = read(folder, tmp_path / "x.gguf", "qwen3moe", expert_weights_norm=False)
     assert before.mixture is not None and other.mixture is not None
-    assert other.mixture.routing == dataclasses.replace(before.mixture.routing, is_normalised=False)
+    assert other.mixture.routing == dataclasses.replace(before.mixture.routing, is_normalized=False)
     for key, value in (("expert_gating_func", 2), ("expert_weights_scale", 2.5), ("expert_shared_count", 1)):
         with pytest.raises(CheckpointError, match=key):
             read(folder, tmp_path / "x.gguf", "qwen3moe", **{key: value})

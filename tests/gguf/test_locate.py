@@ -1,4 +1,4 @@
-"""Which file is meant: a path, a folder with one model, a part of a split one, a quantisation of a hub model."""
+"""Which file is meant: a path, a folder with one model, a part of a split one, a quantization of a hub model."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
     (["Q4_K_M/tiny-Q4_K_M-00001-of-00002.gguf", "Q4_K_M/tiny-Q4_K_M-00002-of-00002.gguf"],
      "Q4_K_M/tiny-Q4_K_M-00001-of-00002.gguf"),
 ])
-def test_a_quantisation_of_a_hub_model(
+def test_a_quantization_of_a_hub_model(
     names: list[str], found: str, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The hub itself is out of reach here: its client is replaced by a folder that has what was asked for."""
@@ -81,7 +81,7 @@ def test_a_quantisation_of_a_hub_model(
     assert "has no GGUF file" in refusal("owner/tiny:Q5_K_S")
 
 
-def test_a_hub_model_with_nothing_but_gguf_needs_a_quantisation(
+def test_a_hub_model_with_nothing_but_gguf_needs_a_quantization(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "config.json").write_text("{}")

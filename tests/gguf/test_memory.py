@@ -39,7 +39,7 @@ def test_pages_are_given_back_once_they_were_read(kind: str, tmp_path: Path) -> 
     tensor = open_gguf_tensors(file).tensors["model.embed_tokens.weight"]
 
     def read() -> torch.Tensor:
-        return tensor.rows(0, count) if tensor.format is None else tensor.matrix().dequantised()
+        return tensor.rows(0, count) if tensor.format is None else tensor.matrix().dequantized()
 
     first = read()
     assert torch.equal(read(), first)

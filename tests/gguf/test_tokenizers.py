@@ -48,7 +48,7 @@ def vocabulary(path: Path, *, bos: bool = True, prefix: bool = True, **more: Any
 
 
 def merged(text: str) -> list[str]:
-    """SentencePiece: the neighbours whose joined token scores highest become one, the first of equals first."""
+    """SentencePiece: the neighbors whose joined token scores highest become one, the first of equals first."""
     pieces = list("▁" + text.replace(" ", "▁"))
     while True:
         joined = [(-SCORED[one + other], place) for place, (one, other) in enumerate(pairwise(pieces))

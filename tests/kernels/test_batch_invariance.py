@@ -44,9 +44,9 @@ def test_products(outputs: int, depth: int, kind: str, path: str) -> None:
     check(kernels.gated(weight), x)
 
 
-@product_paths.each(paths.QUANTISED)
+@product_paths.each(paths.QUANTIZED)
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_products_of_quantised_weights(quantization: str, path: str) -> None:
+def test_products_of_quantized_weights(quantization: str, path: str) -> None:
     kernels = CpuKernels(threads=2, path=path, quantization=quantization)
     weight, x = random(192, 576), random(MANY, 576)
     assert not kernels.batch_dependence(torch.bfloat16)

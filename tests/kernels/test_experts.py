@@ -15,7 +15,7 @@ from torch import Tensor
 from slotwise.kernels.cpu import paths
 from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.kernels.interface import ExpertWeights, Kernels, Mixture, Routing
-from slotwise.kernels.matrix import E4M3, Format, QuantisedMatrix, Rows, Weight, stacked
+from slotwise.kernels.matrix import E4M3, Format, QuantizedMatrix, Rows, Weight, stacked
 from slotwise.kernels.reference import ReferenceKernels, route
 from slotwise.model.gguf.blocks import BLOCK_TYPES
 
@@ -55,16 +55,16 @@ def test_ranks_that_hold_some_experts_add_up_to_all(kernels):
     assert all(torch.equal(counts[0], ends) for ends in counts[1:])
 
 
-@pytest.mark.parametrize("is_normalised", [True, False])
-def test_the_contract_is_the_formula(is_normalised):
-    routing = Routing(5, 2, is_normalised)
+@pytest.mark.parametrize("is_normalized", [True, False])
+def test_the_contract_is_the_formula(is_normalized):
+    routing = Routing(5, 2, is_normalized)
     x, logits = numbers(torch.float32, 7, HIDDEN), numbers(torch.float32, 7, 5)
     actual = mixture(REFERENCE, torch.float32, routing)(x, logits)
     experts = weights(torch.float32, 5, HIDDEN, INNER)
     for token in range(7):
         shares = logits[token].softmax(0)
         best = shares.topk(2)
-        total = best.values.sum() if is_normalised else 1.0
+        total = best.values.sum() if is_normalized else 1.0
         expected = torch.zeros(HIDDEN)
         for share, expert in zip(best.values, best.indices.tolist(), strict=True):
             gate, up = (experts[expert].gate_up @ x[token]).chunk(2)
@@ -93,9 +93,9 @@ def test_bfloat16_on_each_path(path, activation):
     assert distance(ours, theirs) < CLOSE[torch.bfloat16]
 
 
-@product_paths.each(paths.QUANTISED)
+@product_paths.each(paths.QUANTIZED)
 @pytest.mark.parametrize("bits", ["int8", "int4"])
-def test_quantised(path, bits):
+def test_quantized(path, bits):
     routing = Routing(8, 3, True)
     x, logits = numbers(torch.float32, 50, HIDDEN), numbers(torch.float32, 50, 8)
     ours, theirs = (mixture(kernels, torch.float32, routing)(x, logits)
@@ -219,7 +219,7 @@ def packed_weights(name: str, kind: torch.dtype, count: int) -> list[ExpertWeigh
             for expert in range(count)]
 
 
-def _without_nan(matrix: QuantisedMatrix) -> QuantisedMatrix:
+def _without_nan(matrix: QuantizedMatrix) -> QuantizedMatrix:
     def read(first: int, end: int) -> Rows:
         rows = matrix.read(first, end)
         return rows._replace(codes=rows.codes & 0xFE)

@@ -39,7 +39,7 @@ class Block:
 @pytest.mark.parametrize(("kind", "quantization", "path"), [
     product_paths.param("float32", torch.float32, "none"),
     *(product_paths.param(path, torch.bfloat16, "none") for path in paths.DENSE if path != "onednn"),
-    *(product_paths.param(path, torch.bfloat16, "int8") for path in paths.QUANTISED)])
+    *(product_paths.param(path, torch.bfloat16, "int8") for path in paths.QUANTIZED)])
 def test_a_recording_does_again_what_was_done(kind, quantization, path, threads):
     kernels = CpuKernels(threads, quantization, path=path)
     assert kernels.product_path(kind) == path

@@ -14,7 +14,7 @@ from torch import Tensor
 from slotwise.kernels.cpu.cache import CpuCache
 from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.kernels.interface import AttentionShape, QKNorm
-from slotwise.kernels.reference import QuantisedPagedCache, ReferenceKernels, quantise
+from slotwise.kernels.reference import QuantizedPagedCache, ReferenceKernels, quantize
 
 CPU, REFERENCE = CpuKernels(threads=2, kv_cache_dtype="int8"), ReferenceKernels(kv_cache_dtype="int8")
 EXACT = ReferenceKernels()
@@ -23,9 +23,9 @@ HALF_A_STEP = 0.501  # of rounding, with what float32 itself loses
 FLOATS = pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
 
-def as_the_reference_has_it(cache: CpuCache, shape: AttentionShape) -> QuantisedPagedCache:
+def as_the_reference_has_it(cache: CpuCache, shape: AttentionShape) -> QuantizedPagedCache:
     """The same whole numbers and scales."""
-    return QuantisedPagedCache(
+    return QuantizedPagedCache(
         torch.empty(0), cache.block_size, *cache.keys_and_values(shape), *cache.scales(shape))
 
 
@@ -71,7 +71,7 @@ def test_a_row_does_not_feel_its_batch_mates(kind):
         assert torch.equal(alone, whole[mine]), rows[i]
 
 
-def read(cache: QuantisedPagedCache) -> tuple[Tensor, Tensor]:
+def read(cache: QuantizedPagedCache) -> tuple[Tensor, Tensor]:
     """All that a cache holds, as float32."""
     blocks, size = cache.keys.shape[:2]
     places = torch.arange(blocks * size)
@@ -143,7 +143,7 @@ def test_zeros_stay_zeros():
     batch, cache = layer.batch(), CPU.allocate_cache(layer.num_blocks, 4, shape, torch.bfloat16)
     CPU.rotary_store(torch.zeros(5, 64).bfloat16(), rotary(16, 8), batch, cache, shape, None)
     assert not CPU.attention(layer.query(batch), cache, batch, shape).any()
-    steps, scales = quantise(torch.zeros(3, 16))
+    steps, scales = quantize(torch.zeros(3, 16))
     assert not steps.any() and not scales.any()
 
 

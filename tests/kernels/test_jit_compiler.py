@@ -7,7 +7,7 @@ import pytest
 from numba import cfunc, types
 
 from slotwise.kernels.cpu.jit import compiler
-from slotwise.kernels.cpu.jit.compiler import INT, KIND, VALUE, intrinsic, kernel, specialised
+from slotwise.kernels.cpu.jit.compiler import INT, KIND, VALUE, intrinsic, kernel, specialized
 from slotwise.kernels.cpu.simd import BFLOAT16, FLOAT32, INT8, INT32, INT64, bytes_of, load, store
 
 
@@ -43,7 +43,7 @@ def _note_size(words, kind, factor):
 
 
 def test_kernels_of_other_kinds_are_other_kernels_that_one_process_links():
-    kernels = [specialised(_note_size, kind, np.int64(10)) for kind in (INT8, BFLOAT16, FLOAT32)]
+    kernels = [specialized(_note_size, kind, np.int64(10)) for kind in (INT8, BFLOAT16, FLOAT32)]
     assert len({made.name for made in kernels}) == 3
     words = np.zeros(1, np.int64)
     for made, size in zip(kernels, (1, 2, 4), strict=True):

@@ -54,7 +54,7 @@ import pytest
 from slotwise.kernels.cpu import linear_int, paths, processor
 
 linear_int.has_vnni_gemm = lambda: True
-assert paths.quantised("") == "vnni" and not processor.AVX512
+assert paths.quantized("") == "vnni" and not processor.AVX512
 sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-k", "vnni", "tests/kernels/test_linear_int.py"]))
 """
 
@@ -76,7 +76,7 @@ import torch
 from numba import cfunc
 from slotwise.kernels.cpu import linear_int, paths
 
-product = linear_int.PRODUCT[8, torch.bfloat16, paths.quantised("")]
+product = linear_int.PRODUCT[8, torch.bfloat16, paths.quantized("")]
 print(cfunc("void(int64)", nopython=True)(product.code._entry)._library.get_asm_str())
 """
 

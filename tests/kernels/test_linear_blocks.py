@@ -1,4 +1,4 @@
-"""Products with quantised matrices against plain torch doing the same arithmetic, and against what they stand for."""
+"""Products with quantized matrices against plain torch doing the same arithmetic, and against what they stand for."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from slotwise.kernels.cpu.block_layout import layout_of, levels_of
 from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.kernels.cpu.launcher import KernelLauncher
 from slotwise.kernels.cpu.linear_blocks import blocks_linear, pack_blocks
-from slotwise.kernels.matrix import Format, QuantisedMatrix, StackedMatrix, stacked
+from slotwise.kernels.matrix import Format, QuantizedMatrix, StackedMatrix, stacked
 from slotwise.kernels.reference import ReferenceKernels
 from slotwise.model.gguf.blocks import BLOCK_TYPES
 
-PATHS = product_paths.each(paths.QUANTISED)
+PATHS = product_paths.each(paths.QUANTIZED)
 ROUNDED = {torch.float32: 5e-6, torch.bfloat16: 2**-8 * 1.01}
 NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
        -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -61,7 +61,7 @@ def depth_of(name: str, least: int) -> int:
     return -(-least // whole) * whole
 
 
-def of(name: str, outputs: int, depth: int, **options) -> QuantisedMatrix:
+def of(name: str, outputs: int, depth: int, **options) -> QuantizedMatrix:
     return random_matrix(FORMATS[name], outputs, depth, **options)
 
 
@@ -69,14 +69,14 @@ def kernels_of(path: str, threads: int = 2) -> CpuKernels:
     return CpuKernels(threads, path=path)
 
 
-def error(actual: Tensor, matrix: QuantisedMatrix, x: Tensor, bias: Tensor | None = None) -> float:
+def error(actual: Tensor, matrix: QuantizedMatrix, x: Tensor, bias: Tensor | None = None) -> float:
     """The distance of a product from the same arithmetic in plain torch."""
     activations, undecided = rounded_activations(x, layout_of(matrix.format).unit, matrix.order)
     levels = levels_of(matrix.format)
     if levels.table:  # levels that are no multiples of a half (NF4) are rounded
         rounded = tuple((level - levels.zero) * levels.factor for level in levels.table)
         matrix = replace(matrix, format=replace(matrix.format, levels=rounded))
-    weight, actual = matrix.dequantised().double().T, actual.double()
+    weight, actual = matrix.dequantized().double().T, actual.double()
     wanted, off = activations @ weight, undecided @ weight.abs()
     wanted += 0 if bias is None else bias.double()
     size = (activations.square() @ weight.square()).sum().sqrt()  # of sums whose products do not cancel
@@ -121,7 +121,7 @@ def test_gated_products(name, kind, tokens, size, with_bias):
 def test_a_product_is_close_to_what_it_stands_for(name):
     depth = depth_of(name, 512)
     matrix, x = of(name, 96, depth), numbers(50, depth).to(KINDS[name])
-    assert distance(CpuKernels(2).linear(matrix)(x).float(), x.float() @ matrix.dequantised().T) < 0.012
+    assert distance(CpuKernels(2).linear(matrix)(x).float(), x.float() @ matrix.dequantized().T) < 0.012
 
 
 @settings(max_examples=15, deadline=None)
@@ -162,10 +162,10 @@ def test_the_largest_sums_do_not_overflow(path, name):
     rows = matrix.read(0, 32)
     for code in (0, (1 << matrix.format.bits) - 1):
         extreme = rows._replace(codes=torch.full_like(rows.codes, code))
-        same = QuantisedMatrix(matrix.format, 32, depth, lambda first, end, rows=extreme: rows)
+        same = QuantizedMatrix(matrix.format, 32, depth, lambda first, end, rows=extreme: rows)
         for x in (torch.ones(7, depth), -torch.ones(7, depth)):
             product = kernels_of(path).linear(same)(x).double()
-            assert distance(product, x.double() @ same.dequantised().double().T) < 3e-6
+            assert distance(product, x.double() @ same.dequantized().double().T) < 3e-6
 
 
 @pytest.mark.skipif(bool(paths.obstacle("vnni")), reason="wants a processor with AVX-512 VNNI")
@@ -209,7 +209,7 @@ def test_rows_of_a_table(name, outputs, least, is_ordered, scale):
     depth = depth_of(name, least)
     table = of(name, outputs, depth, is_ordered=is_ordered)
     ids = torch.randint(0, outputs, (9,))
-    wanted = table.dequantised()[ids] * scale
+    wanted = table.dequantized()[ids] * scale
     look_up = CpuKernels(2).embedding(table, torch.float32, scale)
     torch.testing.assert_close(look_up(ids), wanted, rtol=3e-6, atol=3e-6 * float(wanted.abs().max()))
 
@@ -235,7 +235,7 @@ def test_a_head_and_the_embedding_of_one_matrix_share_memory():
         reads += 1
         return matrix.read(first, end)
 
-    table, kernels = QuantisedMatrix(matrix.format, 64, 256, read), CpuKernels(1)
+    table, kernels = QuantizedMatrix(matrix.format, 64, 256, read), CpuKernels(1)
     look_up, head, x = kernels.embedding(table, torch.float32), kernels.head(table), numbers(2, 256)
     assert reads == 1
     assert torch.equal(head(x), CpuKernels(1).head(matrix)(x))

@@ -1,4 +1,4 @@
-"""Products with 8-bit floats: those of the dequantised weight in bfloat16, bit for bit."""
+"""Products with 8-bit floats: those of the dequantized weight in bfloat16, bit for bit."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from torch import Tensor
 
 from slotwise.kernels.cpu import linear_bf16, linear_fp8
 from slotwise.kernels.cpu.launcher import KernelLauncher
-from slotwise.kernels.matrix import E4M3, Factors, Format, QuantisedMatrix, Rows
+from slotwise.kernels.matrix import E4M3, Factors, Format, QuantizedMatrix, Rows
 
 needs_bf16 = pytest.mark.skipif(not linear_bf16.has_bf16_gemm(), reason="no AVX-512 BF16")
 
 
-def fp8(outputs: int, depth: int, group: int) -> QuantisedMatrix:
+def fp8(outputs: int, depth: int, group: int) -> QuantizedMatrix:
     """All numbers of E4M3 among its weights, and scales of very different sizes."""
     torch.manual_seed(outputs)
     codes = (torch.randn(outputs, depth) * 60).to(torch.float8_e4m3fn).view(torch.uint8)
     every = torch.tensor([code for code in range(256) if code & 127 != 127], dtype=torch.uint8)
     codes.view(-1)[: len(every)] = every[: codes.numel()]
     scales = torch.rand(outputs, -(-depth // group) if group else 1) * 10.0 ** torch.randint(-6, 3, (outputs, 1))
-    return QuantisedMatrix(Format(8, group, torch.float32, levels=E4M3), outputs, depth,
+    return QuantizedMatrix(Format(8, group, torch.float32, levels=E4M3), outputs, depth,
                            lambda first, end: Rows(codes[first:end], Factors(scales[first:end])))
 
 
-def both(matrix: QuantisedMatrix, bias: Tensor | None, *, is_gated: bool, path: str = "bf16") -> tuple:
+def both(matrix: QuantizedMatrix, bias: Tensor | None, *, is_gated: bool, path: str = "bf16") -> tuple:
     launcher = KernelLauncher(2)
     return (linear_fp8.fp8_linear(matrix, bias, launcher, is_gated=is_gated, path=path),
-            linear_bf16.bf16_linear(matrix.dequantised().bfloat16(), bias, launcher, is_gated=is_gated, path=path))
+            linear_bf16.bf16_linear(matrix.dequantized().bfloat16(), bias, launcher, is_gated=is_gated, path=path))
 
 
 @needs_bf16

@@ -1,4 +1,4 @@
-"""Quantised products against plain torch doing the same arithmetic, and against what they stand for."""
+"""Quantized products against plain torch doing the same arithmetic, and against what they stand for."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from slotwise.kernels.cpu.gemm_int import ASKED, STEPS_OF_A_GROUP
 from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.kernels.cpu.launcher import KernelLauncher
 from slotwise.kernels.cpu.linear_int import int_linear
-from slotwise.kernels.cpu.quantize import GROUP, LIMIT, RECORD, STEPS, pack, quantise, weight_bytes
+from slotwise.kernels.cpu.quantize import GROUP, LIMIT, RECORD, STEPS, pack, quantize_weight, weight_bytes
 
 BITS = pytest.mark.parametrize("bits", [8, 4])
 SOFTWARE = "software tiles"
-PATHS = pytest.mark.parametrize("path", [*map(product_paths.param, paths.QUANTISED), SOFTWARE])
+PATHS = pytest.mark.parametrize("path", [*map(product_paths.param, paths.QUANTIZED), SOFTWARE])
 # Of the whole product, for normally distributed numbers.
 CLOSE = {8: 0.025, 4: 0.13}
 ROUNDED = {torch.float32: 2e-6, torch.bfloat16: 2**-8 * 1.01}
@@ -46,7 +46,7 @@ def reference(x: Tensor, weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     And by how much each result may be off: a number half way between two steps, which in bfloat16 are many, goes either
     way where the last place of a factor is another.
     """
-    steps, scales = quantise(weight, bits)
+    steps, scales = quantize_weight(weight, bits)
     groups = grouped(x)
     largest = groups.abs().amax(2, keepdim=True)
     scaled = groups.double() * (LIMIT[bits] / largest.clamp_min(1e-30))
@@ -146,14 +146,14 @@ def test_zeros_stay_zeros(path, bits):
 @BITS
 def test_weights_take_what_is_told_and_keep_within_their_steps(bits):
     weight = numbers(100, 200)
-    steps, scales = quantise(weight, bits)
+    steps, scales = quantize_weight(weight, bits)
     assert int(steps.abs().max()) <= STEPS[bits] + (bits == 4) and pack(steps, scales, bits).nbytes == weight_bytes(
         100, 200, bits)
     assert RECORD[bits] * 8 / (32 * GROUP) <= bits + 1  # bits a weight, its part of a scale included
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_kernels_quantise_what_they_are_asked_to(quantization):
+def test_kernels_quantize_what_they_are_asked_to(quantization):
     weight, x = numbers(64, 128), numbers(3, 128)
     kernels, exact = CpuKernels(2, quantization), CpuKernels(2)
     assert not torch.equal(kernels.linear(weight)(x), exact.linear(weight)(x))

@@ -16,7 +16,7 @@ from torch import Tensor
 from slotwise.kernels.cpu import packed_file
 from slotwise.kernels.cpu.kernels import CpuKernels
 from slotwise.kernels.cpu.memory import discard
-from slotwise.kernels.matrix import QuantisedMatrix
+from slotwise.kernels.matrix import QuantizedMatrix
 from slotwise.model.gguf.blocks import BLOCK_TYPES
 
 PLENTY = 1 << 30
@@ -42,7 +42,7 @@ class Model:
         self.panels = kernels.launcher.panels is kernels.launcher.weights
         self.mapped = kernels.launcher.mapped
 
-    def _matrix(self, kind: str, seed: int) -> QuantisedMatrix:
+    def _matrix(self, kind: str, seed: int) -> QuantizedMatrix:
         matrix = random_matrix(BLOCK_TYPES[kind].format, 40, 512, seed=seed)
         inner = matrix.read
 
@@ -50,7 +50,7 @@ class Model:
             self.read += end - first
             return inner(first, end)
 
-        return QuantisedMatrix(matrix.format, 40, 512, read)
+        return QuantizedMatrix(matrix.format, 40, 512, read)
 
     def results(self) -> list[Tensor]:
         x = torch.randn(3, 512, generator=torch.Generator().manual_seed(0))

@@ -53,11 +53,11 @@ def test_a_path_is_forced_by_the_environment_or_an_argument(path, monkeypatch):
     monkeypatch.setenv(paths.VARIABLE, path)
     assert choose("cpu").product_path(BFLOAT16) == path
     assert CpuKernels(1, path="float32").product_path(BFLOAT16) == "float32", "the argument goes first"
-    assert choose("cpu", "int8").product_path(BFLOAT16) in paths.QUANTISED, "the other group is left alone"
+    assert choose("cpu", "int8").product_path(BFLOAT16) in paths.QUANTIZED, "the other group is left alone"
 
 
-@product_paths.each(paths.QUANTISED)
-def test_a_path_of_integers_is_forced_for_quantised_weights(path, monkeypatch):
+@product_paths.each(paths.QUANTIZED)
+def test_a_path_of_integers_is_forced_for_quantized_weights(path, monkeypatch):
     monkeypatch.setenv(paths.VARIABLE, path)
     assert choose("cpu", "int4").product_path(BFLOAT16) == path
     assert choose("cpu").product_path(BFLOAT16) in paths.DENSE
@@ -105,7 +105,7 @@ def test_a_bad_path_is_one_line_on_the_command_line(monkeypatch):
 def test_a_model_generates_on_each_path_and_tells_which(path, monkeypatch):
     monkeypatch.setenv(paths.VARIABLE, path)
     llm = LLM(device="cpu", dtype="bfloat16", max_num_seqs=4, max_model_len=64, kv_cache_memory=8 << 20,
-              quantization="int8" if path in paths.QUANTISED else "none")
+              quantization="int8" if path in paths.QUANTIZED else "none")
     asked = [{"prompt_token_ids": list(range(3, 3 + length))} for length in (5, 20, 9)]
     outputs = llm.generate(asked, GREEDY, use_tqdm=False)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [8, 8, 8]

@@ -35,7 +35,7 @@ def test_a_gpu_that_is_not_there_is_missed_in_one_line(monkeypatch):
         load(config)
 
 
-def test_weights_are_quantised_on_the_cpu_alone(monkeypatch):
+def test_weights_are_quantized_on_the_cpu_alone(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ConfigError, match="quantization int8 needs device cpu, not cuda"):
         load(EngineConfig.of(model="nowhere", quantization="int8"))

@@ -52,4 +52,4 @@ def test_kernels_of_a_format_are_ready_once_a_matrix_was_packed(monkeypatch: pyt
     monkeypatch.setattr(CompiledKernel, "_ready", lambda code: late.append(code.name))
     assert product(embed(torch.tensor([1, 2]))).shape == (2, 64)
     assert late == []
-    assert kernels.product_path(torch.float32) == paths.quantised("")
+    assert kernels.product_path(torch.float32) == paths.quantized("")

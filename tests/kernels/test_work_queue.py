@@ -46,7 +46,7 @@ def test_everything_is_taken_once_and_as_was_expected(take_turns, data, threads,
     assert all(told in (NOTHING, got) for told, got in zip(expected, taken, strict=True))
 
 
-def test_threads_begin_with_neighbours_and_then_help(take_turns):
+def test_threads_begin_with_neighbors_and_then_help(take_turns):
     expected, taken = take_turns(2, 7, [1, 1, 0, 1, 1, 1, 1, 1])
     assert taken == [3, 4, 0, 5, 6, 1, 2, NOTHING]
     assert expected == [3, 4, 0, 5, 6, NOTHING, NOTHING, NOTHING]

@@ -263,15 +263,15 @@ class TestRefusals:
         (folder / "model.safetensors").unlink()
         assert "has no model.safetensors" in refusal(folder)
 
-    def test_quantised_in_a_way_that_is_not_supported(self, folder: Path) -> None:
+    def test_quantized_in_a_way_that_is_not_supported(self, folder: Path) -> None:
         told = refusal(edit_config(folder, quantization_config={"quant_method": "aqlm"}))
         assert "quant_method must be one of awq, gptq" in told and "'aqlm'" in told
 
-    def test_quantised_in_name_only(self, folder: Path) -> None:
+    def test_quantized_in_name_only(self, folder: Path) -> None:
         told = refusal(edit_config(folder, quantization_config={"quant_method": "awq"}))
         assert "lacks 63 tensors of quantized weights: model.layers.0.self_attn.q_proj.qweight" in told
 
-    def test_quantised_by_mlx(self, folder: Path) -> None:
+    def test_quantized_by_mlx(self, folder: Path) -> None:
         settings = {"group_size": 64, "bits": 4}
         told = refusal(edit_config(folder, quantization=settings, quantization_config=settings))
         assert "quantization is set: checkpoints quantized by MLX are not supported: serve the one" in told

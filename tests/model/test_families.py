@@ -57,14 +57,14 @@ def test_checked_and_timed_kernels_compute_all_of_a_family(family: str, checkpoi
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "gpt_oss", "qwen3_next"])
-def test_experts_are_quantised(family: str, checkpoint: Callable[[str], Path]) -> None:
+def test_experts_are_quantized(family: str, checkpoint: Callable[[str], Path]) -> None:
     [ids] = prompts([40])
-    exact, quantised = (
+    exact, quantized = (
         load_model(checkpoint(family), kernels=CpuKernels(quantization=name), dtype="float32")
         for name in ("none", "int8"))
-    logits = [Driver(decoder).step([(0, ids)])[0] for decoder in (exact, quantised)]
+    logits = [Driver(decoder).step([(0, ids)])[0] for decoder in (exact, quantized)]
     assert 0 < (logits[0] - logits[1]).norm() < 0.5 * logits[0].norm()  # other weights are off by 1.4
-    assert quantised.weight_bytes < 0.6 * exact.weight_bytes
+    assert quantized.weight_bytes < 0.6 * exact.weight_bytes
 
 
 def test_kernels_without_mixtures_say_so(checkpoint: Callable[[str], Path]) -> None:

@@ -80,7 +80,7 @@ def test_the_parts_of_five_hundred_requests_are_what_their_clients_waited(depth:
     ends = Counter(explanation.timeline.end_reason for explanation in told.values())
     assert set(ends) == {"length", "stop", "abort", "timeout"}
     parts = {(share.part, share.reason) for explanation in told.values() for share in explanation.shares}
-    assert {"tokenising", "handing_over", "prefill", "decode", "neighbours", "recompute", "sending"} <= {
+    assert {"tokenizing", "handing_over", "prefill", "decode", "neighbors", "recompute", "sending"} <= {
         part for part, _ in parts}
     assert {("queue", "no_slot"), ("queue", "no_blocks"), ("queue", "token_budget"), ("queue", STEP_UNDER_WAY),
             ("preempted", "no_blocks")} <= parts
@@ -115,22 +115,22 @@ def test_what_decode_would_take_alone_is_what_it_takes_alone() -> None:
     checked = 0
     for explanation in told.values():
         timeline = explanation.timeline
-        if timeline.end_reason != "length" or timeline.num_output < 10 or not explanation.ns("neighbours"):
+        if timeline.end_reason != "length" or timeline.num_output < 10 or not explanation.ns("neighbors"):
             continue
         alone = Play(1)
         name = alone.arrive(timeline.request.num_prompt, timeline.num_output)
         alone.run(1, leaving=0.0)
         (timeline,) = gather(alone.entries).values()
         measured = explain(timeline, alone.entries, times)
-        assert measured.timeline.request.id == name and not measured.ns("neighbours")
+        assert measured.timeline.request.id == name and not measured.ns("neighbors")
         assert explanation.ns("decode") == pytest.approx(measured.ns("decode"), rel=0.15)
         checked += 1
         if checked == 50:
             return
-    raise AssertionError(f"only {checked} requests had neighbours")
+    raise AssertionError(f"only {checked} requests had neighbors")
 
 
-def test_a_request_alone_has_no_neighbours_and_nothing_is_guessed_about_it() -> None:
+def test_a_request_alone_has_no_neighbors_and_nothing_is_guessed_about_it() -> None:
     play = Play(5)
     play.arrive(20, 8)
     play.run(1, leaving=0.0)
@@ -140,7 +140,7 @@ def test_a_request_alone_has_no_neighbours_and_nothing_is_guessed_about_it() -> 
     computed = [entry for entry in play.entries if isinstance(entry, StepRecord) and entry.plan.request_ids]
     assert known.ns("prefill") + known.ns("decode") == sum(step.ended_ns - step.started_ns for step in computed)
     assert {share.part for share in known.shares} <= {
-        "tokenising", "handing_over", "scheduling", "prefill", "decode", "sending"}
+        "tokenizing", "handing_over", "scheduling", "prefill", "decode", "sending"}
 
 
 def test_pieces_of_a_prompt_are_shares_of_what_it_would_take_alone() -> None:
@@ -246,9 +246,9 @@ def test_choices_of_a_response_wait_for_each_other() -> None:
         row(1, (1,), 4, ended=(RequestEnd(1, "length", 2),)),
         event_log.Sent(0, 23 * MS, 24 * MS, 1), event_log.Sent(1, 23 * MS, 24 * MS, 1)]
     first, second = gather(entries).values()
-    assert told(first, entries) == {"tokenising": 0.5, "prefill": 4, "neighbours": 6, "siblings": 11, "sending": 2}
+    assert told(first, entries) == {"tokenizing": 0.5, "prefill": 4, "neighbors": 6, "siblings": 11, "sending": 2}
     assert told(second, entries) == {
-        "tokenising": 0.5, "scheduling": 1, "prefill": 4, "neighbours": 6, "decode": 10, "sending": 2}
+        "tokenizing": 0.5, "scheduling": 1, "prefill": 4, "neighbors": 6, "decode": 10, "sending": 2}
     assert first.is_named("cmpl-x") and first.is_named("x") and not first.is_named("cmpl-x-1")
 
 

@@ -87,7 +87,7 @@ def test_ways_through_a_real_engine_have_no_holes(batching: Batching, depth: int
         for stage, following in pairwise(one.stages):
             assert stage.end_ns == following.start_ns, one.stages
         assert one.stages[0].start_ns == one.request.timing.received_ns
-        assert [stage.name for stage in one.stages[:3]] == ["tokenising", "queue", "prefill"]
+        assert [stage.name for stage in one.stages[:3]] == ["tokenizing", "queue", "prefill"]
         assert one.stages[-1].name == "sending" and one.num_output == rehearsal.num_outputs[one.request.number]
         assert one.num_published == one.num_at_end
         for stage in one.stages:
@@ -112,7 +112,7 @@ def test_a_way_with_everything_in_it() -> None:
         step(90, numbers=(0,), tokens=((7,),), ended=(RequestEnd(0, "length", 4),)),
         Sent(0, 51 * MS, 103 * MS, 4)])
     assert stages(life) == [
-        ("tokenising", 2, 5), ("queue", 5, 30), ("prefill", 30, 50), ("decode", 50, 60), ("preempted", 60, 70),
+        ("tokenizing", 2, 5), ("queue", 5, 30), ("prefill", 30, 50), ("decode", 50, 60), ("preempted", 60, 70),
         ("recompute", 70, 90), ("decode", 90, 100), ("sending", 100, 103)]
     assert waited(life, 1) == {"step_under_way": 5, "no_slot": 10, "no_blocks": 10}
     assert waited(life, 4) == {"no_blocks": 10}

@@ -51,7 +51,7 @@ def test_a_request_is_one_trace_with_a_span_for_each_stage(caller: str) -> None:
     start = round(UNIX * 1e9)
     assert [(span.name, (span.start_time_unix_nano - start) / MS, (span.end_time_unix_nano - start) / MS)
             for span in (root, *children)] == [
-        ("llm_request", 1, 31), ("tokenising", 1, 5), ("queue", 5, 10), ("prefill", 10, 20), ("decode", 20, 30),
+        ("llm_request", 1, 31), ("tokenizing", 1, 5), ("queue", 5, 10), ("prefill", 10, 20), ("decode", 20, 30),
         ("sending", 30, 31)]
     told = attributes(root)
     assert (told["gen_ai.response.id"], told["gen_ai.operation.name"]) == ("chatcmpl-x", "chat")

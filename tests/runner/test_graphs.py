@@ -90,8 +90,8 @@ def test_a_recorded_step_on_tiles_is_the_step(
         pair.check(contexts)
 
 
-@product_paths.each(paths.QUANTISED)
-def test_a_recorded_step_of_quantised_weights_is_the_step(path: str, tmp_path: Path) -> None:
+@product_paths.each(paths.QUANTIZED)
+def test_a_recorded_step_of_quantized_weights_is_the_step(path: str, tmp_path: Path) -> None:
     check_recorded(Pair(make("qwen3", tmp_path), "bfloat16", path=path, quantization="int4"))
 
 

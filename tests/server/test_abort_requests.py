@@ -41,9 +41,9 @@ def aborted(server: Server, *names: str, **headers: str) -> list[str]:
     return answer.json()["aborted"]
 
 
-def test_the_named_end_and_their_neighbours_do_not_notice(folder: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_the_named_end_and_their_neighbors_do_not_notice(folder: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
     with running(folder, tmp_path / "engine", SLOW, "max_num_seqs=4") as server:
-        neighbour = Asking(server, {"prompt": [40], "max_tokens": 150})
+        neighbor = Asking(server, {"prompt": [40], "max_tokens": 150})
         decoding = Asking(server, LONG | {"stream": True, "request_id": "decoding"})
         several = Asking(server, LONG | {"n": 2}, **{"X-Request-Id": "several"})
         eventually(lambda: gauge(server, "num_requests_running") == 4)
@@ -55,7 +55,7 @@ def test_the_named_end_and_their_neighbours_do_not_notice(folder: Path, tmp_path
         assert [choice["finish_reason"] for choice in several.wait().json()["choices"]] == ["abort", "abort"]
         assert decoding.wait()[-1]["choices"][0]["finish_reason"] == "abort"
         eventually(lambda: gauge(server, "num_requests_running") == 1)
-        assert neighbour.wait().json()["choices"][0]["text"] == tokenizer.decode(counted(40, 150))
+        assert neighbor.wait().json()["choices"][0]["text"] == tokenizer.decode(counted(40, 150))
         eventually(lambda: gauge(server, "kv_cache_usage_perc") == 0)
         assert 'finished_reason="abort",model_name="toy"} 4.0' in server.get("/metrics").text
         again = server.post("/abort_requests", {"request_id": "decoding"})

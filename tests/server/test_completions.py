@@ -107,7 +107,7 @@ def test_several_prompts_and_choices_stand_in_order(server: Server, tokenizer: T
     assert texts == expected
 
 
-def test_strings_are_tokenised(server: Server, tokenizer: Tokenizer) -> None:
+def test_strings_are_tokenized(server: Server, tokenizer: Tokenizer) -> None:
     prompts = ["the fox", "over the lazy dog " * 10]
     ids = [tokenizer.encode(prompt) for prompt in prompts]
     answer = completion(server, prompt=prompts, max_tokens=3)

@@ -99,7 +99,7 @@ class Failing(Continuation):
         return super().feed(token_ids)
 
 
-async def neighbours(client: httpx.AsyncClient, besides: Awaitable[Any]) -> Any:
+async def neighbors(client: httpx.AsyncClient, besides: Awaitable[Any]) -> Any:
     """What `besides` answers; two others beside it get what they get alone."""
     bodies = [LONG | {"prompt": [1, 2, at]} for at in range(2)]
     alone = [(await client.post(COMPLETIONS, json=body)).json()["choices"] for body in bodies]
@@ -124,7 +124,7 @@ def test_a_detokenizer_that_fails(error: BaseException, stream: bool, folder: Pa
 
     async def play(app: App, client: httpx.AsyncClient) -> None:
         body = LONG | {"prompt": [FAULTY], "stream": stream, "n": 2}
-        answer = await neighbours(client, client.post(COMPLETIONS, json=body))
+        answer = await neighbors(client, client.post(COMPLETIONS, json=body))
         if answer.status_code == 200:
             *_, told, done = [line for line in answer.text.splitlines() if line]
             assert stream and done == "data: [DONE]"
@@ -154,7 +154,7 @@ def test_a_detokenizer_that_cannot_be_made(folder: Path, monkeypatch: Any) -> No
     monkeypatch.setattr("slotwise.server.generate.Continuation", Unmade)
 
     async def play(app: App, client: httpx.AsyncClient) -> None:
-        answer = await neighbours(client, client.post(COMPLETIONS, json=LONG | {"prompt": [FAULTY], "n": 4}))
+        answer = await neighbors(client, client.post(COMPLETIONS, json=LONG | {"prompt": [FAULTY], "n": 4}))
         assert answer.status_code == 500
         await nobody_is_left(app, client)
 
@@ -176,7 +176,7 @@ def test_a_tokenizer_that_fails(error: BaseException, size: int, folder: Path, m
     async def play(app: App, client: httpx.AsyncClient) -> None:
         chat = {"messages": [{"role": "user", "content": "x" * size}], "max_tokens": 3}
         for path, body in ((COMPLETIONS, {"prompt": "x" * size}), ("/tokenize", {"prompt": "x" * size})):
-            answer = await neighbours(client, client.post(path, json=body))
+            answer = await neighbors(client, client.post(path, json=body))
             assert answer.status_code == 500 and answer.json()["error"]["type"] == "server_error"
         assert (await client.post("/v1/chat/completions", json=chat)).status_code in (200, 400)
         await nobody_is_left(app, client)
@@ -187,7 +187,7 @@ def test_a_tokenizer_that_fails(error: BaseException, size: int, folder: Path, m
 def test_a_chat_template_that_fails(folder: Path) -> None:
     async def play(app: App, client: httpx.AsyncClient) -> None:
         body = {"messages": [{"role": "user", "content": "bad"}]}
-        answer = await neighbours(client, client.post("/v1/chat/completions", json=body))
+        answer = await neighbors(client, client.post("/v1/chat/completions", json=body))
         assert answer.status_code == 400 and "not this" in answer.json()["error"]["message"]
         await nobody_is_left(app, client)
 

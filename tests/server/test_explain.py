@@ -52,7 +52,7 @@ def test_by_the_names_its_client_knows(server: Server, path: str) -> None:
                                                                                      explanation["id"].replace("?",
                                                                                                                "%3F"))
     parts = check(explanation)
-    assert {"tokenising", "prefill", "decode", "sending"} <= parts.keys() and "neighbours" not in parts
+    assert {"tokenizing", "prefill", "decode", "sending"} <= parts.keys() and "neighbors" not in parts
     assert explanation["completion_tokens"] == 30 and explanation["finish_reason"] == "length"
     assert parts["decode"] > 29, "29 tokens at a millisecond each"
     assert explanation["total_ms"] <= waited_ms

@@ -254,7 +254,7 @@ def test_tokens_that_are_held_are_not_there_and_the_client_waits_for_them(
         assert busy.result().status_code == 200
 
 
-def test_a_client_that_honours_the_header_gets_its_answer(
+def test_a_client_that_honors_the_header_gets_its_answer(
         server: Server, openai: ModuleType) -> None:
     statuses: list[int] = []
     with httpx.Client(event_hooks={"response": [lambda response: statuses.append(response.status_code)]}) as http, \

@@ -29,7 +29,7 @@ STATUSES = {"busy": 429, "overloaded": 503, "broken": 500, "not found": 404}
 
 
 @dataclass
-class Behaviour:
+class Behavior:
     ttft: float = 0.0  # seconds
     itl: float = 0.0
     per_event: int = 1  # tokens
@@ -39,8 +39,8 @@ class Behaviour:
 
 
 class FakeServer:
-    def __init__(self, behaviour: Behaviour) -> None:
-        self._behaviour = behaviour
+    def __init__(self, behavior: Behavior) -> None:
+        self._behavior = behavior
         self._bodies: list[dict[str, Any]] = []
         self._times: list[float] = []
         self._running = self._most_at_once = 0
@@ -53,9 +53,9 @@ class FakeServer:
         return app
 
     async def _models(self, request: web.Request) -> web.Response:
-        if self._behaviour.api_key and request.headers.get("Authorization") != f"Bearer {self._behaviour.api_key}":
+        if self._behavior.api_key and request.headers.get("Authorization") != f"Bearer {self._behavior.api_key}":
             return web.json_response({"error": {"message": "a key, please"}}, status=401)
-        return web.json_response({"object": "list", "data": [self._behaviour.model_card]})
+        return web.json_response({"object": "list", "data": [self._behavior.model_card]})
 
     async def _seen(self, request: web.Request) -> web.Response:
         return web.json_response(
@@ -64,7 +64,7 @@ class FakeServer:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         received = asyncio.get_running_loop().time()
-        kind = self._behaviour.kinds[len(self._bodies) % len(self._behaviour.kinds)]
+        kind = self._behavior.kinds[len(self._bodies) % len(self._behavior.kinds)]
         self._bodies.append(body)
         self._times.append(received)
         if kind in STATUSES:
@@ -85,10 +85,10 @@ class FakeServer:
         if is_chat:
             await _send(response, {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
         asked = body.get("bench_output_tokens") or body["max_tokens"]
-        per_event = self._behaviour.per_event
+        per_event = self._behavior.per_event
         events = -(-asked // per_event)
         for number in range(events):
-            await _until(received + self._behaviour.ttft + number * self._behaviour.itl)
+            await _until(received + self._behavior.ttft + number * self._behavior.itl)
             text = "word " * min(per_event, asked - number * per_event)
             if kind == HALVES and number < events - 1:
                 text = ""
@@ -101,7 +101,7 @@ class FakeServer:
                 await _send(response, {"error": {"message": "the engine failed"}})
                 return response
         if kind == SILENT_ENDING:
-            await _until(received + self._behaviour.ttft + events * self._behaviour.itl)
+            await _until(received + self._behavior.ttft + events * self._behavior.itl)
             await _send(response, {"choices": [_choice("", "stop", is_chat)]})
         if kind != NO_USAGE:
             used = {"prompt_tokens": len(body.get("prompt", "")), "completion_tokens": asked}
@@ -125,10 +125,10 @@ async def _until(deadline: float) -> None:
 
 
 @contextlib.contextmanager
-def fake_server(behaviour: Behaviour) -> Iterator[str]:
+def fake_server(behavior: Behavior) -> Iterator[str]:
     """Its address, while it runs in a process of its own."""
     process = subprocess.Popen(
-        [sys.executable, __file__, json.dumps(asdict(behaviour))], stdout=subprocess.PIPE, text=True)
+        [sys.executable, __file__, json.dumps(asdict(behavior))], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         yield process.stdout.readline().strip()
@@ -138,7 +138,7 @@ def fake_server(behaviour: Behaviour) -> Iterator[str]:
 
 
 async def main() -> None:
-    runner = web.AppRunner(FakeServer(Behaviour(**json.loads(sys.argv[1]))).app())
+    runner = web.AppRunner(FakeServer(Behavior(**json.loads(sys.argv[1]))).app())
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()

@@ -1,7 +1,7 @@
-"""Quantised checkpoints in the formats of Hugging Face's hub, and what the packages that define them make of them.
+"""Quantized checkpoints in the formats of Hugging Face's hub, and what the packages that define them make of them.
 
 A writer gets a weight `[outputs, depth]` in float32, and returns the tensors that a file has in its place, by what
-follows the module's name and a dot, and the weight that the format's own package dequantises from them.  GPTQ's and
+follows the module's name and a dot, and the weight that the format's own package dequantizes from them.  GPTQ's and
 AWQ's packages need a GPU: their published formulas stand here.
 """
 
@@ -91,7 +91,7 @@ def awq(group: int) -> Kind:
 
 def compressed(name: str, weights: dict[str, Any], activations: dict[str, Any] | None = None, *,
                static: bool = False) -> Kind:
-    """compressed-tensors packs and dequantises itself."""
+    """compressed-tensors packs and dequantizes itself."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from compressed_tensors.quantization.utils import calculate_qparams
@@ -126,7 +126,7 @@ def compressed(name: str, weights: dict[str, Any], activations: dict[str, Any] |
 
 
 def fp8(block: list[int] | None, *, static: bool = False) -> Kind:
-    """Blocks as DeepSeek-V3's, dequantised by transformers; without them one scale for a matrix."""
+    """Blocks as DeepSeek-V3's, dequantized by transformers; without them one scale for a matrix."""
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
     def write(weight: Tensor) -> Written:
@@ -145,7 +145,7 @@ def fp8(block: list[int] | None, *, static: bool = False) -> Kind:
 
 
 def nf4(*, nested: bool) -> Kind:
-    """bitsandbytes quantises and dequantises itself."""
+    """bitsandbytes quantizes and dequantizes itself."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     def write(weight: Tensor) -> Written:
@@ -209,18 +209,18 @@ KINDS: dict[str, Callable[[], Kind]] = {
 }
 
 
-def is_quantised(name: str) -> bool:
-    """Whether quantisers take the tensor: the products of layers, and not the head."""
+def is_quantized(name: str) -> bool:
+    """Whether quantizers take the tensor: the products of layers, and not the head."""
     return name.endswith("_proj.weight")
 
 
-def quantise(dense: Path, folder: Path, kind: Kind) -> dict[str, Tensor]:
-    """Writes the checkpoint `dense` to `folder`, quantised; returns all its weights as dequantised by their package."""
+def quantize(dense: Path, folder: Path, kind: Kind) -> dict[str, Tensor]:
+    """Writes the checkpoint `dense` to `folder`, quantized; returns all its weights as dequantized by their package."""
     shutil.copytree(dense, folder)
     weights = load_file(folder / "model.safetensors")
     stored, whole = {}, {}
     for name, weight in weights.items():
-        if not is_quantised(name):
+        if not is_quantized(name):
             stored[name] = whole[name] = weight
             continue
         module = name.removesuffix(".weight")

@@ -1,4 +1,4 @@
-"""Quantised matrices of random numbers, and products with them in plain torch."""
+"""Quantized matrices of random numbers, and products with them in plain torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slotwise.kernels.matrix import E4M3, Factors, Format, QuantisedMatrix, Rows
+from slotwise.kernels.matrix import E4M3, Factors, Format, QuantizedMatrix, Rows
 from slotwise.model.gguf.blocks import BLOCK_TYPES
 from slotwise.model.quantization.bitsandbytes import NF4
 
@@ -26,7 +26,7 @@ def depth_of(kind: Format, least: int) -> int:
 
 def random_matrix(
     kind: Format, outputs: int, depth: int, *, seed: int = 0, is_ordered: bool = False
-) -> QuantisedMatrix:
+) -> QuantizedMatrix:
     """Random codes and scales, which make products with normally distributed numbers about 1."""
     size_of_one = 4 / (max(map(abs, kind.levels), default=1 << kind.bits) * depth**0.5)
     generator = torch.Generator().manual_seed(seed)
@@ -56,7 +56,7 @@ def random_matrix(
                     None if minimums is None else part(minimums, first, end))
 
     order = torch.randperm(depth, generator=generator) if is_ordered else None
-    return QuantisedMatrix(kind, outputs, depth, read, order)
+    return QuantizedMatrix(kind, outputs, depth, read, order)
 
 
 def rounded_activations(x: Tensor, unit: int, order: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -61,7 +61,7 @@ def number_of_paths(quantization: str = "none") -> int:
 
 
 def _group(quantization: str) -> tuple[str, ...]:
-    return paths.DENSE if quantization == "none" else paths.QUANTISED
+    return paths.DENSE if quantization == "none" else paths.QUANTIZED
 
 
 def fastest(microseconds: Mapping[str, Mapping[int, float]]) -> str:

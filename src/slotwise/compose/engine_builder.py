@@ -96,12 +96,12 @@ def chosen(config: EngineConfig, wrap: Callable[[Kernels], Kernels]) -> tuple[st
 def check_model(config: EngineConfig, folder: Path, described: ModelConfig, kernels: Kernels) -> None:
     """Raises ConfigError where this model cannot have the settings."""
     if config.quantization != "none" and described.quantization is not None:
-        raise ConfigError(f"quantization {config.quantization} is for full weights: those of {folder} are quantised "
+        raise ConfigError(f"quantization {config.quantization} is for full weights: those of {folder} are quantized "
                           f"already ({described.quantization.description}); leave the option out")
     if config.packed_weights_cache and kernels.name != "cpu":
         raise ConfigError(f"packed_weights_cache needs device cpu, not {kernels.name}: only there weights are repacked")
     if config.packed_weights_cache and described.quantization is None:
-        raise ConfigError(f"packed_weights_cache is for quantised checkpoints: the weights of {folder} are plain")
+        raise ConfigError(f"packed_weights_cache is for quantized checkpoints: the weights of {folder} are plain")
     if config.batch_invariant and (why := kernels.batch_dependence(described.dtype)):
         raise ConfigError(f"batch_invariant cannot be kept: {why}")
     if described.recurrent is None:
@@ -576,7 +576,7 @@ class Loaded:
         return self._decoder
 
     def _stored_as(self, config: EngineConfig) -> str:
-        """What is told of the types of weights: the checkpoint's quantisation, or the one applied to it."""
+        """What is told of the types of weights: the checkpoint's quantization, or the one applied to it."""
         stored = self._decoder.config.quantization
         return config.quantization if stored is None else stored.description
 

@@ -207,7 +207,7 @@ def _move(thread: int, cores: frozenset[int]) -> None:
             os.sched_setaffinity(thread, cores)
 
 
-# Compute threads that move between cores compete with this process there: when all threads synchronised at every
+# Compute threads that move between cores compete with this process there: when all threads synchronized at every
 # kernel, the mixed trace over HTTP took 43 to 71 s without this, and 41 to 43 s with it.
 THREADS_STAY = {"OMP_PROC_BIND": "true"}
 

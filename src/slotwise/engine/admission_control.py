@@ -1,7 +1,7 @@
 """Admission control: bounds on waiting and unfinished requests, and the answer to a refused one.
 
     entering ──► waiting ──► first slot ──► an end
-    (tokenised)  (bounded)   └─ the drain rate: requests a second that get a slot, while others still wait
+    (tokenized)  (bounded)   └─ the drain rate: requests a second that get a slot, while others still wait
     ├──────── unfinished (bounded) ───────┤
 
 By Little's law (1961) the last request of a queue that drains at `r` requests a second waits `waiting / r` seconds.
@@ -116,7 +116,7 @@ class AdmissionControl(Observer):
 
     @contextmanager
     def entering(self, slo: SLO = NO_SLO) -> Iterator[None]:
-        """Reserves a place for a request before it is tokenised, so that a burst is refused before that work."""
+        """Reserves a place for a request before it is tokenized, so that a burst is refused before that work."""
         self._unfinished.acquire(slo.tenant, 1)
         self._count(slo, 1, 0)
         try:

@@ -28,7 +28,7 @@ from slotwise.kernels.interface import (
     RaggedBatch,
     Routing,
 )
-from slotwise.kernels.matrix import QuantisedMatrix, Weight
+from slotwise.kernels.matrix import QuantizedMatrix, Weight
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -62,7 +62,7 @@ class CheckedKernels:
         """A product that checks its argument."""
         return self._product(lambda packed, _: self._kernels.head(packed), "head", weight, None, weight.shape[0])
 
-    def embedding(self, table: QuantisedMatrix, kind: torch.dtype, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
+    def embedding(self, table: QuantizedMatrix, kind: torch.dtype, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
         """A lookup that checks its argument."""
         look_up = self._kernels.embedding(table, kind, scale)
 

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 from torch import Tensor, device, dtype, float8_e4m3fn, float32, int8
 
-from slotwise.kernels.matrix import Format, QuantisedMatrix, Weight
+from slotwise.kernels.matrix import Format, QuantizedMatrix, Weight
 
 Linear = Callable[[Tensor], Tensor]
 """A packed product: `[tokens, in] -> [tokens, out]`, bias included."""
@@ -44,7 +44,7 @@ class ClampedSwiGLU:
 class Routing:
     """How a token's experts are chosen: the `top_k` largest of `num_experts` logits.
 
-    The shares of the chosen experts are the softmax of the logits, over all experts or, normalised, over the chosen.
+    The shares of the chosen experts are the softmax of the logits, over all experts or, normalized, over the chosen.
 
     Args:
         held: the experts whose weights this rank holds; results leave out the others.  None: all.
@@ -52,7 +52,7 @@ class Routing:
 
     num_experts: int
     top_k: int
-    is_normalised: bool
+    is_normalized: bool
     held: range | None = None
 
     @property
@@ -386,14 +386,14 @@ class Kernels(DeltaKernels, Protocol):
     def warm_up(self, kind: dtype) -> None:
         """Compile or load everything for weights of one type before the first request needs it.
 
-        Formats of quantised matrices are known once they are packed: a later call prepares for them, too.
+        Formats of quantized matrices are known once they are packed: a later call prepares for them, too.
         """
         ...
 
     def product_path(self, kind: dtype) -> str:
         """The name of the path that multiplies with weights of `kind`, for people and bug reports.
 
-        Where some weights are packed as quantised matrices and others are not, the path of most weights.
+        Where some weights are packed as quantized matrices and others are not, the path of most weights.
         """
         ...
 
@@ -426,14 +426,14 @@ class Kernels(DeltaKernels, Protocol):
         ...
 
     def format_refusal(self, format: Format, kind: dtype) -> str:
-        """Why a model of `kind` cannot have matrices of a quantised format, in one sentence; "" where it can."""
+        """Why a model of `kind` cannot have matrices of a quantized format, in one sentence; "" where it can."""
         ...
 
     def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """Pack `weight [out, in]` once, for many products.
 
-        If the weight is a tensor, inputs and results have its type; with a quantised matrix they have any of `kinds`,
-        the same for all rows of a product.  Quantised weights are read from their file here, and stay quantised.
+        If the weight is a tensor, inputs and results have its type; with a quantized matrix they have any of `kinds`,
+        the same for all rows of a product.  Quantized weights are read from their file here, and stay quantized.
         """
         ...
 
@@ -445,7 +445,7 @@ class Kernels(DeltaKernels, Protocol):
         ...
 
     def exact_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """A `linear` that is never quantised, and takes as many bytes as `weight`."""
+        """A `linear` that is never quantized, and takes as many bytes as `weight`."""
         ...
 
     def head(self, weight: Weight) -> Linear:
@@ -473,10 +473,10 @@ class Kernels(DeltaKernels, Protocol):
         """
         ...
 
-    def embedding(self, table: QuantisedMatrix, kind: dtype, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
+    def embedding(self, table: QuantizedMatrix, kind: dtype, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
         """Pack `table [vocabulary, hidden]` for `embed`: from token ids `[tokens]` int64 to `[tokens, hidden]`.
 
-        Rows are dequantised, multiplied by `scale` and rounded to `kind`.  A `head` of the same matrix shares memory.
+        Rows are dequantized, multiplied by `scale` and rounded to `kind`.  A `head` of the same matrix shares memory.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Quantised matrices in one form for every file format: checkpoint loaders produce them, kernels multiply them.
+"""Quantized matrices in one form for every file format: checkpoint loaders produce them, kernels multiply them.
 
     w[o, i] = scale[o, g] * (level(code[o, i]) - zero) - minimum[o, g]        g = order[i] // group, or i // group
 
@@ -100,7 +100,7 @@ class Rows(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class QuantisedMatrix:
+class QuantizedMatrix:
     """`[outputs, depth]` weights in one format.
 
     Args:
@@ -125,7 +125,7 @@ class QuantisedMatrix:
         """Groups of each output; the last may be incomplete."""
         return -(-self.depth // self.format.group) if self.format.group else 1
 
-    def dequantised(self, first: int = 0, end: int | None = None) -> Tensor:
+    def dequantized(self, first: int = 0, end: int | None = None) -> Tensor:
         """Outputs `first ... end - 1` in float32, each operation rounded once: the reference of all kernels."""
         rows = self.read(first, self.outputs if end is None else end)
         levels = rows.codes.float()
@@ -146,19 +146,19 @@ class QuantisedMatrix:
 class StackedMatrix:
     """Matrices of several formats that read the same inputs, concatenated along their outputs."""
 
-    parts: tuple[QuantisedMatrix, ...]
+    parts: tuple[QuantizedMatrix, ...]
 
     @property
     def shape(self) -> torch.Size:
         """`[outputs, depth]` of all matrices together."""
         return torch.Size((sum(part.outputs for part in self.parts), self.parts[0].depth))
 
-    def dequantised(self) -> Tensor:
+    def dequantized(self) -> Tensor:
         """All outputs in float32."""
-        return torch.cat([part.dequantised() for part in self.parts])
+        return torch.cat([part.dequantized() for part in self.parts])
 
 
-Weight = Tensor | QuantisedMatrix | StackedMatrix
+Weight = Tensor | QuantizedMatrix | StackedMatrix
 """What a product multiplies with: `[outputs, depth]`."""
 
 
@@ -168,7 +168,7 @@ def formats_of(weight: Weight) -> tuple[Format, ...]:
     return tuple(part.format for part in parts)
 
 
-def stacked(parts: Sequence[QuantisedMatrix]) -> QuantisedMatrix | StackedMatrix:
+def stacked(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix | StackedMatrix:
     """Matrices of one depth, concatenated along their outputs: a single matrix if all have one format.
 
     Raises:
@@ -191,13 +191,13 @@ def stacked(parts: Sequence[QuantisedMatrix]) -> QuantisedMatrix | StackedMatrix
             _joined([piece.minimums for piece in pieces if piece.minimums is not None])
             if first.format.has_minimums else None)
 
-    return QuantisedMatrix(first.format, sum(part.outputs for part in parts), first.depth, read, first.order)
+    return QuantizedMatrix(first.format, sum(part.outputs for part in parts), first.depth, read, first.order)
 
 
-def reordered(matrix: QuantisedMatrix, order: Tensor) -> QuantisedMatrix:
+def reordered(matrix: QuantizedMatrix, order: Tensor) -> QuantizedMatrix:
     """The outputs `order [outputs]` int64 of a matrix, in that order.
 
-    A range is read from the least to the greatest output in it: cheap where neighbours stay close, as within a head.
+    A range is read from the least to the greatest output in it: cheap where neighbors stay close, as within a head.
     """
 
     def read(first: int, end: int) -> Rows:
@@ -211,7 +211,7 @@ def reordered(matrix: QuantisedMatrix, order: Tensor) -> QuantisedMatrix:
     return replace(matrix, outputs=len(order), read=read)
 
 
-def narrowed(matrix: QuantisedMatrix, inputs: range) -> QuantisedMatrix:
+def narrowed(matrix: QuantizedMatrix, inputs: range) -> QuantizedMatrix:
     """The matrix without the inputs outside a range.
 
     Raises:
@@ -220,7 +220,7 @@ def narrowed(matrix: QuantisedMatrix, inputs: range) -> QuantisedMatrix:
     group, unit = matrix.format.group, matrix.format.unit
     if matrix.order is not None or any(at % unit and at != matrix.depth for at in (inputs.start, inputs.stop)):
         raise ValueError(f"inputs {inputs.start} to {inputs.stop} of {matrix.depth}, in groups of {unit}"
-                         + " that are not neighbours" * (matrix.order is not None))
+                         + " that are not neighbors" * (matrix.order is not None))
     columns = slice(inputs.start, inputs.stop)
     groups = slice(inputs.start // group, -(-inputs.stop // group)) if group else slice(None)
     units = slice(inputs.start // unit, -(-inputs.stop // unit))
@@ -233,7 +233,7 @@ def narrowed(matrix: QuantisedMatrix, inputs: range) -> QuantisedMatrix:
     return replace(matrix, depth=len(inputs), read=read)
 
 
-def _have_one_order(one: QuantisedMatrix, other: QuantisedMatrix) -> bool:
+def _have_one_order(one: QuantizedMatrix, other: QuantizedMatrix) -> bool:
     if one.order is None or other.order is None:
         return one.order is other.order
     return torch.equal(one.order, other.order)

@@ -40,7 +40,7 @@ from slotwise.kernels.interface import (
     cache_kind,
     in_two_steps,
 )
-from slotwise.kernels.matrix import Format, QuantisedMatrix, Weight
+from slotwise.kernels.matrix import Format, QuantizedMatrix, Weight
 
 
 def as_bytes(x: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class PagedCache(NamedTuple):
         return as_bytes(self.keys)[places].view(kind).float(), as_bytes(self.values)[places].view(kind).float()
 
 
-class QuantisedPagedCache(NamedTuple):
+class QuantizedPagedCache(NamedTuple):
     """int8 keys and values, with a scale for each token and head, `[blocks, block_size, kv_heads]` float32."""
 
     storage: Tensor  # [blocks, bytes] uint8
@@ -83,13 +83,13 @@ class QuantisedPagedCache(NamedTuple):
     value_scales: Tensor
 
     def write(self, places: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Set `places [tokens]` to quantised float32 `[tokens, kv_heads, head_dim]`."""
+        """Set `places [tokens]` to quantized float32 `[tokens, kv_heads, head_dim]`."""
         at = places // self.block_size, places % self.block_size
         for stored, scales, new in ((self.keys, self.key_scales, keys), (self.values, self.value_scales, values)):
-            stored[at], scales[at] = quantise(new)
+            stored[at], scales[at] = quantize(new)
 
     def read(self, blocks: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-        """Dequantised keys and values at these places, as float32."""
+        """Dequantized keys and values at these places, as float32."""
         places = blocks, offsets
         return (self.keys[places] * self.key_scales[places].unsqueeze(-1),
                 self.values[places] * self.value_scales[places].unsqueeze(-1))
@@ -102,7 +102,7 @@ class StateCache(NamedTuple):
     block_size: int
 
 
-ReferenceCache = PagedCache | QuantisedPagedCache | StateCache
+ReferenceCache = PagedCache | QuantizedPagedCache | StateCache
 
 
 def cache_bytes_per_block(block_size: int, shape: AttentionShape | DeltaShape, kind: torch.dtype) -> int:
@@ -126,7 +126,7 @@ def allocate_cache(
     if not scales:
         return PagedCache(storage, block_size, keys, values)
     key_scales, value_scales = (part.view(torch.float32).view(of_token) for part in scales)
-    return QuantisedPagedCache(storage, block_size, keys, values, key_scales, value_scales)
+    return QuantizedPagedCache(storage, block_size, keys, values, key_scales, value_scales)
 
 
 def states_of(cache: ReferenceCache, shape: DeltaShape) -> Tensor:
@@ -146,7 +146,7 @@ def narrowed(x: Tensor, kind: torch.dtype) -> Tensor:
     return (x.clamp(-FP8_LARGEST, FP8_LARGEST) if kind == torch.float8_e4m3fn else x).to(kind)
 
 
-def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """`x [..., head_dim]` as int8 in -127 ... 127, and the scales `[...]` float32."""
     scales = x.float().abs().amax(-1) / 127
     return (x.float() / scales.clamp_min(1e-30 / 127).unsqueeze(-1)).round().nan_to_num_().to(int8), scales
@@ -160,7 +160,7 @@ def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     scores = logits.float()
     values, chosen = scores.sort(dim=-1, descending=True, stable=True)
     values, chosen = values[:, : routing.top_k], chosen[:, : routing.top_k]
-    if routing.is_normalised:
+    if routing.is_normalized:
         return chosen, values.softmax(-1)
     return chosen, scores.softmax(-1).gather(1, chosen)
 
@@ -268,10 +268,10 @@ class ReferenceKernels:
         return ""
 
     def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
-        """`weight [out, in]` as a product over the last dimension; a quantised one in float32, dequantised."""
+        """`weight [out, in]` as a product over the last dimension; a quantized one in float32, dequantized."""
         if isinstance(weight, Tensor):
             return lambda x: F.linear(x, weight, bias)
-        floats, added = weight.dequantised().to(self.device), None if bias is None else bias.float()
+        floats, added = weight.dequantized().to(self.device), None if bias is None else bias.float()
         return lambda x: F.linear(x.float(), floats, added).to(x.dtype)
 
     def gated(self, weight: Weight, bias: Tensor | None = None, activation: Activation = "silu") -> Linear:
@@ -310,9 +310,9 @@ class ReferenceKernels:
         """A product like any other."""
         return self.linear(weight)
 
-    def embedding(self, table: QuantisedMatrix, kind: torch.dtype, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
-        """Rows of the dequantised table."""
-        floats = (table.dequantised().to(self.device) * scale).to(kind)
+    def embedding(self, table: QuantizedMatrix, kind: torch.dtype, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
+        """Rows of the dequantized table."""
+        floats = (table.dequantized().to(self.device) * scale).to(kind)
         return lambda token_ids: self.embed(floats, token_ids)
 
     def linear_bytes(self, weight: Weight) -> int:
@@ -385,7 +385,7 @@ class ReferenceKernels:
         return reference_gated_delta(mixed, gates, weights, states_of(cache, shape), batch, cache.block_size, shape)
 
     def rotary_store(
-        self, qkv: Tensor, rotary: Tensor, batch: RaggedBatch, cache: PagedCache | QuantisedPagedCache,
+        self, qkv: Tensor, rotary: Tensor, batch: RaggedBatch, cache: PagedCache | QuantizedPagedCache,
         shape: AttentionShape, norm: QKNorm | None,
     ) -> Tensor:
         """Split, norm and rotate; keys and values go to `batch.slot_mapping`; queries `[tokens, heads, head_dim]`."""
@@ -404,7 +404,7 @@ class ReferenceKernels:
         return _rotate(query, cosine, sine).to(qkv.dtype)
 
     def attention(
-        self, query: Tensor, cache: PagedCache | QuantisedPagedCache, batch: RaggedBatch, shape: AttentionShape,
+        self, query: Tensor, cache: PagedCache | QuantizedPagedCache, batch: RaggedBatch, shape: AttentionShape,
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of every row over its own cached context: `[tokens, heads * head_dim]`."""
@@ -440,7 +440,7 @@ def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 def _attend_row(
-    query: Tensor, cache: PagedCache | QuantisedPagedCache, table: Tensor, context_len: int, shape: AttentionShape,
+    query: Tensor, cache: PagedCache | QuantizedPagedCache, table: Tensor, context_len: int, shape: AttentionShape,
     sinks: Tensor | None,
 ) -> Tensor:
     """Attention of one row's `query [tokens, heads, head_dim]`, the last tokens of its context."""

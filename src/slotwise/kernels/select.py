@@ -39,7 +39,7 @@ def resolve(device: str) -> str:
 def choose(device: str, quantization: str = "none", kv_cache_dtype: str = "auto") -> Kernels:
     """The kernels of `device`: `cpu`, `cuda`, or `reference` for plain torch.
 
-    Only the CPU's kernels quantise weights.  A cache that is smaller than the model's type is int8 on the CPU, fp8 on a
+    Only the CPU's kernels quantize weights.  A cache that is smaller than the model's type is int8 on the CPU, fp8 on a
     GPU.
 
     Raises:

@@ -24,7 +24,7 @@ from slotwise.kernels.interface import (
     RaggedBatch,
     Routing,
 )
-from slotwise.kernels.matrix import QuantisedMatrix, Weight
+from slotwise.kernels.matrix import QuantizedMatrix, Weight
 
 PRODUCTS, ATTENTION, SMALL = "products", "attention", "small operators"
 
@@ -74,7 +74,7 @@ class TimedKernels:
         """A timed product."""
         return self._timed_product(self._kernels.head(weight))
 
-    def embedding(self, table: QuantisedMatrix, kind: dtype, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
+    def embedding(self, table: QuantizedMatrix, kind: dtype, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
         """A timed lookup."""
         look_up = self._kernels.embedding(table, kind, scale)
         return lambda token_ids: self._timed(SMALL, lambda: look_up(token_ids))

@@ -379,7 +379,7 @@ def read_mixture(
     top_k = fields.integer("num_experts_per_tok", default=default.top_k)
     if top_k > num_experts:
         raise fields.error("num_experts_per_tok", f"({top_k}) must be at most {count} ({num_experts})")
-    normalized = default.is_normalised or fields.flag("norm_topk_prob")
+    normalized = default.is_normalized or fields.flag("norm_topk_prob")
     routing = Routing(num_experts, top_k, normalized)
     if intermediate_size is None:
         return MixtureConfig(routing, config.intermediate_size, (True,) * config.num_layers)

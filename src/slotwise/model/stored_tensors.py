@@ -23,7 +23,7 @@ from torch import Tensor
 
 from slotwise.errors import CheckpointError
 from slotwise.files import check_part
-from slotwise.kernels.matrix import Format, QuantisedMatrix, Weight, narrowed, reordered
+from slotwise.kernels.matrix import Format, QuantizedMatrix, Weight, narrowed, reordered
 from slotwise.model.checkpoint import CONFIG, INDEX, WEIGHTS
 from slotwise.model.fields import read_json
 from slotwise.model.names import canonical
@@ -42,7 +42,7 @@ class Cut(NamedTuple):
         rows = sum(map(len, self.rows)) if self.rows else shape[0]
         return (rows, *shape[1:]) if self.columns is None else (rows, len(self.columns), *shape[2:])
 
-    def of(self, matrix: QuantisedMatrix, name: str) -> QuantisedMatrix:
+    def of(self, matrix: QuantizedMatrix, name: str) -> QuantizedMatrix:
         """This part of a quantized matrix.
 
         Raises:
@@ -120,7 +120,7 @@ class StoredTensor(Protocol):
         """Of a quantized matrix; None where plain numbers are stored."""
         ...
 
-    def matrix(self) -> QuantisedMatrix:
+    def matrix(self) -> QuantizedMatrix:
         """The whole matrix, if it has a format; see `matrix_size`."""
         ...
 
@@ -200,7 +200,7 @@ class SafetensorsTensor:
             return self._file.mapped.get_tensor(self._name)  # type: ignore[no-any-return]
         return self._file.mapped.get_slice(self._name)[first:end]  # type: ignore[no-any-return]
 
-    def matrix(self) -> QuantisedMatrix:
+    def matrix(self) -> QuantizedMatrix:
         raise TypeError(f"{self._name} is not a quantized matrix")
 
 

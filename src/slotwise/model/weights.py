@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slotwise.errors import CheckpointError
-from slotwise.kernels.matrix import Format, QuantisedMatrix, Rows, StackedMatrix, Weight, stacked
+from slotwise.kernels.matrix import Format, QuantizedMatrix, Rows, StackedMatrix, Weight, stacked
 from slotwise.model.gguf.gguf_tensors import open_gguf_tensors
 from slotwise.model.layers.source import NO_CUTS
 from slotwise.model.names import HEAD
@@ -103,9 +103,9 @@ class CheckpointWeights:
         def read(*names: str, cuts: Cuts = NO_CUTS) -> Weight:
             nonlocal done
             tensors = [self._tensors[name] for name in names]
-            are_quantised = len(self.formats(dict.fromkeys(names, ()))) == len(names)
+            are_quantized = len(self.formats(dict.fromkeys(names, ()))) == len(names)
             weight: Weight = (
-                stacked([cuts.get(name, WHOLE).of(self._matrix(name), name) for name in names]) if are_quantised
+                stacked([cuts.get(name, WHOLE).of(self._matrix(name), name) for name in names]) if are_quantized
                 else self._dense(names, dtype, cuts))
             if isinstance(weight, StackedMatrix) and any(part.format.are_floats for part in weight.parts):
                 raise CheckpointError(f"{self._source.where}: {self._list([*names])} are one product, but not in the "
@@ -135,9 +135,9 @@ class CheckpointWeights:
         matrix = Cut(cut.rows).of(self._matrix(name), name)
         rows = max(1, COMPARED_NUMBERS // matrix.depth)
         for at in range(0, matrix.outputs, rows):
-            yield cut.columns_of(matrix.dequantised(at, min(at + rows, matrix.outputs)))
+            yield cut.columns_of(matrix.dequantized(at, min(at + rows, matrix.outputs)))
 
-    def _matrix(self, name: str) -> QuantisedMatrix:
+    def _matrix(self, name: str) -> QuantizedMatrix:
         """A quantized matrix whose scales are checked as they are read."""
         matrix = self._tensors[name].matrix()
         inner = matrix.read

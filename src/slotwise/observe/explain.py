@@ -1,11 +1,11 @@
 """Divides a request's time into named parts that sum to the time its client waited, to the nanosecond.
 
     received                                                                                       last byte sent
-       │ tokenising │ handing over │ queue, by reason │ prefill, decode; neighbours; ... │ siblings │ sending │
+       │ tokenizing │ handing over │ queue, by reason │ prefill, decode; neighbors; ... │ siblings │ sending │
 
 Inside the engine the time is divided at the steps: the time between the ends of two steps gets the part that the later
 step's plan gives the request.  If the request is a row, its own share is the time of that work alone, by the step-time
-model, and the rest is its neighbours'; if not, the plan has the reason.  The parts cover all time; there is no "other".
+model, and the rest is its neighbors'; if not, the plan has the reason.  The parts cover all time; there is no "other".
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ NS, MS = 1e-9, 1e-6
 NOWHERE = -2  # step of a span outside all steps
 
 PARTS = {
-    "tokenising": "reading the body, rendering the template, tokenization",
+    "tokenizing": "reading the body, rendering the template, tokenization",
     "handing_over": "transfer to the engine process, while that is between two steps",
     "queue": "waiting for the first slot, by reason",
     "scheduling": "between two steps, while the next one is planned",
     "prefill": "computing its prompt, in the time that this is predicted to take alone",
     "decode": "computing its output, in the time that this is predicted to take alone",
-    "neighbours": "the rest of those steps: the cost of their further rows",
+    "neighbors": "the rest of those steps: the cost of their further rows",
     "held": "finished, and held until its batch drains",
     "paused": "with a slot and without a row in a step, by reason",
     "preempted": "without a slot after a preemption, waiting to return, by reason",
@@ -198,7 +198,7 @@ class _ExplanationBuilder:
         self._why: tuple[str, str, int] | None = None  # part, reason and step of the plan that left it waiting
         self._over = False
         self._num_drafts = self._num_accepted = 0
-        self._spend(timeline.tokenized_ns, "tokenising")
+        self._spend(timeline.tokenized_ns, "tokenizing")
         self._spend(timeline.request.ns, "handing_over")
 
     def feed(self, entries: Iterable[Entry]) -> None:
@@ -275,7 +275,7 @@ class _ExplanationBuilder:
         return any(end.request_id == self._number for end in entry.ended)
 
     def _row(self, entry: StepRecord, row: int) -> None:
-        """Adds its own share of the step, then its neighbours'."""
+        """Adds its own share of the step, then its neighbors'."""
         start, count, step = entry.plan.starts[row], entry.plan.counts[row], entry.step
         if row in entry.plan.held:
             self._spend(entry.ended_ns, "held", "", step)
@@ -295,7 +295,7 @@ class _ExplanationBuilder:
             own = min(own, alone or own)
         self._spend(began + own * again // count, "recompute", "", step)
         self._spend(began + own, "decode" if is_decode else "prefill", "", step)
-        self._spend(entry.ended_ns, "neighbours", "", step)
+        self._spend(entry.ended_ns, "neighbors", "", step)
 
     # -- between steps -------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ import msgspec
 from slotwise.core.record import NO_STEP, RequestEnd, StepRecord
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe.event_log import CommandEntry, EngineLost, Entry, Gap, RequestEntry, Run, Sent
-from slotwise.observe.request_timeline import DECODE, QUEUE, TOKENISING, LastEnds, RequestTimeline, Stage
+from slotwise.observe.request_timeline import DECODE, QUEUE, TOKENIZING, LastEnds, RequestTimeline, Stage
 
 # The requests that wait for a slot: why, and how long for each reason.
 #
@@ -238,7 +238,7 @@ class Timelines:
     def _arrive(self, request: RequestEntry) -> None:
         timeline = RequestTimeline(request, self._position, self.scheduling, attributed_ns=request.ns)
         if request.timing.received_ns:
-            timeline.stages.append(Stage(TOKENISING, request.timing.received_ns, request.ns))
+            timeline.stages.append(Stage(TOKENIZING, request.timing.received_ns, request.ns))
         timeline.stages.append(Stage(QUEUE, request.ns))
         self._timelines[request.number] = timeline
         self.waiting.add(timeline)

@@ -190,7 +190,7 @@ def _by_capacity(samples: list[Sample]) -> list[Sample]:
             for reason, count in counts.items()]
 
 
-class Labelled(NamedTuple):
+class Labeled(NamedTuple):
     label: str
     values: tuple[str, ...]  # shown from the start, at 0, so that a rate includes their first increase
     help: str
@@ -199,30 +199,30 @@ class Labelled(NamedTuple):
 TO_HOST, TO_DEVICE = "GPU_to_CPU", "CPU_to_GPU"
 COMPLETE, INCOMPLETE = "complete", "incomplete"  # transfers of prompts
 COMPUTED, ON_DEVICE, IN_HOST = SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
-LABELLED = {
-    "prompt_tokens_by_source_total": Labelled(
+LABELED = {
+    "prompt_tokens_by_source_total": Labeled(
         "source", SOURCES, "Prompt tokens at the first admission of their request: to be computed, found in the prefix "
         "cache on the device, found in host memory."),
-    "kv_offload_total_bytes_total": Labelled(
+    "kv_offload_total_bytes_total": Labeled(
         "transfer_type", (TO_HOST, TO_DEVICE), "Bytes of cache blocks copied to host memory and back, by direction."),
-    "request_success_total": Labelled("finished_reason", FINISHED, "Finished requests, by reason."),
-    "admission_rejections_total": Labelled("reason", (), "Refused requests, by reason."),
-    "request_wait_seconds_total": Labelled(
+    "request_success_total": Labeled("finished_reason", FINISHED, "Finished requests, by reason."),
+    "admission_rejections_total": Labeled("reason", (), "Refused requests, by reason."),
+    "request_wait_seconds_total": Labeled(
         "reason", WAITS, "Seconds that requests waited for a slot, summed over requests, by reason."),
-    "spec_decode_num_accepted_tokens_per_pos_total": Labelled(
+    "spec_decode_num_accepted_tokens_per_pos_total": Labeled(
         "position", POSITIONS, "Drafts that were right, by their position among the drafts of their row."),
-    "roofline_seconds_total": Labelled(
+    "roofline_seconds_total": Labeled(
         "kind", KINDS, "Lower bound of the seconds of steps, from their bytes and operations and the measured rates of "
         "the machine; divided by iteration_time_seconds_sum it is the achieved share."),
-    "rank_busy_seconds_total": Labelled(
+    "rank_busy_seconds_total": Labeled(
         "rank", (), "Seconds in which each rank worked on steps, where several processes compute the model; waits of a "
         "pipeline's stage for the one before it are not counted."),
-    "expert_tokens_total": Labelled(
+    "expert_tokens_total": Labeled(
         "layer", (), "Tokens times the experts that each chose, by layer with experts; padding and drafts count, too."),
-    "kv_transfers_total": Labelled(
+    "kv_transfers_total": Labeled(
         "outcome", (COMPLETE, INCOMPLETE), "Prompts that came from another engine: all of their blocks arrived, or the "
         "others were computed here."),
-    "stalled_row_steps_total": Labelled(
+    "stalled_row_steps_total": Labeled(
         "reason", STALLS, "Running requests without a row in a step, summed over steps, by reason."),
 }
 GAUGES = {
@@ -237,14 +237,14 @@ GAUGES = {
     "sleep_level": "0 while the model is awake; 1 where it sleeps without its cache, 2 where the engine has ended.",
     "engine_healthy": "1 while an engine is attached and responsive, else 0.",
 }
-BY_LAYER = {  # gauges labelled with the layer, of models with mixtures of experts
+BY_LAYER = {  # gauges labeled with the layer, of models with mixtures of experts
     "expert_imbalance": "Tokens of the layer's busiest expert per mean of its experts, over the latest minute of work: "
                         "1 where all have equally many, 0 before the first.",
     "idle_experts": "Experts of the layer that no token chose in the latest minute of work.",
 }
 LAYER = "layer"
 LORA_REQUESTS = "The names of adapters of running and of waiting requests, as labels; only with --enable-lora."
-WAITING = Labelled("reason", WAITS[1:], "Requests that wait for a slot in the last planned step, by reason.")
+WAITING = Labeled("reason", WAITS[1:], "Requests that wait for a slot in the last planned step, by reason.")
 
 
 class Histogram:
@@ -276,7 +276,7 @@ def step_times() -> dict[str, Histogram]:
 
 
 class Shown:
-    """Builds Prometheus' families, each sample labelled with the model's name."""
+    """Builds Prometheus' families, each sample labeled with the model's name."""
 
     def __init__(self, model_name: str) -> None:
         self._model = model_name
@@ -300,8 +300,8 @@ class Shown:
     def counter(self, name: str, value: float) -> Metric:
         return self._filled(CounterMetricFamily, name, COUNTERS[name], [], {"": value})
 
-    def labelled(self, name: str, counts: Mapping[str, float]) -> Metric:
-        return self._filled(CounterMetricFamily, name, LABELLED[name].help, [LABELLED[name].label], counts)
+    def labeled(self, name: str, counts: Mapping[str, float]) -> Metric:
+        return self._filled(CounterMetricFamily, name, LABELED[name].help, [LABELED[name].label], counts)
 
     def histogram(self, name: str, histogram: Histogram) -> Metric:
         family = HistogramMetricFamily(PREFIX + name, HISTOGRAMS[name][1], labels=["model_name"])
@@ -318,8 +318,8 @@ class Shown:
                 label: list[str], values: Mapping[str, float]) -> Metric:
         """Returns a family with a value for each value of the label, if it has one."""
         filled = family(PREFIX + name, help_text, labels=["model_name", *label])
-        for labelled, value in values.items():
-            filled.add_metric([self._model, labelled][: 1 + len(label)], value)
+        for labeled, value in values.items():
+            filled.add_metric([self._model, labeled][: 1 + len(label)], value)
         return filled
 
 
@@ -339,7 +339,7 @@ class LoadLine:
     def _read(self) -> tuple[dict[str, int], dict[str, float], float]:
         metrics = self._metrics
         return ({name: metrics.counters[name] for name in self.COUNTED}, metrics.wait_seconds,
-                sum(metrics.labelled["request_success_total"].values()))
+                sum(metrics.labeled["request_success_total"].values()))
 
     def fields(self, now: float) -> dict[str, Any]:
         """Returns the fields of a line; rates are per second since the last call, `now` in seconds; empty when idle."""
@@ -518,8 +518,8 @@ class Metrics(Collector, Observer):
         self.timelines = timelines
         self._healthy = healthy
         self.counters = dict.fromkeys(COUNTERS, 0)
-        self.labelled: dict[str, dict[str, float]] = {
-            name: dict.fromkeys(labelled.values, 0) for name, labelled in LABELLED.items()}
+        self.labeled: dict[str, dict[str, float]] = {
+            name: dict.fromkeys(labeled.values, 0) for name, labeled in LABELED.items()}
         self._histograms = {name: Histogram(bounds) for name, (bounds, _) in HISTOGRAMS.items()}
         self._step_times = step_times()
         self._lately: deque[tuple[float, float]] = deque(maxlen=LATELY)  # roofline and measured seconds of steps
@@ -684,7 +684,7 @@ class Metrics(Collector, Observer):
         """Counts a step's bound, at most its seconds: rates that were measured beside other programs are too low."""
         sampled = len(step.tokens) - step.tokens.count(())
         bound = min(seconds, roofline.seconds(roofline.cost(step.plan.starts, step.plan.counts, sampled)))
-        self.labelled["roofline_seconds_total"][kind] += bound
+        self.labeled["roofline_seconds_total"][kind] += bound
         self._lately.append((bound, seconds))
 
     def _observe(self, name: str, nanoseconds: float) -> None:
@@ -695,7 +695,7 @@ class Metrics(Collector, Observer):
             self._histograms[name].observe(number)
 
     def _count(self, name: str, label: str, times: float = 1) -> None:
-        counts = self.labelled[name]
+        counts = self.labeled[name]
         counts[label] = counts.get(label, 0) + times
 
     # -- exposition ----------------------------------------------------------------------------------------------
@@ -748,8 +748,8 @@ class Metrics(Collector, Observer):
         for name, count in self.counters.items():
             yield shown.counter(name, count)
         elsewhere = {"request_wait_seconds_total": self.wait_seconds, "expert_tokens_total": self.experts.tokens}
-        for name, counts in (self.labelled | elsewhere).items():
-            yield shown.labelled(name, counts)
+        for name, counts in (self.labeled | elsewhere).items():
+            yield shown.labeled(name, counts)
         yield shown.by_layer("expert_imbalance", self.experts.imbalance)
         yield shown.by_layer("idle_experts", self.experts.idle)
         for name, histogram in self._histograms.items():

@@ -1,7 +1,7 @@
 """The history of one request: its stages, its times, and what it has computed.
 
     received      sent to the engine    first slot   first token    slot lost     slot            ended    last byte
-       │ tokenising │       queue          │  prefill   │   decode   │ preempted │ recompute │ ... │  sending  │
+       │ tokenizing │       queue          │  prefill   │   decode   │ preempted │ recompute │ ... │  sending  │
 
 A stage begins when the one before has ended; the waits of a `queue` or `preempted` stage sum to its length.
 `observe.fold` applies the events of a log.
@@ -21,8 +21,8 @@ from slotwise.observe.event_log import RequestEntry
 
 SHAPES = ("cmpl-", "chatcmpl-", "msg-", "resp-", "embd-")  # prefixes of response ids
 STEP_UNDER_WAY = "step_under_way"  # it arrived during a step, and is in no plan yet
-TOKENISING, QUEUE, PREFILL, DECODE, PREEMPTED, RECOMPUTE, SENDING = (
-    "tokenising", "queue", "prefill", "decode", "preempted", "recompute", "sending")
+TOKENIZING, QUEUE, PREFILL, DECODE, PREEMPTED, RECOMPUTE, SENDING = (
+    "tokenizing", "queue", "prefill", "decode", "preempted", "recompute", "sending")
 WAITING = (QUEUE, PREEMPTED)
 NO_SLOT = -1
 

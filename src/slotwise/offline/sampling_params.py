@@ -211,7 +211,7 @@ class PoolingParams:
     """How a prompt becomes a vector; None: as the checkpoint and `pooler_config` say."""
 
     dimensions: int | None = None  # the first so many numbers are kept
-    use_activation: bool | None = None  # the vector is normalised, once it is cut
+    use_activation: bool | None = None  # the vector is normalized, once it is cut
     normalize: bool | None = None  # the older name of `use_activation`
 
     @property

@@ -62,11 +62,11 @@ class DoorMetrics:
         values: dict[str, list[str]] = {
             "replicas": [f'{{state="{state}"}} {states[state]}' for state in ("up", "draining", "down")],
             "router_predicted_wait_seconds": [f" {fleet.predicted_wait():.6g}"],
-            "router_requests_total": _labelled(self.routed),
+            "router_requests_total": _labeled(self.routed),
             "router_rerouted_requests_total": [f" {self.rerouted}"],
             "router_shed_requests_total": [f" {self.shed}"],
-            "router_replica_losses_total": _labelled(self.lost),
-            "router_prefills_total": _labelled(self.prefills),
+            "router_replica_losses_total": _labeled(self.lost),
+            "router_prefills_total": _labeled(self.prefills),
             "router_failed_prefills_total": [f" {self.failed_prefills}"]}
         lines = []
         for name, (kind, meaning) in FAMILIES.items():
@@ -75,7 +75,7 @@ class DoorMetrics:
         return "\n".join(lines) + "\n"
 
 
-def _labelled(counts: Mapping[str, int]) -> list[str]:
+def _labeled(counts: Mapping[str, int]) -> list[str]:
     return [f'{{replica="{name}"}} {count}' for name, count in sorted(counts.items())]
 
 

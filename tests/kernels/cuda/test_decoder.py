@@ -83,10 +83,10 @@ def logits_of(folder: Path, kernels, batch: RaggedBatch) -> torch.Tensor:
 @pytest.mark.parametrize(("name", "close"), [
     ("gptq 4, act-order", 1e-5), ("DeepSeek's FP8", 1e-5), ("MXFP4", 1e-5), ("W8A8", 0.1)])
 @torch.inference_mode()
-def test_a_quantised_checkpoint_gives_the_logits_of_its_weights(name, close, tmp_path: Path):
+def test_a_quantized_checkpoint_gives_the_logits_of_its_weights(name, close, tmp_path: Path):
     """Where tokens are multiplied as they are, but for roundings."""
     sizes = SIZES | {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8}
-    quantized.quantise(checkpoints.make("llama3", tmp_path / "dense", **sizes), tmp_path / "model",
+    quantized.quantize(checkpoints.make("llama3", tmp_path / "dense", **sizes), tmp_path / "model",
                        quantized.KINDS[name]())
     assert distance_of_logits(tmp_path / "model") < close
 
@@ -100,7 +100,7 @@ def test_packed_experts_give_the_logits_of_their_weights(family, tmp_path: Path)
     if family == "gpt_oss":
         gguf_files.write(dense, model, lambda name: "MXFP4" if "_exps" in name else "F32")
     else:
-        quantized.quantise(dense, model, quantized.KINDS["gptq 4, act-order"]())
+        quantized.quantize(dense, model, quantized.KINDS["gptq 4, act-order"]())
     assert distance_of_logits(model) < 1e-5
     plain, packed = (load_model(path, kernels=KERNELS, dtype="float32").weight_bytes for path in (dense, model))
     assert packed < 0.75 * plain

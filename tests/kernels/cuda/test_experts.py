@@ -115,9 +115,9 @@ def test_codes_of_experts_that_no_token_chose_are_not_read():
 
 @settings(max_examples=12 * EXAMPLES, deadline=None)
 @given(st.integers(1, 90), st.sampled_from([(1, 1), (5, 2), (8, 8), (60, 6)]), st.booleans(), st.integers(0, 2))
-def test_pairs_lie_in_the_order_of_their_experts(tokens, sizes, is_normalised, levels):
+def test_pairs_lie_in_the_order_of_their_experts(tokens, sizes, is_normalized, levels):
     """Few different logits: of equal ones the first comes first."""
-    routing = Routing(*sizes, is_normalised)
+    routing = Routing(*sizes, is_normalized)
     logits = torch.randint(-levels, levels + 1, (tokens, routing.num_experts)).float()
     found, shares = experts.route(logits.to(DEVICE), routing)
     pairs, starts = (tensor.cpu() for tensor in experts.in_order(found, routing.num_experts))
@@ -137,9 +137,9 @@ def test_weights_of_experts_that_no_token_chose_are_not_read():
 
 
 @pytest.mark.parametrize("unsound", ["x", "logits", "one logit"])
-@pytest.mark.parametrize("is_normalised", [True, False])
-def test_a_token_that_is_not_a_number_stays_one_and_disturbs_no_other(unsound, is_normalised):
-    routing, packed = Routing(8, 2, is_normalised), weights(torch.float32, 8, HIDDEN, INNER)
+@pytest.mark.parametrize("is_normalized", [True, False])
+def test_a_token_that_is_not_a_number_stays_one_and_disturbs_no_other(unsound, is_normalized):
+    routing, packed = Routing(8, 2, is_normalized), weights(torch.float32, 8, HIDDEN, INNER)
     x, logits = numbers(torch.float32, 9, HIDDEN), numbers(torch.float32, 9, 8)
     expected, _ = both(packed, x, logits, routing)
     if unsound == "x":

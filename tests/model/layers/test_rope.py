@@ -88,7 +88,7 @@ def test_a_part_of_a_head_turns_as_in_transformers(scaling: dict[str, Any], shar
         "rope_parameters": scaling}, "")), turning, 0, 2048), atol=2e-4)
 
 
-def test_neighbours_are_put_in_the_halves() -> None:
+def test_neighbors_are_put_in_the_halves() -> None:
     assert Rope(1e4, has_neighbors=True).order(8).tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
     assert Rope(1e4, has_neighbors=True, share=0.5).order(8).tolist() == [0, 2, 4, 5, 1, 3, 6, 7]
     assert Rope(1e4).order(8) is None

@@ -51,7 +51,7 @@ def group(weights: dict[str, Any], *targets: str, **more: Any) -> dict[str, Any]
     return {"targets": list(targets) or ["Linear"], "weights": weights, **more}
 
 
-def test_a_config_without_the_field_is_not_quantised() -> None:
+def test_a_config_without_the_field_is_not_quantized() -> None:
     assert read_quantization(Fields({}, "config.json")) is None
     assert read_quantization(Fields({"quantization_config": None}, "config.json")) is None
 
@@ -139,12 +139,12 @@ def test_what_compressed_tensors_may_say_and_is_not_supported(config: dict[str, 
 
 
 class TestModules:
-    @pytest.mark.parametrize(("config", "is_quantised"), [
+    @pytest.mark.parametrize(("config", "is_quantized"), [
         (GPTQ, False), (GPTQ | {"lm_head": True}, True), (AWQ, False), (FP8, False), (NF4, False),
         (NF4 | {"llm_int8_skip_modules": []}, True), (NF4 | {"llm_int8_skip_modules": ["lm_head"]}, False),
         (groups(group(INT4)), True), (groups(group(INT4), ignore=["lm_head"]), False)])
-    def test_the_head(self, config: dict[str, Any], is_quantised: bool) -> None:
-        assert (read(config).scheme(HEAD) is not None) is is_quantised
+    def test_the_head(self, config: dict[str, Any], is_quantized: bool) -> None:
+        assert (read(config).scheme(HEAD) is not None) is is_quantized
         assert read(config).scheme(UP) is not None
 
     @pytest.mark.parametrize(("config", "field"), [

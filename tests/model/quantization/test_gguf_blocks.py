@@ -1,4 +1,4 @@
-"""Every block type against the `gguf` package's own dequantiser, bit for bit: random bytes are valid blocks."""
+"""Every block type against the `gguf` package's own dequantizer, bit for bit: random bytes are valid blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slotwise.kernels.matrix import QuantisedMatrix, StackedMatrix, stacked
+from slotwise.kernels.matrix import QuantizedMatrix, StackedMatrix, stacked
 from slotwise.model.gguf.blocks import BLOCK_TYPES
 
 TYPES = pytest.mark.parametrize("name", BLOCK_TYPES)
@@ -22,7 +22,7 @@ def random_bytes(name: str, outputs: int, depth: int, seed: int) -> Tensor:
     return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8))
 
 
-def random_matrix(name: str, outputs: int, depth: int, seed: int = 0) -> QuantisedMatrix:
+def random_matrix(name: str, outputs: int, depth: int, seed: int = 0) -> QuantizedMatrix:
     return BLOCK_TYPES[name].matrix(random_bytes(name, outputs, depth, seed), outputs, depth)
 
 
@@ -45,7 +45,7 @@ def test_weights_are_what_gguf_says(name, outputs, blocks, seed):
     data = random_bytes(name, outputs, depth, seed)
     with np.errstate(all="ignore"):
         expected = torch.from_numpy(dequantize(data.view(outputs, -1).numpy(), GGMLQuantizationType[name]))
-    actual = BLOCK_TYPES[name].matrix(data, outputs, depth).dequantised()
+    actual = BLOCK_TYPES[name].matrix(data, outputs, depth).dequantized()
     assert actual.shape == (outputs, depth) and torch.equal(bits(actual), bits(expected))
 
 
@@ -54,7 +54,7 @@ def test_every_scale_of_mxfp4():
     data[:, 0], data[:, 1:] = torch.arange(256), 0x72
     with np.errstate(all="ignore"):
         expected = torch.from_numpy(dequantize(data.numpy(), GGMLQuantizationType.MXFP4))
-    assert torch.equal(bits(BLOCK_TYPES["MXFP4"].matrix(data, 256, 32).dequantised()), bits(expected))
+    assert torch.equal(bits(BLOCK_TYPES["MXFP4"].matrix(data, 256, 32).dequantized()), bits(expected))
 
 
 @TYPES
@@ -62,8 +62,8 @@ def test_every_scale_of_mxfp4():
 @given(st.integers(0, 7), st.integers(1, 8))
 def test_a_range_of_outputs_is_a_range_of_the_whole(name, first, count):
     matrix = random_matrix(name, 16, 256)
-    part = matrix.dequantised(first, first + count)
-    assert torch.equal(bits(part), bits(matrix.dequantised()[first : first + count]))
+    part = matrix.dequantized(first, first + count)
+    assert torch.equal(bits(part), bits(matrix.dequantized()[first : first + count]))
 
 
 @TYPES
@@ -93,15 +93,15 @@ def test_data_of_another_size_is_refused(outputs, depth, why):
 def test_matrices_of_one_format_are_stacked_to_one(name, first, count):
     parts = [random_matrix(name, outputs, 256, outputs) for outputs in (4, 7, 9)]
     whole = stacked(parts)
-    assert isinstance(whole, QuantisedMatrix) and whole.shape == (20, 256)
-    expected = torch.cat([part.dequantised() for part in parts])
-    assert torch.equal(bits(whole.dequantised(first, first + count)), bits(expected[first : first + count]))
+    assert isinstance(whole, QuantizedMatrix) and whole.shape == (20, 256)
+    expected = torch.cat([part.dequantized() for part in parts])
+    assert torch.equal(bits(whole.dequantized(first, first + count)), bits(expected[first : first + count]))
 
 
 def test_matrices_of_several_formats_are_stacked():
     parts = [random_matrix("Q4_K", 4, 256), random_matrix("Q6_K", 3, 256)]
     whole = stacked(parts)
     assert isinstance(whole, StackedMatrix) and whole.shape == (7, 256)
-    assert torch.equal(bits(whole.dequantised()), bits(torch.cat([part.dequantised() for part in parts])))
+    assert torch.equal(bits(whole.dequantized()), bits(torch.cat([part.dequantized() for part in parts])))
     with pytest.raises(ValueError, match="cannot be stacked"):
         stacked([parts[0], random_matrix("Q4_K", 4, 512)])

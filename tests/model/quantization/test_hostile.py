@@ -1,4 +1,4 @@
-"""Quantised checkpoints, truncated, mislabelled or hostile: an error that names file and field, or no change at all."""
+"""Quantized checkpoints, truncated, mislabeled or hostile: an error that names file and field, or no change at all."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64
 
 @pytest.fixture(scope="module", params=KINDS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A quantised checkpoint, put back by what changes it."""
+    """A quantized checkpoint, put back by what changes it."""
     at = tmp_path_factory.mktemp("hostile")
     with one_thread():
-        quantized.quantise(make("llama3", at / "dense", **SIZES), at / "model", quantized.KINDS[request.param]())
+        quantized.quantize(make("llama3", at / "dense", **SIZES), at / "model", quantized.KINDS[request.param]())
         yield at / "model"
 
 
@@ -138,7 +138,7 @@ def test_another_formats_config(tmp_path: Path) -> None:
     configs = {}
     for name in KINDS:
         configs[name] = quantized.KINDS[name]().config
-        quantized.quantise(dense, tmp_path / name, quantized.KINDS[name]())
+        quantized.quantize(dense, tmp_path / name, quantized.KINDS[name]())
     for name in KINDS:
         expected = logits(tmp_path / name)
         for other in KINDS:

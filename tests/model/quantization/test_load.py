@@ -1,4 +1,4 @@
-"""Models with quantised weights, against `transformers` on the same file, and against their dequantised weights."""
+"""Models with quantized weights, against `transformers` on the same file, and against their dequantized weights."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def logits(folder: Path, rows: list[list[int]]) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", ["llama_bias", "qwen3"])
 @pytest.mark.parametrize("name", quantized.KINDS)
-def test_logits_are_those_of_the_dequantised_weights(
+def test_logits_are_those_of_the_dequantized_weights(
         name: str, family: str, dense: Callable[[str], Path], tmp_path: Path) -> None:
-    whole = quantized.quantise(dense(family), tmp_path / "model", quantized.KINDS[name]())
+    whole = quantized.quantize(dense(family), tmp_path / "model", quantized.KINDS[name]())
     found = logits(tmp_path / "model", rows := prompts([12, 3]))
     quantized.configure(tmp_path / "model", ...)
     quantized.save(whole, tmp_path / "model")
@@ -61,7 +61,7 @@ def test_logits_are_those_of_the_dequantised_weights(
 
 @pytest.mark.parametrize("name", [*SAME, *ROUNDED])
 def test_logits_are_those_of_transformers(name: str, dense: Callable[[str], Path], tmp_path: Path) -> None:
-    quantized.quantise(dense("llama3"), tmp_path / "model", quantized.KINDS[name]())
+    quantized.quantize(dense("llama3"), tmp_path / "model", quantized.KINDS[name]())
     [ids] = rows = prompts([12])
     with torch.inference_mode():
         expected = reference_model(tmp_path / "model", "float32")(torch.tensor([ids])).logits[0, -1]
@@ -70,10 +70,10 @@ def test_logits_are_those_of_transformers(name: str, dense: Callable[[str], Path
 
 
 def test_modules_that_a_config_leaves_out_are_plain(dense: Callable[[str], Path], tmp_path: Path) -> None:
-    """Beside quantised ones in one product, too: queries are quantised, keys and values are not."""
+    """Beside quantized ones in one product, too: queries are quantized, keys and values are not."""
     kind = quantized.KINDS["W4A16"]()
     left = ["re:.*[kv]_proj$", "model.layers.1.mlp.down_proj", "lm_head"]
-    whole = quantized.quantise(dense("llama3"), tmp_path / "model", kind)
+    whole = quantized.quantize(dense("llama3"), tmp_path / "model", kind)
     plain = load_file(dense("llama3") / "model.safetensors")
     stored = load_file(tmp_path / "model" / "model.safetensors")
     for name in plain:
@@ -104,7 +104,7 @@ LISTS: dict[str, Callable[[str], dict[str, Any]]] = {  # that leave out the modu
 def test_lists_name_the_modules_of_a_part_for_text(
         name: str, beginning: str, dense: Callable[[str], Path], tmp_path: Path) -> None:
     left, kind = "model.layers.1.mlp.down_proj", quantized.KINDS[name]()
-    whole = quantized.quantise(dense("gemma3"), tmp_path / "text", kind)
+    whole = quantized.quantize(dense("gemma3"), tmp_path / "text", kind)
     stored = {part: tensor for part, tensor in load_file(tmp_path / "text" / "model.safetensors").items()
               if not part.startswith(f"{left}.")}
     stored[f"{left}.weight"] = whole[f"{left}.weight"] = load_file(dense("gemma3") / "model.safetensors")[
@@ -114,7 +114,7 @@ def test_lists_name_the_modules_of_a_part_for_text(
     if "config_groups" in kind.config:  # the names of all others, in place of their class
         [(group, scheme)] = kind.config["config_groups"].items()
         others = [part.replace("model.", beginning).removesuffix(".weight") for part in whole
-                  if quantized.is_quantised(part) and not part.startswith(left)]
+                  if quantized.is_quantized(part) and not part.startswith(left)]
         listed["config_groups"] = {group: scheme | {"targets": others}}
     quantized.configure(tmp_path / "text", kind.config | listed)
     found = logits(as_part(tmp_path / "text", tmp_path / "both", beginning), rows := prompts([12, 3]))
@@ -124,7 +124,7 @@ def test_lists_name_the_modules_of_a_part_for_text(
 
 
 def test_biases_that_autogptq_wrote_for_a_model_without(dense: Callable[[str], Path], tmp_path: Path) -> None:
-    quantized.quantise(dense("llama3"), tmp_path / "model", quantized.KINDS["gptq 4"]())
+    quantized.quantize(dense("llama3"), tmp_path / "model", quantized.KINDS["gptq 4"]())
     rows, stored = prompts([12]), load_file(tmp_path / "model" / "model.safetensors")
     before, name = logits(tmp_path / "model", rows), "model.layers.0.mlp.up_proj.bias"
     quantized.save(stored | {name: torch.zeros(256).half()}, tmp_path / "model")
@@ -141,7 +141,7 @@ def test_parts_in_several_files(dense: Callable[[str], Path], tmp_path: Path) ->
     from safetensors.torch import save_file
 
     folder = tmp_path / "model"
-    quantized.quantise(dense("llama3"), folder, quantized.KINDS["awq"]())
+    quantized.quantize(dense("llama3"), folder, quantized.KINDS["awq"]())
     rows, stored = prompts([12]), load_file(folder / "model.safetensors")
     before = logits(folder, rows)
     (folder / "model.safetensors").unlink()
@@ -156,7 +156,7 @@ def test_parts_in_several_files(dense: Callable[[str], Path], tmp_path: Path) ->
 
 
 def test_the_config_says_how_weights_are_stored(dense: Callable[[str], Path], tmp_path: Path) -> None:
-    quantized.quantise(dense("llama3"), tmp_path / "model", quantized.KINDS["NF4"]())
+    quantized.quantize(dense("llama3"), tmp_path / "model", quantized.KINDS["NF4"]())
     quantization = read_config(tmp_path / "model").quantization
     assert quantization is not None and quantization.description == "bitsandbytes, NF4"
     assert read_config(dense("llama3")).quantization is None
@@ -166,7 +166,7 @@ def test_the_config_says_how_weights_are_stored(dense: Callable[[str], Path], tm
 def test_the_kernels_of_the_cpu_differ_by_their_rounding(
         name: str, dense: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Activations have 8 bits there: a format's own rounding of weights to 4 bits moves logits by more."""
-    whole = quantized.quantise(dense("llama3"), tmp_path / "model", quantized.KINDS[name]())
+    whole = quantized.quantize(dense("llama3"), tmp_path / "model", quantized.KINDS[name]())
     rows, kernels = prompts([12, 3]), CpuKernels()
     described = describe(tmp_path / "model", "auto", kernels)
     unread = UnreadModel(tmp_path / "model", described, "auto", kernels)
@@ -186,7 +186,7 @@ def test_the_kernels_of_the_cpu_differ_by_their_rounding(
 def test_floats_of_8_bits_are_multiplied_as_they_are_stored(
         name: str, dense: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As bfloat16, to which a number times its scale is rounded."""
-    whole = quantized.quantise(dense("llama3"), tmp_path / "model", quantized.KINDS[name]())
+    whole = quantized.quantize(dense("llama3"), tmp_path / "model", quantized.KINDS[name]())
     kernels, rows = CpuKernels(path="bf16"), prompts([12, 3])
     stored = load_model(tmp_path / "model", kernels=kernels, dtype="bfloat16")
     found = Driver(stored).step(list(enumerate(rows)))
@@ -199,27 +199,27 @@ def test_floats_of_8_bits_are_multiplied_as_they_are_stored(
 
 
 class Refusing(ReferenceKernels):
-    """As kernels that multiply nothing quantised."""
+    """As kernels that multiply nothing quantized."""
 
     def format_refusal(self, format: Format, kind: torch.dtype) -> str:
-        return "quantised weights are not supported on device nowhere"
+        return "quantized weights are not supported on device nowhere"
 
 
 def test_what_kernels_do_not_multiply_is_refused_by_name(dense: Callable[[str], Path], tmp_path: Path) -> None:
-    quantized.quantise(dense("llama3"), tmp_path / "awq", quantized.KINDS["awq"]())
-    with pytest.raises(CheckpointError, match=r"awq: quantised weights are not supported on device nowhere"):
+    quantized.quantize(dense("llama3"), tmp_path / "awq", quantized.KINDS["awq"]())
+    with pytest.raises(CheckpointError, match=r"awq: quantized weights are not supported on device nowhere"):
         load_model(tmp_path / "awq", kernels=Refusing())
 
 
 def test_floats_that_kernels_do_not_multiply_are_widened(dense: Callable[[str], Path], tmp_path: Path) -> None:
-    quantized.quantise(dense("llama3"), tmp_path / "model", quantized.KINDS["DeepSeek's FP8"]())
+    quantized.quantize(dense("llama3"), tmp_path / "model", quantized.KINDS["DeepSeek's FP8"]())
     rows = prompts([12])
     decoder = load_model(tmp_path / "model", kernels=Refusing())
     assert torch.equal(Driver(decoder).step(list(enumerate(rows))), logits(tmp_path / "model", rows))
 
 
 def test_experts_of_gpt_oss(tmp_path: Path) -> None:
-    """As `transformers` dequantises their blocks."""
+    """As `transformers` dequantizes their blocks."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     folder = make("gpt_oss", tmp_path / "model", hidden_size=64, intermediate_size=32)
@@ -263,7 +263,7 @@ def test_experts_of_a_mixture(name: str, tmp_path: Path) -> None:
     """Its router is plain, though no list of these configs says so."""
     sizes = {"hidden_size": 128, "moe_intermediate_size": 64, "intermediate_size": 256, "num_hidden_layers": 2}
     dense = make("qwen3_moe", tmp_path / "dense", **sizes)
-    whole = quantized.quantise(dense, tmp_path / "model", quantized.KINDS[name]())
+    whole = quantized.quantize(dense, tmp_path / "model", quantized.KINDS[name]())
     assert {"model.layers.1.mlp.gate.weight", "model.layers.1.mlp.experts.0.up_proj.weight"} <= set(whole)
     found = logits(tmp_path / "model", rows := prompts([12, 3]))
     packed = packed_experts_agree(tmp_path / "model", rows, found)
@@ -277,7 +277,7 @@ def test_experts_of_a_mixture(name: str, tmp_path: Path) -> None:
 def test_experts_in_different_formats_are_refused(tmp_path: Path) -> None:
     sizes = {"hidden_size": 128, "moe_intermediate_size": 64, "intermediate_size": 256, "num_hidden_layers": 2}
     dense, kind = make("qwen3_moe", tmp_path / "dense", **sizes), quantized.KINDS["gptq 4, act-order"]()
-    quantized.quantise(dense, tmp_path / "model", kind)
+    quantized.quantize(dense, tmp_path / "model", kind)
     stored, plain = (load_file(folder / "model.safetensors") for folder in (tmp_path / "model", dense))
     left = "model.layers.1.mlp.experts.2"
     stored = {name: tensor for name, tensor in stored.items() if not name.startswith(f"{left}.")}

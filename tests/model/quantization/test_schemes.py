@@ -1,4 +1,4 @@
-"""Quantised weights as the packages that define their formats dequantise them, bit for bit."""
+"""Quantized weights as the packages that define their formats dequantize them, bit for bit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slotwise.errors import CheckpointError
 from slotwise.kernels.cpu.kernels import CpuKernels
-from slotwise.kernels.matrix import QuantisedMatrix
+from slotwise.kernels.matrix import QuantizedMatrix
 from slotwise.model.fields import Fields
 from slotwise.model.quantization.mxfp4 import MXFP4Scheme
 from slotwise.model.quantization.quantization_methods import read_quantization
@@ -44,7 +44,7 @@ def written(name: str, shape: tuple[int, int] = (256, 128)) -> tuple[Scheme, dic
     return scheme, *kind.write(torch.randn(shape))
 
 
-def matrix(scheme: Scheme, tensors: dict[str, Tensor], shape: tuple[int, int] = (256, 128)) -> QuantisedMatrix:
+def matrix(scheme: Scheme, tensors: dict[str, Tensor], shape: tuple[int, int] = (256, 128)) -> QuantizedMatrix:
     return scheme.matrix(layer(scheme, tensors, shape))
 
 
@@ -54,19 +54,19 @@ def test_weights_are_those_of_the_formats_own_package(name: str, shape: tuple[in
     scheme, tensors, expected = written(name, shape)
     found = matrix(scheme, tensors, shape)
     if name == "LLM.int8()":  # which divides by 127 after it has multiplied
-        torch.testing.assert_close(found.dequantised(), expected, rtol=2**-22, atol=0)
+        torch.testing.assert_close(found.dequantized(), expected, rtol=2**-22, atol=0)
     else:
-        assert torch.equal(found.dequantised(), expected)
+        assert torch.equal(found.dequantized(), expected)
     assert found.shape == shape
     for first, end in ((0, 1), (3, 70), (64, 96), (shape[0] - 5, shape[0])):
-        assert torch.equal(found.dequantised(first, end), found.dequantised()[first:end])
+        assert torch.equal(found.dequantized(first, end), found.dequantized()[first:end])
     known = scheme.format(shape[1])
     assert (known.bits, known.group, known.levels, known.zero, known.has_minimums) == (
         found.format.bits, found.format.group, found.format.levels, found.format.zero, found.format.has_minimums)
 
 
 @pytest.mark.parametrize("name", quantized.KINDS)
-def test_quantisation_loses_little(name: str) -> None:
+def test_quantization_loses_little(name: str) -> None:
     """What a test of equality cannot tell: that a writer and a reader agree on something senseless."""
     torch.manual_seed(0)
     weight = torch.randn(256, 128)
@@ -84,13 +84,13 @@ def test_blocks_of_gpt_oss_are_those_of_transformers() -> None:
     scheme = MXFP4Scheme("blocks", "scales")
     found = matrix(scheme, {"blocks": blocks[0], "scales": scales[0]}, (96, 128))
     [expected] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
-    assert torch.equal(found.dequantised(), expected.t())
+    assert torch.equal(found.dequantized(), expected.t())
 
 
 def test_the_smallest_scales_of_mxfp4() -> None:
     blocks = torch.full((1, 64), 0x77, dtype=torch.uint8)
     scales = torch.tensor([[0, 1, 2, 252]], dtype=torch.uint8)
-    found = matrix(MXFP4Scheme("blocks", "scales"), {"blocks": blocks, "scales": scales}, (1, 128)).dequantised()
+    found = matrix(MXFP4Scheme("blocks", "scales"), {"blocks": blocks, "scales": scales}, (1, 128)).dequantized()
     assert found[0, ::32].tolist() == [6 * 2.0 ** (exponent - 127) for exponent in (0, 1, 2, 252)]
 
 
@@ -100,13 +100,13 @@ def test_a_zero_point_of_zero_in_the_first_version_of_gptq() -> None:
     tensors["qzeros"].fill_(-1)
     found = matrix(scheme, tensors)
     rows = found.read(0, 256)
-    assert not rows.minimums.floats().any() and found.dequantised().amin() >= 0
+    assert not rows.minimums.floats().any() and found.dequantized().amin() >= 0
 
 
 @pytest.mark.parametrize("name", ["W8A8", "W8A8, static", "W8A8, asymmetric", "LLM.int8()"])
 @pytest.mark.parametrize("outlier", [1.0, 30.0])
 def test_products_are_nearer_to_exact_ones_than_with_a_scale_for_each_token(name: str, outlier: float) -> None:
-    """As W8A8 and FP8 dynamic quantise them; a static scale, for all tokens, is coarser still."""
+    """As W8A8 and FP8 dynamic quantize them; a static scale, for all tokens, is coarser still."""
     torch.manual_seed(0)
     kind = quantized.KINDS[name]()
     scheme = scheme_of(kind.config)
@@ -125,7 +125,7 @@ class TestRefusals:
     def refused(self, name: str, told: str, **changes: Tensor) -> None:
         scheme, tensors, _ = written(name)
         with pytest.raises(CheckpointError, match=told):
-            matrix(scheme, tensors | changes).dequantised()
+            matrix(scheme, tensors | changes).dequantized()
 
     @pytest.mark.parametrize(("name", "part"), [
         ("gptq 4", "scales"), ("awq", "scales"), ("W4A16", "weight_scale"), ("W8A8", "weight_scale"),
@@ -174,7 +174,7 @@ class TestRefusals:
         config["config_groups"] = {"a": {"targets": ["Linear"], "weights": weights}}
         scheme, tensors, _ = scheme_of(config), *written("W8A8")[1:]
         with pytest.raises(CheckpointError, match="weight holds integers of more than 4 bits"):
-            matrix(scheme, tensors).dequantised()
+            matrix(scheme, tensors).dequantized()
 
     def test_other_levels_than_those_of_nf4(self) -> None:
         self.refused("NF4", "weight.quant_map holds other levels", **{"weight.quant_map": torch.linspace(-1, 1, 16)})

@@ -20,7 +20,7 @@ from slotwise.observe import log_file
 
 KEY = "a key of ours"
 SLOTS = 12
-UNAUTHORISED = "401 (Unauthorized)"  # what the browser itself says of such an answer
+UNAUTHORIZED = "401 (Unauthorized)"  # what the browser itself says of such an answer
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def opened(chromium, server):
     with looked_at(chromium, server.url + "/timeline") as (page, complaints):
         let_in(page)
         yield page
-        assert [one for one in complaints if UNAUTHORISED not in one] == []
+        assert [one for one in complaints if UNAUTHORIZED not in one] == []
 
 
 def let_in(page):
@@ -95,7 +95,7 @@ def test_a_key_is_asked_for_and_a_wrong_one_again(chromium, server):
         until(page, "slotwise.history.run !== null")
         assert not page.is_visible("#door") and page.inner_text("#state") == "live"
         assert KEY not in page.url and KEY.replace(" ", "%20") not in page.url
-        assert complaints and all(UNAUTHORISED in one for one in complaints), complaints
+        assert complaints and all(UNAUTHORIZED in one for one in complaints), complaints
 
 
 def test_below_a_prefix_everything_is_fetched_below_it(chromium, server):

@@ -41,7 +41,7 @@ from slotwise.kernels.cpu.jit.compiler import (
     ElementType,
     intrinsic,
     kernel,
-    specialised,
+    specialized,
 )
 from slotwise.kernels.cpu.launcher import HEADER, THREAD_COUNTER
 from slotwise.kernels.cpu.llvm import (
@@ -626,10 +626,10 @@ def _attend(words: int, kind: Real, stored: Real) -> None:
 
 
 ATTEND = {
-    (dtype, cached): specialised(_attend, kind, stored)
+    (dtype, cached): specialized(_attend, kind, stored)
     for dtype, kind in ((torch.bfloat16, BFLOAT16), (torch.float32, FLOAT32))
     for cached, stored in ((dtype, kind), (torch.int8, INT8))}
 """The kernels, by the types of the queries and of the cache."""
 
-ATTEND_PAIRS = specialised(_attend, BFLOAT16, PAIRS)
+ATTEND_PAIRS = specialized(_attend, BFLOAT16, PAIRS)
 """The kernel for bfloat16 that is multiplied in pairs."""

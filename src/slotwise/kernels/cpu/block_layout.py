@@ -1,4 +1,4 @@
-"""How packed quantised matrices lie in memory for `linear_blocks.py`: close to the bytes of their file.
+"""How packed quantized matrices lie in memory for `linear_blocks.py`: close to the bytes of their file.
 
 Outputs are panels of 32 columns; a panel is records of a few groups along depth:
 
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slotwise.kernels.cpu.memory import Panels
-from slotwise.kernels.matrix import Format, QuantisedMatrix, Rows
+from slotwise.kernels.matrix import Format, QuantizedMatrix, Rows
 
 # Columns of a panel.
 COLUMNS = 32
@@ -186,7 +186,7 @@ QUAD = 4
 CHUNK = 1 << 23
 
 
-def pack(matrix: QuantisedMatrix, layout: BlockLayout, memory: Panels, *, is_gated: bool = False) -> Tensor:
+def pack(matrix: QuantizedMatrix, layout: BlockLayout, memory: Panels, *, is_gated: bool = False) -> Tensor:
     """`matrix` as panels: `[panels, records, bytes]` uint8.
 
     Args:
@@ -200,7 +200,7 @@ def pack(matrix: QuantisedMatrix, layout: BlockLayout, memory: Panels, *, is_gat
                          lambda target: _fill(target, matrix, layout, halves))
 
 
-def _fill(panels: Tensor, matrix: QuantisedMatrix, layout: BlockLayout, halves: int) -> None:
+def _fill(panels: Tensor, matrix: QuantizedMatrix, layout: BlockLayout, halves: int) -> None:
     """Pack into `panels`, each of which has columns of all `halves` of the outputs."""
     columns, outputs = COLUMNS // halves, matrix.outputs // halves
     many = max(1, CHUNK // (COLUMNS * matrix.depth))
@@ -226,7 +226,7 @@ def _write(target: Tensor, pieces: list[Tensor]) -> None:
         at += flat.shape[2]
 
 
-def _parts(rows: Rows, matrix: QuantisedMatrix, layout: BlockLayout, columns: int) -> list[Tensor]:
+def _parts(rows: Rows, matrix: QuantizedMatrix, layout: BlockLayout, columns: int) -> list[Tensor]:
     """Planes, scales, minimums and units, each `[panels, records, ..., columns, bytes]`."""
     records, more = layout.records(matrix.depth), -len(rows.codes) % columns
 
@@ -246,7 +246,7 @@ def _parts(rows: Rows, matrix: QuantisedMatrix, layout: BlockLayout, columns: in
     return parts + [in_records(factor.units, 1) for factor in factors if factor.units is not None]
 
 
-def _of_records(values: Tensor, matrix: QuantisedMatrix, layout: BlockLayout) -> Tensor:
+def _of_records(values: Tensor, matrix: QuantizedMatrix, layout: BlockLayout) -> Tensor:
     """A group's factors `[outputs, groups]`, repeated for each of its records."""
     group, records = matrix.format.group, layout.records(matrix.depth)
     if 0 < group <= layout.record:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slotwise.kernels.cpu.cache import CpuCache
-from slotwise.kernels.cpu.jit.compiler import kernel, specialised
+from slotwise.kernels.cpu.jit.compiler import kernel, specialized
 from slotwise.kernels.cpu.launcher import HEADER, THREAD_COUNTER, KernelLauncher
 from slotwise.kernels.cpu.pointwise import inverse_rms
 from slotwise.kernels.cpu.simd import (
@@ -251,12 +251,12 @@ def _rule(words: int, kind: Real) -> None:
 
 
 CONVOLVE = {
-    torch.bfloat16: specialised(_convolve, BFLOAT16),
-    torch.float32: specialised(_convolve, FLOAT32),
+    torch.bfloat16: specialized(_convolve, BFLOAT16),
+    torch.float32: specialized(_convolve, FLOAT32),
 }
 RULE = {
-    torch.bfloat16: specialised(_rule, BFLOAT16),
-    torch.float32: specialised(_rule, FLOAT32),
+    torch.bfloat16: specialized(_rule, BFLOAT16),
+    torch.float32: specialized(_rule, FLOAT32),
 }
 
 

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from slotwise.kernels.cpu.jit.compiler import kernel, specialised
+from slotwise.kernels.cpu.jit.compiler import kernel, specialized
 from slotwise.kernels.cpu.launcher import HEADER, THREAD_COUNTER, KernelLauncher
 from slotwise.kernels.cpu.linear import BLOCK_WORDS, OF_WEIGHTS, PackedPart, Tables
 from slotwise.kernels.cpu.simd import (
@@ -48,7 +48,7 @@ from slotwise.kernels.cpu.simd import (
 from slotwise.kernels.interface import Linear, Routing
 
 # Arguments in words after the header: of the route, of the sums, of the division into blocks.
-LOGITS, ROWS, EXPERTS, TOP_K, NORMALISED, STARTS, SOURCES, PLACES, SHARES, ENDS = range(HEADER, HEADER + 10)
+LOGITS, ROWS, EXPERTS, TOP_K, NORMALIZED, STARTS, SOURCES, PLACES, SHARES, ENDS = range(HEADER, HEADER + 10)
 FROM, TO, OF_ROW, NUM_ROWS, SIZE, EACH, SHARE, SUMS, FIRST_ROW, END_ROW = range(HEADER, HEADER + 10)
 FIRSTS, COUNT, WEIGHTS, MOST, TABLE = range(HEADER, HEADER + 5)
 
@@ -89,7 +89,7 @@ def _choose(words: int, token: int, kind: Real) -> None:
         power = exp2((load(logits, load(chosen, i, INT32), kind) - top) * LOG2_E)
         store(shares, i, power, FLOAT32)
         total += power
-    if load(words, NORMALISED, INT64) == 0:
+    if load(words, NORMALIZED, INT64) == 0:
         total = ZERO
         for expert in range(experts):
             total += exp2((load(logits, expert, kind) - top) * LOG2_E)
@@ -173,9 +173,9 @@ def _divide(words: int) -> None:
 
 
 _KINDS = {torch.bfloat16: BFLOAT16, torch.float32: FLOAT32}
-ROUTE = {dtype: specialised(_route, kind) for dtype, kind in _KINDS.items()}
-COMBINE = {dtype: specialised(_combine, kind) for dtype, kind in _KINDS.items()}
-DIVIDE = specialised(_divide)
+ROUTE = {dtype: specialized(_route, kind) for dtype, kind in _KINDS.items()}
+COMBINE = {dtype: specialized(_combine, kind) for dtype, kind in _KINDS.items()}
+DIVIDE = specialized(_divide)
 
 
 class _ExpertColumns:
@@ -263,7 +263,7 @@ class CpuMixture:
         starts = launcher.empty((experts + 1,), torch.int32)
         sources, places = (launcher.empty((tokens * routing.top_k,), torch.int32) for _ in range(2))
         shares = launcher.empty((tokens * routing.top_k,), torch.float32)
-        launcher.give(logits.data_ptr(), tokens, experts, routing.top_k, int(routing.is_normalised), starts.data_ptr(),
+        launcher.give(logits.data_ptr(), tokens, experts, routing.top_k, int(routing.is_normalized), starts.data_ptr(),
                       sources.data_ptr(), places.data_ptr(), shares.data_ptr(), self._ends.data_ptr())
         launcher.alone(ROUTE[logits.dtype])
         return starts, sources, places, shares

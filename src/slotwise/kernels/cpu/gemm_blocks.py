@@ -1,4 +1,4 @@
-"""The product of a panel of packed blocks (`block_layout.py`) and a few quantised rows, in registers.
+"""The product of a panel of packed blocks (`block_layout.py`) and a few quantized rows, in registers.
 
     sums[rows, 32]  +=  for each unit of depth:  scale(row, unit) * scale(unit, column) * (q . w - zero * sum(q))
                         or, with minimums,                     ... * (q . w) - minimum(unit, column) * sum(x)

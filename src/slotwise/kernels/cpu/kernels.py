@@ -48,10 +48,10 @@ from slotwise.kernels.interface import (
     cache_kind,
     in_two_steps,
 )
-from slotwise.kernels.matrix import Format, QuantisedMatrix, Weight
+from slotwise.kernels.matrix import Format, QuantizedMatrix, Weight
 
 LOG2_E = math.log2(math.e)
-# Elements that one thread computes before two have synchronised.
+# Elements that one thread computes before two have synchronized.
 SMALL = 1 << 14
 # The most tokens of a recorded step: in larger steps the cost of starting kernels is negligible.
 MAX_RECORDED = 128
@@ -92,7 +92,7 @@ class CpuKernels:
         return self._packing.path(kind)
 
     def warm_up(self, kind: torch.dtype) -> None:
-        """Compile or load all kernels of one type, and those of quantised matrices packed so far."""
+        """Compile or load all kernels of one type, and those of quantized matrices packed so far."""
         stored = self._stored(kind)
         attend, multiply_cache = self._attention(kind, stored)
         of_the_cache = [attend, ROTARY_STORE[kind, stored]]
@@ -160,12 +160,12 @@ class CpuKernels:
         """`weight [vocab, hidden]`, packed for logits."""
         return self._packing.head(weight)
 
-    def embedding(self, table: QuantisedMatrix, kind: torch.dtype, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
+    def embedding(self, table: QuantizedMatrix, kind: torch.dtype, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
         """Rows from the panels that a head of the same table reads."""
         return self._packing.embedding(table, kind, scale)
 
     def exact_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """`weight [out, in]`, packed without quantising it."""
+        """`weight [out, in]`, packed without quantizing it."""
         return self._packing.exact(weight, bias)
 
     def experts(

@@ -5,7 +5,7 @@ shared counters, zero at the start, then its arguments.  Threads take work by `f
 core does less of it; a kernel is correct with any number of threads, and with a thread that arrives when the work is
 done.
 
-A decode step of a small model starts hundreds of kernels, each of which costs more in Python and in synchronising
+A decode step of a small model starts hundreds of kernels, each of which costs more in Python and in synchronizing
 threads than in computing.  A graph stores every kernel's arguments, and runs all of them without Python; kernels for
 several threads are jobs of the thread pool (`threads.py`).  As with a CUDA graph, inputs and outputs must stay at their
 addresses.  Memory between kernels comes from an arena that all graphs share, because only one runs at a time.
@@ -53,7 +53,7 @@ class KernelLauncher:
         self.recorder: GraphRecorder | None = None
         self.pool = thread_pool(threads)
         self.weights = HugePages()
-        # Where panels of quantised matrices lie: `packed_file.py` replaces this while it keeps them.
+        # Where panels of quantized matrices lie: `packed_file.py` replaces this while it keeps them.
         self.panels: Panels = self.weights
         # The bytes of mapped files that hold panels.
         self.mapped: list[Tensor] = []
@@ -90,7 +90,7 @@ class KernelLauncher:
         code.call(self._address)
 
     def empty(self, size: tuple[int, ...], kind: torch.dtype) -> Tensor:
-        """An uninitialised tensor for a kernel's result."""
+        """An uninitialized tensor for a kernel's result."""
         return torch.empty(size, dtype=kind) if self.recorder is None else self.recorder.empty(size, kind)
 
     def scratch(self, floats: int) -> int:
@@ -184,7 +184,7 @@ class Arena:
         self._places: list[_ArenaPlace] = []
 
     def empty(self, size: tuple[int, ...], kind: torch.dtype) -> Tensor:
-        """An uninitialised tensor."""
+        """An uninitialized tensor."""
         needed = torch.Size(size).numel() * kind.itemsize
         place = next((place for place in self._places if place.fits(needed)), None)
         if place is None:

@@ -1,7 +1,7 @@
 """Products with weights that are packed once: what all products share, and those in float32.
 
 Outputs are packed into *panels*, groups of outputs that are computed together; a product is items of a block of rows
-times a panel, which threads take (`threads.py`).  A thread prepares a block's rows (packs or quantises them) once for
+times a panel, which threads take (`threads.py`).  A thread prepares a block's rows (packs or quantizes them) once for
 all panels that it multiplies with them, and multiplies a panel by tiles of rows.  All blocks are multiplied with the
 same weights, or each with the weights that a table names: the experts of a mixture, in one launch.
 
@@ -37,7 +37,7 @@ from torch import Tensor
 
 from slotwise.kernels.cpu.cache import stored_order
 from slotwise.kernels.cpu.gemm import MULTIPLY, STRIP, STRIP_ROW_BYTES, call_multiply
-from slotwise.kernels.cpu.jit.compiler import CompiledKernel, kernel, specialised
+from slotwise.kernels.cpu.jit.compiler import CompiledKernel, kernel, specialized
 from slotwise.kernels.cpu.launcher import HEADER, THREAD_COUNTER, KernelLauncher
 from slotwise.kernels.cpu.processor import PAIR
 from slotwise.kernels.cpu.simd import (
@@ -297,7 +297,7 @@ def _product(words: int, kind: Real) -> None:
         item = fetch_add(words, 1)
 
 
-PRODUCT = {torch.bfloat16: specialised(_product, BFLOAT16), torch.float32: specialised(_product, FLOAT32)}
+PRODUCT = {torch.bfloat16: specialized(_product, BFLOAT16), torch.float32: specialized(_product, FLOAT32)}
 
 
 def pack_panels(weight: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Products with quantised matrices (`kernels/matrix.py`), and rows of quantised tables, from the same panels.
+"""Products with quantized matrices (`kernels/matrix.py`), and rows of quantized tables, from the same panels.
 
 Weights stay the codes of their file, in the panels of `block_layout.py`, and are unpacked in registers; activations are
-quantised by `quantize.py`.  Threads take items, a block of rows times a panel, from `threads.py`.
+quantized by `quantize.py`.  Threads take items, a block of rows times a panel, from `threads.py`.
 
     a thread's scratch    [ a tile | an unfinished unit | units x rows of bytes | units x rows of facts | of tiles ]
 
@@ -25,7 +25,7 @@ from slotwise.kernels.cpu import gemm_block_tiles
 from slotwise.kernels.cpu.block_layout import COLUMNS, LARGEST_UNIT, STEP, BlockLayout, layout_of, levels_of, pack
 from slotwise.kernels.cpu.gemm_block_tiles import begin_tiles, end_tiles, tile_gemm
 from slotwise.kernels.cpu.gemm_blocks import HEIGHTS, TALLEST, block_gemm, factors
-from slotwise.kernels.cpu.jit.compiler import INT, KIND, CompiledKernel, ElementType, intrinsic, kernel, specialised
+from slotwise.kernels.cpu.jit.compiler import INT, KIND, CompiledKernel, ElementType, intrinsic, kernel, specialized
 from slotwise.kernels.cpu.launcher import HEADER, THREAD_COUNTER, KernelLauncher
 from slotwise.kernels.cpu.linear import (
     DEPTH,
@@ -44,7 +44,7 @@ from slotwise.kernels.cpu.linear import (
     panel_after,
 )
 from slotwise.kernels.cpu.llvm import behind, write
-from slotwise.kernels.cpu.quantize import FACTS, STRIDE, TABLE, ZERO_AND_FACTOR, quantise_rows
+from slotwise.kernels.cpu.quantize import FACTS, STRIDE, TABLE, ZERO_AND_FACTOR, quantize_rows
 from slotwise.kernels.cpu.simd import (
     BFLOAT16,
     FLOAT32,
@@ -61,13 +61,13 @@ from slotwise.kernels.cpu.simd import (
 )
 from slotwise.kernels.cpu.threads import NOTHING, pop, rows_of_a_block, upcoming
 from slotwise.kernels.interface import Linear
-from slotwise.kernels.matrix import Format, QuantisedMatrix
+from slotwise.kernels.matrix import Format, QuantizedMatrix
 
 # The gates of a panel that is half gates, half up projection.
 GATES = COLUMNS // 2
 # Bytes of weights between what is read and what is prefetched, where a panel is read only once.
 AHEAD = 8192
-# Bytes of activations quantised at once: a part of a typical second-level cache.
+# Bytes of activations quantized at once: a part of a typical second-level cache.
 BLOCK_BYTES = 1 << 18
 TILE_BYTES = max(TALLEST, gemm_block_tiles.TALLEST) * COLUMNS * 4
 # Bytes of scratch before the activations.
@@ -149,7 +149,7 @@ def _product(words: int, kind: Real, layout: BlockLayout, path: Whole) -> None:
         number, panel = item // panels, item % panels
         block = block_at(words, number)
         if number != held:
-            quantise_rows(words, block, room + HELD, room + TILE_BYTES, layout, kind)
+            quantize_rows(words, block, room + HELD, room + TILE_BYTES, layout, kind)
             held = number
         after = upcoming(words, thread, threads, items)
         following = panel_after(words, item, after, panels, panel_bytes, AHEAD)
@@ -163,12 +163,12 @@ def _product(words: int, kind: Real, layout: BlockLayout, path: Whole) -> None:
 @functools.cache
 def product_kernel(layout: BlockLayout, kind: torch.dtype, path: str) -> CompiledKernel:
     """The kernel for weights in a layout and activations of a type, by one of `PATHS`."""
-    return specialised(_product, _KINDS[kind], layout, PATHS[path])
+    return specialized(_product, _KINDS[kind], layout, PATHS[path])
 
 
 @dataclass(frozen=True, slots=True)
 class PackedBlocks:
-    """A quantised matrix in panels, for many products.
+    """A quantized matrix in panels, for many products.
 
     Args:
         table: 16 levels, where the layout has a table.
@@ -201,18 +201,18 @@ class PackedBlocks:
 
     @property
     def block_rows(self) -> Callable[[int], int]:
-        """Rows quantised at once, for a number of tokens."""
+        """Rows quantized at once, for a number of tokens."""
         return lambda tokens: rows_of_a_block(tokens, self._most, self.threads)
 
     @property
     def _row_bytes(self) -> int:
-        """Bytes of a quantised row."""
+        """Bytes of a quantized row."""
         layout = self.layout
         return layout.records(self.depth) * layout.record // layout.unit * (layout.unit + FACTS)
 
     @property
     def _most(self) -> int:
-        """Rows quantised at once."""
+        """Rows quantized at once."""
         return max(self._tall, BLOCK_BYTES // self._row_bytes // self._tall * self._tall)
 
     @property
@@ -264,7 +264,7 @@ def path_for(layout: BlockLayout, path: str) -> str:
 
 
 def pack_blocks(
-    matrix: QuantisedMatrix, bias: Tensor | None, path: str, launcher: KernelLauncher, *, is_gated: bool = False
+    matrix: QuantizedMatrix, bias: Tensor | None, path: str, launcher: KernelLauncher, *, is_gated: bool = False
 ) -> PackedBlocks:
     """Pack `matrix` once for many products.
 
@@ -286,7 +286,7 @@ def pack_blocks(
         matrix.outputs // 2 if is_gated else matrix.outputs, path_for(layout, path), launcher.threads)
 
 
-# Rows of a quantised table, dequantised from the panels that products read: a tied head's embedding takes no memory of
+# Rows of a quantized table, dequantized from the panels that products read: a tied head's embedding takes no memory of
 # its own.
 
 # Arguments in words after the header.
@@ -372,7 +372,7 @@ def _embed(words: int, kind: Real, layout: BlockLayout) -> None:
 @functools.cache
 def lookup_kernel(layout: BlockLayout, kind: torch.dtype) -> CompiledKernel:
     """The kernel for a table in a layout and embeddings of a type."""
-    return specialised(_embed, _KINDS[kind], layout)
+    return specialized(_embed, _KINDS[kind], layout)
 
 
 def lookup(

@@ -1,7 +1,7 @@
 """Products with weights in 8-bit floats (E4M3): a panel is widened to bfloat16 in a thread's memory, and multiplied.
 
 Memory is read at one byte a weight; widened numbers stay in the second-level cache, for all rows of a block.  A number
-times its scale is rounded to bfloat16 once: results are those of `linear_bf16.py` for the dequantised weight, bit for
+times its scale is rounded to bfloat16 once: results are those of `linear_bf16.py` for the dequantized weight, bit for
 bit, by the same instructions.
 
     a panel   units of 128 inputs x [ 64 pairs of inputs x 32 outputs x E4M3[2] | 32 scales float32 ]
@@ -27,7 +27,7 @@ from slotwise.kernels.cpu.linear_bf16 import around, gemm_by, layout_of, pack_bl
 from slotwise.kernels.cpu.llvm import BRAIN, BYTE, SHORT, SINGLE, Loop, all_of, behind, call, number, read, write
 from slotwise.kernels.cpu.simd import BFLOAT16, INT64, ZERO, fill, load
 from slotwise.kernels.interface import Linear
-from slotwise.kernels.matrix import Format, QuantisedMatrix
+from slotwise.kernels.matrix import Format, QuantizedMatrix
 
 # Inputs that share a scale, in the blocks of DeepSeek and Qwen3.
 UNIT = 128
@@ -113,7 +113,7 @@ def refusal(format: Format) -> str:
     return "" if format.group in (0, UNIT) else f"groups of {format.group} 8-bit floats are not supported on device cpu"
 
 
-def pack(matrix: QuantisedMatrix, *, is_gated: bool = False) -> Tensor:
+def pack(matrix: QuantizedMatrix, *, is_gated: bool = False) -> Tensor:
     """`[panels, units, bytes]`, with zeros after the depth and the outputs."""
     rows = matrix.read(0, matrix.outputs)
     units = -(-matrix.depth // UNIT)
@@ -130,7 +130,7 @@ def packed_bytes(outputs: int, depth: int) -> int:
 
 
 def fp8_linear(
-    matrix: QuantisedMatrix, bias: Tensor | None, launcher: KernelLauncher, *, is_gated: bool = False, path: str,
+    matrix: QuantizedMatrix, bias: Tensor | None, launcher: KernelLauncher, *, is_gated: bool = False, path: str,
 ) -> Linear:
     """A matrix of 8-bit floats, packed for many products of bfloat16 by a `path` of `PRODUCT`.
 

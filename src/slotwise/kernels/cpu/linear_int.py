@@ -27,15 +27,15 @@ from slotwise.kernels.cpu.quantize import (
     RECORD,
     ZERO_WEIGHT,
     pack,
-    quantise,
-    quantise_block,
+    quantize_block,
+    quantize_weight,
 )
 from slotwise.kernels.cpu.simd import BFLOAT16, FLOAT32, INT64, Real, float32, load
 from slotwise.kernels.interface import Linear
 
 # Bytes of weights between what is read and what is prefetched, where a panel is read only once.
 AHEAD = 8192
-# Bytes of activations quantised at once: a part of a typical second-level cache.
+# Bytes of activations quantized at once: a part of a typical second-level cache.
 BLOCK_BYTES = 1 << 18
 TILES: dict[str, tiles.Kind] = {"amx_int8": tiles.HardwareTiles, "software tiles": tiles.SoftwareTiles}
 """The tiles of a path; `vnni` and `integer` multiply without tiles."""
@@ -52,7 +52,7 @@ def amx_obstacle() -> str:
     if why := tiles.obstacle("amx-int8"):
         return why
     x, weight = (torch.arange(96 * rows).mul(7).remainder(127).sub(63).view(rows, 96).bfloat16() for rows in (40, 64))
-    x[:, ::32] = weight[:, ::32] = 63  # the largest of each group: numbers are quantised without loss
+    x[:, ::32] = weight[:, ::32] = 63  # the largest of each group: numbers are quantized without loss
     actual = int_linear(weight, None, 8, "amx_int8", KernelLauncher(1))(x)
     return "" if torch.allclose(actual.float(), x.float() @ weight.float().T, rtol=2**-7) else (
         "its products are wrong here")
@@ -87,9 +87,9 @@ def _product(path: str, bits: int, kind: Real) -> PanelProduct:
     gemm, limit, zero = _gemm(path, bits), float32(LIMIT[bits]), ZERO_WEIGHT[bits]
 
     @kernel
-    def quantise_rows(words: int, first: int, rows: int, padded: int, target: int) -> None:
+    def quantize_rows(words: int, first: int, rows: int, padded: int, target: int) -> None:
         """The block as groups of bytes, then of scales and corrections; scratch for a rest lies before the rows."""
-        quantise_block(words, first, rows, padded, target, target - 4 * GROUP, limit, zero, kind)
+        quantize_block(words, first, rows, padded, target, target - 4 * GROUP, limit, zero, kind)
 
     @kernel
     def multiply(words: int, tile: Tile) -> None:
@@ -100,7 +100,7 @@ def _product(path: str, bits: int, kind: Real) -> PanelProduct:
 
     around = tiles.around(TILES[path]) if path in TILES else ()
     name = f"int{bits}_{type(kind).__name__}_by_{path.replace(' ', '_')}"
-    return panel_product(name, Method(quantise_rows, multiply, *around), _layout(path, bits), kind)
+    return panel_product(name, Method(quantize_rows, multiply, *around), _layout(path, bits), kind)
 
 
 PRODUCT = {
@@ -113,12 +113,12 @@ PRODUCT = {
 def int_linear(
     weight: Tensor, bias: Tensor | None, bits: int, path: str, launcher: KernelLauncher, *, is_gated: bool = False
 ) -> Linear:
-    """`weight [out, in]`, quantised to `bits` and packed for many products, by one of `paths.QUANTISED`.
+    """`weight [out, in]`, quantized to `bits` and packed for many products, by one of `paths.QUANTIZED`.
 
     Args:
         is_gated: `weight [gates, then up projection; in]`; the result is silu(gate) * up.
     """
     outputs, depth = weight.shape
-    panels = pack(*quantise(in_panels(weight, COLUMNS, is_gated=True) if is_gated else weight, bits), bits)
+    panels = pack(*quantize_weight(in_panels(weight, COLUMNS, is_gated=True) if is_gated else weight, bits), bits)
     added = in_panels(torch.zeros(outputs) if bias is None else bias.float(), COLUMNS, is_gated=is_gated)
     return PRODUCT[bits, weight.dtype, path].linear(panels, added, (outputs, depth), launcher, is_gated=is_gated)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from slotwise.kernels.cpu.cache import padded, stored_order
 from slotwise.kernels.cpu.gemm import MULTIPLY, STRIP, STRIP_ROW_BYTES, call_multiply
-from slotwise.kernels.cpu.jit.compiler import compile_all, kernel, specialised
+from slotwise.kernels.cpu.jit.compiler import compile_all, kernel, specialized
 from slotwise.kernels.cpu.launcher import HEADER, THREAD_COUNTER, KernelLauncher
 from slotwise.kernels.cpu.linear import pack_panels
 from slotwise.kernels.cpu.memory import aligned
@@ -125,7 +125,7 @@ def _add(words: int, kind: Real) -> None:
         index = fetch_add(words, 1)
 
 
-ADD = {torch.bfloat16: specialised(_add, BFLOAT16), torch.float32: specialised(_add, FLOAT32)}
+ADD = {torch.bfloat16: specialized(_add, BFLOAT16), torch.float32: specialized(_add, FLOAT32)}
 
 
 class _AdapterRuns:

@@ -1,4 +1,4 @@
-"""Packed weights on disk: the panels of a quantised checkpoint in one file, mapped when it is loaded again.
+"""Packed weights on disk: the panels of a quantized checkpoint in one file, mapped when it is loaded again.
 
     panels, in the order in which they are packed      each at a multiple of 64 bytes
     [{"what": ..., "size": [...], "at": ...}, ...]     JSON: what a panel is, its dimensions, and where it begins
@@ -6,7 +6,7 @@
     sha256 of everything before                        32 bytes
 
 A file's name is a digest of the checkpoint's content and of the code that packs, so a file never has to be changed: it
-is written to a temporary name while weights are packed for the first time, synchronised, and renamed.  It is read by
+is written to a temporary name while weights are packed for the first time, synchronized, and renamed.  It is read by
 processes of the user who wrote it, which share its pages, and only if its own digest is right.
 
 The folder holds a bounded number of bytes: the files that were used longest ago go first.

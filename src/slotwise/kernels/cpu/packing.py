@@ -26,7 +26,7 @@ from slotwise.kernels.cpu.jit.compiler import CompiledKernel
 from slotwise.kernels.cpu.launcher import KernelLauncher
 from slotwise.kernels.cpu.linear import PackedPart, PackedProduct
 from slotwise.kernels.interface import Linear
-from slotwise.kernels.matrix import Format, QuantisedMatrix, StackedMatrix, Weight
+from slotwise.kernels.matrix import Format, QuantizedMatrix, StackedMatrix, Weight
 
 
 class Packing:
@@ -39,10 +39,10 @@ class Packing:
 
     def __init__(self, launcher: KernelLauncher, quantization: str, forced: str) -> None:
         self._launcher, self._forced = launcher, forced
-        # Bits of a weight; 0: weights are not quantised.  The head keeps 8 bits: each of its errors is a token's.
+        # Bits of a weight; 0: weights are not quantized.  The head keeps 8 bits: each of its errors is a token's.
         self._bits = quantize.BITS.get(quantization, 0)
         self._head_bits = 8 if self._bits else 0
-        self._tables = weakref.WeakKeyDictionary[QuantisedMatrix, linear_blocks.PackedBlocks]()
+        self._tables = weakref.WeakKeyDictionary[QuantizedMatrix, linear_blocks.PackedBlocks]()
         self._layouts: set[block_layout.BlockLayout] = set()
         self._lookups: set[CompiledKernel] = set()
 
@@ -51,10 +51,10 @@ class Packing:
 
         Once a matrix was packed as blocks, the path of blocks: most weights of such a checkpoint are blocks.
         """
-        return self._quantised if self._bits or self._layouts else self._path_of(kind)
+        return self._quantized if self._bits or self._layouts else self._path_of(kind)
 
     def _path_of(self, kind: torch.dtype) -> str:
-        """The path of unquantised weights of `kind`."""
+        """The path of unquantized weights of `kind`."""
         return self._dense if kind == torch.bfloat16 else "float32"
 
     @functools.cached_property
@@ -62,21 +62,21 @@ class Packing:
         return paths.dense(self._forced)
 
     @functools.cached_property
-    def _quantised(self) -> str:
-        return paths.quantised(self._forced)
+    def _quantized(self) -> str:
+        return paths.quantized(self._forced)
 
     def kernels(self, kind: torch.dtype) -> list[CompiledKernel]:
         """The kernels of products with tensors of `kind`."""
         if self._bits:
-            return [linear_int.PRODUCT[bits, kind, self._quantised].code for bits in {self._bits, self._head_bits}]
+            return [linear_int.PRODUCT[bits, kind, self._quantized].code for bits in {self._bits, self._head_bits}]
         return {
             "fp16": [linear_fp16.PRODUCT.code], "onednn": [pointwise.SILU_MUL[kind]],
             **{path: [product.code] for path, product in linear_bf16.PRODUCT.items()},
             "float32": [linear.PRODUCT[kind], pointwise.SILU_MUL[kind]]}.get(self._path_of(kind), [])
 
     def kernels_of_blocks(self, kind: torch.dtype) -> list[CompiledKernel]:
-        """The kernels of the quantised matrices packed so far, with activations of `kind`."""
-        of_products = [linear_blocks.product_kernel(layout, kind, linear_blocks.path_for(layout, self._quantised))
+        """The kernels of the quantized matrices packed so far, with activations of `kind`."""
+        of_products = [linear_blocks.product_kernel(layout, kind, linear_blocks.path_for(layout, self._quantized))
                        for layout in sorted(self._layouts)]
         of_gates = [pointwise.SILU_MUL[kind]] if of_products else []  # for gates in several formats
         return [*of_products, *sorted(self._lookups, key=lambda code: code.name), *of_gates]
@@ -105,19 +105,19 @@ class Packing:
         """`weight [2 * intermediate, in]`, gates first, with SiLU in the product; None if its path cannot do that."""
         if isinstance(weight, StackedMatrix):
             return None
-        if isinstance(weight, QuantisedMatrix):
+        if isinstance(weight, QuantizedMatrix):
             if weight.format.are_floats:
                 return self._of_floats(weight, bias, is_gated=True)
             return self._of_blocks([self._blocks(weight, bias, is_gated=True)])
         if self._bits:
-            return linear_int.int_linear(weight, bias, self._bits, self._quantised, self._launcher, is_gated=True)
+            return linear_int.int_linear(weight, bias, self._bits, self._quantized, self._launcher, is_gated=True)
         own = self._own(weight)
         return None if own is None else own(weight, bias, self._launcher, is_gated=True)
 
     def can_gate(self, weight: Weight) -> bool:
         """Whether `gated` packs this weight."""
         if not isinstance(weight, Tensor):
-            return isinstance(weight, QuantisedMatrix)
+            return isinstance(weight, QuantizedMatrix)
         return bool(self._bits) or self._own(weight) is not None
 
     def expert(self, weight: Weight, bias: Tensor | None, *, is_gated: bool = False) -> Sequence[PackedPart]:
@@ -127,11 +127,11 @@ class Packing:
         """
         if isinstance(weight, StackedMatrix):
             return self._stacked(weight, bias)
-        if isinstance(weight, QuantisedMatrix) and not weight.format.are_floats:
+        if isinstance(weight, QuantizedMatrix) and not weight.format.are_floats:
             return [self._blocks(weight, bias, is_gated=is_gated)]
         if is_gated:
             product = self.gated(weight, bias)
-        elif isinstance(weight, QuantisedMatrix):
+        elif isinstance(weight, QuantizedMatrix):
             product = self._of_floats(weight, bias)
         elif self._bits:
             product = self.linear(weight, bias)
@@ -140,7 +140,7 @@ class Packing:
         assert isinstance(product, PackedProduct)
         return [product.packed]
 
-    def embedding(self, table: QuantisedMatrix, kind: torch.dtype, scale: float) -> Callable[[Tensor], Tensor]:
+    def embedding(self, table: QuantizedMatrix, kind: torch.dtype, scale: float) -> Callable[[Tensor], Tensor]:
         """Rows from the panels that a head of the same table reads."""
         packed = self._table(table)
         self._lookups.add(linear_blocks.lookup_kernel(packed.layout, kind))
@@ -155,14 +155,14 @@ class Packing:
         return _bytes(weight, self._head_bits)
 
     def _packed(self, weight: Weight, bias: Tensor | None, bits: int) -> Linear:
-        if isinstance(weight, QuantisedMatrix) and weight.format.are_floats:
+        if isinstance(weight, QuantizedMatrix) and weight.format.are_floats:
             return self._of_floats(weight, bias)
-        if isinstance(weight, QuantisedMatrix):
+        if isinstance(weight, QuantizedMatrix):
             return self._of_blocks([self._table(weight) if bias is None else self._blocks(weight, bias)])
         if isinstance(weight, StackedMatrix):
             return self._of_blocks(self._stacked(weight, bias))
         if bits:
-            return linear_int.int_linear(weight, bias, bits, self._quantised, self._launcher)
+            return linear_int.int_linear(weight, bias, bits, self._quantized, self._launcher)
         if self._path_of(weight.dtype) == "onednn":
             self._launcher.join_torch()
             return onednn.onednn_linear(weight, bias)
@@ -175,7 +175,7 @@ class Packing:
             return functools.partial(linear_bf16.bf16_linear, path=path)
         return linear_fp16.fp16_linear if path == "fp16" and linear_fp16.fits(weight) else None
 
-    def _of_floats(self, matrix: QuantisedMatrix, bias: Tensor | None, *, is_gated: bool = False) -> Linear:
+    def _of_floats(self, matrix: QuantizedMatrix, bias: Tensor | None, *, is_gated: bool = False) -> Linear:
         """The product with a matrix of 8-bit floats."""
         path = self._path_of(torch.bfloat16)
         return linear_fp8.fp8_linear(matrix, bias, self._launcher, is_gated=is_gated, path=path)
@@ -189,28 +189,28 @@ class Packing:
         biases = [None] * len(weight.parts) if bias is None else bias.split([part.outputs for part in weight.parts])
         return [self._blocks(*each) for each in zip(weight.parts, biases, strict=True)]
 
-    def _table(self, matrix: QuantisedMatrix) -> linear_blocks.PackedBlocks:
+    def _table(self, matrix: QuantizedMatrix) -> linear_blocks.PackedBlocks:
         """A matrix without bias in panels, which is packed only once."""
         packed = self._tables.get(matrix)
         if packed is None:
             packed = self._tables[matrix] = self._blocks(matrix, None)
         return packed
 
-    def _blocks(self, matrix: QuantisedMatrix, bias: Tensor | None, *, is_gated: bool = False
+    def _blocks(self, matrix: QuantizedMatrix, bias: Tensor | None, *, is_gated: bool = False
                 ) -> linear_blocks.PackedBlocks:
         """A matrix in panels; `kernels_of_blocks` includes its kernel from now on."""
-        packed = linear_blocks.pack_blocks(matrix, bias, self._quantised, self._launcher, is_gated=is_gated)
+        packed = linear_blocks.pack_blocks(matrix, bias, self._quantized, self._launcher, is_gated=is_gated)
         self._layouts.add(packed.layout)
         return packed
 
 
 def _bytes(weight: Weight, bits: int) -> int:
-    """Bytes of a packed weight; a tensor is quantised to `bits`, unless that is 0."""
+    """Bytes of a packed weight; a tensor is quantized to `bits`, unless that is 0."""
     if isinstance(weight, StackedMatrix):
         return sum(_bytes(part, bits) for part in weight.parts)
     outputs, depth = weight.shape
-    if isinstance(weight, QuantisedMatrix) and weight.format.are_floats:
+    if isinstance(weight, QuantizedMatrix) and weight.format.are_floats:
         return linear_fp8.packed_bytes(outputs, depth)
-    if isinstance(weight, QuantisedMatrix):
+    if isinstance(weight, QuantizedMatrix):
         return block_layout.layout_of(weight.format).bytes(outputs, depth)
     return quantize.weight_bytes(outputs, depth, bits) if bits else outputs * depth * weight.itemsize

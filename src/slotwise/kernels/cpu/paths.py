@@ -59,10 +59,10 @@ def keep(path: str) -> Path:
 
 
 VARIABLE = "SLOTWISE_CPU_LINEAR"
-# The paths for weights of bfloat16, and for quantised weights.
+# The paths for weights of bfloat16, and for quantized weights.
 DENSE = ("amx", "fp16", "bf16", "float32", "onednn")
-QUANTISED = ("amx_int8", "vnni", "integer")
-ALL = DENSE + QUANTISED
+QUANTIZED = ("amx_int8", "vnni", "integer")
+ALL = DENSE + QUANTIZED
 
 FASTEST = (
     ("amx-bf16", "amx"),
@@ -119,8 +119,8 @@ def dense(forced: str) -> str:
     return next(path for feature, path in FASTEST if (not feature or has(feature)) and not obstacle(path))
 
 
-def quantised(forced: str) -> str:
-    """The path of quantised weights: the first one that can run, since faster paths come first."""
-    if forced in QUANTISED:
+def quantized(forced: str) -> str:
+    """The path of quantized weights: the first one that can run, since faster paths come first."""
+    if forced in QUANTIZED:
         return forced
-    return next(path for path in QUANTISED if not obstacle(path))
+    return next(path for path in QUANTIZED if not obstacle(path))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from slotwise.kernels.cpu.jit.compiler import kernel, specialised
+from slotwise.kernels.cpu.jit.compiler import kernel, specialized
 from slotwise.kernels.cpu.launcher import HEADER
 from slotwise.kernels.cpu.simd import (
     BFLOAT16,
@@ -173,7 +173,7 @@ def _clamped_swiglu(words: int, kind: Real) -> None:
 
 @kernel
 def _soft_cap(words: int, kind: Real) -> None:
-    """`cap * tanh(x / cap)`; numbers that are not finite, recognised by their bits, are unchanged."""
+    """`cap * tanh(x / cap)`; numbers that are not finite, recognized by their bits, are unchanged."""
     size, cap = load(words, SIZE, INT64), float_of(load(words, CAP_BITS, INT64))
     factor, tokens = ONE / cap, load(words, TOKENS, INT64)
     token = fetch_add(words, 1)
@@ -187,32 +187,32 @@ def _soft_cap(words: int, kind: Real) -> None:
         token = fetch_add(words, 1)
 
 
-EMBED = specialised(_embed)
+EMBED = specialized(_embed)
 NORM = {
-    torch.bfloat16: specialised(_norm, BFLOAT16),
-    torch.float32: specialised(_norm, FLOAT32),
+    torch.bfloat16: specialized(_norm, BFLOAT16),
+    torch.float32: specialized(_norm, FLOAT32),
 }
 ADD = {
-    torch.bfloat16: specialised(_add, BFLOAT16),
-    torch.float32: specialised(_add, FLOAT32),
+    torch.bfloat16: specialized(_add, BFLOAT16),
+    torch.float32: specialized(_add, FLOAT32),
 }
 SILU_MUL = {
-    torch.bfloat16: specialised(_silu_mul, BFLOAT16),
-    torch.float32: specialised(_silu_mul, FLOAT32),
+    torch.bfloat16: specialized(_silu_mul, BFLOAT16),
+    torch.float32: specialized(_silu_mul, FLOAT32),
 }
 SIGMOID_MUL = {
-    torch.bfloat16: specialised(_sigmoid_mul, BFLOAT16),
-    torch.float32: specialised(_sigmoid_mul, FLOAT32),
+    torch.bfloat16: specialized(_sigmoid_mul, BFLOAT16),
+    torch.float32: specialized(_sigmoid_mul, FLOAT32),
 }
 GELU_MUL = {
-    torch.bfloat16: specialised(_gelu_mul, BFLOAT16),
-    torch.float32: specialised(_gelu_mul, FLOAT32),
+    torch.bfloat16: specialized(_gelu_mul, BFLOAT16),
+    torch.float32: specialized(_gelu_mul, FLOAT32),
 }
 CLAMPED_SWIGLU = {
-    torch.bfloat16: specialised(_clamped_swiglu, BFLOAT16),
-    torch.float32: specialised(_clamped_swiglu, FLOAT32),
+    torch.bfloat16: specialized(_clamped_swiglu, BFLOAT16),
+    torch.float32: specialized(_clamped_swiglu, FLOAT32),
 }
 SOFT_CAP = {
-    torch.bfloat16: specialised(_soft_cap, BFLOAT16),
-    torch.float32: specialised(_soft_cap, FLOAT32),
+    torch.bfloat16: specialized(_soft_cap, BFLOAT16),
+    torch.float32: specialized(_soft_cap, FLOAT32),
 }

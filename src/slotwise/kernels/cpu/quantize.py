@@ -1,10 +1,10 @@
 """Numbers as small integers with scales: weights when they are packed, activations at run time.
 
-Two layouts share this file.  Weights that are tensors are quantised here, with a scale for each 64 inputs of an output
+Two layouts share this file.  Weights that are tensors are quantized here, with a scale for each 64 inputs of an output
 (`linear_int.py`).  Matrices in a checkpoint's own format keep its codes (`linear_blocks.py`): only the activations are
-quantised, in units of 16, 32 or 64 numbers.
+quantized, in units of 16, 32 or 64 numbers.
 
-Each token is quantised by itself, group by group ("group-wise", as in ZeroQuant, Yao et al., 2022), so an outlier
+Each token is quantized by itself, group by group ("group-wise", as in ZeroQuant, Yao et al., 2022), so an outlier
 affects only its group, and a token's result does not depend on its batch-mates, bit for bit.
 
 A group of weights gets the one of a few scales that leaves the least squared error: clipping the largest weight a
@@ -52,7 +52,7 @@ BITS = {"int8": 8, "int4": 4}
 GROUP = 64
 COLUMNS = 32
 
-# By the bits of a weight: the largest quantised activation; the integers of a weight on either side of zero; the shares
+# By the bits of a weight: the largest quantized activation; the integers of a weight on either side of zero; the shares
 # of a group's largest weight that are tried; the code of zero; bytes of a group's weights, without and with scales.
 LIMIT = {8: 63, 4: 127}
 STEPS = {8: 63, 4: 7}
@@ -66,7 +66,7 @@ INFINITE, NAN = 0x7F800000, 0x7FC00000
 # So large that a float32 of this size has no fraction bits left: adding it rounds to integers.
 WITHOUT_FRACTION = 1.5 * 2**23
 
-# Of a unit of activations for packed blocks: bytes of its two facts, and the largest quantised number.
+# Of a unit of activations for packed blocks: bytes of its two facts, and the largest quantized number.
 FACTS = 8
 UNIT_LIMIT = 127.0
 # Their arguments follow those of every product.
@@ -75,7 +75,7 @@ STRIDE, TABLE, ZERO_AND_FACTOR = range(SOURCES + 1, SOURCES + 4)
 _INTEGERS, _WHOLES, _FLOATS = (ir.VectorType(kind, GROUP) for kind in (BYTE, WORD, SINGLE))
 
 
-def _quantise_group(
+def _quantize_group(
     builder: ir.IRBuilder, x: ir.Value, target: ir.Value, scales: ir.Value, limit: ir.Value, zero: ir.Value,
     kind: ElementType,
 ) -> None:
@@ -94,9 +94,9 @@ def _quantise_group(
     write(builder, correction, behind(builder, scales, 4))
 
 
-quantise_group: Callable[[int, int, int, float, int, Real], None] = intrinsic(
-    _quantise_group, INT, INT, INT, FLOAT, INT, KIND)
-"""`quantise_group(x, target, scales, limit, zero, kind)`: quantise 64 numbers at `x` to bytes at `target`, up to
+quantize_group: Callable[[int, int, int, float, int, Real], None] = intrinsic(
+    _quantize_group, INT, INT, INT, FLOAT, INT, KIND)
+"""`quantize_group(x, target, scales, limit, zero, kind)`: quantize 64 numbers at `x` to bytes at `target`, up to
 `limit`; stores their scale and correction at `scales`.  A group with a NaN has the scale NaN, one with an infinity an
 infinite scale.
 """
@@ -133,18 +133,18 @@ def _total(builder: ir.IRBuilder, steps: ir.Value) -> ir.Value:
 
 
 @kernel
-def _quantise_rest(
+def _quantize_rest(
     x: int, count: int, room: int, target: int, scales: int, limit: float, zero: int, kind: Real
 ) -> None:
-    """Quantise a group of fewer than 64 numbers, padded with zeros in the scratch `room`."""
+    """Quantize a group of fewer than 64 numbers, padded with zeros in the scratch `room`."""
     for i in range(count):
         store(room, i, load(x, i, kind), FLOAT32)
     fill(room + count * 4, GROUP - count, ZERO)
-    quantise_group(room, target, scales, limit, zero, FLOAT32)
+    quantize_group(room, target, scales, limit, zero, FLOAT32)
 
 
 @kernel
-def quantise_block(
+def quantize_block(
     words: int, first: int, rows: int, padded: int, target: int, room: int, limit: float, zero: int, kind: Real
 ) -> None:
     """Rows `first ... first + rows` of a product's x as groups of bytes, then as groups of scales and corrections.
@@ -158,15 +158,15 @@ def quantise_block(
         x = x_at(words, first + row, kind)
         for group in range(depth // GROUP):
             place = group * padded + row
-            quantise_group(
+            quantize_group(
                 x + group * GROUP * bytes_of(kind), target + place * GROUP, scales + place * 8, limit, zero, kind)
         if depth % GROUP:
             place, done = (groups - 1) * padded + row, depth // GROUP * GROUP
-            _quantise_rest(x + done * bytes_of(kind), depth - done, room, target + place * GROUP, scales + place * 8,
+            _quantize_rest(x + done * bytes_of(kind), depth - done, room, target + place * GROUP, scales + place * 8,
                            limit, zero, kind)
 
 
-def quantise(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+def quantize_weight(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """`weight [out, in]` as integers `[out, groups, 64]` (int8) and their scales `[out, groups]` (float32)."""
     padded = F.pad(weight, (0, -weight.shape[1] % GROUP)).float().unflatten(1, (-1, GROUP))
     largest = padded.abs().amax(dim=2, keepdim=True).clamp_min(1e-30)
@@ -189,7 +189,7 @@ def _at_scale(groups: Tensor, scale: Tensor, bits: int) -> tuple[Tensor, Tensor]
 
 
 def pack(steps: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """The result of `quantise` as panels: `[panels, groups, bytes]`."""
+    """The result of `quantize` as panels: `[panels, groups, bytes]`."""
     outputs, groups = scales.shape
     more = -outputs % COLUMNS
     zero = ZERO_WEIGHT[bits]
@@ -208,7 +208,7 @@ def weight_bytes(outputs: int, depth: int, bits: int) -> int:
 
 
 
-def _quantise_unit(
+def _quantize_unit(
     builder: ir.IRBuilder, x: ir.Value, target: ir.Value, facts: ir.Value, zero: ir.Value, factor: ir.Value,
     layout: ElementType, kind: ElementType,
 ) -> None:
@@ -236,9 +236,9 @@ def _quantise_unit(
     write(builder, second, behind(builder, facts, 4))
 
 
-quantise_unit: Callable[[int, int, int, int, float, BlockLayout, Real], None] = intrinsic(
-    _quantise_unit, INT, INT, INT, INT, FLOAT, KIND, KIND)
-"""`quantise_unit(x, target, facts, zero, factor, layout, kind)`: quantise a unit at `x` to bytes at `target`.
+quantize_unit: Callable[[int, int, int, int, float, BlockLayout, Real], None] = intrinsic(
+    _quantize_unit, INT, INT, INT, INT, FLOAT, KIND, KIND)
+"""`quantize_unit(x, target, facts, zero, factor, layout, kind)`: quantize a unit at `x` to bytes at `target`.
 
 Stores its scale times `factor`, then its second fact, at `facts`.  A unit with a NaN has the scale NaN, one with an
 infinity an infinite scale.
@@ -246,7 +246,7 @@ infinity an infinite scale.
 
 
 @kernel
-def quantise_rows(words: int, block: RowBlock, target: int, room: int, layout: BlockLayout, kind: Real) -> None:
+def quantize_rows(words: int, block: RowBlock, target: int, room: int, layout: BlockLayout, kind: Real) -> None:
     """The rows of a block of a product's x as units of bytes, then as facts.
 
     An unfinished unit, or inputs in another order, pass through the scratch `room`, padded with zeros.
@@ -263,11 +263,11 @@ def quantise_rows(words: int, block: RowBlock, target: int, room: int, layout: B
             begin, place = index * unit, index * rows + row
             own, bytes_at = facts + place * FACTS, target + place * unit
             if order == 0 and begin + unit <= depth:
-                quantise_unit(x + begin * bytes_of(kind), bytes_at, own, zero, factor, layout, kind)
+                quantize_unit(x + begin * bytes_of(kind), bytes_at, own, zero, factor, layout, kind)
             else:
                 count = min(max(depth - begin, 0), unit)
                 for i in range(count):
                     source = begin + i if order == 0 else load(order, begin + i, INT32)
                     store(room, i, load(x, source, kind), FLOAT32)
                 fill(room + count * 4, unit - count, ZERO)
-                quantise_unit(room, bytes_at, own, zero, factor, layout, FLOAT32)
+                quantize_unit(room, bytes_at, own, zero, factor, layout, FLOAT32)

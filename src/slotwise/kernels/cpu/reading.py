@@ -26,7 +26,7 @@ _LINE = ir.VectorType(LONG, 8)
 
 
 def _fold(builder: ir.IRBuilder, address: ir.Value, target: ir.Value) -> None:
-    """Fold a whole piece to a cache line at `target`, so that no read is optimised away."""
+    """Fold a whole piece to a cache line at `target`, so that no read is optimized away."""
     turns = Loop(builder, number(PIECE), TURN, [all_of(_LINE, 0)] * (TURN // 64))
     place = builder.add(address, turns.index)
     prefetch(builder, behind(builder, place, AHEAD), TURN)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from slotwise.kernels.cpu.jit.compiler import kernel, specialised
+from slotwise.kernels.cpu.jit.compiler import kernel, specialized
 from slotwise.kernels.cpu.launcher import HEADER, THREAD_COUNTER
 from slotwise.kernels.cpu.pointwise import INFINITY_BITS, SIZE_BITS, inverse_rms, sum_of_squares
 from slotwise.kernels.cpu.processor import LANES, PAIR
@@ -138,8 +138,8 @@ def _keep_as_is(
 
 
 @kernel
-def _quantise(numbers: int, count: int, target: int, stride: int, scale: int) -> None:
-    """Quantise float32 `numbers` to every `stride`-th byte of `target`, and store their scale at `scale`.
+def _quantize(numbers: int, count: int, target: int, stride: int, scale: int) -> None:
+    """Quantize float32 `numbers` to every `stride`-th byte of `target`, and store their scale at `scale`.
 
     Magnitudes are compared by their bits, which order like the numbers, with NaN at the top.  So the scale of numbers
     with a NaN is NaN, and with an infinity infinite: both stay visible.
@@ -160,16 +160,16 @@ def _quantise(numbers: int, count: int, target: int, stride: int, scale: int) ->
 def _keep_int8(
     words: int, token: int, head: int, norm: int, factor: float, block: int, offset: int, room: int, kind: Real,
 ) -> None:
-    """Store a token's key and value quantised to int8, with `room` as scratch for a head in float32."""
+    """Store a token's key and value quantized to int8, with `room` as scratch for a head in float32."""
     dim, width, columns = load(words, DIM, INT64), load(words, DIM_PADDED, INT64), load(words, BLOCK_PADDED, INT64)
     values = block + dim * columns
     scales = values + load(words, BLOCK, INT64) * width + offset * 4
     _rotate(words, token, _key_head(words, head), norm, factor, room, 1, kind, FLOAT32)
-    _quantise(room, dim, block + offset, columns, scales)
+    _quantize(room, dim, block + offset, columns, scales)
     source = _values(words, token, head, kind)
     for i in range(dim):
         store(room, i, load(source, i, kind), FLOAT32)
-    _quantise(room, dim, values + offset * width, 1, scales + columns * 4)
+    _quantize(room, dim, values + offset * width, 1, scales + columns * 4)
 
 
 @kernel
@@ -202,7 +202,7 @@ def _rotary_store_token(words: int, token: int, room: int, kind: Real, stored: R
 def _rotary_store(words: int, kind: Real, stored: Real) -> None:
     """Queries normed and rotated; keys and values to the cache, as `stored`, which may be another kind.
 
-    Neighbours in a prompt are neighbours in a block, where keys of 32 tokens share every cache line: threads that
+    Neighbors in a prompt are neighbors in a block, where keys of 32 tokens share every cache line: threads that
     alternated between them would move the lines from core to core at every token.
     """
     tokens = load(words, NUM_TOKENS, INT64)
@@ -215,11 +215,11 @@ def _rotary_store(words: int, kind: Real, stored: Real) -> None:
         first = fetch_add(words, grain)
 
 
-SQUARES_OF = {torch.bfloat16: specialised(_squares, BFLOAT16), torch.float32: specialised(_squares, FLOAT32)}
+SQUARES_OF = {torch.bfloat16: specialized(_squares, BFLOAT16), torch.float32: specialized(_squares, FLOAT32)}
 ROTARY_STORE = {
-    (torch.bfloat16, torch.bfloat16): specialised(_rotary_store, BFLOAT16, BFLOAT16),
-    (torch.float32, torch.float32): specialised(_rotary_store, FLOAT32, FLOAT32),
-    (torch.bfloat16, torch.int8): specialised(_rotary_store, BFLOAT16, INT8),
-    (torch.float32, torch.int8): specialised(_rotary_store, FLOAT32, INT8),
+    (torch.bfloat16, torch.bfloat16): specialized(_rotary_store, BFLOAT16, BFLOAT16),
+    (torch.float32, torch.float32): specialized(_rotary_store, FLOAT32, FLOAT32),
+    (torch.bfloat16, torch.int8): specialized(_rotary_store, BFLOAT16, INT8),
+    (torch.float32, torch.int8): specialized(_rotary_store, FLOAT32, INT8),
 }
 """The kernels, by the types of the input and of the cache."""

@@ -12,7 +12,7 @@ one cut-off weight, and candidates at or above it stay, so those that tie stand 
     top-p   the largest cut such that those that reach it hold at least top_p of the mass
 
 Nothing is sorted.  The bits of positive floats order like integers, so a cut is found by bisection over them: at most
-31 vectorised passes, most of them over the few candidates left after the first eight.  The token is then drawn by
+31 vectorized passes, most of them over the few candidates left after the first eight.  The token is then drawn by
 inverting the cumulative weights, in order of token id.
 """
 
@@ -21,7 +21,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from slotwise.kernels.cpu.jit.compiler import CompiledKernel, kernel, specialised
+from slotwise.kernels.cpu.jit.compiler import CompiledKernel, kernel, specialized
 from slotwise.kernels.cpu.launcher import HEADER, THREAD_COUNTER
 from slotwise.kernels.cpu.simd import (
     BFLOAT16,
@@ -120,7 +120,7 @@ def _mask(words: int) -> None:
 def argmax(logits: int, size: int, kind: Real) -> int:
     """The first of the largest, or FAILED.
 
-    Works on integers that order like the floats (sign and magnitude made two's complement): they vectorise, unlike
+    Works on integers that order like the floats (sign and magnitude made two's complement): they vectorize, unlike
     comparisons of floats that respect NaN.
     """
     best, place = int32(-_INFINITY), int64(FAILED)
@@ -172,12 +172,12 @@ def _order(value: float) -> int:
 
 
 GREEDY = {
-    torch.bfloat16: specialised(_greedy, BFLOAT16),
-    torch.float32: specialised(_greedy, FLOAT32),
+    torch.bfloat16: specialized(_greedy, BFLOAT16),
+    torch.float32: specialized(_greedy, FLOAT32),
 }
 MASKED_GREEDY = {
-    torch.bfloat16: specialised(_masked_greedy, BFLOAT16),
-    torch.float32: specialised(_masked_greedy, FLOAT32),
+    torch.bfloat16: specialized(_masked_greedy, BFLOAT16),
+    torch.float32: specialized(_masked_greedy, FLOAT32),
 }
 MASK = CompiledKernel(_mask)
 
@@ -390,8 +390,8 @@ def _uniform(seed: int, index: int) -> float:
 
 
 WIDEN = {
-    torch.bfloat16: specialised(_widen, BFLOAT16),
-    torch.float32: specialised(_widen, FLOAT32),
+    torch.bfloat16: specialized(_widen, BFLOAT16),
+    torch.float32: specialized(_widen, FLOAT32),
 }
 DRAW = CompiledKernel(_draw)
 LOG_PROBABILITIES = CompiledKernel(_log_probabilities)

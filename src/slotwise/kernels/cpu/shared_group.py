@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slotwise.kernels.cpu.jit.compiler import CompiledKernel, compile_all, kernel, specialised
+from slotwise.kernels.cpu.jit.compiler import CompiledKernel, compile_all, kernel, specialized
 from slotwise.kernels.cpu.launcher import HEADER, KernelLauncher
 from slotwise.kernels.cpu.memory import aligned
 from slotwise.kernels.cpu.simd import (
@@ -56,7 +56,7 @@ LINE = 64
 HEAD = 4096
 CHUNK = 1 << 20
 MOST_RANKS = HEAD // LINE // 2 - 1
-# Elements that a thread copies or adds at a time, and that one thread moves before two have synchronised.
+# Elements that a thread copies or adds at a time, and that one thread moves before two have synchronized.
 BLOCK = 4096
 SMALL = 1 << 14
 # Polls before a rank that waits yields its core.
@@ -180,10 +180,10 @@ def _collect(words: int, kind: Real) -> None:
 
 
 _KINDS = {torch.bfloat16: BFLOAT16, torch.float32: FLOAT32}
-OFFER = {kind: specialised(_offer, element) for kind, element in _KINDS.items()}
-ADD_UP = {kind: specialised(_add_up, element) for kind, element in _KINDS.items()}
-COLLECT = {kind: specialised(_collect, element) for kind, element in _KINDS.items()}
-MEET = specialised(_meet)
+OFFER = {kind: specialized(_offer, element) for kind, element in _KINDS.items()}
+ADD_UP = {kind: specialized(_add_up, element) for kind, element in _KINDS.items()}
+COLLECT = {kind: specialized(_collect, element) for kind, element in _KINDS.items()}
+MEET = specialized(_meet)
 
 
 class SharedGroup:
@@ -341,8 +341,8 @@ def _receive(words: int, kind: Real) -> None:
     exchange(box + LINE, number + 1)
 
 
-SEND = {kind: specialised(_send, element) for kind, element in _KINDS.items()}
-RECEIVE = {kind: specialised(_receive, element) for kind, element in _KINDS.items()}
+SEND = {kind: specialized(_send, element) for kind, element in _KINDS.items()}
+RECEIVE = {kind: specialized(_receive, element) for kind, element in _KINDS.items()}
 
 
 class SharedPipe:

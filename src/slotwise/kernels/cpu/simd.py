@@ -297,7 +297,7 @@ post = _semaphore("sem_post")
 
 
 def _of_two(name: str) -> Callable[[float, float], float]:
-    """An LLVM intrinsic of two float32, flagged so that loops which fold with it vectorise."""
+    """An LLVM intrinsic of two float32, flagged so that loops which fold with it vectorize."""
     return cast("Callable[[float, float], float]", intrinsic(
         lambda builder, *pair: call(builder, f"llvm.{name}.f32", SINGLE, *pair, flags=("nnan", "nsz")), FLOAT, FLOAT,
         returns=FLOAT))
@@ -325,7 +325,7 @@ _C0, _C1, _C2, _C3, _C4, _C5 = map(float32, EXP2)
 
 @kernel
 def exp2(x: float) -> float:
-    """2**x in float32 without a branch or a call, so that loops over it vectorise; 0 below -126."""
+    """2**x in float32 without a branch or a call, so that loops over it vectorize; 0 below -126."""
     clamped = smaller(larger(x, float32(-126)), float32(127))
     whole = float32(math.floor(clamped + float32(0.5)))
     part = clamped - whole

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from slotwise.host import num_processors
-from slotwise.kernels.cpu.jit.compiler import CompiledKernel, kernel, specialised
+from slotwise.kernels.cpu.jit.compiler import CompiledKernel, kernel, specialized
 from slotwise.kernels.cpu.memory import aligned
 from slotwise.kernels.cpu.simd import (
     INT64,
@@ -112,7 +112,7 @@ def _processors(library: ctypes.CDLL, place: int) -> frozenset[int]:
 # Work queues: the items of a kernel that each thread takes.
 #
 # Adjacent items share what must be prepared or prefetched for them: panels of weights follow each other in memory, and
-# a block of rows that is packed or quantised for one panel serves for the next.  So every thread begins with a queue of
+# a block of rows that is packed or quantized for one panel serves for the next.  So every thread begins with a queue of
 # adjacent items, in order, and steals from other queues only when its own is empty.  Until then its next item is known,
 # and prefetched before the current one is done.
 #
@@ -229,7 +229,7 @@ def _run_shared(shared: int, code: int, words: int) -> None:
     run_shared(shared, code, words)
 
 
-WORK = specialised(_enter_jobs)
+WORK = specialized(_enter_jobs)
 RUN_SHARED = CompiledKernel(_run_shared)
 
 

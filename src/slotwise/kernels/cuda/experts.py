@@ -10,7 +10,7 @@ owns the tiles from `starts[e] // BLOCK_M + e` on (`attention.py`).
     combine      a token      the sum of its experts' results, by their shares
 
 The host never learns how many tokens chose an expert, so nothing waits for the device, and all of it can be captured.
-The weights of experts without tokens are not read.  Quantised matrices of a layer's experts lie one behind the other
+The weights of experts without tokens are not read.  Quantized matrices of a layer's experts lie one behind the other
 along their outputs, as one packed matrix; their codes become numbers in registers, as in `packed.py`.
 """
 
@@ -249,7 +249,7 @@ def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     chosen = torch.empty(tokens * routing.top_k, dtype=torch.int32, device=logits.device)
     shares = torch.empty(tokens * routing.top_k, device=logits.device)
     _route[(tokens,)](
-        chosen, shares, logits, EXPERTS=experts, TOP_K=routing.top_k, NORMALISED=routing.is_normalised,
+        chosen, shares, logits, EXPERTS=experts, TOP_K=routing.top_k, NORMALIZED=routing.is_normalized,
         BLOCK=triton.next_power_of_2(experts), num_warps=1)
     return chosen, shares
 
@@ -302,7 +302,7 @@ def multiply(
 @jit
 def _route(
     chosen: tl.tensor, shares: tl.tensor, logits: tl.tensor, EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
-    NORMALISED: tl.constexpr, BLOCK: tl.constexpr,
+    NORMALIZED: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:
     """A token's TOP_K largest logits, and the softmax of these or of all.  A NaN makes all shares NaN."""
     token, expert = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
@@ -313,7 +313,7 @@ def _route(
     weights = tl.where(there, tl.exp(given - largest), 0.0)
     left = there
     total = tl.sum(weights, 0)
-    if NORMALISED:
+    if NORMALIZED:
         taken = there & (expert < 0)
         for _ in tl.static_range(TOP_K):
             best = _best(scores, expert, there & (taken == 0))

@@ -29,7 +29,7 @@ class Kernel(Protocol[Arguments, Result]):
 
 
 def jit(function: Callable[Arguments, Result]) -> Kernel[Arguments, Result]:
-    """A kernel, specialised for its arguments."""
+    """A kernel, specialized for its arguments."""
     return cast("Kernel[Arguments, Result]", triton.jit(function))
 
 

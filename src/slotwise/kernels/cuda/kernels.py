@@ -34,7 +34,7 @@ from slotwise.kernels.interface import (
     cache_kind,
     in_two_steps,
 )
-from slotwise.kernels.matrix import Format, QuantisedMatrix, StackedMatrix, Weight
+from slotwise.kernels.matrix import Format, QuantizedMatrix, StackedMatrix, Weight
 from slotwise.kernels.reference import as_bytes
 
 # 16-bit operations a second, by major compute capability, and the share of that rate in float32, without tensor cores.
@@ -72,13 +72,13 @@ class CudaKernels:
         major, minor = torch.cuda.get_device_capability(self.device) if on_gpu else (8, 0)
         self._capability = 10 * major + minor
         self._graphs = graphs.CudaGraphs(self.device) if on_gpu else None
-        self._packed: weakref.WeakKeyDictionary[QuantisedMatrix, packed.PackedMatrix] = weakref.WeakKeyDictionary()
+        self._packed: weakref.WeakKeyDictionary[QuantizedMatrix, packed.PackedMatrix] = weakref.WeakKeyDictionary()
 
     def warm_up(self, kind: torch.dtype) -> None:
         """Nothing: kernels are compiled, or read from Triton's cache on disk, at the first use of a layer's shape."""
 
     def product_path(self, kind: torch.dtype) -> str:
-        """Always cuBLAS: the path of weights that are not quantised."""
+        """Always cuBLAS: the path of weights that are not quantized."""
         return "cublas"
 
     def batch_dependence(self, kind: torch.dtype) -> str:
@@ -118,12 +118,12 @@ class CudaKernels:
         return packed.refusal(format)
 
     def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
-        """A product over the last dimension, by cuBLAS, or with quantised weights by `packed.py` or `narrow.py`.
+        """A product over the last dimension, by cuBLAS, or with quantized weights by `packed.py` or `narrow.py`.
 
         Raises:
             ValueError: the format is refused.
         """
-        if isinstance(weight, QuantisedMatrix) and narrow.is_narrow(weight.format, self._capability):
+        if isinstance(weight, QuantizedMatrix) and narrow.is_narrow(weight.format, self._capability):
             narrowed = narrow.pack(weight, self.device)
             return lambda x: narrow.multiply(x, narrowed, bias)
         return self._exact(weight, bias, self.linear)
@@ -131,10 +131,10 @@ class CudaKernels:
     def _exact(
         self, weight: Weight, bias: Tensor | None, multiply: Callable[[Weight, Tensor | None], Linear],
     ) -> Linear:
-        """A product whose tokens are not quantised; `multiply` makes each product of a weight of several formats."""
+        """A product whose tokens are not quantized; `multiply` makes each product of a weight of several formats."""
         if isinstance(weight, Tensor):
             return lambda x: F.linear(x, weight, bias)
-        if isinstance(weight, QuantisedMatrix):
+        if isinstance(weight, QuantizedMatrix):
             matrix = self._pack(weight)
             return lambda x: packed.multiply(x, matrix, bias)
         sizes = [part.outputs for part in weight.parts]
@@ -142,7 +142,7 @@ class CudaKernels:
         products = [multiply(part, own) for part, own in zip(weight.parts, biases, strict=True)]
         return lambda x: torch.cat([product(x) for product in products], dim=1)
 
-    def _pack(self, matrix: QuantisedMatrix) -> packed.PackedMatrix:
+    def _pack(self, matrix: QuantizedMatrix) -> packed.PackedMatrix:
         """The matrix on the device, shared by its table and its head.
 
         Raises:
@@ -173,17 +173,17 @@ class CudaKernels:
         return CudaAdapters(num_places, max_rank, kind, self.device)
 
     def head(self, weight: Weight) -> Linear:
-        """A product whose tokens are never quantised; a table of the same matrix shares its memory."""
+        """A product whose tokens are never quantized; a table of the same matrix shares its memory."""
         return self._exact(weight, None, lambda part, _: self.head(part))
 
-    def embedding(self, table: QuantisedMatrix, kind: torch.dtype, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
-        """Rows of a packed table, dequantised as they are read."""
+    def embedding(self, table: QuantizedMatrix, kind: torch.dtype, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
+        """Rows of a packed table, dequantized as they are read."""
         matrix = self._pack(table)
         return lambda token_ids: packed.rows_of(matrix, token_ids, kind, scale)
 
     def linear_bytes(self, weight: Weight) -> int:
         """Bytes of a weight as `linear` packs it."""
-        if isinstance(weight, QuantisedMatrix) and narrow.is_narrow(weight.format, self._capability):
+        if isinstance(weight, QuantizedMatrix) and narrow.is_narrow(weight.format, self._capability):
             return narrow.narrow_bytes(weight.outputs, weight.depth)
         if isinstance(weight, StackedMatrix):
             return sum(map(self.linear_bytes, weight.parts))

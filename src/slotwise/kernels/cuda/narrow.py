@@ -1,6 +1,6 @@
 """Products of 8-bit tokens with 8-bit weights (W8A8): integers, or floats where the device has tensor cores for them.
 
-The weights of an output share one scale.  The numbers of a token get one when they are quantised, so a product of codes
+The weights of an output share one scale.  The numbers of a token get one when they are quantized, so a product of codes
 is scaled once, after its sum (LLM.int8, Dettmers et al., 2022; Micikevicius et al., 2022).
 """
 
@@ -17,7 +17,7 @@ from slotwise.kernels.cuda.configs import narrow_tile
 from slotwise.kernels.cuda.jit import jit_varying
 from slotwise.kernels.cuda.packed import SplitProduct, part_of
 from slotwise.kernels.interface import FP8_LARGEST
-from slotwise.kernels.matrix import Format, QuantisedMatrix
+from slotwise.kernels.matrix import Format, QuantizedMatrix
 
 INT8_LARGEST = 127.0
 # The first compute capability with products of 8-bit floats.
@@ -36,7 +36,7 @@ class NarrowMatrix:
 
 
 def is_narrow(kind: Format, capability: int) -> bool:
-    """Whether products with a format's matrices quantise their tokens."""
+    """Whether products with a format's matrices quantize their tokens."""
     if kind.bits != 8 or kind.group or kind.has_minimums:
         return False
     return capability >= FP8_SINCE if kind.are_floats else not kind.levels and kind.zero == 128
@@ -47,7 +47,7 @@ def narrow_bytes(outputs: int, depth: int) -> int:
     return outputs * (_rounded(depth) + torch.float32.itemsize)
 
 
-def pack(matrix: QuantisedMatrix, device: torch.device) -> NarrowMatrix:
+def pack(matrix: QuantizedMatrix, device: torch.device) -> NarrowMatrix:
     """Read a matrix whose format is narrow, some outputs at a time."""
     floats = matrix.format.are_floats
     codes = torch.zeros(matrix.outputs, _rounded(matrix.depth), dtype=torch.uint8, device=device)
@@ -70,7 +70,7 @@ def multiply(x: Tensor, matrix: NarrowMatrix, bias: Tensor | None) -> Tensor:
     out = x.new_empty(tokens, outputs)
     if not tokens:
         return out
-    codes, scales = quantised_rows(x, matrix.codes.dtype, stride)
+    codes, scales = quantized_rows(x, matrix.codes.dtype, stride)
     tile = narrow_tile(tokens)
     grid = (triton.cdiv(tokens, tile.block_m), triton.cdiv(outputs, tile.block_n))
     parts = SplitProduct.of(out, grid, stride, tile.block_k)
@@ -82,24 +82,24 @@ def multiply(x: Tensor, matrix: NarrowMatrix, bias: Tensor | None) -> Tensor:
     return parts.added(out, bias)
 
 
-def quantised_rows(x: Tensor, kind: torch.dtype, stride: int) -> tuple[Tensor, Tensor]:
+def quantized_rows(x: Tensor, kind: torch.dtype, stride: int) -> tuple[Tensor, Tensor]:
     """`x [tokens, depth]` as codes `[tokens, stride]` of `kind`, zeros behind, and scales `[tokens]` float32."""
     x = x.contiguous()
     tokens, depth = x.shape
     codes, scales = x.new_empty(tokens, stride, dtype=kind), x.new_empty(tokens, dtype=torch.float32)
     block, integers = triton.next_power_of_2(stride), kind == torch.int8
-    _quantise_rows[(tokens,)](
+    _quantize_rows[(tokens,)](
         codes, scales, x, DEPTH=depth, STRIDE=stride, LARGEST=INT8_LARGEST if integers else FP8_LARGEST,
         INTEGERS=integers, BLOCK=block, num_warps=min(max(block // 512, 1), 16))
     return codes, scales
 
 
 @jit_varying()
-def _quantise_rows(
+def _quantize_rows(
     codes: tl.tensor, scales: tl.tensor, x: tl.tensor, DEPTH: tl.constexpr, STRIDE: tl.constexpr,
     LARGEST: tl.constexpr, INTEGERS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:
-    """Quantise one token.  A token that holds NaN gets the scale NaN, so its products are NaN, too."""
+    """Quantize one token.  A token that holds NaN gets the scale NaN, so its products are NaN, too."""
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     numbers = tl.load(x + token * DEPTH + column, column < DEPTH, 0.0).to(tl.float32)
     unsound = tl.max((numbers != numbers).to(tl.int32), 0)

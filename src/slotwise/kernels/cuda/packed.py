@@ -1,4 +1,4 @@
-"""Quantised matrices (`kernels/matrix.py`) on a GPU: how they are packed, their products, and rows of quantised tables.
+"""Quantized matrices (`kernels/matrix.py`) on a GPU: how they are packed, their products, and rows of quantized tables.
 
 The codes of an output lie one after another:
 
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from slotwise.kernels.cuda.configs import FEW, ProductConfig, codes_tile
 from slotwise.kernels.cuda.jit import OPERANDS, jit, jit_varying
-from slotwise.kernels.matrix import Factors, Format, QuantisedMatrix
+from slotwise.kernels.matrix import Factors, Format, QuantizedMatrix
 
 # In inputs.
 LARGEST_CHUNK, SMALLEST_CHUNK = 64, 16
@@ -92,7 +92,7 @@ def packed_bytes(kind: Format, outputs: int, depth: int) -> int:
     return outputs * (row_bytes(kind, depth) + factors)
 
 
-def pack(matrix: QuantisedMatrix, device: torch.device) -> PackedMatrix:
+def pack(matrix: QuantizedMatrix, device: torch.device) -> PackedMatrix:
     """Read a matrix, some outputs at a time.
 
     Raises:

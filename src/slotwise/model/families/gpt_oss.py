@@ -34,7 +34,7 @@ def configure(fields: Fields) -> ModelConfig:
     config, bias = read_common(fields, DEFAULTS), fields.flag("attention_bias", default=True)
     num_layers = config.num_layers
     activation = ClampedSwiGLU(fields.number("swiglu_alpha", default=1.702), fields.number("swiglu_limit", default=7.0))
-    mixture = read_mixture(fields, config, Routing(128, 4, is_normalised=True))
+    mixture = read_mixture(fields, config, Routing(128, 4, is_normalized=True))
     return replace(
         config,
         qkv_bias=bias,

@@ -34,7 +34,7 @@ def configure(fields: Fields) -> ModelConfig:
 
 def configure_moe(fields: Fields) -> ModelConfig:
     config = configure(fields)
-    return replace(config, mixture=read_mixture(fields, config, Routing(8, 2, is_normalised=True)))
+    return replace(config, mixture=read_mixture(fields, config, Routing(8, 2, is_normalized=True)))
 
 
 def compose_moe(config: ModelConfig, source: WeightSource) -> Network:

@@ -40,7 +40,7 @@ def configure_mixtral(fields: Fields) -> ModelConfig:
     return replace(
         config,
         windows=(read_window(fields, 0),) * config.num_layers,
-        mixture=read_mixture(fields, config, Routing(8, 2, is_normalised=True)),
+        mixture=read_mixture(fields, config, Routing(8, 2, is_normalized=True)),
     )
 
 

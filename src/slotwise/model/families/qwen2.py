@@ -42,7 +42,7 @@ def configure_moe(fields: Fields) -> ModelConfig:
     if SLIDING in fields.texts("layer_types") and not fields.flag("use_sliding_window"):
         raise fields.error("layer_types", "asks for sliding attention, but use_sliding_window is false")
     kinds = [SLIDING if window and layer % 2 == 0 and layer < below else FULL for layer in range(config.num_layers)]
-    mixture = read_mixture(fields, config, Routing(60, 4, is_normalised=False), intermediate_size=1408)
+    mixture = read_mixture(fields, config, Routing(60, 4, is_normalized=False), intermediate_size=1408)
     shared = fields.integer("shared_expert_intermediate_size", default=5632)
     return replace(
         config,

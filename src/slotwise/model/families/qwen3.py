@@ -39,5 +39,5 @@ def configure_moe(fields: Fields) -> ModelConfig:
         output_bias=bias,
         qk_norm=True,
         windows=(window,) * config.num_layers,
-        mixture=read_mixture(fields, config, Routing(128, 8, is_normalised=False), intermediate_size=768),
+        mixture=read_mixture(fields, config, Routing(128, 8, is_normalized=False), intermediate_size=768),
     )

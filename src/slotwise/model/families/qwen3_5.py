@@ -20,7 +20,7 @@ def configure_moe(fields: Fields) -> ModelConfig:
     """Every layer has experts, and the config no size of an MLP."""
     fields = Fields({"intermediate_size": 1, **fields.values}, fields.where)
     config = read_hybrid(fields, ConfigDefaults(num_kv_heads=2, head_dim=HEAD_DIM), is_interleaved=False)
-    mixture = read_mixture(fields, config, Routing(256, 8, is_normalised=True), intermediate_size=512)
+    mixture = read_mixture(fields, config, Routing(256, 8, is_normalized=True), intermediate_size=512)
     shared = fields.integer("shared_expert_intermediate_size", default=512)
     return replace(config, mixture=replace(mixture, shared_intermediate_size=shared))
 

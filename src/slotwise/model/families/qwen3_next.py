@@ -35,7 +35,7 @@ HEAD_DIM = 256
 
 def configure(fields: Fields) -> ModelConfig:
     config = read_hybrid(fields, ConfigDefaults(num_kv_heads=2, head_dim=HEAD_DIM), is_interleaved=True)
-    routing = Routing(512, 10, is_normalised=fields.flag("norm_topk_prob", default=True))
+    routing = Routing(512, 10, is_normalized=fields.flag("norm_topk_prob", default=True))
     mixture = read_mixture(fields, config, routing, intermediate_size=512)
     shared = fields.integer("shared_expert_intermediate_size", default=512)
     return replace(config, mixture=replace(mixture, shared_intermediate_size=shared))

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slotwise.kernels.matrix import Factors, Format, QuantisedMatrix, Rows
+from slotwise.kernels.matrix import Factors, Format, QuantizedMatrix, Rows
 from slotwise.model.quantization.mxfp4 import MXFP4_LEVELS
 
 Parse = Callable[[Tensor], Rows]
@@ -45,7 +45,7 @@ class BlockType(NamedTuple):
             raise ValueError(f"rows of {depth} weights are not whole blocks of {self.weights}")
         return depth // self.weights * self.bytes
 
-    def matrix(self, data: Tensor, outputs: int, depth: int) -> QuantisedMatrix:
+    def matrix(self, data: Tensor, outputs: int, depth: int) -> QuantizedMatrix:
         """`data`, uint8 of any shape, as `[outputs, depth]` weights.  Nothing is copied or read.
 
         Raises:
@@ -60,7 +60,7 @@ class BlockType(NamedTuple):
             codes, scales, minimums = self.parse(blocks[first:end])
             return Rows(codes.flatten(1), _flat(scales), None if minimums is None else _flat(minimums))
 
-        return QuantisedMatrix(self.format, outputs, depth, read)
+        return QuantizedMatrix(self.format, outputs, depth, read)
 
 
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -94,8 +94,8 @@ def _neutral(config: ModelConfig) -> dict[str, tuple[object, ...]]:
         "leading_dense_block_count": (0,), "interleave_moe_layer_step": (0, 1), "moe_every_n_layers": (0, 1),
         "expert_shared_count": (0,), "expert_shared_feed_forward_length": (0,),
         "expert_group_count": (0, 1), "expert_group_used_count": (0, 1),
-        "expert_weights_scale": (0, 1), "expert_weights_norm": (_is_normalised(config),),
-        "expert_gating_func": (0, 1, 3) if _is_normalised(config) else (0, 1),  # softmax, before or after the choice
+        "expert_weights_scale": (0, 1), "expert_weights_norm": (_is_normalized(config),),
+        "expert_gating_func": (0, 1, 3) if _is_normalized(config) else (0, 1),  # softmax, before or after the choice
         "rope.dimension_count_swa": (rope.rotated(head_dim),), "rope.dimension_sections": (0,),
         "rope.freq_base_swa": (rope.theta,),
         "rope.scaling.alpha": (0,), "rope.scaling.attn_factor": (1,), "rope.scaling.factor": (1,),
@@ -104,8 +104,8 @@ def _neutral(config: ModelConfig) -> dict[str, tuple[object, ...]]:
     }
 
 
-def _is_normalised(config: ModelConfig) -> bool:
-    return config.mixture is not None and config.mixture.routing.is_normalised
+def _is_normalized(config: ModelConfig) -> bool:
+    return config.mixture is not None and config.mixture.routing.is_normalized
 
 
 def _is_among(value: object, allowed: Sequence[object]) -> bool:

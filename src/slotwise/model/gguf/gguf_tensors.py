@@ -18,7 +18,7 @@ from torch import Tensor
 from slotwise.errors import CheckpointError
 from slotwise.gguf_file import TensorEntry as Entry
 from slotwise.gguf_file import open_model
-from slotwise.kernels.matrix import Format, QuantisedMatrix, Rows, reordered
+from slotwise.kernels.matrix import Format, QuantizedMatrix, Rows, reordered
 from slotwise.model.gguf.architectures import ARCHITECTURES, MAX_EXPERTS, Architecture, is_unread
 from slotwise.model.gguf.blocks import BLOCK_TYPES
 from slotwise.model.gguf.gguf_config import architecture_of
@@ -63,7 +63,7 @@ class GGUFTensor:
     def format(self) -> Format | None:
         return BLOCK_TYPES[self.kind].format if self.kind in BLOCK_TYPES and len(self.shape) == MATRIX else None
 
-    def matrix(self) -> QuantisedMatrix:
+    def matrix(self) -> QuantizedMatrix:
         matrix = BLOCK_TYPES[self.kind].matrix(self._data, *self.shape)
 
         def read(first: int, end: int) -> Rows:

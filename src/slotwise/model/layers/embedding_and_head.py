@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slotwise.errors import CheckpointError
-from slotwise.kernels.matrix import QuantisedMatrix, StackedMatrix, Weight
+from slotwise.kernels.matrix import QuantizedMatrix, StackedMatrix, Weight
 from slotwise.model.layers.source import NO_CUTS, WeightSource, share, shares
 from slotwise.model.stored_tensors import Cut
 
@@ -27,7 +27,7 @@ class Embedding:
     """
 
     def __init__(
-        self, source: WeightSource, table: Tensor | QuantisedMatrix, scale: float = 1.0, first_id: int = 0,
+        self, source: WeightSource, table: Tensor | QuantizedMatrix, scale: float = 1.0, first_id: int = 0,
     ) -> None:
         kernels, factor = source.kernels, torch.tensor(scale, dtype=source.dtype)
         self._reduce = source.group.all_reduce

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from slotwise.errors import CheckpointError
 from slotwise.kernels.interface import Activation, ClampedSwiGLU, ExpertWeights, Kernels, Routing
-from slotwise.kernels.matrix import QuantisedMatrix, Weight, formats_of, reordered
+from slotwise.kernels.matrix import QuantizedMatrix, Weight, formats_of, reordered
 from slotwise.model.layers.linear import Linear
 from slotwise.model.layers.source import NO_CUTS, WeightSource, expert_share, mlp_share
 from slotwise.model.stored_tensors import Cut
@@ -189,5 +189,5 @@ def _transposed(weight: Weight, expert: int, order: Tensor) -> Weight:
     """The outputs `order` of an expert in a tensor `[experts, depth, outputs]`: `[len(order), depth]`."""
     if isinstance(weight, Tensor):
         return weight[expert].T[order]
-    assert isinstance(weight, QuantisedMatrix)
+    assert isinstance(weight, QuantizedMatrix)
     return reordered(weight, expert * len(order) + order)

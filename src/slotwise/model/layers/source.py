@@ -29,7 +29,7 @@ from torch import Tensor
 from slotwise.errors import CheckpointError
 from slotwise.kernels.group import SINGLE_RANK, Group
 from slotwise.kernels.interface import AttentionShape, Kernels, Linear
-from slotwise.kernels.matrix import Format, QuantisedMatrix, Rows, Weight, stacked
+from slotwise.kernels.matrix import Format, QuantizedMatrix, Rows, Weight, stacked
 from slotwise.kernels.reference import ReferenceKernels
 from slotwise.model.lora_weights import LoraWeights
 from slotwise.model.stored_tensors import WHOLE, Cut, Cuts, Read, Shapes, matrix_size
@@ -147,7 +147,7 @@ class WeightSource:
     def tensor(self, shapes: Shapes, cuts: Cuts = NO_CUTS) -> Tensor:
         """Plain numbers of `dtype`, of one name or of several stacked along their first dimension."""
         found = self.weight(shapes, cuts)
-        return found if isinstance(found, Tensor) else found.dequantised().to(self.kernels.device, self.dtype)
+        return found if isinstance(found, Tensor) else found.dequantized().to(self.kernels.device, self.dtype)
 
 
 class _PackedSizes(ReferenceKernels):
@@ -161,7 +161,7 @@ class _PackedSizes(ReferenceKernels):
     def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         return lambda x: x
 
-    def embedding(self, table: QuantisedMatrix, kind: torch.dtype, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
+    def embedding(self, table: QuantizedMatrix, kind: torch.dtype, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
         return lambda token_ids: token_ids
 
 
@@ -194,7 +194,7 @@ class Listing(WeightSource):
     def _record(self, *names: str, cuts: Cuts = NO_CUTS) -> Weight:
         if not all(name in self._formats for name in names):
             return self._empty(names, cuts)
-        whole = {name: QuantisedMatrix(self._formats[name], *matrix_size(self.shapes[name]), _unreadable)
+        whole = {name: QuantizedMatrix(self._formats[name], *matrix_size(self.shapes[name]), _unreadable)
                  for name in names}
         return stacked([cuts.get(name, WHOLE).of(matrix, name) for name, matrix in whole.items()])
 

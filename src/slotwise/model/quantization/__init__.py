@@ -1,1 +1,1 @@
-"""Quantized weights as checkpoints store them: readers that give the `QuantisedMatrix` of `kernels/matrix.py`."""
+"""Quantized weights as checkpoints store them: readers that give the `QuantizedMatrix` of `kernels/matrix.py`."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from slotwise.kernels.matrix import Format, QuantisedMatrix
+from slotwise.kernels.matrix import Format, QuantizedMatrix
 from slotwise.model.fields import Fields
 from slotwise.model.names import HEAD, Spellings
 from slotwise.model.quantization.gptq import RECORDED as OF_GPTQ
@@ -62,7 +62,7 @@ class AWQScheme:
             "qzeros": StoredPart(("I32",), ((groups, words),)),
             "scales": StoredPart(FLOATS, ((groups, outputs),))}
 
-    def matrix(self, layer: StoredLayer) -> QuantisedMatrix:
+    def matrix(self, layer: StoredLayer) -> QuantizedMatrix:
         words = layer.tensor("qweight")
 
         def codes(first: int, end: int) -> Tensor:

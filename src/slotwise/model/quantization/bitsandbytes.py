@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slotwise.kernels.matrix import Factors, Format, QuantisedMatrix, Rows
+from slotwise.kernels.matrix import Factors, Format, QuantizedMatrix, Rows
 from slotwise.model.fields import Fields
 from slotwise.model.names import HEAD, Spellings
 from slotwise.model.quantization.patterns import read_skipped
@@ -65,7 +65,7 @@ class NF4Scheme:
             parts[NESTED_MAP] = StoredPart(("F32",), ((256,),))
         return parts
 
-    def matrix(self, layer: StoredLayer) -> QuantisedMatrix:
+    def matrix(self, layer: StoredLayer) -> QuantizedMatrix:
         if layer.depth % BLOCK:
             raise layer.error("weight", f"has {layer.depth} inputs: {BLOCK} must divide them")
         offset = self._read_state(layer)
@@ -79,7 +79,7 @@ class NF4Scheme:
             return Rows(torch.stack((pairs >> 4, pairs & 15), dim=-1).flatten(1), Factors(scales[first:end]))
 
         check_range(layer, ABSMAX, scales, max(NF4))
-        return QuantisedMatrix(self.format(layer.depth), layer.outputs, layer.depth, read)
+        return QuantizedMatrix(self.format(layer.depth), layer.outputs, layer.depth, read)
 
     def _scales(self, layer: StoredLayer, offset: float) -> Tensor:
         if not self.is_nested:
@@ -127,7 +127,7 @@ class Int8Scheme:
             "SCB": StoredPart(("F32",), ((outputs,), (outputs, 1))),
             "weight_format": StoredPart(("U8",), NUMBER, is_optional=True)}
 
-    def matrix(self, layer: StoredLayer) -> QuantisedMatrix:
+    def matrix(self, layer: StoredLayer) -> QuantizedMatrix:
         if layer.has("weight_format") and layer.tensor("weight_format").any():
             raise layer.error("weight_format", "is not 0, which stands for rows")
         weight, scales = layer.tensor("weight").view(torch.uint8), layer.numbers("SCB").view(-1, 1) * A_STEP
@@ -136,7 +136,7 @@ class Int8Scheme:
             return Rows(weight[first:end] ^ 128, Factors(scales[first:end]))
 
         check_range(layer, "SCB", scales, 256)
-        return QuantisedMatrix(self.format(layer.depth), layer.outputs, layer.depth, read)
+        return QuantizedMatrix(self.format(layer.depth), layer.outputs, layer.depth, read)
 
 
 class BitsAndBytes:

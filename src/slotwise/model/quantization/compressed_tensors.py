@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slotwise.kernels.matrix import Format, QuantisedMatrix
+from slotwise.kernels.matrix import Format, QuantizedMatrix
 from slotwise.model.fields import Fields
 from slotwise.model.names import Spellings, canonical
 from slotwise.model.quantization.fp8 import KIND as FP8_KIND
@@ -107,7 +107,7 @@ class IntegerScheme:
             "weight_shape": StoredPart(("I64", "I32"), ((2,),)),
             "weight_g_idx": StoredPart(("I32", "I64"), ((depth,),), is_optional=not self.is_ordered)}
 
-    def matrix(self, layer: StoredLayer) -> QuantisedMatrix:
+    def matrix(self, layer: StoredLayer) -> QuantizedMatrix:
         scales = self.scales.of_outputs(layer.numbers("weight_scale"), layer.outputs, layer.depth)
         order = read_order(layer, "weight_g_idx", self.scales.group) if layer.has("weight_g_idx") else None
         codes = self._packed_codes(layer) if self.is_packed else self._codes(layer)
@@ -157,7 +157,7 @@ class FloatScheme:
             "weight": StoredPart((FP8_KIND,), ((outputs, depth),)),
             "weight_scale": StoredPart(FLOATS, self.scales.shapes(outputs, depth)), **OF_ACTIVATIONS}
 
-    def matrix(self, layer: StoredLayer) -> QuantisedMatrix:
+    def matrix(self, layer: StoredLayer) -> QuantizedMatrix:
         scales = self.scales.of_outputs(layer.numbers("weight_scale"), layer.outputs, layer.depth)
         return fp8_matrix(layer, "weight_scale", scales, self.scales.group)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from slotwise.kernels.interface import FP8_LARGEST
-from slotwise.kernels.matrix import E4M3, Factors, Format, QuantisedMatrix, Rows
+from slotwise.kernels.matrix import E4M3, Factors, Format, QuantizedMatrix, Rows
 from slotwise.model.fields import Fields
 from slotwise.model.names import HEAD, Spellings
 from slotwise.model.quantization.mxfp4 import powers
@@ -48,7 +48,7 @@ def fp8_format(depth: int, group: int) -> Format:
     return Format(8, group, torch.float32, levels=E4M3)
 
 
-def fp8_matrix(layer: StoredLayer, part: str, scales: Tensor, group: int) -> QuantisedMatrix:
+def fp8_matrix(layer: StoredLayer, part: str, scales: Tensor, group: int) -> QuantizedMatrix:
     """The matrix of the part `weight` with `scales [outputs or 1, groups]`.  `part` names them in messages."""
     stored = layer.tensor("weight").view(torch.uint8)
     scales = scales.expand(layer.outputs, -1)
@@ -61,7 +61,7 @@ def fp8_matrix(layer: StoredLayer, part: str, scales: Tensor, group: int) -> Qua
         return Rows(codes, Factors(scales[first:end]))
 
     kind = replace(fp8_format(layer.depth, group), scale=scales.dtype)
-    return QuantisedMatrix(kind, layer.outputs, layer.depth, read)
+    return QuantizedMatrix(kind, layer.outputs, layer.depth, read)
 
 
 def of_rows(blocks: Tensor, rows: int, outputs: int) -> Tensor:
@@ -86,7 +86,7 @@ class FP8Scheme:
             **{name: StoredPart((*FLOATS, EXPONENTS, "U8"), shapes, is_optional=True) for name in SCALES},
             **{name: StoredPart(FLOATS, NUMBER, is_optional=True) for name in UNUSED}}
 
-    def matrix(self, layer: StoredLayer) -> QuantisedMatrix:
+    def matrix(self, layer: StoredLayer) -> QuantizedMatrix:
         found = [name for name in SCALES if layer.has(name)]
         if len(found) != 1:
             raise layer.error(" and ".join(SCALES), "are both there" if found else "are missing: one must be there")

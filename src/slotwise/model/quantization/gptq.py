@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from slotwise.kernels.matrix import Format, QuantisedMatrix
+from slotwise.kernels.matrix import Format, QuantizedMatrix
 from slotwise.model.fields import Fields
 from slotwise.model.names import HEAD, Spellings
 from slotwise.model.quantization.patterns import matches, read_expressions
@@ -75,7 +75,7 @@ class GPTQScheme:
             "g_idx": StoredPart(("I32", "I64"), ((depth,),), is_optional=not self.is_ordered),
             "bias": StoredPart(FLOATS, ((outputs,),), is_optional=True)}
 
-    def matrix(self, layer: StoredLayer) -> QuantisedMatrix:
+    def matrix(self, layer: StoredLayer) -> QuantizedMatrix:
         words, zeros = layer.tensor("qweight"), self._zeros(layer)
         if layer.has("bias") and layer.tensor("bias").any():
             raise layer.error("bias", "is not zero, but the model has no bias there")

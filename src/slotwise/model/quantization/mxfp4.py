@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slotwise.kernels.matrix import Factors, Format, QuantisedMatrix, Rows
+from slotwise.kernels.matrix import Factors, Format, QuantizedMatrix, Rows
 from slotwise.model.fields import Fields
 from slotwise.model.names import Spellings
 from slotwise.model.quantization.patterns import read_names
@@ -42,14 +42,14 @@ class MXFP4Scheme:
             self.blocks: StoredPart(("U8",), ((outputs, -(-depth // 2)), (outputs, groups, GROUP // 2))),
             self.scales: StoredPart(("U8", "F8_E8M0"), ((outputs, groups),))}
 
-    def matrix(self, layer: StoredLayer) -> QuantisedMatrix:
+    def matrix(self, layer: StoredLayer) -> QuantizedMatrix:
         blocks, scales = layer.tensor(self.blocks).flatten(1), powers(layer, self.scales) * 0.5
 
         def read(first: int, end: int) -> Rows:
             return Rows(nibbles(blocks[first:end])[:, : layer.depth], Factors(scales[first:end].bfloat16()))
 
         check_range(layer, self.scales, scales, max(MXFP4_LEVELS))
-        return QuantisedMatrix(FORMAT, layer.outputs, layer.depth, read)
+        return QuantizedMatrix(FORMAT, layer.outputs, layer.depth, read)
 
 
 def powers(layer: StoredLayer, part: str) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from slotwise.errors import CheckpointError
-from slotwise.kernels.matrix import Format, QuantisedMatrix, Rows, stacked
+from slotwise.kernels.matrix import Format, QuantizedMatrix, Rows, stacked
 from slotwise.model.fields import Fields
 from slotwise.model.names import Spellings, spellings
 from slotwise.model.quantization.awq import AWQ
@@ -76,7 +76,7 @@ class QuantizedTensor:
     def rows(self, first: int, end: int) -> Tensor:
         raise TypeError(f"{self.name} has no plain numbers")
 
-    def matrix(self) -> QuantisedMatrix:
+    def matrix(self) -> QuantizedMatrix:
         outputs, depth = self.shape
         parts = {name: part.rows(0, part.shape[0] if part.shape else 1) for name, part in self.parts.items()}
         return self.scheme.matrix(StoredLayer(self.name, self.where, outputs, depth, parts))
@@ -101,15 +101,15 @@ class MXFP4Experts:
     def rows(self, first: int, end: int) -> Tensor:
         """Experts `first ... end - 1` as plain numbers: bfloat16 holds them exactly."""
         experts = range(first, min(end, self.shape[0]))
-        return torch.stack([self._expert(place).dequantised().bfloat16().t() for place in experts])
+        return torch.stack([self._expert(place).dequantized().bfloat16().t() for place in experts])
 
-    def matrix(self) -> QuantisedMatrix:
+    def matrix(self) -> QuantizedMatrix:
         """All experts, one behind the other along their outputs."""
         whole = stacked([self._expert(place) for place in range(self.shape[0])])
-        assert isinstance(whole, QuantisedMatrix)
+        assert isinstance(whole, QuantizedMatrix)
         return whole
 
-    def _expert(self, place: int) -> QuantisedMatrix:
+    def _expert(self, place: int) -> QuantizedMatrix:
         """One of them, `[outputs, depth]`, of which only the outputs that are asked for are read."""
         _, depth, outputs = self.shape
 
@@ -119,7 +119,7 @@ class MXFP4Experts:
             layer = StoredLayer(self.name, self.where, end - first, depth, parts)
             return MXFP4Scheme("blocks", "scales").matrix(layer).read(0, end - first)
 
-        return QuantisedMatrix(FORMAT, outputs, depth, read)
+        return QuantizedMatrix(FORMAT, outputs, depth, read)
 
 
 def _see_experts(source: TensorSource, tensors: dict[str, StoredTensor], name: str, shape: Shape) -> list[str]:

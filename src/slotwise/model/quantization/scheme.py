@@ -1,6 +1,6 @@
 """What a quantized format tells a loader: which modules it quantized, and how a layer's tensors become a matrix.
 
-    config.json ─► Quantization ─► Scheme of a module ─► parts in the file ─► QuantisedMatrix
+    config.json ─► Quantization ─► Scheme of a module ─► parts in the file ─► QuantizedMatrix
                                    its `Format`          names, shapes, types
 
 A `Quantization` reads and checks every field of `quantization_config` once.  A `Scheme` is what it says about one
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from slotwise.errors import CheckpointError
-from slotwise.kernels.matrix import Factors, Format, QuantisedMatrix, Rows
+from slotwise.kernels.matrix import Factors, Format, QuantizedMatrix, Rows
 from slotwise.model.fields import Fields
 
 
@@ -97,7 +97,7 @@ class Scheme(Protocol):
         """The tensors of a weight `[outputs, depth]`, by what follows the module's name and a dot."""
         ...
 
-    def matrix(self, layer: StoredLayer) -> QuantisedMatrix:
+    def matrix(self, layer: StoredLayer) -> QuantizedMatrix:
         """The weight, of parts as `parts` says.
 
         Raises CheckpointError, or its `read` does, for parts that contradict the config or each other.
@@ -180,7 +180,7 @@ class Affine:
     def matrix(
         self, layer: StoredLayer, codes: Callable[[int, int], Tensor], part: str, scales: Tensor, zeros: Tensor | None,
         order: Tensor | None = None,
-    ) -> QuantisedMatrix:
+    ) -> QuantizedMatrix:
         """The weight with `codes(first, end) [end - first, depth]` uint8 and `scales [outputs, groups]`.
 
         `part` names the scales in messages; `zeros` are of their shape.
@@ -197,4 +197,4 @@ class Affine:
                         None if minimums is None else Factors(minimums[first:end]))
 
         kind = replace(self.format(layer.depth), scale=scales.dtype)
-        return QuantisedMatrix(kind, layer.outputs, layer.depth, read, order)
+        return QuantizedMatrix(kind, layer.outputs, layer.depth, read, order)

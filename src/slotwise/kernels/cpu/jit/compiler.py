@@ -1,14 +1,14 @@
 """Compiles Python functions to machine code with Numba, or loads what was compiled before.
 
     @kernel                      a part: a function that only kernels and other parts call.  It becomes machine code
-                                 only as a part of a whole kernel, where LLVM optimises it once
+                                 only as a part of a whole kernel, where LLVM optimizes it once
     intrinsic(emit, ...)         a function of kernels that is written as LLVM IR
     CompiledKernel(entry)        a whole kernel: a C callback of addresses and integers, compiled at first use, kept in
                                  `store.py`
-    specialised(part, BFLOAT16)  a whole kernel that calls a part for some kinds of elements
+    specialized(part, BFLOAT16)  a whole kernel that calls a part for some kinds of elements
 
-Numba would make a library of each part, optimised and compiled at once in case Python calls it.  Parts would then be
-optimised again in each of their callers, and their machine code would never run: a third of the time to compile our
+Numba would make a library of each part, optimized and compiled at once in case Python calls it.  Parts would then be
+optimized again in each of their callers, and their machine code would never run: a third of the time to compile our
 kernels.  Here a part stays LLVM IR, linked into its callers, until a kernel is complete.
 """
 
@@ -63,10 +63,10 @@ class _LinkedPart(JITCodeLibrary):
         """Nothing: there is no machine code that could use it."""
 
     def _optimize_functions(self, ll_module: object) -> None:
-        """Nothing: the kernel is optimised as a whole."""
+        """Nothing: the kernel is optimized as a whole."""
 
     def _optimize_final_module(self) -> None:
-        """Nothing: the kernel is optimised as a whole."""
+        """Nothing: the kernel is optimized as a whole."""
 
     def _finalize_final_module(self) -> None:
         self._finalized = True
@@ -171,7 +171,7 @@ class CompiledKernel:
 _known: dict[str, CompiledKernel] = {}
 
 
-def specialised(part: Callable[..., None], *kinds: object) -> CompiledKernel:
+def specialized(part: Callable[..., None], *kinds: object) -> CompiledKernel:
     """The kernel that calls `part(words, *kinds)`.
 
     Its symbol is named after both: kernels that different processes compiled are linked into one.

@@ -57,7 +57,7 @@ function actions(page, demo) {
       page.paint();
     },
     help() { $("keys").showModal(); },
-    neighbour(by) {
+    neighbor(by) {
       const known = [...page.history.requests.keys()].sort((one, other) => one - other);
       if (known.length) page.pin(known[Math.max(0, known.indexOf(page.pinned) + by) % known.length]);
     },

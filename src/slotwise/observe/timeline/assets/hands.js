@@ -89,7 +89,7 @@ export const KEYS = [
   ["t", "steps or wall time", ["t"], (page) => page.actions.unit()],
   ["shift + arrows", "point at another cell", Object.keys(WALKS), (page, key) => page.walk(...WALKS[key])],
   ["enter", "pin the request pointed at", ["Enter"], (page) => page.pin(page.pointed.number)],
-  ["n  p", "next, previous request", ["n", "p"], (page, key) => page.actions.neighbour(key === "n" ? 1 : -1)],
+  ["n  p", "next, previous request", ["n", "p"], (page, key) => page.actions.neighbor(key === "n" ? 1 : -1)],
   ["esc", "let go of it", ["Escape"], (page) => page.pin(null)],
   ["f", "fold or unfold idle slots", ["f"], (page) => page.fold()],
   ["d", "light or dark", ["d"], (page) => page.actions.theme()],

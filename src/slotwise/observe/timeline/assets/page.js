@@ -158,7 +158,7 @@ export class Page {
     this.changed();
   }
 
-  // Moves the pointer to a neighbouring cell.
+  // Moves the pointer to a neighboring cell.
   walk(across, down) {
     const [low, high] = this.view.shown;
     const ordinal = Math.min(high - 1, Math.max(low, (this.pointed.ordinal ?? low) + across));

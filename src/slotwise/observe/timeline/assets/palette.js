@@ -1,6 +1,6 @@
 // Colours: a hue for each request, and red for waste.  One rule, here and in the report of `slotwise compare`: what is
 // hatched in red was computed for nothing.  Everything shown by colour is also shown by a pattern.
-const HUES = [255, 145, 305, 90, 200, 280, 120, 330, 230, 172]; // neighbours far apart, none near the hue of waste
+const HUES = [255, 145, 305, 90, 200, 280, 120, 330, 230, 172]; // neighbors far apart, none near the hue of waste
 const LIGHT = { strong: [0.5, 0.15], soft: [0.8, 0.095], line: [0.6, 0.14] };
 const DARK = { strong: [0.85, 0.12], soft: [0.56, 0.11], line: [0.72, 0.12] };
 const NAMES = ["page", "ink", "quiet", "rule", "lane", "accent", "loss", "loss-ground", "loss-tint", "series"];

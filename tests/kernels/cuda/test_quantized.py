@@ -1,4 +1,4 @@
-"""Products with quantised matrices of every format, their tables and heads, against the matrices dequantised."""
+"""Products with quantized matrices of every format, their tables and heads, against the matrices dequantized."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.cuda_device import DEVICE, EXAMPLES, KERNELS, interpreted
 from support.paged import distance
 from support.quantized_matrices import FORMATS, depth_of, random_matrix
 
-from slotwise.kernels.matrix import Format, QuantisedMatrix, Rows, StackedMatrix
+from slotwise.kernels.matrix import Format, QuantizedMatrix, Rows, StackedMatrix
 
 with interpreted():
     from slotwise.kernels.cuda import CudaKernels, narrow, packed
@@ -25,7 +25,7 @@ def numbers(kind: torch.dtype, *size: int) -> torch.Tensor:
     return torch.randn(*size, generator=torch.Generator().manual_seed(sum(size))).to(kind)
 
 
-def without_nan(matrix: QuantisedMatrix) -> QuantisedMatrix:
+def without_nan(matrix: QuantizedMatrix) -> QuantizedMatrix:
     """The same without the two codes that are no number as 8-bit floats."""
     def read(first: int, end: int) -> Rows:
         rows = matrix.read(first, end)
@@ -41,7 +41,7 @@ def test_products_of_every_format(name, tokens):
     matrix = random_matrix(kind, 45, depth_of(kind, 272))
     x, bias = numbers(torch.float32, tokens, matrix.depth), numbers(torch.float32, 45)
     product = KERNELS.head(matrix) if name == "FP8" else KERNELS.linear(matrix, bias.to(DEVICE))
-    expected = x.double() @ matrix.dequantised().double().T + (0 if name == "FP8" else bias.double())
+    expected = x.double() @ matrix.dequantized().double().T + (0 if name == "FP8" else bias.double())
     assert distance(product(x.to(DEVICE)).cpu(), expected) < CLOSE[torch.float32]
 
 
@@ -76,7 +76,7 @@ def test_parts_are_all_of_a_depth_and_none_is_empty(programs, depth, step):
 def test_products_of_every_type(kind, name):
     matrix = random_matrix(FORMATS[name], 24, 256)
     x = numbers(kind, 3, 256)
-    expected = x.double() @ matrix.dequantised().double().T
+    expected = x.double() @ matrix.dequantized().double().T
     assert distance(KERNELS.linear(matrix)(x.to(DEVICE)).cpu(), expected) < CLOSE[kind]
 
 
@@ -86,7 +86,7 @@ def test_any_size_and_order(name, outputs, least, tokens, is_ordered):
     kind = FORMATS[name]
     matrix = random_matrix(kind, outputs, depth_of(kind, least), is_ordered=is_ordered)
     x = numbers(torch.float32, tokens, matrix.depth)
-    expected = x.double() @ matrix.dequantised().double().T
+    expected = x.double() @ matrix.dequantized().double().T
     assert distance(KERNELS.head(matrix)(x.to(DEVICE)).cpu(), expected) < CLOSE[torch.float32]
 
 
@@ -97,7 +97,7 @@ def test_rows_of_a_table(name, is_ordered):
     table = random_matrix(kind, 60, depth_of(kind, 272), is_ordered=is_ordered)
     ids = torch.tensor([3, 59, 0, 3, 17])
     found = KERNELS.embedding(table, torch.float32, 5.5)(ids.to(DEVICE)).cpu()
-    torch.testing.assert_close(found, table.dequantised()[ids] * 5.5, rtol=3e-6, atol=1e-7)
+    torch.testing.assert_close(found, table.dequantized()[ids] * 5.5, rtol=3e-6, atol=1e-7)
 
 
 def test_ids_outside_a_table_are_clamped():
@@ -119,7 +119,7 @@ def test_products_of_8_bits_with_8_bits(kind, tokens, form, capability, depth, m
     matrix, x, bias = without_nan(random_matrix(form, 45, depth)), numbers(kind, tokens, depth), numbers(kind, 45)
     actual = KERNELS.linear(matrix, bias.to(DEVICE))(x.to(DEVICE)).cpu()
     storage = torch.int8 if form is INT8 else torch.float8_e4m3fn
-    codes, scales = (tensor.cpu() for tensor in narrow.quantised_rows(x.to(DEVICE), storage, depth + 8))
+    codes, scales = (tensor.cpu() for tensor in narrow.quantized_rows(x.to(DEVICE), storage, depth + 8))
     assert (codes[:, depth:].float() == 0).all()
     rounded = codes[:, :depth].double() * scales.double()[:, None]
     off = (rounded - x.double()).abs()
@@ -127,7 +127,7 @@ def test_products_of_8_bits_with_8_bits(kind, tokens, form, capability, depth, m
         assert (off <= scales.double()[:, None] * 0.501).all()
     else:  # the interpreter halves a number whose rounding carries into its exponent
         assert (off <= x.double().abs() / (15.9 if DEVICE == "cuda" else 1.99) + scales.double()[:, None] / 256).all()
-    assert distance(actual, rounded @ matrix.dequantised().double().T + bias.double()) < CLOSE[kind]
+    assert distance(actual, rounded @ matrix.dequantized().double().T + bias.double()) < CLOSE[kind]
 
 
 def test_8_bit_products_of_unsound_and_empty_tokens():
@@ -144,7 +144,7 @@ def test_8_bit_products_of_unsound_and_empty_tokens():
 
 @pytest.mark.parametrize(("name", "capability", "wanted"), [
     ("FP8", 80, False), ("FP8", 89, True), ("FP8 blocks", 90, False), ("GPTQ 8", 90, False), ("Q8_0", 90, False)])
-def test_which_products_quantise_their_tokens(name, capability, wanted):
+def test_which_products_quantize_their_tokens(name, capability, wanted):
     assert narrow.is_narrow(FORMATS[name], capability) == wanted
     assert narrow.is_narrow(INT8, capability)
 
@@ -153,7 +153,7 @@ def test_formats_side_by_side_and_gated():
     parts = [random_matrix(FORMATS["Q4_K"], 30, 256), random_matrix(FORMATS["Q6_K"], 10, 256)]
     x, bias = numbers(torch.float32, 3, 256), numbers(torch.float32, 40)
     stacked = StackedMatrix(tuple(parts))
-    expected = x.double() @ stacked.dequantised().double().T + bias.double()
+    expected = x.double() @ stacked.dequantized().double().T + bias.double()
     assert distance(KERNELS.linear(stacked, bias.to(DEVICE))(x.to(DEVICE)).cpu(), expected) < CLOSE[torch.float32]
     gate, up = expected.chunk(2, 1)
     gated = KERNELS.gated(stacked, bias.to(DEVICE))(x.to(DEVICE)).cpu()

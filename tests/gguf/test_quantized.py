@@ -1,4 +1,4 @@
-"""Files with quantised weights, through the whole engine on a CPU: packed blocks are multiplied as they are."""
+"""Files with quantized weights, through the whole engine on a CPU: packed blocks are multiplied as they are."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def test_what_is_stored_is_told_and_takes_as_little(files: Callable[[str], Path]
     assert sizes[1] < 0.6 * sizes[0] and sizes[2] < 0.36 * sizes[0]
 
 
-def test_quantised_weights_are_not_quantised_again(files: Callable[[str], Path]) -> None:
-    with pytest.raises(ConfigError, match=r"quantised already \(GGUF, Q4_0\)"):
+def test_quantized_weights_are_not_quantized_again(files: Callable[[str], Path]) -> None:
+    with pytest.raises(ConfigError, match=r"quantized already \(GGUF, Q4_0\)"):
         LLM(model=str(files("Q4_0")), quantization="int8", **SMALL)
 
 

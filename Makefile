@@ -84,7 +84,7 @@ $(VENV)/collected.ready: $(VENV)/test.ready
 	touch $@
 
 # Compiled once, before four processes that need them do so at the same time.
-$(VENV)/kernels.ready: $(VENV)/serve.ready $(wildcard src/slotwise/kernels/cpu/*.py src/slotwise/kernels/cpu/jit/*.py src/slotwise/runner/sampling/*.py)
+$(VENV)/kernels.ready: $(VENV)/serve.ready $(wildcard src/slotwise/compute/kernels/cpu/*.py src/slotwise/compute/kernels/cpu/*/*.py src/slotwise/compute/runner/sampling/*.py)
 	for dtype in float32 bfloat16; do $(BIN)/slotwise generate --dtype $$dtype --max-tokens 1 x >/dev/null || exit; done
 	touch $@
 

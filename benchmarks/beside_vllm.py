@@ -31,8 +31,8 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path[:] = [str(HERE.parent / "src"), *(path for path in sys.path if path != str(HERE))]
 
-from slotwise.workload.distributions import parse_arrivals, parse_lengths  # noqa: E402
-from slotwise.workload.workloads import Recipe, Workload, generate  # noqa: E402
+from slotwise.measure.workload.distributions import parse_arrivals, parse_lengths  # noqa: E402
+from slotwise.measure.workload.workloads import Recipe, Workload, generate  # noqa: E402
 
 SHAPES = {
     "mixed": ("lognormal:128:0.9:1024", "lognormal:64:0.9:512"),

@@ -32,11 +32,12 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from slotwise.batching.batching_settings import Batching
-from slotwise.batching.disciplines import Chunked
+from slotwise.core.disciplines.batching_settings import Batching
+from slotwise.core.disciplines.disciplines import Chunked
 from slotwise.core.interfaces import DraftRow, Due, Proposal
 from slotwise.core.limits import ERROR, RECOMPUTE, SchedulerLimits
 from slotwise.core.params import SamplingSpec
+from slotwise.core.policies.policy_settings import Ordering
 from slotwise.core.record import RequestEnd, Tokens
 from slotwise.core.request import Request, RequestSpec
 from slotwise.core.scheduler import Scheduler
@@ -44,7 +45,6 @@ from slotwise.core.slo import SLO, Tier
 from slotwise.core.step import Proposing, StepPlan
 from slotwise.core.step_time import StepTimeModel, Work
 from slotwise.engine.executor import FakeExecutor
-from slotwise.policies.policy_settings import Ordering
 
 VOCABULARY, END = 23, 0
 OPERATIONS = 500  # of a life

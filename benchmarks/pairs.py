@@ -33,11 +33,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from slotwise.bench.load_generator import BenchTarget, Phrasing, measure, resolve, serving_result
-from slotwise.bench.measures import GoodputLimits
-from slotwise.bench.results import commit, environment, write_json
-from slotwise.bench.server_run import serving
-from slotwise.workload.workloads import Workload, as_workload
+from slotwise.measure.bench.load_generator import BenchTarget, Phrasing, measure, resolve, serving_result
+from slotwise.measure.bench.measures import GoodputLimits
+from slotwise.measure.bench.results import commit, environment, write_json
+from slotwise.measure.bench.server_run import serving
+from slotwise.measure.workload.workloads import Workload, as_workload
 
 HERE = Path(__file__).parents[1]
 OPTIONS = ("--dtype", "bfloat16", "--max-num-seqs", "64", "--max-model-len", "2048", "--no-enable-prefix-caching")

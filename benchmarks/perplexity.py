@@ -35,15 +35,15 @@ from gguf.quants import quantize
 from torch import Tensor
 
 from slotwise import builtin
-from slotwise.bench.results import environment, write_json
-from slotwise.kernels.interface import RaggedBatch
-from slotwise.kernels.matrix import Factors, Format, QuantizedMatrix, Rows, Weight, stacked
-from slotwise.kernels.select import choose
-from slotwise.model.decoder import Decoder
-from slotwise.model.family_table import tensor_shapes
-from slotwise.model.gguf.blocks import BLOCK_TYPES
-from slotwise.model.loading import describe, load_model
-from slotwise.model.weights import CheckpointWeights
+from slotwise.compute.kernels.interface import RaggedBatch
+from slotwise.compute.kernels.matrix import Factors, Format, QuantizedMatrix, Rows, Weight, stacked
+from slotwise.compute.kernels.select import choose
+from slotwise.compute.model.decoder import Decoder
+from slotwise.compute.model.family_table import tensor_shapes
+from slotwise.compute.model.gguf.blocks import BLOCK_TYPES
+from slotwise.compute.model.loading import describe, load_model
+from slotwise.compute.model.weights import CheckpointWeights
+from slotwise.measure.bench.results import environment, write_json
 from slotwise.text.tokenizer import Tokenizer
 
 sys.path.append(str(Path(__file__).parents[1] / "training"))

@@ -15,16 +15,16 @@ from benchmarks.commands import bar, parser_of
 from rich.console import Console
 from rich.table import Table
 
-from slotwise.batching.batching_settings import Batching
 from slotwise.compose.launch import hold_off, settle
+from slotwise.core.disciplines.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingSpec
+from slotwise.core.policies.policy_settings import POLICIES, Ordering
 from slotwise.core.request import Request, RequestSpec
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.slo import SLO
 from slotwise.core.step import StepPlan, StepResult
 from slotwise.core.step_time import StepTimeModel
-from slotwise.policies.policy_settings import POLICIES, Ordering
 
 CROWDS = ((64, 0, 128.0), (256, 0, 512.0), (1024, 10_000, 2048.0))  # running, waiting; at most 2 microseconds a row
 SHORTEST, OUTPUT, BLOCK = 64, 4000, 64  # tokens of the shortest prompt, of an output, of a block

@@ -21,6 +21,9 @@ from benchmarks.commands import bar, parser_of
 
 from slotwise.compose.engine_builder import build_engine
 from slotwise.compose.rank_messages import Known, RunShare, decode_order, encode
+from slotwise.compute.kernels.cpu.kernels import CpuKernels
+from slotwise.compute.kernels.cpu.shared_group import CHUNK, SharedGroup, SharedMemory, shared_file, size_of
+from slotwise.compute.kernels.group import Group, TorchGroup
 from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.core.step import RowKind, StepPlan
@@ -28,9 +31,6 @@ from slotwise.engine.config import EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.ipc import BlockingChannel, pair
 from slotwise.engine.messages import Add, Finish
-from slotwise.kernels.cpu.kernels import CpuKernels
-from slotwise.kernels.cpu.shared_group import CHUNK, SharedGroup, SharedMemory, shared_file, size_of
-from slotwise.kernels.group import Group, TorchGroup
 
 PROMPT, STEPS, REPEATS = 64, 40, 300
 ELEMENTS = 16_384  # float32: 64 KB

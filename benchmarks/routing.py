@@ -23,16 +23,16 @@ from typing import Any
 
 from benchmarks.commands import parser_of
 
-from slotwise.bench.results import environment, write_json
+from slotwise.core.routing.routers import ROUTERS
 from slotwise.engine.config import EngineConfig
-from slotwise.routing.routers import ROUTERS
-from slotwise.simulate.figures import figures
-from slotwise.simulate.machines import ModelShape, setup_of
-from slotwise.simulate.simulated_routing import RoutedServers
-from slotwise.simulate.simulator import Server, Setup, simulate, traffic_of
-from slotwise.workload.distributions import Poisson
-from slotwise.workload.trace import read_trace, replay
-from slotwise.workload.workloads import Workload
+from slotwise.measure.bench.results import environment, write_json
+from slotwise.measure.simulate.figures import figures
+from slotwise.measure.simulate.machines import ModelShape, setup_of
+from slotwise.measure.simulate.simulated_routing import RoutedServers
+from slotwise.measure.simulate.simulator import Server, Setup, simulate, traffic_of
+from slotwise.measure.workload.distributions import Poisson
+from slotwise.measure.workload.trace import read_trace, replay
+from slotwise.measure.workload.workloads import Workload
 
 MACHINE = "h100"
 SHAPE = ModelShape(  # Llama 3.1 8B in bfloat16

@@ -24,15 +24,12 @@ from support.live_server import children, eventually
 from support.scale_door import door_of
 
 from slotwise import builtin
+from slotwise.api.generate.prompt_transfer import HEADER
 from slotwise.compose.engine_builder import load
 from slotwise.core.params import SamplingSpec
 from slotwise.core.request import KVTransfer, RequestSpec
-from slotwise.engine.config import ConfigError, EngineConfig
-from slotwise.engine.engine import Engine
-from slotwise.engine.messages import Add
-from slotwise.server.prompt_transfer import HEADER
-from slotwise.speculation.speculation_settings import Speculation
-from slotwise.transfer.kv_transfer_config import (
+from slotwise.core.speculation.speculation_settings import Speculation
+from slotwise.core.transfer.kv_transfer_config import (
     BOTH,
     CONNECTORS,
     CONSUMER,
@@ -42,7 +39,10 @@ from slotwise.transfer.kv_transfer_config import (
     KVTransferConfig,
     secret_of,
 )
-from slotwise.transfer.wire import Wire
+from slotwise.core.transfer.wire import Wire
+from slotwise.engine.config import ConfigError, EngineConfig
+from slotwise.engine.engine import Engine
+from slotwise.engine.messages import Add
 
 SMALL = {"max_num_seqs": 4, "max_model_len": 512, "max_num_batched_tokens": 64, "block_size": 16}
 PROMPTS = prompts([300, 130, 64, 17, 2, 200])

@@ -15,11 +15,11 @@ from support.toy import Proposing
 
 from slotwise import LLM
 from slotwise.compose.engine_builder import Loaded, load
+from slotwise.compute.kernels.cpu.products import onednn, paths
 from slotwise.core.params import SamplingSpec
 from slotwise.core.request import Request, RequestSpec
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.messages import Add
-from slotwise.kernels.cpu import onednn, paths
 
 PROMPTS = 64
 SHAPE_135M = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 6,  # of 30 alike

@@ -14,10 +14,10 @@ import pytest
 from support.live import CLI, cli
 
 from slotwise import builtin
+from slotwise.api.protocol.protocol import ChatRequest
 from slotwise.cli import as_typed, main
 from slotwise.errors import described
 from slotwise.offline.llm import LLM
-from slotwise.server.protocol import ChatRequest
 
 pytestmark = pytest.mark.slow
 

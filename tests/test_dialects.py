@@ -13,8 +13,8 @@ import pydantic
 import pytest
 from support.live import Live, serving
 
+from slotwise.measure.simulate.replay import replay
 from slotwise.observe import event_log, log_file
-from slotwise.simulate.replay import replay
 
 MODEL = "slotwise-builtin"
 SIGNATURES = ("def is_empty(self):", "def read_lines(path):", "def close(self):", "def get(self, key):")

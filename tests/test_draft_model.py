@@ -25,14 +25,14 @@ from slotwise.compose.engine_builder import Loaded, build_engine, load
 from slotwise.core.grammar import JSON_SCHEMA, Grammar
 from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
+from slotwise.core.speculation.draft_model import DraftModelProposer
+from slotwise.core.speculation.proposer import proposer_of
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add
 from slotwise.errors import CheckpointError
+from slotwise.measure.simulate.replay import replay
 from slotwise.observe import log_file
-from slotwise.simulate.replay import replay
-from slotwise.speculation.draft_model import DraftModelProposer
-from slotwise.speculation.proposer import proposer_of
 from slotwise.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow

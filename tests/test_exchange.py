@@ -25,16 +25,16 @@ from support.live import Live, serving
 from support.live_server import children, eventually
 
 from slotwise import LLM, SamplingParams
+from slotwise.api.limits.server_settings import ServerSettings
 from slotwise.compose.api_server import ModelOptions, ServedModel, chat_of, objection, read_model, read_other
 from slotwise.compose.engine_builder import chosen, divided
 from slotwise.compose.engine_builder import load as load_weights
 from slotwise.compose.load_check import objection as of_model
+from slotwise.compute.model.loading import UnreadModel, describe, load_model
+from slotwise.compute.runner import memory_budget
+from slotwise.core.transfer.kv_transfer_config import KVTransferConfig
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.errors import OneLineError
-from slotwise.model.loading import UnreadModel, describe, load_model
-from slotwise.runner import memory_budget
-from slotwise.server.server_settings import ServerSettings
-from slotwise.transfer.kv_transfer_config import KVTransferConfig
 
 ADMIN = {"Authorization": "Bearer root"}
 PROMPT = list(range(40, 70))

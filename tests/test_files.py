@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from slotwise.bench.results import write_json
 from slotwise.core.step_time import StepTimeModel, Work
-from slotwise.files import PRIVATE, check_part, read_regular, write_output, write_whole
+from slotwise.measure.bench.results import write_json
 from slotwise.observe import step_time
 from slotwise.observe.log_file import LogFile
+from slotwise.platform.files import PRIVATE, check_part, read_regular, write_output, write_whole
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_a_link_is_replaced_and_the_file_it_names_stays(tmp_path: Path) -> None:
 
 def test_standard_output_is_written_also_where_it_is_a_file(tmp_path: Path) -> None:
     with (tmp_path / "out").open("wb") as out:
-        script = "from slotwise.files import write_output; write_output('/dev/stdout', b'x')"
+        script = "from slotwise.platform.files import write_output; write_output('/dev/stdout', b'x')"
         subprocess.run([sys.executable, "-c", script], stdout=out, check=True, timeout=120)
     assert (tmp_path / "out").read_bytes() == b"x" and Path("/dev/stdout").is_symlink()
 
@@ -90,7 +90,7 @@ def test_a_pipe_in_the_place_of_step_times_is_replaced_and_not_waited_for(tmp_pa
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from slotwise.files import write_whole
+from slotwise.platform.files import write_whole
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 try:
     write_whole(Path(sys.argv[1]), bytes(5000))
@@ -139,7 +139,7 @@ def test_an_event_log_on_a_full_disk_ends_and_is_closed(full: Path, caplog: pyte
 def test_a_kill_in_the_middle_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "kept"
     path.write_bytes(b"old" * 1000)
-    script = ("import sys; from slotwise.files import write_whole; print('go', flush=True)\n"
+    script = ("import sys; from slotwise.platform.files import write_whole; print('go', flush=True)\n"
               "while True: [write_whole(sys.argv[1], bytes([letter]) * 200_000) for letter in b'ab']")
     with subprocess.Popen([sys.executable, "-c", script, str(path)], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"go\n"

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from slotwise.compute.kernels.cpu.products import paths
 from slotwise.core.step_time import StepTimeModel, Work
-from slotwise.kernels.cpu import paths
 from slotwise.observe import step_time
 
 SCRIPT = """
 import os, resource, sys
-from slotwise.kernels.cpu.jit import store
+from slotwise.compute.kernels.cpu.jit import store
 from slotwise.observe import step_time
 {before}
 print(store.wanted(), step_time.path_for(["a"]).parent, *store.homes(), sep="\\n")

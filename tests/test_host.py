@@ -9,14 +9,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from slotwise import LLM, SamplingParams, host
+from slotwise import LLM, SamplingParams
+from slotwise.api.http import listener
 from slotwise.compose.engine_builder import load
 from slotwise.compose.launch import Cores
+from slotwise.compute.kernels.cpu.jit import workers
+from slotwise.compute.kernels.select import resolve
+from slotwise.compute.runner import memory_budget
 from slotwise.engine.config import ConfigError, EngineConfig
-from slotwise.kernels.cpu.jit import workers
-from slotwise.kernels.select import resolve
-from slotwise.runner import memory_budget
-from slotwise.server import listener
+from slotwise.platform import host
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 OTHERS = [("Darwin", "arm64"), ("Darwin", "x86_64"), ("Linux", "riscv64"), ("Linux", "ppc64le"), ("Linux", "armv7l"),

@@ -14,10 +14,10 @@ import pytest
 from support.checkpoints import edit_config, make
 from support.live import cli, serving
 
+from slotwise.compute.kernels.reference import ReferenceKernels
+from slotwise.compute.model.loading import load_model, read_config
 from slotwise.engine.config import ConfigError
 from slotwise.errors import MOST_CHARACTERS, CheckpointError, OneLineError, one_line
-from slotwise.kernels.reference import ReferenceKernels
-from slotwise.model.loading import load_model, read_config
 from slotwise.text.chat_source import MAX_SOURCE
 from slotwise.text.chat_template import ChatTemplateError, load_chat_template
 from slotwise.text.tokenizer import Tokenizer, TokenizerError

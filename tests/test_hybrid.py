@@ -16,12 +16,12 @@ from support.records import cached_of
 from slotwise.compose.engine_builder import Loaded, load
 from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
+from slotwise.core.speculation.proposer import DraftProposer
+from slotwise.core.speculation.speculation_settings import Speculation
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add
 from slotwise.errors import CheckpointError
-from slotwise.speculation.proposer import DraftProposer
-from slotwise.speculation.speculation_settings import Speculation
 
 OUTPUT, NUM_REQUESTS = 40, 5
 

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-CORE = ("slotwise.core.scheduler", "slotwise.core.record", "slotwise.batching.disciplines", "slotwise.policies.fcfs")
+CORE = ("slotwise.core.scheduler", "slotwise.core.record", "slotwise.core.disciplines.disciplines",
+        "slotwise.core.policies.fcfs")
 
 
 def run_without(forbidden: tuple[str, ...], modules: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
@@ -24,7 +25,7 @@ def test_the_core_needs_nothing_but_the_standard_library():
 
 
 @pytest.mark.parametrize("module", [
-    "slotwise.compose.api_server", "slotwise.cli", "slotwise", "slotwise.simulate.replay", "slotwise.async_llm",
+    "slotwise.compose.api_server", "slotwise.cli", "slotwise", "slotwise.measure.simulate.replay", "slotwise.async_llm",
     "slotwise.sampling_params", "slotwise.inputs", "slotwise.outputs"])
 def test_neither_the_api_process_nor_a_replay_sees_torch(module):
     run = run_without(("torch", "numpy", "numba"), (module,))

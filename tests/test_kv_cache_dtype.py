@@ -11,9 +11,9 @@ from support.live import cli, serving
 from support.ragged import Driver
 
 from slotwise import LLM, SamplingParams
+from slotwise.compute.kernels.select import choose
+from slotwise.compute.model.loading import load_model
 from slotwise.engine.config import ConfigError, EngineConfig
-from slotwise.kernels.select import choose
-from slotwise.model.loading import load_model
 from slotwise.offline.outputs import CompletionOutput
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)

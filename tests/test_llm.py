@@ -13,10 +13,10 @@ from tqdm import tqdm
 
 from slotwise import LLM, SamplingParams, TextPrompt, TokensPrompt
 from slotwise.engine.config import ConfigError
+from slotwise.measure.simulate.replay import replay
 from slotwise.observe import log_file
 from slotwise.observe.offline import Counter, Gauge, Histogram
 from slotwise.offline.arguments import METHODS
-from slotwise.simulate.replay import replay
 
 pytestmark = pytest.mark.slow
 

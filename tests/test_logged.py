@@ -18,7 +18,7 @@ from support.live_server import children, eventually
 TEXT_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (INFO|WARNING|ERROR|CRITICAL) \S|    ).*")
 SECRET = "class Secret:\n    password"
 BODY = {"max_tokens": 4, "ignore_eos": True, "temperature": 0}
-LOGGER = "slotwise.server.request_log"
+LOGGER = "slotwise.api.generate.request_log"
 
 
 def exchanges(live: Live) -> None:

@@ -18,9 +18,9 @@ from slotwise.core.reasons import NO_ADAPTER_SLOT
 from slotwise.core.record import StepRecord
 from slotwise.engine.config import ConfigError
 from slotwise.errors import CheckpointError
+from slotwise.measure.simulate.replay import replay
 from slotwise.observe.event_log import RequestEntry
 from slotwise.observe.log_file import read_file
-from slotwise.simulate.replay import replay
 
 LENGTHS = [3, 40, 17, 70, 9, 33]
 TOKENS = 12

@@ -192,8 +192,8 @@ def test_a_long_context_beside_short_ones(family):
 
 def blocks_of(folder: Path, block_size: int) -> int:
     """Bytes of a block of every layer, each in memory of its own."""
-    from slotwise.kernels.select import choose, resolve
-    from slotwise.model.loading import load_model
+    from slotwise.compute.kernels.select import choose, resolve
+    from slotwise.compute.model.loading import load_model
 
     decoder = load_model(folder, kernels=choose(resolve("auto")), dtype="float32")
     return len(decoder.layer_shapes) * max(

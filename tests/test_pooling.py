@@ -22,8 +22,8 @@ from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add
 from slotwise.errors import CheckpointError
+from slotwise.measure.simulate.replay import replay
 from slotwise.observe import log_file
-from slotwise.simulate.replay import replay
 
 LENGTHS = [1, 2, 40, 75, 23, 60, 100]
 BYTES_A_BLOCK = 2 * 16 * 4 * 32 * 4 * 3  # keys and values, tokens, heads, head_dim, float32, layers

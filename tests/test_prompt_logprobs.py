@@ -181,7 +181,7 @@ def test_they_publish_to_the_prefix_cache_and_do_not_read_from_it(folder, prompt
 
 
 def test_few_rows_of_logits_exist_at_a_time(folder, exact, monkeypatch):
-    from slotwise.model.decoder import Decoder
+    from slotwise.compute.model.decoder import Decoder
 
     sizes, logits = [], Decoder.logits
     monkeypatch.setattr(Decoder, "logits", lambda self, hidden: sizes.append(len(hidden)) or logits(self, hidden))

@@ -24,20 +24,20 @@ from support.ragged import Driver
 from support.rank_threads import Paired, ranks_on_threads
 
 from slotwise.compose.engine_builder import build_engine
+from slotwise.compute.kernels.cpu.cache import padded
+from slotwise.compute.kernels.cpu.kernels import CpuKernels
+from slotwise.compute.kernels.group import SINGLE_RANK
+from slotwise.compute.kernels.interface import Kernels
+from slotwise.compute.kernels.reference import ReferenceKernels
+from slotwise.compute.model.loading import load_model, read_config
 from slotwise.core.grammar import REGEX, Grammar
 from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
+from slotwise.core.speculation.proposer import proposer_of
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add
 from slotwise.errors import CheckpointError
-from slotwise.kernels.cpu.cache import padded
-from slotwise.kernels.cpu.kernels import CpuKernels
-from slotwise.kernels.group import SINGLE_RANK
-from slotwise.kernels.interface import Kernels
-from slotwise.kernels.reference import ReferenceKernels
-from slotwise.model.loading import load_model, read_config
-from slotwise.speculation.proposer import proposer_of
 
 RECURRENT = ("qwen3_next", "qwen3_5", "qwen3_5_moe")  # families whose states no ranks divide
 LAYOUTS = {"tp": (2, 1), "pp": (1, 2), "both": (2, 2)}  # ranks of a stage, stages

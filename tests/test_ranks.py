@@ -20,12 +20,13 @@ from support.checkpoints import make, prompts
 from support.live import Live, serving
 from support.records import cached_of
 
-from slotwise import LLM, StructuredOutputsParams, spawn
+from slotwise import LLM, StructuredOutputsParams
 from slotwise import SamplingParams as AskedParams
 from slotwise.compose import ranks
 from slotwise.compose.engine_builder import build_engine, other_ranks
 from slotwise.compose.rank_process import obey
 from slotwise.compose.ranks import RankLostError, _Rank, visible_gpus
+from slotwise.compute.model.loading import read_config
 from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.core.step import Decision
@@ -34,7 +35,7 @@ from slotwise.engine.engine import Engine
 from slotwise.engine.ipc import BlockingChannel, frame, pair
 from slotwise.engine.messages import Add, Finish
 from slotwise.errors import CheckpointError
-from slotwise.model.loading import read_config
+from slotwise.platform import spawn
 
 GREEDY = SamplingSpec(temperature=0.0, max_tokens=10, ignore_eos=True)
 LONG = dataclasses.replace(GREEDY, max_tokens=24)

@@ -13,13 +13,13 @@ from support.checkpoints import make
 from support.live import cli
 
 from slotwise.compose.engine_builder import build_engine
+from slotwise.compute.kernels.reference import ReferenceKernels
+from slotwise.compute.model.family_table import tensor_shapes
+from slotwise.compute.model.loading import load_model, read_config
 from slotwise.core.step_time import StepTimeModel, Work
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.warmup import FirstStepError
 from slotwise.errors import CheckpointError
-from slotwise.kernels.reference import ReferenceKernels
-from slotwise.model.family_table import tensor_shapes
-from slotwise.model.loading import load_model, read_config
 from slotwise.observe import step_time
 
 NAMES = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", "model.layers.1.self_attn.k_proj.weight",

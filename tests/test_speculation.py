@@ -21,12 +21,12 @@ from slotwise.compose.engine_builder import Loaded, load
 from slotwise.core.params import SamplingSpec, ThinkingBudget
 from slotwise.core.record import StepRecord
 from slotwise.core.request import RequestSpec
+from slotwise.core.speculation.proposer import DraftProposer
+from slotwise.core.speculation.speculation_settings import Speculation
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add
-from slotwise.simulate.replay import replay
-from slotwise.speculation.proposer import DraftProposer
-from slotwise.speculation.speculation_settings import Speculation
+from slotwise.measure.simulate.replay import replay
 from slotwise.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow

@@ -21,8 +21,8 @@ import pytest
 from support.live import Live, serving
 
 from slotwise.core.record import StepRecord
+from slotwise.measure.simulate.replay import replay
 from slotwise.observe import log_file
-from slotwise.simulate.replay import replay
 
 MODEL = "slotwise-builtin"
 PERSON = {

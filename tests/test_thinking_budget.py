@@ -13,8 +13,8 @@ from support import scripted
 from support.live import Live, serving
 
 from slotwise.core.params import ThinkingBudget
+from slotwise.measure.simulate.replay import replay
 from slotwise.observe import event_log, log_file
-from slotwise.simulate.replay import replay
 
 TEMPLATE = scripted.TEMPLATE + (
     "{% if enable_thinking is defined %}{{ '<think>' if enable_thinking else '<think></think>' }}{% endif %}")

@@ -22,8 +22,8 @@ from benchmarks.commands import bar, parser_of
 from benchmarks.perplexity import BLOCK, as_batch
 from torch import Tensor
 
-from slotwise.kernels.select import choose
-from slotwise.model.loading import load_model
+from slotwise.compute.kernels.select import choose
+from slotwise.compute.model.loading import load_model
 
 PROMPTS, LENGTH, LIKELIEST = 8, 48, 500
 WAYS = {"reference": ("reference", "float32"), "float32": ("cpu", "float32"), "bfloat16": ("cpu", "bfloat16")}

@@ -34,7 +34,7 @@ import aiohttp
 from benchmarks.beside_vllm import VOCABULARY, workload
 from benchmarks.commands import parser_of
 
-from slotwise.bench.results import environment, write_json
+from slotwise.measure.bench.results import environment, write_json
 
 SLOTS, CONTEXT = 64, 1600
 STREAM_PROMPT, STREAM_TOKENS, LONG_PROMPT = 128, 64, 1024

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from benchmarks.commands import parser_of
 
-from slotwise.gguf_file import open_model
+from slotwise.platform.gguf_file import open_model
 from slotwise.text.gguf_tokenizer import MODEL, PRE
 from slotwise.text.tokenizer import Tokenizer, TokenizerError
 

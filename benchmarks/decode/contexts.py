@@ -26,7 +26,6 @@ import torch
 from benchmarks.commands import parser_of
 from benchmarks.decode.steps import mean
 
-from slotwise.bench.results import environment
 from slotwise.compose.engine_builder import Loaded, load
 from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
@@ -34,6 +33,7 @@ from slotwise.core.step import CACHE_GROUP, NewBlocks, NewRequest, RowKind, Step
 from slotwise.core.step_time import Roofline
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.executor import Executor
+from slotwise.measure.bench.results import environment
 
 CHUNK = 512  # tokens
 CHUNKS_AT = 5  # positions of a context at which a chunk is timed

@@ -20,14 +20,14 @@ from pathlib import Path
 import torch
 from benchmarks.commands import parser_of
 
-from slotwise.bench.profiler import cost_of
-from slotwise.bench.results import environment
 from slotwise.compose.engine_builder import Loaded, load
 from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.core.step_time import Cost, Machine, Roofline
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import Add
+from slotwise.measure.bench.profiler import cost_of
+from slotwise.measure.bench.results import environment
 
 BEGINNING = 512  # steps after which the last row has begun, and the first has not ended
 

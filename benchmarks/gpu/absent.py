@@ -12,8 +12,8 @@ import torch
 from benchmarks.gpu.repeated import RepeatingGraph
 from torch import Tensor
 
-from slotwise.kernels.cuda.graphs import capture_size
-from slotwise.kernels.interface import Kernels
+from slotwise.compute.kernels.cuda.graphs import capture_size
+from slotwise.compute.kernels.interface import Kernels
 
 TOTAL, GRAPH = 1 << 36, 700_000  # bytes of the device, and of a graph
 

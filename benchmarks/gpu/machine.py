@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from benchmarks.gpu.setup import Setup
 
-from slotwise.bench.results import environment
+from slotwise.compute.model.family_table import tensor_shapes
+from slotwise.compute.model.model_config import ModelConfig
 from slotwise.core.record import StepRecord
-from slotwise.model.family_table import tensor_shapes
-from slotwise.model.model_config import ModelConfig
+from slotwise.measure.bench.results import environment
 
 
 class Machine(NamedTuple):

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from slotwise.model.model_config import ModelConfig
+from slotwise.compute.model.model_config import ModelConfig
 
 LAUNCH = 3e-6  # seconds from one small kernel's end to the next one's, back to back
 KIND_BYTES = 2  # of the types that are modeled: 16 bits

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.gpu.figures import MARK, told
 
-from slotwise.spawn import end_with_parent
+from slotwise.platform.spawn import end_with_parent
 
 ROOT = Path(__file__).resolve().parents[2]
 WORTHWHILE = 5.0  # seconds; with less left a part is not begun
@@ -48,9 +48,9 @@ def _measured(name: str, seconds: float) -> Part:
 
 
 PARTS = (  # correctness first
-    _tests("kernels", "tests/kernels/cuda", "tests/kernels/cuda/test_graphs.py", 90.0),
+    _tests("kernels", "tests/compute/kernels/cuda", "tests/compute/kernels/cuda/test_graphs.py", 90.0),
     _tests("parity", "tests/test_parity.py -k random_steps or preempted or alone",
-           "tests/runner/sampling/test_cpu.py -k greedy", 50.0),
+           "tests/compute/runner/sampling/test_cpu.py -k greedy", 50.0),
     _measured("serve", 40.0),
     _measured("ranks", 30.0),
     _measured("shares", 40.0),

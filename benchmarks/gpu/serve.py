@@ -27,7 +27,7 @@ def main() -> None:
         tell(server={"skipped": f"{', '.join(missing)} not installed"})
         return
     from slotwise import builtin
-    from slotwise.bench.server_run import serving
+    from slotwise.measure.bench.server_run import serving
 
     device = "cuda" if setup.device == "cuda" else "cpu"
     config = json.loads((Path(builtin.__file__).parent / "config.json").read_text())

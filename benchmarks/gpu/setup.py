@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from slotwise.compose.engine_builder import Loaded, Warming
+from slotwise.compute.kernels.interface import Kernels
+from slotwise.compute.kernels.select import choose
+from slotwise.compute.model.decoder import Decoder
+from slotwise.compute.model.family_table import tensor_shapes
+from slotwise.compute.model.layers.rope import Llama3Rope
+from slotwise.compute.model.model_config import ModelConfig
+from slotwise.compute.model.weights import Read
 from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import Add
-from slotwise.kernels.interface import Kernels
-from slotwise.kernels.select import choose
-from slotwise.model.decoder import Decoder
-from slotwise.model.family_table import tensor_shapes
-from slotwise.model.layers.rope import Llama3Rope
-from slotwise.model.model_config import ModelConfig
-from slotwise.model.weights import Read
 
 DEVIATION = 0.02  # of the weights, as models are initialized
 

@@ -17,10 +17,10 @@ from benchmarks.gpu.paper import ADAPTERS, DRAFTED, EXPERTS, FEW_EXPERTS, RANK, 
 from benchmarks.gpu.setup import Setup, asked
 from benchmarks.kernels.each import step
 
-from slotwise.kernels.cuda import CudaKernels
-from slotwise.kernels.cuda.sampling import mask_rows, sample
-from slotwise.kernels.interface import AttentionShape, ExpertWeights, RaggedBatch, Routing
-from slotwise.kernels.matrix import Factors, Format, QuantizedMatrix, Rows
+from slotwise.compute.kernels.cuda import CudaKernels
+from slotwise.compute.kernels.cuda.sampling import mask_rows, sample
+from slotwise.compute.kernels.interface import AttentionShape, ExpertWeights, RaggedBatch, Routing
+from slotwise.compute.kernels.matrix import Factors, Format, QuantizedMatrix, Rows
 
 BLOCK_SIZE = 16
 SMALLER = 512  # times, in a rehearsal

@@ -19,9 +19,9 @@ from benchmarks.gpu.figures import tell
 from benchmarks.gpu.setup import Setup, asked, load
 from torch import Tensor
 
+from slotwise.compute.kernels.interface import Graph, Kernels
+from slotwise.compute.runner.memory_budget import bytes_beside_torch, measured_graph
 from slotwise.engine.engine import Engine
-from slotwise.kernels.interface import Graph, Kernels
-from slotwise.runner.memory_budget import bytes_beside_torch, measured_graph
 
 BLOCK_SIZE = 64  # tokens
 

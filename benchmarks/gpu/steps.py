@@ -22,10 +22,10 @@ from benchmarks.gpu.machine import Bounds, Machine
 from benchmarks.gpu.setup import Setup, asked, load
 from torch.profiler import ProfilerActivity, profile
 
+from slotwise.compute.kernels.select import choose
 from slotwise.core.record import StepRecord
 from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Finish
-from slotwise.kernels.select import choose
 
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 PROMPTS = 1_000_000  # ids of requests from here on are those of prompts, smaller ones those of rows

@@ -12,8 +12,8 @@ from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add
-from slotwise.workload.distributions import parse_lengths
-from slotwise.workload.workloads import Recipe, Workload, generate
+from slotwise.measure.workload.distributions import parse_lengths
+from slotwise.measure.workload.workloads import Recipe, Workload, generate
 
 
 def workload(setup: Setup) -> Workload:

@@ -2,10 +2,10 @@
 
     python -m benchmarks.gpu.tune --head-dims 64 128 --dtypes bfloat16
 
-It varies each parameter of `kernels/cuda/configs.py` with the others fixed, in rounds until none improves.  The cost of
-a configuration is the product of its times over some typical steps, so that each step counts by its gain in percent.
-The file is `src/slotwise/kernels/cuda/configs/<device name>.json`; entries of other sizes and types in it stay.  Each
-takes about two minutes, mostly for compiling.
+It varies each parameter of `compute/kernels/cuda/configs.py` with the others fixed, in rounds until none improves. 
+The cost of a configuration is the product of its times over some typical steps, so that each step counts by its gain
+in percent. The file is `src/slotwise/compute/kernels/cuda/configs/<device name>.json`; entries of other sizes and
+types in it stay.  Each takes about two minutes, mostly for compiling.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 from benchmarks.kernels.each import step
 
-from slotwise.kernels.interface import AttentionShape, RaggedBatch
+from slotwise.compute.kernels.interface import AttentionShape, RaggedBatch
 
 PREFILL = {"block_m": (32, 64, 128, 256), "block_n": (16, 32, 64, 128), "num_warps": (4, 8), "num_stages": (2, 3, 4, 5)}
 DECODE = {"block_n": (16, 32, 64, 128), "num_warps": (2, 4, 8), "num_stages": (2, 3, 4, 5)}
@@ -62,7 +62,7 @@ def timer(shape: AttentionShape, kind: torch.dtype, steps: Sequence) -> Callable
     from triton.runtime.errors import TritonError
     from triton.testing import do_bench
 
-    from slotwise.kernels.cuda import CudaKernels, attention
+    from slotwise.compute.kernels.cuda import CudaKernels, attention
 
     batches = [on_gpu(step(*lengths, BLOCK_SIZE)) for lengths in steps]
     blocks = max(int(batch.block_tables.max()) for batch in batches) + 1
@@ -86,7 +86,7 @@ def timer(shape: AttentionShape, kind: torch.dtype, steps: Sequence) -> Callable
 
 def tune(shape: AttentionShape, kind: torch.dtype) -> dict[str, Any]:
     """Returns the entry of one size and type."""
-    from slotwise.kernels.cuda.configs import default_tuning
+    from slotwise.compute.kernels.cuda.configs import default_tuning
 
     major, minor = torch.cuda.get_device_capability()
     tuning = default_tuning(shape.head_dim, kind, 10 * major + minor)
@@ -110,7 +110,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         print("skipped: torch sees no GPU")
         return
-    from slotwise.kernels.cuda import configs
+    from slotwise.compute.kernels.cuda import configs
 
     path = configs.file_of(torch.cuda.get_device_name())
     entries = json.loads(path.read_text()) if path.exists() else {}

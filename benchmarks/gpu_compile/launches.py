@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from slotwise.kernels.cuda import attention, experts, narrow, packed, pointwise, rotary, sampling
-from slotwise.kernels.cuda.attention import CudaCache
-from slotwise.kernels.cuda.configs import (
+from slotwise.compute.kernels.cuda import attention, experts, narrow, packed, pointwise, rotary, sampling
+from slotwise.compute.kernels.cuda.attention import CudaCache
+from slotwise.compute.kernels.cuda.configs import (
     FEW,
     codes_tile,
     default_tuning,
@@ -20,12 +20,12 @@ from slotwise.kernels.cuda.configs import (
     experts_tile,
     narrow_tile,
 )
-from slotwise.kernels.cuda.experts import ExpertCodes
-from slotwise.kernels.cuda.low_rank import CudaAdapters
-from slotwise.kernels.interface import AttentionShape, QKNorm, RaggedBatch, Routing
-from slotwise.kernels.matrix import E4M3, Factors, Format
-from slotwise.model.gguf.blocks import BLOCK_TYPES
-from slotwise.model.quantization.bitsandbytes import NF4
+from slotwise.compute.kernels.cuda.experts import ExpertCodes
+from slotwise.compute.kernels.cuda.low_rank import CudaAdapters
+from slotwise.compute.kernels.interface import AttentionShape, QKNorm, RaggedBatch, Routing
+from slotwise.compute.kernels.matrix import E4M3, Factors, Format
+from slotwise.compute.model.gguf.blocks import BLOCK_TYPES
+from slotwise.compute.model.quantization.bitsandbytes import NF4
 
 KINDS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256)

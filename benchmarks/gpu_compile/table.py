@@ -12,8 +12,8 @@ from benchmarks.gpu_compile.results import Kernel, programs
 TABLE = Path(__file__).parents[1] / "gpu-compile.md"
 INTRODUCTION = """# The Triton kernels as machine code
 
-`make gpu-compile` writes this page: every kernel of `src/slotwise/kernels/cuda`, in every configuration that a default
-can choose, compiled for four compute capabilities. No GPU is needed, and nothing here was run on one.
+`make gpu-compile` writes this page: every kernel of `src/slotwise/compute/kernels/cuda`, in every configuration that a
+default can choose, compiled for four compute capabilities. No GPU is needed, and nothing here was run on one.
 
 A cell: registers of a thread, KiB of shared memory, programs that a multiprocessor runs at once, tensor cores'
 instruction. **Bold**: bytes that a thread spills to memory; in bfloat16 and float16 there must be none, as CI checks

@@ -15,8 +15,8 @@ from collections.abc import Callable
 import torch
 from benchmarks.commands import parser_of
 
-from slotwise.kernels.cpu.kernels import CpuKernels
-from slotwise.kernels.interface import AttentionShape, RaggedBatch
+from slotwise.compute.kernels.cpu.kernels import CpuKernels
+from slotwise.compute.kernels.interface import AttentionShape, RaggedBatch
 
 HIDDEN, INTERMEDIATE, VOCABULARY = 576, 1536, 49152
 SHAPE = AttentionShape(num_heads=9, num_kv_heads=3, head_dim=64, scale=0.125)

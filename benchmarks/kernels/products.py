@@ -21,18 +21,18 @@ import torch
 from benchmarks.commands import parser_of
 from torch import Tensor
 
-from slotwise.bench.results import environment, write_json
 from slotwise.compose.machine import read_rate
-from slotwise.kernels.cpu import paths
-from slotwise.kernels.cpu.kernels import CpuKernels
-from slotwise.kernels.cpu.linear import tiled_linear
-from slotwise.kernels.cpu.linear_bf16 import bf16_linear, has_bf16_gemm
-from slotwise.kernels.cpu.linear_fp16 import fp16_linear, has_fp16_gemm
-from slotwise.kernels.cpu.linear_int import int_linear
-from slotwise.kernels.cpu.onednn import onednn_linear
-from slotwise.kernels.interface import Linear
-from slotwise.kernels.matrix import QuantizedMatrix
-from slotwise.model.gguf.blocks import BLOCK_TYPES
+from slotwise.compute.kernels.cpu.kernels import CpuKernels
+from slotwise.compute.kernels.cpu.products import paths
+from slotwise.compute.kernels.cpu.products.linear import tiled_linear
+from slotwise.compute.kernels.cpu.products.linear_bf16 import bf16_linear, has_bf16_gemm
+from slotwise.compute.kernels.cpu.products.linear_fp16 import fp16_linear, has_fp16_gemm
+from slotwise.compute.kernels.cpu.products.linear_int import int_linear
+from slotwise.compute.kernels.cpu.products.onednn import onednn_linear
+from slotwise.compute.kernels.interface import Linear
+from slotwise.compute.kernels.matrix import QuantizedMatrix
+from slotwise.compute.model.gguf.blocks import BLOCK_TYPES
+from slotwise.measure.bench.results import environment, write_json
 
 SHAPES = {  # the products of a layer, [out, in], and the number of layers
     "smollm2-135m": (((960, 576), (576, 576), (3072, 576), (576, 1536)), 30),

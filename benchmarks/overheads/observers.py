@@ -27,12 +27,12 @@ from benchmarks.commands import bar, parser_of
 from rich.console import Console
 from rich.table import Table
 
-from slotwise.bench.load_generator import BenchTarget, Phrasing, measure, resolve, serving_result
-from slotwise.bench.measures import GoodputLimits
-from slotwise.bench.results import environment, workload_facts, write_json
-from slotwise.bench.server_run import NO_QUEUE_BOUND
-from slotwise.workload.distributions import parse_arrivals, parse_lengths
-from slotwise.workload.workloads import Recipe, Workload, generate
+from slotwise.measure.bench.load_generator import BenchTarget, Phrasing, measure, resolve, serving_result
+from slotwise.measure.bench.measures import GoodputLimits
+from slotwise.measure.bench.results import environment, workload_facts, write_json
+from slotwise.measure.bench.server_run import NO_QUEUE_BOUND
+from slotwise.measure.workload.distributions import parse_arrivals, parse_lengths
+from slotwise.measure.workload.workloads import Recipe, Workload, generate
 
 READY = re.compile(r"Ready after .* on (http://\S+)")
 MYSELF = (sys.executable, "-m", "benchmarks.overheads.observers")

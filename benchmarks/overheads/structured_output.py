@@ -30,7 +30,7 @@ from benchmarks.pairs import interval
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from slotwise import LLM, SamplingParams, StructuredOutputsParams, builtin, grammar_compiler
-from slotwise.bench.results import commit, environment, write_json
+from slotwise.measure.bench.results import commit, environment, write_json
 from slotwise.text.structured_output import json_schema
 
 ROWS = 64

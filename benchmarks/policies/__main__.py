@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.commands import parser_of
 
-from slotwise.bench.results import environment
+from slotwise.measure.bench.results import environment
 
 from . import charts
 from .runs import FAILURES, RUNS, Finding, Where

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from slotwise.bench.report.plots import Axis, logarithmic
+from slotwise.measure.bench.report.plots import Axis, logarithmic
 
 COLORS = ("#c8500a", "#1d4fbf", "#0b7a75", "#a23a86")
 WIDTH, HEIGHT, LEFT, TOP = 560, 200, 54, 46

@@ -13,11 +13,11 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from slotwise.bench.measures import COMPLETED, RequestOutcome, percentile
+from slotwise.core.policies.policy_settings import AGED_TOKENS, AGEING
+from slotwise.core.policies.shortest import PROMPT_SHARE
 from slotwise.core.slo import SLO, Tier
-from slotwise.policies.policy_settings import AGED_TOKENS, AGEING
-from slotwise.policies.shortest import PROMPT_SHARE
-from slotwise.workload.distributions import Poisson
+from slotwise.measure.bench.measures import COMPLETED, RequestOutcome, percentile
+from slotwise.measure.workload.distributions import Poisson
 
 from .worlds import Ask, Setting, azure, bursty
 

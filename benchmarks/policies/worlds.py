@@ -23,8 +23,6 @@ import msgspec
 import uvloop
 from benchmarks.server import serving
 
-from slotwise.bench.load_generator import BenchTarget, Client, LoadRun, Phrasing, open_session, resolve
-from slotwise.bench.measures import COMPLETED, REJECTED, RequestOutcome
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
@@ -32,11 +30,13 @@ from slotwise.core.slo import SLO, Tier
 from slotwise.core.step_time import Work
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import Add
-from slotwise.simulate.pace import CostPace
-from slotwise.simulate.simulator import Server, Setup, simulate
-from slotwise.workload.distributions import AzureOutput, AzurePrompt, Gamma, LogNormal, Poisson
-from slotwise.workload.trace import Trace, read_trace
-from slotwise.workload.workloads import Workload, WorkRequest
+from slotwise.measure.bench.load_generator import BenchTarget, Client, LoadRun, Phrasing, open_session, resolve
+from slotwise.measure.bench.measures import COMPLETED, REJECTED, RequestOutcome
+from slotwise.measure.simulate.pace import CostPace
+from slotwise.measure.simulate.simulator import Server, Setup, simulate
+from slotwise.measure.workload.distributions import AzureOutput, AzurePrompt, Gamma, LogNormal, Poisson
+from slotwise.measure.workload.trace import Trace, read_trace
+from slotwise.measure.workload.workloads import Workload, WorkRequest
 
 MOST = 1 << 20  # bytes of a response
 

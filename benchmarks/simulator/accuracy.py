@@ -2,7 +2,7 @@
 
     warm-up   fitted  a  b  c   fitted  a  b  c   fitted  a  b  c      windows, one after the other
               │       │         │                 │
-              └───────┼─────────┴─────────────────┴──► event log ──► slotwise.simulate ──► predicted figures of a, b, c
+              └───────┼─────────┴─────────────────┴──► event log ──► measure.simulate ──► predicted figures of a, b, c
                       └──► measured figures of a in each round, and their spread
 
 The machine's own speed drifts by tens of percent within minutes, so each round fits a window of its own: held-out
@@ -33,19 +33,19 @@ import msgspec
 from benchmarks.commands import bar, parser_of
 from benchmarks.server import serving
 
-from slotwise.bench.load_generator import BenchTarget, Phrasing, measure, resolve
-from slotwise.bench.measures import COMPLETED, RequestOutcome
-from slotwise.bench.results import environment, write_json
 from slotwise.core.slo import SLO
 from slotwise.engine.messages import Add, Command
+from slotwise.measure.bench.load_generator import BenchTarget, Phrasing, measure, resolve
+from slotwise.measure.bench.measures import COMPLETED, RequestOutcome
+from slotwise.measure.bench.results import environment, write_json
+from slotwise.measure.simulate.figures import Figures, SimulatedRequest, figures
+from slotwise.measure.simulate.pace import LearnedPace
+from slotwise.measure.simulate.recorded import read_recording
+from slotwise.measure.simulate.simulator import Server, Setup, simulate, traffic_of
+from slotwise.measure.workload.distributions import Arrivals, Gamma, LogNormal, Poisson, Prefixes
+from slotwise.measure.workload.trace import read_trace, replay
+from slotwise.measure.workload.workloads import NO_PREFIX, Recipe, Workload, generate
 from slotwise.observe.log_file import read
-from slotwise.simulate.figures import Figures, SimulatedRequest, figures
-from slotwise.simulate.pace import LearnedPace
-from slotwise.simulate.recorded import read_recording
-from slotwise.simulate.simulator import Server, Setup, simulate, traffic_of
-from slotwise.workload.distributions import Arrivals, Gamma, LogNormal, Poisson, Prefixes
-from slotwise.workload.trace import read_trace, replay
-from slotwise.workload.workloads import NO_PREFIX, Recipe, Workload, generate
 
 COMPARED = ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "output_throughput")
 FIRST_SEED, WARM_SEED, FIT_SEED = 2, 90, 50  # windows of different seeds are of different requests

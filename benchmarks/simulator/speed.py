@@ -22,13 +22,13 @@ from typing import Any
 
 from benchmarks.commands import bar, parser_of
 
-from slotwise.bench.results import environment, write_json
 from slotwise.engine.config import EngineConfig
-from slotwise.simulate.figures import figures
-from slotwise.simulate.machines import ModelShape, setup_of
-from slotwise.simulate.simulator import Server, Setup, simulate, traffic_of
-from slotwise.workload.distributions import Arrivals, Poisson, TraceTimes
-from slotwise.workload.trace import Trace, read_trace, replay
+from slotwise.measure.bench.results import environment, write_json
+from slotwise.measure.simulate.figures import figures
+from slotwise.measure.simulate.machines import ModelShape, setup_of
+from slotwise.measure.simulate.simulator import Server, Setup, simulate, traffic_of
+from slotwise.measure.workload.distributions import Arrivals, Poisson, TraceTimes
+from slotwise.measure.workload.trace import Trace, read_trace, replay
 
 SHAPE = ModelShape(
     weight_bytes=16_060_000_000, position_bytes=131_072, token_weights=7_000_000_000, head_weights=525_000_000,

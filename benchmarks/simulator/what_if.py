@@ -25,10 +25,10 @@ import aiohttp
 from benchmarks.commands import bar, parser_of
 from benchmarks.server import serving
 
-from slotwise.bench.load_generator import BenchTarget, Phrasing, measure, resolve
-from slotwise.bench.results import environment, write_json
-from slotwise.workload.distributions import Poisson
-from slotwise.workload.trace import read_trace, replay
+from slotwise.measure.bench.load_generator import BenchTarget, Phrasing, measure, resolve
+from slotwise.measure.bench.results import environment, write_json
+from slotwise.measure.workload.distributions import Poisson
+from slotwise.measure.workload.trace import read_trace, replay
 
 KEY = "operator"
 SCALE = 0.125  # of the trace's lengths

@@ -33,7 +33,6 @@ from typing import Any
 from benchmarks.commands import bar, parser_of
 from benchmarks.pairs import interval
 
-from slotwise.bench.results import environment, write_json
 from slotwise.compose.engine_builder import Loaded, load
 from slotwise.core.interfaces import DraftRow, Due, Proposal
 from slotwise.core.params import SamplingSpec
@@ -44,6 +43,7 @@ from slotwise.core.step_time import Work
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add
+from slotwise.measure.bench.results import environment, write_json
 
 NUM_DRAFTS = (1, 2, 4)
 STEPS = 24  # measured of each number of drafts

@@ -37,16 +37,16 @@ from benchmarks.commands import bar, parser_of
 from benchmarks.pairs import interval
 
 from slotwise import builtin
-from slotwise.bench.results import environment, write_json
 from slotwise.compose.engine_builder import Loaded, load
 from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
+from slotwise.core.speculation.speculation_settings import Speculation
 from slotwise.core.step import StepPlan, StepResult
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import Executor
 from slotwise.engine.messages import Add
-from slotwise.speculation.speculation_settings import Speculation
+from slotwise.measure.bench.results import environment, write_json
 from slotwise.text.tokenizer import Tokenizer
 
 MODULES = ("textwrap", "shlex", "heapq", "bisect", "fnmatch", "calendar", "csv", "difflib", "statistics", "string")

@@ -12,9 +12,9 @@ from typing import Any
 from docs.generate.blocks import ROOT
 from docs.generate.markdown import code, escaped, table
 
+from slotwise.compute.model.family_table import FAMILIES, configure
+from slotwise.compute.model.fields import Fields
 from slotwise.errors import CheckpointError
-from slotwise.model.family_table import FAMILIES, configure
-from slotwise.model.fields import Fields
 
 FILE = ROOT / "docs" / "architectures.json"
 SERVED = ""  # the message of a class that is served

@@ -25,8 +25,8 @@ from docs.generate import (
     supported,
 )
 
-from slotwise.speculation.speculation_settings import Speculation
-from slotwise.transfer.kv_transfer_config import KVTransferConfig
+from slotwise.core.speculation.speculation_settings import Speculation
+from slotwise.core.transfer.kv_transfer_config import KVTransferConfig
 
 BLOCKS: dict[str, Callable[[], str]] = {
     "commands": command_line.commands,

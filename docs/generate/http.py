@@ -11,15 +11,15 @@ import msgspec
 from docs.generate.fields import note_of, notes_of
 from docs.generate.markdown import code, first_sentence, listed, number, sentence, table
 
+from slotwise.api.admin.openapi import document
+from slotwise.api.app import BODIES, ROUTES
+from slotwise.api.asgi import OPEN_TO_ALL
+from slotwise.api.limits.tiers import TierSettings, TierTable
+from slotwise.api.protocol.protocol import CompletionRequest, Generate
+from slotwise.api.protocol.unsupported import unsupported_fields
 from slotwise.core.params import PARAMETERS
 from slotwise.core.settings import INT64, settings_of
 from slotwise.engine.scheduling import Scheduling, changes_schema
-from slotwise.server.app import BODIES, ROUTES
-from slotwise.server.asgi import OPEN_TO_ALL
-from slotwise.server.openapi import document
-from slotwise.server.protocol import CompletionRequest, Generate
-from slotwise.server.tiers import TierSettings, TierTable
-from slotwise.server.unsupported import unsupported_fields
 
 Json = dict[str, Any]
 CHANGES = "/admin/scheduling"

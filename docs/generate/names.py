@@ -8,8 +8,8 @@ from functools import cache
 import msgspec
 from docs.generate import http
 
+from slotwise.api.protocol.protocol import ChatRequest, CompletionRequest
 from slotwise.cli import MODULES, build_parser
-from slotwise.server.protocol import ChatRequest, CompletionRequest
 
 
 @cache

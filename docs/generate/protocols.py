@@ -15,14 +15,14 @@ from docs.generate.fields import note_of, notes_of
 from docs.generate.http import properties, values
 from docs.generate.markdown import code, sentence, table
 
+from slotwise.api.app import BODIES
+from slotwise.api.protocol.unsupported import AS_ANOTHER, HINTS, unsupported_fields
 from slotwise.compat.vllm import ANY, RULES, SAME
 from slotwise.core.params import PARAMETERS, RANGES
 from slotwise.core.settings import Range, settings_of
 from slotwise.engine.config import EngineConfig
 from slotwise.offline.arguments import OWN, SETTINGS
 from slotwise.offline.sampling_params import INSTEAD, NAMES, UNSUPPORTED, SamplingParams
-from slotwise.server.app import BODIES
-from slotwise.server.unsupported import AS_ANOTHER, HINTS, unsupported_fields
 
 OBEYED, NEUTRAL, REFUSED = "obeyed", "neutral", "refused"
 LISTS = Path(__file__).with_name("protocols.json")

@@ -10,18 +10,18 @@ from docs.generate import names
 from docs.generate.blocks import ROOT
 from docs.generate.markdown import code, escaped, first_sentence, listed, sentence, table
 
+from slotwise.compute.model import model_config
+from slotwise.compute.model.checkpoint import ADAPTER, FORMATS, TOKENIZER
+from slotwise.compute.model.family_table import FAMILIES
+from slotwise.compute.model.gguf.architectures import ARCHITECTURES
+from slotwise.compute.model.gguf.blocks import BLOCK_TYPES
+from slotwise.compute.model.quantization.quantization_methods import METHODS
+from slotwise.compute.model.weights import DENSE
 from slotwise.engine.config import DEVICES, KV_CACHE_DTYPES, QUANTIZATIONS, ConfigError, EngineConfig
-from slotwise.model import model_config
-from slotwise.model.checkpoint import ADAPTER, FORMATS, TOKENIZER
-from slotwise.model.family_table import FAMILIES
-from slotwise.model.gguf.architectures import ARCHITECTURES
-from slotwise.model.gguf.blocks import BLOCK_TYPES
-from slotwise.model.quantization.quantization_methods import METHODS
-from slotwise.model.weights import DENSE
 from slotwise.text.gguf_tokenizer import SPLITS
 
 KERNELS = {  # files, not imported: Triton may be absent
-    "cpu": "cpu/kernels.py", "cuda": "cuda/kernels.py", "reference": "reference.py"}
+    "cpu": "cpu/compute/kernels.py", "cuda": "cuda/compute/kernels.py", "reference": "reference.py"}
 MEASURED = {
     "cpu": "Measured on x86-64 with AVX2, AVX-512 (FP16, BF16) and AMX; on aarch64 only emulated.",
     "cuda": "Never measured on hardware; its kernels are tested under Triton's interpreter.",

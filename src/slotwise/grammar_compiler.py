@@ -2,7 +2,7 @@
 
 The library's limits count work, not seconds, so they refuse a grammar on every machine or on none.  They do not bound
 everything: a large `multipleOf` alone takes minutes.  So a server compiles a grammar in a worker process first, under
-limits that the system enforces (`server/output_constraints.py`).
+limits that the system enforces (`api/generate/output_constraints.py`).
 
 In regular expressions, wherever they stand, `\\d` and `\\w` mean ASCII: the library itself means it in schemas alone.
 

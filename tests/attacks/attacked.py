@@ -45,7 +45,7 @@ from attacks.processes import (
     zombies,
 )
 from attacks.watch import GAP, Gaps, HealthWatch, Journal, MemoryWatch, Stderr, paced
-from slotwise.kernels.cpu.jit import store
+from slotwise.compute.kernels.cpu.jit import store
 
 QUIET = (5.0, 60.0)  # seconds of the quiet run, at least and at most; else a quarter of the attacked one
 LOSING, HARMLESS = 45.0, 6.0  # seconds from one fault to the next on average: those that lose the engine, and others
@@ -57,7 +57,7 @@ SHUTDOWN = 5.0
 CACHE = 64 * MIB  # bytes of the key-value cache: the load fills it
 MEMORY = 1.1  # times the ready line's figure: the limit of the engine process
 GAP_LAW = "the paced stream's gap"
-WORKER = "slotwise.server.worker_process"
+WORKER = "slotwise.api.http.worker_process"
 
 
 @dataclass

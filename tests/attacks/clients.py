@@ -17,8 +17,8 @@ import msgspec
 from benchmarks.server import Metrics, Server
 
 from attacks import ledger
-from slotwise.bench.load_generator import BenchTarget
-from slotwise.bench.measures import COMPLETED, FAILED, REJECTED, RequestOutcome
+from slotwise.measure.bench.load_generator import BenchTarget
+from slotwise.measure.bench.measures import COMPLETED, FAILED, REJECTED, RequestOutcome
 
 PATH = "/v1/completions"
 GIVE_UP = 150.0  # seconds after which a request that has not ended counts as lost

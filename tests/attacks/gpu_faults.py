@@ -19,7 +19,7 @@ from benchmarks.gpu_compile.results import faults, load
 
 from attacks import ROOT
 
-KERNELS = Path("src/slotwise/kernels/cuda")
+KERNELS = Path("src/slotwise/compute/kernels/cuda")
 SECONDS = 600  # of the checks of one fault
 CAPABILITY = "80"
 
@@ -113,7 +113,8 @@ def _failing_tests(copy: Path, tests: str) -> str:
         SystemExit: the tests did not run.
     """
     name, *chosen = tests.split(" ", 2)
-    ended = _python(copy, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/kernels/cuda/{name}", *chosen)
+    ended = _python(
+        copy, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/compute/kernels/cuda/{name}", *chosen)
     failed = [line for line in ended.stdout.splitlines() if line.startswith("FAILED")]
     if ended.returncode and not failed:
         raise SystemExit(f"{tests} did not run:\n{ended.stdout[-2000:]}{ended.stderr[-2000:]}")

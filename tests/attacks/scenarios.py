@@ -31,10 +31,10 @@ from attacks import clients, ledger, module, module_environment
 from attacks.clients import Answer, Canary, HealthWatch, LeanClient, ask, ask_briefly
 from attacks.processes import resident
 from slotwise import builtin
-from slotwise.bench.load_generator import BenchTarget, LoadRun, Phrasing, resolve
-from slotwise.bench.measures import COMPLETED, REJECTED, RequestOutcome, percentile
-from slotwise.workload.distributions import parse_arrivals, parse_lengths
-from slotwise.workload.workloads import Recipe, Workload, generate
+from slotwise.measure.bench.load_generator import BenchTarget, LoadRun, Phrasing, resolve
+from slotwise.measure.bench.measures import COMPLETED, REJECTED, RequestOutcome, percentile
+from slotwise.measure.workload.distributions import parse_arrivals, parse_lengths
+from slotwise.measure.workload.workloads import Recipe, Workload, generate
 
 FACTOR = 5
 TRIAL = 10.0  # seconds of each closed loop that measures the best goodput

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from attacks import ledger, scenarios
-from slotwise.bench.measures import COMPLETED, REJECTED, UNFINISHED, RequestOutcome
+from slotwise.measure.bench.measures import COMPLETED, REJECTED, UNFINISHED, RequestOutcome
 
 
 @pytest.mark.parametrize(("status", "ends", "finish_reason", "failed", "expected"), [

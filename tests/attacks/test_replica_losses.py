@@ -8,7 +8,7 @@ import pytest
 
 from attacks import ROOT
 from attacks.replica_losses import run
-from slotwise.bench.results import environment, write_json
+from slotwise.measure.bench.results import environment, write_json
 
 RESULTS = ROOT / "benchmarks" / "results" / "replica-losses.json"
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from attacks import ROOT, attacked, ledger, scenarios
-from slotwise.bench.results import environment
+from slotwise.measure.bench.results import environment
 
 RESULTS = ROOT / "benchmarks" / "results" / "reliability-cpu.json"
 SCENARIOS: dict[str, Callable[[float], ledger.Row]] = {  # each takes seconds

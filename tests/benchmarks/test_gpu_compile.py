@@ -65,7 +65,7 @@ def test_what_has_changed_compiles_and_holds_the_bounds():
 SPILLING = """
 import sys
 from benchmarks.gpu_compile import launches, worker
-from slotwise.kernels.cuda.configs import DecodeConfig, PrefillConfig, Tuning
+from slotwise.compute.kernels.cuda.configs import DecodeConfig, PrefillConfig, Tuning
 
 launches.default_tuning = lambda *_: Tuning(PrefillConfig(128, 128, 4, 2), DecodeConfig(64, 4, 3))
 worker.launches = lambda capability: [launches._attention("bfloat16", 64, "plain", capability)]

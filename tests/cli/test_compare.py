@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from slotwise.bench.comparison import DISCIPLINES, Comparison
 from slotwise.cli import main
+from slotwise.measure.bench.comparison import DISCIPLINES, Comparison
 
 FEW = (
     "--dtype", "float32", "--slots", "4", "--num-prompts", "10", "--input-lengths", "uniform:4:40", "--output-lengths",

@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 from support.live import READY
 
-from slotwise import builtin, child
+from slotwise import builtin
 from slotwise.cli import serve_command
 from slotwise.compose.launch import launch_engine
 from slotwise.engine.config import EngineConfig
+from slotwise.platform import child
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +27,7 @@ LOADED = "import importlib.util, runpy, sys, slotwise; print(*sys.modules)"
 HELPER = """
 import os, sys
 sys.path.remove("")  # else this script itself is the victim
-from slotwise.kernels.cpu.jit import workers
+from slotwise.compute.kernels.cpu.jit import workers
 for path in {paths!r}:
     os.environ["PYTHONPATH"] = path
     workers._call(1)

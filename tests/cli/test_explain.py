@@ -12,8 +12,8 @@ import msgspec
 import pytest
 from support.played import LIMITS, Play
 
-from slotwise.batching.batching_settings import Batching
 from slotwise.cli import main
+from slotwise.core.disciplines.batching_settings import Batching
 from slotwise.core.record import StepRecord
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe.event_log import Entry, Run, encode_lines

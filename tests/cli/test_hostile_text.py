@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 from support.played import Play
 
-from slotwise.bench.result_tables import throughput_table
 from slotwise.cli import main
 from slotwise.cli.top import ServerFrame
 from slotwise.core.record import StepRecord
+from slotwise.measure.bench.result_tables import throughput_table
 from slotwise.observe.event_log import EngineLost, Entry, RequestEntry, Run, encode_lines
 from slotwise.observe.live_state import LiveState
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from slotwise import cli, spawn
+from slotwise import cli
+from slotwise.platform import spawn
 
 DELAYS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7)  # seconds: imports, the engine's start, the template's worker
 COMMANDS = {"serve": ["serve", "--port", "0"], "generate": ["generate", "--max-tokens", "1", "def"]}

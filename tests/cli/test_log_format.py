@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from support.recorded import Recorded
 
-from slotwise.batching.batching_settings import Batching
 from slotwise.cli import main
+from slotwise.core.disciplines.batching_settings import Batching
 from slotwise.observe.event_log import FORMAT, Gap, encode_lines, line_of
 from slotwise.observe.log_file import LogFile, check
 from slotwise.version import __version__

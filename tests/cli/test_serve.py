@@ -12,9 +12,9 @@ import httpx
 import pytest
 from support.live import cli, serving
 
+from slotwise.api.http_server import listen
 from slotwise.cli import build_parser, main, serve_command
 from slotwise.core.slo import Tier
-from slotwise.server.http_server import listen
 
 
 def asked(*arguments: str) -> argparse.Namespace:

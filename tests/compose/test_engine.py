@@ -15,11 +15,11 @@ import torch
 
 from slotwise import builtin
 from slotwise.compose.engine_builder import load
+from slotwise.compute.model.family_table import tensor_shapes
+from slotwise.compute.model.loading import read_config
+from slotwise.compute.model.model_config import ModelConfig
+from slotwise.compute.runner import memory_budget
 from slotwise.engine.config import EngineConfig
-from slotwise.model.family_table import tensor_shapes
-from slotwise.model.loading import read_config
-from slotwise.model.model_config import ModelConfig
-from slotwise.runner import memory_budget
 
 WIDTH = 16_384
 MOST_DATA = 4 << 30  # bytes that the command may take, so that this machine is not filled if nothing is refused

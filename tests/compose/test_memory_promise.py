@@ -15,7 +15,7 @@ from slotwise.engine.messages import MemoryUse
 # In a process of its own, as an engine is.  All blocks are in use when 64 long rows fill the cache.
 STEPS = """
 import json, random, sys
-from slotwise.kernels.lazy_imports import spare_torch
+from slotwise.compute.kernels.lazy_imports import spare_torch
 spare_torch()
 from slotwise import builtin
 from slotwise.compose.engine_builder import build_engine
@@ -23,7 +23,7 @@ from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import Add
-from slotwise.runner.memory_budget import resident_bytes
+from slotwise.compute.runner.memory_budget import resident_bytes
 
 engine, info = build_engine(EngineConfig.of(
     model=str(builtin.path()), device="cpu", dtype=sys.argv[1], max_num_seqs=64, kv_cache_memory=64_000_000))

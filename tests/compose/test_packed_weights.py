@@ -10,8 +10,8 @@ from support.checkpoints import make, prompts
 from support.gguf_files import write
 
 from slotwise import LLM, SamplingParams
+from slotwise.compute.kernels.cpu.products import packed_file
 from slotwise.engine.config import ConfigError
-from slotwise.kernels.cpu import packed_file
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 SMALL = {"max_num_seqs": 4, "max_model_len": 128, "max_num_batched_tokens": 64, "kv_cache_memory": 4_000_000}

@@ -9,12 +9,12 @@ import torch
 
 from slotwise.compose import sizes
 from slotwise.compose.sizes import sized, step_tokens
+from slotwise.compute.kernels.group import SINGLE_RANK
+from slotwise.compute.kernels.interface import AttentionShape
+from slotwise.compute.runner import kv_blocks, memory_budget
+from slotwise.compute.runner.decode_graphs import MAX_GRAPHS, MAX_TOKENS
 from slotwise.core.drafting import MAX_STEP_DRAFTS
 from slotwise.engine.config import ConfigError, EngineConfig
-from slotwise.kernels.group import SINGLE_RANK
-from slotwise.kernels.interface import AttentionShape
-from slotwise.runner import kv_blocks, memory_budget
-from slotwise.runner.decode_graphs import MAX_GRAPHS, MAX_TOKENS
 
 GIB = 1 << 30
 SHAPE = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, scale=1.0)

@@ -6,8 +6,8 @@ import pytest
 from support import checkpoints
 
 from slotwise.compose.engine_builder import load
+from slotwise.compute.kernels.interface import Kernels
 from slotwise.engine.config import EngineConfig
-from slotwise.kernels.interface import Kernels
 
 
 def breaking(kernels: Kernels) -> Kernels:

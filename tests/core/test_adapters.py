@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from support.crowds import ROOMY, TIGHT, Comer, comers, crowd, play, running, slo, waiting
 from support.toy import EOS, Driver, alone
 
-from slotwise.batching.batching_settings import Batching
+from slotwise.core.disciplines.batching_settings import Batching
+from slotwise.core.policies.fair import Fair
+from slotwise.core.policies.fcfs import FirstComeFirstServed
+from slotwise.core.policies.priority import Priority
 from slotwise.core.reasons import NO_ADAPTER_SLOT
 from slotwise.core.request import Request, RequestSpec
-from slotwise.policies.fair import Fair
-from slotwise.policies.fcfs import FirstComeFirstServed
-from slotwise.policies.priority import Priority
 
 POLICIES = (FirstComeFirstServed, lambda: Priority(8.0, 1), lambda: Fair({}))
 BATCHINGS = (Batching(), Batching("static"), Batching("continuous", "alone"))

@@ -11,10 +11,10 @@ from support.crowds import ROOMY, Comer, comers, crowd, play, running, slo, wait
 from support.toy import Driver, alone
 
 from slotwise.core.limits import SchedulerLimits
+from slotwise.core.policies.fcfs import FirstComeFirstServed
+from slotwise.core.policies.priority import Priority
 from slotwise.core.reasons import TIER_CAP
 from slotwise.core.slo import SLO, Tier
-from slotwise.policies.fcfs import FirstComeFirstServed
-from slotwise.policies.priority import Priority
 
 TIERS = (Tier("gold", slots=2), Tier("silver", slots=1), Tier("bulk"))
 LIMITS = replace(ROOMY, max_num_seqs=5, tiers=TIERS)

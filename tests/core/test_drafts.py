@@ -134,7 +134,7 @@ def test_blocks_behind_the_accepted_tokens_are_freed():
 
 
 def test_what_was_allocated_on_admission_stays():
-    from slotwise.batching.disciplines import Orca
+    from slotwise.core.disciplines.disciplines import Orca
 
     driver = Driver(ROOMY, Orca(), proposer=Fixed(0, 9))
     driver.add(lasting("one"))

@@ -13,11 +13,11 @@ from random import Random
 from support.toy import VOCAB, Driver, alone, in_seed, request
 
 from slotwise.core.limits import SchedulerLimits
+from slotwise.core.policies.policy_settings import Ordering
 from slotwise.core.reasons import WAITING_FOR_KV
 from slotwise.core.request import KVTransfer, Request, State
 from slotwise.core.slo import SLO
 from slotwise.core.step import Arrival
-from slotwise.policies.policy_settings import Ordering
 
 TIMEOUT = 6.0  # seconds
 LIMITS = SchedulerLimits(max_model_len=60, num_blocks=20, block_size=4, max_num_seqs=4, max_num_batched_tokens=10,

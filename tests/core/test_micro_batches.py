@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.toy import Driver, request
 
-from slotwise.batching.disciplines import Chunked
+from slotwise.core.disciplines.disciplines import Chunked
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.reasons import MICRO_BATCH
 from slotwise.core.step import RowKind

@@ -16,12 +16,12 @@ from random import Random
 import pytest
 from support.toy import VOCAB, Driver, Guesses, alone, in_seed, next_token, request
 
-from slotwise.batching.batching_settings import Batching
+from slotwise.core.disciplines.batching_settings import Batching
 from slotwise.core.limits import ERROR, RECOMPUTE, SchedulerLimits
 from slotwise.core.params import POOLING_TYPES, PoolingSpec
+from slotwise.core.policies.policy_settings import Ordering
 from slotwise.core.slo import SLO, Tier
 from slotwise.core.step import StepPlan
-from slotwise.policies.policy_settings import Ordering
 
 SEEDS, OPERATIONS = (7235, 327836540, *range(100)), 500  # first rows held when the budget or the discipline changed
 HOST_BLOCKS = (3, 40, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.toy import Driver, next_token, request
 
-from slotwise.batching.disciplines import Chunked, Static
+from slotwise.core.disciplines.disciplines import Chunked, Static
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import InvalidParams, PoolingSpec
 from slotwise.core.request import Output

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from support.crowds import ROOMY, Comer, Priced, comers, crowd, play, running, slo
 from support.toy import Driver, alone
 
-from slotwise.batching.batching_settings import Batching
+from slotwise.core.disciplines.batching_settings import Batching
+from slotwise.core.policies.fair import Fair
+from slotwise.core.policies.fcfs import FirstComeFirstServed
 from slotwise.core.prefill_isolation import MAX_ISOLATED_STEPS, SHORT
 from slotwise.core.reasons import FIRST_TOKEN, OUTRANKED, SHORT_STEP
 from slotwise.core.slo import SLO
 from slotwise.core.step import StepPlan
-from slotwise.policies.fair import Fair
-from slotwise.policies.fcfs import FirstComeFirstServed
 
 WIDE = replace(ROOMY, max_num_seqs=8, max_num_batched_tokens=12)
 FLOOD, LIGHT = SLO("flood"), SLO("light")

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from support.crowds import ROOMY, Comer, Priced, crowd, play
 from support.toy import Driver, alone, request
 
-from slotwise.batching.disciplines import Chunked, Inline
 from slotwise.core.chunking import FLOOR
+from slotwise.core.disciplines.disciplines import Chunked, Inline
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.reasons import TIME_BUDGET
 from slotwise.core.slo import SLO, Tier

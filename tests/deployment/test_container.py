@@ -17,8 +17,8 @@ import pytest
 import yaml
 from support.dockerfiles import Stage, environment, line_of, read
 
+from slotwise.api.http_server import FLUSH
 from slotwise.cli import build_parser
-from slotwise.server.http_server import FLUSH
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGES = read(ROOT / "Dockerfile")

@@ -16,8 +16,8 @@ import yaml
 from slotwise.cli import build_parser
 from slotwise.cli.parser import Parser
 from slotwise.cli.serve_command import add_options
-from slotwise.scale.replicas import checked
-from slotwise.transfer.kv_transfer_config import SECRET, KVTransferConfig
+from slotwise.core.transfer.kv_transfer_config import SECRET, KVTransferConfig
+from slotwise.fleet.replicas import checked
 
 ROOT = Path(__file__).resolve().parents[2]
 MANIFESTS = list(yaml.safe_load_all((ROOT / "deploy/kubernetes/slotwise.yaml").read_text()))
@@ -149,8 +149,8 @@ def test_roles_of_kubernetes_fit_each_other() -> None:
 def test_ray_runs_the_application_of_this_package() -> None:
     config = yaml.safe_load(RAY["spec"]["serveConfigV2"])
     (application,) = config["applications"]
-    assert application["import_path"] == "slotwise.scale:app"
-    from slotwise.scale.ray_app import RaySettings
+    assert application["import_path"] == "slotwise.fleet:app"
+    from slotwise.fleet.ray_app import RaySettings
 
     settings = RaySettings.of(application["args"])
     cluster = RAY["spec"]["rayClusterConfig"]
@@ -207,7 +207,7 @@ def test_prometheus_finds_replicas_and_router_and_uses_the_key() -> None:
         assert job["authorization"]["credentials_file"] == "/run/secrets/api_key"
     assert COMPOSE["services"]["prometheus"]["secrets"] == ["api_key"]
     (kept_by,) = router["metric_relabel_configs"]
-    from slotwise.scale.door import FAMILIES, PREFIX
+    from slotwise.fleet.door import FAMILIES, PREFIX
 
     names = [PREFIX + name for name in FAMILIES]
     assert all(re.fullmatch(kept_by["regex"], name) for name in names)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from slotwise.api.http_server import FLUSH
 from slotwise.cli import build_parser
-from slotwise.server.http_server import FLUSH
 
 ROOT = Path(__file__).resolve().parents[2]
 UNIT = ROOT / "deploy" / "slotwise.service"

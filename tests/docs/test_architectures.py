@@ -8,9 +8,9 @@ import pytest
 from docs.generate import architectures
 from support import checkpoints
 
-from slotwise.model.family_table import FAMILIES
+from slotwise.compute.model.family_table import FAMILIES
 
-ELSEWHERE = {  # their text parts: tests/model/test_decoder.py
+ELSEWHERE = {  # their text parts: tests/compute/model/test_decoder.py
     "Gemma3ForConditionalGeneration", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"}
 
 

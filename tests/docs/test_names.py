@@ -14,11 +14,11 @@ sys.path.append(str(ROOT))  # `docs` is run from the repository's root and never
 from docs.generate import coming_from, names, supported  # noqa: E402
 from docs.generate.markdown import code  # noqa: E402
 
+from slotwise.api.protocol.unsupported import ELSEWHERE  # noqa: E402
 from slotwise.cli import build_parser  # noqa: E402
+from slotwise.compute.kernels.reference import ReferenceKernels  # noqa: E402
+from slotwise.compute.kernels.select import choose  # noqa: E402
 from slotwise.engine.config import KV_CACHE_DTYPES  # noqa: E402
-from slotwise.kernels.reference import ReferenceKernels  # noqa: E402
-from slotwise.kernels.select import choose  # noqa: E402
-from slotwise.server.unsupported import ELSEWHERE  # noqa: E402
 
 FLAG = re.compile(r"`(--[\w-]+)`")
 ROUTE = re.compile(r"`?(/[\w/]+)`?")

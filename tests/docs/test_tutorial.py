@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from support.toy_checkpoint import write_checkpoint
 
-from slotwise.model.family_table import FAMILIES
-from slotwise.server import app
+from slotwise.api import app
+from slotwise.compute.model.family_table import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.records import record_of
 
-from slotwise.batching.batching_settings import Batching
+from slotwise.core.disciplines.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingSpec
 from slotwise.core.record import RequestEnd

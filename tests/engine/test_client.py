@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.toy import EOS, VOCAB, alone, named, next_token, scheduler
 
-from slotwise.batching.batching_settings import Batching
+from slotwise.core.disciplines.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingSpec
 from slotwise.core.request import Request, RequestSpec

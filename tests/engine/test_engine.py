@@ -9,7 +9,7 @@ import pytest
 from support.records import admitted_of, cached_of
 from support.toy import EOS, alone, next_token, request, scheduler
 
-from slotwise.batching.batching_settings import Batching
+from slotwise.core.disciplines.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingSpec
 from slotwise.core.record import NO_STEP, StepRecord

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.records import record_of
 from support.toy import named
 
-from slotwise.batching.batching_settings import Batching
+from slotwise.core.disciplines.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingSpec
 from slotwise.core.record import Outcome, RequestEnd, StepRecord

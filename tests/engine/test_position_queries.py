@@ -11,9 +11,10 @@ from support.recorded import Recorded
 from support.records import admitted_of
 from support.toy import EOS, next_token
 
-from slotwise.batching.batching_settings import Batching
+from slotwise.core.disciplines.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingSpec
+from slotwise.core.policies.policy_settings import Ordering
 from slotwise.core.request import RequestSpec
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.slo import SLO
@@ -22,8 +23,7 @@ from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
 from slotwise.engine.messages import Add, Finish, QueuePositionQuery, RequestPosition
 from slotwise.engine.scheduling import Scheduling
-from slotwise.policies.policy_settings import Ordering
-from slotwise.simulate.replay import replay
+from slotwise.measure.simulate.replay import replay
 
 LIMITS = SchedulerLimits(max_model_len=64, num_blocks=64, block_size=4, max_num_seqs=1, max_num_batched_tokens=64)
 REQUESTS = st.lists(st.tuples(st.integers(-3, 3), st.integers(1, 9), st.integers(1, 6)), min_size=1, max_size=9)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slotwise.batching.batching_settings import KINDS, PREFILLS, Batching
+from slotwise.core.disciplines.batching_settings import KINDS, PREFILLS, Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.engine.scheduling import Scheduling
 

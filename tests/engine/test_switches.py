@@ -13,9 +13,10 @@ import pytest
 from support.records import admitted_of
 from support.toy import EOS, alone, next_token, request
 
-from slotwise.batching.batching_settings import KINDS, PREFILLS, Batching
+from slotwise.core.disciplines.batching_settings import KINDS, PREFILLS, Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingSpec
+from slotwise.core.policies.policy_settings import POLICIES, Ordering
 from slotwise.core.record import NO_STEP, StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.core.scheduler import Scheduler
@@ -25,7 +26,6 @@ from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
 from slotwise.engine.messages import Add, Configure
 from slotwise.engine.scheduling import Scheduling
-from slotwise.policies.policy_settings import POLICIES, Ordering
 
 MS = 1_000_000
 LIMITS = SchedulerLimits(

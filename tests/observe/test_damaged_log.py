@@ -14,16 +14,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.recorded import Recorded
 
-from slotwise.batching.batching_settings import Batching
+from slotwise.core.disciplines.batching_settings import Batching
 from slotwise.core.record import NO_STEP, StepRecord
 from slotwise.core.step_time import StepTimeModel, Work
+from slotwise.measure.simulate.replay import ReplayError, replay
 from slotwise.observe import event_log, log_file
 from slotwise.observe.event_log import Entry, LogError
 from slotwise.observe.explain import explain
 from slotwise.observe.fold import gather
 from slotwise.observe.live_state import LiveState
 from slotwise.observe.step_view import step_view, times_of
-from slotwise.simulate.replay import ReplayError, replay
 
 VALUES: list[Any] = [0, 1, 2, 3, -1, 7, 99, 2**31, 2**53, 2**62, 2**63, 2**70, -(2**63), 1e300, -0.5, "", "stop", None,
                      True, [], [0], [1, 1], [[0]], {}, [2**62] * 5]  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 from support.played import LIMITS, MS, Play
 from support.records import record_of
 
-from slotwise.batching.batching_settings import Batching
+from slotwise.core.disciplines.batching_settings import Batching
 from slotwise.core.params import SamplingSpec
 from slotwise.core.record import NO_STEP, RequestEnd, StepRecord
 from slotwise.core.request import RequestSpec

@@ -14,7 +14,7 @@ from support.recorded import Recorded
 from support.records import record_of
 from support.toy_engine import MS, Rehearsal, engine
 
-from slotwise.batching.batching_settings import Batching
+from slotwise.core.disciplines.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingSpec
 from slotwise.core.record import RequestEnd, StepRecord

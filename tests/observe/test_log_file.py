@@ -14,8 +14,8 @@ from support.live_server import eventually
 from support.played import LIMITS
 
 from slotwise import LLM
-from slotwise.batching.batching_settings import Batching
 from slotwise.cli import main
+from slotwise.core.disciplines.batching_settings import Batching
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe import event_log
 from slotwise.observe.event_log import FORMAT

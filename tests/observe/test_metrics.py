@@ -12,7 +12,7 @@ from support.measured import Measured
 from support.records import record_of
 from support.toy_engine import LIMITS, MS, Rehearsal, engine
 
-from slotwise.batching.batching_settings import Batching
+from slotwise.core.disciplines.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingSpec
 from slotwise.core.record import RequestEnd, StepRecord

@@ -7,16 +7,16 @@ from random import Random
 
 import pytest
 
-from slotwise.batching.batching_settings import Batching
+from slotwise.core.disciplines.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.core.step_time import Work
 from slotwise.engine.messages import Add, Observer
 from slotwise.engine.scheduling import Scheduling
+from slotwise.measure.simulate.pace import CostPace
+from slotwise.measure.simulate.simulator import Server, Setup
 from slotwise.observe.prefix_index import MAX_CHANGES, PrefixIndex
-from slotwise.simulate.pace import CostPace
-from slotwise.simulate.simulator import Server, Setup
 
 BLOCK = 4
 LIMITS = SchedulerLimits(max_model_len=96, num_blocks=40, block_size=BLOCK, max_num_seqs=4, max_num_batched_tokens=16,

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from support.recorded import Recorded
 from support.records import record_of
 
-from slotwise.batching.batching_settings import Batching
+from slotwise.core.disciplines.batching_settings import Batching
 from slotwise.core.params import SamplingSpec
 from slotwise.core.record import RequestEnd, StepRecord
 from slotwise.core.request import RequestSpec

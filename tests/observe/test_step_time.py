@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.played import LIMITS
 
-from slotwise.batching.batching_settings import Batching
+from slotwise.core.disciplines.batching_settings import Batching
 from slotwise.core.step_time import StepTimeModel, Work, work_of
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import EngineInfo

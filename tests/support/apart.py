@@ -10,22 +10,22 @@ from collections import Counter
 from collections.abc import Callable
 from random import Random
 
-from slotwise.batching.batching_settings import Batching
+from slotwise.core.disciplines.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingSpec
 from slotwise.core.record import StepRecord
 from slotwise.core.request import KVTransfer, RequestSpec
+from slotwise.core.transfer.connectors import connector_of
+from slotwise.core.transfer.kv_transfer_config import CONSUMER, KVTransferConfig
+from slotwise.core.transfer.receiver import Receiver
+from slotwise.core.transfer.sender import Sender
+from slotwise.core.transfer.wire import Listener, Wire
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
 from slotwise.engine.kv_link import TransferLink
 from slotwise.engine.messages import UNSUBMITTED, Add, EngineInfo, Finish
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe.recorder import Recorder
-from slotwise.transfer.connectors import connector_of
-from slotwise.transfer.kv_transfer_config import CONSUMER, KVTransferConfig
-from slotwise.transfer.receiver import Receiver
-from slotwise.transfer.sender import Sender
-from slotwise.transfer.wire import Listener, Wire
 from support.recorded import Shelf
 from support.toy import EOS, VOCAB, next_token, scheduler
 

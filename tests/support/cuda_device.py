@@ -19,7 +19,7 @@ import torch
 from hypothesis import strategies as st
 
 if importlib.util.find_spec("triton") is None:
-    pytest.skip("Triton is not installed: no kernel of slotwise.kernels.cuda is tested", allow_module_level=True)
+    pytest.skip("Triton is not installed: no Triton kernel is tested", allow_module_level=True)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -85,7 +85,7 @@ def sum_dots_in_double() -> None:
 
 
 with interpreted():
-    from slotwise.kernels.cuda import CudaKernels
+    from slotwise.compute.kernels.cuda import CudaKernels
 
     KERNELS = CudaKernels(DEVICE)
 if DEVICE == "cpu":

@@ -7,11 +7,11 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from slotwise.kernels.cuda import attention
-from slotwise.kernels.cuda.attention import CudaCache
-from slotwise.kernels.cuda.configs import DecodeConfig, PrefillConfig, Tuning
-from slotwise.kernels.interface import RaggedBatch
-from slotwise.kernels.reference import PagedCache, ReferenceKernels
+from slotwise.compute.kernels.cuda import attention
+from slotwise.compute.kernels.cuda.attention import CudaCache
+from slotwise.compute.kernels.cuda.configs import DecodeConfig, PrefillConfig, Tuning
+from slotwise.compute.kernels.interface import RaggedBatch
+from slotwise.compute.kernels.reference import PagedCache, ReferenceKernels
 from support.cuda_device import DEVICE, KERNELS
 from support.paged import Layer, distance
 

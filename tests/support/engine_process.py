@@ -23,9 +23,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slotwise.batching.batching_settings import Batching
 from slotwise.compose.engine_process import serve
+from slotwise.core.disciplines.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
+from slotwise.core.policies.fcfs import FirstComeFirstServed
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.slo import Tier
 from slotwise.core.step import NewRequest, RowKind, StepPlan, StepResult, TokenLogprobs
@@ -33,7 +34,6 @@ from slotwise.engine.engine import Engine
 from slotwise.engine.ipc import BlockingChannel, ChannelClosed, HeartbeatSender, encode
 from slotwise.engine.messages import Add, Command, EngineFailed, EngineInfo, Finish, Loading
 from slotwise.engine.scheduling import Scheduling
-from slotwise.policies.fcfs import FirstComeFirstServed
 
 VOCAB = 400
 EOS = 1

@@ -201,7 +201,7 @@ def sweeps() -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    from slotwise.bench.report.comparison_page import write_report
+    from slotwise.measure.bench.report.comparison_page import write_report
     target = Path(sys.argv[1] if len(sys.argv) > 1 else "report.html")
     write_report(result(), target)
     print(f"wrote {target}")

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from slotwise.bench.theory import step_ratio
+from slotwise.measure.bench.theory import step_ratio
 
 Draw = Callable[[random.Random], int]
 """Draws one output length, at least 1."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slotwise.kernels.interface import ClampedSwiGLU, ExpertWeights
+from slotwise.compute.kernels.interface import ClampedSwiGLU, ExpertWeights
 
 CLAMPED = ClampedSwiGLU(1.702, 1.0)
 

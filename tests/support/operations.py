@@ -7,12 +7,12 @@ from math import inf
 
 from hypothesis import strategies as st
 
-from slotwise.batching.disciplines import Chunked, Dynamic, Inline, OneAtATime, Orca, PromptsAlone, Static
+from slotwise.core.disciplines.disciplines import Chunked, Dynamic, Inline, OneAtATime, Orca, PromptsAlone, Static
 from slotwise.core.interfaces import Discipline, Proposer
 from slotwise.core.limits import ERROR, RECOMPUTE, SchedulerLimits
+from slotwise.core.policies.policy_settings import Ordering
 from slotwise.core.slo import SLO, Tier
 from slotwise.core.step_time import StepTimeModel
-from slotwise.policies.policy_settings import Ordering
 from support.toy import VOCAB, Driver, alone, request
 
 LIMITS = st.builds(

@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slotwise.kernels.interface import AttentionShape, Kernels, LayerCache, RaggedBatch
+from slotwise.compute.kernels.interface import AttentionShape, Kernels, LayerCache, RaggedBatch
 
 Row = tuple[int, int]  # query_len, context_len
 HEAD_DIMS = (16, 24, 32, 64, 80, 96, 128)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from slotwise.kernels.cpu import paths
+from slotwise.compute.kernels.cpu.products import paths
 
 
 def param(path: str, *values: object) -> object:

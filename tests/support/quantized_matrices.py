@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slotwise.kernels.matrix import E4M3, Factors, Format, QuantizedMatrix, Rows
-from slotwise.model.gguf.blocks import BLOCK_TYPES
-from slotwise.model.quantization.bitsandbytes import NF4
+from slotwise.compute.kernels.matrix import E4M3, Factors, Format, QuantizedMatrix, Rows
+from slotwise.compute.model.gguf.blocks import BLOCK_TYPES
+from slotwise.compute.model.quantization.bitsandbytes import NF4
 
 FORMATS = {name: kind.format for name, kind in BLOCK_TYPES.items()} | {
     "GPTQ": Format(4, 128, torch.float16, zero=8), "GPTQ 8": Format(8, 128, torch.float16, zero=128),

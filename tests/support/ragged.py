@@ -6,8 +6,8 @@ import random
 
 import torch
 
-from slotwise.kernels.interface import RaggedBatch
-from slotwise.model.decoder import Decoder
+from slotwise.compute.kernels.interface import RaggedBatch
+from slotwise.compute.model.decoder import Decoder
 
 Row = tuple[int, list[int]]  # which sequence, and the tokens it is given in this step
 

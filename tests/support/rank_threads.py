@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from slotwise.compose import rank_process, ranks
+from slotwise.compute.kernels.cpu import launcher
+from slotwise.compute.kernels.cpu.threads import ThreadPool
+from slotwise.compute.kernels.group import SingleRank
 from slotwise.engine.ipc import BlockingChannel
-from slotwise.kernels.cpu import launcher
-from slotwise.kernels.cpu.threads import ThreadPool
-from slotwise.kernels.group import SingleRank
 
 
 class _Rank:

@@ -6,11 +6,13 @@ import random
 from collections import deque
 from typing import Any
 
-from slotwise.batching.batching_settings import Batching
+from slotwise.core.disciplines.batching_settings import Batching
 from slotwise.core.interfaces import Proposer
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import POOLING_TYPES, PoolingSpec, SamplingSpec
 from slotwise.core.request import RequestSpec
+from slotwise.core.speculation.proposer import proposer_of
+from slotwise.core.speculation.speculation_settings import Speculation
 from slotwise.core.step import StepResult
 from slotwise.core.step_time import StepTimeModel
 from slotwise.engine.engine import Engine
@@ -19,8 +21,6 @@ from slotwise.engine.messages import Add, Command, Configure, EngineInfo, Finish
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe.event_log import Entry, decode
 from slotwise.observe.recorder import Recorder
-from slotwise.speculation.proposer import proposer_of
-from slotwise.speculation.speculation_settings import Speculation
 from support.toy import EOS, VOCAB, next_token, scheduler
 
 MS = 1_000_000

@@ -15,20 +15,20 @@ from typing import Any
 import msgspec
 import uvloop
 
+from slotwise.api.app import ROUTES, build_api
+from slotwise.api.asgi import App
+from slotwise.api.generate.checkpoint_workers import TEMPLATE_LIMITS as RENDERING
+from slotwise.api.generate.checkpoint_workers import Template
+from slotwise.api.http_server import listen, serve
+from slotwise.api.limits.server_settings import ServerSettings
+from slotwise.api.limits.tiers import load_tiers
+from slotwise.api.parsers.output_format import output_format
 from slotwise.compose.launch import ChildProcess
 from slotwise.core.request_defaults import SamplingDefaults
 from slotwise.core.settings import settings_of
 from slotwise.engine.client import EngineClient
 from slotwise.engine.sleep import Sleep
 from slotwise.engine.supervisor import Backoff, Supervisor
-from slotwise.server.app import ROUTES, build_api
-from slotwise.server.asgi import App
-from slotwise.server.checkpoint_workers import TEMPLATE_LIMITS as RENDERING
-from slotwise.server.checkpoint_workers import Template
-from slotwise.server.http_server import listen, serve
-from slotwise.server.parsers.output_format import output_format
-from slotwise.server.server_settings import ServerSettings
-from slotwise.server.tiers import load_tiers
 from slotwise.text.chat_source import find_chat_template
 from slotwise.text.tokenizer import Tokenizer
 

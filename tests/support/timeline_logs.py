@@ -6,9 +6,10 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from slotwise.batching.batching_settings import Batching
+from slotwise.core.disciplines.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingSpec
+from slotwise.core.policies.fcfs import FirstComeFirstServed
 from slotwise.core.record import NO_STEP, StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.core.scheduler import Scheduler
@@ -19,7 +20,6 @@ from slotwise.engine.messages import Add, Configure, EngineInfo, Finish
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe import event_log
 from slotwise.observe.recorder import Recorder
-from slotwise.policies.fcfs import FirstComeFirstServed
 from support.toy import EOS, Guesses, next_token
 
 LIMITS = SchedulerLimits(

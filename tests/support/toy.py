@@ -9,11 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from random import Random
 
-from slotwise.batching.disciplines import Chunked
 from slotwise.core import step
+from slotwise.core.disciplines.disciplines import Chunked
 from slotwise.core.interfaces import Discipline, DraftRow, Due, Policy, Proposal, Proposer
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import PoolingSpec, SamplingSpec
+from slotwise.core.policies.fcfs import FirstComeFirstServed
 from slotwise.core.record import NO_OUTCOME, Outcome
 from slotwise.core.request import NO_SLO, Request, RequestSpec
 from slotwise.core.scheduler import Scheduler
@@ -22,7 +23,6 @@ from slotwise.core.step import StepPlan
 from slotwise.core.step_time import StepTimeModel, Work
 from slotwise.engine.executor import FakeExecutor
 from slotwise.engine.messages import UNSUBMITTED, Add
-from slotwise.policies.fcfs import FirstComeFirstServed
 
 VOCAB = 23
 EOS = 0

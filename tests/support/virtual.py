@@ -6,15 +6,15 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from slotwise.batching.batching_settings import Batching
-from slotwise.bench.offline_run import Clock, Stand
+from slotwise.core.disciplines.batching_settings import Batching
 from slotwise.core.limits import SchedulerLimits
+from slotwise.core.policies.fcfs import FirstComeFirstServed
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.step import StepPlan, StepResult
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import Executor, FakeExecutor
-from slotwise.policies.fcfs import FirstComeFirstServed
-from slotwise.workload.workloads import Workload, WorkRequest
+from slotwise.measure.bench.offline_run import Clock, Stand
+from slotwise.measure.workload.workloads import Workload, WorkRequest
 from support.toy import VOCAB, next_token
 
 STEP_NS, ROW_NS, TOKEN_NS = 10_000_000, 1_000_000, 100_000  # of a step, of each of its rows, of each prompt token

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slotwise import child
+from slotwise.platform import child
 
 IS_COMMAND = child.leave_current_folder()  # `python -m` has put it before the standard library
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slotwise.bench.comparison import DISCIPLINES, Comparison, Contender, contenders, rounds, same_cache, with_drafts
-from slotwise.bench.progress import progress
 from slotwise.cli.options import (
     BUILTIN_NAME,
     Bytes,
@@ -32,18 +30,28 @@ from slotwise.cli.process import INTERRUPTED, ending_at_once
 from slotwise.cli.workload_options import Defaults, add_seed_option, add_workload_options, workload_of
 from slotwise.core.limits import SLOTS, TOKENS
 from slotwise.core.settings import Range, real, whole
+from slotwise.core.speculation.speculation_settings import Speculation
 from slotwise.engine.config import BYTES, QUANTIZATIONS, EngineConfig
-from slotwise.speculation.speculation_settings import Speculation
-from slotwise.workload.distributions import MAX_LENGTH, MAX_USERS
-from slotwise.workload.workloads import Workload
+from slotwise.measure.bench.comparison import (
+    DISCIPLINES,
+    Comparison,
+    Contender,
+    contenders,
+    rounds,
+    same_cache,
+    with_drafts,
+)
+from slotwise.measure.bench.progress import progress
+from slotwise.measure.workload.distributions import MAX_LENGTH, MAX_USERS
+from slotwise.measure.workload.workloads import Workload
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from slotwise.bench.comparison import Make
-    from slotwise.bench.offline_run import OnStep, Stand
-    from slotwise.bench.progress import ProgressBar
     from slotwise.compose.engine_builder import Loaded
+    from slotwise.measure.bench.comparison import Make
+    from slotwise.measure.bench.offline_run import OnStep, Stand
+    from slotwise.measure.bench.progress import ProgressBar
     from slotwise.observe.log_file import LogFile
 
 MAX_WARMUPS = 1000
@@ -171,10 +179,17 @@ def _add_offline(command: argparse.ArgumentParser) -> None:
 
 
 def run_serve(asked: argparse.Namespace) -> int:
-    from slotwise.bench.load_generator import SAFE_VOCAB_SIZE, BenchTarget, Phrasing, measure, resolve, serving_result
-    from slotwise.bench.measures import GoodputLimits
-    from slotwise.bench.result_tables import serving_table
-    from slotwise.bench.results import default_filename
+    from slotwise.measure.bench.load_generator import (
+        SAFE_VOCAB_SIZE,
+        BenchTarget,
+        Phrasing,
+        measure,
+        resolve,
+        serving_result,
+    )
+    from slotwise.measure.bench.measures import GoodputLimits
+    from slotwise.measure.bench.result_tables import serving_table
+    from slotwise.measure.bench.results import default_filename
 
     objectives = GoodputLimits.parse(asked.goodput)
     target = BenchTarget(asked.base_url, asked.endpoint, asked.model, asked.api_key)
@@ -206,8 +221,8 @@ def _close_loop(asked: argparse.Namespace) -> None:
 
 
 def run_throughput(asked: argparse.Namespace) -> int:
-    from slotwise.bench.offline_run import throughput
-    from slotwise.bench.result_tables import throughput_table
+    from slotwise.measure.bench.offline_run import throughput
+    from slotwise.measure.bench.result_tables import throughput_table
     from slotwise.observe.log_file import LogFile
 
     _check_writable(asked.output_json)
@@ -223,9 +238,9 @@ def run_throughput(asked: argparse.Namespace) -> int:
 
 
 def _run_roofline(asked: argparse.Namespace, workload: Workload) -> int:
-    from slotwise.bench.profiler import Profiler
-    from slotwise.bench.result_tables import roofline_table
-    from slotwise.bench.results import environment, workload_facts
+    from slotwise.measure.bench.profiler import Profiler
+    from slotwise.measure.bench.result_tables import roofline_table
+    from slotwise.measure.bench.results import environment, workload_facts
 
     profiler = Profiler(_config(asked))
     with progress(total=2 * len(workload.requests), unit="request") as bar:
@@ -237,8 +252,8 @@ def _run_roofline(asked: argparse.Namespace, workload: Workload) -> int:
 
 
 def run_latency(asked: argparse.Namespace) -> int:
-    from slotwise.bench.offline_run import LatencyBatch, latency
-    from slotwise.bench.result_tables import latency_table
+    from slotwise.measure.bench.offline_run import LatencyBatch, latency
+    from slotwise.measure.bench.result_tables import latency_table
 
     _check_writable(asked.output_json)
     batch = LatencyBatch(asked.batch_size, asked.input_len, asked.output_len, asked.num_iters_warmup, asked.num_iters)
@@ -251,8 +266,8 @@ def run_latency(asked: argparse.Namespace) -> int:
 
 
 def run_bench_steps(asked: argparse.Namespace) -> int:
-    from slotwise.bench.result_tables import steps_table
-    from slotwise.bench.steps import fitted, run_steps
+    from slotwise.measure.bench.result_tables import steps_table
+    from slotwise.measure.bench.steps import fitted, run_steps
     from slotwise.observe.log_file import LogFile
 
     _check_writable(asked.output_json)
@@ -265,10 +280,10 @@ def run_bench_steps(asked: argparse.Namespace) -> int:
 
 
 def run_kernels(asked: argparse.Namespace) -> int:
-    from slotwise.bench.product_paths import measure_paths, number_of_paths
-    from slotwise.bench.result_tables import kernels_table
-    from slotwise.bench.results import environment
-    from slotwise.kernels.cpu import paths
+    from slotwise.compute.kernels.cpu.products import paths
+    from slotwise.measure.bench.product_paths import measure_paths, number_of_paths
+    from slotwise.measure.bench.result_tables import kernels_table
+    from slotwise.measure.bench.results import environment
 
     if asked.keep_fastest and asked.quantization != "none":
         raise ValueError("--keep-fastest is for bfloat16: of the paths of quantized weights the first possible one is "
@@ -287,8 +302,8 @@ def _stand(asked: argparse.Namespace, file: LogFile | None = None) -> tuple[Stan
     """An engine in this process, logged to `file`, and the head of its result."""
     settings = engine_settings(asked)
     with ending_at_once():
-        from slotwise.bench.offline_run import Stand
         from slotwise.compose.engine_builder import build_engine
+        from slotwise.measure.bench.offline_run import Stand
         from slotwise.observe.offline import Logged
 
         engine, info = build_engine(_config(asked))
@@ -298,8 +313,8 @@ def _stand(asked: argparse.Namespace, file: LogFile | None = None) -> tuple[Stan
 
 def _config(asked: argparse.Namespace) -> EngineConfig:
     from slotwise import builtin
+    from slotwise.compute.model.checkpoint import locate
     from slotwise.engine.config import EngineConfig
-    from slotwise.model.checkpoint import locate
 
     return EngineConfig.of(model=str(locate(asked.model or builtin.path())), **engine_settings(asked))
 
@@ -314,7 +329,7 @@ def _show(table: RenderableType, result: dict[str, Any], path: str | None) -> in
     """Print a result, and write it if a path is given.  Returns the exit status."""
     from rich.console import Console
 
-    from slotwise.bench.results import write_json
+    from slotwise.measure.bench.results import write_json
 
     Console(highlight=False).print(table)
     if path:
@@ -404,13 +419,13 @@ class Plan:
 
 def _located(model: str | None) -> str:
     from slotwise import builtin
-    from slotwise.model.checkpoint import locate
+    from slotwise.compute.model.checkpoint import locate
 
     return str(locate(model or builtin.path()).absolute())
 
 
 def run_compare(asked: argparse.Namespace) -> int:
-    from slotwise.bench.results import environment
+    from slotwise.measure.bench.results import environment
 
     plan = Plan.of(asked)
     comparison = Comparison(plan.workload, {
@@ -437,8 +452,8 @@ def run_compare(asked: argparse.Namespace) -> int:
 
 
 def _offline(plan: Plan, comparison: Comparison) -> None:
-    from slotwise.bench.progress import progress
     from slotwise.compose.engine_builder import load
+    from slotwise.measure.bench.progress import progress
 
     with progress("loading"):
         loaded = load(EngineConfig.of(**plan.settings, max_num_seqs=plan.slots))
@@ -462,7 +477,7 @@ def _by_tokens(bar: ProgressBar) -> OnStep:
 
 def _maker(loaded: Loaded, plan: Plan, comparison: Comparison) -> Make:
     """Returns a function that makes engines on the loaded weights."""
-    from slotwise.bench.offline_run import Stand
+    from slotwise.measure.bench.offline_run import Stand
 
     def make(settings: Mapping[str, Any]) -> Stand:
         config = EngineConfig.of(**{**plan.settings, **settings})
@@ -476,7 +491,7 @@ def _maker(loaded: Loaded, plan: Plan, comparison: Comparison) -> Make:
 def _orca_bytes(plan: Plan) -> int:
     """Bytes of cache in which Orca's reservations for this workload fill the slots: keys and values of every layer."""
     from slotwise.compose.sizes import BLOCK_SIZE
-    from slotwise.model.loading import DTYPES, read_config
+    from slotwise.compute.model.loading import DTYPES, read_config
 
     config = read_config(Path(plan.settings["model"]))
     kind = DTYPES.get(plan.settings["dtype"]) or config.dtype
@@ -488,7 +503,7 @@ def _orca_bytes(plan: Plan) -> int:
 
 
 def _sweep(name: str, plan: Plan, make: Make, say: Callable[[str], None]) -> dict[str, Any]:
-    from slotwise.bench import sweeps
+    from slotwise.measure.bench import sweeps
 
     outputs = [request.num_output for request in plan.workload.requests]
     if name == "slots":
@@ -502,8 +517,8 @@ def _sweep(name: str, plan: Plan, make: Make, say: Callable[[str], None]) -> dic
 
 
 def _online(plan: Plan, comparison: Comparison) -> None:
-    from slotwise.bench.progress import progress
-    from slotwise.bench.server_run import run_online, serving
+    from slotwise.measure.bench.progress import progress
+    from slotwise.measure.bench.server_run import run_online, serving
 
     arguments = [plan.settings["model"], "--max-num-seqs", str(plan.slots), "--served-model-name", plan.model]
     for name in ENGINE:
@@ -524,9 +539,9 @@ def _online(plan: Plan, comparison: Comparison) -> None:
 def _show_comparison(comparison: Comparison, report: str, figures: str | None) -> None:
     from rich.console import Console
 
-    from slotwise.bench.report.comparison_page import write_report
-    from slotwise.bench.report.tables import comparison_tables
-    from slotwise.bench.results import write_json
+    from slotwise.measure.bench.report.comparison_page import write_report
+    from slotwise.measure.bench.report.tables import comparison_tables
+    from slotwise.measure.bench.results import write_json
 
     result = comparison.result()
     console = Console(highlight=False)

@@ -17,7 +17,9 @@ from slotwise.cli.options import Commands, Number, add_command
 from slotwise.cli.simulations import add_changes_option, counterfactual
 from slotwise.core.drafting import DRAFT_LIMITS
 from slotwise.core.settings import whole
-from slotwise.files import PRIVATE, write_output
+from slotwise.measure.simulate.figures import LatencyLimits
+from slotwise.measure.simulate.replay import Outcome, replay
+from slotwise.measure.simulate.what_if import what_if
 from slotwise.observe import event_log, log_file
 from slotwise.observe.event_log import Entry, LogError
 from slotwise.observe.explain import MS, PARTS, Explanation, explain
@@ -27,10 +29,8 @@ from slotwise.observe.request_timeline import RequestTimeline
 from slotwise.observe.step_time import ObservedStepTimes
 from slotwise.observe.step_view import StepView, step_view, times_of
 from slotwise.observe.timeline import page
-from slotwise.simulate.figures import LatencyLimits
-from slotwise.simulate.replay import Outcome, replay
-from slotwise.simulate.what_if import what_if
-from slotwise.terminal import plain
+from slotwise.platform.files import PRIVATE, write_output
+from slotwise.platform.terminal import plain
 
 SLOWEST = 10
 FILE_WIDTH = 160  # columns of the tables where they are not shown in a terminal

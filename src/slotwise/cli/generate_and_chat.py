@@ -18,11 +18,11 @@ from slotwise.cli.options import (
     engine_settings,
 )
 from slotwise.cli.process import ending_at_once
+from slotwise.compute.model.checkpoint import locate
 from slotwise.core.limits import TOKENS
 from slotwise.core.settings import real, whole
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.errors import printable
-from slotwise.model.checkpoint import locate
 from slotwise.offline.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

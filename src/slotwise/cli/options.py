@@ -23,7 +23,7 @@ from slotwise.core.settings import (
     with_unit,
 )
 from slotwise.engine.config import RETIRED, SAMPLING, TRANSFERS, EngineConfig, ModelOptions
-from slotwise.files import existing_file
+from slotwise.platform.files import existing_file
 
 BUILTIN_NAME = "slotwise-builtin"  # the served name of the model in the package
 SERVED = (ADAPTERS, TRANSFERS, SAMPLING)  # headings of an engine's options that only some commands have
@@ -204,7 +204,7 @@ def add_generation_options(command: argparse.ArgumentParser, bound: str = "") ->
 
 def add_overwrite_option(command: argparse.ArgumentParser) -> None:
     """Adds the companion of `--event-log` to a command that writes one."""
-    from slotwise.server.server_settings import ServerSettings
+    from slotwise.api.limits.server_settings import ServerSettings
 
     add_settings(command, ServerSettings, "event log", ("overwrite_event_log",))
 

@@ -19,9 +19,9 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from slotwise.child import SECRETS
 from slotwise.errors import nearest, one_line
-from slotwise.files import read_regular
+from slotwise.platform.child import SECRETS
+from slotwise.platform.files import read_regular
 
 if TYPE_CHECKING:
     import yaml

@@ -107,7 +107,7 @@ class _Ending:
 
 
 def _kill_children() -> None:
-    if kill_all := getattr(sys.modules.get("slotwise.spawn"), "kill_all", None):  # imported with the first child
+    if kill_all := getattr(sys.modules.get("slotwise.platform.spawn"), "kill_all", None):  # there with the first child
         kill_all()
 
 

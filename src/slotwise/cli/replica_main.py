@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from slotwise import spawn
+from slotwise.platform import spawn
 
 if __name__ == "__main__":
     spawn.end_with_parent()

@@ -10,19 +10,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from slotwise.api.limits.server_settings import ServerSettings
 from slotwise.cli import serve_command
 from slotwise.cli.options import Commands, Number, add_command, given_settings, option_of, reader
 from slotwise.cli.parser import Parser
 from slotwise.compose.launch import AUTO, read_processors
+from slotwise.core.routing.fleet import MAX_WAIT
+from slotwise.core.routing.routers import ROUTERS
 from slotwise.core.settings import real, whole
+from slotwise.core.transfer.kv_transfer_config import SECRET, secret_of
 from slotwise.engine.config import DAY
-from slotwise.host import processors
-from slotwise.routing.fleet import MAX_WAIT
-from slotwise.routing.routers import ROUTERS
-from slotwise.scale.door import MAX_REPLICAS
-from slotwise.scale.replicas import checked
-from slotwise.server.server_settings import ServerSettings
-from slotwise.transfer.kv_transfer_config import SECRET, secret_of
+from slotwise.fleet.door import MAX_REPLICAS
+from slotwise.fleet.replicas import checked
+from slotwise.platform.host import processors
 
 SECRET_BYTES = 32  # random ones, of the transfer secret for replicas with roles
 MEMORY = 0.6  # of the machine's, for the weights, steps and caches of all replicas together
@@ -59,7 +59,7 @@ def add(commands: Commands) -> None:
 
 
 def run(asked: argparse.Namespace) -> int:
-    from slotwise.scale.run import Scaling, run_scale
+    from slotwise.fleet.run import Scaling, run_scale
 
     parser = Parser(prog="slotwise scale", add_help=False)
     serve_command.add_options(parser)
@@ -123,7 +123,7 @@ def _numbers(asked: argparse.Namespace, served: argparse.Namespace) -> tuple[int
         raise ValueError("--replicas is for replicas without roles: leave it out beside --prefill-replicas")
     if served.kv_transfer_config is not None:
         raise ValueError("--kv-transfer-config is not for --prefill-replicas, which sets it for each process")
-    from slotwise.scale.replicas import roles
+    from slotwise.fleet.replicas import roles
 
     number = asked.prefill_replicas + (asked.decode_replicas or 1)
     if number > MAX_REPLICAS:
@@ -140,7 +140,7 @@ def _launcher(rest: Sequence[str], served: argparse.Namespace, number: int, of_r
 
     Replicas beyond `number`, added later, take the places of the first ones, too.
     """
-    from slotwise.scale.replicas import ServeProcess, shares
+    from slotwise.fleet.replicas import ServeProcess, shares
 
     found = read_processors(processors())
     places = [one.number for one in sorted(found, key=lambda one: (one.node, min(one.siblings), one.number))]

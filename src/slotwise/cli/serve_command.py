@@ -9,7 +9,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from slotwise import builtin, child
+from slotwise import builtin
+from slotwise.api.limits.server_settings import MODEL, LoraModule, ServerSettings
 from slotwise.cli.options import (
     BUILTIN_NAME,
     Commands,
@@ -29,19 +30,19 @@ from slotwise.cli.parser import Parser, fill
 from slotwise.cli.process import ending_at_once
 from slotwise.compat.vllm import notices
 from slotwise.compose.launch import AUTO, CORES, MOST_PROCESSORS, NONE, environment, numbers, read_processors
+from slotwise.compute.model.checkpoint import locate
 from slotwise.core.limits import ADAPTERS
 from slotwise.core.settings import make, settings_of, whole
+from slotwise.core.speculation.speculation_settings import PREDICTION, Speculation
+from slotwise.core.transfer.kv_transfer_config import SECRET, secret_of
 from slotwise.engine.config import TRANSFERS, EngineConfig, ModelOptions
 from slotwise.errors import printable
-from slotwise.host import processors
-from slotwise.model.checkpoint import locate
 from slotwise.observe.lines import final
-from slotwise.server.server_settings import MODEL, LoraModule, ServerSettings
-from slotwise.speculation.speculation_settings import PREDICTION, Speculation
-from slotwise.transfer.kv_transfer_config import SECRET, secret_of
+from slotwise.platform import child
+from slotwise.platform.host import processors
 
 if TYPE_CHECKING:
-    from slotwise.server.tiers import ServedTier
+    from slotwise.api.limits.tiers import ServedTier
 
 
 SERVER = "server"  # a heading
@@ -102,7 +103,7 @@ def _from_environment(name: str) -> tuple[str, ...]:
     Raises:
         ValueError: it is set and holds no key, so that a server meant to be closed would be open.
     """
-    from slotwise.server.api_keys import key_of
+    from slotwise.api.limits.api_keys import key_of
 
     if name not in os.environ:
         return ()
@@ -133,7 +134,7 @@ def tiers_of(asked: argparse.Namespace) -> tuple[ServedTier, ...]:
     """The tiers of the file.  Raises ValueError, OSError: one line that says what is wrong with it."""
     if not asked.tiers:
         return ()
-    from slotwise.server.tiers import load_tiers, objection
+    from slotwise.api.limits.tiers import load_tiers, objection
 
     tiers = load_tiers(asked.tiers, asked.max_num_seqs, os.environ)
     for served in tiers:
@@ -212,7 +213,7 @@ def server_settings(asked: argparse.Namespace, model: str, given: Mapping[str, A
         "admin_api_key": admin_key_of(asked.admin_api_key), "tiers": tiers_of(asked), "seed": asked.seed,
         "lora_modules": modules})
     if settings.ssl_certfile:
-        from slotwise.server.listener import context_of
+        from slotwise.api.http.listener import context_of
 
         context_of(settings.ssl_certfile, settings.ssl_keyfile, settings.ssl_ca_certs)
     return settings
@@ -224,7 +225,7 @@ def _modules(given: Sequence[LoraModule], base_names: Sequence[str]) -> tuple[Lo
     Raises:
         ValueError: a name is there twice, or there is no adapter at a path.
     """
-    from slotwise.server.served_models import missing
+    from slotwise.api.generate.served_models import missing
 
     modules: dict[str, LoraModule] = {}
     for module in given:

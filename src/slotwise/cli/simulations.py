@@ -27,18 +27,16 @@ from slotwise.cli.options import (
     option_of,
 )
 from slotwise.cli.workload_options import Defaults, add_seed_option, add_workload_options, workload_of
+from slotwise.core.policies.policy_settings import POLICIES
+from slotwise.core.routing.routers import ROUTERS
 from slotwise.core.settings import real, whole
 from slotwise.errors import printable
-from slotwise.files import write_output
-from slotwise.observe.log_file import read_file
-from slotwise.policies.policy_settings import POLICIES
-from slotwise.routing.routers import ROUTERS
-from slotwise.simulate.capacity_search import LOADS, CapacityTarget, LoadPoint, at_load, fewest, interval
-from slotwise.simulate.figures import WORDS, Figures, LatencyLimits, SimulatedRequest, figures
-from slotwise.simulate.machines import LINK, ModelShape, described, names, setup_of
-from slotwise.simulate.recorded import read_recording
-from slotwise.simulate.simulated_routing import RoutedServers
-from slotwise.simulate.simulator import (
+from slotwise.measure.simulate.capacity_search import LOADS, CapacityTarget, LoadPoint, at_load, fewest, interval
+from slotwise.measure.simulate.figures import WORDS, Figures, LatencyLimits, SimulatedRequest, figures
+from slotwise.measure.simulate.machines import LINK, ModelShape, described, names, setup_of
+from slotwise.measure.simulate.recorded import read_recording
+from slotwise.measure.simulate.simulated_routing import RoutedServers
+from slotwise.measure.simulate.simulator import (
     AdapterLoad,
     InstantKVLink,
     Server,
@@ -48,10 +46,12 @@ from slotwise.simulate.simulator import (
     simulate_apart,
     traffic_of,
 )
-from slotwise.simulate.virtual_machine import SimulatedDraftModel
-from slotwise.simulate.what_if import MEASURED, REPLAYED, WHAT_IF, error_of, in_words, is_reliable, what_if
-from slotwise.terminal import duration, plain
-from slotwise.workload.workloads import Workload
+from slotwise.measure.simulate.virtual_machine import SimulatedDraftModel
+from slotwise.measure.simulate.what_if import MEASURED, REPLAYED, WHAT_IF, error_of, in_words, is_reliable, what_if
+from slotwise.measure.workload.workloads import Workload
+from slotwise.observe.log_file import read_file
+from slotwise.platform.files import write_output
+from slotwise.platform.terminal import duration, plain
 
 MS = 1000.0
 MAX_ADAPTERS = 4096
@@ -140,8 +140,8 @@ def _machine(asked: argparse.Namespace) -> tuple[Setup, str]:
 
 def _shape(model: str) -> ModelShape:
     """Returns a model's shape, from its config; in bfloat16."""
-    from slotwise.model.checkpoint import locate
-    from slotwise.model.loading import read_config
+    from slotwise.compute.model.checkpoint import locate
+    from slotwise.compute.model.loading import read_config
 
     config = read_config(locate(model))
     head, width = config.hidden_size * config.vocab_size, 2
@@ -390,7 +390,7 @@ def _table(title: str, runs: Mapping[str, Figures], worth: Mapping[str, Any] | N
 
 def _write(path: str | None, result: dict[str, Any]) -> None:
     if path:
-        from slotwise.bench.results import write_json
+        from slotwise.measure.bench.results import write_json
 
         write_json(path, {"version": 1, **result})
         print(f"\nwritten to {path}")
@@ -464,7 +464,7 @@ def run_capacity(asked: argparse.Namespace) -> int:
 
 
 def _draw(path: str, title: str, loads: Sequence[LoadPoint], knee: LoadPoint | None) -> None:
-    from slotwise.bench.report.plots import knee_plot
+    from slotwise.measure.bench.report.plots import knee_plot
 
     points = {one: (one.offered, one.figures.goodput) for one in loads}
     write_output(path, knee_plot(title, list(points.values()), points.get(knee) if knee else None).encode())

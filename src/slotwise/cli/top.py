@@ -30,7 +30,7 @@ from slotwise.core.settings import real
 from slotwise.errors import printable
 from slotwise.observe.live_state import HELD, STALLED, LiveState
 from slotwise.observe.request_timeline import DECODE, PREFILL, RequestTimeline
-from slotwise.terminal import plain
+from slotwise.platform.terminal import plain
 
 if TYPE_CHECKING:
     import aiohttp

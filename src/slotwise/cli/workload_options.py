@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from slotwise.cli.options import Number, Size, input_file
 from slotwise.core.settings import Range, real, settings_of, whole
 from slotwise.engine.config import EngineConfig
-from slotwise.workload import distributions, workloads
-from slotwise.workload.distributions import MAX_LENGTH, MAX_RATE, Arrivals
-from slotwise.workload.trace import read_trace, replay
-from slotwise.workload.workloads import MAX_REQUESTS, NO_PREFIX, Recipe, Workload, generate
+from slotwise.measure.workload import distributions, workloads
+from slotwise.measure.workload.distributions import MAX_LENGTH, MAX_RATE, Arrivals
+from slotwise.measure.workload.trace import read_trace, replay
+from slotwise.measure.workload.workloads import MAX_REQUESTS, NO_PREFIX, Recipe, Workload, generate
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ class AdapterLoading:
             self._report(self._loaded(self._commands.get()))
 
     def _loaded(self, command: LoadAdapter) -> AdapterLoaded:
-        from slotwise.model.checkpoint import fingerprint
+        from slotwise.compute.model.checkpoint import fingerprint
 
         try:
             if self._adapters is None:
@@ -73,7 +73,7 @@ def _yield_to_steps() -> None:
     """Lets the calling thread run on any core, with one compute thread, at the lowest priority."""
     import torch
 
-    from slotwise.kernels.cpu.threads import roam
+    from slotwise.compute.kernels.cpu.threads import roam
 
     roam()
     torch.set_num_threads(1)

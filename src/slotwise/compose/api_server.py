@@ -23,9 +23,18 @@ from typing import NamedTuple
 import uvloop
 from tqdm import tqdm
 
+from slotwise.api.app import ROUTES, build_api
+from slotwise.api.asgi import App
+from slotwise.api.generate.checkpoint_workers import Template
+from slotwise.api.generate.context import Api
+from slotwise.api.http.api_errors import ApiError
+from slotwise.api.http_server import listen, serve
+from slotwise.api.limits.server_settings import ServerSettings
+from slotwise.api.parsers.output_format import OutputFormat, output_format
 from slotwise.compose.launch import ChildProcess, Cores, launch_engine, settle
 from slotwise.compose.load_check import check
 from slotwise.compose.model_defaults import announce, read_defaults, read_pooling
+from slotwise.compute.model.checkpoint import locate
 from slotwise.engine.client import EngineClient
 from slotwise.engine.config import EngineConfig, ModelOptions
 from slotwise.engine.messages import EngineInfo, Loading
@@ -33,19 +42,10 @@ from slotwise.engine.refusals import EngineError
 from slotwise.engine.sleep import Sleep
 from slotwise.engine.supervisor import Supervisor
 from slotwise.errors import OneLineError, printable
-from slotwise.model.checkpoint import locate
 from slotwise.observe import lines, step_time
 from slotwise.observe.log_file import LogFile
 from slotwise.observe.metrics import report
 from slotwise.observe.traces import Traces
-from slotwise.server.api_errors import ApiError
-from slotwise.server.app import ROUTES, build_api
-from slotwise.server.asgi import App
-from slotwise.server.checkpoint_workers import Template
-from slotwise.server.context import Api
-from slotwise.server.http_server import listen, serve
-from slotwise.server.parsers.output_format import OutputFormat, output_format
-from slotwise.server.server_settings import ServerSettings
 from slotwise.text.chat_source import ChatTemplateError, find_chat_template, find_tool_template
 from slotwise.text.tokenizer import Tokenizer
 

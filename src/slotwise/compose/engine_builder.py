@@ -26,10 +26,43 @@ import slotwise
 from slotwise import grammar_compiler
 from slotwise.compose.machine import glance, measure_machine, roofline
 from slotwise.compose.sizes import cache_groups, check_sizes, check_weights, sized, step_tokens
+from slotwise.compute.kernels.checked import CheckedKernels
+from slotwise.compute.kernels.cpu.jit import workers
+from slotwise.compute.kernels.cpu.memory import LARGE
+from slotwise.compute.kernels.cpu.threads import roam
+from slotwise.compute.kernels.group import SINGLE_RANK, Group, PipelineStage, UnconnectedRank, num_ranks
+from slotwise.compute.kernels.interface import Kernels, LayerCache, LayerShape
+from slotwise.compute.kernels.select import choose, draw_for, launcher_of, mask_for, resolve
+from slotwise.compute.model.checkpoint import content_digest, fingerprint, locate
+from slotwise.compute.model.decoder import Decoder, DecoderSizes, HeadStage
+from slotwise.compute.model.family_table import tensor_shapes
+from slotwise.compute.model.generation_config import named_file
+from slotwise.compute.model.layer_groups import LayerGroups, cache_shapes
+from slotwise.compute.model.loading import UnreadModel, describe
+from slotwise.compute.model.lora_weights import LoraWeights
+from slotwise.compute.model.model_config import ModelConfig
+from slotwise.compute.runner import memory_budget
+from slotwise.compute.runner.draft_model_runner import DraftModelRunner, DraftPositions
+from slotwise.compute.runner.input_batch import SlotTable
+from slotwise.compute.runner.kv_blocks import HostBlocks, HostCacheBlocks
+from slotwise.compute.runner.model_runner import FirstStageRunner, ModelRunner, StageRunner
+from slotwise.compute.runner.prefault import Prefault, SleepingMemory
+from slotwise.compute.runner.sampling.cpu import Sampler
+from slotwise.compute.runner.sampling.gpu import DeviceSampler
+from slotwise.compute.runner.sampling.grammar_masks import Grammars, Masks
+from slotwise.compute.runner.sampling.sampler import Sampling, SilentSampler
+from slotwise.compute.runner.slots import LoraSlots, SlotListener
+from slotwise.compute.runner.staging import DeviceExpertCounts
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.scheduler import Scheduler
+from slotwise.core.speculation.proposer import proposer_of
+from slotwise.core.speculation.speculation_settings import NONE, Speculation
 from slotwise.core.step import StepPlan
 from slotwise.core.step_time import Machine, Roofline
+from slotwise.core.transfer.connectors import connector_of
+from slotwise.core.transfer.kv_transfer_config import KVTransferConfig
+from slotwise.core.transfer.receiver import Receiver
+from slotwise.core.transfer.sender import Sender
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import AdapterStore, Executor
@@ -37,41 +70,8 @@ from slotwise.engine.kv_link import TransferLink
 from slotwise.engine.messages import EngineInfo, MemoryUse
 from slotwise.engine.warmup import check_steps, warmup
 from slotwise.errors import CheckpointError, described
-from slotwise.kernels.checked import CheckedKernels
-from slotwise.kernels.cpu.jit import workers
-from slotwise.kernels.cpu.memory import LARGE
-from slotwise.kernels.cpu.threads import roam
-from slotwise.kernels.group import SINGLE_RANK, Group, PipelineStage, UnconnectedRank, num_ranks
-from slotwise.kernels.interface import Kernels, LayerCache, LayerShape
-from slotwise.kernels.select import choose, draw_for, launcher_of, mask_for, resolve
-from slotwise.model.checkpoint import content_digest, fingerprint, locate
-from slotwise.model.decoder import Decoder, DecoderSizes, HeadStage
-from slotwise.model.family_table import tensor_shapes
-from slotwise.model.generation_config import named_file
-from slotwise.model.layer_groups import LayerGroups, cache_shapes
-from slotwise.model.loading import UnreadModel, describe
-from slotwise.model.lora_weights import LoraWeights
-from slotwise.model.model_config import ModelConfig
 from slotwise.observe.step_time import load_or_learn
-from slotwise.runner import memory_budget
-from slotwise.runner.draft_model_runner import DraftModelRunner, DraftPositions
-from slotwise.runner.input_batch import SlotTable
-from slotwise.runner.kv_blocks import HostBlocks, HostCacheBlocks
-from slotwise.runner.model_runner import FirstStageRunner, ModelRunner, StageRunner
-from slotwise.runner.prefault import Prefault, SleepingMemory
-from slotwise.runner.sampling.cpu import Sampler
-from slotwise.runner.sampling.gpu import DeviceSampler
-from slotwise.runner.sampling.grammar_masks import Grammars, Masks
-from slotwise.runner.sampling.sampler import Sampling, SilentSampler
-from slotwise.runner.slots import LoraSlots, SlotListener
-from slotwise.runner.staging import DeviceExpertCounts
-from slotwise.speculation.proposer import proposer_of
-from slotwise.speculation.speculation_settings import NONE, Speculation
 from slotwise.text.tokenizer import MAX_TOKENIZER_BYTES, Tokenizer, TokenizerError
-from slotwise.transfer.connectors import connector_of
-from slotwise.transfer.kv_transfer_config import KVTransferConfig
-from slotwise.transfer.receiver import Receiver
-from slotwise.transfer.sender import Sender
 
 if TYPE_CHECKING:
     from slotwise.compose.ranks import Ranks
@@ -355,7 +355,7 @@ def linked(
     return TransferLink(sender, receiver, limits.block_size)
 
 
-CODE = ("kernels/cpu/block_layout.py", "kernels/matrix.py", "model/**/*.py")
+CODE = ("compute/kernels/cpu/products/block_layout.py", "compute/kernels/matrix.py", "model/**/*.py")
 """What determines which panels a checkpoint becomes."""
 
 
@@ -365,7 +365,7 @@ def packed_weights(config: EngineConfig, kernels: Kernels, checkpoint: Path) -> 
     if not config.packed_weights_cache:
         yield
         return
-    from slotwise.kernels.cpu.packed_file import kept
+    from slotwise.compute.kernels.cpu.products.packed_file import kept
 
     key = hashlib.sha256(f"{content_digest(checkpoint)} {_code_digest()}".encode()).hexdigest()
     with kept(launcher_of(kernels), key, int(config.packed_weights_cache * 2**30)):

@@ -21,6 +21,8 @@ import msgspec
 
 from slotwise.compose.adapter_loading import AdapterLoading
 from slotwise.compose.launch import hold_off, settle
+from slotwise.compute.kernels.cpu.jit.workers import call_early
+from slotwise.compute.kernels.lazy_imports import spare_torch
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.ipc import BlockingChannel, ChannelClosed, HeartbeatSender, decode_command, encode, messages_of
@@ -35,8 +37,6 @@ from slotwise.engine.messages import (
     UnloadAdapter,
 )
 from slotwise.errors import OneLineError, described, one_line
-from slotwise.kernels.cpu.jit.workers import call_early
-from slotwise.kernels.lazy_imports import spare_torch
 from slotwise.observe import lines
 
 MAX_ARRIVALS = 64  # handled between two steps, so that a flood of requests cannot delay running ones

@@ -38,11 +38,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from slotwise import child, spawn
+from slotwise.compute.model.generation_config import absolute
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.ipc import frame, pair
-from slotwise.host import num_processors
-from slotwise.model.generation_config import absolute
+from slotwise.platform import child, spawn
+from slotwise.platform.host import num_processors
 
 MIDDLE_EVERY = 2  # collections of the young generation per collection of the middle one
 FULL_EVERY = 700  # collections of the middle generation per full collection

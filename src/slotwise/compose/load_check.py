@@ -12,12 +12,12 @@ import sys
 
 import msgspec
 
-from slotwise import child
 from slotwise.compose.launch import ChildProcess, absolute_paths
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.ipc import BlockingChannel, ChannelClosed, frame
 from slotwise.errors import OneLineError, one_line
 from slotwise.observe import lines
+from slotwise.platform import child
 
 SECONDS = 120.0  # for imports and headers of files, on a busy machine
 

@@ -20,11 +20,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from slotwise.compute.kernels.interface import AttentionShape, Kernels
+from slotwise.compute.kernels.select import launcher_of
+from slotwise.compute.model.decoder import Decoder
 from slotwise.core.step_time import Machine, Roofline
-from slotwise.host import last_cache_bytes
-from slotwise.kernels.interface import AttentionShape, Kernels
-from slotwise.kernels.select import launcher_of
-from slotwise.model.decoder import Decoder
+from slotwise.platform.host import last_cache_bytes
 
 MIB = 1 << 20
 BLOCK = 64  # tokens; a multiple of the vector length, so that no padding of blocks is counted
@@ -68,7 +68,7 @@ def _reader(kernels: Kernels) -> tuple[Callable[[Tensor], object], int]:
     """Reads all of some memory, and of how many bytes its size is a multiple."""
     if kernels.name != "cpu":
         return lambda data: data.view(torch.float32).sum().item(), 4
-    from slotwise.kernels.cpu.reading import PIECE, read_all
+    from slotwise.compute.kernels.cpu.reading import PIECE, read_all
 
     launcher = launcher_of(kernels)
     return lambda data: read_all(data, launcher), PIECE

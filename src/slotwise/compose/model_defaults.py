@@ -17,15 +17,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from slotwise.compute.model.fields import MAX_JSON_BYTES, Fields, read_json
+from slotwise.compute.model.generation_config import NEUTRAL, NOT_OBEYED, named_file, read_generation
 from slotwise.core.params import LAST, MEAN, RANGES, PoolingSpec
 from slotwise.core.request_defaults import PoolingDefaults, SamplingDefaults
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.errors import CheckpointError, nearest
-from slotwise.files import has_part, read_part
-from slotwise.gguf_file import open_model
-from slotwise.model.fields import MAX_JSON_BYTES, Fields, read_json
-from slotwise.model.generation_config import NEUTRAL, NOT_OBEYED, named_file, read_generation
 from slotwise.observe import lines
+from slotwise.platform.files import has_part, read_part
+from slotwise.platform.gguf_file import open_model
 
 OVERRIDE = "override_generation_config"
 LENGTH = "max_new_tokens"

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Sequence
 
-from slotwise import spawn
 from slotwise.compose.adapter_loading import AdapterLoading
 from slotwise.compose.engine_builder import Loaded, following, load
 from slotwise.compose.engine_process import end
@@ -32,17 +31,18 @@ from slotwise.compose.rank_messages import (
 )
 from slotwise.compose.ranks import Rank, RankMemory, group_of, store_of
 from slotwise.compose.sizes import cache_groups, sized
+from slotwise.compute.kernels.group import Group
+from slotwise.compute.kernels.interface import Kernels
+from slotwise.compute.kernels.lazy_imports import spare_torch
+from slotwise.compute.model.lora_weights import LoraWeights
+from slotwise.compute.runner.model_runner import FirstStageRunner, StageRunner
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.step import StepPlan
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.ipc import BlockingChannel, ChannelClosed
 from slotwise.engine.messages import LoadAdapter, UnloadAdapter
 from slotwise.errors import one_line
-from slotwise.kernels.group import Group
-from slotwise.kernels.interface import Kernels
-from slotwise.kernels.lazy_imports import spare_torch
-from slotwise.model.lora_weights import LoraWeights
-from slotwise.runner.model_runner import FirstStageRunner, StageRunner
+from slotwise.platform import spawn
 
 # A rank other than 0: its share of the model, and the caches of its heads and layers.
 

@@ -35,7 +35,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from slotwise import child, spawn
 from slotwise.compose.rank_messages import (
     Allocate,
     Collect,
@@ -48,14 +47,7 @@ from slotwise.compose.rank_messages import (
     decode_report,
     encode,
 )
-from slotwise.core.limits import SchedulerLimits
-from slotwise.core.step import RankSpan, StepPlan, StepResult
-from slotwise.engine.config import EngineConfig
-from slotwise.engine.executor import Executor
-from slotwise.engine.ipc import BlockingChannel, ChannelClosed, pair
-from slotwise.engine.messages import AdapterLoaded, LoadAdapter, UnloadAdapter
-from slotwise.errors import CheckpointError, OneLineError
-from slotwise.kernels.cpu.shared_group import (
+from slotwise.compute.kernels.cpu.shared_group import (
     CHUNK,
     PipeMemory,
     SharedGroup,
@@ -65,13 +57,21 @@ from slotwise.kernels.cpu.shared_group import (
     shared_file,
     size_of,
 )
-from slotwise.kernels.cpu.threads import places
-from slotwise.kernels.group import Group, NoPipe, Pipe, PipelineStage, SingleRank, TorchGroup, TorchPipe
-from slotwise.kernels.interface import Kernels
-from slotwise.kernels.select import launcher_of
-from slotwise.model.lora_weights import LoraWeights
-from slotwise.model.model_config import ModelConfig
-from slotwise.runner.input_batch import SlotTable
+from slotwise.compute.kernels.cpu.threads import places
+from slotwise.compute.kernels.group import Group, NoPipe, Pipe, PipelineStage, SingleRank, TorchGroup, TorchPipe
+from slotwise.compute.kernels.interface import Kernels
+from slotwise.compute.kernels.select import launcher_of
+from slotwise.compute.model.lora_weights import LoraWeights
+from slotwise.compute.model.model_config import ModelConfig
+from slotwise.compute.runner.input_batch import SlotTable
+from slotwise.core.limits import SchedulerLimits
+from slotwise.core.step import RankSpan, StepPlan, StepResult
+from slotwise.engine.config import EngineConfig
+from slotwise.engine.executor import Executor
+from slotwise.engine.ipc import BlockingChannel, ChannelClosed, pair
+from slotwise.engine.messages import AdapterLoaded, LoadAdapter, UnloadAdapter
+from slotwise.errors import CheckpointError, OneLineError
+from slotwise.platform import child, spawn
 
 LOGIT = 4  # bytes
 

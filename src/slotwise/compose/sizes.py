@@ -7,24 +7,24 @@ from typing import NamedTuple
 
 import torch
 
+from slotwise.compute.kernels.group import PLACES, PipelineStage, UnconnectedRank, num_ranks
+from slotwise.compute.kernels.interface import Kernels, LayerShape
+from slotwise.compute.kernels.select import draw_for
+from slotwise.compute.model.decoder import Decoder, DecoderSizes
+from slotwise.compute.model.family_table import weight_bytes
+from slotwise.compute.model.layer_groups import LayerGroups, cache_shapes, layer_groups, least_block_size, one_group
+from slotwise.compute.model.network import layers_of
+from slotwise.compute.runner import kv_blocks, memory_budget
+from slotwise.compute.runner.decode_graphs import MAX_TOKENS, num_graphs
+from slotwise.compute.runner.draft_model_runner import ALL_LOGITS, CATCH_UP
+from slotwise.compute.runner.memory_budget import measured_graph, measured_workspace
+from slotwise.compute.runner.prompt_results import workspace_rows
 from slotwise.core.cache_groups import CacheGroups
 from slotwise.core.drafting import MAX_STEP_DRAFTS
 from slotwise.core.limits import SchedulerLimits
+from slotwise.core.speculation.speculation_settings import NONE
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.messages import MemoryUse
-from slotwise.kernels.group import PLACES, PipelineStage, UnconnectedRank, num_ranks
-from slotwise.kernels.interface import Kernels, LayerShape
-from slotwise.kernels.select import draw_for
-from slotwise.model.decoder import Decoder, DecoderSizes
-from slotwise.model.family_table import weight_bytes
-from slotwise.model.layer_groups import LayerGroups, cache_shapes, layer_groups, least_block_size, one_group
-from slotwise.model.network import layers_of
-from slotwise.runner import kv_blocks, memory_budget
-from slotwise.runner.decode_graphs import MAX_TOKENS, num_graphs
-from slotwise.runner.draft_model_runner import ALL_LOGITS, CATCH_UP
-from slotwise.runner.memory_budget import measured_graph, measured_workspace
-from slotwise.runner.prompt_results import workspace_rows
-from slotwise.speculation.speculation_settings import NONE
 
 STEP_SECONDS = 0.1  # where streams wait for whole steps
 BURST_SECONDS = 0.5  # where steps are that long only when hardly any stream waits for them (core/step_budget.py)

@@ -13,8 +13,8 @@ snapshots.  Unlike keys and values, a state cannot be computed again over itself
 
     state        |     |     |     |     |     |■■■■■|■■|       blocks 0 to 4 are freed
 
-All groups take their blocks from one pool, so layers of all groups have equally large blocks (`model/layer_groups.py`).
-After the hybrid cache managers of vLLM and Jenga (Zhang et al., arXiv 2503.18292).
+All groups take their blocks from one pool, so layers of all groups have equally large blocks
+(`compute/model/layer_groups.py`). After the hybrid cache managers of vLLM and Jenga (Zhang et al., arXiv 2503.18292).
 """
 
 from __future__ import annotations

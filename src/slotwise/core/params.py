@@ -1,8 +1,8 @@
 """Sampling parameters of a request.  Field names and defaults are vLLM's.
 
 A parameter is declared here once: type, default, range and help.  Its check, its field in the HTTP protocol
-(`server/protocol.py`), the docs and the default of the offline class (`slotwise.SamplingParams`, which names it for
-type checkers) follow from the declaration; the sampler obeys it.
+(`api/protocol/protocol.py`), the docs and the default of the offline class (`slotwise.SamplingParams`, which names it
+for type checkers) follow from the declaration; the sampler obeys it.
 """
 
 from __future__ import annotations

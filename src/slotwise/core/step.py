@@ -21,7 +21,7 @@ it, as `drafts[i]`, which may be fewer than were planned.  A row's drafts are al
 
 Blocks belong to *cache groups*, sets of layers that keep the same positions (`core/cache_groups.py`); most models have
 one, group 0.  With a draft model there is only that: its layers use the same blocks, and may lack positions
-(`runner/draft_model_runner.py`).
+(`compute/runner/draft_model_runner.py`).
 
 Static and dynamic batches waste computation, and the plan records it: `padding[i]` tokens beside those of row i, and
 rows in `held`, which have their last token already and are computed again until the whole batch has ended.

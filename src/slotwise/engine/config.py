@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from slotwise.batching.batching_settings import Batching
 from slotwise.core.cache_groups import CacheGroups
+from slotwise.core.disciplines.batching_settings import Batching
 from slotwise.core.limits import ADAPTERS, CACHE, MOST_MS, TOKENS, ChosenLimits, LiveLimits, SchedulerLimits
+from slotwise.core.policies.policy_settings import Ordering
 from slotwise.core.settings import (
     check_settings,
     json_object,
@@ -25,16 +26,16 @@ from slotwise.core.settings import (
     whole,
 )
 from slotwise.core.slo import Tier
+from slotwise.core.speculation.speculation_settings import DRAFT_MODEL, Speculation
+from slotwise.core.transfer.kv_transfer_config import HOW, KVTransferConfig
 from slotwise.engine.scheduling import Scheduling
 from slotwise.errors import OneLineError
-from slotwise.files import existing_file
-from slotwise.policies.policy_settings import Ordering
-from slotwise.speculation.speculation_settings import DRAFT_MODEL, Speculation
-from slotwise.transfer.kv_transfer_config import HOW, KVTransferConfig
+from slotwise.platform.files import existing_file
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DTYPE_NAMES = {"half": "float16", "float": "float32"}  # vLLM's; a config has the longer ones
-QUANTIZATIONS = ("none", "int8", "int4")  # besides none, those of kernels/cpu/quantize.py, which is not imported here
+# Besides none, those of compute/kernels/cpu/products/quantize.py, which is not imported here.
+QUANTIZATIONS = ("none", "int8", "int4")
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 DEVICES = ("auto", "cpu", "cuda", "reference")
 STEP_TOKENS = 512  # a chunk this long reaches most of the product rate on any device

@@ -15,9 +15,9 @@ from typing import NamedTuple, Protocol
 from slotwise.core.kv_transfers import KVTransfers
 from slotwise.core.request import Request
 from slotwise.core.step import Arrival
-from slotwise.transfer.receiver import Receiver, TransferSource
-from slotwise.transfer.sender import Sender
-from slotwise.transfer.wire import prompt_digest
+from slotwise.core.transfer.receiver import Receiver, TransferSource
+from slotwise.core.transfer.sender import Sender
+from slotwise.core.transfer.wire import prompt_digest
 
 
 class News(NamedTuple):

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.record import StepRecord
 from slotwise.core.request import RequestSpec
+from slotwise.core.speculation.speculation_settings import Speculation
 from slotwise.core.step import TokenLogprobs
 from slotwise.core.step_time import Learned, Roofline
+from slotwise.core.transfer.kv_transfer_config import KVTransferConfig
 from slotwise.engine.scheduling import Scheduling
-from slotwise.speculation.speculation_settings import Speculation
-from slotwise.transfer.kv_transfer_config import KVTransferConfig
 
 if TYPE_CHECKING:
     from msgspec import Struct

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from slotwise.batching.batching_settings import Batching
+from slotwise.core.disciplines.batching_settings import Batching
 from slotwise.core.interfaces import Discipline, Policy
 from slotwise.core.limits import LiveLimits, SchedulerLimits
+from slotwise.core.policies.policy_settings import Ordering
 from slotwise.core.settings import changed, nested, settings_of, values_of
 from slotwise.core.slo import Tier
 from slotwise.core.step_time import StepTimeModel
-from slotwise.policies.policy_settings import Ordering
 
 MAX_TIERS = 64
 KINDS = {"batching": Batching, "scheduling_policy": Ordering}  # settings that choose which others have a meaning

@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from slotwise.batching.disciplines import Chunked
+from slotwise.core.disciplines.disciplines import Chunked
 from slotwise.core.interfaces import DraftRow, Due, Proposal, Proposer
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingSpec
+from slotwise.core.policies.fcfs import FirstComeFirstServed
 from slotwise.core.request import Request, RequestSpec
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.step import Proposing
@@ -26,7 +27,6 @@ from slotwise.engine.engine import Clock, Engine
 from slotwise.engine.executor import Executor
 from slotwise.engine.messages import Add, Finish
 from slotwise.errors import OneLineError
-from slotwise.policies.fcfs import FirstComeFirstServed
 
 ANY_TOKEN = 0
 PROMPT = 16  # tokens of the prompt that `check_steps` computes, at most

@@ -30,13 +30,13 @@ import msgspec
 from slotwise.core.limits import SchedulerLimits
 from slotwise.core.record import StepRecord
 from slotwise.core.request import RequestSpec
+from slotwise.core.speculation.speculation_settings import Speculation
 from slotwise.core.step import StepPlan
 from slotwise.core.step_time import Learned, StepTimeModel
 from slotwise.engine.messages import Add, Timing
 from slotwise.engine.record_codec import StepEntry, packed, unpacked
 from slotwise.engine.scheduling import Scheduling
 from slotwise.errors import printable
-from slotwise.speculation.speculation_settings import Speculation
 from slotwise.version import __version__
 
 FORMAT = 2  # to be raised with every change that an older reader would misunderstand

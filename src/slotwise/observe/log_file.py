@@ -16,7 +16,6 @@ from pathlib import Path
 from types import TracebackType
 
 from slotwise.errors import OneLineError, described
-from slotwise.files import PRIVATE
 from slotwise.observe import last_format
 from slotwise.observe.event_log import (
     FORMAT,
@@ -32,6 +31,7 @@ from slotwise.observe.event_log import (
     entry_of,
     line_of,
 )
+from slotwise.platform.files import PRIVATE
 from slotwise.version import __version__
 
 GATHER = 0.25  # seconds between two writes: fewer and larger ones cost the logging thread less

@@ -24,6 +24,7 @@ from prometheus_client.samples import Sample
 from slotwise.core import reasons
 from slotwise.core.reasons import WAITING_FOR_KV
 from slotwise.core.record import Counters, StepRecord
+from slotwise.core.speculation.speculation_settings import NUM_DRAFTS
 from slotwise.engine.messages import Observer
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe import step_view
@@ -32,7 +33,6 @@ from slotwise.observe.fold import Changes, Timelines
 from slotwise.observe.lines import tell
 from slotwise.observe.request_timeline import STEP_UNDER_WAY, RequestTimeline
 from slotwise.observe.step_view import KINDS
-from slotwise.speculation.speculation_settings import NUM_DRAFTS
 
 if TYPE_CHECKING:
     from slotwise.core.step_time import Roofline

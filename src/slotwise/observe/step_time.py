@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slotwise import files
 from slotwise.core import step_time
 from slotwise.core.record import StepRecord
 from slotwise.core.step_time import Learned, work_of
 from slotwise.engine.messages import Observer
 from slotwise.errors import described
-from slotwise.files import PRIVATE, read_regular, write_whole
+from slotwise.platform import files
+from slotwise.platform.files import PRIVATE, read_regular, write_whole
 from slotwise.version import __version__
 
 if TYPE_CHECKING:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tqdm import tqdm
 
 from slotwise.compose.engine_builder import load
+from slotwise.compute.runner import memory_budget
 from slotwise.core.record import StepRecord
 from slotwise.core.slo import SLO
 from slotwise.engine.engine import Engine
@@ -42,7 +43,6 @@ from slotwise.offline.inputs import ParsedPrompt, PromptType, as_batch, parsed
 from slotwise.offline.lora_requests import BASE, HeldAdapter, LoRARequest, OfflineAdapters
 from slotwise.offline.outputs import EmbeddingRequestOutput, RequestOutput
 from slotwise.offline.sampling_params import PoolingParams, SamplingParams
-from slotwise.runner import memory_budget
 
 if TYPE_CHECKING:
     from slotwise.engine.messages import Command
@@ -64,7 +64,7 @@ class OfflineEngine:
 
     def __init__(self, arguments: Arguments, event_log: str | Path) -> None:
         if event_log:
-            from slotwise.observe import log_file  # needs msgspec, which may not be installed
+            from slotwise.observe import log_file
 
             log_file.check(event_log)
         self._config = arguments.config

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from slotwise.errors import CheckpointError, OneLineError, described
-from slotwise.files import has_part, read_part, read_regular
+from slotwise.platform.files import has_part, read_part, read_regular
 from slotwise.text.gguf_tokenizer import read_template
 from slotwise.text.tokenizer import TokenizerError, read_json
 

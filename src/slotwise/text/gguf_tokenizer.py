@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slotwise.gguf_file import (
+from slotwise.platform.gguf_file import (
     CONTROL,
     NAMED,
     NORMAL,

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import tokenizers
 
 from slotwise.errors import CheckpointError, OneLineError
-from slotwise.files import has_part, read_part
+from slotwise.platform.files import has_part, read_part
 from slotwise.text.declared_tokens import (
     DECODER,
     NAMED_TOKENS,

@@ -13,9 +13,9 @@ from support.live import serving
 from support.timeline_logs import cells
 from support.timeline_pages import compare, frame, looked_at, written
 
-from slotwise.bench.server_run import NO_QUEUE_BOUND
 from slotwise.core import reasons
 from slotwise.core.record import StepRecord
+from slotwise.measure.bench.server_run import NO_QUEUE_BOUND
 from slotwise.observe import log_file
 
 KEY = "a key of ours"

@@ -1,0 +1,1 @@
+"""Routes for operators: scheduling, models, events, requests in progress, pages, and OpenAPI."""

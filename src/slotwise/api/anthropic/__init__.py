@@ -1,0 +1,1 @@
+"""Anthropic's endpoints: messages, and the count of their tokens."""

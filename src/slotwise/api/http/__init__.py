@@ -1,0 +1,1 @@
+"""HTTP: connections, exchanges, errors, and the worker processes that bound slow work."""

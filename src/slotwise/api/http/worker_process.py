@@ -1,0 +1,296 @@
+"""Runs functions in a process of its own, with bounds on time and memory, so that nothing else waits for them.
+
+The first call starts a worker, and so does the first after one that was killed: for a call that took too long or too
+much memory.  A worker that another process killed or stopped is replaced, and its call made once more.  Calls run one
+at a time; clients take turns (see `server.turns`).
+
+    call ──► turn ──► [function, arguments], pieces, an end ──socket pair──► main ──► [outcome, value] ──► result
+
+usage: python -m slotwise.api.http.worker_process MODULE LIMITS LOG_FORMAT FD
+
+MODULE has `CALLS`, functions by name; LIMITS are `CallLimits` as JSON; FD is a socket.  The process ends with its
+parent, whose end of the socket is closed then; a call that never returns is ended by an alarm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import logging
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from slotwise.api.http.turns import Turns
+from slotwise.engine.ipc import BlockingChannel, ChannelClosed, Unframer, frame, pair
+from slotwise.observe import lines
+from slotwise.platform import child, spawn
+
+READY, DONE, REFUSED, FAILED, OUT_OF_MEMORY, TOO_LARGE = "ready", "done", "refused", "failed", "memory", "large"
+END = b""  # the message behind a call and its pieces
+START = 60.0  # seconds for the imports of a worker, on a busy machine
+RECEIVE = 1 << 18  # bytes
+STOPPED = ("T", "t")  # states of a process: by a signal, by a debugger
+
+logger = logging.getLogger(__name__)
+
+
+# -- the worker's side -------------------------------------------------------------------------------------------------
+
+
+class CallLimits(msgspec.Struct, frozen=True):
+    """Limits of a worker."""
+
+    seconds: float  # of one call
+    memory: int  # bytes of data, its interpreter included
+    answer: int  # bytes of one answer
+    niceness: int = 0
+
+
+def confine(limits: CallLimits) -> None:
+    """Set limits for the rest of this process."""
+    for what, most in ((resource.RLIMIT_DATA, limits.memory), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
+        resource.setrlimit(what, (most, most))
+    for number in (signal.SIGINT, signal.SIGTERM):  # also sent to a process group: the parent decides
+        signal.signal(number, signal.SIG_IGN)
+
+
+def answer(calls: Mapping[str, Callable[..., Any]], call: list[bytes], most: int) -> bytes:
+    """The answer to a call, which is a message and its pieces: [outcome, value or reason]."""
+    try:
+        name, arguments = msgspec.msgpack.decode(call[0])
+        joined = [b"".join(call[1:])] if call[1:] else []
+        call.clear()  # half of the memory
+        encoded = msgspec.msgpack.encode((DONE, calls[name](*joined, *arguments)))
+    except MemoryError:
+        encoded = msgspec.msgpack.encode((OUT_OF_MEMORY, ""))
+    except ValueError as error:
+        encoded = msgspec.msgpack.encode((REFUSED, str(error)[:most // 8]))
+    except Exception as error:  # a call can fail in any way that Python can
+        encoded = msgspec.msgpack.encode((FAILED, repr(error)[:most // 8]))
+    return encoded if len(encoded) <= most else msgspec.msgpack.encode((TOO_LARGE, ""))
+
+
+def received(channel: BlockingChannel) -> Iterator[list[bytes]]:
+    """Yields calls: a message, and the pieces that follow it."""
+    call: list[bytes] = []
+    while True:
+        for message in channel.receive(None):
+            if message != END:
+                call.append(message)
+            else:
+                yield call
+                call = []
+
+
+def main(module: str, limits: CallLimits, descriptor: int) -> None:
+    channel = BlockingChannel(socket.socket(fileno=descriptor))
+    os.nice(limits.niceness)  # before its imports, which run while streams are served
+    calls = importlib.import_module(module).CALLS
+    confine(limits)
+    channel.send(msgspec.msgpack.encode((READY, "")))
+    for call in received(channel):
+        signal.setitimer(signal.ITIMER_REAL, 2 * limits.seconds)  # the parent ends it earlier, if it still runs
+        answered = answer(calls, call, limits.answer)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        channel.send(answered)
+
+
+# -- the parent's side -------------------------------------------------------------------------------------------------
+
+
+class CallError(Exception):
+    """A call has no result; the message completes "the function ..."."""
+
+
+class WorkerError(CallError):
+    """The worker has failed, whatever it was asked."""
+
+
+class CallRefused(CallError):
+    """The function raised ValueError; the message is that error's."""
+
+
+class Worker:
+    """A child process and the queue of its calls.
+
+    Args:
+        module: its `CALLS` are the functions; imported in the child, not here.
+        limits: of each call.
+        turns: of its clients.
+    """
+
+    def __init__(self, module: str, limits: CallLimits, turns: Turns) -> None:
+        self.turns = turns
+        self._module = module
+        self._limits = limits
+        self.tells = True  # log why a process is ended; False: the caller tells all there is
+        self._child: _Child | None = None
+        self._starting: asyncio.Task[_Child] | None = None
+        self._is_closed = False
+
+    async def call(
+        self, holder: str, function: str, arguments: Callable[[], tuple[Any, ...]],
+        pieces: Callable[[], Iterable[bytes]] = tuple,
+    ) -> Any:
+        """The result of `function`.
+
+        Args:
+            holder: the client; clients take turns.
+            arguments: called when it is its turn.
+            pieces: called then, too: of what is too large to be sent at once; this process does other work between two.
+                The function gets them joined, before its arguments, if there are any.
+
+        Raises:
+            QueueFull: too many are waiting.
+            CallError: there is no result.
+            WorkerError: because the worker failed, twice.
+        """
+        async with self.turns.turn(holder):
+            message = msgspec.msgpack.encode((function, arguments()))
+            try:
+                outcome, value = await self._ask(message, pieces())
+            except WorkerError:  # another process may have ended it, perhaps long ago
+                outcome, value = await self._ask(message, pieces())
+            return self._result(outcome, value)
+
+    async def _ask(self, message: bytes, pieces: Iterable[bytes]) -> tuple[str, Any]:
+        ready = await self._ready()
+        try:
+            async with asyncio.timeout(self._limits.seconds):
+                for part in _parts(message, pieces):
+                    await ready.send(part)
+                outcome, value = msgspec.msgpack.decode(await ready.receive())
+        except TimeoutError:
+            was_stopped = ready.is_stopped
+            self._end("it was stopped" if was_stopped else f"a call took more than {self._limits.seconds:g} seconds")
+            if was_stopped:
+                raise WorkerError("was stopped by another process") from None
+            raise CallError(f"took more than {self._limits.seconds:g} seconds") from None
+        except (OSError, ChannelClosed) as error:
+            self._end("it crashed")
+            raise WorkerError("crashed") from error
+        except BaseException:  # its answer would be taken for that of the next call
+            self._end("its call was cancelled")
+            raise
+        return outcome, value
+
+    def close(self) -> None:
+        """Kill the process."""
+        self._is_closed = True
+        if self._child is not None:
+            self._child.end()
+            self._child = None
+
+    async def _ready(self) -> _Child:
+        if self._is_closed:
+            raise WorkerError("cannot run: the server is closing")
+        if self._starting is None:
+            if self._child is not None:
+                return self._child
+            self._starting = asyncio.create_task(self._start())
+        return await asyncio.shield(self._starting)  # it goes on for the next call where this one is cancelled
+
+    async def _start(self) -> _Child:
+        try:
+            started = self._child = _Child(self._module, self._limits)
+            async with asyncio.timeout(START):
+                await started.receive()
+        except (OSError, ChannelClosed, TimeoutError) as error:
+            self._end("it did not start")
+            raise WorkerError("could not be started") from error
+        finally:
+            self._starting = None
+        return started
+
+    def _result(self, outcome: str, value: Any) -> Any:
+        if outcome == DONE:
+            return value
+        if outcome == REFUSED:
+            raise CallRefused(value)
+        if outcome == OUT_OF_MEMORY:
+            self._end("a call took too much memory")  # a new process has all of its memory again
+            raise CallError(f"took more than {self._limits.memory >> 20} MiB of memory")
+        if outcome == TOO_LARGE:
+            raise CallError(f"gave more than {self._limits.answer >> 20} MiB")
+        assert outcome == FAILED
+        raise CallError(f"failed: {value}")
+
+    def _end(self, why: str) -> None:
+        if self._child is not None:
+            if self.tells:
+                logger.warning("the worker of %s is ended: %s", self._module, why)
+            self._child.end()
+            self._child = None
+
+
+class _Child:
+    """A process and the parent's end of its socket."""
+
+    def __init__(self, module: str, limits: CallLimits) -> None:
+        self._unframer = Unframer()
+        self._messages: list[bytes] = []
+        self._socket, theirs = pair()
+        self._socket.setblocking(False)
+        with theirs:
+            self._process = _begin(module, limits, theirs)
+
+    async def send(self, message: bytes) -> None:
+        await asyncio.get_running_loop().sock_sendall(self._socket, frame(message))
+        await asyncio.sleep(0)  # a socket that accepts all at once would starve other tasks
+
+    async def receive(self) -> bytes:
+        """The next message.  Raises OSError or ChannelClosed when the process has ended."""
+        loop = asyncio.get_running_loop()
+        while not self._messages:
+            data = await loop.sock_recv(self._socket, RECEIVE)
+            if not data:
+                raise ChannelClosed("end of stream")
+            self._messages += self._unframer.feed(data)
+        return self._messages.pop(0)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped the process (Linux)."""
+        try:
+            stat = Path(f"/proc/{self._process.pid}/stat").read_text(encoding="latin-1")
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] in STOPPED
+
+    def end(self) -> None:
+        self._process.kill()  # first: it could otherwise say that its socket was closed
+        self._socket.close()
+        # A killed process ends when it next gets a processor, which may take a while at low priority.
+        threading.Thread(target=self._process.wait, name="worker-end").start()
+
+
+def _parts(message: bytes, pieces: Iterable[bytes]) -> Iterator[bytes]:
+    yield message
+    yield from filter(None, pieces)
+    yield END
+
+
+def _begin(module: str, limits: CallLimits, theirs: socket.socket) -> subprocess.Popen[bytes]:
+    """Start a Python process that inherits only `theirs`, standard error and the environment."""
+    descriptor = theirs.fileno()
+    command = child.python(
+        "slotwise.api.http.worker_process", module, msgspec.json.encode(limits).decode(), lines.chosen(),
+        str(descriptor))
+    return spawn.start(command, pass_fds=[descriptor], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(ChannelClosed):
+        lines.set_up(sys.argv[3])
+        main(sys.argv[1], msgspec.json.decode(sys.argv[2], type=CallLimits), int(sys.argv[4]))

@@ -1,0 +1,261 @@
+"""The parsers by name, and how the outputs of one model and one request are parsed.
+
+    parsing ─► output() for each choice ─► Choice.read(chunk) ─► Delta.parts: Content, Reasoning, CallName, ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from slotwise.api.parsers.call_grammar import (
+    Schemas,
+    call_rules,
+    can_write,
+    grammar,
+    tagged_rules,
+    terms,
+    thinking_rules,
+)
+from slotwise.api.parsers.harmony import FINAL, NEXT, NOTE, THOUGHT, Harmony
+from slotwise.api.parsers.hermes import Hermes
+from slotwise.api.parsers.json_calls import JsonCalls
+from slotwise.api.parsers.llama3_json import Llama3Json
+from slotwise.api.parsers.mistral_calls import Mistral
+from slotwise.api.parsers.output_parser import (
+    CallName,
+    Chain,
+    FormatParser,
+    Markers,
+    OutputParser,
+    Part,
+    SpellingParser,
+    Tools,
+    without_reasoning,
+)
+from slotwise.api.parsers.pythonic import Pythonic
+from slotwise.api.parsers.qwen3_xml import Qwen3Xml
+from slotwise.api.parsers.reasoning import CLOSING, OPENING, DeepSeekR1, Qwen3
+
+HARMONY = "openai"  # one format for both
+HERMES = "hermes"  # also of calls as `text.normalization` asks for them, where a template ignores tools
+TOOL_PARSERS: dict[str, type[FormatParser]] = {
+    HERMES: Hermes, "llama3_json": Llama3Json, "mistral": Mistral, HARMONY: Harmony, "pythonic": Pythonic,
+    "qwen3_xml": Qwen3Xml}
+THINKING_PARSERS: dict[str, type[Qwen3]] = {"deepseek_r1": DeepSeekR1, "qwen3": Qwen3}
+REASONING_PARSERS: dict[str, type[FormatParser]] = {**THINKING_PARSERS, HARMONY: Harmony}
+SIGNS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (  # a template has all of these, none of those
+    (HARMONY, ("<|channel|>", "<|message|>"), ()),
+    ("qwen3_xml", ("<tool_call>", "<function=", "<parameter="), ()),
+    (HERMES, ("<tool_call>", '"arguments"'), ("<arg_key>", "<function=", "<tool_calls>")),
+    ("mistral", ("[TOOL_CALLS]",), ()),
+    ("llama3_json", ("<|start_header_id|>", '"parameters"'), ("<tool_call>", "<function=")),
+    ("pythonic", ("func_name1(",), ()),
+)
+
+
+TOOL_ALIASES = {"qwen3_coder": "qwen3_xml"}  # vLLM's names
+REASONING_ALIASES = {"openai_gptoss": HARMONY}
+TOOL_CALLS = "tool_calls"  # the finish reason of an output that calls tools
+
+
+def tool_parser_of(template: str) -> str:
+    """The name of the parser for calls as a chat template writes them; "" if none is known."""
+    for name, signs, others in SIGNS:
+        if all(sign in template for sign in signs) and not any(other in template for other in others):
+            return name
+    return ""
+
+
+class OutputFormat:
+    """How a model's outputs are parsed, and how grammars write them.
+
+    Args:
+        tools, reasoning: names of parsers, "" for none.
+        special: ids of the tokenizer's special tokens, by their spelling.
+
+    Raises:
+        ValueError: the tokenizer does not have the special tokens of the format.
+    """
+
+    def __init__(self, tools: str, reasoning: str, special: Mapping[str, int]) -> None:
+        self.tools, self.reasoning = tools, reasoning
+        of_tools = TOOL_PARSERS[tools].SPELLINGS if tools else ()
+        of_reasoning = REASONING_PARSERS[reasoning].SPELLINGS if reasoning else ()
+        self._both, self._one = Markers(special, (*of_tools, *of_reasoning)), Markers(special, of_reasoning)
+        missing = [spelling for spelling in Harmony.SPELLINGS if spelling not in self._both]
+        if HARMONY in (tools, reasoning) and missing:
+            raise ValueError(f"the parser {HARMONY} needs a tokenizer with the special tokens of harmony; "
+                             f"{missing[0]} is none of its own")
+
+    def parses(self, tools: Tools | None) -> bool:
+        """Whether outputs are parsed that may call `tools`, or none."""
+        return bool(self.reasoning) or (bool(self.tools) and tools is not None)
+
+    def begins(self, begun: bool | None) -> bool | None:
+        """Whether an output begins within reasoning, where the prompt may leave that to the parser, as None says."""
+        return THINKING_PARSERS[self.reasoning].THINKS or None if begun is None else begun
+
+    def markers(self, tools: Tools | None) -> Markers:
+        """How special tokens stand in the text that a parser reads."""
+        return self._one if tools is None else self._both
+
+    def parser(self, tools: Tools | None, begun: bool | None = None, *, is_written: bool = False) -> OutputParser:
+        """A parser for one output.
+
+        Args:
+            tools: those that may be called; None: calls stay text.
+            begun: whether the output begins within reasoning; see `thinking.has_begun`.
+            is_written: a grammar writes the calls.
+        """
+        markers = self.markers(tools)
+        if self._is_harmony(tools):
+            return SpellingParser(Harmony(markers, tools or {}), markers)
+        parsers: list[OutputParser] = []
+        if self.reasoning:
+            parsers.append(THINKING_PARSERS[self.reasoning](markers, begun))
+        if tools is not None and (self.tools or is_written):
+            parsers.append((self._written if is_written else TOOL_PARSERS[self.tools])(markers, tools))
+        return SpellingParser(Chain(*parsers), markers)
+
+    def grammar_of_calls(self, schemas: Schemas, begun: bool | None) -> str:
+        """The grammar of outputs that call at least one tool."""
+        return self._grammar("calls", begun, self._calls(schemas))
+
+    def grammar_of_answer(self, answer: str, begun: bool | None, schemas: Schemas | None = None) -> str:
+        """The grammar of outputs that match something once they have reasoned, or that call tools.
+
+        Args:
+            answer: what they match, as terms of a rule.
+        """
+        final = f"final: {terms(FINAL, self._both)} answer" if self._is_harmony(None) else "final: answer"
+        rules = [final, f"answer: {answer}"]
+        if schemas is None:
+            return self._grammar("final", begun, rules)
+        return self._grammar("(calls | final)", begun, rules, self._calls(schemas))
+
+    def grammar_of_strict(self, schemas: Schemas, begun: bool | None) -> str | None:
+        """The grammar of any output whose calls match schemas; None where no grammar describes the format."""
+        syntax = self._written.SYNTAX
+        if self._is_harmony({}):
+            free = [f"note: {terms(NOTE, self._both)} TEXT {terms(NEXT, self._both)}",
+                    f"free: {terms(FINAL, self._both)} TEXT"]
+            return self._grammar("note? (calls | free)", begun, free, self._calls(schemas))
+        if syntax is None or self._written is JsonCalls:
+            return None
+        if syntax.trigger:
+            return self._grammar("tagged* TEXT", begun, tagged_rules(syntax, self._both, schemas))
+        return self._grammar("(calls | FREE?)", begun, [r"FREE: /[^{](.|\n)*/"], self._calls(schemas))
+
+    @property
+    def _written(self) -> type[FormatParser]:
+        """The parser of calls that a grammar writes: the model's own, if a grammar can."""
+        own = Harmony if self._is_harmony({}) else TOOL_PARSERS.get(self.tools, JsonCalls)
+        return own if own.SYNTAX is not None and can_write(own.SYNTAX, self._both) else JsonCalls
+
+    def _is_harmony(self, tools: Tools | None) -> bool:
+        return HARMONY in (self.reasoning, self.tools if tools is not None else "")
+
+    def _calls(self, schemas: Schemas) -> list[str]:
+        assert self._written.SYNTAX is not None
+        return call_rules(self._written.SYNTAX, self._both, schemas)
+
+    def _grammar(self, start: str, begun: bool | None, *rules: Sequence[str]) -> str:
+        if self._is_harmony({}):
+            thought = f"thought: {terms(THOUGHT, self._both)} TEXT {terms(NEXT, self._both)}"
+            return grammar(f"thought* {start}", [thought], *rules)
+        if not self.reasoning or begun is False:
+            return grammar(start, *rules)
+        inner = thinking_rules(self._both, OPENING, CLOSING, self.begins(begun))
+        return grammar(f"thinking {start}", inner, *rules)
+
+
+UNPARSED = OutputFormat("", "", {})
+"""Outputs are text."""
+
+
+# -- the outputs of one request ----------------------------------------------------------------------------------------
+
+
+class ParsedOutput:
+    """One output while it comes.
+
+    Args:
+        most_calls: the output ends before another one.
+        hides_reasoning: reasoning is left out.
+    """
+
+    def __init__(self, parser: OutputParser, most_calls: int | None = None, *, hides_reasoning: bool = False) -> None:
+        self._parser, self._most_calls, self._hides_reasoning = parser, most_calls, hides_reasoning
+        self._num_calls = 0
+
+    def read(self, text: str, reason: str | None) -> tuple[Sequence[Part], str | None]:
+        """The parts that `text` completes, and the finish reason.
+
+        Args:
+            reason: why no more text comes; None: more may come.
+        """
+        parts = self._parser.feed(text)
+        if reason is not None:
+            parts += self._parser.end()
+        if self._hides_reasoning:
+            parts = list(without_reasoning(parts))
+        for place, part in enumerate(parts):
+            if isinstance(part, CallName):
+                if self._num_calls == self._most_calls:
+                    return parts[:place], TOOL_CALLS
+                self._num_calls += 1
+        return parts, TOOL_CALLS if reason == "stop" and self._num_calls else reason
+
+
+class Parsing(NamedTuple):
+    """How the outputs of one request are parsed."""
+
+    form: OutputFormat
+    tools: Tools | None  # those that may be called; None: calls stay text
+    begun: bool | None = None  # an output begins within reasoning; see `parsers.thinking.has_begun`
+    most_calls: int | None = None  # of an output; None: any number
+    hides_reasoning: bool = False
+    is_written: bool = False  # a grammar writes the calls
+
+    @property
+    def marks(self) -> Mapping[int, str]:
+        """How special tokens stand in an output's text."""
+        return self.form.markers(self.tools).by_id
+
+    def output(self) -> ParsedOutput:
+        """Parses one output."""
+        parser = self.form.parser(self.tools, self.begun, is_written=self.is_written)
+        return ParsedOutput(parser, self.most_calls, hides_reasoning=self.hides_reasoning)
+
+
+def output_format(tools: str, reasoning: str, has_tools: bool | None, template: str,
+                  special: Mapping[str, int], *, ignores_tools: bool = False) -> OutputFormat:
+    """How a model's outputs are parsed.
+
+    Args:
+        tools, reasoning: names of parsers; "" for tools: the one that the template calls for.
+        has_tools: whether models may call tools unasked; None: where the parser is known.
+        template: the chat template's source.
+        special: ids of the tokenizer's special tokens, by their spelling.
+        ignores_tools: the template does, so the system prompt asks for calls in the form of `HERMES`.
+
+    Raises:
+        ValueError: the parser is not known, or does not fit the tokenizer.
+    """
+    tools, reasoning = TOOL_ALIASES.get(tools, tools), REASONING_ALIASES.get(reasoning, reasoning)
+    if has_tools is False:
+        return OutputFormat("", reasoning, special)
+    if tools or not (found := HERMES if ignores_tools else tool_parser_of(template)):
+        if has_tools and not tools:
+            raise ValueError("--enable-auto-tool-choice: the chat template does not tell how the model calls tools; "
+                             f"name a parser with --tool-call-parser: {', '.join(sorted(TOOL_PARSERS))}")
+        return OutputFormat(tools, reasoning, special)
+    if found == HARMONY:
+        reasoning = reasoning or HARMONY
+    try:
+        return OutputFormat(found, reasoning, special)
+    except ValueError:
+        if has_tools or reasoning == HARMONY:
+            raise
+        return OutputFormat("", reasoning, special)

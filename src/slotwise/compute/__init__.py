@@ -1,0 +1,1 @@
+"""What computes: the runner that executes plans, models, and the kernels below them."""

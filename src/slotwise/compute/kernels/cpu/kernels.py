@@ -1,0 +1,342 @@
+"""The contract of `compute/kernels/interface.py` for the CPU: bfloat16 and float32."""
+
+from __future__ import annotations
+
+import functools
+import math
+import struct
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from slotwise.compute.kernels.cpu import attention, delta, pointwise, processor, sampling
+from slotwise.compute.kernels.cpu.cache import CpuCache, head_block_elements, padded
+from slotwise.compute.kernels.cpu.jit.compiler import CompiledKernel, compile_all
+from slotwise.compute.kernels.cpu.launcher import PROGRAM, Arena, GraphRecorder, KernelGraph, KernelLauncher
+from slotwise.compute.kernels.cpu.products import experts, gemm, onednn, paths, quantize
+from slotwise.compute.kernels.cpu.products.linear import PackedPart
+from slotwise.compute.kernels.cpu.products.low_rank import CpuAdapters
+from slotwise.compute.kernels.cpu.products.packing import Packing
+from slotwise.compute.kernels.cpu.reading import READ
+from slotwise.compute.kernels.cpu.rotary import ROTARY_STORE, SQUARES_OF
+from slotwise.compute.kernels.cpu.threads import RUN_SHARED, WORK
+from slotwise.compute.kernels.interface import (
+    Activation,
+    AttentionShape,
+    ClampedSwiGLU,
+    DeltaShape,
+    DeltaWeights,
+    ExpertWeights,
+    LayerShape,
+    Linear,
+    Mixture,
+    QKNorm,
+    RaggedBatch,
+    Routing,
+    activated,
+    cache_kind,
+    in_two_steps,
+)
+from slotwise.compute.kernels.matrix import Format, QuantizedMatrix, Weight
+
+LOG2_E = math.log2(math.e)
+# Elements that one thread computes before two have synchronized.
+SMALL = 1 << 14
+# The most tokens of a recorded step: in larger steps the cost of starting kernels is negligible.
+MAX_RECORDED = 128
+# Tokens of context of the smallest graph; each larger one has twice as many.
+SHORTEST = 256
+
+
+class CpuKernels:
+    """Numba kernels and packed products.  One caller at a time."""
+
+    name = "cpu"
+    device = torch.device("cpu")
+    kinds: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
+    records_drafts = True
+    mixture_refusal = adapter_refusal = delta_refusal = ""
+
+    def __init__(
+        self, threads: int | None = None, quantization: str = "none", kv_cache_dtype: str = "auto",
+        path: str | None = None,
+    ) -> None:
+        """`threads` are those of the pool; None: as many as torch uses.  `path` is one of `paths.ALL`; None: see
+        `paths.py`.
+
+        Raises:
+            ValueError: `quantization` is neither "none" nor one of `quantize.BITS`; `kv_cache_dtype` is neither "auto"
+                nor "int8"; or the forced path is unknown or cannot run here.
+        """
+        if quantization != "none" and quantization not in quantize.BITS:
+            raise ValueError(f"quantization must be none, {' or '.join(quantize.BITS)}, not {quantization!r}")
+        self._cached = cache_kind(kv_cache_dtype, self.name, ("auto", "int8"))
+        forced = paths.forced(path)
+        self.launcher = KernelLauncher(threads or torch.get_num_threads())
+        self._packing = Packing(self.launcher, quantization, forced)
+        self._arena = Arena()
+
+    def product_path(self, kind: torch.dtype) -> str:
+        """The path of products with weights of `kind`, by its name in `paths.py`."""
+        return self._packing.path(kind)
+
+    def warm_up(self, kind: torch.dtype) -> None:
+        """Compile or load all kernels of one type, and those of quantized matrices packed so far."""
+        stored = self._stored(kind)
+        attend, multiply_cache = self._attention(kind, stored)
+        of_the_cache = [attend, ROTARY_STORE[kind, stored]]
+        multiply = list(dict.fromkeys((gemm.MULTIPLY[kind], multiply_cache)))
+        of_logits = [sampling.DRAW, sampling.LOG_PROBABILITIES, sampling.GREEDY[kind], sampling.MASKED_GREEDY[kind],
+                     sampling.MASK, sampling.WIDEN[kind]]
+        compile_all([*self._packing.kernels(kind), *of_the_cache, *multiply, *of_logits, attention.PLAN,
+                     pointwise.EMBED, pointwise.NORM[kind], PROGRAM, WORK, RUN_SHARED, READ])
+        for code in self._packing.kernels_of_blocks(kind):  # workers do not know these by name
+            code.compile()
+
+    def batch_dependence(self, kind: torch.dtype) -> str:
+        """Only oneDNN adds in an order that depends on the number of rows."""
+        if self.launcher.is_beside_torch or self.product_path(kind) == "onednn":
+            return f"products by oneDNN depend on the number of rows: set {paths.VARIABLE} to another path than onednn"
+        return ""
+
+    def operations_per_second(self, kind: torch.dtype) -> float:
+        """By the path of products and the number of threads."""
+        of_a_thread = {"amx": 7e11, "onednn": 7e11, "fp16": 1.6e11, "bf16": 1.8e11, "amx_int8": 7e11}.get(
+            self.product_path(kind), 1e11 if processor.AVX512 else 6e10)
+        return of_a_thread * self.launcher.threads
+
+    def refusal(self, shape: AttentionShape) -> str:
+        """Soft-capped scores over an int8 cache are refused: its scales would be applied after the cap."""
+        if shape.soft_cap and self._cached == torch.int8:
+            return "kv_cache_dtype int8 does not support soft-capped attention scores on device cpu: choose auto"
+        return ""
+
+    def allocate_cache(self, num_blocks: int, block_size: int, shape: LayerShape, kind: torch.dtype) -> CpuCache:
+        """One layer's zeroed cache of `num_blocks` blocks of `block_size` tokens."""
+        if isinstance(shape, DeltaShape):
+            return CpuCache.of_states(num_blocks, block_size, shape)
+        return CpuCache.allocate(num_blocks, block_size, shape, self._stored(kind))
+
+    def cache_bytes_per_block(self, block_size: int, shape: LayerShape, kind: torch.dtype) -> int:
+        """Bytes of one block in one layer: keys, values and any scales, or a state."""
+        if isinstance(shape, DeltaShape):
+            return shape.state_bytes
+        stored = self._stored(kind)
+        return sum(head_block_elements(block_size, shape.head_dim, stored)) * shape.num_kv_heads * stored.itemsize
+
+    def _stored(self, kind: torch.dtype) -> torch.dtype:
+        """The cache's type in a model that computes in `kind`."""
+        return self._cached or kind
+
+    def cache_pieces(self, cache: CpuCache) -> tuple[Tensor, ...]:
+        """One view, keys and values together."""
+        return (cache.storage,)
+
+    def format_refusal(self, format: Format, kind: torch.dtype) -> str:
+        """Formats without a layout in `block_layout.py`, and 8-bit floats without a product in `linear_fp8.py`."""
+        return self._packing.refusal(format, kind)
+
+    def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
+        """`weight [out, in]`, packed once for many products."""
+        return self._packing.linear(weight, bias)
+
+    def gated(self, weight: Weight, bias: Tensor | None = None, activation: Activation = "silu") -> Linear:
+        """`weight [2 * intermediate, in]`, gates first.  On most paths SiLU is part of the product."""
+        product = self._packing.gated(weight, bias) if activation == "silu" else None
+        return in_two_steps(self, weight, bias, activation) if product is None else product
+
+    def head(self, weight: Weight) -> Linear:
+        """`weight [vocab, hidden]`, packed for logits."""
+        return self._packing.head(weight)
+
+    def embedding(self, table: QuantizedMatrix, kind: torch.dtype, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
+        """Rows from the panels that a head of the same table reads."""
+        return self._packing.embedding(table, kind, scale)
+
+    def exact_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """`weight [out, in]`, packed without quantizing it."""
+        return self._packing.exact(weight, bias)
+
+    def experts(
+        self, weights: Iterable[ExpertWeights], routing: Routing, activation: Activation | ClampedSwiGLU, ends: Tensor,
+    ) -> Mixture:
+        """A layer's experts, by `experts.py`."""
+        gates: list[Sequence[PackedPart]] = []
+        downs: list[Sequence[PackedPart]] = []
+        is_gated = False
+        for each in weights:
+            is_gated = activation == "silu" and self._packing.can_gate(each.gate_up)
+            gates.append(self._packing.expert(each.gate_up, each.gate_up_bias, is_gated=is_gated))
+            downs.append(self._packing.expert(each.down, each.down_bias))
+        activate = None if is_gated else activated(self, activation)
+        return experts.CpuMixture(gates, downs, activate, routing, ends, self.launcher)
+
+    def adapters(self, num_places: int, max_rank: int, kind: torch.dtype) -> CpuAdapters:
+        """The products of `low_rank.py`."""
+        return CpuAdapters(self.launcher, num_places, max_rank, kind, MAX_RECORDED)
+
+    def linear_bytes(self, weight: Weight) -> int:
+        """Bytes of a packed `linear`."""
+        return self._packing.linear_bytes(weight)
+
+    def head_bytes(self, weight: Weight) -> int:
+        """Bytes of a packed `head`."""
+        return self._packing.head_bytes(weight)
+
+    def library_bytes(self, kind: torch.dtype) -> int:
+        """The size of oneDNN's cache, where oneDNN multiplies."""
+        return onednn.cache_bytes() if self.product_path(kind) == "onednn" else 0
+
+    def graph_size(self, tokens: int, context: int) -> tuple[int, int]:
+        """Exactly `tokens`: another graph costs less than computing padding."""
+        return tokens if tokens <= MAX_RECORDED else 0, max(SHORTEST, 1 << (context - 1).bit_length())
+
+    def record(self, work: Callable[[], Tensor]) -> KernelGraph | None:
+        """Run `work`, which calls these kernels and nothing else, and capture it.
+
+        Returns None without running `work` on the path `onednn`: there torch computes the products, and a graph holds
+        only our own kernels.
+        """
+        return None if self.launcher.is_beside_torch else GraphRecorder(self.launcher, self._arena).record(work)
+
+    def embed(self, table: Tensor, token_ids: Tensor, first: int | None = None) -> Tensor:
+        """Rows of `table [vocabulary, hidden]`: `[tokens, hidden]`.  Ids outside the table are clamped."""
+        tokens, size = len(token_ids), table.shape[1]
+        out = self.launcher.empty((tokens, size), table.dtype)
+        self.launcher.give(table.data_ptr(), token_ids.data_ptr(), out.data_ptr(), tokens, size * table.itemsize,
+                           len(table) - 1, 0 if first is None else first, int(first is not None))
+        self._run(pointwise.EMBED, tokens * size)
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+        """RMSNorm over the last dimension of `x [tokens, hidden]`."""
+        return self._norm(x, 0, weight, eps, offset)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+        """`residual += x` in place, then RMSNorm of the sum as stored: `[tokens, hidden]`."""
+        return self._norm(x, residual.data_ptr(), weight, eps, offset)
+
+    def _norm(self, x: Tensor, residual_at: int, weight: Tensor, eps: float, offset: float) -> Tensor:
+        x = x.contiguous()
+        tokens, size = x.shape
+        out = self.launcher.empty((tokens, size), x.dtype)
+        self.launcher.give(x.data_ptr(), residual_at, weight.data_ptr(), out.data_ptr(), tokens, size, _bits(eps),
+                           _bits(offset))
+        self._run(pointwise.NORM[x.dtype], x.numel())
+        return out
+
+    def add(self, x: Tensor, residual: Tensor, gate: Tensor | None = None) -> Tensor:
+        """`residual += x` in place, or `residual += sigmoid(gate) * x`; returns `residual`."""
+        x = x.contiguous()
+        gate_at = 0 if gate is None else gate.data_ptr()
+        self.launcher.give(x.data_ptr(), residual.data_ptr(), gate_at, 0, *x.shape)
+        self._run(pointwise.ADD[x.dtype], x.numel())
+        return residual
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """`silu(gate) * up` for `gate_up [tokens, 2 * intermediate]`."""
+        return self._mapped(pointwise.SILU_MUL, gate_up, 2)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """`gelu(gate) * up`, with GELU's approximation by tanh."""
+        return self._mapped(pointwise.GELU_MUL, gate_up, 2)
+
+    def _mapped(
+        self, codes: dict[torch.dtype, CompiledKernel], x: Tensor, parts: int, *options: int, weight_at: int = 0,
+    ) -> Tensor:
+        x = x.contiguous()
+        tokens, size = x.shape[0], x.shape[1] // parts
+        out = self.launcher.empty((tokens, size), x.dtype)
+        self.launcher.give(x.data_ptr(), 0, weight_at, out.data_ptr(), tokens, size, *options)
+        self._run(codes[x.dtype], x.numel())
+        return out
+
+    def sigmoid_mul(self, gate: Tensor, x: Tensor) -> Tensor:
+        """`sigmoid(gate) * x`."""
+        return self._mapped(pointwise.SIGMOID_MUL, x, 1, weight_at=(gate := gate.contiguous()).data_ptr())
+
+    def gated_delta(
+        self, mixed: Tensor, gates: Tensor, weights: DeltaWeights, cache: CpuCache, batch: RaggedBatch,
+        shape: DeltaShape,
+    ) -> Tensor:
+        """By `delta.py`."""
+        return delta.gated_delta(self.launcher, mixed, gates, weights, cache, batch, shape, _bits(weights.eps))
+
+    def clamped_swiglu(self, gate_up: Tensor, activation: ClampedSwiGLU) -> Tensor:
+        """`(clamp(up) + 1) * g * sigmoid(alpha * g)`, with `g = min(gate, limit)`."""
+        return self._mapped(pointwise.CLAMPED_SWIGLU, gate_up, 2, _bits(activation.alpha), _bits(activation.limit))
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """`cap * tanh(x / cap)` for `x [tokens, size]`; NaN and infinities stay what they are."""
+        return self._mapped(pointwise.SOFT_CAP, x, 1, _bits(cap))
+
+    def rotary_store(
+        self, qkv: Tensor, rotary: Tensor, batch: RaggedBatch, cache: CpuCache, shape: AttentionShape,
+        norm: QKNorm | None,
+    ) -> Tensor:
+        """Split, norm and rotate; keys and values go to `batch.slot_mapping`; queries `[tokens, heads, head_dim]`."""
+        qkv = qkv.contiguous()
+        tokens = qkv.shape[0]
+        query = self.launcher.empty((tokens, shape.num_heads, shape.head_dim), qkv.dtype)
+        norms = (0, 0, 0, 0, 1, 1) if norm is None else (
+            norm.query.data_ptr(), norm.key.data_ptr(), _bits(norm.eps), _bits(norm.offset),
+            len(norm.query) // shape.head_dim, len(norm.key) // shape.head_dim)
+        given = (
+            qkv.data_ptr(), query.data_ptr(), cache.address, rotary.data_ptr(), batch.positions.data_ptr(),
+            batch.slot_mapping.data_ptr(), tokens, *cache.geometry, *norms,
+            self.launcher.scratch(self.launcher.threads * padded(shape.head_dim)))
+        squares, numbers = 0, (0, 0)
+        if norm is not None and norm.shared is not None:
+            of_rank, numbers = self.launcher.empty((tokens, 2), torch.float32), norm.shared.numbers
+            self.launcher.give(*given, of_rank.data_ptr(), *numbers)
+            self._run(SQUARES_OF[qkv.dtype], qkv.numel())
+            of_all = norm.shared.add_up(of_rank)
+            squares = of_all.data_ptr()
+        self.launcher.give(*given, squares, *numbers)
+        self._run(ROTARY_STORE[qkv.dtype, cache.storage.dtype], qkv.numel())
+        return query
+
+    def attention(
+        self, query: Tensor, cache: CpuCache, batch: RaggedBatch, shape: AttentionShape, sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Causal attention of every row over its own cached context: `[tokens, heads * head_dim]`."""
+        tokens, rows, tables = query.shape[0], batch.context_lens.shape[0], batch.block_tables
+        launcher, out = self.launcher, self.launcher.empty((tokens, shape.num_heads * shape.head_dim), query.dtype)
+        workspace = attention.workspace(shape, rows, tokens, batch.max_context_len)
+        base = launcher.scratch(workspace.floats(launcher.threads))
+        attend, multiply = self._attention(query.dtype, cache.storage.dtype)
+        launcher.give(
+            multiply.address, query.data_ptr(), out.data_ptr(), cache.address,
+            tables.data_ptr(), tables.stride(0), batch.query_starts.data_ptr(), batch.context_lens.data_ptr(), rows,
+            base, base + workspace.arrivals, base + workspace.parts, base + workspace.threads, workspace.thread_bytes,
+            *cache.geometry,
+            shape.window, _bits(shape.scale * LOG2_E), launcher.threads, _bits(shape.soft_cap * LOG2_E),
+            0 if sinks is None else sinks.data_ptr(),
+        )
+        launcher.alone(attention.PLAN)
+        launcher.together(attend)
+        return out
+
+    @functools.cached_property
+    def _multiplies_pairs(self) -> bool:
+        return gemm.pairs_pay()
+
+    def _attention(self, kind: torch.dtype, stored: torch.dtype) -> tuple[CompiledKernel, CompiledKernel]:
+        """The kernel for queries of `kind` over a cache that is `stored`, and the product that it calls."""
+        if stored == torch.bfloat16 and self._multiplies_pairs:
+            return attention.ATTEND_PAIRS, gemm.MULTIPLY_PAIRS
+        return attention.ATTEND[kind, stored], gemm.MULTIPLY[stored]
+
+    def _run(self, code: CompiledKernel, elements: int) -> None:
+        if elements < SMALL:
+            self.launcher.alone(code)
+        else:
+            self.launcher.together(code)
+
+
+@functools.lru_cache(maxsize=256)
+def _bits(value: float) -> int:
+    """The 32 bits of `value` as float32."""
+    (bits,) = struct.unpack("<I", struct.pack("<f", value))
+    return int(bits)

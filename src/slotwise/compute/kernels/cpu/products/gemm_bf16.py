@@ -1,0 +1,118 @@
+"""The matrix product of a few rows of bfloat16 and a packed panel of 32 outputs, with sums in float32.
+
+    sums[rows, 32]  =  for each pair of inputs, in order:  += x[2i + 1] * w[2i + 1], += x[2i] * w[2i]
+
+One instruction (`vdpbf16ps`, AVX-512 BF16) adds the products of a pair to 16 sums; every sum stays in a register while
+the depth runs, in the same order for any number of rows.  So a row's result does not depend on the other rows, bit for
+bit.  Bias, the gate and rounding are applied to the sums in registers.
+
+`linear_bf16.py` packs both operands:
+
+    weights       strips x 16 pairs x 32 outputs x [ bfloat16[2] ]
+    activations   strips x rows x 16 pairs x [ bfloat16[2] ]
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from llvmlite import ir
+from numba import types
+
+from slotwise.compute.kernels.cpu.jit.llvm import (
+    BRAIN,
+    WORD,
+    Loop,
+    behind,
+    call,
+    number,
+    prefetch,
+    read,
+    spread,
+    switch,
+)
+from slotwise.compute.kernels.cpu.products.gemm import FLOATS, added, finish_row, for_either_kind, no_sums, read_floats
+
+# Inputs of a row that lie together: a cache line.
+STRIP = 32
+STRIP_PAIRS = STRIP // 2
+STRIP_ROW_BYTES = 2 * STRIP
+# Outputs computed together, and bytes of their weights for one pair of inputs.
+PANEL = 32
+LINE_BYTES = 4 * PANEL
+# Rows of a tile: its sums, two vectors of weights and the broadcast pair fit into 32 registers.
+TALLEST = 14
+
+_WORDS, _BRAINS = ir.VectorType(WORD, 16), ir.VectorType(BRAIN, 32)
+
+
+class Bf16Panel(NamedTuple):
+    """Addresses and strides of a panel's weights, and of the rows it is multiplied with.
+
+    Args:
+        strip_bytes: of the activations, from strip to strip.
+        stride: bytes from a row of results to the next.
+        asked, step: what to prefetch, and bytes of it with each pair of inputs, at most LINE_BYTES.
+        scratch: memory of the thread.
+    """
+
+    weights: ir.Value
+    x: ir.Value
+    strip_bytes: ir.Value
+    strips: ir.Value
+    target: ir.Value
+    stride: ir.Value
+    bias: ir.Value
+    is_gated: ir.Value
+    asked: ir.Value
+    step: ir.Value
+    scratch: ir.Value
+
+
+def _dot(builder: ir.IRBuilder, sums: ir.Value, left: ir.Value, right: ir.Value) -> ir.Value:
+    return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, sums, left, right)
+
+
+def _add_strip(builder: ir.IRBuilder, rows: int, panel: Bf16Panel, sums: list[ir.Value]) -> list[ir.Value]:
+    """The addresses after a strip, then two vectors of sums per row."""
+    turns = Loop(builder, number(STRIP_PAIRS), 1, [panel.x, panel.weights, panel.asked, *sums])
+    column, line, asked, *sums = turns.values
+    prefetch(builder, asked)
+    prefetch(builder, builder.add(asked, builder.lshr(panel.step, number(1))))
+    weights = [read(builder, behind(builder, line, v * 64), _BRAINS, 4) for v in (0, 1)]
+    results = []
+    for row in range(rows):
+        pair = read(builder, behind(builder, column, row * STRIP_ROW_BYTES), WORD, 4)
+        factor = builder.bitcast(spread(builder, pair, _WORDS), _BRAINS)
+        results += [_dot(builder, sums[2 * row + v], factor, weights[v]) for v in (0, 1)]
+    return turns.close([behind(builder, column, 4), behind(builder, line, LINE_BYTES),
+                        builder.add(asked, panel.step), *results])
+
+
+def _add_all(builder: ir.IRBuilder, rows: int, panel: Bf16Panel) -> list[ir.Value]:
+    """Two vectors of sums per row."""
+    nothing = no_sums(2 * rows)
+    strips = Loop(builder, panel.strips, 1, [panel.x, panel.weights, panel.asked, *nothing])
+    x, weights, asked, *sums = strips.values
+    _, weights, asked, *sums = _add_strip(
+        builder, rows, panel._replace(x=x, weights=weights, asked=asked), sums)
+    return strips.close([builder.add(x, panel.strip_bytes), weights, asked, *sums])[3:]
+
+
+def _finish(builder: ir.IRBuilder, panel: Bf16Panel, sums: list[ir.Value]) -> None:
+    bias = read_floats(builder, panel.bias, 2)
+
+    def of_kind(*, is_gated: bool) -> None:
+        target = panel.target
+        for row in range(len(sums) // 2):
+            results = added(builder, sums[2 * row : 2 * row + 2], bias)
+            finish_row(builder, results, target, types.uint16, is_gated=is_gated)
+            target = builder.add(target, panel.stride)
+
+    for_either_kind(builder, panel.is_gated, of_kind)
+
+
+def emit_gemm(builder: ir.IRBuilder, height: ir.Value, panel: Bf16Panel) -> None:
+    """The weights of a `panel` times `height` rows, at most `TALLEST`, plus bias, to rows of bfloat16."""
+    switch(builder, height, range(1, TALLEST + 1),
+           lambda rows: _finish(builder, panel, _add_all(builder, rows, panel)))

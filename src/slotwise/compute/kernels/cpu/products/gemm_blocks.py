@@ -1,0 +1,321 @@
+"""The product of a panel of packed blocks (`block_layout.py`) and a few quantized rows, in registers.
+
+    sums[rows, 32]  +=  for each unit of depth:  scale(row, unit) * scale(unit, column) * (q . w - zero * sum(q))
+                        or, with minimums,                     ... * (q . w) - minimum(unit, column) * sum(x)
+
+For each two quads, codes are unpacked from their planes, or looked up in a table of 16 by a byte shuffle, and
+multiplied with the bytes of all rows.  Integers become floats once a unit, always in the same order, so a row does not
+depend on other rows.  Nothing can overflow, so every processor computes the same integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from llvmlite import ir
+from numba import types
+
+from slotwise.compute.kernels.cpu.jit.compiler import INT, KIND, ElementType, intrinsic
+from slotwise.compute.kernels.cpu.jit.llvm import (
+    BYTE,
+    HALF,
+    LINE,
+    SHORT,
+    SINGLE,
+    WORD,
+    Loop,
+    all_of,
+    behind,
+    call,
+    fma,
+    number,
+    prefetch,
+    read,
+    spread,
+    switch,
+    widened,
+)
+from slotwise.compute.kernels.cpu.processor import AVX2, AVX512
+from slotwise.compute.kernels.cpu.products import block_layout
+from slotwise.compute.kernels.cpu.products.block_layout import COLUMNS, PLANES, STEP, BlockLayout
+from slotwise.compute.kernels.cpu.products.gemm import FLOATS, added, finish_row, for_either_kind, read_floats
+from slotwise.compute.kernels.cpu.products.quantize import FACTS
+from slotwise.compute.kernels.cpu.simd import add_fours, pick
+
+# Heights of a tile for which there are enough registers.
+HEIGHTS = (1, 2, 3, 4, 6, 8) if AVX512 else (1, 2)
+TALLEST = HEIGHTS[-1]
+# Columns of a vector of sums.
+LANES = 16
+VECTORS = COLUMNS // LANES
+
+
+_BYTES, _SHORTS, WORDS = (ir.VectorType(kind, lanes) for kind, lanes in ((BYTE, 64), (SHORT, 32), (WORD, 16)))
+
+
+class BlockPanel(NamedTuple):
+    """Addresses and strides of a panel's weights and of the rows it is multiplied with.
+
+    Args:
+        table: 16 bytes.
+        facts: of the rows.
+        asked, step: what to prefetch, and bytes of it with each two quads.
+    """
+
+    weights: ir.Value
+    records: ir.Value
+    table: ir.Value
+    x: ir.Value
+    facts: ir.Value
+    unit_rows: ir.Value
+    target: ir.Value
+    stride: ir.Value
+    bias: ir.Value
+    is_gated: ir.Value
+    asked: ir.Value
+    step: ir.Value
+
+
+class Unpack:
+    """Unpacks the codes of two quads."""
+
+    def __init__(self, builder: ir.IRBuilder, layout: BlockLayout, table: ir.Value) -> None:
+        self._builder = builder
+        self._layout = layout
+        self._table = None
+        if layout.has_table:
+            sixteen = read(builder, table, ir.VectorType(BYTE, 16), 1)
+            self._table = pick(builder, sixteen, list(range(16)) * 4)
+
+    def quads(self, record: ir.Value, place: ir.Value) -> list[list[ir.Value]]:
+        """The two quads at `place` in the record: for each, unsigned bytes of 16 columns of either half."""
+        planes, begin, at = [], 0, 0
+        for width in PLANES[self._layout.bits]:
+            planes.append(self._fields(behind(self._builder, record, begin), place, width, at))
+            begin += self._layout.record * COLUMNS * width // 8
+            at += width
+        joined = planes[0]
+        for plane in planes[1:]:
+            joined = [[self._builder.or_(*pair) for pair in zip(low, high, strict=True)]
+                      for low, high in zip(joined, plane, strict=True)]
+        return [[self._level(code) for code in quad] for quad in joined]
+
+    def _fields(self, plane: ir.Value, place: ir.Value, width: int, at: int) -> list[list[ir.Value]]:
+        """Fields of `width` bits of two quads, shifted left by `at`."""
+        builder = self._builder
+        if width == 8:
+            begin = builder.add(plane, builder.mul(place, number(4 * LINE)))
+            return [[read(builder, behind(builder, begin, (2 * quad + half) * LINE), _BYTES, 1) for half in (0, 1)]
+                    for quad in (0, 1)]
+        steps = 4 // width  # that share bytes
+        begin = builder.add(plane, builder.mul(builder.udiv(place, number(steps)), number(2 * LINE)))
+        stored = [builder.bitcast(read(builder, behind(builder, begin, half * LINE), _BYTES, 1), _SHORTS)
+                  for half in (0, 1)]
+        if steps > 1:
+            by = builder.mul(builder.urem(place, number(steps)), number(2 * width))
+            shift = spread(builder, builder.trunc(by, SHORT), _SHORTS)
+            stored = [builder.lshr(value, shift) for value in stored]
+        return [[self._field(value, quad * width, width, at) for value in stored] for quad in (0, 1)]
+
+    def _field(self, value: ir.Value, first: int, width: int, at: int) -> ir.Value:
+        """Bits `first ... first + width` of every byte, shifted left by `at`."""
+        builder = self._builder
+        if first > at:
+            value = builder.lshr(value, all_of(_SHORTS, first - at))
+        elif at > first:
+            value = builder.shl(value, all_of(_SHORTS, at - first))
+        return builder.and_(builder.bitcast(value, _BYTES), all_of(_BYTES, ((1 << width) - 1) << at))
+
+    def _level(self, code: ir.Value) -> ir.Value:
+        if self._table is None:
+            return code
+        if AVX512:
+            return call(self._builder, "llvm.x86.avx512.pshuf.b.512", _BYTES, self._table, code)
+        return _shuffle_in_parts(self._builder, self._table, code)
+
+
+def _shuffle_in_parts(builder: ir.IRBuilder, table: ir.Value, code: ir.Value) -> ir.Value:
+    """The byte shuffle of narrower registers; without one, a selection by each code."""
+    if AVX2:
+        half = ir.VectorType(BYTE, 32)
+        parts = [call(builder, "llvm.x86.avx2.pshuf.b", half, *(pick(builder, vector, lanes)
+                                                                 for vector in (table, code)))
+                 for lanes in (range(32), range(32, 64))]
+        return builder.shuffle_vector(*parts, ir.Constant(ir.VectorType(WORD, 64), list(range(64))))
+    found = all_of(_BYTES, 0)
+    for level in range(16):
+        is_it = builder.icmp_unsigned("==", code, all_of(_BYTES, level))
+        found = builder.select(is_it, pick(builder, table, [level] * 64), found)
+    return found
+
+
+def factors(builder: ir.IRBuilder, layout: BlockLayout, record: ir.Value, group: ir.Value, *, minimum: bool
+             ) -> list[ir.Value]:
+    """Scales or minimums of a group, for 16 columns of either half, as float32."""
+    size = {block_layout.BYTE: 1, block_layout.NIBBLE: 1, block_layout.SINGLE: 4}.get(layout.kind, 2)
+    begin = behind(builder, record, layout.minimums_at if minimum and layout.kind != block_layout.NIBBLE
+                   else layout.scales_at)
+    begin = builder.add(begin, builder.mul(group, number(COLUMNS * size)))
+    units = behind(builder, record, layout.minimum_units_at if minimum else layout.units_at)
+    made = []
+    for half in range(VECTORS):
+        address = behind(builder, begin, half * LANES * size)
+        if layout.kind == block_layout.SINGLE:
+            made.append(read(builder, address, FLOATS))
+        elif layout.kind == block_layout.BRAIN:
+            made.append(widened(builder, read(builder, address, ir.VectorType(SHORT, LANES), 2)))
+        elif layout.kind == block_layout.HALF:
+            made.append(_of_halves(builder, address))
+        else:
+            small = read(builder, address, ir.VectorType(BYTE, LANES), 1)
+            if layout.kind == block_layout.NIBBLE:
+                four = all_of(small.type, 4)
+                small = builder.lshr(small, four) if minimum else builder.and_(small, all_of(small.type, 15))
+            whole = builder.sitofp(builder.sext(small, WORDS), FLOATS)
+            product = builder.fmul(whole, _of_halves(builder, behind(builder, units, half * LANES * 2)))
+            # Without the fence LLVM would multiply the unit with the scale of a row first, in some tiles only.
+            made.append(call(builder, f"llvm.arithmetic.fence.v{LANES}f32", FLOATS, product))
+    return made
+
+
+def factors_of_unit(builder: ir.IRBuilder, layout: BlockLayout, record: ir.Value, unit: ir.Value
+                    ) -> tuple[list[ir.Value], list[ir.Value]]:
+    """Scales of a unit of a record, and minimums for formats that have them."""
+    group = builder.udiv(unit, number(layout.record // layout.unit // layout.groups))
+    return (factors(builder, layout, record, group, minimum=False),
+            factors(builder, layout, record, group, minimum=True) if layout.has_minimums else [])
+
+
+def start_of_unit(builder: ir.IRBuilder, layout: BlockLayout, facts: ir.Value) -> ir.Value:
+    """The start of a row's integers of a unit: its correction, for formats with a zero."""
+    if not layout.has_zero:
+        return all_of(WORDS, 0)
+    return spread(builder, read(builder, behind(builder, facts, 4), WORD), WORDS)
+
+
+def add_unit(
+    builder: ir.IRBuilder, totals: Sequence[ir.Value], so_far: Sequence[ir.Value], facts: ir.Value,
+    of_weights: tuple[Sequence[ir.Value], Sequence[ir.Value]],
+) -> list[ir.Value]:
+    """A row's sums `so_far` after a unit with the integers `totals`, the row's facts, and scales and minimums."""
+    scales, minimums = of_weights
+    own = spread(builder, read(builder, facts, SINGLE), FLOATS)
+    sums = [fma(builder, builder.sitofp(total, FLOATS), builder.fmul(own, scale), before)
+            for total, scale, before in zip(totals, scales, so_far, strict=True)]
+    if not minimums:
+        return sums
+    negative = spread(builder, read(builder, behind(builder, facts, 4), SINGLE), FLOATS)
+    return [fma(builder, negative, minimum, before) for minimum, before in zip(minimums, sums, strict=True)]
+
+
+def prefetch_step(builder: ir.IRBuilder, layout: BlockLayout, panel: BlockPanel, step: ir.Value) -> None:
+    """Prefetch a panel's share with the step of two quads that `step` others precede: every line of it."""
+    asked = builder.add(panel.asked, builder.mul(step, panel.step))
+    lines = -(-layout.record_bytes * STEP // layout.record // LINE)
+    for line in range(lines):
+        prefetch(builder, builder.add(asked, builder.udiv(builder.mul(panel.step, number(line)), number(lines))))
+
+
+def finish(builder: ir.IRBuilder, sums: Sequence[ir.Value], panel: BlockPanel, kind: ElementType) -> None:
+    """Store rows of two vectors each plus bias, or of a panel of gates and what they gate, as `kind`."""
+    bias = read_floats(builder, panel.bias, VECTORS)
+
+    def of_kind(*, is_gated: bool) -> None:
+        for row in range(len(sums) // VECTORS):
+            target = builder.add(panel.target, builder.mul(panel.stride, number(row)))
+            of_row = sums[VECTORS * row : VECTORS * (row + 1)]
+            finish_row(builder, added(builder, of_row, bias), target, kind, is_gated=is_gated)
+
+    for_either_kind(builder, panel.is_gated, of_kind)
+
+
+def _of_halves(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    """16 float16 as float32; without an instruction for it, by their bits, which is exact for finite numbers."""
+    if AVX2 or AVX512:
+        return builder.fpext(read(builder, address, ir.VectorType(HALF, LANES), 2), FLOATS)
+    bits = builder.zext(read(builder, address, ir.VectorType(SHORT, LANES), 2), WORDS)
+    size = builder.shl(builder.and_(bits, all_of(WORDS, 0x7FFF)), all_of(WORDS, 13))
+    scaled = builder.fmul(builder.bitcast(size, FLOATS), all_of(FLOATS, 2.0**112))
+    sign = builder.shl(builder.and_(bits, all_of(WORDS, 0x8000)), all_of(WORDS, 16))
+    return builder.bitcast(builder.or_(builder.bitcast(scaled, WORDS), sign), FLOATS)
+
+
+class _RegisterTile:
+    """Emits the product of a panel and `rows` rows."""
+
+    def __init__(
+        self, builder: ir.IRBuilder, rows: int, layout: BlockLayout, panel: BlockPanel, *, by_vnni: bool,
+    ) -> None:
+        self._builder, self._rows, self._layout, self._panel = builder, rows, layout, panel
+        self._unpack = Unpack(builder, layout, panel.table)
+        self._by_vnni = by_vnni
+
+    def sums(self) -> list[ir.Value]:
+        """Vectors of float32, two per row."""
+        builder, layout, panel = self._builder, self._layout, self._panel
+        units = layout.record // layout.unit
+        records = Loop(builder, panel.records, 1, [all_of(FLOATS, 0.0)] * (VECTORS * self._rows))
+        record = builder.add(panel.weights, builder.mul(records.index, number(layout.record_bytes)))
+        turns = Loop(builder, number(units), 1, records.values)
+        passed = builder.add(builder.mul(records.index, number(units)), turns.index)
+        return records.close(turns.close(self._add_unit(record, turns.index, passed, turns.values)))
+
+    def _add_unit(self, record: ir.Value, unit: ir.Value, passed: ir.Value, so_far: Sequence[ir.Value]
+                  ) -> list[ir.Value]:
+        """`so_far` plus the products of a unit of a record, which `passed` units precede in the panel."""
+        builder, layout, panel = self._builder, self._layout, self._panel
+        place = builder.mul(passed, panel.unit_rows)
+        facts = builder.add(panel.facts, builder.mul(place, number(FACTS)))
+        of_rows = [behind(builder, facts, row * FACTS) for row in range(self._rows)]
+        start = [start_of_unit(builder, layout, own) for own in of_rows for _ in range(VECTORS)]
+        x = builder.add(panel.x, builder.mul(place, number(layout.unit)))
+        steps = Loop(builder, number(layout.unit // STEP), 1, start)
+        totals = steps.close(self._add_step(record, unit, passed, x, steps))
+        of_weights = factors_of_unit(builder, layout, record, unit)
+        results = []
+        for row, own in enumerate(of_rows):
+            both = slice(VECTORS * row, VECTORS * (row + 1))
+            results += add_unit(builder, totals[both], so_far[both], own, of_weights)
+        return results
+
+    def _add_step(self, record: ir.Value, unit: ir.Value, passed: ir.Value, x: ir.Value, steps: Loop
+                  ) -> list[ir.Value]:
+        """The sums of `steps` after the products of two quads; prefetches meanwhile.
+
+        Loops and not copies: with all loads in sight LLVM would hoist them and run out of registers.
+        """
+        builder, layout = self._builder, self._layout
+        of_unit = number(layout.unit // STEP)
+        prefetch_step(builder, layout, self._panel, builder.add(builder.mul(passed, of_unit), steps.index))
+        sums = list(steps.values)
+        quads = self._unpack.quads(record, builder.add(builder.mul(unit, of_unit), steps.index))
+        x = builder.add(x, builder.mul(steps.index, number(STEP)))
+        for quad, halves in enumerate(quads):
+            for row in range(self._rows):
+                four = read(builder, behind(builder, x, row * layout.unit + quad * 4), WORD, 1)
+                four = builder.bitcast(spread(builder, four, WORDS), _BYTES)
+                for half in range(VECTORS):
+                    at = VECTORS * row + half
+                    sums[at] = add_fours(
+                        builder, sums[at], halves[half], four, by_vnni=self._by_vnni, is_wide=bool(layout.is_wide))
+        return sums
+
+
+def _block_gemm(builder: ir.IRBuilder, height: ir.Value, *arguments: ir.Value) -> None:
+    *addresses, layout, path, kind = arguments
+    panel = BlockPanel._make(addresses)
+    shape: BlockLayout = layout.instance_class.NUMBERS
+    by_vnni = path in (types.uint16, types.uint32)
+    switch(builder, height, HEIGHTS, lambda rows: finish(
+        builder, _RegisterTile(builder, rows, shape, panel, by_vnni=by_vnni).sums(), panel, kind))
+
+
+block_gemm: Callable[..., None] = intrinsic(_block_gemm, *[INT] * 13, KIND, KIND, KIND)
+"""`block_gemm(height, *panel, layout, path, kind)`: the weights of a `BlockPanel` times `height` rows, plus bias.
+
+`height` is one of `HEIGHTS`, and results are of `kind`.  Meanwhile memory from `asked` on is prefetched, `step` bytes
+with each two quads of depth.  Rows at `target` lie
+`stride` bytes apart; they have 32 numbers, or 16 where the panel `is_gated`.  A unit has `unit_rows` rows of
+activations in all.  `path` is one of `PATHS` of `linear_blocks.py`.
+"""

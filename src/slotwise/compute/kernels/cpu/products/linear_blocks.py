@@ -1,0 +1,416 @@
+"""Products with quantized matrices (`compute/kernels/matrix.py`), and rows of quantized tables, from the same panels.
+
+Weights stay the codes of their file, in the panels of `block_layout.py`, and are unpacked in registers; activations are
+quantized by `quantize.py`.  Threads take items, a block of rows times a panel, from `threads.py`.
+
+    a thread's scratch    [ a tile | an unfinished unit | units x rows of bytes | units x rows of facts | of tiles ]
+
+Few rows are multiplied by instructions on vectors (`gemm_blocks.py`), more than `TALLEST` by AMX's tiles, where there
+are any (`gemm_block_tiles.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from llvmlite import ir
+from torch import Tensor
+
+from slotwise.compute.kernels.cpu.jit.compiler import (
+    INT,
+    KIND,
+    CompiledKernel,
+    ElementType,
+    intrinsic,
+    kernel,
+    specialized,
+)
+from slotwise.compute.kernels.cpu.jit.llvm import behind, write
+from slotwise.compute.kernels.cpu.launcher import HEADER, THREAD_COUNTER, KernelLauncher
+from slotwise.compute.kernels.cpu.products import gemm_block_tiles
+from slotwise.compute.kernels.cpu.products.block_layout import (
+    COLUMNS,
+    LARGEST_UNIT,
+    STEP,
+    BlockLayout,
+    layout_of,
+    levels_of,
+    pack,
+)
+from slotwise.compute.kernels.cpu.products.gemm_block_tiles import begin_tiles, end_tiles, tile_gemm
+from slotwise.compute.kernels.cpu.products.gemm_blocks import HEIGHTS, TALLEST, block_gemm, factors
+from slotwise.compute.kernels.cpu.products.linear import (
+    DEPTH,
+    NO_TABLES,
+    OUT,
+    OUTPUTS,
+    SCRATCH,
+    SCRATCH_BYTES,
+    STORED,
+    THREADS,
+    RowBlock,
+    Tables,
+    block_at,
+    in_panels,
+    num_blocks,
+    panel_after,
+)
+from slotwise.compute.kernels.cpu.products.quantize import FACTS, STRIDE, TABLE, ZERO_AND_FACTOR, quantize_rows
+from slotwise.compute.kernels.cpu.simd import (
+    BFLOAT16,
+    FLOAT32,
+    INT32,
+    INT64,
+    Real,
+    Whole,
+    bytes_of,
+    fetch_add,
+    float32,
+    float_of,
+    load,
+    store,
+)
+from slotwise.compute.kernels.cpu.threads import NOTHING, pop, rows_of_a_block, upcoming
+from slotwise.compute.kernels.interface import Linear
+from slotwise.compute.kernels.matrix import Format, QuantizedMatrix
+
+# The gates of a panel that is half gates, half up projection.
+GATES = COLUMNS // 2
+# Bytes of weights between what is read and what is prefetched, where a panel is read only once.
+AHEAD = 8192
+# Bytes of activations quantized at once: a part of a typical second-level cache.
+BLOCK_BYTES = 1 << 18
+TILE_BYTES = max(TALLEST, gemm_block_tiles.TALLEST) * COLUMNS * 4
+# Bytes of scratch before the activations.
+HELD = TILE_BYTES + LARGEST_UNIT * 4
+
+_KINDS = {torch.bfloat16: BFLOAT16, torch.float32: FLOAT32}
+PATHS = {"amx_int8": Whole(np.uint32(0)), "vnni": Whole(np.uint16(0)), "integer": Whole(np.uint8(0)),
+         "software tiles": Whole(np.uint64(0))}
+"""The values by whose types `gemm_blocks.py` and `gemm_block_tiles.py` tell paths apart."""
+
+TILED = ("amx_int8", "software tiles")
+# The smallest unit whose products are faster by AMX's tiles; a processor that has tiles also has VNNI.
+TILED_UNIT = 32
+# An argument: rows of the tallest tile.
+TALL = ZERO_AND_FACTOR + 1
+
+
+@kernel
+def _multiply(
+    words: int, room: int, memory: int, block: RowBlock, row: int, panel: int, following: int, kind: Real,
+    layout: BlockLayout, path: Whole,
+) -> int:
+    """Multiply one tile: a panel with rows of a block from `row` on; returns the number of rows.
+
+    Meanwhile it prefetches its share of the panel at `following`; the only tile of a panel prefetches its own panel, a
+    little ahead.  A panel wider than the rest of the output is stored to the scratch `room` first.  `memory` is for
+    tiles.
+    """
+    stored, (first, rows, weight, bias, _) = load(words, STORED, INT64), block
+    records = (load(words, DEPTH, INT64) + layout.record - 1) // layout.record
+    units = records * (layout.record // layout.unit)
+    tall, height = load(words, TALL, INT64), 1
+    for size in HEIGHTS:
+        if size <= rows - row:
+            height = size
+    is_tiled = tall > TALLEST and rows - row > TALLEST
+    if is_tiled:
+        height = min(tall, rows - row)
+    tiles, steps = (rows + tall - 1) // tall, layout.record // STEP
+    weight += panel * records * layout.record_bytes
+    share = (layout.record_bytes // steps + tiles - 1) // tiles
+    asked = weight + AHEAD if tiles == 1 else following + row // tall * share * steps * records
+    is_gated = stored != load(words, OUTPUTS, INT64)
+    width = GATES if is_gated else COLUMNS
+    left, size = stored - panel * width, bytes_of(kind)
+    row_bytes = load(words, STRIDE, INT64) * size
+    place = load(words, OUT, INT64) + (first + row) * row_bytes + panel * width * size
+    target, stride = (place, row_bytes) if left >= width else (room, width * size)
+    held = room + HELD
+    facts = held + units * rows * layout.unit + row * FACTS
+    bias += panel * COLUMNS * 4
+    if is_tiled:
+        tile_gemm(
+            height, memory, weight, records, load(words, TABLE, INT64), held + row * layout.unit, facts, rows, target,
+            stride, bias, is_gated, asked, share, layout, path, kind)
+    else:
+        block_gemm(
+            height, weight, records, load(words, TABLE, INT64), held + row * layout.unit, facts, rows, target, stride,
+            bias, is_gated, asked, share, layout, path, kind)
+    if left < width:
+        for i in range(height):
+            for column in range(left):
+                store(place + i * row_bytes, column, load(target + i * stride, column, kind), kind)
+    return height
+
+
+@kernel
+def _product(words: int, kind: Real, layout: BlockLayout, path: Whole) -> None:
+    threads, panels = load(words, THREADS, INT64), (load(words, OUTPUTS, INT64) + COLUMNS - 1) // COLUMNS
+    items = num_blocks(words) * panels
+    panel_bytes = (load(words, DEPTH, INT64) + layout.record - 1) // layout.record * layout.record_bytes
+    thread = fetch_add(words + THREAD_COUNTER, 1)
+    room = load(words, SCRATCH, INT64) + thread * load(words, SCRATCH_BYTES, INT64)
+    memory = room + load(words, SCRATCH_BYTES, INT64) - gemm_block_tiles.SCRATCH_BYTES
+    held = -1
+    begin_tiles(memory, path)
+    item = pop(words, thread, threads, items)
+    while item != NOTHING:
+        number, panel = item // panels, item % panels
+        block = block_at(words, number)
+        if number != held:
+            quantize_rows(words, block, room + HELD, room + TILE_BYTES, layout, kind)
+            held = number
+        after = upcoming(words, thread, threads, items)
+        following = panel_after(words, item, after, panels, panel_bytes, AHEAD)
+        row = 0
+        while row < block.rows:
+            row += _multiply(words, room, memory, block, row, panel, following, kind, layout, path)
+        item = pop(words, thread, threads, items)
+    end_tiles(memory, path)
+
+
+@functools.cache
+def product_kernel(layout: BlockLayout, kind: torch.dtype, path: str) -> CompiledKernel:
+    """The kernel for weights in a layout and activations of a type, by one of `PATHS`."""
+    return specialized(_product, _KINDS[kind], layout, PATHS[path])
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBlocks:
+    """A quantized matrix in panels, for many products.
+
+    Args:
+        table: 16 levels, where the layout has a table.
+        order: int32, the input at each place.
+        outputs: of the panels.
+        stored: numbers per token in the result: half of the outputs where these are gates and up projection.
+    """
+
+    panels: Tensor
+    bias: Tensor
+    table: Tensor
+    order: Tensor | None
+    zero_and_factor: int
+    layout: BlockLayout
+    depth: int
+    outputs: int
+    stored: int
+    path: str
+    threads: int
+
+    def kernel(self, kind: torch.dtype) -> CompiledKernel:
+        """The kernel for activations of `kind`."""
+        return product_kernel(self.layout, kind, self.path)
+
+    @property
+    def floats(self) -> int:
+        """Floats of scratch memory per thread."""
+        behind = gemm_block_tiles.SCRATCH_BYTES if self.path in TILED else 0
+        return (HELD + self._most * self._row_bytes + behind + 63) // 64 * 16
+
+    @property
+    def block_rows(self) -> Callable[[int], int]:
+        """Rows quantized at once, for a number of tokens."""
+        return lambda tokens: rows_of_a_block(tokens, self._most, self.threads)
+
+    @property
+    def _row_bytes(self) -> int:
+        """Bytes of a quantized row."""
+        layout = self.layout
+        return layout.records(self.depth) * layout.record // layout.unit * (layout.unit + FACTS)
+
+    @property
+    def _most(self) -> int:
+        """Rows quantized at once."""
+        return max(self._tall, BLOCK_BYTES // self._row_bytes // self._tall * self._tall)
+
+    @property
+    def _tall(self) -> int:
+        """Rows of the tallest tile."""
+        return gemm_block_tiles.TALLEST if self.path in TILED else TALLEST
+
+    def arguments(
+        self, launcher: KernelLauncher, x: int, out: int, tokens: int, stride: int = 0, tables: Tables = NO_TABLES,
+    ) -> tuple[int, ...]:
+        """The arguments of the product of `tokens` rows at `x` to `out`; valid until the launcher's next kernel.
+
+        Args:
+            stride: numbers of a row of the result; 0: as many as this product has.
+            tables: of the rows; with a table of blocks `tokens` is 1.
+        """
+        floats = self.floats
+        return (
+            x, self.panels.data_ptr(), self.bias.data_ptr(), 0 if self.order is None else self.order.data_ptr(), out,
+            tokens, self.depth, self.outputs, self.stored, rows_of_a_block(tokens, self._most, self.threads),
+            launcher.scratch(launcher.threads * floats), floats * 4, launcher.threads, *tables, stride or self.stored,
+            self.table.data_ptr(), self.zero_and_factor, self._tall)
+
+    def multiply(self, x: Tensor, out: Tensor, at: int, launcher: KernelLauncher) -> None:
+        """`x [tokens, depth]`, contiguous, to the columns of `out` from `at` on."""
+        launcher.give(*self.arguments(
+            launcher, x.data_ptr(), out.data_ptr() + at * out.itemsize, len(x), out.shape[1]))
+        launcher.together(self.kernel(x.dtype))
+
+
+def blocks_linear(parts: Sequence[PackedBlocks], launcher: KernelLauncher) -> Linear:
+    """The product with matrices of one depth: their outputs concatenated."""
+    starts = [sum(part.stored for part in parts[:place]) for place in range(len(parts))]
+    depth, width = parts[0].depth, sum(part.stored for part in parts)
+
+    def product(x: Tensor) -> Tensor:
+        rows = x.contiguous().view(-1, depth)
+        out = launcher.empty((len(rows), width), x.dtype)
+        for part, start in zip(parts, starts, strict=True):
+            part.multiply(rows, out, start, launcher)
+        return out if x.dim() == rows.dim() else out.view(*x.shape[:-1], width)
+
+    return product
+
+
+def path_for(layout: BlockLayout, path: str) -> str:
+    """The path of a layout where other layouts take `path`; results have the same bits."""
+    return "vnni" if path == "amx_int8" and layout.unit < TILED_UNIT else path
+
+
+def pack_blocks(
+    matrix: QuantizedMatrix, bias: Tensor | None, path: str, launcher: KernelLauncher, *, is_gated: bool = False
+) -> PackedBlocks:
+    """Pack `matrix` once for many products.
+
+    Args:
+        is_gated: its outputs are gates, then the up projection; the result is silu(gate) * up.
+
+    Raises:
+        ValueError: products with its format are not supported.
+    """
+    layout, levels = layout_of(matrix.format), levels_of(matrix.format)
+    panels = pack(matrix, layout, launcher.panels, is_gated=is_gated)
+    added = torch.zeros(matrix.outputs) if bias is None else bias.float()
+    table = torch.tensor((*levels.table, *[0] * (16 - len(levels.table))), dtype=torch.uint8)
+    (factor_bits,) = struct.unpack("<I", struct.pack("<f", levels.factor))
+    return PackedBlocks(
+        panels, in_panels(added, COLUMNS, is_gated=is_gated), table,
+        None if matrix.order is None else matrix.order.argsort().to(torch.int32), levels.zero << 32 | factor_bits,
+        layout, matrix.depth, len(panels) * COLUMNS if is_gated else matrix.outputs,
+        matrix.outputs // 2 if is_gated else matrix.outputs, path_for(layout, path), launcher.threads)
+
+
+# Rows of a quantized table, dequantized from the panels that products read: a tied head's embedding takes no memory of
+# its own.
+
+# Arguments in words after the header.
+(TABLE_PANELS, TOKEN_IDS, EMBEDDING, EMBEDDED, TABLE_DEPTH, LAST_ID, LEVELS, TABLE_ZERO, TABLE_ORDER, SCALE_BITS,
+ FACTORS_ROOM) = range(HEADER, HEADER + 11)
+QUAD_BYTES = 4 * COLUMNS
+FACTOR_BYTES = 4 * COLUMNS
+# Scratch memory per thread: scales and minimums of a group.
+LOOKUP_FLOATS = 2 * COLUMNS
+
+
+def _block_factors(builder: ir.IRBuilder, record: ir.Value, group: ir.Value, target: ir.Value, layout: ElementType
+                   ) -> None:
+    shape: BlockLayout = layout.instance_class.NUMBERS
+    found = factors(builder, shape, record, group, minimum=False)
+    if shape.has_minimums:
+        found += factors(builder, shape, record, group, minimum=True)
+    for place, vector in enumerate(found):
+        write(builder, vector, behind(builder, target, 64 * place))
+
+
+_factors_of: Callable[[int, int, int, BlockLayout], None] = intrinsic(_block_factors, INT, INT, INT, KIND)
+"""`_factors_of(record, group, target, layout)`: scales of 32 columns at `target`, then minimums, if any, as float32."""
+
+
+@kernel
+def _field(plane: int, quad: int, column: int, width: int) -> int:
+    """Fields of `width` bits of the four codes of a quad, each in a byte."""
+    fields = 8 // width
+    word = load(plane + quad // fields * QUAD_BYTES, column, INT32) >> (quad % fields * width)
+    return word & (((1 << width) - 1) * 0x01010101)
+
+
+@kernel
+def _codes(record: int, quad: int, column: int, layout: BlockLayout) -> int:
+    """Four codes of a quad, each in a byte."""
+    bits = layout.bits
+    width = 8 if bits == 8 else 4 if bits >= 4 else 2  # of the first plane
+    codes = _field(record, quad, column, width)
+    if bits > width:
+        second = record + width * layout.record * COLUMNS // 8
+        codes |= _field(second, quad, column, bits - width) << width
+    return codes
+
+
+@kernel
+def _look_up(words: int, row: int, target: int, room: int, kind: Real, layout: BlockLayout) -> None:
+    """One row of the table to `target`."""
+    depth, order, levels = load(words, TABLE_DEPTH, INT64), load(words, TABLE_ORDER, INT64), load(words, LEVELS, INT64)
+    zero, scale = float32(load(words, TABLE_ZERO, INT64)), float_of(load(words, SCALE_BITS, INT64))
+    records, column = (depth + layout.record - 1) // layout.record, row % COLUMNS
+    group_size = layout.record // layout.groups
+    for index in range(records):
+        record = load(words, TABLE_PANELS, INT64) + (row // COLUMNS * records + index) * layout.record_bytes
+        for group in range(layout.groups):
+            _factors_of(record, group, room, layout)
+            factor = load(room, column, FLOAT32)
+            minimum = load(room + FACTOR_BYTES, column, FLOAT32) if layout.has_minimums else float32(0)
+            begin = group * group_size
+            count = min(group_size, depth - index * layout.record - begin)
+            for i in range(count):
+                place = begin + i
+                code = _codes(record, place // 4, column, layout) >> (place % 4 * 8) & 255
+                level = load(levels, code, FLOAT32) if layout.has_table else float32(code) - zero
+                place += index * layout.record
+                if order != 0:
+                    place = load(order, place, INT32)
+                store(target, place, (factor * level - minimum) * scale, kind)
+
+
+@kernel
+def _embed(words: int, kind: Real, layout: BlockLayout) -> None:
+    """Rows of the table by token ids.  An id outside the table is clamped: no other memory is read."""
+    tokens, depth = load(words, EMBEDDED, INT64), load(words, TABLE_DEPTH, INT64)
+    room = load(words, FACTORS_ROOM, INT64) + fetch_add(words + THREAD_COUNTER, 1) * LOOKUP_FLOATS * 4
+    token = fetch_add(words, 1)
+    while token < tokens:
+        row = min(max(load(load(words, TOKEN_IDS, INT64), token, INT64), 0), load(words, LAST_ID, INT64))
+        _look_up(words, row, load(words, EMBEDDING, INT64) + token * depth * bytes_of(kind), room, kind, layout)
+        token = fetch_add(words, 1)
+
+
+@functools.cache
+def lookup_kernel(layout: BlockLayout, kind: torch.dtype) -> CompiledKernel:
+    """The kernel for a table in a layout and embeddings of a type."""
+    return specialized(_embed, _KINDS[kind], layout)
+
+
+def lookup(
+    packed: PackedBlocks, kind: Format, dtype: torch.dtype, scale: float, launcher: KernelLauncher
+) -> Callable[[Tensor], Tensor]:
+    """From token ids `[tokens]` int64 to rows of a table `[tokens, depth]` of `dtype`, times `scale`.
+
+    Args:
+        kind: the table's format.
+    """
+    levels = torch.tensor(kind.levels or (0.0,), dtype=torch.float32) - kind.zero
+    (scale_bits,) = struct.unpack("<I", struct.pack("<f", scale))
+    code = lookup_kernel(packed.layout, dtype)
+
+    def look_up(token_ids: Tensor) -> Tensor:
+        tokens = len(token_ids)
+        out = launcher.empty((tokens, packed.depth), dtype)
+        launcher.give(
+            packed.panels.data_ptr(), token_ids.data_ptr(), out.data_ptr(), tokens, packed.depth, packed.outputs - 1,
+            levels.data_ptr(), kind.zero, 0 if packed.order is None else packed.order.data_ptr(), scale_bits,
+            launcher.scratch(launcher.threads * LOOKUP_FLOATS))
+        (launcher.alone if tokens == 1 else launcher.together)(code)
+        return out
+
+    return look_up

@@ -1,0 +1,216 @@
+"""Packs a model's weights for products, each for the path of its type, which `paths.py` chooses."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from slotwise.compute.kernels.cpu import pointwise
+from slotwise.compute.kernels.cpu.jit.compiler import CompiledKernel
+from slotwise.compute.kernels.cpu.launcher import KernelLauncher
+from slotwise.compute.kernels.cpu.products import (
+    block_layout,
+    linear,
+    linear_bf16,
+    linear_blocks,
+    linear_fp8,
+    linear_fp16,
+    linear_int,
+    onednn,
+    paths,
+    quantize,
+)
+from slotwise.compute.kernels.cpu.products.linear import PackedPart, PackedProduct
+from slotwise.compute.kernels.interface import Linear
+from slotwise.compute.kernels.matrix import Format, QuantizedMatrix, StackedMatrix, Weight
+
+
+class Packing:
+    """Packs the weights of one model.
+
+    Args:
+        quantization: "none" or one of `quantize.BITS`, for weights that are tensors.
+        forced: a path from `paths.forced`; "": the fastest path.
+    """
+
+    def __init__(self, launcher: KernelLauncher, quantization: str, forced: str) -> None:
+        self._launcher, self._forced = launcher, forced
+        # Bits of a weight; 0: weights are not quantized.  The head keeps 8 bits: each of its errors is a token's.
+        self._bits = quantize.BITS.get(quantization, 0)
+        self._head_bits = 8 if self._bits else 0
+        self._tables = weakref.WeakKeyDictionary[QuantizedMatrix, linear_blocks.PackedBlocks]()
+        self._layouts: set[block_layout.BlockLayout] = set()
+        self._lookups: set[CompiledKernel] = set()
+
+    def path(self, kind: torch.dtype) -> str:
+        """The path of products with weights of `kind`, by its name in `paths.py`.
+
+        Once a matrix was packed as blocks, the path of blocks: most weights of such a checkpoint are blocks.
+        """
+        return self._quantized if self._bits or self._layouts else self._path_of(kind)
+
+    def _path_of(self, kind: torch.dtype) -> str:
+        """The path of unquantized weights of `kind`."""
+        return self._dense if kind == torch.bfloat16 else "float32"
+
+    @functools.cached_property
+    def _dense(self) -> str:
+        return paths.dense(self._forced)
+
+    @functools.cached_property
+    def _quantized(self) -> str:
+        return paths.quantized(self._forced)
+
+    def kernels(self, kind: torch.dtype) -> list[CompiledKernel]:
+        """The kernels of products with tensors of `kind`."""
+        if self._bits:
+            return [linear_int.PRODUCT[bits, kind, self._quantized].code for bits in {self._bits, self._head_bits}]
+        return {
+            "fp16": [linear_fp16.PRODUCT.code], "onednn": [pointwise.SILU_MUL[kind]],
+            **{path: [product.code] for path, product in linear_bf16.PRODUCT.items()},
+            "float32": [linear.PRODUCT[kind], pointwise.SILU_MUL[kind]]}.get(self._path_of(kind), [])
+
+    def kernels_of_blocks(self, kind: torch.dtype) -> list[CompiledKernel]:
+        """The kernels of the quantized matrices packed so far, with activations of `kind`."""
+        of_products = [linear_blocks.product_kernel(layout, kind, linear_blocks.path_for(layout, self._quantized))
+                       for layout in sorted(self._layouts)]
+        of_gates = [pointwise.SILU_MUL[kind]] if of_products else []  # for gates in several formats
+        return [*of_products, *sorted(self._lookups, key=lambda code: code.name), *of_gates]
+
+    def refusal(self, format: Format, kind: torch.dtype) -> str:
+        """Why products with a format are not supported, in one sentence; "" where they are."""
+        if not format.are_floats:
+            return block_layout.refusal(format)
+        path = self._path_of(kind)
+        return linear_fp8.refusal(format) if path in linear_fp8.PRODUCT else (
+            f"products with 8-bit floats by {path} are not supported on device cpu")
+
+    def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
+        """`weight [out, in]`, packed once for many products."""
+        return self._packed(weight, bias, self._bits)
+
+    def exact(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """`weight [out, in]`, packed as it is."""
+        return self._packed(weight, bias, 0)
+
+    def head(self, weight: Weight) -> Linear:
+        """`weight [vocab, hidden]`, packed for logits."""
+        return self._packed(weight, None, self._head_bits)
+
+    def gated(self, weight: Weight, bias: Tensor | None) -> Linear | None:
+        """`weight [2 * intermediate, in]`, gates first, with SiLU in the product; None if its path cannot do that."""
+        if isinstance(weight, StackedMatrix):
+            return None
+        if isinstance(weight, QuantizedMatrix):
+            if weight.format.are_floats:
+                return self._of_floats(weight, bias, is_gated=True)
+            return self._of_blocks([self._blocks(weight, bias, is_gated=True)])
+        if self._bits:
+            return linear_int.int_linear(weight, bias, self._bits, self._quantized, self._launcher, is_gated=True)
+        own = self._own(weight)
+        return None if own is None else own(weight, bias, self._launcher, is_gated=True)
+
+    def can_gate(self, weight: Weight) -> bool:
+        """Whether `gated` packs this weight."""
+        if not isinstance(weight, Tensor):
+            return isinstance(weight, QuantizedMatrix)
+        return bool(self._bits) or self._own(weight) is not None
+
+    def expert(self, weight: Weight, bias: Tensor | None, *, is_gated: bool = False) -> Sequence[PackedPart]:
+        """One product of an expert, by our own kernels, in parts along its outputs.
+
+        `is_gated` needs `can_gate`.
+        """
+        if isinstance(weight, StackedMatrix):
+            return self._stacked(weight, bias)
+        if isinstance(weight, QuantizedMatrix) and not weight.format.are_floats:
+            return [self._blocks(weight, bias, is_gated=is_gated)]
+        if is_gated:
+            product = self.gated(weight, bias)
+        elif isinstance(weight, QuantizedMatrix):
+            product = self._of_floats(weight, bias)
+        elif self._bits:
+            product = self.linear(weight, bias)
+        else:
+            product = (self._own(weight) or linear.tiled_linear)(weight, bias, self._launcher)
+        assert isinstance(product, PackedProduct)
+        return [product.packed]
+
+    def embedding(self, table: QuantizedMatrix, kind: torch.dtype, scale: float) -> Callable[[Tensor], Tensor]:
+        """Rows from the panels that a head of the same table reads."""
+        packed = self._table(table)
+        self._lookups.add(linear_blocks.lookup_kernel(packed.layout, kind))
+        return linear_blocks.lookup(packed, table.format, kind, scale, self._launcher)
+
+    def linear_bytes(self, weight: Weight) -> int:
+        """Bytes of a packed `linear`."""
+        return _bytes(weight, self._bits)
+
+    def head_bytes(self, weight: Weight) -> int:
+        """Bytes of a packed `head`."""
+        return _bytes(weight, self._head_bits)
+
+    def _packed(self, weight: Weight, bias: Tensor | None, bits: int) -> Linear:
+        if isinstance(weight, QuantizedMatrix) and weight.format.are_floats:
+            return self._of_floats(weight, bias)
+        if isinstance(weight, QuantizedMatrix):
+            return self._of_blocks([self._table(weight) if bias is None else self._blocks(weight, bias)])
+        if isinstance(weight, StackedMatrix):
+            return self._of_blocks(self._stacked(weight, bias))
+        if bits:
+            return linear_int.int_linear(weight, bias, bits, self._quantized, self._launcher)
+        if self._path_of(weight.dtype) == "onednn":
+            self._launcher.join_torch()
+            return onednn.onednn_linear(weight, bias)
+        return (self._own(weight) or linear.tiled_linear)(weight, bias, self._launcher)
+
+    def _own(self, weight: Tensor) -> Callable[..., Linear] | None:
+        """The function that packs `weight` for products that may be gated; None if its path has no such function."""
+        path = self._path_of(weight.dtype)
+        if path in linear_bf16.PRODUCT:
+            return functools.partial(linear_bf16.bf16_linear, path=path)
+        return linear_fp16.fp16_linear if path == "fp16" and linear_fp16.fits(weight) else None
+
+    def _of_floats(self, matrix: QuantizedMatrix, bias: Tensor | None, *, is_gated: bool = False) -> Linear:
+        """The product with a matrix of 8-bit floats."""
+        path = self._path_of(torch.bfloat16)
+        return linear_fp8.fp8_linear(matrix, bias, self._launcher, is_gated=is_gated, path=path)
+
+    def _of_blocks(self, parts: Sequence[linear_blocks.PackedBlocks]) -> Linear:
+        """The product with matrices in panels, concatenated along their outputs."""
+        return linear_blocks.blocks_linear(parts, self._launcher)
+
+    def _stacked(self, weight: StackedMatrix, bias: Tensor | None) -> list[linear_blocks.PackedBlocks]:
+        """The panels of stacked matrices, in the order of their outputs."""
+        biases = [None] * len(weight.parts) if bias is None else bias.split([part.outputs for part in weight.parts])
+        return [self._blocks(*each) for each in zip(weight.parts, biases, strict=True)]
+
+    def _table(self, matrix: QuantizedMatrix) -> linear_blocks.PackedBlocks:
+        """A matrix without bias in panels, which is packed only once."""
+        packed = self._tables.get(matrix)
+        if packed is None:
+            packed = self._tables[matrix] = self._blocks(matrix, None)
+        return packed
+
+    def _blocks(self, matrix: QuantizedMatrix, bias: Tensor | None, *, is_gated: bool = False
+                ) -> linear_blocks.PackedBlocks:
+        """A matrix in panels; `kernels_of_blocks` includes its kernel from now on."""
+        packed = linear_blocks.pack_blocks(matrix, bias, self._quantized, self._launcher, is_gated=is_gated)
+        self._layouts.add(packed.layout)
+        return packed
+
+
+def _bytes(weight: Weight, bits: int) -> int:
+    """Bytes of a packed weight; a tensor is quantized to `bits`, unless that is 0."""
+    if isinstance(weight, StackedMatrix):
+        return sum(_bytes(part, bits) for part in weight.parts)
+    outputs, depth = weight.shape
+    if isinstance(weight, QuantizedMatrix) and weight.format.are_floats:
+        return linear_fp8.packed_bytes(outputs, depth)
+    if isinstance(weight, QuantizedMatrix):
+        return block_layout.layout_of(weight.format).bytes(outputs, depth)
+    return quantize.weight_bytes(outputs, depth, bits) if bits else outputs * depth * weight.itemsize

@@ -1,0 +1,576 @@
+"""The contract between a model and the kernels that compute it: shapes, batches, caches, adapters and all operations.
+
+There is one implementation per device: `reference.py`, `cpu/compute/kernels.py` and `cuda/compute/kernels.py`.
+
+A step arrives as a *ragged batch*: the tokens of every row laid end to end, nothing padded.  Linear layers, norms and
+activations run over all tokens at once; attention runs per row over the row's block table.  That is Orca's selective
+batching (Yu et al., OSDI 2022) over vLLM's paged memory (Kwon et al., SOSP 2023).
+
+    rows          A (decode)   B (chunk of 3)   C (decode)
+    tokens        [ a ]        [ b0 b1 b2 ]     [ c ]
+    query_starts   0            1                4            5
+    context_lens   7            3                12           (tokens in the cache once this step's are written)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+
+from torch import Tensor, device, dtype, float8_e4m3fn, float32, int8
+
+from slotwise.compute.kernels.matrix import Format, QuantizedMatrix, Weight
+
+Linear = Callable[[Tensor], Tensor]
+"""A packed product: `[tokens, in] -> [tokens, out]`, bias included."""
+
+Activation = Literal["silu", "gelu_tanh"]
+"""Activations of gates: SiLU (Elfwing et al., 2017); GELU's approximation by tanh (Hendrycks and Gimpel, 2016)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedSwiGLU:
+    """The activation of gpt-oss: `(clamp(up) + 1) * g * sigmoid(alpha * g)`, with `g = min(gate, limit)`.
+
+    `up` is clamped to `-limit ... limit`.
+    """
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a token's experts are chosen: the `top_k` largest of `num_experts` logits.
+
+    The shares of the chosen experts are the softmax of the logits, over all experts or, normalized, over the chosen.
+
+    Args:
+        held: the experts whose weights this rank holds; results leave out the others.  None: all.
+    """
+
+    num_experts: int
+    top_k: int
+    is_normalized: bool
+    held: range | None = None
+
+    @property
+    def experts(self) -> range:
+        """The experts whose weights are here."""
+        return range(self.num_experts) if self.held is None else self.held
+
+
+class ExpertWeights(NamedTuple):
+    """Weights of one expert; all experts of a layer are stored in the same formats."""
+
+    gate_up: Weight  # [2 * intermediate, hidden], gates first
+    down: Weight  # [hidden, intermediate]
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
+Mixture = Callable[[Tensor, Tensor], Tensor]
+"""Packed experts: `x [tokens, hidden], logits [tokens, experts] -> [tokens, hidden]`."""
+
+
+CACHE_KINDS: dict[str, dtype | None] = {"auto": None, "int8": int8, "fp8": float8_e4m3fn}
+"""The types of a cache, by the names of options; None: the type that the model computes in.
+
+int8 has a scale for each token and head.  fp8 has none; values beyond FP8_LARGEST are stored as FP8_LARGEST.
+"""
+
+FP8_LARGEST = 448.0
+"""The largest number with four bits of exponent and three of fraction (Micikevicius et al., 2022)."""
+
+
+def cache_kind(name: str, device: str, kept: Sequence[str]) -> dtype | None:
+    """The type of `CACHE_KINDS` for `name`, which must be in `kept`, the names a device supports.
+
+    Raises:
+        ValueError: it is not in `kept`.
+    """
+    if name not in kept:
+        raise ValueError(f"kv_cache_dtype must be {' or '.join(kept)} on device {device}, not {name!r}")
+    return CACHE_KINDS[name]
+
+
+LayerCache = Any
+"""One layer's keys and values, or its states; its layout belongs to the kernels that made it."""
+
+
+class GroupTables(NamedTuple):
+    """The columns of a batch that each cache group has for itself."""
+
+    slot_mapping: Tensor
+    block_tables: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedBatch:
+    """One step, flat.  All tensors live on the kernels' device.
+
+    A row's new tokens stand at positions `context_len - query_len ... context_len - 1`; token t's key and value are
+    written to cache place `slot_mapping[t] = block * block_size + offset` before the row attends.
+
+    `groups` are the tables of cache groups 1 and up (`compute/model/layer_groups.py`), and `group_of_layer` names each
+    layer's group, `()` where there is one; kernels see one group.
+    """
+
+    token_ids: Tensor  # [tokens] int64
+    positions: Tensor  # [tokens] int64, position of each token in its own sequence
+    slot_mapping: Tensor  # [tokens] int64
+    query_starts: Tensor  # [rows + 1] int32, the first token of each row
+    context_lens: Tensor  # [rows] int32
+    # [rows, width] int32; entries past a row's context, or before its window, are never read.
+    block_tables: Tensor
+    # [samples] int64, the flat indices of the tokens whose logits are computed.
+    sample_at: Tensor
+    # The most new tokens of a row, and the longest context.
+    max_query_len: int
+    max_context_len: int
+    groups: tuple[GroupTables, ...] = ()
+    group_of_layer: tuple[int, ...] = ()
+    # [rows] int32, not 0 for rows whose recurrent states must not change; None: there are no such rows.
+    on_trial: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """The sizes and options of a layer's attention.
+
+    Kernels implement every option, or name the ones that they do not in `refusal`.
+
+    Args:
+        window: tokens that a query sees, itself included; 0: no limit.
+        soft_cap: scores become `soft_cap * tanh(score / soft_cap)` (Gemma 2); 0: scores are not capped.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int = 0
+    soft_cap: float = 0.0
+
+
+LENGTH_EPS = 1e-6
+"""Added to the squares of queries and keys before they are scaled to length 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaShape:
+    """The sizes of a layer with a recurrent state.
+
+    That is the gated delta rule behind a short convolution (Yang et al., "Gated Delta Networks: Improving Mamba2 with
+    Delta Rule", 2024):
+
+        q, k, v ─► convolution over `taps` tokens, SiLU ─► q and k of length 1 ─► the rule ─► norm, times silu(z)
+
+        state = decay * state;  state += outer(k, beta * (v - k @ state));  out = q @ state / sqrt(key_dim)
+
+    for each value head, with `beta = sigmoid(b)` and `decay = exp(rate * softplus(a + step_bias))`.
+
+    A row's past is one state: that of the rule, and the last inputs of the convolution.  It lies in the cache where
+    other layers have keys and values: the block that holds token t in a row's block table holds the state after the
+    last token written to that block so far.  A full block is therefore a snapshot at its end; a step reads the block of
+    the token before its first one, and writes the blocks of its own tokens.
+
+        tokens    0 .. 15 | 16 .. 31 | 32 .. 40       block_size 16
+        state       [5]       [2]        [9]          after tokens 15, 31 and 40; the next step reads block 9 alone
+    """
+
+    # In tokens: a step reads the state after the token before its first one, and nothing older.
+    window: ClassVar[int] = 1
+    # Every key head serves the same number of adjacent value heads.
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    # The number of tokens in the convolution.
+    taps: int
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: queries, keys and values of all heads."""
+        return 2 * self.num_key_heads * self.key_dim + self.values
+
+    @property
+    def values(self) -> int:
+        """Numbers of all value heads."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def rule_floats(self) -> int:
+        """Numbers of the rule's state, `[value heads, key_dim, value_dim]`."""
+        return self.values * self.key_dim
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a state, in float32: the rule's, then the inputs `[taps - 1, channels]`, the oldest first."""
+        return float32.itemsize * (self.rule_floats + (self.taps - 1) * self.channels)
+
+
+class DeltaWeights(NamedTuple):
+    """The weights of such a layer outside its products, in float32."""
+
+    convolution: Tensor  # [taps, channels], the oldest token first
+    rate: Tensor  # [value heads], below 0
+    step_bias: Tensor  # [value heads]
+    norm: Tensor  # [value_dim]
+    eps: float
+
+
+LayerShape = AttentionShape | DeltaShape
+"""What a layer keeps in its cache: something of every token, or the state after the last one."""
+
+
+class SharedNorm(NamedTuple):
+    """What a norm over all heads needs where ranks share them.
+
+    `add_up` turns the sums of squares of this rank's queries and keys, `[tokens, 2]` float32, into those of all ranks;
+    `numbers` are how many numbers of queries and of keys all ranks square.
+    """
+
+    add_up: Callable[[Tensor], Tensor]
+    numbers: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class QKNorm:
+    """RMS norms of queries and keys before the rotary embedding.
+
+    They are taken over each head by itself, with weights `[head_dim]` (Qwen3), or over all heads together, with weights
+    `[heads * head_dim]` (OLMo 2).  `offset` is added to both weights; `shared` is None unless ranks share the heads of
+    one norm.
+    """
+
+    query: Tensor
+    key: Tensor
+    eps: float
+    offset: float = 0.0
+    shared: SharedNorm | None = None
+
+
+NO_ADAPTER = -1
+"""The place of a row that is computed with the base model."""
+
+
+class LowRankPart(NamedTuple):
+    """What an adapter adds to some outputs of a product: `x @ a.T @ b.T`; nothing where the rank is 0."""
+
+    # The first of these outputs.
+    first: int
+    a: Tensor  # [rank, inputs]
+    b: Tensor  # [outputs, rank], scaled
+
+
+class LowRank(NamedTuple):
+    """What an adapter adds to a product: parts for different outputs, and a bias for the outputs of its parts."""
+
+    parts: tuple[LowRankPart, ...]
+    bias: Tensor | None = None  # [outputs of the product], 0 where there is no part
+
+
+PackedFactors = Any
+"""An adapter's factors of one product, as its kernels pack them."""
+
+
+class AddedProduct(Protocol):
+    """What adapters add to one product."""
+
+    def pack(self, factors: LowRank) -> PackedFactors:
+        """Returns an adapter's factors for `set`; changes nothing, so that a step may run meanwhile."""
+        ...
+
+    def set(self, place: int, packed: PackedFactors | None) -> None:
+        """Put packed factors at a place, or remove them with None.  No row of a running step may have this place."""
+        ...
+
+    def add(self, x: Tensor, out: Tensor) -> Tensor:
+        """Add to `out [rows, outputs]`, in place, what the adapter of each row of `x [rows, inputs]` adds to it.
+
+        Sums are float32, rounded once.  A row's result does not depend on the other rows.  Returns `out`.
+        """
+        ...
+
+
+class AdapterProducts(Protocol):
+    """The adapters of rows, and the low-rank terms that they add to the products of one model (LoRA, Hu et al., 2021).
+
+        out[i] += x[i] @ a[place[i]].T @ b[place[i]].T + bias[place[i]]    place[i]: of row i's adapter, or NO_ADAPTER
+
+    One product of a model may be several weights of its checkpoint, stacked along their outputs; an adapter has factors
+    of its own for some or all of them.  Graphs read the places of rows from memory.
+    """
+
+    @property
+    def are_any(self) -> bool:
+        """Whether a row has an adapter."""
+        ...
+
+    def assign(self, places: Sequence[int]) -> None:
+        """Set the place of the adapter of each row of the products that follow, NO_ADAPTER for the base model."""
+        ...
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows, `[rows]` int64, of those that were assigned."""
+        ...
+
+    def product(self, outputs: int, inputs: int, num_parts: int) -> AddedProduct:
+        """What adapters add to a product, in at most `num_parts` parts; nothing before a part is set."""
+        ...
+
+
+class Graph(Protocol):
+    """Captured work that can run again on the current contents of the same memory."""
+
+    @property
+    def result(self) -> Tensor:
+        """The result; it is valid until any graph runs."""
+        ...
+
+    def run(self) -> Tensor:
+        """Run it again, and return its result."""
+        ...
+
+
+class DeltaKernels(Protocol):
+    """What layers with a recurrent state (`DeltaShape`) need of kernels.
+
+    `delta_refusal` says in one sentence why `gated_delta` does not work; "" where it does.
+    """
+
+    delta_refusal: str
+
+    def gated_delta(
+        self, mixed: Tensor, gates: Tensor, weights: DeltaWeights, cache: LayerCache, batch: RaggedBatch,
+        shape: DeltaShape,
+    ) -> Tensor:
+        """Everything between a layer's products, for every row: `[tokens, value heads * value_dim]`.
+
+        `mixed [tokens, channels + value heads * value_dim]` are queries, keys and values, then z; `gates [tokens, 2 *
+        value heads]` are b, then a.  A row whose first position is 0 begins with a state of zeros, any other row with
+        the state in the block of the position before; the rest of the cache does not matter.  Every row writes the
+        states of its blocks, except rows that are `batch.on_trial`.  A row's result is the same bit for bit however its
+        tokens are divided among steps.
+
+        Raises:
+            ValueError: these kernels have no such layers: `delta_refusal`.
+        """
+        ...
+
+    def sigmoid_mul(self, gate: Tensor, x: Tensor) -> Tensor:
+        """`sigmoid(gate) * x`, both `[tokens, size]`."""
+        ...
+
+
+class Kernels(DeltaKernels, Protocol):
+    """All operations of a decoder layer.  Implementations hold no request state.
+
+    Attributes:
+        device: where all tensors live.
+        kinds: the types of weights that are supported.
+        records_drafts: whether a graph reads from memory how many tokens each row has.
+        mixture_refusal: why `experts` does not work, in one sentence; "" where it does.
+        adapter_refusal: why `adapters` does not work, in one sentence; "" where it does.
+    """
+
+    name: str
+    device: device
+    kinds: tuple[dtype, ...]
+    records_drafts: bool
+    mixture_refusal: str
+    adapter_refusal: str
+
+    def warm_up(self, kind: dtype) -> None:
+        """Compile or load everything for weights of one type before the first request needs it.
+
+        Formats of quantized matrices are known once they are packed: a later call prepares for them, too.
+        """
+        ...
+
+    def product_path(self, kind: dtype) -> str:
+        """The name of the path that multiplies with weights of `kind`, for people and bug reports.
+
+        Where some weights are packed as quantized matrices and others are not, the path of most weights.
+        """
+        ...
+
+    def batch_dependence(self, kind: dtype) -> str:
+        """Why a position's result in a model of `kind` may depend on what else a step computes; "" if it never does."""
+        ...
+
+    def operations_per_second(self, kind: dtype) -> float:
+        """The approximate rate of large products.  Determines the size of a step unless an option does."""
+        ...
+
+    def refusal(self, shape: AttentionShape) -> str:
+        """The option of `shape` that these kernels do not support, in one sentence; "" where they support all."""
+        ...
+
+    def allocate_cache(self, num_blocks: int, block_size: int, shape: LayerShape, kind: dtype) -> LayerCache:
+        """One layer's zeroed cache of `num_blocks` blocks of `block_size` tokens, for a model that computes in `kind`.
+
+        The type of its elements is fixed when the kernels are constructed.  A block may hold keys and values, or
+        instead of them a state that takes no more bytes.
+        """
+        ...
+
+    def cache_bytes_per_block(self, block_size: int, shape: LayerShape, kind: dtype) -> int:
+        """Bytes of one block in one layer: keys, values and any scales, or a state."""
+        ...
+
+    def cache_pieces(self, cache: LayerCache) -> tuple[Tensor, ...]:
+        """A layer's whole cache, as contiguous views `[blocks, ...]`: what is copied when blocks are offloaded."""
+        ...
+
+    def format_refusal(self, format: Format, kind: dtype) -> str:
+        """Why a model of `kind` cannot have matrices of a quantized format, in one sentence; "" where it can."""
+        ...
+
+    def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
+        """Pack `weight [out, in]` once, for many products.
+
+        If the weight is a tensor, inputs and results have its type; with a quantized matrix they have any of `kinds`,
+        the same for all rows of a product.  Quantized weights are read from their file here, and stay quantized.
+        """
+        ...
+
+    def gated(self, weight: Weight, bias: Tensor | None = None, activation: Activation = "silu") -> Linear:
+        """Pack `weight [2 * intermediate, in]`, gates first, once for many `activation(gate) * up`.
+
+        The product returns `[tokens, intermediate]`.  It takes as many bytes as a `linear`.
+        """
+        ...
+
+    def exact_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """A `linear` that is never quantized, and takes as many bytes as `weight`."""
+        ...
+
+    def head(self, weight: Weight) -> Linear:
+        """Pack `weight [vocab, hidden]` for logits."""
+        ...
+
+    def experts(
+        self, weights: Iterable[ExpertWeights], routing: Routing, activation: Activation | ClampedSwiGLU, ends: Tensor,
+    ) -> Mixture:
+        """Pack a layer's experts, one after another.  Steps read the weights only of experts that tokens choose.
+
+        Each expert takes as many bytes as two `linear`s.  A step sorts its tokens by expert, and adds the end of each
+        expert's tokens to `ends [experts]` int64, on the device: the differences of `ends` count tokens by expert.
+
+        Raises:
+            ValueError: these kernels have no mixtures: `mixture_refusal`.
+        """
+        ...
+
+    def adapters(self, num_places: int, max_rank: int, kind: dtype) -> AdapterProducts:
+        """The products of up to `num_places` adapters of up to `max_rank`, in a model that computes in `kind`.
+
+        Raises:
+            ValueError: these kernels have no such products: `adapter_refusal`.
+        """
+        ...
+
+    def embedding(self, table: QuantizedMatrix, kind: dtype, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
+        """Pack `table [vocabulary, hidden]` for `embed`: from token ids `[tokens]` int64 to `[tokens, hidden]`.
+
+        Rows are dequantized, multiplied by `scale` and rounded to `kind`.  A `head` of the same matrix shares memory.
+        """
+        ...
+
+    def linear_bytes(self, weight: Weight) -> int:
+        """Bytes of a packed `linear`.  Only shape and type of the weight are read."""
+        ...
+
+    def head_bytes(self, weight: Weight) -> int:
+        """Bytes of a packed `head`."""
+        ...
+
+    def library_bytes(self, kind: dtype) -> int:
+        """The most bytes of host memory that a library keeps for products with weights of `kind`, weights excluded."""
+        ...
+
+    def graph_size(self, tokens: int, context: int) -> tuple[int, int]:
+        """The size of the graph that serves a step: its tokens (one per row, and drafts) and its tokens of context.
+
+        0 tokens where running a graph gains nothing.  More tokens or more context never give a smaller graph.
+        """
+        ...
+
+    def record(self, work: Callable[[], Tensor]) -> Graph | None:
+        """Run `work`, which calls these kernels and nothing else, and capture it as a graph.
+
+        Returns None without running `work` where that is not possible.
+        """
+        ...
+
+    def embed(self, table: Tensor, token_ids: Tensor, first: int | None = None) -> Tensor:
+        """Rows of `table [vocabulary, hidden]` by `token_ids [tokens]` int64: `[tokens, hidden]`.
+
+        With `first`, the table is a part of one that begins with the row of that id; ids outside give zeros.
+        """
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+        """RMSNorm over the last dimension of `x [tokens, hidden]`; `offset` is added to the weight in float32."""
+        ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+        """`residual += x` in place, then RMSNorm of the sum: `[tokens, hidden]`."""
+        ...
+
+    def add(self, x: Tensor, residual: Tensor, gate: Tensor | None = None) -> Tensor:
+        """`residual += x` in place, or `residual += sigmoid(gate) * x` with `gate [tokens, 1]`; returns `residual`."""
+        ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """`silu(gate) * up` for `gate_up [tokens, 2 * intermediate]`."""
+        ...
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """`gelu(gate) * up`, with GELU's approximation by tanh."""
+        ...
+
+    def clamped_swiglu(self, gate_up: Tensor, activation: ClampedSwiGLU) -> Tensor:
+        """`activation` of `gate_up [tokens, 2 * intermediate]`."""
+        ...
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """`cap * tanh(x / cap)`.  NaN and infinities stay what they are."""
+        ...
+
+    def rotary_store(
+        self, qkv: Tensor, rotary: Tensor, batch: RaggedBatch, cache: LayerCache, shape: AttentionShape,
+        norm: QKNorm | None,
+    ) -> Tensor:
+        """Split `qkv [tokens, (heads + 2 * kv_heads) * head_dim]`, norm and rotate q and k, write k and v to the cache.
+
+        `rotary [max_positions, head_dim]` float32 holds cosines in its first half and sines in its second, for the
+        half-split ("rotate half") layout of Hugging Face checkpoints.  Returns the queries `[tokens, heads, head_dim]`.
+        """
+        ...
+
+    def attention(
+        self, query: Tensor, cache: LayerCache, batch: RaggedBatch, shape: AttentionShape, sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Causal attention of every row over its own cached context: `[tokens, heads * head_dim]`.
+
+        `sinks [heads]` float32 are scores without a value: each takes part in the softmax of its head's queries
+        (GPT-OSS), after the soft cap, and regardless of the window.
+        """
+        ...
+
+
+def in_two_steps(kernels: Kernels, weight: Weight, bias: Tensor | None, activation: Activation = "silu") -> Linear:
+    """`gated` for kernels that do not fuse the activation: the product, then the activation."""
+    product, multiply = kernels.linear(weight, bias), activated(kernels, activation)
+    return lambda x: multiply(product(x))
+
+
+def activated(kernels: Kernels, activation: Activation | ClampedSwiGLU) -> Linear:
+    """The function that applies an activation: `[tokens, 2 * intermediate] -> [tokens, intermediate]`."""
+    if isinstance(activation, ClampedSwiGLU):
+        return lambda gate_up: kernels.clamped_swiglu(gate_up, activation)
+    return {"silu": kernels.silu_mul, "gelu_tanh": kernels.gelu_mul}[activation]

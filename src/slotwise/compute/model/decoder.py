@@ -1,0 +1,232 @@
+"""The decoder of all families, on flat batches (see `compute/kernels/interface.py`): only attention tells rows apart.
+
+    h = embedding(tokens)
+    for layer in layers:
+        layer.forward(h, step)      # h += attention(norm(h)),  h += mlp(norm(h))
+    logits = head(norm(h))
+
+A family's file has its layer (`families/`).  Where layers are divided into stages (`compute/kernels/group.py`), a
+decoder runs the layers of one stage, between the stages before and after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from slotwise.compute.kernels.group import SINGLE_RANK, Group
+from slotwise.compute.kernels.interface import AttentionShape, Kernels, LayerCache, LayerShape, RaggedBatch
+from slotwise.compute.kernels.matrix import Format
+from slotwise.compute.model.family_table import compose
+from slotwise.compute.model.layer_groups import by_layer
+from slotwise.compute.model.layers.attention import LayerStep, StateAdvance
+from slotwise.compute.model.layers.mlp import MixtureOfExperts
+from slotwise.compute.model.layers.norm import ResidualStream
+from slotwise.compute.model.layers.rope import RotaryTable
+from slotwise.compute.model.layers.source import WeightSource, heads_of
+from slotwise.compute.model.lora_weights import LoraWeights
+from slotwise.compute.model.model_config import ModelConfig
+from slotwise.compute.model.network import Network, layers_of
+from slotwise.compute.model.stored_tensors import Read
+
+FLOAT32 = 4  # bytes of a logit that the sampler edits
+
+
+class DecoderSizes:
+    """A decoder's memory and its layers' shapes, known before its weights are read.
+
+    Args:
+        network: its layers, with weights or without.
+        formats: of quantized matrices, by name, on all ranks.
+    """
+
+    def __init__(
+        self, config: ModelConfig, kernels: Kernels, network: Network, adapters: LoraWeights | None = None,
+        group: Group = SINGLE_RANK, formats: Mapping[str, Format] = {},
+    ) -> None:
+        self.config = config
+        self.kernels = kernels
+        self.adapters = adapters
+        self.group = group
+        self.formats = formats
+        self._network = network
+
+    @property
+    def layer_shapes(self) -> list[LayerShape]:
+        """The shapes for which the caches of all the model's layers must be allocated."""
+        shapes = map(self.config.layer_shape, range(self.config.num_layers))
+        return [heads_of(shape, self.group).shape if isinstance(shape, AttentionShape) else shape for shape in shapes]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights, as packed, and of as many adapters as fit."""
+        return self._network.bytes + (self.adapters.bytes if self.adapters is not None else 0)
+
+    def workspace_bytes(self, num_tokens: int, num_samples: int) -> int:
+        """Peak bytes of activations in a step with these numbers of tokens and sampling rows."""
+        config, network = self.config, self._network
+        heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        attending = max(2 * heads + 2 * config.num_heads * config.head_dim, config.recurrent_width)
+        mlp = config.mlp_width
+        hidden = network.live_states * config.hidden_size
+        a_token = (hidden + max(attending, mlp)) * config.dtype.itemsize
+        logits = 2 if config.logit_soft_cap else 1  # copies in the model's own type
+        return num_tokens * a_token + num_samples * config.vocab_size * (logits * config.dtype.itemsize + FLOAT32)
+
+
+class Decoder(DecoderSizes):
+    """A model ready to run steps.  It holds weights and no request state; caches belong to the caller."""
+
+    def __init__(
+        self, config: ModelConfig, read: Read, kernels: Kernels, max_positions: int,
+        adapters: LoraWeights | None = None, group: Group = SINGLE_RANK, formats: Mapping[str, Format] = {},
+    ) -> None:
+        """Reads and packs the weights of this rank; `max_positions` (tokens) bounds the positions of a batch."""
+        network = compose(config, WeightSource(read, kernels, config.dtype, adapters, group, formats))
+        super().__init__(config, kernels, network, adapters, group, formats)
+        self.layers = layers_of(config, group.pipe.stage)  # the layers held here
+        layers = self._network.layers
+        self._rotary = {
+            rope: RotaryTable(rope, config.head_dim, max_positions, kernels.device)
+            for rope in dict.fromkeys(rope for layer in layers for rope in layer.attention.ropes)}
+
+    @property
+    def step_weight_bytes(self) -> int:
+        """Bytes of weights that a step of one token reads: only the experts that it chooses."""
+        return self._network.token_bytes
+
+    @property
+    def expert_ends(self) -> dict[int, Tensor]:
+        """Cumulative sums over experts of the tokens routed so far, `[experts]`, by number of a layer held here.
+        """
+        return {number: layer.mlp.ends for number, layer in zip(self.layers, self._network.layers, strict=True)
+                if isinstance(layer.mlp, MixtureOfExperts)}
+
+    @property
+    def has_states(self) -> bool:
+        """Whether layers have recurrent states."""
+        return self.config.recurrent is not None
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether a row of the step has an adapter."""
+        return self.adapters is not None and self.adapters.rows.are_any
+
+    def reach(self, num_positions: int) -> None:
+        """Compute the rotary tables for `num_positions` positions.  Call before a captured step runs again."""
+        for table in self._rotary.values():
+            table.until(num_positions)
+
+    def hidden(
+        self, batch: RaggedBatch, caches: Sequence[LayerCache], advances: list[StateAdvance] | None = None,
+    ) -> Tensor:
+        """Run one step: write every token to the caches, and return `[samples, hidden]`, normed, at `sample_at`.
+
+        A stage returns what it sends on; before the last one that is `[tokens, hidden]`, not normed.
+
+        Args:
+            caches: one per layer, made by `kernels.allocate_cache` from `layer_shapes`; layers of different cache
+                groups may share one.
+            advances: receives how recurrent states advanced that are on trial.
+        """
+        network, pipe = self._network, self.group.pipe
+        h = ResidualStream(self._embedded(batch.token_ids), self.kernels)
+        for layer, step in zip(network.layers, self._steps(h, batch, caches, advances), strict=True):
+            if pipe.stage.is_last and layer is network.layers[-1] and not len(batch.sample_at):
+                # A chunk in mid-prompt: nothing behind its last keys and values is needed.
+                x = layer.attention_norm(h)
+                layer.attention.store(x, step)
+                pipe.send(x[:1])  # only says that the step is done
+                return x[:0]
+            layer.forward(h, step)
+        return pipe.send(network.norm(h))
+
+    def _steps(
+        self, h: ResidualStream, batch: RaggedBatch, caches: Sequence[LayerCache], advances: list[StateAdvance] | None,
+    ) -> Iterator[LayerStep]:
+        """The step as each layer sees it.  Behind the last layer's attention only rows that sample go on."""
+
+        def kept_by_last(x: Tensor) -> Tensor:
+            h.keep(batch.sample_at)
+            if self.adapters is not None:
+                self.adapters.rows.select(batch.sample_at)
+            return x.index_select(0, batch.sample_at)
+
+        rotary = {rope: table.until(batch.max_context_len) for rope, table in self._rotary.items()}
+        narrows = self.group.pipe.stage.is_last and len(batch.sample_at) < len(batch.token_ids)
+        views = by_layer(batch, self.config.num_layers)[self.layers.start : self.layers.stop]
+        for layer, view, cache in zip(self.layers, views, caches, strict=True):
+            kept = kept_by_last if narrows and layer == self.layers[-1] else _every_row
+            yield LayerStep(layer, view, cache, rotary, kept, [] if advances is None else advances)
+
+    def _embedded(self, token_ids: Tensor) -> Tensor:
+        """The hidden states of tokens before this stage's layers."""
+        if self._network.ends is not None:
+            return self._network.ends.embedding(token_ids)
+        return self.group.pipe.receive(len(token_ids), self.config.hidden_size, self.config.dtype)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[samples, hidden] -> [samples, vocab]`, in the model's own type; on the first stage alone.
+
+        Without a head zeros: requests that sample are refused, and the steps of the warm-up compare no numbers.
+        """
+        assert self._network.ends is not None
+        head = self._network.ends.head
+        if head is None or not len(hidden):
+            return hidden.new_zeros(len(hidden), self.config.vocab_size)
+        return head(hidden)
+
+
+class StepDecoder(Protocol):
+    """What a runner needs of a decoder, or of the end of one: `Decoder` and `HeadStage`."""
+
+    config: ModelConfig
+    kernels: Kernels
+
+    @property
+    def has_states(self) -> bool:
+        """Whether layers held here have recurrent states."""
+        ...
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether a row of the step has an adapter."""
+        ...
+
+    def reach(self, num_positions: int) -> None: ...
+
+    def hidden(
+        self, batch: RaggedBatch, caches: Sequence[LayerCache], advances: list[StateAdvance] | None = None,
+    ) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+class HeadStage:
+    """The end of a model whose layers are divided into stages: what the last stage returns, and the head.
+
+    The first stage samples with it.
+    """
+
+    has_states = is_adapted = False
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.config, self.kernels, self.group = decoder.config, decoder.kernels, decoder.group
+        self.logits = decoder.logits
+
+    def reach(self, num_positions: int) -> None:
+        """No layer is here."""
+
+    def hidden(
+        self, batch: RaggedBatch, caches: Sequence[LayerCache], advances: list[StateAdvance] | None = None,
+    ) -> Tensor:
+        """What the last stage returns for the step: `[samples, hidden]`, normed."""
+        rows = len(batch.sample_at)
+        x = self.group.pipe.receive(max(1, rows), self.config.hidden_size, self.config.dtype)
+        return x if rows else x[:0]
+
+
+def _every_row(x: Tensor) -> Tensor:
+    return x

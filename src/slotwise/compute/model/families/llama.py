@@ -1,0 +1,70 @@
+"""Llama 2 and 3.x (Touvron et al., 2023; Grattafiori et al., 2024), and what shares their shape, such as SmolLM2.
+
+    h += attention(norm(h)),  h += down(silu(gate(norm(h))) * up(norm(h)))
+
+Later versions differ only in numbers: fewer key than query heads, a larger rotary base, `llama3` scaling, a head tied
+to the embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from slotwise.compute.model.fields import Fields
+from slotwise.compute.model.layers.attention import Attention, AttentionOptions, LayerStep
+from slotwise.compute.model.layers.embedding_and_head import EndOptions
+from slotwise.compute.model.layers.mlp import GatedMLP
+from slotwise.compute.model.layers.norm import NormOptions, ResidualStream, RMSNorm
+from slotwise.compute.model.layers.source import WeightSource
+from slotwise.compute.model.model_config import ModelConfig, read_common
+from slotwise.compute.model.network import MLP, DecoderLayer, Network, read_network
+
+ReadExperts = Callable[[ModelConfig, WeightSource, str], MLP]
+
+
+def configure(fields: Fields) -> ModelConfig:
+    bias = fields.flag("attention_bias")
+    return replace(read_common(fields), qkv_bias=bias, output_bias=bias, mlp_bias=fields.flag("mlp_bias"))
+
+
+class LlamaLayer(DecoderLayer):
+    """Also other families' layer, with the biases, norms of queries and keys, windows and scales of their configs.
+
+    Args:
+        experts: reads the experts of the layer with a given name, in place of an MLP.
+        norms_all_heads, sinks: see `AttentionOptions`.
+    """
+
+    def __init__(
+        self, config: ModelConfig, source: WeightSource, index: int, experts: ReadExperts | None = None, *,
+        norms_all_heads: bool = False, sinks: bool = False,
+    ) -> None:
+        at, hidden, norms = f"model.layers.{index}", config.hidden_size, NormOptions(config.rms_norm_eps)
+        options = AttentionOptions(
+            config.qkv_bias, config.output_bias, norms if config.qk_norm else None, norms_all_heads, sinks,
+            "qkv_proj" if config.has_fused_qkv else "")
+        self.attention_norm = RMSNorm(source, f"{at}.input_layernorm", hidden, norms)
+        self.attention = Attention(
+            source, f"{at}.self_attn", config.attention_shape(index), config.ropes[index], hidden, options)
+        self.mlp_norm = RMSNorm(source, f"{at}.post_attention_layernorm", hidden, norms)
+        self.mlp: MLP = experts(config, source, at) if experts and config.has_experts(index) else GatedMLP(
+            source, f"{at}.mlp", (hidden, config.intermediate_size), bias=config.mlp_bias,
+            is_fused=config.has_fused_gates)
+
+    def forward(self, h: ResidualStream, step: LayerStep) -> None:
+        h += self.attention(self.attention_norm(h), step)
+        h += self.mlp(self.mlp_norm(h))
+
+
+def compose(
+    config: ModelConfig, source: WeightSource, experts: ReadExperts | None = None, *, norms_all_heads: bool = False,
+    sinks: bool = False,
+) -> Network:
+    """A model of `LlamaLayer`s with these options."""
+
+    def layer(index: int) -> LlamaLayer:
+        return LlamaLayer(config, source, index, experts, norms_all_heads=norms_all_heads, sinks=sinks)
+
+    ends = EndOptions(config.tie_word_embeddings, config.embedding_scale, logit_scale=config.logit_scale)
+    return read_network(config, source, layer, ends, NormOptions(config.rms_norm_eps))

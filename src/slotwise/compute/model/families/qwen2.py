@@ -1,0 +1,70 @@
+"""Qwen2 and Qwen2.5 (Yang et al., 2024): Llama with a bias on queries, keys and values, and windows by layer.
+
+Qwen1.5-MoE and Qwen2-57B-A14B have many small experts, and one that all tokens share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from slotwise.compute.kernels.interface import Routing
+from slotwise.compute.model.families import llama
+from slotwise.compute.model.fields import Fields
+from slotwise.compute.model.layers.linear import Linear
+from slotwise.compute.model.layers.mlp import GatedMLP, MixtureOfExperts, SharedExpert, separate_experts
+from slotwise.compute.model.layers.source import WeightSource
+from slotwise.compute.model.model_config import (
+    FULL,
+    SLIDING,
+    ConfigDefaults,
+    ModelConfig,
+    read_common,
+    read_layer_types,
+    read_layer_windows,
+    read_mixture,
+    read_window,
+)
+from slotwise.compute.model.network import Network
+
+
+def configure(fields: Fields) -> ModelConfig:
+    config = read_common(fields, ConfigDefaults(num_kv_heads=32))
+    return replace(config, qkv_bias=True, windows=read_layer_windows(fields))
+
+
+PARTS = ("gate_proj", "up_proj", "down_proj")
+
+
+def configure_moe(fields: Fields) -> ModelConfig:
+    config = read_common(fields, ConfigDefaults(num_kv_heads=16))
+    window = read_window(fields) if fields.flag("use_sliding_window") else 0
+    below = fields.integer("max_window_layers", default=28, minimum=0)
+    if SLIDING in fields.texts("layer_types") and not fields.flag("use_sliding_window"):
+        raise fields.error("layer_types", "asks for sliding attention, but use_sliding_window is false")
+    kinds = [SLIDING if window and layer % 2 == 0 and layer < below else FULL for layer in range(config.num_layers)]
+    mixture = read_mixture(fields, config, Routing(60, 4, is_normalized=False), intermediate_size=1408)
+    shared = fields.integer("shared_expert_intermediate_size", default=5632)
+    return replace(
+        config,
+        qkv_bias=fields.flag("qkv_bias", default=True),
+        windows=read_layer_types(fields, window, kinds),
+        mixture=replace(mixture, shared_intermediate_size=shared),
+    )
+
+
+def compose_moe(config: ModelConfig, source: WeightSource) -> Network:
+    return llama.compose(config, source, experts)
+
+
+def experts(config: ModelConfig, source: WeightSource, at: str) -> MixtureOfExperts:
+    """Also Qwen3's, which has no shared expert."""
+    mixture, name = config.mixture_of_experts, f"{at}.mlp"
+    sizes, routing, shared = (config.hidden_size, mixture.intermediate_size), mixture.routing, None
+    router = Linear(source, {f"{name}.gate": routing.num_experts}, config.hidden_size, is_exact=True)
+    if mixture.shared_intermediate_size:
+        shared = SharedExpert(
+            GatedMLP(source, f"{name}.shared_expert", (config.hidden_size, mixture.shared_intermediate_size),
+                     is_partial=True),
+            Linear(source, {f"{name}.shared_expert_gate": 1}, config.hidden_size, is_exact=True))
+    weights = separate_experts(source, f"{name}.experts", PARTS, sizes, routing.num_experts)
+    return MixtureOfExperts(router, weights, sizes, routing, source, shared=shared)

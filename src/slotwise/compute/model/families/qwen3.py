@@ -1,0 +1,43 @@
+"""Qwen3 (Yang et al., 2025): Llama with a norm on each head's query and key, and a head size of its own.
+
+The mixtures, such as Qwen3-30B-A3B, have 128 experts; each token chooses eight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from slotwise.compute.kernels.interface import Routing
+from slotwise.compute.model.fields import Fields
+from slotwise.compute.model.model_config import (
+    ConfigDefaults,
+    ModelConfig,
+    read_common,
+    read_layer_windows,
+    read_mixture,
+    read_window,
+)
+
+
+def configure(fields: Fields) -> ModelConfig:
+    bias = fields.flag("attention_bias")
+    return replace(
+        read_common(fields, ConfigDefaults(num_kv_heads=32, head_dim=128)),
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm=True,
+        windows=read_layer_windows(fields),
+    )
+
+
+def configure_moe(fields: Fields) -> ModelConfig:
+    config, bias = read_common(fields, ConfigDefaults(num_kv_heads=4)), fields.flag("attention_bias")
+    window = read_window(fields) if fields.flag("use_sliding_window") else 0
+    return replace(
+        config,
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm=True,
+        windows=(window,) * config.num_layers,
+        mixture=read_mixture(fields, config, Routing(128, 8, is_normalized=False), intermediate_size=768),
+    )

@@ -1,0 +1,128 @@
+"""The table of families: which architecture is read and built by which module of `families/`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from slotwise.compute.kernels.group import SINGLE_RANK, Group
+from slotwise.compute.kernels.interface import Kernels
+from slotwise.compute.kernels.matrix import Format
+from slotwise.compute.kernels.reference import ReferenceKernels
+from slotwise.compute.model.families import (
+    ernie4_5,
+    exaone4,
+    gemma,
+    glm,
+    gpt_oss,
+    granite,
+    helium,
+    llama,
+    mistral,
+    olmo2,
+    olmoe,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_5,
+    qwen3_next,
+    seed_oss,
+    smollm3,
+)
+from slotwise.compute.model.fields import Fields
+from slotwise.compute.model.layers.source import Listing, WeightSource
+from slotwise.compute.model.lora_weights import AdaptableProduct, LoraWeights
+from slotwise.compute.model.model_config import ModelConfig
+from slotwise.compute.model.names import with_head
+from slotwise.compute.model.network import Network
+from slotwise.errors import CheckpointError
+
+
+class Family(NamedTuple):
+    """How a family's config is read, and what it is composed of."""
+
+    configure: Callable[[Fields], ModelConfig]
+    compose: Callable[[ModelConfig, WeightSource], Network]
+    model_types: tuple[str, ...] = ()  # that a config may name; transformers chooses its class by them; (): any
+
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family(llama.configure, llama.compose, ("llama",)),
+    "MistralForCausalLM": Family(mistral.configure, llama.compose, ("mistral", "ministral")),
+    "MinistralForCausalLM": Family(mistral.configure, llama.compose, ("ministral",)),
+    "Qwen2ForCausalLM": Family(qwen2.configure, llama.compose, ("qwen2",)),
+    "Qwen3ForCausalLM": Family(qwen3.configure, llama.compose, ("qwen3",)),
+    "SmolLM3ForCausalLM": Family(smollm3.configure, llama.compose, ("smollm3",)),
+    "Phi3ForCausalLM": Family(phi3.configure, llama.compose, ("phi3",)),
+    "GraniteForCausalLM": Family(granite.configure, llama.compose, ("granite",)),
+    "GlmForCausalLM": Family(glm.configure, llama.compose, ("glm",)),
+    "Glm4ForCausalLM": Family(glm.configure, glm.compose, ("glm4",)),
+    "Ernie4_5ForCausalLM": Family(ernie4_5.configure, llama.compose, ("ernie4_5",)),
+    "HeliumForCausalLM": Family(helium.configure, llama.compose, ("helium",)),
+    "SeedOssForCausalLM": Family(seed_oss.configure, llama.compose, ("seed_oss",)),
+    "Exaone4ForCausalLM": Family(exaone4.configure, exaone4.compose, ("exaone4",)),
+    "Olmo2ForCausalLM": Family(olmo2.configure, olmo2.compose, ("olmo2",)),
+    "Olmo3ForCausalLM": Family(olmo2.configure_olmo3, olmo2.compose, ("olmo3",)),
+    "Gemma2ForCausalLM": Family(gemma.configure, gemma.compose, ("gemma2",)),
+    "Gemma3ForCausalLM": Family(gemma.configure_gemma3, gemma.compose, ("gemma3_text",)),
+    "Gemma3ForConditionalGeneration": Family(gemma.configure_gemma3_text, gemma.compose, ("gemma3",)),
+    "MixtralForCausalLM": Family(mistral.configure_mixtral, mistral.compose_mixtral, ("mixtral",)),
+    "Qwen2MoeForCausalLM": Family(qwen2.configure_moe, qwen2.compose_moe, ("qwen2_moe",)),
+    "Qwen3MoeForCausalLM": Family(qwen3.configure_moe, qwen2.compose_moe, ("qwen3_moe",)),
+    "OlmoeForCausalLM": Family(olmoe.configure, olmoe.compose, ("olmoe",)),
+    "GraniteMoeForCausalLM": Family(granite.configure_moe, granite.compose_moe, ("granitemoe",)),
+    "Qwen3NextForCausalLM": Family(qwen3_next.configure, qwen3_next.compose, ("qwen3_next",)),
+    "Qwen3_5ForCausalLM": Family(qwen3_5.configure, qwen3_next.compose, ("qwen3_5_text",)),
+    "Qwen3_5ForConditionalGeneration": Family(qwen3_5.configure_text, qwen3_next.compose, ("qwen3_5",)),
+    "Qwen3_5MoeForCausalLM": Family(qwen3_5.configure_moe, qwen3_next.compose, ("qwen3_5_moe_text",)),
+    "Qwen3_5MoeForConditionalGeneration": Family(qwen3_5.configure_moe_text, qwen3_next.compose, ("qwen3_5_moe",)),
+    "GptOssForCausalLM": Family(gpt_oss.configure, gpt_oss.compose, ("gpt_oss",)),
+}
+
+
+def configure(fields: Fields) -> ModelConfig:
+    """The decoder a config.json describes.
+
+    Raises CheckpointError for unsupported architectures, and for a model_type of another one.
+    """
+    architectures = [with_head(name) for name in fields.texts("architectures")]
+    if not architectures or architectures[0] not in FAMILIES:
+        named = fields.texts("architectures")[0] if architectures else "none"
+        raise CheckpointError(
+            f"{fields.where}: architecture {named:.60} is not supported; these are: {', '.join(FAMILIES)}"
+        )
+    family = FAMILIES[architectures[0]]
+    if family.model_types and fields.has("model_type") and fields.text("model_type") not in family.model_types:
+        raise fields.error("model_type", f"must be {' or '.join(family.model_types)} with architecture "
+                           f"{architectures[0]}, not {fields.text('model_type')!r:.40}")
+    return family.configure(fields)
+
+
+def compose(config: ModelConfig, source: WeightSource) -> Network:
+    """Reads and packs the layers of a model of any family."""
+    return FAMILIES[config.architecture].compose(config, source)
+
+
+def tensor_shapes(config: ModelConfig, group: Group = SINGLE_RANK) -> dict[str, tuple[int, ...]]:
+    """Every tensor that a model with this config reads, by its name in the checkpoint."""
+    listing = Listing(config.dtype, group=group)
+    compose(config, listing)
+    return listing.shapes
+
+
+def adaptable(config: ModelConfig, group: Group) -> list[AdaptableProduct]:
+    """The products that adapters may change in the rank's part of a model."""
+    kernels = ReferenceKernels()
+    adapters = LoraWeights(kernels, 0, 1, config.dtype)
+    compose(config, Listing(config.dtype, group=group, adapters=adapters))
+    return adapters.products
+
+
+def weight_bytes(
+    config: ModelConfig, kernels: Kernels, formats: Mapping[str, Format], group: Group = SINGLE_RANK,
+) -> int:
+    """Bytes of all weights of a model with this config, as packed for these kernels.
+
+    `formats` has the format of each quantized matrix, by name.
+    """
+    return compose(config, Listing(config.dtype, kernels, formats, group)).bytes

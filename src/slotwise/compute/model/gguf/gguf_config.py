@@ -1,0 +1,229 @@
+"""The config of a GGUF file: its metadata under the names of a config.json, each value checked under its own.
+
+    llama.block_count   num_hidden_layers        shapes and names of tensors   vocab_size, tied head, biases, dtype
+
+A key that no reader asks for must have a value that changes nothing (`check_unread`); otherwise it is refused by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+
+from slotwise.compute.model.family_table import FAMILIES, configure
+from slotwise.compute.model.fields import Fields
+from slotwise.compute.model.generation_config import NOT_OBEYED, OF_OTHERS, SAMPLING
+from slotwise.compute.model.gguf.architectures import (
+    ARCHITECTURE,
+    ARCHITECTURES,
+    WITH_EXPERTS,
+    Architecture,
+    ArchitectureKeys,
+    has_bias,
+    read_factors,
+    read_rope,
+)
+from slotwise.compute.model.gguf.blocks import BLOCK_TYPES
+from slotwise.compute.model.layers.rope import DividedRope, NoRope, YarnRope
+from slotwise.compute.model.model_config import MAX_LAYERS, ModelConfig
+from slotwise.compute.model.quantization.scheme import Scheme
+from slotwise.errors import CheckpointError
+from slotwise.platform.gguf_file import ALIGNMENT, TOKENS, TYPE, Metadata, find_special_tokens, open_model
+
+WITHOUT_EFFECT = (  # keys without effect here, whatever they say
+    "tensor_data_layout", "rope.scaling.finetuned", "attention.layer_norm_epsilon",  # norms are RMS norms
+    "expert_feed_forward_length",  # the shapes of tensors are compared with the config
+    "pooling_type",  # `compose/model_defaults.py` reads it
+)  # fmt: skip
+OF_YARN = "rope.scaling.yarn_beta_"
+OF_EXPERTS = "expert_"
+GENERAL = "general."
+OBEYED = {ARCHITECTURE, TYPE, ALIGNMENT, *SAMPLING.values(), *NOT_OBEYED, *OF_OTHERS}
+DESCRIPTIVE = {GENERAL + name for name in (
+    "name", "author", "version", "organization", "finetune", "basename", "description", "quantized_by", "size_label",
+    "license", "url", "doi", "uuid", "repo_url", "tags", "languages", "datasets", "file_type")}
+DESCRIPTIONS = tuple(f"{GENERAL}{name}." for name in ("license", "source", "base_model", "dataset"))
+QUANTIZATION = f"{GENERAL}quantization_version"
+BLOCKS_VERSION = 2  # of the layouts in `gguf/blocks.py`
+CLOSE = 1e-6  # relative, of float32
+
+
+def check_unread(keys: ArchitectureKeys, config: ModelConfig) -> None:
+    """Raises CheckpointError for a key that nothing has read and that may change the answer."""
+    neutral = _neutral(config)
+    for key in keys.unread():
+        if key in WITHOUT_EFFECT or key.startswith(OF_YARN) or (config.mixture is None and key.startswith(OF_EXPERTS)):
+            continue
+        if key == "rope.freq_base_swa" and not any(config.windows):
+            continue
+        allowed, values = neutral.get(key, ()), keys.values(key)
+        if not all(_is_among(value, allowed) for value in values):
+            shown = f"{values[0]!r:.40}" if len(values) == 1 else "set"
+            raise keys.error(key, f"is {shown}, which is not supported in this architecture")
+
+
+def check_general(metadata: Metadata) -> None:
+    """Raises CheckpointError for a general key that is not known to change nothing."""
+    for key in metadata.keys(GENERAL):
+        if key in OBEYED or key in DESCRIPTIVE or key.startswith(DESCRIPTIONS):
+            continue
+        if key != QUANTIZATION:
+            raise metadata.error(key, "is set, and what it asks for is not known")
+        if (version := metadata.integer(key)) != BLOCKS_VERSION:
+            raise metadata.error(key, f"is {version}, and only blocks of version {BLOCKS_VERSION} are supported")
+
+
+def _neutral(config: ModelConfig) -> dict[str, tuple[object, ...]]:
+    """The values of keys that describe the default behavior."""
+    head_dim, rope = config.head_dim, config.ropes[0]
+    return {
+        "attention.causal": (True,),
+        "attention.scale": (0, config.attention_scale or head_dim**-0.5),
+        "attention.sliding_window": (0,) if not any(config.windows) else (),
+        "attention.key_length_swa": (head_dim,), "attention.value_length_swa": (head_dim,),
+        "attention.clamp_kqv": (0,), "attention.max_alibi_bias": (0,), "attention.output_scale": (0, 1),
+        "attention.temperature_scale": (0,), "attention.shared_kv_layers": (0,),
+        "attn_logit_softcapping": (0,), "final_logit_softcapping": (0,), "router_logit_softcapping": (0,),
+        "logit_scale": (0, 1), "embedding_scale": (0, 1), "residual_scale": (0, 1),
+        "embedding_length_out": (config.hidden_size,), "embedding_length_per_layer_input": (0,),
+        "use_parallel_residual": (False,), "nextn_predict_layers": (0,), "n_deepstack_layers": (0,),
+        "leading_dense_block_count": (0,), "interleave_moe_layer_step": (0, 1), "moe_every_n_layers": (0, 1),
+        "expert_shared_count": (0,), "expert_shared_feed_forward_length": (0,),
+        "expert_group_count": (0, 1), "expert_group_used_count": (0, 1),
+        "expert_weights_scale": (0, 1), "expert_weights_norm": (_is_normalized(config),),
+        "expert_gating_func": (0, 1, 3) if _is_normalized(config) else (0, 1),  # softmax, before or after the choice
+        "rope.dimension_count_swa": (rope.rotated(head_dim),), "rope.dimension_sections": (0,),
+        "rope.freq_base_swa": (rope.theta,),
+        "rope.scaling.alpha": (0,), "rope.scaling.attn_factor": (1,), "rope.scaling.factor": (1,),
+        "rope.scale_linear": (1,), "rope.scaling.yarn_attn_factor": (1,), "rope.scaling.yarn_log_multiplier": (0,),
+        "rope.scaling.yarn_ext_factor": (-1, 1) if isinstance(rope, YarnRope) else (-1, 0),
+    }
+
+
+def _is_normalized(config: ModelConfig) -> bool:
+    return config.mixture is not None and config.mixture.routing.is_normalized
+
+
+def _is_among(value: object, allowed: Sequence[object]) -> bool:
+    if isinstance(value, (bool, str)):
+        return value in allowed
+    return isinstance(value, (int, float)) and any(
+        isinstance(each, (int, float)) and not isinstance(each, bool) and math.isclose(value, each, rel_tol=CLOSE)
+        for each in allowed)
+
+
+MIN_EPS = 1e-12
+MIN_CONTEXT = 2  # tokens: a prompt's and an output's
+TABLE = "token_embd.weight"
+_DTYPES = {"F32": "float32", "F16": "float16"}  # of most weights; bfloat16 computes with all others
+
+
+def read_gguf_config(path: Path) -> ModelConfig:
+    """The decoder that a GGUF file describes.
+
+    Raises CheckpointError when a value is absent, malformed or contradicts another or the tensors, and for
+    architectures that are not supported; the message names file and key.
+    """
+    model = open_model(path)
+    architecture, keys = architecture_of(model.metadata), ArchitectureKeys(model)
+    common = _common(keys, architecture)
+    config = configure(Fields(common | architecture.more(keys, common), str(path)))
+    if config.mixture is not None:
+        config = replace(config, mixture=replace(config.mixture, are_split=architecture.splits_experts))
+    if kinds := [kind for kind in _types(keys) if kind in BLOCK_TYPES]:
+        config = replace(config, quantization=BlockQuantization(f"GGUF, {' and '.join(kinds)}"))
+    check_unread(keys, config)
+    check_general(keys.metadata)
+    divisors = read_factors(keys, "rope_freqs", config.head_dim // 2)
+    if not divisors:
+        return config
+    ropes = [rope if isinstance(rope, NoRope) else DividedRope(rope.theta, divisors) for rope in config.ropes]
+    return replace(config, ropes=tuple(ropes))
+
+
+@dataclass(slots=True)
+class BlockQuantization:
+    """Weights in blocks: each tensor has a type of its own."""
+
+    description: str
+
+    def scheme(self, module: str) -> Scheme | None:
+        """None: a tensor of a file is a whole weight."""
+        return None
+
+
+def architecture_of(metadata: Metadata) -> Architecture:
+    """Raises CheckpointError for one that is not supported."""
+    name = metadata.text(ARCHITECTURE)
+    has_experts = metadata.integer(f"{name}.expert_count", 0) > 0 and name + WITH_EXPERTS in ARCHITECTURES
+    found = ARCHITECTURES.get(name + WITH_EXPERTS if has_experts else name)
+    if found is None or found.served_as not in FAMILIES:
+        served = [name for name, one in ARCHITECTURES.items() if one.served_as in FAMILIES]
+        raise metadata.error(ARCHITECTURE, f"{name!r:.40} is not supported; these are: {', '.join(served)}")
+    return found
+
+
+def _common(keys: ArchitectureKeys, architecture: Architecture) -> dict[str, object]:
+    """The fields that all architectures write alike."""
+    layers, hidden = keys.integer("block_count", maximum=MAX_LAYERS), keys.integer("embedding_length")
+    heads = keys.alike("attention.head_count", layers)
+    kv_heads = keys.alike("attention.head_count_kv", layers, default=heads)
+    if heads % kv_heads:
+        raise keys.error("attention.head_count", f"({heads}) must be a multiple of head_count_kv ({kv_heads})")
+    if keys.integer("expert_count", default=0, minimum=0) and not architecture.has_experts:
+        raise keys.error("expert_count", "is set: mixtures of experts are not supported in this architecture")
+    head_dim, context = _head_dim(keys, hidden, heads), keys.integer("context_length", minimum=MIN_CONTEXT)
+    rotated = keys.integer("rope.dimension_count", default=head_dim)
+    if rotated != head_dim and not architecture.rotates_parts:
+        raise keys.error("rope.dimension_count", f"({rotated}) must be the size of a head ({head_dim})")
+    return {
+        "architectures": [architecture.served_as], "hidden_size": hidden, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim,
+        "intermediate_size": keys.alike("feed_forward_length", layers), "max_position_embeddings": context,
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon", minimum=MIN_EPS, maximum=1.0),
+        "vocab_size": _vocab_size(keys, hidden), "tie_word_embeddings": "output.weight" not in keys.tensors,
+        "eos_token_id": find_special_tokens(keys.metadata, keys.metadata.texts(TOKENS)).ends, "dtype": _dtype(keys),
+        "attention_bias": has_bias(keys, "attn_q") and has_bias(keys, "attn_output"),
+        "mlp_bias": has_bias(keys, "ffn_gate"), "rope_parameters": read_rope(keys, context, head_dim),
+    }  # fmt: skip
+
+
+def _head_dim(keys: ArchitectureKeys, hidden: int, heads: int) -> int:
+    if not keys.has("attention.key_length") and hidden % heads:
+        raise keys.error("embedding_length", f"({hidden}) must be a multiple of attention.head_count ({heads})")
+    head_dim = keys.integer("attention.key_length", default=hidden // heads)
+    if keys.integer("attention.value_length", default=head_dim) != head_dim:
+        raise keys.error("attention.value_length", f"must be the same as attention.key_length ({head_dim})")
+    if head_dim % 2:
+        raise keys.error("attention.key_length", f"({head_dim}) must be even for rotary embeddings")
+    return head_dim
+
+
+def _vocab_size(keys: ArchitectureKeys, hidden: int) -> int:
+    """The rows of the table: more than tokens, in some files."""
+    if TABLE not in keys.tensors:
+        raise CheckpointError(f"{keys.metadata.where}: tensor {TABLE} is missing")
+    shape = keys.tensors[TABLE][1].shape
+    if len(shape) != 2 or shape[1] != hidden:
+        raise keys.error("embedding_length", f"is {hidden}, but {TABLE} has shape {list(shape)}")
+    if keys.has("vocab_size") and keys.integer("vocab_size") != shape[0]:
+        raise keys.error("vocab_size", f"is {keys.integer('vocab_size')}, but {TABLE} has {shape[0]} rows")
+    return shape[0]
+
+
+def _dtype(keys: ArchitectureKeys) -> str:
+    """The type of most weights of products; bfloat16 unless that is float16 or float32."""
+    return _DTYPES.get(_types(keys)[0], "bfloat16")
+
+
+def _types(keys: ArchitectureKeys) -> list[str]:
+    """How weights of products are stored, that of the most numbers first."""
+    sizes: Counter[str] = Counter()
+    for _, tensor in keys.tensors.values():
+        if len(tensor.shape) > 1:
+            sizes[tensor.type.name] += prod(tensor.shape)
+    return [kind for kind, _ in sizes.most_common()]

@@ -1,0 +1,148 @@
+"""The tensors of a GGUF file under the names that families use, mapped: pages are read when a tensor is.
+
+Tensors are copied, and their pages are then released; otherwise the file would stay resident next to the packed
+weights.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slotwise.compute.kernels.matrix import Format, QuantizedMatrix, Rows, reordered
+from slotwise.compute.model.gguf.architectures import ARCHITECTURES, MAX_EXPERTS, Architecture, is_unread
+from slotwise.compute.model.gguf.blocks import BLOCK_TYPES
+from slotwise.compute.model.gguf.gguf_config import architecture_of
+from slotwise.compute.model.stored_tensors import StoredTensor, TensorSource
+from slotwise.errors import CheckpointError
+from slotwise.platform.gguf_file import TensorEntry as Entry
+from slotwise.platform.gguf_file import open_model
+
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+INTERLEAVED = ("self_attn.q_proj", "self_attn.k_proj")
+MATRIX = 2  # dimensions
+NORM = "norm.weight"  # how the names of norms' weights end
+_C = ctypes.CDLL(None)
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFSource(TensorSource):
+    architecture: Architecture = ARCHITECTURES["llama"]
+
+    def shown(self, name: str) -> str:
+        return f"tensor {self.architecture.stored_name(name)}"
+
+
+class GGUFTensor:
+    """One tensor.
+
+    Args:
+        data: the tensor's bytes, uint8, of a mapped file.
+        heads: of interleaved rows, which are put back into the order of the original; 0: they are in order.
+        offset: that was added to the numbers of the original.
+    """
+
+    def __init__(self, data: Tensor, entry: Entry, heads: int, offset: float) -> None:
+        self.kind, self.shape, self.nbytes = entry.type.name, entry.shape, entry.end - entry.start
+        self._data, self._offset = data, offset
+        self._order = _original_order(self.shape[0], heads) if heads else None  # of rows
+
+    def rows(self, first: int, end: int) -> Tensor:
+        stored = self._data.view(DTYPES[self.kind]).view(self.shape)
+        found = stored[first:end].clone() if self._order is None else stored[self._order[first:end]]
+        _give_back(self._data)
+        return found - self._offset if self._offset else found
+
+    @property
+    def format(self) -> Format | None:
+        return BLOCK_TYPES[self.kind].format if self.kind in BLOCK_TYPES and len(self.shape) == MATRIX else None
+
+    def matrix(self) -> QuantizedMatrix:
+        matrix = BLOCK_TYPES[self.kind].matrix(self._data, *self.shape)
+
+        def read(first: int, end: int) -> Rows:
+            rows = matrix.read(first, end)
+            _give_back(self._data)
+            return rows
+
+        mapped = replace(matrix, read=read)
+        return mapped if self._order is None else reordered(mapped, self._order)
+
+
+def open_gguf_tensors(path: Path) -> GGUFSource:
+    """Opens a GGUF model, given its first file.
+
+    Raises:
+        CheckpointError: a file is missing or not valid.
+    """
+    model = open_model(path)
+    architecture = architecture_of(model.metadata)
+    name = model.metadata.text("general.architecture")
+    heads = {INTERLEAVED[0]: model.metadata.numbers(f"{name}.attention.head_count"),
+             INTERLEAVED[1]: model.metadata.numbers(f"{name}.attention.head_count_kv")}
+    heads[INTERLEAVED[1]] = heads[INTERLEAVED[1]] or heads[INTERLEAVED[0]]
+    maps = {file: _map(file) for file in {file for file, _ in model.tensors.values()}}
+    tensors: dict[str, StoredTensor] = {}
+    for stored, (file, entry) in model.tensors.items():
+        if is_unread(stored):
+            continue
+        name, bytes_of = architecture.name_of(stored), maps[file][entry.start : entry.end]
+        interleaved = _heads_of(name, heads) if architecture.is_interleaved else 0
+        if interleaved and entry.shape[0] % (2 * interleaved):
+            raise CheckpointError(f"{file}: tensor {stored} has {entry.shape[0]} rows, no multiple of twice the heads")
+        offset = architecture.norm_offset if name.endswith(NORM) else 0.0
+        pieces = [(name, entry)] if "{}" not in name else [
+            (name.format(number), one) for number, one in enumerate(_experts(entry, f"{file}: tensor {stored}"))]
+        for place, (one, described) in enumerate(pieces):
+            if one in tensors:
+                raise CheckpointError(f"{file}: tensor {stored} is there twice, under names that mean the same")
+            size = len(bytes_of) // len(pieces)
+            tensors[one] = GGUFTensor(bytes_of[place * size : (place + 1) * size], described, interleaved, offset)
+    return GGUFSource(str(path), "metadata", tensors, is_exact=True, architecture=architecture)
+
+
+def _experts(entry: Entry, where: str) -> list[Entry]:
+    """The entry of each expert in a tensor `[experts, outputs, inputs]`, or in one of biases `[experts, outputs]`."""
+    count, *shape = entry.shape
+    if len(shape) != (1 if where.endswith(".bias") else MATRIX) or count > MAX_EXPERTS:
+        raise CheckpointError(f"{where} has shape {list(entry.shape)}, and must be that of at most {MAX_EXPERTS} "
+                              "experts")
+    size = (entry.end - entry.start) // count
+    return [Entry(tuple(shape), entry.type, entry.start + place * size, entry.start + (place + 1) * size)
+            for place in range(count)]
+
+
+def _heads_of(name: str, heads: Mapping[str, list[float]]) -> int:
+    """The number of heads in the rows of a tensor of queries or keys; 0 for another."""
+    for part, numbers in heads.items():
+        if f".{part}." in name:
+            return int(numbers[0])
+    return 0
+
+
+def _original_order(rows: int, heads: int) -> Tensor:
+    """The stored row of each row: `[heads, pairs, 2]` as `[heads, 2, pairs]`."""
+    return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
+
+
+def _map(path: Path) -> Tensor:
+    """A file's bytes, mapped."""
+    try:
+        size = path.stat().st_size
+        return torch.tensor([], dtype=torch.uint8).set_(torch.UntypedStorage.from_file(str(path), False, size))  # type: ignore[arg-type]
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"cannot read {path}: {error!s:.200}") from error
+
+
+def _give_back(data: Tensor) -> None:
+    """Give back the whole pages of bytes of a mapped file, which are read again at the next use."""
+    start = -(-data.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (data.data_ptr() + data.numel()) // mmap.PAGESIZE * mmap.PAGESIZE
+    if start < end and hasattr(_C, "madvise") and hasattr(mmap, "MADV_DONTNEED"):
+        _C.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), ctypes.c_int(mmap.MADV_DONTNEED))

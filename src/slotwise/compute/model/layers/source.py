@@ -1,0 +1,207 @@
+"""Where layers get their weights: a checkpoint's tensors, the kernels that pack them, and the part that a rank holds.
+
+A layer asks for its tensors by names and shapes while it is constructed.  So the code that builds a model also lists
+the tensors that it needs, before any file is opened: it is built over `Listing`, whose tensors have shapes and no
+memory.
+
+Where several ranks compute a model together (Shoeybi et al., "Megatron-LM", 2019), each holds a part of every weight:
+
+    column-parallel    a range of each part's outputs    queries, keys, values; gates and ups; head
+    row-parallel       a range of the inputs             the product after either; its results are summed over the ranks
+
+Attention is divided by heads of keys with the queries that read them, so a rank caches its own heads only.  Where there
+are fewer such heads than ranks, several ranks hold the same one, each with other queries.  Shares may differ by one
+unit; rank 0 never has the smaller one.  Experts are divided like other MLPs or, where the group `splits_experts`, each
+is held whole by one rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from slotwise.compute.kernels.group import SINGLE_RANK, Group
+from slotwise.compute.kernels.interface import AttentionShape, Kernels, Linear
+from slotwise.compute.kernels.matrix import Format, QuantizedMatrix, Rows, Weight, stacked
+from slotwise.compute.kernels.reference import ReferenceKernels
+from slotwise.compute.model.lora_weights import LoraWeights
+from slotwise.compute.model.stored_tensors import WHOLE, Cut, Cuts, Read, Shapes, matrix_size
+from slotwise.errors import CheckpointError
+
+UNIT = 32  # columns between an MLP's products that stay together: packed weights are panels of so many, or fewer
+
+
+def share(total: int, group: Group, what: str, unit: int = 1) -> range:
+    """The part of `total` that the rank of `group` holds, in whole units.
+
+    Raises:
+        CheckpointError: a rank would hold none; `what` names the things shared.
+    """
+    units = total // unit
+    if units < group.size:
+        raise CheckpointError(f"tensor_parallel_size {group.size}: the model has {total} {what}, in units of {unit}, "
+                              "fewer than ranks: lower it")
+    first, end = (unit * -(-units * rank // group.size) for rank in (group.rank, group.rank + 1))
+    return range(first, total if group.rank == group.size - 1 else end)
+
+
+def shares(total: int, group: Group) -> list[int]:
+    """How much of `total` each rank holds, in units of one."""
+    bounds = [-(-total * rank // group.size) for rank in range(group.size + 1)]
+    return [end - first for first, end in pairwise(bounds)]
+
+
+def mlp_share(intermediate: int, group: Group, unit: int = 1) -> range:
+    """The columns between an MLP's products that a rank computes, in whole groups of `unit` quantized inputs."""
+    unit = math.lcm(UNIT, unit)
+    return share(intermediate, group, "columns between the products of an MLP", 1 if intermediate % unit else unit)
+
+
+def expert_share(count: int, group: Group) -> range | None:
+    """The experts that a rank holds whole; None: ranks share every expert, or there is one rank."""
+    return share(count, group, "experts") if group.splits_experts and group.size > 1 else None
+
+
+class Heads(NamedTuple):
+    """The heads of a rank, and the shape of its attention."""
+
+    query: range
+    key: range
+    shape: AttentionShape
+    whole: AttentionShape  # of all ranks together
+
+    def cuts(self, parts: Collection[str]) -> dict[str, Cut]:
+        """The cuts of the three weights of queries, keys and values, or of one fused weight."""
+        size = self.shape.head_dim
+        query, key = (range(heads.start * size, heads.stop * size) for heads in (self.query, self.key))
+        if len(parts) > 1:
+            return {name: Cut((rows,)) for name, rows in zip(parts, (query, key, key), strict=True)}
+        (name,) = parts
+        starts = self.whole.num_heads * size, (self.whole.num_heads + self.whole.num_kv_heads) * size
+        return {name: Cut((query, *(range(at + key.start, at + key.stop) for at in starts)))}
+
+
+    @property
+    def norm_cuts(self) -> tuple[Cut, Cut]:
+        """Of the weights of norms over all queries and over all keys."""
+        size = self.shape.head_dim
+        query, key = (range(heads.start * size, heads.stop * size) for heads in (self.query, self.key))
+        return Cut((query,)), Cut((key,))
+
+    def normed_numbers(self, group: Group) -> tuple[int, int]:
+        """Numbers of queries and keys over all ranks; a head that several ranks hold counts each time."""
+        size, whole = self.shape.head_dim, self.whole
+        return whole.num_heads * size, max(whole.num_kv_heads, group.size) * size
+
+
+def heads_of(shape: AttentionShape, group: Group) -> Heads:
+    """The heads that the rank of `group` computes.
+
+    Raises:
+        CheckpointError: the heads cannot be divided.
+    """
+    heads, keys, size = shape.num_heads, shape.num_kv_heads, group.size
+    per_key = heads // keys
+    if keys >= size:
+        key = share(keys, group, "heads of keys and values")
+        query = range(key.start * per_key, key.stop * per_key)
+    elif size % keys == 0 and heads % size == 0:
+        query = share(heads, group, "heads")
+        key = range(group.rank * keys // size, group.rank * keys // size + 1)
+    else:
+        raise CheckpointError(f"tensor_parallel_size {size} does not divide a model of {heads} heads of queries and "
+                              f"{keys} of keys and values: choose a divisor of {heads} that is a multiple of {keys}")
+    return Heads(query, key, replace(shape, num_heads=len(query), num_kv_heads=len(key)), shape)
+
+
+NO_CUTS: Cuts = {}
+
+
+class WeightSource:
+    """The tensors of a checkpoint, read as `dtype` to where `kernels` compute, as the rank of `group` needs them."""
+
+    adapters: LoraWeights | None  # of the products that are built; None: they have none
+
+    def __init__(
+        self, read: Read, kernels: Kernels, dtype: torch.dtype, adapters: LoraWeights | None = None,
+        group: Group = SINGLE_RANK, formats: Mapping[str, Format] = {},
+    ) -> None:
+        """Args: formats: of quantized matrices, by name."""
+        self.kernels = kernels
+        self.adapters = adapters
+        self.group = group
+        self.dtype = dtype
+        self.unit = max((kind.unit for kind in formats.values()), default=1)  # inputs of a product that stay together
+        self._read = read
+
+    def weight(self, shapes: Shapes, cuts: Cuts = NO_CUTS) -> Weight:
+        """One matrix as stored, or several stacked along their outputs."""
+        return self._read(*shapes, cuts=cuts) if cuts else self._read(*shapes)
+
+    def tensor(self, shapes: Shapes, cuts: Cuts = NO_CUTS) -> Tensor:
+        """Plain numbers of `dtype`, of one name or of several stacked along their first dimension."""
+        found = self.weight(shapes, cuts)
+        return found if isinstance(found, Tensor) else found.dequantized().to(self.kernels.device, self.dtype)
+
+
+class _PackedSizes(ReferenceKernels):
+    """Packs nothing, and reports how many bytes other kernels' packed weights take."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        super().__init__()
+        self.linear_bytes = kernels.linear_bytes  # type: ignore[method-assign]
+        self.head_bytes = kernels.head_bytes  # type: ignore[method-assign]
+
+    def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
+        return lambda x: x
+
+    def embedding(self, table: QuantizedMatrix, kind: torch.dtype, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
+        return lambda token_ids: token_ids
+
+
+class Listing(WeightSource):
+    """Lists the tensors that layers ask for, and returns tensors without memory.
+
+    Args:
+        kernels: whose packed sizes count.
+        formats: of quantized matrices, by name.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, kernels: Kernels | None = None, formats: Mapping[str, Format] | None = None,
+        group: Group = SINGLE_RANK, adapters: LoraWeights | None = None,
+    ) -> None:
+        self._formats = formats or {}
+        super().__init__(self._record, _PackedSizes(kernels) if kernels else ReferenceKernels(), dtype, adapters, group,
+                         self._formats)
+        self.shapes: dict[str, tuple[int, ...]] = {}
+
+    def weight(self, shapes: Shapes, cuts: Cuts = NO_CUTS) -> Weight:
+        """A matrix that cannot be read, or an empty tensor on the device "meta"; notes names and shapes."""
+        self.shapes |= shapes
+        return super().weight(shapes, cuts)
+
+    def tensor(self, shapes: Shapes, cuts: Cuts = NO_CUTS) -> Tensor:
+        self.shapes |= shapes
+        return self._empty(shapes, cuts)
+
+    def _record(self, *names: str, cuts: Cuts = NO_CUTS) -> Weight:
+        if not all(name in self._formats for name in names):
+            return self._empty(names, cuts)
+        whole = {name: QuantizedMatrix(self._formats[name], *matrix_size(self.shapes[name]), _unreadable)
+                 for name in names}
+        return stacked([cuts.get(name, WHOLE).of(matrix, name) for name, matrix in whole.items()])
+
+    def _empty(self, names: Collection[str], cuts: Cuts) -> Tensor:
+        sizes = [cuts.get(name, WHOLE).size(self.shapes[name]) for name in names]
+        return torch.empty((sum(size[0] for size in sizes), *sizes[0][1:]), dtype=self.dtype, device="meta")
+
+
+def _unreadable(first: int, end: int) -> Rows:
+    raise TypeError("a listed matrix has no contents")

@@ -1,0 +1,464 @@
+"""The architecture and sizes of a decoder, read from its checkpoint's config.json.
+
+`read_common` reads what all families write alike; a family's `configure` replaces what differs.  Rotary embeddings are
+written in two formats: since transformers 5 one object, `rope_parameters`, has everything; before, `rope_theta` was a
+separate field and `rope_scaling` had the rest.  Models whose layers rotate differently have such an object for each
+kind of layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from slotwise.compute.kernels.interface import (
+    Activation,
+    AttentionShape,
+    ClampedSwiGLU,
+    DeltaShape,
+    LayerShape,
+    Routing,
+)
+from slotwise.compute.model.fields import Fields
+from slotwise.compute.model.layers.rope import LinearRope, Llama3Rope, LongRope, Rope, YarnRope
+from slotwise.compute.model.names import with_head
+from slotwise.compute.model.quantization.quantization_methods import read_quantization
+from slotwise.compute.model.quantization.scheme import Quantization
+from slotwise.errors import CheckpointError
+
+ORIGINAL = "original_max_position_embeddings"
+
+
+class _RopeContext(NamedTuple):
+    """What a scaling depends on in addition to its own fields."""
+
+    theta: float
+    original: int  # tokens of the context before it was extended
+    longest: int  # tokens
+    pairs: int  # that turn
+
+
+def read_rope(
+    fields: Fields, theta: float = 10_000.0, *, head_dim: int | None = None, aliases: Mapping[str, str] | None = None,
+) -> Rope:
+    """The one embedding of all layers.
+
+    `theta` is the base where a config names none, `aliases` are further names of types.  `head_dim` is needed where
+    a type has a factor for each pair, and for models that rotate a part of a head; None: there are none of either.
+
+    Raises CheckpointError for variants that are not implemented.
+    """
+    name = "rope_scaling" if fields.section("rope_scaling").values else "rope_parameters"
+    scaling = fields.section(name)
+    if any(isinstance(value, dict) for value in scaling.values.values()):
+        raise fields.error(name, "differs by layer type, which is not supported")
+    if fields.has(ORIGINAL):
+        scaling = Fields({**scaling.values, ORIGINAL: fields.values[ORIGINAL]}, scaling.where)
+    base = scaling.number("rope_theta", default=fields.number("rope_theta", default=theta))
+    return _read_scaling(fields, name, scaling, base, head_dim, aliases or {})
+
+
+def read_ropes(fields: Fields, thetas: Mapping[str, float]) -> dict[str, Rope]:
+    """The embedding of each kind of layer in `thetas`, with that base where `rope_parameters` names none.
+
+    `rope_scaling`, from before transformers 5, is that of layers with full attention.  As in transformers, `truncate`
+    has no effect in the object of a kind of layer.
+
+    Raises CheckpointError for variants that are not implemented, and where `rope_parameters` is not by kind of layer.
+    """
+    by_kind, old = fields.section("rope_parameters"), fields.section("rope_scaling")
+    for key in by_kind.values:
+        if key not in thetas:
+            known = ", ".join(thetas)
+            raise fields.error("rope_parameters", f"must have an object for each of {known}, not {key!r:.40}")
+    ropes = {}
+    for kind, theta in thetas.items():
+        scaling = by_kind.section(kind)
+        if kind == "full_attention" and old.values:
+            scaling = Fields({**scaling.values, **old.values}, f"{fields.where}, rope_scaling")
+        scaling = Fields({name: value for name, value in scaling.values.items() if name != "truncate"}, scaling.where)
+        base = scaling.number("rope_theta", default=theta)
+        ropes[kind] = _read_scaling(fields, "rope_parameters", scaling, base, None, {})
+    return ropes
+
+
+def _read_scaling(
+    fields: Fields, name: str, scaling: Fields, theta: float, head_dim: int | None, aliases: Mapping[str, str],
+) -> Rope:
+    share = scaling.number("partial_rotary_factor", default=fields.number("partial_rotary_factor", default=1.0))
+    rotated = int((head_dim or 0) * share)
+    source = scaling if scaling.has("partial_rotary_factor") else fields
+    if share != 1.0 and head_dim is None:
+        raise source.error("partial_rotary_factor", "must be 1: rotating part of a head is not supported here")
+    if share > 1.0 or (head_dim and (rotated % 2 or not rotated)):
+        raise source.error("partial_rotary_factor",
+                           f"must rotate an even number of {head_dim} dimensions, not {share!r:.40}")
+    kind = scaling.text("rope_type", default=scaling.text("type", default="default"))
+    kind = aliases.get(kind, kind)
+    if kind not in _READERS:
+        raise fields.error(name, f"type {kind!r:.40} is not supported; these are: {', '.join(_READERS)}")
+    longest = fields.integer("max_position_embeddings")
+    original = scaling.integer(ORIGINAL, default=longest)
+    return _READERS[kind](scaling, _RopeContext(theta, original, longest, rotated // 2), share)
+
+
+def _read_plain(scaling: Fields, context: _RopeContext, share: float) -> Rope:
+    return Rope(context.theta, share=share)
+
+
+def _read_dynamic(scaling: Fields, context: _RopeContext, share: float) -> Rope:
+    """Dynamic NTK scaling begins after `max_position_embeddings`, where positions are not served."""
+    scaling.number("factor")
+    return Rope(context.theta, share=share)
+
+
+def _read_linear(scaling: Fields, context: _RopeContext, share: float) -> Rope:
+    return LinearRope(context.theta, scaling.number("factor"), share=share)
+
+
+def _read_llama3(scaling: Fields, context: _RopeContext, share: float) -> Rope:
+    low = scaling.number("low_freq_factor")
+    high = scaling.number("high_freq_factor", minimum=low)
+    return Llama3Rope(context.theta, scaling.number("factor"), low, high, context.original, share=share)
+
+
+def _read_yarn(scaling: Fields, context: _RopeContext, share: float) -> Rope:
+    factor = scaling.number("factor")
+    if context.theta <= 1:
+        raise scaling.error("rope_theta", f"must be above 1 with yarn, not {context.theta!r:.40}")
+    sharper = _mscale(factor, 1.0)
+    if scaling.has("mscale") and scaling.has("mscale_all_dim"):
+        sharper = _mscale(factor, scaling.number("mscale")) / _mscale(factor, scaling.number("mscale_all_dim"))
+    return YarnRope(
+        context.theta, factor, context.original,
+        beta_fast=scaling.number("beta_fast", default=32.0),
+        beta_slow=scaling.number("beta_slow", default=1.0),
+        attention_factor=scaling.number("attention_factor", default=sharper),
+        truncate=scaling.flag("truncate", default=not scaling.is_null("truncate")),  # null: as in transformers
+        share=share,
+    )
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(max(factor, 1.0)) + 1.0
+
+
+def _read_longrope(scaling: Fields, context: _RopeContext, share: float) -> Rope:
+    if not context.pairs:
+        raise scaling.error("rope_type", "longrope is not supported in this architecture")
+    factor = scaling.number("factor", default=context.longest / context.original)
+    sharper = 1.0
+    if factor > 1 and context.original > 1:
+        sharper = math.sqrt(1 + math.log(factor) / math.log(context.original))
+    short, long = (_factors(scaling, name, context.pairs) for name in ("short_factor", "long_factor"))
+    return LongRope(context.theta, short, long, context.original,
+                    scaling.number("attention_factor", default=sharper), share=share)
+
+
+def _factors(scaling: Fields, name: str, pairs: int) -> tuple[float, ...]:
+    factors = scaling.numbers(name)
+    if len(factors) != pairs:
+        raise scaling.error(name, f"must have {pairs} numbers, one for each pair that turns, not {len(factors)}")
+    return factors
+
+
+_READERS: dict[str, Callable[[Fields, _RopeContext, float], Rope]] = {
+    "default": _read_plain, "linear": _read_linear, "dynamic": _read_dynamic, "llama3": _read_llama3,
+    "yarn": _read_yarn, "longrope": _read_longrope}
+
+
+MAX_LAYERS = 1024
+MAX_EXPERTS = 4096  # of a layer
+FULL, SLIDING = "full_attention", "sliding_attention"  # of `layer_types`
+TEXT_SHARED = ("architectures", "dtype", "torch_dtype", "quantization", "quantization_config", "tie_word_embeddings",
+               "eos_token_id")
+"""Fields of a config for images and text that its text part need not have."""
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureConfig:
+    """Experts in place of an MLP, in some of the layers."""
+
+    routing: Routing
+    intermediate_size: int  # of an expert
+    layers: tuple[bool, ...]  # whether each layer has experts
+    shared_intermediate_size: int = 0  # of the expert that all tokens share; 0: no such expert
+    activation: Activation | ClampedSwiGLU = "silu"
+    are_split: bool = False  # into tensors of their own, where the family's checkpoints have them together
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentConfig:
+    """Recurrent states in place of attention, in some of the layers."""
+
+    shape: DeltaShape
+    layers: tuple[bool, ...]  # whether each layer has one
+    is_interleaved: bool  # as `layers/gated_delta.py` says
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """One decoder-only transformer of Llama's kind.
+
+    Raises:
+        CheckpointError: the numbers do not fit together.
+    """
+
+    architecture: str  # the class name in `architectures`, of the model with a head
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int  # may differ from hidden_size / num_heads
+    rms_norm_eps: float
+    ropes: tuple[Rope, ...]  # per layer
+    max_position_embeddings: int  # tokens
+    windows: tuple[int, ...]  # per layer: tokens a query may look back on, itself included; 0: no limit
+    tie_word_embeddings: bool  # the head is the embedding table
+    eos_token_ids: tuple[int, ...]
+    dtype: torch.dtype  # of the weights once loaded
+    has_head: bool = True  # without one a model makes vectors only
+    qkv_bias: bool = False
+    output_bias: bool = False  # of the product after attention
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMS norms of queries and keys
+    has_fused_qkv: bool = False  # queries, keys and values are one weight
+    has_fused_gates: bool = False  # gates and what they gate are one weight
+    attention_scale: float = 0.0  # of scores; 0: head_dim ** -0.5
+    attention_soft_cap: float = 0.0  # of scores; 0: none
+    logit_soft_cap: float = 0.0  # 0: none
+    logit_scale: float = 1.0  # of logits
+    embedding_scale: float = 1.0
+    has_gated_attention: bool = False
+    mixture: MixtureConfig | None = None  # None: every layer has an MLP
+    recurrent: RecurrentConfig | None = None  # None: every layer has attention
+    quantization: Quantization | None = None  # of the weights of products, as config.json says; None: plain numbers
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise CheckpointError(
+                f"config.json: num_attention_heads ({self.num_heads}) must be a multiple of num_key_value_heads "
+                f"({self.num_kv_heads})"
+            )
+        if self.head_dim % 2:
+            raise CheckpointError(f"config.json: head_dim must be even for rotary embeddings, not {self.head_dim}")
+        if not all(rope.is_finite(self.head_dim, self.max_position_embeddings) for rope in set(self.ropes)):
+            raise CheckpointError(
+                "config.json: rope_theta and what scales it give angles that are NaN or too large")
+        if len(self.windows) != self.num_layers:
+            raise CheckpointError(
+                f"config.json: layer_types names {len(self.windows)} layers, num_hidden_layers {self.num_layers}"
+            )
+
+    def attention_shape(self, index: int) -> AttentionShape:
+        """The attention of layer `index`, as kernels compute it."""
+        return AttentionShape(
+            self.num_heads, self.num_kv_heads, self.head_dim, self.attention_scale or self.head_dim**-0.5,
+            self.windows[index], self.attention_soft_cap)
+
+    def has_state(self, index: int) -> bool:
+        """Whether layer `index` has a recurrent state in place of attention."""
+        return self.recurrent is not None and self.recurrent.layers[index]
+
+    def layer_shape(self, index: int) -> LayerShape:
+        """What layer `index` keeps in its cache."""
+        if self.recurrent is not None and self.recurrent.layers[index]:
+            return self.recurrent.shape
+        return self.attention_shape(index)
+
+    @property
+    def recurrent_width(self) -> int:
+        """The most numbers per token that activations of layers with a recurrent state take at a time."""
+        if self.recurrent is None:
+            return 0
+        shape = self.recurrent.shape
+        return 3 * shape.channels + 2 * (shape.values + shape.num_value_heads)  # the convolution's are float32
+
+    @property
+    def mixture_of_experts(self) -> MixtureConfig:
+        """That of a family which has one."""
+        assert self.mixture is not None
+        return self.mixture
+
+    def has_experts(self, index: int) -> bool:
+        """Whether layer `index` has experts in place of an MLP."""
+        return self.mixture is not None and self.mixture.layers[index]
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights of all layers' products that a token is multiplied by: only the experts that it chooses."""
+        heads = ((3 if self.has_gated_attention else 2) * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        weights = self.num_layers * self.hidden_size * (heads + 3 * self.intermediate_size)
+        if self.recurrent is not None:
+            shape = self.recurrent.shape
+            instead = shape.channels + 2 * shape.values + 2 * shape.num_value_heads - heads
+            weights += sum(self.recurrent.layers) * self.hidden_size * instead
+        if self.mixture is None:
+            return weights
+        mixture, routing = self.mixture, self.mixture.routing
+        chosen = 3 * (routing.top_k * mixture.intermediate_size + mixture.shared_intermediate_size)
+        instead = chosen + routing.num_experts - 3 * self.intermediate_size
+        return weights + sum(mixture.layers) * self.hidden_size * instead
+
+    @property
+    def mlp_width(self) -> int:
+        """The most numbers per token that an MLP's activations take at a time, or a mixture's."""
+        if self.mixture is None:
+            return 3 * self.intermediate_size
+        mixture = self.mixture
+        chosen = mixture.routing.top_k * (2 * self.hidden_size + 3 * mixture.intermediate_size)
+        of_experts = chosen + 3 * mixture.shared_intermediate_size + self.hidden_size
+        return max(3 * self.intermediate_size, of_experts)
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigDefaults:
+    """What a family's configs mean where they leave a field out."""
+
+    num_kv_heads: int | None = None  # None: one per query head, as null means in every family
+    head_dim: int | None = None  # None: the hidden size shared among the heads
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    tie_word_embeddings: bool = False
+
+
+def read_common(
+    fields: Fields, defaults: ConfigDefaults = ConfigDefaults(), activations: Sequence[str] = ("silu", "swish"),
+    ropes: Sequence[Rope] | None = None,
+) -> ModelConfig:
+    """The fields that all families write alike; a family's module replaces what differs.
+
+    `activations` are the names of the one activation that the family computes.  `ropes` are those of the layers; None:
+    one for all of them, which is read here.
+
+    Raises CheckpointError when a field is absent, malformed or needs something not implemented.
+    """
+    _refuse_unsupported(fields)
+    for name in ("hidden_act", "hidden_activation"):
+        activation = fields.text(name, default=activations[0])
+        if activation not in activations:
+            raise fields.error(name, f"must be {activations[0]}, not {activation!r:.40}")
+    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
+    absent = heads if defaults.num_kv_heads is None or fields.is_null("num_key_value_heads") else defaults.num_kv_heads
+    return ModelConfig(
+        architecture=with_head(fields.texts("architectures")[0]),
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=fields.integer("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=heads,
+        num_kv_heads=fields.integer("num_key_value_heads", default=absent),
+        head_dim=defaults.head_dim if defaults.head_dim and not fields.has("head_dim") else read_head_dim(fields),
+        rms_norm_eps=fields.number("rms_norm_eps", default=defaults.rms_norm_eps),
+        ropes=tuple(ropes or (read_rope(fields, defaults.rope_theta),) * num_layers),
+        max_position_embeddings=fields.integer("max_position_embeddings"),
+        windows=(0,) * num_layers,
+        tie_word_embeddings=fields.flag("tie_word_embeddings", default=defaults.tie_word_embeddings),
+        eos_token_ids=fields.token_ids("eos_token_id"),
+        dtype=_stored_dtype(fields),
+        quantization=read_quantization(fields),
+    )
+
+
+def read_mixture(
+    fields: Fields, config: ModelConfig, default: Routing, *, intermediate_size: int | None = None,
+) -> MixtureConfig:
+    """The experts of a config, under the names in use.
+
+    `default` is that of a config that says nothing; where its shares are those of all experts, `norm_topk_prob` may
+    ask for the others.  `intermediate_size` is the default of `moe_intermediate_size`; None: experts have the size of
+    an MLP, in every layer.
+    """
+    fields.refuse(("n_group", "topk_group", "scoring_func", "routed_scaling_factor"), "is set, which is not supported")
+    count = next((name for name in ("num_experts", "num_local_experts") if fields.has(name)), "num_local_experts")
+    num_experts = fields.integer(count, default=default.num_experts, maximum=MAX_EXPERTS)
+    if fields.integer("num_local_experts", default=num_experts) != num_experts:
+        raise fields.error(count, f"({num_experts}) differs from num_local_experts")
+    top_k = fields.integer("num_experts_per_tok", default=default.top_k)
+    if top_k > num_experts:
+        raise fields.error("num_experts_per_tok", f"({top_k}) must be at most {count} ({num_experts})")
+    normalized = default.is_normalized or fields.flag("norm_topk_prob")
+    routing = Routing(num_experts, top_k, normalized)
+    if intermediate_size is None:
+        return MixtureConfig(routing, config.intermediate_size, (True,) * config.num_layers)
+    step = fields.integer("decoder_sparse_step", default=1)
+    without = fields.integers("mlp_only_layers") if fields.has("mlp_only_layers") else ()
+    layers = tuple(layer not in without and (layer + 1) % step == 0 for layer in range(config.num_layers))
+    size = fields.integer("moe_intermediate_size", default=intermediate_size)
+    return MixtureConfig(routing, size, layers)
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    """Raises CheckpointError for fields of every family that would change the answer and are not implemented."""
+    fields.refuse(("quantization",), "is set: checkpoints quantized by MLX are not supported: serve the one it was "
+                  "made from, which quantization int8 or int4 quantizes")
+    if fields.section("per_layer_config").values:
+        raise fields.error("per_layer_config", "gives layers sizes of their own, which is not supported")
+    if not fields.flag("is_causal", default=not fields.is_null("is_causal")):
+        raise fields.error("is_causal", "is false: attention to later tokens is not supported")
+    if fields.flag("is_encoder_decoder"):
+        raise fields.error("is_encoder_decoder", "is true: only decoders are supported")
+
+
+def read_window(fields: Fields, default: int = 4096) -> int:
+    """`sliding_window` in tokens; 0, for no limit, where it is null, and transformers' `default` where it is absent."""
+    if not fields.has("sliding_window"):
+        return 0 if fields.is_null("sliding_window") else default
+    return fields.integer("sliding_window")
+
+
+def read_layer_windows(fields: Fields) -> tuple[int, ...]:
+    """Windows by layer, as Qwen's configs write them: 0 without limit, else in tokens."""
+    num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
+    window = read_window(fields) if fields.flag("use_sliding_window") else 0
+    if SLIDING in fields.texts("layer_types") and not fields.flag("use_sliding_window"):
+        raise fields.error("layer_types", "asks for sliding attention, but use_sliding_window is false")
+    full = fields.integer("max_window_layers", default=28, minimum=0)
+    kinds = [FULL if layer < full or not window else SLIDING for layer in range(num_layers)]
+    return read_layer_types(fields, window, kinds)
+
+
+def read_layer_types(fields: Fields, window: int, default: Sequence[str]) -> tuple[int, ...]:
+    """Windows by layer from `layer_types`, or from `default` where a config has none.
+
+    Raises CheckpointError for other kinds of layers, and for sliding attention without a window.
+    """
+    kinds = fields.texts("layer_types") if fields.has("layer_types") else default
+    unknown = set(kinds) - {FULL, SLIDING}
+    if unknown:
+        raise fields.error("layer_types", f"holds {min(unknown)!r:.40}, which is not supported")
+    if SLIDING in kinds and not window:
+        raise fields.error("sliding_window", "is null, but layers have sliding attention")
+    return tuple(window if kind == SLIDING else 0 for kind in kinds)
+
+
+def read_head_dim(fields: Fields) -> int:
+    """`head_dim`, by default the hidden size shared among the heads."""
+    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    if not fields.has("head_dim") and hidden % heads:
+        raise fields.error("hidden_size", f"({hidden}) must be a multiple of num_attention_heads ({heads})")
+    return fields.integer("head_dim", default=hidden // heads)
+
+
+def _stored_dtype(fields: Fields) -> torch.dtype:
+    """`dtype` since transformers 5, `torch_dtype` before; float32 in a file with neither."""
+    name = fields.text("dtype", default=fields.text("torch_dtype", default="float32")).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise fields.error("dtype", f"must be one of {', '.join(_DTYPES)}, not {name!r:.40}")
+    return _DTYPES[name]
+
+
+def text_part(fields: Fields, defaults: Mapping[str, object]) -> Fields:
+    """The fields of the text part of a model for images and text, with `defaults` for absent ones."""
+    shared = {name: fields.values[name] for name in TEXT_SHARED if fields.values.get(name) not in (None, {})}
+    text = {name: value for name, value in fields.section("text_config").values.items() if value is not None}
+    return Fields({**defaults, "dtype": None, **text, **shared}, f"{fields.where}, text_config")

@@ -1,0 +1,135 @@
+"""What a family builds: the layers of a decoder-only transformer, in order, and which of them each stage holds.
+
+    h += attention(norm(h))
+    h += mlp(norm(h))
+
+is Llama's layer (`families/llama.py`).  A family whose layer differs has a class with a `forward` of its own.
+
+Stages read about as many bytes of weights per token as each other; the first also holds the head:
+
+    4 layers, a head as large as two of them    | head 0 | 1 2 3 |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Protocol
+
+from torch import Tensor
+
+from slotwise.compute.kernels.group import PipelineStage
+from slotwise.compute.model.layers.attention import LayerStep
+from slotwise.compute.model.layers.embedding_and_head import EndOptions, Ends, read_ends
+from slotwise.compute.model.layers.norm import NoNorm, NormOptions, ResidualStream, RMSNorm
+from slotwise.compute.model.layers.rope import Rope
+from slotwise.compute.model.layers.source import WeightSource
+from slotwise.compute.model.model_config import ModelConfig
+from slotwise.errors import CheckpointError
+
+
+class TokenMixer(Protocol):
+    """What lets a token see earlier tokens: attention, or a recurrent state."""
+
+    bytes: int  # of the weights, as packed
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The embeddings whose rotary tables it reads."""
+        ...
+
+    def __call__(self, x: Tensor, step: LayerStep) -> Tensor:
+        """`[tokens, hidden] -> [kept tokens, hidden]`."""
+        ...
+
+    def store(self, x: Tensor, step: LayerStep) -> Tensor:
+        """Write to the cache what later tokens need of `x [tokens, hidden]`, and compute no more than that."""
+        ...
+
+
+class MLP(Protocol):
+    """`[tokens, hidden] -> [tokens, hidden]`."""
+
+    bytes: int  # of the weights, as packed
+    token_bytes: int  # of the weights that one token reads
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class DecoderLayer:
+    """One layer.  A family's class reads its parts, under the names of the checkpoint, and runs them in `forward`."""
+
+    attention_norm: RMSNorm | NoNorm
+    attention: TokenMixer
+    mlp: MLP
+
+    live_states: ClassVar[int] = 3  # the most hidden states of a token that `forward` holds at a time
+
+    def forward(self, h: ResidualStream, step: LayerStep) -> None:
+        """Add to the residual stream what this layer computes."""
+        raise NotImplementedError
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the weights, as packed."""
+        return sum(part.bytes for part in vars(self).values())
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """A model, or one of its stages: the first has the ends, the last has the norm after all layers."""
+
+    ends: Ends | None
+    layers: Sequence[DecoderLayer]
+    norm: RMSNorm | NoNorm
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the weights, as packed; a tied head counts in addition to the embedding."""
+        ends = 0 if self.ends is None else self.ends.embedding.bytes
+        ends += 0 if self.ends is None or self.ends.head is None else self.ends.head.bytes
+        return ends + sum(layer.bytes for layer in self.layers) + self.norm.bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the weights that a step of one token reads: not the embedding, nor experts that are not chosen."""
+        unread = sum(layer.mlp.bytes - layer.mlp.token_bytes for layer in self.layers)
+        return self.bytes - (0 if self.ends is None else self.ends.embedding.bytes) - unread
+
+    @property
+    def live_states(self) -> int:
+        """The most hidden states of a token that are in memory at a time."""
+        return max(layer.live_states for layer in self.layers)
+
+
+def read_network(
+    config: ModelConfig, source: WeightSource, layer: Callable[[int], DecoderLayer], ends: EndOptions,
+    norms: NormOptions,
+) -> Network:
+    """Reads the stage of a model that `source` is for; `layer(index)` reads one layer."""
+    stage = source.group.pipe.stage
+    ends = replace(ends, has_head=config.has_head)
+    read = read_ends(source, config.vocab_size, config.hidden_size, ends) if stage.is_first else None
+    layers = [layer(index) for index in layers_of(config, stage)]
+    norm = RMSNorm(source, "model.norm", config.hidden_size, norms) if stage.is_last else NoNorm()
+    return Network(read, layers, norm)
+
+
+def layers_of(config: ModelConfig, stage: PipelineStage) -> range:
+    """The layers of a stage, at least one.
+
+    Raises:
+        CheckpointError: the model has fewer layers than there are stages.
+    """
+    number, count = config.num_layers, stage.total
+    if count == 1:
+        return range(number)
+    if number < count:
+        raise CheckpointError(f"pipeline_parallel_size {count}: the model has {number} layers, fewer than stages: "
+                              "lower it")
+    head = config.vocab_size * config.hidden_size / (config.layer_weights / number)  # in layers
+    ends = [0]
+    for index in range(1, count):
+        even = round(index * (number + head) / count - head)
+        ends.append(min(max(even, ends[-1] + 1), number - (count - index)))
+    return range(*[*ends, number][stage.number : stage.number + 2])

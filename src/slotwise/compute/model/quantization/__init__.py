@@ -1,0 +1,1 @@
+"""Quantized weights as checkpoints store them: readers that give a `QuantizedMatrix` of the kernels."""

@@ -1,0 +1,233 @@
+"""From a plan's rows to one flat, ragged batch.
+
+The slot table mirrors in the runner what the scheduler keeps per slot: known tokens and block table.  A plan's
+`released_slots`, `new_requests`, `freed_blocks`, `expired_blocks`, `new_blocks` and `drafts` alone update it, so a plan
+never carries what the runner has.
+
+Block tables are on the host; tokens are on the device.  A sampled token is written there and read by the next step in
+the order in which work is enqueued, so a step can be built while the tokens it continues are still being computed, and
+a plan made ahead refers to the tokens that are there when it runs.
+
+Each cache group has block tables of its own.  Entries that are behind a group's window name the null block.
+
+Padding becomes rows of its own behind the real ones.  They continue the row they pad, so they cost what a longer prompt
+would, but they write to the null block and read from it, and their results are not used:
+
+    plan row     counts 3, padding 2
+    batch        [ a0 a1 a2 ] ... [ p3 p4 ]     positions 3 and 4, every block of the second row is the null block
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slotwise.compute.kernels.interface import GroupTables, RaggedBatch
+from slotwise.compute.runner.slots import SlotListener
+from slotwise.compute.runner.staging import sender, viewer
+from slotwise.core.step import FREED, PROPOSED, StepPlan
+
+CPU = torch.device("cpu")
+
+
+class GatheredBatch(NamedTuple):
+    """A plan on the device."""
+
+    batch: RaggedBatch
+    targets: Tensor  # [samples] int64, where in the token table the token after each row of logits belongs
+
+
+class SlotTable(SlotListener):
+    """Known tokens and block table of every slot.
+
+    Args:
+        num_slots: `max_num_seqs`.
+        max_tokens: `max_model_len`.
+        block_size: tokens a block holds.
+        null_block: a block without any request's tokens.
+        device: of batches.
+        group_of_layer: the cache group of each layer; (): there is one group.
+    """
+
+    def __init__(
+        self, num_slots: int, max_tokens: int, block_size: int, null_block: int, device: torch.device = CPU,
+        group_of_layer: tuple[int, ...] = (),
+    ) -> None:
+        self.block_size = block_size
+        self._block_size = np.int64(block_size)  # tables are int32, places in the cache may exceed it
+        self.null_block = null_block
+        self._stride = max_tokens + 1  # the last token of the longest sequence is written and never computed
+        self._nothing = num_slots * self._stride  # the place of the padding token
+        self._tokens = torch.zeros(self._nothing + 1, dtype=torch.int64, device=device)
+        self._view = viewer(device)
+        self._known = self._view(self._tokens)
+        self._every = np.arange(num_slots + 1)
+        self.num_groups = max(group_of_layer, default=0) + 1
+        self.group_of_layer = group_of_layer if self.num_groups > 1 else ()
+        self._tables = np.zeros((self.num_groups, num_slots, -(-max_tokens // block_size)), np.int32)
+        self._ends = np.zeros((self.num_groups, num_slots), np.int64)  # blocks in the tables, with freed ones
+        self._firsts = np.zeros((self.num_groups, num_slots), np.int64)  # freed blocks at their beginning
+        self._send = sender(device)
+
+    @property
+    def num_slots(self) -> int:
+        return self._tables.shape[1]
+
+    @property
+    def table_width(self) -> int:
+        """Blocks of the longest sequence."""
+        return self._tables.shape[2]
+
+    def blocks(self, slot: int) -> np.ndarray:
+        """The slot's block table in the first group, `[blocks]` int32: valid until the next plan is applied."""
+        return self._tables[0, slot, : self._ends[0, slot]]
+
+    def apply(self, plan: StepPlan) -> None:
+        """Apply released slots, new requests, blocks and drafts.  Call in the order of the plans, once per plan."""
+        for slot in plan.released_slots:
+            self._ends[:, slot] = self._firsts[:, slot] = 0
+        if plan.new_requests:
+            known = self._send([np.array(request.tokens, np.int64) for request in plan.new_requests], ())
+            for request, tokens in zip(plan.new_requests, known, strict=True):
+                first = request.slot * self._stride
+                self._tokens[first : first + len(tokens)] = tokens
+        for slot, group, num_blocks in plan.freed_blocks:
+            self._ends[group, slot] -= num_blocks
+        for slot, group, num_blocks in plan.expired_blocks:
+            self._expire(slot, group, num_blocks)
+        for slot, group, blocks in plan.new_blocks:
+            held = self._ends[group, slot]
+            self._tables[group, slot, held : held + len(blocks)] = blocks
+            self._ends[group, slot] = held + len(blocks)
+            if blocks[0] == FREED:
+                self._expire(slot, group, blocks.count(FREED))
+        if plan.drafts:
+            self._draft(plan)
+
+    def _expire(self, slot: int, group: int, num_blocks: int) -> None:
+        """The first blocks that are left in a table are freed."""
+        first = self._firsts[group, slot]
+        self._tables[group, slot, first : first + num_blocks] = self.null_block
+        self._firsts[group, slot] = first + num_blocks
+
+    def _draft(self, plan: StepPlan) -> None:
+        """Write drafts after the known tokens; sampled tokens overwrite the drafts that are not accepted."""
+        rows = [row for row, drafts in enumerate(plan.drafts) if drafts and drafts[0] != PROPOSED]
+        sent = self._send([np.array(plan.drafts[row], np.int64) for row in rows], ()) if rows else []
+        for row, drafts in zip(rows, sent, strict=True):
+            first = plan.slots[row] * self._stride + plan.starts[row] + 1
+            self._tokens[first : first + len(drafts)] = drafts
+
+    def append(self, targets: Tensor, tokens: Tensor) -> None:
+        """Add sampled tokens to the known ones; a failed row has -1, and gets token 0, which is never returned."""
+        self._known[self._view(targets)] = self._view(tokens.clamp(min=0))
+
+    def learn(self, slot: int, start: int, tokens: Sequence[int]) -> None:
+        """Make tokens known that another rank has sampled, at positions from `start` on."""
+        first = slot * self._stride + start
+        self._tokens[first : first + len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+
+    def known(self, slot: int, start: int, end: int) -> Tensor:
+        """The slot's tokens at positions from `start` until `end`, int64, on the device."""
+        first = slot * self._stride
+        return self._tokens[first + start : first + end]
+
+    def gather(self, plan: StepPlan) -> GatheredBatch:
+        """The plan's rows laid end to end, then their padding.  `plan` has at least one row."""
+        slots = np.array(plan.slots, np.int64)
+        starts = np.array(plan.starts, np.int64)
+        if max(plan.counts) == 1 == min(plan.num_logits) and not plan.padding:
+            return self._decoded(slots, starts)
+        counts = np.array(plan.counts, np.int64)
+        slot_of, positions = _laid_out(slots, starts, counts)
+        blocks, offsets = np.divmod(positions, self.block_size)
+        width = -(-int((starts + counts).max()) // self.block_size)
+        rows = _BatchColumns(
+            slot_of * self._stride + positions, positions,
+            [table[slot_of, blocks] * self._block_size + offsets for table in self._tables], counts, starts + counts,
+            [table[slots, :width] for table in self._tables])
+        wanted = np.array(plan.num_logits, np.int64)
+        behind = np.repeat(np.cumsum(wanted), wanted) - 1 - np.arange(int(wanted.sum()))  # of its row, still to come
+        sample_at = np.repeat(np.cumsum(counts), wanted) - 1 - behind
+        targets = np.repeat(slots * self._stride + starts + counts, wanted) - behind
+        if any(plan.padding):
+            rows = rows.followed_by(self._padding(starts + counts, np.array(plan.padding, np.int64)))
+        firsts = np.zeros(len(rows.counts) + 1, np.int32)
+        np.cumsum(rows.counts, out=firsts[1:])
+        return self._sent(rows, (int(rows.counts.max()), firsts), sample_at, targets)
+
+    def _decoded(self, slots: np.ndarray, starts: np.ndarray) -> GatheredBatch:
+        """The batch of a plain decode step, which nearly every step is: each row has one token and samples the next."""
+        contexts, blocks = starts + 1, starts // self.block_size
+        sources = slots * self._stride + starts
+        offsets = starts - blocks * self.block_size
+        places = [table[slots, blocks] * self._block_size + offsets for table in self._tables]
+        width = -(-int(contexts.max()) // self.block_size)
+        every = self._every[: len(slots) + 1]
+        rows = _BatchColumns(
+            sources, starts, places, every[1:], contexts, [table[slots, :width] for table in self._tables])
+        return self._sent(rows, (1, every.astype(np.int32)), every[:-1], sources + 1)
+
+    def _sent(
+        self, rows: _BatchColumns, queries: tuple[int, np.ndarray], sample_at: np.ndarray, targets: np.ndarray,
+    ) -> GatheredBatch:
+        """Args: queries: tokens of the longest row, and where each row starts."""
+        longest, firsts = queries
+        sources, positions, sampled, places, *columns = self._send(
+            (rows.sources, rows.positions, sample_at, targets, *rows.places),
+            (firsts, rows.contexts.astype(np.int32), *rows.tables))
+        slot_mapping, *others = columns[: self.num_groups]
+        query_starts, context_lens, tables, *other_tables = columns[self.num_groups :]
+        return GatheredBatch(RaggedBatch(
+            token_ids=self._tokens.index_select(0, sources), positions=positions, slot_mapping=slot_mapping,
+            query_starts=query_starts, context_lens=context_lens, block_tables=tables, sample_at=sampled,
+            max_query_len=longest, max_context_len=int(rows.contexts.max()),
+            groups=tuple(map(GroupTables, others, other_tables)), group_of_layer=self.group_of_layer), places)
+
+    def _padding(self, starts: np.ndarray, counts: np.ndarray) -> _BatchColumns:
+        """Rows of `counts` padding tokens from positions `starts` on; rows without any are left out."""
+        starts, counts = starts[counts > 0], counts[counts > 0]
+        _, positions = _laid_out(starts, starts, counts)
+        width = -(-int((starts + counts).max()) // self.block_size)
+        return _BatchColumns(
+            np.full(len(positions), self._nothing), positions,
+            [self.null_block * self._block_size + positions % self.block_size] * self.num_groups, counts,
+            starts + counts, [np.full((len(counts), width), self.null_block, np.int32)] * self.num_groups)
+
+
+class _BatchColumns(NamedTuple):
+    """Columns of a ragged batch: three of `[tokens]`, then three of `[rows]`; places and tables of each cache group."""
+
+    sources: np.ndarray  # indices in the token table
+    positions: np.ndarray
+    places: list[np.ndarray]
+    counts: np.ndarray
+    contexts: np.ndarray
+    tables: list[np.ndarray]  # [rows, width]
+
+    def followed_by(self, other: _BatchColumns) -> _BatchColumns:
+        width = max(self.tables[0].shape[1], other.tables[0].shape[1])
+
+        def joined(pair: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+            return np.concatenate(pair)
+
+        def widened(table: np.ndarray) -> np.ndarray:
+            return np.pad(table, ((0, 0), (0, width - table.shape[1])))
+
+        return _BatchColumns(
+            joined((self.sources, other.sources)), joined((self.positions, other.positions)),
+            [joined(pair) for pair in zip(self.places, other.places, strict=True)],
+            joined((self.counts, other.counts)), joined((self.contexts, other.contexts)),
+            [joined((widened(one), widened(two))) for one, two in zip(self.tables, other.tables, strict=True)])
+
+
+def _laid_out(slots: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Slot and position of every token, `[tokens]` each."""
+    if int(counts.max()) == 1:
+        return slots, starts
+    firsts = np.cumsum(counts) - counts
+    return np.repeat(slots, counts), np.arange(int(counts.sum())) + np.repeat(starts - firsts, counts)

@@ -1,0 +1,1 @@
+"""What measures: benchmarks, the simulator with its replays, and workloads."""

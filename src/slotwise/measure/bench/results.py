@@ -1,0 +1,85 @@
+"""Results on disk, with what ran where, so that two files can be compared."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import slotwise
+from slotwise.measure.workload.workloads import Workload
+from slotwise.platform.files import write_output
+from slotwise.platform.host import num_processors
+from slotwise.version import __version__
+
+GIT_SECONDS = 5.0
+
+
+def environment() -> dict[str, Any]:
+    """Software and machine.  `commit` is empty outside a checkout, and ends in "-dirty" with uncommitted changes."""
+    return {
+        "slotwise": __version__, "python": platform.python_version(), "torch": _installed("torch"),
+        "commit": commit(), "machine": machine(), "cores": num_processors(),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def workload_facts(workload: Workload) -> dict[str, Any]:
+    """The description of a workload in a result."""
+    return {
+        "description": workload.description, "num_requests": len(workload.requests), "max_tokens": workload.max_tokens,
+        "prompt_tokens": workload.prompt_tokens, "output_tokens": workload.output_tokens,
+        "output_cv": workload.output_cv,
+    }
+
+
+def commit(folder: Path | None = None) -> str:
+    """The commit checked out in `folder`, by default that of this package's source; empty if there is none."""
+    folder = folder or Path(slotwise.__file__).parents[2]
+    if not (folder / ".git").exists():
+        return ""
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=GIT_SECONDS, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def machine() -> str:
+    """The processor's model, as far as the system reports it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def write_json(path: Path | str, result: dict[str, Any]) -> None:
+    """Write the whole file or nothing.
+
+    Raises:
+        OSError: the folder cannot be written to.
+        ValueError: the result holds NaN or an infinity.
+    """
+    write_output(path, f"{json.dumps(result, allow_nan=False)}\n".encode())
+
+
+def default_filename(kind: str, model: str) -> str:
+    """A name with kind, model and time."""
+    name = "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in Path(model).name)
+    return f"{kind}-{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
+
+
+def _installed(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""

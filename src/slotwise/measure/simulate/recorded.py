@@ -1,0 +1,223 @@
+"""What an event log says for a simulation: the server's setup, its traffic, and what was measured.
+
+The step-time model goes on learning from the log's steps.  A log in a file holds prompts and outputs, so prefixes are
+shared as they were, and drafts from texts are found again; a stream holds no prompts, and none of its requests shares
+any.  A draft model is as often right, and takes as long for a pass, as it was and did.  Grammars are left out: the
+outputs are known.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from slotwise.core.limits import SchedulerLimits
+from slotwise.core.record import StepRecord
+from slotwise.core.speculation.speculation_settings import DRAFT_MODEL, PREDICTION, Speculation
+from slotwise.core.step_time import Work, work_of
+from slotwise.engine.messages import Add, Command, Configure, Finish
+from slotwise.engine.scheduling import Scheduling
+from slotwise.measure.simulate.figures import SERVED, SimulatedRequest, new_clock
+from slotwise.measure.simulate.pace import LearnedPace
+from slotwise.measure.simulate.simulator import Setup
+from slotwise.measure.simulate.virtual_machine import SimulatedDraftModel
+from slotwise.observe import event_log
+from slotwise.observe.step_time import ObservedStepTimes
+
+NS = 1e-9
+KEPT = 4096  # steps with and without prompts whose times are those of simulated ones
+OWN = 1 << 32  # token ids from here on tell prompts apart that are not known
+
+
+@dataclass
+class Recording:
+    """The last engine of a log.  Times are seconds of the log's clock."""
+
+    run: event_log.Run
+    times: ObservedStepTimes
+    commands: list[tuple[float, Command]] = field(default_factory=list)
+    names: dict[int, str] = field(default_factory=dict)  # by request, as all that follow
+    measured: dict[int, SimulatedRequest] = field(default_factory=dict)
+    outputs: dict[int, list[int]] = field(default_factory=dict)
+    tenants: dict[int, str] = field(default_factory=dict)
+    tiers: dict[int, str] = field(default_factory=dict)
+    partial: set[int] = field(default_factory=set)  # requests whose beginning or end is not in the log
+    scheduling: Scheduling | None = None  # the last that was set while the log was written; None: the engine's first
+    num_refused: int = 0
+    receives: bool = False  # prompts of its requests were computed by other engines
+    handling: float = 0.0  # median seconds from a request's first bytes to the engine, and from its first token's step
+    # to the first byte sent: tokenizing and detokenizing, which no simulation has
+
+    @property
+    def traffic(self) -> list[tuple[float, Command]]:
+        """The commands; a request ends after as many tokens as it had, or as the median had if it was not served."""
+        lengths = [len(self.outputs[number]) for number, one in self.measured.items() if one.reason in SERVED]
+        typical = statistics.median_low(lengths) if lengths else 1
+        return [(at, self._bounded(command, typical)) for at, command in self.commands]
+
+    def _bounded(self, command: Command, typical: int) -> Command:
+        if not isinstance(command, Add) or command.spec.pooling is not None:
+            return command
+        reason = self.measured[command.request_id].reason
+        if reason == "abort":  # it runs until its client leaves
+            return command
+        seen = len(self.outputs[command.request_id])
+        length = max(1, seen) if reason in ("", *SERVED) else typical
+        return Add(command.request_id, replace(command.spec, forced_length=length), name=command.name)
+
+
+def read_recording(entries: Iterable[event_log.Entry]) -> tuple[Setup, Recording]:
+    """Returns the setup of a log's last engine, and its traffic.
+
+    Raises:
+        ValueError: the log has no engine, or its engine has taken no step.
+    """
+    reader: _Reader | None = None
+    for entry in entries:
+        if isinstance(entry, event_log.Run):
+            reader = _Reader(entry)
+        elif reader is not None:
+            reader.feed(entry)
+    if reader is None:
+        raise ValueError("the log does not begin with an engine's start: was it saved from a stream?")
+    if not reader.recording.times.is_trained:
+        raise ValueError("the log has no steps, from which a machine's step times could be learned")
+    return reader.setup(), reader.recording
+
+
+class _Reader:
+    def __init__(self, run: event_log.Run) -> None:
+        self.recording = Recording(run, ObservedStepTimes(run.learned))
+        self._admitted: set[int] = set()
+        self._gaps: list[float] = []
+        self._clock = new_clock()  # when each step ended
+        self._busy_since = 0  # nanoseconds; 0: the last step left no work
+        # What steps took: without prompts, and with some.
+        self._taken: tuple[deque[tuple[Work, float]], ...] = (deque(maxlen=KEPT), deque(maxlen=KEPT))
+        self._acceptance = _Measured()
+        self._has_predictions = False
+        self._handling: tuple[list[float], list[float]] = ([], [])  # before the engine, and behind it
+
+    def setup(self) -> Setup:
+        run = self.recording.run
+        self.recording.partial |= {number for number, one in self.recording.measured.items() if not one.reason}
+        self.recording.handling = sum(statistics.median(each) for each in self._handling if each)
+        gap = statistics.fmean(self._gaps) if self._gaps else 0.0
+        limits: SchedulerLimits = run.scheduling.limits(run.limits)
+        speculation = self._speculation()
+        model = self._acceptance.model(speculation.num_drafts) if speculation else None
+        decoding, prompts = map(self._ratios, self._taken)
+        pace = LearnedPace(self.recording.times, gap, decoding, prompts)
+        return Setup(
+            limits, run.scheduling, pace, run.depth, run.eos_token_ids,
+            speculation=speculation, draft_model=model)
+
+    def _ratios(self, taken: Iterable[tuple[Work, float]]) -> tuple[float, ...]:
+        """Returns measured over predicted times, the smallest first; 1 where no step was measured."""
+        times = self.recording.times
+        found = [seconds / predicted for work, seconds in taken if (predicted := times.typical(work)) > 0]
+        return tuple(sorted(found)) or (1.0,)
+
+    def _speculation(self) -> Speculation | None:
+        """The engine's, unless none of the log's requests can have drafts by it."""
+        found = self.recording.run.speculation
+        if found is None or (found.method == PREDICTION and not self._has_predictions):
+            return None
+        return None if found.method == DRAFT_MODEL and not self._acceptance.compared else found
+
+    def feed(self, entry: event_log.Entry) -> None:
+        found = self.recording
+        match entry:
+            case event_log.Gap():
+                raise ValueError(f"{entry.missed} entries of the log are missing")
+            case event_log.RequestEntry():
+                found.names[entry.number] = entry.id
+                found.measured[entry.number] = SimulatedRequest(entry.ns * NS, self._clock)
+                found.outputs[entry.number] = []
+                found.tenants[entry.number] = entry.spec.slo.tenant
+                found.tiers[entry.number] = entry.spec.slo.tier
+                found.commands.append((entry.ns * NS, self._arrival(entry)))
+                if entry.timing.received_ns:
+                    self._handling[0].append((entry.ns - entry.timing.received_ns) * NS)
+            case event_log.Sent() if (first := self._first_token(entry.number)) is not None:
+                self._handling[1].append(max(0.0, entry.first_ns * NS - first))
+            case event_log.CommandEntry() if entry.scheduling is not None:
+                found.scheduling = entry.scheduling
+                found.commands.append((entry.ns * NS, Configure(entry.scheduling)))
+            case event_log.CommandEntry() if entry.reason != "stop" and entry.number in found.names:
+                found.commands.append((entry.ns * NS, Finish(entry.number, entry.reason)))
+            case event_log.Refusal():
+                found.num_refused += 1
+            case StepRecord():
+                self._step(entry)
+
+    def _first_token(self, number: int) -> float | None:
+        request = self.recording.measured.get(number)
+        return request.first_token if request is not None else None
+
+    def _arrival(self, entry: event_log.RequestEntry) -> Add:
+        spec = entry.spec
+        self._has_predictions |= bool(spec.prediction)
+        return Add(entry.number, replace(
+            spec, prompt=spec.prompt or (OWN + entry.number,) * entry.num_prompt,
+            params=replace(spec.params, grammar=None), stop_lengths=(), kv=None), name=entry.id)
+
+    def _keep(self, step: StepRecord) -> None:
+        """Keep what a step took, unless it captured a graph."""
+        work = work_of(step.plan.starts, step.plan.counts, step.plan.padding, step.plan.drafts)
+        again, times = work.repeated(), self.recording.times
+        if work.rows and times.typical(work) == times.typical(again):
+            began = max(step.started_ns, self._busy_since)
+            self._taken[work.pairs > 0].append((again, (step.ended_ns - began) * NS))
+
+    def _step(self, step: StepRecord) -> None:
+        found = self.recording
+        self._keep(step)
+        found.times.stepped(step)
+        self._acceptance.add(step)
+        found.receives |= bool(step.inputs.arrivals)
+        if self._busy_since and step.inputs.planned and step.plan.counts:
+            self._gaps.append(max(0.0, (step.inputs.planned[0] - self._busy_since) * NS))
+        self._busy_since = step.ended_ns if step.counters.num_running or step.counters.num_waiting else 0
+        self._admitted.update(admission.request_id for admission in step.admitted)
+        found.partial.update(number for number in step.plan.request_ids if number not in self._admitted)
+        at = len(self._clock)
+        self._clock.append(step.ended_ns * NS)
+        for number, tokens in zip(step.plan.request_ids, step.tokens, strict=False):
+            found.outputs[number] += tokens
+            for _ in tokens:
+                found.measured[number].add_tokens(at, at)
+        for end in step.ended:
+            request = found.measured[end.request_id]
+            request.ended, request.reason = step.ended_ns * NS, end.reason
+
+
+class _Measured:
+    """What a log shows of its draft model."""
+
+    def __init__(self) -> None:
+        self.compared: Counter[int] = Counter()  # by position: drafts that followed right ones only
+        self._right: Counter[int] = Counter()
+        self._seconds = 0.0
+        self._passes = 0
+
+    def add(self, step: StepRecord) -> None:
+        for number, right in step.verified if step.plan.drafts else ():
+            self.compared.update(range(min(number, right + 1)))
+            self._right.update(range(right))
+        if step.result.proposing is not None:
+            self._seconds += step.result.proposing.seconds
+            self._passes += step.result.proposing.passes
+
+    def model(self, most: int) -> SimulatedDraftModel | None:
+        """Returns the draft model, with shares of `most` positions; the last that was measured stands for those behind.
+
+        None: no draft was verified.
+        """
+        if not self.compared:
+            return None
+        shares = [self._right[position] / self.compared[position] for position in sorted(self.compared)][:most]
+        shares += shares[-1:] * (most - len(shares))
+        return SimulatedDraftModel(tuple(shares), self._seconds / self._passes if self._passes else 0.0)

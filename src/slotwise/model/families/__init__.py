@@ -1,1 +1,0 @@
-"""One file per family: how its config.json is read, and what its layers compute; `model/family_table.py` lists them."""

@@ -1,0 +1,1 @@
+"""What the operating system gives: files, child processes, the host, the terminal."""

@@ -1,0 +1,145 @@
+"""Grammars of required and strict calls, compiled by llguidance: what they accept is what the parsers read."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import llguidance
+import pytest
+
+from slotwise.api.parsers.call_grammar import Schemas, lark_of_regex
+from slotwise.api.parsers.output_format import TOOL_PARSERS, OutputFormat
+from slotwise.api.parsers.output_parser import gathered
+
+SPECIAL = ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>", "<|return|>",
+           "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>"]
+IDS = {spelling: 257 + index for index, spelling in enumerate(SPECIAL)}
+SCHEMAS: dict[str, Any] = {
+    "weather": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"],
+                "additionalProperties": False}, "time": {"type": "object"}}
+FLEXIBLE = {"x-guidance": {"whitespace_pattern": " ?"}}
+PARIS = '{"city": "Paris"}'
+REQUIRED = {  # one call, as each format has it
+    "hermes": f'<tool_call>\n{{"name": "weather", "arguments": {PARIS}}}\n</tool_call>',
+    "llama3_json": f'{{"name": "weather", "parameters": {PARIS}}}',
+    "openai": f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{PARIS}",
+    **dict.fromkeys(("mistral", "pythonic", "qwen3_xml", ""), f'[{{"name": "weather", "parameters": {PARIS}}}]'),
+}
+
+
+class Vocabulary:
+    """One token for each byte, and the special ones."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+    eos_token_id = 256
+
+    def __init__(self) -> None:
+        self.tokens = [bytes([byte]) for byte in range(256)] + [b"</s>", *map(str.encode, SPECIAL)]
+        self.special_token_ids = list(range(256, len(self.tokens)))
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return llguidance.LLTokenizer(Vocabulary(), n_vocab=257 + len(SPECIAL), eos_token=256)
+
+
+def schemas(most: int = 16) -> Schemas:
+    return Schemas({name: json.dumps(schema | FLEXIBLE) for name, schema in SCHEMAS.items()}, most)
+
+
+def accepts(tokenizer: Any, grammar: str | None, text: str) -> bool:
+    """Whether a whole output matches."""
+    assert grammar is not None
+    matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    ids, rest = [], text
+    while rest:
+        spelling = next((one for one in SPECIAL if rest.startswith(one)), None)
+        ids += list(rest[0].encode()) if spelling is None else [IDS[spelling]]
+        rest = rest[len(spelling or rest[0]):]
+    return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+
+
+def calls(form: OutputFormat, text: str, begun: bool | None = None) -> list[tuple[str, str]]:
+    markers = form.markers(SCHEMAS)
+    for spelling in SPECIAL:
+        text = text.replace(spelling, markers.of(spelling))
+    parser = form.parser(SCHEMAS, begun, is_written=True)
+    return [(call.name, call.arguments) for call in gathered(parser.feed(text) + parser.end()).calls]
+
+
+@pytest.mark.parametrize("tools", [*TOOL_PARSERS, ""])
+def test_a_required_call(tokenizer: Any, tools: str) -> None:
+    form = OutputFormat(tools, "", IDS)
+    grammar, text = form.grammar_of_calls(schemas(), None), REQUIRED[tools]
+    assert accepts(tokenizer, grammar, text) and calls(form, text) == [("weather", PARIS)]
+    for wrong in ("", "Hello", text.replace("city", "town"), text.replace("weather", "other"), text[:-1]):
+        assert not accepts(tokenizer, grammar, wrong)
+
+
+@pytest.mark.parametrize(("tools", "separator"), [("hermes", "\n"), ("llama3_json", "; ")])
+def test_several_required_calls(tokenizer: Any, tools: str, separator: str) -> None:
+    form = OutputFormat(tools, "", IDS)
+    text = separator.join([REQUIRED[tools]] * 3)
+    assert accepts(tokenizer, form.grammar_of_calls(schemas(), None), text)
+    assert calls(form, text) == [("weather", PARIS)] * 3
+    assert not accepts(tokenizer, form.grammar_of_calls(schemas(1), None), text)
+    assert not accepts(tokenizer, form.grammar_of_calls(schemas(), None), separator.join([REQUIRED[tools]] * 17))
+
+
+@pytest.mark.parametrize(("reasoning", "begun", "thoughts", "others"), [
+    ("qwen3", None, ["", "<think>\nHm.</think>\n\n"], ["Hm.</think>"]),
+    ("qwen3", True, ["Hm.</think>\n\n", "</think>"], ["", "Hm."]), ("qwen3", False, [""], ["<think>Hm.</think>"]),
+    ("deepseek_r1", None, ["Hm.\n</think>"], [""]),
+])
+def test_calls_and_answers_begin_after_the_reasoning(
+    tokenizer: Any, reasoning: str, begun: bool | None, thoughts: list[str], others: list[str],
+) -> None:
+    form = OutputFormat("hermes", reasoning, IDS)
+    answer = form.grammar_of_answer(lark_of_regex(r"a/b|\/"), begun)
+    for thought in thoughts:
+        text = thought + REQUIRED["hermes"]
+        assert accepts(tokenizer, form.grammar_of_calls(schemas(), begun), text)
+        assert calls(form, text, begun) == [("weather", PARIS)]
+        assert accepts(tokenizer, answer, thought + "a/b") and accepts(tokenizer, answer, thought + "/")
+        assert not accepts(tokenizer, answer, thought + "c")
+    for other in others:
+        assert not accepts(tokenizer, form.grammar_of_calls(schemas(), begun), other + REQUIRED["hermes"])
+
+
+def test_harmony_reasons_before_a_call_and_an_answer(tokenizer: Any) -> None:
+    form = OutputFormat("openai", "openai", IDS)
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    assert accepts(tokenizer, form.grammar_of_calls(schemas(), None), thought + REQUIRED["openai"])
+    answer = form.grammar_of_answer('"yes"', None, schemas())
+    assert accepts(tokenizer, answer, thought + "<|channel|>final<|message|>yes")
+    assert accepts(tokenizer, answer, REQUIRED["openai"])
+    assert not accepts(tokenizer, answer, "<|channel|>final<|message|>no")
+
+
+@pytest.mark.parametrize("tools", ["hermes", "llama3_json", "openai"])
+def test_strict_calls_match_their_schemas_and_text_is_free(tokenizer: Any, tools: str) -> None:
+    grammar = OutputFormat(tools, "", IDS).grammar_of_strict(schemas(), None)
+    text = REQUIRED[tools]
+    for right in (text, "Hello {}" if tools != "openai" else "<|channel|>final<|message|>Hello"):
+        assert accepts(tokenizer, grammar, right)
+    if tools == "hermes":
+        assert accepts(tokenizer, grammar, f"I look.\n{text}\n{text}\n")
+    assert not accepts(tokenizer, grammar, text.replace("city", "town"))
+    assert not accepts(tokenizer, grammar, text.replace("weather", "other"))
+
+
+def test_an_answer_or_a_call(tokenizer: Any) -> None:
+    grammar = OutputFormat("hermes", "", IDS).grammar_of_answer('%json {"type": "integer"}', None, schemas())
+    assert accepts(tokenizer, grammar, "17") and accepts(tokenizer, grammar, REQUIRED["hermes"])
+    assert not accepts(tokenizer, grammar, "x")
+
+
+def test_formats_that_no_grammar_describes() -> None:
+    for tools in ("qwen3_xml", "pythonic", "mistral", ""):
+        assert OutputFormat(tools, "", IDS).grammar_of_strict(schemas(), None) is None

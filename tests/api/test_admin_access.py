@@ -1,0 +1,89 @@
+"""Who may use the routes that change the server, where there is no key for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import pytest
+from api.test_containment import scenario
+from support.live import serving
+from support.live_server import JSON, running
+
+from slotwise.api.asgi import App
+from slotwise.api.http.api_errors import ApiError
+from slotwise.api.limits.api_keys import ApiKeys
+from slotwise.api.limits.browsers import is_local
+
+SCHEDULING = "/admin/scheduling"
+
+
+def test_without_any_key_clients_on_this_machine_may(folder: Path, tmp_path: Path) -> None:
+    with running(folder, tmp_path / "engine", "host=0.0.0.0") as server:
+        for method in ("GET", "PUT"):
+            asks = {"content": "{}"} if method == "PUT" else {}
+            answer = server.client.request(method, server.url + SCHEDULING, headers=JSON, **asks)
+            assert answer.status_code == 200
+            for header in ("X-Forwarded-For", "Forwarded", "X-Real-IP", "Via"):
+                headers = JSON | {header: "10.0.0.1"}
+                told = server.client.request(method, server.url + SCHEDULING, headers=headers, **asks)
+                assert told.status_code == 403 and told.json()["error"]["code"] == "admin_key_needed"
+                assert "--admin-api-key" in told.json()["error"]["message"]
+        assert server.client.get(server.url + "/v1/models", headers={"Via": "1.1 proxy"}).status_code == 200
+
+
+ADDRESSES = {
+    "127.0.0.1": 200, "127.9.9.9": 200, "::1": 200, "::ffff:127.0.0.1": 200, "10.0.0.1": 403, "192.168.0.7": 403,
+    "2001:db8::1": 403, "::ffff:10.0.0.1": 403, "fe80::1%eth0": 403, "": 403}
+
+
+def test_a_client_of_another_machine_may_not(folder: Path) -> None:
+    async def play(app: App, _: httpx.AsyncClient) -> None:
+        for address, status in ADDRESSES.items():
+            transport = httpx.ASGITransport(app, client=(address, 1))
+            async with httpx.AsyncClient(transport=transport, base_url="http://toy") as client:
+                assert (await client.get(SCHEDULING)).status_code == status, address
+                assert (await client.put(SCHEDULING, json={})).status_code == status, address
+                assert (await client.get("/version")).status_code == 200
+
+    scenario(folder, play)
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_an_admin_key_is_asked_for_and_enough_anywhere(is_local: bool) -> None:
+    for keys in (ApiKeys([], "root"), ApiKeys(["one"], "root")):
+        assert keys.admin(b"Bearer root", is_local=is_local)
+        for header, status in ((b"", 401), (b"Bearer two", 401), *([(b"Bearer one", 403)] if keys.needed else [])):
+            with pytest.raises(ApiError) as refused:
+                keys.admin(header, is_local=is_local)
+            assert refused.value.status == status
+
+
+def test_with_keys_and_no_admin_key_no_client_may(folder: Path, tmp_path: Path) -> None:
+    with running(folder, tmp_path / "engine", "api_keys=one,two") as server:
+        for method in ("GET", "PUT"):
+            for key, status in (("", 401), ("three", 401), ("one", 403), ("two", 403)):
+                headers = JSON | ({"Authorization": f"Bearer {key}"} if key else {})
+                told = server.client.request(method, server.url + SCHEDULING, headers=headers,
+                                             content="{}" if method == "PUT" else None)
+                assert told.status_code == status
+        assert "--admin-api-key" in told.json()["error"]["message"]
+        assert server.get("/admin/nowhere", Authorization="Bearer one").status_code == 403
+
+
+@pytest.mark.parametrize(("address", "headers", "local"), [
+    ("127.0.0.1", {}, True), ("127.0.0.1", {b"x-forwarded-for": b""}, False), ("localhost.example", {}, False),
+    ("10.0.0.1", {b"x-forwarded-for": b"127.0.0.1"}, False), ("127.0.0.1", {b"x-real-ip": b"127.0.0.1"}, False)])
+def test_what_comes_from_this_machine(address: str, headers: dict[bytes, bytes], local: bool) -> None:
+    assert is_local(address, headers) == local
+
+
+@pytest.mark.parametrize(("arguments", "line"), [
+    ((), "/v1/unload_lora_adapter answer clients on this machine only"),
+    (("--api-key", "k"), "/v1/unload_lora_adapter answer no client"),
+    (("--admin-api-key", "root"), "")])
+def test_the_log_says_at_the_start_who_may(tmp_path: Path, arguments: tuple[str, ...], line: str) -> None:
+    with serving(*arguments, log=tmp_path / "log"):
+        pass
+    lines = [one for one in (tmp_path / "log").read_text().splitlines() if "/admin/" in one]
+    assert len(lines) == bool(line) and all(line in one and "--admin-api-key" in one for one in lines)

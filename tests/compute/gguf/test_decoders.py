@@ -1,0 +1,112 @@
+"""A model in GGUF computes the tokens of the safetensors checkpoint that it was made from."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.checkpoints import FAMILIES, class_name, make, one_thread, prompts
+from support.gguf_files import ARCHITECTURES, write
+from support.ragged import Driver
+
+from slotwise.compute.kernels.reference import ReferenceKernels
+from slotwise.compute.model.loading import load_model, read_config
+
+MAX_TOKENS = 16
+SHORT, LONG = [1, 7, 18], [5, 200]  # tokens; shorter than the windows of Mistral and Qwen 2, which files do not have
+
+
+CONVERTED = [family for family in FAMILIES if f"{class_name(family)}ForCausalLM" in ARCHITECTURES]
+GEMMA = {"tie_word_embeddings": True, "query_pre_attn_scalar": 32}
+USUAL: dict[str, dict[str, Any]] = {  # what files do not say, as it is in published models
+    "gemma2": GEMMA, "gemma3": GEMMA | {"num_hidden_layers": 7, "sliding_window_pattern": 6},
+    "smollm3": {"no_rope_layer_interval": 4, "use_sliding_window": False}, "mixtral": {"sliding_window": None},
+    "qwen3_moe": {"decoder_sparse_step": 1}}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return cache(lambda family: make(family, tmp_path_factory.mktemp(family), **USUAL.get(family, {})))
+
+
+def tokens(model: Path, lengths: list[int]) -> list[list[int]]:
+    with one_thread():
+        decoder = load_model(model, kernels=ReferenceKernels(), dtype="float32")
+        return Driver(decoder).greedy(prompts(lengths), MAX_TOKENS)
+
+
+@pytest.mark.parametrize("family", CONVERTED)
+def test_a_file_computes_the_tokens_of_its_checkpoint(
+    family: str, checkpoint: Callable[[str], Path], tmp_path: Path,
+) -> None:
+    folder = checkpoint(family)
+    lengths = SHORT if family in ("mistral", "qwen2") else SHORT + LONG
+    assert tokens(write(folder, tmp_path / "model.gguf"), lengths) == tokens(folder, lengths)
+
+
+@pytest.mark.parametrize("rope", [
+    {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0},
+    {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 256},
+], ids=lambda rope: rope["rope_type"])
+def test_scaled_ropes(rope: dict[str, object], tmp_path: Path) -> None:
+    folder = make("llama2", tmp_path / "checkpoint", rope_parameters=rope, max_position_embeddings=1024)
+    path = write(folder, tmp_path / "model.gguf")
+    assert torch.equal(*(read_config(model).ropes[0].inverse_frequencies(32) for model in (folder, path)))
+    assert tokens(path, LONG) == tokens(folder, LONG)
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16"])
+def test_types_of_two_bytes(kind: str, tmp_path: Path) -> None:
+    dtype = {"F16": "float16", "BF16": "bfloat16"}[kind]
+    folder = make("qwen3", tmp_path / "checkpoint", dtype=dtype)
+    path = write(folder, tmp_path / "model.gguf", kind)
+    assert read_config(path).dtype == read_config(folder).dtype == getattr(torch, dtype)
+    assert tokens(path, SHORT) == tokens(folder, SHORT)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+@pytest.mark.parametrize("family", ["llama3", "qwen3"])
+def test_quantized_types_compute_what_the_gguf_package_makes_of_them(
+    family: str, kind: str, checkpoint: Callable[[str], Path], tmp_path: Path,
+) -> None:
+    """Of Llama the rows of queries and keys are put back into their order within the packed blocks."""
+    folder = checkpoint(family)
+    path = write(folder, tmp_path / "model.gguf", kind)
+    assert tokens(path, SHORT) == tokens(dequantized(folder, path, tmp_path / "dequantized"), SHORT)
+
+
+def dequantized(folder: Path, path: Path, target: Path) -> Path:
+    """A copy of the checkpoint with each matrix rounded as the file has it: rows are independent."""
+    shutil.copytree(folder, target)
+    kinds = {tensor.tensor_type for tensor in gguf.GGUFReader(path).tensors} - {gguf.GGMLQuantizationType.F32}
+    (kind,) = kinds
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if tensor.ndim == 2:
+            tensors[name] = torch.from_numpy(gguf.dequantize(gguf.quantize(tensor.numpy(), kind), kind))
+    save_file(tensors, target / "model.safetensors")
+    return target
+
+
+def test_a_split_file_is_one_model(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = checkpoint("llama2")
+    first = write(folder, tmp_path / "model.gguf", parts=3)
+    assert len(list(tmp_path.glob("*.gguf"))) == 3
+    assert tokens(first, SHORT) == tokens(folder, SHORT) == tokens(tmp_path, SHORT)
+    last = next(iter(tmp_path.glob("*-00003-of-*.gguf")))
+    assert tokens(last, SHORT) == tokens(folder, SHORT)
+
+
+def test_windows_and_soft_caps_are_read(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = checkpoint("gemma2")
+    found, expected = read_config(write(folder, tmp_path / "model.gguf")), read_config(folder)
+    assert found.windows == expected.windows and found.logit_soft_cap == expected.logit_soft_cap
+    assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] == found.tie_word_embeddings

@@ -1,0 +1,188 @@
+"""The gated delta rule of the CPU against the reference, and both against transformers' own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.paged import distance
+from torch import Tensor
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
+
+from slotwise.compute.kernels.checked import CheckedKernels
+from slotwise.compute.kernels.cpu.kernels import CpuKernels
+from slotwise.compute.kernels.interface import (
+    AttentionShape,
+    DeltaShape,
+    DeltaWeights,
+    Kernels,
+    LayerCache,
+    RaggedBatch,
+)
+from slotwise.compute.kernels.reference import ReferenceKernels
+
+CPU, REFERENCE = CheckedKernels(CpuKernels(threads=2)), CheckedKernels(ReferenceKernels())
+EVERY = pytest.mark.parametrize("kernels", [CPU, REFERENCE], ids=["cpu", "reference"])
+BLOCKS = 60
+
+
+@dataclass
+class Sequence:
+    """A row's inputs, how far they are computed, and its blocks."""
+
+    mixed: Tensor
+    gates: Tensor
+    blocks: list[int]
+    done: int = 0
+
+
+class Layer:
+    """A layer over a cache whose blocks hold NaN where nothing was written."""
+
+    def __init__(self, kernels: Kernels, shape: DeltaShape, kind: torch.dtype, block_size: int, seed: int = 0) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        heads = shape.num_value_heads
+        self.kernels, self.shape, self.kind, self.block_size, self._draw = kernels, shape, kind, block_size, draw
+        self.weights = DeltaWeights(
+            self._normal(shape.taps, shape.channels), -self._normal(heads).exp(), self._normal(heads),
+            1 + 0.1 * self._normal(shape.value_dim), 1e-6)
+        self.cache: LayerCache = kernels.allocate_cache(BLOCKS, block_size, shape, kind)
+        for piece in kernels.cache_pieces(self.cache):
+            piece.view(torch.int8).fill_(-1)
+        self._free = torch.randperm(BLOCKS, generator=draw).tolist()
+
+    def _normal(self, *size: int) -> Tensor:
+        return torch.randn(*size, generator=self._draw)
+
+    def sequence(self, tokens: int) -> Sequence:
+        """A new one of so many tokens."""
+        mixed = self._normal(tokens, self.shape.channels + self.shape.values).to(self.kind)
+        gates = self._normal(tokens, 2 * self.shape.num_value_heads).to(self.kind)
+        return Sequence(mixed, gates, [self._free.pop() for _ in range(-(-tokens // self.block_size))])
+
+    def step(self, rows: list[tuple[Sequence, int]], on_trial: list[int] | None = None) -> list[Tensor]:
+        """Computes the next so many tokens of each row."""
+        counts = [count for _, count in rows]
+        starts = torch.tensor([0, *counts]).cumsum(0)
+        contexts = [sequence.done + count for sequence, count in rows]
+        tables = torch.full((len(rows), max(len(row.blocks) for row, _ in rows) + 1), -1, dtype=torch.int32)
+        for table, (row, _) in zip(tables, rows, strict=True):
+            table[: len(row.blocks)] = torch.tensor(row.blocks)
+        zeros = torch.zeros(int(starts[-1]), dtype=torch.int64)
+        batch = RaggedBatch(zeros, zeros, zeros, starts.int(), torch.tensor(contexts).int(), tables, starts[1:] - 1,
+                            max(counts), max(contexts),
+                            on_trial=None if on_trial is None else torch.tensor(on_trial, dtype=torch.int32))
+        parts = [slice(row.done, row.done + count) for row, count in rows]
+        out = self.kernels.gated_delta(
+            torch.cat([row.mixed[part] for (row, _), part in zip(rows, parts, strict=True)]),
+            torch.cat([row.gates[part] for (row, _), part in zip(rows, parts, strict=True)]),
+            self.weights, self.cache, batch, self.shape)
+        for row, count in rows:
+            row.done += count
+        return list(out.split(counts))
+
+
+SHAPES = st.builds(
+    lambda keys, per_key, key_dim, value_dim, taps: DeltaShape(keys, keys * per_key, key_dim, value_dim, taps),
+    st.integers(1, 3), st.integers(1, 3), st.integers(1, 20), st.integers(1, 40), st.integers(1, 5))
+
+
+@settings(max_examples=25, deadline=None)
+@given(SHAPES, st.sampled_from([torch.float32, torch.bfloat16]), st.sampled_from([1, 3, 16]),
+       st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), min_size=1, max_size=3))
+def test_chunks_of_rows_in_company(shape, kind, block_size, chunks):
+    """Each list holds a row's chunks, computed in as many steps."""
+    if sum(map(sum, chunks)) // block_size + len(chunks) > BLOCKS:
+        block_size = 16
+    done = []
+    for kernels in (CPU, REFERENCE):
+        layer = Layer(kernels, shape, kind, block_size)
+        sequences, results = [layer.sequence(sum(counts)) for counts in chunks], []
+        for turn in range(3):
+            rows = [(row, counts[turn]) for row, counts in zip(sequences, chunks, strict=True) if turn < len(counts)]
+            results += layer.step(rows) if rows else []
+        done.append(torch.cat(results))
+    assert distance(*done) < (1e-5 if kind == torch.float32 else 6e-3)
+
+
+@EVERY
+def test_the_rule_is_that_of_transformers(kernels):
+    shape = DeltaShape(2, 4, 16, 24, 3)
+    layer = Layer(kernels, shape, torch.float32, 16)
+    row = layer.sequence(41)
+    x, z = row.mixed.split([shape.channels, shape.values], dim=1)
+    padded = torch.nn.functional.pad(x, (0, 0, 2, 0))
+    mixed = torch.nn.functional.silu(sum(padded[tap : tap + 41] * layer.weights.convolution[tap] for tap in range(3)))
+    query, key, value = (part.reshape(1, 41, -1, size) for part, size in zip(
+        mixed.split([32, 32, 96], dim=1), (16, 16, 24), strict=True))
+    b, a = row.gates.chunk(2, dim=1)
+    decay = layer.weights.rate * torch.nn.functional.softplus(a + layer.weights.step_bias)
+    out, _ = torch_recurrent_gated_delta_rule(query, key, value, decay[None], b.sigmoid()[None],
+                                              use_qk_l2norm_in_kernel=True)
+    normed = torch.nn.functional.rms_norm(out[0], (24,), layer.weights.norm, 1e-6)
+    expected = normed.flatten(1) * torch.nn.functional.silu(z)
+    assert distance(torch.cat([layer.step([(row, count)])[0] for count in (1, 20, 4, 16)]), expected) < 1e-5
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_neither_chunks_nor_company_change_a_bit(kind):
+    shape = DeltaShape(2, 4, 32, 32, 4)
+    whole = Layer(CPU, shape, kind, 16)
+    alone = whole.step([(whole.sequence(70), 70)])[0]
+    layer = Layer(CPU, shape, kind, 16)
+    row, other = layer.sequence(70), layer.sequence(40)
+    parts = [layer.step([(row, count), (other, 8)])[0] for count in (33, 1, 14, 22)]
+    assert torch.equal(torch.cat(parts), alone)
+
+
+@EVERY
+def test_a_row_on_trial_yields_the_same_and_changes_no_state(kernels):
+    plain, layer = (Layer(kernels, DeltaShape(2, 4, 8, 8, 3), torch.float32, 4) for _ in range(2))
+    row, other = plain.sequence(20), plain.sequence(20)
+    plain.step([(row, 3), (other, 5)])
+    expected = torch.cat(plain.step([(row, 9), (other, 2)]))
+    row, other = layer.sequence(20), layer.sequence(20)
+    layer.step([(row, 3), (other, 5)])
+
+    def stored() -> Tensor:
+        return torch.cat([piece.view(torch.int8).flatten() for piece in kernels.cache_pieces(layer.cache)])
+
+    before = stored().clone()
+    for flags in ([1, 1], [7, 0]):
+        row.done, other.done = 3, 5
+        assert torch.equal(torch.cat(layer.step([(row, 9), (other, 2)], flags)), expected)
+        assert torch.equal(stored(), before) == (flags == [1, 1])
+    row.done = 3
+    assert torch.equal(layer.step([(row, 9)])[0], expected[:9])
+
+
+@EVERY
+def test_a_full_block_is_a_snapshot_from_which_another_row_goes_on(kernels):
+    layer = Layer(kernels, DeltaShape(1, 2, 8, 8, 4), torch.float32, 4)
+    row = layer.sequence(14)
+    expected = layer.step([(row, 14)])[0]
+    for blocks in (1, 2, 3):  # the states behind 4, 8 and 12 tokens, though the row went on
+        other = Sequence(row.mixed, row.gates, row.blocks[:blocks] + layer.sequence(16).blocks, 4 * blocks)
+        assert torch.equal(layer.step([(other, 14 - other.done)])[0], expected[4 * blocks :])
+
+
+@EVERY
+def test_states_lie_in_blocks_of_keys_and_values_that_are_as_large(kernels):
+    shape, attention = DeltaShape(1, 2, 8, 8, 4), AttentionShape(2, 1, 16, 0.25)
+    alone, shared = (Layer(kernels, shape, torch.float32, 16) for _ in range(2))
+    assert kernels.cache_bytes_per_block(16, attention, torch.float32) >= shape.state_bytes
+    assert kernels.cache_bytes_per_block(16, shape, torch.float32) == shape.state_bytes
+    shared.cache = kernels.allocate_cache(BLOCKS, 16, attention, torch.float32)
+    results = [torch.cat([layer.step([(row, count)])[0] for count in (30, 9)])
+               for layer in (alone, shared) for row in [layer.sequence(39)]]
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_sigmoid_mul(kind):
+    gate, x = torch.randn(5, 33).to(kind), torch.randn(5, 33).to(kind)
+    assert distance(CPU.sigmoid_mul(gate, x), gate.double().sigmoid() * x.double()) < 5e-3
+    assert distance(CPU.sigmoid_mul(gate, x), REFERENCE.sigmoid_mul(gate, x)) < 5e-3

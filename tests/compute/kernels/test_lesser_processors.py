@@ -1,0 +1,95 @@
+"""The kernels' tests once more, as on processors without AVX-512, or without its later parts: slower, and right."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slotwise.compute.kernels.cpu.processor import AVX512, has
+from slotwise.compute.kernels.cpu.products.paths import VARIABLE
+
+HASWELL = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "", "ATEN_CPU_CAPABILITY": "avx2",
+           "ONEDNN_MAX_CPU_ISA": "AVX2"}
+SKYLAKE = {"NUMBA_CPU_NAME": "skylake-avx512", "NUMBA_CPU_FEATURES": ""}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("processor", "names"), [
+    (HASWELL, ("lesser_processor", "test_cpu_tokens", "test_cpu_attention", "test_int8_cache")),
+    pytest.param(SKYLAKE, ("test_cpu_tokens", "test_linear_int"),
+                 marks=pytest.mark.skipif(not AVX512, reason="wants a processor with AVX-512"))],
+    ids=["without-avx512", "without-vnni-and-halves"])
+def test_kernels_are_right(processor, names):
+    tests = [f"tests/compute/kernels/{name}.py" for name in names]
+    environment = os.environ | processor
+    environment.pop(VARIABLE, None)  # a path that is forced for this processor may not be there on that one
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests], env=environment,
+        capture_output=True, text=True, cwd=Path(__file__).parents[3])
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_packed_blocks_are_right_without_avx512():
+    """A type of each way to unpack codes and scales."""
+    environment = os.environ | HASWELL
+    environment.pop(VARIABLE, None)
+    chosen = "test_products and (Q2_K or Q4_K or Q6_K or Q8_0 or IQ4_NL) or rows_of_a_table and Q6_K"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", chosen,
+         "tests/compute/kernels/test_linear_blocks.py"],
+        env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[3])
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+RUN_AS_WITH_AVX_VNNI = """
+import sys
+import pytest
+from slotwise.compute.kernels.cpu import linear_int, paths, processor
+
+linear_int.has_vnni_gemm = lambda: True
+assert paths.quantized("") == "vnni" and not processor.AVX512
+sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-k", "vnni", "tests/compute/kernels/test_linear_int.py"]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not has("avx512vnni"), reason="wants a processor with AVX-512 VNNI")
+def test_products_of_bytes_are_right_in_vectors_of_256_bits():
+    """As on a processor with AVX-VNNI, by AVX-512's instruction for such vectors, which computes the same."""
+    environment = os.environ | HASWELL | {"NUMBA_CPU_FEATURES": "+avx2,+fma,+avx512f,+avx512vl,+avx512vnni"}
+    environment.pop(VARIABLE, None)
+    done = subprocess.run([sys.executable, "-c", RUN_AS_WITH_AVX_VNNI], env=environment, capture_output=True, text=True,
+                          cwd=Path(__file__).parents[3])
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+PRINT_ASSEMBLY = """
+import torch
+from numba import cfunc
+from slotwise.compute.kernels.cpu import linear_int, paths
+
+product = linear_int.PRODUCT[8, torch.bfloat16, paths.quantized("")]
+print(cfunc("void(int64)", nopython=True)(product.code._entry)._library.get_asm_str())
+"""
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="wants a compiler for x86-64")
+@pytest.mark.parametrize(("name", "features", "instruction"), [
+    ("alderlake", "+avx2,+fma,+avxvnni", "{vex} vpdpbusd"), ("haswell", "+avx2,+fma", "vpmaddubsw")])
+def test_without_avx512_bytes_are_added_by_what_the_processor_has(name, features, instruction):
+    target = {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features, "ATEN_CPU_CAPABILITY": "avx2"}
+    done = subprocess.run([sys.executable, "-c", PRINT_ASSEMBLY], env=os.environ | target, capture_output=True,
+                          text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    used = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    of_bytes = [line for line in used if "vpdpbusd" in line or "vpmaddubsw" in line]
+    assert of_bytes and all(line.startswith(instruction) and "%ymm" in line for line in of_bytes)
+    assert not any("%zmm" in line for line in used)

@@ -1,0 +1,55 @@
+"""After a start no request waits for a kernel to be compiled or loaded."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from support.quantized_matrices import random_matrix
+
+from slotwise.compute.kernels.cpu.jit.compiler import CompiledKernel
+from slotwise.compute.kernels.cpu.kernels import CpuKernels
+from slotwise.compute.kernels.cpu.products import paths
+from slotwise.compute.kernels.matrix import Format
+
+SCRIPT = """
+import json, sys
+from slotwise import LLM, SamplingParams
+from slotwise.compute.kernels.cpu.jit.compiler import CompiledKernel
+from slotwise.offline.sampling_params import StructuredOutputsParams
+
+llm = LLM(device="cpu", max_num_seqs=4, max_model_len=256, kv_cache_memory=8 << 20, **json.loads(sys.argv[1]))
+late, ready = [], CompiledKernel._ready
+CompiledKernel._ready = lambda self: late.append(self.name) or ready(self)
+choice = StructuredOutputsParams(choice=["first", "second"])
+outputs = llm.generate(["def", "def", "def", "def"], [
+    SamplingParams(temperature=0.0, max_tokens=8), SamplingParams(temperature=1.0, seed=1, max_tokens=8, logprobs=2),
+    SamplingParams(temperature=0.0, max_tokens=8, structured_outputs=choice),
+    SamplingParams(temperature=1.0, seed=1, max_tokens=8, structured_outputs=choice)], use_tqdm=False)
+print(json.dumps([late, [output.outputs[0].text for output in outputs]]))
+"""
+
+
+@pytest.mark.parametrize("settings", [{}, {"quantization": "int8"}], ids=["default", "int8"])
+def test_every_kernel_of_a_request_is_ready_after_the_start(settings: dict[str, str]) -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT, json.dumps(settings)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    late, texts = json.loads(done.stdout)
+    assert set(texts[2:]) <= {"first", "second"}
+    assert late == []
+
+
+def test_kernels_of_a_format_are_ready_once_a_matrix_was_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_no_other_test = Format(5, 112, torch.float16, zero=16)
+    matrix, kernels = random_matrix(of_no_other_test, 64, 224), CpuKernels(1)
+    assert kernels.product_path(torch.float32) == "float32"
+    embed, product = kernels.embedding(matrix, torch.float32), kernels.head(matrix)
+    kernels.warm_up(torch.float32)
+    late: list[str] = []
+    monkeypatch.setattr(CompiledKernel, "_ready", lambda code: late.append(code.name))
+    assert product(embed(torch.tensor([1, 2]))).shape == (2, 64)
+    assert late == []
+    assert kernels.product_path(torch.float32) == paths.quantized("")

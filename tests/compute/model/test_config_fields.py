@@ -1,0 +1,311 @@
+"""Every field of transformers' config classes is without effect, obeyed as there, or refused by name.
+
+The fields are found by inspection: a release that adds one fails here until it stands in one of the lists.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoints import edit_config, greedy, make, one_thread, prompts
+from support.ragged import Driver
+
+from slotwise.compute.kernels.reference import ReferenceKernels
+from slotwise.compute.model.loading import load_model, read_config
+from slotwise.compute.model.model_config import ModelConfig
+from slotwise.errors import CheckpointError
+
+pytestmark = pytest.mark.slow
+
+WINDOWS = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+LENGTHS = [5, 60]  # tokens; the second prompt is longer than every window
+CLOSE, FAR = 1e-3, 1e-2  # differences of logits: of two ways to compute, and of two models
+
+CALM = {"initializer_range": 0.1}  # recurrent states repeat rounding errors, and wide weights multiply them
+
+# By class: the family of `checkpoints`, and fields that make others matter.
+BASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "LlamaConfig": ("llama2", {}),
+    "MistralConfig": ("mistral", {"sliding_window": 20}),
+    "Qwen2Config": ("qwen2", WINDOWS | {"num_key_value_heads": 2}),
+    "Qwen3Config": ("qwen3", WINDOWS),
+    "Gemma2Config": ("gemma2", {"sliding_window": 20}),
+    "Gemma3TextConfig": ("gemma3", {"sliding_window": 20}),
+    "Phi3Config": ("phi3", {"sliding_window": 20}),
+    "GraniteConfig": ("granite", {}),
+    "SmolLM3Config": ("smollm3", {"sliding_window": 20}),
+    "Olmo2Config": ("olmo2", {}),
+    "Olmo3Config": ("olmo3", {"sliding_window": 20}),
+    "MixtralConfig": ("mixtral", {"sliding_window": 20}),
+    "Qwen2MoeConfig": ("qwen2_moe", WINDOWS),
+    "Qwen3MoeConfig": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 20}),
+    "OlmoeConfig": ("olmoe", {}),
+    "GraniteMoeConfig": ("granite_moe", {}),
+    "GptOssConfig": ("gpt_oss", {"sliding_window": 20}),
+    "Qwen3NextConfig": ("qwen3_next", CALM),
+    "Qwen3_5TextConfig": ("qwen3_5", CALM),
+    "Qwen3_5MoeTextConfig": ("qwen3_5_moe", CALM),
+    "MinistralConfig": ("ministral", {"sliding_window": 20}),
+    "GlmConfig": ("glm", {}),
+    "Glm4Config": ("glm4", {}),
+    "Ernie4_5Config": ("ernie4_5", {}),
+    "HeliumConfig": ("helium", {}),
+    "SeedOssConfig": ("seed_oss", {}),
+    "Exaone4Config": ("exaone4", {"sliding_window": 20, "num_hidden_layers": 4}),
+}
+READ_BESIDE = {  # fields that transformers obeys, but the class does not list
+    "MistralConfig": {"layer_types"}, "Gemma3TextConfig": {"sliding_window_pattern"}}
+DERIVED = ("layer_types", "no_rope_layers")  # that transformers writes, from other fields
+
+# Values that change nothing, neither in transformers' logits nor in what Slotwise reads.
+NOTHING: dict[str, Any] = {
+    "transformers_version": "4.1.0", "output_hidden_states": True, "return_dict": False, "chunk_size_feed_forward": 4,
+    "id2label": {"0": "a"}, "label2id": {"a": 0}, "problem_type": "regression", "num_labels": 3,
+    "initializer_range": 0.9, "use_cache": False, "pad_token_id": 5, "bos_token_id": 5, "attention_dropout": 0.5,
+    "pretraining_tp": 2, "name_or_path": "elsewhere", "output_attentions": True,
+    "allow_global_per_layer_attribute_access": True, "serialize_explicit_per_layer_config": True,
+    "resid_pdrop": 0.5, "embd_pdrop": 0.5, "original_max_position_embeddings": 512, "router_aux_loss_coef": 0.5,
+    "router_jitter_noise": 0.5, "output_router_logits": False, "residual_dropout": 0.5,
+}  # fmt: skip
+
+# Values that the same weights obey: the logits change, in both alike.
+LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 3.0}
+EDITED: dict[str, Any] = {
+    "rms_norm_eps": 0.5, "rope_parameters": LINEAR, "rope_scaling": LINEAR, "sliding_window": 9,
+    "use_sliding_window": False, "max_window_layers": 2, "layer_types": MIXED, "query_pre_attn_scalar": 80,
+    "attn_logit_softcapping": 1.0, "final_logit_softcapping": 1.0, "sliding_window_pattern": 3,
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.3, "logits_scaling": 2.5,
+    "no_rope_layers": [1, 1, 0, 1], "no_rope_layer_interval": 3, "num_experts_per_tok": 1, "norm_topk_prob": True,
+    "swiglu_alpha": 0.5, "swiglu_limit": 0.3,
+}  # fmt: skip
+
+# Values that other weights obey: a checkpoint is made with each.
+BUILT: dict[str, Any] = {
+    "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 5, "num_attention_heads": 8,
+    "num_key_value_heads": 1, "head_dim": 16, "tie_word_embeddings": ..., "attention_bias": True, "mlp_bias": True,
+    "num_experts": 5, "num_local_experts": 5, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
+    "linear_conv_kernel_dim": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 8, "linear_num_value_heads": 8,
+    "linear_num_key_heads": 4,
+    "decoder_sparse_step": 3, "mlp_only_layers": [0], "qkv_bias": False, "use_bias": False, "attention_out_bias": False,
+}  # fmt: skip
+
+# Values that the reader obeys without the logits: what must be read from them.
+READ: dict[str, tuple[Any, Callable[[ModelConfig], Any], Any]] = {
+    "dtype": ("bfloat16", lambda config: config.dtype, torch.bfloat16),
+    "torch_dtype": ("bfloat16", lambda config: config.dtype, torch.bfloat16),
+    "eos_token_id": ([7, 9], lambda config: config.eos_token_ids, (7, 9)),
+    "max_position_embeddings": (128, lambda config: config.max_position_embeddings, 128),
+}
+REFUSED: dict[str, Any] = {
+    "hidden_act": "gelu", "hidden_activation": "relu", "is_encoder_decoder": True, "model_type": "opt",
+    "architectures": ["OPTForCausalLM"], "per_layer_config": {"0": {"intermediate_size": 64}},
+    "use_bidirectional_attention": True, "clip_qkv": 8.0,
+}  # fmt: skip
+LISTS = (NOTHING, EDITED, BUILT, READ, REFUSED)
+
+HYBRID = ["full_attention", "linear_attention", "linear_attention", "full_attention"]
+
+# Where a class differs from the others: the list of a field, and its value.
+PLAIN = {"rope_type": "default", "rope_theta": 1e5}
+FACTORS = {"short_factor": [1 + i / 4 for i in range(9)], "long_factor": [2.0] * 9}
+OWN: dict[str, dict[str, tuple[dict[str, Any], Any]]] = {
+    "Gemma3TextConfig": {
+        "attn_logit_softcapping": (REFUSED, 2.0),
+        "rope_parameters": (EDITED, {"full_attention": LINEAR, "sliding_attention": PLAIN}),
+    },
+    "Olmo3Config": {"rope_parameters": (EDITED, {"full_attention": LINEAR, "sliding_attention": PLAIN})},
+    "Phi3Config": {
+        "rope_parameters": (EDITED, PLAIN | {"partial_rotary_factor": 0.5}),
+        "rope_scaling": (EDITED, PLAIN | FACTORS | {"rope_type": "longrope", "partial_rotary_factor": 0.75}),
+        "head_dim": (NOTHING, 24),
+    },
+    "Qwen2MoeConfig": {"max_window_layers": (EDITED, 3)},
+    "Qwen3MoeConfig": {"norm_topk_prob": (EDITED, False), "mlp_only_layers": (BUILT, [1]),
+                       "num_experts": (REFUSED, 5)},  # beside num_local_experts
+    "GptOssConfig": {"attention_bias": (BUILT, False)},
+    "Qwen3NextConfig": {"layer_types": (BUILT, HYBRID), "norm_topk_prob": (EDITED, False)},
+    "Qwen3_5TextConfig": {"layer_types": (BUILT, HYBRID)},
+    "Qwen3_5MoeTextConfig": {"layer_types": (BUILT, HYBRID), "attention_bias": (BUILT, False)},
+    "GlmConfig": {"attention_bias": (BUILT, False)},
+    "Glm4Config": {"attention_bias": (BUILT, False)},
+    "SeedOssConfig": {"attention_bias": (BUILT, False), "mlp_bias": (BUILT, False)},
+    "HeliumConfig": {"head_dim": (REFUSED, 16), "hidden_size": (REFUSED, 128), "num_attention_heads": (REFUSED, 8)},
+}
+
+
+def class_of(name: str) -> Any:
+    import transformers
+
+    return getattr(transformers, name)
+
+
+def fields_of(name: str) -> set[str]:
+    """The fields that a config.json of this class may have."""
+    kind = class_of(name)
+    fields = {field.name for field in dataclasses.fields(kind)} | set(kind().to_dict())
+    fields |= {known for known, value in inspect.getmembers(kind) if isinstance(value, property) and value.fset}
+    return {field for field in fields if not field.startswith("_")} | READ_BESIDE.get(name, set())
+
+
+def listed(name: str, *lists: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a class that stand in these lists, with their values; there are some."""
+    own = OWN.get(name, {})
+    fields = {field: value for values in lists for field, value in values.items() if field not in own}
+    fields |= {field: value for field, (values, value) in own.items() if any(values is each for each in lists)}
+    fields = {field: fields[field] for field in sorted(fields_of(name) & set(fields))}
+    assert fields
+    return fields
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A checkpoint of each class, without the layer types that transformers derives from other fields."""
+
+    @cache
+    def of(name: str) -> Path:
+        family, fields = BASES[name]
+        folder = make(family, tmp_path_factory.mktemp(name) / "model", **fields)
+        (folder / "generation_config.json").unlink()
+        return edit_config(folder, **dict.fromkeys(DERIVED, ...))
+
+    return of
+
+
+@pytest.fixture
+def edited(base: Callable[[str], Path], tmp_path: Path) -> Callable[..., Path]:
+    """Makes a checkpoint of the class whose config.json has other values."""
+    numbers = itertools.count()
+    return lambda name, **fields: edit_config(
+        Path(shutil.copytree(base(name), tmp_path / f"edited-{next(numbers)}")), **fields)
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+def theirs(folder: Path) -> torch.Tensor:
+    """The logits `[prompts, vocabulary]` that transformers gives for the prompts' last tokens.
+
+    Results are asked for as objects: transformers' own models fail where a config.json asks for tuples.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype="float32", attn_implementation="eager", return_dict=True).eval()
+    with torch.inference_mode():
+        return torch.cat([
+            model(torch.tensor([ids]) % model.config.vocab_size).logits[:, -1]
+            for ids in prompts(LENGTHS)])
+
+
+def ours(folder: Path) -> torch.Tensor:
+    decoder = load_model(folder, kernels=ReferenceKernels(), dtype="float32")
+    rows = [[token % decoder.config.vocab_size for token in ids] for ids in prompts(LENGTHS)]
+    return Driver(decoder).step(list(enumerate(rows)))
+
+
+def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    return (one - other).abs().max().item()
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_every_field_stands_in_one_list(name: str) -> None:
+    known = set().union(*LISTS)
+    assert not fields_of(name) - known, "say what becomes of these fields"
+    assert sum(map(len, LISTS)) == len(known), "a field stands in two lists"
+
+
+def test_the_lists_name_fields_that_exist() -> None:
+    assert not set().union(*LISTS) - set().union(*map(fields_of, BASES))
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_what_changes_nothing(name: str, base: Callable[[str], Path], edited: Callable[..., Path]) -> None:
+    config, logits = read_config(base(name)), theirs(base(name))
+    fields = listed(name, NOTHING)
+    for field, value in fields.items():
+        assert read_config(edited(name, **{field: value})) == config, field
+    assert distance(theirs(edited(name, **fields)), logits) <= CLOSE, fields  # one that mattered would show among all
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_what_is_obeyed(name: str, base: Callable[[str], Path], edited: Callable[..., Path]) -> None:
+    config, logits = read_config(base(name)), theirs(base(name))
+    for field, listed_value in listed(name, EDITED).items():
+        value = (MIXED * 2)[: config.num_layers] if field == "layer_types" else listed_value
+        folder = edited(name, **{field: value})
+        expected = theirs(folder)
+        assert distance(expected, logits) > FAR, f"{field}: a value that tells nothing"
+        assert distance(ours(folder), expected) <= CLOSE, field
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_what_other_weights_obey(name: str, base: Callable[[str], Path], edited: Callable[..., Path],
+                                 tmp_path: Path) -> None:
+    family, fields = BASES[name]
+    for field, value in listed(name, BUILT).items():
+        if field == "tie_word_embeddings":
+            value = not read_config(base(name)).tie_word_embeddings
+        folder = make(family, tmp_path / field, **fields | {field: value})
+        assert json.loads((folder / "config.json").read_text())[field] == value
+        assert distance(ours(folder), theirs(folder)) <= CLOSE, field
+        if field != "tie_word_embeddings":  # see test_checkpoint.py
+            with pytest.raises(CheckpointError, match=r"has shape|lacks|leaves no room|must be"):
+                load_model(edited(name, **{field: value}), kernels=ReferenceKernels())
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_what_is_read(name: str, edited: Callable[..., Path]) -> None:
+    from transformers import AutoConfig
+
+    for field, (value, read, expected) in listed(name, READ).items():
+        folder = edited(name, **({"dtype": ...} if field == "torch_dtype" else {}) | {field: value})
+        assert read(read_config(folder)) == expected
+        loaded = getattr(AutoConfig.from_pretrained(folder), field)
+        assert loaded == (list(expected) if isinstance(expected, tuple) else expected)
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_what_is_refused(name: str, edited: Callable[..., Path]) -> None:
+    for field, value in listed(name, REFUSED).items():
+        with pytest.raises(CheckpointError, match=field.removesuffix("s")):
+            read_config(edited(name, **{field: value}))
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_what_is_absent_is_as_in_transformers_or_refused(name: str, edited: Callable[..., Path]) -> None:
+    defaults = {known.name: known.default for known in dataclasses.fields(class_of(name))}
+    num_compared = 0
+    for field in listed(name, EDITED, BUILT):
+        absent, stated = edited(name, **{field: ...}), edited(name, **{field: defaults.get(field)})
+        try:
+            config = read_config(absent)
+        except CheckpointError as error:
+            assert field in str(error)
+        else:
+            assert config == read_config(stated), field
+            num_compared += 1
+    assert num_compared >= 4
+
+
+def test_a_mistral_with_layer_types_continues_as_transformers_does(tmp_path: Path) -> None:
+    """Its windows are those of the layers named, and not of all."""
+    folder = edit_config(make("mistral", tmp_path / "model", sliding_window=16), layer_types=MIXED)
+    asked = prompts([70, 40, 9], seed=5)
+    expected = greedy(folder, asked, 32)
+    assert Driver(load_model(folder, kernels=ReferenceKernels(), dtype="float32")).greedy(asked, 32) == expected
+    edit_config(folder, layer_types=...)
+    assert Driver(load_model(folder, kernels=ReferenceKernels(), dtype="float32")).greedy(asked, 32) != expected

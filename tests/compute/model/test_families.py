@@ -1,0 +1,94 @@
+"""What families ask a checkpoint for, before it is opened."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.checkpoints import FAMILIES, make, prompts
+from support.ragged import Driver
+
+from slotwise.compute.kernels.checked import CheckedKernels
+from slotwise.compute.kernels.cpu.kernels import CpuKernels
+from slotwise.compute.kernels.reference import ReferenceKernels
+from slotwise.compute.kernels.timed import TimedKernels
+from slotwise.compute.model.family_table import tensor_shapes
+from slotwise.compute.model.loading import load_model, read_config
+from slotwise.errors import CheckpointError
+
+EXPERTS = re.compile(r"\.(experts|input_linear|output_linear)\.")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_tensors_listed_are_those_of_the_checkpoint(family: str, checkpoint: Callable[[str], Path]) -> None:
+    folder = checkpoint(family)
+    stored = {name: tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
+    assert tensor_shapes(read_config(folder)) == stored
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bytes_are_those_of_all_tensors(family: str, checkpoint: Callable[[str], Path]) -> None:
+    folder = checkpoint(family)
+    decoder = load_model(folder, kernels=ReferenceKernels())
+    sizes = {name: tensor.nbytes for name, tensor in load_file(folder / "model.safetensors").items()}
+    embedding = sizes["model.embed_tokens.weight"]
+    head = embedding if decoder.config.tie_word_embeddings else 0  # counted once more: kernels may pack it
+    assert decoder.weight_bytes == sum(sizes.values()) + head
+    unread, mixture = 0, decoder.config.mixture
+    if mixture:  # the experts that a token does not choose
+        of_experts = sum(size for name, size in sizes.items() if EXPERTS.search(name))
+        unread = of_experts - of_experts * mixture.routing.top_k // mixture.routing.num_experts
+        assert unread > 0
+    assert decoder.step_weight_bytes == decoder.weight_bytes - embedding - unread
+    assert decoder.workspace_bytes(7, 2) > 2 * decoder.config.vocab_size * torch.float32.itemsize
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "olmo2", "qwen3_next"])
+def test_checked_and_timed_kernels_compute_all_of_a_family(family: str, checkpoint: Callable[[str], Path]) -> None:
+    asked = prompts([9, 3])
+    plain, checked, timed = (
+        Driver(load_model(checkpoint(family), kernels=kernels, dtype="float32")).greedy(asked, 4)
+        for kernels in (CpuKernels(), CheckedKernels(CpuKernels()), TimedKernels(CpuKernels())))
+    assert plain == checked == timed
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "gpt_oss", "qwen3_next"])
+def test_experts_are_quantized(family: str, checkpoint: Callable[[str], Path]) -> None:
+    [ids] = prompts([40])
+    exact, quantized = (
+        load_model(checkpoint(family), kernels=CpuKernels(quantization=name), dtype="float32")
+        for name in ("none", "int8"))
+    logits = [Driver(decoder).step([(0, ids)])[0] for decoder in (exact, quantized)]
+    assert 0 < (logits[0] - logits[1]).norm() < 0.5 * logits[0].norm()  # other weights are off by 1.4
+    assert quantized.weight_bytes < 0.6 * exact.weight_bytes
+
+
+def test_kernels_without_mixtures_say_so(checkpoint: Callable[[str], Path]) -> None:
+    class Without(ReferenceKernels):
+        mixture_refusal = "mixtures of experts are not supported on device x"
+
+    with pytest.raises(CheckpointError, match="mixtures of experts are not supported on device x"):
+        load_model(checkpoint("mixtral"), kernels=Without())
+    assert load_model(checkpoint("llama2"), kernels=Without())
+
+
+def test_kernels_without_recurrent_states_say_so(checkpoint: Callable[[str], Path]) -> None:
+    class Without(ReferenceKernels):
+        delta_refusal = "layers with a recurrent state are not supported on device x"
+
+    with pytest.raises(CheckpointError, match="a recurrent state are not supported on device x"):
+        load_model(checkpoint("qwen3_5"), kernels=Without())
+    assert load_model(checkpoint("llama2"), kernels=Without())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_sharded_checkpoint_is_the_whole_one(family: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    sharded, [ids] = make(family, tmp_path / "sharded", shard_size="300KB"), prompts([9])
+    assert len(list(sharded.glob("*.safetensors"))) > 1
+    whole, parts = (Driver(load_model(folder, kernels=ReferenceKernels())).step([(0, ids)])
+                    for folder in (checkpoint(family), sharded))
+    assert torch.equal(whole, parts)

@@ -1,0 +1,68 @@
+"""Addresses of replicas, and names that mean several hosts."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from slotwise.fleet.replicas import Addresses, checked, resolved
+
+
+class Recorded:
+    """In place of replicas: what comes and goes."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.left: list[str] = []
+
+    def add(self, name: str, url: str) -> None:
+        assert url == f"http://{name}"
+        self.names.append(name)
+
+    async def leave(self, name: str, timeout: float) -> None:
+        self.names.remove(name)
+        self.left.append(name)
+
+
+@pytest.mark.parametrize("url", ["", "x", "https://x", "http://", "http://x/v1", "http://u:p@x", "http://x?y=1"])
+def test_an_address_without_a_replica_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="must be an address"):
+        checked(url)
+
+
+def test_a_slash_at_the_end_is_left_out() -> None:
+    assert checked("http://127.0.0.1:8001/") == "http://127.0.0.1:8001"
+
+
+def test_an_unknown_name_means_no_host_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object, **__: object) -> list[object]:
+        raise socket.gaierror("no such name")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    assert asyncio.run(resolved("http://replicas:8000")) == []
+
+
+def test_replicas_come_and_go_with_the_hosts_of_their_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = [["10.0.0.1", "10.0.0.2"], ["10.0.0.2", "10.0.0.3", "fd00::1"], []]
+    monkeypatch.setattr("slotwise.fleet.replicas.EVERY", 0.0)
+
+    def known(host: str, port: int, *_: object, **__: object) -> list[tuple[object, ...]]:
+        found = hosts[0] if len(hosts) == 1 else hosts.pop(0)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, port)) for one in found]
+
+    monkeypatch.setattr(socket, "getaddrinfo", known)
+    replicas = Recorded()
+
+    async def follow() -> None:
+        following = Addresses(["http://replicas:8000"], replicas)  # type: ignore[arg-type]
+        following.begin()
+        while hosts != [[]]:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        following.end()
+
+    asyncio.run(follow())
+    assert replicas.names == ["10.0.0.2:8000", "10.0.0.3:8000", "[fd00::1]:8000"]  # and no host at all changes nothing
+    assert replicas.left == ["10.0.0.1:8000"]

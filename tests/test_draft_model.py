@@ -22,8 +22,7 @@ from support.records import cached_of
 from slotwise import LLM, builtin
 from slotwise import SamplingParams as Asked
 from slotwise.compose.engine_builder import Loaded, build_engine, load
-from slotwise.core.grammar import JSON_SCHEMA, Grammar
-from slotwise.core.params import SamplingSpec
+from slotwise.core.params import JSON_SCHEMA, Grammar, SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.core.speculation.draft_model import DraftModelProposer
 from slotwise.core.speculation.proposer import proposer_of

@@ -30,8 +30,7 @@ from slotwise.compute.kernels.group import SINGLE_RANK
 from slotwise.compute.kernels.interface import Kernels
 from slotwise.compute.kernels.reference import ReferenceKernels
 from slotwise.compute.model.loading import load_model, read_config
-from slotwise.core.grammar import REGEX, Grammar
-from slotwise.core.params import SamplingSpec
+from slotwise.core.params import REGEX, Grammar, SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.core.speculation.proposer import proposer_of
 from slotwise.engine.config import ConfigError, EngineConfig

@@ -21,7 +21,7 @@ from slotwise.engine.config import DEVICES, KV_CACHE_DTYPES, QUANTIZATIONS, Conf
 from slotwise.text.gguf_tokenizer import SPLITS
 
 KERNELS = {  # files, not imported: Triton may be absent
-    "cpu": "cpu/compute/kernels.py", "cuda": "cuda/compute/kernels.py", "reference": "reference.py"}
+    "cpu": "cpu/kernels.py", "cuda": "cuda/kernels.py", "reference": "reference.py"}
 MEASURED = {
     "cpu": "Measured on x86-64 with AVX2, AVX-512 (FP16, BF16) and AMX; on aarch64 only emulated.",
     "cuda": "Never measured on hardware; its kernels are tested under Triton's interpreter.",
@@ -104,7 +104,7 @@ def without() -> str:
 
 
 def _tree(path: str) -> ast.Module:
-    return ast.parse((ROOT / "src" / "slotwise" / "kernels" / Path(path)).read_text())
+    return ast.parse((ROOT / "src" / "slotwise" / "compute" / "kernels" / Path(path)).read_text())
 
 
 def _kinds(path: str) -> list[str]:

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from slotwise.core.grammar import JSON_SCHEMA, REGEX, in_ascii, is_gbnf
+from slotwise.core.params import JSON_SCHEMA, REGEX, in_ascii, is_gbnf
 
 MAX_MESSAGE = 400  # characters
 MAX_GBNF, MAX_GBNF_RULES = 16 << 10, 256  # characters and rules: they are read by Python, beside the engine's steps

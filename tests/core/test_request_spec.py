@@ -7,8 +7,7 @@ from dataclasses import fields
 import msgspec
 import pytest
 
-from slotwise.core.grammar import REGEX, Grammar
-from slotwise.core.params import SamplingSpec
+from slotwise.core.params import REGEX, Grammar, SamplingSpec
 from slotwise.core.request import KVTransfer, Output, RequestSpec
 from slotwise.core.slo import SLO
 from slotwise.core.step import NewRequest

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from slotwise import LLM, SamplingParams
-from slotwise.core.grammar import LARK
+from slotwise.core.params import LARK
 from slotwise.offline.sampling_params import StructuredOutputsParams
 from slotwise.text.grammar_check import check
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.random_schemas import random_schema, random_text
 
-from slotwise.core.grammar import JSON_SCHEMA, LARK, MAX_BYTES, REGEX, Grammar
+from slotwise.core.params import JSON_SCHEMA, LARK, MAX_BYTES, REGEX, Grammar
 from slotwise.grammar_compiler import compiled, tokenizer_of
 from slotwise.text.grammar_check import check
 from slotwise.text.structured_output import (

@@ -41,7 +41,7 @@ from slotwise.measure.bench.comparison import (
     same_cache,
     with_drafts,
 )
-from slotwise.measure.bench.progress import progress
+from slotwise.measure.bench.results import progress
 from slotwise.measure.workload.distributions import MAX_LENGTH, MAX_USERS
 from slotwise.measure.workload.workloads import Workload
 
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from slotwise.compose.engine_builder import Loaded
     from slotwise.measure.bench.comparison import Make
     from slotwise.measure.bench.offline_run import OnStep, Stand
-    from slotwise.measure.bench.progress import ProgressBar
+    from slotwise.measure.bench.results import ProgressBar
     from slotwise.observe.log_file import LogFile
 
 MAX_WARMUPS = 1000
@@ -453,7 +453,7 @@ def run_compare(asked: argparse.Namespace) -> int:
 
 def _offline(plan: Plan, comparison: Comparison) -> None:
     from slotwise.compose.engine_builder import load
-    from slotwise.measure.bench.progress import progress
+    from slotwise.measure.bench.results import progress
 
     with progress("loading"):
         loaded = load(EngineConfig.of(**plan.settings, max_num_seqs=plan.slots))
@@ -517,7 +517,7 @@ def _sweep(name: str, plan: Plan, make: Make, say: Callable[[str], None]) -> dic
 
 
 def _online(plan: Plan, comparison: Comparison) -> None:
-    from slotwise.measure.bench.progress import progress
+    from slotwise.measure.bench.results import progress
     from slotwise.measure.bench.server_run import run_online, serving
 
     arguments = [plan.settings["model"], "--max-num-seqs", str(plan.slots), "--served-model-name", plan.model]

@@ -20,8 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from slotwise.core.grammar import Grammar
-from slotwise.core.params import PoolingSpec
+from slotwise.core.params import Grammar, PoolingSpec
 from slotwise.core.record import CompiledGrammar
 from slotwise.core.request import Output
 from slotwise.core.step import FREED, PROPOSED, RowKind, StepPlan, StepResult

@@ -1,6 +1,6 @@
 """Several replicas of a model behind one address: a front door with a router, and the processes behind it.
 
-    client ─► door ─► router (routing.fleet) ─► replica 0: slotwise serve
+    client ─► door ─► router (core.routing) ─► replica 0: slotwise serve
                 └─ polls GET /replica ─────────► replica 1: slotwise serve
 
 `forward.py` is the path of one request, `upstream.py` a replica seen from here, `replicas.py` all of them with their

@@ -9,8 +9,7 @@ from enum import Enum
 from typing import Any
 
 from slotwise.compat.vllm import ANY, SAMPLING, is_neutral
-from slotwise.core.grammar import Grammar
-from slotwise.core.params import MAX_BIAS, MAX_STOP_LENGTH, InvalidParams, SamplingSpec
+from slotwise.core.params import MAX_BIAS, MAX_STOP_LENGTH, Grammar, InvalidParams, SamplingSpec
 from slotwise.core.settings import Range, whole
 from slotwise.errors import nearest
 from slotwise.text.structured_output import StructuredOutputError, of_structured_outputs

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import lru_cache
 from typing import Any
 
-from slotwise.core.grammar import JSON_SCHEMA, LARK
+from slotwise.core.params import JSON_SCHEMA, LARK
 from slotwise.grammar_compiler import COMPILER, OF_NAMES, at_pointer, compiled, died, message_of, tokenizer_of
 
 NUM_BYTES = 256

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slotwise.compat.vllm import ignored_key
-from slotwise.core.grammar import JSON_SCHEMA, LARK, REGEX, Grammar, in_ascii
+from slotwise.core.params import JSON_SCHEMA, LARK, REGEX, Grammar, in_ascii
 from slotwise.grammar_compiler import COMPILER, OF_NAMES
 
 MAX_DEPTH = 64  # values within values, of a schema

@@ -24,8 +24,7 @@ from slotwise.api.parsers.reasoning import CLOSING, OPENING
 from slotwise.api.protocol.decoding import GRAMMARS
 from slotwise.api.protocol.protocol import ChatRequest, Generate
 from slotwise.api.protocol.unsupported import refuse_others
-from slotwise.core.grammar import JSON_SCHEMA, LARK, REGEX, Grammar, is_gbnf
-from slotwise.core.params import ThinkingBudget
+from slotwise.core.params import JSON_SCHEMA, LARK, REGEX, Grammar, ThinkingBudget, is_gbnf
 from slotwise.text.structured_output import (
     StructuredOutputError,
     json_schema,

@@ -19,8 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from slotwise.api.http.api_errors import bad_request, from_decoding
-from slotwise.core.grammar import MAX_BYTES
-from slotwise.core.params import MAX_STOP_LENGTH, MAX_STOP_STRINGS
+from slotwise.core.params import MAX_BYTES, MAX_STOP_LENGTH, MAX_STOP_STRINGS
 from slotwise.text.conversation import MAX_MESSAGES
 
 LARGE = 64 << 10  # bytes; a smaller body is decoded within a few milliseconds whatever it holds

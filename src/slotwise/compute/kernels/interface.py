@@ -1,6 +1,6 @@
 """The contract between a model and the kernels that compute it: shapes, batches, caches, adapters and all operations.
 
-There is one implementation per device: `reference.py`, `cpu/compute/kernels.py` and `cuda/compute/kernels.py`.
+There is one implementation per device: `reference.py`, `cpu/kernels.py` and `cuda/kernels.py`.
 
 A step arrives as a *ragged batch*: the tokens of every row laid end to end, nothing padded.  Linear layers, norms and
 activations run over all tokens at once; attention runs per row over the row's block table.  That is Orca's selective

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from slotwise.core.grammar import Grammar
 from slotwise.core.interfaces import Proposer
 from slotwise.core.kv_transfers import KVTransfers
+from slotwise.core.params import Grammar
 from slotwise.core.record import NO_STEP, CompiledGrammar, StepRecord
 from slotwise.core.request import Request
 from slotwise.core.scheduler import Scheduler

@@ -16,8 +16,7 @@ from slotwise.compute.runner.input_batch import SlotTable
 from slotwise.compute.runner.sampling.cpu import Sampler
 from slotwise.compute.runner.sampling.gpu import DeviceSampler
 from slotwise.compute.runner.sampling.grammar_masks import Grammars, Masks, RowMasks
-from slotwise.core.grammar import JSON_SCHEMA, LARK, REGEX, Grammar
-from slotwise.core.params import SamplingSpec
+from slotwise.core.params import JSON_SCHEMA, LARK, REGEX, Grammar, SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.core.step import NewRequest, RowKind, StepPlan
 

@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from slotwise import grammar_compiler
 from slotwise.compute.kernels.cpu.threads import roam
 from slotwise.compute.runner.slots import Earlier, NumDrawn, SlotListener
-from slotwise.core.grammar import Grammar
+from slotwise.core.params import Grammar
 from slotwise.core.record import CompiledGrammar
 from slotwise.core.step import NewRequest, StepPlan, StepResult
 from slotwise.grammar_compiler import died, message_of

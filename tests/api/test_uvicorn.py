@@ -1,4 +1,4 @@
-"""What `api/http/connection.py` and `server/serve.py` assume of uvicorn's internals, on a real connection.
+"""What `api/http/connection.py` and `api/http_server.py` assume of uvicorn's internals, on a real connection.
 
 Each failure names the assumption: before uvicorn's range in pyproject.toml is widened, these must hold.
 """

@@ -355,7 +355,7 @@ def linked(
     return TransferLink(sender, receiver, limits.block_size)
 
 
-CODE = ("compute/kernels/cpu/products/block_layout.py", "compute/kernels/matrix.py", "model/**/*.py")
+CODE = ("compute/kernels/cpu/products/block_layout.py", "compute/kernels/matrix.py", "compute/model/**/*.py")
 """What determines which panels a checkpoint becomes."""
 
 

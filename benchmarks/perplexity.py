@@ -40,7 +40,7 @@ from slotwise.compute.kernels.matrix import Factors, Format, QuantizedMatrix, Ro
 from slotwise.compute.kernels.select import choose
 from slotwise.compute.model.decoder import Decoder
 from slotwise.compute.model.family_table import tensor_shapes
-from slotwise.compute.model.gguf.blocks import BLOCK_TYPES
+from slotwise.compute.model.gguf.block_types import BLOCK_TYPES
 from slotwise.compute.model.loading import describe, load_model
 from slotwise.compute.model.weights import CheckpointWeights
 from slotwise.measure.bench.results import environment, write_json

@@ -17,12 +17,11 @@ from rich.table import Table
 
 from slotwise.compose.launch import hold_off, settle
 from slotwise.core.disciplines.batching_settings import Batching
-from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingSpec
 from slotwise.core.policies.policy_settings import POLICIES, Ordering
 from slotwise.core.request import Request, RequestSpec
 from slotwise.core.scheduler import Scheduler
-from slotwise.core.slo import SLO
+from slotwise.core.scheduler_limits import SLO, SchedulerLimits
 from slotwise.core.step import StepPlan, StepResult
 from slotwise.core.step_time import StepTimeModel
 

@@ -14,7 +14,7 @@ import pytest
 
 from slotwise.core.step_time import StepTimeModel, Work
 from slotwise.measure.bench.results import write_json
-from slotwise.observe import step_time
+from slotwise.observe import step_time_learner as step_time
 from slotwise.observe.log_file import LogFile
 from slotwise.platform.files import PRIVATE, check_part, read_regular, write_output, write_whole
 

@@ -11,7 +11,7 @@ import pytest
 
 from slotwise.compute.kernels.cpu.products import paths
 from slotwise.core.step_time import StepTimeModel, Work
-from slotwise.observe import step_time
+from slotwise.observe import step_time_learner as step_time
 
 SCRIPT = """
 import os, resource, sys

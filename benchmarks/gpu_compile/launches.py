@@ -24,7 +24,7 @@ from slotwise.compute.kernels.cuda.experts import ExpertCodes
 from slotwise.compute.kernels.cuda.low_rank import CudaAdapters
 from slotwise.compute.kernels.interface import AttentionShape, QKNorm, RaggedBatch, Routing
 from slotwise.compute.kernels.matrix import E4M3, Factors, Format
-from slotwise.compute.model.gguf.blocks import BLOCK_TYPES
+from slotwise.compute.model.gguf.block_types import BLOCK_TYPES
 from slotwise.compute.model.quantization.bitsandbytes import NF4
 
 KINDS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

@@ -31,7 +31,7 @@ from slotwise.compute.kernels.cpu.products.linear_int import int_linear
 from slotwise.compute.kernels.cpu.products.onednn import onednn_linear
 from slotwise.compute.kernels.interface import Linear
 from slotwise.compute.kernels.matrix import QuantizedMatrix
-from slotwise.compute.model.gguf.blocks import BLOCK_TYPES
+from slotwise.compute.model.gguf.block_types import BLOCK_TYPES
 from slotwise.measure.bench.results import environment, write_json
 
 SHAPES = {  # the products of a layer, [out, in], and the number of layers

@@ -20,17 +20,17 @@ from typing import Any
 from benchmarks.commands import parser_of
 
 from slotwise.core.disciplines.batching_settings import Batching
-from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingSpec
 from slotwise.core.policies.fcfs import FirstComeFirstServed
 from slotwise.core.request import RequestSpec
 from slotwise.core.scheduler import Scheduler
+from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
 from slotwise.engine.messages import Add, EngineInfo
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe.recorder import Recorder
-from slotwise.observe.timeline import page
+from slotwise.observe.timeline import page_builder as page
 
 BROWSERS = ("/usr/bin/chromium", "/usr/bin/chromium-browser", "/usr/bin/google-chrome")
 STEP_NS, TOKEN_NS = 2_000_000, 40_000

@@ -15,7 +15,7 @@ from typing import Any
 
 from slotwise.core.policies.policy_settings import AGED_TOKENS, AGEING
 from slotwise.core.policies.shortest import PROMPT_SHARE
-from slotwise.core.slo import SLO, Tier
+from slotwise.core.scheduler_limits import SLO, Tier
 from slotwise.measure.bench.measures import COMPLETED, RequestOutcome, percentile
 from slotwise.measure.workload.distributions import Poisson
 

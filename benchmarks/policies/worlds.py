@@ -23,10 +23,9 @@ import msgspec
 import uvloop
 from benchmarks.server import serving
 
-from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
-from slotwise.core.slo import SLO, Tier
+from slotwise.core.scheduler_limits import SLO, SchedulerLimits, Tier
 from slotwise.core.step_time import Work
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import Add

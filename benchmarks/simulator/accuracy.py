@@ -33,7 +33,7 @@ import msgspec
 from benchmarks.commands import bar, parser_of
 from benchmarks.server import serving
 
-from slotwise.core.slo import SLO
+from slotwise.core.scheduler_limits import SLO
 from slotwise.engine.messages import Add, Command
 from slotwise.measure.bench.load_generator import BenchTarget, Phrasing, measure, resolve
 from slotwise.measure.bench.measures import COMPLETED, RequestOutcome

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from docs.generate.markdown import code, escaped, listed, sentence, table
 
-from slotwise.core.settings import Setting, settings_of
+from slotwise.core.setting_fields import Setting, settings_of
 
 NAMED = re.compile(r"\{(\w+)\}")
 OURS = "slotwise."

@@ -18,7 +18,7 @@ from slotwise.api.limits.tiers import TierSettings, TierTable
 from slotwise.api.protocol.protocol import CompletionRequest, Generate
 from slotwise.api.protocol.unsupported import unsupported_fields
 from slotwise.core.params import PARAMETERS
-from slotwise.core.settings import INT64, settings_of
+from slotwise.core.setting_fields import INT64, settings_of
 from slotwise.engine.scheduling import Scheduling, changes_schema
 
 Json = dict[str, Any]

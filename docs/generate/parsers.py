@@ -7,7 +7,7 @@ import json
 from docs.generate.blocks import ROOT
 from docs.generate.markdown import code, sentence, table
 
-from slotwise.api.parsers.output_format import REASONING_PARSERS, TOOL_PARSERS
+from slotwise.api.parsers.parser_table import REASONING_PARSERS, TOOL_PARSERS
 
 
 def output_parsers() -> str:

@@ -19,7 +19,7 @@ from slotwise.api.app import BODIES
 from slotwise.api.protocol.unsupported import AS_ANOTHER, HINTS, unsupported_fields
 from slotwise.compat.vllm import ANY, RULES, SAME
 from slotwise.core.params import PARAMETERS, RANGES
-from slotwise.core.settings import Range, settings_of
+from slotwise.core.setting_fields import Range, settings_of
 from slotwise.engine.config import EngineConfig
 from slotwise.offline.arguments import OWN, SETTINGS
 from slotwise.offline.sampling_params import INSTEAD, NAMES, UNSUPPORTED, SamplingParams

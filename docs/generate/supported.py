@@ -14,7 +14,7 @@ from slotwise.compute.model import model_config
 from slotwise.compute.model.checkpoint import ADAPTER, FORMATS, TOKENIZER
 from slotwise.compute.model.family_table import FAMILIES
 from slotwise.compute.model.gguf.architectures import ARCHITECTURES
-from slotwise.compute.model.gguf.blocks import BLOCK_TYPES
+from slotwise.compute.model.gguf.block_types import BLOCK_TYPES
 from slotwise.compute.model.quantization.quantization_methods import METHODS
 from slotwise.compute.model.weights import DENSE
 from slotwise.engine.config import DEVICES, KV_CACHE_DTYPES, QUANTIZATIONS, ConfigError, EngineConfig

@@ -31,7 +31,7 @@ from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
 from slotwise.engine.ipc import BlockingChannel, ChannelClosed, HeartbeatMonitor, HeartbeatSender, encode, pair
 from slotwise.text.chat_source import find_chat_template
-from slotwise.text.continuation import Continuation
+from slotwise.text.stop_strings import Continuation
 from slotwise.text.tokenizer import Tokenizer
 
 FAULTY = 13  # a prompt that begins with it

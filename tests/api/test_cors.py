@@ -13,7 +13,7 @@ from support.live_server import JSON, Server, running
 from slotwise.api.limits.server_settings import ServerSettings
 from slotwise.cli import build_parser
 from slotwise.cli.options import given_settings
-from slotwise.core.settings import make
+from slotwise.core.setting_fields import make
 
 SITE, OTHER = "https://app.example", "https://attacker.example"
 BODY = json.dumps({"prompt": [2], "max_tokens": 1})

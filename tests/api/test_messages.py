@@ -16,7 +16,7 @@ from support.live_server import JSON, Server, counted, eventually, running, unan
 
 from slotwise.api.anthropic.anthropic_messages import MessageBlocks, content
 from slotwise.api.anthropic.messages_protocol import CountTokensRequest, MessagesRequest, messages_of
-from slotwise.api.parsers.output_parser import CallArguments, CallName, Content, Part, Reasoning
+from slotwise.api.parsers.base_parser import CallArguments, CallName, Content, Part, Reasoning
 from slotwise.api.protocol.decoding import decode
 from slotwise.text.tokenizer import Tokenizer
 

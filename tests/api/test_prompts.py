@@ -17,7 +17,7 @@ from slotwise.api.http.api_errors import ApiError
 from slotwise.api.http.turns import Turns
 from slotwise.api.http.worker_process import CallLimits
 from slotwise.core.disciplines.batching_settings import Batching
-from slotwise.core.limits import SchedulerLimits
+from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.engine.messages import EngineInfo
 from slotwise.engine.scheduling import Scheduling
 from slotwise.text.tokenizer import SHORT, Tokenizer

@@ -16,7 +16,7 @@ from support.live_server import Server, eventually, running, unanswered
 
 from slotwise.api.http.api_errors import ApiError
 from slotwise.api.limits.quotas import Quota, Quotas, duration
-from slotwise.core.limits import SchedulerLimits
+from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.engine.admission_control import AdmissionControl
 
 COMPLETIONS, CHAT, SCHEDULING = "/v1/completions", "/v1/chat/completions", "/admin/scheduling"

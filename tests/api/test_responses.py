@@ -14,7 +14,7 @@ from support.live_server import JSON, Server, counted, eventually, running, unan
 
 from slotwise.api.openai.responses import Items
 from slotwise.api.openai.responses_protocol import ResponsesRequest, messages_of
-from slotwise.api.parsers.output_parser import CallArguments, CallName, Content, Part, Reasoning
+from slotwise.api.parsers.base_parser import CallArguments, CallName, Content, Part, Reasoning
 from slotwise.api.protocol.decoding import decode
 from slotwise.text.tokenizer import Tokenizer
 

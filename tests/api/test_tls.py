@@ -22,7 +22,7 @@ from slotwise.api.http.listener import context_of
 from slotwise.api.limits.server_settings import ServerSettings
 from slotwise.cli import build_parser
 from slotwise.cli.options import given_settings
-from slotwise.core.settings import make
+from slotwise.core.setting_fields import make
 
 BODY = {"prompt": [2], "max_tokens": 2}
 FILES = 256

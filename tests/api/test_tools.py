@@ -13,7 +13,7 @@ from support.live_server import Server, running
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Inner
 
-from slotwise.api.parsers.output_format import output_format
+from slotwise.api.parsers.parser_table import output_format
 
 HARMONY = ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>", "<|return|>"]
 TEMPLATE = ("<copy>{{ messages[-1].content }}<copy>{% for m in messages[:-1] %}{{ m | tojson }}{% endfor %}"

@@ -14,7 +14,7 @@ from support.live import cli
 
 from slotwise.cli import MODULES, build_parser
 from slotwise.cli.options import Bytes, Gibibytes, Number, Size
-from slotwise.core.settings import Range, settings_of
+from slotwise.core.setting_fields import Range, settings_of
 from slotwise.engine.config import ConfigError, EngineConfig
 
 TEXTS = ["", "x", " 1", "1 ", "1_0", "٣", "0x10", "1.5", "1e3", "0", "-0", "1", "-1", "2", "5e-324", "1e-12", "1e308",

@@ -14,7 +14,7 @@ from support.live import cli, serving
 
 from slotwise.api.http_server import listen
 from slotwise.cli import build_parser, main, serve_command
-from slotwise.core.slo import Tier
+from slotwise.core.scheduler_limits import Tier
 
 
 def asked(*arguments: str) -> argparse.Namespace:

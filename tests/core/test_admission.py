@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from support.crowds import ROOMY, Comer, comers, crowd, play, running, slo, waiting
 from support.toy import Driver, alone
 
-from slotwise.core.limits import SchedulerLimits
 from slotwise.core.policies.fcfs import FirstComeFirstServed
 from slotwise.core.policies.priority import Priority
 from slotwise.core.reasons import TIER_CAP
-from slotwise.core.slo import SLO, Tier
+from slotwise.core.scheduler_limits import SLO, SchedulerLimits, Tier
 
 TIERS = (Tier("gold", slots=2), Tier("silver", slots=1), Tier("bulk"))
 LIMITS = replace(ROOMY, max_num_seqs=5, tiers=TIERS)

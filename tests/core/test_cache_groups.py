@@ -9,8 +9,8 @@ from support.beginnings import Watching, ask, limits
 from support.toy import Driver, alone, request
 
 from slotwise.core.cache_groups import BlockTable, CacheGroups
-from slotwise.core.limits import SchedulerLimits
 from slotwise.core.prefix_cache import BlockHashes, Entry, PrefixCache
+from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.core.step import FREED, StepPlan, StepResult
 
 BLOCK = 16

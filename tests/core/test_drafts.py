@@ -13,10 +13,10 @@ from support.toy import VOCAB, Driver, Guesses, Placeholders, Proposing, alone, 
 
 from slotwise.core.chunking import AIM
 from slotwise.core.drafting import MAX_STEP_DRAFTS
-from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingSpec
 from slotwise.core.reasons import TOKEN_BUDGET, VERIFYING
 from slotwise.core.request import Output, Request, RequestSpec
+from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.core.step import CACHE_GROUP, PROPOSED, FreedBlocks, RowKind, StepPlan, StepResult
 from slotwise.core.step_time import StepTimeModel, Work
 

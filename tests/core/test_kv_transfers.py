@@ -12,11 +12,10 @@ from random import Random
 
 from support.toy import VOCAB, Driver, alone, in_seed, request
 
-from slotwise.core.limits import SchedulerLimits
 from slotwise.core.policies.policy_settings import Ordering
 from slotwise.core.reasons import WAITING_FOR_KV
 from slotwise.core.request import KVTransfer, Request, State
-from slotwise.core.slo import SLO
+from slotwise.core.scheduler_limits import SLO, SchedulerLimits
 from slotwise.core.step import Arrival
 
 TIMEOUT = 6.0  # seconds

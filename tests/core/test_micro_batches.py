@@ -8,8 +8,8 @@ import pytest
 from support.toy import Driver, request
 
 from slotwise.core.disciplines.disciplines import Chunked
-from slotwise.core.limits import SchedulerLimits
 from slotwise.core.reasons import MICRO_BATCH
+from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.core.step import RowKind
 
 LIMITS: dict[str, Any] = {

@@ -17,10 +17,9 @@ import pytest
 from support.toy import VOCAB, Driver, Guesses, alone, in_seed, next_token, request
 
 from slotwise.core.disciplines.batching_settings import Batching
-from slotwise.core.limits import ERROR, RECOMPUTE, SchedulerLimits
 from slotwise.core.params import POOLING_TYPES, PoolingSpec
 from slotwise.core.policies.policy_settings import Ordering
-from slotwise.core.slo import SLO, Tier
+from slotwise.core.scheduler_limits import ERROR, RECOMPUTE, SLO, SchedulerLimits, Tier
 from slotwise.core.step import StepPlan
 
 SEEDS, OPERATIONS = (7235, 327836540, *range(100)), 500  # first rows held when the budget or the discipline changed

@@ -6,9 +6,9 @@ import pytest
 from support.toy import Driver, next_token, request
 
 from slotwise.core.disciplines.disciplines import Chunked, Static
-from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import InvalidParams, PoolingSpec
 from slotwise.core.request import Output
+from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.core.step import StepResult
 
 LAST, MEAN = PoolingSpec("last"), PoolingSpec("mean")

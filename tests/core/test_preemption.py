@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from support.toy import Driver, request
 
-from slotwise.core.limits import SchedulerLimits
 from slotwise.core.policies.priority import Priority
 from slotwise.core.reasons import OUTRANKED
-from slotwise.core.slo import SLO
+from slotwise.core.scheduler_limits import SLO, SchedulerLimits
 
 URGENT, USUAL, LATER = SLO(priority=-9), SLO(priority=0), SLO(priority=9)
 

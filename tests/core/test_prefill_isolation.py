@@ -16,7 +16,7 @@ from slotwise.core.policies.fair import Fair
 from slotwise.core.policies.fcfs import FirstComeFirstServed
 from slotwise.core.prefill_isolation import MAX_ISOLATED_STEPS, SHORT
 from slotwise.core.reasons import FIRST_TOKEN, OUTRANKED, SHORT_STEP
-from slotwise.core.slo import SLO
+from slotwise.core.scheduler_limits import SLO
 from slotwise.core.step import StepPlan
 
 WIDE = replace(ROOMY, max_num_seqs=8, max_num_batched_tokens=12)

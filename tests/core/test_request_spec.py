@@ -9,7 +9,7 @@ import pytest
 
 from slotwise.core.params import REGEX, Grammar, SamplingSpec
 from slotwise.core.request import KVTransfer, Output, RequestSpec
-from slotwise.core.slo import SLO
+from slotwise.core.scheduler_limits import SLO
 from slotwise.core.step import NewRequest
 
 SECRET = RequestSpec(

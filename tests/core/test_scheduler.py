@@ -7,9 +7,9 @@ from support.toy import EOS, Driver, alone, next_token, request
 
 from slotwise.core.cache_groups import STATE_WINDOW
 from slotwise.core.disciplines.disciplines import Chunked
-from slotwise.core.limits import SchedulerLimits
 from slotwise.core.reasons import NO_BLOCKS, NO_SLOT, TOKEN_BUDGET
 from slotwise.core.request import IllegalTransition, State
+from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.core.step import RowKind, StepResult
 
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from slotwise.cli import build_parser
-from slotwise.core.settings import LIVE, aliases_of, check_settings, real, redeclared, setting, settings_of, whole
+from slotwise.core.setting_fields import LIVE, aliases_of, check_settings, real, redeclared, setting, settings_of, whole
 from slotwise.engine.config import EngineConfig
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from support.toy import EOS, next_token, scheduler
 
-from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
+from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.engine.client import AdapterLoads, EngineClient
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor

@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from support.records import record_of
 
 from slotwise.core.disciplines.batching_settings import Batching
-from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingSpec
 from slotwise.core.record import RequestEnd
 from slotwise.core.request import RequestSpec
-from slotwise.core.slo import SLO
+from slotwise.core.scheduler_limits import SLO, SchedulerLimits
 from slotwise.engine.admission_control import LEAST, LONGEST_RETRY, PATIENCE, UNMEASURED, AdmissionControl
 from slotwise.engine.messages import Add, EngineInfo
 from slotwise.engine.scheduling import Scheduling

@@ -8,9 +8,9 @@ from itertools import count
 import pytest
 from support.toy import EOS, alone, next_token, scheduler
 
-from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingSpec
 from slotwise.core.request import Request, RequestSpec, State
+from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
 from slotwise.engine.messages import Add, Finish

@@ -11,9 +11,9 @@ import pytest
 from support.toy import EOS, VOCAB, alone, named, next_token, scheduler
 
 from slotwise.core.disciplines.batching_settings import Batching
-from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingSpec
 from slotwise.core.request import Request, RequestSpec
+from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.engine.client import EngineClient
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor

@@ -10,10 +10,10 @@ from support.records import admitted_of, cached_of
 from support.toy import EOS, alone, next_token, request, scheduler
 
 from slotwise.core.disciplines.batching_settings import Batching
-from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingSpec
 from slotwise.core.record import NO_STEP, StepRecord
 from slotwise.core.request import RequestSpec
+from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.core.step import StepResult, TokenLogprobs
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor

@@ -12,10 +12,10 @@ from support.records import record_of
 from support.toy import named
 
 from slotwise.core.disciplines.batching_settings import Batching
-from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingSpec
 from slotwise.core.record import Outcome, RequestEnd, StepRecord
 from slotwise.core.request import RequestSpec
+from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.core.step import TokenLogprobs
 from slotwise.engine.client import EngineClient
 from slotwise.engine.ipc import (

@@ -12,12 +12,11 @@ from support.records import admitted_of
 from support.toy import EOS, next_token
 
 from slotwise.core.disciplines.batching_settings import Batching
-from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingSpec
 from slotwise.core.policies.policy_settings import Ordering
 from slotwise.core.request import RequestSpec
 from slotwise.core.scheduler import Scheduler
-from slotwise.core.slo import SLO
+from slotwise.core.scheduler_limits import SLO, SchedulerLimits
 from slotwise.core.step_time import StepTimeModel
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor

@@ -14,13 +14,12 @@ from support.records import admitted_of
 from support.toy import EOS, alone, next_token, request
 
 from slotwise.core.disciplines.batching_settings import KINDS, PREFILLS, Batching
-from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingSpec
 from slotwise.core.policies.policy_settings import POLICIES, Ordering
 from slotwise.core.record import NO_STEP, StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.core.scheduler import Scheduler
-from slotwise.core.slo import SLO, Tier
+from slotwise.core.scheduler_limits import SLO, SchedulerLimits, Tier
 from slotwise.core.step_time import StepTimeModel
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor

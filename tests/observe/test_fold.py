@@ -15,10 +15,10 @@ from support.records import record_of
 from support.toy_engine import MS, Rehearsal, engine
 
 from slotwise.core.disciplines.batching_settings import Batching
-from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingSpec
 from slotwise.core.record import RequestEnd, StepRecord
 from slotwise.core.request import RequestSpec
+from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.core.step import Admission, Decision, Preemption, Stop
 from slotwise.engine.messages import Add, Timing
 from slotwise.observe import traces

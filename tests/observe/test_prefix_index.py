@@ -8,9 +8,9 @@ from random import Random
 import pytest
 
 from slotwise.core.disciplines.batching_settings import Batching
-from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
+from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.core.step_time import Work
 from slotwise.engine.messages import Add, Observer
 from slotwise.engine.scheduling import Scheduling

@@ -21,7 +21,7 @@ from slotwise.core.step_time import StepTimeModel, Work, work_of
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import EngineInfo
 from slotwise.engine.scheduling import Scheduling
-from slotwise.observe import step_time
+from slotwise.observe import step_time_learner as step_time
 
 ALONE = Work(tokens=1, rows=1, context=200, pairs=0.0)
 

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from random import Random
 
 from slotwise.core.disciplines.batching_settings import Batching
-from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingSpec
 from slotwise.core.record import StepRecord
 from slotwise.core.request import KVTransfer, RequestSpec
+from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.core.transfer.connectors import connector_of
 from slotwise.core.transfer.kv_transfer_config import CONSUMER, KVTransferConfig
 from slotwise.core.transfer.receiver import Receiver

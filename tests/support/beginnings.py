@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from slotwise.core import prefix_cache
-from slotwise.core.limits import SchedulerLimits
 from slotwise.core.request import Request
+from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.core.step import StepPlan
 from support.toy import Driver, alone, request
 

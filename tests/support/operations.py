@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from slotwise.core.disciplines.disciplines import Chunked, Dynamic, Inline, OneAtATime, Orca, PromptsAlone, Static
 from slotwise.core.interfaces import Discipline, Proposer
-from slotwise.core.limits import ERROR, RECOMPUTE, SchedulerLimits
 from slotwise.core.policies.policy_settings import Ordering
-from slotwise.core.slo import SLO, Tier
+from slotwise.core.scheduler_limits import ERROR, RECOMPUTE, SLO, SchedulerLimits, Tier
 from slotwise.core.step_time import StepTimeModel
 from support.toy import VOCAB, Driver, alone, request
 

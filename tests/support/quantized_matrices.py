@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slotwise.compute.kernels.matrix import E4M3, Factors, Format, QuantizedMatrix, Rows
-from slotwise.compute.model.gguf.blocks import BLOCK_TYPES
+from slotwise.compute.model.gguf.block_types import BLOCK_TYPES
 from slotwise.compute.model.quantization.bitsandbytes import NF4
 
 FORMATS = {name: kind.format for name, kind in BLOCK_TYPES.items()} | {

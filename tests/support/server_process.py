@@ -22,10 +22,10 @@ from slotwise.api.generate.checkpoint_workers import Template
 from slotwise.api.http_server import listen, serve
 from slotwise.api.limits.server_settings import ServerSettings
 from slotwise.api.limits.tiers import load_tiers
-from slotwise.api.parsers.output_format import output_format
+from slotwise.api.parsers.parser_table import output_format
 from slotwise.compose.launch import ChildProcess
 from slotwise.core.request_defaults import SamplingDefaults
-from slotwise.core.settings import settings_of
+from slotwise.core.setting_fields import settings_of
 from slotwise.engine.client import EngineClient
 from slotwise.engine.sleep import Sleep
 from slotwise.engine.supervisor import Backoff, Supervisor

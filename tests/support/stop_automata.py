@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slotwise.text.continuation import StopSearch
+from slotwise.text.stop_strings import StopSearch
 
 
 class Automaton:

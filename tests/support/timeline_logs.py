@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from slotwise.core.disciplines.batching_settings import Batching
-from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingSpec
 from slotwise.core.policies.fcfs import FirstComeFirstServed
 from slotwise.core.record import NO_STEP, StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.core.scheduler import Scheduler
+from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.core.step import StepResult
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor

@@ -12,13 +12,12 @@ from random import Random
 from slotwise.core import step
 from slotwise.core.disciplines.disciplines import Chunked
 from slotwise.core.interfaces import Discipline, DraftRow, Due, Policy, Proposal, Proposer
-from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import PoolingSpec, SamplingSpec
 from slotwise.core.policies.fcfs import FirstComeFirstServed
 from slotwise.core.record import NO_OUTCOME, Outcome
 from slotwise.core.request import NO_SLO, Request, RequestSpec
 from slotwise.core.scheduler import Scheduler
-from slotwise.core.slo import SLO
+from slotwise.core.scheduler_limits import SLO, SchedulerLimits
 from slotwise.core.step import StepPlan
 from slotwise.core.step_time import StepTimeModel, Work
 from slotwise.engine.executor import FakeExecutor

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from slotwise.core.disciplines.batching_settings import Batching
-from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingSpec
 from slotwise.core.record import StepRecord
 from slotwise.core.request import RequestSpec
+from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
 from slotwise.engine.messages import Add, Command, EngineInfo, Observer, Timing

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Inner
 
-from slotwise.text.continuation import Continuation, VisibleTokens
+from slotwise.text.stop_strings import Continuation, VisibleTokens
 from slotwise.text.tokenizer import Tokenizer
 
 END, START = "<|im_end|>", "<|im_start|>"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.published_templates import losses, renderings, transformers_tokenizer
 
-from slotwise.api.parsers.output_format import tool_parser_of
+from slotwise.api.parsers.parser_table import tool_parser_of
 
 FOLDER = Path(__file__).with_name("templates")
 PARSERS = {

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.stop_automata import Automata
 
-from slotwise.text.continuation import StopStrings
+from slotwise.text.stop_strings import StopStrings
 
 letters = st.text(alphabet="ab", min_size=1, max_size=6)
 texts = st.lists(st.text(alphabet="abc", max_size=5), max_size=12)

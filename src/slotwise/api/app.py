@@ -20,10 +20,10 @@ from slotwise.api.limits.server_settings import ServerSettings
 from slotwise.api.openai.completions import chat_completions, completions
 from slotwise.api.openai.embeddings import embeddings
 from slotwise.api.openai.responses import RESPONSES, delete_response, responses, stored_response
-from slotwise.api.parsers.output_format import UNPARSED, OutputFormat
+from slotwise.api.parsers.parser_table import UNPARSED, OutputFormat
 from slotwise.engine.client import EngineClient
 from slotwise.engine.sleep import Sleep
-from slotwise.observe.step_time import ObservedStepTimes
+from slotwise.observe.step_time_learner import ObservedStepTimes
 from slotwise.text.tokenizer import Tokenizer
 
 

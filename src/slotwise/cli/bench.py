@@ -28,8 +28,8 @@ from slotwise.cli.options import (
 )
 from slotwise.cli.process import INTERRUPTED, ending_at_once
 from slotwise.cli.workload_options import Defaults, add_seed_option, add_workload_options, workload_of
-from slotwise.core.limits import SLOTS, TOKENS
-from slotwise.core.settings import Range, real, whole
+from slotwise.core.scheduler_limits import SLOTS, TOKENS
+from slotwise.core.setting_fields import Range, real, whole
 from slotwise.core.speculation.speculation_settings import Speculation
 from slotwise.engine.config import BYTES, QUANTIZATIONS, EngineConfig
 from slotwise.measure.bench.comparison import (

@@ -16,7 +16,7 @@ from rich.table import Table
 from slotwise.cli.options import Commands, Number, add_command
 from slotwise.cli.simulations import add_changes_option, counterfactual
 from slotwise.core.drafting import DRAFT_LIMITS
-from slotwise.core.settings import whole
+from slotwise.core.setting_fields import whole
 from slotwise.measure.simulate.figures import LatencyLimits
 from slotwise.measure.simulate.replay import Outcome, replay
 from slotwise.measure.simulate.what_if import what_if
@@ -26,9 +26,9 @@ from slotwise.observe.explain import MS, PARTS, Explanation, explain
 from slotwise.observe.fold import gather
 from slotwise.observe.log_file import read_file
 from slotwise.observe.request_timeline import RequestTimeline
-from slotwise.observe.step_time import ObservedStepTimes
+from slotwise.observe.step_time_learner import ObservedStepTimes
 from slotwise.observe.step_view import StepView, step_view, times_of
-from slotwise.observe.timeline import page
+from slotwise.observe.timeline import page_builder as page
 from slotwise.platform.files import PRIVATE, write_output
 from slotwise.platform.terminal import plain
 

@@ -19,8 +19,8 @@ from slotwise.cli.options import (
 )
 from slotwise.cli.process import ending_at_once
 from slotwise.compute.model.checkpoint import locate
-from slotwise.core.limits import TOKENS
-from slotwise.core.settings import real, whole
+from slotwise.core.scheduler_limits import TOKENS
+from slotwise.core.setting_fields import real, whole
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.errors import printable
 from slotwise.offline.sampling_params import SamplingParams

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 
 from slotwise.cli.parser import Parser
 from slotwise.compat.vllm import FLAGS
-from slotwise.core.limits import ADAPTERS
-from slotwise.core.settings import (
+from slotwise.core.scheduler_limits import ADAPTERS
+from slotwise.core.setting_fields import (
     BYTE_UNITS,
     LIVE,
     MOST_DIGITS,

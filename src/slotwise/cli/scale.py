@@ -17,7 +17,7 @@ from slotwise.cli.parser import Parser
 from slotwise.compose.launch import AUTO, read_processors
 from slotwise.core.routing.fleet import MAX_WAIT
 from slotwise.core.routing.routers import ROUTERS
-from slotwise.core.settings import real, whole
+from slotwise.core.setting_fields import real, whole
 from slotwise.core.transfer.kv_transfer_config import SECRET, secret_of
 from slotwise.engine.config import DAY
 from slotwise.fleet.door import MAX_REPLICAS

@@ -31,8 +31,8 @@ from slotwise.cli.process import ending_at_once
 from slotwise.compat.vllm import notices
 from slotwise.compose.launch import AUTO, CORES, MOST_PROCESSORS, NONE, environment, numbers, read_processors
 from slotwise.compute.model.checkpoint import locate
-from slotwise.core.limits import ADAPTERS
-from slotwise.core.settings import make, settings_of, whole
+from slotwise.core.scheduler_limits import ADAPTERS
+from slotwise.core.setting_fields import make, settings_of, whole
 from slotwise.core.speculation.speculation_settings import PREDICTION, Speculation
 from slotwise.core.transfer.kv_transfer_config import SECRET, secret_of
 from slotwise.engine.config import TRANSFERS, EngineConfig, ModelOptions

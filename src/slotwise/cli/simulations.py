@@ -29,7 +29,7 @@ from slotwise.cli.options import (
 from slotwise.cli.workload_options import Defaults, add_seed_option, add_workload_options, workload_of
 from slotwise.core.policies.policy_settings import POLICIES
 from slotwise.core.routing.routers import ROUTERS
-from slotwise.core.settings import real, whole
+from slotwise.core.setting_fields import real, whole
 from slotwise.errors import printable
 from slotwise.measure.simulate.capacity_search import LOADS, CapacityTarget, LoadPoint, at_load, fewest, interval
 from slotwise.measure.simulate.figures import WORDS, Figures, LatencyLimits, SimulatedRequest, figures

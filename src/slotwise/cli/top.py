@@ -26,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slotwise.cli.options import Commands, Number, add_command
-from slotwise.core.settings import real
+from slotwise.core.setting_fields import real
 from slotwise.errors import printable
 from slotwise.observe.live_state import HELD, STALLED, LiveState
 from slotwise.observe.request_timeline import DECODE, PREFILL, RequestTimeline

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from slotwise.cli.options import Number, Size, input_file
-from slotwise.core.settings import Range, real, settings_of, whole
+from slotwise.core.setting_fields import Range, real, settings_of, whole
 from slotwise.engine.config import EngineConfig
 from slotwise.measure.workload import distributions, workloads
 from slotwise.measure.workload.distributions import MAX_LENGTH, MAX_RATE, Arrivals

@@ -30,7 +30,7 @@ from slotwise.api.generate.context import Api
 from slotwise.api.http.api_errors import ApiError
 from slotwise.api.http_server import listen, serve
 from slotwise.api.limits.server_settings import ServerSettings
-from slotwise.api.parsers.output_format import OutputFormat, output_format
+from slotwise.api.parsers.parser_table import OutputFormat, output_format
 from slotwise.compose.launch import ChildProcess, Cores, launch_engine, settle
 from slotwise.compose.load_check import check
 from slotwise.compose.model_defaults import announce, read_defaults, read_pooling
@@ -42,7 +42,8 @@ from slotwise.engine.refusals import EngineError
 from slotwise.engine.sleep import Sleep
 from slotwise.engine.supervisor import Supervisor
 from slotwise.errors import OneLineError, printable
-from slotwise.observe import lines, step_time
+from slotwise.observe import lines
+from slotwise.observe import step_time_learner as step_time
 from slotwise.observe.log_file import LogFile
 from slotwise.observe.metrics import report
 from slotwise.observe.traces import Traces

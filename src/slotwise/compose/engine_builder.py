@@ -47,14 +47,14 @@ from slotwise.compute.runner.input_batch import SlotTable
 from slotwise.compute.runner.kv_blocks import HostBlocks, HostCacheBlocks
 from slotwise.compute.runner.model_runner import FirstStageRunner, ModelRunner, StageRunner
 from slotwise.compute.runner.prefault import Prefault, SleepingMemory
-from slotwise.compute.runner.sampling.cpu import Sampler
-from slotwise.compute.runner.sampling.gpu import DeviceSampler
+from slotwise.compute.runner.sampling.cpu_sampler import Sampler
+from slotwise.compute.runner.sampling.gpu_sampler import DeviceSampler
 from slotwise.compute.runner.sampling.grammar_masks import Grammars, Masks
 from slotwise.compute.runner.sampling.sampler import Sampling, SilentSampler
 from slotwise.compute.runner.slots import LoraSlots, SlotListener
 from slotwise.compute.runner.staging import DeviceExpertCounts
-from slotwise.core.limits import SchedulerLimits
 from slotwise.core.scheduler import Scheduler
+from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.core.speculation.proposer import proposer_of
 from slotwise.core.speculation.speculation_settings import NONE, Speculation
 from slotwise.core.step import StepPlan
@@ -70,7 +70,7 @@ from slotwise.engine.kv_link import TransferLink
 from slotwise.engine.messages import EngineInfo, MemoryUse
 from slotwise.engine.warmup import check_steps, warmup
 from slotwise.errors import CheckpointError, described
-from slotwise.observe.step_time import load_or_learn
+from slotwise.observe.step_time_learner import load_or_learn
 from slotwise.text.tokenizer import MAX_TOKENIZER_BYTES, Tokenizer, TokenizerError
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from slotwise.compute.runner.memory_budget import measured_graph, measured_works
 from slotwise.compute.runner.prompt_results import workspace_rows
 from slotwise.core.cache_groups import CacheGroups
 from slotwise.core.drafting import MAX_STEP_DRAFTS
-from slotwise.core.limits import SchedulerLimits
+from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.core.speculation.speculation_settings import NONE
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.messages import MemoryUse

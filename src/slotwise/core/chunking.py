@@ -16,9 +16,9 @@ from collections.abc import Collection
 from math import inf
 
 from slotwise.core.interfaces import Discipline, Policy
-from slotwise.core.limits import SchedulerLimits
 from slotwise.core.plan_builder import PlanBuilder
 from slotwise.core.request import Request
+from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.core.step_budget import SHARE, StallLimit, StepBudget, stall_limit
 from slotwise.core.step_time import StepTimeModel, Work
 

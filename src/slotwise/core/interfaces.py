@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from slotwise.core.limits import SchedulerLimits
 from slotwise.core.request import Request
+from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.core.step import Proposing
 from slotwise.core.step_time import Work
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from slotwise.core.settings import INT64, Range, setting, settings_of
+from slotwise.core.setting_fields import INT64, Range, setting, settings_of
 
 JSON_SCHEMA, REGEX, LARK = "json_schema", "regex", "lark"
 KINDS = (JSON_SCHEMA, REGEX, LARK)

@@ -1,12 +1,13 @@
-"""StepRecord: one step as it was: what the engine was told, what it planned, computed and published.
+"""StepRecord: what the engine was told before one step, and what it planned, computed and published.
 
     inputs ─► Scheduler.schedule ─► plans ─► executor ─► result ─► Scheduler.commit ─► outcome        counters
 
 The same object goes to clients, metrics, the event log, the timeline and the replay.  Together with the commands, the
-records hold every input of an engine, each reading of its clock included, so that a replay can compare all the rest.
+records hold every input of an engine, each clock reading that affects a decision included, so that a replay can compare
+all the rest.
 
-A record without a step (`step` NO_STEP) tells what happened between two steps, or of a step that failed: it has as many
-plans as were given up then, and no result.
+A record without a step (`step` NO_STEP) tells what happened between two steps, or that a step failed.  It has no
+result, and the plans that the failure discarded.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ Logprobs = tuple[TokenLogprobs, ...]
 
 
 class CompiledGrammar(NamedTuple):
-    """The grammar of a request is compiled; `objection` says why it cannot be, "" if it is."""
+    """The compilation of a request's grammar has ended; `objection` says why it failed, "" if it did not."""
 
     request_id: int
     objection: str = ""
 
 
 class RequestEnd(NamedTuple):
-    """The end of a request: `message` explains `rejected`, `timeout` and `error`, else it is empty."""
+    """The end of a request: `message` explains `rejected`, `timeout`, `shed` and `error`, and is empty otherwise."""
 
     request_id: int
     reason: str
@@ -42,7 +43,7 @@ class RequestEnd(NamedTuple):
 class Inputs(NamedTuple):
     """What the engine read and was told since the last record, before the plan was made."""
 
-    planned: tuple[int, ...] = ()  # monotonic nanoseconds: start of each plan since, this step's or a later one's
+    planned: tuple[int, ...] = ()  # monotonic nanoseconds: start of each plan made since the last record
     handled: tuple[int, ...] = ()  # monotonic nanoseconds: when each command was handled, in order
     compiled: tuple[CompiledGrammar, ...] = ()
     arrivals: tuple[Arrival, ...] = ()  # blocks of prompts that other engines have computed
@@ -53,7 +54,7 @@ class Inputs(NamedTuple):
 class Outcome(NamedTuple):
     """What a commit made of the result.
 
-    A row has no tokens here if its request ended after the step was planned, and while its batch holds them back; the
+    A row has no tokens here if its request had ended before this commit, and while its batch holds them back; the
     step that completes the batch publishes them all.
     """
 
@@ -67,13 +68,13 @@ NO_OUTCOME = Outcome()
 
 
 class Counters(NamedTuple):
-    """Of the engine, after the commit."""
+    """Of the engine, when the record was made; `num_waiting` counts requests that wait for a slot."""
 
     num_running: int = 0
     num_waiting: int = 0
     num_free_blocks: int = 0
     num_pinned_blocks: int = 0  # of ended requests, which another engine still reads
-    expert_tokens: tuple[tuple[int, ...], ...] = ()  # by layer and expert, since the last record that has them
+    expert_tokens: tuple[tuple[int, ...], ...] = ()  # token counts by layer and expert since the last record with any
 
 
 class StepRecord(NamedTuple):
@@ -81,7 +82,7 @@ class StepRecord(NamedTuple):
 
     started_ns: int  # monotonic nanoseconds
     ended_ns: int
-    plans: tuple[StepPlan, ...] = ()  # as executed, without `new_requests`; one, but for a step that failed
+    plans: tuple[StepPlan, ...] = ()  # as executed, without `new_requests`: one, or all that a failure discarded
     result: StepResult = NO_RESULT
     outcome: Outcome = NO_OUTCOME
     inputs: Inputs = Inputs()
@@ -126,7 +127,7 @@ class StepRecord(NamedTuple):
                 for drafts, tokens in zip(self.plan.drafts, self.result.tokens, strict=False) if drafts]
 
     def end_of(self, row: int) -> int:
-        """The position behind the tokens that a row computed, without drafts that were not accepted."""
+        """The position after the tokens that a row computed, without drafts that were not accepted."""
         plan = self.plan
         has_drafts = bool(plan.drafts and plan.drafts[row])
         return plan.starts[row] + (len(self.result.tokens[row]) if has_drafts else plan.counts[row])

@@ -1,22 +1,23 @@
 """A request: what is wanted (`RequestSpec`), its tokens, how many of them are computed, and its state machine.
 
 A `RequestSpec` crosses every layer whole, from the API to the ranks and the log: to add a field to requests, add it
-here, and read it as `spec.field` where it is obeyed.
+here, and read `spec.field` in the code that obeys it.
 
 There is no prefill or decode phase.  A request has *known* tokens (the prompt, then the output) and *computed* tokens,
 whose keys and values are in the KV cache.  A step computes up to `known - computed` of them.  Prefill, chunked prefill,
 decode and recomputation after a preemption all follow from this rule (as in vLLM's v1 scheduler).
 
     known      |■■■■■■■■ prompt ■■■■■■■■|■ output ■|?|     ? pending: sampled by a step in flight, not yet committed
-    scheduled  |■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■|       advanced by schedule()
-    computed   |■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■|         advanced by commit()
+    scheduled  |■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■|       advanced by Scheduler.schedule()
+    computed   |■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■■|         advanced by Scheduler.commit()
 
-Drafts are unverified tokens: a row that verifies k drafts has up to k + 1 pending tokens, and commit() takes
-back those not accepted.
+Drafts are unverified tokens: a row that verifies k drafts has up to k + 1 pending tokens, and commit() takes back those
+not accepted.
 
 Invariants:
  1. Only the scheduler changes a state, along TRANSITIONS; every request ends exactly once.
- 2. A preemption starts a new *epoch*.  Of a step planned in an earlier epoch, commit() keeps the sampled token only.
+ 2. A preemption and the end of a request start a new *epoch*.  From a step planned in an earlier epoch, commit() keeps
+    sampled tokens and nothing else: their positions are computed again.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from typing import NamedTuple
 from slotwise.core.cache_groups import BlockTable
 from slotwise.core.params import PoolingSpec, SamplingSpec
 from slotwise.core.prefix_cache import BlockHashes
-from slotwise.core.slo import SLO
+from slotwise.core.scheduler_limits import SLO
 
 
 class State(Enum):
-    WAITING = "waiting"  # in the queue, never admitted
-    WAITING_FOR_KV = "waiting_for_kv"  # in no queue for a slot: another engine computes its prompt
+    WAITING = "waiting"  # in the queue, not yet admitted
+    WAITING_FOR_KV = "waiting_for_kv"  # in the queue for blocks (`kv_transfers.py`): another engine computes its prompt
     RUNNING = "running"  # holds a slot and blocks
     PREEMPTED = "preempted"  # slot and blocks released; in the queue, to be recomputed
     FINISHED = "finished"  # ended, with a finish reason
-    REJECTED = "rejected"  # refused on arrival: it could never run
+    REJECTED = "rejected"  # refused before its first step: it could never run, or its grammar cannot be compiled
 
 
 TRANSITIONS: dict[State, frozenset[State]] = {
@@ -58,7 +59,7 @@ class Output(Enum):
     """What a request yields."""
 
     SAMPLE = "sample"  # tokens
-    PROMPT_LOGPROBS = "prompt_logprobs"  # tokens, and the log-probabilities of the prompt's
+    PROMPT_LOGPROBS = "prompt_logprobs"  # tokens, and the log-probabilities of the prompt tokens
     POOLED = "pooled"  # one vector, from the hidden states of the prompt
 
 
@@ -66,8 +67,8 @@ class KVTransfer(NamedTuple):
     """How the blocks of a request's prompt travel between engines (`core/kv_transfers.py`)."""
 
     transfer_id: str  # the same in both engines
-    sends: bool  # they are computed here and sent; else received
-    timeout: float  # seconds for which the next blocks are waited for, or those of an ended request stay pinned
+    sends: bool  # True: the blocks are computed here and sent; False: they are received
+    timeout: float  # seconds to wait for the next blocks, or to keep those of an ended request
     host: str = ""  # of the engine that sends
     port: int = 0  # of the engine that sends
 
@@ -86,9 +87,11 @@ class RequestSpec:
     adapter_name: str = ""  # by which its client named it
     kv: KVTransfer | None = None  # how the blocks of its prompt travel between engines; None: they do not
     prediction: tuple[int, ...] = ()  # what its client expects the output to be: drafts are taken from it
-    forced_length: int = 0  # of a benchmark: the output ends there as if the model had ended it; 0: nothing is forced
+    forced_length: int = 0  # for benchmarks: the output ends at this length as if the model had ended it; 0: not forced
     queue_timeout: float = 0.0  # seconds it may wait for its first slot; 0: without limit
-    stop_lengths: tuple[int, ...] = ()  # characters of each stop string, where `params` leaves long ones out
+    # Lengths in characters of the stop strings, where `params` leaves them out: the API alone looks for them, and long
+    # ones would only make the log larger.
+    stop_lengths: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", tuple(self.prompt))
@@ -146,7 +149,7 @@ class Request:
         self.spec = spec
         self.tokens = list(spec.prompt)  # known tokens, without the pending ones
         self.num_prompt = len(self.tokens)
-        self.num_at_join = 0  # tokens known at its last admission: they are prefilled
+        self.num_at_join = 0  # tokens known when it was last admitted: computing them is prefill
         self.num_scheduled = 0  # tokens given to planned steps
         self.num_computed = 0  # tokens whose keys and values are in the cache, as of the last commit
         self.pending = 0  # maximum number of tokens that steps in flight may sample
@@ -155,16 +158,16 @@ class Request:
             () if spec.params.ignore_eos else eos_ids)
         self.state = State.WAITING
         self.is_compiling = spec.params.grammar is not None  # its grammar is not compiled yet: it waits
-        # Of a FINISHED request the finish reason, of a REJECTED one the objection.  A RUNNING request with a reason is
+        # The finish reason of a FINISHED request, the objection to a REJECTED one.  A RUNNING request with a reason is
         # *held*: all its tokens are sampled, and it keeps its slot until its batch has ended.
         self.reason = ""
         self.arrival = -1  # arrival number: the tie-breaker of every order
         self.arrived_at = 0.0  # seconds
         self.deadline = float("inf")  # seconds; a request not admitted by then times out
-        self.num_passed = 0  # later arrivals admitted while it waited for blocks
-        self.end = 0  # maximum length, prompt and output, in tokens; a vector counts as one
+        self.num_passed = 0  # later arrivals admitted while it waited for blocks or an adapter's slot
+        self.end = 0  # maximum length in tokens, prompt and output; a pooled request's vector counts as one token
         self.slot = NO_SLOT_HELD
-        self.tables: list[BlockTable] = []  # by cache group; none without a slot, but for `core/landings.py`
+        self.tables: list[BlockTable] = []  # by cache group; empty without a slot, unless it has landed
         self.capacity = 0  # tokens that fit in the blocks of every group
         self.num_reserved = 0  # blocks allocated on admission; truncation keeps them
         self.block_hashes = BlockHashes(f"{spec.adapter}\0{spec.salt}" if spec.adapter else spec.salt)
@@ -173,7 +176,8 @@ class Request:
         self.kv = spec.kv  # None once it neither sends nor expects blocks any more
         self.kv_until = 0.0  # seconds; when a request that holds blocks waits for their contents no longer
         self.num_received = 0  # tokens whose keys and values another engine has sent
-        self.forced: tuple[int, tuple[int, ...]] = (0, ())  # tokens its grammar forces, behind so many known ones
+        # A number of known tokens, and the tokens that its grammar forces after them.
+        self.forced: tuple[int, tuple[int, ...]] = (0, ())
 
     @property
     def blocks(self) -> list[int]:

@@ -4,33 +4,35 @@
     ... the executor runs it ...
     commit(plan, result, now)    appends tokens, finishes requests, frees blocks; returns the Outcome
 
-This file owns every request from its arrival to its end, and reads in the order in which a step happens: expire, land
-prompts, preempt for rank, running rows, waiting rows, drafts, close the plan; then commit.  States change at its end
-alone, along TRANSITIONS of `core/request.py`:
+The Scheduler owns every request from its arrival to its end.  Its methods stand in the order in which a step happens:
+expire, land prompts, preempt for rank, running rows, waiting rows, drafts, close the plan; then commit.  States change
+only in the last section of this file, and in `add`, along TRANSITIONS of `core/request.py`:
 
-    add ──┬─────────► WAITING ──admit──► RUNNING ──finish──► FINISHED    also: finish from every state,
-          │              ▲          preempt ▼  ▲ admit                   and add to REJECTED, with an objection
-          │  arrived, or late        PREEMPTED ┘
+    add ──┬─────────► WAITING ──admit──► RUNNING ──finish──► FINISHED    also: finish from every unfinished state,
+          │              ▲          preempt ▼  ▲ admit                   and from add or a wait to REJECTED,
+          │  arrived, or late        PREEMPTED ┘                         with an objection
           └─► WAITING_FOR_KV
 
-What it calls downward knows no scheduler: the cache (`core/kv_manager.py`), the sizes of prompt chunks
-(`core/chunking.py`), which rows pause for another tenant's prompt (`core/prefill_isolation.py`), drafts
-(`core/drafting.py`), prompts that another engine computes (`core/kv_transfers.py`), the discipline and the policy
-(`core/interfaces.py`).
+A *discipline* says when requests may join a batch and leave it (continuous batching, or a baseline); a *policy* orders
+requests and chooses victims (`core/interfaces.py` has both).  The modules that it calls do not know the scheduler: the
+cache (`core/kv_manager.py`), the sizes of prompt chunks (`core/chunking.py`), which rows pause for another tenant's
+prompt (`core/prefill_isolation.py`), drafts (`core/drafting.py`), and prompts that another engine computes
+(`core/kv_transfers.py`).
 
-A running request without a token is in the plan's `refused`, with a reason: its last token is in flight (ENDING), its
-drafts are (VERIFYING), it is in another step (MICRO_BATCH), a budget is spent (TOKEN_BUDGET, SHORT_STEP, TIME_BUDGET),
-it pauses for a prompt (FIRST_TOKEN), or the discipline starts prompts alone (PROMPTS_ALONE).  A waiting request is
-admitted if the discipline's gate is open and slots, token budget, blocks and step time suffice, in this order.
+A running request that gets no token in this step is in the plan's `refused`, unless the plan preempts it.  The reason
+is one of these: its last token is in flight (ENDING), its drafts are in flight (VERIFYING), it is in another step
+(MICRO_BATCH), a budget is spent (TOKEN_BUDGET, SHORT_STEP, TIME_BUDGET), it pauses for a prompt (FIRST_TOKEN), or the
+discipline starts prompts alone (PROMPTS_ALONE).  A waiting request is admitted if the discipline's gate is open and
+slots, token budget, blocks and step time suffice, in this order.
 
-A step may be in flight, or one fewer than there are stages: schedule() works from *scheduled* token counts, commit()
-advances *computed* ones.  A prefix hit always ends before the last known token, which is computed for its logits.  A
-freed block may be reused by the very next plan, although a step in flight still reads it, because executors run plans
-in order.  If a request finishes after its next row was planned, that row's tokens are dropped.  A preemption keeps the
-pending token of a row in flight; until that token is committed, and so never in the same plan, the request is not
-admitted again.  A decoding row may carry drafts: it yields 1 to 1 + drafts tokens, and only the commit tells how many,
-so it is in no other step before that.  Where a model's layers are divided into stages that compute at once, a decode
-row is in one step at a time, too:
+One step may be in flight while the next is planned; with stages, as many as there are stages less one.  schedule()
+works from *scheduled* token counts, commit() advances *computed* ones.  A prefix hit always ends before the last known
+token, which is computed for its logits.  A freed block may be reused by the very next plan, although a step in flight
+still reads it, because executors run plans in order.  If a request finishes after its next row was planned, that row's
+tokens are dropped.  A preemption keeps the pending token of a row in flight, and the request is not admitted again
+until that token is committed.  A decoding row may carry drafts: it yields 1 to 1 + drafts tokens, and only the commit
+tells how many, so it is in no other step before that.  Where a model's layers are divided into stages that compute in
+parallel, a decode row is in one step at a time, too:
 
     stage 0    | a b | c d | a b | c d |          a step has half of the decode rows, where there are two stages
     stage 1          | a b | c d | a b | c d |
@@ -53,7 +55,6 @@ from slotwise.core.host_cache import HostCache
 from slotwise.core.interfaces import NEVER, Discipline, Gate, Policy, Proposer, View
 from slotwise.core.kv_manager import Allocation, KVManager
 from slotwise.core.kv_transfers import KVTransfers
-from slotwise.core.limits import ERROR, SchedulerLimits
 from slotwise.core.plan_builder import InFlight, PlanBuilder
 from slotwise.core.prefill_isolation import PrefillIsolation, goes_before
 from slotwise.core.reasons import (
@@ -74,16 +75,17 @@ from slotwise.core.reasons import (
 )
 from slotwise.core.record import NO_OUTCOME, Logprobs, Outcome, RequestEnd, Tokens
 from slotwise.core.request import NO_SLOT_HELD, Request, State
+from slotwise.core.scheduler_limits import ERROR, SchedulerLimits
 from slotwise.core.step import Admission, Arrival, NewRequest, RowKind, StepPlan, StepResult, Stop
 from slotwise.core.step_time import StepTimeModel, work_of
 from slotwise.core.waiting_queue import Lane, WaitingQueue
 
 PREFILL, DECODE = RowKind.PREFILL, RowKind.DECODE
-COMPLETE = ("stop", "length")  # finish reasons of requests whose prompts are computed
-MAX_OUTRANKED = 4  # running requests that may be preempted per step for waiting ones
-# Requests examined per step behind one that waits for blocks: each costs a prefix lookup, in every step of the wait.
+COMPLETE = ("stop", "length")  # finish reasons that imply that the whole prompt was computed
+MAX_OUTRANKED = 4  # waiting requests that a step preempts for, and running ones that it preempts for each of them
+# Requests that a step examines after one that waits for blocks: each costs a prefix lookup in every step of the wait.
 MAX_LOOK = 8
-MAX_UNSLOTTED = 64  # requests examined per step that wait for an adapter's slot: a microsecond each
+MAX_UNSLOTTED = 64  # requests waiting for an adapter's slot that a step examines; each costs a microsecond
 
 NO_PROBABILITIES = "the model gave no valid probabilities for the next token"  # of a row that failed alone
 
@@ -260,7 +262,7 @@ class Scheduler:
             self._finish(request, reason, now, message)
 
     def compiled(self, request_id: int, objection: str, now: float) -> None:
-        """The grammar of a waiting request is compiled; with an objection it is not, and the request is rejected."""
+        """The compilation of a waiting request's grammar has ended; with an objection, the request is rejected."""
         request = self.unfinished.get(request_id)
         if request is not None and request.is_compiling:
             request.is_compiling = False
@@ -333,7 +335,7 @@ class Scheduler:
     def _expire(self, now: float) -> None:
         """Finish waiting requests past their deadline or shed by the policy; requeue the others that are due.
 
-        Requests whose blocks from another engine are late compute their prompts.
+        If blocks from another engine are late, the request computes its own prompt.
         """
         for request in [*self.waiting.due(now), *self.transfers.incoming.due(now)]:
             if request.state is not State.PREEMPTED and request.deadline <= now:
@@ -401,7 +403,10 @@ class Scheduler:
                 return
 
     def _first_without_capacity(self, builder: PlanBuilder) -> tuple[Request | None, int]:
-        """Returns the first waiting request without slot (at the head: or blocks), and its position; None: all fit."""
+        """Returns the first waiting request that lacks a slot, or at the head of the queue blocks, and its position.
+
+        None: all of them fit.
+        """
         if not self.waiting:
             return None, 0
         walk = self.waiting.walk(builder.now)
@@ -582,8 +587,8 @@ class Scheduler:
     def _add_waiting(self, builder: PlanBuilder) -> None:
         """Admit waiting requests from the head of the queue, and record in the plan why the others wait.
 
-        A few smaller ones may pass a request that waits for blocks, and all of them a request with a grammar that is
-        still being compiled.
+        A few requests that fit may pass one that waits for blocks, and any request may pass one whose grammar is still
+        being compiled.
         """
         if not self.waiting:
             return
@@ -591,7 +596,7 @@ class Scheduler:
         queue = self.waiting.walk(builder.now)
         examined: list[Request] = []  # and not admitted
         unslotted: list[Request] = []  # that wait for an adapter's slot: they stop only others that need one
-        compiling: Request | None = None  # the first one with a grammar that is
+        compiling: Request | None = None  # the first one whose grammar is being compiled
         while all(map(self._may_be_passed, examined)) and (request := queue.next()) is not None:
             if builder.deferred:
                 self._catch_up(builder, request)
@@ -669,7 +674,7 @@ class Scheduler:
         return request if request is not None and self._num_slots_for(request) > 0 else None
 
     def _has_adapter_slot(self, request: Request) -> bool:
-        """Whether a step may have this request next to the running ones: it has at most `max_loras` adapters."""
+        """Whether this request may join the running ones: a step has rows of at most `max_loras` adapters."""
         if not request.spec.adapter:
             return True
         adapters = {running.spec.adapter for running in self.running.values() if running.spec.adapter}
@@ -712,8 +717,8 @@ class Scheduler:
     def _allocation(self, request: Request, builder: PlanBuilder) -> Allocation | None:
         """Returns blocks for a waiting request; None: too few, or this plan preempted a request for want of them.
 
-        It goes before pins, and before requests that have landed and follow it; before all of these if nothing runs,
-        which would free blocks for it.
+        Pins are released for it, and so are the blocks of landed requests that the policy orders after it; if nothing
+        runs that could free blocks later, those of all landed requests.
         """
         if builder.is_pressed:
             return None
@@ -736,7 +741,7 @@ class Scheduler:
         prompts.  Returns whether there is enough; else nothing changes.
 
         Args:
-            kept: blocks that are of no use when they are released.
+            kept: blocks that the request itself reuses: releasing them gains nothing.
         """
         if lacking() <= 0:
             return True
@@ -844,7 +849,7 @@ class Scheduler:
         held = [request for request in self.running.values() if request.reason]
         if self._discipline.leaves_together and len(held) < len(self.running):
             return self._release_outputs(plan, {request.request_id for request, _ in gone}), gone
-        present = frozenset(plan.request_ids)  # a held row that pauses here finishes in its next step
+        present = frozenset(plan.request_ids)  # a held row that is not in this plan finishes in its next step
         ending = gone + [(request, request.reason) for request in held if request.request_id in present]
         return self._release_outputs(plan, present), ending
 

@@ -17,10 +17,9 @@ from contextlib import contextmanager
 from math import ceil, exp
 from typing import NamedTuple
 
-from slotwise.core.limits import SchedulerLimits
 from slotwise.core.record import StepRecord
 from slotwise.core.request import NO_SLO
-from slotwise.core.slo import SLO
+from slotwise.core.scheduler_limits import SLO, SchedulerLimits
 from slotwise.core.tenant_capacity import TenantCapacity
 from slotwise.engine.client import MAX_LIVE
 from slotwise.engine.messages import Add, Command, EngineInfo, Observer

@@ -12,9 +12,18 @@ from typing import Any
 
 from slotwise.core.cache_groups import CacheGroups
 from slotwise.core.disciplines.batching_settings import Batching
-from slotwise.core.limits import ADAPTERS, CACHE, MOST_MS, TOKENS, ChosenLimits, LiveLimits, SchedulerLimits
 from slotwise.core.policies.policy_settings import Ordering
-from slotwise.core.settings import (
+from slotwise.core.scheduler_limits import (
+    ADAPTERS,
+    CACHE,
+    MOST_MS,
+    TOKENS,
+    ChosenLimits,
+    LiveLimits,
+    SchedulerLimits,
+    Tier,
+)
+from slotwise.core.setting_fields import (
     check_settings,
     json_object,
     make,
@@ -25,7 +34,6 @@ from slotwise.core.settings import (
     settings_of,
     whole,
 )
-from slotwise.core.slo import Tier
 from slotwise.core.speculation.speculation_settings import DRAFT_MODEL, Speculation
 from slotwise.core.transfer.kv_transfer_config import HOW, KVTransferConfig
 from slotwise.engine.scheduling import Scheduling

@@ -1,14 +1,12 @@
 """The engine loop: plan a step, execute it, commit its result.
 
-    submit   events ◄─┐
-      │               │
-    add ─► Scheduler.schedule ─► Executor ─► Scheduler.commit ─► StepRecord
-                ▲                                  │
-                └──────────────────────────────────┘
+    command ─► handle ─► Scheduler.schedule ─► Executor ─► Scheduler.commit ─► StepRecord
+                               ▲                                  │
+                               └──────────────────────────────────┘
 
 The engine process (`compose/engine_process.py`), the offline API, a replay and benchmarks drive it: they call `handle`
 for each command, then `step` while `has_work`, else `idle_record` for changes that no step records.  `wait` says how
-long to sleep before the next `step`, when the last plan had no rows and waits for the clock alone.
+long to sleep before the next `step` when the last plan had no rows.
 """
 
 from __future__ import annotations
@@ -16,17 +14,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from slotwise.core.limits import SchedulerLimits
 from slotwise.core.record import NO_OUTCOME, NO_RESULT, CompiledGrammar, Counters, Inputs, Outcome, StepRecord
 from slotwise.core.request import Request
 from slotwise.core.scheduler import Scheduler
+from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.core.step import StepPlan, StepResult
 from slotwise.engine.executor import POLL, AdapterStore, Executor, ExpertCounts, GrammarCompiler, Returnable
 from slotwise.engine.kv_link import KVLink, News
 from slotwise.engine.messages import Add, Command, Finish, QueuePositionAnswer, QueuePositionQuery, RequestPosition
 from slotwise.engine.scheduling import DEFAULT_ORDER, Scheduling
 
-EXPERTS_EVERY = 1_000_000_000  # nanoseconds between two records with the tokens of experts, while there is work
+EXPERTS_EVERY = 1_000_000_000  # nanoseconds between two records with token counts of experts, while there is work
 NOT_GIVEN_BACK = "only the cache of device cpu, with one rank, can be given back to the system"
 
 Clock = Callable[[], int]
@@ -40,10 +38,10 @@ class Engine:
         depth: steps that may be in flight while the next is planned: 0, 1, or one fewer than `limits.stages`.
         scheduling: the settings that `scheduler` was built with; None: first come, first served.
         grammars: compiles the grammars of requests; None: those with one are rejected.
-        experts: counts the tokens of experts; None: the model has none.
-        memory: what can be given back while nothing runs, if anything can.
-        adapters: of requests; None: they have none.
-        kv_link: to engines that compute prompts for this one, or that it computes prompts for; None: there are none.
+        experts: counts the tokens of each expert; None: the model has no experts.
+        memory: memory that can be given back to the system while no request runs; None: none can.
+        adapters: the adapters that requests may name; None: requests name none.
+        kv_link: the connection to engines that compute prompts for this one, or the other way around; None: none.
     """
 
     def __init__(
@@ -66,12 +64,13 @@ class Engine:
         self.adapters = adapters
         self._unloading: set[int] = set()  # adapters that are forgotten when no request has them
         self._kv_link = kv_link
-        self._news = News()  # not yet in a record, as the four below
+        # These five are not yet in a record.
+        self._news = News()
         self._compiled: list[CompiledGrammar] = []
         self._configured: Scheduling | None = None
         self._handled: list[int] = []
         self._planned: list[int] = []
-        self._idle_until = 0.0  # seconds; until then only a command gives `step` work
+        self._idle_until = 0.0  # seconds; until then only a command, a grammar or blocks give `step` work
 
     @property
     def limits(self) -> SchedulerLimits:
@@ -127,8 +126,8 @@ class Engine:
     def give_back(self) -> str:
         """Gives memory back to the system while nothing runs; returns why it could not, or "".
 
-        Blocks keep their entries in the prefix cache: the caller sees to it that no later request finds them, by
-        another salt.
+        Blocks keep their entries in the prefix cache: the caller must change the salt, so that no later request finds
+        them.
         """
         if self._memory is None:
             return NOT_GIVEN_BACK
@@ -202,7 +201,7 @@ class Engine:
         return transfers.next_moment if reopens_at is None else min(reopens_at, transfers.next_moment)
 
     def _take_news(self, now: float) -> None:
-        """Tells the scheduler what happened beside the steps."""
+        """Tells the scheduler what happened outside its steps: grammars were compiled, blocks arrived or were read."""
         if self._grammars is not None:
             self._take_compiled(self._grammars, now)
         if self._kv_link is not None and self._kv_link.has_news:
@@ -221,7 +220,7 @@ class Engine:
                 self._scheduler.compiled(request_id, objection, now)
 
     def idle_record(self) -> StepRecord | None:
-        """Returns a record of what happened since the last step when nothing runs; None when nothing happened."""
+        """Returns a record of requests that ended and settings that changed between steps; None if there are none."""
         ended = self._scheduler.pop_ended()
         if not ended and self._configured is None:
             return None
@@ -229,9 +228,9 @@ class Engine:
         return self._record(now, now, outcome=Outcome(ended=ended))
 
     def _failed(self, error: Exception, plan: StepPlan, started: int) -> StepRecord:
-        """Rolls back to the last commit after a failed step, and ends that step's requests in error.
+        """Rolls back to the last commit after a failed step, and ends in error the requests that cannot go on.
 
-        Requests that have rows only in later steps are planned again.
+        These are the failed step's; with recurrent states, those of all steps in flight.  Others are planned again.
         """
         plans = [_without_specs(plan)]
         while self._in_flight:

@@ -12,10 +12,9 @@ from typing import Any
 
 from slotwise.core.disciplines.batching_settings import Batching
 from slotwise.core.interfaces import Discipline, Policy
-from slotwise.core.limits import LiveLimits, SchedulerLimits
 from slotwise.core.policies.policy_settings import Ordering
-from slotwise.core.settings import changed, nested, settings_of, values_of
-from slotwise.core.slo import Tier
+from slotwise.core.scheduler_limits import LiveLimits, SchedulerLimits, Tier
+from slotwise.core.setting_fields import changed, nested, settings_of, values_of
 from slotwise.core.step_time import StepTimeModel
 
 MAX_TIERS = 64

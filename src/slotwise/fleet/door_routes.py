@@ -51,7 +51,7 @@ from slotwise.fleet.upstream import (
     send,
     target_of,
 )
-from slotwise.observe.timeline import page as timeline_page
+from slotwise.observe.timeline import page_builder as timeline_page
 
 PARAMETER = "replica"
 MAX_QUERY = 2048  # characters

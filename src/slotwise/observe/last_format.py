@@ -23,7 +23,7 @@ from slotwise.core.record import (
     StepRecord,
 )
 from slotwise.core.request import NO_SLO, KVTransfer, RequestSpec
-from slotwise.core.slo import SLO
+from slotwise.core.scheduler_limits import SLO
 from slotwise.core.step import (
     Admission,
     Arrival,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 from slotwise import builtin
 from slotwise.compat.vllm import CALL, METHODS, RULES, SAME, is_neutral
 from slotwise.compute.model.checkpoint import locate
-from slotwise.core.settings import BYTE_UNITS, UNITS, aliases_of, settings_of, whole, with_unit
+from slotwise.core.setting_fields import BYTE_UNITS, UNITS, aliases_of, settings_of, whole, with_unit
 from slotwise.engine.config import DTYPE_NAMES, RETIRED, ConfigError, EngineConfig, ModelOptions
 from slotwise.errors import nearest
 

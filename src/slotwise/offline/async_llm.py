@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slotwise.compose.launch import ChildProcess, launch_engine
-from slotwise.core.slo import SLO
+from slotwise.core.scheduler_limits import SLO
 from slotwise.engine.client import EngineClient
 from slotwise.engine.config import ConfigError
 from slotwise.engine.generation import AT_THE_END, Chunk, Generation

@@ -30,9 +30,9 @@ from slotwise.offline.outputs import (
 from slotwise.offline.sampling_params import PoolingParams, RequestOutputKind, SamplingParams
 from slotwise.text.chat_source import find_chat_template, find_tool_template
 from slotwise.text.chat_template import ChatTemplate
-from slotwise.text.continuation import Continuation, VisibleTokens
 from slotwise.text.conversation import RESERVED_VARIABLES, InvalidMessages, OpenEnd, check_messages
 from slotwise.text.grammar_check import check
+from slotwise.text.stop_strings import Continuation, VisibleTokens
 from slotwise.text.tokenizer import Tokenizer, spellings
 
 BASE_SPEC = RequestSpec((), SamplingSpec(max_tokens=None))  # of the base model, with no wishes

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from slotwise.compose.engine_builder import load
 from slotwise.compute.runner import memory_budget
 from slotwise.core.record import StepRecord
-from slotwise.core.slo import SLO
+from slotwise.core.scheduler_limits import SLO
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import AdapterStore
 from slotwise.engine.messages import EngineInfo, Finish

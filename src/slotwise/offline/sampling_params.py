@@ -10,7 +10,7 @@ from typing import Any
 
 from slotwise.compat.vllm import ANY, SAMPLING, is_neutral
 from slotwise.core.params import MAX_BIAS, MAX_STOP_LENGTH, Grammar, InvalidParams, SamplingSpec
-from slotwise.core.settings import Range, whole
+from slotwise.core.setting_fields import Range, whole
 from slotwise.errors import nearest
 from slotwise.text.structured_output import StructuredOutputError, of_structured_outputs
 

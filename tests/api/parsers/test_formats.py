@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from slotwise.api.parsers.output_format import REASONING_PARSERS, TOOL_PARSERS, OutputFormat, tool_parser_of
-from slotwise.api.parsers.output_parser import CallArguments, CallName, ParsedMessage, Part, gathered, merged
+from slotwise.api.parsers.base_parser import CallArguments, CallName, ParsedMessage, Part, gathered, merged
+from slotwise.api.parsers.parser_table import REASONING_PARSERS, TOOL_PARSERS, OutputFormat, tool_parser_of
 from slotwise.api.parsers.reasoning import has_begun
 
 SPECIAL = {spelling: number for number, spelling in enumerate(

@@ -8,9 +8,9 @@ from typing import Any
 import llguidance
 import pytest
 
+from slotwise.api.parsers.base_parser import gathered
 from slotwise.api.parsers.call_grammar import Schemas, lark_of_regex
-from slotwise.api.parsers.output_format import TOOL_PARSERS, OutputFormat
-from slotwise.api.parsers.output_parser import gathered
+from slotwise.api.parsers.parser_table import TOOL_PARSERS, OutputFormat
 
 SPECIAL = ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>", "<|return|>",
            "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>"]

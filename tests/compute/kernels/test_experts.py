@@ -17,7 +17,7 @@ from slotwise.compute.kernels.cpu.products import paths
 from slotwise.compute.kernels.interface import ExpertWeights, Kernels, Mixture, Routing
 from slotwise.compute.kernels.matrix import E4M3, Format, QuantizedMatrix, Rows, Weight, stacked
 from slotwise.compute.kernels.reference import ReferenceKernels, route
-from slotwise.compute.model.gguf.blocks import BLOCK_TYPES
+from slotwise.compute.model.gguf.block_types import BLOCK_TYPES
 
 REFERENCE = ReferenceKernels()
 HIDDEN, INNER = 96, 64

@@ -22,7 +22,7 @@ from slotwise.compute.kernels.cpu.products.block_layout import layout_of, levels
 from slotwise.compute.kernels.cpu.products.linear_blocks import blocks_linear, pack_blocks
 from slotwise.compute.kernels.matrix import Format, QuantizedMatrix, StackedMatrix, stacked
 from slotwise.compute.kernels.reference import ReferenceKernels
-from slotwise.compute.model.gguf.blocks import BLOCK_TYPES
+from slotwise.compute.model.gguf.block_types import BLOCK_TYPES
 
 PATHS = product_paths.each(paths.QUANTIZED)
 ROUNDED = {torch.float32: 5e-6, torch.bfloat16: 2**-8 * 1.01}

@@ -17,7 +17,7 @@ from slotwise.compute.kernels.cpu.kernels import CpuKernels
 from slotwise.compute.kernels.cpu.memory import discard
 from slotwise.compute.kernels.cpu.products import packed_file
 from slotwise.compute.kernels.matrix import QuantizedMatrix
-from slotwise.compute.model.gguf.blocks import BLOCK_TYPES
+from slotwise.compute.model.gguf.block_types import BLOCK_TYPES
 
 PLENTY = 1 << 30
 

@@ -118,7 +118,7 @@ import torch
 from numba import cfunc
 from slotwise.compute.kernels.cpu import linear_bf16, linear_blocks, linear_int
 from slotwise.compute.kernels.cpu.products.block_layout import layout_of
-from slotwise.compute.model.gguf.blocks import BLOCK_TYPES
+from slotwise.compute.model.gguf.block_types import BLOCK_TYPES
 
 blocks = linear_blocks.product_kernel(layout_of(BLOCK_TYPES["Q4_K"].format), torch.bfloat16, "amx_int8")
 for code in (linear_bf16.PRODUCT["amx"].code, linear_int.PRODUCT[4, torch.bfloat16, "amx_int8"].code, blocks):

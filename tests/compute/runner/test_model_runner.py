@@ -23,7 +23,7 @@ from slotwise.compute.kernels.interface import Kernels
 from slotwise.compute.kernels.reference import ReferenceKernels
 from slotwise.compute.runner import model_runner
 from slotwise.compute.runner.model_runner import DeviceLostError
-from slotwise.compute.runner.sampling import gpu
+from slotwise.compute.runner.sampling import gpu_sampler as gpu
 from slotwise.core.params import SamplingSpec
 from slotwise.core.record import StepRecord
 from slotwise.core.request import Request, RequestSpec

@@ -12,8 +12,8 @@ from torch import Tensor
 from slotwise.compute.kernels import reference
 from slotwise.compute.runner.input_batch import SlotTable
 from slotwise.compute.runner.prompt_results import PromptRow, describe, rows_at_a_time, workspace_rows
-from slotwise.compute.runner.sampling.cpu import Sampler
-from slotwise.compute.runner.sampling.gpu import DeviceSampler
+from slotwise.compute.runner.sampling.cpu_sampler import Sampler
+from slotwise.compute.runner.sampling.gpu_sampler import DeviceSampler
 from slotwise.compute.runner.sampling.sampler import Sampling
 from slotwise.core.step import TokenLogprobs
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from slotwise.compute.runner.sampling.cpu import Sampler
+from slotwise.compute.runner.sampling.cpu_sampler import Sampler
 from slotwise.core.params import BIAS, RANGES, InvalidParams, SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.core.step import NewRequest

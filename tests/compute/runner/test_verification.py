@@ -13,8 +13,8 @@ from torch import Tensor
 
 from slotwise.compute.kernels.reference import draw
 from slotwise.compute.runner.input_batch import SlotTable
-from slotwise.compute.runner.sampling.cpu import Sampler
-from slotwise.compute.runner.sampling.gpu import DeviceSampler
+from slotwise.compute.runner.sampling.cpu_sampler import Sampler
+from slotwise.compute.runner.sampling.gpu_sampler import DeviceSampler
 from slotwise.compute.runner.sampling.sampler import Sampling
 from slotwise.compute.runner.verification import verify
 from slotwise.core.params import SamplingSpec, ThinkingBudget

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from support.toy import Driver, request
 
 from slotwise.core.disciplines.disciplines import Chunked, Dynamic, Inline, OneAtATime, Orca, PromptsAlone, Static
-from slotwise.core.limits import SchedulerLimits
 from slotwise.core.reasons import BATCH_RUNNING, NO_BLOCKS, ONE_AT_A_TIME, PROMPTS_ALONE, WINDOW_OPEN
+from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.core.step import StepPlan
 
 

@@ -15,7 +15,7 @@ from slotwise.core import reasons
 from slotwise.core.disciplines.batching_settings import Batching
 from slotwise.core.policies.policy_settings import Ordering
 from slotwise.core.prefill_isolation import SHORT
-from slotwise.core.slo import SLO, Tier
+from slotwise.core.scheduler_limits import SLO, Tier
 from slotwise.core.step import StepPlan
 
 BATCHINGS = (

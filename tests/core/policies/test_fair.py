@@ -15,7 +15,7 @@ from slotwise.core.policies import fair
 from slotwise.core.policies.fair import OUTPUT, PROMPT, Fair
 from slotwise.core.policies.fcfs import FirstComeFirstServed
 from slotwise.core.request import State
-from slotwise.core.slo import SLO
+from slotwise.core.scheduler_limits import SLO
 
 
 class Served:

@@ -29,7 +29,7 @@ from slotwise.core.policies.priority import Priority
 from slotwise.core.policies.shortest import ENOUGH, KEPT, MAX_KINDS, PROMPT_SHARE, Guesses, Shortest
 from slotwise.core.reasons import NO_SLOT, OUTRANKED
 from slotwise.core.request import Request, State
-from slotwise.core.slo import SLO
+from slotwise.core.scheduler_limits import SLO
 
 SECONDS = st.sampled_from((1.0, 4.0, 30.0))
 bounded = settings(max_examples=25, deadline=None)

@@ -10,7 +10,7 @@ import pytest
 from support.toy import Driver, alone, next_token, request
 
 from slotwise.core.drafting import MEASURING, NO_GAIN, NO_ROOM
-from slotwise.core.limits import SchedulerLimits
+from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.core.speculation.draft_model import FIRST_REST, DraftModelProposer, ProposingTimes
 from slotwise.core.speculation.proposer import proposer_of
 from slotwise.core.speculation.speculation_settings import Speculation

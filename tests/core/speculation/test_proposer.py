@@ -15,7 +15,7 @@ from support.toy import VOCAB, Driver, alone, request
 
 from slotwise.core.drafting import MAX_DRAFTS, NO_GAIN, NO_MATCH, RESTING
 from slotwise.core.interfaces import DraftRow, Proposal
-from slotwise.core.limits import SchedulerLimits
+from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.core.speculation.proposer import MAX_LOOKS, UNPAID, DraftProposer, proposer_of
 from slotwise.core.speculation.speculation_settings import METHODS, Speculation
 from slotwise.core.step_time import StepTimeModel, Work

@@ -8,8 +8,8 @@ import pytest
 from support.virtual import stand
 
 from slotwise.cli import main
-from slotwise.core.limits import SchedulerLimits
 from slotwise.core.record import StepRecord
+from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.core.step_time import Work
 from slotwise.measure.bench.steps import MOST, loads, run_steps
 from slotwise.measure.simulate.recorded import read_recording

@@ -10,13 +10,12 @@ import pytest
 from support.toy import EOS, VOCAB, next_token
 
 from slotwise.core.disciplines.batching_settings import Batching
-from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingSpec
 from slotwise.core.policies.policy_settings import POLICIES, Ordering
 from slotwise.core.record import StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.core.scheduler import Scheduler
-from slotwise.core.slo import SLO
+from slotwise.core.scheduler_limits import SLO, SchedulerLimits
 from slotwise.core.speculation.proposer import proposer_of
 from slotwise.core.speculation.speculation_settings import Speculation
 from slotwise.core.step_time import StepTimeModel, Work

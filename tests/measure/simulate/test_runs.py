@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 from support.toy import EOS, VOCAB
 
 from slotwise.core.disciplines.batching_settings import Batching
-from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingSpec
 from slotwise.core.policies.policy_settings import POLICIES, Ordering
 from slotwise.core.record import Inputs, StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.core.routing.routers import ROUTERS
 from slotwise.core.scheduler import Scheduler
-from slotwise.core.slo import SLO
+from slotwise.core.scheduler_limits import SLO, SchedulerLimits
 from slotwise.core.step import Arrival
 from slotwise.core.step_time import Work
 from slotwise.engine.messages import Add, Command, Configure, Finish

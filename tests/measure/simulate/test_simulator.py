@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 
 from slotwise.core.disciplines.batching_settings import Batching
-from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingSpec
 from slotwise.core.policies.policy_settings import Ordering
 from slotwise.core.request import RequestSpec
-from slotwise.core.slo import SLO
+from slotwise.core.scheduler_limits import SLO, SchedulerLimits
 from slotwise.core.step_time import Work
 from slotwise.engine.messages import Add
 from slotwise.engine.scheduling import Scheduling

@@ -15,7 +15,7 @@ from support.timeline_pages import compare, frame, looked_at, written
 from slotwise.core.record import NO_STEP, StepRecord
 from slotwise.core.step import RankSpan
 from slotwise.observe import event_log
-from slotwise.observe.timeline import page as timeline
+from slotwise.observe.timeline import page_builder as timeline
 
 EVIL = "</script><script>window.hacked = 1</script>"
 

@@ -18,7 +18,7 @@ from slotwise.api.admin.openapi import REFUSED
 from slotwise.api.generate.context import ServedEngine, ServerClients
 from slotwise.api.http.http_exchange import HttpExchange, about
 from slotwise.api.limits.server_settings import ServerSettings
-from slotwise.observe.timeline import page
+from slotwise.observe.timeline import page_builder as page
 from slotwise.version import __version__
 
 Json = dict[str, Any]

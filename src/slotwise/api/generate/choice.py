@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 from slotwise.api.http.api_errors import from_ending
-from slotwise.api.parsers.output_format import TOOL_CALLS, ParsedOutput
-from slotwise.api.parsers.output_parser import CallArguments, CallName, Content, Part
+from slotwise.api.parsers.base_parser import CallArguments, CallName, Content, Part
+from slotwise.api.parsers.parser_table import TOOL_CALLS, ParsedOutput
 from slotwise.core.step import TokenLogprobs
 from slotwise.engine.generation import AT_THE_END, Chunk, Generation
-from slotwise.text.continuation import Continuation
+from slotwise.text.stop_strings import Continuation
 
 INTERVAL = 64  # tokens that are parsed, or formatted, at a time
 

@@ -37,9 +37,9 @@ from slotwise.api.limits.browsers import Browsers
 from slotwise.api.limits.quotas import Account, Quotas, headers_of
 from slotwise.api.limits.server_settings import ServerSettings
 from slotwise.api.limits.tiers import Tiers, slo_of
-from slotwise.api.parsers.output_format import UNPARSED, OutputFormat
+from slotwise.api.parsers.parser_table import UNPARSED, OutputFormat
 from slotwise.api.protocol.protocol import Generate
-from slotwise.core.slo import SLO
+from slotwise.core.scheduler_limits import SLO
 from slotwise.core.tenant_capacity import TenantCapacity
 from slotwise.engine.admission_control import AdmissionControl
 from slotwise.engine.client import EngineClient
@@ -49,7 +49,7 @@ from slotwise.observe.batched_observer import BatchedObserver
 from slotwise.observe.metrics import Metrics
 from slotwise.observe.prefix_index import PrefixIndex
 from slotwise.observe.recorder import Recorder
-from slotwise.observe.step_time import ObservedStepTimes
+from slotwise.observe.step_time_learner import ObservedStepTimes
 from slotwise.observe.traces import Traces
 
 MAX_SUBSCRIBERS = 16

@@ -35,17 +35,17 @@ from slotwise.api.http.api_errors import SHED, ApiError, bad_request, from_param
 from slotwise.api.http.http_exchange import HttpExchange, checked_request_id
 from slotwise.api.limits.quotas import headers_of
 from slotwise.api.limits.tiers import UNTIERED
-from slotwise.api.parsers.output_format import Parsing
+from slotwise.api.parsers.parser_table import Parsing
 from slotwise.api.protocol.protocol import Generate
 from slotwise.core.params import InvalidParams, SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.core.routing.prompt import PIECE, read
-from slotwise.core.slo import SLO
+from slotwise.core.scheduler_limits import SLO
 from slotwise.core.speculation.speculation_settings import NONE
 from slotwise.engine.messages import UNSUBMITTED, Add, Timing
 from slotwise.engine.refusals import Refused
-from slotwise.text.continuation import Continuation, VisibleTokens
 from slotwise.text.detokenizer import TextOffsets, detokenizer
+from slotwise.text.stop_strings import Continuation, VisibleTokens
 
 PREFIX = b"x-slotwise-prefix"  # header in which a router names the pieces of a prompt
 

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 from slotwise.api.http.api_errors import ApiError, bad_request, from_queue_full
 from slotwise.api.http.turns import QueueFull, Turns
 from slotwise.api.http.worker_process import CallError, CallLimits, Worker, WorkerError
+from slotwise.api.parsers.base_parser import MOST_CALLS, Tools
 from slotwise.api.parsers.call_grammar import Schemas, lark_of_regex
-from slotwise.api.parsers.output_format import HARMONY, TOOL_PARSERS, OutputFormat, Parsing
-from slotwise.api.parsers.output_parser import MOST_CALLS, Tools
+from slotwise.api.parsers.parser_table import HARMONY, TOOL_PARSERS, OutputFormat, Parsing
 from slotwise.api.parsers.reasoning import CLOSING, OPENING
 from slotwise.api.protocol.decoding import GRAMMARS
 from slotwise.api.protocol.protocol import ChatRequest, Generate

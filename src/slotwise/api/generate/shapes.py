@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from slotwise.api.generate.choice import Delta
-from slotwise.api.parsers.output_parser import (
+from slotwise.api.parsers.base_parser import (
     CallArguments,
     CallName,
     Content,

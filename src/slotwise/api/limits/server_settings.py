@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from slotwise.api.parsers.output_format import REASONING_ALIASES, REASONING_PARSERS, TOOL_ALIASES, TOOL_PARSERS
-from slotwise.core.limits import ADAPTERS
+from slotwise.api.parsers.parser_table import REASONING_ALIASES, REASONING_PARSERS, TOOL_ALIASES, TOOL_PARSERS
 from slotwise.core.request_defaults import PoolingDefaults, SamplingDefaults
-from slotwise.core.settings import check_settings, real, setting, whole
+from slotwise.core.scheduler_limits import ADAPTERS
+from slotwise.core.setting_fields import check_settings, real, setting, whole
 from slotwise.engine.admission_control import PATIENCE
 from slotwise.engine.config import DAY
 from slotwise.engine.ipc import ENGINE_TIMEOUT, SHORTEST_TIMEOUT

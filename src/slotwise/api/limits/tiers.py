@@ -27,8 +27,8 @@ from slotwise.api.http.api_errors import ApiError, bad_request
 from slotwise.api.limits.api_keys import ApiKeys, key_of
 from slotwise.api.limits.quotas import Quota
 from slotwise.api.protocol.protocol import Generate, Milliseconds, Priority
-from slotwise.core.settings import LARGEST
-from slotwise.core.slo import LEAST_WEIGHT, MOST_WEIGHT, SLO, Tier
+from slotwise.core.scheduler_limits import LEAST_WEIGHT, MOST_WEIGHT, SLO, Tier
+from slotwise.core.setting_fields import LARGEST
 from slotwise.engine.scheduling import MAX_TIERS
 from slotwise.errors import printable
 from slotwise.platform.files import read_regular

@@ -25,7 +25,7 @@ from slotwise.api.parsers.reasoning import has_begun
 from slotwise.api.protocol.decoding import decode
 from slotwise.api.protocol.protocol import SWITCHES, ChatRequest, CompletionRequest, Generate
 from slotwise.core.params import Grammar, ThinkingBudget
-from slotwise.core.slo import SLO
+from slotwise.core.scheduler_limits import SLO
 
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens; a chat's is the model's own, else whatever fits
 

@@ -27,7 +27,7 @@ from slotwise.api.generate.shapes import (
     whole_response,
 )
 from slotwise.api.http.http_exchange import HttpExchange
-from slotwise.api.parsers.output_parser import Content, Part
+from slotwise.api.parsers.base_parser import Content, Part
 
 
 class Output(NamedTuple):

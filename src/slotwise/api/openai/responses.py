@@ -28,7 +28,7 @@ from slotwise.api.http.http_exchange import HttpExchange, about
 from slotwise.api.limits.bodies import warn_of_unknown_fields, warn_of_unknown_keys
 from slotwise.api.openai.completions import validated_chat
 from slotwise.api.openai.responses_protocol import ResponsesRequest, messages_of
-from slotwise.api.parsers.output_parser import CallArguments, CallName, Content, Part, Reasoning, new_call_id
+from slotwise.api.parsers.base_parser import CallArguments, CallName, Content, Part, Reasoning, new_call_id
 from slotwise.api.protocol.decoding import MAX_NAME, decode
 from slotwise.engine.generation import Chunk
 from slotwise.text.conversation import Message

@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from slotwise.api.parsers.output_parser import MOST_CALLS, Markers, Syntax
+from slotwise.api.parsers.base_parser import MOST_CALLS, Markers, Syntax
 
 TEXT = r"TEXT: /(.|\n)*/"
 NAMED = re.compile(r"<[^<>\[\]]+>")  # how a grammar can name a special token

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import re
 
+from slotwise.api.parsers.base_parser import FormatParser, Syntax, Waiting
 from slotwise.api.parsers.json_calls import Emit, nested
-from slotwise.api.parsers.output_parser import FormatParser, Syntax, Waiting
 
 RECIPIENT = re.compile(r"to=([\w.:-]+)")
 FUNCTIONS = "functions."

@@ -7,8 +7,8 @@
 
 from __future__ import annotations
 
+from slotwise.api.parsers.base_parser import FormatParser, Syntax, Waiting
 from slotwise.api.parsers.json_calls import CallObject
-from slotwise.api.parsers.output_parser import FormatParser, Syntax, Waiting
 
 
 class Hermes(FormatParser):

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Container
 
-from slotwise.api.parsers.output_parser import ANY, FormatParser, Syntax, TextReader, Waiting
+from slotwise.api.parsers.base_parser import ANY, FormatParser, Syntax, TextReader, Waiting
 
 Emit = Callable[[str], object]
 PLAIN = re.compile(rf'[^"\\{ANY}]+')  # within a string

@@ -7,8 +7,8 @@ Only the name of a tool distinguishes a call from another object, so only the re
 
 from __future__ import annotations
 
+from slotwise.api.parsers.base_parser import SPACES, FormatParser, Syntax, Waiting
 from slotwise.api.parsers.json_calls import CallObject
-from slotwise.api.parsers.output_parser import SPACES, FormatParser, Syntax, Waiting
 
 
 class Llama3Json(FormatParser):

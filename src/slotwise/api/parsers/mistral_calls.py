@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 
+from slotwise.api.parsers.base_parser import FormatParser, Waiting
 from slotwise.api.parsers.json_calls import CallObject, nested
-from slotwise.api.parsers.output_parser import FormatParser, Waiting
 
 NAME = re.compile(r"[\w.:/-]+", re.ASCII)
 

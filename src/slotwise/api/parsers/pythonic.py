@@ -11,8 +11,8 @@ import ast
 import json
 import re
 
+from slotwise.api.parsers.base_parser import ANY, SPACES, FormatParser, Waiting
 from slotwise.api.parsers.json_calls import SURROGATE, dumped
-from slotwise.api.parsers.output_parser import ANY, SPACES, FormatParser, Waiting
 
 NAME = re.compile(r"[\w.-]+")
 PLAIN = re.compile(rf"[^\"'()\[\]{{}},\\{ANY}]+")

@@ -18,8 +18,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from slotwise.api.parsers.base_parser import ANY, FormatParser, Waiting
 from slotwise.api.parsers.json_calls import dumped
-from slotwise.api.parsers.output_parser import ANY, FormatParser, Waiting
 
 NAME = re.compile(rf"[^<>\n{ANY}]+")
 CLOSING = "</parameter>"

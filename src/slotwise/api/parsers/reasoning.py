@@ -11,7 +11,7 @@ Many templates end the prompt with the first tag, and with both where the model 
 
 from __future__ import annotations
 
-from slotwise.api.parsers.output_parser import SPACES, FormatParser, Markers, Waiting
+from slotwise.api.parsers.base_parser import SPACES, FormatParser, Markers, Waiting
 
 OPENING, CLOSING = "<think>", "</think>"
 

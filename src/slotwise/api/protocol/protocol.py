@@ -28,8 +28,8 @@ from slotwise.core.params import (
     SamplingSpec,
 )
 from slotwise.core.request import RequestSpec
-from slotwise.core.settings import INT64, Range, whole
-from slotwise.core.slo import PRIORITIES, SLO
+from slotwise.core.scheduler_limits import PRIORITIES, SLO
+from slotwise.core.setting_fields import INT64, Range, whole
 from slotwise.text.conversation import MAX_MESSAGES, RESERVED_VARIABLES
 
 Int = Annotated[int, msgspec.Meta(ge=-INT64, le=INT64)]

@@ -22,7 +22,7 @@ from slotwise.compute.kernels.interface import LayerCache, RaggedBatch
 from slotwise.compute.kernels.reference import Draw
 from slotwise.compute.model.decoder import Decoder
 from slotwise.compute.runner.prompt_results import rows_at_a_time
-from slotwise.compute.runner.sampling.gpu import logprobs_of
+from slotwise.compute.runner.sampling.gpu_sampler import logprobs_of
 from slotwise.compute.runner.staging import sender
 
 GPU_SHARE = 0.9  # of a GPU's memory, where no option says how much

@@ -1,1 +1,1 @@
-"""Batching disciplines (`disciplines.py`) and the settings that name them (`settings.py`)."""
+"""Batching disciplines (`disciplines.py`) and the settings that name them (`batching_settings.py`)."""

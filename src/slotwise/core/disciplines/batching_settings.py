@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from slotwise.core.disciplines.disciplines import Chunked, Dynamic, Inline, OneAtATime, Orca, PromptsAlone, Static
 from slotwise.core.interfaces import Discipline
-from slotwise.core.settings import LIVE, check_settings, real, setting, whole
+from slotwise.core.setting_fields import LIVE, check_settings, real, setting, whole
 
 KINDS = ("continuous", "orca", "dynamic", "static", "one_at_a_time")
 PREFILLS = ("chunked", "inline", "alone")

@@ -28,9 +28,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slotwise.core.interfaces import Gate, View
-from slotwise.core.limits import SchedulerLimits
 from slotwise.core.reasons import BATCH_RUNNING, NO_SLOT, ONE_AT_A_TIME, WINDOW_OPEN
 from slotwise.core.request import Request
+from slotwise.core.scheduler_limits import SchedulerLimits
 
 
 class Inline:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slotwise.core.interfaces import Policy
-from slotwise.core.limits import LEAST_MS
 from slotwise.core.policies.deadline import Deadline
 from slotwise.core.policies.fair import Fair
 from slotwise.core.policies.fcfs import FirstComeFirstServed
 from slotwise.core.policies.priority import Priority
 from slotwise.core.policies.shortest import Shortest
-from slotwise.core.settings import LIVE, check_settings, real, setting, whole
-from slotwise.core.slo import Tier
+from slotwise.core.scheduler_limits import LEAST_MS, Tier
+from slotwise.core.setting_fields import LIVE, check_settings, real, setting, whole
 from slotwise.core.step_time import StepTimeModel
 
 POLICIES = ("fcfs", "priority", "shortest", "fair", "deadline")

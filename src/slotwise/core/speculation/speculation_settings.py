@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from slotwise.core.settings import check_settings, json_object, setting, settings_of, whole
+from slotwise.core.setting_fields import check_settings, json_object, setting, settings_of, whole
 
 AUTO, NGRAM, SUFFIX, PREDICTION, NONE = "auto", "ngram", "suffix", "prediction", "none"
 DRAFT_MODEL = "draft_model"

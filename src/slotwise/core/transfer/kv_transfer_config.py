@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from slotwise.core.settings import check_settings, json_object, real, setting, whole
+from slotwise.core.setting_fields import check_settings, json_object, real, setting, whole
 
 SHARED_MEMORY, TCP = "SharedMemoryConnector", "TCPConnector"
 CONNECTORS = {SHARED_MEMORY: "memory that two processes of one host share", TCP: "a connection between hosts"}

@@ -33,8 +33,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from slotwise.core.limits import SchedulerLimits
 from slotwise.core.record import RequestEnd, StepRecord
+from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.measure.bench.measures import summary
 
 MAX_POINTS = 400  # of a curve or a distribution

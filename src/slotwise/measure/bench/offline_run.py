@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
-from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingSpec
 from slotwise.core.record import StepRecord
 from slotwise.core.request import RequestSpec
+from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.engine.messages import Add, Command
 from slotwise.measure.bench.accounting import NANO, Accounts
 from slotwise.measure.bench.measures import percentile

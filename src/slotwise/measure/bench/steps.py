@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from slotwise.core.limits import SchedulerLimits
 from slotwise.core.record import StepRecord
+from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.core.step_time import Work
 from slotwise.measure.bench.accounting import NANO, Accounts
 from slotwise.measure.bench.offline_run import Stand, run_offline, warm_up

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from slotwise.core.limits import SchedulerLimits
+from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.core.step_time import Machine, Roofline
 from slotwise.engine.config import MAX_PASSES, WATERMARK, EngineConfig
 from slotwise.measure.simulate.pace import RooflinePace

@@ -13,8 +13,8 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from slotwise.core.limits import SchedulerLimits
 from slotwise.core.record import StepRecord
+from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.core.speculation.speculation_settings import DRAFT_MODEL, PREDICTION, Speculation
 from slotwise.core.step_time import Work, work_of
 from slotwise.engine.messages import Add, Command, Configure, Finish
@@ -24,7 +24,7 @@ from slotwise.measure.simulate.pace import LearnedPace
 from slotwise.measure.simulate.simulator import Setup
 from slotwise.measure.simulate.virtual_machine import SimulatedDraftModel
 from slotwise.observe import event_log
-from slotwise.observe.step_time import ObservedStepTimes
+from slotwise.observe.step_time_learner import ObservedStepTimes
 
 NS = 1e-9
 KEPT = 4096  # steps with and without prompts whose times are those of simulated ones

@@ -16,12 +16,12 @@ from heapq import heappop, heappush
 from itertools import count
 from math import ceil
 
-from slotwise.core.limits import SchedulerLimits
 from slotwise.core.record import StepRecord
 from slotwise.core.routing.fleet import Fleet, Shed
 from slotwise.core.routing.prompt import RoutedRequest
 from slotwise.core.routing.replica import Report, prefill_rate
 from slotwise.core.routing.routers import Router
+from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.engine.admission_control import AdmissionControl
 from slotwise.engine.messages import Add, Command, EngineInfo, Observer
 from slotwise.measure.simulate.pace import Pace

@@ -30,10 +30,10 @@ from math import inf
 from typing import Any, NamedTuple
 
 from slotwise.core.kv_transfers import KVTransfers
-from slotwise.core.limits import SchedulerLimits
 from slotwise.core.params import SamplingSpec
 from slotwise.core.record import StepRecord
 from slotwise.core.request import KVTransfer, Request, RequestSpec
+from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.core.speculation.proposer import proposer_of
 from slotwise.core.speculation.speculation_settings import Speculation
 from slotwise.core.step import Arrival

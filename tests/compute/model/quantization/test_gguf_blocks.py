@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slotwise.compute.kernels.matrix import QuantizedMatrix, StackedMatrix, stacked
-from slotwise.compute.model.gguf.blocks import BLOCK_TYPES
+from slotwise.compute.model.gguf.block_types import BLOCK_TYPES
 
 TYPES = pytest.mark.parametrize("name", BLOCK_TYPES)
 

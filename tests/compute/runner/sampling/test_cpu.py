@@ -9,7 +9,7 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from slotwise.compute.kernels.reference import FAILED
-from slotwise.compute.runner.sampling.cpu import Sampler
+from slotwise.compute.runner.sampling.cpu_sampler import Sampler
 from slotwise.compute.runner.sampling.sampler import SampledTokens
 from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec

@@ -10,8 +10,8 @@ import torch
 
 from slotwise.compute.kernels.reference import FAILED, draw, uniform
 from slotwise.compute.runner.input_batch import SlotTable
-from slotwise.compute.runner.sampling.cpu import Sampler
-from slotwise.compute.runner.sampling.gpu import DeviceSampler, largest
+from slotwise.compute.runner.sampling.cpu_sampler import Sampler
+from slotwise.compute.runner.sampling.gpu_sampler import DeviceSampler, largest
 from slotwise.compute.runner.sampling.sampler import SampledTokens
 from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec

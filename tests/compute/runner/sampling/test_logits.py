@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotwise.compute.runner.sampling.cpu import Sampler
+from slotwise.compute.runner.sampling.cpu_sampler import Sampler
 from slotwise.core.params import SamplingSpec
 from slotwise.core.request import RequestSpec
 from slotwise.core.step import NewRequest, TokenLogprobs

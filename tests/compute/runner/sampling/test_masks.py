@@ -13,8 +13,8 @@ import torch
 from slotwise import grammar_compiler
 from slotwise.compute.kernels.reference import FAILED, allowed_only, draw
 from slotwise.compute.runner.input_batch import SlotTable
-from slotwise.compute.runner.sampling.cpu import Sampler
-from slotwise.compute.runner.sampling.gpu import DeviceSampler
+from slotwise.compute.runner.sampling.cpu_sampler import Sampler
+from slotwise.compute.runner.sampling.gpu_sampler import DeviceSampler
 from slotwise.compute.runner.sampling.grammar_masks import Grammars, Masks, RowMasks
 from slotwise.core.params import JSON_SCHEMA, LARK, REGEX, Grammar, SamplingSpec
 from slotwise.core.request import RequestSpec

@@ -27,7 +27,7 @@ from slotwise.compute.model.gguf.architectures import (
     read_factors,
     read_rope,
 )
-from slotwise.compute.model.gguf.blocks import BLOCK_TYPES
+from slotwise.compute.model.gguf.block_types import BLOCK_TYPES
 from slotwise.compute.model.layers.rope import DividedRope, NoRope, YarnRope
 from slotwise.compute.model.model_config import MAX_LAYERS, ModelConfig
 from slotwise.compute.model.quantization.scheme import Scheme

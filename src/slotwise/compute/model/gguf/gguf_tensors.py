@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slotwise.compute.kernels.matrix import Format, QuantizedMatrix, Rows, reordered
 from slotwise.compute.model.gguf.architectures import ARCHITECTURES, MAX_EXPERTS, Architecture, is_unread
-from slotwise.compute.model.gguf.blocks import BLOCK_TYPES
+from slotwise.compute.model.gguf.block_types import BLOCK_TYPES
 from slotwise.compute.model.gguf.gguf_config import architecture_of
 from slotwise.compute.model.stored_tensors import StoredTensor, TensorSource
 from slotwise.errors import CheckpointError

@@ -8,6 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from slotwise.api.parsers.base_parser import (
+    CallName,
+    Chain,
+    FormatParser,
+    Markers,
+    OutputParser,
+    Part,
+    SpellingParser,
+    Tools,
+    without_reasoning,
+)
 from slotwise.api.parsers.call_grammar import (
     Schemas,
     call_rules,
@@ -22,17 +33,6 @@ from slotwise.api.parsers.hermes import Hermes
 from slotwise.api.parsers.json_calls import JsonCalls
 from slotwise.api.parsers.llama3_json import Llama3Json
 from slotwise.api.parsers.mistral_calls import Mistral
-from slotwise.api.parsers.output_parser import (
-    CallName,
-    Chain,
-    FormatParser,
-    Markers,
-    OutputParser,
-    Part,
-    SpellingParser,
-    Tools,
-    without_reasoning,
-)
 from slotwise.api.parsers.pythonic import Pythonic
 from slotwise.api.parsers.qwen3_xml import Qwen3Xml
 from slotwise.api.parsers.reasoning import CLOSING, OPENING, DeepSeekR1, Qwen3

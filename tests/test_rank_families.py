@@ -78,8 +78,8 @@ def memory(folder: Path, width: int = 1) -> int:
 def requests(guesses: dict[str, list[int]] | None = None, grammar: SamplingSpec | None = None) -> list[Add]:
     """Greedy ones with guesses of what they give, and some that sample: with penalties, log-probabilities, grammars."""
     kinds = {1: SAMPLED, 3: PENALISED} | ({} if grammar is None else {4: grammar, 6: grammar})
-    return [Add(f"r{at}",
-                RequestSpec(prompt, kinds.get(at, LONG), at, prediction=tuple((guesses or {}).get(f"r{at}", ()))))
+    return [Add(at,
+                RequestSpec(prompt, kinds.get(at, LONG), at, prediction=tuple((guesses or {}).get(at, ()))))
             for at, prompt in enumerate(prompts(LENGTHS))]
 
 
@@ -139,7 +139,7 @@ def test_adapters_with_drafts_and_grammars(family: str, layout: str, biases: boo
         first = play(engine, adds)
         engine.unload_adapter(2)
         engine.adapters.load(3, adapters[1])
-        again = play(engine, [with_adapter(adds[2], 3, "again")])
+        again = play(engine, [with_adapter(adds[2], 3, 100)])
         found.append(Played(first.outputs | again.outputs, first.records))
     assert_same(found[1], found[0])
     assert found[1].num_drafts > found[1].num_right > 0
@@ -147,8 +147,8 @@ def test_adapters_with_drafts_and_grammars(family: str, layout: str, biases: boo
     assert len(set(tokens)) == len(tokens) - 1, "all differ, but for the one that comes twice"
 
 
-def with_adapter(add: Add, adapter: int, name: str = "") -> Add:
-    return Add(name or add.request_id,
+def with_adapter(add: Add, adapter: int, request_id: int | None = None) -> Add:
+    return Add(add.request_id if request_id is None else request_id,
                replace(add.spec, adapter=adapter))
 
 

@@ -56,12 +56,12 @@ def staged(folder: Path, stages: int, width: int = 1, **settings: object) -> Eng
 def tokens_of(
     engine: Engine, asked: list[list[int]], params: SamplingSpec, preempted: list[Decision] | None = None,
     cached: list[int] | None = None,
-) -> dict[str, list[int]]:
+) -> dict[int, list[int]]:
     """The output of each prompt; all ended well.  Notes the preemptions, and the tokens found in the cache."""
     preempted, cached = [] if preempted is None else preempted, [] if cached is None else cached
     for number, prompt in enumerate(asked):
-        engine.handle(Add(str(number), RequestSpec(prompt, params, number)))
-    found: dict[str, list[int]] = {str(number): [] for number in range(len(asked))}
+        engine.handle(Add(number, RequestSpec(prompt, params, number)))
+    found: dict[int, list[int]] = {number: [] for number in range(len(asked))}
     while engine.has_work:
         record = engine.step()
         assert not record.outcome.failure and not record.result.failed, record.outcome.failure
@@ -103,7 +103,7 @@ def test_stages_give_the_tokens_of_one_process(family: str, stages: int, width: 
     assert tokens_of(several, asked, LONG, preempted) == expected
     assert preempted or any(config.windows), "windows leave blocks enough for all rows"
     assert tokens_of(several, asked[4:], LONG, cached=cached) == {
-        str(at): expected[str(at + 4)] for at in range(4)} and any(cached)
+        at: expected[at + 4] for at in range(4)} and any(cached)
     assert tokens_of(several, asked, SAMPLED) == tokens_of(one, asked, SAMPLED)
 
 
@@ -111,9 +111,9 @@ def test_a_slot_that_another_request_has_taken_learns_nothing_of_the_one_before(
     folder, asked = make("llama2", tmp_path / "model"), prompts([30, 44, 9, 51, 26, 38])
     alone, engine = engine_of(folder, 1), staged(folder, 2, max_num_seqs=2, max_num_batched_tokens=16)
     expected = tokens_of(alone, asked, LONG)
-    found: dict[str, list[int]] = {}
+    found: dict[int, list[int]] = {}
     for number, prompt in enumerate(asked):  # every second one is aborted with its row in flight
-        engine.handle(Add(str(number), RequestSpec(prompt, LONG, number)))
+        engine.handle(Add(number, RequestSpec(prompt, LONG, number)))
     while engine.has_work:
         record = engine.step()
         for name, tokens in zip(record.plan.request_ids, record.tokens, strict=False):
@@ -254,13 +254,13 @@ def listening(pid: int) -> set[str]:
 def test_a_lost_rank_fails_the_step_and_all_after_it(stages: int, width: int, tmp_path: Path) -> None:
     engine = staged(make("llama2", tmp_path / "model"), stages, width)
     (rank,) = engine.executor.ranks.processes  # type: ignore[attr-defined]
-    engine.handle(Add("a", RequestSpec([1, 2, 3], dataclasses.replace(GREEDY, max_tokens=100))))
+    engine.handle(Add(0, RequestSpec([1, 2, 3], dataclasses.replace(GREEDY, max_tokens=100))))
     engine.step()
     rank.kill()
     ends = time.monotonic() + 120
     with pytest.raises(RuntimeError, match="rank 1 of 2"):
         while time.monotonic() < ends:
-            engine.handle(Add(str(time.monotonic_ns()), RequestSpec([1, 2, 3], GREEDY)))
+            engine.handle(Add(time.monotonic_ns(), RequestSpec([1, 2, 3], GREEDY)))
             engine.step()
 
 

@@ -128,7 +128,7 @@ def test_leaving_an_iteration_frees_its_slot_and_its_blocks(served: Served, leav
 
     async def cancelled() -> None:
         task = asyncio.create_task(outputs_of(served.engine, PROMPTS[0], long, "left"))
-        while not served.records or not served.records[-1].request_ids:
+        while not served.records or not served.records[-1].plan.request_ids:
             await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

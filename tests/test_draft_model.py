@@ -184,7 +184,8 @@ def test_a_long_prompt_is_caught_up_with_in_several_steps(loaded, draft, prompt)
     adds = [Add("long", RequestSpec(long, SamplingSpec(temperature=0.0, max_tokens=30, ignore_eos=True)))]
     drafted = same_with_drafts(loaded, draft, adds)
     took = [record for record in drafted.records if record.result.proposing is not None]
-    assert took[0].proposing.tokens == 512 and not took[0].drafts and took[1].proposing.tokens > 700 - 512
+    assert took[0].result.proposing.tokens == 512 and not took[0].plan.drafts
+    assert took[1].result.proposing.tokens > 700 - 512
 
 
 def test_memory_is_planned_for_both(draft):

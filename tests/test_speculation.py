@@ -83,8 +83,9 @@ def test_outputs_of_mixed_requests(prompt, method, dtype):
     memory = loaded.model_config.dtype.itemsize << 18
     settings = {"long_prefill_token_threshold": 17, "block_size": 16, "kv_cache_memory": memory, "dtype": dtype}
     drafted = same_with_drafts(loaded, mixed(prompt, 100, seed=len(method)), method, **settings)
-    assert any(record.preempted for record in drafted.records) and any(any(record.cached) for record in drafted.records)
-    assert any(record.drafts and len(set(record.kinds)) == 2 for record in drafted.records), "beside prompts"
+    assert any(record.preempted for record in drafted.records) and any(any(cached_of(record))
+                                                                       for record in drafted.records)
+    assert any(record.plan.drafts and len(set(record.plan.kinds)) == 2 for record in drafted.records), "beside prompts"
 
 
 def test_requests_beyond_a_segment_of_attention(loaded, prompt):

@@ -68,7 +68,7 @@ class Servers:
             numbers = {entry.number for entry in entries if isinstance(entry, event_log.RequestEntry)
                        and any(entry.id.startswith(one) for one in ids)}
             steps = [entry for entry in entries if isinstance(entry, StepRecord)]
-            if len(numbers) == len(ids) and numbers <= {end.number for step in steps for end in step.ended}:
+            if len(numbers) == len(ids) and numbers <= {end.request_id for step in steps for end in step.ended}:
                 return [(drafts, tokens) for step in steps for number, drafts, tokens in zip(
                     step.plan.request_ids, step.plan.drafts, step.tokens, strict=False) if drafts and number in numbers]
             time.sleep(0.05)

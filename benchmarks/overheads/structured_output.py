@@ -169,7 +169,7 @@ def written(llm: LLM, grammar: StructuredOutputsParams, seeds: Iterable[int]) ->
     finally:
         engine.step = step
     seconds = time.perf_counter() - began
-    drafted = [(drafts, came) for one in records for drafts, came in zip(one.drafts, one.token_ids, strict=False)]
+    drafted = [(drafts, came) for one in records for drafts, came in zip(one.plan.drafts, one.tokens, strict=False)]
     return Written(tokens, seconds, sum(len(drafts) for drafts, _ in drafted),
                    sum(len(came) - 1 for drafts, came in drafted if drafts and came))
 

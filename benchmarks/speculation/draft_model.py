@@ -132,7 +132,7 @@ def costs(engine: Engine, streams: int) -> list[dict[str, Any]]:
     for one in jobs(streams, 1, max_tokens=900):
         engine.handle(one)
     found: dict[int, list[tuple[float, float]]] = {number: [] for number in (0, *NUM_DRAFTS)}
-    while engine.step().counts != (1,) * streams:
+    while engine.step().plan.counts != (1,) * streams:
         pass
     for turn in range(STEPS + 3):
         for number, seen in found.items():

@@ -37,7 +37,7 @@ def serve(rows, prompt, output):
         engine.handle(Add(f"r{number}", RequestSpec(tuple(ids), params, number)))
         number += 1
     while engine.has_work:
-        assert not engine.step().failure
+        assert not engine.step().outcome.failure
 
 for rows in (1, 2, 3, 5, 8, 13, 21, 34, 64, 47, 30, 11):  # of every captured size, growing and shrinking
     serve(rows, 11 * rows, 30)

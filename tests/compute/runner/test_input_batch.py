@@ -71,7 +71,7 @@ def test_a_row_by_hand():
 def drafted(table: SlotTable, step: StepPlan, drafts: tuple[tuple[int, ...], ...]) -> GatheredBatch:
     """The rows of `step` after it: each computes its last token, and `drafts`."""
     counts = tuple([1 + len(some) for some in drafts])
-    starts = tuple([start + count - 1 for start, count in zip(step.plan.starts, step.plan.counts, strict=True)])
+    starts = tuple([start + count - 1 for start, count in zip(step.starts, step.counts, strict=True)])
     again = step._replace(
         new_requests=(), new_blocks=(), starts=starts, counts=counts, drafts=drafts, num_logits=counts,
         kinds=(RowKind.DECODE,) * len(counts))

@@ -114,7 +114,7 @@ def play(subject: Engine) -> tuple[dict[str, list[int]], list[StepRecord]]:
     while subject.has_work:
         records.append(subject.step())
         assert not any(end.message for end in records[-1].ended), records[-1].ended
-        for name, tokens in zip(records[-1].request_ids, records[-1].token_ids, strict=True):
+        for name, tokens in zip(records[-1].plan.request_ids, records[-1].tokens, strict=True):
             outputs.setdefault(name, []).extend(tokens)
     return outputs, records
 

@@ -96,7 +96,7 @@ def play(subject: Engine) -> tuple[dict[str, list[int]], list[StepRecord]]:
             subject.handle(waiting.popleft())
         records.append(subject.step())
         assert not any(end.message for end in records[-1].ended), records[-1].ended
-        for name, tokens in zip(records[-1].request_ids, records[-1].token_ids, strict=True):
+        for name, tokens in zip(records[-1].plan.request_ids, records[-1].tokens, strict=True):
             outputs.setdefault(name, []).extend(tokens)
     return outputs, records
 
@@ -190,14 +190,14 @@ def test_a_step_that_fails_ends_its_rows_and_no_others(folder, monkeypatch):
     subject.handle(first)
     subject.step()
     monkeypatch.setattr(kernels, "attention", lambda *given: 1 / 0)
-    while not (record := subject.step()).failure:
+    while not (record := subject.step()).outcome.failure:
         pass
     assert [end.reason for end in record.ended] == ["error"]
     monkeypatch.undo()
     subject.handle(replace_id(second))
     tokens = 0
     while subject.has_work:
-        tokens += sum(map(len, subject.step().token_ids))
+        tokens += sum(map(len, subject.step().tokens))
     assert tokens > 0
 
 

@@ -53,7 +53,7 @@ def test_an_interrupt_while_loading_is_one_line(command: str) -> None:
 
 PROGRAM = """
 import os, signal, sys, time
-from slotwise import spawn
+from slotwise.platform import spawn
 from slotwise.cli import process as of_command
 signal.signal(signal.SIGINT, signal.default_int_handler)
 process = spawn.start([sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"])
@@ -77,7 +77,7 @@ def test_children_are_told_nothing_and_end_with_the_command() -> None:
 
 WANTS = """
 import time
-from slotwise import spawn
+from slotwise.platform import spawn
 spawn.end_on_interrupt()
 print("up", flush=True)
 time.sleep(600)
@@ -126,8 +126,8 @@ def test_the_line_is_written_also_while_stderr_is_discarded() -> None:
 
 PARENT = """
 import subprocess, sys
-from slotwise import spawn
-child = "from slotwise import spawn; spawn.end_with_parent(); print('up', flush=True); import time; time.sleep(600)"
+from slotwise.platform import spawn
+child = "from slotwise.platform import spawn; spawn.end_with_parent(); print('up', flush=True); import time; time.sleep(600)"
 spawn.start([sys.executable, "-c", child]).wait()
 """
 

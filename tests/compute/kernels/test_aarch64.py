@@ -21,7 +21,8 @@ import json, platform
 platform.machine = lambda: "aarch64"  # before kernels are compiled
 from llvmlite import binding as llvm
 from numba import types
-from slotwise.compute.kernels.cpu import kernels, paths, processor
+from slotwise.compute.kernels.cpu import kernels, processor
+from slotwise.compute.kernels.cpu.products import paths
 from slotwise.compute.kernels.cpu.jit import compiler
 
 llvm.initialize_all_targets()

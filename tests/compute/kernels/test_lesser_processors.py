@@ -51,7 +51,8 @@ def test_packed_blocks_are_right_without_avx512():
 RUN_AS_WITH_AVX_VNNI = """
 import sys
 import pytest
-from slotwise.compute.kernels.cpu import linear_int, paths, processor
+from slotwise.compute.kernels.cpu import processor
+from slotwise.compute.kernels.cpu.products import linear_int, paths
 
 linear_int.has_vnni_gemm = lambda: True
 assert paths.quantized("") == "vnni" and not processor.AVX512
@@ -74,7 +75,7 @@ def test_products_of_bytes_are_right_in_vectors_of_256_bits():
 PRINT_ASSEMBLY = """
 import torch
 from numba import cfunc
-from slotwise.compute.kernels.cpu import linear_int, paths
+from slotwise.compute.kernels.cpu.products import linear_int, paths
 
 product = linear_int.PRODUCT[8, torch.bfloat16, paths.quantized("")]
 print(cfunc("void(int64)", nopython=True)(product.code._entry)._library.get_asm_str())

@@ -115,7 +115,7 @@ def test_a_model_generates_on_each_path_and_tells_which(path, monkeypatch):
 PRODUCTS = """
 import os, sys
 import torch
-from slotwise.compute.kernels.cpu import onednn
+from slotwise.compute.kernels.cpu.products import onednn
 from slotwise.compute.kernels.cpu.kernels import CpuKernels
 from slotwise.compute.runner.memory_budget import resident_bytes
 

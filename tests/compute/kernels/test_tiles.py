@@ -116,7 +116,7 @@ def test_the_configuration_is_laid_out_as_the_manual_says():
 PRINT_ASSEMBLY = """
 import torch
 from numba import cfunc
-from slotwise.compute.kernels.cpu import linear_bf16, linear_blocks, linear_int
+from slotwise.compute.kernels.cpu.products import linear_bf16, linear_blocks, linear_int
 from slotwise.compute.kernels.cpu.products.block_layout import layout_of
 from slotwise.compute.model.gguf.block_types import BLOCK_TYPES
 

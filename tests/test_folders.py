@@ -16,7 +16,7 @@ from slotwise.observe import step_time_learner as step_time
 SCRIPT = """
 import os, resource, sys
 from slotwise.compute.kernels.cpu.jit import store
-from slotwise.observe import step_time
+from slotwise.observe import step_time_learner as step_time
 {before}
 print(store.wanted(), step_time.path_for(["a"]).parent, *store.homes(), sep="\\n")
 """

@@ -127,7 +127,8 @@ def test_the_line_is_written_also_while_stderr_is_discarded() -> None:
 PARENT = """
 import subprocess, sys
 from slotwise.platform import spawn
-child = "from slotwise.platform import spawn; spawn.end_with_parent(); print('up', flush=True); import time; time.sleep(600)"
+child = ("from slotwise.platform import spawn; spawn.end_with_parent(); print('up', flush=True); "
+         "import time; time.sleep(600)")
 spawn.start([sys.executable, "-c", child]).wait()
 """
 

@@ -15,7 +15,7 @@ from slotwise.version import __version__
 @pytest.mark.parametrize(("arguments", "told"), [
     (("serve", "--max-num-sqes", "4"), "unrecognized arguments: --max-num-sqes; did you mean --max-num-seqs?"),
     (("serve", "--enforce-eagre"), "did you mean --enforce-eager?"),
-    (("serve", "--gpu-memory-utilization=0.5"), "did you mean --gpu-memory-utilization?"),
+    (("serve", "--gpu-memory-utilisation=0.5"), "did you mean --gpu-memory-utilization?"),
     (("generate", "--max-tokns=4"), "did you mean --max-tokens?"),
     (("bench", "serve", "--base-urll", "x"), "did you mean --base-url?"),
     (("serve", "model", "another"), "unrecognized arguments: another ("),

@@ -129,7 +129,7 @@ def _told(program: str, **environment: str) -> str:
 
 AWAKE = """
 from slotwise.compute.kernels.cpu.threads import ThreadPool
-from tests.kernels.test_threads import Job
+from tests.compute.kernels.test_threads import Job
 for helpers in (1, 3, 3):
     pool, job = ThreadPool(helpers), Job(100)
     for _ in range(100):
@@ -144,7 +144,7 @@ def test_a_process_ends_while_helpers_are_awake():
 FORKED = """
 import os
 from slotwise.compute.kernels.cpu.threads import INSIDE, ThreadPool
-from tests.kernels.test_threads import Job
+from tests.compute.kernels.test_threads import Job
 pool, job = ThreadPool(1), Job(100)
 job.run_on(pool)
 pool._shared[INSIDE] += 1  # as if a helper were in a job at this moment

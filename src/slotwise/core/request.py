@@ -89,9 +89,8 @@ class RequestSpec:
     prediction: tuple[int, ...] = ()  # what its client expects the output to be: drafts are taken from it
     forced_length: int = 0  # for benchmarks: the output ends at this length as if the model had ended it; 0: not forced
     queue_timeout: float = 0.0  # seconds it may wait for its first slot; 0: without limit
-    # Lengths in characters of the stop strings, where `params` leaves them out: the API alone looks for them, and long
-    # ones would only make the log larger.
-    stop_lengths: tuple[int, ...] = ()
+    # The API alone looks for stop strings, and long ones would only make the log larger.
+    stop_lengths: tuple[int, ...] = ()  # lengths of the stop strings in characters, where `params` leaves them out
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", tuple(self.prompt))

@@ -160,7 +160,7 @@ class TestStoredHead:
         caplog.clear()
         decoder = load(folder)
         assert not decoder.config.tie_word_embeddings
-        assert "lm_head.weight is stored and differs from compute.model.embed_tokens.weight" in caplog.text
+        assert "lm_head.weight is stored and differs from model.embed_tokens.weight" in caplog.text
         (ids,) = prompts([12])
         with torch.inference_mode():
             expected = reference_model(folder, "float32")(torch.tensor([ids])).logits[:, -1]

@@ -36,4 +36,4 @@ def test_the_timeline_shows_the_replica_that_is_chosen_and_sends_to_it(two: Behi
         page.click("#send")
         eventually(lambda: shows("!document.getElementById('send').disabled && slotwise.history.steps.length > 0"))
         assert complaints == []
-    assert events(two, second).count('"id":"cmpl-timeline-') >= 24 and '"id":"cmpl-timeline-' not in events(two, first)
+    assert events(two, second).count('"name":"cmpl-timeline-') >= 24 and '"name":"cmpl-timeline-' not in events(two, first)

@@ -72,7 +72,8 @@ def test_a_stream_that_has_only_signs_of_life_goes_elsewhere(
 
 def test_a_sign_of_life_is_not_taken_for_the_first_output(folder: Path, tmp_path: Path) -> None:
     """With its first output the router takes a prompt to be computed, and drops it once a later report lacks it."""
-    settings = ("enable_prefix_caching=1", *ONE_SLOT, "max_num_queued_reqs=2")
+    quick = [one.replace("seconds_per_step=0.3", "seconds_per_step=0.05") for one in ONE_SLOT]
+    settings = ("enable_prefix_caching=1", *quick, "max_num_queued_reqs=2")
     with (behind(folder, tmp_path, *settings) as two, blocked(two),
           waiting(two, prompt=[60] * 400) as (_, there, _), unanswered(there, COMPLETIONS, BLOCKING)):
 

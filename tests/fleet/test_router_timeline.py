@@ -36,4 +36,5 @@ def test_the_timeline_shows_the_replica_that_is_chosen_and_sends_to_it(two: Behi
         page.click("#send")
         eventually(lambda: shows("!document.getElementById('send').disabled && slotwise.history.steps.length > 0"))
         assert complaints == []
-    assert events(two, second).count('"name":"cmpl-timeline-') >= 24 and '"name":"cmpl-timeline-' not in events(two, first)
+    name = '"name":"cmpl-timeline-'
+    assert events(two, second).count(name) >= 24 and name not in events(two, first)

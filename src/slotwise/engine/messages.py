@@ -185,7 +185,7 @@ class EngineInfo(Struct, tag="ready"):
 
 
 class StepOutputs(Struct, tag="outputs"):
-    """A part of a step's outputs, sent before its record (see `ipc.messages_of`): columns, as there."""
+    """A part of a step's outputs, sent before its record (see `ipc.messages_of`): columns, as in a StepRecord."""
 
     request_ids: tuple[int, ...] = ()
     token_ids: tuple[tuple[int, ...], ...] = ()

@@ -179,7 +179,7 @@ class RoutedPrompt(NamedTuple):
 
 
 def prompt_of(body: bytes, tenant: str, headers: Mapping[bytes, bytes]) -> RoutedPrompt:
-    """Reads the fields of a body that make its prompt; a body that is no JSON object has none, and is refused later.
+    """Reads the fields of a body that make its prompt; a body that is not a JSON object has none, and is refused later.
 
     Args:
         tenant: prompts of different tenants share nothing.

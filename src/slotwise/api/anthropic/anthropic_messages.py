@@ -34,7 +34,7 @@ from slotwise.api.protocol.protocol import SWITCHES, ChatRequest
 Json = dict[str, Any]
 MESSAGES = "/v1/messages"  # it and the routes below it write errors in Anthropic's form
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}  # of finish reasons; others end the turn
-INVALID = "INVALID_JSON"  # the key that Anthropic's guide names for arguments that are no JSON object
+INVALID = "INVALID_JSON"  # the key that Anthropic's guide names for arguments that are not a JSON object
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
          413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}
 FIELDS = {"stop": "stop_sequences", "user": "metadata.user_id", "thinking_token_budget": "thinking.budget_tokens",

@@ -413,7 +413,7 @@ async def _generate(api: Api, exchange: HttpExchange, job: Job, choices: list[Ch
         raise
     except asyncio.CancelledError:
         raise
-    except BaseException:  # detokenizing failed, say; a panic of the tokenizer is no Exception
+    except BaseException:  # detokenizing failed, say; a panic of the tokenizer does not subclass Exception
         finish(choices, "error")
         raise
     finally:

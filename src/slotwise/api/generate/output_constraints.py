@@ -160,7 +160,7 @@ def constraint_of(form: OutputFormat, request: ChatRequest, chosen: AllowedTools
     """What the output of a request must match.
 
     Args:
-        begun: whether the output begins within reasoning; see `parsers.thinking.has_begun`.
+        begun: whether the output begins within reasoning; see `parsers.reasoning.has_begun`.
 
     Raises:
         ApiError: the fields describe no grammar, or none that this format has.
@@ -305,7 +305,7 @@ def thinking_budget(form: OutputFormat, tokenizer: Tokenizer, num_tokens: int | 
 
     Args:
         num_tokens: of the reasoning; None or -1: any number.
-        begun: whether the prompt ends within reasoning; see `parsers.thinking.has_begun`.
+        begun: whether the prompt ends within reasoning; see `parsers.reasoning.has_begun`.
 
     Raises:
         ApiError: nothing says where reasoning ends, or not by one token.

@@ -105,7 +105,7 @@ class OutputFormat:
 
         Args:
             tools: those that may be called; None: calls stay text.
-            begun: whether the output begins within reasoning; see `thinking.has_begun`.
+            begun: whether the output begins within reasoning; see `reasoning.has_begun`.
             is_written: a grammar writes the calls.
         """
         markers = self.markers(tools)
@@ -213,7 +213,7 @@ class Parsing(NamedTuple):
 
     form: OutputFormat
     tools: Tools | None  # those that may be called; None: calls stay text
-    begun: bool | None = None  # an output begins within reasoning; see `parsers.thinking.has_begun`
+    begun: bool | None = None  # an output begins within reasoning; see `parsers.reasoning.has_begun`
     most_calls: int | None = None  # of an output; None: any number
     hides_reasoning: bool = False
     is_written: bool = False  # a grammar writes the calls

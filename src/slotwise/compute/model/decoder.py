@@ -170,7 +170,7 @@ class Decoder(DecoderSizes):
     def logits(self, hidden: Tensor) -> Tensor:
         """`[samples, hidden] -> [samples, vocab]`, in the model's own type; on the first stage alone.
 
-        Without a head zeros: requests that sample are refused, and the steps of the warm-up compare no numbers.
+        Without a head zeros: requests that sample are refused, and the steps of the warm-up compare nothing.
         """
         assert self._network.ends is not None
         head = self._network.ends.head

@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+CHAT_MODEL := smollm2
 CLIENTS := .venv-clients
 CLIENT_PIP := $(CLIENTS)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check
 # Four test processes of one compute thread each, for many tests wait for servers: threads that share cores wait for each
@@ -11,22 +12,25 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 4 --dist load
 # Python keeps what it has compiled, whatever the shell says: else every process of the tests would compile torch anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install serve test suite quick lint docs clients clients-install gpu-check gpu-compile clean
+.PHONY: help install serve weights test suite quick lint docs clients clients-install gpu-check gpu-compile clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
-install: $(VENV)/collected.ready $(VENV)/kernels.ready   ## set everything up and run nothing
+install: $(VENV)/collected.ready $(VENV)/kernels.ready weights   ## set everything up and run nothing
 
-serve: $(VENV)/serve.ready   ## set up and serve the built-in model on http://127.0.0.1:8000
-	$(BIN)/slotwise serve $(ARGS)
+serve: $(VENV)/serve.ready   ## set up and serve a small chat model on http://127.0.0.1:8000 (ARGS=: another, or options)
+	SLOTWISE_MODEL=$${SLOTWISE_MODEL-$(CHAT_MODEL)} $(BIN)/slotwise serve --or-builtin $(ARGS)
+
+weights: $(VENV)/serve.ready   ## download the chat model, which `make serve` serves and tests use
+	@$(BIN)/slotwise pull $(CHAT_MODEL) || echo "Tests that need $(CHAT_MODEL) will be skipped"
 
 test: lint suite   ## set up and run every check and every test
 
-suite: $(VENV)/collected.ready $(VENV)/kernels.ready   ## every test
+suite: $(VENV)/collected.ready $(VENV)/kernels.ready weights   ## every test
 	$(PYTEST) $(ARGS)
 
-quick: $(VENV)/collected.ready $(VENV)/kernels.ready   ## the tests that take seconds
+quick: $(VENV)/collected.ready $(VENV)/kernels.ready weights   ## the tests that take seconds
 	$(PYTEST) -m "not slow" $(ARGS)
 
 lint: $(VENV)/test.ready   ## style, types, and the arrows between packages

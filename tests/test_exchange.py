@@ -128,8 +128,9 @@ def test_another_model_is_served_after_running_requests_have_finished(server: Li
     assert template(server) == "hello!" != of_first
     assert complete(server, model=str(models.first)).status_code == 404
     assert server.client.get("/health").status_code == 200
-    assert load(server, models.first).json() == {"model": str(models.first)}
-    assert names(server) == [str(models.first)] and tokens(server) == first and template(server) == of_first
+    assert load(server, models.first).json() == {"model": "first"}
+    assert names(server) == ["first"] and tokens(server) == first and template(server) == of_first
+    assert complete(server, model=str(models.first)).raise_for_status().json()["model"] == "first"
 
 
 def test_what_cannot_be_served_disturbs_nothing(server: Live, models: Models, tmp_path: Path) -> None:

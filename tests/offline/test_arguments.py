@@ -78,7 +78,7 @@ def test_all_neutral_values_at_once_start_an_engine() -> None:
 
 def test_a_folder_may_be_a_path() -> None:
     found = Arguments.of(builtin.path(), {})
-    assert found == Arguments.of(str(builtin.path()), {}) and found.name == str(builtin.path())
+    assert found == Arguments.of(str(builtin.path()), {}) and found.name == builtin.NAME
 
 
 @pytest.mark.parametrize(("given", "field", "value"), [

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+NAME = "slotwise-builtin"  # by which clients ask for it
+
 
 def path() -> Path:
     """The folder of the checkpoint, in Hugging Face's format."""

@@ -30,7 +30,7 @@ MODULES = {
     "serve": "serve_command", "generate": "generate_and_chat", "chat": "generate_and_chat", "bench": "bench",
     "compare": "bench", "top": "top", "timeline": "event_logs", "explain": "event_logs", "replay": "event_logs",
     "completion": "completion", "simulate": "simulations", "what-if": "simulations", "capacity": "simulations",
-    "tune": "simulations", "scale": "scale",
+    "tune": "simulations", "scale": "scale", "pull": "pull",
 }
 SETTING = re.compile(r"(?<![\w./'\"`-])[a-z]+(?:_[a-z]+)+(?![\w./'\"`=])|^(?!model\b)[a-z]+(?= )")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slotwise.cli.options import (
-    BUILTIN_NAME,
+    MODEL_HELP,
     Bytes,
     Commands,
     Number,
@@ -27,6 +27,7 @@ from slotwise.cli.options import (
     reader,
 )
 from slotwise.cli.process import INTERRUPTED, ending_at_once
+from slotwise.cli.pull import find_model
 from slotwise.cli.workload_options import Defaults, add_seed_option, add_workload_options, workload_of
 from slotwise.core.scheduler_limits import SLOTS, TOKENS
 from slotwise.core.setting_fields import Range, real, whole
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from slotwise.compose.engine_builder import Loaded
+    from slotwise.compute.model.model_registry import FoundModel
     from slotwise.measure.bench.comparison import Make
     from slotwise.measure.bench.offline_run import OnStep, Stand
     from slotwise.measure.bench.results import ProgressBar
@@ -174,7 +176,7 @@ def _add_kernels(kinds: Commands) -> None:
 
 
 def _add_offline(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--model", help="a checkpoint's folder, a GGUF file or a hub id (default: the built-in model)")
+    command.add_argument("--model", help=MODEL_HELP)
     command.add_argument("--output-json", metavar="FILE", help="write the result here")
 
 
@@ -242,11 +244,12 @@ def _run_roofline(asked: argparse.Namespace, workload: Workload) -> int:
     from slotwise.measure.bench.result_tables import roofline_table
     from slotwise.measure.bench.results import environment, workload_facts
 
-    profiler = Profiler(_config(asked))
+    found = find_model(asked.model)
+    profiler = Profiler(_config(asked, found))
     with progress(total=2 * len(workload.requests), unit="request") as bar:
         result = profiler.run(workload, lambda accounts, record: bar.show(len(accounts.outputs)))
     result = {
-        "version": 1, "kind": "roofline", "status": "completed", "model": asked.model or BUILTIN_NAME,
+        "version": 1, "kind": "roofline", "status": "completed", "model": found.name,
         "environment": environment(), "settings": engine_settings(asked), "workload": workload_facts(workload)} | result
     return _show(roofline_table(result), result, asked.output_json)
 
@@ -300,23 +303,19 @@ def run_kernels(asked: argparse.Namespace) -> int:
 
 def _stand(asked: argparse.Namespace, file: LogFile | None = None) -> tuple[Stand, dict[str, Any]]:
     """An engine in this process, logged to `file`, and the head of its result."""
-    settings = engine_settings(asked)
+    settings, found = engine_settings(asked), find_model(asked.model)
     with ending_at_once():
         from slotwise.compose.engine_builder import build_engine
         from slotwise.measure.bench.offline_run import Stand
         from slotwise.observe.offline import Logged
 
-        engine, info = build_engine(_config(asked))
-    about = {"model": asked.model or BUILTIN_NAME, "device": info.device, "dtype": info.dtype, "settings": settings}
+        engine, info = build_engine(_config(asked, found))
+    about = {"model": found.name, "device": info.device, "dtype": info.dtype, "settings": settings}
     return Stand(Logged(engine, info, file) if file else engine, info.limits, info.vocab_size), about
 
 
-def _config(asked: argparse.Namespace) -> EngineConfig:
-    from slotwise import builtin
-    from slotwise.compute.model.checkpoint import locate
-    from slotwise.engine.config import EngineConfig
-
-    return EngineConfig.of(model=str(locate(asked.model or builtin.path())), **engine_settings(asked))
+def _config(asked: argparse.Namespace, found: FoundModel) -> EngineConfig:
+    return EngineConfig.of(model=str(found.path), **engine_settings(asked))
 
 
 def _check_writable(path: str | None) -> None:
@@ -350,7 +349,7 @@ UNCACHED = {"enable_prefix_caching": False}  # only the discipline may differ
 
 def _add_compare(commands: Commands) -> None:
     compare = add_command(commands, "compare", "run one workload under every discipline, side by side", run_compare)
-    compare.add_argument("--model", help="a checkpoint's folder, a GGUF file or a hub id (default: the built-in model)")
+    compare.add_argument("--model", help=MODEL_HELP)
     group = compare.add_argument_group("comparison")
     group.add_argument("--disciplines", default=",".join(DISCIPLINES), metavar="A,B,...",
                        help=f"disciplines, in this order (default: {','.join(DISCIPLINES)})")
@@ -410,18 +409,12 @@ class Plan:
         if asked.speculative_config is not None:
             chosen.append(with_drafts(asked.speculative_config, asked.slots))
         settings: dict[str, Any] = {name: getattr(asked, name) for name in ENGINE} | UNCACHED
-        model = _located(asked.model)
+        found = find_model(asked.model)
+        model = str(found.path.absolute())
         EngineConfig.of(model=model, max_num_seqs=asked.slots, **settings)
         return cls(
-            asked.model or BUILTIN_NAME, {"model": model, **settings}, chosen, workload_of(asked, WORKLOAD),
+            found.name, {"model": model, **settings}, chosen, workload_of(asked, WORKLOAD),
             asked.slots, asked.repeats, asked.equal_memory, tuple(dict.fromkeys(asked.vary)))
-
-
-def _located(model: str | None) -> str:
-    from slotwise import builtin
-    from slotwise.compute.model.checkpoint import locate
-
-    return str(locate(model or builtin.path()).absolute())
 
 
 def run_compare(asked: argparse.Namespace) -> int:

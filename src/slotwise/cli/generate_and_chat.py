@@ -7,8 +7,8 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from slotwise import builtin
 from slotwise.cli.options import (
+    MODEL_HELP,
     Commands,
     Number,
     Size,
@@ -18,7 +18,7 @@ from slotwise.cli.options import (
     engine_settings,
 )
 from slotwise.cli.process import ending_at_once
-from slotwise.compute.model.checkpoint import locate
+from slotwise.cli.pull import find_model
 from slotwise.core.scheduler_limits import TOKENS
 from slotwise.core.setting_fields import real, whole
 from slotwise.engine.config import ConfigError, EngineConfig
@@ -37,8 +37,7 @@ def add(commands: Commands) -> None:
     generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="texts to continue (default: one from stdin)")
     chat = add_command(commands, "chat", "talk to a model in the terminal", run_chat)
     for command in (generate, chat):
-        command.add_argument("--model",
-                             help="a checkpoint's folder, a GGUF file or a hub id (default: the built-in model)")
+        command.add_argument("--model", help=MODEL_HELP)
         _sampling_options(command, USUAL if command is generate else AS_SERVED)
         add_engine_options(command)
 
@@ -70,8 +69,9 @@ def _sampling_params(asked: argparse.Namespace, defaults: Mapping[str, Any]) -> 
 def _load(asked: argparse.Namespace) -> LLM:
     """An engine in this process, with a notice on a terminal while it loads."""
     _sampling_params(asked, {})  # what is invalid fails before the seconds that torch takes to load, as below
-    folder, settings = str(locate(asked.model or builtin.path())), engine_settings(asked)
-    EngineConfig.of(model=folder, **settings)
+    settings = engine_settings(asked)
+    EngineConfig.of(model=asked.model or "", **settings)
+    folder = find_model(asked.model).path
     if sys.stderr.isatty():
         print("Loading the model ...", end="\r", file=sys.stderr, flush=True)
     with ending_at_once():

@@ -25,7 +25,7 @@ from slotwise.core.setting_fields import (
 from slotwise.engine.config import RETIRED, SAMPLING, TRANSFERS, EngineConfig, ModelOptions
 from slotwise.platform.files import existing_file
 
-BUILTIN_NAME = "slotwise-builtin"  # the served name of the model in the package
+MODEL_HELP = f"{settings_of(EngineConfig)['model'].help} (default: the built-in model)"
 SERVED = (ADAPTERS, TRANSFERS, SAMPLING)  # headings of an engine's options that only some commands have
 GIB = 2**30  # bytes
 

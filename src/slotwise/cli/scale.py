@@ -75,8 +75,8 @@ def run(asked: argparse.Namespace) -> int:
         secret = secret or (secrets.token_hex(SECRET_BYTES) if of_roles else "")
         launch = _launcher(asked.rest, served, number, of_roles, {SECRET: secret} if of_roles else {})
     given = {name: value for name, value in given_settings(served, ServerSettings).items() if name in OF_THE_DOOR}
-    settings = replace(serve_command.server_settings(served, serve_command.model_of(served), given),
-                       kv_transfer_secret=secret)
+    settings = replace(serve_command.server_settings(served, given), kv_transfer_secret=secret)
+    settings = serve_command.with_names(settings, served, serve_command.found_for(served, []))  # replicas say the rest
     scaling = Scaling(launch, number, asked.urls, asked.router, asked.max_wait, served.seed,
                       asked.prefill_replicas or 0)
     return run_scale(settings, scaling)

@@ -9,10 +9,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from slotwise import builtin
 from slotwise.api.limits.server_settings import MODEL, LoraModule, ServerSettings
 from slotwise.cli.options import (
-    BUILTIN_NAME,
+    MODEL_HELP,
     Commands,
     Number,
     add_command,
@@ -28,9 +27,11 @@ from slotwise.cli.options import (
 )
 from slotwise.cli.parser import Parser, fill
 from slotwise.cli.process import ending_at_once
+from slotwise.cli.pull import find_model
 from slotwise.compat.vllm import notices
 from slotwise.compose.launch import AUTO, CORES, MOST_PROCESSORS, NONE, environment, numbers, read_processors
-from slotwise.compute.model.checkpoint import locate
+from slotwise.compute.model.model_registry import BUILTIN, FoundModel
+from slotwise.compute.model.published_models import PUBLISHED, DownloadError
 from slotwise.core.scheduler_limits import ADAPTERS
 from slotwise.core.setting_fields import make, settings_of, whole
 from slotwise.core.speculation.speculation_settings import PREDICTION, Speculation
@@ -56,8 +57,11 @@ def add_options(serve: Parser) -> None:
     """The model, and all options of a server."""
     serve.fill = fill
     serve.add_argument("model_tag", nargs="?", metavar="MODEL",
-                       help="a checkpoint's folder, a GGUF file or a hub id (default: the built-in model)")
+                       help=MODEL_HELP)
     serve.add_argument("--model", metavar="MODEL", help="the model, given as an option")
+    serve.add_argument("--or-builtin", action="store_true",
+                       help="serve the built-in model where the model is a name that `slotwise pull` lists, and the "
+                       "package registry does not give it")
     serve.add_argument("--config", type=input_file, metavar="FILE",
                        help="settings in YAML: options without their dashes, as in `max-num-seqs: 16`; the command "
                        "line and the environment ($SLOTWISE_MAX_NUM_SEQS) win")
@@ -174,7 +178,7 @@ def _run(asked: argparse.Namespace) -> int:
     hold_off()
     _check_adapters(asked)
     model, lines = model_of(asked), notices(asked)
-    settings = server_settings(asked, model, given_settings(asked, ServerSettings))
+    settings = server_settings(asked, given_settings(asked, ServerSettings))
     transfer = asked.kv_transfer_config
     if asked.kv_transfer_secret_file and transfer is None:
         raise ValueError("--kv-transfer-secret-file has no effect without --kv-transfer-config: leave it out")
@@ -182,14 +186,17 @@ def _run(asked: argparse.Namespace) -> int:
     if asked.max_log_len and not asked.enable_log_requests:
         lines.append("--max-log-len has no effect without --enable-log-requests")
     config = EngineConfig.of(**engine_settings(asked) | {
-        "model": str(locate(model or builtin.path())), "tiers": tuple([served.tier for served in settings.tiers]),
+        "model": model, "tiers": tuple([served.tier for served in settings.tiers]),
         "kv_transfer_config": transfer and replace(transfer, secret=secret)})
     options = make(ModelOptions, given_settings(asked, ModelOptions))
-    defaults = read_defaults(config, options.override_generation_config)
-    pooling = read_pooling(config.model, options.pooler_config)
     if asked.event_log:
         check(asked.event_log, overwrite=asked.overwrite_event_log)
     variables = environment(asked.cpu_threads, asked.cpu_bind, read_processors(processors()))
+    found = found_for(asked, lines)
+    settings = with_names(settings, asked, found)
+    config = replace(config, model=str(found.path))
+    defaults = read_defaults(config, options.override_generation_config)
+    pooling = read_pooling(config.model, options.pooler_config)
     engine = launch_engine(config, asked.log_format, variables)  # it loads while this process imports the rest
 
     from slotwise.compose.api_server import run_server
@@ -199,19 +206,49 @@ def _run(asked: argparse.Namespace) -> int:
         pooling_defaults=pooling, kv_transfer_secret=secret), options, engine)
 
 
-def server_settings(asked: argparse.Namespace, model: str, given: Mapping[str, Any]) -> ServerSettings:
-    """Returns the settings of the server, with its keys, tiers and adapters read.
+def found_for(asked: argparse.Namespace, notices: list[str]) -> FoundModel:
+    """Returns the model to serve, and adds to `notices` what to say of it.
+
+    Raises:
+        CheckpointError: there is no such model, or it could not be downloaded.
+    """
+    model = model_of(asked)
+    if not model:
+        notices.append(f"the built-in model completes Python code; `slotwise serve {next(iter(PUBLISHED))}` serves one "
+                       "to chat with")
+    try:
+        return find_model(model, asked.log_format)
+    except DownloadError as error:
+        if not asked.or_builtin:
+            raise
+        notices.append(f"{error}. The built-in model is served in its place: it completes Python code")
+        return find_model(BUILTIN)
+
+
+def with_names(settings: ServerSettings, asked: argparse.Namespace, found: FoundModel) -> ServerSettings:
+    """Returns `settings` with the names of the model, its own where none is given.
+
+    Raises:
+        ValueError: an adapter has one of them.
+    """
+    settings = settings.named(asked.served_model_name, found.name, found.aliases)
+    for module in settings.lora_modules:
+        if module.name in (*settings.model_names, *settings.model_aliases):
+            raise ValueError(f"--lora-modules: the name {printable(module.name)} is taken")
+    return settings
+
+
+def server_settings(asked: argparse.Namespace, given: Mapping[str, Any]) -> ServerSettings:
+    """Returns the settings of the server, with its keys, tiers and adapters read; its model has no name yet.
 
     Raises:
         ValueError: settings contradict each other, or TLS cannot be served with these files.
         OSError: a file cannot be read.
     """
-    first, *others = dict.fromkeys(asked.served_model_name or [model or BUILTIN_NAME])
-    modules = _modules(given.get("lora_modules", ()), (first, *others))
     settings = make(ServerSettings, {
-        **given, "served_model_name": first, "more_model_names": tuple(others), "api_key": api_keys_of(asked.api_key),
+        **given, "served_model_name": "", "api_key": api_keys_of(asked.api_key),
         "admin_api_key": admin_key_of(asked.admin_api_key), "tiers": tiers_of(asked), "seed": asked.seed,
-        "lora_modules": modules})
+        "lora_modules": _modules(given.get("lora_modules", ()))})
     if settings.ssl_certfile:
         from slotwise.api.http.listener import context_of
 
@@ -219,7 +256,7 @@ def server_settings(asked: argparse.Namespace, model: str, given: Mapping[str, A
     return settings
 
 
-def _modules(given: Sequence[LoraModule], base_names: Sequence[str]) -> tuple[LoraModule, ...]:
+def _modules(given: Sequence[LoraModule]) -> tuple[LoraModule, ...]:
     """Returns the adapters to load at the start, with absolute paths.
 
     Raises:
@@ -230,7 +267,7 @@ def _modules(given: Sequence[LoraModule], base_names: Sequence[str]) -> tuple[Lo
     modules: dict[str, LoraModule] = {}
     for module in given:
         module = module._replace(path=os.path.abspath(module.path))
-        if module.name in (*modules, *base_names):
+        if module.name in modules:
             raise ValueError(f"--lora-modules: the name {printable(module.name)} is taken")
         if why := missing(module.path):
             raise ValueError(f"--lora-modules {printable(module.name)}: {why}")

@@ -26,6 +26,7 @@ from slotwise.cli.options import (
     input_file,
     option_of,
 )
+from slotwise.cli.pull import find_model
 from slotwise.cli.workload_options import Defaults, add_seed_option, add_workload_options, workload_of
 from slotwise.core.policies.policy_settings import POLICIES
 from slotwise.core.routing.routers import ROUTERS
@@ -140,10 +141,9 @@ def _machine(asked: argparse.Namespace) -> tuple[Setup, str]:
 
 def _shape(model: str) -> ModelShape:
     """Returns a model's shape, from its config; in bfloat16."""
-    from slotwise.compute.model.checkpoint import locate
     from slotwise.compute.model.loading import read_config
 
-    config = read_config(locate(model))
+    config = read_config(find_model(model).path)
     head, width = config.hidden_size * config.vocab_size, 2
     if config.mixture is not None:
         raise ValueError("the roofline of a mixture of experts depends on which experts a step hits: name an event log")

@@ -34,7 +34,7 @@ from slotwise.api.parsers.parser_table import OutputFormat, output_format
 from slotwise.compose.launch import ChildProcess, Cores, launch_engine, settle
 from slotwise.compose.load_check import check
 from slotwise.compose.model_defaults import announce, read_defaults, read_pooling
-from slotwise.compute.model.checkpoint import locate
+from slotwise.compute.model.model_registry import NAMES, find
 from slotwise.engine.client import EngineClient
 from slotwise.engine.config import EngineConfig, ModelOptions
 from slotwise.engine.messages import EngineInfo, Loading
@@ -85,15 +85,16 @@ def read_other(before: ServedModel, options: ModelOptions, path: str, name: str)
     """Reads another model, to be served with the options of the first.
 
     Args:
-        name: by which clients ask for it; "": one of the options, else `path`.
+        path: or one of `NAMES`, whose model is downloaded where it is missing.
+        name: by which clients ask for it; "": one of the options, else its own.
 
     Raises:
         OSError, CheckpointError, TokenizerError, ChatTemplateError, ConfigError: one line that says what is wrong.
     """
-    config = replace(before.config, model=str(locate(path)))
-    first, *others = (name,) if name else options.served_model_name or (path,)
+    found = find(path)
+    config = replace(before.config, model=str(found.path))
     settings = replace(
-        before.settings, served_model_name=first, more_model_names=tuple(others),
+        before.settings.named((name,) if name else options.served_model_name, found.name, found.aliases),
         sampling_defaults=read_defaults(config, options.override_generation_config),
         pooling_defaults=read_pooling(config.model, options.pooler_config))
     return read_model(config, settings, options)
@@ -261,7 +262,7 @@ class Exchange:
         await self._stack.aclose()
 
     async def load(self, path: str, name: str) -> str:
-        """Serves the model at `path` in the place of the current one; returns its name.
+        """Serves the model at `path`, or one of `NAMES`, in the place of the current one; returns its name.
 
         Args:
             name: by which clients ask for it; "": as at a start with this path.
@@ -289,8 +290,9 @@ class Exchange:
 
     def _read(self, path: str, name: str) -> ServedModel:
         """Raises ValueError."""
-        if not os.path.isabs(path) or not os.path.exists(path):
-            raise ValueError("model: must be the absolute path of a checkpoint's folder or a GGUF file on this machine")
+        if path not in NAMES and not (os.path.isabs(path) and os.path.exists(path)):
+            raise ValueError("model: must be the absolute path of a checkpoint's folder or a GGUF file on this "
+                             f"machine, or one of the names {', '.join(NAMES)}")
         try:
             return read_other(self._model, self._options, path, name)
         except (OneLineError, OSError, RuntimeError, ValueError) as error:

@@ -41,6 +41,7 @@ from slotwise.compute.model.layer_groups import LayerGroups, cache_shapes
 from slotwise.compute.model.loading import UnreadModel, describe
 from slotwise.compute.model.lora_weights import LoraWeights
 from slotwise.compute.model.model_config import ModelConfig
+from slotwise.compute.model.model_registry import find
 from slotwise.compute.runner import memory_budget
 from slotwise.compute.runner.draft_model_runner import DraftModelRunner, DraftPositions
 from slotwise.compute.runner.input_batch import SlotTable
@@ -258,7 +259,7 @@ class DraftCheckpoint:
 
     def __init__(self, path: str) -> None:
         try:
-            self.folder = locate(path)
+            self.folder = find(path).path
         except CheckpointError as error:
             raise CheckpointError(f"speculative_config: model: {error}") from error
 

@@ -73,7 +73,8 @@ class EngineConfig(ChosenLimits):
         ConfigError: a value out of range.
     """
 
-    model: str = setting(help="a checkpoint's folder, a GGUF file or a hub id", option="")
+    model: str = setting(
+        help="a name that `slotwise pull` lists, a checkpoint's folder, a GGUF file or a hub id", option="")
     device: str = setting(
         "auto", "what computes", choices=DEVICES, otherwise="auto, a GPU if torch finds one, else the CPU")
     dtype: str = setting(

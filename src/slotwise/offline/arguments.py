@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from slotwise import builtin
 from slotwise.compat.vllm import CALL, METHODS, RULES, SAME, is_neutral
-from slotwise.compute.model.checkpoint import locate
+from slotwise.compute.model.model_registry import find
 from slotwise.core.setting_fields import BYTE_UNITS, UNITS, aliases_of, settings_of, whole, with_unit
 from slotwise.engine.config import DTYPE_NAMES, RETIRED, ConfigError, EngineConfig, ModelOptions
 from slotwise.errors import nearest
+from slotwise.platform.progress_bar import ProgressBar
 
 SETTINGS = tuple(name for name in (*settings_of(EngineConfig), "tiers") if name not in {"model", *RULES})
 ALIASES = aliases_of(EngineConfig)
 OWN = {  # obeyed beside the settings
-    "model": "a checkpoint's folder, a GGUF file or a hub id; None: the built-in model",
+    "model": f"{settings_of(EngineConfig)['model'].help}; None: the built-in model",
     **{name: settings_of(ModelOptions)[name].help for name in ("override_generation_config", "pooler_config")},
     "chat_template": "a chat template or its file, in the place of the model's",
     "served_model_name": "the name, or a list whose first is the name, in the labels of metrics",
@@ -63,8 +64,11 @@ class Arguments(NamedTuple):
             settings.pop("gpu_memory_utilization", None)  # as in vLLM, where both may be given
         if settings.get("max_model_len") in FITTING:
             del settings["max_model_len"]
-        config = EngineConfig.of(model=str(locate(model or builtin.path())), **settings)
-        named, interval = given.get("served_model_name") or model or "slotwise-builtin", given.get("stream_interval", 1)
+        config = EngineConfig.of(model=model or "", **settings)
+        with ProgressBar(logger.info) as bar:
+            found = find(model or "", bar)
+        config = replace(config, model=str(found.path))
+        named, interval = given.get("served_model_name") or found.name, given.get("stream_interval", 1)
         if wrong := whole(1).objection(interval):
             raise ConfigError(f"stream_interval {wrong}")
         if idle := [name for name in given if name in RULES]:

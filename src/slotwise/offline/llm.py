@@ -171,7 +171,8 @@ class LLM(VllmMethods):
     """A model and its engine.  Several threads may use it: one computes at a time, for the requests of all.
 
     Args:
-        model: a checkpoint's folder, a GGUF file or a hub id; by default the built-in model.
+        model: a name that `slotwise pull` lists, a checkpoint's folder, a GGUF file or a hub id; by default the
+            built-in model.
         event_log: a file to which the event log is written (see observe.event_log); an older event log is replaced,
             any other file is refused; empty: none.
         arguments: vLLM's, and any field of `engine.config.EngineConfig`; None stands for a default.

@@ -148,6 +148,20 @@ def cache_folder() -> Path:
         return temporary_folder()
 
 
+def make_private(folder: Path) -> None:
+    """Makes `folder`, and every missing one above it, for this user alone.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    for path in (*reversed(folder.parents), folder):
+        try:
+            path.mkdir(mode=0o700)
+        except OSError:
+            if not path.is_dir():
+                raise
+
+
 def temporary_folder() -> Path:
     """Returns the user's own folder among temporary files; it may not exist, and it may not be possible to make it."""
     try:

@@ -71,6 +71,8 @@ async def experts(observers: Observers, exchange: HttpExchange) -> None:
 def model_card(engine: ServedEngine, settings: ServerSettings, name: str) -> dict[str, object]:
     """The entry of one model in the list; `root` of an adapter is its folder.  Raises ApiError: there is none."""
     info, adapter = engine.client.info, engine.models.adapter(name)
+    if name not in engine.models.names:
+        name = settings.served_model_name  # it was asked for by an alias
     created, root, parent = (STARTED, info.model, None) if adapter is None else (
         adapter.created, adapter.module.path, adapter.module.base_model_name or settings.served_model_name)
     return {

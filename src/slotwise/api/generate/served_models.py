@@ -56,6 +56,7 @@ class ServedModels(Observer):
     def __init__(self, engine_client: EngineClient, settings: ServerSettings) -> None:
         self._client = engine_client
         self.base_names = settings.model_names
+        self._accepted = frozenset((*settings.model_names, *settings.model_aliases))
         self._adapters: dict[str, ServedAdapter] = {}
         self._loading: set[str] = set()  # names
         self._numbers = itertools.count(1)
@@ -75,7 +76,7 @@ class ServedModels(Observer):
         Raises:
             ApiError: there is no such model.
         """
-        if name is None or name in self.base_names:
+        if name is None or name in self._accepted:
             return None
         if (adapter := self._adapters.get(name)) is not None:
             return adapter
@@ -141,7 +142,7 @@ class ServedModels(Observer):
             raise bad_request("this server has no adapters: start it with --enable-lora", code="lora_not_enabled")
         if not name or len(name) > MAX_NAME or not name.isprintable():
             raise bad_request(f"lora_name: must be 1 to {MAX_NAME} characters that can be printed", "lora_name")
-        if name in self.base_names:
+        if name in self._accepted:
             raise bad_request(f"lora_name: {name!r} is a name of the base model", "lora_name", "adapter_exists")
         if name in self._loading:
             raise bad_request(f"lora_name: {name!r} is being loaded", "lora_name", "adapter_exists")

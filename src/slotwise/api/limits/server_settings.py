@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slotwise.api.parsers.parser_table import REASONING_ALIASES, REASONING_PARSERS, TOOL_ALIASES, TOOL_PARSERS
@@ -116,6 +116,7 @@ class ServerSettings:
 
     served_model_name: str  # in responses and metrics
     more_model_names: tuple[str, ...] = ()  # further names by which clients may ask for it
+    model_aliases: tuple[str, ...] = ()  # names that requests may use, too, and that no list shows: paths for one
     host: str = setting("127.0.0.1", "address to listen on", otherwise="this machine only", read=read_host)
     port: int = setting(8000, "port to listen on; 0: any free port", range=whole(0, 65_535))
     api_keys: tuple[str, ...] = setting(
@@ -237,6 +238,16 @@ class ServerSettings:
         for name in ("ssl_keyfile", "ssl_ca_certs"):
             if getattr(self, name) and not self.ssl_certfile:
                 raise ValueError(f"{name} needs ssl_certfile, the certificate of this server")
+
+    def named(self, given: Sequence[str], own: str, aliases: tuple[str, ...]) -> ServerSettings:
+        """Returns these settings for another model.
+
+        Args:
+            given: names that clients use; empty: `own`, and `aliases`, which no list shows.
+        """
+        first, *others = dict.fromkeys(given or [own])
+        return replace(self, served_model_name=first, more_model_names=tuple(others),
+                       model_aliases=() if given else aliases)
 
     @property
     def model_names(self) -> tuple[str, ...]:

@@ -57,8 +57,8 @@ class WhatIfRequest(msgspec.Struct, kw_only=True):
 class LoadModelRequest(msgspec.Struct, kw_only=True):
     """The model that is to be served in the place of this one."""
 
-    model: Path  # the absolute path of a checkpoint's folder or of a GGUF file
-    served_model_name: Name | None = None  # for clients; by default the names of `--served-model-name`, else `model`
+    model: Path  # the absolute path of a checkpoint's folder or of a GGUF file, or a name that `slotwise pull` lists
+    served_model_name: Name | None = None  # for clients; by default the names of `--served-model-name`, else its own
 
 
 class AbortRequest(msgspec.Struct, kw_only=True):

@@ -157,6 +157,11 @@ _HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
 _HUB_SKIPPED = ("*/*", "consolidated*")  # other formats of the same weights
 
 
+def is_hub_id(model: str) -> bool:
+    """Whether `locate` looks for this model on the hub: it is an id, and not a path on this machine."""
+    return _HUB_ID.fullmatch(model) is not None and not Path(model).expanduser().exists()
+
+
 def locate(model: str | Path) -> Path:
     """A checkpoint's folder, or its GGUF file, the first of a split one.
 

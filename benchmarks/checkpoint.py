@@ -1,6 +1,10 @@
 """Writes a checkpoint with a real model's shape and random weights: speed does not depend on the weights' values.
 
 usage: python -m benchmarks.checkpoint FOLDER [--shape smollm2-135m | qwen3-0.6b | qwen3-mixture]  (`dev` extra)
+       python -m benchmarks.checkpoint FOLDER --gguf FILE
+
+With --gguf it has the dequantized weights of a Llama in a GGUF file, rounded to bfloat16, so that engines that read no
+such files can be compared on the same model; the `transformers` library reads the weights.
 """
 
 from __future__ import annotations
@@ -12,6 +16,9 @@ import torch
 from benchmarks.commands import parser_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+
+from slotwise.text.chat_source import find_chat_template
+from slotwise.text.tokenizer import Tokenizer as SlotwiseTokenizer
 
 SHAPES: dict[str, PretrainedConfig] = {
     "smollm2-135m": LlamaConfig(
@@ -40,13 +47,26 @@ def write(folder: Path, shape: str) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
 
 
+def write_dequantized(folder: Path, file: Path) -> None:
+    AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32).to(torch.bfloat16).save_pretrained(folder)
+    tokenizer, template = SlotwiseTokenizer.load(file), find_chat_template(file)
+    tokenizer.inner.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(
+        {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template, **tokenizer.special_tokens}))
+
+
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("folder", type=Path, help="where to write it")
     parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m", help="of which model")
+    parser.add_argument("--gguf", type=Path, metavar="FILE", help="write this file's weights instead")
     asked = parser.parse_args()
-    write(asked.folder, asked.shape)
-    print(f"wrote {asked.shape} to {asked.folder}")
+    if asked.gguf:
+        write_dequantized(asked.folder, asked.gguf)
+    else:
+        write(asked.folder, asked.shape)
+    print(f"wrote {asked.gguf or asked.shape} to {asked.folder}")
 
 
 if __name__ == "__main__":

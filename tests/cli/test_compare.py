@@ -13,8 +13,8 @@ from slotwise.cli import main
 from slotwise.measure.bench.comparison import DISCIPLINES, Comparison
 
 FEW = (
-    "--dtype", "float32", "--slots", "4", "--num-prompts", "10", "--input-lengths", "uniform:4:40", "--output-lengths",
-    "lognormal:8:1.0:48")
+    "--model", "builtin", "--dtype", "float32", "--slots", "4", "--num-prompts", "10", "--input-lengths",
+    "uniform:4:40", "--output-lengths", "lognormal:8:1.0:48")
 
 
 def compare(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:

@@ -28,9 +28,10 @@ from slotwise.cli.options import (
 )
 from slotwise.cli.process import INTERRUPTED, ending_at_once
 from slotwise.cli.pull import find_model
-from slotwise.cli.workload_options import Defaults, add_seed_option, add_workload_options, workload_of
+from slotwise.cli.workload_options import DRAWN, Defaults, add_seed_option, add_workload_options, in_tokens, workload_of
+from slotwise.compute.model.published_models import PUBLISHED, present
 from slotwise.core.scheduler_limits import SLOTS, TOKENS
-from slotwise.core.setting_fields import Range, real, whole
+from slotwise.core.setting_fields import Range, real, settings_of, whole
 from slotwise.core.speculation.speculation_settings import Speculation
 from slotwise.engine.config import BYTES, QUANTIZATIONS, EngineConfig
 from slotwise.measure.bench.comparison import (
@@ -43,6 +44,7 @@ from slotwise.measure.bench.comparison import (
     with_drafts,
 )
 from slotwise.measure.bench.results import progress
+from slotwise.measure.workload import chats
 from slotwise.measure.workload.distributions import MAX_LENGTH, MAX_USERS
 from slotwise.measure.workload.workloads import Workload
 
@@ -60,7 +62,8 @@ MAX_WARMUPS = 1000
 ITERATIONS = 100_000
 MAX_ROWS = 8192
 SECONDS = 45.0  # of `bench steps`: with the start of the engine about a minute
-OFFLINE = Defaults(num_prompts=128)
+SERVED = Defaults(num_chats=64)
+OFFLINE = Defaults(num_prompts=128, num_chats=64)
 
 
 def add(commands: Commands) -> None:
@@ -84,8 +87,8 @@ def _add_serve(kinds: Commands) -> None:
     server = serve.add_argument_group("server")
     server.add_argument("--base-url", default="http://127.0.0.1:8000", metavar="URL",
                         help="address of the server (default: http://127.0.0.1:8000)")
-    server.add_argument("--endpoint", choices=("/v1/completions", "/v1/chat/completions"), default="/v1/completions",
-                        help="route of the requests (default: /v1/completions)")
+    server.add_argument("--endpoint", choices=("/v1/completions", "/v1/chat/completions"),
+                        help="route of the requests (default: /v1/completions; of chats /v1/chat/completions)")
     server.add_argument("--model", default="", metavar="NAME", help="its served name (default: the server's first)")
     server.add_argument("--api-key", default=os.environ.get("SLOTWISE_API_KEY", "").partition(",")[0], metavar="KEY",
                         help="key to send as a bearer token (default: $SLOTWISE_API_KEY)")
@@ -99,7 +102,7 @@ def _add_serve(kinds: Commands) -> None:
                           help="count requests within all of these limits of ttft, tpot and e2el: ttft:500 tpot:50")
     measured.add_argument("--save-result", action="store_true", help="write a JSON file")
     measured.add_argument("--result-filename", metavar="FILE", help="path of that file")
-    add_workload_options(serve)
+    add_workload_options(serve, SERVED)
     add_seed_option(serve)
 
 
@@ -109,8 +112,9 @@ def _add_phrasing(group: argparse._ArgumentGroup) -> None:
                        "(default: the server's if it tells, else 4000)")
     group.add_argument("--text-prompts", action="store_true", help="send words instead of token ids, about a token "
                        "each, to servers that take no ids; chat does so always")
-    group.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=True,
-                       help="outputs reach their length also where the model would end earlier (default: on)")
+    group.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction,
+                       help="outputs reach their length also where the model would end earlier (default: on, and off "
+                       "for chats)")
     group.add_argument("--hidden-lengths", action="store_true", help="all requests have the same max_tokens, "
                        "and Slotwise ends each output at its own length; other servers ignore that field (default: "
                        "max_tokens is each output's length)")
@@ -182,6 +186,8 @@ def _add_offline(command: argparse.ArgumentParser) -> None:
 
 def run_serve(asked: argparse.Namespace) -> int:
     from slotwise.measure.bench.load_generator import (
+        CHAT,
+        COMPLETIONS,
         SAFE_VOCAB_SIZE,
         BenchTarget,
         Phrasing,
@@ -194,13 +200,17 @@ def run_serve(asked: argparse.Namespace) -> int:
     from slotwise.measure.bench.results import default_filename
 
     objectives = GoodputLimits.parse(asked.goodput)
-    target = BenchTarget(asked.base_url, asked.endpoint, asked.model, asked.api_key)
+    _check_chats(asked)
+    has_chats = asked.dataset_name == chats.NAME
+    target = BenchTarget(asked.base_url, asked.endpoint or (CHAT if has_chats else COMPLETIONS), asked.model,
+                         asked.api_key)
     phrasing = Phrasing(
         SAFE_VOCAB_SIZE if asked.vocab_size is None else asked.vocab_size, text_prompts=asked.text_prompts,
-        ignore_eos=asked.ignore_eos, hidden_lengths=asked.hidden_lengths, temperature=asked.temperature)
+        ignore_eos=not has_chats if asked.ignore_eos is None else asked.ignore_eos,
+        hidden_lengths=asked.hidden_lengths, temperature=asked.temperature)
     _check_writable(asked.result_filename)
     _close_loop(asked)
-    workload = workload_of(asked)
+    workload = workload_of(asked, SERVED)
     target, vocab_size = resolve(target, asked.vocab_size or 0)
     phrasing = replace(phrasing, vocab_size=vocab_size)
     with progress(total=len(workload.requests), unit="request") as bar:
@@ -209,6 +219,18 @@ def run_serve(asked: argparse.Namespace) -> int:
     path = asked.result_filename or (default_filename("serve", target.model) if asked.save_result else "")
     status = _show(serving_table(result), result, path)
     return status or (0 if result["completed"] else 1)
+
+
+def _check_chats(asked: argparse.Namespace) -> None:
+    """Raises ValueError for an option that would have no effect on conversations."""
+    if asked.dataset_name != chats.NAME:
+        return
+    for name in ("vocab_size", "text_prompts", "hidden_lengths"):
+        if getattr(asked, name):
+            raise ValueError(f"--dataset-name chats sends conversations, which end by themselves: leave out "
+                             f"{option_of(name)}")
+    if asked.endpoint == "/v1/completions":
+        raise ValueError("--dataset-name chats sends conversations: leave out --endpoint /v1/completions")
 
 
 def _close_loop(asked: argparse.Namespace) -> None:
@@ -229,6 +251,8 @@ def run_throughput(asked: argparse.Namespace) -> int:
 
     _check_writable(asked.output_json)
     workload = workload_of(asked, OFFLINE)
+    if workload.conversations:
+        workload = in_tokens(workload, find_model(asked.model).path)
     if asked.roofline:
         return _run_roofline(asked, workload)
     with (LogFile(asked.event_log, overwrite=asked.overwrite_event_log) if asked.event_log
@@ -342,14 +366,18 @@ COMPARED_SLOTS = 16
 MAX_SAME_CACHE_SLOTS = 256
 REPEATS, MAX_REPEATS = 3, 100
 SWEEPS = ("output-cv", "slots", "rows", "prefill")
-WORKLOAD = Defaults(input_lengths="lognormal:64:0.8:256", output_lengths="lognormal:64:1.0:512")
+WORKLOAD = Defaults(
+    input_lengths="lognormal:64:0.8:256", output_lengths="lognormal:64:1.0:512", num_chats=48,
+    dataset="chats for the real model where no lengths are given, otherwise random")
 ENGINE = ("device", "dtype", "max_model_len", "max_num_batched_tokens", "block_size", "kv_cache_memory")
+REAL_MODEL = "smollm2"
 UNCACHED = {"enable_prefix_caching": False}  # only the discipline may differ
 
 
 def _add_compare(commands: Commands) -> None:
     compare = add_command(commands, "compare", "run one workload under every discipline, side by side", run_compare)
-    compare.add_argument("--model", help=MODEL_HELP)
+    compare.add_argument("--model", help=f"{settings_of(EngineConfig)['model'].help} (default: {REAL_MODEL} where it "
+                         "has been downloaded, otherwise the built-in model)")
     group = compare.add_argument_group("comparison")
     group.add_argument("--disciplines", default=",".join(DISCIPLINES), metavar="A,B,...",
                        help=f"disciplines, in this order (default: {','.join(DISCIPLINES)})")
@@ -409,18 +437,32 @@ class Plan:
         if asked.speculative_config is not None:
             chosen.append(with_drafts(asked.speculative_config, asked.slots))
         settings: dict[str, Any] = {name: getattr(asked, name) for name in ENGINE} | UNCACHED
+        _choose_real_chats(asked)
+        workload = workload_of(asked, WORKLOAD)
         found = find_model(asked.model)
         model = str(found.path.absolute())
         EngineConfig.of(model=model, max_num_seqs=asked.slots, **settings)
         return cls(
-            found.name, {"model": model, **settings}, chosen, workload_of(asked, WORKLOAD),
+            found.name, {"model": model, **settings}, chosen, in_tokens(workload, found.path),
             asked.slots, asked.repeats, asked.equal_memory, tuple(dict.fromkeys(asked.vary)))
+
+
+def _choose_real_chats(asked: argparse.Namespace) -> None:
+    """Chooses the real model where none is given and it has been downloaded, and chats where it is compared."""
+    if asked.model is None and present(PUBLISHED[REAL_MODEL]) is not None:
+        asked.model = REAL_MODEL
+    shape = ("dataset_name", "workload", "trace", "prefix", "save_workload", *DRAWN)
+    if asked.model == REAL_MODEL and all(getattr(asked, name) is None for name in shape):
+        asked.dataset_name = chats.NAME
 
 
 def run_compare(asked: argparse.Namespace) -> int:
     from slotwise.measure.bench.results import environment
 
     plan = Plan.of(asked)
+    if asked.model is None:
+        print(f"compare: on the built-in model; `slotwise pull {REAL_MODEL}` downloads a real one, to compare on chats",
+              file=sys.stderr)
     comparison = Comparison(plan.workload, {
         "environment": environment(), "model": plan.model, "dtype": plan.settings["dtype"],
         "mode": "server" if asked.online else "offline", "seed": asked.seed, "slots": plan.slots}, asked.price_per_hour)
@@ -455,13 +497,15 @@ def _offline(plan: Plan, comparison: Comparison) -> None:
     if plan.equal_memory is not None:
         chosen += same_cache(
             plan.equal_memory or _orca_bytes(plan), min(len(plan.workload.requests), MAX_SAME_CACHE_SLOTS))
-    with progress("compare", plan.repeats * len(chosen) * plan.workload.output_tokens, "token") as bar:
+    workload = plan.workload
+    tokens = None if workload.ends_by_itself else plan.repeats * len(chosen) * workload.output_tokens
+    with progress("compare", tokens, "token") as bar:
         for words, contender in rounds(plan.repeats, chosen):
             bar.say(words)
             comparison.run(contender, make, _by_tokens(bar))
     for name in plan.sweeps:
         with progress(f"vary {name}") as bar:
-            comparison.sweeps.append(_sweep(name, plan, make, bar.say))
+            comparison.sweeps.append(_sweep(name, plan, comparison.lengths, make, bar.say))
 
 
 def _by_tokens(bar: ProgressBar) -> OnStep:
@@ -495,10 +539,10 @@ def _orca_bytes(plan: Plan) -> int:
     return blocks * block * 2 * config.num_layers * config.num_kv_heads * config.head_dim * min(kind.itemsize, 4)
 
 
-def _sweep(name: str, plan: Plan, make: Make, say: Callable[[str], None]) -> dict[str, Any]:
+def _sweep(name: str, plan: Plan, outputs: list[int], make: Make, say: Callable[[str], None]) -> dict[str, Any]:
+    """Args: outputs: tokens of the workload's outputs."""
     from slotwise.measure.bench import sweeps
 
-    outputs = [request.num_output for request in plan.workload.requests]
     if name == "slots":
         return sweeps.number_of_slots(make, outputs, say)
     if name == "rows":
@@ -526,7 +570,7 @@ def _online(plan: Plan, comparison: Comparison) -> None:
         with progress("compare", number, "request") as bar:
             for words, contender in rounds(plan.repeats, plan.contenders):
                 bar.say(words)
-                comparison.add(contender, run_online(served.target, plan.workload, contender.settings, bar.count))
+                comparison.add(contender, *run_online(served.target, plan.workload, contender.settings, bar.count))
 
 
 def _show_comparison(comparison: Comparison, report: str, figures: str | None) -> None:

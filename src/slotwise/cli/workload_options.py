@@ -5,14 +5,22 @@ from __future__ import annotations
 import argparse
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 from slotwise.cli.options import Number, Size, input_file
 from slotwise.core.setting_fields import Range, real, settings_of, whole
 from slotwise.engine.config import EngineConfig
-from slotwise.measure.workload import distributions, workloads
+from slotwise.measure.workload import chats, distributions, workloads
 from slotwise.measure.workload.distributions import MAX_LENGTH, MAX_RATE, Arrivals
 from slotwise.measure.workload.trace import read_trace, replay
-from slotwise.measure.workload.workloads import MAX_REQUESTS, NO_PREFIX, Recipe, Workload, generate
+from slotwise.measure.workload.workloads import (
+    MAX_REQUESTS,
+    NO_PREFIX,
+    Conversation,
+    Recipe,
+    Workload,
+    generate,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +31,18 @@ class Defaults:
     input_lengths: str = "uniform:16:256"
     output_lengths: str = "lognormal:64:1.0:512"
     arrivals: str = "at-once"
+    dataset: str = "random"  # as the help says it
+    num_chats: int = 0  # 0: the command has no model that could answer chats
 
 
+RANDOM = "random"
+DATASETS = (RANDOM, chats.NAME)
 DEFAULTS = Defaults()
 RATE = Range(1 / MAX_RATE, MAX_RATE, is_whole=False, may_be_infinite=True)
 DRAWN = ("input_lengths", "output_lengths")
 SCALED = ("length_scale", "time_scale")
-SHAPE = ("trace", "num_prompts", *DRAWN, "arrivals", "request_rate", "burstiness", "prefix", "max_tokens", *SCALED)
+SHAPE = ("dataset_name", "trace", "num_prompts", *DRAWN, "arrivals", "request_rate", "burstiness", "prefix",
+         "max_tokens", *SCALED)
 
 
 def add_workload_options(command: argparse.ArgumentParser, defaults: Defaults = DEFAULTS) -> None:
@@ -38,8 +51,7 @@ def add_workload_options(command: argparse.ArgumentParser, defaults: Defaults = 
     group.add_argument("--workload", type=input_file, metavar="FILE", help="repeat one that was saved")
     group.add_argument("--trace", type=input_file, metavar="CSV", help="replay recorded requests: a "
                        "file with the columns arrived_at, num_prefill_tokens, num_decode_tokens, or Azure's")
-    group.add_argument("--num-prompts", type=Number(whole(1, MAX_REQUESTS)), metavar="N",
-                       help=f"requests (default: {defaults.num_prompts})")
+    _add_dataset_option(group, defaults)
     group.add_argument("--input-lengths", metavar="LENGTHS", help="tokens of the prompts: one of "
                        + ", ".join(kind.form for kind in distributions.LENGTH_KINDS.values())
                        + f" (default: {defaults.input_lengths})")
@@ -55,12 +67,26 @@ def add_workload_options(command: argparse.ArgumentParser, defaults: Defaults = 
     group.add_argument("--prefix", metavar=distributions.Prefixes.form, help="put one of so many shared prefixes "
                        "before each prompt")
     group.add_argument("--max-tokens", type=Size(whole(1, MAX_LENGTH)), metavar="TOKENS",
-                       help="max_tokens of every request (default: the longest possible output)")
+                       help="max_tokens of every request (default: the longest possible output"
+                       + (f", and {chats.MAX_TOKENS} of chats)" if defaults.num_chats else ")"))
     group.add_argument("--length-scale", type=Number(real(0.0001, 100)), metavar="X",
                        help="multiply the lengths of a trace")
     group.add_argument("--time-scale", type=Number(real(0, 1e6)), metavar="X",
                        help="multiply the times of a trace")
     group.add_argument("--save-workload", metavar="FILE", help="write the workload, for --workload to repeat")
+
+
+def _add_dataset_option(group: argparse._ArgumentGroup, defaults: Defaults) -> None:
+    number = f"{defaults.num_prompts}"
+    if defaults.num_chats:
+        group.add_argument("--dataset-name", choices=DATASETS, help="random: prompts of random token ids, and outputs "
+                           "of the lengths below; chats: real chat turns, code and documents, whose answers end where "
+                           f"the model ends them (default: {defaults.dataset})")
+        number += "" if defaults.num_chats == defaults.num_prompts else f", or {defaults.num_chats} chats"
+    else:
+        group.set_defaults(dataset_name=None)
+    group.add_argument("--num-prompts", type=Number(whole(1, MAX_REQUESTS)), metavar="N",
+                       help=f"requests (default: {number})")
 
 
 def add_seed_option(command: argparse.ArgumentParser) -> None:
@@ -76,10 +102,33 @@ def workload_of(asked: argparse.Namespace, defaults: Defaults = DEFAULTS) -> Wor
         OSError: a file cannot be read or written.
     """
     _refuse_contradictions(asked)
-    workload = _workload(asked, defaults)
+    workload = _chats(asked, defaults) if asked.dataset_name == chats.NAME else _workload(asked, defaults)
     if asked.save_workload:
         workloads.save_workload(workload, asked.save_workload)
     return workload
+
+
+def in_tokens(workload: Workload, path: Path) -> Workload:
+    """The workload with its conversations as the model in `path` reads them; one of random prompts as it is.
+
+    Raises:
+        ValueError: the model has no chat template, or its files cannot be used.
+    """
+    if not workload.conversations:
+        return workload
+    from slotwise.text.chat_template import load_chat_template
+    from slotwise.text.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(path)
+    template = load_chat_template(path, tokenizer.special_tokens)
+    if template is None:
+        raise ValueError(f"--dataset-name chats needs a model with a chat template, and {path} has none")
+
+    def tokens(one: Conversation) -> list[int]:
+        messages = [{"role": role, "content": text} for role, text in one]
+        return tokenizer.encode(template.render(messages), add_special_tokens=False)
+
+    return chats.in_tokens(workload, tokens)
 
 
 def _workload(asked: argparse.Namespace, defaults: Defaults) -> Workload:
@@ -96,6 +145,11 @@ def _workload(asked: argparse.Namespace, defaults: Defaults) -> Workload:
         distributions.parse_lengths(asked.output_lengths or defaults.output_lengths),
         _arrivals(asked, defaults.arrivals), shared, max_tokens)
     return generate(recipe, asked.seed)
+
+
+def _chats(asked: argparse.Namespace, defaults: Defaults) -> Workload:
+    num_chats = defaults.num_chats if asked.num_prompts is None else asked.num_prompts
+    return chats.generate_chats(num_chats, _arrivals(asked, defaults.arrivals), asked.max_tokens or 0, asked.seed)
 
 
 def _arrivals(asked: argparse.Namespace, default: str) -> Arrivals:
@@ -116,6 +170,9 @@ def _refuse_contradictions(asked: argparse.Namespace) -> None:
         _refuse(asked, DRAWN, "--trace brings its lengths along")
     else:
         _refuse(asked, SCALED, "nothing to scale without --trace")
+    if asked.dataset_name == chats.NAME:
+        _refuse(asked, (*DRAWN, "trace", "prefix", "save_workload"), "--dataset-name chats brings its texts along, and "
+                "the seed repeats them")
     if asked.arrivals is not None:
         _refuse(asked, ("request_rate", "burstiness"), "--arrivals says it all")
     if asked.arrivals == "trace" and not asked.trace:

@@ -133,7 +133,7 @@ def repeated() -> Comparison:
     comparison = Comparison(queued(OUTPUTS), dict(HEAD), price_per_hour=1.0)
     for factors in ((1.0, 1.0), (2.0, 2.0), (1.1, 1.65)):
         for contender, factor in zip(contenders(["static", "continuous"], 8), factors, strict=True):
-            comparison.add(contender, slowed(plain[contender.name], factor))
+            comparison.add(contender, slowed(plain[contender.name], factor), OUTPUTS)
     return comparison
 
 

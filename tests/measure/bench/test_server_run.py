@@ -24,7 +24,10 @@ def answered(monkeypatch: pytest.MonkeyPatch, *outcomes: RequestOutcome, interru
 
 
 def run() -> dict[str, Any]:
-    return run_online(server_run.BenchTarget("http://localhost"), arriving([0.0, 0.5], [3, 4]), {"batching": "static"})
+    target = server_run.BenchTarget("http://localhost")
+    found = run_online(target, arriving([0.0, 0.5], [3, 4]), {"batching": "static"})
+    assert sum(found.lengths) == found.entry["output_tokens"]
+    return found.entry
 
 
 def test_answers_add_up(monkeypatch: pytest.MonkeyPatch) -> None:

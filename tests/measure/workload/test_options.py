@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from slotwise.cli.workload_options import add_seed_option, add_workload_options, workload_of
+from slotwise.cli.workload_options import Defaults, add_seed_option, add_workload_options, workload_of
+from slotwise.measure.workload.chats import generate_chats
 from slotwise.measure.workload.workloads import Workload
 
 TRACE = "arrived_at,num_prefill_tokens,num_decode_tokens\n0,80,8\n4,40,16\n"
@@ -15,7 +16,7 @@ TRACE = "arrived_at,num_prefill_tokens,num_decode_tokens\n0,80,8\n4,40,16\n"
 
 def asked(*words: str) -> Workload:
     parser = argparse.ArgumentParser()
-    add_workload_options(parser)
+    add_workload_options(parser, Defaults(num_chats=64))
     add_seed_option(parser)
     return workload_of(parser.parse_args(words))
 
@@ -77,3 +78,17 @@ def test_what_contradicts_itself_is_refused_in_one_line(words: tuple[str, ...], 
     with pytest.raises(ValueError, match=says) as told:
         asked(*words)
     assert "\n" not in str(told.value)
+
+
+def test_chats_are_conversations_of_the_seed() -> None:
+    workload = asked("--dataset-name", "chats", "--num-prompts", "7", "--max-tokens", "9", "--seed", "2")
+    assert (len(workload.requests), workload.max_tokens, workload.ends_by_itself) == (7, 9, True)
+    assert workload == generate_chats(7, max_tokens=9, seed=2)
+
+
+@pytest.mark.parametrize("words", [
+    ("--input-lengths", "fixed:3"), ("--output-lengths", "fixed:3"), ("--prefix", "2:10"),
+    ("--save-workload", "saved.jsonl")])
+def test_chats_bring_their_texts_along(words: tuple[str, str]) -> None:
+    with pytest.raises(ValueError, match=f"leave out {words[0]}"):
+        asked("--dataset-name", "chats", *words)

@@ -134,18 +134,25 @@ class Comparison:
     _outputs: dict[int, list[int]] = field(default_factory=dict)  # of the first run, by request
     _same: set[int] = field(default_factory=set)  # requests with these tokens in every run since
     _num_outputs: int = 0  # runs whose tokens are known
+    _lengths: list[int] = field(default_factory=list)  # of the outputs of the first run
 
     def run(self, contender: Contender, make: Make, on_step: OnStep = lambda accounts, record: None) -> None:
         """Run the workload offline under one discipline, on a warm engine."""
         accounts = run_warm(make(contender.settings), self.workload, on_step)
         self._check(accounts.outputs)
-        self.add(contender, {**accounts.entry(), "theory_steps": self._theory_steps(contender)})
+        lengths = [len(accounts.outputs[number]) for number in sorted(accounts.outputs)]
+        self.add(contender, {**accounts.entry(), "theory_steps": self._theory_steps(contender, lengths)}, lengths)
         measured = self._rounds[contender.name]
         measured.decode_times = together([measured.decode_times, accounts.decode_times])
         measured.prompt_times = together([measured.prompt_times, accounts.prompt_times])
 
-    def add(self, contender: Contender, measured: Mapping[str, Any]) -> None:
-        """Add a run that has been measured."""
+    def add(self, contender: Contender, measured: Mapping[str, Any], lengths: Sequence[int]) -> None:
+        """Adds a run that has been measured.
+
+        Args:
+            lengths: tokens of its outputs, in the order of requests.
+        """
+        self._lengths = self._lengths or list(lengths)
         self._rounds.setdefault(contender.name, _Rounds(contender)).measured.append(measured)
         self.num_runs += 1
 
@@ -154,6 +161,11 @@ class Comparison:
             self._outputs, self._same = outputs, set(outputs)
         self._same = {number for number in self._same if outputs[number] == self._outputs[number]}
         self._num_outputs += 1
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each output: the workload's, or where the model ends them those of the first run."""
+        return self._lengths if self.workload.ends_by_itself else [one.num_output for one in self.workload.requests]
 
     @property
     def identical_tokens(self) -> bool | None:
@@ -172,18 +184,21 @@ class Comparison:
             run |= {"cost_per_million": self._cost(run), "step_time": self._step_time(measured)}
         return {
             "version": VERSION, **self.head,
-            "workload": workload_facts(self.workload), "price_per_hour": self.price_per_hour,
+            "workload": workload_facts(self.workload, outputs=self.lengths), "price_per_hour": self.price_per_hour,
             "identical_tokens": self.identical_tokens, "same_answers": self.num_same_answers,
             "interrupted": self.interrupted, "runs": runs, "sweeps": self.sweeps,
         }
 
-    def _theory_steps(self, contender: Contender) -> int | None:
-        """Decode steps by theory; None where arrivals, memory or drafts matter, which theory does not model."""
+    def _theory_steps(self, contender: Contender, lengths: Sequence[int]) -> int | None:
+        """Decode steps by theory for outputs of these lengths.
+
+        None where arrivals, memory or drafts matter, which theory does not model.
+        """
         queued = all(request.arrives_at == 0.0 for request in self.workload.requests)
         if not queued or {"kv_cache_memory", "speculative_config"} & contender.settings.keys():
             return None
         slots = contender.settings.get("batch_size") or contender.settings["max_num_seqs"]
-        return DECODE_STEPS[contender.name]([request.num_output for request in self.workload.requests], slots)
+        return DECODE_STEPS[contender.name](lengths, slots)
 
     def _cost(self, measured: Mapping[str, Any]) -> float | None:
         """Cost of a million output tokens, in the currency of the price."""

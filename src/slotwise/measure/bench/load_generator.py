@@ -112,7 +112,10 @@ class Phrasing:
             content["ignore_eos"] = True
         if self.hidden_lengths:
             content["bench_output_tokens"] = request.num_output
-        if target.endpoint == CHAT:
+        if request.number < len(workload.conversations):
+            content["messages"] = [
+                {"role": role, "content": text} for role, text in workload.conversations[request.number]]
+        elif target.endpoint == CHAT:
             content["messages"] = [{"role": "user", "content": prompt_text(workload, request)}]
         elif self.text_prompts:
             content["prompt"] = prompt_text(workload, request)
@@ -486,13 +489,15 @@ def serving_result(
     target: BenchTarget, workload: Workload, measured: LoadResult, objectives: GoodputLimits,
 ) -> dict[str, Any]:
     """The result of a run, with the field names of `vllm bench serve` where it has them."""
-    where = environment()
+    where, done = environment(), [outcome for outcome in measured.outcomes if outcome.status == COMPLETED]
+    counted = sum(outcome.num_prompt for outcome in done) if workload.conversations else None
     return {
         "version": 1, "kind": "serve", "status": "interrupted" if measured.interrupted else "completed",
         "environment": where, "date": where["created"],
         "backend": "openai", "endpoint_type": target.endpoint, "model_id": target.model,
         "num_prompts": len(workload.requests), "request_rate": offered_rate(workload),
-        "max_concurrency": workload.users or None, "seed": workload.seed, "workload": workload_facts(workload),
+        "max_concurrency": workload.users or None, "seed": workload.seed,
+        "workload": workload_facts(workload, counted, [outcome.num_output for outcome in done]),
         "goodput": objectives.limits,
         **serving_metrics(measured.outcomes, measured.duration, objectives), **samples(measured.outcomes),
     }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -125,7 +125,8 @@ class _Feed:
         self._engine = stand.engine
         self._workload = workload
         self._prompts = [workload.prompt_ids(request, stand.vocab_size) for request in workload.requests]
-        self._params = SamplingSpec(temperature=0.0, max_tokens=workload.max_tokens, ignore_eos=True)
+        self._params = SamplingSpec(
+            temperature=0.0, max_tokens=workload.max_tokens, ignore_eos=not workload.ends_by_itself)
         self._requests: Iterator[WorkRequest] = iter(workload.requests)
         self._next = next(self._requests, None)
         self._idle_users = workload.users
@@ -159,8 +160,9 @@ class _Feed:
         if self._workload.users:
             self._idle_users -= 1
         self.accounts.arrived(request.number, request.num_prompt, due_at)
+        length = 0 if self._workload.ends_by_itself else request.num_output
         self._engine.handle(Add(request.number, RequestSpec(
-            tuple(self._prompts[request.number]), self._params, request.number, forced_length=request.num_output)))
+            tuple(self._prompts[request.number]), self._params, request.number, forced_length=length)))
 
 
 # -- throughput and latency --------------------------------------------------------------------------------------------
@@ -198,8 +200,9 @@ def throughput(stand: Stand, workload: Workload, watch: Watch = ignore) -> dict[
     entry = accounts.entry()
     seconds = entry["seconds"]
     num_input = sum(workload.requests[number].num_prompt for number in accounts.outputs)
-    num_output = sum(map(len, accounts.outputs.values()))
-    return _head("throughput", status, workload) | {
+    outputs = [len(tokens) for tokens in accounts.outputs.values()]
+    num_output = sum(outputs)
+    return _head("throughput", status, workload, outputs) | {
         "completed": len(accounts.outputs), "elapsed_time": seconds,
         "total_input_tokens": num_input, "total_output_tokens": num_output, "total_num_tokens": num_input + num_output,
         "requests_per_second": len(accounts.outputs) / seconds, "tokens_per_second": (num_input + num_output) / seconds,
@@ -263,7 +266,7 @@ def latency(stand: Stand, batch: LatencyBatch, seed: int = 0, watch: Watch = ign
     }
 
 
-def _head(kind: str, status: str, workload: Workload) -> dict[str, Any]:
+def _head(kind: str, status: str, workload: Workload, outputs: Sequence[int] = ()) -> dict[str, Any]:
     return {
         "version": 1, "kind": kind, "status": status, "environment": environment(), "seed": workload.seed,
-        "num_requests": len(workload.requests), "workload": workload_facts(workload)}
+        "num_requests": len(workload.requests), "workload": workload_facts(workload, outputs=outputs)}

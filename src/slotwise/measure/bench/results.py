@@ -7,7 +7,7 @@ import json
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 from tqdm import tqdm
 
 import slotwise
+from slotwise.measure.bench.theory import coefficient_of_variation
 from slotwise.measure.workload.workloads import Workload
 from slotwise.platform.files import write_output
 from slotwise.platform.host import num_processors
@@ -64,12 +65,23 @@ def environment() -> dict[str, Any]:
     }
 
 
-def workload_facts(workload: Workload) -> dict[str, Any]:
-    """The description of a workload in a result."""
+def workload_facts(
+    workload: Workload, prompt_tokens: int | None = None, outputs: Sequence[int] = (),
+) -> dict[str, Any]:
+    """The description of a workload in a result; null for what only the model knows and nobody has measured.
+
+    Args:
+        prompt_tokens: as a server has counted them.
+        outputs: tokens of each output, where the model ends them.
+    """
+    if not workload.ends_by_itself:
+        outputs = [request.num_output for request in workload.requests]
+    if prompt_tokens is None and (workload.prompts or not workload.conversations):
+        prompt_tokens = workload.prompt_tokens
     return {
         "description": workload.description, "num_requests": len(workload.requests), "max_tokens": workload.max_tokens,
-        "prompt_tokens": workload.prompt_tokens, "output_tokens": workload.output_tokens,
-        "output_cv": workload.output_cv,
+        "prompt_tokens": prompt_tokens, "output_tokens": sum(outputs) if outputs else None,
+        "output_cv": coefficient_of_variation(outputs) if outputs else None,
     }
 
 

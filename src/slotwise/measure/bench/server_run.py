@@ -16,10 +16,20 @@ import urllib.error
 import urllib.request
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import IO, Any, NamedTuple
 
 from slotwise.measure.bench.accounting import thinned
-from slotwise.measure.bench.load_generator import BenchTarget, LoadResult, Phrasing, Watch, ignore, measure, resolve
+from slotwise.measure.bench.load_generator import (
+    CHAT,
+    BenchTarget,
+    LoadResult,
+    Phrasing,
+    Watch,
+    ignore,
+    measure,
+    resolve,
+)
 from slotwise.measure.bench.measures import COMPLETED, RequestOutcome, summary
 from slotwise.measure.workload.workloads import Workload
 from slotwise.platform import child
@@ -99,25 +109,36 @@ def reschedule(target: BenchTarget, settings: Mapping[str, Any]) -> dict[str, An
         raise RuntimeError(f"the server refuses {dict(settings)}: {said}") from error
 
 
+class OnlineRun(NamedTuple):
+    """The measured part of a run in the result, and the tokens of each output in the order of requests."""
+
+    entry: dict[str, Any]
+    lengths: list[int]
+
+
 def run_online(
     target: BenchTarget, workload: Workload, settings: Mapping[str, Any], watch: Watch = ignore,
-) -> dict[str, Any]:
-    """Run the workload under one discipline; returns the measured part of a run in the result.
+) -> OnlineRun:
+    """Run the workload under one discipline.
 
     Raises:
         KeyboardInterrupt: interrupted, even if part was measured.
         RuntimeError: the server refused the discipline, or did not complete every request.
     """
     scheduling = reschedule(target, settings)
-    target, vocab_size = resolve(target)
+    target, vocab_size = resolve(replace(target, endpoint=CHAT) if workload.conversations else target)
     measured = measure(
-        target, workload, Phrasing(vocab_size, hidden_lengths=True), num_warmups=WARM_UPS, watch=watch)
+        target, workload, Phrasing(
+            vocab_size, ignore_eos=not workload.ends_by_itself, hidden_lengths=not workload.ends_by_itself),
+        num_warmups=WARM_UPS, watch=watch)
     if measured.interrupted:
         raise KeyboardInterrupt
     lost = next((outcome for outcome in measured.outcomes if outcome.status != COMPLETED), None)
     if lost is not None:
         raise RuntimeError(f"request {lost.number} {lost.status}: {lost.error}")
-    return {"num_slots": scheduling["max_num_seqs"], **_entry(measured)}
+    ordered = sorted(measured.outcomes, key=lambda outcome: outcome.number)
+    return OnlineRun({"num_slots": scheduling["max_num_seqs"], **_entry(measured)},
+                     [outcome.num_output for outcome in ordered])
 
 
 def _entry(measured: LoadResult) -> dict[str, Any]:

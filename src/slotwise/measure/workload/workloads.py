@@ -5,6 +5,7 @@
                                   └──prompt_ids──► token ids, the same on every machine
 
 Every request has the `max_tokens` of its workload, as clients send it; only the workload holds actual output lengths.
+Where requests are conversations (`chats.py`), the model ends its answers, and `num_output` is only their upper bound.
 The file has a header and one line for each request: any run can be repeated from its file.
 """
 
@@ -12,9 +13,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from statistics import fmean, pstdev
 from typing import Any, TextIO
 
 from slotwise.measure.workload.distributions import (
@@ -35,6 +35,7 @@ MAX_SECONDS = 10**9
 FIRST_PLAIN_ID = 10  # smaller ids are often special tokens that begin, end or pad
 NO_PREFIX = Prefixes()
 VERSION = 1
+Conversation = tuple[tuple[str, str], ...]  # pairs of a role and its words
 MAX_LINE = 65_536  # characters
 
 
@@ -72,6 +73,8 @@ class Workload:
     users: int = 0  # of a closed loop; 0: an open loop
     seed: int = 0  # of the prompts' tokens
     description: dict[str, str] = field(default_factory=dict)  # its settings, for reports
+    conversations: tuple[Conversation, ...] = ()  # of each request; empty: prompts are random ids
+    prompts: tuple[tuple[int, ...], ...] = ()  # token ids of the conversations, once a tokenizer has counted them
 
     def __post_init__(self) -> None:
         require_within("the number of requests", len(self.requests), 1, MAX_REQUESTS)
@@ -96,6 +99,17 @@ class Workload:
         return ""
 
     @property
+    def ends_by_itself(self) -> bool:
+        """True where the model ends its answers: `num_output` is an upper bound."""
+        return bool(self.conversations)
+
+    def with_prompts(self, prompts: Sequence[tuple[int, ...]]) -> Workload:
+        """Returns the workload with the token ids of its conversations, and their lengths."""
+        requests = tuple(replace(request, num_prompt=len(prompt))
+                         for request, prompt in zip(self.requests, prompts, strict=True))
+        return replace(self, requests=requests, prompts=tuple(prompts))
+
+    @property
     def prompt_tokens(self) -> int:
         return sum(request.num_prompt for request in self.requests)
 
@@ -103,18 +117,16 @@ class Workload:
     def output_tokens(self) -> int:
         return sum(request.num_output for request in self.requests)
 
-    @property
-    def output_cv(self) -> float:
-        """Coefficient of variation of the output lengths."""
-        lengths = [request.num_output for request in self.requests]
-        return pstdev(lengths) / fmean(lengths)
-
     def prompt_ids(self, request: WorkRequest, vocab_size: int) -> list[int]:
-        """Returns the token ids of a request's prompt; requests of one group share a prefix.
+        """Returns the token ids of a request's prompt; random ones of one group share a prefix.
 
         Raises:
-            ValueError: the vocabulary has no tokens.
+            ValueError: the vocabulary has no tokens, or conversations have not been tokenized.
         """
+        if self.conversations:
+            if not self.prompts:
+                raise ValueError("conversations have no token ids before a tokenizer has read them")
+            return list(self.prompts[request.number])
         if vocab_size < 1:
             raise ValueError(f"a vocabulary has at least 1 token, not {vocab_size}")
         shared = self._ids(f"prefix {request.prefix}", request.num_prefix, vocab_size)
@@ -191,7 +203,7 @@ REQUEST: dict[str, type | tuple[type, ...]] = {
 
 
 def save_workload(workload: Workload, path: Path | str) -> None:
-    """Writes a workload; raises OSError when the file cannot be written."""
+    """Writes a workload of random prompts; raises OSError when the file cannot be written."""
     header = {
         "slotwise_workload": VERSION, "num_requests": len(workload.requests), "max_tokens": workload.max_tokens,
         "users": workload.users, "seed": workload.seed, "description": workload.description}

@@ -237,5 +237,6 @@ def _gain(values: Sequence[float]) -> str:
 
 
 def _workload(facts: Mapping[str, Any]) -> str:
-    return (f"{facts['num_requests']} requests, {facts['prompt_tokens']:,} prompt and {facts['output_tokens']:,} "
-            f"output tokens (CV {facts['output_cv']:.2f})")
+    known = (f", {facts['prompt_tokens']:,} prompt and {facts['output_tokens']:,} output tokens (CV "
+             f"{facts['output_cv']:.2f})" if facts["output_tokens"] else "")
+    return f"{facts['num_requests']} {facts['description'].get('dataset', 'requests')}{known}"

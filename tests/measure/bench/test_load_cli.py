@@ -15,6 +15,7 @@ from support.fake_server import Behavior, fake_server
 from support.live import cli, serving
 
 from slotwise.cli import main
+from slotwise.measure.workload import chats
 
 
 def serve(url: str, *words: str) -> subprocess.CompletedProcess[str]:
@@ -154,3 +155,29 @@ def test_a_real_server_is_measured_end_to_end(tmp_path: Path) -> None:
     assert result["total_input_tokens"] == result["workload"]["prompt_tokens"]
     assert result["workload"]["max_tokens"] == 64
     assert all(0 < ttft <= e2el for ttft, e2el in zip(result["ttfts"], result["e2els"], strict=True))
+
+
+def test_chats_are_sent_as_conversations_that_the_model_ends(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    with fake_server(Behavior()) as url:
+        run = serve(url, "--dataset-name", "chats", "--num-prompts", "5", "--max-tokens", "7", "--seed", "2",
+                    "--result-filename", str(path))
+        with urllib.request.urlopen(f"{url}/seen", timeout=120) as response:
+            warmup, *bodies = json.load(response)["bodies"]
+    assert run.returncode == 0, run.stderr
+    sent = [[(one["role"], one["content"]) for one in body["messages"]] for body in bodies]
+    assert sorted(sent) == sorted(list(one) for one in chats.draw(5, 2))
+    assert all(body["max_tokens"] == 7 and "ignore_eos" not in body for body in bodies)
+    assert [tuple(one.values()) for one in warmup["messages"]] not in sent, "no measured chat may be cached already"
+    result = json.loads(path.read_text())
+    assert result["endpoint_type"] == "/v1/chat/completions"
+    assert result["workload"]["prompt_tokens"] == sum(result["input_lens"])
+    assert result["workload"]["output_tokens"] == sum(result["output_lens"])
+
+
+@pytest.mark.parametrize("words", [
+    ("--endpoint", "/v1/completions"), ("--hidden-lengths",), ("--text-prompts",), ("--vocab-size", "100")])
+def test_options_without_effect_on_chats_are_refused(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert f"leave out {words[0]}" in refusal(capsys, "serve", "--dataset-name", "chats", *words)

@@ -27,12 +27,14 @@ def compared_with_vllm() -> str:
     """Returns the last comparison of each machine, model and workload, in output tokens per second."""
     machines = load("beside-vllm-cpu")["machines"]
     rows = []
-    for row in _latest():
+    for together in _without_seeds(_latest()):
+        row, *_ = together
         how = "over HTTP" if row["how"] == "http" else "offline"
+        rates = [_rate([rate for one in together for rate in one[f"{engine}_tokens_per_second"]])
+                 for engine in ("vllm", "slotwise")]
         rows.append((
-            machines[row["machine"]], f"{row['model']}, {_dtypes(row)}", f"{row['workload']}, {how}",
-            _rate(row["vllm_tokens_per_second"]), _rate(row["slotwise_tokens_per_second"]), f"{_ratio([row]):.2f}×",
-            f"{row['date']}, {row['commit']}"))
+            machines[row["machine"]], f"{row['model']}, {_dtypes(row)}", f"{_workload(row)}, {how}", *rates,
+            f"{_ratio(together):.2f}×", f"{row['date']}, {row['commit']}"))
     return table(("processor, two cores", "model", "workload", "vLLM>", "Slotwise>", "ratio>", "measured"), rows)
 
 
@@ -70,6 +72,20 @@ def _latest() -> list[Row]:
         found[key] = row
     order = list(load("beside-vllm-cpu")["machines"])
     return sorted(found.values(), key=lambda row: (order.index(row["machine"]), row["model"] != SMALL, row["how"]))
+
+
+def _without_seeds(rows: Sequence[Row]) -> list[list[Row]]:
+    """Returns rows that differ only in the seed of their workload, together."""
+    found: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        key = (row["machine"], row["model"], row["how"], row["dtype"], row["commit"], _workload(row))
+        found.setdefault(key, []).append(row)
+    return list(found.values())
+
+
+def _workload(row: Row) -> str:
+    name: str = row["workload"]
+    return name.partition(":")[0]
 
 
 def _against(rows: Sequence[Row]) -> str:

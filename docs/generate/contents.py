@@ -14,6 +14,7 @@ from docs.generate import (
     http,
     metrics,
     modules,
+    navigation,
     parsers,
     policies,
     product_paths,
@@ -66,6 +67,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "quantized": results.quantized,
     "experts": experts.steps,
     "perplexity": results.perplexity,
+    "perplexity in words": results.perplexity_in_words,
     "perplexity of gguf": results.perplexity_of_gguf,
     "stalls": results.stalls,
     "step times": results.step_times,
@@ -100,4 +102,5 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "llama cpp": coming_from.llama_cpp,
     "ollama": coming_from.ollama,
     "clients": clients.clients,
+    "pages": navigation.pages,
 }

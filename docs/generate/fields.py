@@ -48,9 +48,9 @@ def settings_table(kind: type) -> str:
         if one.range is not None:
             values = " " + sentence(f"{one.range}, in {one.unit}" if one.unit in ("seconds", "ms") else str(one.range))
         default = "" if one.default in (..., None, "", ()) else one.default
-        default = f"{default:g}" if isinstance(default, float) else default
+        default = f"{default:g}" if isinstance(default, float) else str(default)
         rows.append((code(name), sentence(NAMED.sub(lambda found: code(found[1]), one.help)) + values,
-                     sentence(NAMED.sub(lambda found: code(found[1]), one.otherwise) or str(default))))
+                     sentence(NAMED.sub(lambda found: code(found[1]), one.otherwise) or default) or "–"))
     return table(("key", "meaning", "default"), rows)
 
 

@@ -255,6 +255,17 @@ def perplexity() -> str:
         for row in rows])
 
 
+def perplexity_in_words() -> str:
+    """Returns in a sentence how much each type of weights costs a real model."""
+    best, *rows = [row for row in load("perplexity-cpu")["perplexity"] if row["cache"] == "auto"]
+    told = {"bfloat16": "in bfloat16", "int8, bfloat16": "with `--quantization int8`",
+            "int4, bfloat16": "with `--quantization int4`"}
+    costs = [f"{row['perplexity'] / best['perplexity'] - 1:.1%} {told[row['weights']]}"
+             for row in rows if row["weights"] in told]
+    return (f"The perplexity of SmolLM2-135M-Instruct rises above that in float32 by {', '.join(costs[:-1])}, and "
+            f"{costs[-1]}.")
+
+
 def perplexity_of_gguf() -> str:
     """Returns the perplexity with all matrices in each type of GGUF, and the bits of a weight."""
     exact, *rows = load("gguf-types-cpu")["perplexity"]["rows"]

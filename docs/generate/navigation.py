@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 import yaml
-
 from docs.generate.blocks import ROOT
 
 PAGE = ROOT / "docs" / "reference" / "pages.md"

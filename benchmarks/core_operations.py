@@ -37,11 +37,10 @@ from slotwise.core.disciplines.disciplines import Chunked
 from slotwise.core.interfaces import DraftRow, Due, Proposal
 from slotwise.core.params import SamplingSpec
 from slotwise.core.policies.policy_settings import Ordering
-from slotwise.core.record import RequestEnd, Tokens
+from slotwise.core.record import Proposing, RequestEnd, StepPlan, Tokens
 from slotwise.core.request import Request, RequestSpec
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.scheduler_limits import ERROR, RECOMPUTE, SLO, SchedulerLimits, Tier
-from slotwise.core.step import Proposing, StepPlan
 from slotwise.core.step_time import StepTimeModel, Work
 from slotwise.engine.executor import FakeExecutor
 

@@ -19,10 +19,10 @@ from slotwise.compose.launch import hold_off, settle
 from slotwise.core.disciplines.batching_settings import Batching
 from slotwise.core.params import SamplingSpec
 from slotwise.core.policies.policy_settings import POLICIES, Ordering
+from slotwise.core.record import StepPlan, StepResult
 from slotwise.core.request import Request, RequestSpec
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.scheduler_limits import SLO, SchedulerLimits
-from slotwise.core.step import StepPlan, StepResult
 from slotwise.core.step_time import StepTimeModel
 
 CROWDS = ((64, 0, 128.0), (256, 0, 512.0), (1024, 10_000, 2048.0))  # running, waiting; at most 2 microseconds a row

@@ -25,8 +25,8 @@ from slotwise.compute.kernels.cpu.kernels import CpuKernels
 from slotwise.compute.kernels.cpu.shared_group import CHUNK, SharedGroup, SharedMemory, shared_file, size_of
 from slotwise.compute.kernels.group import Group, TorchGroup
 from slotwise.core.params import SamplingSpec
+from slotwise.core.record import RowKind, StepPlan
 from slotwise.core.request import RequestSpec
-from slotwise.core.step import RowKind, StepPlan
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.ipc import BlockingChannel, pair

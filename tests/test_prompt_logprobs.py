@@ -16,9 +16,8 @@ import slotwise
 from slotwise import LLM
 from slotwise.compose.engine_builder import build_engine
 from slotwise.core.params import SamplingSpec
-from slotwise.core.record import StepRecord
+from slotwise.core.record import StepRecord, TokenLogprobs
 from slotwise.core.request import Request, RequestSpec
-from slotwise.core.step import TokenLogprobs
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add

@@ -28,8 +28,8 @@ from slotwise.compose.rank_process import obey
 from slotwise.compose.ranks import RankLostError, _Rank, visible_gpus
 from slotwise.compute.model.loading import read_config
 from slotwise.core.params import SamplingSpec
+from slotwise.core.record import Decision
 from slotwise.core.request import RequestSpec
-from slotwise.core.step import Decision
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.ipc import BlockingChannel, frame, pair

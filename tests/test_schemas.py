@@ -18,8 +18,8 @@ import pytest
 
 from slotwise import LLM, RequestOutput, SamplingParams, StructuredOutputsParams, grammar_compiler
 from slotwise.core.interfaces import DraftRow, Due, Proposal
+from slotwise.core.record import Proposing
 from slotwise.core.request import Request
-from slotwise.core.step import Proposing
 from slotwise.core.step_time import Work
 from slotwise.text.structured_output import json_schema
 

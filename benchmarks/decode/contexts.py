@@ -28,8 +28,8 @@ from benchmarks.decode.steps import mean
 
 from slotwise.compose.engine_builder import Loaded, load
 from slotwise.core.params import SamplingSpec
+from slotwise.core.record import CACHE_GROUP, NewBlocks, NewRequest, RowKind, StepPlan
 from slotwise.core.request import RequestSpec
-from slotwise.core.step import CACHE_GROUP, NewBlocks, NewRequest, RowKind, StepPlan
 from slotwise.core.step_time import Roofline
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.executor import Executor

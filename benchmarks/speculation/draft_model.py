@@ -36,9 +36,8 @@ from benchmarks.pairs import interval
 from slotwise.compose.engine_builder import Loaded, load
 from slotwise.core.interfaces import DraftRow, Due, Proposal
 from slotwise.core.params import SamplingSpec
-from slotwise.core.record import StepRecord
+from slotwise.core.record import PROPOSED, Proposing, StepRecord
 from slotwise.core.request import Request, RequestSpec
-from slotwise.core.step import PROPOSED, Proposing
 from slotwise.core.step_time import Work
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.engine import Engine

@@ -39,9 +39,9 @@ from benchmarks.pairs import interval
 from slotwise import builtin
 from slotwise.compose.engine_builder import Loaded, load
 from slotwise.core.params import SamplingSpec
+from slotwise.core.record import StepPlan, StepResult
 from slotwise.core.request import RequestSpec
 from slotwise.core.speculation.speculation_settings import Speculation
-from slotwise.core.step import StepPlan, StepResult
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import Executor

@@ -10,7 +10,7 @@ from typing import get_args
 from docs.generate.fields import documented
 from docs.generate.markdown import code, sentence, table
 
-from slotwise.core import reasons, record, step
+from slotwise.core import reasons, record
 from slotwise.core.record import StepRecord
 from slotwise.core.request import KVTransfer, RequestSpec
 from slotwise.engine.messages import Add, Timing
@@ -87,15 +87,10 @@ COMMON = {
 REASON = re.compile(r'^[A-Z_]+ = "(?P<name>\w+)"  # (?P<note>.+)$', re.MULTILINE)
 
 
-def plan() -> str:
-    """Returns the records between scheduler and executor, with the picture of a row."""
-    text = inspect.cleandoc(step.__doc__ or "")
-    return "\n\n".join((text.partition("\n")[2].strip(), _records(_classes_of(step))))
-
-
-def step_record() -> str:
-    """Returns the record of a step and its parts."""
-    return _records(_classes_of(record))
+def step_records() -> str:
+    """Returns the plan, the result and the record of a step, with their parts and the picture of a row."""
+    text = inspect.cleandoc(record.__doc__ or "")
+    return "\n\n".join((text.partition("\n")[2].strip("\n"), _records(_classes_of(record))))
 
 
 def entries() -> str:

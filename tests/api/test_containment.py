@@ -25,7 +25,7 @@ from slotwise.api.generate.checkpoint_workers import Template
 from slotwise.api.http.http_exchange import HttpExchange
 from slotwise.api.limits.server_settings import ServerSettings
 from slotwise.compose.engine_process import serve
-from slotwise.core.step import StepResult
+from slotwise.core.record import StepResult
 from slotwise.engine.client import EngineClient
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor

@@ -21,7 +21,7 @@ from slotwise.api.generate.logprobs import (
     LogprobsWriter,
     most_tokens,
 )
-from slotwise.core.step import TokenLogprobs
+from slotwise.core.record import TokenLogprobs
 from slotwise.text.detokenizer import TextOffsets, detokenizer
 from slotwise.text.tokenizer import Tokenizer
 

@@ -12,7 +12,7 @@ from support.live_server import Server, eventually, running, unanswered
 
 from slotwise.api.generate.logprobs import PromptFormat, held
 from slotwise.api.http.api_errors import ApiError
-from slotwise.core.step import TokenLogprobs
+from slotwise.core.record import TokenLogprobs
 from slotwise.core.tenant_capacity import TenantCapacity
 from slotwise.text.tokenizer import Tokenizer
 

@@ -10,8 +10,8 @@ from support.toy import Driver, alone, request
 
 from slotwise.core.cache_groups import BlockTable, CacheGroups
 from slotwise.core.prefix_cache import BlockHashes, Entry, PrefixCache
+from slotwise.core.record import FREED, StepPlan, StepResult
 from slotwise.core.scheduler_limits import SchedulerLimits
-from slotwise.core.step import FREED, StepPlan, StepResult
 
 BLOCK = 16
 GEMMA3_27B, GPT_OSS_20B = (1024, 10, 52), (128, 12, 12)  # window, layers with full attention, layers with a window

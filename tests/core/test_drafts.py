@@ -15,9 +15,9 @@ from slotwise.core.chunking import AIM
 from slotwise.core.drafting import MAX_STEP_DRAFTS
 from slotwise.core.params import SamplingSpec
 from slotwise.core.reasons import TOKEN_BUDGET, VERIFYING
+from slotwise.core.record import CACHE_GROUP, PROPOSED, FreedBlocks, RowKind, StepPlan, StepResult
 from slotwise.core.request import Output, Request, RequestSpec
 from slotwise.core.scheduler_limits import SchedulerLimits
-from slotwise.core.step import CACHE_GROUP, PROPOSED, FreedBlocks, RowKind, StepPlan, StepResult
 from slotwise.core.step_time import StepTimeModel, Work
 
 ROOMY = SchedulerLimits(max_model_len=64, num_blocks=64, block_size=4, max_num_seqs=4, max_num_batched_tokens=16)

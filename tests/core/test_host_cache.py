@@ -12,7 +12,7 @@ from slotwise.core.block_pool import ConservationError
 from slotwise.core.host_cache import NO_COPIES, HostCache
 from slotwise.core.prefix_cache import NOWHERE, CachedBlock, Entry
 from slotwise.core.reasons import TOKEN_BUDGET
-from slotwise.core.step import Copy
+from slotwise.core.record import Copy
 
 
 def small(num_host_blocks: int, **changes: int):

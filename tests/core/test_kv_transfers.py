@@ -14,9 +14,9 @@ from support.toy import VOCAB, Driver, alone, in_seed, request
 
 from slotwise.core.policies.policy_settings import Ordering
 from slotwise.core.reasons import WAITING_FOR_KV
+from slotwise.core.record import Arrival
 from slotwise.core.request import KVTransfer, Request, State
 from slotwise.core.scheduler_limits import SLO, SchedulerLimits
-from slotwise.core.step import Arrival
 
 TIMEOUT = 6.0  # seconds
 LIMITS = SchedulerLimits(max_model_len=60, num_blocks=20, block_size=4, max_num_seqs=4, max_num_batched_tokens=10,

@@ -9,8 +9,8 @@ from support.toy import Driver, request
 
 from slotwise.core.disciplines.disciplines import Chunked
 from slotwise.core.reasons import MICRO_BATCH
+from slotwise.core.record import RowKind
 from slotwise.core.scheduler_limits import SchedulerLimits
-from slotwise.core.step import RowKind
 
 LIMITS: dict[str, Any] = {
     "max_model_len": 64, "num_blocks": 64, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 16}

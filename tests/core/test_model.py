@@ -19,8 +19,8 @@ from support.toy import VOCAB, Driver, Guesses, alone, in_seed, next_token, requ
 from slotwise.core.disciplines.batching_settings import Batching
 from slotwise.core.params import POOLING_TYPES, PoolingSpec
 from slotwise.core.policies.policy_settings import Ordering
+from slotwise.core.record import StepPlan
 from slotwise.core.scheduler_limits import ERROR, RECOMPUTE, SLO, SchedulerLimits, Tier
-from slotwise.core.step import StepPlan
 
 SEEDS, OPERATIONS = (7235, 327836540, *range(100)), 500  # first rows held when the budget or the discipline changed
 HOST_BLOCKS = (3, 40, 0)

@@ -7,9 +7,9 @@ from support.toy import Driver, next_token, request
 
 from slotwise.core.disciplines.disciplines import Chunked, Static
 from slotwise.core.params import InvalidParams, PoolingSpec
+from slotwise.core.record import StepResult
 from slotwise.core.request import Output
 from slotwise.core.scheduler_limits import SchedulerLimits
-from slotwise.core.step import StepResult
 
 LAST, MEAN = PoolingSpec("last"), PoolingSpec("mean")
 LIMITS = SchedulerLimits(

@@ -16,8 +16,8 @@ from slotwise.core.policies.fair import Fair
 from slotwise.core.policies.fcfs import FirstComeFirstServed
 from slotwise.core.prefill_isolation import MAX_ISOLATED_STEPS, SHORT
 from slotwise.core.reasons import FIRST_TOKEN, OUTRANKED, SHORT_STEP
+from slotwise.core.record import StepPlan
 from slotwise.core.scheduler_limits import SLO
-from slotwise.core.step import StepPlan
 
 WIDE = replace(ROOMY, max_num_seqs=8, max_num_batched_tokens=12)
 FLOOD, LIGHT = SLO("flood"), SLO("light")

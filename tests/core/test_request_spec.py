@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from slotwise.core.params import REGEX, Grammar, SamplingSpec
+from slotwise.core.record import NewRequest
 from slotwise.core.request import KVTransfer, Output, RequestSpec
 from slotwise.core.scheduler_limits import SLO
-from slotwise.core.step import NewRequest
 
 SECRET = RequestSpec(
     (7, 8), SamplingSpec(grammar=Grammar(REGEX, "pepper"), max_tokens=5), 3, "alice:salt",

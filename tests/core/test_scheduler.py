@@ -8,9 +8,9 @@ from support.toy import EOS, Driver, alone, next_token, request
 from slotwise.core.cache_groups import STATE_WINDOW
 from slotwise.core.disciplines.disciplines import Chunked
 from slotwise.core.reasons import NO_BLOCKS, NO_SLOT, TOKEN_BUDGET
+from slotwise.core.record import RowKind, StepResult
 from slotwise.core.request import IllegalTransition, State
 from slotwise.core.scheduler_limits import SchedulerLimits
-from slotwise.core.step import RowKind, StepResult
 
 
 def limits(**changes: object) -> SchedulerLimits:

@@ -13,8 +13,8 @@ from support.toy import Driver, alone, request
 from slotwise.core.chunking import FLOOR
 from slotwise.core.disciplines.disciplines import Chunked, Inline
 from slotwise.core.reasons import TIME_BUDGET
+from slotwise.core.record import StepPlan
 from slotwise.core.scheduler_limits import SLO, SchedulerLimits, Tier
-from slotwise.core.step import StepPlan
 from slotwise.core.step_budget import StepBudget
 from slotwise.core.step_time import StepTimeModel, Work, work_of
 

@@ -11,10 +11,9 @@ from support.toy import EOS, alone, next_token, request, scheduler
 
 from slotwise.core.disciplines.batching_settings import Batching
 from slotwise.core.params import SamplingSpec
-from slotwise.core.record import NO_STEP, StepRecord
+from slotwise.core.record import NO_STEP, StepRecord, StepResult, TokenLogprobs
 from slotwise.core.request import RequestSpec
 from slotwise.core.scheduler_limits import SchedulerLimits
-from slotwise.core.step import StepResult, TokenLogprobs
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
 from slotwise.engine.messages import Add, Configure, Finish

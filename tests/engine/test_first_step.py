@@ -8,7 +8,7 @@ import pytest
 from support.played import LIMITS, Clock
 from support.toy import next_token
 
-from slotwise.core.step import StepPlan, StepResult
+from slotwise.core.record import StepPlan, StepResult
 from slotwise.engine.executor import FakeExecutor
 from slotwise.engine.warmup import PROMPT, FirstStepError, check_steps
 from slotwise.errors import MOST_CHARACTERS

@@ -13,10 +13,9 @@ from support.toy import named
 
 from slotwise.core.disciplines.batching_settings import Batching
 from slotwise.core.params import SamplingSpec
-from slotwise.core.record import Outcome, RequestEnd, StepRecord
+from slotwise.core.record import Outcome, RequestEnd, StepRecord, TokenLogprobs
 from slotwise.core.request import RequestSpec
 from slotwise.core.scheduler_limits import SchedulerLimits
-from slotwise.core.step import TokenLogprobs
 from slotwise.engine.client import EngineClient
 from slotwise.engine.ipc import (
     MAX_ENTRIES,

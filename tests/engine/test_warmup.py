@@ -8,7 +8,7 @@ import pytest
 from support.played import LIMITS, Clock, Timed, cost
 from support.toy import Driver, alone, request
 
-from slotwise.core.step import StepPlan, StepResult
+from slotwise.core.record import StepPlan, StepResult
 from slotwise.core.step_time import Work, work_of
 from slotwise.engine.warmup import OUTPUT, warmup
 

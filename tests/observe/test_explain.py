@@ -12,9 +12,8 @@ from support.records import record_of
 
 from slotwise.core.disciplines.batching_settings import Batching
 from slotwise.core.params import SamplingSpec
-from slotwise.core.record import NO_STEP, RequestEnd, StepRecord
+from slotwise.core.record import NO_STEP, Admission, RequestEnd, StepRecord
 from slotwise.core.request import RequestSpec
-from slotwise.core.step import Admission
 from slotwise.core.step_time import StepTimeModel, Work, work_of
 from slotwise.engine.messages import Add, Timing
 from slotwise.engine.scheduling import Scheduling

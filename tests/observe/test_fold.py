@@ -16,10 +16,9 @@ from support.toy_engine import MS, Rehearsal, engine
 
 from slotwise.core.disciplines.batching_settings import Batching
 from slotwise.core.params import SamplingSpec
-from slotwise.core.record import RequestEnd, StepRecord
+from slotwise.core.record import Admission, Decision, Preemption, RequestEnd, StepRecord, Stop
 from slotwise.core.request import RequestSpec
 from slotwise.core.scheduler_limits import SchedulerLimits
-from slotwise.core.step import Admission, Decision, Preemption, Stop
 from slotwise.engine.messages import Add, Timing
 from slotwise.observe import traces
 from slotwise.observe.event_log import FORMAT, CommandEntry, Entry, RequestEntry, Run, Sent

@@ -5,9 +5,8 @@ from support.records import record_of
 from support.toy_engine import MS, engine
 
 from slotwise.core.params import SamplingSpec
-from slotwise.core.record import RequestEnd, StepRecord
+from slotwise.core.record import Admission, Decision, Preemption, RequestEnd, StepRecord, Stop
 from slotwise.core.request import RequestSpec
-from slotwise.core.step import Admission, Decision, Preemption, Stop
 from slotwise.engine.messages import Add
 from slotwise.observe.event_log import FORMAT, EngineLost, Entry, Gap, RequestEntry, Run, Sent
 from slotwise.observe.live_state import LiveState

@@ -8,8 +8,7 @@ from support.measured import Measured
 from support.records import record_of
 from support.toy_engine import MS, engine
 
-from slotwise.core.record import RequestEnd
-from slotwise.core.step import Decision, Stop
+from slotwise.core.record import Decision, RequestEnd, Stop
 from slotwise.observe.metrics import LoadLine, report, sentence
 
 

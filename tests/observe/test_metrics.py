@@ -14,10 +14,9 @@ from support.toy_engine import LIMITS, MS, Rehearsal, engine
 
 from slotwise.core.disciplines.batching_settings import Batching
 from slotwise.core.params import SamplingSpec
-from slotwise.core.record import RequestEnd, StepRecord
+from slotwise.core.record import Copy, Decision, RankSpan, RequestEnd, RowKind, StepRecord, Stop
 from slotwise.core.request import RequestSpec
 from slotwise.core.scheduler_limits import SchedulerLimits
-from slotwise.core.step import Copy, Decision, RankSpan, RowKind, Stop
 from slotwise.core.step_time import Machine, Roofline
 from slotwise.engine.messages import Add, Configure, MemoryUse, Timing
 from slotwise.engine.scheduling import Scheduling

@@ -95,7 +95,7 @@ FLOOD = """
 from pathlib import Path
 from slotwise.core.params import SamplingSpec
 from slotwise.core.record import NO_PLAN, Inputs, Outcome, RequestEnd, StepRecord
-from slotwise.core.step import StepResult
+from slotwise.core.record import StepResult
 from slotwise.core.request import RequestSpec
 from slotwise.engine.messages import Add, Finish, Timing
 from slotwise.observe.recorder import Recorder

@@ -11,9 +11,8 @@ from support.records import record_of
 from support.toy_engine import MS, engine
 
 from slotwise.core.params import SamplingSpec
-from slotwise.core.record import RequestEnd
+from slotwise.core.record import Admission, RequestEnd
 from slotwise.core.request import RequestSpec
-from slotwise.core.step import Admission
 from slotwise.engine.messages import Add, Timing
 from slotwise.observe.event_log import FORMAT, RequestEntry, Run, Sent
 from slotwise.observe.fold import Timelines

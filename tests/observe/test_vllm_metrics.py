@@ -16,9 +16,8 @@ from support.toy_engine import LIMITS, MS, Rehearsal, engine
 
 from slotwise.core import reasons
 from slotwise.core.params import SamplingSpec
-from slotwise.core.record import RequestEnd
+from slotwise.core.record import Decision, RequestEnd, Stop
 from slotwise.core.request import RequestSpec
-from slotwise.core.step import Decision, Stop
 from slotwise.engine.messages import Add, EngineInfo, Timing
 from slotwise.observe.metrics import ABSENT, CAPACITY, NAMES, OLDER, VLLM_PREFIX, WAITING
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pytest
 
 from slotwise.core import prefix_cache
+from slotwise.core.record import StepPlan
 from slotwise.core.request import Request
 from slotwise.core.scheduler_limits import SchedulerLimits
-from slotwise.core.step import StepPlan
 from support.toy import Driver, alone, request
 
 SYSTEM = list(range(12))  # three blocks

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from hypothesis import strategies as st
 
 from slotwise.core.interfaces import Policy
+from slotwise.core.record import StepPlan
 from slotwise.core.request import NO_SLO, Request, State
 from slotwise.core.scheduler_limits import SLO, SchedulerLimits
-from slotwise.core.step import StepPlan
 from slotwise.core.step_time import StepTimeModel, Work
 from support.toy import VOCAB, Driver, alone, request
 

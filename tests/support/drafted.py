@@ -6,9 +6,8 @@ import random
 from typing import Any, NamedTuple
 
 from slotwise.core.params import SamplingSpec
-from slotwise.core.record import StepRecord
+from slotwise.core.record import StepRecord, TokenLogprobs
 from slotwise.core.request import RequestSpec
-from slotwise.core.step import TokenLogprobs
 from slotwise.core.step_time import StepTimeModel, Work
 from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add, Finish

@@ -26,9 +26,9 @@ from typing import Any
 from slotwise.compose.engine_process import serve
 from slotwise.core.disciplines.batching_settings import Batching
 from slotwise.core.policies.fcfs import FirstComeFirstServed
+from slotwise.core.record import NewRequest, RowKind, StepPlan, StepResult, TokenLogprobs
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.scheduler_limits import SchedulerLimits, Tier
-from slotwise.core.step import NewRequest, RowKind, StepPlan, StepResult, TokenLogprobs
 from slotwise.engine.engine import Engine
 from slotwise.engine.ipc import BlockingChannel, ChannelClosed, HeartbeatSender, encode
 from slotwise.engine.messages import Add, Command, EngineFailed, EngineInfo, Finish, Loading

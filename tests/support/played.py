@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 from slotwise.core.disciplines.batching_settings import Batching
 from slotwise.core.params import SamplingSpec
-from slotwise.core.record import StepRecord
+from slotwise.core.record import StepPlan, StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.core.scheduler_limits import SchedulerLimits
-from slotwise.core.step import StepPlan
 from slotwise.core.step_time import Work, work_of
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor

@@ -9,11 +9,11 @@ from typing import Any
 from slotwise.core.disciplines.batching_settings import Batching
 from slotwise.core.interfaces import Proposer
 from slotwise.core.params import POOLING_TYPES, PoolingSpec, SamplingSpec
+from slotwise.core.record import StepResult
 from slotwise.core.request import RequestSpec
 from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.core.speculation.proposer import proposer_of
 from slotwise.core.speculation.speculation_settings import Speculation
-from slotwise.core.step import StepResult
 from slotwise.core.step_time import StepTimeModel
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor

@@ -9,12 +9,16 @@ from slotwise.core.record import (
     NO_PLAN,
     NO_RESULT,
     NO_STEP,
+    Admission,
     Counters,
     Inputs,
     Outcome,
+    Preemption,
+    RowKind,
+    StepPlan,
     StepRecord,
+    StepResult,
 )
-from slotwise.core.step import Admission, Preemption, RowKind, StepPlan, StepResult
 
 
 def record_of(

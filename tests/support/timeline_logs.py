@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from slotwise.core.disciplines.batching_settings import Batching
 from slotwise.core.params import SamplingSpec
 from slotwise.core.policies.fcfs import FirstComeFirstServed
-from slotwise.core.record import NO_STEP, StepRecord
+from slotwise.core.record import NO_STEP, StepRecord, StepResult
 from slotwise.core.request import RequestSpec
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.scheduler_limits import SchedulerLimits
-from slotwise.core.step import StepResult
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
 from slotwise.engine.messages import Add, Configure, EngineInfo, Finish

@@ -9,16 +9,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from random import Random
 
-from slotwise.core import step
+from slotwise.core import record
 from slotwise.core.disciplines.disciplines import Chunked
 from slotwise.core.interfaces import Discipline, DraftRow, Due, Policy, Proposal, Proposer
 from slotwise.core.params import PoolingSpec, SamplingSpec
 from slotwise.core.policies.fcfs import FirstComeFirstServed
-from slotwise.core.record import NO_OUTCOME, Outcome
+from slotwise.core.record import NO_OUTCOME, PROPOSED, Outcome, StepPlan
 from slotwise.core.request import NO_SLO, Request, RequestSpec
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.scheduler_limits import SLO, SchedulerLimits
-from slotwise.core.step import StepPlan
 from slotwise.core.step_time import StepTimeModel, Work
 from slotwise.engine.executor import FakeExecutor
 from slotwise.engine.messages import UNSUBMITTED, Add
@@ -98,7 +97,7 @@ class Proposing:
         return True
 
     def committed(
-        self, requests: Sequence[Request], drafts: Sequence[Sequence[int]], proposing: step.Proposing | None = None,
+        self, requests: Sequence[Request], drafts: Sequence[Sequence[int]], proposing: record.Proposing | None = None,
     ) -> None:
         assert not drafts or len(requests) == len(drafts)
 
@@ -128,7 +127,7 @@ class Placeholders(Guesses):
 
     def propose(self, rows: Sequence[DraftRow], num_decoding: int, work: Work, most: int) -> Proposal:
         drafts, reason = super().propose(rows, num_decoding, work, most)
-        return Proposal([(step.PROPOSED,) * len(row) for row in drafts], reason)
+        return Proposal([(PROPOSED,) * len(row) for row in drafts], reason)
 
     def named(self, known: Sequence[int], most: int) -> Sequence[int]:
         """Of the executor: often fewer than `most`."""

@@ -8,9 +8,9 @@ from typing import Any
 
 from slotwise.core.disciplines.batching_settings import Batching
 from slotwise.core.policies.fcfs import FirstComeFirstServed
+from slotwise.core.record import StepPlan, StepResult
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.scheduler_limits import SchedulerLimits
-from slotwise.core.step import StepPlan, StepResult
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import Executor, FakeExecutor
 from slotwise.measure.bench.offline_run import Clock, Stand

@@ -54,11 +54,11 @@ from slotwise.compute.runner.sampling.grammar_masks import Grammars, Masks
 from slotwise.compute.runner.sampling.sampler import Sampling, SilentSampler
 from slotwise.compute.runner.slots import LoraSlots, SlotListener
 from slotwise.compute.runner.staging import DeviceExpertCounts
+from slotwise.core.record import StepPlan
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.core.speculation.proposer import proposer_of
 from slotwise.core.speculation.speculation_settings import NONE, Speculation
-from slotwise.core.step import StepPlan
 from slotwise.core.step_time import Machine, Roofline
 from slotwise.core.transfer.connectors import connector_of
 from slotwise.core.transfer.kv_transfer_config import KVTransferConfig

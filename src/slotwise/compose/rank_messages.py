@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
+from slotwise.core.record import StepPlan
 from slotwise.core.scheduler_limits import SchedulerLimits
-from slotwise.core.step import StepPlan
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import AdapterLoaded, LoadAdapter, UnloadAdapter
 

@@ -36,8 +36,8 @@ from slotwise.compute.kernels.interface import Kernels
 from slotwise.compute.kernels.lazy_imports import spare_torch
 from slotwise.compute.model.lora_weights import LoraWeights
 from slotwise.compute.runner.model_runner import FirstStageRunner, StageRunner
+from slotwise.core.record import StepPlan
 from slotwise.core.scheduler_limits import SchedulerLimits
-from slotwise.core.step import StepPlan
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.ipc import BlockingChannel, ChannelClosed
 from slotwise.engine.messages import LoadAdapter, UnloadAdapter

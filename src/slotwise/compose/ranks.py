@@ -64,8 +64,8 @@ from slotwise.compute.kernels.select import launcher_of
 from slotwise.compute.model.lora_weights import LoraWeights
 from slotwise.compute.model.model_config import ModelConfig
 from slotwise.compute.runner.input_batch import SlotTable
+from slotwise.core.record import RankSpan, StepPlan, StepResult
 from slotwise.core.scheduler_limits import SchedulerLimits
-from slotwise.core.step import RankSpan, StepPlan, StepResult
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.executor import Executor
 from slotwise.engine.ipc import BlockingChannel, ChannelClosed, pair

@@ -16,8 +16,8 @@ from slotwise.core.interfaces import DraftRow, Proposer
 from slotwise.core.kv_manager import KVManager
 from slotwise.core.plan_builder import PlanBuilder
 from slotwise.core.reasons import TIME_BUDGET
+from slotwise.core.record import Proposing, RowKind
 from slotwise.core.request import Request
-from slotwise.core.step import Proposing, RowKind
 from slotwise.core.step_time import StepTimeModel, Work, work_of
 
 DECODE = RowKind.DECODE

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from slotwise.core.block_pool import ConservationError
 from slotwise.core.prefix_cache import NOWHERE, CachedBlock, Entry
-from slotwise.core.step import Copy
+from slotwise.core.record import Copy
 
 
 class Copies(NamedTuple):

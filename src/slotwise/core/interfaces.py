@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from slotwise.core.record import Proposing
 from slotwise.core.request import Request
 from slotwise.core.scheduler_limits import SchedulerLimits
-from slotwise.core.step import Proposing
 from slotwise.core.step_time import Work
 
 Key = tuple[float, ...]

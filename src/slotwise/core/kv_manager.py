@@ -20,8 +20,8 @@ from slotwise.core.cache_groups import BlockTable, CacheGroups
 from slotwise.core.host_cache import HostCache
 from slotwise.core.kv_transfers import PinnedBlocks
 from slotwise.core.prefix_cache import NOWHERE, CachedBlock, Entry, PrefixCache
+from slotwise.core.record import FREED, FreedBlocks, NewBlocks
 from slotwise.core.request import KVTransfer, Request
-from slotwise.core.step import FREED, FreedBlocks, NewBlocks
 
 NEVER = 1 << 62  # tokens
 

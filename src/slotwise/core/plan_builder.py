@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from slotwise.core.host_cache import Copies
 from slotwise.core.reasons import NO_BLOCKS, TOKEN_BUDGET
-from slotwise.core.request import Request
-from slotwise.core.step import (
+from slotwise.core.record import (
     Admission,
     Decision,
     FreedBlocks,
@@ -21,6 +20,7 @@ from slotwise.core.step import (
     StepResult,
     Stop,
 )
+from slotwise.core.request import Request
 from slotwise.core.step_budget import StepBudget
 
 DECODE = RowKind.DECODE  # looked up once a row

@@ -34,8 +34,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from slotwise.core.interfaces import Key, Policy
 from slotwise.core.plan_builder import PlanBuilder
 from slotwise.core.reasons import FIRST_TOKEN, SHORT_STEP
+from slotwise.core.record import Decision
 from slotwise.core.request import Request
-from slotwise.core.step import Decision
 
 MAX_ISOLATED_STEPS = 4  # in a row with paused rows: steps, or stall limits within one step
 SHORT = 4  # a step without paused rows gets 1/SHORT of its token budget for prefill

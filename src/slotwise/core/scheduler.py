@@ -73,10 +73,22 @@ from slotwise.core.reasons import (
     VERIFYING,
     WAITING_FOR_KV,
 )
-from slotwise.core.record import NO_OUTCOME, Logprobs, Outcome, RequestEnd, Tokens
+from slotwise.core.record import (
+    NO_OUTCOME,
+    Admission,
+    Arrival,
+    Logprobs,
+    NewRequest,
+    Outcome,
+    RequestEnd,
+    RowKind,
+    StepPlan,
+    StepResult,
+    Stop,
+    Tokens,
+)
 from slotwise.core.request import NO_SLOT_HELD, Request, State
 from slotwise.core.scheduler_limits import ERROR, SchedulerLimits
-from slotwise.core.step import Admission, Arrival, NewRequest, RowKind, StepPlan, StepResult, Stop
 from slotwise.core.step_time import StepTimeModel, work_of
 from slotwise.core.waiting_queue import Lane, WaitingQueue
 

@@ -14,11 +14,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from slotwise.core.record import NO_OUTCOME, NO_RESULT, CompiledGrammar, Counters, Inputs, Outcome, StepRecord
+from slotwise.core.record import (
+    NO_OUTCOME,
+    NO_RESULT,
+    CompiledGrammar,
+    Counters,
+    Inputs,
+    Outcome,
+    StepPlan,
+    StepRecord,
+    StepResult,
+)
 from slotwise.core.request import Request
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.scheduler_limits import SchedulerLimits
-from slotwise.core.step import StepPlan, StepResult
 from slotwise.engine.executor import POLL, AdapterStore, Executor, ExpertCounts, GrammarCompiler, Returnable
 from slotwise.engine.kv_link import KVLink, News
 from slotwise.engine.messages import Add, Command, Finish, QueuePositionAnswer, QueuePositionQuery, RequestPosition

@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Protocol
 
 from slotwise.core.params import Grammar, PoolingSpec
-from slotwise.core.record import CompiledGrammar
+from slotwise.core.record import FREED, PROPOSED, CompiledGrammar, RowKind, StepPlan, StepResult
 from slotwise.core.request import Output
-from slotwise.core.step import FREED, PROPOSED, RowKind, StepPlan, StepResult
 
 POLL = 0.001  # seconds between two looks at a grammar while nothing else runs
 

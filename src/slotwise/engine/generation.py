@@ -13,8 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from slotwise.core.record import Logprobs, StepRecord, Tokens
-from slotwise.core.step import TokenLogprobs
+from slotwise.core.record import Logprobs, StepRecord, TokenLogprobs, Tokens
 from slotwise.engine.messages import StepOutputs
 
 AT_THE_END = 1 << 62  # as `Generation.interval`: one chunk, at the end

@@ -23,8 +23,7 @@ from typing import Any, cast
 
 import msgspec
 
-from slotwise.core.record import StepRecord
-from slotwise.core.step import TokenLogprobs
+from slotwise.core.record import StepRecord, TokenLogprobs
 from slotwise.engine.messages import Command, EngineFailed, Heartbeat, Query, Report, StepOutputs
 from slotwise.engine.record_codec import StepReport, packed
 

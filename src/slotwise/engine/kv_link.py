@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from slotwise.core.kv_transfers import KVTransfers
+from slotwise.core.record import Arrival
 from slotwise.core.request import Request
-from slotwise.core.step import Arrival
 from slotwise.core.transfer.receiver import Receiver, TransferSource
 from slotwise.core.transfer.sender import Sender
 from slotwise.core.transfer.wire import prompt_digest

@@ -9,11 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slotwise.core.record import StepRecord
+from slotwise.core.record import StepRecord, TokenLogprobs
 from slotwise.core.request import RequestSpec
 from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.core.speculation.speculation_settings import Speculation
-from slotwise.core.step import TokenLogprobs
 from slotwise.core.step_time import Learned, Roofline
 from slotwise.core.transfer.kv_transfer_config import KVTransferConfig
 from slotwise.engine.scheduling import Scheduling

@@ -13,8 +13,7 @@ from typing import Any, get_type_hints
 import msgspec
 from msgspec.structs import astuple
 
-from slotwise.core.record import NO_OUTCOME, NO_RESULT, Counters, Inputs, Outcome, StepRecord
-from slotwise.core.step import StepPlan, StepResult
+from slotwise.core.record import NO_OUTCOME, NO_RESULT, Counters, Inputs, Outcome, StepPlan, StepRecord, StepResult
 from slotwise.engine.scheduling import Scheduling
 
 OF_EXECUTOR = ("new_requests", "num_logits")  # columns of a plan

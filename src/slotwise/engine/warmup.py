@@ -18,10 +18,10 @@ from slotwise.core.disciplines.disciplines import Chunked
 from slotwise.core.interfaces import DraftRow, Due, Proposal, Proposer
 from slotwise.core.params import SamplingSpec
 from slotwise.core.policies.fcfs import FirstComeFirstServed
+from slotwise.core.record import Proposing
 from slotwise.core.request import Request, RequestSpec
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.scheduler_limits import SchedulerLimits
-from slotwise.core.step import Proposing
 from slotwise.core.step_time import StepTimeModel, Work, work_of
 from slotwise.engine.engine import Clock, Engine
 from slotwise.engine.executor import Executor

@@ -27,11 +27,10 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from slotwise.core.record import StepRecord
+from slotwise.core.record import StepPlan, StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.core.speculation.speculation_settings import Speculation
-from slotwise.core.step import StepPlan
 from slotwise.core.step_time import Learned, StepTimeModel
 from slotwise.engine.messages import Add, Timing
 from slotwise.engine.record_codec import StepEntry, packed, unpacked

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from slotwise.core.record import NO_STEP, StepRecord
-from slotwise.core.step import RowKind
+from slotwise.core.record import NO_STEP, RowKind, StepRecord
 from slotwise.core.step_time import Prediction, StepTimeModel, Work, work_of
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe.event_log import CommandEntry, EngineLost, Entry, decode

@@ -15,30 +15,28 @@ from slotwise.core.record import (
     NO_PLAN,
     NO_RESULT,
     NO_STEP,
-    CompiledGrammar,
-    Counters,
-    Inputs,
-    Outcome,
-    RequestEnd,
-    StepRecord,
-)
-from slotwise.core.request import NO_SLO, KVTransfer, RequestSpec
-from slotwise.core.scheduler_limits import SLO
-from slotwise.core.step import (
     Admission,
     Arrival,
+    CompiledGrammar,
     Copy,
+    Counters,
     Decision,
     FreedBlocks,
+    Inputs,
     NewBlocks,
+    Outcome,
     Preemption,
     Proposing,
     RankSpan,
+    RequestEnd,
     RowKind,
     StepPlan,
+    StepRecord,
     StepResult,
     Stop,
 )
+from slotwise.core.request import NO_SLO, KVTransfer, RequestSpec
+from slotwise.core.scheduler_limits import SLO
 from slotwise.engine.messages import Add, Timing
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe.event_log import CommandEntry, EngineLost, Entry, Gap, Refusal, RequestEntry, Run, Sent

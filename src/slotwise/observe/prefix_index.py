@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from slotwise.core.record import StepRecord
-from slotwise.core.step import FREED
+from slotwise.core.record import FREED, StepRecord
 from slotwise.engine.messages import Observer
 
 if TYPE_CHECKING:

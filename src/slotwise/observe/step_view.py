@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from slotwise.core.record import NO_STEP, StepRecord
-from slotwise.core.step import RowKind
+from slotwise.core.record import NO_STEP, RowKind, StepRecord
 from slotwise.core.step_time import Work, work_of
 from slotwise.observe.event_log import Entry, LogError, Run
 from slotwise.observe.fold import Timelines

@@ -14,8 +14,8 @@ from typing import Any
 
 from slotwise.compose.model_defaults import announce, read_defaults, read_pooling
 from slotwise.core.params import InvalidParams, SamplingSpec
+from slotwise.core.record import TokenLogprobs
 from slotwise.core.request import RequestSpec
-from slotwise.core.step import TokenLogprobs
 from slotwise.engine.messages import UNSUBMITTED, Add, EngineInfo
 from slotwise.offline.arguments import Arguments
 from slotwise.offline.inputs import ParsedPrompt

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
-from slotwise.core.step import TokenLogprobs
+from slotwise.core.record import TokenLogprobs
 
 
 @dataclass(slots=True)

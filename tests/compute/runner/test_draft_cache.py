@@ -15,8 +15,8 @@ from support.toy import VOCAB, Driver, Placeholders, next_token, request
 
 from slotwise.compute.runner.draft_model_runner import DraftPositions
 from slotwise.compute.runner.input_batch import SlotTable
+from slotwise.core.record import StepPlan
 from slotwise.core.scheduler_limits import SchedulerLimits
-from slotwise.core.step import StepPlan
 from slotwise.engine.executor import FakeExecutor
 
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from slotwise.compute.runner.input_batch import GatheredBatch, SlotTable
 from slotwise.core.params import SamplingSpec
+from slotwise.core.record import FreedBlocks, NewBlocks, NewRequest, RowKind, StepPlan
 from slotwise.core.request import RequestSpec
-from slotwise.core.step import FreedBlocks, NewBlocks, NewRequest, RowKind, StepPlan
 
 BLOCK, NULL = 4, 99
 

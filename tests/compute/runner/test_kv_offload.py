@@ -20,9 +20,8 @@ from slotwise.compute.kernels.reference import ReferenceKernels
 from slotwise.compute.runner import kv_blocks
 from slotwise.compute.runner.kv_blocks import HostBlocks, staging_bytes
 from slotwise.core.params import SamplingSpec
-from slotwise.core.record import StepRecord
+from slotwise.core.record import Copy, StepRecord
 from slotwise.core.request import RequestSpec
-from slotwise.core.step import Copy
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add

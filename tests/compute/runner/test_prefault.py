@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from slotwise.compute.runner.prefault import Prefault
-from slotwise.core.step import NewBlocks, StepPlan, StepResult
+from slotwise.core.record import NewBlocks, StepPlan, StepResult
 
 
 class Layer:

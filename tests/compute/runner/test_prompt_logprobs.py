@@ -15,7 +15,7 @@ from slotwise.compute.runner.prompt_results import PromptRow, describe, rows_at_
 from slotwise.compute.runner.sampling.cpu_sampler import Sampler
 from slotwise.compute.runner.sampling.gpu_sampler import DeviceSampler
 from slotwise.compute.runner.sampling.sampler import Sampling
-from slotwise.core.step import TokenLogprobs
+from slotwise.core.record import TokenLogprobs
 
 VOCAB, HIDDEN = 300, 24
 

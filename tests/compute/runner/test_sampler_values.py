@@ -12,8 +12,8 @@ import torch
 
 from slotwise.compute.runner.sampling.cpu_sampler import Sampler
 from slotwise.core.params import BIAS, RANGES, InvalidParams, SamplingSpec
+from slotwise.core.record import NewRequest
 from slotwise.core.request import RequestSpec
-from slotwise.core.step import NewRequest
 
 VALUES: tuple[Any, ...] = (
     0, -1, 1, True, False, None, 0.5, -0.5, 1.0, 5e-324, 1e-320, 1e-45, 1e-38, 1e-30, 0.01, 100, 1e38, 1e308, -1e308,

@@ -18,8 +18,8 @@ from slotwise.compute.runner.sampling.gpu_sampler import DeviceSampler
 from slotwise.compute.runner.sampling.sampler import Sampling
 from slotwise.compute.runner.verification import verify
 from slotwise.core.params import SamplingSpec, ThinkingBudget
+from slotwise.core.record import NewRequest, RowKind, StepPlan, StepResult
 from slotwise.core.request import RequestSpec
-from slotwise.core.step import NewRequest, RowKind, StepPlan, StepResult
 
 CPU = torch.device("cpu")
 VOCAB, TOKENS, SEED = 24, 64, 11

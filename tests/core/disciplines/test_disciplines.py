@@ -8,8 +8,8 @@ from support.toy import Driver, request
 
 from slotwise.core.disciplines.disciplines import Chunked, Dynamic, Inline, OneAtATime, Orca, PromptsAlone, Static
 from slotwise.core.reasons import BATCH_RUNNING, NO_BLOCKS, ONE_AT_A_TIME, PROMPTS_ALONE, WINDOW_OPEN
+from slotwise.core.record import StepPlan
 from slotwise.core.scheduler_limits import SchedulerLimits
-from slotwise.core.step import StepPlan
 
 
 def limits(**changes: int) -> SchedulerLimits:

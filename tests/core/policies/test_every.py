@@ -15,8 +15,8 @@ from slotwise.core import reasons
 from slotwise.core.disciplines.batching_settings import Batching
 from slotwise.core.policies.policy_settings import Ordering
 from slotwise.core.prefill_isolation import SHORT
+from slotwise.core.record import StepPlan
 from slotwise.core.scheduler_limits import SLO, Tier
-from slotwise.core.step import StepPlan
 
 BATCHINGS = (
     Batching(), Batching(long_prefill_token_threshold=3), Batching(prefill="inline"), Batching(prefill="alone"),

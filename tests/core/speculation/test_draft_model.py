@@ -10,11 +10,11 @@ import pytest
 from support.toy import Driver, alone, next_token, request
 
 from slotwise.core.drafting import MEASURING, NO_GAIN, NO_ROOM
+from slotwise.core.record import PROPOSED, Proposing, StepPlan, StepResult
 from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.core.speculation.draft_model import FIRST_REST, DraftModelProposer, ProposingTimes
 from slotwise.core.speculation.proposer import proposer_of
 from slotwise.core.speculation.speculation_settings import Speculation
-from slotwise.core.step import PROPOSED, Proposing, StepPlan, StepResult
 from slotwise.core.step_time import StepTimeModel, Work
 from slotwise.engine.executor import FakeExecutor
 

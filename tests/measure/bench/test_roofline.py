@@ -15,8 +15,7 @@ from slotwise.compose.engine_builder import load
 from slotwise.compose.machine import faster, measure_machine
 from slotwise.compute.kernels.reference import ReferenceKernels
 from slotwise.compute.model.loading import describe
-from slotwise.core.record import StepRecord
-from slotwise.core.step import RowKind
+from slotwise.core.record import RowKind, StepRecord
 from slotwise.core.step_time import Machine, Roofline
 from slotwise.engine.config import EngineConfig
 from slotwise.measure.bench.profiler import DECODE, MIXED, PREFILL, RooflineShares, cost_of, kind_of

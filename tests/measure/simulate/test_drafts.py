@@ -9,10 +9,9 @@ import pytest
 from slotwise.core.disciplines.batching_settings import Batching
 from slotwise.core.params import SamplingSpec
 from slotwise.core.policies.policy_settings import Ordering
-from slotwise.core.record import StepRecord
+from slotwise.core.record import PROPOSED, StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.core.scheduler_limits import SchedulerLimits
-from slotwise.core.step import PROPOSED
 from slotwise.core.step_time import Work
 from slotwise.engine.messages import Add
 from slotwise.engine.scheduling import Scheduling

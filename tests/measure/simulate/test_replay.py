@@ -14,9 +14,8 @@ from support.records import record_of
 from support.toy import Guesses
 
 from slotwise.core.disciplines.batching_settings import KINDS, Batching
-from slotwise.core.record import NO_STEP, RequestEnd, StepRecord
+from slotwise.core.record import NO_STEP, Copy, NewBlocks, RequestEnd, StepRecord, Stop
 from slotwise.core.speculation.speculation_settings import Speculation
-from slotwise.core.step import Copy, NewBlocks, Stop
 from slotwise.measure.simulate.replay import ReplayError, replay
 from slotwise.observe import event_log, log_file
 from slotwise.observe.log_file import LogFile

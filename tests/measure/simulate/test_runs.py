@@ -14,12 +14,11 @@ from support.toy import EOS, VOCAB
 from slotwise.core.disciplines.batching_settings import Batching
 from slotwise.core.params import SamplingSpec
 from slotwise.core.policies.policy_settings import POLICIES, Ordering
-from slotwise.core.record import Inputs, StepRecord
+from slotwise.core.record import Arrival, Inputs, StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.core.routing.routers import ROUTERS
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.scheduler_limits import SLO, SchedulerLimits
-from slotwise.core.step import Arrival
 from slotwise.core.step_time import Work
 from slotwise.engine.messages import Add, Command, Configure, Finish
 from slotwise.engine.scheduling import Scheduling

@@ -12,8 +12,7 @@ from support.played import LIMITS, Play
 from support.timeline_logs import cells, everything
 from support.timeline_pages import compare, frame, looked_at, written
 
-from slotwise.core.record import NO_STEP, StepRecord
-from slotwise.core.step import RankSpan
+from slotwise.core.record import NO_STEP, RankSpan, StepRecord
 from slotwise.observe import event_log
 from slotwise.observe.timeline import page_builder as timeline
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 from slotwise.api.http.api_errors import from_ending
 from slotwise.api.parsers.base_parser import CallArguments, CallName, Content, Part
 from slotwise.api.parsers.parser_table import TOOL_CALLS, ParsedOutput
-from slotwise.core.step import TokenLogprobs
+from slotwise.core.record import TokenLogprobs
 from slotwise.engine.generation import AT_THE_END, Chunk, Generation
 from slotwise.text.stop_strings import Continuation
 

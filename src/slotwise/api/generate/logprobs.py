@@ -24,7 +24,7 @@ from slotwise.api.generate.choice import Choice, Delta
 from slotwise.api.generate.shapes import Shape, add_field
 from slotwise.api.http.api_errors import ApiError, bad_request
 from slotwise.core.params import SamplingSpec
-from slotwise.core.step import TokenLogprobs
+from slotwise.core.record import TokenLogprobs
 from slotwise.core.tenant_capacity import TenantCapacity
 from slotwise.text.tokenizer import Tokenizer
 

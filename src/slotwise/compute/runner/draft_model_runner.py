@@ -41,7 +41,7 @@ from slotwise.compute.runner.input_batch import SlotTable
 from slotwise.compute.runner.sampling.sampler import Sampling
 from slotwise.compute.runner.slots import PrepareDraws, SlotListener
 from slotwise.compute.runner.staging import event_of, rows_of
-from slotwise.core.step import PROPOSED, Proposing, RowKind, StepPlan, StepResult
+from slotwise.core.record import PROPOSED, Proposing, RowKind, StepPlan, StepResult
 
 
 class DraftPositions:

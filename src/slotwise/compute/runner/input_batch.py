@@ -29,7 +29,7 @@ from torch import Tensor
 from slotwise.compute.kernels.interface import GroupTables, RaggedBatch
 from slotwise.compute.runner.slots import SlotListener
 from slotwise.compute.runner.staging import sender, viewer
-from slotwise.core.step import FREED, PROPOSED, StepPlan
+from slotwise.core.record import FREED, PROPOSED, StepPlan
 
 CPU = torch.device("cpu")
 

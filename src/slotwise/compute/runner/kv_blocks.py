@@ -22,7 +22,7 @@ from torch import Tensor
 
 from slotwise.compute.runner.slots import SlotListener
 from slotwise.compute.runner.staging import sender
-from slotwise.core.step import Copy, StepPlan
+from slotwise.core.record import Copy, StepPlan
 
 
 class HostCacheBlocks:

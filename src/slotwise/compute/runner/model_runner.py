@@ -37,7 +37,7 @@ from slotwise.compute.runner.sampling.sampler import PendingTokens, Sampling
 from slotwise.compute.runner.slots import PrepareDraws, SlotListener, SlotListeners
 from slotwise.compute.runner.staging import Event, event_of, sender
 from slotwise.compute.runner.verification import NOTHING, DraftedStates, OfPrompts, RowTokens, verify
-from slotwise.core.step import StepPlan, StepResult
+from slotwise.core.record import StepPlan, StepResult
 
 
 class DeviceLostError(RuntimeError):

@@ -17,7 +17,7 @@ from torch import Tensor
 from slotwise.compute.kernels.cpu.memory import discard
 from slotwise.compute.kernels.cpu.threads import roam
 from slotwise.compute.runner import memory_budget
-from slotwise.core.step import StepPlan, StepResult
+from slotwise.core.record import StepPlan, StepResult
 from slotwise.engine.executor import Executor
 
 REST = 2.0  # times the time worked, after each layer

@@ -35,8 +35,8 @@ from slotwise.compute.runner.sampling.sampler import Logprobs, Sampling
 from slotwise.compute.runner.slots import SlotListener
 from slotwise.compute.runner.staging import to_host
 from slotwise.core.params import PoolingSpec
+from slotwise.core.record import NewRequest, RowKind, StepPlan, TokenLogprobs
 from slotwise.core.request import Output
-from slotwise.core.step import NewRequest, RowKind, StepPlan, TokenLogprobs
 
 FEWEST, MOST = 16, 64  # rows of logits at a time: fewer read the head's weights too often, more gain little
 UNSOUND = TokenLogprobs(nan, 0, (), ())  # where the logits are not a distribution

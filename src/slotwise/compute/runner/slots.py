@@ -18,7 +18,7 @@ import numpy as np
 
 from slotwise.compute.kernels.interface import NO_ADAPTER
 from slotwise.compute.model.lora_weights import LoraWeights
-from slotwise.core.step import NewRequest, StepPlan, StepResult
+from slotwise.core.record import NewRequest, StepPlan, StepResult
 
 PrepareDraws = Callable[[StepPlan], None]
 NumDrawn = Callable[[StepPlan], Sequence[int]]

@@ -37,7 +37,7 @@ from slotwise.compute.runner.input_batch import SlotTable
 from slotwise.compute.runner.prompt_results import PendingEntries, PendingVector, workspace_rows
 from slotwise.compute.runner.sampling.sampler import PendingTokens, SampledTokens, Sampling
 from slotwise.compute.runner.staging import event_of, rows_of
-from slotwise.core.step import StepPlan, StepResult, TokenLogprobs
+from slotwise.core.record import StepPlan, StepResult, TokenLogprobs
 
 
 class DraftedStates:

@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 from slotwise.core.drafting import MAX_DRAFTS, MEASURING, NO_GAIN, NO_ROOM
 from slotwise.core.interfaces import DraftRow, Due, Proposal, Proposer
+from slotwise.core.record import PROPOSED, Proposing
 from slotwise.core.request import Request
 from slotwise.core.speculation.budget import GRID, LEAST_GAIN, Acceptance, Costs
 from slotwise.core.speculation.speculation_settings import Speculation
-from slotwise.core.step import PROPOSED, Proposing
 from slotwise.core.step_time import StepTimeModel, Work, non_negative
 
 NO_REQUEST = -1

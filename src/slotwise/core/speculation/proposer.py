@@ -7,6 +7,7 @@ from itertools import chain
 
 from slotwise.core.drafting import MAX_DRAFTS, MEASURING, NO_GAIN, NO_MATCH, NO_ROOM, RESTING
 from slotwise.core.interfaces import DraftRow, Due, Proposal, Proposer
+from slotwise.core.record import Proposing
 from slotwise.core.request import Request
 from slotwise.core.speculation.budget import Acceptance, Costs, best, may_gain
 from slotwise.core.speculation.draft_model import DraftModelProposer
@@ -14,7 +15,6 @@ from slotwise.core.speculation.lookups import ForcedTokens, NgramLookup, Predict
 from slotwise.core.speculation.speculation_settings import DRAFT_MODEL, NGRAM, NONE, PREDICTION, SUFFIX, Speculation
 from slotwise.core.speculation.suffix import SuffixIndex, SuffixLookup
 from slotwise.core.speculation.token_text import NO_GUESS, DraftSource, TokenText
-from slotwise.core.step import Proposing
 from slotwise.core.step_time import StepTimeModel, Work
 
 FORCED = "forced"  # by a grammar

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-from slotwise.core.step import Arrival
+from slotwise.core.record import Arrival
 from slotwise.core.transfer.sender import SIGNS, go_last
 from slotwise.core.transfer.wire import Blocks, Connector, Frame, Kind, TransferError, Want, Wire
 

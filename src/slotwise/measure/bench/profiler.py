@@ -16,8 +16,7 @@ from slotwise.compose.engine_builder import load
 from slotwise.compose.machine import faster
 from slotwise.compute.kernels.interface import Kernels
 from slotwise.compute.kernels.timed import TimedKernels
-from slotwise.core.record import StepRecord
-from slotwise.core.step import RowKind
+from slotwise.core.record import RowKind, StepRecord
 from slotwise.core.step_time import Cost, Roofline
 from slotwise.engine.config import EngineConfig
 from slotwise.measure.bench.accounting import NANO, Accounts

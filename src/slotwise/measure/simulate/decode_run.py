@@ -21,10 +21,9 @@ from typing import NamedTuple
 
 from slotwise.core.host_cache import Copies
 from slotwise.core.plan_builder import PlanBuilder
-from slotwise.core.record import Outcome, StepRecord
+from slotwise.core.record import Decision, NewBlocks, Outcome, RowKind, StepPlan, StepRecord, StepResult, Stop
 from slotwise.core.request import Request
 from slotwise.core.scheduler import Scheduler
-from slotwise.core.step import Decision, NewBlocks, RowKind, StepPlan, StepResult, Stop
 from slotwise.core.step_time import Work
 from slotwise.engine.engine import Engine
 from slotwise.measure.simulate.pace import Pace

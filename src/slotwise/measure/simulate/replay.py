@@ -20,11 +20,10 @@ import msgspec
 from slotwise.core.interfaces import Proposer
 from slotwise.core.kv_transfers import KVTransfers
 from slotwise.core.params import Grammar
-from slotwise.core.record import NO_STEP, CompiledGrammar, StepRecord
+from slotwise.core.record import NO_STEP, CompiledGrammar, StepPlan, StepRecord, StepResult
 from slotwise.core.request import Request
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.speculation.proposer import proposer_of
-from slotwise.core.step import StepPlan, StepResult
 from slotwise.core.step_time import StepTimeModel
 from slotwise.engine.engine import Engine
 from slotwise.engine.kv_link import News

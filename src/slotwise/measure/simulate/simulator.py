@@ -31,12 +31,11 @@ from typing import Any, NamedTuple
 
 from slotwise.core.kv_transfers import KVTransfers
 from slotwise.core.params import SamplingSpec
-from slotwise.core.record import StepRecord
+from slotwise.core.record import Arrival, StepRecord
 from slotwise.core.request import KVTransfer, Request, RequestSpec
 from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.core.speculation.proposer import proposer_of
 from slotwise.core.speculation.speculation_settings import Speculation
-from slotwise.core.step import Arrival
 from slotwise.core.step_time import Learned, StepTimeModel
 from slotwise.engine.admission_control import AdmissionControl
 from slotwise.engine.kv_link import KVLink, News

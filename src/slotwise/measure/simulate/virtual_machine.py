@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from itertools import islice
 from math import inf
 
+from slotwise.core.record import PROPOSED, Proposing, StepPlan, StepResult
 from slotwise.core.speculation.speculation_settings import DRAFT_MODEL, MAX_DRAFTS, Speculation
-from slotwise.core.step import PROPOSED, Proposing, StepPlan, StepResult
 from slotwise.core.step_time import work_of
 from slotwise.measure.simulate.decode_run import DecodeRun
 from slotwise.measure.simulate.pace import Pace

@@ -9,7 +9,7 @@ from support.cuda_device import DEVICE, KERNELS
 from slotwise.compute.kernels.interface import AttentionShape
 from slotwise.compute.runner import kv_blocks
 from slotwise.compute.runner.kv_blocks import HostBlocks
-from slotwise.core.step import Copy
+from slotwise.core.record import Copy
 
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=64, scale=1.0)
 LAYERS, BLOCKS = 4, 16

@@ -12,8 +12,8 @@ from slotwise.compute.kernels.reference import FAILED
 from slotwise.compute.runner.sampling.cpu_sampler import Sampler
 from slotwise.compute.runner.sampling.sampler import SampledTokens
 from slotwise.core.params import SamplingSpec
+from slotwise.core.record import NewRequest
 from slotwise.core.request import RequestSpec
-from slotwise.core.step import NewRequest
 
 DTYPES = [torch.bfloat16, torch.float32]
 quick = settings(deadline=None, max_examples=40, derandomize=True)

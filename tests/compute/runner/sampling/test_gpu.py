@@ -14,8 +14,8 @@ from slotwise.compute.runner.sampling.cpu_sampler import Sampler
 from slotwise.compute.runner.sampling.gpu_sampler import DeviceSampler, largest
 from slotwise.compute.runner.sampling.sampler import SampledTokens
 from slotwise.core.params import SamplingSpec
+from slotwise.core.record import NewRequest, StepPlan
 from slotwise.core.request import RequestSpec
-from slotwise.core.step import NewRequest, StepPlan
 
 CPU = torch.device("cpu")
 VOCAB, SLOTS, TOKENS = 300, 24, 64

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from slotwise.compute.runner.sampling.cpu_sampler import Sampler
 from slotwise.core.params import SamplingSpec
+from slotwise.core.record import NewRequest, TokenLogprobs
 from slotwise.core.request import RequestSpec
-from slotwise.core.step import NewRequest, TokenLogprobs
 
 VOCAB = 20  # as many as log-probabilities may be asked for
 quick = settings(deadline=None, max_examples=60, derandomize=True)

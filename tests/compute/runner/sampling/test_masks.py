@@ -17,8 +17,8 @@ from slotwise.compute.runner.sampling.cpu_sampler import Sampler
 from slotwise.compute.runner.sampling.gpu_sampler import DeviceSampler
 from slotwise.compute.runner.sampling.grammar_masks import Grammars, Masks, RowMasks
 from slotwise.core.params import JSON_SCHEMA, LARK, REGEX, Grammar, SamplingSpec
+from slotwise.core.record import NewRequest, RowKind, StepPlan
 from slotwise.core.request import RequestSpec
-from slotwise.core.step import NewRequest, RowKind, StepPlan
 
 VOCAB = 299  # no multiple of 32
 EOS = 257

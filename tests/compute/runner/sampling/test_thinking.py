@@ -15,8 +15,8 @@ from slotwise.compute.runner.sampling.gpu_sampler import DeviceSampler
 from slotwise.compute.runner.sampling.logits import CERTAIN, LogitEdits, ReasoningState, end_reasoning
 from slotwise.compute.runner.sampling.sampler import RequestParams
 from slotwise.core.params import InvalidParams, SamplingSpec, ThinkingBudget
+from slotwise.core.record import NewRequest, StepPlan
 from slotwise.core.request import RequestSpec
-from slotwise.core.step import NewRequest, StepPlan
 
 CPU = torch.device("cpu")
 BEGIN, END, VOCAB, TOKENS = 0, 1, 5, 64

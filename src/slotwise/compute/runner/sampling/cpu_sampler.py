@@ -31,7 +31,7 @@ from slotwise.compute.runner.sampling.sampler import (
     SlotParams,
     sampled,
 )
-from slotwise.core.step import NewRequest
+from slotwise.core.record import NewRequest
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from slotwise.compute.runner.sampling.sampler import (
     sampled,
 )
 from slotwise.compute.runner.staging import sender, to_host
-from slotwise.core.step import NewRequest
+from slotwise.core.record import NewRequest
 
 logger = logging.getLogger(__name__)
 

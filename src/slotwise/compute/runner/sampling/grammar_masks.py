@@ -38,8 +38,7 @@ from slotwise import grammar_compiler
 from slotwise.compute.kernels.cpu.threads import roam
 from slotwise.compute.runner.slots import Earlier, NumDrawn, SlotListener
 from slotwise.core.params import Grammar
-from slotwise.core.record import CompiledGrammar
-from slotwise.core.step import NewRequest, StepPlan, StepResult
+from slotwise.core.record import CompiledGrammar, NewRequest, StepPlan, StepResult
 from slotwise.grammar_compiler import died, message_of
 
 MAX_CACHED = 32  # grammars: one of the largest that the limits allow has taken 19 MB

@@ -20,7 +20,7 @@ from torch import Tensor
 from slotwise.compute.kernels.reference import FAILED
 from slotwise.compute.runner.slots import SlotListener
 from slotwise.core.params import SamplingSpec
-from slotwise.core.step import NewRequest, TokenLogprobs
+from slotwise.core.record import NewRequest, TokenLogprobs
 
 GREEDY_BELOW = 1e-5  # temperature; the same threshold as vLLM's
 NO_LOGPROBS = -1

@@ -14,7 +14,7 @@ from support.toy import VOCAB, Driver, alone, in_seed, request
 
 from slotwise.core.policies.policy_settings import Ordering
 from slotwise.core.reasons import WAITING_FOR_KV
-from slotwise.core.record import Arrival
+from slotwise.core.record import ReceivedBlocks
 from slotwise.core.request import KVTransfer, Request, State
 from slotwise.core.scheduler_limits import SLO, SchedulerLimits
 
@@ -34,7 +34,7 @@ class Network(Driver):
         for position, token in enumerate(waiting.tokens[: num_blocks * size]):
             digest = hash((digest, token))
             self.executor._cache[waiting.blocks[position // size], position % size] = digest
-        self.scheduler.received(Arrival(waiting.request_id, num_blocks, is_last), self.now)
+        self.scheduler.received(ReceivedBlocks(waiting.request_id, num_blocks, is_last), self.now)
         self.scheduler.check()
 
     def run_until_ended(self, name: str) -> None:

@@ -47,11 +47,11 @@ def test_chunks_of_a_prompt_follow_each_other_at_once() -> None:
 
 def test_a_step_that_would_have_no_rows_is_not_worth_planning() -> None:
     driver = driver_of(2, [1])
-    assert driver.scheduler.may_fill
+    assert driver.scheduler.can_plan_rows
     driver.plan()
-    assert not driver.scheduler.may_fill
+    assert not driver.scheduler.can_plan_rows
     driver.commit()
-    assert driver.scheduler.may_fill
+    assert driver.scheduler.can_plan_rows
 
 
 def test_no_more_steps_are_in_flight_than_there_are_stages() -> None:

@@ -141,7 +141,7 @@ def cells(entries: Iterable[event_log.Entry]) -> list[dict[int, Cell]]:
                     kind = "prefill" if start < prompts[number] else "decode"
                 shown[slot] = Cell(number, kind, count, padding[row] + cached.get(number, 0))
                 if kind not in ("held", "void"):
-                    reached[number] = max(reached.get(number, 0), entry.end_of(row))
+                    reached[number] = max(reached.get(number, 0), entry.next_position(row))
             steps.append(shown)
         ended |= {end.request_id for end in entry.ended}
     return steps

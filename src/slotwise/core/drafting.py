@@ -88,7 +88,7 @@ class Drafting:
 
     def _row(self, request: Request, spare: int) -> DraftRow:
         """Args: spare: blocks that stay free.  With steps in flight, plain rows need theirs before this commit."""
-        limit = min(request.end - 1, self._kv.largest_capacity(request, spare)) - len(request.tokens)
+        limit = min(request.max_len - 1, self._kv.largest_capacity(request, spare)) - len(request.tokens)
         return DraftRow(request, max(0, limit))
 
     def _most(self, builder: PlanBuilder, work: Work, proposer: Proposer, num_rows: int) -> int:

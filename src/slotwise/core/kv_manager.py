@@ -82,7 +82,7 @@ class KVManager:
             grown = [max(table.end, -(-num_tokens // self.block_size)) for table in request.tables]
             more = sum(grown) - sum([table.end for table in request.tables])
             return Allocation(request.num_computed, [], [[] for _ in grown], [], grown, more)
-        computes_all = request.reads_prompt and not request.num_output
+        computes_all = request.computes_whole_prompt and not request.num_output
         found = [] if computes_all or not self._shares else self.prefix.match(
             request.block_hashes, request.tokens, len(request.tokens) - 1, self.host.max_loads)
         used = self.prefix.used(found)

@@ -84,7 +84,7 @@ class PlanBuilder:
         """Plan `count` known tokens of `request` from position `start`; the row samples at the last of them."""
         self.budget -= count
         samples = request.schedule(count)
-        wants_all = request.reads_prompt and not request.num_output
+        wants_all = request.computes_whole_prompt and not request.num_output
         self.rows.append((request, start, count, count if wants_all else int(samples), kind))
 
     def add_drafts(self, row: int, drafts: tuple[int, ...]) -> None:

@@ -62,7 +62,7 @@ class PrefillIsolation:
         self, builder: PlanBuilder, policy: Policy, running: Iterable[Request], next_in_line: Request | None,
     ) -> None:
         """Set in `builder` the starting prompts, the rows that pause for them, and the deferred prefills."""
-        going_on = [request for request in running if not request.reason and request.num_known < request.end]
+        going_on = [request for request in running if not request.reason and request.num_known < request.max_len]
         if self._num_isolated < MAX_ISOLATED_STEPS:
             starting = [request for request in going_on if starts_prefill(request)]
             if next_in_line is not None and starts_prefill(next_in_line):

@@ -103,7 +103,7 @@ class Copy(NamedTuple):
     target: int
 
 
-class Arrival(NamedTuple):
+class ReceivedBlocks(NamedTuple):
     """Blocks of a prompt were received."""
 
     request_id: int
@@ -287,7 +287,7 @@ class Inputs(NamedTuple):
     planned: tuple[int, ...] = ()  # monotonic nanoseconds: start of each plan made since the last record
     handled: tuple[int, ...] = ()  # monotonic nanoseconds: when each command was handled, in order
     compiled: tuple[CompiledGrammar, ...] = ()
-    arrivals: tuple[Arrival, ...] = ()  # blocks of prompts that other engines have computed
+    arrivals: tuple[ReceivedBlocks, ...] = ()  # blocks of prompts that other engines have computed
     acknowledged: tuple[str, ...] = ()  # transfers whose blocks other engines have read
     configured: object = None  # the `engine.scheduling.Scheduling` applied since, from the next plan on; None: none
 
@@ -367,7 +367,7 @@ class StepRecord(NamedTuple):
         return [(len(drafts), max(0, len(tokens) - 1))
                 for drafts, tokens in zip(self.plan.drafts, self.result.tokens, strict=False) if drafts]
 
-    def end_of(self, row: int) -> int:
+    def next_position(self, row: int) -> int:
         """The position after the tokens that a row computed, without drafts that were not accepted."""
         plan = self.plan
         has_drafts = bool(plan.drafts and plan.drafts[row])

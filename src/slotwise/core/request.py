@@ -105,7 +105,7 @@ class RequestSpec:
         return Output.SAMPLE if self.params.prompt_logprobs is None else Output.PROMPT_LOGPROBS
 
     @property
-    def reads_prompt(self) -> bool:
+    def computes_whole_prompt(self) -> bool:
         """Whether all positions of the prompt must be computed: a cached prefix is of no use then."""
         return self.output is Output.PROMPT_LOGPROBS or (self.pooling is not None and self.pooling.reads_all)
 
@@ -137,10 +137,10 @@ class Request:
     """
 
     __slots__ = (
-        "advance_at", "arrival", "arrived_at", "block_hashes", "capacity", "deadline", "end", "epoch", "forced",
-        "is_compiling", "kv", "kv_until", "num_at_join", "num_computed", "num_passed", "num_prompt", "num_received",
-        "num_reserved", "num_scheduled", "pending", "reads_prompt", "reason", "request_id", "slot", "spec",
-        "state", "stop_ids", "tables", "tokens",
+        "advance_at", "arrival", "arrived_at", "block_hashes", "capacity", "computes_whole_prompt", "deadline",
+        "epoch", "forced", "is_compiling", "kv", "kv_until", "max_len", "num_at_join", "num_computed",
+        "num_passed_by", "num_prompt", "num_received", "num_reserved", "num_scheduled", "pending", "reason",
+        "request_id", "slot", "spec", "state", "stop_ids", "tables", "tokens",
     )
 
     def __init__(self, request_id: int, spec: RequestSpec, eos_ids: Sequence[int] = ()) -> None:
@@ -152,7 +152,7 @@ class Request:
         self.num_scheduled = 0  # tokens given to planned steps
         self.num_computed = 0  # tokens whose keys and values are in the cache, as of the last commit
         self.pending = 0  # maximum number of tokens that steps in flight may sample
-        self.reads_prompt = spec.reads_prompt
+        self.computes_whole_prompt = spec.computes_whole_prompt
         self.stop_ids = frozenset(spec.params.stop_token_ids) | frozenset(
             () if spec.params.ignore_eos else eos_ids)
         self.state = State.WAITING
@@ -163,8 +163,8 @@ class Request:
         self.arrival = -1  # arrival number: the tie-breaker of every order
         self.arrived_at = 0.0  # seconds
         self.deadline = float("inf")  # seconds; a request not admitted by then times out
-        self.num_passed = 0  # later arrivals admitted while it waited for blocks or an adapter's slot
-        self.end = 0  # maximum length in tokens, prompt and output; a pooled request's vector counts as one token
+        self.num_passed_by = 0  # later arrivals admitted while it waited for blocks or an adapter's slot
+        self.max_len = 0  # maximum length in tokens, prompt and output; a pooled request's vector counts as one token
         self.slot = NO_SLOT_HELD
         self.tables: list[BlockTable] = []  # by cache group; empty without a slot, unless it has landed
         self.capacity = 0  # tokens that fit in the blocks of every group
@@ -248,7 +248,7 @@ class Request:
         all_tokens, kept, reason = self.tokens, tokens, ""
         self.pending -= 1 + num_drafts
         num_known = len(all_tokens) + 1
-        if (len(tokens) == 1 and tokens[0] not in self.stop_ids and num_known < self.end
+        if (len(tokens) == 1 and tokens[0] not in self.stop_ids and num_known < self.max_len
                 and not 0 < self.spec.forced_length <= num_known - self.num_prompt):  # the common case
             all_tokens.append(tokens[0])
             return tokens, ""
@@ -256,7 +256,7 @@ class Request:
             all_tokens.append(token)
             if token in self.stop_ids and self.num_output >= self.spec.params.min_tokens:
                 kept, reason = tokens[: index + 1], "stop"
-            elif len(all_tokens) >= self.end:
+            elif len(all_tokens) >= self.max_len:
                 kept, reason = tokens[: index + 1], "length"
             elif 0 < self.spec.forced_length <= self.num_output:
                 kept, reason = tokens[: index + 1], "stop"

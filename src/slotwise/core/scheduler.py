@@ -76,10 +76,10 @@ from slotwise.core.reasons import (
 from slotwise.core.record import (
     NO_OUTCOME,
     Admission,
-    Arrival,
     Logprobs,
     NewRequest,
     Outcome,
+    ReceivedBlocks,
     RequestEnd,
     RowKind,
     StepPlan,
@@ -172,7 +172,7 @@ class Scheduler:
         return bool(self.unfinished) or bool(self._in_flight)
 
     @property
-    def may_fill(self) -> bool:
+    def can_plan_rows(self) -> bool:
         """Whether a step planned now may have rows."""
         if self.limits.stages == 1:
             return bool(self.unfinished)
@@ -246,7 +246,7 @@ class Scheduler:
     def add(self, request: Request, now: float) -> None:
         """Enqueue a request, or reject it if it could never run."""
         spec = request.spec
-        request.end = self.limits.longest(request.num_prompt, spec.max_tokens) + (spec.pooling is not None)
+        request.max_len = self.limits.longest(request.num_prompt, spec.max_tokens) + (spec.pooling is not None)
         request.arrived_at = now
         if spec.queue_timeout:
             request.deadline = now + spec.queue_timeout
@@ -281,7 +281,7 @@ class Scheduler:
             if objection:
                 self._reject(request, objection, now)
 
-    def received(self, arrival: Arrival, now: float) -> None:
+    def received(self, arrival: ReceivedBlocks, now: float) -> None:
         """Count blocks that another engine has sent as computed.  Does nothing for a request that waits for none."""
         request = self.unfinished.get(arrival.request_id)
         if request is None or request.state is not State.WAITING_FOR_KV or not request.tables:
@@ -293,7 +293,7 @@ class Scheduler:
             if computed >= request.advance_at:
                 self.kv.advance(request)
         if arrival.is_last:
-            self._arrive(request, now)
+            self._end_kv_wait(request, now)
         else:
             self.transfers.await_blocks(request, now)
 
@@ -361,7 +361,7 @@ class Scheduler:
                 self._enqueue(request, now)
         self.kv.pinned.expire(now)
         for request in self.transfers.pop_late(now):
-            self._arrive(request, now)
+            self._end_kv_wait(request, now)
 
     def _land(self, now: float) -> None:
         """Give blocks to the requests that wait for another engine, in the policy's order and by their tenants' shares.
@@ -386,7 +386,7 @@ class Scheduler:
                 self.transfers.await_blocks(request, now)
             else:
                 self.transfers.unwanted.append(request)
-                self._arrive(request, now)
+                self._end_kv_wait(request, now)
 
     def _refuse_receiving(self, builder: PlanBuilder) -> None:
         """Record in the plan that requests wait for another engine; those without blocks wait behind these."""
@@ -525,7 +525,7 @@ class Scheduler:
             builder.time.add_decodes([
                 request.num_scheduled for request in running
                 if (known := len(request.tokens) + request.pending) == request.num_scheduled + 1
-                and known < request.end and not request.reason and request.pending < 2])
+                and known < request.max_len and not request.reason and request.pending < 2])
         drafts = self._drafting.proposer is not None
         rows = iter(running)
         for request in rows:  # `length_hint(rows)`: those behind this one
@@ -536,10 +536,10 @@ class Scheduler:
             if request.pending > 1 and not request.reason:
                 builder.refuse(request, VERIFYING)
                 continue
-            if request.reason or (num_known >= request.end and self._discipline.leaves_together):
+            if request.reason or (num_known >= request.max_len and self._discipline.leaves_together):
                 builder.hold(request)
                 continue
-            if num_known >= request.end:
+            if num_known >= request.max_len:
                 builder.refuse(request, ENDING)
                 continue
             if builder.budget < 1:
@@ -617,7 +617,7 @@ class Scheduler:
             if isinstance(decision, Allocation):
                 self._admit(request, decision, builder)
                 for before in examined if not request.spec.adapter else [*examined, *unslotted]:
-                    before.num_passed += 1
+                    before.num_passed_by += 1
                 continue
             builder.refuse(request, decision)
             if decision == GRAMMAR_COMPILING:
@@ -699,7 +699,7 @@ class Scheduler:
     def _may_be_passed(self, request: Request) -> bool:
         """Whether a later arrival may be admitted before this request, which waits for blocks or an adapter's slot."""
         limit = 0 if self._discipline.in_strict_order else self.limits.max_passes
-        return request.state is State.WAITING and request.num_passed < limit
+        return request.state is State.WAITING and request.num_passed_by < limit
 
     def _num_slots_for(self, request: Request) -> int:
         """Free slots that are not reserved for other tiers."""
@@ -723,7 +723,7 @@ class Scheduler:
 
     def _spare(self, request: Request, num_running: int) -> int:
         """Blocks that stay free next to running requests; none where every request reserves its maximum."""
-        grows = self._discipline.reserve(request) < request.end - 1
+        grows = self._discipline.reserve(request) < request.max_len - 1
         return self.limits.watermark_blocks if num_running and grows else 0
 
     def _allocation(self, request: Request, builder: PlanBuilder) -> Allocation | None:
@@ -945,7 +945,7 @@ class Scheduler:
         self._forget(request)
         self.ended.append(RequestEnd(request.request_id, "rejected", 0, objection))
 
-    def _arrive(self, request: Request, now: float) -> None:
+    def _end_kv_wait(self, request: Request, now: float) -> None:
         """Enqueue a request WAITING_FOR_KV for a slot: it computes what has not arrived."""
         self.transfers.incoming.remove(request)
         request.transition(State.WAITING)

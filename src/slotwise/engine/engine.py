@@ -107,7 +107,7 @@ class Engine:
                     self._grammars.compile(command.request_id, grammar)
         elif isinstance(command, Finish):
             self._scheduler.finish(command.request_id, command.reason, now)
-            self._follow()
+            self._serve_transfers()
         else:
             self._configured = command.scheduling
             self._configure(command.scheduling, now)
@@ -168,7 +168,7 @@ class Engine:
     def step(self) -> StepRecord:
         """Plans as far ahead as `depth` allows, then waits for the oldest step and commits it."""
         is_first = True
-        while len(self._in_flight) <= self.depth and (self._scheduler.may_fill or not self._in_flight):
+        while len(self._in_flight) <= self.depth and (self._scheduler.can_plan_rows or not self._in_flight):
             started = self.clock()
             self._planned.append(started)
             if is_first:
@@ -184,7 +184,7 @@ class Engine:
             return self._failed(error, plan, started)
         ended = self.clock()
         outcome = self._scheduler.commit(plan, result, ended * 1e-9)
-        self._follow()
+        self._serve_transfers()
         self._idle_until = 0.0 if plan.slots else self._reopens_at(plan)
         done = result.executed(plan)
         if result.drafts:
@@ -192,12 +192,12 @@ class Engine:
         return self._record(started, ended, (_without_specs(done),), result, outcome)
 
     def _submit(self, plan: StepPlan) -> None:
-        self._follow()
+        self._serve_transfers()
         self.executor.submit(plan)
         if self._kv_link is not None:
             self._kv_link.begin(self._scheduler.transfers)
 
-    def _follow(self) -> None:
+    def _serve_transfers(self) -> None:
         if self._kv_link is not None:
             self._kv_link.follow(self._scheduler.transfers, self._scheduler.transfers.pop_unwanted())
 

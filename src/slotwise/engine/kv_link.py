@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from slotwise.core.kv_transfers import KVTransfers
-from slotwise.core.record import Arrival
+from slotwise.core.record import ReceivedBlocks
 from slotwise.core.request import Request
 from slotwise.core.transfer.receiver import Receiver, TransferSource
 from slotwise.core.transfer.sender import Sender
@@ -23,7 +23,7 @@ from slotwise.core.transfer.wire import prompt_digest
 class News(NamedTuple):
     """What other engines have sent and read."""
 
-    arrivals: Sequence[Arrival] = ()
+    arrivals: Sequence[ReceivedBlocks] = ()
     acknowledged: Sequence[str] = ()  # transfers
 
 

@@ -402,7 +402,7 @@ class Timelines:
             timeline = self._timelines.get(number)
             if last is not None and timeline is not None and timeline.is_running:
                 row = last.plan.request_ids.index(number)
-                timeline.slot, timeline.computed = last.plan.slots[row], last.end_of(row)
+                timeline.slot, timeline.computed = last.plan.slots[row], last.next_position(row)
 
     def _seat(self, step: StepRecord) -> None:
         """Admits rows whose admission the log does not have."""

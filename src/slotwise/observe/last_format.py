@@ -16,7 +16,6 @@ from slotwise.core.record import (
     NO_RESULT,
     NO_STEP,
     Admission,
-    Arrival,
     CompiledGrammar,
     Copy,
     Counters,
@@ -28,6 +27,7 @@ from slotwise.core.record import (
     Preemption,
     Proposing,
     RankSpan,
+    ReceivedBlocks,
     RequestEnd,
     RowKind,
     StepPlan,
@@ -108,7 +108,7 @@ class _FlatStep(msgspec.Struct, tag_field="kind", tag="step",
     drafts: tuple[tuple[int, ...], ...] = ()
     forced: tuple[tuple[int, ...], ...] = ()
     compiled: tuple[CompiledGrammar, ...] = ()
-    arrivals: tuple[Arrival, ...] = ()
+    arrivals: tuple[ReceivedBlocks, ...] = ()
     acknowledged: tuple[str, ...] = ()
     freed_blocks: tuple[FreedBlocks, ...] = ()
     draft_limit: str = ""

@@ -73,7 +73,7 @@ def assert_nothing_is_idle(driver: Driver, plan: StepPlan) -> None:
             assert num_free <= pressed
         case reasons.NO_BLOCKS:
             needed = -(-driver.discipline.reserve(first) // limits.block_size)
-            grows = driver.discipline.reserve(first) < first.end - 1
+            grows = driver.discipline.reserve(first) < first.max_len - 1
             assert pressed or needed + limits.watermark_blocks * grows > driver.scheduler.num_free_blocks
         case reasons.TOKEN_BUDGET:
             assert sum(plan.counts) >= driver.discipline.budget(limits)

@@ -14,7 +14,7 @@ from support.toy import EOS, VOCAB
 from slotwise.core.disciplines.batching_settings import Batching
 from slotwise.core.params import SamplingSpec
 from slotwise.core.policies.policy_settings import POLICIES, Ordering
-from slotwise.core.record import Arrival, Inputs, StepRecord
+from slotwise.core.record import Inputs, ReceivedBlocks, StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.core.routing.routers import ROUTERS
 from slotwise.core.scheduler import Scheduler
@@ -172,6 +172,6 @@ def test_a_what_if_about_prompts_that_other_engines_computed_is_refused():
                             CostPace(cost)), {}, at_once=True)
     entries = [decode(line) for line in lines]
     steps = [index for index, entry in enumerate(entries) if isinstance(entry, StepRecord)]
-    entries[steps[0]] = entries[steps[0]]._replace(inputs=Inputs(arrivals=(Arrival(0, 1, True),)))
+    entries[steps[0]] = entries[steps[0]]._replace(inputs=Inputs(arrivals=(ReceivedBlocks(0, 1, True),)))
     with pytest.raises(ValueError, match="computed by other engines"):
         what_if(entries, {"scheduling_policy": "shortest"}, LatencyLimits())

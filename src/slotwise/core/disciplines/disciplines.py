@@ -86,7 +86,7 @@ class Orca(Inline):
 
     def reserve(self, request: Request) -> int:
         """Prompt and max_tokens; the last sampled token is never computed and needs no capacity."""
-        return request.end - 1
+        return request.max_len - 1
 
 
 class OneAtATime(Orca):

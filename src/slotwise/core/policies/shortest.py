@@ -45,7 +45,7 @@ class Shortest(FirstComeFirstServed):
         return prompt + max(1.0, self._length(request) - request.num_output)
 
     def _length(self, request: Request) -> float:
-        most = request.end - request.num_prompt
+        most = request.max_len - request.num_prompt
         if self._oracle and request.spec.forced_length:
             return min(most, request.spec.forced_length)
         guess = self._guesses.guess(request.spec.slo.tenant, request.num_prompt, request.num_output)

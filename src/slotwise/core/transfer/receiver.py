@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-from slotwise.core.record import Arrival
+from slotwise.core.record import ReceivedBlocks
 from slotwise.core.transfer.sender import SIGNS, go_last
 from slotwise.core.transfer.wire import Blocks, Connector, Frame, Kind, TransferError, Want, Wire
 
@@ -67,7 +67,7 @@ class Receiver:
         self._connector = connector
         self._timeout = timeout
         self._transfers: dict[int, _Transfer] = {}
-        self._arrivals: dict[int, Arrival] = {}  # the last one of each request
+        self._arrivals: dict[int, ReceivedBlocks] = {}  # the last one of each request
         self._lock = threading.Lock()
         self._declined: queue.Queue[TransferSource | None] = queue.Queue(MAX_DECLINED)
         threading.Thread(target=self._decline, name="kv-decline", daemon=True).start()
@@ -108,7 +108,7 @@ class Receiver:
     def has_arrivals(self) -> bool:
         return bool(self._arrivals)
 
-    def pop_arrivals(self) -> list[Arrival]:
+    def pop_arrivals(self) -> list[ReceivedBlocks]:
         """Returns what has arrived since the last call."""
         with self._lock:
             arrivals, self._arrivals = self._arrivals, {}
@@ -203,4 +203,4 @@ class Receiver:
         transfer.told = time.monotonic()
         with self._lock:
             if not transfer.is_cancelled:
-                self._arrivals[request_id] = Arrival(request_id, transfer.num_arrived, is_last, failure)
+                self._arrivals[request_id] = ReceivedBlocks(request_id, transfer.num_arrived, is_last, failure)

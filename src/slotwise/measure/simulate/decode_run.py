@@ -158,7 +158,7 @@ def is_decoding(request: Request) -> bool:
 
 def _left(request: Request) -> int:
     """Returns the steps until a decoding request has its last token, if no token ends it before."""
-    left = request.end - len(request.tokens)
+    left = request.max_len - len(request.tokens)
     return min(left, request.spec.forced_length - request.num_output) if request.spec.forced_length else left
 
 

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 from slotwise.core.kv_transfers import KVTransfers
 from slotwise.core.params import SamplingSpec
-from slotwise.core.record import Arrival, StepRecord
+from slotwise.core.record import ReceivedBlocks, StepRecord
 from slotwise.core.request import KVTransfer, Request, RequestSpec
 from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.core.speculation.proposer import proposer_of
@@ -409,7 +409,7 @@ class InstantKVLink:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._arrivals: dict[int, Arrival] = {}
+        self._arrivals: dict[int, ReceivedBlocks] = {}
 
     @property
     def has_news(self) -> bool:
@@ -428,7 +428,7 @@ class InstantKVLink:
     def begin(self, transfers: KVTransfers) -> None:
         for request in transfers.receiving():
             blocks = -(-len(request.tokens) // self._block_size)
-            self._arrivals[request.request_id] = Arrival(request.request_id, blocks, is_last=True)
+            self._arrivals[request.request_id] = ReceivedBlocks(request.request_id, blocks, is_last=True)
 
 
 def simulate_apart(

@@ -32,7 +32,7 @@ def exchanges(live: Live) -> None:
     with live.client.stream("POST", "/v1/completions", json=BODY | {
             "prompt": SECRET, "stream": True, "max_tokens": 400}, headers={"X-Request-Id": "left"}) as left:
         next(left.iter_lines())
-    eventually(lambda: live.client.get("/load").json() == {"server_load": 0})  # it has noticed
+    eventually(lambda: live.client.get("/load").json()["server_load"] == 0)  # it has noticed
     assert post("/v1/completions", json=BODY | {"prompt": SECRET, "n": 0},
                 headers={"X-Request-Id": "wrong"}).status_code == 400
     assert post("/v1/completions", json=BODY | {"prompt": ["a"] * 9, "n": 128},

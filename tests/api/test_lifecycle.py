@@ -40,7 +40,7 @@ def test_a_client_that_goes_away_frees_its_places(folder: Path, tmp_path: Path) 
             told = [line for line in server.engine_log.read_text().splitlines() if f"gone-{stream}" in line]
             assert len(told) == 3 and all(line.endswith("abort") for line in told)
         assert 'finished_reason="abort",model_name="toy"} 6.0' in server.get("/metrics").text
-        assert server.get("/load").json() == {"server_load": 0}
+        assert server.get("/load").json()["server_load"] == 0
 
 
 def test_a_stop_string_ends_the_request_in_the_engine(server: Server, tokenizer: Tokenizer) -> None:
@@ -190,7 +190,7 @@ def test_a_slow_body_and_a_half_one(folder: Path, tmp_path: Path) -> None:
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as connection:
             connection.sendall(POSTED + b"50\r\n\r\n{")
-        eventually(lambda: server.get("/load").json() == {"server_load": 0})
+        eventually(lambda: server.get("/load").json()["server_load"] == 0)
         assert server.get("/health").status_code == 200
 
 

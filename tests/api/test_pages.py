@@ -51,8 +51,15 @@ class Read(HTMLParser):
 
 
 @pytest.fixture(scope="module")
+def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Without the chat page, whose tests are in test_chat_page.py."""
+    with running(folder, tmp_path_factory.mktemp("log") / "engine", "ui=0") as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
 def below_a_prefix(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running(folder, tmp_path_factory.mktemp("log") / "engine", "root_path=/some/llm") as started:
+    with running(folder, tmp_path_factory.mktemp("log") / "engine", "root_path=/some/llm", "ui=0") as started:
         yield started
 
 
@@ -92,7 +99,7 @@ def test_the_routes_and_their_fields_are_described(server: Server) -> None:
 
 
 def test_where_keys_are_needed_a_page_tells_no_name(folder: Path, tmp_path: Path) -> None:
-    with running(folder, tmp_path / "engine", "api_keys=secret", "more_model_names=<b>second") as server:
+    with running(folder, tmp_path / "engine", "ui=0", "api_keys=secret", "more_model_names=<b>second") as server:
         for path in PAGES:
             answer = server.get(path)
             assert answer.status_code == 200 and "second" not in answer.text and "toy" not in Read(answer.text).text
@@ -100,7 +107,7 @@ def test_where_keys_are_needed_a_page_tells_no_name(folder: Path, tmp_path: Path
 
 
 def test_names_are_escaped(folder: Path, tmp_path: Path) -> None:
-    with running(folder, tmp_path / "engine", "more_model_names=<script>alert(1)</script>") as server:
+    with running(folder, tmp_path / "engine", "ui=0", "more_model_names=<script>alert(1)</script>") as server:
         page = Read(server.get("/").text)
         assert "script" not in page.tags and "<script>alert(1)</script>" in page.text
 

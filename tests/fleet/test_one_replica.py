@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from support.live_server import JSON, Server, eventually
-from support.scale_door import Behind, behind
+from support.scale_door import Behind, behind, door_of
 
 from slotwise.api.app import ROUTES
 from slotwise.cli import main
@@ -140,11 +140,15 @@ def test_a_client_that_reads_nothing_is_disconnected(folder: Path, tmp_path: Pat
         eventually(lambda: one.replicas[0].get("/load").json()["server_load"] == 0)
 
 
-def test_pages_lead_to_the_replicas(two: Behind) -> None:
-    page = two.door.get("/")
+def test_pages_lead_to_the_replicas(two: Behind, tmp_path: Path) -> None:
+    urls = [one for replica in two.replicas for one in ("--replica-url", replica.url)]
+    with door_of(*urls, "--no-ui", log=tmp_path / "door") as door:
+        eventually(lambda: all(one["is_up"] for one in door.get("/replicas").json()["replicas"]))
+        page = door.get("/")
     assert page.headers["content-type"].startswith("text/html") and "default-src 'none'" in page.headers[
         "content-security-policy"]
     assert all(f'href="/timeline?replica={name.replace(":", "%3A")}"' in page.text for name in names(two))
+    assert 'data-router="router"' in two.door.get("/").text
     described = two.door.get("/openapi.json").json()["paths"]
     assert {"/replicas", "/admin/replicas", "/what_if", "/v1/chat/completions"} <= described.keys()
     assert "replica" in [one["name"] for one in described["/what_if"]["post"]["parameters"]]

@@ -29,7 +29,7 @@ MEMORY = 0.6  # of the machine's, for the weights, steps and caches of all repli
 OF_THE_DOOR = frozenset((  # options of `slotwise serve` that mean something without a server of one's own
     "host", "port", "api_key", "admin_api_key", "log_format", "shutdown_timeout", "access_log", "seed",
     "served_model_name", "config", "allowed_hosts", "allowed_origins", "allowed_methods", "allowed_headers",
-    "allow_credentials", "root_path", "kv_transfer_secret_file"))
+    "allow_credentials", "ui", "root_path", "kv_transfer_secret_file"))
 NOT_SHARED = {  # options that several replicas of a machine cannot have in common
     "event_log": "each replica would write it", "cpu_threads": "the processors are divided among the replicas",
     "ssl_certfile": "let a proxy before it speak TLS"}

@@ -179,7 +179,10 @@ async def timeline(door: Door, exchange: HttpExchange) -> None:
 
 
 async def index(door: Door, exchange: HttpExchange) -> None:
-    """A page with the replicas and links to their timelines; where a key is needed it names neither."""
+    """The chat page; with `--no-ui` a page with the replicas and links to their timelines, where no key is needed."""
+    if door.settings.ui:
+        await pages.respond_chat(exchange, door.settings.root_path, is_router=True)
+        return
     links = [("/docs", "every route and field"), ("/timeline", "the batch of a replica, step by step, live"),
              ("/replicas", "every replica: its address, its state and its load"),
              ("/health", "whether requests are accepted"), ("/v1/models", "the model"),
@@ -359,9 +362,13 @@ async def health(door: Door, exchange: HttpExchange) -> None:
 
 
 async def load(door: Door, exchange: HttpExchange) -> None:
-    """Requests in progress, not counting this one, and the least predicted wait for a first output."""
-    await exchange.respond_json({"server_load": door.num_exchanges - 1,
-                                 "predicted_wait_s": round(door.fleet.predicted_wait(), 3)})
+    """Exchanges in progress, not counting this one; all replicas' slots and requests; the least wait predicted."""
+    reports = [one.report for one in door.fleet.usable()]
+    await exchange.respond_json({
+        "server_load": door.num_exchanges - 1, "num_requests_running": sum(one.num_running for one in reports),
+        "num_requests_waiting": sum(one.num_waiting for one in reports),
+        "max_num_seqs": sum(one.slots for one in reports),
+        "predicted_wait_s": round(door.fleet.predicted_wait(), 3)})
 
 
 async def replicas(door: Door, exchange: HttpExchange) -> None:

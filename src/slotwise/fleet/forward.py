@@ -69,6 +69,7 @@ AT_HOME = ("kv_transfer_params", "prompt_logprobs", "echo", "previous_response_i
 
 logger = logging.getLogger(__name__)
 _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+ANSWERED_BY = b"x-slotwise-replica"  # the replica that a response comes from, as GET /replicas names it
 WHOLE = 1 << 20  # bytes of a response that is sent only once it is whole
 
 
@@ -240,6 +241,7 @@ class Forwarding:
         exchange = self._exchange
         if self._gone:
             raise ClientGone
+        exchange.late_headers = lambda: [(ANSWERED_BY, upstream.name.encode("latin-1", "replace"))]
         sent = headers_of(exchange, self._prompt)
         prefill = Prefill(self._door, exchange.scope["path"], sent, self._body, self._prompt)
         try:

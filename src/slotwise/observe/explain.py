@@ -19,6 +19,7 @@ from slotwise.core.record import NO_STEP, RowKind, StepRecord
 from slotwise.core.step_time import Prediction, StepTimeModel, Work, work_of
 from slotwise.engine.scheduling import Scheduling
 from slotwise.observe.event_log import CommandEntry, EngineLost, Entry, decode
+from slotwise.observe.explain_words import sentence
 from slotwise.observe.fold import Timelines
 from slotwise.observe.request_timeline import STEP_UNDER_WAY, RequestTimeline
 
@@ -108,7 +109,8 @@ class Explanation(NamedTuple):
             "prompt_tokens": timeline.request.num_prompt, "cached_tokens": self.num_cached,
             "completion_tokens": timeline.num_output, "preemptions": self.num_preemptions,
             "draft_tokens": self.num_drafts, "accepted_draft_tokens": self.num_accepted,
-            "total_ms": round(self.total_ns * MS, 6), "parts": [share.as_json() for share in self.shares]}
+            "total_ms": round(self.total_ns * MS, 6), "sentence": sentence(self),
+            "parts": [share.as_json() for share in self.shares]}
 
 
 def explain(

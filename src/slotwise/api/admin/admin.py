@@ -51,8 +51,12 @@ async def version(exchange: HttpExchange) -> None:
 
 
 async def load(api: Api, exchange: HttpExchange) -> None:
-    """Requests in progress in this server, not counting this one."""
-    await exchange.respond_json({"server_load": api.num_exchanges - 1})
+    """Exchanges in progress in this server, not counting this one; its slots, and the requests in them and waiting."""
+    api.observers.batched_observer.flush()
+    timelines = api.observers.recorder.timelines
+    await exchange.respond_json({
+        "server_load": api.num_exchanges - 1, "num_requests_running": timelines.num_running,
+        "num_requests_waiting": timelines.num_waiting, "max_num_seqs": api.engine.client.scheduling.max_num_seqs})
 
 
 @about(media_type="text/plain")
@@ -68,7 +72,8 @@ async def experts(observers: Observers, exchange: HttpExchange) -> None:
     await exchange.respond_json({"layers": observers.metrics.experts.table()})
 
 
-def model_card(engine: ServedEngine, settings: ServerSettings, name: str) -> dict[str, object]:
+def model_card(
+        engine: ServedEngine, settings: ServerSettings, text: TextService, name: str) -> dict[str, object]:
     """The entry of one model in the list; `root` of an adapter is its folder.  Raises ApiError: there is none."""
     info, adapter = engine.client.info, engine.models.adapter(name)
     if name not in engine.models.names:
@@ -79,7 +84,16 @@ def model_card(engine: ServedEngine, settings: ServerSettings, name: str) -> dic
         "id": name, "object": "model", "created": created, "owned_by": "slotwise", "root": root, "parent": parent,
         "max_model_len": info.limits.max_model_len,
         "default_sampling_params": settings.sampling_defaults.given,
+        "capabilities": _capabilities(settings, text),
     }
+
+
+def _capabilities(settings: ServerSettings, text: TextService) -> list[str]:
+    """What requests may ask of the model: `chat` where it has a template, `tools` where its calls can be read, ..."""
+    form = text.output_format
+    able = {"completion": True, "chat": text.prompts.has_template, "embedding": not settings.pooling_defaults.objection,
+            "tools": text.prompts.has_template and bool(form.tools), "reasoning": bool(form.reasoning)}
+    return [name for name, is_able in able.items() if is_able]
 
 
 async def scheduling(engine: ServedEngine, limits: RequestLimits, exchange: HttpExchange) -> None:
@@ -119,15 +133,16 @@ async def what_if(clients: ServerClients, observers: Observers, exchange: HttpEx
     await exchange.respond_json(await observers.what_if.answer(exchange.holder, request))
 
 
-async def models(engine: ServedEngine, settings: ServerSettings, exchange: HttpExchange) -> None:
+async def models(
+        engine: ServedEngine, settings: ServerSettings, text: TextService, exchange: HttpExchange) -> None:
     """The served model, once by each of its names, and its adapters."""
-    cards = [model_card(engine, settings, name) for name in engine.models.names]
+    cards = [model_card(engine, settings, text, name) for name in engine.models.names]
     await exchange.respond_json({"object": "list", "data": cards})
 
 
-async def model(engine: ServedEngine, settings: ServerSettings, exchange: HttpExchange) -> None:
+async def model(engine: ServedEngine, settings: ServerSettings, text: TextService, exchange: HttpExchange) -> None:
     """The served model, or one of its adapters."""
-    await exchange.respond_json(model_card(engine, settings, exchange.scope["path_params"]["model"]))
+    await exchange.respond_json(model_card(engine, settings, text, exchange.scope["path_params"]["model"]))
 
 
 @about(body=TokenizeRequest, statuses=(HTTPStatus.TOO_MANY_REQUESTS,))

@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from slotwise.api.admin.admin import model_card
-from slotwise.api.generate.context import ServedEngine, ServerClients
+from slotwise.api.generate.context import ServedEngine, ServerClients, TextService
 from slotwise.api.http.api_errors import ApiError, bad_request
 from slotwise.api.http.http_exchange import HttpExchange, about
 from slotwise.api.limits.bodies import warn_of_unknown_fields
@@ -132,7 +132,7 @@ class UnloadAdapterRequest(msgspec.Struct, kw_only=True):
 
 
 @about(body=LoadAdapterRequest)
-async def load_adapter(clients: ServerClients, engine: ServedEngine, settings: ServerSettings,
+async def load_adapter(clients: ServerClients, engine: ServedEngine, settings: ServerSettings, text: TextService,
                        exchange: HttpExchange) -> None:
     """Load an adapter while requests run; the response comes when requests may name it."""
     async with clients.bodies.reading(exchange, MAX_ADAPTER_BODY) as body:
@@ -141,7 +141,7 @@ async def load_adapter(clients: ServerClients, engine: ServedEngine, settings: S
     refuse(request)
     module = LoraModule(request.lora_name, os.path.abspath(request.lora_path), request.base_model_name or "")
     adapter = await engine.models.load(module, in_place=bool(request.load_inplace))
-    await exchange.respond_json(model_card(engine, settings, adapter.name))
+    await exchange.respond_json(model_card(engine, settings, text, adapter.name))
 
 
 @about(body=UnloadAdapterRequest)

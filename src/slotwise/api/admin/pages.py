@@ -1,7 +1,7 @@
 """The pages `/`, `/docs` and `/timeline`.
 
-The first two are HTML without scripts, which loads nothing from anywhere.  The timeline holds no data: it fetches
-`/events`, and prompts its reader for a key if one is needed.
+The chat page at `/` and the timeline hold no data: they use this server's own routes, and prompt their readers for a
+key if one is needed.  `/docs`, and `/` with `--no-ui`, are HTML without scripts, which loads nothing from anywhere.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import json
 from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 from html import escape
+from http import HTTPStatus
 from typing import Any
 
 from slotwise.api.admin.openapi import REFUSED
+from slotwise.api.chat_page import page_builder as chat_page
 from slotwise.api.generate.context import ServedEngine, ServerClients
 from slotwise.api.http.http_exchange import HttpExchange, about
 from slotwise.api.limits.server_settings import ServerSettings
@@ -62,7 +64,10 @@ TRY = """curl {url}/v1/completions -H 'Content-Type: application/json' \\
 
 @about(media_type="text/html")
 async def index(clients: ServerClients, engine: ServedEngine, settings: ServerSettings, exchange: HttpExchange) -> None:
-    """A page with links to the others, and the model's name where no key is needed."""
+    """The chat page; with `--no-ui` a page with links to the others, and the model's name where no key is needed."""
+    if settings.ui:
+        await respond_chat(exchange, settings.root_path)
+        return
     names = () if clients.keys.needed else engine.models.names
     await respond(exchange, _index(names, settings.root_path))
 
@@ -181,3 +186,14 @@ async def respond_timeline(exchange: HttpExchange, document: bytes) -> None:
     await exchange.respond(document, content_type=HTML, headers=[
         (b"content-security-policy", page.policy()), (b"cache-control", b"no-cache"),
         (b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")])
+
+
+async def respond_chat(exchange: HttpExchange, root_path: str, *, is_router: bool = False) -> None:
+    """Send the chat page, or 304 to a browser that has it."""
+    tag = chat_page.tag(root_path, is_router=is_router)
+    headers = [(b"etag", tag), (b"cache-control", b"no-cache"), (b"referrer-policy", b"no-referrer"),
+               (b"content-security-policy", chat_page.policy())]
+    if tag in dict(exchange.scope["headers"]).get(b"if-none-match", b""):
+        await exchange.respond(b"", HTTPStatus.NOT_MODIFIED, HTML, headers)
+        return
+    await exchange.respond(chat_page.document(root_path, is_router=is_router), content_type=HTML, headers=headers)

@@ -98,6 +98,11 @@ class Prompts:
                 worker.close()
 
     @property
+    def has_template(self) -> bool:
+        """Whether the model has a chat template."""
+        return self._template is not None
+
+    @property
     def longest(self) -> int:
         """Tokens that a prompt and its output may have: as the model's context and the whole cache allow."""
         limits = self._engine_info().limits

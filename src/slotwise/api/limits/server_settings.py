@@ -212,6 +212,8 @@ class ServerSettings:
     ssl_ca_certs: str = setting(
         "", "certificates, in PEM: every client must have one that is signed by one of these", unit="file",
         read=existing_file, group=NETWORK)
+    ui: bool = setting(
+        default=True, help="show the chat page at /", group=NETWORK)
     root_path: str = setting(
         "", "the path below which a reverse proxy shows this server, as /llm; requests may come with it or without",
         unit="path", read=read_root_path, group=NETWORK)

@@ -1,24 +1,19 @@
-"""The timeline as one self-contained HTML document: it loads no other resource, so it also opens from a file.
-
-The page's ES modules are joined into one script.  Each may import only from modules before it in `MODULES`, and no two
-may declare the same name: a browser would reject the script.
-"""
+"""The timeline as one self-contained HTML document: it loads no other resource, so it also opens from a file."""
 
 from __future__ import annotations
 
 import base64
 import gzip
-import hashlib
 import html
-import re
 from collections.abc import Iterable
 from functools import cache
-from importlib import resources
+
+from slotwise.observe.one_page import Asset, digest, filled, joined
 
 MODULES = ("runs", "request", "history", "view", "layout", "palette", "pen", "lanes", "queue", "ranks", "gauges",
-           "picture", "story", "service", "demo", "save", "hands", "page", "controls", "main")
-_IMPORT = re.compile(r"^import .*;\n", re.MULTILINE)
-_EXPORT = re.compile(r"^export ", re.MULTILINE)
+           "picture", "story", "service", "demo", "save", "hands", "page", "focus", "controls", "main")
+BASE_STYLE, SERVICE = (Asset(__package__, f"assets/{name}") for name in ("base.css", "service.js"))
+"""What the chat page has in common with the timeline."""
 
 
 @cache
@@ -47,30 +42,25 @@ def saved(name: str, lines: Iterable[bytes]) -> bytes:
 
 @cache
 def policy() -> bytes:
-    """Returns the live page's Content-Security-Policy: only its own script, style and server."""
-    return (f"default-src 'none'; script-src {_digest(_script())}; style-src {_digest(_style())}; "
+    """Returns the live page's Content-Security-Policy: only its own script, style and server.
+
+    Pages of this server may show it in a frame, as the chat page does.
+    """
+    return (f"default-src 'none'; script-src {digest(_script())}; style-src {digest(_style())}; "
             "style-src-attr 'unsafe-inline'; connect-src 'self'; img-src data: blob:; base-uri 'none'; "
-            "form-action 'none'; frame-ancestors 'none'").encode()
-
-
-def _digest(part: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(part.encode()).digest()).decode()}'"
+            "form-action 'none'; frame-ancestors 'self'").encode()
 
 
 def _document(log: str) -> str:
     parts = {"style": _style(), "script": _script(), "log": log}
-    return re.sub(r"\{\{ (\w+) \}\}", lambda found: parts[found[1]], _asset("page.html"))
+    return filled(Asset(__package__, "assets/page.html").read(), parts)
 
 
 @cache
 def _style() -> str:
-    return _asset("page.css")
+    return BASE_STYLE.read() + Asset(__package__, "assets/page.css").read()
 
 
 @cache
 def _script() -> str:
-    return "\n".join(_EXPORT.sub("", _IMPORT.sub("", _asset(f"{name}.js"))) for name in MODULES)
-
-
-def _asset(name: str) -> str:
-    return resources.files(__package__).joinpath("assets", name).read_text("utf-8")
+    return joined(Asset(__package__, f"assets/{name}.js") for name in MODULES)

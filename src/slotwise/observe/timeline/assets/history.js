@@ -36,6 +36,12 @@ export class History {
   seconds(ns) { return (ns - this.zero) / 1e9; }
   segmentAt(ordinal) { return this.segments.findLast((one) => one.first <= ordinal) ?? this.segments[0]; }
 
+  // The latest request of this name: its own, its response's, or the client's X-Request-Id.
+  named(name) {
+    const ids = ["", "cmpl-", "chatcmpl-", "resp-", "msg-", "embd-"].map((shape) => `${shape}${name}`);
+    return [...this.requests.values()].findLast(({ id }) => id === name || ids.includes(id.replace(/-\d+$/, "")));
+  }
+
   // Of the requests of the response with this id: how many have ended, and the steps [from, to) in which they ran.
   extentOf(id) {
     const ended = [...this.requests.values()].filter((one) => one.ended && one.id.startsWith(`${id}-`));

@@ -1,6 +1,7 @@
 // The page, live or with an embedded log.
 import { askForKey, attachControls, live, openLog } from "./controls.js";
 import { Demo } from "./demo.js";
+import { attachFocus } from "./focus.js";
 import { $, Page } from "./page.js";
 import { packed, Service } from "./service.js";
 
@@ -9,6 +10,9 @@ const service = new Service((wrong) => question ??= askForKey(wrong).finally(() 
 const page = new Page();
 const demo = new Demo(service, page);
 attachControls(page, demo);
+attachFocus(page);
+document.body.classList.toggle("framed", parent !== window); // beside a conversation
+addEventListener("storage", ({ key }) => { if (key === "slotwise-theme") page.readTheme(); }); // of the page around
 window.slotwise = page; // for inspection in the browser's console
 
 // Behind a router: shows the replica that the address names, or the first, and offers the others.

@@ -28,11 +28,11 @@ export class Page {
     this.textUpdatedAt = 0; // time of the last update of the text
     this.ahead = 0; // milliseconds by which the server's calendar is ahead of this machine's
     this.onScheduling = () => {};
+    this.onEntries = () => {};
+    this.wanted = ""; // the name of a request to show once it is there
     this.actions = {}; // of keys and buttons
-    const chosen = localStorage.getItem("slotwise-theme");
-    this.dark = chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
     this.begin();
-    this.paint();
+    this.readTheme();
     attach(this.canvas, this);
     listen(this);
     new ResizeObserver(() => this.changed()).observe($("stage"));
@@ -58,6 +58,7 @@ export class Page {
     for (const entry of entries) this.history.take(entry);
     if (entries.some((entry) => entry.kind === "run" || entry.inputs?.configured)) this.onScheduling();
     this.view.advance();
+    this.onEntries();
     this.changed();
   }
 
@@ -65,6 +66,12 @@ export class Page {
     if (this.dirty) return;
     this.dirty = true;
     requestAnimationFrame(() => this.draw());
+  }
+
+  readTheme() {
+    const chosen = localStorage.getItem("slotwise-theme");
+    this.dark = chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+    this.paint();
   }
 
   paint() {

@@ -2,6 +2,12 @@
 const KEY = "slotwise-key";
 const PAUSES = [500, 1000, 2000, 5000]; // milliseconds before each next attempt
 
+// Returns the address of a path: beside this page, perhaps below a proxy's prefix, which the page may know.
+export function addressOf(path) {
+  const { root } = document.documentElement.dataset;
+  return root ? root + path : path.slice(1);
+}
+
 export class Service {
   // `onKey` is called when a key is needed and returns a promise of it.
   constructor(onKey) {
@@ -17,7 +23,7 @@ export class Service {
       const keepalive = method === "PUT"; // sent even if the page is closed
       const sent = { method, headers, body: body && JSON.stringify(body), cache: "no-store", signal, keepalive };
       const named = this.replica && `?${new URLSearchParams({ replica: this.replica })}`;
-      const response = await fetch(path.slice(1) + named, sent); // beside this page, perhaps below a proxy's prefix
+      const response = await fetch(addressOf(path) + named, sent);
       if (response.status !== 401) return response;
       this.key = await this.onKey(this.key !== "");
       sessionStorage.setItem(KEY, this.key);

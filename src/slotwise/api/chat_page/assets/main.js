@@ -1,6 +1,7 @@
 // The controls of the page, and its beginning.
 import { Talk } from "./conversation.js";
 import { $, button, make } from "./dom.js";
+import { Rendering } from "./markdown.js";
 import { Panel } from "./panel.js";
 import { addressOf } from "./service.js";
 import { Server, showState } from "./server.js";
@@ -27,7 +28,7 @@ const LINKS = [["/docs", "every route and field"], ["/timeline", "the batch, ste
 const server = new Server(), panel = new Panel();
 const settings = new Settings((text) => { talk.system = text; });
 const talk = new Talk(server, settings, panel, showConversations);
-window.slotwise = talk; // for inspection in the browser's console
+window.slotwise = Object.assign(talk, { Rendering }); // for tests, and for inspection in the browser's console
 
 // -- sending -----------------------------------------------------------------------------------------------------------
 

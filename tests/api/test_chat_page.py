@@ -70,9 +70,9 @@ def test_the_libraries_are_those_of_the_notice() -> None:
 
 
 def test_keys_are_not_needed_for_the_page_and_it_has_no_secret(folder: Path, tmp_path: Path) -> None:
-    with running(folder, tmp_path / "engine", "api_keys=hidden-key", "more_model_names=second") as server:
+    with running(folder, tmp_path / "engine", "api_keys=hidden-key", "more_model_names=hidden-name") as server:
         page = server.get("/")
-        assert page.status_code == 200 and "hidden-key" not in page.text and "second" not in page.text
+        assert page.status_code == 200 and "hidden-key" not in page.text and "hidden-name" not in page.text
         assert server.get("/v1/models").status_code == 401 and server.get("/load").status_code == 401
 
 

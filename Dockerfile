@@ -24,7 +24,7 @@ RUN /opt/slotwise/bin/python -m pip install --no-cache-dir "torch>=2.11,<2.14"
 COPY --from=wheel /wheels /wheels
 RUN /opt/slotwise/bin/python -m pip install --no-cache-dir "$(echo /wheels/slotwise-*.whl)[otel]"
 
-# Models from the hub and compiled kernels go to /var/cache/slotwise.  The empty key makes a server without a key end at
+# Models that are downloaded and compiled kernels go to /var/cache/slotwise.  The empty key makes a server without a key end at
 # once, with a line that says so: set SLOTWISE_API_KEY when the container is started.
 FROM python:${PYTHON}-slim AS runtime
 RUN useradd --system --uid 10001 --home-dir /var/cache/slotwise --create-home --shell /usr/sbin/nologin slotwise

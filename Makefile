@@ -19,11 +19,13 @@ help:            ## this list
 
 install: $(VENV)/collected.ready $(VENV)/kernels.ready weights   ## set everything up and run nothing
 
-serve: $(VENV)/serve.ready   ## set up and serve a small chat model on http://127.0.0.1:8000 (ARGS=: another, or options)
+serve:           ## set up and serve a small chat model on http://127.0.0.1:8000 (ARGS=MODEL, or options)
+	@$(MAKE) --jobs 2 --no-print-directory $(VENV)/serve.ready $(if $(ARGS),,weights)
 	SLOTWISE_MODEL=$${SLOTWISE_MODEL-$(CHAT_MODEL)} $(BIN)/slotwise serve --or-builtin $(ARGS)
 
-weights: $(VENV)/serve.ready   ## download the chat model, which `make serve` serves and tests use
-	@$(BIN)/slotwise pull $(CHAT_MODEL) || echo "Tests that need $(CHAT_MODEL) will be skipped"
+weights: $(VENV)/pip.ready   ## download the chat model, which `make serve` serves and tests use
+	@PYTHONPATH="$(CURDIR)/src" $(BIN)/python -m slotwise pull $(CHAT_MODEL) >/dev/null || \
+		echo "$(CHAT_MODEL) is missing: tests that need it are skipped"
 
 test: lint suite   ## set up and run every check and every test
 
@@ -55,10 +57,13 @@ gpu-check:       ## check and measure on a GPU, in eight minutes (ARGS=--rehears
 	else $(MAKE) $(VENV)/test.ready && python=$(BIN)/python; fi; \
 	PYTHONPATH=src $$python -m benchmarks.gpu $(ARGS)
 
-$(VENV)/serve.ready: pyproject.toml
+$(VENV)/pip.ready:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Slotwise needs Python 3.11 or newer")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --upgrade pip  # old ones take twice as long
+	touch $@
+
+$(VENV)/serve.ready: pyproject.toml | $(VENV)/pip.ready
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -e .
 	touch $@
 

@@ -11,7 +11,7 @@ from slotwise.compute.model.model_registry import BUILTIN, FoundModel, find
 from slotwise.compute.model.published_models import PUBLISHED, present, pull
 from slotwise.errors import CheckpointError, nearest
 from slotwise.observe import lines
-from slotwise.platform.progress_bar import MEGABYTE, ProgressBar, to_stderr
+from slotwise.platform.progress_bar import MEGABYTE, ProgressBar, to_nobody, to_stderr
 
 
 def add(commands: Commands) -> None:
@@ -27,7 +27,7 @@ def find_model(model: str | None, log_format: str = lines.TEXT) -> FoundModel:
         CheckpointError: there is no such model, or it could not be downloaded.
     """
     is_text = log_format == lines.TEXT
-    with ending_at_once(), ProgressBar(to_stderr if is_text else lambda line: None, is_text=is_text) as bar:
+    with ending_at_once(), ProgressBar(to_stderr if is_text else to_nobody, is_wanted=is_text) as bar:
         return find(model or "", bar)
 
 
@@ -42,7 +42,7 @@ def run(asked: argparse.Namespace) -> int:
         raise CheckpointError(f"there is no model named {asked.name!r:.60}" + (
             f"; did you mean {near}?" if near else f": the names are {', '.join(PUBLISHED)}; a hub id is downloaded by "
             "the command that serves it"))
-    with ending_at_once(), ProgressBar() as bar:
+    with ending_at_once(), ProgressBar(to_stderr) as bar:
         path = pull(model, bar)
     print(path)
     return 0

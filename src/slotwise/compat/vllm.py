@@ -151,7 +151,7 @@ RULES: dict[str, Rule] = dict((
         "load_format": ("auto", "safetensors", "gguf"), "model_weights": ("", SAME), "model_loader_extra_config": ({},),
         "ignore_patterns": ("original/**/*", ["original/**/*"])},
         free="safetensors_load_strategy safetensors_prefetch_num_threads safetensors_prefetch_block_size "
-        "pt_load_map_location max_parallel_loading_workers use_tqdm_on_load",
+        "pt_load_map_location max_parallel_loading_workers",
         instead="weights are read from safetensors and GGUF: convert the checkpoint"),
     *_rules("the checkpoint's own tokenizer is used", {
         "tokenizer_mode": ("auto", "hf"), "tokenizer": (SAME,), "skip_tokenizer_init": OFF, "tokens_only": OFF,

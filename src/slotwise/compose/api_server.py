@@ -14,14 +14,13 @@ import contextlib
 import logging
 import os
 import socket
-import sys
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import NamedTuple
 
+import msgspec
 import uvloop
-from tqdm import tqdm
 
 from slotwise.api.app import ROUTES, build_api
 from slotwise.api.asgi import App
@@ -37,7 +36,7 @@ from slotwise.compose.model_defaults import announce, read_defaults, read_poolin
 from slotwise.compute.model.model_registry import NAMES, find
 from slotwise.engine.client import EngineClient
 from slotwise.engine.config import EngineConfig, ModelOptions
-from slotwise.engine.messages import EngineInfo, Loading
+from slotwise.engine.messages import EngineInfo
 from slotwise.engine.refusals import EngineError
 from slotwise.engine.sleep import Sleep
 from slotwise.engine.supervisor import Supervisor
@@ -47,6 +46,7 @@ from slotwise.observe import step_time_learner as step_time
 from slotwise.observe.log_file import LogFile
 from slotwise.observe.metrics import report
 from slotwise.observe.traces import Traces
+from slotwise.platform.progress_bar import ProgressBar
 from slotwise.text.chat_source import ChatTemplateError, find_chat_template, find_tool_template
 from slotwise.text.tokenizer import Tokenizer
 
@@ -118,8 +118,8 @@ async def service(
     """
     config, settings = model.config, model.settings
     traces = Traces(endpoint, settings.served_model_name) if (endpoint := settings.otlp_traces_endpoint) else None
-    bar = _LoadingBar(settings.log_format)
-    engine_client, started = EngineClient(bar), list[ChildProcess]()
+    bar = ProgressBar(is_wanted=settings.log_format == lines.TEXT)
+    engine_client, started = EngineClient(lambda loading: bar(*msgspec.structs.astuple(loading))), list[ChildProcess]()
     if before is not None:
         engine_client.hopeless = before.engine.client.hopeless
 
@@ -212,25 +212,6 @@ async def _observed(api: Api, traces: Traces | None, settings: ServerSettings) -
 def _like(config: EngineConfig, last: EngineInfo | None) -> EngineConfig:
     """Returns the config of an engine after `last`: requests are validated against the first one's max_model_len."""
     return config if last is None else replace(config, max_model_len=last.limits.max_model_len)
-
-
-class _LoadingBar:
-    """A progress bar of the engine's loading, shown on a terminal."""
-
-    def __init__(self, log_format: str) -> None:
-        watched = sys.stderr.isatty() and log_format == lines.TEXT
-        self._bar = tqdm(desc="Loading", unit="B", unit_scale=True, leave=False, disable=not watched)
-
-    def __call__(self, progress: Loading) -> None:
-        self._bar.total = progress.total
-        self._bar.set_description(f"Loading {progress.stage}", refresh=False)
-        self._bar.update(progress.done - self._bar.n)
-
-    def __enter__(self) -> _LoadingBar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
 
 
 EXCHANGED = "the model is being exchanged; try again later"

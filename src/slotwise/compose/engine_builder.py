@@ -425,6 +425,9 @@ def silent(stage: str, done: int, total: int) -> None:
     """Ignores progress."""
 
 
+REFRESH = 0.2  # seconds between two reports of kernels that are being compiled
+
+
 class Warming:
     """Warms up the kernels on a thread of its own while weights are read."""
 
@@ -445,15 +448,18 @@ class Warming:
         finally:
             workers.dismiss()  # workers that were not needed
 
-    def finish(self) -> None:
+    def finish(self, progress: Progress = silent) -> None:
         """Waits until all kernels are ready, those of formats that the weights brought included.
 
         Raises the error of one that failed to compile.
         """
-        self._thread.join()
+        while self._thread.is_alive():
+            progress("kernels", workers.compilation.done, workers.compilation.total)
+            self._thread.join(REFRESH)
         if self._error is not None:
             raise self._error
         self._kernels.warm_up(self._kind)
+        progress("kernels", workers.compilation.done, workers.compilation.total)
 
 
 class Loaded:
@@ -518,9 +524,7 @@ class Loaded:
             self._ranks.wait()
             self._ranks.measure(config)
         limits, used = sized(config, decoder, self._draft)
-        progress("kernels", 0, 1)
-        self._warming.finish()
-        progress("kernels", 1, 1)
+        self._warming.finish(progress)
         used = self._with_runtime(used)
         is_ahead = kernels.device.type == "cuda" and self._ranks is None
         depth = max(int(is_ahead), limits.stages - 1) if config.overlap is None else config.overlap

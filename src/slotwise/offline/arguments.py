@@ -23,11 +23,13 @@ OWN = {  # obeyed beside the settings
     "chat_template": "a chat template or its file, in the place of the model's",
     "served_model_name": "the name, or a list whose first is the name, in the labels of metrics",
     "stream_interval": "tokens of each output of AsyncLLM after the first, 1 or more",
+    "use_tqdm_on_load": "False: no progress bar on a terminal while the model is downloaded and read",
     "disable_log_stats": "False: LLM counts what get_metrics() returns, AsyncLLM logs its load; None is True",
     **{alias: f"vLLM's name of {name}" for alias, name in ALIASES.items()},
     "event_log": "a file to which LLM writes the event log; an older one is replaced",
 }
-KINDS = {"disable_log_stats": bool, "served_model_name": str | list | tuple, "chat_template": str | Path}
+KINDS = {"disable_log_stats": bool, "use_tqdm_on_load": bool, "served_model_name": str | list | tuple,
+         "chat_template": str | Path}
 FITTING = (-1, "auto")  # vLLM's values of max_model_len for as many tokens as fit
 SIZES = {alias: {"tokens": UNITS, "bytes": BYTE_UNITS}[one.unit] for name, one in settings_of(EngineConfig).items()
          if one.unit in ("tokens", "bytes") for alias in (name, *one.aliases)}
@@ -46,6 +48,7 @@ class Arguments(NamedTuple):
     stream_interval: int = 1
     log_stats: bool = False
     pooler_config: Mapping[str, Any] | None = None  # replaces what the checkpoint says of pooling
+    shows_progress: bool = True  # of loading, on a terminal
 
     @classmethod
     def of(cls, model: str | Path | None, given: Mapping[str, Any]) -> Arguments:
@@ -65,7 +68,8 @@ class Arguments(NamedTuple):
         if settings.get("max_model_len") in FITTING:
             del settings["max_model_len"]
         config = EngineConfig.of(model=model or "", **settings)
-        with ProgressBar(logger.info) as bar:
+        shows_progress = given.get("use_tqdm_on_load", True)
+        with ProgressBar(logger.info, is_wanted=shows_progress) as bar:
             found = find(model or "", bar)
         config = replace(config, model=str(found.path))
         named, interval = given.get("served_model_name") or found.name, given.get("stream_interval", 1)
@@ -75,7 +79,7 @@ class Arguments(NamedTuple):
             logger.info("without effect: %s", ", ".join(idle))
         return cls(config, named if isinstance(named, str) else str(named[0]), given.get("override_generation_config"),
                    given.get("chat_template"), given.get("event_log", ""), interval,
-                   given.get("disable_log_stats") is False, given.get("pooler_config"))
+                   given.get("disable_log_stats") is False, given.get("pooler_config"), shows_progress)
 
 
 def check(model: str | None, given: Mapping[str, Any]) -> None:

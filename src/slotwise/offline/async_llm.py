@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from slotwise.compose.launch import ChildProcess, launch_engine
 from slotwise.core.scheduler_limits import SLO
 from slotwise.engine.client import EngineClient
@@ -31,6 +33,7 @@ from slotwise.offline.inputs import PromptType, parsed
 from slotwise.offline.lora_requests import AsyncAdapters, LoRARequest
 from slotwise.offline.outputs import RequestOutput
 from slotwise.offline.sampling_params import RequestOutputKind, SamplingParams
+from slotwise.platform.progress_bar import ProgressBar
 
 MAX_LIVE = 1 << 16  # unfinished continuations
 FAILED = ("rejected", "timeout", "shed", "error")  # reasons of an end that are exceptions here
@@ -54,7 +57,8 @@ class AsyncLLM(VllmMethods):
         if self._arguments.event_log:
             raise ConfigError("event_log is an argument of LLM; slotwise serve writes event logs, too")
         self._frontend = Frontend(self._arguments)
-        self._client = EngineClient(max_live=MAX_LIVE)
+        self._bar = ProgressBar(is_wanted=self._arguments.shows_progress)
+        self._client = EngineClient(lambda loading: self._bar(*msgspec.structs.astuple(loading)), MAX_LIVE)
         config = self._arguments.config
         self._adapters = AsyncAdapters(self._client, config.max_cpu_loras if config.enable_lora else 0)
         self._client.observers.append(self._adapters)
@@ -185,7 +189,8 @@ class AsyncLLM(VllmMethods):
         return await asyncio.shield(self._starting)
 
     async def _start(self) -> EngineInfo:
-        info = await self._supervisor.ready()
+        with self._bar:
+            info = await self._supervisor.ready()
         if self._arguments.log_stats:
             recorder = Recorder(Ring(capacity=1))
             recorder.started(info)

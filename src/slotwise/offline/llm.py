@@ -43,6 +43,7 @@ from slotwise.offline.inputs import ParsedPrompt, PromptType, as_batch, parsed
 from slotwise.offline.lora_requests import BASE, HeldAdapter, LoRARequest, OfflineAdapters
 from slotwise.offline.outputs import EmbeddingRequestOutput, RequestOutput
 from slotwise.offline.sampling_params import PoolingParams, SamplingParams
+from slotwise.platform.progress_bar import ProgressBar
 
 if TYPE_CHECKING:
     from slotwise.engine.messages import Command
@@ -67,7 +68,7 @@ class OfflineEngine:
             from slotwise.observe import log_file
 
             log_file.check(event_log)
-        self._config = arguments.config
+        self._config, self._shows_progress = arguments.config, arguments.shows_progress
         self._recording: Recording | None = None
         self.metrics: Metrics | None = None
         self.level = 0  # of its sleep; 0: awake
@@ -82,8 +83,9 @@ class OfflineEngine:
             self.metrics = self._recording.metrics(arguments.name) if arguments.log_stats else None
 
     def _start(self) -> None:
-        loaded = load(self._config)
-        engine, self.info = loaded.engine(self._config)
+        with ProgressBar(is_wanted=self._shows_progress) as bar:
+            loaded = load(self._config, bar)
+            engine, self.info = loaded.engine(self._config, bar)
         self._engine: Engine | None = engine
         self.adapters: AdapterStore | None = loaded.adapters
 

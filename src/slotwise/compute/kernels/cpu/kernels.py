@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slotwise.compute.kernels.cpu import attention, delta, pointwise, processor, sampling
 from slotwise.compute.kernels.cpu.cache import CpuCache, head_block_elements, padded
-from slotwise.compute.kernels.cpu.jit.compiler import CompiledKernel, compile_all
+from slotwise.compute.kernels.cpu.jit.compiler import CompiledKernel, compile_all, compile_here
 from slotwise.compute.kernels.cpu.launcher import PROGRAM, Arena, GraphRecorder, KernelGraph, KernelLauncher
 from slotwise.compute.kernels.cpu.products import experts, gemm, onednn, paths, quantize
 from slotwise.compute.kernels.cpu.products.linear import PackedPart
@@ -91,8 +91,7 @@ class CpuKernels:
                      sampling.MASK, sampling.WIDEN[kind]]
         compile_all([*self._packing.kernels(kind), *of_the_cache, *multiply, *of_logits, attention.PLAN,
                      pointwise.EMBED, pointwise.NORM[kind], PROGRAM, WORK, RUN_SHARED, READ])
-        for code in self._packing.kernels_of_blocks(kind):  # workers do not know these by name
-            code.compile()
+        compile_here(self._packing.kernels_of_blocks(kind))  # workers do not know these by name
 
     def batch_dependence(self, kind: torch.dtype) -> str:
         """Only oneDNN adds in an order that depends on the number of rows."""

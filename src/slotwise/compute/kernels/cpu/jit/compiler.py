@@ -23,7 +23,7 @@ import inspect
 import platform
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeAlias, TypeVar, cast
 
@@ -244,17 +244,32 @@ def compile_all(codes: Sequence[CompiledKernel]) -> None:
         codes: the slowest to compile first.
     """
     missing = [code for code in codes if not code.is_ready]
+    workers.compilation.begin(len(missing))
     processors = num_processors() if store().folder else 1
     number = max(0, min(processors, len(missing)) - 1)
     if number:  # only then is a folder needed, and the store has one
         with tempfile.TemporaryDirectory(prefix=".", dir=store().folder) as folder:
             claims = Path(folder)
-            called = workers.set_to_work(number, claims, [code.name for code in missing])
-            _share(claims, missing)
-            for worker in called:
-                worker.wait()  # if it failed, its claims are compiled below
+            with workers.compilation.shared(claims, len(missing)):
+                called = workers.set_to_work(number, claims, [code.name for code in missing])
+                _share(claims, missing)
+                for worker in called:
+                    worker.wait()  # if it failed, its claims are compiled below
     for code in codes:
         code.compile()
+        if not number and code in missing:
+            workers.compilation.compiled()
+
+
+def compile_here(codes: Iterable[CompiledKernel]) -> None:
+    """Compile or load all `codes` in this process."""
+    missing = [code for code in dict.fromkeys(codes) if "address" not in code.__dict__]
+    absent = [code for code in missing if not code.is_on_disk]
+    workers.compilation.begin(len(absent))
+    for code in missing:
+        code.compile()
+        if code in absent:
+            workers.compilation.compiled()
 
 
 def share_named(claims: Path, names: Sequence[str]) -> None:
@@ -270,6 +285,7 @@ def _share(claims: Path, codes: Sequence[CompiledKernel]) -> None:
         with contextlib.suppress(FileExistsError):
             (claims / code.name).touch(exist_ok=False)
             code.compile()
+            (claims / f"{workers.COMPILED}{code.name}").touch()
 
 
 @functools.cache

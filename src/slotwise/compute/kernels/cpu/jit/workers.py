@@ -13,7 +13,9 @@ Importing this file imports nothing that takes long.
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 from slotwise.compute.kernels.cpu.jit.store import home
@@ -25,9 +27,50 @@ GPU = Path("/dev/nvidiactl")
 # The most workers: no model needs more kernels.
 MOST = 13
 
+# How the names of files begin that say which kernels are compiled, in a folder of claims.
+COMPILED = ".compiled-"
+
 CompileWorker = subprocess.Popen[str]
 # Workers that were started, and have no work yet.
 _waiting: list[CompileWorker] = []
+
+
+class Compilation:
+    """Counts the kernels that this process and its workers compile before an engine is ready."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._here = 0
+        self._claims: Path | None = None
+
+    @property
+    def done(self) -> int:
+        shared = 0
+        if (claims := self._claims) is not None:
+            with contextlib.suppress(OSError):  # another thread has just removed the folder
+                shared = sum(name.startswith(COMPILED) for name in os.listdir(claims))
+        return min(self._here + shared, self.total)
+
+    def begin(self, number: int) -> None:
+        """Kernels are missing, and will be compiled."""
+        self.total += number
+
+    def compiled(self) -> None:
+        """This process has compiled one of them."""
+        self._here += 1
+
+    @contextlib.contextmanager
+    def shared(self, claims: Path, number: int) -> Iterator[None]:
+        """Within this context this process and workers compile `number` of them, and mark each in the folder."""
+        self._claims = claims
+        try:
+            yield
+        finally:
+            self._claims = None
+            self._here += number
+
+
+compilation = Compilation()
 
 
 def call_early(device: str) -> None:

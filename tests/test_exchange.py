@@ -163,7 +163,7 @@ def test_a_model_that_does_not_start_leaves_the_old_one_serving(server: Live, mo
     """It has the right files, and its first step gives no numbers."""
     first = tokens(server)
     told = load(server, models.unsound)
-    assert told.status_code == 503 and told.json()["error"]["message"].endswith(f"{models.first} is served again")
+    assert told.status_code == 503 and told.json()["error"]["message"].endswith("first is served again")
     assert tokens(server) == first and names(server) == ["first"] and len(engines(server)) == 1
     assert server.client.get("/health").status_code == 200
 
@@ -171,18 +171,17 @@ def test_a_model_that_does_not_start_leaves_the_old_one_serving(server: Live, mo
 def test_two_models_that_do_not_start_are_both_told_and_the_server_says_that_it_sleeps(
         server: Live, models: Models) -> None:
     assert server.client.get("/is_sleeping", headers=ADMIN).json()["level"] == 0
-    old = names(server)[0]
-    gone = Path(old).with_suffix(".gone")
-    Path(old).rename(gone)
+    gone = models.first.with_suffix(".gone")
+    models.first.rename(gone)
     try:
         told = load(server, models.unsound)
         assert told.status_code == 503
         message = told.json()["error"]["message"]
-        assert "finite" in message and f"{old} did not start again either" in message and "/wake_up" in message
+        assert "finite" in message and "first did not start again either" in message and "/wake_up" in message
         refused = complete(server)
         assert refused.status_code == 503 and "asleep until it is woken up" in refused.text
     finally:
-        gone.rename(old)
+        gone.rename(models.first)
     assert server.client.post("/wake_up", headers=ADMIN, timeout=120).status_code == 200
     assert complete(server).status_code == 200
 

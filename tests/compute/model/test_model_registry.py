@@ -37,7 +37,7 @@ def test_the_built_in_model(typed: str) -> None:
     ("SmolLM2-135M-Instruct.Q4_1.gguf", "Smollm2 135M 8k Lc100K Mix1 Ep2", "SmolLM2-135M-Instruct"),
     ("qwen2.5-0.5b-instruct-q4_k_m.gguf", None, "qwen2.5-0.5b-instruct"),
     ("a-IQ3_XXS.gguf", None, "a"), ("a.bf16.gguf", None, "a"), ("a-UD-Q4_K_XL.gguf", None, "a"),
-    ("a-Q8.gguf", None, "a-Q8"), ("a-Q4_0-tuned.gguf", None, "a-Q4_0-tuned"), ("a-MXFP4_MOE.gguf", None, "a"),
+    ("a-Q8.gguf", None, "a"), ("a-Q4_0-tuned.gguf", None, "a-Q4_0-tuned"), ("a-MXFP4_MOE.gguf", None, "a"),
     ("a-Q4_K_M-00001-of-00001.gguf", None, "a"), ("file.gguf", "Its-Own-Name", "Its-Own-Name"),
     ("ggml-model-Q4_0.gguf", "A Title", "A-Title"), ("model.gguf", "", "model"),
     ("sha256-6a0746a1ec1a", "Tiny Model", "Tiny-Model"), ("sha256-6a0746a1ec1a", None, "sha256-6a0746a1ec1a"),

@@ -139,7 +139,7 @@ def test_a_cache_folder_that_cannot_be_used(index: Path, tmp_path: Path, monkeyp
     model = publish(index, CONTENT)
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "cache"))
-    assert "Not a directory: set XDG_CACHE_HOME to a folder" in refusal(model)
+    assert ": File exists: set XDG_CACHE_HOME to a folder" in refusal(model)
     (tmp_path / "open" / "slotwise").mkdir(parents=True)
     (tmp_path / "open").chmod(0o777)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "open"))

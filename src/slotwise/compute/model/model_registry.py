@@ -70,7 +70,7 @@ def find(model: str | Path = "", progress: Progress = lambda stage, done, total:
 
 
 def _found(path: Path, name: str, *aliases: str) -> FoundModel:
-    others = dict.fromkeys([*aliases, str(path), str(path.absolute())])
+    others = dict.fromkeys([*aliases, str(path), str(path.absolute()), os.path.abspath(path)])
     return FoundModel(path, name, tuple([alias for alias in others if alias and alias != name]))
 
 

@@ -68,16 +68,16 @@ def test_generate_reads_stdin_and_takes_a_checkpoint(folder, capfd, monkeypatch)
 
 def test_chat_answers_each_line(capfd, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("def close(self):\ndef open(self):\n"))
-    assert len(said(capfd, "chat", "--max-tokens", "8").strip().splitlines()) >= 2
+    assert len(said(capfd, "chat", "builtin", "--max-tokens", "8").strip().splitlines()) >= 2
 
 
 @pytest.mark.parametrize("override", [{}, {"temperature": 0.6, "max_new_tokens": 9, "min_p": 0.1}])
 def test_a_chat_in_the_terminal_has_the_defaults_of_one_over_http(override, monkeypatch, capfd):
-    seen, stream = [], LLM.stream
-    monkeypatch.setattr(LLM, "stream", lambda llm, prompt, params: seen.append((llm, params)) or stream(
+    seen, stream = [], LLM.stream_outputs
+    monkeypatch.setattr(LLM, "stream_outputs", lambda llm, prompt, params: seen.append((llm, params)) or stream(
         llm, prompt, params))
     monkeypatch.setattr("sys.stdin", io.StringIO("def close(self):\n"))
-    said(capfd, "chat", "--override-generation-config", json.dumps(override))
+    said(capfd, "chat", "builtin", "--override-generation-config", json.dumps(override))
     ((llm, params),) = seen
     defaults = llm.sampling_defaults
     served = ChatRequest(messages=[]).sampling_params(defaults.max_tokens, None, defaults.of_sampling)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -67,3 +68,28 @@ def test_zsh_gets_every_command_and_option() -> None:
     for word in ("serve", "explain", "--scheduling-policy", "--ssl-certfile"):
         assert word in text
     assert "--swap-space" not in text, "vLLM's are accepted, and not offered"
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
+def test_fish_completes_commands_options_choices_and_files(tmp_path: Path) -> None:
+    (file := tmp_path / "slotwise.fish").write_text(script("fish"))
+    (tmp_path / "zzz.yaml").write_text("")
+
+    def offered(line: str) -> set[str]:
+        done = subprocess.run(["fish", "--no-config", "-c", f"source {file}; complete -C '{line}'"],
+                              capture_output=True, text=True, timeout=60, cwd=tmp_path)
+        assert not done.stderr, done.stderr
+        return {one.partition("\t")[0] for one in done.stdout.splitlines()}
+
+    assert offered("slotwise se") == {"serve"}
+    assert "--max-num-seqs" in offered("slotwise serve --max-num-s")
+    assert offered("slotwise serve --scheduling-policy f") == {"fcfs", "fair"}
+    assert offered("slotwise serve --config zz") == {"zzz.yaml"}
+    assert "throughput" in offered("slotwise bench thr")
+
+
+def test_fish_gets_every_command_and_option() -> None:
+    text = script("fish")
+    for word in ("serve", "explain", "scheduling-policy", "ssl-certfile"):
+        assert word in text
+    assert "swap-space" not in text, "vLLM's are accepted, and not offered"

@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
-import pty
-import select
 import signal
 import socket
-import struct
-import subprocess
-import sys
-import termios
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 import msgspec
 import pytest
 from rich.console import Console
 from support.live import serving
 from support.played import Play
+from support.terminal import NARROW, Terminal
 
 from slotwise.cli import main
 from slotwise.cli.top import WIDTHS, ServerFrame
 from slotwise.observe.event_log import Entry, RequestEntry
 from slotwise.observe.live_state import LiveState
 
-NARROW = 60  # columns
 LONG = "cmpl-0123456789abcdef0123456789abcdef-0"
 
 
@@ -105,57 +95,6 @@ def test_a_low_terminal_shows_fewer_slots_and_the_queue_all_the_same() -> None:
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with serving("--max-num-seqs", "4", log=tmp_path_factory.mktemp("top") / "stderr") as running:
         yield running.url
-
-
-class Terminal:
-    """A process in the foreground of a terminal of its own."""
-
-    def __init__(self, *arguments: str) -> None:
-        self._ours, self._theirs = pty.openpty()
-        fcntl.ioctl(self._theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, NARROW, 0, 0))
-        self.before = self.settings
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "slotwise.cli", *arguments], stdin=self._theirs, stdout=self._theirs,
-            stderr=self._theirs, start_new_session=True, env=os.environ | {"TERM": "xterm-256color"},
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))
-        self.text = ""
-
-    @property
-    def settings(self) -> list[Any]:
-        return termios.tcgetattr(self._theirs)
-
-    @property
-    def reads_lines(self) -> bool:
-        return bool(self.settings[3] & termios.ICANON and self.settings[3] & termios.ECHO)
-
-    def press(self, keys: bytes) -> None:
-        os.write(self._ours, keys)
-
-    def read(self, wanted: str = "", seconds: float = 120) -> None:
-        """Reads until `wanted` was written; without it, what is there."""
-        ends = time.monotonic() + seconds
-        while not wanted or wanted not in self.text:
-            if not select.select([self._ours], [], [], 0.1)[0]:
-                if not wanted:
-                    return
-                assert time.monotonic() < ends and self.process.poll() is None, f"never: {wanted}\n{self.text}"
-                continue
-            self.text += os.read(self._ours, 65_536).decode(errors="replace")
-
-    def ended(self) -> int:
-        """The exit status; what is written meanwhile is read, or the process would wait for it."""
-        ends = time.monotonic() + 120
-        while self.process.poll() is None:
-            assert time.monotonic() < ends, self.text
-            self.read()
-        self.read()
-        return self.process.returncode
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        for end in (self._ours, self._theirs):
-            os.close(end)
 
 
 @pytest.fixture

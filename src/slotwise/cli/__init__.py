@@ -31,6 +31,7 @@ MODULES = {
     "compare": "bench", "top": "top", "timeline": "event_logs", "explain": "event_logs", "replay": "event_logs",
     "completion": "completion", "simulate": "simulations", "what-if": "simulations", "capacity": "simulations",
     "tune": "simulations", "scale": "scale", "pull": "pull",
+    "doctor": "doctor",
 }
 SETTING = re.compile(r"(?<![\w./'\"`-])[a-z]+(?:_[a-z]+)+(?![\w./'\"`=])|^(?!model\b)[a-z]+(?= )")
 
@@ -39,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; a failure is one line on stderr and an exit status of 1."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = build_parser(arguments[0] if arguments else "")
+    if arguments[:1] == ["bench"]:
+        arguments = importlib.import_module(f"{__name__}.bench").with_benchmark(arguments)
     asked = parser.parse_args(arguments)
     if asked.command is None:
         parser.print_help()

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
-import os
 import statistics
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,14 +25,17 @@ from slotwise.cli.options import (
     option_of,
     reader,
 )
+from slotwise.cli.parser import Parser, mark_common
 from slotwise.cli.process import INTERRUPTED, ending_at_once
-from slotwise.cli.pull import find_model
+from slotwise.cli.pull import USUAL_MODEL_HELP, find_model, names_model
+from slotwise.cli.remote import KEY_VARIABLE, Server, api_key_of, is_url
 from slotwise.cli.workload_options import DRAWN, Defaults, add_seed_option, add_workload_options, in_tokens, workload_of
 from slotwise.compute.model.published_models import PUBLISHED, present
 from slotwise.core.scheduler_limits import SLOTS, TOKENS
-from slotwise.core.setting_fields import Range, real, settings_of, whole
+from slotwise.core.setting_fields import Range, real, whole
 from slotwise.core.speculation.speculation_settings import Speculation
 from slotwise.engine.config import BYTES, QUANTIZATIONS, EngineConfig
+from slotwise.errors import printable
 from slotwise.measure.bench.comparison import (
     DISCIPLINES,
     Comparison,
@@ -58,6 +60,8 @@ if TYPE_CHECKING:
     from slotwise.measure.bench.results import ProgressBar
     from slotwise.observe.log_file import LogFile
 
+USUAL_URL = "http://127.0.0.1:8000"
+COMMON_OF_WORKLOAD = ("dataset_name", "num_prompts", "input_lengths", "output_lengths", "request_rate")
 MAX_WARMUPS = 1000
 ITERATIONS = 100_000
 MAX_ROWS = 8192
@@ -74,6 +78,8 @@ def add(commands: Commands) -> None:
 def _add_bench(commands: Commands) -> None:
     summary = "measure a server, or an engine in this process"
     bench = commands.add_parser("bench", help=summary, description=summary[0].upper() + summary[1:] + ".")
+    bench.epilog = ("`slotwise bench URL` stands for `bench serve URL`, and `slotwise bench MODEL` for `bench "
+                    "throughput MODEL`.")
     kinds = bench.add_subparsers(dest="benchmark", metavar="BENCHMARK", title="benchmarks", required=True)
     _add_serve(kinds)
     _add_throughput(kinds)
@@ -82,28 +88,47 @@ def _add_bench(commands: Commands) -> None:
     _add_kernels(kinds)
 
 
+def with_benchmark(arguments: Sequence[str]) -> Sequence[str]:
+    """Returns the arguments of `slotwise bench` with the benchmark that a model or a URL in its place stands for."""
+    if len(arguments) < 2 or not names_model(arguments[1], is_before_others=True):
+        return arguments
+    return [arguments[0], "serve" if is_url(arguments[1]) else "throughput", *arguments[1:]]
+
+
 def _add_serve(kinds: Commands) -> None:
     serve = add_command(kinds, "serve", "time the responses of an OpenAI-compatible server", run_serve)
+    serve.usage = "slotwise bench serve [URL] [options]"
+    mark_common(serve.add_argument(
+        "url", nargs="?", metavar="URL", help=f"address of the server (default: {USUAL_URL})"))
     server = serve.add_argument_group("server")
-    server.add_argument("--base-url", default="http://127.0.0.1:8000", metavar="URL",
-                        help="address of the server (default: http://127.0.0.1:8000)")
+    server.add_argument("--base-url", metavar="URL", help="the address, given as an option")
     server.add_argument("--endpoint", choices=("/v1/completions", "/v1/chat/completions"),
                         help="route of the requests (default: /v1/completions; of chats /v1/chat/completions)")
-    server.add_argument("--model", default="", metavar="NAME", help="its served name (default: the server's first)")
-    server.add_argument("--api-key", default=os.environ.get("SLOTWISE_API_KEY", "").partition(",")[0], metavar="KEY",
-                        help="key to send as a bearer token (default: $SLOTWISE_API_KEY)")
+    mark_common(
+        server.add_argument("--model", default="", metavar="NAME",
+                            help="its served name (default: the server's first)"),
+        server.add_argument("--api-key", default="", metavar="KEY",
+                            help=f"key to send as a bearer token (default: ${KEY_VARIABLE})"))
     _add_phrasing(serve.add_argument_group("requests"))
     measured = serve.add_argument_group("measurement")
-    measured.add_argument("--max-concurrency", type=Number(whole(1, MAX_USERS)), metavar="N",
-                          help="a closed loop of so many users, who wait for their responses: --arrivals closed:N")
+    mark_common(measured.add_argument(
+        "--max-concurrency", type=Number(whole(1, MAX_USERS)), metavar="N",
+        help="a closed loop of so many users, who wait for their responses: --arrivals closed:N"))
     measured.add_argument("--num-warmups", type=Number(whole(0, MAX_WARMUPS)), default=1, metavar="N",
                           help="short requests before those that are measured (default: 1)")
-    measured.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS",
-                          help="count requests within all of these limits of ttft, tpot and e2el: ttft:500 tpot:50")
-    measured.add_argument("--save-result", action="store_true", help="write a JSON file")
+    mark_common(
+        measured.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS", help="count requests within all "
+                              "of these limits of ttft, tpot and e2el: ttft:500 tpot:50"),
+        measured.add_argument("--save-result", action="store_true", help="write a JSON file"))
     measured.add_argument("--result-filename", metavar="FILE", help="path of that file")
     add_workload_options(serve, SERVED)
     add_seed_option(serve)
+    _mark_workload(serve)
+
+
+def _mark_workload(command: Parser) -> None:
+    """Marks the common options of a workload."""
+    mark_common(*(action for action in command._actions if action.dest in COMMON_OF_WORKLOAD))
 
 
 def _add_phrasing(group: argparse._ArgumentGroup) -> None:
@@ -128,10 +153,12 @@ def _add_throughput(kinds: Commands) -> None:
     command.add_argument("--event-log", default="", metavar="FILE",
                          help="write the event log here, for `slotwise replay`, `explain` and `timeline`")
     add_overwrite_option(command)
-    command.add_argument("--roofline", action="store_true", help="run it twice, and print the achieved share of the "
-                         "roofline by kind of step, with a breakdown of the rest")
+    mark_common(command.add_argument(
+        "--roofline", action="store_true", help="run it twice, and print the achieved share of the roofline by kind of "
+        "step, with a breakdown of the rest"))
     add_workload_options(command, OFFLINE)
     add_engine_options(command)
+    _mark_workload(command)
 
 
 def _add_latency(kinds: Commands) -> None:
@@ -149,18 +176,19 @@ def _add_latency(kinds: Commands) -> None:
         ("--num-iters", 10, whole(1, ITERATIONS), "iterations that count"),
     )
     for name, default, allowed, what in counts:
-        command.add_argument(name, type=Number(allowed), default=default, metavar="N",
-                             help=f"{what} (default: {default})")
+        mark_common(command.add_argument(
+            name, type=Number(allowed), default=default, metavar="N", help=f"{what} (default: {default})"))
 
 
 def _add_steps(kinds: Commands) -> None:
     command = add_command(kinds, "steps", "time steps of every size in this process, for `slotwise simulate`, "
                           "`capacity` and `tune`", run_bench_steps)
-    command.add_argument("--event-log", required=True, metavar="FILE",
-                         help="write the event log here: `slotwise simulate --machine FILE` reads it")
+    mark_common(
+        command.add_argument("--event-log", required=True, metavar="FILE",
+                             help="write the event log here: `slotwise simulate --machine FILE` reads it"),
+        command.add_argument("--seconds", type=Number(real(1, 3600)), default=SECONDS, metavar="S",
+                             help=f"no load begins after so many seconds (default: {SECONDS:g})"))
     add_overwrite_option(command)
-    command.add_argument("--seconds", type=Number(real(1, 3600)), default=SECONDS, metavar="S",
-                         help=f"no load begins after so many seconds (default: {SECONDS:g})")
     _add_offline(command)
     add_engine_options(command)
 
@@ -179,9 +207,38 @@ def _add_kernels(kinds: Commands) -> None:
     command.add_argument("--output-json", metavar="FILE", help="write the result here")
 
 
-def _add_offline(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--model", help=MODEL_HELP)
-    command.add_argument("--output-json", metavar="FILE", help="write the result here")
+def _add_offline(command: Parser) -> None:
+    command.usage = f"{command.prog} [MODEL] [options]"
+    mark_common(
+        command.add_argument("model_tag", nargs="?", metavar="MODEL", help=MODEL_HELP),
+        command.add_argument("--output-json", metavar="FILE", help="write the result here"))
+    command.add_argument("--model", metavar="MODEL", help="the model, given as an option")
+
+
+def _choose_model(asked: argparse.Namespace) -> None:
+    """Sets `model` to the one that was given, as an argument or an option.
+
+    Raises:
+        ValueError: there are two, or it is the URL of a server.
+    """
+    if asked.model_tag and asked.model and asked.model_tag != asked.model:
+        raise ValueError(f"{asked.model_tag} and --model {asked.model}: give one model")
+    asked.model = asked.model_tag or asked.model
+    if is_url(asked.model or ""):
+        raise ValueError(f"{asked.model} is a server's address, and this measures an engine in this process: "
+                         f"`slotwise bench serve {asked.model}` measures a server")
+
+
+def _base_url(asked: argparse.Namespace) -> str:
+    """Returns the server's address.  Raises ValueError where there are two, or a model is in its place."""
+    if asked.url is None:
+        return asked.base_url or USUAL_URL
+    if asked.base_url not in (None, asked.url):
+        raise ValueError(f"{asked.url} and --base-url {asked.base_url}: give one address")
+    if not is_url(asked.url):
+        raise ValueError(f"{printable(asked.url)} is not the URL of a server; `slotwise bench throughput "
+                         f"{printable(asked.url)}` measures a model in this process")
+    return Server(asked.url).url
 
 
 def run_serve(asked: argparse.Namespace) -> int:
@@ -202,8 +259,8 @@ def run_serve(asked: argparse.Namespace) -> int:
     objectives = GoodputLimits.parse(asked.goodput)
     _check_chats(asked)
     has_chats = asked.dataset_name == chats.NAME
-    target = BenchTarget(asked.base_url, asked.endpoint or (CHAT if has_chats else COMPLETIONS), asked.model,
-                         asked.api_key)
+    target = BenchTarget(_base_url(asked), asked.endpoint or (CHAT if has_chats else COMPLETIONS), asked.model,
+                         api_key_of(asked.api_key))
     phrasing = Phrasing(
         SAFE_VOCAB_SIZE if asked.vocab_size is None else asked.vocab_size, text_prompts=asked.text_prompts,
         ignore_eos=not has_chats if asked.ignore_eos is None else asked.ignore_eos,
@@ -249,6 +306,7 @@ def run_throughput(asked: argparse.Namespace) -> int:
     from slotwise.measure.bench.result_tables import throughput_table
     from slotwise.observe.log_file import LogFile
 
+    _choose_model(asked)
     _check_writable(asked.output_json)
     workload = workload_of(asked, OFFLINE)
     if workload.conversations:
@@ -282,6 +340,7 @@ def run_latency(asked: argparse.Namespace) -> int:
     from slotwise.measure.bench.offline_run import LatencyBatch, latency
     from slotwise.measure.bench.result_tables import latency_table
 
+    _choose_model(asked)
     _check_writable(asked.output_json)
     batch = LatencyBatch(asked.batch_size, asked.input_len, asked.output_len, asked.num_iters_warmup, asked.num_iters)
     if asked.batching not in ("static", "dynamic"):
@@ -297,6 +356,7 @@ def run_bench_steps(asked: argparse.Namespace) -> int:
     from slotwise.measure.bench.steps import fitted, run_steps
     from slotwise.observe.log_file import LogFile
 
+    _choose_model(asked)
     _check_writable(asked.output_json)
     with LogFile(asked.event_log, overwrite=asked.overwrite_event_log) as file:
         stand, about = _stand(asked, file)
@@ -371,13 +431,16 @@ WORKLOAD = Defaults(
     dataset="chats for the real model where no lengths are given, otherwise random")
 ENGINE = ("device", "dtype", "max_model_len", "max_num_batched_tokens", "block_size", "kv_cache_memory")
 REAL_MODEL = "smollm2"
+COMMON_OF_COMPARE = ("disciplines", "slots", "repeats", "online", "output", "json")
 UNCACHED = {"enable_prefix_caching": False}  # only the discipline may differ
 
 
 def _add_compare(commands: Commands) -> None:
     compare = add_command(commands, "compare", "run one workload under every discipline, side by side", run_compare)
-    compare.add_argument("--model", help=f"{settings_of(EngineConfig)['model'].help} (default: {REAL_MODEL} where it "
-                         "has been downloaded, otherwise the built-in model)")
+    compare.usage = "slotwise compare [MODEL] [options]"
+    mark_common(compare.add_argument(
+        "model_tag", nargs="?", metavar="MODEL", help=USUAL_MODEL_HELP))
+    compare.add_argument("--model", metavar="MODEL", help="the model, given as an option")
     group = compare.add_argument_group("comparison")
     group.add_argument("--disciplines", default=",".join(DISCIPLINES), metavar="A,B,...",
                        help=f"disciplines, in this order (default: {','.join(DISCIPLINES)})")
@@ -405,6 +468,8 @@ def _add_compare(commands: Commands) -> None:
     add_engine_options(compare, (*ENGINE, "batch_size", "max_wait_ms"))
     add_workload_options(compare, WORKLOAD)
     add_seed_option(compare)
+    mark_common(*(action for action in group._group_actions if action.dest in COMMON_OF_COMPARE))
+    _mark_workload(compare)
 
 
 @dataclass(frozen=True)
@@ -459,6 +524,7 @@ def _choose_real_chats(asked: argparse.Namespace) -> None:
 def run_compare(asked: argparse.Namespace) -> int:
     from slotwise.measure.bench.results import environment
 
+    _choose_model(asked)
     plan = Plan.of(asked)
     if asked.model is None:
         print(f"compare: on the built-in model; `slotwise pull {REAL_MODEL}` downloads a real one, to compare on chats",

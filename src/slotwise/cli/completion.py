@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from slotwise.cli.options import Commands, add_command, input_file
 
-SHELLS = ("bash", "zsh")
+SHELLS = ("bash", "zsh", "fish")
 
 
 def add(commands: Commands) -> None:

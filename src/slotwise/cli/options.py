@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
 
-from slotwise.cli.parser import Parser
+from slotwise.cli.parser import Parser, mark_common
 from slotwise.compat.vllm import FLAGS
 from slotwise.core.scheduler_limits import ADAPTERS
 from slotwise.core.setting_fields import (
@@ -140,6 +140,8 @@ def add_settings(
             others = [alias if alias.startswith("-") else option_of(alias) for alias in declared.aliases]
             action = group.add_argument(declared.option or option_of(name), *others, **_options(declared))
             action.help = argparse.SUPPRESS if declared.is_hidden else help_of(declared, notes.get(name, ""))
+            if declared.is_common:
+                mark_common(action)
 
 
 def group_of(command: argparse.ArgumentParser, title: str) -> argparse._ArgumentGroup:

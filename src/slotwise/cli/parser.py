@@ -1,6 +1,8 @@
-"""The parser of every command, and where the settings of `slotwise serve` come from.
+"""The parser of every command, its help, and where the settings of `slotwise serve` come from.
 
 An error is one line that names a setting as its caller has typed it, and an unknown option is told the nearest one.
+
+`--help` of a command with many options shows the common ones; `--help all` shows all, and `--help GROUP` one group.
 
     command line  >  environment (SLOTWISE_MAX_NUM_SEQS)  >  file of --config  >  default
 
@@ -26,11 +28,40 @@ from slotwise.platform.files import read_regular
 if TYPE_CHECKING:
     import yaml
 
+IS_COMMON = "is_common"  # an attribute of an argument
+ALL = "all"
+COMMON_OPTIONS = "common options"  # a heading
+
+
+def mark_common(*arguments: argparse.Action) -> None:
+    """`--help` shows these arguments, and leaves those without a mark to `--help all`."""
+    for argument in arguments:
+        setattr(argument, IS_COMMON, True)
+
+
+class _Help(argparse._HelpAction):
+    """Prints the help, or the part of it that a topic names."""
+
+    def __init__(self) -> None:
+        super().__init__(["-h", "--help"], help="show this help; all: every option; GROUP: the options of a group")
+        self.nargs, self.metavar = "?", "all|GROUP"
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        assert isinstance(parser, Parser)
+        sys.stdout.write(parser.help_on(values or ""))
+        parser.exit()
+
+
 class Parser(argparse.ArgumentParser):
     """Reports an error in a command in one line.  No option may be shortened: a new one would change its meaning."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**{"allow_abbrev": False} | options)
+    def __init__(self, *, add_help: bool = True, **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, "add_help": False} | options)
+        if add_help:
+            self._optionals._add_action(_Help())
         self.typed: dict[str, str] = {}
         """How each setting that was given is named where it stands: an option, a variable, or a key of the file."""
         self._source = self._named = ""  # the file that is being read, and the setting in it
@@ -38,8 +69,49 @@ class Parser(argparse.ArgumentParser):
     fill: Callable[[Parser, argparse.Namespace], None] | None = None
     """Sets what `given` has left None, where another source has it."""
 
+    collects = ""
+    """The list that gets further arguments behind options, "" for none: argparse leaves them over."""
+
     keeps_rest = False
     """Whether arguments that are not known are kept, in order, as `rest`: another parser reads them."""
+
+    def help_on(self, topic: str) -> str:
+        """Returns the help on a topic: "" for the common arguments, `ALL`, or a group, with hyphens for its spaces.
+
+        A command without common arguments has all of them in its help.  Exits where there is no such topic.
+        """
+        shown = [one for one in self._actions if one.help != argparse.SUPPRESS]
+        common = [one for one in shown if getattr(one, IS_COMMON, False)]
+        if topic == ALL or (not topic and not common):
+            return self.format_help()
+        groups = {topic_of(one.title): one for one in self._action_groups if one.title and [
+            action for action in one._group_actions if action in shown and action.option_strings]}
+        if topic and topic not in groups:
+            self.error(f"--help: there is no group {topic!r}; there are {', '.join((ALL, *groups))}")
+        formatter = self._get_formatter()
+        if topic:
+            self._add_section(formatter, groups[topic].title, groups[topic]._group_actions)
+            return formatter.format_help()
+        positional = [one for one in common if not one.option_strings]
+        formatter.add_usage(self.usage or " ".join([
+            "%(prog)s", *(f"[{one.metavar}{' ...' * (one.nargs == '*')}]" for one in positional), "[options]"]), [], [])
+        formatter.add_text(self.description)
+        self._add_section(formatter, "arguments", positional)
+        self._add_section(formatter, COMMON_OPTIONS, [one for one in common if one.option_strings])
+        formatter.add_text(self.epilog)
+        names = [name for name, group in groups.items() if any(
+            one in shown and one not in common and not isinstance(one, _Help) for one in group._group_actions)]
+        formatter.add_text(f"{len(shown) - len(common) - 1} more options: --help {ALL}, or --help with one of the "
+                           f"groups {', '.join(names)}")
+        return formatter.format_help()
+
+    @staticmethod
+    def _add_section(
+        formatter: argparse.HelpFormatter, title: str | None, arguments: Iterable[argparse.Action],
+    ) -> None:
+        formatter.start_section(title)
+        formatter.add_arguments(arguments)
+        formatter.end_section()
 
     def error(self, message: str) -> NoReturn:
         """Ends the process.  A message about one option names it as its caller has typed it."""
@@ -64,6 +136,9 @@ class Parser(argparse.ArgumentParser):
                 if getattr(found, action.dest) is None:
                     setattr(found, action.dest, action.default)
         found.typed = {**getattr(found, "typed", {}), **self.typed}
+        if self.collects:
+            getattr(found, self.collects).extend(one for one in unknown if not one.startswith("-"))
+            unknown = [one for one in unknown if one.startswith("-")]
         if self.keeps_rest:
             found.rest, unknown = unknown, []
         if unknown:
@@ -103,6 +178,11 @@ class Parser(argparse.ArgumentParser):
             yield
         finally:
             self._source, self._named = before
+
+
+def topic_of(title: str) -> str:
+    """Returns how `--help` calls the group of this title."""
+    return title.lower().replace(" ", "-")
 
 
 _ARGUMENT = re.compile(r"argument (\S+): ")  # how argparse begins an error about an option

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from slotwise.cli.options import Commands, add_command
 from slotwise.cli.process import ending_at_once
-from slotwise.compute.model.model_registry import BUILTIN, FoundModel, find
+from slotwise.cli.remote import is_url
+from slotwise.compute.model.checkpoint import is_hub_id
+from slotwise.compute.model.model_registry import BUILTIN, NAMES, FoundModel, find
 from slotwise.compute.model.published_models import PUBLISHED, present, pull
+from slotwise.core.setting_fields import settings_of
+from slotwise.engine.config import EngineConfig
 from slotwise.errors import CheckpointError, nearest
 from slotwise.observe import lines
+from slotwise.platform.gguf_file import SUFFIX
 from slotwise.platform.progress_bar import MEGABYTE, ProgressBar, to_nobody, to_stderr
+
+USUAL = f"{next(iter(PUBLISHED))} where it has been downloaded, otherwise the built-in model"
+USUAL_MODEL_HELP = f"{settings_of(EngineConfig)['model'].help} (default: {USUAL})"  # of commands with `usual_model`
 
 
 def add(commands: Commands) -> None:
@@ -29,6 +38,27 @@ def find_model(model: str | None, log_format: str = lines.TEXT) -> FoundModel:
     is_text = log_format == lines.TEXT
     with ending_at_once(), ProgressBar(to_stderr if is_text else to_nobody, is_wanted=is_text) as bar:
         return find(model or "", bar)
+
+
+def usual_model() -> str:
+    """Returns the model of commands that are given none: the first published one that is here, else the built-in one.
+    """
+    return next((name for name, model in PUBLISHED.items() if present(model) is not None), "")
+
+
+def names_model(text: str, *, is_before_others: bool) -> bool:
+    """Whether an argument that may be a prompt is a model, or the URL of a server.
+
+    Args:
+        is_before_others: prompts follow; without them a hub id is taken for a prompt.
+    """
+    if text in NAMES or is_url(text) or text.endswith(SUFFIX):
+        return True
+    path = os.path.expanduser(text)
+    if os.path.isdir(path):
+        return any(name == "config.json" or name.endswith(SUFFIX) for name in os.listdir(path))
+    return is_before_others and not any(map(str.isspace, text)) and (
+        is_hub_id(text) or text.startswith(("/", "./", "../", "~/")))
 
 
 def run(asked: argparse.Namespace) -> int:

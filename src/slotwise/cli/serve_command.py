@@ -25,7 +25,7 @@ from slotwise.cli.options import (
     input_file,
     reader,
 )
-from slotwise.cli.parser import Parser, fill
+from slotwise.cli.parser import Parser, fill, mark_common
 from slotwise.cli.process import ending_at_once
 from slotwise.cli.pull import find_model
 from slotwise.compat.vllm import notices
@@ -56,8 +56,7 @@ def add(commands: Commands) -> None:
 def add_options(serve: Parser) -> None:
     """The model, and all options of a server."""
     serve.fill = fill
-    serve.add_argument("model_tag", nargs="?", metavar="MODEL",
-                       help=MODEL_HELP)
+    mark_common(serve.add_argument("model_tag", nargs="?", metavar="MODEL", help=MODEL_HELP))
     serve.add_argument("--model", metavar="MODEL", help="the model, given as an option")
     serve.add_argument("--or-builtin", action="store_true",
                        help="serve the built-in model where the model is a name that `slotwise pull` lists, and the "

@@ -621,9 +621,24 @@ def check_loadable(config: EngineConfig, freed: int) -> None:
     Args:
         freed: bytes of host memory that will be free beside those that are.
     """
-    _, kernels = chosen(config, lambda plain: plain)
+    expected(config, freed)
+
+
+class Expected(NamedTuple):
+    """What an engine would be made of, as far as it can be known before weights are read."""
+
+    device: str
+    model: DecoderSizes
+    limits: SchedulerLimits
+    used: MemoryUse
+
+
+def expected(config: EngineConfig, freed: int = 0) -> Expected:
+    """Returns what an engine with these settings would be made of.  Raises and takes arguments as `check_loadable`."""
+    device, kernels = chosen(config, lambda plain: plain)
     found = _found(config, locate(config.model), kernels, DraftCheckpoint.of(config), divided(config))
-    check_sizes(config, found.sizes, freed)
+    models = found.sizes
+    return Expected(device, models[0], *check_sizes(config, models, freed))
 
 
 def _found(

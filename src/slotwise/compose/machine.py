@@ -22,7 +22,7 @@ from torch import Tensor
 
 from slotwise.compute.kernels.interface import AttentionShape, Kernels
 from slotwise.compute.kernels.select import launcher_of
-from slotwise.compute.model.decoder import Decoder
+from slotwise.compute.model.decoder import DecoderSizes
 from slotwise.core.step_time import Machine, Roofline
 from slotwise.platform.host import last_cache_bytes
 
@@ -36,7 +36,7 @@ REPEATS = 2  # of each measurement, at least
 
 
 def measure_machine(
-    decoder: Decoder, sizes: Sequence[int] = SIZES, caches: int = CACHES, seconds: float = 0.5,
+    decoder: DecoderSizes, sizes: Sequence[int] = SIZES, caches: int = CACHES, seconds: float = 0.5,
 ) -> Machine:
     """Times reads of memory, and square products with packed weights.
 
@@ -74,7 +74,7 @@ def _reader(kernels: Kernels) -> tuple[Callable[[Tensor], object], int]:
     return lambda data: read_all(data, launcher), PIECE
 
 
-def _product_rate(decoder: Decoder, size: int, seconds: float) -> float:
+def _product_rate(decoder: DecoderSizes, size: int, seconds: float) -> float:
     """Operations per second of a product of `size` tokens with `size` x `size` weights, packed as the model's are."""
     kernels, kind = decoder.kernels, decoder.config.dtype
     weight, tokens = torch.randn(2, size, size, device=kernels.device, dtype=kind)
@@ -82,7 +82,7 @@ def _product_rate(decoder: Decoder, size: int, seconds: float) -> float:
     return 2 * size**3 / _best(lambda: multiply(tokens)[0, 0].item(), seconds)
 
 
-def glance(decoder: Decoder) -> Machine:
+def glance(decoder: DecoderSizes) -> Machine:
     """Measures the same on smaller data, quickly enough for the start of a server."""
     if decoder.kernels.device.type == "cuda":
         return measure_machine(decoder, (8192,), seconds=0.05)
@@ -95,7 +95,7 @@ def faster(one: Machine, other: Machine) -> Machine:
                    max(one.operations_per_second, other.operations_per_second))
 
 
-def roofline(decoder: Decoder, machine: Machine) -> Roofline:
+def roofline(decoder: DecoderSizes, machine: Machine) -> Roofline:
     """Returns lower bounds of the costs of a model's steps; recurrent states are not counted."""
     config, kernels = decoder.config, decoder.kernels
     attention = [shape for shape in decoder.layer_shapes if isinstance(shape, AttentionShape)]

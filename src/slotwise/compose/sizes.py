@@ -50,8 +50,10 @@ def step_tokens(decoder: DecoderSizes, *, stalls_are_bounded: bool) -> int:
     return next(size for size in sizes if size <= tokens or size == sizes[-1])
 
 
-def check_sizes(config: EngineConfig, models: Sequence[DecoderSizes], freed: int = 0) -> None:
-    """Checks, before weights are read, what `sized` finds afterwards; not what it measures on a GPU.
+def check_sizes(
+    config: EngineConfig, models: Sequence[DecoderSizes], freed: int = 0,
+) -> tuple[SchedulerLimits, MemoryUse]:
+    """Returns, before weights are read, what `sized` finds afterwards; on a GPU with a cache that is not bounded.
 
     Args:
         models: the model, and the draft model if there is one.
@@ -78,8 +80,9 @@ def check_sizes(config: EngineConfig, models: Sequence[DecoderSizes], freed: int
         check_weights(models, device)
     else:
         memory_budget.check_weights(weights, memory_budget.loadable_bytes() + freed, "memory", adapters)
-    limits, _ = _sized(config, models, on_gpu if device.type == "cuda" else on_host, freed)
+    limits, used = _sized(config, models, on_gpu if device.type == "cuda" else on_host, freed)
     check_transfers(config, limits, decoder.kernels)
+    return limits, used
 
 
 def check_weights(models: Sequence[DecoderSizes], device: torch.device) -> None:

@@ -71,7 +71,7 @@ class LiveLimits:
     """Limits that may change between two steps."""
 
     max_num_seqs: int = setting(
-        64, "slots of the batch: requests that may run at once", range=whole(1, SLOTS), phase=LIVE)
+        64, "slots of the batch: requests that may run at once", range=whole(1, SLOTS), phase=LIVE, is_common=True)
     max_num_batched_tokens: int = setting(
         1024, "token budget of a step", unit="tokens", range=whole(1, TOKENS), phase=LIVE)
     max_step_ms: float | None = setting(

@@ -118,6 +118,7 @@ class Setting:
     read: Callable[[str], Any] | None = None  # makes a value of a text; raises ValueError: the message says what it is
     takes_many: bool = False  # one option may be followed by several values
     is_hidden: bool = False  # no list of options has it
+    is_common: bool = False  # `--help` lists it first, and leaves the others to `--help all`
     name: str = ""  # by which callers know it, the field's unless given; filled in, like the rest, by `settings_of`
     type: str = ""  # of the field, as it is written
     default: Any = ...  # ...: a value must be given

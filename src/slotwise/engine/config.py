@@ -79,11 +79,12 @@ class EngineConfig(ChosenLimits):
         "auto", "what computes", choices=DEVICES, otherwise="auto, a GPU if torch finds one, else the CPU")
     dtype: str = setting(
         "auto", "type of the weights, half and float being float16 and float32", choices=DTYPES,
-        otherwise="auto, that of the checkpoint; on a CPU float16 becomes bfloat16",
+        otherwise="auto, that of the checkpoint; on a CPU float16 becomes bfloat16", is_common=True,
         read=lambda text: DTYPE_NAMES.get(text, text))
     quantization: str = setting(
         "none", "type to which weights are quantized when they are loaded; activations are quantized to int8 in each "
-        "step. int4 may ruin a model: docs/performance.md has the perplexities", choices=QUANTIZATIONS)
+        "step. int4 may ruin a model: docs/performance.md has the perplexities", choices=QUANTIZATIONS,
+        is_common=True)
     packed_weights_cache: float = setting(
         0.0, "on a CPU: disk space for the weights of quantized checkpoints as they are repacked, so that the next "
         "start maps them: docs/gguf.md", unit="GiB", range=GIBIBYTES, otherwise="0, none")
@@ -96,7 +97,7 @@ class EngineConfig(ChosenLimits):
         "SLOTWISE_CPU_LINEAR is onednn, on a GPU it does not")
     max_model_len: int | None = setting(
         None, "longest sequence, prompt and output together", unit="tokens", range=whole(LEAST_TOKENS, TOKENS),
-        otherwise="the model's")
+        otherwise="the model's", is_common=True)
     max_num_batched_tokens: int | None = redeclared(  # type: ignore[assignment]
         LiveLimits, "max_num_batched_tokens", None, otherwise="what half a second computes, a tenth where stalls are "
         "not bounded; 128 to 512, on a GPU up to 8192; and one for each slot")
@@ -112,7 +113,7 @@ class EngineConfig(ChosenLimits):
         "40% of the free memory", group=CACHE, aliases=("kv_cache_memory_bytes",))
     gpu_memory_utilization: float | None = setting(
         None, "share of the memory of the GPU, or of the machine, for weights, workspace and cache together",
-        unit="share", range=real(0.001, 1), otherwise="on a GPU 0.9", group=CACHE)
+        unit="share", range=real(0.001, 1), otherwise="on a GPU 0.9", group=CACHE, is_common=True)
     enable_prefix_caching: bool = redeclared(ChosenLimits, "enable_prefix_caching", default=True)
     kv_offloading_size: float = setting(
         0.0, "on a GPU: host memory for blocks that the prefix cache evicts; they are copied back instead of computed "
@@ -322,7 +323,7 @@ class ModelOptions:
 
     served_model_name: tuple[str, ...] = setting(
         (), "what clients call the model, by any of several names; responses and metrics have the first", unit="name",
-        otherwise="the model as it is given here", takes_many=True)
+        otherwise="the model as it is given here", takes_many=True, is_common=True)
     chat_template: str | None = setting(
         None, "a Jinja file instead of the model's own template", unit="file", read=existing_file)
     override_generation_config: Mapping[str, Any] = setting(

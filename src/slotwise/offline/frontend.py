@@ -333,7 +333,7 @@ class Frontend:
             raise InvalidMessages("messages: each must be a dict with role and content", "messages")
         own = [dict(message) for message in messages]
         check_messages(own)
-        source = self._template if template is None else self._source(template)
+        source = self.chat_template if template is None else self._source(template)
         if template is None and self._arguments.chat_template is None and variables.get("tools"):
             source = self._tool_template or source
         if source is None:
@@ -345,7 +345,8 @@ class Frontend:
         return ParsedPrompt(text, self.tokenizer.encode(text, add_special_tokens=False))
 
     @cached_property
-    def _template(self) -> str | None:
+    def chat_template(self) -> str | None:
+        """The source of the template of conversations without tools; None: the model has none."""
         return self._source(self._arguments.chat_template)
 
     @cached_property
@@ -410,6 +411,11 @@ class OfflineTokenizer:
         chosen = template_variables(variables, tools, begins=add_generation_prompt, continues=continue_final_message)
         found = self._frontend.rendered(conversation, chosen, continues=continue_final_message, template=chat_template)
         return (found.ids or []) if tokenize else (found.text or "")
+
+    @property
+    def chat_template(self) -> str | None:
+        """The source of the chat template; None: the model has none."""
+        return self._frontend.chat_template
 
     @property
     def eos_token_id(self) -> int | None:

@@ -13,7 +13,7 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -368,15 +368,28 @@ class LLM(VllmMethods):
         Raises:
             ValueError: the prompt can never run.
         """
-        job = self._job(parsed(prompt), sampling_params, None)
-        if len(job.choices) != 1:
-            raise ValueError("stream() yields one continuation: leave n at 1")
         shown = 0
-        for _ in self._steps([job]):
-            text = job.output.outputs[0].text
+        for output in self.stream_outputs(prompt, sampling_params):
+            text = output.outputs[0].text
             if len(text) > shown:
                 yield text[shown:]
                 shown = len(text)
+
+    def stream_outputs(
+        self, prompt: PromptType, sampling_params: SamplingParams | None = None,
+    ) -> Generator[RequestOutput]:
+        """Continues one prompt and yields its output after every step: one object, which grows.  `n` must be 1.
+
+        An iteration that is closed aborts the request.
+
+        Raises:
+            ValueError: the prompt can never run.
+        """
+        job = self._job(parsed(prompt), sampling_params, None)
+        if len(job.choices) != 1:
+            raise ValueError("a stream has one continuation: leave n at 1")
+        for _ in self._steps([job]):
+            yield job.output
 
     def _steps(self, jobs: Sequence[OfflineRequest] | Sequence[OfflineEmbedding]) -> Iterator[int]:
         """Runs steps until every job has ended; yields how many continuations ended in each step.

@@ -12,6 +12,7 @@ MACHINES: dict[str, tuple[str, ...]] = {"x86_64": ("AVX2", "AVX512"), "aarch64":
 """Processors on which the kernels were run, each with what torch must report of them; (): anything."""
 
 UNKNOWN_CACHE = 32 << 20  # bytes
+CGROUP = Path("/sys/fs/cgroup")
 
 
 def processors() -> frozenset[int]:
@@ -24,6 +25,23 @@ def processors() -> frozenset[int]:
 def num_processors() -> int:
     """Returns the number of processors that this process may use."""
     return len(processors())
+
+
+def cpu_quota(root: Path = CGROUP) -> float:
+    """Returns the processors whose time this process may use, by its control group and those above; 0: no limit."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "/")
+    parts = [part for part in named.split("/") if part]
+    parts = [] if ".." in parts else parts  # a group outside of what can be seen
+    quotas = []
+    for depth in range(len(parts) + 1):
+        with contextlib.suppress(OSError, ValueError):
+            most, period = root.joinpath(*parts[:depth], "cpu.max").read_text().split()
+            quotas.append(int(most) / int(period))  # ValueError: "max"
+    return min(quotas, default=0.0)
 
 
 def last_cache_bytes() -> int:

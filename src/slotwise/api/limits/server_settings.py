@@ -117,11 +117,13 @@ class ServerSettings:
     served_model_name: str  # in responses and metrics
     more_model_names: tuple[str, ...] = ()  # further names by which clients may ask for it
     model_aliases: tuple[str, ...] = ()  # names that requests may use, too, and that no list shows: paths for one
-    host: str = setting("127.0.0.1", "address to listen on", otherwise="this machine only", read=read_host)
-    port: int = setting(8000, "port to listen on; 0: any free port", range=whole(0, 65_535))
+    host: str = setting("127.0.0.1", "address to listen on", otherwise="this machine only", read=read_host,
+                        is_common=True)
+    port: int = setting(8000, "port to listen on; 0: any free port", range=whole(0, 65_535), is_common=True)
     api_keys: tuple[str, ...] = setting(
         (), "a key that clients send as a bearer token; repeatable; keys share no cached prefixes", unit="key",
-        otherwise="those in $SLOTWISE_API_KEY, comma separated", name="api_key", read=lambda text: [read_key(text)])
+        otherwise="those in $SLOTWISE_API_KEY, comma separated", name="api_key", read=lambda text: [read_key(text)],
+        is_common=True)
     admin_api_key: str = setting(
         "", "the only key that may use /admin", unit="key", otherwise="$SLOTWISE_ADMIN_API_KEY; without one, clients "
         "on this machine may where no key is needed, and else no client", read=read_key)

@@ -64,6 +64,11 @@ class DecoderSizes:
         """Bytes of all weights, as packed, and of as many adapters as fit."""
         return self._network.bytes + (self.adapters.bytes if self.adapters is not None else 0)
 
+    @property
+    def step_weight_bytes(self) -> int:
+        """Bytes of weights that a step of one token reads: only the experts that it chooses."""
+        return self._network.token_bytes
+
     def workspace_bytes(self, num_tokens: int, num_samples: int) -> int:
         """Peak bytes of activations in a step with these numbers of tokens and sampling rows."""
         config, network = self.config, self._network
@@ -91,11 +96,6 @@ class Decoder(DecoderSizes):
         self._rotary = {
             rope: RotaryTable(rope, config.head_dim, max_positions, kernels.device)
             for rope in dict.fromkeys(rope for layer in layers for rope in layer.attention.ropes)}
-
-    @property
-    def step_weight_bytes(self) -> int:
-        """Bytes of weights that a step of one token reads: only the experts that it chooses."""
-        return self._network.token_bytes
 
     @property
     def expert_ends(self) -> dict[int, Tensor]:

@@ -12,7 +12,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 4 --dist load
 # Python keeps what it has compiled, whatever the shell says: else every process of the tests would compile torch anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install serve weights test suite quick lint docs clients clients-install gpu-check gpu-compile clean
+.PHONY: help install serve weights test suite quick lint docs dist clients clients-install gpu-check gpu-compile clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -46,6 +46,13 @@ docs: $(VENV)/docs.ready   ## build the documentation as a site, build/site/inde
 		src/slotwise/core/interfaces.py src/slotwise/builtin/NOTICE.md | tar xf - -C build/pages
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
+dist: $(VENV)/dist.ready   ## build the sdist and the wheel in build/dist, and try the wheel in an empty environment
+	rm -rf build/dist build/lib
+	$(BIN)/python -m build --outdir build/dist .
+	$(BIN)/python -m twine check --strict build/dist/*
+	test -z "$(TAG)" || test -f "build/dist/slotwise-$(patsubst v%,%,$(TAG)).tar.gz"  # a release's tag names its version
+	$(PYTHON) deploy/try_wheel.py build/dist/*.whl
+
 clients-install: $(CLIENTS)/clients.ready
 
 clients: clients-install $(VENV)/kernels.ready   ## real clients against live servers; writes the table of docs/reference/clients.md
@@ -73,6 +80,10 @@ $(VENV)/test.ready: $(VENV)/serve.ready   # by name: Slotwise is there already, 
 
 $(VENV)/docs.ready: $(VENV)/serve.ready
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check "slotwise[docs]"
+	touch $@
+
+$(VENV)/dist.ready: $(VENV)/serve.ready
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check "slotwise[dist]"
 	touch $@
 
 # It stands on the packages of $(VENV), torch above all: no second copy is fetched, and the server's stay as they are.

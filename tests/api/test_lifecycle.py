@@ -16,6 +16,7 @@ import pytest
 from support.live_server import JSON, POSTED, Server, counted, eventually, running, unanswered
 
 from slotwise.text.tokenizer import Tokenizer
+from slotwise.version import __version__
 
 COMPLETIONS = "/v1/completions"
 SLOW = "seconds_per_step=0.02"
@@ -209,4 +210,4 @@ def test_metrics_tell_what_happened(folder: Path, tmp_path: Path) -> None:
                      'request_generation_tokens_bucket{le="10.0",model_name="toy"} 1.0',
                      f"num_requests_running{label} 0.0"):
             assert f"slotwise:{line}" in text, (line, text)
-        assert server.get("/version").json() == {"version": "0.1.0"}
+        assert server.get("/version").json() == {"version": __version__}

@@ -29,6 +29,20 @@ def test_the_workflow_runs_every_check_and_every_test() -> None:
     assert pythons == {PROJECT["requires-python"].removeprefix(">=")}, "the oldest version that is promised is tested"
 
 
+def test_a_release_is_tried_on_every_promised_python_and_published_without_a_token() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "publish.yml").read_text())
+    assert set(workflow[True]) == {"release"} and workflow["permissions"] == {"contents": "read"}
+    jobs = workflow["jobs"]
+    assert jobs["publish"]["needs"] == "try" and jobs["try"]["needs"] == "build"
+    assert jobs["publish"]["permissions"] == {"id-token": "write"}, "no other job may publish"
+    assert "secrets." not in (ROOT / ".github" / "workflows" / "publish.yml").read_text()
+    oldest = [step["with"]["python-version"] for step in jobs["build"]["steps"] if "python-version" in step.get(
+        "with", {})]
+    tried = [*oldest, *jobs["try"]["strategy"]["matrix"]["python"]]
+    assert repr(tuple(tried)).replace("'", '"') in (ROOT / "deploy" / "try_wheel.py").read_text()
+    assert tried[0] == PROJECT["requires-python"].removeprefix(">=")
+
+
 def test_the_changelog_has_sections_of_known_kinds() -> None:
     text = (ROOT / "CHANGELOG.md").read_text()
     versions = re.findall(r"^## \[(.+?)\]", text, re.MULTILINE)

@@ -83,12 +83,12 @@ def serving(*arguments: str, environment: Mapping[str, str] | None = None) -> It
 
 def _greeted(process: subprocess.Popen[str], log: Path) -> Server:
     assert process.stdout is not None
-    num_blocks = block_size = 0
+    url = ""
     for line in process.stdout:
-        if found := BLOCKS.search(line):
-            num_blocks, block_size = int(found[1]), int(found[2])
         if found := READY.search(line):
-            return Server(process, found[1], num_blocks, block_size, log)
+            url = found[1]
+        elif url and (found := BLOCKS.search(line)):
+            return Server(process, url, int(found[1]), int(found[2]), log)
     raise RuntimeError(f"the server ended before it was ready: {Server(process, '', 0, 0, log).said()}")
 
 

@@ -20,7 +20,8 @@ from slotwise.api.limits.api_keys import ApiKeys
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = list(range(100, 200))  # six blocks of sixteen and some more
 CACHED = 96
-OPEN = ("/", "/docs", "/health", "/ping", "/timeline")  # stated again: a path that is opened by mistake shows here
+# Stated again: a path that is opened by mistake shows here.
+OPEN = ("/", "/docs", "/health", "/links", "/ping", "/timeline")
 
 
 def cached(server: Server, key: str = "", path: str = COMPLETIONS, **more: Any) -> int:

@@ -6,6 +6,7 @@ from functools import cache
 
 from slotwise.api.admin import admin, lifecycle, pages, request_status
 from slotwise.api.admin.event_stream import events
+from slotwise.api.admin.html import reference_page
 from slotwise.api.admin.lifecycle import LOAD, UNLOAD, load_adapter, unload_adapter
 from slotwise.api.admin.openapi import bodies_of, document
 from slotwise.api.admin.pages import timeline
@@ -34,8 +35,8 @@ async def openapi(settings: ServerSettings, exchange: HttpExchange) -> None:
 
 @about(media_type="text/html")
 async def docs(settings: ServerSettings, exchange: HttpExchange) -> None:
-    """The routes and their bodies, from the OpenAPI document, as an HTML page."""
-    await pages.respond(exchange, _reference(settings.root_path))
+    """The routes, their bodies, and a form to try each, from the OpenAPI document, as an HTML page."""
+    await pages.respond_reference(exchange, _reference(settings.root_path))
 
 
 @cache
@@ -45,7 +46,7 @@ def _document(root_path: str) -> bytes:
 
 @cache
 def _reference(root_path: str) -> bytes:
-    return pages.reference(document(ROUTES, OPEN_TO_ALL), root_path)
+    return reference_page.page(document(ROUTES, OPEN_TO_ALL), root_path)
 
 
 ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
@@ -69,6 +70,7 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", "/ping", admin.health),
     ("GET", "/version", admin.version),
     ("GET", "/", pages.index),
+    ("GET", "/links", pages.links),
     ("GET", "/docs", docs),
     ("GET", "/openapi.json", openapi),
     ("GET", "/metrics", admin.metrics),

@@ -30,7 +30,7 @@ from slotwise.api.limits.server_settings import ServerSettings
 from slotwise.api.openai.responses import ERRORS, RESPONSES
 from slotwise.api.protocol.unsupported import meant, why_not_served
 
-OPEN_TO_ALL = ("/", "/docs", "/health", "/ping", "/timeline")  # the pages hold no data; the last prompts for a key
+OPEN_TO_ALL = ("/", "/docs", "/health", "/links", "/ping", "/timeline")  # the pages hold no data
 # By the beginnings of paths.
 ERROR_FORMATS = {anthropic_messages.MESSAGES: anthropic_messages.ERRORS, RESPONSES: ERRORS}
 ADMIN = (  # beginnings of the operator's routes

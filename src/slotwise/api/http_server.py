@@ -36,8 +36,10 @@ from slotwise.api.http.listener import (
     raise_file_limit,
 )
 from slotwise.api.limits.server_settings import ServerSettings
+from slotwise.errors import printable
 
 FLUSH = 5  # seconds for responses that are written but not yet sent; then what clients have not read is dropped
+ALL_ADDRESSES = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # to listen on, each with one that a client may connect to
 LISTENS = "0A"  # a state in /proc/net/tcp
 EXPIRE_EVERY = 0.25  # seconds between two checks for connections past their deadline
 
@@ -113,8 +115,22 @@ def holder_of(port: int) -> str:
 
 
 def url_of(listener: socket.socket, scheme: str = "http") -> str:
+    """Returns the address by which programs on this machine reach the server."""
     host, port = listener.getsockname()[:2]
+    host = ALL_ADDRESSES.get(host, host)
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def greeting(url: str, settings: ServerSettings, seconds: float) -> str:
+    """Returns the first lines of a service that is ready: its page for a browser, its API, its model.
+
+    Args:
+        url: as `serve` passes it.
+        seconds: since the start.
+    """
+    others = ", and on this machine's other addresses" if settings.host in ALL_ADDRESSES else ""
+    return (f"Ready after {seconds:.1f} s on {url}  (open it in a browser{others})\n"
+            f"OpenAI's API: {url}/v1, model {printable(settings.served_model_name)}")
 
 
 async def serve(app: App[Any], listener: socket.socket, on_listening: Callable[[str], None] = lambda url: None) -> None:

@@ -27,7 +27,7 @@ from slotwise.api.asgi import App
 from slotwise.api.generate.checkpoint_workers import Template
 from slotwise.api.generate.context import Api
 from slotwise.api.http.api_errors import ApiError
-from slotwise.api.http_server import listen, serve
+from slotwise.api.http_server import greeting, listen, serve
 from slotwise.api.limits.server_settings import ServerSettings
 from slotwise.api.parsers.parser_table import OutputFormat, output_format
 from slotwise.compose.launch import ChildProcess, Cores, launch_engine, settle
@@ -361,7 +361,7 @@ def _places(info: EngineInfo) -> str:
 
 
 def _greet(url: str, info: EngineInfo, settings: ServerSettings, seconds: float) -> None:
-    """Reports the budget: three lines of text on stdout, or one JSON line on stderr with all the numbers."""
+    """Tells the address, the model and the budget: lines on stdout, or one JSON line on stderr with all the numbers."""
     limits, used, name = info.limits, info.memory, settings.served_model_name
     if settings.log_format == lines.JSON:
         lines.tell(logger, f"ready on {url}", {
@@ -379,10 +379,10 @@ def _greet(url: str, info: EngineInfo, settings: ServerSettings, seconds: float)
     captured = f", {used.graphs / MB:,.0f} MB for captured steps" if used.graphs else ""
     evicted = f", {used.host / MB:,.0f} MB of host memory for evicted blocks" if used.host else ""
     print(
+        f"{greeting(url, settings, seconds)}\n"
         f"{name} on {_places(info)} ({info.weights}, {info.product_path} products): {limits.max_num_seqs} slots, "
         f"{limits.num_blocks} blocks of {limits.block_size} tokens, steps of up to {limits.max_num_batched_tokens} "
         f"tokens, sequences of up to {limits.max_model_len}\n"
         f"Memory at most: {used.weights / MB:,.0f} MB of weights, {used.cache / MB:,.0f} MB of cache "
         f"({info.cache_dtype}), {used.workspace / MB:,.0f} MB for a step, {used.runtime / MB:,.0f} MB for the runtime"
-        f"{captured}{evicted}\n"
-        f"Ready after {seconds:.1f} s on {url}  (try {url}/v1/models)", flush=True)
+        f"{captured}{evicted}", flush=True)

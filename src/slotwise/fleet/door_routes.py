@@ -26,6 +26,7 @@ import msgspec
 from slotwise.api.admin import pages
 from slotwise.api.admin.admin import MAX_SETTINGS, PROMETHEUS
 from slotwise.api.admin.event_stream import MAX_UNSENT, NDJSON, UNREAD
+from slotwise.api.admin.html import link_page, reference_page
 from slotwise.api.admin.lifecycle import LOAD, MAX_ADAPTER_BODY, UNLOAD, LoadAdapterRequest, UnloadAdapterRequest
 from slotwise.api.admin.openapi import document
 from slotwise.api.admin.pages import respond_timeline
@@ -178,18 +179,26 @@ async def timeline(door: Door, exchange: HttpExchange) -> None:
     await respond_timeline(exchange, timeline_page.of_router())
 
 
+LINKS: tuple[link_page.Link, ...] = (
+    ("/docs", "every route and field, with a form to try each"), ("/timeline", "the batch of a replica, live"),
+    ("/replicas", "every replica: its address, its state and its load"), ("/health", "whether requests are accepted"),
+    ("/v1/models", "the model"), ("/metrics", "of the router and of all replicas, for Prometheus"))
+
+
 async def index(door: Door, exchange: HttpExchange) -> None:
-    """The chat page; with `--no-ui` a page with the replicas and links to their timelines, where no key is needed."""
+    """The chat page; with `--no-ui` the page of `/links`."""
     if door.settings.ui:
         await pages.respond_chat(exchange, door.settings.root_path, is_router=True)
-        return
-    links = [("/docs", "every route and field"), ("/timeline", "the batch of a replica, step by step, live"),
-             ("/replicas", "every replica: its address, its state and its load"),
-             ("/health", "whether requests are accepted"), ("/v1/models", "the model"),
-             ("/metrics", "of the router and of all replicas, for Prometheus")]
-    await pages.respond(exchange, pages.start_page(
-        "This router asks for a key." if door.clients.keys.needed else _replicas_in_words(door), links,
-        door.settings.root_path))
+    else:
+        await links(door, exchange)
+
+
+async def links(door: Door, exchange: HttpExchange) -> None:
+    """A page with the replicas and links to their timelines; where a key is needed it names neither."""
+    needs_key, root_path = door.clients.keys.needed, door.settings.root_path
+    told = "This router asks for a key." if needs_key else _replicas_in_words(door)
+    example = link_page.Example(link_page.address_of(exchange, root_path), link_page.CHATS, "", needs_key)
+    await pages.respond_links(exchange, told, LINKS, door.settings, example)
 
 
 def _replicas_in_words(door: Door) -> str:
@@ -210,9 +219,9 @@ async def openapi(door: Door, exchange: HttpExchange) -> None:
 
 
 async def docs(door: Door, exchange: HttpExchange) -> None:
-    """The routes and their bodies, from the OpenAPI document, as an HTML page."""
+    """The routes, their bodies, and a form to try each, from the OpenAPI document, as an HTML page."""
     root_path = door.settings.root_path
-    await pages.respond(exchange, pages.reference(await _document(door, root_path), root_path))
+    await pages.respond_reference(exchange, reference_page.page(await _document(door, root_path), root_path))
 
 
 async def _document(door: Door, root_path: str) -> bytes:
@@ -246,8 +255,8 @@ OF_EACH = (("GET", "/admin/scheduling"), ("PUT", "/admin/scheduling"), ("POST", 
 OF_ONE_OR_EACH = frozenset((*OF_ONE, *OF_EACH, ("GET", "/events"), ("GET", "/timeline")))
 REPLICA_ROUTES = (
     *[(method, path, of_one) for method, path in OF_ONE], *[(method, path, of_each) for method, path in OF_EACH],
-    ("GET", "/events", events), ("GET", "/timeline", timeline), ("GET", "/", index), ("GET", "/docs", docs),
-    ("GET", "/openapi.json", openapi))
+    ("GET", "/events", events), ("GET", "/timeline", timeline), ("GET", "/", index), ("GET", "/links", links),
+    ("GET", "/docs", docs), ("GET", "/openapi.json", openapi))
 
 
 # -- adapters ----------------------------------------------------------------------------------------------------------

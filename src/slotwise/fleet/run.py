@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import uvloop
 
 from slotwise.api.asgi import App
-from slotwise.api.http_server import listen, serve
+from slotwise.api.http_server import greeting, listen, serve
 from slotwise.api.limits.server_settings import ServerSettings
 from slotwise.core.routing.fleet import Fleet
 from slotwise.core.routing.routers import ROUTERS
@@ -93,5 +93,4 @@ def _greet(url: str, settings: ServerSettings, scaling: Scaling, seconds: float)
         lines.tell(logger, f"ready on {url}", {"url": url, "model": settings.served_model_name, "replicas": number,
                                                "router": scaling.router, "seconds": round(seconds, 1)})
         return
-    print(f"{what} behind one address, router {scaling.router}\nReady after {seconds:.1f} s on {url}  "
-          f"(try {url}/timeline)", flush=True)
+    print(f"{greeting(url, settings, seconds)}\n{what} behind one address, router {scaling.router}", flush=True)

@@ -17,6 +17,7 @@ from slotwise.api.limits.quotas import POSITION, START
 from slotwise.api.limits.tiers import TierSettings
 from slotwise.api.protocol.protocol import ChatRequest
 from slotwise.api.protocol.unsupported import unsupported_fields
+from slotwise.core.params import PARAMETERS
 from slotwise.engine.scheduling import MAX_TIERS, changes_schema
 from slotwise.text.conversation import MAX_MESSAGES
 from slotwise.version import __version__
@@ -24,6 +25,41 @@ from slotwise.version import __version__
 REFUSED = "x-refused"  # of a field of the OpenAPI document that is accepted only with values that change nothing
 AT_ANY_ROUTE = (HTTPStatus.BAD_REQUEST, HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND,
                 HTTPStatus.METHOD_NOT_ALLOWED, HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.SERVICE_UNAVAILABLE)
+# Of routes, each with the beginnings of its paths.
+AREAS: dict[str, tuple[str, ...]] = {
+    "Generate": ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
+    "Vectors and tokens": ("/v1/embeddings", "/tokenize", "/detokenize"),
+    "Models and adapters": ("/v1/models", "/v1/load_model", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+    "Requests and steps": ("/requests", "/explain", "/abort_requests", "/events", "/what_if"),
+    "Health and load": ("/health", "/ping", "/version", "/load", "/metrics", "/experts", "/replica", "/replicas"),
+    "Administration": ("/admin", "/sleep", "/wake_up", "/is_sleeping")}
+PAGES = "Pages"  # the area of all other routes
+# Fields that most requests have or want, first in a description.
+COMMON = (
+    "messages", "prompt", "input", "model", "stream", "max_tokens", "max_completion_tokens", "max_output_tokens",
+    "temperature", "top_p", "top_k", "seed", "stop", "n", "system", "instructions", "tools", "tool_choice",
+    "response_format", "stream_options", "reasoning_effort", "logprobs")
+QUESTION = "Name three colors of the rainbow."
+# Bodies that can be sent as they are, where the server has what they name.
+EXAMPLES: dict[tuple[str, str], Json] = {
+    ("POST", "/v1/chat/completions"): {
+        "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 64, "temperature": 0, "stream": True},
+    ("POST", "/v1/completions"): {
+        "prompt": "def read_lines(path):", "max_tokens": 32, "temperature": 0, "stream": True},
+    ("POST", "/v1/responses"): {"input": QUESTION, "max_output_tokens": 64, "temperature": 0, "stream": True},
+    ("POST", "/v1/messages"): {
+        "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 64, "temperature": 0, "stream": True},
+    ("POST", "/v1/messages/count_tokens"): {"messages": [{"role": "user", "content": QUESTION}]},
+    ("POST", "/v1/embeddings"): {"input": "The sun rises in the east."},
+    ("POST", "/tokenize"): {"prompt": "The sun rises in the east."},
+    ("POST", "/detokenize"): {"tokens": [3, 4, 5]},
+    ("POST", "/abort_requests"): {"request_ids": ["my-request"]},
+    ("POST", "/what_if"): {"changes": {"max_num_seqs": 4}},
+    ("PUT", "/admin/scheduling"): {"max_num_seqs": 16},
+    ("PUT", "/admin/replicas"): {"replicas": 2},
+    ("POST", "/v1/load_model"): {"model": "/path/to/checkpoint"},
+    ("POST", "/v1/load_lora_adapter"): {"lora_name": "my-adapter", "lora_path": "/path/to/adapter"},
+    ("POST", "/v1/unload_lora_adapter"): {"lora_name": "my-adapter"}}
 EVENT: Json = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 WITH_A_BODY = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
 WHEN_GENERATING = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.GATEWAY_TIMEOUT)
@@ -69,6 +105,8 @@ def document(
         described, refused = components[kind.__name__], unsupported_fields(kind)
         described["properties"] |= {name: {"enum": neutral, REFUSED: True} for name, neutral in refused.items()}
         described["properties"] = _in_order(described["properties"], described.get("required", ()))
+        for name in described["properties"].keys() & PARAMETERS.keys():
+            described["properties"][name]["description"] = _WITHOUT_NONE.sub("null", PARAMETERS[name].help)
     schemas = dict(zip(types, references, strict=True))
     if ChatRequest in schemas:
         components["ChatRequest"]["properties"]["messages"] = {
@@ -76,6 +114,7 @@ def document(
     paths: dict[str, Json] = {}
     for method, path, endpoint in routes:
         operation = _operation(method, path, about_of(endpoint), schemas)
+        operation["tags"] = [area_of(path)]
         operation["summary"] = (inspect.getdoc(endpoint) or endpoint.__name__).partition("\n")[0]
         operation["operationId"] = f"{endpoint.__name__}_{method.lower()}{path.translate(_WORD)}"
         if path in open_to_all:
@@ -96,13 +135,30 @@ def bodies_of(routes: Sequence[tuple[str, str, Endpoint]]) -> dict[str, type]:
     return {path: body for _, path, endpoint in routes if (body := about_of(endpoint).body) is not None}
 
 
+def area_of(path: str) -> str:
+    """What a route is about, by its path."""
+    return next((area for area, beginnings in AREAS.items() if _begins(path, beginnings)), PAGES)
+
+
+def place_of(path: str) -> int:
+    """Where a route stands among those of its area."""
+    beginnings = AREAS.get(area_of(path), ())
+    return next((place for place, one in enumerate(beginnings) if _begins(path, (one,))), len(beginnings))
+
+
+def _begins(path: str, beginnings: Sequence[str]) -> bool:
+    return any(path == one or path.startswith(f"{one}/") for one in beginnings)
+
+
 def _in_order(properties: Json, required: Sequence[str]) -> Json:
-    """The fields as a reader wants them: required ones, the model, others, and last those that are refused."""
-    return dict(sorted(properties.items(), key=lambda one: (REFUSED in one[1], one[0] not in required,
-                                                            one[0] != "model")))
+    """The fields as a reader wants them: required ones, common ones, others, and last those that are refused."""
+    places = {name: place for place, name in enumerate(COMMON)}
+    return dict(sorted(properties.items(), key=lambda one: (
+        REFUSED in one[1], one[0] not in required, places.get(one[0], len(places)))))
 
 
 _WORD = str.maketrans("/{}:", "____")
+_WITHOUT_NONE = re.compile(r"\bNone\b")  # in a help text, which is about the value in Python
 _IN_PATH = re.compile(r"{(\w+):path}")
 
 
@@ -115,7 +171,8 @@ def _operation(method: str, path: str, about: About, schemas: dict[type, Json]) 
         **{str(int(status)): _error(status, errors) for status in statuses}}}
     if takes_body:
         schema = _changes(schemas[TierSettings]) if about.body is None else schemas[about.body]
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        example = {"example": EXAMPLES[method, path]} if (method, path) in EXAMPLES else {}
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema} | example}}
     if path in GENERATING:
         for status, headers in (("200", QUEUE | QUOTA), ("429", QUOTA), ("503", QUEUE)):
             operation["responses"][status].setdefault("headers", {}).update(headers)

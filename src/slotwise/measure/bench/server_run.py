@@ -80,12 +80,12 @@ def serving(arguments: Sequence[str]) -> Iterator[BenchServer]:
 def _greeting(process: subprocess.Popen[str], log: IO[str]) -> tuple[str, str]:
     """The server's address and the dtype of its weights."""
     assert process.stdout is not None
-    dtype = ""
+    url = ""
     for line in process.stdout:
-        if found := GREETING.search(line):
-            dtype = found[1]
         if found := READY.search(line):
-            return found[1], dtype
+            url = found[1]
+        elif url and (found := GREETING.search(line)):
+            return url, found[1]
     log.seek(0)
     said = log.read().strip().splitlines()
     raise RuntimeError(f"the server ended before it was ready: {said[-1] if said else 'it wrote nothing'}")

@@ -22,8 +22,8 @@ const EXAMPLES = {
   completion: ["def read_lines(path):", "Once upon a time there was a scheduler that"],
   embedding: ["A cat sleeps on the sofa.\nA kitten naps on the couch.\nThe stock market fell today."],
 };
-const LINKS = [["/docs", "every route and field"], ["/timeline", "the batch, step by step, on a page of its own"],
-  ["/metrics", "for Prometheus"], ["/v1/models", "the models"]];
+const LINKS = [["/links", "how to send a request"], ["/docs", "every route, with a form to try it"],
+  ["/timeline", "the batch, step by step, on a page of its own"], ["/metrics", "for Prometheus"], ["/v1/models", "the models"]];
 
 const server = new Server(), panel = new Panel();
 const settings = new Settings((text) => { talk.system = text; });

@@ -23,6 +23,7 @@ export class Talk {
     this.last = null; // the view of the last answer
     this.following = true; // the end of the conversation
     $("scroll").addEventListener("scroll", () => this.#showLatest());
+    new ResizeObserver(() => this.#follow()).observe($("scroll"));
   }
 
   // Shows a conversation; null: a new one.
@@ -83,6 +84,7 @@ export class Talk {
     editing(shown, turn.content, (text) => {
       if (text === null) return this.#show();
       this.turns.splice(this.turns.indexOf(turn));
+      this.#show();
       this.send(text);
     });
   }
@@ -163,8 +165,8 @@ export class Talk {
     let usage = null, shown = 0;
     try {
       for await (const event of generated(this.server.service, PATHS[this.mode], this.#body(running.id), running.abort.signal)) {
-        if (event.content || event.reasoning || event.calls.length) watch.mark();
         usage = event.usage ?? usage;
+        watch.mark(usage?.completion_tokens ?? 0);
         before.finish = event.finish || before.finish;
         before.replica = event.replica;
         if (!before.id) {
@@ -226,7 +228,6 @@ export class Talk {
     const inputs = question.content.split("\n").map((line) => line.trim()).filter(Boolean);
     const { data, id, usage } = await this.server.service.json("/v1/embeddings", {
       method: "POST", signal: running.abort.signal, body: { model: this.model || undefined, input: inputs, request_id: running.id } });
-    watch.mark();
     const vectors = data.map(({ embedding }) => embedding);
     turn.vectors = {
       inputs, dimensions: vectors[0].length, begins: vectors[0].slice(0, NUMBERS).map((one) => Number(one.toFixed(NUMBERS))),

@@ -5,25 +5,30 @@ export class Stopwatch {
   constructor() {
     this.began = performance.now();
     this.first = this.last = 0;
+    this.tokens = this.early = 0; // tokens so far, and those of the first event
   }
 
-  // Something of the answer arrived.
-  mark() {
+  // An event arrived, with which the answer has so many tokens.  Their text may come later: of a tool call, say.
+  mark(tokens) {
+    if (tokens <= this.tokens) return;
+    this.tokens = tokens;
     this.last = performance.now();
     this.first ||= this.last;
+    this.early ||= tokens;
   }
 
   // The facts of an answer, from these times and from the usage that the server reports.
   facts(usage) {
-    const tokens = usage?.completion_tokens ?? 0, seconds = (this.last - this.first) / 1e3;
+    const { tokens } = this, seconds = (this.last - this.first) / 1e3;
     return {
       tokens, prompt: usage?.prompt_tokens ?? 0, cached: usage?.prompt_tokens_details?.cached_tokens ?? 0,
       ttft: this.first ? (this.first - this.began) / 1e3 : null,
-      rate: tokens > 1 && seconds > 0 ? (tokens - 1) / seconds : null,
+      rate: seconds > SHORT ? (tokens - this.early) / seconds : null,
     };
   }
 }
 
+const SHORT = 0.05; // seconds that say nothing of a speed
 const ENDS = { length: "ended at its length", abort: "stopped", timeout: "timed out", error: "failed" };
 
 // Returns the facts as elements, each a short phrase.

@@ -85,7 +85,7 @@ talk.onFull = () => {
 function setMode(mode) {
   talk.mode = mode;
   const [, placeholder, greeting] = MODES[mode];
-  $("composer").placeholder = placeholder;
+  $("composer").placeholder = mode === "chat" && talk.model ? `${placeholder} ${talk.model}` : placeholder;
   $("greeting").textContent = greeting;
   for (const one of $("modes").children) one.setAttribute("aria-pressed", String(one.dataset.mode === mode));
   $("examples").replaceChildren(...EXAMPLES[mode].map((text) => button(text, () => {

@@ -11,6 +11,7 @@ import { button, copyFrom, make } from "./dom.js";
 const LONGEST = 16_384; // characters of a block that is rendered as Markdown; a longer one is shown as it is
 const REST = 4; // times as long as a rendering took until the next one: at most a fifth of the page's time
 const MOST_DEFINITIONS = 20;
+const DEEP = /^(?:[ \t]*(?:>|(?:[-*+]|\d{1,9}[.)])[ \t])){20}/m; // quotes and lists in each other, which nobody writes
 const FENCE = /^ {0,3}(`{3,}|~{3,})[^\n]*\n/;
 const TAGS = ["p", "br", "hr", "strong", "em", "del", "code", "pre", "ul", "ol", "li", "blockquote", "a", "h1", "h2", "h3",
   "h4", "h5", "h6", "table", "thead", "tbody", "tr", "th", "td"];
@@ -26,7 +27,10 @@ const markdown = new Marked({
   gfm: true,
   renderer: {
     // HTML in an answer is text: what a model writes is shown, not obeyed.  A line break is harmless, and usual in tables.
-    html({ text }) { return /^<br\s*\/?>$/i.test(text.trim()) ? "<br>" : escaped(text); },
+    html({ text, block }) {
+      if (/^<br\s*\/?>$/i.test(text.trim())) return "<br>";
+      return block ? `<p>${escaped(text.trim()).replaceAll("\n", "<br>")}</p>` : escaped(text);
+    },
     // An image is a link: nothing is loaded from anywhere.
     image({ href, text }) { return `<a href="${escaped(href)}">${escaped(text || "image")}</a> (image, not loaded)`; },
     checkbox({ checked }) { return checked ? "☑ " : "☐ "; },
@@ -37,7 +41,7 @@ globalThis.DOMPurify.addHook("uponSanitizeAttribute", (_, data) => {
   if (data.attrName === "class" && !/^language-[\w+#.-]{1,40}$/.test(data.attrValue)) data.keepAttr = false;
 });
 globalThis.DOMPurify.addHook("afterSanitizeAttributes", (node) => {
-  if (node.tagName !== "A") return;
+  if (node.tagName !== "A" || !node.hasAttribute("href")) return;
   node.setAttribute("target", "_blank");
   node.setAttribute("rel", "noopener noreferrer nofollow");
 });
@@ -46,7 +50,7 @@ globalThis.DOMPurify.addHook("afterSanitizeAttributes", (node) => {
 function rendered(source, definitions = "") {
   const fence = FENCE.exec(source);
   if (fence) return fenced(source, fence);
-  if (source.length > LONGEST) return plainText(source);
+  if (source.length > LONGEST || DEEP.test(source)) return plainText(source);
   let html;
   try {
     html = markdown.parse(source.includes("[") ? source + definitions : source);
@@ -100,7 +104,7 @@ export class Rendering {
   }
 
   add(text) {
-    this.text += text;
+    this.text += text.replaceAll("\r", "");
     this.pending ||= setTimeout(() => requestAnimationFrame(() => this.#draw()), REST * this.cost);
   }
 
@@ -167,6 +171,7 @@ const closes = (source, marks) => closing(marks).test(source.slice(source.indexO
 
 // Returns the source of each block of a text.  They make up the text again.
 function blocksOf(text) {
+  if (DEEP.test(text)) return [text];
   let tokens;
   try {
     tokens = new Lexer({ ...markdown.defaults }).blockTokens(text, []);

@@ -43,7 +43,7 @@ export class Server {
       this.state = state;
       this.onChange(state, before);
     }
-    this.#showLoad(state === "ok" ? await this.#get("/load") : null);
+    this.#showLoad(state === "ok" && this.models.length ? await this.#get("/load") : null);
   }
 
   async #replicasSleep() {
@@ -76,7 +76,7 @@ export class Server {
       make("i", { className: index < mine ? "own" : index < filled ? "other" : "" })));
     const queue = Math.max(0, waiting - Math.max(0, this.own - own));
     const busy = others || queue
-      ? `${plural(others, "other request")} running${queue ? `, ${queue} waiting` : ""}` : own ? "only yours" : "idle";
+      ? `${plural(others, "other request")} running${queue ? `, ${queue} waiting` : ""}` : own ? "only yours running" : "idle";
     $("busy").textContent = busy;
     $("load").title = `${running} of ${plural(slots, "slot")} taken, ${waiting} waiting`;
   }

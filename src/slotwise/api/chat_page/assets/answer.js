@@ -72,6 +72,7 @@ export class AnswerView {
     }
     if (content) {
       turn.content += content;
+      this.reasoning?.classList.remove("thinking");
       this.#say(content);
     }
     for (const { index, id, function: called } of calls) {
@@ -95,7 +96,7 @@ export class AnswerView {
     this.rendering?.finish();
     element.setAttribute("aria-busy", "false");
     element.classList.remove("busy");
-    if (this.reasoning && turn.content) this.reasoning.open = false;
+    this.reasoning?.classList.remove("thinking");
     this.status.textContent = "";
     if (turn.vectors) this.body.replaceChildren(vectorsShown(turn.vectors));
     if (turn.error) {
@@ -157,6 +158,7 @@ export class AnswerView {
       const inside = make("div", { className: "plain" }, document.createTextNode(""));
       this.reasoning = make("details", { className: "fold", testid: "reasoning" },
         make("summary", { textContent: "Reasoning" }), inside);
+      this.reasoning.classList.add("thinking");
       this.element.prepend(this.reasoning);
     }
     this.reasoning.lastChild.firstChild.appendData(text);

@@ -145,6 +145,7 @@ export class Talk {
       else await this.#generate(turn, view, running, watch);
     } catch (error) {
       if (!running.stopped) turn.error = error.message;
+      if (error.code === "model_not_found") this.onModelGone?.(); // another one is served
     }
     this.server.own -= 1;
     const has = turn.content || turn.reasoning || turn.calls || turn.vectors;

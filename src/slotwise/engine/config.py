@@ -323,7 +323,8 @@ class ModelOptions:
 
     served_model_name: tuple[str, ...] = setting(
         (), "what clients call the model, by any of several names; responses and metrics have the first", unit="name",
-        otherwise="the model as it is given here", takes_many=True, is_common=True)
+        otherwise="the name in its GGUF file, that of its file or folder, or its hub id",
+        takes_many=True, is_common=True)
     chat_template: str | None = setting(
         None, "a Jinja file instead of the model's own template", unit="file", read=existing_file)
     override_generation_config: Mapping[str, Any] = setting(

@@ -194,5 +194,5 @@ def test_a_published_model_samples_as_its_card_recommends(tmp_path: Path) -> Non
     path.touch()
     assert recommended_sampling(path) == {}, "another file of this name"
     os.truncate(path, model.num_bytes)
-    assert recommended_sampling(path) == {"temperature": 0.2, "top_p": 0.9}
+    assert recommended_sampling(path) == {"temperature": 0.2, "top_p": 0.9, "max_new_tokens": 512}
     assert recommended_sampling(path.rename(tmp_path / "other.gguf")) == {}

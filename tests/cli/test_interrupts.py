@@ -108,11 +108,14 @@ from slotwise.cli import process as of_command
 from slotwise.observe.lines import final
 signal.signal(signal.SIGINT, signal.default_int_handler)
 with of_command.ending_at_once(functools.partial(final, "json")):
+    with of_command.ending_at_once():
+        pass
     os.kill(os.getpid(), signal.SIGINT)
 """
 
 
 def test_the_line_has_the_form_of_the_log() -> None:
+    """Also after another context within the first."""
     done = subprocess.run([sys.executable, "-c", FORMED], capture_output=True, text=True)
     (line,) = done.stderr.splitlines()
     assert done.returncode == 130 and json.loads(line)["message"] == "slotwise: interrupted"

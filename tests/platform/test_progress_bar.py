@@ -52,6 +52,8 @@ def test_a_terminal_shows_sizes_of_each_stage_and_keeps_none() -> None:
         assert shown in written
     assert written.rindex("\x1b[2K") > written.rindex("3 of 22 kernels")  # the line is erased at the end
     assert "0 of 10 MB" not in written  # which comes after the end
+    hidden, shown = written.index("\x1b[?25l"), written.index("\x1b[?25h")
+    assert hidden < shown < written.index("43 of 93 MB") and written.count("\x1b[?25l") == 1  # an interrupt may come
 
 
 def test_a_terminal_shows_nothing_where_no_bar_is_wanted() -> None:

@@ -75,6 +75,7 @@ class ProgressBar:
                 TextColumn("{task.fields[sizes]}", markup=False), TimeRemainingColumn(compact=True),
                 console=Console(stderr=True), transient=True)
             self._bar.start()
+            self._bar.console.show_cursor()  # it is hidden now, and would stay so where an interrupt ends the process
         elif self._task is not None:
             self._bar.remove_task(self._task)
         self._task = self._bar.add_task(words, total=None, sizes="")

@@ -58,7 +58,7 @@ def test_every_route_of_a_replica_is_one_of_the_router(two: Behind, method: str,
 
 def test_a_request_and_its_events_are_of_the_replica_that_is_named(two: Behind) -> None:
     for number, name in enumerate(names(two)):
-        complete(two, name, f"pinned-{number}")
+        assert complete(two, name, f"pinned-{number}").headers["x-slotwise-replica"] == name
     for number, name in enumerate(names(two)):
         told = two.door.get(f"/events?follow=0&replica={name}")
         assert told.status_code == 200 and told.headers["content-type"] == "application/x-ndjson"

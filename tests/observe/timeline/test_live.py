@@ -311,3 +311,22 @@ def test_a_change_that_the_server_refuses_is_told_and_taken_back(chromium, tmp_p
         page.select_option("#slots", "2")
         until(page, "document.getElementById('said').textContent.startsWith('That did not work')")
         until(page, "document.getElementById('slots').value === '4'")
+
+
+def test_the_address_names_a_request(chromium, tmp_path):
+    with serving("--max-num-seqs", "4", log=tmp_path / "stderr") as alone:
+        for name in ("first", "second", "third"):
+            body = {"prompt": "def add(a, b):", "max_tokens": 5, "ignore_eos": True}
+            httpx.post(alone.url + "/v1/completions", json=body, headers={"X-Request-Id": name}, timeout=120)
+        with looked_at(chromium, alone.url + "/timeline#request=second") as (page, complaints):
+            until(page, "slotwise.pinned !== null")
+            frame(page)
+            assert "cmpl-second-" in page.inner_text("#story")
+            low, high = page.evaluate("slotwise.view.shown")
+            join = page.evaluate("slotwise.history.requests.get(slotwise.pinned).joins[0].ordinal")
+            assert low <= join < high and not page.evaluate("slotwise.view.following")
+            page.evaluate("location.hash = 'request=cmpl-third'")
+            until(page, "document.getElementById('story').textContent.includes('cmpl-third-')")
+            page.evaluate("location.hash = 'request=unknown'")
+            frame(page)
+            assert "cmpl-third-" in page.inner_text("#story") and complaints == []

@@ -148,6 +148,7 @@ export class Talk {
       if (error.code === "model_not_found") this.onModelGone?.(); // another one is served
     }
     this.server.own -= 1;
+    this.server.begun = 0;
     const has = turn.content || turn.reasoning || turn.calls || turn.vectors;
     if (!has) turn.error ||= running.stopped ? "Stopped before its first token." : "The answer is empty.";
     view.finish();
@@ -168,6 +169,7 @@ export class Talk {
       for await (const event of generated(this.server.service, PATHS[this.mode], this.#body(running.id), running.abort.signal)) {
         usage = event.usage ?? usage;
         watch.mark(usage?.completion_tokens ?? 0);
+        this.server.begun = Number(watch.first > 0);
         before.finish = event.finish || before.finish;
         before.replica = event.replica;
         if (!before.id) {

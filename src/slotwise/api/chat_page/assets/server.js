@@ -11,7 +11,7 @@ export class Server {
     let question = null; // the open request for a key: one at a time
     this.service = new Service((wrong) => question ??= askForKey(wrong).finally(() => { question = null; }));
     this.models = [];
-    this.own = 0; // requests of this page under way
+    this.own = this.begun = 0; // requests of this page under way, and those of them with a first token
     this.state = ""; // of /health
     this.onChange = () => {};
   }
@@ -69,12 +69,12 @@ export class Server {
     $("load").hidden = !slots;
     if (!slots) return;
     const { num_requests_running: running, num_requests_waiting: waiting } = load;
-    const own = Math.min(this.own, running), others = running - own;
+    const own = Math.min(running, waiting ? this.begun : this.own), others = running - own;
     const drawn = Math.min(slots, SQUARES), scale = drawn / slots;
     const filled = Math.ceil(running * scale), mine = Math.min(filled, Math.ceil(own * scale));
     $("slots").replaceChildren(...Array.from({ length: drawn }, (_, index) =>
       make("i", { className: index < mine ? "own" : index < filled ? "other" : "" })));
-    const queue = Math.max(0, waiting - Math.max(0, this.own - own));
+    const queue = Math.max(0, waiting - (this.own - own));
     const busy = others || queue
       ? `${plural(others, "other request")} running${queue ? `, ${queue} waiting` : ""}` : own ? "only yours running" : "idle";
     $("busy").textContent = busy;

@@ -1,0 +1,153 @@
+"""Answers as the chat page draws them while they arrive, in a real browser: whatever a model writes, piece by piece."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.browser import browser
+from support.live_server import Server
+
+DRAWN = """async ([text, piece]) => {
+  const box = document.createElement("div");
+  document.getElementById("turns").append(box);
+  document.body.classList.remove("fresh");
+  const rendering = new slotwise.Rendering(box);
+  const frame = () => new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
+  let longest = 0;
+  for (let at = 0; at < text.length; at += piece) {
+    const began = performance.now();
+    rendering.add(text.slice(at, at + piece));
+    await frame();
+    longest = Math.max(longest, performance.now() - began);
+  }
+  const began = performance.now();
+  rendering.finish();
+  longest = Math.max(longest, performance.now() - began);
+  const said = { html: box.innerHTML, text: box.textContent, longest,
+    links: [...box.querySelectorAll("a")].map((one) => [one.getAttribute("href"), one.rel, one.target]),
+    tags: [...new Set([...box.querySelectorAll("*")].map((one) => one.localName))] };
+  box.remove();
+  return said;
+}"""
+ANSWER = """# A heading
+
+Some *emphasis*, **strength**, `code` and a [link](https://example.com/a?b=1) or [another][ref].
+
+- one
+- two
+  1. nested
+  2. again
+
+| a | b |
+|---|--:|
+| 1 | <br> |
+
+> quoted
+
+```python
+def add(a, b):
+    return a + b  # ``` is no end
+```
+
+~~~
+plain
+~~~
+
+Setext
+======
+
+last
+
+[ref]: https://example.org/
+"""
+HARMLESS = {"div", "p", "br", "hr", "strong", "em", "del", "code", "pre", "ul", "ol", "li", "blockquote", "a", "h1",
+            "h2", "h3", "h4", "h5", "h6", "table", "thead", "tbody", "tr", "th", "td", "figure", "figcaption", "span",
+            "button"}
+HOSTILE = ("<script>window.hacked = 1</script> <img src=x onerror='window.hacked = 1'> <svg onload=hacked()>\n\n"
+           "<iframe srcdoc='<script>parent.hacked = 1</script>'></iframe>\n\n<style>* { display: none }</style>\n\n"
+           "[a](javascript:window.hacked=1) [b](data:text/html,x) [c](//example.net/x) [d](vbscript:x) "
+           "![picture](http://example.net/x.png) <a href='javascript:window.hacked=1'>e</a>\n\n"
+           "```<script>alert(1)</script>\n</code></pre><script>window.hacked = 1</script>\n```\n")
+LONG = {"code": "```python\n" + "print('hello')\n" * 8000, "paragraph": "word " * 24_000,
+        "paragraphs": "A **bold** paragraph with `code`.\n\n" * 3500, "list": "- an item of the list\n" * 5000,
+        "quotes": "> " * 60_000, "lists": "- " * 60_000, "emphasis": "_a" * 60_000, "brackets": "[" * 120_000}
+
+
+@pytest.fixture(scope="module")
+def page(server: Server) -> Iterator[Any]:
+    with browser() as chromium:
+        opened = chromium.new_page()
+        complaints: list[str] = []
+        opened.on("console", lambda message: complaints.append(message.text))
+        opened.on("pageerror", lambda error: complaints.append(str(error)))
+        opened.on("request", lambda request: complaints.append(request.url) if not request.url.startswith(
+            (server.url, "data:")) else None)
+        opened.goto(server.url)
+        opened.wait_for_selector("#modes button", state="attached")
+        yield opened
+        assert complaints == [] and opened.evaluate("window.hacked") is None
+
+
+def drawn(page: Any, text: str, piece: int) -> dict[str, Any]:
+    """What the page shows of a text that arrives in pieces of so many characters."""
+    found: dict[str, Any] = page.evaluate(DRAWN, [text, piece])
+    return found
+
+
+@pytest.mark.parametrize("piece", [1, 7, 50])
+def test_an_answer_in_pieces_looks_like_the_whole_one(page: Any, piece: int) -> None:
+    whole, parts = drawn(page, ANSWER, len(ANSWER)), drawn(page, ANSWER, piece)
+    assert parts["html"] == whole["html"]
+    assert {"h1", "em", "strong", "ul", "ol", "table", "blockquote", "figure", "br"} <= set(whole["tags"])
+    assert [link for link, *_ in whole["links"]] == ["https://example.com/a?b=1", "https://example.org/"]
+    assert "# ``` is no end" in whole["text"] and whole["html"].count("<figure") == 2
+
+
+def test_windows_line_ends_are_line_ends(page: Any) -> None:
+    assert drawn(page, ANSWER.replace("\n", "\r\n"), 3)["html"] == drawn(page, ANSWER, 3)["html"]
+
+
+@pytest.mark.parametrize("piece", [3, 1000])
+def test_what_is_hostile_is_shown_and_does_nothing(page: Any, piece: int) -> None:
+    found = drawn(page, HOSTILE, piece)
+    assert set(found["tags"]) <= HARMLESS, found["html"]
+    assert "window.hacked = 1" in found["text"] and "onerror" in found["text"]
+    kept = [link for link in found["links"] if link[0] is not None]
+    assert kept == [["http://example.net/x.png", "noopener noreferrer nofollow", "_blank"]]
+    assert page.evaluate("window.hacked") is None
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_a_long_answer_never_stops_the_page(page: Any, name: str) -> None:
+    text = LONG[name]
+    found = drawn(page, text, 2000)
+    assert found["longest"] < 1500, "milliseconds; a quadratic rendering takes many seconds"
+    shown = "".join(found["text"].split())
+    if name in ("paragraph", "quotes", "lists", "emphasis", "brackets"):
+        assert shown == "".join(text.split())
+    assert len(shown) > 0.6 * len("".join(text.split()))
+
+
+def test_an_answer_of_many_events_at_once_is_drawn_and_kept(page: Any) -> None:
+    words = [f"word{index} " for index in range(6000)]
+    events = [{"id": "chatcmpl-x", "choices": [{"index": 0, "delta": {"content": word}, "finish_reason": None}],
+               "usage": {"prompt_tokens": 3, "completion_tokens": index + 1, "total_tokens": index + 4}}
+              for index, word in enumerate(words)]
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+    page.get_by_test_id("composer").fill("write")
+    page.keyboard.press("Enter")
+    page.get_by_test_id("copy").wait_for(timeout=20_000)
+    page.unroute("**/v1/chat/completions")
+    assert "word5999" in page.get_by_test_id("answer").inner_text()
+    assert "6,000 tokens" in page.get_by_test_id("facts").inner_text()
+    kept = page.evaluate("Object.entries(localStorage).find(([key]) => key.startsWith('slotwise-chat-'))[1]")
+    assert "word5999" in kept
+    page.evaluate("document.getElementById('scroll').scrollTop = 0")
+    page.locator("#latest").wait_for()
+    page.locator("#latest").click()
+    assert page.evaluate("(() => { const { scrollTop, clientHeight, scrollHeight } = document.getElementById('scroll');"
+                         " return scrollHeight - scrollTop - clientHeight < 60; })()")

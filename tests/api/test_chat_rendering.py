@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.browser import browser
-from support.live_server import Server
+from support.live_server import Server, running, unanswered
 
 DRAWN = """async ([text, piece]) => {
   const box = document.createElement("div");
@@ -151,3 +152,17 @@ def test_an_answer_of_many_events_at_once_is_drawn_and_kept(page: Any) -> None:
     page.locator("#latest").click()
     assert page.evaluate("(() => { const { scrollTop, clientHeight, scrollHeight } = document.getElementById('scroll');"
                          " return scrollHeight - scrollTop - clientHeight < 60; })()")
+
+
+def test_a_question_that_waits_says_how_many_are_ahead(folder: Path, tmp_path: Path) -> None:
+    with running(folder, tmp_path / "engine", "seconds_per_step=0.05", "max_num_seqs=1") as slow, \
+            browser() as chromium, unanswered(slow, "/v1/completions", {"prompt": [40], "max_tokens": 200}), \
+            unanswered(slow, "/v1/completions", {"prompt": [41], "max_tokens": 200}):
+        page = chromium.new_page()
+        page.goto(slow.url)
+        page.get_by_test_id("composer").fill("hello")
+        page.keyboard.press("Enter")
+        page.get_by_text("Waiting for a slot: 1 ahead").wait_for(timeout=15_000)
+        page.get_by_text("1 other request running, 1 waiting").wait_for(timeout=15_000)
+        page.keyboard.press("Escape")
+        page.get_by_text("Stopped before its first token.").wait_for(timeout=15_000)

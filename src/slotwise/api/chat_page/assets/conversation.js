@@ -137,6 +137,7 @@ export class Talk {
     view.busy("…");
     this.#toEnd();
     this.server.own += 1;
+    this.server.look();
     this.onBusy?.(true);
     $("spoken").textContent = "The answer is being written.";
     const { conversation } = this, watch = new Stopwatch();
@@ -196,7 +197,7 @@ export class Talk {
       const [request] = found?.requests ?? [];
       if (this.running !== running || watch.first) return;
       const ahead = request?.queue_position, start = request?.estimated_start_s;
-      view.status.textContent = typeof ahead === "number" && request.state === "WAITING"
+      view.status.textContent = typeof ahead === "number"
         ? `Waiting for a slot: ${ahead} ahead${start ? `, about ${Math.ceil(start)} s` : ""}` : "Reading the prompt…";
       await new Promise((done) => setTimeout(done, PATIENCE));
     }

@@ -3,7 +3,8 @@ import { $, button, make, plural } from "./dom.js";
 import { addressOf, Service } from "./service.js";
 import { errorOf } from "./stream.js";
 
-const OFTEN = 1000, RARELY = 3000; // milliseconds between two looks, while an answer arrives and else
+const TICK = 1000; // milliseconds between two looks while an answer arrives
+const RARELY = 3; // ticks between two looks else
 const SQUARES = 16; // slots drawn one by one; of more, a share is drawn
 
 export class Server {
@@ -27,9 +28,9 @@ export class Server {
 
   // Looks at the load and the state, again and again, while the page is seen.
   async watch() {
-    for (;;) {
-      if (!document.hidden) await this.look();
-      await new Promise((done) => setTimeout(done, this.own ? OFTEN : RARELY));
+    for (let tick = 0; ; tick++) {
+      if (!document.hidden && (this.own || tick % RARELY === 0)) await this.look();
+      await new Promise((done) => setTimeout(done, TICK));
     }
   }
 

@@ -78,18 +78,23 @@ LONG = {"code": "```python\n" + "print('hello')\n" * 8000, "paragraph": "word " 
 
 
 @pytest.fixture(scope="module")
-def page(server: Server) -> Iterator[Any]:
-    with browser() as chromium:
-        opened = chromium.new_page()
-        complaints: list[str] = []
-        opened.on("console", lambda message: complaints.append(message.text))
-        opened.on("pageerror", lambda error: complaints.append(str(error)))
-        opened.on("request", lambda request: complaints.append(request.url) if not request.url.startswith(
-            (server.url, "data:")) else None)
-        opened.goto(server.url)
-        opened.wait_for_selector("#modes button", state="attached")
-        yield opened
-        assert complaints == [] and opened.evaluate("window.hacked") is None
+def chromium() -> Iterator[Any]:
+    with browser() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def page(chromium: Any, server: Server) -> Iterator[Any]:
+    opened = chromium.new_page()
+    complaints: list[str] = []
+    opened.on("console", lambda message: complaints.append(message.text))
+    opened.on("pageerror", lambda error: complaints.append(str(error)))
+    opened.on("request", lambda request: complaints.append(request.url) if not request.url.startswith(
+        (server.url, "data:")) else None)
+    opened.goto(server.url)
+    opened.wait_for_selector("#modes button", state="attached")
+    yield opened
+    assert complaints == [] and opened.evaluate("window.hacked") is None
 
 
 def drawn(page: Any, text: str, piece: int) -> dict[str, Any]:
@@ -154,9 +159,9 @@ def test_an_answer_of_many_events_at_once_is_drawn_and_kept(page: Any) -> None:
                          " return scrollHeight - scrollTop - clientHeight < 60; })()")
 
 
-def test_a_question_that_waits_says_how_many_are_ahead(folder: Path, tmp_path: Path) -> None:
+def test_a_question_that_waits_says_how_many_are_ahead(chromium: Any, folder: Path, tmp_path: Path) -> None:
     with running(folder, tmp_path / "engine", "seconds_per_step=0.05", "max_num_seqs=1") as slow, \
-            browser() as chromium, unanswered(slow, "/v1/completions", {"prompt": [40], "max_tokens": 200}), \
+            unanswered(slow, "/v1/completions", {"prompt": [40], "max_tokens": 200}), \
             unanswered(slow, "/v1/completions", {"prompt": [41], "max_tokens": 200}):
         page = chromium.new_page()
         page.goto(slow.url)

@@ -198,7 +198,7 @@ export class Talk {
       if (this.running !== running || watch.first) return;
       const ahead = request?.queue_position, start = request?.estimated_start_s;
       view.status.textContent = typeof ahead === "number"
-        ? `Waiting for a slot: ${ahead} ahead${start ? `, about ${Math.ceil(start)} s` : ""}` : "Reading the prompt…";
+        ? `Waiting for a slot: ${ahead ? `${ahead} ahead` : "next"}${start ? `, about ${Math.ceil(start)} s` : ""}` : "Reading the prompt…";
       await new Promise((done) => setTimeout(done, PATIENCE));
     }
   }

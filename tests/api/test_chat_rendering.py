@@ -170,4 +170,6 @@ def test_a_question_that_waits_says_how_many_are_ahead(chromium: Any, folder: Pa
         page.get_by_text("Waiting for a slot: 1 ahead").wait_for(timeout=15_000)
         page.get_by_text("1 other request running, 1 waiting").wait_for(timeout=15_000)
         page.keyboard.press("Escape")
-        page.get_by_text("Stopped before its first token.").wait_for(timeout=15_000)
+        error = page.get_by_test_id("error")
+        error.wait_for(timeout=15_000)
+        assert error.inner_text() == "Stopped before its first token."

@@ -18,14 +18,32 @@ from support.terminal import Terminal
 from slotwise.cli.chat import is_open, message_of
 
 pytestmark = pytest.mark.slow
+READS = "\x1b[?2004h"  # written when a message can be typed
 CTRL_C, CTRL_D, ALT_ENTER, ENTER = b"\x03", b"\x04", b"\x1b\r", b"\r"
 
 
 @contextlib.contextmanager
-def chatting(*arguments: str, ready: str = "Ctrl-D ends the chat.", **options: Any) -> Iterator[Terminal]:
+def chatting(*arguments: str, **options: Any) -> Iterator[Terminal]:
     with contextlib.closing(Terminal("chat", *arguments, **options)) as terminal:
-        terminal.read(ready)
+        terminal.read(READS if terminal.is_smart else "> ")
+        assert "Ctrl-D ends the chat." in terminal.shown
         yield terminal
+
+
+def ask(terminal: Terminal, keys: bytes, wanted: str) -> str:
+    """Presses keys at a prompt, and returns what is shown until the next prompt, `wanted` included."""
+    terminal.answers(keys, wanted)
+    if terminal.is_smart:
+        terminal.read(READS)
+    return terminal.shown
+
+
+def stop(terminal: Terminal) -> None:
+    """Presses Ctrl-C while an answer comes."""
+    terminal.text = ""
+    terminal.press(CTRL_C)
+    terminal.read("(stopped; /retry asks again)")
+    terminal.read(READS)
 
 
 # -- a scripted server -------------------------------------------------------------------------------------------------
@@ -119,29 +137,30 @@ def test_a_conversation_with_the_model_in_the_package(tmp_path: Path) -> None:
         banner = terminal.shown
         assert "slotwise-builtin in this process, on the CPU" in banner.replace("\n", " ")
         assert "cannot converse" in banner and "slotwise chat smollm2" in banner.replace("\n", " ")
-        terminal.answers(b"def is_empty(self):\r", "return")
-        told = terminal.answers(b"/tokens\r", "of context")
+        ask(terminal, b"def is_empty(self):\r", "return")
+        told = ask(terminal, b"/tokens\r", "of context")
         assert "prompt 6 tokens" in told and "answer " in told and "first token after" in told
         saved = tmp_path / "kept.json"
-        terminal.answers(f"/save {saved}\r".encode(), "saved in")
+        ask(terminal, f"/save {saved}\r".encode(), "saved in")
         messages = json.loads(saved.read_text())["messages"]
         assert [message["role"] for message in messages] == ["user", "assistant"]
         assert messages[0]["content"] == "def is_empty(self):" and "return" in messages[1]["content"]
-        assert terminal.answers(b"/exit\r", "") is not None
+        terminal.press(b"/exit\r")
         assert terminal.ended() == 0
         assert terminal.reads_lines, "the terminal is as it was"
 
 
 def test_ctrl_c_ends_an_answer_and_twice_at_the_prompt_the_chat() -> None:
     # So hot that it goes on until the context is full, on slow kernels.
-    with chatting("builtin", "--temperature", "9", "--device", "reference") as terminal:
-        terminal.answers(b"def f(x):\r", ":\n")
-        time.sleep(0.3)
-        terminal.answers(CTRL_C, "(stopped; /retry asks again)")
-        terminal.answers(b"/tokens\r", "of 1,024 tokens of context")
-        terminal.answers(CTRL_C, "Ctrl-C again, or Ctrl-D, ends the chat.")
-        terminal.answers(b"/system\r", "There is no system prompt")
-        terminal.answers(CTRL_C, "Ctrl-C again, or Ctrl-D, ends the chat.")
+    options = ("--temperature", "9", "--max-tokens", "1000", "--device", "reference")
+    with chatting("builtin", *options) as terminal:
+        terminal.press(b"def f(x):\r")
+        terminal.read("def f(x):\n")
+        stop(terminal)
+        ask(terminal, b"/tokens\r", "of 1,024 tokens of context")
+        ask(terminal, CTRL_C, "Ctrl-C again, or Ctrl-D, ends the chat.")
+        ask(terminal, b"/system\r", "There is no system prompt")
+        ask(terminal, CTRL_C, "Ctrl-C again, or Ctrl-D, ends the chat.")
         terminal.press(CTRL_C)
         assert terminal.ended() == 130 and terminal.reads_lines
 
@@ -149,15 +168,15 @@ def test_ctrl_c_ends_an_answer_and_twice_at_the_prompt_the_chat() -> None:
 def test_a_conversation_beyond_the_context_is_a_line_and_the_chat_goes_on() -> None:
     with chatting("builtin", "--max-model-len", "64", "--max-tokens", "8") as terminal:
         long = b"def f(" + b", ".join(b"argument_%d" % number for number in range(40)) + b"):\r"
-        told = terminal.answers(long, "64, output included")
+        told = ask(terminal, long, "64, output included")
         assert "the prompt has" in told
-        terminal.answers(b"def close(self):\r", "close()")
-        assert "answer" in terminal.answers(b"/tokens\r", "of 64 tokens")
+        ask(terminal, b"def close(self):\r", "close()")
+        assert "answer" in ask(terminal, b"/tokens\r", "of 64 tokens")
 
 
 def test_a_full_context_says_so() -> None:
     with chatting("builtin", "--max-model-len", "32", "--temperature", "9") as terminal:
-        terminal.answers(b"def f(x):\r", "(the context of 32 tokens is full: /clear begins a new conversation)")
+        ask(terminal, b"def f(x):\r", "(the context of 32 tokens is full: /clear begins a new conversation)")
 
 
 # -- with a server -----------------------------------------------------------------------------------------------------
@@ -168,8 +187,8 @@ def test_a_chat_with_a_running_server(tmp_path: Path) -> None:
         assert f"{live.url} asks for a key: give it with --api-key" in cli("chat", live.url, stdin="x\n").stderr
         with chatting(live.url, "--api-key", "sesame", "--temperature", "0", "--max-tokens", "24") as terminal:
             assert f"slotwise-builtin at {live.url}, 1,024 tokens of context." in terminal.shown.replace("\n", " ")
-            terminal.answers(b"def is_empty(self):\r", "return")
-            told = terminal.answers(b"/tokens\r", "of context")
+            ask(terminal, b"def is_empty(self):\r", "return")
+            told = ask(terminal, b"/tokens\r", "of context")
             assert "prompt 6 tokens" in told and "answer " in told
             terminal.press(CTRL_D)
             assert terminal.ended() == 0
@@ -183,13 +202,13 @@ def test_a_chat_with_a_running_server(tmp_path: Path) -> None:
 def test_messages_go_to_the_server_as_they_were_typed(scripted: str) -> None:
     with chatting(scripted, "--system", "Be brief.", "--temperature", "0.5", "--seed", "3") as terminal:
         assert "scripted at" in terminal.shown
-        terminal.answers(b"one \\\rand two\r", "well")
-        terminal.answers(b'"""\rthree\r\rfour\r"""\r', "well")
+        ask(terminal, b"one \\\rand two\r", "well")
+        ask(terminal, b'"""\rthree\r\rfour\r"""\r', "well")
         terminal.answers(b"\x1b[200~def f():\r    return 1\x1b[201~", "return 1")
-        terminal.answers(ENTER, "well")
-        terminal.answers(b"five" + ALT_ENTER + b"six\r", "well")
-        terminal.answers(b"/etc/passwd is a path\r", "well")
-        terminal.answers(b"/nonsense\r", "there is no command /nonsense: /help lists them")
+        ask(terminal, ENTER, "well")
+        ask(terminal, b"five" + ALT_ENTER + b"six\r", "well")
+        ask(terminal, b"/etc/passwd is a path\r", "well")
+        ask(terminal, b"/nonsense\r", "there is no command /nonsense: /help lists them")
     typed = [[text for role, text in said(body) if role == "user"][-1] for body in Scripted.bodies]
     assert typed == ["one \nand two", "three\n\nfour", "def f():\n    return 1", "five\nsix", "/etc/passwd is a path"]
     first, *_, last = Scripted.bodies
@@ -203,18 +222,18 @@ def test_messages_go_to_the_server_as_they_were_typed(scripted: str) -> None:
 def test_commands_change_the_conversation(scripted: str, tmp_path: Path) -> None:
     Scripted.answers[:] = [[{"content": "one"}], [{"content": "two"}], [{"content": "three"}], [{"content": "four"}]]
     with chatting(scripted) as terminal:
-        terminal.answers(b"hello\r", "one")
-        terminal.answers(b"/retry\r", "two")
-        told = terminal.answers(b"/tokens\r", "of 100 tokens of context")
+        ask(terminal, b"hello\r", "one")
+        ask(terminal, b"/retry\r", "two")
+        told = ask(terminal, b"/tokens\r", "of 100 tokens of context")
         assert "prompt 40 tokens (32 found in the cache)" in told and "answer 7 tokens" in told.replace("\n", " ")
-        terminal.answers(b"/system Speak French.\r", "The system prompt holds from the next answer on.")
-        terminal.answers(b"again\r", "three")
+        ask(terminal, b"/system Speak French.\r", "The system prompt holds from the next answer on.")
+        ask(terminal, b"again\r", "three")
         saved = tmp_path / "chat.md"
-        terminal.answers(f"/save {saved}\r".encode(), "saved in")
-        terminal.answers(f"/save {Path(__file__)}\r".encode(), "choose another name")
-        terminal.answers(b"/clear\r", "A new conversation")
-        terminal.answers(b"fresh\r", "four")
-        terminal.answers(b"/help\r", "Ctrl-D ends the chat.")
+        ask(terminal, f"/save {saved}\r".encode(), "saved in")
+        ask(terminal, f"/save {Path(__file__)}\r".encode(), "choose another name")
+        ask(terminal, b"/clear\r", "A new conversation")
+        ask(terminal, b"fresh\r", "four")
+        ask(terminal, b"/help\r", "Ctrl-D ends the chat.")
         assert "/save FILE" in terminal.shown and "/tokens" in terminal.shown
     assert [said(body) for body in Scripted.bodies] == [
         [("user", "hello")], [("user", "hello")],
@@ -228,10 +247,11 @@ def test_commands_change_the_conversation(scripted: str, tmp_path: Path) -> None
 def test_ctrl_c_leaves_the_stream_of_a_server_and_what_came_is_kept(scripted: str) -> None:
     Scripted.answers[:] = [["forever"], [{"content": "done"}]]
     with chatting(scripted) as terminal:
-        terminal.answers(b"go\r", "and on and on")
-        terminal.answers(CTRL_C, "(stopped; /retry asks again)")
+        terminal.press(b"go\r")
+        terminal.read("and on and on")
+        stop(terminal)
         assert Scripted.left.wait(30), "the server is told"
-        terminal.answers(b"next\r", "done")
+        ask(terminal, b"next\r", "done")
     (_, (role, kept), *_) = said(Scripted.bodies[1])
     assert role == "assistant" and kept.startswith("and on and on")
 
@@ -244,8 +264,8 @@ def test_ctrl_c_leaves_the_stream_of_a_server_and_what_came_is_kept(scripted: st
 def test_a_message_that_a_server_cannot_answer_is_forgotten(scripted: str, answer: Any, told: str) -> None:
     Scripted.answers[:] = [answer, [{"content": "fine"}]]
     with chatting(scripted, columns=200) as terminal:
-        terminal.answers(b"first\r", told)
-        terminal.answers(b"/retry\r", "fine")
+        ask(terminal, b"first\r", told)
+        ask(terminal, b"/retry\r", "fine")
     assert said(Scripted.bodies[1]) == [("user", "first")]
 
 
@@ -256,19 +276,19 @@ def test_reasoning_is_dim_and_not_sent_again(
         scripted: str, environment: dict[str, str], begin: str, end: str) -> None:
     Scripted.answers[:] = [[{"reasoning_content": "The user "}, {"reasoning_content": "greets."}, {"content": "Hi!"}]]
     with chatting(scripted, environment=environment) as terminal:
-        terminal.answers(b"hello\r", "Hi!")
+        ask(terminal, b"hello\r", "Hi!")
         text = terminal.text.replace("\r", "")
         assert f"{begin}The user greets.{end.replace('answer: ', '')}" in text.replace("\n\nanswer: ", "")
         assert text.index("The user greets.") < text.index("Hi!")
         assert ("\x1b[2m" in text) == (begin == "\x1b[2m")
-        terminal.answers(b"and?\r", "well")
+        ask(terminal, b"and?\r", "well")
     assert said(Scripted.bodies[1]) == [("user", "hello"), ("assistant", "Hi!"), ("user", "and?")]
 
 
 def test_a_server_cannot_take_over_the_terminal(scripted: str) -> None:
     Scripted.answers[:] = [[{"content": "a\x1b]0;OWNED\x07b\n"}, {"reasoning_content": "\x1b[31m"}]]
     with chatting(scripted) as terminal:
-        terminal.answers(b"x\r", "a\\x1b]0;OWNED\\x07b")
+        ask(terminal, b"x\r", "a\\x1b]0;OWNED\\x07b")
         assert "\x1b]0;OWNED" not in terminal.text and "\x1b[31m" not in terminal.text
 
 

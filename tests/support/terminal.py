@@ -26,6 +26,7 @@ class Terminal:
         self._ours, self._theirs = pty.openpty()
         fcntl.ioctl(self._theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
         self.before = self.settings
+        self.is_smart = environment.get("TERM") != "dumb"
         self.process = subprocess.Popen(
             [sys.executable, "-m", "slotwise.cli", *arguments], stdin=self._theirs, stdout=self._theirs,
             stderr=self._theirs, start_new_session=True, env=os.environ | {"TERM": "xterm-256color", **environment},

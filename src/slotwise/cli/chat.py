@@ -208,6 +208,7 @@ class Chat:
         self._last = ""  # the last message of the user, answered or not
         self._usage: Usage | None = None  # of the last answer
         self._saved: set[Path] = set()
+        self._was_forced = False  # an answer was ended in the middle of a step
         self._screen = Screen()
 
     # -- runs
@@ -230,21 +231,17 @@ class Chat:
         is_warned = False
         while True:
             try:
-                message = message_of(keyboard.read())
-            except EOFError:
+                self._do(message_of(keyboard.read()))
+                is_warned = False
+            except (EOFError, EndChat):
                 return 0
             except KeyboardInterrupt:
-                if is_warned:
+                if is_warned or self._was_forced:
                     return INTERRUPTED
                 is_warned = True
                 self._screen.note("Ctrl-C again, or Ctrl-D, ends the chat.")
-                continue
-            is_warned = False
-            try:
-                self._do(message)
-            except EndChat:
-                return 0
             except (ValueError, ServerError, OSError) as error:
+                is_warned = False
                 self._screen.complain(one_line(described(error)))
 
     def _do(self, message: str) -> None:
@@ -291,6 +288,7 @@ class Chat:
                         break
         except KeyboardInterrupt:
             if not self._model.may_be_interrupted or not sys.stdin.isatty():
+                self._was_forced = True
                 raise
             was_stopped = True
         finally:

@@ -155,7 +155,9 @@ def test_ctrl_c_ends_an_answer_and_twice_at_the_prompt_the_chat() -> None:
     options = ("--temperature", "9", "--max-tokens", "1000", "--device", "reference")
     with chatting("builtin", *options) as terminal:
         terminal.press(b"def f(x):\r")
-        terminal.read("def f(x):\n")
+        terminal.read("\x1b[?2004l")
+        while len(terminal.text.partition("\x1b[?2004l")[2]) < 20:
+            terminal.read_more()
         stop(terminal)
         ask(terminal, b"/tokens\r", "of 1,024 tokens of context")
         ask(terminal, CTRL_C, "Ctrl-C again, or Ctrl-D, ends the chat.")
@@ -194,8 +196,6 @@ def test_a_chat_with_a_running_server(tmp_path: Path) -> None:
             assert terminal.ended() == 0
         done = cli("chat", live.url.removeprefix("http://") + "/v1", "--api-key", "sesame", "--max-tokens", "4",
                    stdin="def f(x):\n")
-        assert done.returncode == 1 and "no folder" in done.stderr, "a host and a port, but a path behind it"
-        done = cli("chat", live.url + "/v1", "--api-key", "sesame", "--max-tokens", "4", stdin="def f(x):\n")
         assert done.returncode == 0 and done.stdout.strip(), done.stderr
 
 

@@ -49,7 +49,7 @@ class Terminal:
     def press(self, keys: bytes) -> None:
         os.write(self._ours, keys)
 
-    def read(self, wanted: str = "", seconds: float = 120) -> None:
+    def read(self, wanted: str = "", seconds: float = 60) -> None:
         """Reads until `wanted` was written; without it, what is there."""
         ends = time.monotonic() + seconds
         while not wanted or (wanted not in self.text and wanted not in self.shown):
@@ -58,7 +58,11 @@ class Terminal:
                     return
                 assert time.monotonic() < ends and self.process.poll() is None, f"never: {wanted}\n{self.text}"
                 continue
-            self.text += os.read(self._ours, 65_536).decode(errors="replace")
+            self.read_more()
+
+    def read_more(self) -> None:
+        """Reads what comes next."""
+        self.text += os.read(self._ours, 65_536).decode(errors="replace")
 
     def answers(self, keys: bytes, wanted: str) -> str:
         """Presses keys, and returns what is shown from then until `wanted` was."""

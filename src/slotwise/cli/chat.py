@@ -104,7 +104,7 @@ def _session(commands: Sequence[str]) -> PromptSession[str]:
 
 
 class Lines:
-    """Reads messages where output is no terminal: the prompts go to stderr."""
+    """Reads messages where lines cannot be edited: output is a file, or the terminal is dumb.  Prompts go to stderr."""
 
     def read(self) -> str:
         """Raises EOFError, KeyboardInterrupt."""
@@ -226,7 +226,8 @@ class Chat:
 
     def run(self, greeting: str) -> int:
         """Answers what is typed until the user ends.  Returns the exit status."""
-        keyboard = Keyboard(list(COMMANDS)) if sys.stdout.isatty() else Lines()
+        can_edit = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+        keyboard = Keyboard(list(COMMANDS)) if can_edit else Lines()
         self._screen.note(greeting)
         is_warned = False
         while True:

@@ -23,7 +23,7 @@ MOST_BODY = 1 << 20  # bytes of a whole answer that is read, such as an error
 KEY_VARIABLE = "SLOTWISE_API_KEY"
 
 _SCHEME = re.compile(r"https?://", re.IGNORECASE)
-_ADDRESS = re.compile(r"(localhost|[\w-]+(\.[\w-]+)+):\d{1,5}", re.ASCII)
+_ADDRESS = re.compile(r"(localhost|[\w-]+(\.[\w-]+)+):\d{1,5}(/\S*)?", re.ASCII)
 
 
 class ServerError(OneLineError):
@@ -31,7 +31,7 @@ class ServerError(OneLineError):
 
 
 def is_url(text: str) -> bool:
-    """Whether `text` is a server's address: http://HOST:PORT, https://HOST, localhost:PORT or 127.0.0.1:PORT."""
+    """Whether `text` is a server's address: http://HOST:PORT, https://HOST, localhost:PORT or 127.0.0.1:PORT/v1."""
     return _SCHEME.match(text) is not None or _ADDRESS.fullmatch(text) is not None
 
 

@@ -5,6 +5,12 @@ BIN := $(VENV)/bin
 CHAT_MODEL := smollm2
 CLIENTS := .venv-clients
 CLIENT_PIP := $(CLIENTS)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check
+# Each client of clients/more has an environment of its own.  Those of CI install in seconds and differ in what they send.
+CLIENTS_MORE := .venv-clients-more
+ONLY := $(patsubst clients/more/%/,%,$(dir $(wildcard clients/more/*/test_*.py)))
+ifeq ($(ONLY),ci)
+override ONLY := ai_sdk anthropic_node openai_agents shell_gpt smolagents
+endif
 # Four test processes of one compute thread each, for many tests wait for servers: threads that share cores wait for each
 # other at every kernel.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
@@ -12,7 +18,8 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 4 --dist load
 # Python keeps what it has compiled, whatever the shell says: else every process of the tests would compile torch anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install serve weights test suite quick lint docs dist clients clients-install gpu-check gpu-compile clean
+.PHONY: help install serve weights test suite quick lint docs dist clients clients-install clients-more \
+	clients-more-install gpu-check gpu-compile clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -56,7 +63,13 @@ dist: $(VENV)/dist.ready   ## build the sdist and the wheel in build/dist, and t
 clients-install: $(CLIENTS)/clients.ready
 
 clients: clients-install $(VENV)/kernels.ready   ## real clients against live servers; writes the table of docs/reference/clients.md
-	OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m pytest -W ignore clients $(or $(ARGS),--table docs/clients.json); \
+	OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m pytest -W ignore clients --ignore clients/more $(or $(ARGS),--table docs/clients.json); \
+	outcome=$$?; $(BIN)/python -m docs.generate && exit $$outcome
+
+clients-more-install: $(ONLY:%=$(CLIENTS_MORE)/%.ready)
+
+clients-more: clients-more-install $(VENV)/test.ready weights   ## more clients on a real model, each in an environment of its own (ONLY="aider crewai": two, ONLY=ci: the five of CI)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ONLY:%=clients/more/%) $(or $(ARGS),--table docs/clients.json); \
 	outcome=$$?; $(BIN)/python -m docs.generate && exit $$outcome
 
 gpu-check:       ## check and measure on a GPU, in eight minutes (ARGS=--rehearse: in small, on the CPU)
@@ -98,6 +111,17 @@ $(CLIENTS)/clients.ready: $(VENV)/test.ready $(wildcard clients/requirements*.tx
 		{ echo "The package registry of Node did not give clients/package.json"; exit 1; }; fi
 	touch $@
 
+$(CLIENTS_MORE)/%.ready: clients/more/%/requirements.txt | $(VENV)/serve.ready
+	$(BIN)/python -m venv --without-pip $(CLIENTS_MORE)/$*
+	$(BIN)/python -m pip --python $(CLIENTS_MORE)/$* install --quiet --disable-pip-version-check -r $< || \
+		{ echo "The package registry did not give all of $<: see above"; exit 1; }
+	touch $@
+
+$(CLIENTS_MORE)/%.ready: clients/more/%/package.json
+	npm install --prefix $(<D) --no-package-lock --no-audit --no-fund --silent || \
+		{ echo "The package registry of Node did not give $<: see above"; exit 1; }
+	mkdir -p $(@D) && touch $@
+
 # Read once, before four processes each rewrite the assertions of every test and compile whatever tests import.
 $(VENV)/collected.ready: $(VENV)/test.ready
 	$(BIN)/python -m pytest --collect-only --quiet >/dev/null || true
@@ -112,4 +136,4 @@ gpu-compile: $(VENV)/test.ready   ## compile every GPU kernel, and check its reg
 	$(BIN)/python -m benchmarks.gpu_compile $(ARGS)
 
 clean:           ## remove the virtual environment and caches
-	rm -rf $(VENV) $(CLIENTS) clients/node_modules .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(CLIENTS) $(CLIENTS_MORE) clients/node_modules clients/more/*/node_modules .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache

@@ -52,11 +52,11 @@ class Server:
 
 
 @contextmanager
-def started(folder: Path | None, model: str, key: str, log: Path, *more: str) -> Iterator[Server]:
+def started(folder: Path | str | None, model: str, key: str, log: Path, *more: str) -> Iterator[Server]:
     """A server in float32, whose greedy outputs do not depend on what else is in the batch.
 
     Args:
-        folder: a checkpoint; None: the built-in model.
+        folder: a checkpoint's folder, or the name of a model; None: the built-in model.
         key: the API key that the server demands; empty: none.
         more: further options of the command line.
     """

@@ -1,8 +1,9 @@
 """The table of what each client did: a pytest plugin that writes it as JSON.
 
-A test is a row: its module's CLIENT names the client and DISTRIBUTION its package (none where calls are replayed), and
-the first line of its docstring is what was done.  A row works, is refused (a test may report the server's error, by
-`refused` among its properties), fails, or was not run.
+A test is a row: the first line of its docstring is what was done.  A row works, is refused (a test may report the
+server's error, by `refused` among its properties), fails, or was not run.  Constants of the test's module describe the
+client: CLIENT is its name, VERSION its version, and SETTING how to point it at a server.  A run replaces the clients
+that it collects and leaves the others in the file as they are.
 """
 
 from __future__ import annotations
@@ -20,23 +21,31 @@ LONGEST = 300  # characters of a reason
 Row = dict[str, str]
 
 
-def describe(item: pytest.Function) -> dict[str, str]:
-    """What the table has of a test before it runs."""
-    module: Any = item.module
+def describe(module: Any) -> dict[str, Any]:
+    """What the table has of a client whose tests are in `module`."""
+    return {"client": module.CLIENT, "version": module.VERSION, "setting": module.SETTING,
+            "date": time.strftime("%Y-%m-%d"), "python": platform.python_version(), "rows": []}
+
+
+def done(item: pytest.Function) -> str:
+    """What a test does, with the values of its parameters."""
     values = item.callspec.params if hasattr(item, "callspec") else {}
-    done = (inspect.getdoc(item.function) or item.name).splitlines()[0]
-    return {"client": module.CLIENT, "version": module.VERSION, "does": done.format(**values)}
+    return (inspect.getdoc(item.function) or item.name).splitlines()[0].format(**values)
 
 
 class Table:
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._clients: dict[str, dict[str, Any]] = {}
         self._rows: dict[str, Row] = {}
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         for item in session.items:
             if isinstance(item, pytest.Function):
-                self._rows[item.nodeid] = describe(item) | {"result": "not run", "reason": "The run ended before it."}
+                client = describe(item.module)
+                row = {"does": done(item), "result": "not run", "reason": "The run ended before it."}
+                self._clients.setdefault(client["client"], client)["rows"].append(row)
+                self._rows[item.nodeid] = row
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         row = self._rows[report.nodeid]
@@ -49,8 +58,9 @@ class Table:
             row |= {"result": "refused" if refusal else "works", "reason": str(refusal)[:LONGEST]}
 
     def pytest_sessionfinish(self) -> None:
-        content = {"date": time.strftime("%Y-%m-%d"), "python": platform.python_version(),
-                   "rows": list(self._rows.values())}
+        before = json.loads(self._path.read_text()) if self._path.exists() else []
+        clients = {client["client"]: client for client in before} | self._clients
+        content = sorted(clients.values(), key=lambda client: client["client"].strip("`").lower())
         self._path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 

@@ -10,6 +10,7 @@ from servers import MAX_TOKENS, MESSAGES, Server
 
 CLIENT = "`aisuite`"
 VERSION = version("aisuite")
+SETTING = "`base_url` is `http://127.0.0.1:8000/v1`, and any `api_key` if the server has none."
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from servers import MAX_TOKENS, MESSAGES, Server
 
 CLIENT = "`anthropic` for Python"
 VERSION = version("anthropic")
+SETTING = "`base_url` is `http://127.0.0.1:8000`, without `/v1` ([Messages](apis.md#anthropics-messages))."
 SYSTEM, *TURNS = MESSAGES
 GREEDY = {"max_tokens": MAX_TOKENS, "system": SYSTEM["content"], "messages": TURNS, "extra_body": {"temperature": 0}}
 Refused = Callable[[str, object], None]

@@ -16,6 +16,7 @@ from servers import BUILTIN, ROOT, Server
 
 CLIENT = "`guidellm`"
 VERSION = version("guidellm")
+SETTING = "`--backend kind=openai_http,target=http://127.0.0.1:8000` ([the command](#benchmark-a-server))."
 PROGRAM = Path(sys.executable).with_name("guidellm")
 COMMAND = re.compile(r"^```\n(guidellm .*?)^```", re.DOTALL | re.MULTILINE)
 CHATS = ("guidellm run --backend kind=openai_http,target=http://127.0.0.1:8000 --profile kind=constant,rate=20 "

@@ -12,6 +12,7 @@ from servers import Server
 
 CLIENT = "`instructor`"
 VERSION = version("instructor")
+SETTING = "`instructor.from_openai` of a client of `openai`."
 
 
 class Person(BaseModel):

@@ -17,6 +17,8 @@ from servers import MAX_TOKENS, MESSAGES, PROMPT, Server
 
 CLIENT = "`langchain-openai`"
 VERSION = version("langchain-openai")
+SETTING = ("`ChatOpenAI(base_url=\"http://127.0.0.1:8000/v1\", api_key=...)`; vLLM's fields go into "
+           "`extra_body`.")
 KINDS = {"system": SystemMessage, "user": HumanMessage, "assistant": AIMessage}
 CONVERSATION = [KINDS[turn["role"]](turn["content"]) for turn in MESSAGES]
 

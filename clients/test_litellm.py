@@ -12,6 +12,7 @@ from servers import MAX_TOKENS, MESSAGES, PROMPT, Server
 
 CLIENT = "`litellm`"
 VERSION = version("litellm")
+SETTING = '`model="hosted_vllm/NAME"` or `"openai/NAME"`, and `api_base="http://127.0.0.1:8000/v1"`.'
 CHATS = ("openai", "hosted_vllm")
 COMPLETIONS = ("text-completion-openai", "hosted_vllm")
 

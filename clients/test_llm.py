@@ -14,6 +14,7 @@ from servers import MAX_TOKENS, PROMPT, Server
 
 CLIENT = "`llm`"
 VERSION = version("llm")
+SETTING = "An entry in `extra-openai-models.yaml` with `model_name` and `api_base`; `completion: true` for completions."
 PROGRAM = Path(sys.executable).with_name("llm")
 GREEDY = ("-o", "temperature", "0", "-o", "max_tokens", str(MAX_TOKENS))
 MODELS = """

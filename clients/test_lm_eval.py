@@ -22,6 +22,7 @@ from servers import BUILTIN, PROMPT, ROOT, Server
 
 CLIENT = "`lm-eval`"
 VERSION = version("lm-eval")
+SETTING = "`base_url` is the whole address of the route ([the command](#evaluate-a-model))."
 PROGRAM = Path(sys.executable).with_name("lm_eval")
 TASKS = ROOT / "clients" / "tasks"
 DOCS = [json.loads(line) for line in (TASKS / "signatures.jsonl").read_text().splitlines()]

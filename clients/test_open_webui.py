@@ -16,6 +16,7 @@ from servers import MAX_TOKENS, MESSAGES, Server
 
 CLIENT = "Open WebUI"
 VERSION = "replayed"
+SETTING = "Settings, Connections, OpenAI API: the URL with `/v1`, and a key."
 USER = {  # with ENABLE_FORWARD_USER_INFO_HEADERS
     "X-OpenWebUI-User-Name": "Ada%20Lovelace", "X-OpenWebUI-User-Id": "6f1c", "X-OpenWebUI-User-Email": "ada@localhost",
     "X-OpenWebUI-User-Role": "user", "X-OpenWebUI-Chat-Id": "41b2"}

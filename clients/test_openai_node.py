@@ -15,6 +15,7 @@ FOLDER = Path(__file__).parent
 PACKAGE = FOLDER / "node_modules" / "openai" / "package.json"
 CLIENT = "`openai` for Node"
 VERSION = json.loads(PACKAGE.read_text())["version"] if PACKAGE.exists() else ""
+SETTING = "`baseURL` is `http://127.0.0.1:8000/v1`; vLLM's fields stand next to OpenAI's."
 GREEDY = {"temperature": 0, "max_tokens": MAX_TOKENS}
 
 pytestmark = pytest.mark.skipif(

@@ -14,6 +14,8 @@ from servers import MAX_TOKENS, MESSAGES, PROMPT, Server
 
 CLIENT = "`openai` for Python"
 VERSION = version("openai")
+SETTING = ("`base_url` is `http://127.0.0.1:8000/v1`, and any `api_key` if the server has none; vLLM's "
+           "fields go into `extra_body`.")
 GREEDY = {"temperature": 0, "max_tokens": MAX_TOKENS}
 Refused = Callable[[str, object], None]
 

@@ -14,6 +14,7 @@ from servers import Server
 
 CLIENT = "`pydantic-ai`"
 VERSION = version("pydantic-ai-slim")
+SETTING = '`OpenAIProvider(base_url="http://127.0.0.1:8000/v1", api_key=...)`.'
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from servers import MAX_TOKENS, PROMPT, Server
 
 CLIENT = "`vllm bench serve`"
 VERSION = "replayed"
+SETTING = "`--base-url http://127.0.0.1:8000` ([the command](#benchmark-a-server))."
 
 
 def streamed(server: Server, path: str, body: dict[str, Any], **headers: str) -> list[dict[str, Any]]:

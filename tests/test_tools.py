@@ -66,6 +66,13 @@ def test_the_named_tool_is_called(live: Live) -> None:
     assert name == "weather" and arguments["city"] in CITIES
 
 
+def test_a_required_call_needs_no_text_that_the_response_format_describes(live: Live) -> None:
+    """Agents with tools and an output type send both in every turn."""
+    choice = asked(live, "Rain? #weather", tool_choice="required", response_format=PERSON, parallel_tool_calls=False)
+    ((name, arguments),) = calls(choice)
+    assert name == "weather" and arguments["city"] in CITIES and not choice["message"]["content"]
+
+
 def test_strict_arguments_match_their_schema(live: Live) -> None:
     assert calls(asked(live, "Rain? #wrong")) == [("weather", {"town": 5, "x": []})]
     ((name, arguments),) = calls(asked(live, "Rain? #wrong", tools=[STRICT, TIME], parallel_tool_calls=False))
@@ -89,7 +96,8 @@ def test_an_answer_with_a_schema_or_a_call(live: Live) -> None:
 
 
 @pytest.mark.parametrize(("fields", "param"), [
-    ({"tool_choice": "required", "response_format": PERSON}, "response_format"),
+    ({"tool_choice": "required", "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    ({"tool_choice": "required", "response_format": {"type": "json_schema"}}, "response_format"),
     ({"tool_choice": "required", "tools": [{"type": "function", "function": {
         "name": "f", "parameters": {"type": "string"}}}]}, "tools"),
     ({"tool_choice": "required", "tools": [{"type": "function", "function": {

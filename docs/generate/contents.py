@@ -102,4 +102,5 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "ollama": coming_from.ollama,
     "clients": clients.clients,
     "pages": navigation.pages,
+    "what clients do": clients.what_clients_do,
 }

@@ -167,7 +167,8 @@ def constraint_of(form: OutputFormat, request: ChatRequest, chosen: AllowedTools
     """
     answer = grammar_of(request)
     if chosen.required:
-        if answer is not None:
+        # A response format describes the text of an answer; one that must call tools has none.  Agents send both.
+        if answer is not None and answer.field != RESPONSE_FORMAT:
             raise bad_request(f"{answer.field}: not available with a tool_choice that requires a call", answer.field)
         return Constraint(_lark(form.grammar_of_calls(_schemas(request, chosen), begun), "tools"), True)
     if answer is not None:

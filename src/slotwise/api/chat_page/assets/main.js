@@ -13,8 +13,8 @@ const DARK = matchMedia("(prefers-color-scheme: dark)");
 const THEME = "slotwise-theme"; // the timeline's, too
 const MODES = { // of what a model can do: the words on the button, the placeholder, the greeting
   chat: ["Chat", "Message", "What would you like to know?"],
-  completion: ["Complete", "A text to continue", "Which text shall the model continue?"],
-  embedding: ["Embed", "Texts, one a line", "Which texts shall become vectors?"],
+  completion: ["Complete", "A text to continue", "What should the model continue?"],
+  embedding: ["Embed", "Texts, one a line", "Which texts should be embedded?"],
 };
 const EXAMPLES = {
   chat: ["Explain continuous batching to a ten-year-old.", "Write a haiku about waiting in line.",

@@ -77,7 +77,7 @@ export class Server {
       make("i", { className: index < mine ? "own" : index < filled ? "other" : "" })));
     const queue = Math.max(0, waiting - (this.own - own));
     const busy = others || queue
-      ? `${plural(others, "other request")} running${queue ? `, ${queue} waiting` : ""}` : own ? "only yours running" : "idle";
+      ? `${plural(others, "other request")} running${queue ? `, ${queue} waiting` : ""}` : own ? "only yours" : "idle";
     $("busy").textContent = busy;
     $("load").title = `${running} of ${plural(slots, "slot")} taken, ${waiting} waiting`;
   }

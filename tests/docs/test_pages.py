@@ -56,6 +56,13 @@ def test_the_site_has_every_page() -> None:
     assert all(file.exists() for file in listed)
 
 
+def test_the_readme_can_be_read_in_two_minutes() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert len(readme.split()) < 700
+    assert readme.count("\n- **") == 6, "what is in it: six bullets"
+    assert len(re.findall(r"^\d\. \[", readme, re.MULTILINE)) == 5, "read on: five links"
+
+
 def files_of(nav: object) -> Iterator[str]:
     """The files in a navigation of lists and titles."""
     if isinstance(nav, str):

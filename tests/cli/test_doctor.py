@@ -73,7 +73,7 @@ def test_trouble_comes_with_what_to_do(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "told"), [
-    ("nonsense", "no folder and no file nonsense"), ("owner/name", "`slotwise serve owner/name` downloads the model")])
+    ("nonsense", "no folder and no file nonsense"), ("owner/name", "`slotwise pull owner/name` downloads the model")])
 def test_a_model_that_cannot_be_served_says_why(model: str, told: str, tmp_path: Path) -> None:
     done = cli("doctor", model)
     assert done.returncode == 1 and told in done.stdout.replace("\n  ", " ")

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slotwise.cli.options import Commands, add_command, add_engine_options, engine_settings
+from slotwise.cli.options import Commands, add_command, add_engine_options, engine_settings, option_of
 from slotwise.cli.parser import mark_common
 from slotwise.cli.process import ending_at_once
 from slotwise.cli.pull import USUAL_MODEL_HELP, usual_model
@@ -188,14 +188,19 @@ def _short(path: Path | None) -> str:
 
 
 def _model(report: Report, asked: argparse.Namespace) -> None:
-    """Adds what would be chosen for the model, or why it cannot be served."""
+    """Adds what would be chosen for the model, or why it cannot be served.
+
+    Raises:
+        ConfigError: the settings contradict each other or the model.
+    """
     from slotwise.compose.survey import survey
 
     model = asked.model_tag or usual_model()
     published = PUBLISHED.get(model)
     if published is not None and present(published) is None:
         report.can_serve = False
-        report.say("model", "model", f"{model} has not been downloaded ({published.num_bytes / GB:.1g} GB)")
+        report.told["model"] = {"name": model, "error": "it has not been downloaded"}
+        report.say("model", "model", f"{model} has not been downloaded ({published.num_bytes / 1e6:,.0f} MB)")
         report.advise(f"`slotwise pull {model}` downloads {published.served_name}")
         return
     settings = engine_settings(asked)
@@ -203,12 +208,14 @@ def _model(report: Report, asked: argparse.Namespace) -> None:
     try:
         found = find(model)
         result = survey(EngineConfig.of(model=str(found.path), **settings))
-    except (CheckpointError, ValueError, MemoryError) as error:
+    except (CheckpointError, MemoryError) as error:
+        from slotwise.cli import as_typed
+
         report.can_serve = False
-        why = one_line(described(error))
+        why = one_line(as_typed(described(error), {name: option_of(name) for name in settings}))
         report.told["model"] = {"name": model, "error": why}
         report.say("model", "model", f"{printable(model)} cannot be served")
-        report.advise(f"`slotwise serve {printable(model)}` downloads the model, if the hub has it" if is_hub_id(model)
+        report.advise(f"`slotwise pull {printable(model)}` downloads the model, if the hub has it" if is_hub_id(model)
                       else why)
         return
     _chosen(report, found.name, result)

@@ -15,6 +15,7 @@ import re
 import shutil
 import signal
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -40,6 +41,7 @@ BLOCK = '"""'
 MORE = "... "  # the prompt of further lines
 PROMPT = "> "
 FORCED = 3  # presses of Ctrl-C after which an answer ends wherever it is
+FILE_WIDTH = 100  # columns of remarks where there is no terminal
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 _COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
@@ -156,9 +158,10 @@ class Screen:
 
     def note(self, text: str) -> None:
         """A remark, in lines of its own."""
-        lines = text.splitlines()
-        for line in lines:
-            print(f"{DIM}{printable(line)}{PLAIN}" if self._dims else printable(line), flush=True)
+        width = shutil.get_terminal_size().columns if self._is_terminal else FILE_WIDTH
+        for line in text.splitlines():
+            for part in textwrap.wrap(printable(line), width, break_on_hyphens=False) or [""]:
+                print(f"{DIM}{part}{PLAIN}" if self._dims else part, flush=True)
 
     def complain(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)

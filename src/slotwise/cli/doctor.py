@@ -246,7 +246,8 @@ def _chosen(report: Report, name: str, result: Survey) -> None:
                f"{tokens:,} tokens of cache ({limits.num_blocks:,} blocks, {used.cache / MIB:,.0f} MiB)")
     for rate in result.rates:
         streams = f"{rate.streams} stream{'s' * (rate.streams > 1)}"
-        reached = f"; {rate.learned:,.0f} as learned at earlier starts" if rate.learned else ""
+        reached = (f"; {rate.learned:,.0f} as learned at earlier starts" if rate.learned else
+                   "; about half of it is usual, and a first start measures it")
         report.say("model", streams, f"at most {rate.bound:,.0f} tokens/s by memory and arithmetic{reached}")
 
 

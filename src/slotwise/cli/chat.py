@@ -160,7 +160,7 @@ class Screen:
         """A remark, in lines of its own."""
         width = shutil.get_terminal_size().columns if self._is_terminal else FILE_WIDTH
         for line in text.splitlines():
-            for part in textwrap.wrap(printable(line), width, break_on_hyphens=False) or [""]:
+            for part in textwrap.wrap(printable(line), width, break_long_words=False, break_on_hyphens=False) or [""]:
                 print(f"{DIM}{part}{PLAIN}" if self._dims else part, flush=True)
 
     def complain(self, text: str) -> None:

@@ -242,7 +242,8 @@ def disciplines() -> str:
 def static_and_continuous() -> str:
     """Returns static against continuous batching, and Orca's reservation against pages in the same cache bytes."""
     rows = []
-    for file, model in (("disciplines-builtin", "built-in model"), ("disciplines-135m", SMALL)):
+    for file, model in (("disciplines-real", "SmolLM2-135M-Instruct, chats"), ("disciplines-builtin", "built-in model"),
+                        ("disciplines-135m", SMALL)):
         runs = {run["label"]: run for run in load(file)["runs"]}
         static, continuous = runs["static"], runs["continuous"]
         rows += _pair(model, static, continuous)
@@ -250,7 +251,7 @@ def static_and_continuous() -> str:
             reserved, paged = (run for label, run in runs.items() if "same cache" in label)
             rows.append((f"{model}, the same cache bytes: Orca's reservation against pages",
                          *_rates(reserved, paged)))
-    return table(("two CPU cores, 16 slots, log-normal lengths", "static>", "continuous>", "gain>"), rows)
+    return table(("two CPU cores, 16 slots", "static>", "continuous>", "gain>"), rows)
 
 
 def _pair(model: str, static: Row, continuous: Row) -> list[tuple[str, ...]]:

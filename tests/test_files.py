@@ -14,7 +14,7 @@ import pytest
 
 from slotwise.core.step_time import StepTimeModel, Work
 from slotwise.measure.bench.results import write_json
-from slotwise.observe import step_time_learner as step_time
+from slotwise.observe import step_time_store as step_time
 from slotwise.observe.log_file import LogFile
 from slotwise.platform.files import PRIVATE, check_part, read_regular, write_output, write_whole
 
@@ -79,7 +79,7 @@ def test_a_pipe_in_the_place_of_step_times_is_replaced_and_not_waited_for(tmp_pa
         import sys
         from pathlib import Path
         from slotwise.core.step_time import StepTimeModel
-        from slotwise.observe import step_time_learner as step_time
+        from slotwise.observe import step_time_store as step_time
         step_time.save(Path(sys.argv[1]), StepTimeModel())
         step_time.load(Path(sys.argv[1]))"""
     done = subprocess.run(

@@ -11,12 +11,12 @@ import pytest
 
 from slotwise.compute.kernels.cpu.products import paths
 from slotwise.core.step_time import StepTimeModel, Work
-from slotwise.observe import step_time_learner as step_time
+from slotwise.observe import step_time_store as step_time
 
 SCRIPT = """
 import os, resource, sys
 from slotwise.compute.kernels.cpu.jit import store
-from slotwise.observe import step_time_learner as step_time
+from slotwise.observe import step_time_store as step_time
 {before}
 print(store.wanted(), step_time.path_for(["a"]).parent, *store.homes(), sep="\\n")
 """

@@ -20,7 +20,7 @@ from slotwise.core.step_time import StepTimeModel, Work
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.warmup import FirstStepError
 from slotwise.errors import CheckpointError
-from slotwise.observe import step_time_learner as step_time
+from slotwise.observe import step_time_store as step_time
 
 NAMES = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", "model.layers.1.self_attn.k_proj.weight",
          "model.layers.2.mlp.up_proj.bias", "model.layers.0.input_layernorm.weight")

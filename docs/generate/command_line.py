@@ -10,7 +10,7 @@ from typing import NamedTuple
 from docs.generate.markdown import code, listed, number, sentence, table
 
 from slotwise.cli import build_parser
-from slotwise.cli.options import Number
+from slotwise.cli.options_of_settings import Number
 from slotwise.compat.vllm import FLAGS
 
 Row = tuple[str, str]

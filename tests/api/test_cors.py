@@ -12,7 +12,7 @@ from support.live_server import JSON, Server, running
 
 from slotwise.api.limits.server_settings import ServerSettings
 from slotwise.cli import build_parser
-from slotwise.cli.options import given_settings
+from slotwise.cli.options_of_settings import given_settings
 from slotwise.core.setting_fields import make
 
 SITE, OTHER = "https://app.example", "https://attacker.example"

@@ -18,7 +18,7 @@ from support.live_server import Server, children, counted, running
 from slotwise.observe.event_log import Sent, decode
 from slotwise.observe.explain import PARTS, explain
 from slotwise.observe.fold import gather
-from slotwise.observe.step_time_learner import ObservedStepTimes
+from slotwise.observe.step_time_store import ObservedStepTimes
 from slotwise.text.tokenizer import Tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

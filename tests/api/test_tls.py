@@ -21,7 +21,7 @@ from support.live_server import JSON, Server, eventually, running
 from slotwise.api.http.listener import context_of
 from slotwise.api.limits.server_settings import ServerSettings
 from slotwise.cli import build_parser
-from slotwise.cli.options import given_settings
+from slotwise.cli.options_of_settings import given_settings
 from slotwise.core.setting_fields import make
 
 BODY = {"prompt": [2], "max_tokens": 2}

@@ -13,7 +13,7 @@ import pytest
 from support.live import cli
 
 from slotwise.cli import MODULES, build_parser
-from slotwise.cli.options import Bytes, Gibibytes, Number, Size
+from slotwise.cli.options_of_settings import Bytes, Gibibytes, Number, Size
 from slotwise.core.setting_fields import Range, settings_of
 from slotwise.engine.config import ConfigError, EngineConfig
 

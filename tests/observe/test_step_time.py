@@ -21,7 +21,7 @@ from slotwise.core.step_time import StepTimeModel, Work, work_of
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import EngineInfo
 from slotwise.engine.scheduling import Scheduling
-from slotwise.observe import step_time_learner as step_time
+from slotwise.observe import step_time_store as step_time
 
 ALONE = Work(tokens=1, rows=1, context=200, pairs=0.0)
 
@@ -226,7 +226,7 @@ def test_a_config_is_read_in_any_locale(tmp_path: Path) -> None:
         import sys
         from types import SimpleNamespace
         from slotwise.engine.config import EngineConfig
-        from slotwise.observe import step_time_learner as step_time
+        from slotwise.observe import step_time_store as step_time
         info = SimpleNamespace(dtype="", quantization="", cache_dtype="", device="", product_path="", threads=1,
                                    speculation=None)
         print(step_time.path_for(step_time.traits(EngineConfig(sys.argv[1]), info)).name)"""

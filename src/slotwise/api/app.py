@@ -24,7 +24,7 @@ from slotwise.api.openai.responses import RESPONSES, delete_response, responses,
 from slotwise.api.parsers.parser_table import UNPARSED, OutputFormat
 from slotwise.engine.client import EngineClient
 from slotwise.engine.sleep import Sleep
-from slotwise.observe.step_time_learner import ObservedStepTimes
+from slotwise.observe.step_time_store import ObservedStepTimes
 from slotwise.text.tokenizer import Tokenizer
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slotwise.cli.options import (
+from slotwise.cli.options_of_settings import (
     MODEL_HELP,
     Bytes,
     Commands,

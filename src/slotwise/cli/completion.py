@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Mapping
 
-from slotwise.cli.options import Commands, add_command, input_file
+from slotwise.cli.options_of_settings import Commands, add_command, input_file
 
 SHELLS = ("bash", "zsh", "fish")
 

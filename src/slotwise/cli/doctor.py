@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slotwise.cli.options import Commands, add_command, add_engine_options, engine_settings, option_of
+from slotwise.cli.options_of_settings import Commands, add_command, add_engine_options, engine_settings, option_of
 from slotwise.cli.parser import mark_common
 from slotwise.cli.process import ending_at_once
 from slotwise.cli.pull import USUAL_MODEL_HELP, usual_model

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from slotwise.cli.options import Commands, Number, add_command
+from slotwise.cli.options_of_settings import Commands, Number, add_command
 from slotwise.cli.simulations import add_changes_option, counterfactual
 from slotwise.core.drafting import DRAFT_LIMITS
 from slotwise.core.setting_fields import whole
@@ -26,7 +26,7 @@ from slotwise.observe.explain import MS, PARTS, Explanation, explain
 from slotwise.observe.fold import gather
 from slotwise.observe.log_file import read_file
 from slotwise.observe.request_timeline import RequestTimeline
-from slotwise.observe.step_time_learner import ObservedStepTimes
+from slotwise.observe.step_time_store import ObservedStepTimes
 from slotwise.observe.step_view import StepView, step_view, times_of
 from slotwise.observe.timeline import page_builder as page
 from slotwise.platform.files import PRIVATE, write_output

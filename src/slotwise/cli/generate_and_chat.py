@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from slotwise.cli.options import (
+from slotwise.cli.options_of_settings import (
     MODEL_HELP,
     Commands,
     Number,

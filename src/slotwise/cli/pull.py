@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 
-from slotwise.cli.options import Commands, add_command
+from slotwise.cli.options_of_settings import Commands, add_command
 from slotwise.cli.process import ending_at_once
 from slotwise.cli.remote import is_url
 from slotwise.compute.model.checkpoint import is_hub_id

@@ -12,7 +12,7 @@ from typing import Any
 
 from slotwise.api.limits.server_settings import ServerSettings
 from slotwise.cli import serve_command
-from slotwise.cli.options import Commands, Number, add_command, given_settings, option_of, reader
+from slotwise.cli.options_of_settings import Commands, Number, add_command, given_settings, option_of, reader
 from slotwise.cli.parser import Parser
 from slotwise.compose.launch import AUTO, read_processors
 from slotwise.core.routing.fleet import MAX_WAIT

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from slotwise.api.limits.server_settings import MODEL, LoraModule, ServerSettings
-from slotwise.cli.options import (
+from slotwise.cli.options_of_settings import (
     MODEL_HELP,
     Commands,
     Number,

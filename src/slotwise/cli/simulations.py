@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from slotwise.cli.options import (
+from slotwise.cli.options_of_settings import (
     Commands,
     Number,
     add_command,

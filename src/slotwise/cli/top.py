@@ -25,7 +25,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from slotwise.cli.options import Commands, Number, add_command
+from slotwise.cli.options_of_settings import Commands, Number, add_command
 from slotwise.core.setting_fields import real
 from slotwise.errors import printable
 from slotwise.observe.live_state import HELD, STALLED, LiveState

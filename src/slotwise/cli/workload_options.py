@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from slotwise.cli.options import Number, Size, input_file
+from slotwise.cli.options_of_settings import Number, Size, input_file
 from slotwise.core.setting_fields import Range, real, settings_of, whole
 from slotwise.engine.config import EngineConfig
 from slotwise.measure.workload import chats, distributions, workloads

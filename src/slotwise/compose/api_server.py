@@ -42,7 +42,7 @@ from slotwise.engine.sleep import Sleep
 from slotwise.engine.supervisor import Supervisor
 from slotwise.errors import OneLineError, printable
 from slotwise.observe import lines
-from slotwise.observe import step_time_learner as step_time
+from slotwise.observe import step_time_store as step_time
 from slotwise.observe.log_file import LogFile
 from slotwise.observe.metrics import report
 from slotwise.observe.traces import Traces

@@ -71,7 +71,7 @@ from slotwise.engine.kv_link import TransferLink
 from slotwise.engine.messages import EngineInfo, MemoryUse
 from slotwise.engine.warmup import check_steps, warmup
 from slotwise.errors import CheckpointError, described
-from slotwise.observe.step_time_learner import load_or_learn
+from slotwise.observe.step_time_store import load_or_learn
 from slotwise.text.tokenizer import MAX_TOKENIZER_BYTES, Tokenizer, TokenizerError
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from slotwise.core.speculation.speculation_settings import PREDICTION, Speculati
 from slotwise.core.step_time import Machine, Roofline, Work
 from slotwise.engine.config import EngineConfig
 from slotwise.engine.messages import EngineInfo
-from slotwise.observe.step_time_learner import load, path_for, traits
+from slotwise.observe.step_time_store import load, path_for, traits
 from slotwise.platform.host import last_cache_bytes
 
 SECONDS = 0.15  # of each measurement

@@ -10,7 +10,7 @@ from slotwise.core.step_time import Work, work_of
 from slotwise.observe.event_log import Entry, LogError, Run
 from slotwise.observe.fold import Timelines
 from slotwise.observe.request_timeline import STEP_UNDER_WAY, RequestTimeline
-from slotwise.observe.step_time_learner import ObservedStepTimes
+from slotwise.observe.step_time_store import ObservedStepTimes
 
 DECODE, MIXED, PREFILL = KINDS = ("decode", "mixed", "prefill")
 

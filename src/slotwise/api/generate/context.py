@@ -49,7 +49,7 @@ from slotwise.observe.batched_observer import BatchedObserver
 from slotwise.observe.metrics import Metrics
 from slotwise.observe.prefix_index import PrefixIndex
 from slotwise.observe.recorder import Recorder
-from slotwise.observe.step_time_learner import ObservedStepTimes
+from slotwise.observe.step_time_store import ObservedStepTimes
 from slotwise.observe.traces import Traces
 
 MAX_SUBSCRIBERS = 16

@@ -17,7 +17,7 @@ from slotwise.api.http.worker_process import CallError, CallLimits, Worker
 from slotwise.observe.batched_observer import BatchedObserver
 from slotwise.observe.recorder import Recorder
 from slotwise.observe.request_timeline import RequestTimeline
-from slotwise.observe.step_time_learner import ObservedStepTimes
+from slotwise.observe.step_time_store import ObservedStepTimes
 
 MOST = 16  # requests explained at once: tracing ids may repeat, and a response may have many choices
 MAX_ASKING, MAX_ASKING_OF_ONE = 64, 4  # `GET /explain` waiting, of all clients and of one

@@ -532,7 +532,7 @@ _LOW = 0xFFFFFFFF
 def draw(logits: Tensor, controls: Tensor, seeds: Tensor, indices: Tensor) -> Tensor:
     """A token for every row, `[rows]` int64; FAILED where a row holds NaN or +inf, or only -inf.
 
-    The rules and random numbers are those of `cpu/sampling.py`: min-p, top-k and top-p in this order, ties kept
+    The rules and random numbers are those of `cpu/sampling_filters.py`: min-p, top-k and top-p in this order, ties kept
     together, and one uniform number of Philox4x32-10 (Salmon et al., "Parallel Random Numbers", SC 2011) under key
     `seed` and counter `index`.  Sums are rounded differently: a token may differ where a cut or a draw falls between
     two.

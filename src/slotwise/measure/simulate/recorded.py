@@ -24,7 +24,7 @@ from slotwise.measure.simulate.pace import LearnedPace
 from slotwise.measure.simulate.simulator import Setup
 from slotwise.measure.simulate.virtual_machine import SimulatedDraftModel
 from slotwise.observe import event_log
-from slotwise.observe.step_time_learner import ObservedStepTimes
+from slotwise.observe.step_time_store import ObservedStepTimes
 
 NS = 1e-9
 KEPT = 4096  # steps with and without prompts whose times are those of simulated ones

@@ -1,10 +1,10 @@
 """Sampling: from logits to tokens, and grammars' masks, without leaving the device.
 
-The algorithm and its random numbers are those of `cpu/sampling.py`: candidates weigh exp((logit - max) / temperature);
-min-p, top-k and top-p each become one cut-off weight, found by bisection over the bits of positive floats instead of a
-sort; and the token inverts the cumulative weights in order of token id, with a number that is a pure function of (seed,
-output index): Philox4x32-10 (Salmon et al., SC 2011).  So a seed gives the same token on both devices, except where the
-two differ in the last bits of a logit or of a sum of weights.
+The algorithm and its random numbers are those of `cpu/sampling_filters.py`: candidates weigh exp((logit - max) /
+temperature); min-p, top-k and top-p each become one cut-off weight, found by bisection over the bits of positive
+floats instead of a sort; and the token inverts the cumulative weights in order of token id, with a number that is a
+pure function of (seed, output index): Philox4x32-10 (Salmon et al., SC 2011).  So a seed gives the same token on both
+devices, except where the two differ in the last bits of a logit or of a sum of weights.
 
 A row is read by many programs, then drawn by one:
 

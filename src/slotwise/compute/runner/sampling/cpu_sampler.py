@@ -1,8 +1,8 @@
 """From logits to tokens, on the CPU.
 
-Plain greedy rows are one argmax.  Other rows are copied to float32, edited (`logits.py`), drawn
-(`compute/kernels/cpu/sampling.py`) and, where requested, described by log-probabilities.  The same row gives the same
-token in every batch, bit for bit.
+Plain greedy rows are one argmax.  Other rows are copied to float32, edited (`logits.py`), filtered and drawn
+(`compute/kernels/cpu/sampling_filters.py`) and, where requested, described by log-probabilities.  The same row gives
+the same token in every batch, bit for bit.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slotwise.compute.kernels.cpu import sampling
-from slotwise.compute.kernels.cpu import sampling as kernels
+from slotwise.compute.kernels.cpu import sampling_filters as kernels
 from slotwise.compute.kernels.cpu.jit.compiler import CompiledKernel
 from slotwise.compute.kernels.cpu.launcher import KernelLauncher
 from slotwise.compute.kernels.reference import FAILED
@@ -97,7 +96,7 @@ class Sampler(Sampling):
             work = self._edited(logits, special, some, indices)
             if masked is not None and (mine := masked.of(np.array(special))) is not None:
                 places = np.searchsorted(special, mine.rows)
-                self._run(sampling.MASK, work.data_ptr(), work.shape[1], places.ctypes.data, len(places), 0,
+                self._run(kernels.MASK, work.data_ptr(), work.shape[1], places.ctypes.data, len(places), 0,
                           mine.bits.ctypes.data)
             tokens[special] = drawn = self._draw(work, [request.slot for request in some], indices)
             logprobs = self._describe(work, special, some, drawn)
@@ -110,7 +109,7 @@ class Sampler(Sampling):
         """The most probable token of every row.  Args: masks: `[rows, words]`, of the tokens that are allowed."""
         logits = logits.contiguous()
         tokens = np.empty(len(rows), dtype=np.int64)
-        code = sampling.GREEDY if masks is None else sampling.MASKED_GREEDY
+        code = kernels.GREEDY if masks is None else kernels.MASKED_GREEDY
         more = () if masks is None else (masks.ctypes.data,)
         self._run(
             code[logits.dtype],

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from slotwise.compute.kernels.cpu import attention, delta, pointwise, processor, sampling
+from slotwise.compute.kernels.cpu import attention, delta, pointwise, processor, sampling_filters
 from slotwise.compute.kernels.cpu.cache import CpuCache, head_block_elements, padded
 from slotwise.compute.kernels.cpu.jit.compiler import CompiledKernel, compile_all, compile_here
 from slotwise.compute.kernels.cpu.launcher import PROGRAM, Arena, GraphRecorder, KernelGraph, KernelLauncher
@@ -87,8 +87,9 @@ class CpuKernels:
         attend, multiply_cache = self._attention(kind, stored)
         of_the_cache = [attend, ROTARY_STORE[kind, stored]]
         multiply = list(dict.fromkeys((gemm.MULTIPLY[kind], multiply_cache)))
-        of_logits = [sampling.DRAW, sampling.LOG_PROBABILITIES, sampling.GREEDY[kind], sampling.MASKED_GREEDY[kind],
-                     sampling.MASK, sampling.WIDEN[kind]]
+        of_logits = [
+            sampling_filters.DRAW, sampling_filters.LOG_PROBABILITIES, sampling_filters.GREEDY[kind],
+            sampling_filters.MASKED_GREEDY[kind], sampling_filters.MASK, sampling_filters.WIDEN[kind]]
         compile_all([*self._packing.kernels(kind), *of_the_cache, *multiply, *of_logits, attention.PLAN,
                      pointwise.EMBED, pointwise.NORM[kind], PROGRAM, WORK, RUN_SHARED, READ])
         compile_here(self._packing.kernels_of_blocks(kind))  # workers do not know these by name

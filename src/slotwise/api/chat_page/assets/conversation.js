@@ -176,6 +176,7 @@ export class Talk {
         if (!before.id) {
           before.id = event.id;
           this.panel.point(before);
+          this.server.look(); // now it has a slot
         }
         view.apply(event);
         if (performance.now() - shown > EVERY) {

@@ -89,6 +89,18 @@ async def output_type() -> Any:
             for kind in MODELS}
 
 
+async def tool_and_output_type() -> Any:
+    """Both are sent in the first turn, which must call the tool and is the last: the model would call it for ever."""
+    told = {}
+    for kind in MODELS:
+        ran: list[str] = []
+        guide = agent(kind, tool_choice="weather", tools=[function_tool(weather_that_tells(ran))], output_type=Place,
+                      tool_use_behavior="stop_on_first_tool")
+        result = await Runner.run(guide, "What is the weather in Paris?")
+        told[kind] = {"ran": ran, "output": str(result.final_output)}
+    return told
+
+
 async def wrong_key() -> Any:
     told = {}
     for kind in MODELS:
@@ -99,4 +111,4 @@ async def wrong_key() -> Any:
     return told
 
 
-calls.run(whole, stream, tool, output_type, wrong_key)
+calls.run(whole, stream, tool, output_type, tool_and_output_type, wrong_key)

@@ -44,6 +44,12 @@ def test_output_type(calls: Calls, over: str) -> None:
     assert calls["output_type"][over]["continent"] in ("Europe", "Asia", "Africa")
 
 
+def test_tool_and_output_type(calls: Calls, over: str) -> None:
+    """A turn with an output type and a tool that it must call executes the tool, over {over}."""
+    result = calls["tool_and_output_type"][over]
+    assert result["ran"] == ["Paris"] and "sunny" in result["output"]
+
+
 def test_wrong_key(calls: Calls, over: str) -> None:
     """A wrong key is the client's own error with the server's message, over {over}."""
     told = calls["wrong_key"][over]

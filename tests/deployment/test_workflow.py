@@ -9,6 +9,8 @@ from pathlib import Path
 
 import yaml
 
+from slotwise.version import __version__
+
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 KINDS = ("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security")
@@ -47,7 +49,8 @@ def test_a_release_is_tried_on_every_promised_python_and_published_without_a_tok
 def test_the_changelog_has_sections_of_known_kinds() -> None:
     text = (ROOT / "CHANGELOG.md").read_text()
     versions = re.findall(r"^## \[(.+?)\]", text, re.MULTILINE)
-    assert versions[0] == "Unreleased" and all(re.fullmatch(r"\d+\.\d+\.\d+", version) for version in versions[1:])
+    released = versions[versions[0] == "Unreleased" :]
+    assert released[0] == __version__ and all(re.fullmatch(r"\d+\.\d+\.\d+", version) for version in released)
     for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
         kinds = re.findall(r"^### (.+)$", section, re.MULTILINE)
         assert kinds == sorted(set(kinds), key=KINDS.index)

@@ -52,6 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status: int = asked.run(asked)
         return status
     except KeyboardInterrupt:
+        start = "\n" if sys.stderr.isatty() else ""  # after what the terminal shows
+        said = lines.final(getattr(asked, "log_format", lines.TEXT), f"slotwise {asked.command}: interrupted")
+        print(f"{start}{said}", file=sys.stderr)
         return process.INTERRUPTED
     except BrokenPipeError:  # the reader of our output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

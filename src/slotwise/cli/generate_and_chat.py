@@ -153,9 +153,9 @@ def _load(asked: argparse.Namespace, model: str) -> tuple[LLM, FoundModel]:
     settings = engine_settings(asked)
     EngineConfig.of(model=model, **settings)
     found = find_model(model)
-    if sys.stderr.isatty():
-        print("Loading the model ...", end="\r", file=sys.stderr, flush=True)
     with ending_at_once():
+        if sys.stderr.isatty():
+            print("Loading the model ...", end="\r", file=sys.stderr, flush=True)
         from slotwise.offline.llm import LLM
 
         llm = LLM(found.path, override_generation_config=asked.override_generation_config, **settings)

@@ -125,7 +125,7 @@ def sheet_of(package: str, name: str) -> str:
 def test_waste_has_one_color_and_one_name_here_and_in_the_timeline(theme):
     """Hatched red is wasted computation."""
     blocks = [re.findall(r":root(?:\.dark)? \{(.*?)\}", sheet, flags=re.DOTALL)[theme] for sheet in (
-        sheet_of("slotwise.measure.bench.report", "chart.css"), sheet_of("slotwise.observe.timeline", "page.css"))]
+        sheet_of("slotwise.measure.bench.report", "chart.css"), sheet_of("slotwise.observe.timeline", "base.css"))]
     report, timeline = (dict(re.findall(r"--([\w-]+): (#[0-9a-f]+);", block)) for block in blocks)
     for name in ("loss", "loss-ground"):
         assert report[name] == timeline[name]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import socket
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -97,12 +99,11 @@ def test_settings_that_contradict_each_other_are_one_line() -> None:
 
 def _report(monkeypatch: pytest.MonkeyPatch, model: str, status: int = 0) -> dict[str, Any]:
     """The report of a doctor in this process."""
-    printed: list[str] = []
-    monkeypatch.setattr("builtins.print", lambda text="", **_: printed.append(text))
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # restored afterwards
-    assert main(["doctor", model, "--json"]) == status
-    return dict(json.loads(printed[-1]))
+    with redirect_stdout(StringIO()) as printed:
+        assert main(["doctor", model, "--json"]) == status
+    return dict(json.loads(printed.getvalue()))
 
 
 @pytest.mark.parametrize(("files", "quota"), [

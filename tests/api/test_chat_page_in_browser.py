@@ -21,8 +21,8 @@ from support.accessibility import violations
 from support.browser import browser
 from support.live import Live, serving
 from support.live_server import Server, eventually, running
+from support.real_weights import find
 
-from slotwise.compute.model.published_models import PUBLISHED, present
 from slotwise.measure.bench.server_run import NO_QUEUE_BOUND
 
 KEY, ADMIN_KEY = "a key of ours", "the key of an operator"
@@ -134,16 +134,6 @@ def running_requests(server: Live) -> int:
     found = re.search(r"^slotwise:num_requests_running.* (\S+)$", server.client.get("/metrics").text, re.MULTILINE)
     assert found is not None
     return int(float(found[1]))
-
-
-def find() -> Path:
-    """The real model.  Without it tests are skipped or, where `SLOTWISE_REAL_WEIGHTS` is `required`, as in CI, fail."""
-    if (path := present(PUBLISHED["smollm2"])) is not None:
-        return path
-    missing = "the weights of smollm2 are not in the cache folder: run `slotwise pull smollm2`"
-    if os.environ.get("SLOTWISE_REAL_WEIGHTS") == "required":
-        pytest.fail(missing)
-    pytest.skip(missing)
 
 
 # -- a conversation ----------------------------------------------------------------------------------------------------

@@ -87,8 +87,8 @@ class NewBlocks(NamedTuple):
 class FreedBlocks(NamedTuple):
     """Blocks that leave a slot's block table of a cache group.
 
-    In `freed_blocks` the last ones: the drafts in them were not accepted.  In `expired_blocks` the first ones that are
-    left: no later position sees them.
+    In `freed_blocks` these are the table's last blocks, whose drafts were not accepted; in `expired_blocks` its first
+    blocks, which no later position attends to.
     """
 
     slot: int

@@ -17,7 +17,7 @@ not accepted.
 Invariants:
  1. Only the scheduler changes a state, along TRANSITIONS; every request ends exactly once.
  2. A preemption and the end of a request start a new *epoch*.  From a step planned in an earlier epoch, commit() keeps
-    sampled tokens and nothing else: their positions are computed again.
+    a preempted request's sampled tokens, whose positions are computed again, and nothing of a request that has ended.
 """
 
 from __future__ import annotations
@@ -166,7 +166,8 @@ class Request:
         self.num_passed_by = 0  # later arrivals admitted while it waited for blocks or an adapter's slot
         self.max_len = 0  # maximum length in tokens, prompt and output; a pooled request's vector counts as one token
         self.slot = NO_SLOT_HELD
-        self.tables: list[BlockTable] = []  # by cache group; empty without a slot, unless it has landed
+        # By cache group.  Empty without a slot, unless another engine's blocks of its prompt land here.
+        self.tables: list[BlockTable] = []
         self.capacity = 0  # tokens that fit in the blocks of every group
         self.num_reserved = 0  # blocks allocated on admission; truncation keeps them
         self.block_hashes = BlockHashes(f"{spec.adapter}\0{spec.salt}" if spec.adapter else spec.salt)

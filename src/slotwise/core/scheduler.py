@@ -25,7 +25,7 @@ is one of these: its last token is in flight (ENDING), its drafts are in flight 
 discipline starts prompts alone (PROMPTS_ALONE).  A waiting request is admitted if the discipline's gate is open and
 slots, token budget, blocks and step time suffice, in this order.
 
-One step may be in flight while the next is planned; with stages, as many as there are stages less one.  schedule()
+One step may be in flight while the next is planned; a model divided into n stages may have n - 1 in flight.  schedule()
 works from *scheduled* token counts, commit() advances *computed* ones.  A prefix hit always ends before the last known
 token, which is computed for its logits.  A freed block may be reused by the very next plan, although a step in flight
 still reads it, because executors run plans in order.  If a request finishes after its next row was planned, that row's
@@ -481,7 +481,7 @@ class Scheduler:
         return True
 
     def _victim(self, builder: PlanBuilder) -> Request:
-        """Choose the victim for blocks among the rows not yet planned: of the last rank (at most half of them) the one
+        """Choose the victim for blocks among the rows not yet planned: of those that rank last, at most half, the one
         with the fewest computed tokens; never the same victim twice in a row if another exists.
         """
         key = self.policy.victim_key
@@ -575,7 +575,7 @@ class Scheduler:
         return ready
 
     def _add_isolated(self, builder: PlanBuilder) -> None:
-        """Plan paused rows last: they run after all if the step computes no prompt that they would pause for."""
+        """Plan paused rows last, and only if this step computes none of the prompts that they pause for."""
         isolation = self._isolation
         isolation.start(builder, self.policy, self.running.values(), self._next_in_line(builder.now))
         self._add_running(builder)
@@ -873,10 +873,10 @@ class Scheduler:
         return Outcome(tuple([tokens for tokens, _ in found]), logprobs if any(logprobs) else ())
 
     def rollback(self) -> list[int]:
-        """Drop all steps in flight after a failure; their rows are planned again from the last commit.
+        """Drop all steps in flight after a failure, and set their requests back to the last commit.
 
-        Returns the ids of the unfinished requests that cannot go on: those in the oldest of these steps; in any of them
-        where a cache group has recurrent states, which may have advanced since that commit.
+        Returns the ids of the unfinished requests that cannot go on: those in the oldest of these steps, or in any of
+        them if a cache group has recurrent states, which may have advanced since that commit.
         """
         steps = list(self._in_flight)
         self._in_flight.clear()
@@ -972,7 +972,7 @@ class Scheduler:
         if self.transfers.has_landed(request):
             self._lose_blocks(request)
         elif request.state is State.WAITING_FOR_KV and request.kv is not None:
-            self.transfers.unwanted.append(request)  # it has not asked, and will not
+            self.transfers.unwanted.append(request)  # the other engine keeps its blocks until it is told
 
     def _release(self, request: Request) -> None:
         """Release slot and blocks.  The next plan may reuse them, because executors run plans in order."""

@@ -202,7 +202,7 @@ class Engine:
             self._kv_link.follow(self._scheduler.transfers, self._scheduler.transfers.pop_unwanted())
 
     def _reopens_at(self, plan: StepPlan) -> float:
-        """Returns until when there is no work after a plan without rows, in seconds; 0: that is not known."""
+        """Returns when a plan without rows may be followed by one with rows, in seconds of the clock; 0: unknown."""
         transfers = self._scheduler.transfers
         if plan.stop is None and (self._scheduler.num_running or not transfers.is_active):
             return 0.0

@@ -198,5 +198,5 @@ def test_a_message_names_each_setting_as_it_was_typed(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("slotwise.compose.launch.hold_off", lambda: None)  # of the collector, in this process
-    assert main(["serve", "--config", str(file), *arguments]) == 1
+    assert main(["serve", "--port", "0", "--config", str(file), *arguments]) == 1
     assert f"slotwise serve: {says}" in capsys.readouterr().err

@@ -21,6 +21,7 @@ import re
 import resource
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from slotwise.cli.parser import Parser
 from slotwise.errors import OneLineError, described, one_line
@@ -52,9 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status: int = asked.run(asked)
         return status
     except KeyboardInterrupt:
-        start = "\n" if sys.stderr.isatty() else ""  # after what the terminal shows
-        said = lines.final(getattr(asked, "log_format", lines.TEXT), f"slotwise {asked.command}: interrupted")
-        print(f"{start}{said}", file=sys.stderr)
+        form = partial(lines.final, getattr(asked, "log_format", lines.TEXT))
+        print(process.interruption(f" {asked.command}", sys.stderr.isatty(), form), file=sys.stderr)
         return process.INTERRUPTED
     except BrokenPipeError:  # the reader of our output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -100,9 +100,9 @@ class _Ending:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         _kill_children()
-        start = "\n" if os.isatty(self._stderr) else ""  # after what the terminal or a progress bar shows
         with contextlib.suppress(OSError):
-            os.write(self._stderr, f"{start}{self._form(f'slotwise{_command()}: interrupted')}\n".encode())
+            line = interruption(_command(), os.isatty(self._stderr), self._form)
+            os.write(self._stderr, f"{line}\n".encode())
         os._exit(INTERRUPTED)
 
     def close(self) -> None:
@@ -112,6 +112,11 @@ class _Ending:
 def _kill_children() -> None:
     if kill_all := getattr(sys.modules.get("slotwise.platform.spawn"), "kill_all", None):  # there with the first child
         kill_all()
+
+
+def interruption(command: str, is_terminal: bool, form: Callable[[str], str]) -> str:
+    """Returns the last line of an interrupted command; on a terminal it begins below what is shown."""
+    return "\n" * is_terminal + form(f"slotwise{command}: interrupted")
 
 
 def _command() -> str:

@@ -17,7 +17,7 @@ from slotwise.engine.config import EngineConfig
 from slotwise.errors import CheckpointError, nearest
 from slotwise.observe import lines
 from slotwise.platform.gguf_file import SUFFIX
-from slotwise.platform.progress_bar import MEGABYTE, ProgressBar, to_nobody, to_stderr
+from slotwise.platform.progress_bar import MEGABYTE, ProgressBar, discard, to_stderr
 
 USUAL = f"{next(iter(PUBLISHED))} where it has been downloaded, otherwise the built-in model"
 USUAL_MODEL_HELP = f"{settings_of(EngineConfig)['model'].help} (default: {USUAL})"  # of commands with `usual_model`
@@ -36,7 +36,7 @@ def find_model(model: str | None, log_format: str = lines.TEXT) -> FoundModel:
         CheckpointError: there is no such model, or it could not be downloaded.
     """
     is_text = log_format == lines.TEXT
-    with ending_at_once(), ProgressBar(to_stderr if is_text else to_nobody, is_wanted=is_text) as bar:
+    with ending_at_once(), ProgressBar(to_stderr if is_text else discard, is_wanted=is_text) as bar:
         return find(model or "", bar)
 
 

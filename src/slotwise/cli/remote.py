@@ -168,7 +168,7 @@ def _decoded(content: bytes) -> Any:
 
 
 def _message(said: Any) -> str:
-    """Returns the message of an error's body, of any of the usual shapes; "" where there is none."""
+    """Returns the message in an error's body, in any of the usual shapes; "" if it has no message."""
     while isinstance(said, dict):
         said = said.get("error") or said.get("message") or said.get("detail")
     return said if isinstance(said, str) else ""

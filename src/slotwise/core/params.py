@@ -26,7 +26,7 @@ class Grammar:
     """A JSON schema, a regular expression or a grammar in the syntax of Lark or llama.cpp (GBNF).
 
     Raises:
-        ValueError: the kind is none of `KINDS`, or the text is too long.
+        ValueError: the kind is not one of `KINDS`, or the text is too long.
     """
 
     kind: str

@@ -599,7 +599,7 @@ class Scheduler:
     def _add_waiting(self, builder: PlanBuilder) -> None:
         """Admit waiting requests from the head of the queue, and record in the plan why the others wait.
 
-        A few requests that fit may pass one that waits for blocks, and any request may pass one whose grammar is still
+        A few requests that fit may pass a request that waits for blocks, and any may pass one whose grammar is still
         being compiled.
         """
         if not self.waiting:

@@ -229,7 +229,7 @@ class Engine:
                 self._scheduler.compiled(request_id, objection, now)
 
     def idle_record(self) -> StepRecord | None:
-        """Returns a record of requests that ended and settings that changed between steps; None if there are none."""
+        """Returns a record of requests that ended and settings that changed between steps; None if nothing happened."""
         ended = self._scheduler.pop_ended()
         if not ended and self._configured is None:
             return None

@@ -30,8 +30,8 @@ def to_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def to_nobody(line: str) -> None:
-    """Says nothing."""
+def discard(line: str) -> None:
+    """Drops the line."""
 
 
 class ProgressBar:
@@ -42,7 +42,7 @@ class ProgressBar:
         is_wanted: False: no bar is shown on a terminal either.
     """
 
-    def __init__(self, say: Callable[[str], None] = to_nobody, *, is_wanted: bool = True) -> None:
+    def __init__(self, say: Callable[[str], None] = discard, *, is_wanted: bool = True) -> None:
         self._say, self._is_shown = say, is_wanted and sys.stderr.isatty()
         self._stage = ""
         self._bar: Progress | None = None
@@ -88,7 +88,7 @@ class ProgressBar:
 
     def close(self) -> None:
         """Removes the bar, for good: an engine that is replaced later loads without one."""
-        self._is_shown, self._say = False, to_nobody
+        self._is_shown, self._say = False, discard
         if self._bar is not None:
             self._bar.stop()
             self._bar = self._task = None

@@ -133,7 +133,7 @@ def pull(model: PublishedModel, progress: Progress = lambda stage, done, total: 
 
 
 def _installed(model: PublishedModel) -> Path | None:
-    """The file in the package, if somebody has installed it.  The package is not imported."""
+    """The file of the package, if that is installed here.  The package is not imported."""
     with contextlib.suppress(metadata.PackageNotFoundError, OSError):
         path = Path(str(metadata.distribution(model.package).locate_file(model.member)))
         if path.stat().st_size == model.num_bytes:

@@ -68,7 +68,7 @@ def environment() -> dict[str, Any]:
 def workload_facts(
     workload: Workload, prompt_tokens: int | None = None, outputs: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """The description of a workload in a result; null for what only the model knows and nobody has measured.
+    """The description of a workload in a result; null for what is unknown until the model has run.
 
     Args:
         prompt_tokens: as a server has counted them.

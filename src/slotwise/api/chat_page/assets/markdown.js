@@ -11,7 +11,7 @@ import { button, copyFrom, make } from "./dom.js";
 const LONGEST = 16_384; // characters of a block that is rendered as Markdown; a longer one is shown as it is
 const REST = 4; // times as long as a rendering took until the next one: at most a fifth of the page's time
 const MOST_DEFINITIONS = 20;
-const DEEP = /^(?:[ \t]*(?:>|(?:[-*+]|\d{1,9}[.)])[ \t])){20}/m; // quotes and lists in each other, which nobody writes
+const DEEP = /^(?:[ \t]*(?:>|(?:[-*+]|\d{1,9}[.)])[ \t])){20}/m; // quotes and lists nested 20 deep: hostile
 const FENCE = /^ {0,3}(`{3,}|~{3,})[^\n]*\n/;
 const TAGS = ["p", "br", "hr", "strong", "em", "del", "code", "pre", "ul", "ol", "li", "blockquote", "a", "h1", "h2", "h3",
   "h4", "h5", "h6", "table", "thead", "tbody", "tr", "th", "td"];

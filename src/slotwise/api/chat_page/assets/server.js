@@ -52,7 +52,7 @@ export class Server {
     return Object.values(found?.replicas ?? {}).some((one) => one.is_sleeping);
   }
 
-  // A look must not ask for a key; where there is none yet, it sees nothing.
+  // Polling the load must not prompt for a key: without one the load stays unknown.
   async #get(path) {
     const { key } = this.service;
     try {

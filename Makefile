@@ -18,7 +18,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 4 --dist load
 # Python keeps what it has compiled, whatever the shell says: else every process of the tests would compile torch anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install serve weights test suite quick lint docs dist clients clients-install clients-more \
+.PHONY: help install serve weights test suite quick families lint docs dist clients clients-install clients-more \
 	clients-more-install gpu-check gpu-compile clean
 
 help:            ## this list
@@ -41,6 +41,10 @@ suite: $(VENV)/collected.ready $(VENV)/kernels.ready weights   ## every test
 
 quick: $(VENV)/collected.ready $(VENV)/kernels.ready weights   ## the tests that take seconds
 	$(PYTEST) -m "not slow" $(ARGS)
+
+families: $(VENV)/collected.ready $(VENV)/kernels.ready   ## tokens of every architecture, also of those that `make test` takes another one for
+	SLOTWISE_ALL_FAMILIES=1 $(PYTEST) tests/test_parity.py tests/test_rank_families.py tests/compute/model \
+		tests/compute/gguf $(ARGS)
 
 lint: $(VENV)/test.ready   ## style, types, and the arrows between packages
 	$(BIN)/ruff check .

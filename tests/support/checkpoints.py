@@ -7,6 +7,7 @@ every tensor, and greedy decoding does not fall into a loop after a few tokens.
 from __future__ import annotations
 
 import json
+import os
 import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ HYBRID = {
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64,
            "shared_expert_intermediate_size": 96}
 
+# The class of transformers, without "ForCausalLM" where it ends so, and where its config differs from SIZES.
 _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": False}),
     "llama3": ("Llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}),
@@ -85,7 +87,10 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4": ("Exaone4", {"sliding_window": 48, "sliding_window_pattern": 2, "initializer_range": 0.4}),
 }  # fmt: skip
 
-FAMILIES = list(_SHAPES)
+ALIKE = {"ministral": "mistral", "seed_oss": "llama_bias", "helium": "ernie4_5", "glm": "glm4"}
+"""Families composed like another one, which `make test` compares in their place; `make families` compares all."""
+EVERY = list(_SHAPES)
+FAMILIES = EVERY if os.environ.get("SLOTWISE_ALL_FAMILIES") else [name for name in EVERY if name not in ALIKE]
 NOT_IN_TORCH = ("softcapping", "gpt_oss")  # in configs of models whose attention torch's own does not compute
 
 CHAT_TEMPLATE = (
@@ -95,15 +100,16 @@ CHAT_TEMPLATE = (
 
 
 def class_name(family: str) -> str:
-    """How transformers names the classes of a family, without their endings."""
-    return _SHAPES[family][0]
+    """The class of transformers, as `architectures` in config.json has it."""
+    name = _SHAPES[family][0]
+    return name if name.endswith("Model") else f"{name}ForCausalLM"
 
 
 def make(
     family: str, folder: Path, *, seed: int = 0, dtype: str = "float32", shard_size: str = "1GB",
     tokenizer: bool = False, **overrides: Any,
 ) -> Path:
-    """Writes a checkpoint of `family` (one of FAMILIES) to `folder` and returns it.
+    """Writes a checkpoint of `family` (one of EVERY) to `folder` and returns it.
 
     `overrides` are fields of the transformers config, of which ... (Ellipsis) takes one out; `shard_size` such as
     "200KB" splits the weights over files.
@@ -111,12 +117,13 @@ def make(
     import torch
     import transformers
 
-    name, differences = _SHAPES[family]
+    differences = _SHAPES[family][1]
     fields = {name: value for name, value in (SIZES | differences | overrides).items() if value is not ...}
-    config = _config_class(name)(**fields)
+    made = getattr(transformers, class_name(family))
+    config = made.config_class(**fields)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = getattr(transformers, f"{name}ForCausalLM")(config)
+        model = made(config)
         for key, tensor in model.named_parameters():
             if "norm" in key:
                 torch.nn.init.uniform_(tensor, 0.5, 1.5)
@@ -127,12 +134,6 @@ def make(
     if tokenizer:
         write_tokenizer(folder, config.vocab_size)
     return folder
-
-
-def _config_class(name: str) -> Any:
-    import transformers
-
-    return getattr(transformers, f"{name}ForCausalLM").config_class
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:

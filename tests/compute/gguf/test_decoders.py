@@ -24,7 +24,7 @@ MAX_TOKENS = 16
 SHORT, LONG = [1, 7, 18], [5, 200]  # tokens; shorter than the windows of Mistral and Qwen 2, which files do not have
 
 
-CONVERTED = [family for family in FAMILIES if f"{class_name(family)}ForCausalLM" in ARCHITECTURES]
+CONVERTED = [family for family in FAMILIES if class_name(family) in ARCHITECTURES]
 GEMMA = {"tie_word_embeddings": True, "query_pre_attn_scalar": 32}
 USUAL: dict[str, dict[str, Any]] = {  # what files do not say, as it is in published models
     "gemma2": GEMMA, "gemma3": GEMMA | {"num_hidden_layers": 7, "sliding_window_pattern": 6},

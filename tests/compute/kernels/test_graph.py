@@ -54,6 +54,23 @@ def test_a_recording_does_again_what_was_done(kind, quantization, path, threads)
             assert torch.equal(recording.run(), block(token_ids)), (tokens, seed)
 
 
+def test_a_recording_calls_functions_of_torch_again():
+    kernels = CpuKernels(2)
+    block, scale = Block(kernels, torch.float32), torch.linspace(0.5, 2.0, HIDDEN)
+
+    def work(ids: Tensor) -> Tensor:
+        first = kernels.rowwise(lambda x: x * scale, block(ids))  # between kernels, and before the first of a layer
+        second = kernels.rowwise(lambda x, y: x.tanh() + y, kernels.rms_norm(first, block.norm, 1e-5), first)
+        return kernels.rms_norm(second, block.norm, 1e-5)
+
+    ids = torch.zeros(7, dtype=torch.int64)
+    recording = kernels.record(lambda: work(ids))
+    for seed in range(3):
+        torch.manual_seed(seed)
+        ids[:] = torch.randint(0, VOCABULARY, (7,))
+        assert torch.equal(recording.run(), work(ids))
+
+
 @product_paths.each(["onednn"])
 def test_what_torch_computes_is_not_recorded_and_not_done(path):
     kernels = CpuKernels(2, path=path)

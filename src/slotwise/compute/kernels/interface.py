@@ -500,9 +500,17 @@ class Kernels(DeltaKernels, Protocol):
         ...
 
     def record(self, work: Callable[[], Tensor]) -> Graph | None:
-        """Run `work`, which calls these kernels and nothing else, and capture it as a graph.
+        """Run `work`, which calls these kernels alone, and capture it as a graph.
 
         Returns None without running `work` where that is not possible.
+        """
+        ...
+
+    def rowwise(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """`function(*inputs)`, computed by torch from tensors `[tokens, ...]`: for what only a few families compute.
+
+        Each row of the result must depend on the same row of the inputs alone, bit for bit: no products, which belong
+        to `linear`.  A graph calls the function again between its kernels.
         """
         ...
 

@@ -332,6 +332,10 @@ class ReferenceKernels:
     def record(self, work: Callable[[], Tensor]) -> None:
         """None: plain torch is not captured."""
 
+    def rowwise(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """`function(*inputs)`."""
+        return function(*inputs)
+
     def embed(self, table: Tensor, token_ids: Tensor, first: int | None = None) -> Tensor:
         """Rows of `table [vocabulary, hidden]`: `[tokens, hidden]`."""
         return table.index_select(0, token_ids) if first is None else embed_part(table, token_ids - first)

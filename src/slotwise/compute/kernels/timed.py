@@ -79,6 +79,9 @@ class TimedKernels:
         look_up = self._kernels.embedding(table, kind, scale)
         return lambda token_ids: self._timed(SMALL, lambda: look_up(token_ids))
 
+    def rowwise(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        return self._timed(SMALL, lambda: self._kernels.rowwise(function, *inputs))
+
     def embed(self, table: Tensor, token_ids: Tensor, first: int | None = None) -> Tensor:
         return self._timed(SMALL, lambda: self._kernels.embed(table, token_ids, first))
 

@@ -193,12 +193,16 @@ class CpuKernels:
         return tokens if tokens <= MAX_RECORDED else 0, max(SHORTEST, 1 << (context - 1).bit_length())
 
     def record(self, work: Callable[[], Tensor]) -> KernelGraph | None:
-        """Run `work`, which calls these kernels and nothing else, and capture it.
+        """Run `work`, which calls these kernels alone, and capture it.
 
         Returns None without running `work` on the path `onednn`: there torch computes the products, and a graph holds
         only our own kernels.
         """
         return None if self.launcher.is_beside_torch else GraphRecorder(self.launcher, self._arena).record(work)
+
+    def rowwise(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """`function(*inputs)`, which a graph calls again."""
+        return self.launcher.call(function, inputs)
 
     def embed(self, table: Tensor, token_ids: Tensor, first: int | None = None) -> Tensor:
         """Rows of `table [vocabulary, hidden]`: `[tokens, hidden]`.  Ids outside the table are clamped."""

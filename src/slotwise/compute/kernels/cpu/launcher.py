@@ -89,6 +89,15 @@ class KernelLauncher:
             self._note(code, is_alone=True)
         code.call(self._address)
 
+    def call(self, function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Tensor:
+        """`function(*inputs)`, by torch on the calling thread, between kernels."""
+        result = function(*inputs)
+        if self.recorder is None:
+            return result
+        out = self.recorder.empty(tuple(result.shape), result.dtype).copy_(result)
+        self.recorder.note_call(function, inputs, out)
+        return out
+
     def empty(self, size: tuple[int, ...], kind: torch.dtype) -> Tensor:
         """An uninitialized tensor for a kernel's result."""
         return torch.empty(size, dtype=kind) if self.recorder is None else self.recorder.empty(size, kind)
@@ -105,20 +114,29 @@ class KernelLauncher:
         self.recorder.note(code, words, self._scratch, is_alone=is_alone)
 
 
+def _alias(tensor: Tensor) -> Tensor:
+    """A tensor of its own in the same memory, so that the arena may reuse that."""
+    place = (tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+    alias: Tensor = tensor.new_empty(0).set_(*place)
+    return alias
+
+
 class KernelGraph:
-    """The kernels that a piece of work started, and its result.
+    """The kernels that a piece of work started, the functions of torch between them, and its result.
 
     Args:
+        calls: functions, and how many kernels run before each.
         result: lies in the arena; it is valid until any graph runs again.
     """
 
-    def __init__(self, launcher: KernelLauncher, kernels: Sequence[tuple[CompiledKernel, bool, bytes]], result: Tensor,
-                 held: Sequence[object]) -> None:
+    def __init__(
+        self, launcher: KernelLauncher, kernels: Sequence[tuple[CompiledKernel, bool, bytes]],
+        calls: Sequence[tuple[int, Callable[[], object]]], result: Tensor, held: Sequence[object],
+    ) -> None:
         self._launcher = launcher
         self._held = (kernels, held)  # keeps the kernels' memory alive
-        place = (result.untyped_storage(), result.storage_offset(), result.shape, result.stride())
-        # A tensor of its own, so that the arena may reuse the memory.
-        self.result: Tensor = result.new_empty(0).set_(*place)
+        self._calls = calls
+        self.result = _alias(result)
         self._codes = np.array([[code.address, is_alone] for code, is_alone, _ in kernels], np.int64)
         self._blocks, self._address = aligned(len(kernels) * WORDS, np.int64)
         self._blocks = self._blocks.reshape(len(kernels), WORDS)
@@ -128,8 +146,19 @@ class KernelGraph:
     def run(self) -> Tensor:
         """Run it again; returns its result."""
         self._blocks[:, :HEADER] = 0
-        self._launcher.pool.run_program(PROGRAM, self._codes.ctypes.data, self._address, len(self._blocks))
+        first = 0
+        for end, call in self._calls:
+            self._run(first, end)
+            call()
+            first = end
+        self._run(first, len(self._blocks))
         return self.result
+
+    def _run(self, first: int, end: int) -> None:
+        """Run the kernels `first ... end - 1`."""
+        if end > first:
+            codes, blocks = self._codes.ctypes.data + 16 * first, self._address + 8 * WORDS * first
+            self._launcher.pool.run_program(PROGRAM, codes, blocks, end - first)
 
 
 class GraphRecorder:
@@ -139,22 +168,28 @@ class GraphRecorder:
         self._launcher = launcher
         self._arena = arena
         self._kernels: list[tuple[CompiledKernel, bool, bytes]] = []
+        self._calls: list[tuple[int, Callable[[], object]]] = []
         self._held: list[object] = []
 
     def record(self, work: Callable[[], Tensor]) -> KernelGraph:
-        """Run `work`, which must start kernels of this launcher and nothing else."""
+        """Run `work`, which must start kernels of this launcher, and functions by its `call`, and nothing else."""
         self._launcher.recorder = self
         try:
             result = work()
         finally:
             self._launcher.recorder = None
-        return KernelGraph(self._launcher, self._kernels, result, self._held)
+        return KernelGraph(self._launcher, self._kernels, self._calls, result, self._held)
 
     def note(self, code: CompiledKernel, words: bytes, scratch: object, *, is_alone: bool) -> None:
         """Note a kernel that starts with the arguments `words` and works in `scratch`."""
         self._kernels.append((code, is_alone, words))
         if not self._held or self._held[-1] is not scratch:
             self._held.append(scratch)
+
+    def note_call(self, function: Callable[..., Tensor], inputs: Sequence[Tensor], out: Tensor) -> None:
+        """Note a function of `inputs`, whose result belongs into `out`."""
+        arguments, target = [_alias(tensor) for tensor in inputs], _alias(out)
+        self._calls.append((len(self._kernels), lambda: target.copy_(function(*arguments))))
 
     def empty(self, size: tuple[int, ...], kind: torch.dtype) -> Tensor:
         """Memory for a kernel's result."""

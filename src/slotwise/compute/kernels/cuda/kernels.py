@@ -209,6 +209,10 @@ class CudaKernels:
         """Run `work`, then capture it; None where that is not possible."""
         return self._graphs.record(work) if self._graphs else None
 
+    def rowwise(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """`function(*inputs)`; a CUDA graph captures torch's own kernels, too."""
+        return function(*inputs)
+
     def embed(self, table: Tensor, token_ids: Tensor, first: int | None = None) -> Tensor:
         """Rows of `table [vocabulary, hidden]`: `[tokens, hidden]`."""
         return table.index_select(0, token_ids) if first is None else embed_part(table, token_ids - first)

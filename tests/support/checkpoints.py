@@ -84,6 +84,8 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4_5": ("Ernie4_5", {"use_bias": True}),
     "helium": ("Helium", {"head_dim": 24}),
     "seed_oss": ("SeedOss", {"attention_out_bias": True, "mlp_bias": True}),
+    "lfm2": ("Lfm2", {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"],
+                      "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False}),
     "exaone4": ("Exaone4", {"sliding_window": 48, "sliding_window_pattern": 2, "initializer_range": 0.4}),
 }  # fmt: skip
 
@@ -107,19 +109,19 @@ def class_name(family: str) -> str:
 
 def make(
     family: str, folder: Path, *, seed: int = 0, dtype: str = "float32", shard_size: str = "1GB",
-    tokenizer: bool = False, kind: str = "ForCausalLM", **overrides: Any,
+    tokenizer: bool = False, **overrides: Any,
 ) -> Path:
     """Writes a checkpoint of `family` (one of EVERY) to `folder` and returns it.
 
-    `kind` is the ending of its class; `overrides` are fields of the transformers config, of which ... (Ellipsis) takes
-    one out; `shard_size` such as "200KB" splits the weights over files.
+    `overrides` are fields of the transformers config, of which ... (Ellipsis) takes one out; `shard_size` such as
+    "200KB" splits the weights over files.
     """
     import torch
     import transformers
 
     differences = _SHAPES[family][1]
     fields = {name: value for name, value in (SIZES | differences | overrides).items() if value is not ...}
-    made = getattr(transformers, class_name(family).replace("ForCausalLM", kind))
+    made = getattr(transformers, class_name(family))
     config = made.config_class(**fields)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -252,10 +254,10 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def reference_model(folder: Path, dtype: str, kind: str = "AutoModelForCausalLM") -> Any:
-    """The checkpoint as transformers loads it; `kind` names one of its automatic classes."""
-    import transformers
+def reference_model(folder: Path, dtype: str) -> Any:
+    """The checkpoint as transformers loads it."""
+    from transformers import AutoModelForCausalLM
 
     config = (folder / "config.json").read_text()
     attention = "eager" if any(name in config for name in NOT_IN_TORCH) else "sdpa"
-    return getattr(transformers, kind).from_pretrained(folder, dtype=dtype, attn_implementation=attention).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention).eval()

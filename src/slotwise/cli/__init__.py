@@ -51,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     process.raise_again()
     try:
         status: int = asked.run(asked)
+        if IS_COMMAND:
+            process.end(status)
         return status
     except KeyboardInterrupt:
         form = partial(lines.final, getattr(asked, "log_format", lines.TEXT))

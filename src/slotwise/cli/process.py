@@ -72,6 +72,19 @@ def ending_at_once(form: Callable[[str], str] = str) -> Iterator[None]:
         raise_again()
 
 
+def end(status: int) -> NoReturn:
+    """Ends this process once its threads have, but leaves libraries standing.
+
+    Some abort where the interpreter takes them down beside a daemon, once all output is written.
+
+    Raises:
+        BrokenPipeError: nobody reads the output.
+    """
+    sys.stdout.flush()
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for all threads but daemons
+    leave(status)
+
+
 def leave(status: int) -> NoReturn:
     """Ends this process after a failure, without waiting for threads and children that still compile."""
     _kill_children()

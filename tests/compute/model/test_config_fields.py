@@ -62,6 +62,7 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
     "Ernie4_5Config": ("ernie4_5", {}),
     "HeliumConfig": ("helium", {}),
     "SeedOssConfig": ("seed_oss", {}),
+    "Lfm2Config": ("lfm2", CALM | {"layer_types": ..., "full_attn_idxs": [1]}),
     "Exaone4Config": ("exaone4", {"sliding_window": 20, "num_hidden_layers": 4}),
 }
 COMPARED = [name for name, (family, _) in BASES.items() if family in FAMILIES]
@@ -78,6 +79,7 @@ NOTHING: dict[str, Any] = {
     "allow_global_per_layer_attribute_access": True, "serialize_explicit_per_layer_config": True,
     "resid_pdrop": 0.5, "embd_pdrop": 0.5, "original_max_position_embeddings": 512, "router_aux_loss_coef": 0.5,
     "router_jitter_noise": 0.5, "output_router_logits": False, "residual_dropout": 0.5,
+    "block_multiple_of": 32, "block_ffn_dim_multiplier": 2.0,
 }  # fmt: skip
 
 # Values that the same weights obey: the logits change, in both alike.
@@ -88,7 +90,7 @@ EDITED: dict[str, Any] = {
     "attn_logit_softcapping": 1.0, "final_logit_softcapping": 1.0, "sliding_window_pattern": 3,
     "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.3, "logits_scaling": 2.5,
     "no_rope_layers": [1, 1, 0, 1], "no_rope_layer_interval": 3, "num_experts_per_tok": 1, "norm_topk_prob": True,
-    "swiglu_alpha": 0.5, "swiglu_limit": 0.3,
+    "swiglu_alpha": 0.5, "swiglu_limit": 0.3, "norm_eps": 0.5,
 }  # fmt: skip
 
 # Values that other weights obey: a checkpoint is made with each.
@@ -97,7 +99,8 @@ BUILT: dict[str, Any] = {
     "num_key_value_heads": 1, "head_dim": 16, "tie_word_embeddings": ..., "attention_bias": True, "mlp_bias": True,
     "num_experts": 5, "num_local_experts": 5, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
     "linear_conv_kernel_dim": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 8, "linear_num_value_heads": 8,
-    "linear_num_key_heads": 4,
+    "linear_num_key_heads": 4, "conv_bias": True, "conv_L_cache": 2, "block_auto_adjust_ff_dim": True,
+    "full_attn_idxs": [0, 1],
     "decoder_sparse_step": 3, "mlp_only_layers": [0], "qkv_bias": False, "use_bias": False, "attention_out_bias": False,
 }  # fmt: skip
 
@@ -135,6 +138,7 @@ OWN: dict[str, dict[str, tuple[dict[str, Any], Any]]] = {
     "Qwen3MoeConfig": {"norm_topk_prob": (EDITED, False), "mlp_only_layers": (BUILT, [1]),
                        "num_experts": (REFUSED, 5)},  # beside num_local_experts
     "GptOssConfig": {"attention_bias": (BUILT, False)},
+    "Lfm2Config": {"layer_types": (BUILT, ["conv", "full_attention", "full_attention", "conv"])},
     "Qwen3NextConfig": {"layer_types": (BUILT, HYBRID), "norm_topk_prob": (EDITED, False)},
     "Qwen3_5TextConfig": {"layer_types": (BUILT, HYBRID)},
     "Qwen3_5MoeTextConfig": {"layer_types": (BUILT, HYBRID), "attention_bias": (BUILT, False)},

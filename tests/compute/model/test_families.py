@@ -78,7 +78,7 @@ def test_kernels_without_mixtures_say_so(checkpoint: Callable[[str], Path]) -> N
 
 def test_kernels_without_recurrent_states_say_so(checkpoint: Callable[[str], Path]) -> None:
     class Without(ReferenceKernels):
-        delta_refusal = "layers with a recurrent state are not supported on device x"
+        state_refusal = "layers with a recurrent state are not supported on device x"
 
     with pytest.raises(CheckpointError, match="a recurrent state are not supported on device x"):
         load_model(checkpoint("qwen3_5"), kernels=Without())

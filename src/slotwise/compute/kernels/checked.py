@@ -17,6 +17,8 @@ from slotwise.compute.kernels.interface import (
     Activation,
     AttentionShape,
     ClampedSwiGLU,
+    ConvolutionShape,
+    ConvolutionWeights,
     DeltaShape,
     DeltaWeights,
     ExpertWeights,
@@ -27,6 +29,12 @@ from slotwise.compute.kernels.interface import (
     QKNorm,
     RaggedBatch,
     Routing,
+    SelectiveInputs,
+    SelectiveShape,
+    SelectiveWeights,
+    StateShape,
+    StateSpaceShape,
+    StateSpaceWeights,
 )
 from slotwise.compute.kernels.matrix import QuantizedMatrix, Weight
 
@@ -144,6 +152,60 @@ class CheckedKernels:
         self._check("sigmoid_mul: x", x, tuple(x.shape[:2]), FLOATS)
         self._check("sigmoid_mul: gate", gate, x.shape, (x.dtype,))
         return self._check("sigmoid_mul: result", self._kernels.sigmoid_mul(gate, x), x.shape, (x.dtype,))
+
+    def gated_convolution(
+        self, bcx: Tensor, weights: ConvolutionWeights, cache: LayerCache, batch: RaggedBatch, shape: ConvolutionShape,
+    ) -> Tensor:
+        self.check_batch(batch)
+        tokens = len(batch.token_ids)
+        self._check("gated_convolution: bcx", bcx, (tokens, 3 * shape.size), FLOATS)
+        self._check_convolution("gated_convolution", weights, shape)
+        result = self._kernels.gated_convolution(bcx, weights, cache, batch, shape)
+        return self._check("gated_convolution: result", result, (tokens, shape.size), (bcx.dtype,))
+
+    def silu_convolution(
+        self, x: Tensor, weights: ConvolutionWeights, cache: LayerCache, batch: RaggedBatch, shape: SelectiveShape,
+    ) -> Tensor:
+        self.check_batch(batch)
+        size = len(batch.token_ids), shape.size
+        self._check("silu_convolution: x", x, size, FLOATS)
+        self._check_convolution("silu_convolution", weights, shape)
+        result = self._kernels.silu_convolution(x, weights, cache, batch, shape)
+        return self._check("silu_convolution: result", result, size, (x.dtype,))
+
+    def selective_scan(
+        self, inputs: SelectiveInputs, weights: SelectiveWeights, cache: LayerCache, batch: RaggedBatch,
+        shape: SelectiveShape,
+    ) -> Tensor:
+        self.check_batch(batch)
+        tokens, kinds = len(batch.token_ids), (inputs.x.dtype,)
+        shared = shape.num_groups * shape.state_size
+        for name, width in zip(inputs._fields, (shape.size, shape.size, shared, shared, shape.size), strict=True):
+            self._check(f"selective_scan: {name}", getattr(inputs, name), (tokens, width), kinds)
+        floats = (torch.float32,)
+        self._check("selective_scan: rate", weights.rate, (shape.state_size, shape.size), floats)
+        self._check("selective_scan: skip", weights.skip, (shape.size,), floats)
+        result = self._kernels.selective_scan(inputs, weights, cache, batch, shape)
+        return self._check("selective_scan: result", result, (tokens, shape.size), kinds)
+
+    def state_space(
+        self, mixed: Tensor, weights: StateSpaceWeights, cache: LayerCache, batch: RaggedBatch, shape: StateSpaceShape,
+    ) -> Tensor:
+        self.check_batch(batch)
+        tokens, heads = len(batch.token_ids), shape.num_heads
+        self._check("state_space: mixed", mixed, (tokens, shape.values + shape.channels + heads), FLOATS)
+        self._check_convolution("state_space", weights.convolution, shape)
+        for name in ("rate", "step_bias", "skip"):
+            self._check(f"state_space: {name}", getattr(weights, name), (heads,), (torch.float32,))
+        if weights.norm is not None:
+            self._check("state_space: norm", weights.norm, (shape.values,), (torch.float32,))
+        result = self._kernels.state_space(mixed, weights, cache, batch, shape)
+        return self._check("state_space: result", result, (tokens, shape.values), (mixed.dtype,))
+
+    def _check_convolution(self, name: str, weights: ConvolutionWeights, shape: StateShape) -> None:
+        self._check(f"{name}: taps", weights.taps, (shape.taps, shape.channels), (torch.float32,))
+        if weights.bias is not None:
+            self._check(f"{name}: bias", weights.bias, (shape.channels,), (torch.float32,))
 
     def gated_delta(
         self, mixed: Tensor, gates: Tensor, weights: DeltaWeights, cache: LayerCache, batch: RaggedBatch,

@@ -14,6 +14,7 @@ batching (Yu et al., OSDI 2022) over vLLM's paged memory (Kwon et al., SOSP 2023
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
@@ -158,23 +159,17 @@ LENGTH_EPS = 1e-6
 """Added to the squares of queries and keys before they are scaled to length 1."""
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaShape:
-    """The sizes of a layer with a recurrent state.
+class StateShape:
+    """The sizes of a layer with a recurrent state: what all such layers have.
 
-    That is the gated delta rule behind a short convolution (Yang et al., "Gated Delta Networks: Improving Mamba2 with
-    Delta Rule", 2024):
+    Their inputs pass a short causal convolution over the last `taps` tokens of each of `channels` channels:
 
-        q, k, v ─► convolution over `taps` tokens, SiLU ─► q and k of length 1 ─► the rule ─► norm, times silu(z)
+        out[t] = weights[0] * in[t - taps + 1] + ... + weights[taps - 1] * in[t] + bias
 
-        state = decay * state;  state += outer(k, beta * (v - k @ state));  out = q @ state / sqrt(key_dim)
-
-    for each value head, with `beta = sigmoid(b)` and `decay = exp(rate * softplus(a + step_bias))`.
-
-    A row's past is one state: that of the rule, and the last inputs of the convolution.  It lies in the cache where
-    other layers have keys and values: the block that holds token t in a row's block table holds the state after the
-    last token written to that block so far.  A full block is therefore a snapshot at its end; a step reads the block of
-    the token before its first one, and writes the blocks of its own tokens.
+    A row's past is one state: that of the layer's rule, and the last inputs of the convolution.  It lies in the cache
+    where other layers have keys and values: the block that holds token t in a row's block table holds the state after
+    the last token written to that block so far.  A full block is therefore a snapshot at its end; a step reads the
+    block of the token before its first one, and writes the blocks of its own tokens.
 
         tokens    0 .. 15 | 16 .. 31 | 32 .. 40       block_size 16
         state       [5]       [2]        [9]          after tokens 15, 31 and 40; the next step reads block 9 alone
@@ -182,17 +177,197 @@ class DeltaShape:
 
     # In tokens: a step reads the state after the token before its first one, and nothing older.
     window: ClassVar[int] = 1
+    taps: int
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution."""
+        raise NotImplementedError
+
+    @property
+    def rule_floats(self) -> int:
+        """Numbers of the rule's state."""
+        raise NotImplementedError
+
+    @property
+    def width(self) -> int:
+        """The most numbers per token that the layer's activations take at a time."""
+        raise NotImplementedError
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Weights of the layer's products."""
+        raise NotImplementedError
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a state, in float32: the rule's, then the inputs `[taps - 1, channels]`, the oldest first."""
+        return float32.itemsize * (self.rule_floats + (self.taps - 1) * self.channels)
+
+
+@dataclass(frozen=True, slots=True)
+class ConvolutionShape(StateShape):
+    """A layer that is a short convolution between two gates, without a further rule (LFM2, Liquid AI, 2025).
+
+        b, c, x ─► b * x ─► convolution ─► times c
+    """
+
+    size: int
+    taps: int
+
+    @property
+    def channels(self) -> int:
+        return self.size
+
+    @property
+    def rule_floats(self) -> int:
+        return 0
+
+    @property
+    def width(self) -> int:
+        return 4 * self.size
+
+    def num_weights(self, hidden_size: int) -> int:
+        return 4 * self.size * hidden_size
+
+
+class ConvolutionWeights(NamedTuple):
+    """The weights of a short convolution, in float32."""
+
+    taps: Tensor  # [taps, channels], the oldest token first
+    bias: Tensor | None = None  # [channels]
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpaceShape(StateShape):
+    """The sizes of Mamba-2's layer: a decay per head and step (Dao and Gu, "Transformers are SSMs", 2024).
+
+        z │ x, B, C │ dt ─► convolution of x, B, C, SiLU ─► the rule ─► norm and gate by silu(z)
+
+        state = exp(rate * dt) * state;  state += outer(B, dt * x);  out = C @ state + skip * x
+
+    for each head, with `dt = clamp(softplus(dt + step_bias))`; the heads of a group share B and C.
+
+    Args:
+        norm_groups: of the RMS norm over all values, each normed by itself; 0: results are gated and not normed.
+        is_normed_first: the norm is before the gate.
+        least_step, largest_step: bounds of dt.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_size: int
+    taps: int
+    norm_groups: int = 1
+    is_normed_first: bool = False
+    least_step: float = 0.0
+    largest_step: float = math.inf
+
+    @property
+    def values(self) -> int:
+        """Numbers of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        return self.values + 2 * self.num_groups * self.state_size
+
+    @property
+    def rule_floats(self) -> int:
+        """Numbers of the rule's state, `[heads, state_size, head_dim]`."""
+        return self.values * self.state_size
+
+    @property
+    def width(self) -> int:
+        return 3 * self.channels + 4 * self.values + self.num_heads  # what is convolved, and results, are float32
+
+    def num_weights(self, hidden_size: int) -> int:
+        return (self.channels + 2 * self.values + self.num_heads) * hidden_size
+
+
+class StateSpaceWeights(NamedTuple):
+    """The weights of such a layer outside its products, in float32."""
+
+    convolution: ConvolutionWeights
+    rate: Tensor  # [heads], below 0
+    step_bias: Tensor  # [heads]
+    skip: Tensor  # [heads]
+    norm: Tensor | None  # [values]
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class SelectiveShape(StateShape):
+    """The sizes of Mamba's layer: a decay for every channel and number of the state (Gu and Dao, "Mamba", 2023).
+
+        x, z ─► convolution of x, SiLU ─► dt, B, C, products of x ─► the rule ─► times silu(z)
+
+        state = exp(rate * dt) * state + outer(B, dt * x);  out = C @ state + skip * x
+
+    for each channel, with `dt = softplus(dt)`; the channels of a group share B and C.
+    """
+
+    size: int
+    state_size: int
+    taps: int
+    step_rank: int  # inputs of the product that makes dt
+    num_groups: int = 1
+
+    @property
+    def channels(self) -> int:
+        return self.size
+
+    @property
+    def rule_floats(self) -> int:
+        """Numbers of the rule's state, `[state_size, channels]`."""
+        return self.size * self.state_size
+
+    @property
+    def width(self) -> int:
+        return 6 * self.size + 2 * self.num_groups * (self.step_rank + 2 * self.state_size)
+
+    def num_weights(self, hidden_size: int) -> int:
+        return self.size * (3 * hidden_size + 2 * self.step_rank + 2 * self.state_size)
+
+
+class SelectiveWeights(NamedTuple):
+    """The weights of such a layer's rule outside its products, in float32."""
+
+    rate: Tensor  # [state_size, channels], below 0
+    skip: Tensor  # [channels]
+
+
+class SelectiveInputs(NamedTuple):
+    """What the rule of a `SelectiveShape` reads for each token; rows may be parts of longer ones."""
+
+    x: Tensor  # [tokens, channels], convolved
+    steps: Tensor  # [tokens, channels], dt before softplus
+    b: Tensor  # [tokens, groups * state_size]
+    c: Tensor
+    gate: Tensor  # [tokens, channels], z
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaShape(StateShape):
+    """The sizes of the gated delta rule (Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024).
+
+        q, k, v ─► convolution, SiLU ─► q and k of length 1 ─► the rule ─► norm, times silu(z)
+
+        state = decay * state;  state += outer(k, beta * (v - k @ state));  out = q @ state / sqrt(key_dim)
+
+    for each value head, with `beta = sigmoid(b)` and `decay = exp(rate * softplus(a + step_bias))`.
+    """
+
     # Every key head serves the same number of adjacent value heads.
     num_key_heads: int
     num_value_heads: int
     key_dim: int
     value_dim: int
-    # The number of tokens in the convolution.
     taps: int
 
     @property
     def channels(self) -> int:
-        """Channels of the convolution: queries, keys and values of all heads."""
+        """Queries, keys and values of all heads."""
         return 2 * self.num_key_heads * self.key_dim + self.values
 
     @property
@@ -206,9 +381,11 @@ class DeltaShape:
         return self.values * self.key_dim
 
     @property
-    def state_bytes(self) -> int:
-        """Bytes of a state, in float32: the rule's, then the inputs `[taps - 1, channels]`, the oldest first."""
-        return float32.itemsize * (self.rule_floats + (self.taps - 1) * self.channels)
+    def width(self) -> int:
+        return 3 * self.channels + 2 * (self.values + self.num_value_heads)  # what is convolved is float32
+
+    def num_weights(self, hidden_size: int) -> int:
+        return (self.channels + 2 * self.values + 2 * self.num_value_heads) * hidden_size
 
 
 class DeltaWeights(NamedTuple):
@@ -221,7 +398,7 @@ class DeltaWeights(NamedTuple):
     eps: float
 
 
-LayerShape = AttentionShape | DeltaShape
+LayerShape = AttentionShape | StateShape
 """What a layer keeps in its cache: something of every token, or the state after the last one."""
 
 
@@ -335,13 +512,45 @@ class Graph(Protocol):
         ...
 
 
-class DeltaKernels(Protocol):
-    """What layers with a recurrent state (`DeltaShape`) need of kernels.
+class StateKernels(Protocol):
+    """What layers with a recurrent state (`StateShape`) need of kernels.
 
-    `delta_refusal` says in one sentence why `gated_delta` does not work; "" where it does.
+    A row whose first position is 0 begins with a state of zeros, any other row with the state in the block of the
+    position before; the rest of the cache does not matter.  Every row writes the states of its blocks, except rows that
+    are `batch.on_trial`.  A row's result is the same bit for bit however its tokens are divided among steps.
+
+    `state_refusal` says in one sentence why these operations raise ValueError; "" where they work.
     """
 
-    delta_refusal: str
+    state_refusal: str
+
+    def gated_convolution(
+        self, bcx: Tensor, weights: ConvolutionWeights, cache: LayerCache, batch: RaggedBatch, shape: ConvolutionShape,
+    ) -> Tensor:
+        """`c * convolution(b * x)` for `bcx [tokens, 3 * channels]`: `[tokens, channels]`."""
+        ...
+
+    def silu_convolution(
+        self, x: Tensor, weights: ConvolutionWeights, cache: LayerCache, batch: RaggedBatch, shape: SelectiveShape,
+    ) -> Tensor:
+        """`silu(convolution(x))` for `x [tokens, channels]`, rows of which may be parts of longer ones."""
+        ...
+
+    def selective_scan(
+        self, inputs: SelectiveInputs, weights: SelectiveWeights, cache: LayerCache, batch: RaggedBatch,
+        shape: SelectiveShape,
+    ) -> Tensor:
+        """The rule of a `SelectiveShape`, gated, behind `silu_convolution`: `[tokens, channels]`."""
+        ...
+
+    def state_space(
+        self, mixed: Tensor, weights: StateSpaceWeights, cache: LayerCache, batch: RaggedBatch, shape: StateSpaceShape,
+    ) -> Tensor:
+        """Everything between a layer's products, for every row: `[tokens, values]`.
+
+        `mixed [tokens, values + channels + heads]` are z, then x, B and C, then dt.
+        """
+        ...
 
     def gated_delta(
         self, mixed: Tensor, gates: Tensor, weights: DeltaWeights, cache: LayerCache, batch: RaggedBatch,
@@ -350,13 +559,7 @@ class DeltaKernels(Protocol):
         """Everything between a layer's products, for every row: `[tokens, value heads * value_dim]`.
 
         `mixed [tokens, channels + value heads * value_dim]` are queries, keys and values, then z; `gates [tokens, 2 *
-        value heads]` are b, then a.  A row whose first position is 0 begins with a state of zeros, any other row with
-        the state in the block of the position before; the rest of the cache does not matter.  Every row writes the
-        states of its blocks, except rows that are `batch.on_trial`.  A row's result is the same bit for bit however its
-        tokens are divided among steps.
-
-        Raises:
-            ValueError: these kernels have no such layers: `delta_refusal`.
+        value heads]` are b, then a.
         """
         ...
 
@@ -365,7 +568,7 @@ class DeltaKernels(Protocol):
         ...
 
 
-class Kernels(DeltaKernels, Protocol):
+class Kernels(StateKernels, Protocol):
     """All operations of a decoder layer.  Implementations hold no request state.
 
     Attributes:

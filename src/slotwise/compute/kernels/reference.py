@@ -26,16 +26,25 @@ from slotwise.compute.kernels.interface import (
     Activation,
     AttentionShape,
     ClampedSwiGLU,
+    ConvolutionShape,
+    ConvolutionWeights,
     DeltaShape,
     DeltaWeights,
     ExpertWeights,
+    LayerShape,
     Linear,
     LowRank,
     Mixture,
     QKNorm,
     RaggedBatch,
     Routing,
+    SelectiveInputs,
+    SelectiveShape,
+    SelectiveWeights,
     SharedNorm,
+    StateShape,
+    StateSpaceShape,
+    StateSpaceWeights,
     activated,
     cache_kind,
     in_two_steps,
@@ -105,20 +114,20 @@ class StateCache(NamedTuple):
 ReferenceCache = PagedCache | QuantizedPagedCache | StateCache
 
 
-def cache_bytes_per_block(block_size: int, shape: AttentionShape | DeltaShape, kind: torch.dtype) -> int:
+def cache_bytes_per_block(block_size: int, shape: LayerShape, kind: torch.dtype) -> int:
     """Bytes one block takes in one layer, in a cache of `kind`."""
-    if isinstance(shape, DeltaShape):
+    if isinstance(shape, StateShape):
         return shape.state_bytes
     return sum(_sizes(block_size, shape, kind))
 
 
 def allocate_cache(
-    num_blocks: int, block_size: int, shape: AttentionShape | DeltaShape, kind: torch.dtype, device: torch.device,
+    num_blocks: int, block_size: int, shape: LayerShape, kind: torch.dtype, device: torch.device,
 ) -> ReferenceCache:
     """A zeroed cache of `kind`."""
     size = num_blocks, cache_bytes_per_block(block_size, shape, kind)
     storage = torch.zeros(size, dtype=torch.uint8, device=device)
-    if isinstance(shape, DeltaShape):
+    if isinstance(shape, StateShape):
         return StateCache(storage, block_size)
     of_token = num_blocks, block_size, shape.num_kv_heads
     keys, values, *scales = storage.split(_sizes(block_size, shape, kind), dim=1)
@@ -129,7 +138,7 @@ def allocate_cache(
     return QuantizedPagedCache(storage, block_size, keys, values, key_scales, value_scales)
 
 
-def states_of(cache: ReferenceCache, shape: DeltaShape) -> Tensor:
+def states_of(cache: ReferenceCache, shape: StateShape) -> Tensor:
     """The states that the blocks hold, `[blocks, floats]` float32."""
     return cache.storage[:, : shape.state_bytes].view(torch.float32)
 
@@ -221,7 +230,7 @@ class ReferenceKernels:
     name = "reference"
     kinds: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
     records_drafts = False
-    mixture_refusal = adapter_refusal = delta_refusal = ""
+    mixture_refusal = adapter_refusal = state_refusal = ""
 
     def __init__(self, device: str = "cpu", kv_cache_dtype: str = "auto") -> None:
         """Raises ValueError if `kv_cache_dtype` is not in `CACHE_KINDS`."""
@@ -248,13 +257,13 @@ class ReferenceKernels:
         return ""
 
     def allocate_cache(
-        self, num_blocks: int, block_size: int, shape: AttentionShape | DeltaShape, kind: torch.dtype,
+        self, num_blocks: int, block_size: int, shape: LayerShape, kind: torch.dtype,
     ) -> ReferenceCache:
         """One layer's zeroed cache of `num_blocks` blocks of `block_size` tokens."""
         return allocate_cache(num_blocks, block_size, shape, self._cached or kind, self.device)
 
     def cache_bytes_per_block(
-        self, block_size: int, shape: AttentionShape | DeltaShape, kind: torch.dtype,
+        self, block_size: int, shape: LayerShape, kind: torch.dtype,
     ) -> int:
         """Bytes one block takes in one layer, keys and values together."""
         return cache_bytes_per_block(block_size, shape, self._cached or kind)
@@ -381,12 +390,77 @@ class ReferenceKernels:
         """`sigmoid(gate) * x`."""
         return (gate.float().sigmoid() * x.float()).to(x.dtype)
 
+    def gated_convolution(
+        self, bcx: Tensor, weights: ConvolutionWeights, cache: ReferenceCache, batch: RaggedBatch,
+        shape: ConvolutionShape,
+    ) -> Tensor:
+        """The convolution between its gates."""
+        def advance(state: Tensor, part: slice) -> Tensor:
+            b, c, x = bcx[part].float().chunk(3, dim=1)
+            return _convolved(state, b * x, weights, shape) * c
+
+        return self._advanced(bcx, shape.size, cache, batch, shape, advance)
+
+    def silu_convolution(
+        self, x: Tensor, weights: ConvolutionWeights, cache: ReferenceCache, batch: RaggedBatch, shape: SelectiveShape,
+    ) -> Tensor:
+        """The convolution and SiLU."""
+        def advance(state: Tensor, part: slice) -> Tensor:
+            return F.silu(_convolved(state, x[part].float(), weights, shape))
+
+        return self._advanced(x, shape.size, cache, batch, shape, advance)
+
+    def selective_scan(
+        self, inputs: SelectiveInputs, weights: SelectiveWeights, cache: ReferenceCache, batch: RaggedBatch,
+        shape: SelectiveShape,
+    ) -> Tensor:
+        """Mamba's rule, token by token."""
+        def advance(state: Tensor, part: slice) -> Tensor:
+            return _selective(state, SelectiveInputs(*[each[part].float() for each in inputs]), weights, shape)
+
+        return self._advanced(inputs.x, shape.size, cache, batch, shape, advance)
+
+    def state_space(
+        self, mixed: Tensor, weights: StateSpaceWeights, cache: ReferenceCache, batch: RaggedBatch,
+        shape: StateSpaceShape,
+    ) -> Tensor:
+        """Mamba-2's rule, token by token."""
+        def advance(state: Tensor, part: slice) -> Tensor:
+            return _state_space(state, mixed[part].float(), weights, shape)
+
+        return self._advanced(mixed, shape.values, cache, batch, shape, advance)
+
     def gated_delta(
         self, mixed: Tensor, gates: Tensor, weights: DeltaWeights, cache: ReferenceCache, batch: RaggedBatch,
         shape: DeltaShape,
     ) -> Tensor:
-        """Row by row, block by block, token by token."""
-        return reference_gated_delta(mixed, gates, weights, states_of(cache, shape), batch, cache.block_size, shape)
+        def advance(state: Tensor, part: slice) -> Tensor:
+            return _delta_rule(state, mixed[part].float(), gates[part].float(), weights, shape)
+
+        return self._advanced(mixed, shape.values, cache, batch, shape, advance)
+
+    def _advanced(
+        self, like: Tensor, width: int, cache: ReferenceCache, batch: RaggedBatch, shape: StateShape,
+        advance: Callable[[Tensor, slice], Tensor],
+    ) -> Tensor:
+        """Row by row, block by block; `advance(state, tokens)` changes `state [floats]`, and returns their results.
+
+        Returns `[tokens, width]`, of the type of `like [tokens, ...]`.
+        """
+        out, states, block_size = like.new_empty(len(like), width), states_of(cache, shape), cache.block_size
+        starts = batch.query_starts.tolist()
+        on_trial = [0] * len(starts) if batch.on_trial is None else batch.on_trial.tolist()
+        for row, context in enumerate(batch.context_lens.tolist()):
+            first, end = starts[row], starts[row + 1]
+            position, table = context - (end - first), batch.block_tables[row].tolist()
+            state = states[table[(position - 1) // block_size]].clone() if position else torch.zeros_like(states[0])
+            while first < end:
+                stop = min(end, first + block_size - position % block_size)
+                out[first:stop] = advance(state, slice(first, stop)).to(out.dtype)
+                if not on_trial[row]:
+                    states[table[position // block_size]] = state
+                first, position = stop, position + stop - first
+        return out
 
     def rotary_store(
         self, qkv: Tensor, rotary: Tensor, batch: RaggedBatch, cache: PagedCache | QuantizedPagedCache,
@@ -469,43 +543,65 @@ def _attend_row(
     return torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype)
 
 
-def reference_gated_delta(
-    mixed: Tensor, gates: Tensor, weights: DeltaWeights, states: Tensor, batch: RaggedBatch, block_size: int,
-    shape: DeltaShape,
-) -> Tensor:
-    """`DeltaKernels.gated_delta` in plain torch, over `states [blocks, floats]` float32."""
-    out = mixed.new_empty(len(mixed), shape.values)
-    starts = batch.query_starts.tolist()
-    on_trial = [0] * len(starts) if batch.on_trial is None else batch.on_trial.tolist()
-    for row, context in enumerate(batch.context_lens.tolist()):
-        first, end = starts[row], starts[row + 1]
-        position, table = context - (end - first), batch.block_tables[row].tolist()
-        state = states[table[(position - 1) // block_size]].clone() if position else torch.zeros_like(states[0])
-        while first < end:
-            stop = min(end, first + block_size - position % block_size)
-            part = slice(first, stop)
-            out[part] = _advance(state, mixed[part].float(), gates[part].float(), weights, shape).to(out.dtype)
-            if not on_trial[row]:
-                states[table[position // block_size]] = state
-            first, position = stop, position + stop - first
-    return out
-
-
-def _advance(state: Tensor, mixed: Tensor, gates: Tensor, weights: DeltaWeights, shape: DeltaShape) -> Tensor:
-    """Advances `state [floats]`, in place, over the tokens of `mixed`; returns their results."""
-    tokens, heads = len(mixed), shape.num_value_heads
-    rule, before = state.split([shape.rule_floats, len(state) - shape.rule_floats])
-    x, z = mixed.split([shape.channels, shape.values], dim=1)
+def _convolved(state: Tensor, x: Tensor, weights: ConvolutionWeights, shape: StateShape) -> Tensor:
+    """The short convolution of `x [tokens, channels]`, whose last inputs become those of `state`."""
+    before, tokens = state[shape.rule_floats :], len(x)
     seen = torch.cat((before.view(shape.taps - 1, shape.channels), x))
-    mixed = F.silu(sum(seen[tap : tap + tokens] * weight for tap, weight in enumerate(weights.convolution)))
+    out = sum((seen[tap : tap + tokens] * weight for tap, weight in enumerate(weights.taps)), torch.zeros(()))
     before.copy_(seen[tokens:].flatten())
+    return out if weights.bias is None else out + weights.bias
+
+
+def _selective(state: Tensor, inputs: SelectiveInputs, weights: SelectiveWeights, shape: SelectiveShape) -> Tensor:
+    matrix, out = state[: shape.rule_floats].view(shape.state_size, shape.size), torch.empty_like(inputs.x)
+    per_group, steps = shape.size // shape.num_groups, F.softplus(inputs.steps)
+    b, c = (each.unflatten(1, (shape.num_groups, -1)).transpose(1, 2).repeat_interleave(per_group, dim=2)
+            for each in (inputs.b, inputs.c))  # [tokens, state_size, channels]
+    for token, (x, step) in enumerate(zip(inputs.x, steps, strict=True)):
+        matrix.mul_(torch.exp(weights.rate * step)).add_(b[token] * (step * x))
+        out[token] = (c[token] * matrix).sum(0) + weights.skip * x
+    return out * F.silu(inputs.gate)
+
+
+def _state_space(state: Tensor, mixed: Tensor, weights: StateSpaceWeights, shape: StateSpaceShape) -> Tensor:
+    heads, groups, size, tokens = shape.num_heads, shape.num_groups, shape.state_size, len(mixed)
+    z, x, raw = mixed.split([shape.values, shape.channels, heads], dim=1)
+    convolved = F.silu(_convolved(state, x, weights.convolution, shape))
+    x, b, c = convolved.split([shape.values, groups * size, groups * size], dim=1)
+    x, b, c = x.view(tokens, heads, -1), *(
+        each.view(tokens, groups, size).repeat_interleave(heads // groups, dim=1) for each in (b, c))
+    steps = F.softplus(raw + weights.step_bias).clamp(shape.least_step, shape.largest_step)
+    decay, matrix = torch.exp(weights.rate * steps), state[: shape.rule_floats].view(heads, size, shape.head_dim)
+    out = torch.empty_like(x)
+    for token in range(tokens):
+        matrix *= decay[token, :, None, None]
+        matrix += torch.einsum("hn,hp->hnp", b[token], steps[token, :, None] * x[token])
+        out[token] = torch.einsum("hn,hnp->hp", c[token], matrix) + weights.skip[:, None] * x[token]
+    return _gated(out.flatten(1), z, weights, shape)
+
+
+def _gated(y: Tensor, z: Tensor, weights: StateSpaceWeights, shape: StateSpaceShape) -> Tensor:
+    """Normed, in groups, and gated, in the order of `shape`."""
+    y = y if shape.is_normed_first else y * F.silu(z)
+    if weights.norm is not None:
+        groups = y.unflatten(1, (shape.norm_groups, -1))
+        y = (groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + weights.eps)).flatten(1) * weights.norm
+    return y * F.silu(z) if shape.is_normed_first else y
+
+
+def _delta_rule(state: Tensor, mixed: Tensor, gates: Tensor, weights: DeltaWeights, shape: DeltaShape) -> Tensor:
+    """The gated delta rule, token by token."""
+    tokens, heads = len(mixed), shape.num_value_heads
+    x, z = mixed.split([shape.channels, shape.values], dim=1)
+    mixed = F.silu(_convolved(state, x, ConvolutionWeights(weights.convolution), shape))
     keys = shape.num_key_heads * shape.key_dim
     query, key, value = mixed.split([keys, keys, shape.values], dim=1)
     query, key = (_of_length_1(part.view(tokens, -1, shape.key_dim)).repeat_interleave(
         heads // shape.num_key_heads, dim=1) for part in (query, key))
     b, a = gates.chunk(2, dim=1)
     decay = torch.exp(weights.rate * F.softplus(a + weights.step_bias))
-    matrix, beta, out = rule.view(heads, shape.key_dim, shape.value_dim), b.sigmoid(), torch.empty_like(value)
+    matrix = state[: shape.rule_floats].view(heads, shape.key_dim, shape.value_dim)
+    beta, out = b.sigmoid(), torch.empty_like(value)
     for token, known in enumerate(value.view(tokens, heads, -1)):
         matrix *= decay[token, :, None, None]
         error = known - torch.einsum("hk,hkv->hv", key[token], matrix)

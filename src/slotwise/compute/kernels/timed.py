@@ -12,6 +12,8 @@ from slotwise.compute.kernels.interface import (
     Activation,
     AttentionShape,
     ClampedSwiGLU,
+    ConvolutionShape,
+    ConvolutionWeights,
     DeltaShape,
     DeltaWeights,
     ExpertWeights,
@@ -23,6 +25,11 @@ from slotwise.compute.kernels.interface import (
     QKNorm,
     RaggedBatch,
     Routing,
+    SelectiveInputs,
+    SelectiveShape,
+    SelectiveWeights,
+    StateSpaceShape,
+    StateSpaceWeights,
 )
 from slotwise.compute.kernels.matrix import QuantizedMatrix, Weight
 
@@ -99,6 +106,27 @@ class TimedKernels:
 
     def sigmoid_mul(self, gate: Tensor, x: Tensor) -> Tensor:
         return self._timed(SMALL, lambda: self._kernels.sigmoid_mul(gate, x))
+
+    def gated_convolution(
+        self, bcx: Tensor, weights: ConvolutionWeights, cache: LayerCache, batch: RaggedBatch, shape: ConvolutionShape,
+    ) -> Tensor:
+        return self._timed(ATTENTION, lambda: self._kernels.gated_convolution(bcx, weights, cache, batch, shape))
+
+    def silu_convolution(
+        self, x: Tensor, weights: ConvolutionWeights, cache: LayerCache, batch: RaggedBatch, shape: SelectiveShape,
+    ) -> Tensor:
+        return self._timed(ATTENTION, lambda: self._kernels.silu_convolution(x, weights, cache, batch, shape))
+
+    def selective_scan(
+        self, inputs: SelectiveInputs, weights: SelectiveWeights, cache: LayerCache, batch: RaggedBatch,
+        shape: SelectiveShape,
+    ) -> Tensor:
+        return self._timed(ATTENTION, lambda: self._kernels.selective_scan(inputs, weights, cache, batch, shape))
+
+    def state_space(
+        self, mixed: Tensor, weights: StateSpaceWeights, cache: LayerCache, batch: RaggedBatch, shape: StateSpaceShape,
+    ) -> Tensor:
+        return self._timed(ATTENTION, lambda: self._kernels.state_space(mixed, weights, cache, batch, shape))
 
     def gated_delta(
         self, mixed: Tensor, gates: Tensor, weights: DeltaWeights, cache: LayerCache, batch: RaggedBatch,

@@ -17,6 +17,7 @@ from slotwise.compute.model.families import (
     gpt_oss,
     granite,
     helium,
+    lfm2,
     llama,
     mistral,
     olmo2,
@@ -76,6 +77,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen3_5ForConditionalGeneration": Family(qwen3_5.configure_text, qwen3_next.compose, ("qwen3_5",)),
     "Qwen3_5MoeForCausalLM": Family(qwen3_5.configure_moe, qwen3_next.compose, ("qwen3_5_moe_text",)),
     "Qwen3_5MoeForConditionalGeneration": Family(qwen3_5.configure_moe_text, qwen3_next.compose, ("qwen3_5_moe",)),
+    "Lfm2ForCausalLM": Family(lfm2.configure, lfm2.compose, ("lfm2",)),
     "GptOssForCausalLM": Family(gpt_oss.configure, gpt_oss.compose, ("gpt_oss",)),
 }
 

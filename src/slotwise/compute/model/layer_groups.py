@@ -9,7 +9,7 @@ All groups take blocks from one pool (`core/cache_groups.py`), so layer i of eve
 Groups are as large as they can be without unused places in those of full attention, which would cost memory for every
 token, and with at most PADDING of them in the others: fewer groups have fewer block tables.
 
-A layer with a recurrent state looks back on one token, in whose block its state lies (`DeltaShape`).  So its
+A layer with a recurrent state looks back on one token, in whose block its state lies (`StateShape`).  So its
 group keeps the last block alone, and full blocks in the prefix cache are snapshots of the state.  A block must then
 have as many tokens as make their keys and values no smaller than a state: `least_block_size`.
 """
@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from slotwise.compute.kernels.interface import AttentionShape, DeltaShape, GroupTables, LayerShape, RaggedBatch
+from slotwise.compute.kernels.interface import AttentionShape, GroupTables, LayerShape, RaggedBatch, StateShape
 
 PADDING = 0.1  # of the layers with one window
 MAX_BLOCK = 1 << 16  # tokens
@@ -83,7 +83,7 @@ def least_block_size(
 
     `num_bytes` are those of a block of so many tokens.
     """
-    states = dict.fromkeys(shape for shape in shapes if isinstance(shape, DeltaShape))
+    states = dict.fromkeys(shape for shape in shapes if isinstance(shape, StateShape))
     attention = [shape for number, shape in zip(groups.caches, shapes, strict=True)
                  if isinstance(shape, AttentionShape) and groups.caches.count(number) > 1]
     if not states or not attention:

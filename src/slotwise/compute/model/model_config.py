@@ -19,16 +19,15 @@ from slotwise.compute.kernels.interface import (
     Activation,
     AttentionShape,
     ClampedSwiGLU,
-    DeltaShape,
     LayerShape,
     Routing,
+    StateShape,
 )
 from slotwise.compute.model.fields import Fields
 from slotwise.compute.model.layers.rope import LinearRope, Llama3Rope, LongRope, Rope, YarnRope
 from slotwise.compute.model.names import with_head
 from slotwise.compute.model.quantization.quantization_methods import read_quantization
 from slotwise.compute.model.quantization.scheme import Quantization
-from slotwise.compute.model.sentence_modules import DenseFields, read_labels
 from slotwise.errors import CheckpointError
 
 ORIGINAL = "original_max_position_embeddings"
@@ -174,7 +173,7 @@ _READERS: dict[str, Callable[[Fields, _RopeContext, float], Rope]] = {
 
 MAX_LAYERS = 1024
 MAX_EXPERTS = 4096  # of a layer
-FULL, SLIDING = "full_attention", "sliding_attention"  # of `layer_types`
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"  # of `layer_types`
 TEXT_SHARED = ("architectures", "dtype", "torch_dtype", "quantization", "quantization_config", "tie_word_embeddings",
                "eos_token_id")
 """Fields of a config for images and text that its text part need not have."""
@@ -198,9 +197,10 @@ class MixtureConfig:
 class RecurrentConfig:
     """Recurrent states in place of attention, in some of the layers."""
 
-    shape: DeltaShape
+    shape: StateShape
     layers: tuple[bool, ...]  # whether each layer has one
-    is_interleaved: bool  # as `layers/gated_delta.py` says
+    is_interleaved: bool = False  # as `layers/gated_delta.py` says
+    has_bias: bool = False  # in the layer's products
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,9 +226,7 @@ class ModelConfig:
     tie_word_embeddings: bool  # the head is the embedding table
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype  # of the weights once loaded
-    has_head: bool = True  # without one a model makes vectors, or classifies, only
-    num_labels: int = 0  # of the head of labels; 0: there is none
-    dense: tuple[DenseFields, ...] = ()  # the modules that pooled vectors pass
+    has_head: bool = True  # without one a model makes vectors only
     qkv_bias: bool = False
     output_bias: bool = False  # of the product after attention
     mlp_bias: bool = False
@@ -261,11 +259,6 @@ class ModelConfig:
                 f"config.json: layer_types names {len(self.windows)} layers, num_hidden_layers {self.num_layers}"
             )
 
-    @property
-    def vector_size(self) -> int:
-        """Numbers of a vector."""
-        return self.dense[-1].outputs if self.dense else self.hidden_size
-
     def attention_shape(self, index: int) -> AttentionShape:
         """The attention of layer `index`, as kernels compute it."""
         return AttentionShape(
@@ -287,8 +280,7 @@ class ModelConfig:
         """The most numbers per token that activations of layers with a recurrent state take at a time."""
         if self.recurrent is None:
             return 0
-        shape = self.recurrent.shape
-        return 3 * shape.channels + 2 * (shape.values + shape.num_value_heads)  # the convolution's are float32
+        return self.recurrent.shape.width
 
     @property
     def mixture_of_experts(self) -> MixtureConfig:
@@ -306,9 +298,8 @@ class ModelConfig:
         heads = ((3 if self.has_gated_attention else 2) * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         weights = self.num_layers * self.hidden_size * (heads + 3 * self.intermediate_size)
         if self.recurrent is not None:
-            shape = self.recurrent.shape
-            instead = shape.channels + 2 * shape.values + 2 * shape.num_value_heads - heads
-            weights += sum(self.recurrent.layers) * self.hidden_size * instead
+            instead = self.recurrent.shape.num_weights(self.hidden_size) - self.hidden_size * heads
+            weights += sum(self.recurrent.layers) * instead
         if self.mixture is None:
             return weights
         mixture, routing = self.mixture, self.mixture.routing
@@ -371,7 +362,6 @@ def read_common(
         max_position_embeddings=fields.integer("max_position_embeddings"),
         windows=(0,) * num_layers,
         tie_word_embeddings=fields.flag("tie_word_embeddings", default=defaults.tie_word_embeddings),
-        num_labels=len(read_labels(fields).names),
         eos_token_ids=fields.token_ids("eos_token_id"),
         dtype=_stored_dtype(fields),
         quantization=read_quantization(fields),
@@ -448,6 +438,24 @@ def read_layer_types(fields: Fields, window: int, default: Sequence[str]) -> tup
     if SLIDING in kinds and not window:
         raise fields.error("sliding_window", "is null, but layers have sliding attention")
     return tuple(window if kind == SLIDING else 0 for kind in kinds)
+
+
+def read_state_layers(
+    fields: Fields, default: Sequence[str], name: str = "layer_types", kinds: tuple[str, str] = (LINEAR, FULL),
+) -> tuple[bool, ...]:
+    """Whether each layer has a recurrent state, from the field `name`, or from `default` where a config has none.
+
+    `kinds` are what the field calls a layer with a state, and one with attention.
+
+    Raises CheckpointError for other kinds of layers, and for another number of them than `num_hidden_layers`.
+    """
+    num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
+    found = fields.texts(name) if fields.has(name) else tuple(default)
+    if unknown := set(found) - set(kinds):
+        raise fields.error(name, f"holds {min(unknown)!r:.40}, which is not supported")
+    if len(found) != num_layers:
+        raise fields.error(name, f"names {len(found)} layers, num_hidden_layers {num_layers}")
+    return tuple([kind == kinds[0] for kind in found])
 
 
 def read_head_dim(fields: Fields) -> int:

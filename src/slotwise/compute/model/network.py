@@ -20,8 +20,7 @@ from torch import Tensor
 
 from slotwise.compute.kernels.group import PipelineStage
 from slotwise.compute.model.layers.attention import LayerStep
-from slotwise.compute.model.layers.embedding_and_head import EndOptions, Ends, PooledHead, read_dense, read_ends
-from slotwise.compute.model.layers.linear import Linear
+from slotwise.compute.model.layers.embedding_and_head import EndOptions, Ends, read_ends
 from slotwise.compute.model.layers.norm import NoNorm, NormOptions, ResidualStream, RMSNorm
 from slotwise.compute.model.layers.rope import Rope
 from slotwise.compute.model.layers.source import WeightSource
@@ -83,15 +82,12 @@ class Network:
     ends: Ends | None
     layers: Sequence[DecoderLayer]
     norm: RMSNorm | NoNorm
-    classifier: PooledHead | None = None  # of labels; None: there is none, or this is not the first stage
-    dense: Sequence[PooledHead] = ()  # the modules that vectors pass, on the first stage
 
     @property
     def bytes(self) -> int:
         """Bytes of the weights, as packed; a tied head counts in addition to the embedding."""
         ends = 0 if self.ends is None else self.ends.embedding.bytes
         ends += 0 if self.ends is None or self.ends.head is None else self.ends.head.bytes
-        ends += sum(part.bytes for part in ([self.classifier] if self.classifier else []) + [*self.dense])
         return ends + sum(layer.bytes for layer in self.layers) + self.norm.bytes
 
     @property
@@ -108,17 +104,18 @@ class Network:
 
 def read_network(
     config: ModelConfig, source: WeightSource, layer: Callable[[int], DecoderLayer], ends: EndOptions,
-    norms: NormOptions,
+    norms: NormOptions, norm_name: str = "model.norm",
 ) -> Network:
-    """Reads the stage of a model that `source` is for; `layer(index)` reads one layer."""
+    """Reads the stage of a model that `source` is for; `layer(index)` reads one layer.
+
+    `norm_name` is that of the norm after all layers.
+    """
     stage = source.group.pipe.stage
     ends = replace(ends, has_head=config.has_head)
     read = read_ends(source, config.vocab_size, config.hidden_size, ends) if stage.is_first else None
     layers = [layer(index) for index in layers_of(config, stage)]
-    norm = RMSNorm(source, "model.norm", config.hidden_size, norms) if stage.is_last else NoNorm()
-    score = PooledHead((Linear(source, {"score": config.num_labels}, config.hidden_size, is_exact=True), "")) if (
-        config.num_labels and stage.is_first) else None
-    return Network(read, layers, norm, score, [read_dense(module, source) for module in config.dense if stage.is_first])
+    norm = RMSNorm(source, norm_name, config.hidden_size, norms) if stage.is_last else NoNorm()
+    return Network(read, layers, norm)
 
 
 def layers_of(config: ModelConfig, stage: PipelineStage) -> range:

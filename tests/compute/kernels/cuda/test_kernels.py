@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.cuda_device import DEVICE, KERNELS
 
-from slotwise.compute.kernels.interface import DeltaKernels, DeltaShape, Kernels
+from slotwise.compute.kernels.interface import DeltaShape, Kernels, StateKernels
 
 CODE = """
 import sys, slotwise, slotwise.compose.engine_builder
@@ -37,11 +37,11 @@ def test_the_cpu_needs_no_triton_and_is_refused_by_what_was_compiled():
 def test_without_a_gpu_there_are_no_graphs_and_no_haste():
     assert KERNELS.device.type == "cpu"
     assert KERNELS.record(lambda: None) is None
-    assert all(hasattr(KERNELS, name) for name in {**vars(Kernels), **vars(DeltaKernels)} if not name.startswith("_"))
+    assert all(hasattr(KERNELS, name) for name in {**vars(Kernels), **vars(StateKernels)} if not name.startswith("_"))
 
 
 def test_layers_with_recurrent_states_are_refused():
-    assert "recurrent state are not supported on device cuda" in KERNELS.delta_refusal
+    assert "recurrent state are not supported on device cuda" in KERNELS.state_refusal
     with pytest.raises(ValueError, match="recurrent state are not supported on device cuda"):
         KERNELS.allocate_cache(1, 16, DeltaShape(1, 1, 8, 8, 4), torch.float32)
 

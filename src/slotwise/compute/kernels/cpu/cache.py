@@ -28,7 +28,7 @@ from torch import Tensor
 
 from slotwise.compute.kernels.cpu.memory import discard, populate, untouched_pages
 from slotwise.compute.kernels.cpu.processor import LANES, PAIR
-from slotwise.compute.kernels.interface import AttentionShape, DeltaShape
+from slotwise.compute.kernels.interface import AttentionShape, StateShape
 
 
 def padded(columns: int) -> int:
@@ -68,7 +68,7 @@ class CpuCache:
     geometry: tuple[int, ...]
 
     @classmethod
-    def of_states(cls, num_blocks: int, block_size: int, shape: DeltaShape) -> CpuCache:
+    def of_states(cls, num_blocks: int, block_size: int, shape: StateShape) -> CpuCache:
         """A zeroed cache of recurrent states."""
         storage = torch.frombuffer(untouched_pages(num_blocks * shape.state_bytes), dtype=torch.float32)
         return cls(storage.view(num_blocks, 1, -1), block_size, storage.data_ptr(), ())
@@ -77,7 +77,7 @@ class CpuCache:
     def block_bytes(self) -> int:
         return self.storage.stride(0) * self.storage.itemsize
 
-    def states(self, shape: DeltaShape) -> Tensor:
+    def states(self, shape: StateShape) -> Tensor:
         """The recurrent states that blocks hold, `[blocks, floats]` float32: a view."""
         return self.storage.flatten(1).view(torch.uint8)[:, : shape.state_bytes].view(torch.float32)
 

@@ -10,7 +10,15 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from slotwise.compute.kernels.cpu import attention, delta, pointwise, processor, sampling_filters
+from slotwise.compute.kernels.cpu import (
+    attention,
+    convolution,
+    delta,
+    pointwise,
+    processor,
+    sampling_filters,
+    state_space,
+)
 from slotwise.compute.kernels.cpu.cache import CpuCache, head_block_elements, padded
 from slotwise.compute.kernels.cpu.jit.compiler import CompiledKernel, compile_all, compile_here
 from slotwise.compute.kernels.cpu.launcher import PROGRAM, Arena, GraphRecorder, KernelGraph, KernelLauncher
@@ -25,6 +33,8 @@ from slotwise.compute.kernels.interface import (
     Activation,
     AttentionShape,
     ClampedSwiGLU,
+    ConvolutionShape,
+    ConvolutionWeights,
     DeltaShape,
     DeltaWeights,
     ExpertWeights,
@@ -34,6 +44,12 @@ from slotwise.compute.kernels.interface import (
     QKNorm,
     RaggedBatch,
     Routing,
+    SelectiveInputs,
+    SelectiveShape,
+    SelectiveWeights,
+    StateShape,
+    StateSpaceShape,
+    StateSpaceWeights,
     activated,
     cache_kind,
     in_two_steps,
@@ -56,7 +72,7 @@ class CpuKernels:
     device = torch.device("cpu")
     kinds: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
     records_drafts = True
-    mixture_refusal = adapter_refusal = delta_refusal = ""
+    mixture_refusal = adapter_refusal = state_refusal = ""
 
     def __init__(
         self, threads: int | None = None, quantization: str = "none", kv_cache_dtype: str = "auto",
@@ -114,13 +130,13 @@ class CpuKernels:
 
     def allocate_cache(self, num_blocks: int, block_size: int, shape: LayerShape, kind: torch.dtype) -> CpuCache:
         """One layer's zeroed cache of `num_blocks` blocks of `block_size` tokens."""
-        if isinstance(shape, DeltaShape):
+        if isinstance(shape, StateShape):
             return CpuCache.of_states(num_blocks, block_size, shape)
         return CpuCache.allocate(num_blocks, block_size, shape, self._stored(kind))
 
     def cache_bytes_per_block(self, block_size: int, shape: LayerShape, kind: torch.dtype) -> int:
         """Bytes of one block in one layer: keys, values and any scales, or a state."""
-        if isinstance(shape, DeltaShape):
+        if isinstance(shape, StateShape):
             return shape.state_bytes
         stored = self._stored(kind)
         return sum(head_block_elements(block_size, shape.head_dim, stored)) * shape.num_kv_heads * stored.itemsize
@@ -259,6 +275,32 @@ class CpuKernels:
     def sigmoid_mul(self, gate: Tensor, x: Tensor) -> Tensor:
         """`sigmoid(gate) * x`."""
         return self._mapped(pointwise.SIGMOID_MUL, x, 1, weight_at=(gate := gate.contiguous()).data_ptr())
+
+    def gated_convolution(
+        self, bcx: Tensor, weights: ConvolutionWeights, cache: CpuCache, batch: RaggedBatch, shape: ConvolutionShape,
+    ) -> Tensor:
+        """By `convolution.py`."""
+        return convolution.gated_convolution(self.launcher, bcx, weights, cache, batch, shape)
+
+    def silu_convolution(
+        self, x: Tensor, weights: ConvolutionWeights, cache: CpuCache, batch: RaggedBatch, shape: SelectiveShape,
+    ) -> Tensor:
+        """By `convolution.py`."""
+        return convolution.convolve(self.launcher, x, weights, cache, batch, shape, x.dtype)
+
+    def selective_scan(
+        self, inputs: SelectiveInputs, weights: SelectiveWeights, cache: CpuCache, batch: RaggedBatch,
+        shape: SelectiveShape,
+    ) -> Tensor:
+        """By `state_space.py`."""
+        return state_space.selective_scan(self.launcher, inputs, weights, cache, batch, shape)
+
+    def state_space(
+        self, mixed: Tensor, weights: StateSpaceWeights, cache: CpuCache, batch: RaggedBatch, shape: StateSpaceShape,
+    ) -> Tensor:
+        """By `state_space.py`."""
+        bits = _bits(shape.least_step), _bits(shape.largest_step), _bits(weights.eps)
+        return state_space.state_space(self.launcher, mixed, weights, cache, batch, shape, bits)
 
     def gated_delta(
         self, mixed: Tensor, gates: Tensor, weights: DeltaWeights, cache: CpuCache, batch: RaggedBatch,

@@ -20,6 +20,8 @@ from slotwise.compute.kernels.interface import (
     AdapterProducts,
     AttentionShape,
     ClampedSwiGLU,
+    ConvolutionShape,
+    ConvolutionWeights,
     DeltaShape,
     DeltaWeights,
     ExpertWeights,
@@ -30,6 +32,12 @@ from slotwise.compute.kernels.interface import (
     QKNorm,
     RaggedBatch,
     Routing,
+    SelectiveInputs,
+    SelectiveShape,
+    SelectiveWeights,
+    StateShape,
+    StateSpaceShape,
+    StateSpaceWeights,
     activated,
     cache_kind,
     in_two_steps,
@@ -50,7 +58,7 @@ class CudaKernels:
     name = "cuda"
     kinds: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
     mixture_refusal = adapter_refusal = ""
-    delta_refusal = "layers with a recurrent state are not supported on device cuda: choose device cpu"
+    state_refusal = "layers with a recurrent state are not supported on device cuda: choose device cpu"
     records_drafts = True
 
     def __init__(self, device: str = "cuda", kv_cache_dtype: str = "auto") -> None:
@@ -105,8 +113,8 @@ class CudaKernels:
         return bytes_per_block(block_size, self._attention(shape), self._cached or kind)
 
     def _attention(self, shape: LayerShape) -> AttentionShape:
-        if isinstance(shape, DeltaShape):
-            raise ValueError(self.delta_refusal)
+        if isinstance(shape, StateShape):
+            raise ValueError(self.state_refusal)
         return shape
 
     def cache_pieces(self, cache: CudaCache) -> tuple[Tensor, ...]:
@@ -243,12 +251,37 @@ class CudaKernels:
         """`sigmoid(gate) * x`."""
         return (gate.float().sigmoid() * x.float()).to(x.dtype)
 
+    def gated_convolution(
+        self, bcx: Tensor, weights: ConvolutionWeights, cache: CudaCache, batch: RaggedBatch, shape: ConvolutionShape,
+    ) -> Tensor:
+        """Raises ValueError: `state_refusal`."""
+        raise ValueError(self.state_refusal)
+
+    def silu_convolution(
+        self, x: Tensor, weights: ConvolutionWeights, cache: CudaCache, batch: RaggedBatch, shape: SelectiveShape,
+    ) -> Tensor:
+        """Raises ValueError: `state_refusal`."""
+        raise ValueError(self.state_refusal)
+
+    def selective_scan(
+        self, inputs: SelectiveInputs, weights: SelectiveWeights, cache: CudaCache, batch: RaggedBatch,
+        shape: SelectiveShape,
+    ) -> Tensor:
+        """Raises ValueError: `state_refusal`."""
+        raise ValueError(self.state_refusal)
+
+    def state_space(
+        self, mixed: Tensor, weights: StateSpaceWeights, cache: CudaCache, batch: RaggedBatch, shape: StateSpaceShape,
+    ) -> Tensor:
+        """Raises ValueError: `state_refusal`."""
+        raise ValueError(self.state_refusal)
+
     def gated_delta(
         self, mixed: Tensor, gates: Tensor, weights: DeltaWeights, cache: CudaCache, batch: RaggedBatch,
         shape: DeltaShape,
     ) -> Tensor:
-        """Raises ValueError: `delta_refusal`."""
-        raise ValueError(self.delta_refusal)
+        """Raises ValueError: `state_refusal`."""
+        raise ValueError(self.state_refusal)
 
     def clamped_swiglu(self, gate_up: Tensor, activation: ClampedSwiGLU) -> Tensor:
         """`(clamp(up) + 1) * g * sigmoid(alpha * g)`, with `g = min(gate, limit)`."""

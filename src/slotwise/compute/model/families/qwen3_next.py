@@ -19,6 +19,7 @@ from slotwise.compute.model.layers.norm import NormOptions, RMSNorm
 from slotwise.compute.model.layers.source import WeightSource
 from slotwise.compute.model.model_config import (
     FULL,
+    LINEAR,
     MAX_LAYERS,
     ConfigDefaults,
     ModelConfig,
@@ -26,10 +27,10 @@ from slotwise.compute.model.model_config import (
     read_common,
     read_mixture,
     read_rope,
+    read_state_layers,
 )
 from slotwise.compute.model.network import Network, TokenMixer, read_network
 
-LINEAR = "linear_attention"  # of `layer_types`
 HEAD_DIM = 256
 
 
@@ -71,16 +72,11 @@ def _read_shape(fields: Fields) -> DeltaShape:
 def _read_kinds(fields: Fields, num_layers: int) -> tuple[bool, ...]:
     """Whether each layer has a recurrent state."""
     every = fields.integer("full_attention_interval", default=4)
-    kinds = fields.texts("layer_types") if fields.has("layer_types") else tuple(
-        LINEAR if (layer + 1) % every else FULL for layer in range(num_layers))
-    unknown = set(kinds) - {FULL, LINEAR}
-    if unknown:
-        raise fields.error("layer_types", f"holds {min(unknown)!r:.40}, which is not supported")
-    if len(kinds) != num_layers:
-        raise fields.error("layer_types", f"names {len(kinds)} layers, num_hidden_layers {num_layers}")
-    if FULL not in kinds:
+    kinds = [LINEAR if (layer + 1) % every else FULL for layer in range(num_layers)]
+    states = read_state_layers(fields, kinds)
+    if all(states):
         raise fields.error("layer_types", "has no layer with full attention, which is not supported")
-    return tuple(kind == LINEAR for kind in kinds)
+    return states
 
 
 class Qwen3NextLayer(LlamaLayer):
@@ -90,7 +86,7 @@ class Qwen3NextLayer(LlamaLayer):
 
     def __init__(self, config: ModelConfig, source: WeightSource, index: int) -> None:
         at, hidden, norms, recurrent = f"model.layers.{index}", config.hidden_size, _norms(config), config.recurrent
-        assert recurrent is not None
+        assert recurrent is not None and isinstance(recurrent.shape, DeltaShape)
         options = AttentionOptions(config.qkv_bias, config.output_bias, norms, is_gated=True)
         self.attention_norm = RMSNorm(source, f"{at}.input_layernorm", hidden, norms)
         self.attention = GatedDelta(

@@ -36,6 +36,8 @@ class AttentionOptions:
     sinks: bool = False  # a score without a value for each head
     qkv_name: str = ""  # of a fused weight of queries, keys and values; "": three weights
     is_gated: bool = False  # results are multiplied by the sigmoid of gates
+    output_name: str = "o_proj"
+    norm_names: tuple[str, str] = ("q_norm", "k_norm")
 
 
 class StateAdvance(NamedTuple):
@@ -78,7 +80,7 @@ class Attention:
         if options.qkv_name:
             parts = {f"{name}.{options.qkv_name}": query + 2 * key}
         order = rope.order(shape.head_dim)
-        is_shared, size, output = group.size > 1, shape.head_dim, f"{name}.o_proj"
+        is_shared, size, output = group.size > 1, shape.head_dim, f"{name}.{options.output_name}"
         self.qkv = Linear(
             source, parts, hidden_size, bias=options.qkv_bias, cuts=heads.cuts(parts) if is_shared else NO_CUTS,
             order=_of_heads(order, heads.shape, is_gated=options.is_gated))
@@ -91,7 +93,9 @@ class Attention:
         if options.qk_norm:
             sizes = (query, key) if options.norms_all_heads else (shape.head_dim, shape.head_dim)
             is_divided = is_shared and options.norms_all_heads
-            norm = read_qk_norm(source, name, sizes, options.qk_norm, heads.norm_cuts if is_divided else (WHOLE, WHOLE))
+            names = [f"{name}.{norm}" for norm in options.norm_names]
+            cuts = heads.norm_cuts if is_divided else (WHOLE, WHOLE)
+            norm = read_qk_norm(source, names, sizes, options.qk_norm, cuts)
             self._norm = _ordered(norm, order)
             if is_divided:
                 self._norm = replace(self._norm, shared=SharedNorm(group.all_reduce, heads.normed_numbers(group)))

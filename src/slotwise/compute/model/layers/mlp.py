@@ -12,7 +12,7 @@ counts the tokens of each expert.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,24 +25,29 @@ from slotwise.compute.model.layers.source import NO_CUTS, WeightSource, expert_s
 from slotwise.compute.model.stored_tensors import Cut
 from slotwise.errors import CheckpointError
 
+SPLIT = "gate_proj", "up_proj", "down_proj"
+"""The parts of an MLP, and of experts in files that split what the family's checkpoints have together."""
+
 
 class GatedMLP:
     """`[tokens, hidden] -> [tokens, hidden]`: `down(activation(gate(x)) * up(x))`."""
 
     def __init__(
         self, source: WeightSource, name: str, sizes: tuple[int, int], *, activation: Activation = "silu",
-        bias: bool = False, is_fused: bool = False, is_partial: bool = False,
+        bias: bool = False, is_fused: bool = False, is_partial: bool = False, names: Sequence[str] = SPLIT,
     ) -> None:
         """`sizes`: hidden, intermediate.  `is_fused`: gates and ups are one weight, gates first.
+
+        `names` are those of gate, what it gates, and down.
 
         Where ranks share it, its results are summed over them, unless the caller does (`is_partial`).
         """
         hidden, intermediate = sizes
-        parts = {f"{name}.gate_proj": intermediate, f"{name}.up_proj": intermediate}
+        parts = {f"{name}.{part}": intermediate for part in names[:2]}
         if is_fused:
             parts = {f"{name}.gate_up_proj": 2 * intermediate}
         gate_cuts, down_cuts = NO_CUTS, NO_CUTS
-        down = f"{name}.down_proj"
+        down = f"{name}.{names[2]}"
         if source.group.size > 1:
             own = mlp_share(intermediate, source.group, source.unit)
             ups = range(intermediate + own.start, intermediate + own.stop)
@@ -122,10 +127,6 @@ def _part(weights: ExpertWeights, own: range, rank: int) -> ExpertWeights:
     bias = weights.down_bias
     return ExpertWeights(gate_up[0], weights.down[:, at].contiguous(), gate_up[1],
                          bias if bias is None or rank == 0 else torch.zeros_like(bias))
-
-
-SPLIT = "gate_proj", "up_proj", "down_proj"
-"""The parts of experts in files that split what the family's checkpoints have together."""
 
 
 def _held(count: int, source: WeightSource) -> range:

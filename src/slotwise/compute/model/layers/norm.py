@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -80,11 +81,10 @@ class NoNorm:
 
 
 def read_qk_norm(
-    source: WeightSource, name: str, sizes: tuple[int, int], options: NormOptions,
+    source: WeightSource, names: Sequence[str], sizes: tuple[int, int], options: NormOptions,
     cuts: tuple[Cut, Cut] = (WHOLE, WHOLE),
 ) -> QKNorm:
-    """The norms of queries and keys, with weights of these `sizes`, of the attention called `name`."""
-    names = [f"{name}.{part}_norm.weight" for part in "qk"]
-    query, key = (source.tensor({one: (size,)}, NO_CUTS if cut == WHOLE else {one: cut})
+    """The norms of queries and keys called `names`, with weights of these `sizes`."""
+    query, key = (source.tensor({f"{one}.weight": (size,)}, NO_CUTS if cut == WHOLE else {f"{one}.weight": cut})
                   for one, size, cut in zip(names, sizes, cuts, strict=True))
     return QKNorm(query, key, options.eps, options.offset)

@@ -47,7 +47,11 @@ def exact(folder: Path) -> Callable[..., torch.Tensor]:
     def vector(prompt: list[int], kind: str, dimensions: int | None = None, *, normalize: bool = True) -> torch.Tensor:
         with torch.inference_mode(), checkpoints.one_thread():
             hidden = model(torch.tensor([prompt])).last_hidden_state[0]
-        found = (hidden.mean(0) if kind == "mean" else hidden[-1])[:dimensions]
+        numbers = torch.arange(1.0, len(prompt) + 1)[:, None]
+        found = {
+            "mean": hidden.mean(0), "last": hidden[-1], "cls": hidden[0], "max": hidden.amax(0),
+            "weightedmean": (hidden * numbers).sum(0) / numbers.sum(),
+            "mean_sqrt_len_tokens": hidden.sum(0) / len(prompt) ** 0.5}[kind][:dimensions]
         return found / found.norm() if normalize else found
 
     return vector
@@ -101,6 +105,48 @@ def test_vectors_equal_transformers_beside_requests_that_generate(folder, prompt
         assert any(record.preempted for record in records)
     if "max_num_batched_tokens" in settings:
         assert max(sum(record.plan.counts) for record in records) <= 16
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 16, "overlap": 1}], ids=["whole", "chunked"])
+def test_every_pooling_equals_transformers(folder, prompts, exact, settings):
+    adds = [add(f"{kind} {index}", prompt, kind) for kind in params.POOLING_TYPES
+            for index, prompt in enumerate(prompts)]
+    vectors, _ = run(engine(folder, **settings), adds)
+    for kind in params.POOLING_TYPES:
+        for index, prompt in enumerate(prompts):
+            torch.testing.assert_close(vectors[f"{kind} {index}"], exact(prompt, kind), atol=2e-5, rtol=1e-4)
+
+
+def labeled(name: str, prompt: list[int], labels: tuple[int, ...]) -> Add:
+    return Add(name, RequestSpec(prompt, params.SamplingSpec(max_tokens=None),
+                                 pooling=params.PoolingSpec(task="labels", label_ids=labels)))
+
+
+def test_labels_have_the_log_probabilities_of_the_next_token_alone_and_in_company(folder, prompts):
+    labels = (7, 500, 3)
+    model = checkpoints.reference_model(folder, "float32")
+    adds = [labeled(f"p{index}", prompt, labels) for index, prompt in enumerate(prompts)]
+    together, _ = run(engine(folder), adds)
+    for index, prompt in enumerate(prompts):
+        with torch.inference_mode(), checkpoints.one_thread():
+            wanted = model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)[list(labels)]
+        torch.testing.assert_close(together[f"p{index}"], wanted, atol=2e-4, rtol=1e-4)
+        alone, _ = run(engine(folder, max_num_batched_tokens=16), [adds[index]])
+        assert torch.equal(alone[f"p{index}"], together[f"p{index}"])
+
+
+def test_a_head_of_labels_classifies(prompts, tmp_path):
+    folder = checkpoints.make("llama3", tmp_path / "labels", kind="ForSequenceClassification", num_labels=3)
+    model = checkpoints.reference_model(folder, "float32", "AutoModelForSequenceClassification")
+    for activation in ("", "softmax"):
+        spec = params.PoolingSpec(task="classify", activation=activation)
+        found, _ = run(engine(folder), [Add(str(index), RequestSpec(
+            prompt, params.SamplingSpec(max_tokens=None), pooling=spec)) for index, prompt in enumerate(prompts)])
+        for index, prompt in enumerate(prompts):
+            with torch.inference_mode(), checkpoints.one_thread():
+                wanted = model(torch.tensor([prompt])).logits[0]
+            wanted = wanted.softmax(-1) if activation else wanted
+            torch.testing.assert_close(found[str(index)], wanted, atol=2e-5, rtol=1e-4)
 
 
 def test_generation_is_the_same_beside_pooled_requests(folder, prompts):
@@ -237,13 +283,44 @@ def test_the_checkpoint_says_how_it_pools(tmp_path):
     chosen = read_pooling(tmp_path, {"seq_pooling_type": "LAST", "use_activation": True}).params
     assert chosen == params.PoolingSpec("last")
     write(tmp_path, "1_Pooling/config.json", {"pooling_mode_cls_token": True})
-    assert "cls" in read_pooling(tmp_path).objection
-    write(tmp_path, "modules.json", [*modules, {"type": "sentence_transformers.models.Dense"}])
-    assert "Dense" in read_pooling(tmp_path).objection
+    assert read_pooling(tmp_path).params == params.PoolingSpec("cls", normalize=False)
+    write(tmp_path, "1_Pooling/config.json", {"pooling_mode_cls_token": True, "pooling_mode_max_tokens": True})
+    assert "cls and max" in read_pooling(tmp_path).objection
+    write(tmp_path, "modules.json", [*modules, {"type": "sentence_transformers.models.LSTM"}])
+    assert "LSTM" in read_pooling(tmp_path).objection
     assert not read_pooling(tmp_path, {"pooling_type": "MEAN"}).objection
-    for wrong in ({"pooling_type": "CLS"}, {"normalize": 1}, {"poling_type": "LAST"}):
+    write(tmp_path, "modules.json", [modules[0], modules[2], modules[1]])
+    assert "order" in read_pooling(tmp_path).objection
+    for wrong in ({"pooling_type": "FIRST"}, {"normalize": 1}, {"poling_type": "LAST"}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             read_pooling(tmp_path, wrong)
+
+
+def test_the_checkpoint_names_labels_prompts_and_dimensions(tmp_path):
+    from slotwise.compose.model_defaults import read_pooling
+
+    prompts = {"prompts": {"query": "Q: ", "document": ""}, "default_prompt_name": "query"}
+    write(tmp_path, "config_sentence_transformers.json", prompts)
+    write(tmp_path, "config.json", {"architectures": ["Qwen3Model"], "matryoshka_dimensions": [64, 32]})
+    found = read_pooling(tmp_path)
+    assert (found.prompted("x"), found.prompted("x", "document"), found.prompted("x", "")) == ("Q: x", "x", "x")
+    with pytest.raises(params.InvalidParams, match="query, document"):
+        found.prompted("x", "passage")
+    assert found.chosen(32, normalize=None).dimensions == 32
+    with pytest.raises(params.InvalidParams, match="64, 32"):
+        found.chosen(48, normalize=None)
+    with pytest.raises(params.InvalidParams, match="does not classify"):
+        found.classifying()
+    labels: dict[str, object] = {"architectures": ["BertForSequenceClassification"], "id2label": {"1": "b", "0": "a"}}
+    for more, activation in (({}, "softmax"), ({"problem_type": "multi_label_classification"}, "sigmoid"),
+                             ({"problem_type": "regression"}, ""), ({"id2label": {"0": "a"}}, "sigmoid"),
+                             ({"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, "")):
+        write(tmp_path, "config.json", labels | more)
+        found = read_pooling(tmp_path)
+        assert found.labels == ("a", "b")[: 1 if "id2label" in more else 2] and "head of labels" in found.objection
+        wanted = params.PoolingSpec("cls", normalize=False, task="classify", activation=activation)
+        assert found.classifying() == wanted
+        assert found.classifying(is_activated=False).activation == ""
 
 
 def test_a_server_gives_the_same_and_its_log_replays(folder, prompts, exact, tmp_path, openai):

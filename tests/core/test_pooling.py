@@ -82,7 +82,9 @@ def test_a_row_without_a_vector_ends_in_error():
     assert [(end.request_id, end.reason) for end in outcome.ended] == [("a", "error")]
 
 
-@pytest.mark.parametrize("wrong", [{"pooling_type": "cls"}, {"dimensions": 0}, {"dimensions": 1.5}])
+@pytest.mark.parametrize("wrong", [
+    {"pooling_type": "first"}, {"dimensions": 0}, {"dimensions": 1.5}, {"task": "rank"}, {"activation": "relu"},
+    {"task": "labels"}, {"label_ids": (1,)}, {"task": "labels", "label_ids": (-1,)}])
 def test_parameters_out_of_range_are_refused(wrong):
     with pytest.raises(InvalidParams):
         PoolingSpec(**wrong)

@@ -109,19 +109,19 @@ def class_name(family: str) -> str:
 
 def make(
     family: str, folder: Path, *, seed: int = 0, dtype: str = "float32", shard_size: str = "1GB",
-    tokenizer: bool = False, **overrides: Any,
+    tokenizer: bool = False, kind: str = "ForCausalLM", **overrides: Any,
 ) -> Path:
     """Writes a checkpoint of `family` (one of EVERY) to `folder` and returns it.
 
-    `overrides` are fields of the transformers config, of which ... (Ellipsis) takes one out; `shard_size` such as
-    "200KB" splits the weights over files.
+    `kind` is the ending of its class; `overrides` are fields of the transformers config, of which ... (Ellipsis) takes
+    one out; `shard_size` such as "200KB" splits the weights over files.
     """
     import torch
     import transformers
 
     differences = _SHAPES[family][1]
     fields = {name: value for name, value in (SIZES | differences | overrides).items() if value is not ...}
-    made = getattr(transformers, class_name(family))
+    made = getattr(transformers, class_name(family).replace("ForCausalLM", kind))
     config = made.config_class(**fields)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -254,10 +254,10 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def reference_model(folder: Path, dtype: str) -> Any:
-    """The checkpoint as transformers loads it."""
-    from transformers import AutoModelForCausalLM
+def reference_model(folder: Path, dtype: str, kind: str = "AutoModelForCausalLM") -> Any:
+    """The checkpoint as transformers loads it; `kind` names one of its automatic classes."""
+    import transformers
 
     config = (folder / "config.json").read_text()
     attention = "eager" if any(name in config for name in NOT_IN_TORCH) else "sdpa"
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention).eval()
+    return getattr(transformers, kind).from_pretrained(folder, dtype=dtype, attn_implementation=attention).eval()

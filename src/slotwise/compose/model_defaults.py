@@ -11,20 +11,22 @@ last token, and normalizes.  Names of `pooler_config` are vLLM's.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slotwise.compute.model.fields import MAX_JSON_BYTES, Fields, read_json
+from slotwise.compute.model.checkpoint import CONFIG
+from slotwise.compute.model.fields import Fields, read_json
 from slotwise.compute.model.generation_config import NEUTRAL, NOT_OBEYED, named_file, read_generation
-from slotwise.core.params import LAST, MEAN, RANGES, PoolingSpec
+from slotwise.compute.model.sentence_modules import default_pooling, read_labels, read_modules, read_prompts
+from slotwise.core.params import CLS, LAST, MEAN, POOLING_TYPES, RANGES, PoolingSpec
 from slotwise.core.request_defaults import PoolingDefaults, SamplingDefaults
 from slotwise.engine.config import ConfigError, EngineConfig
-from slotwise.errors import CheckpointError, nearest
+from slotwise.errors import nearest
 from slotwise.observe import lines
-from slotwise.platform.files import has_part, read_part
+from slotwise.platform.files import has_part
 from slotwise.platform.gguf_file import open_model
 
 OVERRIDE = "override_generation_config"
@@ -118,14 +120,7 @@ def announce(defaults: SamplingDefaults, longest: int | None = None) -> None:
                        defaults.source, ", ".join(defaults.ignored), "is" if len(defaults.ignored) == 1 else "are")
 
 
-MODULES, POOLING = "modules.json", "1_Pooling/config.json"
-OBEYED_MODULES = ("Transformer", "Pooling", "Normalize")  # of sentence-transformers, by the last part of their type
-FLAGS = {  # of a pooling module, with the pooling they stand for
-    "pooling_mode_lasttoken": LAST, "pooling_mode_mean_tokens": MEAN, "pooling_mode_cls_token": "cls",
-    "pooling_mode_max_tokens": "max", "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
-    "pooling_mode_weightedmean_tokens": "weightedmean"}
-MODES = {"lasttoken": LAST, "mean": MEAN, "last": LAST}  # values of the newer field `pooling_mode`
-OF_GGUF = (LAST, MEAN, "cls", LAST, "rank")  # by the number in a file; 0: none
+OF_GGUF = (LAST, MEAN, CLS, LAST, "rank")  # by the number in a file; 0: none
 TYPES = ("pooling_type", "seq_pooling_type")  # names of one field, as vLLM's versions have it
 NORMALIZE = ("normalize", "use_activation")
 
@@ -138,11 +133,8 @@ def read_pooling(folder: str | Path, override: Mapping[str, Any] | None = None) 
         ConfigError: a field of `override` is unknown or malformed.
     """
     found, changes = _of_checkpoint(Path(folder)), _pooling_changes(override)
-    if "pooling_type" not in changes:
-        return found if found.objection or not changes else PoolingDefaults(
-            PoolingSpec(found.params.pooling_type, normalize=changes["normalize"]))
-    normalize = changes.get("normalize", found.params.normalize)
-    return PoolingDefaults(PoolingSpec(changes["pooling_type"], normalize=normalize))
+    named = "pooling_type" in changes and not found.labels
+    return replace(found, params=replace(found.params, **changes), objection="" if named else found.objection)
 
 
 def _pooling_changes(override: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -152,8 +144,9 @@ def _pooling_changes(override: Mapping[str, Any] | None) -> dict[str, Any]:
     for name, value in (override or {}).items():
         if name in TYPES:
             kind = str(value).lower()
-            if kind not in (LAST, MEAN):
-                raise ConfigError(f"pooler_config: {name} must be LAST or MEAN, not {value!r:.40}")
+            if kind not in POOLING_TYPES:
+                allowed = ", ".join(POOLING_TYPES).upper()
+                raise ConfigError(f"pooler_config: {name} must be one of {allowed}, not {value!r:.40}")
             changes["pooling_type"] = kind
         elif name in NORMALIZE:
             if not isinstance(value, bool):
@@ -170,9 +163,8 @@ def _of_gguf(path: Path) -> PoolingDefaults:
     metadata = open_model(path).metadata
     key = f"{metadata.text('general.architecture')}.pooling_type"
     kind = metadata.integer(key, 0, maximum=len(OF_GGUF) - 1)
-    if OF_GGUF[kind] not in (LAST, MEAN):
-        return PoolingDefaults(objection=f"{key} is {kind} ({OF_GGUF[kind]}), and only last-token and mean pooling are "
-                               "there")
+    if OF_GGUF[kind] not in POOLING_TYPES:
+        return PoolingDefaults(objection=f"{key} is {kind} ({OF_GGUF[kind]}), which is not supported")
     return PoolingDefaults(PoolingSpec(OF_GGUF[kind]))
 
 
@@ -180,37 +172,10 @@ def _of_checkpoint(folder: Path) -> PoolingDefaults:
     """What the files say; an objection where they say what is not implemented."""
     if folder.is_file():
         return _of_gguf(folder)
-    modules, pooling, normalizes = folder / MODULES, folder / POOLING, True
-    if has_part(modules):
-        kinds = _modules(modules)
-        if others := [kind for kind in kinds if kind not in OBEYED_MODULES]:
-            return PoolingDefaults(objection=f"{modules.name} has the module {others[0]:.40}, which is not supported")
-        normalizes = "Normalize" in kinds
-    if not has_part(pooling):
-        return PoolingDefaults(PoolingSpec(normalize=normalizes))
-    kind = _pooling(read_json(pooling))
-    if kind not in (LAST, MEAN):
-        return PoolingDefaults(objection=f"{POOLING} says {kind:.60}, and only last-token and mean pooling are there")
-    return PoolingDefaults(PoolingSpec(kind, normalize=normalizes))
-
-
-def _pooling(fields: Fields) -> str:
-    """The pooling that a module's config names; of several all, as text.  They would be concatenated."""
-    if fields.has("pooling_mode"):
-        mode = fields.text("pooling_mode")
-        return MODES.get(mode, mode)
-    kinds = [kind for name, kind in FLAGS.items() if fields.flag(name)]
-    return " and ".join(kinds) if kinds else MEAN
-
-
-def _modules(path: Path) -> list[str]:
-    """The kinds of a checkpoint's modules: the last part of each one's type."""
-    try:
-        found = json.loads(read_part(path, MAX_JSON_BYTES))
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}): download the checkpoint again") from error
-    if not isinstance(found, list) or not all(isinstance(module, dict) for module in found):
-        raise CheckpointError(f"{path} must hold a list of objects")
-    return [str(module.get("type", "")).rpartition(".")[2] for module in found]
+    config = read_json(folder / CONFIG) if has_part(folder / CONFIG) else Fields({}, str(folder / CONFIG))
+    modules, prompts, labels = read_modules(folder), read_prompts(folder), read_labels(config)
+    params = PoolingSpec(modules.pooling or default_pooling(config), normalize=modules.normalizes)
+    dimensions = config.integers("matryoshka_dimensions") if config.has("matryoshka_dimensions") else ()
+    objection = "its checkpoint has a head of labels: it classifies and scores" if labels.names else modules.objection
+    return PoolingDefaults(
+        params, objection, labels.names, labels.activation, dimensions, prompts.by_name, prompts.default)

@@ -66,8 +66,14 @@ MAX_BAD_WORD_TOKENS = 1024
 
 
 TOKEN_ID = Range(0, INT64)
-LAST, MEAN = "last", "mean"
-POOLING_TYPES = (LAST, MEAN)
+EMBED, CLASSIFY, LABELS = "embed", "classify", "labels"
+POOLING_TASKS = (EMBED, CLASSIFY, LABELS)
+LAST, MEAN, CLS, MAX = "last", "mean", "cls", "max"
+WEIGHTED_MEAN, SQRT_MEAN = "weightedmean", "mean_sqrt_len_tokens"
+POOLING_TYPES = (LAST, MEAN, CLS, MAX, WEIGHTED_MEAN, SQRT_MEAN)
+SIGMOID, SOFTMAX = "sigmoid", "softmax"
+ACTIVATIONS = ("", SIGMOID, SOFTMAX)
+MAX_LABELS = 1024
 DIMENSIONS = Range(1, 1 << 20, may_be_none=True)
 BIAS = Range(-MAX_BIAS, MAX_BIAS, is_whole=False)
 
@@ -94,30 +100,49 @@ def _checked(param: str, allowed: Range, value: object) -> int | float | None:
 
 @dataclass(frozen=True, slots=True)
 class PoolingSpec:
-    """How the hidden states of a prompt become one vector.  Names are vLLM's.
+    """How a prompt becomes one vector.  Names are vLLM's.
+
+        embed       the pooled hidden states, through the checkpoint's Dense modules, cut, normalized
+        classify    the numbers of the checkpoint's labels, from the pooled hidden states, activated
+        labels      log-probabilities of given tokens after the prompt, among all tokens of the vocabulary
 
     Raises:
         InvalidParams: a field is out of range.
     """
 
-    pooling_type: str = LAST  # `last`: the hidden state of the last token; `mean`: the mean of all
-    dimensions: int | None = None  # the first so many numbers of the vector are kept; None: all
-    normalize: bool = True  # the vector, once it is cut, has length 1
+    # `last`, `cls`: the hidden state of the last token, of the first; `mean`, `max`: over all tokens; `weightedmean`:
+    # with weights 1, 2, 3 ...; `mean_sqrt_len_tokens`: the sum divided by the square root of the number of tokens.
+    pooling_type: str = LAST
+    dimensions: int | None = None  # of `embed`: the first so many numbers of the vector are kept; None: all
+    normalize: bool = True  # of `embed`: the vector, once it is cut, has length 1
+    task: str = EMBED  # `embed`, `classify` or `labels`
+    activation: str = ""  # of `classify`: `sigmoid` or `softmax` of the numbers; "": the numbers themselves
+    label_ids: tuple[int, ...] = ()  # of `labels`: the tokens, in the order of the vector
 
     def __post_init__(self) -> None:
-        _require("pooling_type", holds=self.pooling_type in POOLING_TYPES,
-                 message=f"must be one of {', '.join(POOLING_TYPES)}")
+        for name, allowed in (("pooling_type", POOLING_TYPES), ("task", POOLING_TASKS), ("activation", ACTIVATIONS)):
+            _require(name, holds=getattr(self, name) in allowed,
+                     message=f"must be one of {', '.join(one or repr(one) for one in allowed)}")
         object.__setattr__(self, "dimensions", _checked("dimensions", DIMENSIONS, self.dimensions))
+        object.__setattr__(self, "label_ids", tuple([
+            _checked("label_ids", TOKEN_ID, token) for token in self.label_ids]))
+        _require("label_ids", holds=(self.task == LABELS) == bool(self.label_ids) and len(self.label_ids) <= MAX_LABELS,
+                 message=f"task {LABELS} needs 1 to {MAX_LABELS} tokens, and other tasks have none")
 
     @property
     def reads_all(self) -> bool:
         """Whether the hidden states of all tokens are needed, those of a cached prefix included."""
-        return self.pooling_type == MEAN
+        return self.task != LABELS and self.pooling_type != LAST
 
     def check_width(self, width: int) -> None:
         """Raises InvalidParams for more dimensions than the `width` numbers that the model has."""
         _require("dimensions", holds=self.dimensions is None or self.dimensions <= width,
                  message=f"must be between 1 and {width}")
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raises InvalidParams for a label that is not a token of the model."""
+        _require("label_ids", holds=all(token < vocab_size for token in self.label_ids),
+                 message=f"token ids must be between 0 and {vocab_size - 1}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from slotwise.core.params import PoolingSpec
+from slotwise.core.params import CLASSIFY, SIGMOID, SOFTMAX, InvalidParams, PoolingSpec
 
 NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
 
@@ -43,14 +44,54 @@ class SamplingDefaults:
 
 @dataclass(frozen=True, slots=True)
 class PoolingDefaults:
-    """The defaults of a model, or why it gives no vectors."""
+    """The defaults of a model, what it gives, and why it does not give vectors."""
 
-    params: PoolingSpec = field(default_factory=PoolingSpec)
+    params: PoolingSpec = field(default_factory=PoolingSpec)  # of vectors
     objection: str = ""  # why vectors would be wrong; "": they are not
+    labels: tuple[str, ...] = ()  # the names of what a head of labels computes, in order; (): there is no such head
+    activation: str = ""  # of the labels' numbers, unless a request has none; as `PoolingSpec.activation`
+    dimensions: tuple[int, ...] = ()  # numbers to which vectors may be cut; (): to any number
+    prompts: Mapping[str, str] = field(default_factory=dict)  # by name, what a text to embed begins with
+    prompt_name: str = ""  # of the prompt of a text whose request names none; "": it has none
+
+    @property
+    def label_objection(self) -> str:
+        """Why the model does not classify; "" if it does."""
+        return "" if self.labels else "this model does not classify: its checkpoint has no head of labels"
 
     def chosen(self, dimensions: int | None, *, normalize: bool | None) -> PoolingSpec:
-        """The parameters of a request; None: the default."""
+        """The parameters of a request for a vector; None: the default.
+
+        Raises:
+            InvalidParams: the model was not trained for vectors of so many dimensions.
+        """
         own = self.params
-        return PoolingSpec(
-            own.pooling_type, own.dimensions if dimensions is None else dimensions,
-            own.normalize if normalize is None else normalize)
+        if dimensions is not None and self.dimensions and dimensions not in self.dimensions:
+            raise InvalidParams("dimensions", f"must be one of those that the model was trained for: "
+                                f"{', '.join(map(str, self.dimensions))}")
+        return replace(own, dimensions=own.dimensions if dimensions is None else dimensions,
+                       normalize=own.normalize if normalize is None else normalize)
+
+    def classifying(self, *, is_activated: bool | None = None) -> PoolingSpec:
+        """The parameters of a request for the numbers of labels; None: activated as the checkpoint says.
+
+        Raises:
+            InvalidParams: the model has no labels.
+        """
+        if self.label_objection:
+            raise InvalidParams("model", self.label_objection)
+        default = self.activation or (SOFTMAX if len(self.labels) > 1 else SIGMOID)
+        chosen = self.activation if is_activated is None else default if is_activated else ""
+        return PoolingSpec(self.params.pooling_type, normalize=False, task=CLASSIFY, activation=chosen)
+
+    def prompted(self, text: str, name: str | None = None) -> str:
+        """A text with the prompt of this name before it; None: with the default one.
+
+        Raises:
+            InvalidParams: there is no such prompt.
+        """
+        chosen = self.prompt_name if name is None else name
+        if chosen and chosen not in self.prompts:
+            known = f"must be one of {', '.join(self.prompts)}" if self.prompts else "the checkpoint has no prompts"
+            raise InvalidParams("prompt_name", f"{known}, not {chosen!r:.40}")
+        return self.prompts[chosen] + text if chosen else text

@@ -153,8 +153,9 @@ class EngineInfo(Struct, tag="ready"):
     product_path: str = ""  # the kernels' name of the path for products with the weights
     batch_invariant: bool = False  # no position's result depends on what else a step computes
     checkpoint: str = ""  # digest of the model's files when they were read
-    hidden_size: int = 0  # numbers of a hidden state, and so of a vector
-    has_head: bool = True  # without one the model makes vectors only
+    hidden_size: int = 0  # numbers of a vector: those of a hidden state, unless Dense modules follow
+    num_labels: int = 0  # of the head of labels; 0: there is none
+    has_head: bool = True  # without one the model makes vectors, or classifies, only
     tensor_parallel_size: int = 1  # processes that share every layer of a stage
     pipeline_parallel_size: int = 1  # stages that the layers are divided into
     gives_back: bool = False  # the memory of its cache can be given back while no request runs
@@ -170,6 +171,8 @@ class EngineInfo(Struct, tag="ready"):
     @property
     def generation_objection(self) -> str:
         """Why the model cannot generate; "" if it can."""
+        if self.num_labels:
+            return "this model only classifies: its checkpoint has a head of labels, and none that generates"
         return "" if self.has_head else "this model only makes vectors: its checkpoint has no head"
 
     @property

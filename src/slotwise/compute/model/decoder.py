@@ -179,6 +179,18 @@ class Decoder(DecoderSizes):
         return head(hidden)
 
 
+    def embedded(self, pooled: Tensor) -> Tensor:
+        """Vectors of pooled hidden states, `[rows, hidden] -> [rows, vector_size]`; on the first stage alone."""
+        for dense in self._network.dense:
+            pooled = dense(pooled)
+        return pooled
+
+    def classified(self, pooled: Tensor) -> Tensor:
+        """The numbers of labels, `[rows, hidden] -> [rows, labels]`, where there is a head of labels."""
+        assert self._network.classifier is not None
+        return self._network.classifier(pooled)
+
+
 class StepDecoder(Protocol):
     """What a runner needs of a decoder, or of the end of one: `Decoder` and `HeadStage`."""
 
@@ -203,6 +215,10 @@ class StepDecoder(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor: ...
 
+    def embedded(self, pooled: Tensor) -> Tensor: ...
+
+    def classified(self, pooled: Tensor) -> Tensor: ...
+
 
 class HeadStage:
     """The end of a model whose layers are divided into stages: what the last stage returns, and the head.
@@ -214,7 +230,7 @@ class HeadStage:
 
     def __init__(self, decoder: Decoder) -> None:
         self.config, self.kernels, self.group = decoder.config, decoder.kernels, decoder.group
-        self.logits = decoder.logits
+        self.logits, self.embedded, self.classified = decoder.logits, decoder.embedded, decoder.classified
 
     def reach(self, num_positions: int) -> None:
         """No layer is here."""

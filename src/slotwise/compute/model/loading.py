@@ -19,10 +19,11 @@ from slotwise.compute.model.family_table import adaptable, compose, configure, t
 from slotwise.compute.model.fields import read_json
 from slotwise.compute.model.generation_config import read_generation
 from slotwise.compute.model.gguf.gguf_config import read_gguf_config
-from slotwise.compute.model.layers.embedding_and_head import HEAD, TABLE
+from slotwise.compute.model.layers.embedding_and_head import HEAD, HEAD_ACTIVATIONS, TABLE
 from slotwise.compute.model.layers.source import NO_CUTS, Listing
 from slotwise.compute.model.lora_weights import AdaptableProduct, LoraWeights
 from slotwise.compute.model.model_config import ModelConfig
+from slotwise.compute.model.sentence_modules import DenseFields, read_modules
 from slotwise.compute.model.stored_tensors import Cuts
 from slotwise.compute.model.weights import CheckpointWeights, Progress
 from slotwise.errors import CheckpointError
@@ -36,8 +37,21 @@ def read_config(checkpoint: Path, generation: Path | None = None) -> ModelConfig
     Raises CheckpointError when the config is missing, malformed or describes an unsupported model, and for the other
     file when it is malformed or, given as `generation`, missing.
     """
-    config = read_gguf_config(checkpoint) if checkpoint.is_file() else configure(read_json(checkpoint / CONFIG))
+    if checkpoint.is_file():
+        config = read_gguf_config(checkpoint)
+    else:
+        config = replace(configure(read_json(checkpoint / CONFIG)), dense=_dense_modules(checkpoint))
     return _ending(config, read_generation(checkpoint, generation).token_ids("eos_token_id"))
+
+
+def _dense_modules(folder: Path) -> tuple[DenseFields, ...]:
+    """The products that vectors pass.  Raises CheckpointError for one that is not supported."""
+    modules = read_modules(folder).dense
+    for module in modules:
+        if module.activation not in HEAD_ACTIVATIONS:
+            raise CheckpointError(f"{folder / module.folder}: activation_function {module.activation:.40} is not "
+                                  f"supported: {', '.join(filter(None, HEAD_ACTIVATIONS))} are")
+    return modules
 
 
 def _ending(config: ModelConfig, more: tuple[int, ...]) -> ModelConfig:
@@ -85,9 +99,10 @@ class UnreadModel:
         adapters: tuple[int, int] | None = None,
     ) -> None:
         self._kernels, self._group, self._adapters = kernels, group, adapters
-        self._weights = weights = CheckpointWeights(folder)
+        self._weights = weights = CheckpointWeights(folder, [module.folder for module in described.dense])
         config = _with_stored_head(described, weights, folder)
-        self.config = config = replace(config, has_head=config.tie_word_embeddings or not weights.lack_head)
+        self.config = config = replace(config, has_head=not config.num_labels and config.has_head and (
+            config.tie_word_embeddings or not weights.lack_head))
         self._wanted, self._shapes = tensor_shapes(config, group), tensor_shapes(config)
         weights.assemble(config.quantization, self._shapes)
         weights.check(self._shapes)

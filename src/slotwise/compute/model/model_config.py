@@ -28,6 +28,7 @@ from slotwise.compute.model.layers.rope import LinearRope, Llama3Rope, LongRope,
 from slotwise.compute.model.names import with_head
 from slotwise.compute.model.quantization.quantization_methods import read_quantization
 from slotwise.compute.model.quantization.scheme import Quantization
+from slotwise.compute.model.sentence_modules import DenseFields, read_labels
 from slotwise.errors import CheckpointError
 
 ORIGINAL = "original_max_position_embeddings"
@@ -226,7 +227,9 @@ class ModelConfig:
     tie_word_embeddings: bool  # the head is the embedding table
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype  # of the weights once loaded
-    has_head: bool = True  # without one a model makes vectors only
+    has_head: bool = True  # without one a model makes vectors, or classifies, only
+    num_labels: int = 0  # of the head of labels; 0: there is none
+    dense: tuple[DenseFields, ...] = ()  # the modules that pooled vectors pass
     qkv_bias: bool = False
     output_bias: bool = False  # of the product after attention
     mlp_bias: bool = False
@@ -258,6 +261,11 @@ class ModelConfig:
             raise CheckpointError(
                 f"config.json: layer_types names {len(self.windows)} layers, num_hidden_layers {self.num_layers}"
             )
+
+    @property
+    def vector_size(self) -> int:
+        """Numbers of a vector."""
+        return self.dense[-1].outputs if self.dense else self.hidden_size
 
     def attention_shape(self, index: int) -> AttentionShape:
         """The attention of layer `index`, as kernels compute it."""
@@ -362,6 +370,7 @@ def read_common(
         max_position_embeddings=fields.integer("max_position_embeddings"),
         windows=(0,) * num_layers,
         tie_word_embeddings=fields.flag("tie_word_embeddings", default=defaults.tie_word_embeddings),
+        num_labels=len(read_labels(fields).names),
         eos_token_ids=fields.token_ids("eos_token_id"),
         dtype=_stored_dtype(fields),
         quantization=read_quantization(fields),

@@ -21,7 +21,10 @@ _RENAMED = (  # beginnings of names
     *[(part, f"{MODEL}.{part}") for part in ("layers", "embed_tokens", "norm")])
 WITH_IMAGES = "ForConditionalGeneration"  # suffix of architectures that contain a language model
 HEADLESS = ("TextModel", "Model")  # suffixes of architectures without a head
+CLASSIFIES = "ForSequenceClassification"  # suffix of architectures with a head of labels
 WITH_HEAD = "ForCausalLM"
+
+FIRST_TOKEN = ("Bert", "bert", "Roberta", "MPNet", "Electra")  # in names of models whose first token sums up a text
 
 Spellings = Callable[[str], tuple[str, ...]]
 """The names by which a config may call the module that families call so."""
@@ -36,11 +39,16 @@ def canonical(name: str) -> str:
 
 
 def with_head(architecture: str) -> str:
-    """The architecture of the same model with a head."""
-    for ending in HEADLESS:
+    """The architecture of the same model with a head that generates."""
+    for ending in (*HEADLESS, CLASSIFIES):
         if architecture.endswith(ending):
             return architecture.removesuffix(ending) + WITH_HEAD
     return architecture
+
+
+def pools_first_token(architecture: str) -> bool:
+    """Whether the hidden state of the first token stands for a text, as in BERT and after it."""
+    return any(part in architecture for part in FIRST_TOKEN)
 
 
 def spellings(architecture: str) -> Spellings:

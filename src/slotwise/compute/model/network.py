@@ -20,7 +20,8 @@ from torch import Tensor
 
 from slotwise.compute.kernels.group import PipelineStage
 from slotwise.compute.model.layers.attention import LayerStep
-from slotwise.compute.model.layers.embedding_and_head import EndOptions, Ends, read_ends
+from slotwise.compute.model.layers.embedding_and_head import EndOptions, Ends, PooledHead, read_dense, read_ends
+from slotwise.compute.model.layers.linear import Linear
 from slotwise.compute.model.layers.norm import NoNorm, NormOptions, ResidualStream, RMSNorm
 from slotwise.compute.model.layers.rope import Rope
 from slotwise.compute.model.layers.source import WeightSource
@@ -82,12 +83,15 @@ class Network:
     ends: Ends | None
     layers: Sequence[DecoderLayer]
     norm: RMSNorm | NoNorm
+    classifier: PooledHead | None = None  # of labels; None: there is none, or this is not the first stage
+    dense: Sequence[PooledHead] = ()  # the modules that vectors pass, on the first stage
 
     @property
     def bytes(self) -> int:
         """Bytes of the weights, as packed; a tied head counts in addition to the embedding."""
         ends = 0 if self.ends is None else self.ends.embedding.bytes
         ends += 0 if self.ends is None or self.ends.head is None else self.ends.head.bytes
+        ends += sum(part.bytes for part in ([self.classifier] if self.classifier else []) + [*self.dense])
         return ends + sum(layer.bytes for layer in self.layers) + self.norm.bytes
 
     @property
@@ -115,7 +119,9 @@ def read_network(
     read = read_ends(source, config.vocab_size, config.hidden_size, ends) if stage.is_first else None
     layers = [layer(index) for index in layers_of(config, stage)]
     norm = RMSNorm(source, norm_name, config.hidden_size, norms) if stage.is_last else NoNorm()
-    return Network(read, layers, norm)
+    score = PooledHead((Linear(source, {"score": config.num_labels}, config.hidden_size, is_exact=True), "")) if (
+        config.num_labels and stage.is_first) else None
+    return Network(read, layers, norm, score, [read_dense(module, source) for module in config.dense if stage.is_first])
 
 
 def layers_of(config: ModelConfig, stage: PipelineStage) -> range:

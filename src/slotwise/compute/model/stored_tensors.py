@@ -11,7 +11,7 @@ The tables are read first; a file is mapped when one of its tensors is read.  Pi
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -204,8 +204,8 @@ class SafetensorsTensor:
         raise TypeError(f"{self._name} is not a quantized matrix")
 
 
-def open_safetensors(folder: Path) -> TensorSource:
-    """Reads the tables of a folder's files.
+def open_safetensors(folder: Path, modules: Sequence[str] = ()) -> TensorSource:
+    """Reads the tables of a folder's files, and of those in `modules`, folders in it, whose names their tensors get.
 
     Raises:
         CheckpointError: there are none, one is damaged, or the index does not match the files.
@@ -219,6 +219,10 @@ def open_safetensors(folder: Path) -> TensorSource:
                 raise CheckpointError(f"{path}: tensor {name:.120} is there twice, under names that mean the same")
             tensors[known] = SafetensorsTensor(file, name)
             is_headless |= known != name and name == f"{EMBEDDING}.weight"
+    for module in modules:
+        for path in _weight_files(folder / module):
+            file = SafetensorsFile(path)
+            tensors |= {f"{module}.{name}": SafetensorsTensor(file, name) for name in file.table}
     return TensorSource(str(folder), CONFIG, tensors, is_headless=is_headless or (folder / MODULES).is_file())
 
 

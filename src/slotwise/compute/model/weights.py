@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,9 +43,10 @@ class CheckpointWeights:
         CheckpointError: there are no weights, a file is damaged, or files do not match.
     """
 
-    def __init__(self, checkpoint: Path) -> None:
+    def __init__(self, checkpoint: Path, modules: Sequence[str] = ()) -> None:
+        """Args: modules: names of folders in it, whose tensors begin with these names."""
         self._source: TensorSource = (
-            open_gguf_tensors(checkpoint) if checkpoint.is_file() else open_safetensors(checkpoint))
+            open_gguf_tensors(checkpoint) if checkpoint.is_file() else open_safetensors(checkpoint, modules))
         self._tensors = self._source.tensors
         self._widened: frozenset[str] = frozenset()
 

@@ -176,7 +176,7 @@ class ModelRunner:
         decoder, prompts = self._decoder, self._prompts
         at_a_time = rows_at_a_time(self._slots.num_slots)
         described = describe(prompts.rows(plan, hidden), decoder.logits, self._sampler, at_a_time)
-        pooled = self._pools.add(plan, hidden)
+        pooled = self._pools.add(plan, hidden, decoder, at_a_time)
         num_drawn = [0 if self._pools.holds(slot) else drawn
                      for slot, drawn in zip(plan.slots, prompts.num_drawn(plan), strict=True)]
         ends = accumulate(plan.num_logits)

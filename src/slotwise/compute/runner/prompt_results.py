@@ -16,16 +16,21 @@ Pooling makes one vector of a prompt's hidden states, which is the request's res
     positions    0   1   2   3 │ 4   5        a prompt of 6 tokens in two chunks
     `last`                     │     ■        its hidden state
     `mean`       ■   ■   ■   ■ │ ■   ■        their sum, continued from chunk to chunk, divided by 6
+    `cls`        ■             │              its hidden state
 
-Hidden states are those after the last norm, as `transformers` returns them; sums and vectors are float32.  A sum is
-kept for each of the last few chunks: after a failed step the scheduler plans chunks again that were already summed.
+The vector of an embedding passes the checkpoint's Dense modules; that of a classification, the head of labels.  A
+request for `labels` has the log-probabilities of its tokens in place of a pooled vector.
+
+Hidden states are those after the last norm, as `transformers` returns them; sums and vectors are float32.  What is
+pooled so far is kept for each of the last few chunks: after a failed step the scheduler plans chunks again that were
+already added.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from math import nan
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -34,7 +39,19 @@ from slotwise.compute.runner.input_batch import SlotTable
 from slotwise.compute.runner.sampling.sampler import Logprobs, Sampling
 from slotwise.compute.runner.slots import SlotListener
 from slotwise.compute.runner.staging import to_host
-from slotwise.core.params import PoolingSpec
+from slotwise.core.params import (
+    CLASSIFY,
+    CLS,
+    EMBED,
+    LABELS,
+    MAX,
+    MEAN,
+    SIGMOID,
+    SOFTMAX,
+    SQRT_MEAN,
+    WEIGHTED_MEAN,
+    PoolingSpec,
+)
 from slotwise.core.record import NewRequest, RowKind, StepPlan, TokenLogprobs
 from slotwise.core.request import Output
 
@@ -156,7 +173,7 @@ def describe(
     return described
 
 
-MAX_SUMS = 4  # at most two chunks of a request are in flight, so that a failure undoes at most two
+MAX_PARTS = 4  # at most two chunks of a request are in flight, so that a failure undoes at most two
 LEAST_LENGTH = 1e-12  # a vector shorter than this is divided by it
 
 
@@ -172,33 +189,72 @@ class PendingVector(NamedTuple):
 
 
 class _Pool:
-    """One pooled request, and the sums of its hidden states."""
+    """One pooled request, and what its chunks have given so far."""
 
     def __init__(self, request: NewRequest, params: PoolingSpec) -> None:
         self.num_prompt = request.num_prompt
         self.params = params
-        self._sums: list[tuple[int, Tensor | None]] = [(0, None)]  # of the first so many positions
+        self._parts: list[tuple[int, Tensor | None]] = [(0, None)]  # of the first so many positions
 
     def add(self, start: int, hidden: Tensor) -> None:
         """Add the hidden states, `[positions, hidden]`, of the positions from `start` on."""
-        while self._sums[-1][0] > start:
-            self._sums.pop()
-        end, before = self._sums[-1]
+        while self._parts[-1][0] > start:
+            self._parts.pop()
+        end, before = self._parts[-1]
         if end != start:
             raise RuntimeError(f"the hidden states before position {start} are not known")
-        added = hidden.sum(0, dtype=torch.float32)
-        self._sums = [*self._sums[1 - MAX_SUMS :], (start + len(hidden), added if before is None else before + added)]
+        kind = self.params.pooling_type
+        if kind == CLS:
+            part = hidden[0].float() if before is None else before
+        elif kind == MAX:
+            part = hidden.float().amax(0)
+            part = part if before is None else torch.maximum(before, part)
+        else:
+            weights = torch.arange(start + 1.0, start + len(hidden) + 1.0, device=hidden.device)
+            part = (hidden.float() * weights[:, None] if kind == WEIGHTED_MEAN else hidden).sum(0, dtype=torch.float32)
+            part = part if before is None else before + part
+        self._parts = [*self._parts[1 - MAX_PARTS :], (start + len(hidden), part)]
 
-    def vector(self, last: Tensor) -> Tensor:
-        """The vector of the whole prompt.
+    def pooled(self, last: Tensor) -> Tensor:
+        """The pooled hidden states of the whole prompt, `[hidden]` float32.
 
         Args:
             last: `[hidden]`, the hidden state of its last token.
         """
-        total = self._sums[-1][1]
-        vector = last.float() if total is None else total / self.num_prompt
-        vector = vector[: self.params.dimensions]
-        return vector / vector.norm().clamp(min=LEAST_LENGTH) if self.params.normalize else vector
+        part, count = self._parts[-1][1], self.num_prompt
+        if part is None:
+            return last.float()
+        divisors: dict[str, float] = {
+            MEAN: count, SQRT_MEAN: count**0.5, WEIGHTED_MEAN: count * (count + 1) / 2}
+        return part / divisors.get(self.params.pooling_type, 1)
+
+    def result(self, vector: Tensor) -> Tensor:
+        """What the request's client gets of a vector: cut and normalized, or activated."""
+        params = self.params
+        if params.task == CLASSIFY:
+            return ACTIVATED[params.activation](vector)
+        vector = vector[: params.dimensions]
+        return vector / vector.norm().clamp(min=LEAST_LENGTH) if params.normalize else vector
+
+
+ACTIVATED: dict[str, Callable[[Tensor], Tensor]] = {
+    "": lambda numbers: numbers, SIGMOID: torch.sigmoid, SOFTMAX: lambda numbers: numbers.softmax(-1)}
+
+
+class PoolingHeads(Protocol):
+    """What a model makes of pooled hidden states, all `[rows, ...]` in the model's own type."""
+
+    def embedded(self, pooled: Tensor) -> Tensor:
+        """Vectors, from `[rows, hidden]`."""
+        ...
+
+    def classified(self, pooled: Tensor) -> Tensor:
+        """The numbers of labels, from `[rows, hidden]`."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[rows, hidden] -> [rows, vocab]`."""
+        ...
 
 
 class PooledPrompts(SlotListener):
@@ -221,13 +277,15 @@ class PooledPrompts(SlotListener):
         """Whether `plan` has a row of a pooled request."""
         return bool(self._pools) and any(slot in self._pools for slot in plan.slots)
 
-    def add(self, plan: StepPlan, hidden: Tensor) -> list[PendingVector]:
+    def add(self, plan: StepPlan, hidden: Tensor, heads: PoolingHeads, at_a_time: int) -> list[PendingVector]:
         """Add a step's hidden states; returns the vectors of the prompts that it completes.
 
         Args:
             hidden: `[positions, hidden]`, of all positions of the plan where logits or hidden states are wanted.
+            at_a_time: rows of logits in memory.
         """
-        found, end = [], 0
+        complete: dict[str, list[tuple[int, _Pool, Tensor]]] = {EMBED: [], CLASSIFY: [], LABELS: []}
+        end = 0
         for row, (slot, wanted) in enumerate(zip(plan.slots, plan.num_logits, strict=True)):
             end += wanted
             pool = self._pools.get(slot)
@@ -236,9 +294,28 @@ class PooledPrompts(SlotListener):
             if pool.params.reads_all:
                 pool.add(plan.starts[row], hidden[end - wanted : end])
             if plan.starts[row] + plan.counts[row] == pool.num_prompt:
-                found.append(PendingVector(row, to_host(pool.vector(hidden[end - 1]))))
+                last = hidden[end - 1]
+                vector = last if pool.params.task == LABELS else pool.pooled(last).to(hidden.dtype)
+                complete[pool.params.task].append((row, pool, vector))
+        found = []
+        for task, compute in ((EMBED, heads.embedded), (CLASSIFY, heads.classified)):
+            if rows := complete[task]:
+                vectors = compute(torch.stack([vector for *_, vector in rows])).float()
+                found += [PendingVector(row, to_host(pool.result(vector)))
+                          for (row, pool, _), vector in zip(rows, vectors, strict=True)]
+        labels = complete[LABELS]
+        for first in range(0, len(labels), at_a_time):
+            some = labels[first : first + at_a_time]
+            logits = heads.logits(torch.stack([last for *_, last in some]))
+            found += [PendingVector(row, to_host(_label_logprobs(one, pool.params.label_ids)))
+                      for (row, pool, _), one in zip(some, logits, strict=True)]
         return found
 
     def holds(self, slot: int) -> bool:
         """Whether the slot's request is pooled: none of its rows samples."""
         return slot in self._pools
+
+
+def _label_logprobs(logits: Tensor, label_ids: tuple[int, ...]) -> Tensor:
+    """Log-probabilities of some tokens among all, `[labels]` float32, from `[vocab]`."""
+    return logits.float().log_softmax(-1)[list(label_ids)]

@@ -1,17 +1,20 @@
-"""The first and the last layer: from token ids to hidden states, and from hidden states to logits."""
+"""The first and the last layer: from token ids to hidden states, and from these to logits, labels or vectors."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from slotwise.compute.kernels.matrix import QuantizedMatrix, StackedMatrix, Weight
+from slotwise.compute.model.layers.linear import Linear
 from slotwise.compute.model.layers.source import NO_CUTS, WeightSource, share, shares
+from slotwise.compute.model.sentence_modules import DenseFields
 from slotwise.compute.model.stored_tensors import Cut
 from slotwise.errors import CheckpointError
 
@@ -109,3 +112,41 @@ def read_ends(source: WeightSource, vocab_size: int, hidden_size: int, options: 
     if not options.has_head:
         return Ends(embedding, None)
     return Ends(embedding, LMHead(source, weight, options.soft_cap, options.logit_scale, widths))
+
+
+HEAD_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "": lambda x: x, "tanh": torch.tanh, "relu": torch.relu, "gelu": functional.gelu, "silu": functional.silu,
+    "gelu_pytorch_tanh": functools.partial(functional.gelu, approximate="tanh"), "sigmoid": torch.sigmoid}
+"""Activations between the products of heads, by their names in configs."""
+
+
+class PooledHead:
+    """Computes labels, or another vector, from pooled hidden states, a few rows in a step.
+
+    Args:
+        parts: products and norms, each with the name of the activation behind it.
+    """
+
+    def __init__(self, *parts: tuple[HeadPart, str]) -> None:
+        self._parts = parts
+        self.bytes = sum(part.bytes for part, _ in parts)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`[rows, hidden] -> [rows, outputs]`."""
+        for part, activation in self._parts:
+            x = HEAD_ACTIVATIONS[activation](part(x))
+        return x
+
+
+class HeadPart(Protocol):
+    """A product, or a norm."""
+
+    bytes: int
+
+    def __call__(self, x: Tensor, /) -> Tensor: ...
+
+
+def read_dense(module: DenseFields, source: WeightSource) -> PooledHead:
+    """A `Dense` module of sentence-transformers, whose weights lie in a folder of its own."""
+    linear = Linear(source, {f"{module.folder}.linear": module.outputs}, module.inputs, bias=module.bias, is_exact=True)
+    return PooledHead((linear, module.activation))

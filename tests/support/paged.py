@@ -112,7 +112,8 @@ def layers(draw, rows, head_dims=HEAD_DIMS, soft_caps=(0.0, 0.0, 1.5, 50.0)):
     kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 8))
     window, soft_cap = draw(st.sampled_from([0, 1, 7, 64, 300, 5000])), draw(st.sampled_from(soft_caps))
     return Layer(
-        AttentionShape(kv_heads * group, kv_heads, head_dim, head_dim**-0.5, window, soft_cap),
+        AttentionShape(kv_heads * group, kv_heads, head_dim, head_dim**-0.5, window, soft_cap,
+                       is_causal=draw(st.sampled_from([True, True, False]))),
         draw(st.sampled_from([1, 4, 16, 48, 64, 128])),
         draw(st.sampled_from([torch.float32, torch.bfloat16])),
         draw(st.lists(rows, min_size=1, max_size=5)),

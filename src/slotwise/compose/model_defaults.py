@@ -20,7 +20,13 @@ from typing import Any
 from slotwise.compute.model.checkpoint import CONFIG
 from slotwise.compute.model.fields import Fields, read_json
 from slotwise.compute.model.generation_config import NEUTRAL, NOT_OBEYED, named_file, read_generation
-from slotwise.compute.model.sentence_modules import default_pooling, read_labels, read_modules, read_prompts
+from slotwise.compute.model.sentence_modules import (
+    default_pooling,
+    makes_vectors,
+    read_labels,
+    read_modules,
+    read_prompts,
+)
 from slotwise.core.params import CLS, LAST, MEAN, POOLING_TYPES, RANGES, PoolingSpec
 from slotwise.core.request_defaults import PoolingDefaults, SamplingDefaults
 from slotwise.engine.config import ConfigError, EngineConfig
@@ -165,7 +171,7 @@ def _of_gguf(path: Path) -> PoolingDefaults:
     kind = metadata.integer(key, 0, maximum=len(OF_GGUF) - 1)
     if OF_GGUF[kind] not in POOLING_TYPES:
         return PoolingDefaults(objection=f"{key} is {kind} ({OF_GGUF[kind]}), which is not supported")
-    return PoolingDefaults(PoolingSpec(OF_GGUF[kind]))
+    return PoolingDefaults(PoolingSpec(OF_GGUF[kind]), is_declared=kind > 0)
 
 
 def _of_checkpoint(folder: Path) -> PoolingDefaults:
@@ -178,4 +184,5 @@ def _of_checkpoint(folder: Path) -> PoolingDefaults:
     dimensions = config.integers("matryoshka_dimensions") if config.has("matryoshka_dimensions") else ()
     objection = "its checkpoint has a head of labels: it classifies and scores" if labels.names else modules.objection
     return PoolingDefaults(
-        params, objection, labels.names, labels.activation, dimensions, prompts.by_name, prompts.default)
+        params, objection, modules.is_declared or makes_vectors(config), labels.names, labels.activation, dimensions,
+        prompts.by_name, prompts.default)

@@ -104,7 +104,8 @@ class PoolingSpec:
 
         embed       the pooled hidden states, through the checkpoint's Dense modules, cut, normalized
         classify    the numbers of the checkpoint's labels, from the pooled hidden states, activated
-        labels      log-probabilities of given tokens after the prompt, among all tokens of the vocabulary
+        labels      log-probabilities of given tokens after the prompt, among all tokens of the vocabulary, and behind
+                    them that of the most probable token of all
 
     Raises:
         InvalidParams: a field is out of range.

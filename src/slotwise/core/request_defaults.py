@@ -48,6 +48,7 @@ class PoolingDefaults:
 
     params: PoolingSpec = field(default_factory=PoolingSpec)  # of vectors
     objection: str = ""  # why vectors would be wrong; "": they are not
+    is_declared: bool = False  # the model's files say that it makes vectors
     labels: tuple[str, ...] = ()  # the names of what a head of labels computes, in order; (): there is no such head
     activation: str = ""  # of the labels' numbers, unless a request has none; as `PoolingSpec.activation`
     dimensions: tuple[int, ...] = ()  # numbers to which vectors may be cut; (): to any number

@@ -294,6 +294,22 @@ class Tokenizer:
         except BaseException as error:
             raise TokenizerError(f"the tokenizer cannot encode the text ({error})") from error
 
+    def encode_pair(self, first: str, second: str, *, max_tokens: int | None = None) -> list[int]:
+        """Token ids of two texts, as the tokenizer joins them: for BERT `[CLS] first [SEP] second [SEP]`.
+
+        Raises:
+            TextTooLong, TokenizerError: as `encode`.
+        """
+        self.check_length(first + second, max_tokens)
+        try:
+            return self.inner.encode_batch_fast([(first, second)])[0].ids
+        except (TypeError, UnicodeError) as error:
+            raise TokenizerError("the text is not valid Unicode") from error
+        except INTERRUPTS:
+            raise
+        except BaseException as error:
+            raise TokenizerError(f"the tokenizer cannot encode the texts ({error})") from error
+
     def offsets(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """For each token of `text`, the characters before the one that it begins with, or within.
 

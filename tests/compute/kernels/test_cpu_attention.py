@@ -99,10 +99,11 @@ def test_what_is_not_supported_is_named():
 
 
 @FLOATS
+@pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("window", [0, 100])
-def test_a_row_does_not_feel_its_batch_mates(kind, window):
+def test_a_row_does_not_feel_its_batch_mates(kind, window, is_causal):
     rows = [(1, 2100), (1, 3), (17, 200), (1, 1024), (60, 60), (1, 1025)]
-    layer = Layer(AttentionShape(9, 3, 64, 0.125, window), 16, kind, rows)
+    layer = Layer(AttentionShape(9, 3, 64, 0.125, window, is_causal=is_causal), 16, kind, rows)
     cache, together = layer.filled_cache(CPU), layer.batch()
     query = layer.query(together)
     whole = CPU.attention(query, cache, together, layer.shape)
@@ -110,6 +111,13 @@ def test_a_row_does_not_feel_its_batch_mates(kind, window):
         mine = slice(int(together.query_starts[i]), int(together.query_starts[i + 1]))
         alone = CPU.attention(query[mine], cache, layer.batch(keep=[i]), layer.shape)
         assert torch.equal(alone, whole[mine]), rows[i]
+
+
+@FLOATS
+@pytest.mark.parametrize("window", [0, 1, 33, 1030])
+def test_whole_rows_that_see_both_sides(kind, window):
+    shape = AttentionShape(6, 2, 32, 0.2, window, is_causal=False)
+    assert apart(Layer(shape, 16, kind, [(1, 1), (70, 70), (2300, 2300), (16, 16)])) < CLOSE[kind]
 
 
 @st.composite

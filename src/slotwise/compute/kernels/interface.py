@@ -143,8 +143,9 @@ class AttentionShape:
     Kernels implement every option, or name the ones that they do not in `refusal`.
 
     Args:
-        window: tokens that a query sees, itself included; 0: no limit.
+        window: tokens that a query sees, itself included; 0: no limit.  Without causality as many on either side.
         soft_cap: scores become `soft_cap * tanh(score / soft_cap)` (Gemma 2); 0: scores are not capped.
+        is_causal: a query sees no token after itself.  Else it sees those of its row's context, too (BERT).
     """
 
     num_heads: int
@@ -153,7 +154,18 @@ class AttentionShape:
     scale: float
     window: int = 0
     soft_cap: float = 0.0
+    is_causal: bool = True
 
+    @property
+    def ahead(self) -> int:
+        """Tokens after itself that a query sees, of those in its row's context."""
+        if self.is_causal:
+            return 0
+        return self.window - 1 if self.window else NO_END
+
+
+NO_END = 1 << 30
+"""More tokens than a context has."""
 
 LENGTH_EPS = 1e-6
 """Added to the squares of queries and keys before they are scaled to length 1."""
@@ -766,7 +778,7 @@ class Kernels(StateKernels, Protocol):
     def attention(
         self, query: Tensor, cache: LayerCache, batch: RaggedBatch, shape: AttentionShape, sinks: Tensor | None = None,
     ) -> Tensor:
-        """Causal attention of every row over its own cached context: `[tokens, heads * head_dim]`.
+        """Attention of every row over its own cached context: `[tokens, heads * head_dim]`.
 
         `sinks [heads]` float32 are scores without a value: each takes part in the softmax of its head's queries
         (GPT-OSS), after the soft cap, and regardless of the window.

@@ -485,7 +485,7 @@ class ReferenceKernels:
         self, query: Tensor, cache: PagedCache | QuantizedPagedCache, batch: RaggedBatch, shape: AttentionShape,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Causal attention of every row over its own cached context: `[tokens, heads * head_dim]`."""
+        """Attention of every row over its own cached context: `[tokens, heads * head_dim]`."""
         out = torch.empty_like(query)
         starts, contexts = batch.query_starts.tolist(), batch.context_lens.tolist()
         for row, context_len in enumerate(contexts):
@@ -533,7 +533,9 @@ def _attend_row(
     if shape.soft_cap:
         scores = _soft_cap(scores, shape.soft_cap)
     back = torch.arange(first_query, context_len, device=query.device)[:, None] - places
-    hidden = (back < 0) | (back >= shape.window) if shape.window else back < 0
+    hidden = back < -shape.ahead
+    if shape.window:
+        hidden |= back >= shape.window
     scores = scores.masked_fill(hidden, float("-inf"))
     if sinks is None:
         weights = scores.softmax(-1)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from slotwise.compute.model.fields import MAX_JSON_BYTES, Fields, read_json
-from slotwise.compute.model.names import CLASSIFIES, pools_first_token
+from slotwise.compute.model.names import CLASSIFIES, HEADLESS, pools_first_token
 from slotwise.errors import CheckpointError
 from slotwise.platform.files import has_part, read_part
 
@@ -49,6 +49,7 @@ class SentenceModules(NamedTuple):
     pooling: str  # "": the files do not say
     normalizes: bool
     dense: tuple[DenseFields, ...] = ()
+    is_declared: bool = False  # there are such files
     objection: str = ""  # why vectors would be wrong; "": they are not
 
 
@@ -90,18 +91,18 @@ def read_modules(folder: Path) -> SentenceModules:
                 dense.append(_dense(folder, place))
     config = folder / pooling_folder / "config.json"
     if not has_part(config):
-        return SentenceModules("", normalizes, tuple(dense))
+        return SentenceModules("", normalizes, tuple(dense), has_part(path))
     fields = read_json(config)
     kind = _pooling(fields)
     if kind not in (*FLAGS.values(), *MODES.values()):
         return _refused(f"{pooling_folder}/config.json says {kind:.60}, which is not supported")
     if not fields.flag("include_prompt", default=True):
         return _refused(f"{pooling_folder}/config.json leaves the prompt out of the pooling, which is not supported")
-    return SentenceModules(kind, normalizes, tuple(dense))
+    return SentenceModules(kind, normalizes, tuple(dense), is_declared=True)
 
 
 def _refused(objection: str) -> SentenceModules:
-    return SentenceModules("", normalizes=True, objection=objection)
+    return SentenceModules("", normalizes=True, is_declared=True, objection=objection)
 
 
 def _pooling(fields: Fields) -> str:
@@ -175,6 +176,11 @@ def read_labels(fields: Fields) -> Labels:
 def is_classifier(fields: Fields) -> bool:
     """Whether a config.json is that of a model with a head of labels."""
     return any(name.endswith(CLASSIFIES) for name in fields.texts("architectures")[:1])
+
+
+def makes_vectors(fields: Fields) -> bool:
+    """Whether a config.json is that of a model without a head."""
+    return any(name.endswith(HEADLESS) for name in fields.texts("architectures")[:1])
 
 
 def default_pooling(fields: Fields) -> str:

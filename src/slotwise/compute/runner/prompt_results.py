@@ -19,7 +19,7 @@ Pooling makes one vector of a prompt's hidden states, which is the request's res
     `cls`        ■             │              its hidden state
 
 The vector of an embedding passes the checkpoint's Dense modules; that of a classification, the head of labels.  A
-request for `labels` has the log-probabilities of its tokens in place of a pooled vector.
+request for `labels` gets log-probabilities of tokens in place of a pooled vector.
 
 Hidden states are those after the last norm, as `transformers` returns them; sums and vectors are float32.  What is
 pooled so far is kept for each of the last few chunks: after a failed step the scheduler plans chunks again that were
@@ -317,5 +317,6 @@ class PooledPrompts(SlotListener):
 
 
 def _label_logprobs(logits: Tensor, label_ids: tuple[int, ...]) -> Tensor:
-    """Log-probabilities of some tokens among all, `[labels]` float32, from `[vocab]`."""
-    return logits.float().log_softmax(-1)[list(label_ids)]
+    """Log-probabilities of some tokens among all, and the largest of all, `[labels + 1]` float32, from `[vocab]`."""
+    logprobs = logits.float().log_softmax(-1)
+    return torch.cat((logprobs[list(label_ids)], logprobs.max()[None]))

@@ -41,7 +41,8 @@ def layers(draw, rows, most):
     """A layer of any geometry with at most `most` of the given kind of rows."""
     kv_heads, group, head_dim, window, block_size, kind = draw(geometries)
     return Layer(
-        AttentionShape(kv_heads * group, kv_heads, head_dim, head_dim**-0.5, window), block_size, kind,
+        AttentionShape(kv_heads * group, kv_heads, head_dim, head_dim**-0.5, window,
+                       is_causal=draw(st.sampled_from([True, True, False]))), block_size, kind,
         draw(st.lists(rows, min_size=1, max_size=most)), draw(st.integers(0, 1000)))
 
 

@@ -250,8 +250,8 @@ TABLE = 64
 (
     MULTIPLY_ADDRESS, QUERY, OUT, CACHE, TABLES, TABLE_WIDTH, QUERY_STARTS, CONTEXT_LENS, ROWS, TILES, ARRIVALS, PARTS,
     SCRATCH, SCRATCH_BYTES, GROUP, KV_HEADS, DIM, DIM_PADDED, BLOCK, BLOCK_PADDED, HEAD_BLOCK, WINDOW, SCALE_BITS,
-    THREADS, SOFT_CAP_BITS, SINKS,
-) = range(HEADER, HEADER + 26)
+    THREADS, SOFT_CAP_BITS, SINKS, AHEAD,
+) = range(HEADER, HEADER + 27)
 
 
 class Workspace(NamedTuple):
@@ -286,6 +286,7 @@ def _plan(words: int) -> None:
     starts, contexts = load(words, QUERY_STARTS, INT64), load(words, CONTEXT_LENS, INT64)
     tile, arrivals = load(words, TILES, INT64) + TABLE, load(words, ARRIVALS, INT64)
     kv_heads, window = load(words, KV_HEADS, INT64), load(words, WINDOW, INT64)
+    ahead = load(words, AHEAD, INT64)
     per_tile = max(1, TILE_ROWS // load(words, GROUP, INT64))
     count, parts = 0, 0
     for row in range(load(words, ROWS, INT64)):
@@ -295,7 +296,7 @@ def _plan(words: int) -> None:
             tokens = min(per_tile, end - token)
             position = load(contexts, row, INT32) - (end - token)
             first = max(0, position - window + 1) if window > 0 else 0
-            last = position + tokens
+            last = min(position + tokens + ahead, load(contexts, row, INT32))
             segments = (last - 1) // SEGMENT - first // SEGMENT + 1 if is_one_tile else 1
             for segment in range(segments):
                 after = (first // SEGMENT + 1) * SEGMENT if segment + 1 < segments else last
@@ -451,11 +452,11 @@ def _softmax(
     group, width = load(words, GROUP, INT64), load(words, DIM_PADDED, INT64)
     tokens, window, here = load(tile, TOKENS, INT32), load(words, WINDOW, INT64), _here(words, tile) - base
     cap, scale = load(words, SOFT_CAP_BITS, INT64), float_of(load(words, SCALE_BITS, INT64))
-    factor = scale if cap == 0 else ONE
+    factor, ahead = scale if cap == 0 else ONE, load(words, AHEAD, INT64)
     row = 0
     for _ in range(tokens):
-        # The query's own place, as a column, is the last it sees.
-        end = min(high, here + 1)
+        # The query's own place, as a column, is the last it sees, or `ahead` columns behind it are.
+        end = min(high, here + 1 + ahead)
         start = max(low, here - window + 1) if window > 0 else low
         for _ in range(group):
             if cap != 0:
@@ -485,7 +486,7 @@ def _add_values(
     """
     multiply, width, size = load(words, MULTIPLY_ADDRESS, INT64), load(words, DIM_PADDED, INT64), bytes_of(stored)
     rows, here = load(words, GROUP, INT64), _here(words, tile)
-    tokens, seen = load(tile, TOKENS, INT32), here - place + 1
+    tokens, seen = load(tile, TOKENS, INT32), here - place + 1 + load(words, AHEAD, INT64)
     if seen >= places:  # by the first token, and so by all
         rows, tokens = rows * tokens, 1
     for _ in range(tokens):

@@ -346,7 +346,7 @@ class CpuKernels:
     def attention(
         self, query: Tensor, cache: CpuCache, batch: RaggedBatch, shape: AttentionShape, sinks: Tensor | None = None,
     ) -> Tensor:
-        """Causal attention of every row over its own cached context: `[tokens, heads * head_dim]`."""
+        """Attention of every row over its own cached context: `[tokens, heads * head_dim]`."""
         tokens, rows, tables = query.shape[0], batch.context_lens.shape[0], batch.block_tables
         launcher, out = self.launcher, self.launcher.empty((tokens, shape.num_heads * shape.head_dim), query.dtype)
         workspace = attention.workspace(shape, rows, tokens, batch.max_context_len)
@@ -358,7 +358,7 @@ class CpuKernels:
             base, base + workspace.arrivals, base + workspace.parts, base + workspace.threads, workspace.thread_bytes,
             *cache.geometry,
             shape.window, _bits(shape.scale * LOG2_E), launcher.threads, _bits(shape.soft_cap * LOG2_E),
-            0 if sinks is None else sinks.data_ptr(),
+            0 if sinks is None else sinks.data_ptr(), shape.ahead,
         )
         launcher.alone(attention.PLAN)
         launcher.together(attend)

@@ -154,7 +154,7 @@ def attend_tile(
     total: tl.tensor, weight: tl.tensor, largest: tl.tensor, query: tl.tensor, positions: tl.tensor, storage: tl.tensor,
     table: tl.tensor, kv_head: tl.tensor, start: tl.tensor, stop: tl.tensor, first: tl.tensor, last: tl.tensor,
     scale: tl.tensor, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+    WINDOW: tl.constexpr, AHEAD: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
     """Add the cached positions `start ... stop - 1` to the running softmax, by BLOCK_N; returns its first three.
 
@@ -186,7 +186,7 @@ def attend_tile(
         if SOFT_CAP > 0:
             scores = SOFT_CAP * tanh(scores / SOFT_CAP)
         if MASKED:
-            visible = (place[None, :] <= positions[:, None]) & readable[None, :]
+            visible = (place[None, :] <= positions[:, None] + AHEAD) & readable[None, :]
             if WINDOW:
                 visible &= place[None, :] > positions[:, None] - WINDOW
             scores = tl.where(visible, scores, float("-inf"))
@@ -245,8 +245,8 @@ def attend_segments(
     partials: tl.tensor, states: tl.tensor, query: tl.tensor, storage: tl.tensor, tables: tl.tensor,
     table_stride: tl.tensor, query_starts: tl.tensor, context_lens: tl.tensor, short: tl.tensor, scale: tl.tensor,
     room: tl.tensor, sinks: tl.tensor, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr,
-    OPERAND: tl.constexpr, SEGMENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, AHEAD: tl.constexpr, SOFT_CAP: tl.constexpr,
+    SINKS: tl.constexpr, OPERAND: tl.constexpr, SEGMENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ) -> None:
     """Each segment's own attention, for every row of at most `short` new tokens; BLOCK_M packed queries hold them.
 
@@ -277,7 +277,7 @@ def attend_segments(
         total, weight, largest = attend_tile(
             tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32), weight, largest, tensor, positions, storage, table, kv_head,
             segment * SEGMENT, tl.minimum((segment + 1) * SEGMENT, context_len), first, context_len - 1, scale,
-            KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N, True)
+            KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, AHEAD, SOFT_CAP, BLOCK_N, True)
         place = unsplit * room + split
         tl.store(states + place * 2, weight, present)
         tl.store(states + place * 2 + 1, largest, present)
@@ -364,8 +364,8 @@ def attend_tiles(
     out: tl.tensor, query: tl.tensor, storage: tl.tensor, tables: tl.tensor, table_stride: tl.tensor,
     query_starts: tl.tensor, context_lens: tl.tensor, num_rows: tl.tensor, short: tl.tensor, scale: tl.tensor,
     sinks: tl.tensor, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr, OPERAND: tl.constexpr,
-    SEGMENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, AHEAD: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr,
+    OPERAND: tl.constexpr, SEGMENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ) -> None:
     """`out [tokens, heads, head_dim]` of every row of more than `short` new tokens."""
     kv_head = tl.program_id(0) % KV_HEADS
@@ -374,14 +374,17 @@ def attend_tiles(
     if (begin >= length * GROUP) | (length <= short):
         return
     packed = begin + tl.arange(0, BLOCK_M)
-    before = tl.load(context_lens + row) - length
+    context_len = tl.load(context_lens + row)
+    before = context_len - length
     nearest = before + begin // GROUP  # position of the tile's first query, then of its last
-    last = before + (tl.minimum(begin + BLOCK_M, length * GROUP) - 1) // GROUP
+    farthest = before + (tl.minimum(begin + BLOCK_M, length * GROUP) - 1) // GROUP
     first = tl.maximum(nearest - WINDOW + 1, 0) if WINDOW else 0
-    first_for_all = tl.maximum(last - WINDOW + 1, 0) if WINDOW else 0
-    # Whole tiles that every query sees need no masks; those before (a window's edge) and behind (causal) do.
+    first_for_all = tl.maximum(farthest - WINDOW + 1, 0) if WINDOW else 0
+    last = tl.minimum(farthest + AHEAD, context_len - 1)
+    last_for_all = tl.minimum(nearest + AHEAD, context_len - 1)
+    # Whole tiles that every query sees need no masks; those before and behind, at the edges of what they see, do.
     whole = (first_for_all + BLOCK_N - 1) // BLOCK_N * BLOCK_N
-    edge = tl.maximum((nearest + 1) // BLOCK_N * BLOCK_N, whole)
+    edge = tl.maximum((last_for_all + 1) // BLOCK_N * BLOCK_N, whole)
 
     positions = before + packed // GROUP
     tensor = load_query(query, packed, start, length, kv_head, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, OPERAND)
@@ -397,14 +400,14 @@ def attend_tiles(
             part, part_weight, part_largest = attend_tile(
                 part, part_weight, part_largest, tensor, positions, storage, table, kv_head,
                 tl.maximum(left, first // BLOCK_N * BLOCK_N), tl.minimum(whole, stop), first, last, scale, KV_HEADS,
-                HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N, True)
+                HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, AHEAD, SOFT_CAP, BLOCK_N, True)
         part, part_weight, part_largest = attend_tile(
             part, part_weight, part_largest, tensor, positions, storage, table, kv_head, tl.maximum(left, whole),
-            tl.minimum(edge, stop), first, last, scale, KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, SOFT_CAP,
-            BLOCK_N, False)
+            tl.minimum(edge, stop), first, last, scale, KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, AHEAD,
+            SOFT_CAP, BLOCK_N, False)
         part, part_weight, part_largest = attend_tile(
             part, part_weight, part_largest, tensor, positions, storage, table, kv_head, tl.maximum(left, edge), stop,
-            first, last, scale, KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N, True)
+            first, last, scale, KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, AHEAD, SOFT_CAP, BLOCK_N, True)
         weight, largest, keep, share = merge_weights(weight, largest, part_weight, part_largest)
         total = tl.fma(part, tl.broadcast_to(share[:, None], [BLOCK_M, BLOCK_D]), total * keep[:, None])
     divisor = tl.where(weight == 0, 1.0, weight)[:, None]  # 0 in places past the row's end
@@ -422,7 +425,7 @@ def attend(
     query: Tensor, cache: CudaCache, batch: RaggedBatch, shape: AttentionShape, tuning: Tuning,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of every row over its own cached context: `[tokens, heads * head_dim]`.
+    """Attention of every row over its own cached context: `[tokens, heads * head_dim]`.
 
     Rows of few new tokens are split along their context; the others are cut into tiles of queries.
     """
@@ -499,6 +502,6 @@ def _geometry(query: Tensor, cache: CudaCache, layer: _Layer) -> dict[str, Any]:
     return {
         "KV_HEADS": shape.num_kv_heads, "GROUP": shape.num_heads // shape.num_kv_heads,
         "HEAD_DIM": shape.head_dim, "BLOCK_D": max(SMALLEST_TILE, triton.next_power_of_2(shape.head_dim)),
-        "BLOCK_SIZE": cache.block_size, "WINDOW": shape.window, "OPERAND": OPERANDS[query.dtype],
+        "BLOCK_SIZE": cache.block_size, "WINDOW": shape.window, "AHEAD": shape.ahead, "OPERAND": OPERANDS[query.dtype],
         "SOFT_CAP": shape.soft_cap * LOG2_E, "SINKS": layer.sinks is not None,
     }

@@ -32,6 +32,9 @@ HYBRID = {
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64,
            "shared_expert_intermediate_size": 96}
 
+GROUPED = EXPERTS | {"num_experts": ..., "shared_expert_intermediate_size": ..., "n_routed_experts": 8, "n_group": 4,
+                     "topk_group": 2, "n_shared_experts": 2, "routed_scaling_factor": 1.5}
+
 # The class of transformers, without "ForCausalLM" where it ends so, and where its config differs from SIZES.
 _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": False}),
@@ -78,6 +81,13 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("Qwen3Next", HYBRID | EXPERTS | {"mlp_only_layers": [1]}),
     "qwen3_5": ("Qwen3_5", HYBRID | {"linear_num_key_heads": 1, "linear_conv_kernel_dim": 3}),
     "qwen3_5_moe": ("Qwen3_5Moe", HYBRID | EXPERTS | {"intermediate_size": ..., "attention_bias": True}),
+    "glm4_moe": ("Glm4Moe", GROUPED | {"use_qk_norm": True}),
+    "dots1": ("Dots1", GROUPED | {"first_k_dense_replace": 1, "sliding_window": 48, "max_window_layers": 1,
+                                  "norm_topk_prob": True}),
+    "solar_open": ("SolarOpen", GROUPED | {"intermediate_size": ...}),
+    "exaone_moe": ("ExaoneMoe", GROUPED | {
+        "n_routed_experts": ..., "n_shared_experts": ..., "num_experts": 8, "num_shared_experts": 2,
+        "sliding_window": 48, "sliding_window_pattern": 2}),
     "ministral": ("Ministral", {"sliding_window": 48}),
     "glm": ("Glm", {"rope_parameters": PARTIAL_ROPE}),
     "glm4": ("Glm4", {"rope_parameters": PARTIAL_ROPE}),
@@ -89,7 +99,8 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4": ("Exaone4", {"sliding_window": 48, "sliding_window_pattern": 2, "initializer_range": 0.4}),
 }  # fmt: skip
 
-ALIKE = {"ministral": "mistral", "seed_oss": "llama_bias", "helium": "ernie4_5", "glm": "glm4"}
+ALIKE = {"solar_open": "glm4_moe", "dots1": "glm4_moe",
+         "ministral": "mistral", "seed_oss": "llama_bias", "helium": "ernie4_5", "glm": "glm4"}
 """Families composed like another one, which `make test` compares in their place; `make families` compares all."""
 EVERY = list(_SHAPES)
 FAMILIES = EVERY if os.environ.get("SLOTWISE_ALL_FAMILIES") else [name for name in EVERY if name not in ALIKE]
@@ -130,7 +141,10 @@ def make(
             if "norm" in key:
                 torch.nn.init.uniform_(tensor, 0.5, 1.5)
             elif key.endswith("bias"):
-                torch.nn.init.normal_(tensor, std=0.5)
+                torch.nn.init.normal_(tensor, std=0.2 if "correction" in key else 0.5)
+        for key, tensor in model.named_buffers():
+            if key.endswith(("correction_bias", "expert_bias")):
+                torch.nn.init.normal_(tensor, std=0.2)
     folder.mkdir(parents=True, exist_ok=True)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=shard_size)
     if tokenizer:

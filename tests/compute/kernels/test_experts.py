@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 from support import product_paths
-from support.mixtures import CLAMPED, numbers, weights
+from support.mixtures import CLAMPED, ROUTINGS, numbers, weights
 from support.paged import distance
 from support.quantized_matrices import random_matrix
 from torch import Tensor
 
 from slotwise.compute.kernels.cpu.kernels import CpuKernels
 from slotwise.compute.kernels.cpu.products import paths
-from slotwise.compute.kernels.interface import ExpertWeights, Kernels, Mixture, Routing
+from slotwise.compute.kernels.interface import ExpertGroups, ExpertWeights, Kernels, Mixture, Routing
 from slotwise.compute.kernels.matrix import E4M3, Format, QuantizedMatrix, Rows, Weight, stacked
 from slotwise.compute.kernels.reference import ReferenceKernels, route
 from slotwise.compute.model.gguf.block_types import BLOCK_TYPES
@@ -75,12 +75,29 @@ def test_the_contract_is_the_formula(is_normalized):
 @pytest.mark.parametrize("tokens", [1, 3, 40, 300])
 @pytest.mark.parametrize(("routing", "activation", "with_bias"), [
     (Routing(8, 2, True), "silu", False), (Routing(60, 4, False), "silu", False), (Routing(4, 4, True), CLAMPED, True),
-    (Routing(3, 1, False), "gelu_tanh", True), (Routing(1, 1, True), "silu", False)])
+    (Routing(3, 1, False), "gelu_tanh", True), (Routing(1, 1, True), "silu", False),
+    *((routing, "silu", False) for routing in ROUTINGS.values())])
 def test_float32(tokens, routing, activation, with_bias):
     x, logits = numbers(torch.float32, tokens, HIDDEN), numbers(torch.float32, tokens, routing.num_experts)
     ours, theirs = (mixture(kernels, torch.float32, routing, activation, with_bias=with_bias)(x, logits)
                     for kernels in (CpuKernels(2), REFERENCE))
-    assert distance(ours, theirs) < CLOSE[torch.float32]
+    assert distance(ours, theirs) < CLOSE[torch.float32] * max(1, routing.scale)
+
+
+def test_a_correction_chooses_and_changes_no_share():
+    routing = replace(ROUTINGS["MiniMax-M2"], correction=torch.tensor([0.0, 9, 0, 9, 0, 9, 0, 0]))
+    logits = numbers(torch.float32, 5, 8)
+    chosen, shares = route(logits, routing)
+    assert (chosen.sort().values == torch.tensor([1, 3, 5])).all()
+    scores = logits.sigmoid().gather(1, chosen)
+    assert distance(shares, scores / scores.sum(-1, keepdim=True)) < 1e-6
+
+
+@pytest.mark.parametrize(("num_best", "expected"), [(1, {0, 1}), (2, {4, 5})])
+def test_groups_are_chosen_by_their_best_or_by_the_sum_of_their_two_best(num_best, expected):
+    logits = torch.tensor([[3.0, -4, 0, 0, 2, 2]])
+    routing = Routing(6, 2, True, "sigmoid", groups=ExpertGroups(3, 1, num_best))
+    assert set(route(logits, routing)[0][0].tolist()) == expected
 
 
 @product_paths.each(paths.DENSE)

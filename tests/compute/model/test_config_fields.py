@@ -63,12 +63,16 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
     "HeliumConfig": ("helium", {}),
     "SeedOssConfig": ("seed_oss", {}),
     "Lfm2Config": ("lfm2", CALM | {"layer_types": ..., "full_attn_idxs": [1]}),
+    "Glm4MoeConfig": ("glm4_moe", {}),
+    "Dots1Config": ("dots1", {"sliding_window": 20}),
+    "SolarOpenConfig": ("solar_open", {}),
+    "ExaoneMoeConfig": ("exaone_moe", {"sliding_window": 20, "num_hidden_layers": 4}),
     "Exaone4Config": ("exaone4", {"sliding_window": 20, "num_hidden_layers": 4}),
 }
 COMPARED = [name for name, (family, _) in BASES.items() if family in FAMILIES]
 READ_BESIDE = {  # fields that transformers obeys, but the class does not list
     "MistralConfig": {"layer_types"}, "Gemma3TextConfig": {"sliding_window_pattern"}}
-DERIVED = ("layer_types", "no_rope_layers")  # that transformers writes, from other fields
+DERIVED = ("layer_types", "no_rope_layers", "mlp_layer_types")  # that transformers writes, from other fields
 
 # Values that change nothing, neither in transformers' logits nor in what Slotwise reads.
 NOTHING: dict[str, Any] = {
@@ -80,6 +84,7 @@ NOTHING: dict[str, Any] = {
     "resid_pdrop": 0.5, "embd_pdrop": 0.5, "original_max_position_embeddings": 512, "router_aux_loss_coef": 0.5,
     "router_jitter_noise": 0.5, "output_router_logits": False, "residual_dropout": 0.5,
     "block_multiple_of": 32, "block_ffn_dim_multiplier": 2.0,
+    "num_mtp_layers": 0, "num_nextn_predict_layers": 0,
 }  # fmt: skip
 
 # Values that the same weights obey: the logits change, in both alike.
@@ -91,6 +96,7 @@ EDITED: dict[str, Any] = {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.3, "logits_scaling": 2.5,
     "no_rope_layers": [1, 1, 0, 1], "no_rope_layer_interval": 3, "num_experts_per_tok": 1, "norm_topk_prob": True,
     "swiglu_alpha": 0.5, "swiglu_limit": 0.3, "norm_eps": 0.5,
+    "n_group": 2, "topk_group": 3, "routed_scaling_factor": 2.2,
 }  # fmt: skip
 
 # Values that other weights obey: a checkpoint is made with each.
@@ -101,6 +107,8 @@ BUILT: dict[str, Any] = {
     "linear_conv_kernel_dim": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 8, "linear_num_value_heads": 8,
     "linear_num_key_heads": 4, "conv_bias": True, "conv_L_cache": 2, "block_auto_adjust_ff_dim": True,
     "full_attn_idxs": [0, 1],
+    "n_routed_experts": 12, "n_shared_experts": 1, "num_shared_experts": 1, "first_k_dense_replace": 2,
+    "mlp_layer_types": ["sparse", "dense", "sparse"], "use_qk_norm": False,
     "decoder_sparse_step": 3, "mlp_only_layers": [0], "qkv_bias": False, "use_bias": False, "attention_out_bias": False,
 }  # fmt: skip
 
@@ -142,6 +150,11 @@ OWN: dict[str, dict[str, tuple[dict[str, Any], Any]]] = {
     "Qwen3NextConfig": {"layer_types": (BUILT, HYBRID), "norm_topk_prob": (EDITED, False)},
     "Qwen3_5TextConfig": {"layer_types": (BUILT, HYBRID)},
     "Qwen3_5MoeTextConfig": {"layer_types": (BUILT, HYBRID), "attention_bias": (BUILT, False)},
+    "Glm4MoeConfig": {"norm_topk_prob": (EDITED, False)},
+    "Dots1Config": {"norm_topk_prob": (EDITED, False)},
+    "SolarOpenConfig": {"norm_topk_prob": (EDITED, False)},
+    "ExaoneMoeConfig": {"norm_topk_prob": (EDITED, False), "num_experts": (BUILT, 12),
+                        "mlp_layer_types": (BUILT, ["sparse", "dense", "sparse", "dense"])},
     "GlmConfig": {"attention_bias": (BUILT, False)},
     "Glm4Config": {"attention_bias": (BUILT, False)},
     "SeedOssConfig": {"attention_bias": (BUILT, False), "mlp_bias": (BUILT, False)},

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 from torch import Tensor, device, dtype, float8_e4m3fn, float32, int8
@@ -41,25 +41,59 @@ class ClampedSwiGLU:
     limit: float
 
 
+Scoring = Literal["softmax", "sigmoid", "sparse_mixer"]
+"""How logits of a router become scores of experts; the last is that of Phi-3.5-MoE (Liu et al., "GRIN", 2024)."""
+
+
+class ExpertGroups(NamedTuple):
+    """Groups of equal size, of which a token's experts come from a few (DeepSeek-AI, "DeepSeek-V2", 2024).
+
+    Those groups have the largest sums of their `num_best` largest values: 1 in DeepSeek-V2, 2 in DeepSeek-V3.
+    """
+
+    number: int
+    kept: int
+    num_best: int
+
+
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How a token's experts are chosen: the `top_k` largest of `num_experts` logits.
+    """How a token's experts are chosen: the `top_k` of `num_experts` with the largest values, the first of equal ones.
 
-    The shares of the chosen experts are the softmax of the logits, over all experts or, normalized, over the chosen.
+        value = logit;  with a correction, or with groups by two values: score + correction
+        share = scale * score;  normalized: scale * score / max(sum of the scores of the chosen, least_sum)
+
+    Scores are the softmax of all logits, or the sigmoid of each.  As "sparse_mixer", the score of each chosen expert is
+    its softmax over the experts that are neither chosen before it nor less by more than `2 * jitter`, relatively.
 
     Args:
+        scales_inputs: the inputs of experts are multiplied by shares, and not their results (Llama 4).
         held: the experts whose weights this rank holds; results leave out the others.  None: all.
+        correction: added to scores where experts are chosen, `[experts]` float32 (Wang et al., "Auxiliary-loss-free
+            load balancing", 2024).
     """
 
     num_experts: int
     top_k: int
     is_normalized: bool
+    scoring: Scoring = "softmax"
+    scale: float = 1.0
+    least_sum: float = 0.0
+    groups: ExpertGroups | None = None
+    jitter: float = 0.0
+    scales_inputs: bool = False
     held: range | None = None
+    correction: Tensor | None = field(default=None, compare=False)
 
     @property
     def experts(self) -> range:
         """The experts whose weights are here."""
         return range(self.num_experts) if self.held is None else self.held
+
+    @property
+    def chooses_by_scores(self) -> bool:
+        """Whether experts are chosen by scores, whose order is not that of logits once numbers are added."""
+        return self.correction is not None or (self.groups is not None and self.groups.num_best > 1)
 
 
 class ExpertWeights(NamedTuple):

@@ -30,6 +30,7 @@ from slotwise.compute.kernels.interface import (
     ConvolutionWeights,
     DeltaShape,
     DeltaWeights,
+    ExpertGroups,
     ExpertWeights,
     LayerShape,
     Linear,
@@ -164,14 +165,43 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     """A token's experts, the best first, and their shares: `[tokens, top_k]` int64 and float32.
 
-    Equal logits keep their order.
+    Equal values keep their order.
     """
-    scores = logits.float()
-    values, chosen = scores.sort(dim=-1, descending=True, stable=True)
-    values, chosen = values[:, : routing.top_k], chosen[:, : routing.top_k]
+    logits = logits.float()
+    scores = logits.sigmoid() if routing.scoring == "sigmoid" else logits.softmax(-1)
+    values = scores if routing.chooses_by_scores else logits
+    if routing.correction is not None:
+        values = values + routing.correction
+    if routing.groups is not None:
+        values = values.masked_fill(~_in_kept_groups(values, routing.groups), float("-inf"))
+    chosen = values.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
+    if routing.scoring == "sparse_mixer":
+        shares = _sparse_mixer(logits, chosen, routing.jitter)
+    else:
+        shares = scores.gather(1, chosen)
     if routing.is_normalized:
-        return chosen, values.softmax(-1)
-    return chosen, scores.softmax(-1).gather(1, chosen)
+        shares = shares / shares.sum(-1, keepdim=True).clamp_min(routing.least_sum)
+    return chosen, shares * routing.scale
+
+
+def _in_kept_groups(values: Tensor, groups: ExpertGroups) -> Tensor:
+    """Whether a token may choose each expert: `[tokens, experts]` bool."""
+    of_groups = values.unflatten(-1, (groups.number, -1))
+    ranks = of_groups.topk(groups.num_best, dim=-1).values.sum(-1).sort(dim=-1, descending=True, stable=True).indices
+    kept = torch.zeros(of_groups.shape[:2], dtype=torch.bool, device=values.device)
+    kept.scatter_(1, ranks[:, : groups.kept], torch.tensor(1, dtype=torch.bool).expand_as(ranks[:, : groups.kept]))
+    return kept.repeat_interleave(of_groups.shape[-1], dim=-1)
+
+
+def _sparse_mixer(logits: Tensor, chosen: Tensor, jitter: float) -> Tensor:
+    """The softmax of each chosen expert over those left that are not much less."""
+    shares, left = [], logits
+    for expert in chosen.split(1, dim=1):
+        best = logits.gather(1, expert)
+        much_less = (best - logits) / torch.maximum(logits.abs(), best) > 2 * jitter
+        shares.append(left.masked_fill(much_less, float("-inf")).softmax(-1).gather(1, expert))
+        left = left.scatter(1, expert, float("-inf"))
+    return torch.cat(shares, dim=1)
 
 
 class ReferenceAdapters:
@@ -305,8 +335,11 @@ class ReferenceKernels:
             out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
             for expert in sorted(packed.keys() & set(chosen.flatten().tolist())):
                 tokens, places = (chosen == expert).nonzero(as_tuple=True)
-                gate_up, down = packed[expert]
-                out[tokens] += shares[tokens, places, None] * down(activate(gate_up(x[tokens]))).float()
+                (gate_up, down), share, given = packed[expert], shares[tokens, places, None], x[tokens]
+                if routing.scales_inputs:
+                    out[tokens] += down(activate(gate_up((share * given).to(x.dtype)))).float()
+                else:
+                    out[tokens] += share * down(activate(gate_up(given))).float()
             return out.to(x.dtype)
 
         return mixture

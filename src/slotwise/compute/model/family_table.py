@@ -10,10 +10,13 @@ from slotwise.compute.kernels.interface import Kernels
 from slotwise.compute.kernels.matrix import Format
 from slotwise.compute.kernels.reference import ReferenceKernels
 from slotwise.compute.model.families import (
+    dots1,
     ernie4_5,
     exaone4,
+    exaone_moe,
     gemma,
     glm,
+    glm4_moe,
     gpt_oss,
     granite,
     helium,
@@ -29,6 +32,7 @@ from slotwise.compute.model.families import (
     qwen3_next,
     seed_oss,
     smollm3,
+    solar_open,
 )
 from slotwise.compute.model.fields import Fields
 from slotwise.compute.model.layers.source import Listing, WeightSource
@@ -79,6 +83,10 @@ FAMILIES: dict[str, Family] = {
     "Qwen3_5MoeForConditionalGeneration": Family(qwen3_5.configure_moe_text, qwen3_next.compose, ("qwen3_5_moe",)),
     "Lfm2ForCausalLM": Family(lfm2.configure, lfm2.compose, ("lfm2",)),
     "GptOssForCausalLM": Family(gpt_oss.configure, gpt_oss.compose, ("gpt_oss",)),
+    "Glm4MoeForCausalLM": Family(glm4_moe.configure, glm4_moe.compose, ("glm4_moe",)),
+    "Dots1ForCausalLM": Family(dots1.configure, glm4_moe.compose, ("dots1",)),
+    "SolarOpenForCausalLM": Family(solar_open.configure, glm4_moe.compose, ("solar_open",)),
+    "ExaoneMoeForCausalLM": Family(exaone_moe.configure, exaone_moe.compose, ("exaone_moe",)),
 }
 
 

@@ -131,8 +131,8 @@ class UnreadModel:
         device = kernels.device
         longest = config.max_position_embeddings
 
-        def read_to_device(*names: str, cuts: Cuts = NO_CUTS) -> Weight:
-            weight = read(*names, cuts=cuts)
+        def read_to_device(*names: str, cuts: Cuts = NO_CUTS, kind: torch.dtype = config.dtype) -> Weight:
+            weight = read(*names, cuts=cuts, kind=kind)
             return weight.to(device) if isinstance(weight, torch.Tensor) else weight  # kernels unpack to their device
 
         return Decoder(config, read_to_device, kernels, min(max_positions or longest, longest), self._loadable(kernels),

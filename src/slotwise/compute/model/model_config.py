@@ -19,6 +19,7 @@ from slotwise.compute.kernels.interface import (
     Activation,
     AttentionShape,
     ClampedSwiGLU,
+    ExpertGroups,
     LayerShape,
     Routing,
     StateShape,
@@ -175,6 +176,8 @@ _READERS: dict[str, Callable[[Fields, _RopeContext, float], Rope]] = {
 MAX_LAYERS = 1024
 MAX_EXPERTS = 4096  # of a layer
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"  # of `layer_types`
+MAX_EXPERT_SIZE = 1 << 20
+LEAST_SUM = 1e-20  # by which DeepSeek-V3 and its followers divide shares at least
 TEXT_SHARED = ("architectures", "dtype", "torch_dtype", "quantization", "quantization_config", "tie_word_embeddings",
                "eos_token_id")
 """Fields of a config for images and text that its text part need not have."""
@@ -403,6 +406,51 @@ def read_mixture(
     layers = tuple(layer not in without and (layer + 1) % step == 0 for layer in range(config.num_layers))
     size = fields.integer("moe_intermediate_size", default=intermediate_size)
     return MixtureConfig(routing, size, layers)
+
+
+def read_grouped_mixture(
+    fields: Fields, num_layers: int, default: Routing, *, intermediate_size: int, num_shared: int = 1,
+    num_dense: int = 1, count: str = "n_routed_experts", shared: str = "n_shared_experts",
+) -> MixtureConfig:
+    """The experts of a config as DeepSeek-V3's write them: chosen from groups, by sigmoid scores with a correction.
+
+    `default` is that of a config that says nothing, and `num_dense` are its layers without experts, the first ones;
+    `num_shared` experts are shared.  `count` and `shared` are the names of two fields.
+    """
+    num_experts = fields.integer(count, default=default.num_experts, maximum=MAX_EXPERTS)
+    top_k = fields.integer("num_experts_per_tok", default=default.top_k)
+    normalized = fields.flag("norm_topk_prob", default=default.is_normalized)
+    scale = fields.number("routed_scaling_factor", default=default.scale)
+    groups = read_expert_groups(fields, num_experts, top_k, num_best=2)
+    size = fields.integer("moe_intermediate_size", default=intermediate_size, maximum=MAX_EXPERT_SIZE)
+    each = fields.integer(shared, default=num_shared, minimum=0, maximum=MAX_EXPERTS)
+    routing = Routing(num_experts, top_k, normalized, "sigmoid", scale, LEAST_SUM, groups)
+    return MixtureConfig(routing, size, read_mlp_layers(fields, num_layers, num_dense), each * size)
+
+
+def read_expert_groups(fields: Fields, num_experts: int, top_k: int, num_best: int) -> ExpertGroups | None:
+    """`n_group` groups, of which `topk_group` are kept; None where all are."""
+    count = fields.integer("n_group", default=1)
+    if num_experts % count or num_experts < count * num_best:
+        raise fields.error("n_group", f"({count}) must divide {num_experts} experts into groups of at least {num_best}")
+    kept = fields.integer("topk_group", default=1)
+    if kept > count:
+        raise fields.error("topk_group", f"({kept}) must be at most n_group ({count})")
+    if top_k > kept * num_experts // count:
+        raise fields.error("num_experts_per_tok", f"({top_k}) must be at most {kept * num_experts // count}, the "
+                           "experts of topk_group groups")
+    return ExpertGroups(count, kept, num_best) if kept < count else None
+
+
+def read_mlp_layers(fields: Fields, num_layers: int, num_dense: int) -> tuple[bool, ...]:
+    """Whether each layer has experts: "sparse" in `mlp_layer_types`, or from layer `first_k_dense_replace` on."""
+    if not fields.has("mlp_layer_types"):
+        dense = fields.integer("first_k_dense_replace", default=num_dense, minimum=0)
+        return tuple(layer >= dense for layer in range(num_layers))
+    kinds = fields.texts("mlp_layer_types")
+    if len(kinds) != num_layers or set(kinds) - {"dense", "sparse"}:
+        raise fields.error("mlp_layer_types", f"must be dense or sparse for each of {num_layers} layers")
+    return tuple(kind == "sparse" for kind in kinds)
 
 
 def _refuse_unsupported(fields: Fields) -> None:

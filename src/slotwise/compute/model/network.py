@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -22,6 +22,14 @@ from slotwise.compute.kernels.group import PipelineStage
 from slotwise.compute.model.layers.attention import LayerStep
 from slotwise.compute.model.layers.embedding_and_head import EndOptions, Ends, PooledHead, read_dense, read_ends
 from slotwise.compute.model.layers.linear import Linear
+from slotwise.compute.model.layers.mlp import (
+    SPLIT,
+    GatedMLP,
+    MixtureOfExperts,
+    SharedExpert,
+    separate_experts,
+    stacked_experts,
+)
 from slotwise.compute.model.layers.norm import NoNorm, NormOptions, ResidualStream, RMSNorm
 from slotwise.compute.model.layers.rope import Rope
 from slotwise.compute.model.layers.source import WeightSource
@@ -122,6 +130,46 @@ def read_network(
     score = PooledHead((Linear(source, {"score": config.num_labels}, config.hidden_size, is_exact=True), "")) if (
         config.num_labels and stage.is_first) else None
     return Network(read, layers, norm, score, [read_dense(module, source) for module in config.dense if stage.is_first])
+
+
+class ExpertNames(NamedTuple):
+    """What a family calls the tensors of a mixture, within a layer or, where it says so, within the mixture."""
+
+    mixture: str = "mlp"
+    # Within the mixture.
+    router: str = "gate"
+    experts: str = "experts"
+    parts: tuple[str, str, str] = SPLIT
+    # Two tensors of all experts, gates and ups and then down, within the experts; (): each expert has its own.
+    stacked: tuple[str, str] | tuple[()] = ()
+    # Each matrix in them is `[inputs, outputs]`.
+    are_transposed: bool = False
+    shared: str = "shared_experts"
+    # Of the shared expert, one output; "": it is not weighted.
+    shared_gate: str = ""
+    # A number for each expert; "": there are none.
+    correction: str = ""
+
+
+def read_experts(config: ModelConfig, source: WeightSource, at: str, names: ExpertNames) -> MixtureOfExperts:
+    """The experts of the layer called `at`."""
+    mixture, name, hidden = config.mixture_of_experts, f"{at}.{names.mixture}", config.hidden_size
+    sizes, routing, shared = (hidden, mixture.intermediate_size), mixture.routing, None
+    router = Linear(source, {f"{name}.{names.router}": routing.num_experts}, hidden, is_exact=True)
+    if names.correction:
+        correction = source.floats({f"{name}.{names.correction}": (routing.num_experts,)})
+        routing = replace(routing, correction=correction)
+    if mixture.shared_intermediate_size:
+        gate = Linear(source, {f"{name}.{names.shared_gate}": 1}, hidden, is_exact=True) if names.shared_gate else None
+        shared = SharedExpert(GatedMLP(source, f"{name}.{names.shared}", (hidden, mixture.shared_intermediate_size),
+                                       is_partial=True), gate)
+    experts, count = f"{name}.{names.experts}", routing.num_experts
+    if names.stacked and not mixture.are_split:
+        stacked = f"{experts}.{names.stacked[0]}", f"{experts}.{names.stacked[1]}"
+        weights = stacked_experts(source, stacked, sizes, count, are_transposed=names.are_transposed)
+    else:
+        weights = separate_experts(source, experts, names.parts, sizes, count)
+    return MixtureOfExperts(router, weights, sizes, routing, source, activation=mixture.activation, shared=shared)
 
 
 def layers_of(config: ModelConfig, stage: PipelineStage) -> range:

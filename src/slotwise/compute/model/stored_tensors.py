@@ -86,9 +86,10 @@ Cuts = Mapping[str, Cut]
 """Parts of tensors, by name; other tensors are whole."""
 
 Read = Callable[..., Weight]
-"""`read(name, ..., cuts={})`: one tensor, or several stacked along their first dimension.
+"""`read(name, ..., cuts={}, kind=dtype)`: one tensor, or several stacked along their first dimension.
 
-Plain numbers are in memory of their own; a quantized matrix is read from the file where it is unpacked.
+Plain numbers are of type `kind`, by default the model's, in memory of their own; a quantized matrix is read from the
+file where it is unpacked.
 """
 
 

@@ -110,13 +110,13 @@ class CheckpointWeights:
         self.check(expected)
         total, done = sum(self._tensors[name].nbytes for name in wanted or expected), 0
 
-        def read(*names: str, cuts: Cuts = NO_CUTS) -> Weight:
+        def read(*names: str, cuts: Cuts = NO_CUTS, kind: torch.dtype = dtype) -> Weight:
             nonlocal done
             tensors = [self._tensors[name] for name in names]
             are_quantized = len(self.formats(dict.fromkeys(names, ()))) == len(names)
             weight: Weight = (
                 stacked([cuts.get(name, WHOLE).of(self._matrix(name), name) for name in names]) if are_quantized
-                else self._dense(names, dtype, cuts))
+                else self._dense(names, kind, cuts))
             if isinstance(weight, StackedMatrix) and any(part.format.are_floats for part in weight.parts):
                 raise CheckpointError(f"{self._source.where}: {self._list([*names])} are one product, but not in the "
                                       "same format: with FP8 that is not supported")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cuda_device import DEVICE, EXAMPLES, KERNELS, interpreted
 from support.cuda_ragged import REFERENCE
-from support.mixtures import CLAMPED, numbers, weights
+from support.mixtures import CLAMPED, ROUTINGS, numbers, weights
 from support.paged import distance
 from support.quantized_matrices import FORMATS, depth_of, random_matrix
 
@@ -126,6 +126,21 @@ def test_pairs_lie_in_the_order_of_their_experts(tokens, sizes, is_normalized, l
     assert torch.equal(pairs.long(), of_pairs.argsort(stable=True))
     assert torch.equal(starts.long(), torch.searchsorted(of_pairs.sort().values, torch.arange(len(starts))))
     assert distance(shares.cpu(), expected.flatten()) < 1e-6
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_shares_that_are_not_the_softmax_of_logits(name):
+    routing, packed = ROUTINGS[name], weights(torch.float32, ROUTINGS[name].num_experts, HIDDEN, INNER)
+    if routing.correction is not None:
+        routing = replace(routing, correction=routing.correction.to(DEVICE))
+    logits = numbers(torch.float32, 40, routing.num_experts)
+    found, shares = experts.route(logits.to(DEVICE), routing)
+    chosen, expected = route(logits, ROUTINGS[name])
+    assert torch.equal(found.cpu().long(), chosen.flatten()) and distance(shares.cpu(), expected.flatten()) < 1e-5
+    x, ends = numbers(torch.float32, 40, HIDDEN), no_ends(routing)
+    ours = KERNELS.experts(map(there, packed), routing, "silu", ends)(x.to(DEVICE), logits.to(DEVICE)).cpu()
+    theirs = REFERENCE.experts(packed, ROUTINGS[name], "silu", no_ends(routing, "cpu"))(x, logits)
+    assert distance(ours, theirs) < CLOSE[torch.float32] * routing.scale
 
 
 def test_weights_of_experts_that_no_token_chose_are_not_read():

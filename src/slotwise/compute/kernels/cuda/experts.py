@@ -30,7 +30,7 @@ from slotwise.compute.kernels.cuda.attention import find_row, first_tile, num_ti
 from slotwise.compute.kernels.cuda.configs import expert_codes_tile, experts_tile
 from slotwise.compute.kernels.cuda.jit import OPERANDS, jit, jit_varying
 from slotwise.compute.kernels.cuda.packed import PackedMatrix, add_products, constants, factors, pack
-from slotwise.compute.kernels.interface import ExpertWeights, Linear, Routing
+from slotwise.compute.kernels.interface import ExpertGroups, ExpertWeights, Linear, Routing
 from slotwise.compute.kernels.matrix import Factors, StackedMatrix, Weight
 
 
@@ -222,8 +222,9 @@ def mixture(
     Adds the end of each expert's pairs to `ends [experts]`.
     """
     x = x.contiguous()
-    if not len(x):
-        return torch.empty_like(x)
+    out, (tokens, size) = torch.empty_like(x), x.shape
+    if not tokens:
+        return out
     chosen, shares = route(logits.contiguous(), routing)
     arranged = in_order(chosen, routing.num_experts)
     ends += arranged.starts[1:]
@@ -231,10 +232,13 @@ def mixture(
     if held is not None:  # pairs of experts of other ranks come last, and give zeros
         is_here = (chosen >= held.start) & (chosen < held.stop)
         arranged = in_order(torch.where(is_here, chosen - held.start, len(held)).int(), len(held) + 1)
-    inner = _side_by_side(x, weights.gate_up, weights.gate_up_bias, arranged, top_k, is_first=True)
+    reads = top_k
+    if routing.scales_inputs:  # a row of each pair, and results as they are
+        x, reads = (x.repeat_interleave(top_k, 0) * shares[:, None]).to(x.dtype), 1
+        shares = torch.ones_like(shares)
+    inner = _side_by_side(x, weights.gate_up, weights.gate_up_bias, arranged, reads, is_first=True)
     results = _side_by_side(activate(inner), weights.down, weights.down_bias, arranged, top_k, is_first=False,
                             has_others=held is not None)
-    out, (tokens, size) = torch.empty_like(x), x.shape
     _combine[(tokens, triton.cdiv(size, COLUMNS))](
         out, results, shares, SIZE=size, TOP_K=routing.top_k, BLOCK=COLUMNS, num_warps=4)
     return out
@@ -248,9 +252,13 @@ def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     tokens, experts = logits.shape
     chosen = torch.empty(tokens * routing.top_k, dtype=torch.int32, device=logits.device)
     shares = torch.empty(tokens * routing.top_k, device=logits.device)
+    groups = routing.groups or ExpertGroups(0, 0, 0)
     _route[(tokens,)](
-        chosen, shares, logits, EXPERTS=experts, TOP_K=routing.top_k, NORMALIZED=routing.is_normalized,
-        BLOCK=triton.next_power_of_2(experts), num_warps=1)
+        chosen, shares, logits, shares if routing.correction is None else routing.correction, EXPERTS=experts,
+        TOP_K=routing.top_k, NORMALIZED=routing.is_normalized, SCORING=routing.scoring,
+        BY_SCORE=routing.chooses_by_scores, CORRECTED=routing.correction is not None, GROUPS=groups.number,
+        KEPT=groups.kept, NUM_BEST=groups.num_best, SCALE=routing.scale, LEAST=routing.least_sum,
+        JITTER=routing.jitter, BLOCK=triton.next_power_of_2(experts), num_warps=1)
     return chosen, shares
 
 
@@ -301,30 +309,73 @@ def multiply(
 
 @jit
 def _route(
-    chosen: tl.tensor, shares: tl.tensor, logits: tl.tensor, EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
-    NORMALIZED: tl.constexpr, BLOCK: tl.constexpr,
+    chosen: tl.tensor, shares: tl.tensor, logits: tl.tensor, correction: tl.tensor, EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr, NORMALIZED: tl.constexpr, SCORING: tl.constexpr, BY_SCORE: tl.constexpr,
+    CORRECTED: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, NUM_BEST: tl.constexpr, SCALE: tl.constexpr,
+    LEAST: tl.constexpr, JITTER: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:
-    """A token's TOP_K largest logits, and the softmax of these or of all.  A NaN makes all shares NaN."""
+    """A token's TOP_K experts and their shares, as `Routing` says.  A NaN makes all shares NaN."""
     token, expert = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     there = expert < EXPERTS
     given = tl.load(logits + token * EXPERTS + expert, there, float("-inf")).to(tl.float32)
-    scores = tl.where(given != given, float("-inf"), given)
-    largest = tl.max(scores, 0)
-    weights = tl.where(there, tl.exp(given - largest), 0.0)
-    left = there
-    total = tl.sum(weights, 0)
+    unsound = tl.max((given != given).to(tl.int32), 0) > 0
+    values = tl.where(given != given, float("-inf"), given)
+    if SCORING == "sigmoid":
+        scores = tl.where(there, 1 / (1 + tl.exp(-values)), 0.0)
+    else:
+        scores = tl.where(there, tl.exp(values - tl.max(values, 0)), 0.0)
+        scores = scores / tl.sum(scores, 0)
+    logit = values
+    if BY_SCORE:
+        values = tl.where(there, scores, float("-inf"))
+    if CORRECTED:
+        values += tl.load(correction + expert, there, 0.0)
+    if GROUPS:
+        values = tl.where(_in_kept_groups(values, expert, there, EXPERTS // GROUPS, GROUPS, KEPT, NUM_BEST), values,
+                          float("-inf"))
+    total = 1.0
     if NORMALIZED:
-        taken = there & (expert < 0)
+        left = there
+        total = 0.0
         for _ in tl.static_range(TOP_K):
-            best = _best(scores, expert, there & (taken == 0))
-            taken = taken | (expert == best)
-        total = tl.sum(tl.where(taken | (given != given), weights, 0.0), 0)
+            best = _best(values, expert, left)
+            left = left & (expert != best)
+            total += tl.sum(tl.where(expert == best, scores, 0.0), 0)
+        total = tl.maximum(total, LEAST)
+    left = there
     for rank in tl.static_range(TOP_K):
-        best = _best(scores, expert, left)
+        best = _best(values, expert, left)
+        share = tl.sum(tl.where(expert == best, scores, 0.0), 0) / total * SCALE
+        if SCORING == "sparse_mixer":
+            largest = tl.sum(tl.where(expert == best, logit, 0.0), 0)
+            near = left & ((largest - logit) <= 2 * JITTER * tl.maximum(tl.abs(logit), largest))
+            share = SCALE / tl.sum(tl.where(near, tl.exp(logit - largest), 0.0), 0)
         left = left & (expert != best)
-        share = tl.sum(tl.where(expert == best, weights, 0.0), 0) / total
         tl.store(chosen + token * TOP_K + rank, best)
-        tl.store(shares + token * TOP_K + rank, share)
+        tl.store(shares + token * TOP_K + rank, tl.where(unsound, float("nan"), share))
+
+
+@jit
+def _in_kept_groups(
+    values: tl.tensor, expert: tl.tensor, there: tl.tensor, SIZE: tl.constexpr, GROUPS: tl.constexpr,
+    KEPT: tl.constexpr, NUM_BEST: tl.constexpr,
+) -> tl.tensor:
+    """Whether each expert is in one of the KEPT groups with the largest sums of their NUM_BEST largest values."""
+    group = expert // SIZE
+    sums = values
+    for number in tl.static_range(GROUPS):
+        left = there & (group == number)
+        total = 0.0
+        for _ in tl.static_range(NUM_BEST):
+            best = _best(values, expert, left)
+            left = left & (expert != best)
+            total += tl.sum(tl.where(expert == best, values, 0.0), 0)
+        sums = tl.where(group == number, total, sums)
+    kept = there & (expert < 0)
+    for _ in tl.static_range(KEPT):
+        best = _best(sums, expert, there & (kept == 0))
+        kept = kept | (there & (group == best // SIZE))
+    return kept
 
 
 @jit

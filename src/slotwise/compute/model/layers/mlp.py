@@ -3,7 +3,7 @@
 A mixture (Shazeer et al., 2017; Fedus et al., 2021) has a router that chooses a few of many MLPs for each token:
 
     x ─► router ─► logits ─┐
-    x ─────────────► experts chosen, weighted, added ─► + sigmoid(gate(x)) * shared(x)     with a shared expert
+    x ─────────────► experts chosen, weighted, added ─► + shared(x), or + sigmoid(gate(x)) * shared(x)
 
 Routing, and the products that read only the weights of chosen experts, are one operation of the kernels, which also
 counts the tokens of each expert.
@@ -63,15 +63,18 @@ class GatedMLP:
 
 @dataclass(frozen=True, slots=True)
 class SharedExpert:
-    """An MLP of all tokens, weighted by the sigmoid of its gate's one output."""
+    """An MLP of all tokens, weighted by the sigmoid of its gate's one output; None: weighted by 1.
+
+    Several shared experts are one MLP as wide as all of them.
+    """
 
     mlp: GatedMLP
-    gate: Linear
+    gate: Linear | None = None
 
     @property
     def bytes(self) -> int:
         """Bytes of the weights, as packed."""
-        return self.mlp.bytes + self.gate.bytes
+        return self.mlp.bytes + (self.gate.bytes if self.gate else 0)
 
 
 class MixtureOfExperts:
@@ -105,6 +108,7 @@ class MixtureOfExperts:
         self.ends = torch.zeros(routing.num_experts, dtype=torch.int64, device=source.kernels.device)
         self._experts = source.kernels.experts(itertools.chain([first], each), routing, activation, self.ends)
         always_read = router.bytes + (shared.bytes if shared else 0)
+        always_read += 0 if routing.correction is None else routing.correction.nbytes
         held = len(routing.experts)
         self.bytes = always_read + held * of_one
         self.token_bytes = always_read + -(-routing.top_k * held // routing.num_experts) * of_one
@@ -112,7 +116,8 @@ class MixtureOfExperts:
     def __call__(self, x: Tensor) -> Tensor:
         result = self._experts(x, self._router(x))
         if self._shared is not None:
-            result = self._kernels.add(self._shared.mlp(x), result, self._shared.gate(x))
+            gate = None if self._shared.gate is None else self._shared.gate(x)
+            result = self._kernels.add(self._shared.mlp(x), result, gate)
         return self._reduce(result)
 
 
@@ -163,14 +168,20 @@ def separate_experts(
 
 
 def stacked_experts(
-    source: WeightSource, names: tuple[str, str], sizes: tuple[int, int], count: int,
+    source: WeightSource, names: tuple[str, str], sizes: tuple[int, int], count: int, *, are_transposed: bool = False,
 ) -> Iterator[ExpertWeights]:
-    """Experts that lie together in two tensors: gates and what they gate, and down."""
+    """Experts that lie together in two tensors: gates and what they gate, and down.
+
+    `are_transposed`: each matrix is `[inputs, outputs]`.
+    """
     (hidden, intermediate), held = sizes, _held(count, source)
-    shapes = {names[0]: (count, 2 * intermediate, hidden), names[1]: (count, hidden, intermediate)}
+    matrices = (2 * intermediate, hidden), (hidden, intermediate)
+    shapes = {name: (count, *(reversed(matrix) if are_transposed else matrix))
+              for name, matrix in zip(names, matrices, strict=True)}
     gate_up, down = (source.tensor({name: shape}, NO_CUTS if len(held) == count else {name: Cut((held,))})
                      for name, shape in shapes.items())
-    yield from map(ExpertWeights, gate_up, down)
+    for own in zip(gate_up, down, strict=True):
+        yield ExpertWeights(*(each.T.contiguous() if are_transposed else each for each in own))
 
 
 def interleaved_experts(source: WeightSource, name: str, sizes: tuple[int, int], count: int) -> Iterator[ExpertWeights]:

@@ -149,6 +149,12 @@ class WeightSource:
         found = self.weight(shapes, cuts)
         return found if isinstance(found, Tensor) else found.dequantized().to(self.kernels.device, self.dtype)
 
+    def floats(self, shapes: Shapes) -> Tensor:
+        """Plain numbers in float32, whatever the model computes in."""
+        found = self._read(*shapes, kind=torch.float32)
+        assert isinstance(found, Tensor)
+        return found
+
 
 class _PackedSizes(ReferenceKernels):
     """Packs nothing, and reports how many bytes other kernels' packed weights take."""
@@ -190,6 +196,10 @@ class Listing(WeightSource):
     def tensor(self, shapes: Shapes, cuts: Cuts = NO_CUTS) -> Tensor:
         self.shapes |= shapes
         return self._empty(shapes, cuts)
+
+    def floats(self, shapes: Shapes) -> Tensor:
+        self.shapes |= shapes
+        return self._empty(shapes, NO_CUTS).float()
 
     def _record(self, *names: str, cuts: Cuts = NO_CUTS) -> Weight:
         if not all(name in self._formats for name in names):

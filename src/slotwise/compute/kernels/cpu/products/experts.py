@@ -1,6 +1,7 @@
 """Mixtures of experts: each token is multiplied by the weights of the few experts that its router chose.
 
     route      alone      chosen experts and their shares; tokens sorted by expert: a counting sort
+    scale      together   rows times their shares, where shares scale inputs        [tokens * top_k, ...]
     divide     alone      blocks of rows of each expert that has rows, with the addresses of its weights
     products   together   all blocks: the product that the weights are packed for   [tokens * top_k, ...]
     combine    together   a token's results times its shares, added                 [tokens, hidden]
@@ -20,6 +21,7 @@ shares are added in the order of its experts.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -34,21 +36,27 @@ from slotwise.compute.kernels.cpu.simd import (
     INT32,
     INT64,
     LOG2_E,
+    ONE,
     ZERO,
     Real,
     bytes_of,
     exp2,
     fetch_add,
     fill,
+    float32,
+    float_of,
     int64,
+    larger,
     load,
+    sigmoid,
     signed_bits_of,
     store,
 )
-from slotwise.compute.kernels.interface import Linear, Routing
+from slotwise.compute.kernels.interface import ExpertGroups, Linear, Routing
 
 # Arguments in words after the header: of the route, of the sums, of the division into blocks.
-LOGITS, ROWS, EXPERTS, TOP_K, NORMALIZED, STARTS, SOURCES, PLACES, SHARES, ENDS = range(HEADER, HEADER + 10)
+(LOGITS, ROWS, EXPERTS, TOP_K, NORMALIZED, STARTS, SOURCES, PLACES, SHARES, ENDS, SCORING, BY_SCORE, CORRECTION,
+ GROUPS, KEPT, NUM_BEST, SCALE_BITS, LEAST_BITS, JITTER_BITS, VALUES) = range(HEADER, HEADER + 20)
 FROM, TO, OF_ROW, NUM_ROWS, SIZE, EACH, SHARE, SUMS, FIRST_ROW, END_ROW = range(HEADER, HEADER + 10)
 FIRSTS, COUNT, WEIGHTS, MOST, TABLE = range(HEADER, HEADER + 5)
 
@@ -56,16 +64,64 @@ FIRSTS, COUNT, WEIGHTS, MOST, TABLE = range(HEADER, HEADER + 5)
 INDEX_BITS = 16
 MAX_EXPERTS = 1 << INDEX_BITS
 _LAST, _SIZE_BITS = MAX_EXPERTS - 1, 0x7FFFFFFF
+# Above every key.
+_TOP_KEY = int64(1) << 62
+_LEAST = float32(-math.inf)
+SOFTMAX, SIGMOID, SPARSE_MIXER = range(3)
+_SCORINGS = {"softmax": SOFTMAX, "sigmoid": SIGMOID, "sparse_mixer": SPARSE_MIXER}
 
 
 @kernel
-def _key(logits: int, expert: int, kind: Real) -> int:
-    """An integer that orders experts by their logits and then by their numbers, the first one highest.
+def _key(values: int, expert: int) -> int:
+    """An integer that orders experts by their values and then by their numbers, the first one highest.
 
     A float's bits order like the float once the bits below the sign of a negative are inverted; NaN is highest.
     """
-    bits = int64(signed_bits_of(load(logits, expert, kind)))
+    bits = int64(signed_bits_of(load(values, expert, FLOAT32)))
     return ((bits ^ (bits >> 31 & _SIZE_BITS)) << INDEX_BITS) + _LAST - expert
+
+
+@kernel
+def _best_below(values: int, first: int, end: int, before: int) -> int:
+    """The largest key of the experts `first ... end - 1` that is less than `before`."""
+    best = -_TOP_KEY
+    for expert in range(first, end):
+        key = _key(values, expert)
+        if key < before and key > best:
+            best = key
+    return best
+
+
+@kernel
+def _leave_groups(words: int, values: int, sums: int) -> None:
+    """Set the values of experts to -inf that are not in the groups kept; `sums` is memory for one float of each."""
+    experts, groups = load(words, EXPERTS, INT64), load(words, GROUPS, INT64)
+    size = experts // groups
+    for group in range(groups):
+        total, before = ZERO, _TOP_KEY
+        for _ in range(load(words, NUM_BEST, INT64)):
+            before = _best_below(values, group * size, (group + 1) * size, before)
+            total += load(values, _LAST - (before & _LAST), FLOAT32)
+        store(sums, group, total, FLOAT32)
+    for group in range(groups):
+        own, ahead = _key(sums, group), int64(0)
+        for other in range(groups):
+            ahead += int64(_key(sums, other) > own)
+        if ahead >= load(words, KEPT, INT64):
+            for expert in range(group * size, (group + 1) * size):
+                store(values, expert, _LEAST, FLOAT32)
+
+
+@kernel
+def _mixed_share(logits: int, experts: int, key: int, jitter: float) -> float:
+    """The softmax of the expert with this key over experts whose keys are not higher, and that are not much less."""
+    best, total = load(logits, _LAST - (key & _LAST), FLOAT32), ZERO
+    for expert in range(experts):
+        logit = load(logits, expert, FLOAT32)
+        bound = float32(2) * jitter * larger(larger(logit, -logit), best)
+        if _key(logits, expert) <= key and not best - logit > bound:
+            total += exp2((logit - best) * LOG2_E)
+    return ONE / total
 
 
 @kernel
@@ -74,27 +130,42 @@ def _choose(words: int, token: int, kind: Real) -> None:
     experts, top_k = load(words, EXPERTS, INT64), load(words, TOP_K, INT64)
     logits = load(words, LOGITS, INT64) + token * experts * bytes_of(kind)
     chosen, shares = load(words, PLACES, INT64) + token * top_k * 4, load(words, SHARES, INT64) + token * top_k * 4
-    before = int64(1) << 62
-    for i in range(top_k):
-        best = -(int64(1) << 62)
+    values, correction = load(words, VALUES, INT64), load(words, CORRECTION, INT64)
+    scoring, by_score = load(words, SCORING, INT64), load(words, BY_SCORE, INT64)
+    is_normalized, least = load(words, NORMALIZED, INT64), float_of(load(words, LEAST_BITS, INT64))
+    top, all_scores = _LEAST, ONE
+    for expert in range(experts):
+        top = larger(top, load(logits, expert, kind))
+    if scoring == SOFTMAX and (by_score or is_normalized == 0 or least > ZERO):
+        all_scores = ZERO
         for expert in range(experts):
-            key = _key(logits, expert, kind)
-            if key < before and key > best:
-                best = key
-        store(chosen, i, _LAST - (best & _LAST), INT32)
-        before = best
-    top = load(logits, load(chosen, 0, INT32), kind)
-    total = ZERO
+            all_scores += exp2((load(logits, expert, kind) - top) * LOG2_E)
+    for expert in range(experts):
+        value = load(logits, expert, kind)
+        if by_score:
+            value = sigmoid(value) if scoring == SIGMOID else exp2((value - top) * LOG2_E) / all_scores
+        if correction:
+            value += load(correction, expert, FLOAT32)
+        store(values, expert, value, FLOAT32)
+    if load(words, GROUPS, INT64):
+        _leave_groups(words, values, values + experts * 4)
+    before, total = _TOP_KEY, ZERO
     for i in range(top_k):
-        power = exp2((load(logits, load(chosen, i, INT32), kind) - top) * LOG2_E)
-        store(shares, i, power, FLOAT32)
-        total += power
-    if load(words, NORMALIZED, INT64) == 0:
-        total = ZERO
-        for expert in range(experts):
-            total += exp2((load(logits, expert, kind) - top) * LOG2_E)
+        before = _best_below(values, 0, experts, before)
+        best = _LAST - (before & _LAST)
+        store(chosen, i, best, INT32)
+        if scoring == SPARSE_MIXER:
+            share = _mixed_share(values, experts, before, float_of(load(words, JITTER_BITS, INT64)))
+        elif scoring == SIGMOID:
+            share = sigmoid(load(logits, best, kind))
+        else:
+            share = exp2((load(logits, best, kind) - top) * LOG2_E) / all_scores
+        store(shares, i, share, FLOAT32)
+        total += share
+    scale = float_of(load(words, SCALE_BITS, INT64))
+    divisor = larger(total, least) if is_normalized else ONE
     for i in range(top_k):
-        store(shares, i, load(shares, i, FLOAT32) / total, FLOAT32)
+        store(shares, i, load(shares, i, FLOAT32) / divisor * scale, FLOAT32)
 
 
 @kernel
@@ -155,6 +226,21 @@ def _combine(words: int, kind: Real) -> None:
 
 
 @kernel
+def _scale(words: int, kind: Real) -> None:
+    """Each choice's row of `TO` is its token of `FROM` times its share, which is 1 from then on."""
+    size, choices, each = load(words, SIZE, INT64), load(words, NUM_ROWS, INT64), load(words, EACH, INT64)
+    choice = fetch_add(words, 1)
+    while choice < choices:
+        source = load(words, FROM, INT64) + choice // each * size * bytes_of(kind)
+        target = load(words, TO, INT64) + load(load(words, OF_ROW, INT64), choice, INT32) * size * bytes_of(kind)
+        share = load(load(words, SHARE, INT64), choice, FLOAT32)
+        for i in range(size):
+            store(target, i, share * load(source, i, kind), kind)
+        store(load(words, SHARE, INT64), choice, ONE, FLOAT32)
+        choice = fetch_add(words, 1)
+
+
+@kernel
 def _divide(words: int) -> None:
     """The table of blocks of all experts' rows, for `linear.py`; an expert's blocks have nearly equal heights."""
     starts, most, table = load(words, FIRSTS, INT64), load(words, MOST, INT64), load(words, TABLE, INT64)
@@ -175,6 +261,7 @@ def _divide(words: int) -> None:
 _KINDS = {torch.bfloat16: BFLOAT16, torch.float32: FLOAT32}
 ROUTE = {dtype: specialized(_route, kind) for dtype, kind in _KINDS.items()}
 COMBINE = {dtype: specialized(_combine, kind) for dtype, kind in _KINDS.items()}
+SCALE = {dtype: specialized(_scale, kind) for dtype, kind in _KINDS.items()}
 DIVIDE = specialized(_divide)
 
 
@@ -239,6 +326,11 @@ class CpuMixture:
     ) -> None:
         self._gates, self._downs = _ExpertProducts(gates, launcher), _ExpertProducts(downs, launcher)
         self._activate, self._routing, self._ends, self._launcher = activate, routing, ends, launcher
+        groups, floats = routing.groups or ExpertGroups(0, 0, 0), (routing.scale, routing.least_sum, routing.jitter)
+        self._options = (
+            _SCORINGS[routing.scoring], int(routing.chooses_by_scores),
+            0 if routing.correction is None else routing.correction.data_ptr(), *groups,
+            *torch.tensor(floats, dtype=torch.float32).view(torch.int32).tolist())
 
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
         launcher, routing, (tokens, hidden) = self._launcher, self._routing, x.shape
@@ -247,7 +339,14 @@ class CpuMixture:
             return torch.empty_like(x)
         starts, sources, places, shares = self._route(logits.contiguous())
         held = starts[routing.experts.start : routing.experts.stop + 1]
-        inner = self._gates(x.contiguous(), held, sources)
+        if routing.scales_inputs:
+            rows = launcher.empty((tokens * top_k, hidden), x.dtype)
+            launcher.give(x.contiguous().data_ptr(), rows.data_ptr(), places.data_ptr(), tokens * top_k, hidden, top_k,
+                          shares.data_ptr())
+            launcher.together(SCALE[x.dtype])
+            inner = self._gates(rows, held)
+        else:
+            inner = self._gates(x.contiguous(), held, sources)
         if self._activate is not None:
             inner = self._activate(inner)
         results = self._downs(inner, held)
@@ -264,7 +363,8 @@ class CpuMixture:
         sources, places = (launcher.empty((tokens * routing.top_k,), torch.int32) for _ in range(2))
         shares = launcher.empty((tokens * routing.top_k,), torch.float32)
         launcher.give(logits.data_ptr(), tokens, experts, routing.top_k, int(routing.is_normalized), starts.data_ptr(),
-                      sources.data_ptr(), places.data_ptr(), shares.data_ptr(), self._ends.data_ptr())
+                      sources.data_ptr(), places.data_ptr(), shares.data_ptr(), self._ends.data_ptr(), *self._options,
+                      launcher.scratch(2 * experts))
         launcher.alone(ROUTE[logits.dtype])
         return starts, sources, places, shares
 

@@ -42,9 +42,11 @@ suite: $(VENV)/collected.ready $(VENV)/kernels.ready weights   ## every test
 quick: $(VENV)/collected.ready $(VENV)/kernels.ready weights   ## the tests that take seconds
 	$(PYTEST) -m "not slow" $(ARGS)
 
-families: $(VENV)/collected.ready $(VENV)/kernels.ready   ## tokens of every architecture, also of those that `make test` takes another one for
-	SLOTWISE_ALL_FAMILIES=1 $(PYTEST) tests/test_parity.py tests/test_rank_families.py tests/compute/model \
-		tests/compute/gguf $(ARGS)
+families: $(VENV)/collected.ready $(VENV)/kernels.ready   ## every architecture, also those that `make test` takes another one for; writes the table of docs/reference/architectures.md
+	SLOTWISE_ALL_FAMILIES=1 $(PYTEST) -p support.families_result --families-result docs/families.json \
+		tests/test_parity.py tests/test_every_family.py tests/test_rank_families.py tests/compute/model \
+		tests/compute/gguf $(ARGS); \
+	outcome=$$?; $(BIN)/python -m docs.generate && exit $$outcome
 
 lint: $(VENV)/test.ready   ## style, types, and the arrows between packages
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import random
@@ -45,8 +46,8 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_unconfigure() -> None:
-    """What was left out is given back, or libraries report all of it as leaked when the process ends."""
-    gc.unfreeze()
+    """What was left out is given back at the very end, or libraries report all of it as leaked: pytest looks before."""
+    atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(scope="session")

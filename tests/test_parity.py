@@ -83,7 +83,8 @@ def at_random_steps(prompts: list[list[int]]) -> dict[int, list[Add]]:
     return arrivals
 
 
-@pytest.mark.parametrize("family", [*SOME, "qwen3_next", "gpt_oss"], indirect=True)
+@pytest.mark.parametrize("family", checkpoints.FAMILIES if checkpoints.ARE_ALL_ASKED else [
+    *SOME, "qwen3_next", "gpt_oss"], indirect=True)
 def test_alone(family):
     folder, prompts, expected = family
     subject = engine(folder)

@@ -221,9 +221,12 @@ def test_a_share_that_divides_a_group_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["tp", "pp"])
 @pytest.mark.parametrize("family", RECURRENT)
-def test_recurrent_states_are_refused(family: str, layout: str, tmp_path: Path) -> None:
-    with pytest.raises((CheckpointError, ConfigError), match=r"a recurrent state (is|are) not divided"):
+def test_recurrent_states_are_refused(
+    family: str, layout: str, tmp_path: Path, record_property: Callable[[str, object], None],
+) -> None:
+    with pytest.raises((CheckpointError, ConfigError), match=r"a recurrent state (is|are) not divided") as refusal:
         engine_of(make(family, tmp_path / "model"), LAYOUTS[layout])
+    record_property("refused", str(refusal.value))
 
 
 @pytest.mark.parametrize(("settings", "says"), [

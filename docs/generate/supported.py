@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import sys
 from pathlib import Path
 
@@ -49,11 +50,34 @@ WITHOUT = (  # a capability, and a name that would be there with it
     ("a revision of a hub model: the newest is downloaded", "--revision"))
 
 
+FOUND = ROOT / "docs" / "families.json"  # written by `make families`
+TOKENS = ("alone", "in company", "chunked", "preempted", "prefix-cached")
+TEXT_PART = "the text part of a model for images and text"
+
+
 def architectures() -> str:
-    """Returns the architectures that a config.json may name, each with its models."""
-    return table(("`architectures` in config.json", "models"), [
-        (code(name), escaped(first_sentence(sys.modules[family.configure.__module__].__doc__)))
-        for name, family in FAMILIES.items()])
+    """Returns the architectures that a config.json may name: their models, and what `make families` found of each."""
+    found = json.loads(FOUND.read_text())
+    by_class: dict[str, list[dict[str, str]]] = {}
+    for outcomes in found["families"].values():
+        by_class.setdefault(outcomes["class"], []).append(outcomes)
+    head = (f"{len(FAMILIES)} classes, compared with transformers {found['transformers']} on {found['date']} by "
+            f"`make families`, in float32 on small random weights. Tokens are compared {', '.join(TOKENS)}.")
+    return head + "\n\n" + table(
+        ("`architectures` in config.json", "models", "tokens", "GGUF", "LoRA", "ranks", "`--quantization int8`"),
+        [(code(name), escaped(first_sentence(sys.modules[family.configure.__module__].__doc__)),
+          *_cells(by_class.get(name, []), name)) for name, family in FAMILIES.items()])
+
+
+def _cells(found: list[dict[str, str]], name: str) -> list[str]:
+    if not found:
+        return [TEXT_PART if name.endswith("ForConditionalGeneration") else "not compared", "", "", "", ""]
+    tokens = [what for what in TOKENS if any(each.get(what) != "passed" for each in found)]
+    cells = ["not " + ", ".join(tokens) if tokens else "equal"]
+    for what in ("GGUF", "LoRA", "ranks", "int8"):
+        said = {each[key] for each in found for key in (what, f"no {what}") if key in each}
+        cells.append("; ".join(sorted("yes" if one == "passed" else escaped(one) for one in said)))
+    return cells
 
 
 def checkpoints() -> str:

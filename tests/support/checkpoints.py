@@ -103,7 +103,8 @@ ALIKE = {"solar_open": "glm4_moe", "dots1": "glm4_moe",
          "ministral": "mistral", "seed_oss": "llama_bias", "helium": "ernie4_5", "glm": "glm4"}
 """Families composed like another one, which `make test` compares in their place; `make families` compares all."""
 EVERY = list(_SHAPES)
-FAMILIES = EVERY if os.environ.get("SLOTWISE_ALL_FAMILIES") else [name for name in EVERY if name not in ALIKE]
+ARE_ALL_ASKED = bool(os.environ.get("SLOTWISE_ALL_FAMILIES"))  # by `make families`
+FAMILIES = EVERY if ARE_ALL_ASKED else [name for name in EVERY if name not in ALIKE]
 NOT_IN_TORCH = ("softcapping", "gpt_oss")  # in configs of models whose attention torch's own does not compute
 
 CHAT_TEMPLATE = (

@@ -19,12 +19,15 @@ def write(
     folder: Path, base: Path, *, seed: int, rank: int = 4, targets: tuple[str, ...] = ALL, biases: bool = False,
     **config: Any,
 ) -> Path:
-    """An adapter of the checkpoint `base`, as strong as its weights; `biases` of the base are trained, too."""
+    """An adapter of the checkpoint `base`, as strong as its weights; `biases` of the base are trained, too.
+
+    `targets` are names of modules, or the last parts of such names.
+    """
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
     for name, weight in load_file(base / "model.safetensors").items():
         module = name.rpartition(".")[0]
-        if module.rpartition(".")[2] not in targets:
+        if module not in targets and module.rpartition(".")[2] not in targets:
             continue
         if name.endswith(".weight"):
             outputs, inputs = weight.shape

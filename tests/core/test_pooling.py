@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from support.toy import Driver, next_token, request
 
@@ -88,3 +90,15 @@ def test_a_row_without_a_vector_ends_in_error():
 def test_parameters_out_of_range_are_refused(wrong):
     with pytest.raises(InvalidParams):
         PoolingSpec(**wrong)
+
+
+def test_prompts_that_are_computed_whole_are_never_divided():
+    driver = Driver(replace(LIMITS, whole_prompts=True, enable_prefix_caching=False, max_step_ms=1.0))
+    lengths = {"a": 3, "b": 4, "c": 2, "long": 20, "d": 8, "e": 1}
+    for name, length in lengths.items():
+        driver.add(request(name, list(range(length)), pooling=MEAN))
+    driver.run()
+    assert [plan.counts for plan in driver.plans if plan.counts] == [(3, 4), (2,), (20,), (8,), (1,)]
+    assert driver.plans[0].stop is not None and driver.plans[0].stop.reason == "token_budget"
+    assert driver.ended == dict.fromkeys(lengths, "stop")
+    assert driver.pooled == {name: next_token(list(range(length))) for name, length in lengths.items()}

@@ -192,10 +192,13 @@ class Driver:
         return plan
 
     def _check_budget(self, plan: StepPlan) -> None:
-        """The last of those prompts that are not cut may exceed it, and so may rows held past a change."""
+        """The last of those prompts that are not cut may exceed it, and so may rows held past a change.
+
+        With a model that computes whole prompts, one prompt alone may.
+        """
         budget = self.discipline.budget(self.limits)
         counts = [count for row, count in enumerate(plan.counts) if row not in plan.held]
-        if not isinstance(self.discipline, Chunked):
+        if not isinstance(self.discipline, Chunked) or (self.limits.whole_prompts and len(counts) == 1):
             counts = counts[:-1]
         assert sum(counts) <= budget, "over the token budget"
 

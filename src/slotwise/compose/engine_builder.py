@@ -105,6 +105,13 @@ def check_model(config: EngineConfig, folder: Path, described: ModelConfig, kern
         raise ConfigError(f"packed_weights_cache is for quantized checkpoints: the weights of {folder} are plain")
     if config.batch_invariant and (why := kernels.batch_dependence(described.dtype)):
         raise ConfigError(f"batch_invariant cannot be kept: {why}")
+    if not described.is_causal:
+        for name, is_set in (("pipeline_parallel_size", config.pipeline_parallel_size > 1),
+                             ("speculative_config", config.speculative_config is not None),
+                             ("kv_transfer_config", config.kv_transfer_config is not None)):
+            if is_set:
+                raise ConfigError(f"{name} is not supported with a model whose tokens attend to later ones, which "
+                                  "computes whole prompts and generates nothing: leave it out")
     if described.recurrent is None:
         return
     if config.pipeline_parallel_size > 1:

@@ -12,7 +12,14 @@ from slotwise.compute.kernels.interface import Kernels, LayerShape
 from slotwise.compute.kernels.select import draw_for
 from slotwise.compute.model.decoder import Decoder, DecoderSizes
 from slotwise.compute.model.family_table import weight_bytes
-from slotwise.compute.model.layer_groups import LayerGroups, cache_shapes, layer_groups, least_block_size, one_group
+from slotwise.compute.model.layer_groups import (
+    LayerGroups,
+    cache_shapes,
+    layer_groups,
+    least_block_size,
+    one_cache,
+    one_group,
+)
 from slotwise.compute.model.network import layers_of
 from slotwise.compute.runner import kv_blocks, memory_budget
 from slotwise.compute.runner.decode_graphs import MAX_TOKENS, num_graphs
@@ -137,14 +144,20 @@ def _sized(
     beside = 0 if kernels.device.type == "cuda" else room.workspace + num_blocks * per_block
     num_host_blocks = memory_budget.num_host_blocks(per_block, asked, beside - freed)
     library = kernels.library_bytes(decoder.config.dtype)
-    limits = config.limits(model_tokens, num_blocks, block_size, per_block, num_host_blocks, groups.windows)
+    limits = config.limits(model_tokens, num_blocks, block_size, per_block, num_host_blocks, groups.windows,
+                           whole_prompts=not decoder.config.is_causal)
     return limits, MemoryUse(
         _weights(models), room.workspace, (num_blocks + 1) * per_block, num_host_blocks * per_block, library,
         room.graphs)
 
 
 def cache_groups(config: EngineConfig, decoder: DecoderSizes) -> LayerGroups:
-    """Returns the cache groups of the model's layers: with a draft model one, whose blocks hold the layers of both."""
+    """Returns the cache groups of the model's layers: with a draft model one, whose blocks hold the layers of both.
+
+    A model that computes whole prompts has one cache, in which each layer overwrites the one before.
+    """
+    if not decoder.config.is_causal:
+        return one_cache(len(decoder.layer_shapes))
     if config.speculative_config and config.speculative_config.model:
         return one_group(len(decoder.layer_shapes))
     model_tokens = decoder.config.max_position_embeddings
@@ -173,7 +186,7 @@ def _on_host(
     A draft model's passes and the target's forward pass take their workspace in turn.
     """
     decoder, *drafts = models
-    rows, tokens = workspace_rows(config.max_num_seqs) + _most_drafts(config), config.largest_step(longest)
+    rows, tokens = workspace_rows(config.max_num_seqs) + _most_drafts(config), _largest_step(config, decoder, longest)
     workspace = staging + _ranks(decoder) * max(
         decoder.workspace_bytes(tokens, rows) + _handed_on(decoder, tokens),
         *(draft.workspace_bytes(CATCH_UP + config.max_num_seqs, max(ALL_LOGITS, config.max_num_seqs))
@@ -182,6 +195,11 @@ def _on_host(
     asked, share = config.kv_cache_memory, config.gpu_memory_utilization
     unread = _adapters(decoder)  # requests load them later
     return _Room(workspace, 0, memory_budget.cache_budget(_weights(models), others, asked, share, freed - unread))
+
+
+def _largest_step(config: EngineConfig, decoder: DecoderSizes, longest: int) -> int:
+    """Returns the most tokens of a step with sequences of up to `longest` tokens."""
+    return max(config.largest_step(longest), 0 if decoder.config.is_causal else longest)
 
 
 def _ranks(decoder: DecoderSizes) -> int:
@@ -239,7 +257,7 @@ def _most_drafts(config: EngineConfig) -> int:
 def _on_gpu(config: EngineConfig, models: Sequence[Decoder], longest: int, staging: int) -> _Room:
     """Returns the room by the measured size of the largest steps plus `staging`, and that of their graphs."""
     decoder, *drafts = models
-    kernels, rows, tokens = decoder.kernels, config.max_num_seqs, config.largest_step(longest)
+    kernels, rows, tokens = decoder.kernels, config.max_num_seqs, _largest_step(config, decoder, longest)
     decoded = max(rows, MAX_TOKENS if _most_drafts(config) and kernels.records_drafts else 0)
     recorded = max(decoded, kernels.graph_size(decoded, longest)[0])
     sampled = min(rows + _most_drafts(config), tokens)

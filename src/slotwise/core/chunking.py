@@ -8,6 +8,9 @@ client could keep all others waiting.
 
 Where a cache group has a window, no chunk exceeds `max_chunk` under any discipline: between chunks the blocks behind
 the window are freed, so that a prompt of any length holds a bounded number of them.
+
+A model whose tokens attend to later ones (`whole_prompts`) computes each prompt in one step, whatever limits it: one
+that does not fit the rest of a step waits for the next, and one that fits none has a step for itself.
 """
 
 from __future__ import annotations
@@ -81,15 +84,22 @@ class Chunking:
         """Whether the step has time to start a prompt of `wanted` tokens; always true for an empty step."""
         if builder.time is None or not builder.num_rows:
             return True
-        least = min(FLOOR, wanted)
+        least = wanted if self._limits.whole_prompts else min(FLOOR, wanted)
         if builder.has_chunk:
             return builder.time.fitting(start, wanted) >= least
         return builder.time.lets_begin(start, least)
+
+    def lacks_tokens(self, wanted: int, builder: PlanBuilder) -> bool:
+        """Whether the token budget that is left cannot start a prompt of `wanted` tokens."""
+        return builder.budget < 1 or (self._limits.whole_prompts and builder.num_rows > 0 and wanted > builder.budget)
 
     def chunk(self, request: Request, wanted: int, builder: PlanBuilder, num_behind: int = 0) -> int:
         """Returns how many of `wanted` prompt tokens to compute; `num_behind` rows are planned after it; 0: no time."""
         count = self._allowed(request, wanted, builder, num_behind)
         if builder.time is None:
+            return count
+        if self._limits.whole_prompts:
+            builder.add_chunk(request.num_scheduled, count)
             return count
         start = request.num_scheduled
         is_first = not builder.has_chunk and request in builder.starting  # later chunks would only delay it
@@ -113,5 +123,7 @@ class Chunking:
 
     def _allowed(self, request: Request, wanted: int, builder: PlanBuilder, num_behind: int) -> int:
         """Returns the tokens that policy, discipline and token budget allow."""
+        if self._limits.whole_prompts:
+            return wanted
         cap = max(1, self._policy.cap(request, wanted, builder.now))
         return self._discipline.chunk(int(min(wanted, cap, self._most)), builder.budget - num_behind)

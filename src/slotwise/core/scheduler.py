@@ -658,7 +658,7 @@ class Scheduler:
             return TIER_CAP
         if request.spec.adapter and (builder.is_adapter_overdue or not self._has_adapter_slot(request)):
             return NO_ADAPTER_SLOT
-        if builder.budget < 1:
+        if self._chunking.lacks_tokens(len(request.tokens), builder):
             return builder.shortage
         if builder.lanes and self.policy.lane(request) in builder.lanes:
             return FIRST_TOKEN

@@ -109,6 +109,7 @@ class SchedulerLimits(ChosenLimits):
     windows: tuple[int, ...] = (0,)  # by cache group, tokens that its layers look back on; 0: all
     max_chunk: int = 1024  # tokens of a prompt that a step computes at most, where a cache group has a window
     stages: int = 1  # that a model's layers are divided into, each of which computes another step
+    whole_prompts: bool = False  # a prompt is computed in one step, as its tokens attend to later ones
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -136,7 +137,7 @@ class SchedulerLimits(ChosenLimits):
     def fixed(self) -> tuple[object, ...]:
         """The limits that cannot change after the start."""
         return (self.num_blocks, self.block_size, self.max_model_len, self.enable_prefix_caching, self.num_host_blocks,
-                self.windows, self.max_chunk, self.stages)
+                self.windows, self.max_chunk, self.stages, self.whole_prompts)
 
     @property
     def max_in_flight(self) -> int:

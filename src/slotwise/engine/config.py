@@ -282,7 +282,7 @@ class EngineConfig(ChosenLimits):
 
     def limits(
         self, model_tokens: int, num_blocks: int, block_size: int, bytes_per_block: int, num_host_blocks: int = 0,
-        windows: tuple[int, ...] = (0,),
+        windows: tuple[int, ...] = (0,), *, whole_prompts: bool = False,
     ) -> SchedulerLimits:
         """Returns the scheduler's limits for a model and a cache size.
 
@@ -290,6 +290,7 @@ class EngineConfig(ChosenLimits):
             model_tokens: the longest sequence that the model supports.
             bytes_per_block: of the cache, for messages.
             windows: of the cache groups.
+            whole_prompts: tokens attend to later ones, so that no prompt is divided, and no prefix is shared.
 
         Raises:
             ConfigError: the limits contradict each other.
@@ -312,7 +313,8 @@ class EngineConfig(ChosenLimits):
                 max_model_len=longest, num_blocks=num_blocks, block_size=block_size,
                 watermark_blocks=num_blocks // WATERMARK, max_passes=MAX_PASSES, num_host_blocks=num_host_blocks,
                 windows=windows, max_chunk=self.step_tokens, stages=self.pipeline_parallel_size,
-                **self.chosen_limits()))
+                whole_prompts=whole_prompts, **self.chosen_limits() | (
+                    {"enable_prefix_caching": False} if whole_prompts else {})))
         except ValueError as error:
             raise ConfigError(str(error)) from error
 

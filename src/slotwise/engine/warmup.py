@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from slotwise.core.disciplines.disciplines import Chunked
 from slotwise.core.interfaces import DraftRow, Due, Proposal, Proposer
-from slotwise.core.params import SamplingSpec
+from slotwise.core.params import MEAN, PoolingSpec, SamplingSpec
 from slotwise.core.policies.fcfs import FirstComeFirstServed
 from slotwise.core.record import Proposing
 from slotwise.core.request import Request, RequestSpec
@@ -33,6 +33,7 @@ PROMPT = 16  # tokens of the prompt that `check_steps` computes, at most
 KINDS = (  # the two paths through a sampler; the second token comes from a decode step
     SamplingSpec(temperature=0.0, max_tokens=2, ignore_eos=True),
     SamplingSpec(temperature=1.0, max_tokens=1, logprobs=1, ignore_eos=True))
+VECTOR = SamplingSpec(max_tokens=None)  # of a request for one
 OVERFLOW = ("its logits are NaN or infinite: a kernel computes wrongly, or the model's numbers are too large for its "
             "type; try --dtype float32")
 
@@ -63,9 +64,10 @@ def check_steps(executor: Executor, limits: SchedulerLimits, clock: Clock) -> No
     prompt = max(1, min(PROMPT, longest - 2))
     engine = _engine(executor, clock, SchedulerLimits(
         max_model_len=longest, num_blocks=len(limits.windows), block_size=limits.block_size, max_num_seqs=1,
-        max_num_batched_tokens=prompt, windows=limits.windows, max_chunk=prompt))
-    for number, params in enumerate(KINDS):
-        engine.handle(Add(number, RequestSpec((ANY_TOKEN,) * prompt, params)))
+        max_num_batched_tokens=prompt, windows=limits.windows, max_chunk=prompt,
+        whole_prompts=limits.whole_prompts))
+    for number, params in enumerate((VECTOR,) if limits.whole_prompts else KINDS):
+        engine.handle(Add(number, _spec(limits, prompt, params)))
         num_tokens = 0
         while engine.has_work:
             try:
@@ -74,7 +76,7 @@ def check_steps(executor: Executor, limits: SchedulerLimits, clock: Clock) -> No
                 raise FirstStepError(f"{type(error).__name__}: {error}") from error
             if record.outcome.failure or record.result.failed:
                 raise FirstStepError(record.outcome.failure or OVERFLOW)
-            num_tokens += sum(map(len, record.tokens))
+            num_tokens += sum(map(len, record.tokens)) + len(record.result.pooled)
         if not num_tokens:
             raise FirstStepError("it yielded no token")
         engine.step()  # its plan releases the slot
@@ -104,6 +106,13 @@ def warmup(
                 break
     rows.leave()
     return times
+
+
+def _spec(limits: SchedulerLimits, num_tokens: int, params: SamplingSpec) -> RequestSpec:
+    """A request that samples or, of a model that computes whole prompts, one for a vector."""
+    prompt = (ANY_TOKEN,) * num_tokens
+    return RequestSpec(prompt, VECTOR, pooling=PoolingSpec(MEAN)) if limits.whole_prompts else RequestSpec(
+        prompt, params)
 
 
 def _engine(executor: Executor, clock: Clock, limits: SchedulerLimits, proposer: Proposer | None = None) -> Engine:
@@ -153,6 +162,8 @@ class _Rows:
         """Runs one stage, from which `times` learns; returns whether all its steps ran."""
         rows, prompt, steps = stage
         rows = min(rows, max(1, self._limits.max_num_seqs - 1))
+        if self._limits.whole_prompts:
+            return all(self._prompts(rows, max(prompt, PROMPT), times, goes_on) for _ in range(steps))
         while len(self._decoding) > rows:
             self._engine.handle(Finish(self._decoding.pop(), "abort"))
         while len(self._decoding) < rows:
@@ -162,6 +173,12 @@ class _Rows:
         if not prompt or rows == self._limits.max_num_seqs:
             return True
         self._add(prompt, 1)
+        return self._step(times, goes_on)
+
+    def _prompts(self, rows: int, prompt: int, times: StepTimeModel, goes_on: Callable[[], bool]) -> bool:
+        """Runs a step of prompts that are computed whole; returns whether it ran."""
+        for _ in range(rows):
+            self._add(prompt, 1)
         return self._step(times, goes_on)
 
     def leave(self) -> None:
@@ -174,7 +191,7 @@ class _Rows:
         request_id = self._num_added
         self._num_added += 1
         params = SamplingSpec(temperature=0.0, max_tokens=min(max_tokens, longest), ignore_eos=True)
-        self._engine.handle(Add(request_id, RequestSpec((ANY_TOKEN,) * min(num_tokens, longest), params)))
+        self._engine.handle(Add(request_id, _spec(self._limits, min(num_tokens, longest), params)))
         return request_id
 
     def _step(self, times: StepTimeModel, goes_on: Callable[[], bool]) -> bool:

@@ -100,6 +100,11 @@ def one_group(num_layers: int) -> LayerGroups:
     return LayerGroups((0,), (0,) * num_layers, tuple(range(num_layers)))
 
 
+def one_cache(num_layers: int) -> LayerGroups:
+    """All layers in one cache: each reads what it has just written, and the next one overwrites it."""
+    return LayerGroups((0,), (0,) * num_layers, (0,) * num_layers)
+
+
 def by_layer(batch: RaggedBatch, num_layers: int) -> list[RaggedBatch]:
     """The batch as each layer sees it: with the block tables and cache places of its group."""
     if not batch.groups:

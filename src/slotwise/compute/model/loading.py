@@ -101,8 +101,9 @@ class UnreadModel:
         self._kernels, self._group, self._adapters = kernels, group, adapters
         self._weights = weights = CheckpointWeights(folder, [module.folder for module in described.dense])
         config = _with_stored_head(described, weights, folder)
-        self.config = config = replace(config, has_head=not config.num_labels and config.has_head and (
-            config.tie_word_embeddings or not weights.lack_head))
+        generates = config.is_causal and config.has_head and not config.num_labels
+        self.config = config = replace(
+            config, has_head=generates and (config.tie_word_embeddings or not weights.lack_head))
         self._wanted, self._shapes = tensor_shapes(config, group), tensor_shapes(config)
         weights.assemble(config.quantization, self._shapes)
         weights.check(self._shapes)

@@ -231,6 +231,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype  # of the weights once loaded
     has_head: bool = True  # without one a model makes vectors, or classifies, only
+    is_causal: bool = True  # else tokens attend to later ones, too: the model computes whole prompts
     num_labels: int = 0  # of the head of labels; 0: there is none
     dense: tuple[DenseFields, ...] = ()  # the modules that pooled vectors pass
     qkv_bias: bool = False
@@ -274,7 +275,7 @@ class ModelConfig:
         """The attention of layer `index`, as kernels compute it."""
         return AttentionShape(
             self.num_heads, self.num_kv_heads, self.head_dim, self.attention_scale or self.head_dim**-0.5,
-            self.windows[index], self.attention_soft_cap)
+            self.windows[index], self.attention_soft_cap, self.is_causal)
 
     def has_state(self, index: int) -> bool:
         """Whether layer `index` has a recurrent state in place of attention."""

@@ -52,6 +52,7 @@ WITHOUT = (  # a capability, and a name that would be there with it
 
 FOUND = ROOT / "docs" / "families.json"  # written by `make families`
 TOKENS = ("alone", "in company", "chunked", "preempted", "prefix-cached")
+NOT_RUN = "—"
 TEXT_PART = "the text part of a model for images and text"
 
 
@@ -71,12 +72,12 @@ def architectures() -> str:
 
 def _cells(found: list[dict[str, str]], name: str) -> list[str]:
     if not found:
-        return [TEXT_PART if name.endswith("ForConditionalGeneration") else "not compared", "", "", "", ""]
+        return [TEXT_PART if name.endswith("ForConditionalGeneration") else NOT_RUN, *[NOT_RUN] * 4]
     tokens = [what for what in TOKENS if any(each.get(what) != "passed" for each in found)]
     cells = ["not " + ", ".join(tokens) if tokens else "equal"]
     for what in ("GGUF", "LoRA", "ranks", "int8"):
         said = {each[key] for each in found for key in (what, f"no {what}") if key in each}
-        cells.append("; ".join(sorted("yes" if one == "passed" else escaped(one) for one in said)))
+        cells.append("; ".join(sorted("yes" if one == "passed" else escaped(one) for one in said)) or NOT_RUN)
     return cells
 
 

@@ -36,6 +36,13 @@ GROUPED = EXPERTS | {"num_experts": ..., "shared_expert_intermediate_size": ...,
                      "topk_group": 2, "n_shared_experts": 2, "routed_scaling_factor": 1.5}
 
 # The class of transformers, without "ForCausalLM" where it ends so, and where its config differs from SIZES.
+LATENT = {  # sizes that are no multiples of a vector
+    "head_dim": ..., "num_key_value_heads": 4, "kv_lora_rank": 40, "q_lora_rank": 24, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 20, "v_head_dim": 12}  # fmt: skip
+
+ROUTED = {"first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
+          "moe_intermediate_size": 64}
+
 _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": False}),
     "llama3": ("Llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}),
@@ -97,6 +104,13 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("Lfm2", {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"],
                       "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False}),
     "exaone4": ("Exaone4", {"sliding_window": 48, "sliding_window_pattern": 2, "initializer_range": 0.4}),
+    "deepseek_v2": ("DeepseekV2", LATENT | ROUTED | {
+        "q_lora_rank": None, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5}),
+    "deepseek_v3": ("DeepseekV3", LATENT | ROUTED | {"rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 512,
+        "mscale": 0.707, "mscale_all_dim": 1.0}}),
+    "youtu": ("Youtu", LATENT | {"rope_interleave": False}),
+    "minicpm3": ("MiniCPM3", LATENT | {"dim_model_base": 48}),
 }  # fmt: skip
 
 ALIKE = {"solar_open": "glm4_moe", "dots1": "glm4_moe",

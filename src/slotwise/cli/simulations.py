@@ -150,6 +150,8 @@ def _shape(model: str) -> ModelShape:
     if config.recurrent is not None:
         raise ValueError("recurrent states, which steps read and write whole, are in no data sheet: name an event log")
     positions = 2 * config.num_layers * config.num_kv_heads * config.head_dim * width
+    if config.latent is not None:
+        raise ValueError("the roofline of compressed attention is in no data sheet: name an event log")
     return ModelShape((config.layer_weights + head) * width, positions, config.layer_weights, head,
                       4 * config.num_layers * config.num_heads * config.head_dim, config.max_position_embeddings,
                       config.num_layers)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from slotwise.compute.kernels.interface import AttentionShape, Kernels
+from slotwise.compute.kernels.interface import AttentionShape, Kernels, LatentShape
 from slotwise.compute.kernels.select import launcher_of
 from slotwise.compute.model.decoder import DecoderSizes
 from slotwise.core.step_time import Machine, Roofline
@@ -98,12 +98,19 @@ def faster(one: Machine, other: Machine) -> Machine:
 def roofline(decoder: DecoderSizes, machine: Machine) -> Roofline:
     """Returns lower bounds of the costs of a model's steps; recurrent states are not counted."""
     config, kernels = decoder.config, decoder.kernels
-    attention = [shape for shape in decoder.layer_shapes if isinstance(shape, AttentionShape)]
+    attention = [shape for shape in decoder.layer_shapes if isinstance(shape, AttentionShape | LatentShape)]
     return Roofline(
         machine, decoder.step_weight_bytes,
         sum(kernels.cache_bytes_per_block(BLOCK, shape, config.dtype) for shape in attention) // BLOCK,
         config.layer_weights, config.hidden_size * config.vocab_size,
-        4 * len(attention) * config.num_heads * config.head_dim)
+        sum(map(_position_operations, attention)))
+
+
+def _position_operations(shape: AttentionShape | LatentShape) -> int:
+    """Returns the operations of a layer's attention for a position that a query sees."""
+    if isinstance(shape, LatentShape):
+        return 2 * shape.num_heads * (shape.width + shape.rank)
+    return 4 * shape.num_heads * shape.head_dim
 
 
 def _best(work: Callable[[], object], seconds: float) -> float:

@@ -23,9 +23,12 @@ from slotwise.compute.kernels.interface import (
     DeltaWeights,
     ExpertWeights,
     Kernels,
+    LatentNorm,
+    LatentShape,
     LayerCache,
     Linear,
     Mixture,
+    PackedLatentProducts,
     QKNorm,
     RaggedBatch,
     Routing,
@@ -221,6 +224,35 @@ class CheckedKernels:
             self._check(f"gated_delta: {name}", getattr(weights, name), size, (torch.float32,))
         result = self._kernels.gated_delta(mixed, gates, weights, cache, batch, shape)
         return self._check("gated_delta: result", result, (tokens, shape.values), (mixed.dtype,))
+
+    def latent_products(self, key_up: Tensor, value_up: Tensor) -> PackedLatentProducts:
+        heads, nope, rank = key_up.shape
+        self._check("latent_products: key_up", key_up, (heads, nope, rank), FLOATS)
+        self._check("latent_products: value_up", value_up, (heads, value_up.shape[1], rank), (key_up.dtype,))
+        return self._kernels.latent_products(key_up, value_up)
+
+    def latent_store(
+        self, query: Tensor, compressed: Tensor, rotary: Tensor, batch: RaggedBatch, cache: LayerCache,
+        shape: LatentShape, norm: LatentNorm,
+    ) -> Tensor:
+        self.check_batch(batch)
+        tokens = len(batch.token_ids)
+        size = (tokens, shape.num_heads * shape.query_dim)
+        self._check("latent_store: query", query, size, FLOATS)
+        self._check("latent_store: compressed", compressed, (tokens, shape.width), (query.dtype,))
+        self._check("latent_store: rotary", rotary, (len(rotary), shape.rope_dim), (torch.float32,))
+        self._check("latent_store: norm", norm.weight, (shape.rank,), (torch.float32,))
+        rotated = self._kernels.latent_store(query, compressed, rotary, batch, cache, shape, norm)
+        return self._check("latent_store: result", rotated, size, (query.dtype,))
+
+    def latent_attention(
+        self, query: Tensor, cache: LayerCache, batch: RaggedBatch, shape: LatentShape, products: PackedLatentProducts,
+    ) -> Tensor:
+        tokens = len(batch.token_ids)
+        self._check("latent_attention: query", query, (tokens, shape.num_heads * shape.query_dim), FLOATS)
+        result = self._kernels.latent_attention(query, cache, batch, shape, products)
+        return self._check("latent_attention: result", result, (tokens, shape.num_heads * shape.value_dim),
+                           (query.dtype,))
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         return self._activated("gelu_mul", self._kernels.gelu_mul, gate_up)

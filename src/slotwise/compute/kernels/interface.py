@@ -444,7 +444,57 @@ class DeltaWeights(NamedTuple):
     eps: float
 
 
-LayerShape = AttentionShape | StateShape
+@dataclass(frozen=True, slots=True)
+class LatentShape:
+    """The sizes of a layer's compressed attention (multi-head latent attention; DeepSeek-AI, "DeepSeek-V2", 2024).
+
+    Keys and values of all heads are products of one vector per token, the latent, and all heads share one rotary key.
+    The cache holds just these two, `rank + rope_dim` numbers per token:
+
+        cached     [ latent | rotary key ]
+        query h    [ q_nope | q_rope ]
+        score h    (q_nope @ key_up[h]) . latent  +  q_rope . rotary key
+        result h   (weights @ latents) @ value_up[h].T
+
+    So heads are queries of one key, whose first `rank` numbers are the value, and no key or value of a head is made.
+
+    Args:
+        has_neighbors: rotary pairs are dimensions 2i and 2i + 1, instead of i and i + rope_dim / 2.
+    """
+
+    # Every query sees all tokens before it.
+    window: ClassVar[int] = 0
+    num_heads: int
+    rank: int
+    rope_dim: int
+    nope_dim: int
+    value_dim: int
+    scale: float
+    has_neighbors: bool
+
+    @property
+    def query_dim(self) -> int:
+        """Numbers of a query of one head, before `key_up` is absorbed."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def width(self) -> int:
+        """Numbers of a token in the cache."""
+        return self.rank + self.rope_dim
+
+
+class LatentNorm(NamedTuple):
+    """The RMS norm of latents before they are stored."""
+
+    weight: Tensor  # [rank] float32
+    eps: float
+
+
+PackedLatentProducts = Any
+"""The products around the attention of a `LatentShape`, as its kernels pack them."""
+
+
+LayerShape = AttentionShape | StateShape | LatentShape
 """What a layer keeps in its cache: something of every token, or the state after the last one."""
 
 
@@ -614,7 +664,35 @@ class StateKernels(Protocol):
         ...
 
 
-class Kernels(StateKernels, Protocol):
+class LatentKernels(Protocol):
+    """What compressed attention (`LatentShape`) needs of kernels; `Kernels.refusal` says where it does not work."""
+
+    def latent_products(self, key_up: Tensor, value_up: Tensor) -> PackedLatentProducts:
+        """Pack `key_up [heads, nope_dim, rank]` and `value_up [heads, value_dim, rank]`, once for many steps."""
+        ...
+
+    def latent_store(
+        self, query: Tensor, compressed: Tensor, rotary: Tensor, batch: RaggedBatch, cache: LayerCache,
+        shape: LatentShape, norm: LatentNorm,
+    ) -> Tensor:
+        """Norm the latents and rotate the keys of `compressed [tokens, width]`, and write both to the cache.
+
+        The rotary part of each head of `query [tokens, heads * query_dim]` is rotated in place; returns `query`.
+        """
+        ...
+
+    def latent_attention(
+        self, query: Tensor, cache: LayerCache, batch: RaggedBatch, shape: LatentShape, products: PackedLatentProducts,
+    ) -> Tensor:
+        """Causal attention of every row over its own cached context: `[tokens, heads * value_dim]`.
+
+        `query [tokens, heads * query_dim]` is what `latent_store` returned.  A row's result is the same bit for bit
+        however its tokens are divided among steps.
+        """
+        ...
+
+
+class Kernels(StateKernels, LatentKernels, Protocol):
     """All operations of a decoder layer.  Implementations hold no request state.
 
     Attributes:
@@ -654,7 +732,7 @@ class Kernels(StateKernels, Protocol):
         """The approximate rate of large products.  Determines the size of a step unless an option does."""
         ...
 
-    def refusal(self, shape: AttentionShape) -> str:
+    def refusal(self, shape: AttentionShape | LatentShape) -> str:
         """The option of `shape` that these kernels do not support, in one sentence; "" where they support all."""
         ...
 

@@ -32,6 +32,8 @@ from slotwise.compute.kernels.interface import (
     DeltaWeights,
     ExpertGroups,
     ExpertWeights,
+    LatentNorm,
+    LatentShape,
     LayerShape,
     Linear,
     LowRank,
@@ -112,14 +114,40 @@ class StateCache(NamedTuple):
     block_size: int
 
 
-ReferenceCache = PagedCache | QuantizedPagedCache | StateCache
+class LatentCache(NamedTuple):
+    """One layer's latents and rotary keys, `[blocks, block_size, rank + rope_dim]`; int8 with a scale for each token.
+    """
+
+    storage: Tensor  # [blocks, bytes] uint8
+    block_size: int
+    rows: Tensor
+    scales: Tensor | None  # [blocks, block_size] float32
+
+    def write(self, places: Tensor, new: Tensor) -> None:
+        """Set `places [tokens]` to float32 `[tokens, rank + rope_dim]`."""
+        at = places // self.block_size, places % self.block_size
+        if self.scales is None:
+            as_bytes(self.rows)[at] = as_bytes(narrowed(new, self.rows.dtype))
+        else:
+            self.rows[at], self.scales[at] = quantize(new)
+
+    def read(self, blocks: Tensor, offsets: Tensor) -> Tensor:
+        """The rows at these places, as float32."""
+        places, kind = (blocks, offsets), self.rows.dtype
+        rows = as_bytes(self.rows)[places].view(kind).float()
+        return rows if self.scales is None else rows * self.scales[places].unsqueeze(-1)
 
 
 def cache_bytes_per_block(block_size: int, shape: LayerShape, kind: torch.dtype) -> int:
     """Bytes one block takes in one layer, in a cache of `kind`."""
     if isinstance(shape, StateShape):
         return shape.state_bytes
+    if isinstance(shape, LatentShape):
+        return sum(_latent_sizes(block_size, shape, kind))
     return sum(_sizes(block_size, shape, kind))
+
+
+ReferenceCache = PagedCache | QuantizedPagedCache | StateCache | LatentCache
 
 
 def allocate_cache(
@@ -130,6 +158,10 @@ def allocate_cache(
     storage = torch.zeros(size, dtype=torch.uint8, device=device)
     if isinstance(shape, StateShape):
         return StateCache(storage, block_size)
+    if isinstance(shape, LatentShape):
+        rows, *rest = storage.split(_latent_sizes(block_size, shape, kind), dim=1)
+        return LatentCache(storage, block_size, rows.view(kind).view(num_blocks, block_size, shape.width),
+                           rest[0].view(torch.float32) if rest else None)
     of_token = num_blocks, block_size, shape.num_kv_heads
     keys, values, *scales = storage.split(_sizes(block_size, shape, kind), dim=1)
     keys, values = (part.view(kind).view(*of_token, shape.head_dim) for part in (keys, values))
@@ -149,6 +181,12 @@ def _sizes(block_size: int, shape: AttentionShape, kind: torch.dtype) -> list[in
     heads = block_size * shape.num_kv_heads
     numbers = [heads * shape.head_dim * kind.itemsize] * 2
     return numbers + [heads * torch.float32.itemsize] * 2 if kind == int8 else numbers
+
+
+def _latent_sizes(block_size: int, shape: LatentShape, kind: torch.dtype) -> list[int]:
+    """Bytes of a block's latents with their rotary keys and, for int8, their scales."""
+    scales = [block_size * torch.float32.itemsize] if kind == int8 else []
+    return [block_size * shape.width * kind.itemsize, *scales]
 
 
 def narrowed(x: Tensor, kind: torch.dtype) -> Tensor:
@@ -282,7 +320,7 @@ class ReferenceKernels:
         """Infinite: steps on the reference are not bounded."""
         return float("inf")
 
-    def refusal(self, shape: AttentionShape) -> str:
+    def refusal(self, shape: AttentionShape | LatentShape) -> str:
         """Nothing is refused."""
         return ""
 
@@ -292,9 +330,7 @@ class ReferenceKernels:
         """One layer's zeroed cache of `num_blocks` blocks of `block_size` tokens."""
         return allocate_cache(num_blocks, block_size, shape, self._cached or kind, self.device)
 
-    def cache_bytes_per_block(
-        self, block_size: int, shape: LayerShape, kind: torch.dtype,
-    ) -> int:
+    def cache_bytes_per_block(self, block_size: int, shape: LayerShape, kind: torch.dtype) -> int:
         """Bytes one block takes in one layer, keys and values together."""
         return cache_bytes_per_block(block_size, shape, self._cached or kind)
 
@@ -525,6 +561,52 @@ class ReferenceKernels:
             rows = slice(starts[row], starts[row + 1])
             out[rows] = _attend_row(query[rows], cache, batch.block_tables[row], context_len, shape, sinks)
         return out.flatten(1)
+
+    def latent_products(self, key_up: Tensor, value_up: Tensor) -> tuple[Tensor, Tensor]:
+        """Both weights, in float32."""
+        return key_up.float(), value_up.float()
+
+    def latent_store(
+        self, query: Tensor, compressed: Tensor, rotary: Tensor, batch: RaggedBatch, cache: LatentCache,
+        shape: LatentShape, norm: LatentNorm,
+    ) -> Tensor:
+        """Latents, normed, and keys, rotated, to the cache; the rotary part of queries is rotated in place."""
+        latents, keys = compressed.float().split([shape.rank, shape.rope_dim], dim=1)
+        cosine, sine = rotary[batch.positions].unsqueeze(1).chunk(2, dim=-1)
+        normed = _rms_norm(latents, norm.weight, norm.eps, 0.0)
+        keys = _rotate(_halves(keys.unsqueeze(1), shape), cosine, sine)[:, 0]
+        cache.write(batch.slot_mapping, torch.cat((normed, keys), dim=1))
+        parts = query.view(len(query), shape.num_heads, shape.query_dim)[..., shape.nope_dim :]
+        parts.copy_(_rotate(_halves(parts.float(), shape), cosine, sine))
+        return query
+
+    def latent_attention(
+        self, query: Tensor, cache: LatentCache, batch: RaggedBatch, shape: LatentShape,
+        products: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """Row by row, with the keys and values of every head made from the latents."""
+        key_up, value_up = products
+        out = query.new_empty(len(query), shape.num_heads, shape.value_dim)
+        heads = query.view(len(query), shape.num_heads, shape.query_dim).float()
+        starts = batch.query_starts.tolist()
+        for row, context_len in enumerate(batch.context_lens.tolist()):
+            part = slice(starts[row], starts[row + 1])
+            places = torch.arange(context_len, device=query.device)
+            blocks = batch.block_tables[row][places // cache.block_size].long()
+            latents, rotated = cache.read(blocks, places % cache.block_size).split([shape.rank, shape.rope_dim], dim=1)
+            keys = torch.cat((torch.einsum("kr,hnr->khn", latents, key_up),
+                              rotated[:, None].expand(-1, shape.num_heads, -1)), dim=-1)
+            scores = torch.einsum("qhd,khd->hqk", heads[part], keys) * shape.scale
+            back = torch.arange(context_len - (part.stop - part.start), context_len, device=query.device)[:, None]
+            weights = scores.masked_fill(back < places, float("-inf")).softmax(-1)
+            values = torch.einsum("kr,hvr->khv", latents, value_up)
+            out[part] = torch.einsum("hqk,khv->qhv", weights, values).to(out.dtype)
+        return out.flatten(1)
+
+
+def _halves(x: Tensor, shape: LatentShape) -> Tensor:
+    """Rotary dimensions `[..., rope_dim]` with pairs in halves."""
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) if shape.has_neighbors else x
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:

@@ -19,9 +19,12 @@ from slotwise.compute.kernels.interface import (
     ExpertWeights,
     Graph,
     Kernels,
+    LatentNorm,
+    LatentShape,
     LayerCache,
     Linear,
     Mixture,
+    PackedLatentProducts,
     QKNorm,
     RaggedBatch,
     Routing,
@@ -133,6 +136,19 @@ class TimedKernels:
         shape: DeltaShape,
     ) -> Tensor:
         return self._timed(ATTENTION, lambda: self._kernels.gated_delta(mixed, gates, weights, cache, batch, shape))
+
+    def latent_store(
+        self, query: Tensor, compressed: Tensor, rotary: Tensor, batch: RaggedBatch, cache: LayerCache,
+        shape: LatentShape, norm: LatentNorm,
+    ) -> Tensor:
+        return self._timed(SMALL, lambda: self._kernels.latent_store(
+            query, compressed, rotary, batch, cache, shape, norm))
+
+    def latent_attention(
+        self, query: Tensor, cache: LayerCache, batch: RaggedBatch, shape: LatentShape, products: PackedLatentProducts,
+    ) -> Tensor:
+        """Timed with the products around it."""
+        return self._timed(ATTENTION, lambda: self._kernels.latent_attention(query, cache, batch, shape, products))
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         return self._timed(SMALL, lambda: self._kernels.gelu_mul(gate_up))

@@ -17,7 +17,14 @@ from typing import Protocol
 from torch import Tensor
 
 from slotwise.compute.kernels.group import SINGLE_RANK, Group
-from slotwise.compute.kernels.interface import AttentionShape, Kernels, LayerCache, LayerShape, RaggedBatch
+from slotwise.compute.kernels.interface import (
+    AttentionShape,
+    Kernels,
+    LatentShape,
+    LayerCache,
+    LayerShape,
+    RaggedBatch,
+)
 from slotwise.compute.kernels.matrix import Format
 from slotwise.compute.model.family_table import compose
 from slotwise.compute.model.layer_groups import by_layer
@@ -25,7 +32,7 @@ from slotwise.compute.model.layers.attention import LayerStep, StateAdvance
 from slotwise.compute.model.layers.mlp import MixtureOfExperts
 from slotwise.compute.model.layers.norm import ResidualStream
 from slotwise.compute.model.layers.rope import RotaryTable
-from slotwise.compute.model.layers.source import WeightSource, heads_of
+from slotwise.compute.model.layers.source import WeightSource, heads_of, latent_heads
 from slotwise.compute.model.lora_weights import LoraWeights
 from slotwise.compute.model.model_config import ModelConfig
 from slotwise.compute.model.network import Network, layers_of
@@ -56,8 +63,13 @@ class DecoderSizes:
     @property
     def layer_shapes(self) -> list[LayerShape]:
         """The shapes for which the caches of all the model's layers must be allocated."""
-        shapes = map(self.config.layer_shape, range(self.config.num_layers))
-        return [heads_of(shape, self.group).shape if isinstance(shape, AttentionShape) else shape for shape in shapes]
+        return [self._of_rank(self.config.layer_shape(layer)) for layer in range(self.config.num_layers)]
+
+    def _of_rank(self, shape: LayerShape) -> LayerShape:
+        """The part of a shape that this rank computes."""
+        if isinstance(shape, LatentShape):
+            return latent_heads(shape, self.group)[1]
+        return heads_of(shape, self.group).shape if isinstance(shape, AttentionShape) else shape
 
     @property
     def weight_bytes(self) -> int:
@@ -73,7 +85,8 @@ class DecoderSizes:
         """Peak bytes of activations in a step with these numbers of tokens and sampling rows."""
         config, network = self.config, self._network
         heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        attending = max(2 * heads + 2 * config.num_heads * config.head_dim, config.recurrent_width)
+        attending = max(2 * heads + 2 * config.num_heads * config.head_dim, config.recurrent_width,
+                        config.latent_width)
         mlp = config.mlp_width
         hidden = network.live_states * config.hidden_size
         a_token = (hidden + max(attending, mlp)) * config.dtype.itemsize

@@ -10,6 +10,7 @@ from slotwise.compute.kernels.interface import Kernels
 from slotwise.compute.kernels.matrix import Format
 from slotwise.compute.kernels.reference import ReferenceKernels
 from slotwise.compute.model.families import (
+    deepseek,
     dots1,
     ernie4_5,
     exaone4,
@@ -22,6 +23,7 @@ from slotwise.compute.model.families import (
     helium,
     lfm2,
     llama,
+    minicpm3,
     mistral,
     olmo2,
     olmoe,
@@ -82,6 +84,10 @@ FAMILIES: dict[str, Family] = {
     "Qwen3_5MoeForCausalLM": Family(qwen3_5.configure_moe, qwen3_next.compose, ("qwen3_5_moe_text",)),
     "Qwen3_5MoeForConditionalGeneration": Family(qwen3_5.configure_moe_text, qwen3_next.compose, ("qwen3_5_moe",)),
     "Lfm2ForCausalLM": Family(lfm2.configure, lfm2.compose, ("lfm2",)),
+    "DeepseekV2ForCausalLM": Family(deepseek.configure_v2, deepseek.compose_v2, ("deepseek_v2",)),
+    "DeepseekV3ForCausalLM": Family(deepseek.configure_v3, deepseek.compose, ("deepseek_v3", "kimi_k2")),
+    "YoutuForCausalLM": Family(deepseek.configure_youtu, deepseek.compose, ("youtu",)),
+    "MiniCPM3ForCausalLM": Family(minicpm3.configure, deepseek.compose, ("minicpm3",)),
     "GptOssForCausalLM": Family(gpt_oss.configure, gpt_oss.compose, ("gpt_oss",)),
     "Glm4MoeForCausalLM": Family(glm4_moe.configure, glm4_moe.compose, ("glm4_moe",)),
     "Dots1ForCausalLM": Family(dots1.configure, glm4_moe.compose, ("dots1",)),

@@ -21,7 +21,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from slotwise.compute.kernels.interface import AttentionShape, GroupTables, LayerShape, RaggedBatch, StateShape
+from slotwise.compute.kernels.interface import (
+    AttentionShape,
+    GroupTables,
+    LatentShape,
+    LayerShape,
+    RaggedBatch,
+    StateShape,
+)
 
 PADDING = 0.1  # of the layers with one window
 MAX_BLOCK = 1 << 16  # tokens
@@ -85,7 +92,7 @@ def least_block_size(
     """
     states = dict.fromkeys(shape for shape in shapes if isinstance(shape, StateShape))
     attention = [shape for number, shape in zip(groups.caches, shapes, strict=True)
-                 if isinstance(shape, AttentionShape) and groups.caches.count(number) > 1]
+                 if isinstance(shape, AttentionShape | LatentShape) and groups.caches.count(number) > 1]
     if not states or not attention:
         return 1
     needed, low, high = max(num_bytes(1, state) for state in states), 1, MAX_BLOCK

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from slotwise.compute.kernels.group import SINGLE_RANK, Group, PipelineStage, UnconnectedRank
-from slotwise.compute.kernels.interface import AttentionShape, Kernels
+from slotwise.compute.kernels.interface import Kernels, StateShape
 from slotwise.compute.kernels.matrix import Format, Weight
 from slotwise.compute.kernels.reference import ReferenceKernels
 from slotwise.compute.model.checkpoint import CONFIG, locate
@@ -187,7 +187,7 @@ def describe(folder: Path, dtype: str, kernels: Kernels, generation: Path | None
     """
     config = read_config(folder, generation)
     for shape in dict.fromkeys(map(config.layer_shape, range(config.num_layers))):
-        refusal = kernels.refusal(shape) if isinstance(shape, AttentionShape) else kernels.state_refusal
+        refusal = kernels.state_refusal if isinstance(shape, StateShape) else kernels.refusal(shape)
         if refusal:
             raise CheckpointError(f"{folder}: {refusal}")
     if config.mixture and kernels.mixture_refusal:

@@ -25,6 +25,7 @@ from slotwise.compute.kernels.interface import (
     StateShape,
 )
 from slotwise.compute.model.fields import Fields
+from slotwise.compute.model.layers.latent_attention import LatentConfig
 from slotwise.compute.model.layers.rope import LinearRope, Llama3Rope, LongRope, Rope, YarnRope
 from slotwise.compute.model.names import with_head
 from slotwise.compute.model.quantization.quantization_methods import read_quantization
@@ -132,9 +133,9 @@ def _read_yarn(scaling: Fields, context: _RopeContext, share: float) -> Rope:
     factor = scaling.number("factor")
     if context.theta <= 1:
         raise scaling.error("rope_theta", f"must be above 1 with yarn, not {context.theta!r:.40}")
-    sharper = _mscale(factor, 1.0)
+    sharper = yarn_mscale(factor, 1.0)
     if scaling.has("mscale") and scaling.has("mscale_all_dim"):
-        sharper = _mscale(factor, scaling.number("mscale")) / _mscale(factor, scaling.number("mscale_all_dim"))
+        sharper = yarn_mscale(factor, scaling.number("mscale")) / yarn_mscale(factor, scaling.number("mscale_all_dim"))
     return YarnRope(
         context.theta, factor, context.original,
         beta_fast=scaling.number("beta_fast", default=32.0),
@@ -145,7 +146,8 @@ def _read_yarn(scaling: Fields, context: _RopeContext, share: float) -> Rope:
     )
 
 
-def _mscale(factor: float, weight: float) -> float:
+def yarn_mscale(factor: float, weight: float) -> float:
+    """By how much YaRN sharpens attention in a context `factor` times as long."""
     return 0.1 * weight * math.log(max(factor, 1.0)) + 1.0
 
 
@@ -248,6 +250,7 @@ class ModelConfig:
     has_gated_attention: bool = False
     mixture: MixtureConfig | None = None  # None: every layer has an MLP
     recurrent: RecurrentConfig | None = None  # None: every layer has attention
+    latent: LatentConfig | None = None  # compressed attention, in every layer without a recurrent state
     quantization: Quantization | None = None  # of the weights of products, as config.json says; None: plain numbers
 
     def __post_init__(self) -> None:
@@ -285,7 +288,7 @@ class ModelConfig:
         """What layer `index` keeps in its cache."""
         if self.recurrent is not None and self.recurrent.layers[index]:
             return self.recurrent.shape
-        return self.attention_shape(index)
+        return self.attention_shape(index) if self.latent is None else self.latent.shape
 
     @property
     def recurrent_width(self) -> int:
@@ -293,6 +296,15 @@ class ModelConfig:
         if self.recurrent is None:
             return 0
         return self.recurrent.shape.width
+
+    @property
+    def latent_width(self) -> int:
+        """The most numbers per token that activations of compressed attention take at a time."""
+        if self.latent is None:
+            return 0
+        shape = self.latent.shape
+        return self.latent.query_rank + 2 * shape.width + shape.num_heads * (
+            shape.query_dim + shape.width + shape.rank + shape.value_dim)
 
     @property
     def mixture_of_experts(self) -> MixtureConfig:
@@ -308,6 +320,8 @@ class ModelConfig:
     def layer_weights(self) -> int:
         """Weights of all layers' products that a token is multiplied by: only the experts that it chooses."""
         heads = ((3 if self.has_gated_attention else 2) * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        if self.latent is not None:
+            heads = self._latent_weights // self.hidden_size
         weights = self.num_layers * self.hidden_size * (heads + 3 * self.intermediate_size)
         if self.recurrent is not None:
             instead = self.recurrent.shape.num_weights(self.hidden_size) - self.hidden_size * heads
@@ -318,6 +332,16 @@ class ModelConfig:
         chosen = 3 * (routing.top_k * mixture.intermediate_size + mixture.shared_intermediate_size)
         instead = chosen + routing.num_experts - 3 * self.intermediate_size
         return weights + sum(mixture.layers) * self.hidden_size * instead
+
+    @property
+    def _latent_weights(self) -> int:
+        """Weights of a layer's compressed attention."""
+        assert self.latent is not None
+        shape, rank, hidden = self.latent.shape, self.latent.query_rank, self.hidden_size
+        heads = shape.num_heads
+        queries = rank * (hidden + heads * shape.query_dim) if rank else hidden * heads * shape.query_dim
+        products = heads * shape.rank * (shape.nope_dim + shape.value_dim)
+        return queries + products + hidden * (shape.width + heads * shape.value_dim)
 
     @property
     def mlp_width(self) -> int:

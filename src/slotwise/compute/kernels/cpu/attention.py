@@ -252,6 +252,8 @@ TABLE = 64
     SCRATCH, SCRATCH_BYTES, GROUP, KV_HEADS, DIM, DIM_PADDED, BLOCK, BLOCK_PADDED, HEAD_BLOCK, WINDOW, SCALE_BITS,
     THREADS, SOFT_CAP_BITS, SINKS, AHEAD,
 ) = range(HEADER, HEADER + 27)
+# Options, each 0 where a layer does not have it.
+OPTIONS = range(SOFT_CAP_BITS, AHEAD + 1)
 
 
 class Workspace(NamedTuple):
@@ -271,14 +273,21 @@ class Workspace(NamedTuple):
 def workspace(shape: AttentionShape, rows: int, tokens: int, max_context_len: int) -> Workspace:
     """The largest workspace that a step of this size may need."""
     group, width = shape.num_heads // shape.num_kv_heads, padded(shape.head_dim)
+    queries, strips = max(1, TILE_ROWS // group) * group, -(-width // STRIP)
+    plan = plan_workspace(group, shape.num_kv_heads, width, rows, tokens, max_context_len)
+    return plan._replace(thread_bytes=4 * queries * ((strips + 1) * STRIP + 2 * (width + 2)))
+
+
+def plan_workspace(
+    group: int, kv_heads: int, width: int, rows: int, tokens: int, max_context_len: int,
+) -> Workspace:
+    """The parts that tiles and the results of segments need, of values `width` wide; nothing for threads."""
     per_tile = max(1, TILE_ROWS // group)
     segments = max_context_len // SEGMENT + 1
     results = segments * min(tokens, rows * per_tile)  # of tokens in segments
     arrivals = TABLE + 4 * TILE_WORDS * (rows * segments + rows + tokens // per_tile)
-    parts = arrivals + 8 * results * shape.num_kv_heads
-    threads = parts + 4 * results * shape.num_heads * (width + 2)
-    strips = -(-width // STRIP)
-    return Workspace(arrivals, parts, threads, 4 * per_tile * group * ((strips + 1) * STRIP + 2 * (width + 2)))
+    parts = arrivals + 8 * results * kv_heads
+    return Workspace(arrivals, parts, parts + 4 * results * group * kv_heads * (width + 2), 0)
 
 
 def _plan(words: int) -> None:
@@ -412,7 +421,7 @@ def _load_queries(words: int, tile: int, head: int, queries: int, kind: Real, st
 
 
 @kernel
-def _here(words: int, tile: int) -> int:
+def position_of(words: int, tile: int) -> int:
     """The position of a tile's first token."""
     row = load(tile, ROW, INT32)
     end = load(load(words, QUERY_STARTS, INT64), row + 1, INT32)
@@ -420,13 +429,13 @@ def _here(words: int, tile: int) -> int:
 
 
 @kernel
-def _start_softmax(words: int, tile: int, head: int, place: int, sums: int) -> None:
+def start_softmax(words: int, tile: int, head: int, place: int, sums: int) -> None:
     """Sums, maxima and totals before the segment that holds `place`: nothing, or sinks.
 
     The sink of each head is a first score without a value, in the first segment that a query sees.
     """
     group, sinks, width = load(words, GROUP, INT64), load(words, SINKS, INT64), load(words, DIM_PADDED, INT64)
-    window, here, rows = load(words, WINDOW, INT64), _here(words, tile), load(tile, TOKENS, INT32) * group
+    window, here, rows = load(words, WINDOW, INT64), position_of(words, tile), load(tile, TOKENS, INT32) * group
     maxima = sums + rows * width * 4
     totals = maxima + rows * 4
     fill(sums, rows * width, ZERO)
@@ -441,7 +450,7 @@ def _start_softmax(words: int, tile: int, head: int, place: int, sums: int) -> N
 
 
 @kernel
-def _softmax(
+def weigh(
     words: int, tile: int, scores: int, sums: int, state: int, low: int, high: int, base: int, scales: int, stored: Real
 ) -> None:
     """Scores of places `base + low ... base + high` to weights; the sums so far are rescaled to the new maximum.
@@ -450,7 +459,7 @@ def _softmax(
     """
     columns = load(words, BLOCK_PADDED, INT64)
     group, width = load(words, GROUP, INT64), load(words, DIM_PADDED, INT64)
-    tokens, window, here = load(tile, TOKENS, INT32), load(words, WINDOW, INT64), _here(words, tile) - base
+    tokens, window, here = load(tile, TOKENS, INT32), load(words, WINDOW, INT64), position_of(words, tile) - base
     cap, scale = load(words, SOFT_CAP_BITS, INT64), float_of(load(words, SCALE_BITS, INT64))
     factor, ahead = scale if cap == 0 else ONE, load(words, AHEAD, INT64)
     row = 0
@@ -476,22 +485,23 @@ def _softmax(
 
 
 @kernel
-def _add_values(
-    words: int, tile: int, weights: int, sums: int, values: int, place: int, places: int, ahead: int, stored: Real
+def add_values(
+    words: int, tile: int, weights: int, sums: int, values: int, stride: int, place: int, places: int, ahead: int,
+    stored: Real,
 ) -> None:
-    """Add the weighted values of `places` places from `place` on.
+    """Add the weighted values of `places` places from `place` on, which lie `stride` bytes from one to the next.
 
     A value is not read for a query that does not see it: a draft's values may not be finite, and weights of 0 do not
     hide that from the queries before it.
     """
     multiply, width, size = load(words, MULTIPLY_ADDRESS, INT64), load(words, DIM_PADDED, INT64), bytes_of(stored)
-    rows, here = load(words, GROUP, INT64), _here(words, tile)
+    rows, here = load(words, GROUP, INT64), position_of(words, tile)
     tokens, seen = load(tile, TOKENS, INT32), here - place + 1 + load(words, AHEAD, INT64)
     if seen >= places:  # by the first token, and so by all
         rows, tokens = rows * tokens, 1
     for _ in range(tokens):
         if seen > 0:
-            call_multiply(multiply, rows, width, weights, 0, values, width * size, PAIR * size, min(seen, places), sums,
+            call_multiply(multiply, rows, width, weights, 0, values, stride, PAIR * size, min(seen, places), sums,
                           width * 4, ahead)
         weights += rows * STRIP_ROW_BYTES
         sums += rows * width * 4
@@ -499,7 +509,7 @@ def _add_values(
 
 
 @kernel
-def _keys(words: int, tile: int, head: int, entry: int) -> int:
+def block_at(words: int, tile: int, head: int, entry: int) -> int:
     """Address of the `entry`th block of a tile's row."""
     table = load(words, TABLES, INT64) + load(tile, ROW, INT32) * load(words, TABLE_WIDTH, INT64) * 4
     block = load(table, entry, INT32) * load(words, KV_HEADS, INT64) + head
@@ -518,7 +528,7 @@ def _walk(
     rows = load(tile, TOKENS, INT32) * load(words, GROUP, INT64)
     state = sums + rows * width * 4
     entry, offset = place // block, place % block
-    keys = _keys(words, tile, head, entry)
+    keys = block_at(words, tile, head, entry)
     while place < last:
         start = offset // STRIP * STRIP
         low = offset - start
@@ -529,7 +539,7 @@ def _walk(
             following = next_keys
         elif offset == block:
             entry, offset = entry + 1, 0
-            following = _keys(words, tile, head, entry)
+            following = block_at(words, tile, head, entry)
         values = keys + (dim * block_padded + (start + low) * width) * size
         column = low // PAIR * PAIR
         columns = min(block_padded - start, (high + PAIR - 1) // PAIR * PAIR) - column
@@ -541,17 +551,17 @@ def _walk(
                       dim, scores + column * 4, STRIP_ROW_BYTES, values - read)
         for line in range(following, following + PREFETCHED_LINES * LINE, LINE):
             prefetch_line(line)
-        _softmax(words, tile, scores, sums, state, low, high, place - low, scales, stored)
+        weigh(words, tile, scores, sums, state, low, high, place - low, scales, stored)
         # Pairs begin at even columns for all queries, or sums would depend on where the tile begins.
         back = low % (FLOAT_BYTES // bytes_of_factor(stored))
-        _add_values(words, tile, scores + (low - back) * bytes_of_factor(stored), sums, values - back * width * size,
-                    place - back, high - low + back, following - values, stored)
+        add_values(words, tile, scores + (low - back) * bytes_of_factor(stored), sums, values - back * width * size,
+                   width * size, place - back, high - low + back, following - values, stored)
         keys = following
         place += high - low
 
 
 @kernel
-def _store_outputs(words: int, tile: int, head: int, sums: int, totals: int, kind: Real) -> None:
+def store_outputs(words: int, tile: int, head: int, sums: int, totals: int, kind: Real) -> None:
     """Store the weighted sums over their totals to the output."""
     group, dim, width = load(words, GROUP, INT64), load(words, DIM, INT64), load(words, DIM_PADDED, INT64)
     heads, first = group * load(words, KV_HEADS, INT64), load(tile, TOKEN, INT32)
@@ -577,8 +587,8 @@ def _walk_segments(
     into = sums
     while place < last:
         end = min(last, (place // SEGMENT + 1) * SEGMENT)
-        following = next_keys if end == last else _keys(words, tile, head, end // block)
-        _start_softmax(words, tile, head, place, into)
+        following = next_keys if end == last else block_at(words, tile, head, end // block)
+        start_softmax(words, tile, head, place, into)
         _walk(words, tile, head, place, end, queries, scores, into, following, stored)
         if into != sums:
             merge(rows, width, sums, others)
@@ -587,7 +597,7 @@ def _walk_segments(
 
 
 @kernel
-def _tile(words: int, item: int) -> int:
+def tile_of(words: int, item: int) -> int:
     """The tile of an item; an item is one head of a tile."""
     return load(words, TILES, INT64) + TABLE + item // load(words, KV_HEADS, INT64) * TILE_WORDS * 4
 
@@ -595,9 +605,9 @@ def _tile(words: int, item: int) -> int:
 @kernel
 def _first_keys(words: int, item: int) -> int:
     """Address of the first keys an item reads."""
-    tile = _tile(words, item)
+    tile = tile_of(words, item)
     entry = load(tile, FIRST, INT32) // load(words, BLOCK, INT64)
-    return _keys(words, tile, item % load(words, KV_HEADS, INT64), entry)
+    return block_at(words, tile, item % load(words, KV_HEADS, INT64), entry)
 
 
 @kernel
@@ -612,17 +622,17 @@ def _attend(words: int, kind: Real, stored: Real) -> None:
     items = load(load(words, TILES, INT64), 0, INT64) * kv_heads
     item = pop(words, thread, threads, items)
     while item != NOTHING:
-        tile, head = _tile(words, item), item % kv_heads
+        tile, head = tile_of(words, item), item % kv_heads
         after = upcoming(words, thread, threads, items)
         next_keys = _first_keys(words, item if after == NOTHING else after)
         totals = sums + load(tile, TOKENS, INT32) * group * (width + 1) * 4
         _load_queries(words, tile, head, queries, kind, stored)
         _walk_segments(words, tile, head, queries, scores, sums, next_keys, stored)
         if load(tile, SEGMENTS, INT32) == 1:
-            _store_outputs(words, tile, head, sums, totals, kind)
+            store_outputs(words, tile, head, sums, totals, kind)
         elif leave_part(words, tile, head, sums):
             join_parts(words, tile, head, sums)
-            _store_outputs(words, tile, head, sums, totals, kind)
+            store_outputs(words, tile, head, sums, totals, kind)
         item = pop(words, thread, threads, items)
 
 

@@ -15,6 +15,12 @@ values, where tokens are columns again:
 
     keys int8 [head_dim, tokens] | values int8 [tokens, head_dim] | scales float32 [2, tokens], of keys and of values
 
+Of compressed attention a block holds a row for each token, its latent and its rotary key, each padded by itself.  The
+latent is the value, too: one of both products would need the block transposed, so scores are computed transposed
+instead, with a row of the block as A (`latent.py`).
+
+    blocks x [ latent | rotary key  [tokens, padded(rank) + padded(rope_dim)] ]
+
 A scale belongs to a column of the scores, so it multiplies the scores and the weights made of them: a few rows of 64
 instead of every element of the block.
 """
@@ -28,7 +34,7 @@ from torch import Tensor
 
 from slotwise.compute.kernels.cpu.memory import discard, populate, untouched_pages
 from slotwise.compute.kernels.cpu.processor import LANES, PAIR
-from slotwise.compute.kernels.interface import AttentionShape, StateShape
+from slotwise.compute.kernels.interface import AttentionShape, LatentShape, StateShape
 
 
 def padded(columns: int) -> int:
@@ -51,12 +57,18 @@ def head_block_elements(block_size: int, head_dim: int, kind: torch.dtype) -> tu
     return head_dim * padded(block_size), block_size * padded(head_dim), scales
 
 
+def latent_columns(shape: LatentShape) -> int:
+    """Elements of a token's row in a cache of compressed attention."""
+    return padded(shape.rank) + padded(shape.rope_dim)
+
+
 @dataclass(frozen=True, slots=True)
 class CpuCache:
     """One layer's keys and values, or states.
 
     Args:
-        storage: `[blocks, kv_heads, elements of keys, values and scales]`, or `[blocks, 1, elements of a state]`.
+        storage: `[blocks, kv_heads, elements of keys, values and scales]`, or `[blocks, 1, elements of a state]`, or
+            `[blocks, 1, elements of all tokens]` in compressed attention.
         block_size: in tokens.
         address: of `storage`.
         geometry: query heads per kv_head, kv_heads, head_dim, padded, block_size, padded, bytes per head of a block.
@@ -72,6 +84,15 @@ class CpuCache:
         """A zeroed cache of recurrent states."""
         storage = torch.frombuffer(untouched_pages(num_blocks * shape.state_bytes), dtype=torch.float32)
         return cls(storage.view(num_blocks, 1, -1), block_size, storage.data_ptr(), ())
+
+    @classmethod
+    def of_latents(cls, num_blocks: int, block_size: int, shape: LatentShape, kind: torch.dtype) -> CpuCache:
+        """A zeroed cache of latents and rotary keys."""
+        columns = latent_columns(shape)
+        storage = torch.frombuffer(untouched_pages(num_blocks * block_size * columns * kind.itemsize), dtype=kind)
+        geometry = (shape.num_heads, 1, shape.rank, padded(shape.rank), block_size, block_size,
+                    block_size * columns * kind.itemsize)
+        return cls(storage.view(num_blocks, 1, -1), block_size, storage.data_ptr(), geometry)
 
     @property
     def block_bytes(self) -> int:

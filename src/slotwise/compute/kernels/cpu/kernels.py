@@ -14,12 +14,13 @@ from slotwise.compute.kernels.cpu import (
     attention,
     convolution,
     delta,
+    latent,
     pointwise,
     processor,
     sampling_filters,
     state_space,
 )
-from slotwise.compute.kernels.cpu.cache import CpuCache, head_block_elements, padded
+from slotwise.compute.kernels.cpu.cache import CpuCache, head_block_elements, latent_columns, padded
 from slotwise.compute.kernels.cpu.jit.compiler import CompiledKernel, compile_all, compile_here
 from slotwise.compute.kernels.cpu.launcher import PROGRAM, Arena, GraphRecorder, KernelGraph, KernelLauncher
 from slotwise.compute.kernels.cpu.products import experts, gemm, onednn, paths, quantize
@@ -38,6 +39,8 @@ from slotwise.compute.kernels.interface import (
     DeltaShape,
     DeltaWeights,
     ExpertWeights,
+    LatentNorm,
+    LatentShape,
     LayerShape,
     Linear,
     Mixture,
@@ -122,8 +125,14 @@ class CpuKernels:
             self.product_path(kind), 1e11 if processor.AVX512 else 6e10)
         return of_a_thread * self.launcher.threads
 
-    def refusal(self, shape: AttentionShape) -> str:
-        """Soft-capped scores over an int8 cache are refused: its scales would be applied after the cap."""
+    def refusal(self, shape: AttentionShape | LatentShape) -> str:
+        """Soft-capped scores over an int8 cache are refused: its scales would be applied after the cap.
+
+        Compressed attention needs a cache of the model's own type.
+        """
+        if isinstance(shape, LatentShape):
+            return ("kv_cache_dtype int8 does not support compressed attention on device cpu: choose auto"
+                    if self._cached else "")
         if shape.soft_cap and self._cached == torch.int8:
             return "kv_cache_dtype int8 does not support soft-capped attention scores on device cpu: choose auto"
         return ""
@@ -132,12 +141,16 @@ class CpuKernels:
         """One layer's zeroed cache of `num_blocks` blocks of `block_size` tokens."""
         if isinstance(shape, StateShape):
             return CpuCache.of_states(num_blocks, block_size, shape)
+        if isinstance(shape, LatentShape):
+            return CpuCache.of_latents(num_blocks, block_size, shape, kind)
         return CpuCache.allocate(num_blocks, block_size, shape, self._stored(kind))
 
     def cache_bytes_per_block(self, block_size: int, shape: LayerShape, kind: torch.dtype) -> int:
         """Bytes of one block in one layer: keys, values and any scales, or a state."""
         if isinstance(shape, StateShape):
             return shape.state_bytes
+        if isinstance(shape, LatentShape):
+            return block_size * latent_columns(shape) * kind.itemsize
         stored = self._stored(kind)
         return sum(head_block_elements(block_size, shape.head_dim, stored)) * shape.num_kv_heads * stored.itemsize
 
@@ -363,6 +376,47 @@ class CpuKernels:
         launcher.alone(attention.PLAN)
         launcher.together(attend)
         return out
+
+    def latent_products(self, key_up: Tensor, value_up: Tensor) -> tuple[latent.HeadWeights, latent.HeadWeights]:
+        """Panels for queries times `key_up`, and for latents times `value_up`."""
+        return latent.pack(key_up.transpose(1, 2)), latent.pack(value_up)
+
+    def latent_store(
+        self, query: Tensor, compressed: Tensor, rotary: Tensor, batch: RaggedBatch, cache: CpuCache,
+        shape: LatentShape, norm: LatentNorm,
+    ) -> Tensor:
+        """Latents, normed, and keys, rotated, to the cache; the rotary part of queries is rotated in place."""
+        self.launcher.give(
+            query.data_ptr(), compressed.data_ptr(), cache.address, rotary.data_ptr(), batch.positions.data_ptr(),
+            batch.slot_mapping.data_ptr(), len(query), shape.num_heads, shape.nope_dim, shape.rope_dim, shape.rank,
+            cache.block_size, cache.block_bytes, norm.weight.data_ptr(), _bits(norm.eps), int(shape.has_neighbors))
+        self._run(latent.STORE[query.dtype], query.numel())
+        return query
+
+    def latent_attention(
+        self, query: Tensor, cache: CpuCache, batch: RaggedBatch, shape: LatentShape,
+        products: tuple[latent.HeadWeights, latent.HeadWeights],
+    ) -> Tensor:
+        """Queries of every head over the latents, and both absorbed products."""
+        kind, launcher = query.dtype, self.launcher
+        tokens, rows, tables = len(query), len(batch.context_lens), batch.block_tables
+        has_pairs = kind == torch.bfloat16 and self._multiplies_pairs
+        key_up, value_up = products
+        columns = latent_columns(shape)
+        absorbed = latent.multiply(launcher, query, key_up, columns, shape.rope_dim, has_pairs=has_pairs)
+        found = launcher.empty((tokens, shape.num_heads * shape.rank), kind)
+        workspace = latent.workspace(shape, rows, tokens, batch.max_context_len)
+        base = launcher.scratch(workspace.floats(launcher.threads))
+        attend, of_values, of_scores = latent.kernels(kind, has_pairs=has_pairs)
+        launcher.give(
+            of_values.address, absorbed.data_ptr(), found.data_ptr(), cache.address, tables.data_ptr(),
+            tables.stride(0), batch.query_starts.data_ptr(), batch.context_lens.data_ptr(), rows, base,
+            base + workspace.arrivals, base + workspace.parts, base + workspace.threads, workspace.thread_bytes,
+            *cache.geometry, 0, _bits(shape.scale * LOG2_E), launcher.threads, *[0] * len(attention.OPTIONS),
+            of_scores.address, columns)
+        launcher.alone(attention.PLAN)
+        launcher.together(attend)
+        return latent.multiply(launcher, found, value_up, shape.value_dim, 0, has_pairs=has_pairs)
 
     @functools.cached_property
     def _multiplies_pairs(self) -> bool:

@@ -26,9 +26,12 @@ from slotwise.compute.kernels.interface import (
     DeltaWeights,
     ExpertWeights,
     Graph,
+    LatentNorm,
+    LatentShape,
     LayerShape,
     Linear,
     Mixture,
+    PackedLatentProducts,
     QKNorm,
     RaggedBatch,
     Routing,
@@ -59,6 +62,7 @@ class CudaKernels:
     kinds: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
     mixture_refusal = adapter_refusal = ""
     state_refusal = "layers with a recurrent state are not supported on device cuda: choose device cpu"
+    latent_refusal = "compressed attention is not supported on device cuda: choose device cpu"
     records_drafts = True
 
     def __init__(self, device: str = "cuda", kv_cache_dtype: str = "auto") -> None:
@@ -100,9 +104,9 @@ class CudaKernels:
         rate = _DENSE_RATES.get(torch.cuda.get_device_capability(self.device)[0], 1e14)
         return rate * _FLOAT32_SHARE if kind == torch.float32 else rate
 
-    def refusal(self, shape: AttentionShape) -> str:
-        """Nothing is refused."""
-        return ""
+    def refusal(self, shape: AttentionShape | LatentShape) -> str:
+        """Compressed attention is refused."""
+        return self.latent_refusal if isinstance(shape, LatentShape) else ""
 
     def allocate_cache(self, num_blocks: int, block_size: int, shape: LayerShape, kind: torch.dtype) -> CudaCache:
         """One layer's zeroed cache of `num_blocks` blocks of `block_size` tokens."""
@@ -115,6 +119,8 @@ class CudaKernels:
     def _attention(self, shape: LayerShape) -> AttentionShape:
         if isinstance(shape, StateShape):
             raise ValueError(self.state_refusal)
+        if isinstance(shape, LatentShape):
+            raise ValueError(self.latent_refusal)
         return shape
 
     def cache_pieces(self, cache: CudaCache) -> tuple[Tensor, ...]:
@@ -282,6 +288,23 @@ class CudaKernels:
     ) -> Tensor:
         """Raises ValueError: `state_refusal`."""
         raise ValueError(self.state_refusal)
+
+    def latent_products(self, key_up: Tensor, value_up: Tensor) -> PackedLatentProducts:
+        """Raises ValueError: `latent_refusal`."""
+        raise ValueError(self.latent_refusal)
+
+    def latent_store(
+        self, query: Tensor, compressed: Tensor, rotary: Tensor, batch: RaggedBatch, cache: CudaCache,
+        shape: LatentShape, norm: LatentNorm,
+    ) -> Tensor:
+        """Raises ValueError: `latent_refusal`."""
+        raise ValueError(self.latent_refusal)
+
+    def latent_attention(
+        self, query: Tensor, cache: CudaCache, batch: RaggedBatch, shape: LatentShape, products: PackedLatentProducts,
+    ) -> Tensor:
+        """Raises ValueError: `latent_refusal`."""
+        raise ValueError(self.latent_refusal)
 
     def clamped_swiglu(self, gate_up: Tensor, activation: ClampedSwiGLU) -> Tensor:
         """`(clamp(up) + 1) * g * sigmoid(alpha * g)`, with `g = min(gate, limit)`."""

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from slotwise.compute.kernels.group import SINGLE_RANK, Group
-from slotwise.compute.kernels.interface import AttentionShape, Kernels, Linear
+from slotwise.compute.kernels.interface import AttentionShape, Kernels, LatentShape, Linear
 from slotwise.compute.kernels.matrix import Format, QuantizedMatrix, Rows, Weight, stacked
 from slotwise.compute.kernels.reference import ReferenceKernels
 from slotwise.compute.model.lora_weights import LoraWeights
@@ -118,6 +118,16 @@ def heads_of(shape: AttentionShape, group: Group) -> Heads:
         raise CheckpointError(f"tensor_parallel_size {size} does not divide a model of {heads} heads of queries and "
                               f"{keys} of keys and values: choose a divisor of {heads} that is a multiple of {keys}")
     return Heads(query, key, replace(shape, num_heads=len(query), num_kv_heads=len(key)), shape)
+
+
+def latent_heads(shape: LatentShape, group: Group) -> tuple[range, LatentShape]:
+    """The heads that the rank of `group` computes, and its shape; every rank caches the latents, which heads share.
+
+    Raises:
+        CheckpointError: there are fewer heads than ranks.
+    """
+    heads = share(shape.num_heads, group, "heads") if group.size > 1 else range(shape.num_heads)
+    return heads, replace(shape, num_heads=len(heads))
 
 
 NO_CUTS: Cuts = {}

@@ -17,7 +17,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from support import lora_adapters as lora
 from support import quantized_checkpoints as quantized
-from support.checkpoints import FAMILIES, SIZES, make, prompts
+from support.checkpoints import FAMILIES, RECURRENT, SIZES, make, prompts
 from support.drafted import Played, play, slow_steps
 from support.paged import distance
 from support.ragged import Driver
@@ -38,7 +38,6 @@ from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add
 from slotwise.errors import CheckpointError
 
-RECURRENT = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2")  # families whose states no ranks divide
 LAYOUTS = {"tp": (2, 1), "pp": (1, 2), "both": (2, 2)}  # ranks of a stage, stages
 EVERY_LAYOUT = ("llama3", "gemma2", "gpt_oss", "qwen2_moe")  # others divide the same layers
 SHAPES = {"smollm2": {"num_attention_heads": 4}}  # three heads of queries with one of keys cannot be divided
@@ -220,7 +219,7 @@ def test_a_share_that_divides_a_group_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["tp", "pp"])
-@pytest.mark.parametrize("family", RECURRENT)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family in RECURRENT])
 def test_recurrent_states_are_refused(
     family: str, layout: str, tmp_path: Path, record_property: Callable[[str, object], None],
 ) -> None:

@@ -35,7 +35,9 @@ EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 
 GROUPED = EXPERTS | {"num_experts": ..., "shared_expert_intermediate_size": ..., "n_routed_experts": 8, "n_group": 4,
                      "topk_group": 2, "n_shared_experts": 2, "routed_scaling_factor": 1.5}
 
-# The class of transformers, without "ForCausalLM" where it ends so, and where its config differs from SIZES.
+MAMBA = {"num_hidden_layers": 4, "mamba_n_heads": 8, "mamba_d_head": 12, "mamba_n_groups": 2, "mamba_d_state": 6,
+         "mamba_expand": 1}
+
 LATENT = {  # sizes that are no multiples of a vector
     "head_dim": ..., "num_key_value_heads": 4, "kv_lora_rank": 40, "q_lora_rank": 24, "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 20, "v_head_dim": 12}  # fmt: skip
@@ -43,6 +45,7 @@ LATENT = {  # sizes that are no multiples of a vector
 ROUTED = {"first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
           "moe_intermediate_size": 64}
 
+# The class of transformers, without "ForCausalLM" where it ends so, and where its config differs from SIZES.
 _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": False}),
     "llama3": ("Llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}),
@@ -103,6 +106,14 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("SeedOss", {"attention_out_bias": True, "mlp_bias": True}),
     "lfm2": ("Lfm2", {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"],
                       "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False}),
+    "mamba2": ("Mamba2", {"head_dim": 24, "num_heads": 8, "n_groups": 2, "state_size": 12, "num_attention_heads": ...,
+                          "num_key_value_heads": ..., "intermediate_size": ..., "rms_norm_eps": ...}),
+    "bamba": ("Bamba", MAMBA | {"attn_layer_indices": [1], "head_dim": ...}),
+    "granite_hybrid": ("GraniteMoeHybrid", MAMBA | {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 64, "head_dim": ...,
+        "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1,
+        "logits_scaling": 0.5}),
     "exaone4": ("Exaone4", {"sliding_window": 48, "sliding_window_pattern": 2, "initializer_range": 0.4}),
     "deepseek_v2": ("DeepseekV2", LATENT | ROUTED | {
         "q_lora_rank": None, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5}),
@@ -119,7 +130,9 @@ ALIKE = {"solar_open": "glm4_moe", "dots1": "glm4_moe",
 EVERY = list(_SHAPES)
 ARE_ALL_ASKED = bool(os.environ.get("SLOTWISE_ALL_FAMILIES"))  # by `make families`
 FAMILIES = EVERY if ARE_ALL_ASKED else [name for name in EVERY if name not in ALIKE]
-NOT_IN_TORCH = ("softcapping", "gpt_oss")  # in configs of models whose attention torch's own does not compute
+RECURRENT = (  # families whose states no ranks divide
+    "qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "mamba2", "bamba", "granite_hybrid")
+NOT_IN_TORCH = ("softcapping", "gpt_oss", "mamba")  # in configs of models whose attention torch's own does not compute
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}</s>\n{% endfor %}"
@@ -155,7 +168,7 @@ def make(
         for key, tensor in model.named_parameters():
             if "norm" in key:
                 torch.nn.init.uniform_(tensor, 0.5, 1.5)
-            elif key.endswith("bias"):
+            elif key.endswith(("conv1d.weight", "bias")):
                 torch.nn.init.normal_(tensor, std=0.2 if "correction" in key else 0.5)
         for key, tensor in model.named_buffers():
             if key.endswith(("correction_bias", "expert_bias")):

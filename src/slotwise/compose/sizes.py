@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from slotwise.compute.kernels.group import PLACES, PipelineStage, UnconnectedRank, num_ranks
-from slotwise.compute.kernels.interface import Kernels, LayerShape
+from slotwise.compute.kernels.interface import AttentionShape, Kernels, LayerShape, StateShape
 from slotwise.compute.kernels.select import draw_for
 from slotwise.compute.model.decoder import Decoder, DecoderSizes
 from slotwise.compute.model.family_table import weight_bytes
@@ -167,14 +167,23 @@ def cache_groups(config: EngineConfig, decoder: DecoderSizes) -> LayerGroups:
 def block_tokens(config: EngineConfig, decoder: DecoderSizes, groups: LayerGroups) -> int:
     """Returns the tokens of a cache block: as asked, or those of the measurements, as many times as a state needs.
 
+    Where all layers have states, blocks may have any size, and the default is that of a model with as wide keys and
+    values as its hidden states: a state then costs as much as the tokens that it stands for.
+
     Raises:
         ConfigError: a block of so many tokens holds no state.
     """
-    least = least_block_size(groups, decoder.layer_shapes, lambda tokens, shape: decoder.kernels.cache_bytes_per_block(
-        tokens, shape, decoder.config.dtype))
+    def num_bytes(tokens: int, shape: LayerShape) -> int:
+        return decoder.kernels.cache_bytes_per_block(tokens, shape, decoder.config.dtype)
+
+    shapes = decoder.layer_shapes
+    least = least_block_size(groups, shapes, num_bytes)
     if config.block_size and config.block_size < least:
         raise ConfigError(f"block_size {config.block_size}: a block of this model must also hold the recurrent state "
                           f"of a layer, as large as {least} tokens: set at least {least}, or leave it out")
+    if all(isinstance(shape, StateShape) for shape in shapes):
+        wide = AttentionShape(1, 1, decoder.config.hidden_size, 1.0)
+        least = least_block_size(LayerGroups((0, 1), (0, 1), (0, 0)), [wide, shapes[0]], num_bytes)
     return config.block_size or -(-least // BLOCK_SIZE) * BLOCK_SIZE
 
 

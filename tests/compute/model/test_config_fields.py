@@ -62,6 +62,9 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
     "Ernie4_5Config": ("ernie4_5", {}),
     "HeliumConfig": ("helium", {}),
     "SeedOssConfig": ("seed_oss", {}),
+    "Mamba2Config": ("mamba2", CALM),
+    "BambaConfig": ("bamba", CALM | {"mamba_d_head": "auto"}),
+    "GraniteMoeHybridConfig": ("granite_hybrid", CALM | {"mamba_d_head": "auto"}),
     "Lfm2Config": ("lfm2", CALM | {"layer_types": ..., "full_attn_idxs": [1]}),
     "Glm4MoeConfig": ("glm4_moe", {}),
     "Dots1Config": ("dots1", {"sliding_window": 20}),
@@ -72,7 +75,9 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
 COMPARED = [name for name, (family, _) in BASES.items() if family in FAMILIES]
 READ_BESIDE = {  # fields that transformers obeys, but the class does not list
     "MistralConfig": {"layer_types"}, "Gemma3TextConfig": {"sliding_window_pattern"}}
-DERIVED = ("layer_types", "no_rope_layers", "mlp_layer_types")  # that transformers writes, from other fields
+DERIVED = (  # that transformers writes, from other fields
+    "layer_types", "no_rope_layers", "mlp_layer_types", "layers_block_type")
+NOT_DERIVED = ("GraniteMoeHybridConfig",)  # classes whose layer types are not
 
 # Values that change nothing, neither in transformers' logits nor in what Slotwise reads.
 NOTHING: dict[str, Any] = {
@@ -124,12 +129,25 @@ REFUSED: dict[str, Any] = {
     "architectures": ["OPTForCausalLM"], "per_layer_config": {"0": {"intermediate_size": 64}},
     "use_bidirectional_attention": True, "clip_qkv": 8.0,
 }  # fmt: skip
+# Of layers with states.
+NOTHING |= {
+    "chunk_size": 32, "mamba_chunk_size": 32, "rescale_prenorm_residual": False, "residual_in_fp32": False,
+    "time_step_floor": 0.5, "time_step_max": 0.5, "time_step_min": 0.5, "time_step_rank": 7, "num_logits_to_keep": 3,
+    "z_loss_coefficient": 0.5}
+EDITED |= {"layer_norm_epsilon": 0.5, "time_step_limit": [0.5, 0.6], "position_embedding_type": "rope"}
+BUILT |= {
+    "expand": 1, "conv_kernel": 2, "n_groups": 4, "num_heads": 4, "state_size": 7, "use_conv_bias": False,
+    "mamba_conv_bias": False, "mamba_d_conv": 2, "mamba_d_head": 24, "mamba_d_state": 7, "mamba_expand": 2,
+    "mamba_n_groups": 4, "mamba_n_heads": 4, "mamba_proj_bias": True, "attn_layer_indices": [0, 3],
+    "shared_intermediate_size": 32}
 LISTS = (NOTHING, EDITED, BUILT, READ, REFUSED)
 
 HYBRID = ["full_attention", "linear_attention", "linear_attention", "full_attention"]
 
 # Where a class differs from the others: the list of a field, and its value.
 PLAIN = {"rope_type": "default", "rope_theta": 1e5}
+UNTURNED = {"rope_scaling": (NOTHING, LINEAR), "rope_parameters": (NOTHING, LINEAR)}
+PARTIAL = LINEAR | {"partial_rotary_factor": 0.25}
 FACTORS = {"short_factor": [1 + i / 4 for i in range(9)], "long_factor": [2.0] * 9}
 OWN: dict[str, dict[str, tuple[dict[str, Any], Any]]] = {
     "Gemma3TextConfig": {
@@ -146,6 +164,13 @@ OWN: dict[str, dict[str, tuple[dict[str, Any], Any]]] = {
     "Qwen3MoeConfig": {"norm_topk_prob": (EDITED, False), "mlp_only_layers": (BUILT, [1]),
                        "num_experts": (REFUSED, 5)},  # beside num_local_experts
     "GptOssConfig": {"attention_bias": (BUILT, False)},
+    "Mamba2Config": UNTURNED | {"use_bias": (BUILT, True)} | {
+        name: (REFUSED, value) for name, value in (
+            ("expand", 1), ("num_heads", 4), ("head_dim", 12), ("hidden_size", 128))},
+    "BambaConfig": {
+        "mamba_d_head": (REFUSED, 24), "rope_scaling": (EDITED, PARTIAL), "rope_parameters": (EDITED, PARTIAL)},
+    "GraniteMoeHybridConfig": UNTURNED | {
+        "mamba_d_head": (REFUSED, 24), "layer_types": (BUILT, HYBRID), "num_hidden_layers": (REFUSED, 5)},
     "Lfm2Config": {"layer_types": (BUILT, ["conv", "full_attention", "full_attention", "conv"])},
     "Qwen3NextConfig": {"layer_types": (BUILT, HYBRID), "norm_topk_prob": (EDITED, False)},
     "Qwen3_5TextConfig": {"layer_types": (BUILT, HYBRID)},
@@ -195,7 +220,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         family, fields = BASES[name]
         folder = make(family, tmp_path_factory.mktemp(name) / "model", **fields)
         (folder / "generation_config.json").unlink()
-        return edit_config(folder, **dict.fromkeys(DERIVED, ...))
+        return folder if name in NOT_DERIVED else edit_config(folder, **dict.fromkeys(DERIVED, ...))
 
     return of
 

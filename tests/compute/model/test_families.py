@@ -18,15 +18,16 @@ from slotwise.compute.kernels.reference import ReferenceKernels
 from slotwise.compute.kernels.timed import TimedKernels
 from slotwise.compute.model.family_table import tensor_shapes
 from slotwise.compute.model.loading import load_model, read_config
+from slotwise.compute.model.names import canonical
 from slotwise.errors import CheckpointError
 
-EXPERTS = re.compile(r"\.(experts|input_linear|output_linear)\.")
+EXPERTS = re.compile(r"\.(experts|block_sparse_moe\.(input|output)_linear)\.")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_tensors_listed_are_those_of_the_checkpoint(family: str, checkpoint: Callable[[str], Path]) -> None:
     folder = checkpoint(family)
-    stored = {name: tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
+    stored = {canonical(name): tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
     assert tensor_shapes(read_config(folder)) == stored
 
 
@@ -34,7 +35,7 @@ def test_the_tensors_listed_are_those_of_the_checkpoint(family: str, checkpoint:
 def test_bytes_are_those_of_all_tensors(family: str, checkpoint: Callable[[str], Path]) -> None:
     folder = checkpoint(family)
     decoder = load_model(folder, kernels=ReferenceKernels())
-    sizes = {name: tensor.nbytes for name, tensor in load_file(folder / "model.safetensors").items()}
+    sizes = {canonical(name): tensor.nbytes for name, tensor in load_file(folder / "model.safetensors").items()}
     embedding = sizes["model.embed_tokens.weight"]
     head = embedding if decoder.config.tie_word_embeddings else 0  # counted once more: kernels may pack it
     assert decoder.weight_bytes == sum(sizes.values()) + head

@@ -477,7 +477,7 @@ class ReferenceKernels:
         def advance(state: Tensor, part: slice) -> Tensor:
             return F.silu(_convolved(state, x[part].float(), weights, shape))
 
-        return self._advanced(x, shape.size, cache, batch, shape, advance)
+        return self._advanced(x, shape.size, cache, batch, shape, advance, slice(shape.rule_floats, None))
 
     def selective_scan(
         self, inputs: SelectiveInputs, weights: SelectiveWeights, cache: ReferenceCache, batch: RaggedBatch,
@@ -487,7 +487,7 @@ class ReferenceKernels:
         def advance(state: Tensor, part: slice) -> Tensor:
             return _selective(state, SelectiveInputs(*[each[part].float() for each in inputs]), weights, shape)
 
-        return self._advanced(inputs.x, shape.size, cache, batch, shape, advance)
+        return self._advanced(inputs.x, shape.size, cache, batch, shape, advance, slice(shape.rule_floats))
 
     def state_space(
         self, mixed: Tensor, weights: StateSpaceWeights, cache: ReferenceCache, batch: RaggedBatch,
@@ -510,13 +510,14 @@ class ReferenceKernels:
 
     def _advanced(
         self, like: Tensor, width: int, cache: ReferenceCache, batch: RaggedBatch, shape: StateShape,
-        advance: Callable[[Tensor, slice], Tensor],
+        advance: Callable[[Tensor, slice], Tensor], part: slice = slice(None),
     ) -> Tensor:
         """Row by row, block by block; `advance(state, tokens)` changes `state [floats]`, and returns their results.
 
+        `part` is the part of a state that is read and written.
         Returns `[tokens, width]`, of the type of `like [tokens, ...]`.
         """
-        out, states, block_size = like.new_empty(len(like), width), states_of(cache, shape), cache.block_size
+        out, states, block_size = like.new_empty(len(like), width), states_of(cache, shape)[:, part], cache.block_size
         starts = batch.query_starts.tolist()
         on_trial = [0] * len(starts) if batch.on_trial is None else batch.on_trial.tolist()
         for row, context in enumerate(batch.context_lens.tolist()):
@@ -661,8 +662,8 @@ def _attend_row(
 
 
 def _convolved(state: Tensor, x: Tensor, weights: ConvolutionWeights, shape: StateShape) -> Tensor:
-    """The short convolution of `x [tokens, channels]`, whose last inputs become those of `state`."""
-    before, tokens = state[shape.rule_floats :], len(x)
+    """The short convolution of `x [tokens, channels]`, whose last inputs become those of `state`, at its end."""
+    before, tokens = state[len(state) - (shape.taps - 1) * shape.channels :], len(x)
     seen = torch.cat((before.view(shape.taps - 1, shape.channels), x))
     out = sum((seen[tap : tap + tokens] * weight for tap, weight in enumerate(weights.taps)), torch.zeros(()))
     before.copy_(seen[tokens:].flatten())

@@ -10,6 +10,7 @@ from slotwise.compute.kernels.interface import Kernels
 from slotwise.compute.kernels.matrix import Format
 from slotwise.compute.kernels.reference import ReferenceKernels
 from slotwise.compute.model.families import (
+    bamba,
     deepseek,
     dots1,
     ernie4_5,
@@ -20,9 +21,11 @@ from slotwise.compute.model.families import (
     glm4_moe,
     gpt_oss,
     granite,
+    granite_hybrid,
     helium,
     lfm2,
     llama,
+    mamba2,
     minicpm3,
     mistral,
     olmo2,
@@ -83,6 +86,10 @@ FAMILIES: dict[str, Family] = {
     "Qwen3_5ForConditionalGeneration": Family(qwen3_5.configure_text, qwen3_next.compose, ("qwen3_5",)),
     "Qwen3_5MoeForCausalLM": Family(qwen3_5.configure_moe, qwen3_next.compose, ("qwen3_5_moe_text",)),
     "Qwen3_5MoeForConditionalGeneration": Family(qwen3_5.configure_moe_text, qwen3_next.compose, ("qwen3_5_moe",)),
+    "Mamba2ForCausalLM": Family(mamba2.configure, mamba2.compose, ("mamba2",)),
+    "BambaForCausalLM": Family(bamba.configure, bamba.compose, ("bamba",)),
+    "GraniteMoeHybridForCausalLM": Family(
+        granite_hybrid.configure, granite_hybrid.compose, ("granitemoehybrid",)),
     "Lfm2ForCausalLM": Family(lfm2.configure, lfm2.compose, ("lfm2",)),
     "DeepseekV2ForCausalLM": Family(deepseek.configure_v2, deepseek.compose_v2, ("deepseek_v2",)),
     "DeepseekV3ForCausalLM": Family(deepseek.configure_v3, deepseek.compose, ("deepseek_v3", "kimi_k2")),

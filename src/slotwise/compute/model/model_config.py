@@ -207,6 +207,8 @@ class RecurrentConfig:
     layers: tuple[bool, ...]  # whether each layer has one
     is_interleaved: bool = False  # as `layers/gated_delta.py` says
     has_bias: bool = False  # in the layer's products
+    has_convolution_bias: bool = False
+    eps: float = 0.0  # of the norm behind the rule; 0: that of other norms
 
 
 @dataclass(frozen=True, slots=True)
@@ -522,6 +524,9 @@ def read_layer_types(fields: Fields, window: int, default: Sequence[str]) -> tup
     return tuple(window if kind == SLIDING else 0 for kind in kinds)
 
 
+OLDER = {"mamba": LINEAR, "attention": FULL}  # what `layer_types` called them before transformers 5
+
+
 def read_state_layers(
     fields: Fields, default: Sequence[str], name: str = "layer_types", kinds: tuple[str, str] = (LINEAR, FULL),
 ) -> tuple[bool, ...]:
@@ -532,7 +537,7 @@ def read_state_layers(
     Raises CheckpointError for other kinds of layers, and for another number of them than `num_hidden_layers`.
     """
     num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
-    found = fields.texts(name) if fields.has(name) else tuple(default)
+    found = [OLDER.get(kind, kind) for kind in fields.texts(name)] if fields.has(name) else [*default]
     if unknown := set(found) - set(kinds):
         raise fields.error(name, f"holds {min(unknown)!r:.40}, which is not supported")
     if len(found) != num_layers:

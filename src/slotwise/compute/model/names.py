@@ -4,6 +4,7 @@ Families use those of a language model with a head: `model.layers.0.mlp.up_proj`
 
     layers.0.mlp.up_proj                         of a model that was saved without its head
     model.language_model.layers.0.mlp.up_proj    of one for images and text
+    backbone.layers.0.mixer.in_proj              of Mamba and its hybrids
     language_model.model.layers.0.mlp.up_proj    the same before transformers 4.52, which it also saves
 
 Tensors, adapters and whole names in the lists of a config are renamed by `canonical`; expressions and parts of names
@@ -16,9 +17,12 @@ from collections.abc import Callable
 
 MODEL, HEAD = "model", "lm_head"
 _INNER = "language_model"
+_BACKBONE, _TABLE = "backbone", f"{MODEL}.embed_tokens"
+_TABLES = [f"{each}.embedding{ending}" for each in (_BACKBONE, MODEL) for ending in ("", "s")]
 _RENAMED = (  # beginnings of names
+    *[(table, _TABLE) for table in _TABLES], (_BACKBONE, MODEL),
     (f"{_INNER}.{MODEL}", MODEL), (f"{MODEL}.{_INNER}", MODEL), (f"{_INNER}.{HEAD}", HEAD), (_INNER, MODEL),
-    *[(part, f"{MODEL}.{part}") for part in ("layers", "embed_tokens", "norm")])
+    *[(part, f"{MODEL}.{part}") for part in ("layers", "embed_tokens", "norm", "norm_f")])
 WITH_IMAGES = "ForConditionalGeneration"  # suffix of architectures that contain a language model
 HEADLESS = ("TextModel", "Model")  # suffixes of architectures without a head
 CLASSIFIES = "ForSequenceClassification"  # suffix of architectures with a head of labels

@@ -45,7 +45,7 @@ def read_hybrid(fields: Fields) -> ModelConfig:
                                kinds=(CONV, FULL))
     sized = Fields({"intermediate_size": 12288, **fields.values}, fields.where)
     config = read_common(sized, defaults)
-    shape = ConvolutionShape(config.hidden_size, fields.integer("conv_L_cache", default=3, maximum=64))
+    shape = ConvolutionShape(config.hidden_size, fields.integer("conv_L_cache", default=3, minimum=2, maximum=64))
     recurrent = RecurrentConfig(shape, states, has_bias=fields.flag("conv_bias"))
     return replace(
         config, qk_norm=True, rms_norm_eps=fields.number("norm_eps", default=1e-5),

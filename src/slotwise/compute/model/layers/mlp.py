@@ -25,6 +25,7 @@ from slotwise.compute.model.layers.source import NO_CUTS, WeightSource, expert_s
 from slotwise.compute.model.stored_tensors import Cut
 from slotwise.errors import CheckpointError
 
+FUSED = "gate_up_proj", "down_proj"
 SPLIT = "gate_proj", "up_proj", "down_proj"
 """The parts of an MLP, and of experts in files that split what the family's checkpoints have together."""
 
@@ -34,20 +35,19 @@ class GatedMLP:
 
     def __init__(
         self, source: WeightSource, name: str, sizes: tuple[int, int], *, activation: Activation = "silu",
-        bias: bool = False, is_fused: bool = False, is_partial: bool = False, names: Sequence[str] = SPLIT,
+        bias: bool = False, is_fused: bool = False, is_partial: bool = False, names: Sequence[str] = (),
     ) -> None:
         """`sizes`: hidden, intermediate.  `is_fused`: gates and ups are one weight, gates first.
 
-        `names` are those of gate, what it gates, and down.
+        `names` are those of gate, what it gates, and down, or of both together and down, where they are not Llama's.
 
         Where ranks share it, its results are summed over them, unless the caller does (`is_partial`).
         """
         hidden, intermediate = sizes
-        parts = {f"{name}.{part}": intermediate for part in names[:2]}
-        if is_fused:
-            parts = {f"{name}.gate_up_proj": 2 * intermediate}
+        *firsts, last = names or (FUSED if is_fused else SPLIT)
+        parts = {f"{name}.{part}": 2 * intermediate // len(firsts) for part in firsts}
         gate_cuts, down_cuts = NO_CUTS, NO_CUTS
-        down = f"{name}.{names[2]}"
+        down = f"{name}.{last}"
         if source.group.size > 1:
             own = mlp_share(intermediate, source.group, source.unit)
             ups = range(intermediate + own.start, intermediate + own.stop)
@@ -59,6 +59,15 @@ class GatedMLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(self.gate_up(x))
+
+
+class NoMLP:
+    """Stands where a layer has none."""
+
+    bytes = token_bytes = 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x
 
 
 @dataclass(frozen=True, slots=True)

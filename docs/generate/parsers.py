@@ -7,7 +7,8 @@ import json
 from docs.generate.blocks import ROOT
 from docs.generate.markdown import code, sentence, table
 
-from slotwise.api.parsers.parser_table import REASONING_PARSERS, TOOL_PARSERS
+from slotwise.api.parsers.parser_table import REASONING_PARSERS
+from slotwise.api.parsers.tool_formats import FORMATS as TOOL_PARSERS
 
 
 def output_parsers() -> str:
@@ -15,7 +16,7 @@ def output_parsers() -> str:
     rows = []
     for option, parsers in (("--tool-call-parser", TOOL_PARSERS), ("--reasoning-parser", REASONING_PARSERS)):
         for name, parser in sorted(parsers.items()):
-            rows.append((code(option), code(name), sentence(parser.MODELS)))
+            rows.append((code(option), code(name), sentence(parser.models)))
     return table(("option", "parser", "models"), rows)
 
 

@@ -58,7 +58,7 @@ def harmony(copying: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 @pytest.fixture(scope="module")
 def mistral(copying: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with running(copying, tmp_path_factory.mktemp("log") / "engine", "tool_call_parser=mistral",
-                 "max_model_len=1024") as started:
+                 "reasoning_parser=none", "max_model_len=1024") as started:
         yield started
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slotwise.api.parsers.parser_table import tool_parser_of
+from slotwise.api.parsers.tool_formats import tool_parser_of
 from slotwise.text.chat_template import ChatTemplate, ChatTemplateError
 from slotwise.text.conversation import InvalidMessages, OpenEnd, check_messages
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from support.published_templates import losses, renderings, transformers_tokenizer
 
-from slotwise.api.parsers.parser_table import tool_parser_of
+from slotwise.api.parsers.tool_formats import tool_parser_of
 
 FOLDER = Path(__file__).with_name("templates")
 PARSERS = {
     "HuggingFaceTB-SmolLM3-3B": "", "Qwen-Qwen2.5-7B-Instruct": "hermes", "Qwen-Qwen3-0.6B": "hermes",
-    "Qwen3-Coder": "qwen3_xml", "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": "",
-    "ibm-granite-granite-3.3-2B-Instruct": "", "mistralai-Mistral-Nemo-Instruct-2407": "mistral",
+    "Qwen3-Coder": "qwen3_xml", "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": "deepseek_v3",
+    "ibm-granite-granite-3.3-2B-Instruct": "granite", "mistralai-Mistral-Nemo-Instruct-2407": "mistral",
     "openai-gpt-oss-120b": "openai"}
 
 

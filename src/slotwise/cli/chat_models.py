@@ -8,10 +8,8 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from slotwise.api.parsers.base_parser import Content, Markers, OutputParser, Part, Reasoning
-from slotwise.api.parsers.harmony import Harmony
-from slotwise.api.parsers.parser_table import HARMONY, tool_parser_of
-from slotwise.api.parsers.reasoning import Qwen3, has_begun
+from slotwise.api.parsers.base_parser import Content, Part, Reasoning
+from slotwise.api.parsers.parser_table import UNPARSED, OutputFormat, output_format
 from slotwise.cli.remote import Server
 from slotwise.errors import printable
 
@@ -84,7 +82,12 @@ class LocalModel:
 
     def stream(self, messages: Sequence[Message], usage: Usage) -> Generator[Sequence[Part]]:
         prompt = self._llm.template(messages)
-        parser, params = self._parser(prompt)
+        form = self._output_format()
+        markers, params = form.markers(None), self._params
+        if markers.spellings:
+            params = replace(params, skip_special_tokens=False)
+        parser = form.parser(None, form.has_begun(
+            self._llm.tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False)))
         read, shown = 0, 0
         usage.prompt_tokens = len(prompt)
         with closing(self._llm.stream_outputs(prompt, params)) as outputs:
@@ -97,15 +100,16 @@ class LocalModel:
                     usage.first_token = metrics.first_token_latency
                     usage.rest = metrics.last_token_ts - metrics.first_token_ts
                 shown, read = read, len(completion.text)
-                yield parser.feed(completion.text[shown:])
+                yield parser.feed(markers.of(completion.text[shown:]))
         yield parser.end()
 
-    def _parser(self, prompt: Sequence[int]) -> tuple[OutputParser, SamplingParams]:
-        """Returns what tells reasoning from the answer, and the parameters of an output that it reads."""
-        if tool_parser_of(self._llm.get_tokenizer().chat_template or "") == HARMONY:
-            return Harmony(Markers(), {}), replace(self._params, skip_special_tokens=False)
-        end = self._llm.tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False)
-        return Qwen3(Markers(), has_begun(end)), self._params
+    def _output_format(self) -> OutputFormat:
+        """Returns how reasoning is told from the answer."""
+        template = self._llm.get_tokenizer().chat_template or ""
+        try:
+            return output_format("", "", False, template, self._llm.tokenizer.special_by_text)
+        except ValueError:  # a tokenizer without the special tokens that the template writes
+            return UNPARSED
 
 
 class RemoteModel:

@@ -10,10 +10,15 @@ import pytest
 
 from slotwise.api.parsers.base_parser import gathered
 from slotwise.api.parsers.call_grammar import Schemas, lark_of_regex
-from slotwise.api.parsers.parser_table import TOOL_PARSERS, OutputFormat
+from slotwise.api.parsers.parser_table import OutputFormat
+from slotwise.api.parsers.tool_formats import FORMATS as TOOL_PARSERS
 
 SPECIAL = ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>", "<|return|>",
-           "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>"]
+           "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|tool_calls_section_begin|>",
+           "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>",
+           "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
+           "<｜tool▁calls▁end｜>",
+           "<|START_ACTION|>", "<|END_ACTION|>", "<|tool_call|>"]
 IDS = {spelling: 257 + index for index, spelling in enumerate(SPECIAL)}
 SCHEMAS: dict[str, Any] = {
     "weather": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"],
@@ -24,8 +29,30 @@ REQUIRED = {  # one call, as each format has it
     "hermes": f'<tool_call>\n{{"name": "weather", "arguments": {PARIS}}}\n</tool_call>',
     "llama3_json": f'{{"name": "weather", "parameters": {PARIS}}}',
     "openai": f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{PARIS}",
-    **dict.fromkeys(("mistral", "pythonic", "qwen3_xml", ""), f'[{{"name": "weather", "parameters": {PARIS}}}]'),
+    "kimi_k2": f"<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{PARIS}"
+               "<|tool_call_end|><|tool_calls_section_end|>",
+    "deepseek_v3": f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{PARIS}\n```"
+                   "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek_v31": f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{PARIS}<｜tool▁call▁end｜>"
+                    "<｜tool▁calls▁end｜>",
+    "solar": f"<|tool_calls|><|tool_call:begin|>call_7<|tool_call:name|>weather<|tool_call:args|>{PARIS}"
+             "<|tool_call:end|><|calls|>",
+    "functionary_v31": f"<function=weather>{PARIS}</function>",
+    "jamba": f'<tool_calls>[{{"name": "weather", "arguments": {PARIS}}}]</tool_calls>',
+    "nemotron": f'<TOOLCALL>[{{"name": "weather", "arguments": {PARIS}}}]</TOOLCALL>',
+    "granite": f'<|tool_call|>[{{"name": "weather", "arguments": {PARIS}}}]',
+    "granite-20b-fc": f'<function_call>{{"name": "weather", "arguments": {PARIS}}}',
+    "cohere": f'<|START_ACTION|>[{{"tool_name": "weather", "parameters": {PARIS}}}]<|END_ACTION|>',
+    "command_r": f'Action:\n```json\n[{{"tool_name": "weather", "parameters": {PARIS}}}]\n```',
+    "apertus": f'<|tools_prefix|>[{{"weather": {PARIS}}}]<|tools_suffix|>',
+    "phi4_mini_json": f'functools[{{"name": "weather", "arguments": {PARIS}}}]',
+    "internlm": f'<|action_start|><|plugin|>\n{{"name": "weather", "parameters": {PARIS}}}\n<|action_end|>',
+    "gigachat3": f'<|function_call|>{{"name": "weather", "arguments": {PARIS}}}<|message_sep|>',
+    "longcat": f'<longcat_tool_call>\n{{"name": "weather", "arguments": {PARIS}}}\n</longcat_tool_call>',
+    "xlam": f'[{{"name": "weather", "arguments": {PARIS}}}]',
 }
+OTHERS = [name for name in [*TOOL_PARSERS, ""] if name not in REQUIRED]  # no grammar describes them
+REQUIRED |= dict.fromkeys(OTHERS, f'[{{"name": "weather", "parameters": {PARIS}}}]')
 
 
 class Vocabulary:
@@ -122,13 +149,14 @@ def test_harmony_reasons_before_a_call_and_an_answer(tokenizer: Any) -> None:
     assert not accepts(tokenizer, answer, "<|channel|>final<|message|>no")
 
 
-@pytest.mark.parametrize("tools", ["hermes", "llama3_json", "openai"])
+@pytest.mark.parametrize("tools", ["hermes", "llama3_json", "openai", "kimi_k2", "deepseek_v3", "jamba", "xlam",
+                                   "cohere"])
 def test_strict_calls_match_their_schemas_and_text_is_free(tokenizer: Any, tools: str) -> None:
     grammar = OutputFormat(tools, "", IDS).grammar_of_strict(schemas(), None)
     text = REQUIRED[tools]
-    for right in (text, "Hello {}" if tools != "openai" else "<|channel|>final<|message|>Hello"):
+    for right in (text, "Hello {}[]" if tools != "openai" else "<|channel|>final<|message|>Hello"):
         assert accepts(tokenizer, grammar, right)
-    if tools == "hermes":
+    if tools in ("hermes", "kimi_k2", "jamba"):
         assert accepts(tokenizer, grammar, f"I look.\n{text}\n{text}\n")
     assert not accepts(tokenizer, grammar, text.replace("city", "town"))
     assert not accepts(tokenizer, grammar, text.replace("weather", "other"))
@@ -141,5 +169,6 @@ def test_an_answer_or_a_call(tokenizer: Any) -> None:
 
 
 def test_formats_that_no_grammar_describes() -> None:
-    for tools in ("qwen3_xml", "pythonic", "mistral", ""):
+    assert {"qwen3_xml", "pythonic", "mistral", "gemma4"} < set(OTHERS)
+    for tools in OTHERS:
         assert OutputFormat(tools, "", IDS).grammar_of_strict(schemas(), None) is None

@@ -27,7 +27,7 @@ from slotwise.api.http.http_exchange import HttpExchange, about
 from slotwise.api.limits.bodies import warn_of_unknown_fields, warn_of_unknown_keys
 from slotwise.api.openai.completions import conversation_of, validated_chat
 from slotwise.api.parsers.base_parser import CallArguments, CallName, Content, Part, Reasoning, merged, new_call_id
-from slotwise.api.parsers.parser_table import HARMONY
+from slotwise.api.parsers.tool_formats import HARMONY
 from slotwise.api.protocol.decoding import decode
 from slotwise.api.protocol.protocol import SWITCHES, ChatRequest
 

@@ -19,8 +19,9 @@ from slotwise.api.http.turns import QueueFull, Turns
 from slotwise.api.http.worker_process import CallError, CallLimits, Worker, WorkerError
 from slotwise.api.parsers.base_parser import MOST_CALLS, Tools
 from slotwise.api.parsers.call_grammar import Schemas, lark_of_regex
-from slotwise.api.parsers.parser_table import HARMONY, TOOL_PARSERS, OutputFormat, Parsing
-from slotwise.api.parsers.reasoning import CLOSING, OPENING
+from slotwise.api.parsers.parser_table import OutputFormat, Parsing
+from slotwise.api.parsers.tool_formats import FORMATS as TOOL_PARSERS
+from slotwise.api.parsers.tool_formats import HARMONY
 from slotwise.api.protocol.decoding import GRAMMARS
 from slotwise.api.protocol.protocol import ChatRequest, Generate
 from slotwise.api.protocol.unsupported import refuse_others
@@ -160,7 +161,7 @@ def constraint_of(form: OutputFormat, request: ChatRequest, chosen: AllowedTools
     """What the output of a request must match.
 
     Args:
-        begun: whether the output begins within reasoning; see `parsers.reasoning.has_begun`.
+        begun: whether the output begins within reasoning; see `OutputFormat.has_begun`.
 
     Raises:
         ApiError: the fields describe no grammar, or none that this format has.
@@ -306,7 +307,7 @@ def thinking_budget(form: OutputFormat, tokenizer: Tokenizer, num_tokens: int | 
 
     Args:
         num_tokens: of the reasoning; None or -1: any number.
-        begun: whether the prompt ends within reasoning; see `parsers.reasoning.has_begun`.
+        begun: whether the prompt ends within reasoning; see `OutputFormat.has_begun`.
 
     Raises:
         ApiError: nothing says where reasoning ends, or not by one token.
@@ -321,8 +322,10 @@ def thinking_budget(form: OutputFormat, tokenizer: Tokenizer, num_tokens: int | 
                           "a message, and with no single token", BUDGET)
     if begun is False:
         return None
+    if (tags := form.tags) is None:
+        raise bad_request(f"{BUDGET}: not available with the reasoning parser {form.reasoning}", BUDGET)
     within = form.begins(begun)
-    end_id, begin_id = _token_of(tokenizer, CLOSING), None if within else _token_of(tokenizer, OPENING)
+    end_id, begin_id = _token_of(tokenizer, tags.closing), None if within else _token_of(tokenizer, tags.opening)
     return ThinkingBudget(num_tokens, end_id, begin_id)
 
 

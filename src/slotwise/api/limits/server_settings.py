@@ -8,7 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from slotwise.api.parsers.parser_table import REASONING_ALIASES, REASONING_PARSERS, TOOL_ALIASES, TOOL_PARSERS
+from slotwise.api.parsers.parser_table import REASONING_ALIASES, REASONING_PARSERS
+from slotwise.api.parsers.parser_table import TEXT as NO_REASONING
+from slotwise.api.parsers.tool_formats import ALIASES as TOOL_ALIASES
+from slotwise.api.parsers.tool_formats import FORMATS as TOOL_PARSERS
 from slotwise.core.request_defaults import PoolingDefaults, SamplingDefaults
 from slotwise.core.scheduler_limits import ADAPTERS
 from slotwise.core.setting_fields import check_settings, real, setting, whole
@@ -135,8 +138,10 @@ class ServerSettings:
         "", f"how the model calls tools: {', '.join(sorted(TOOL_PARSERS))}", unit="name",
         choices=(*TOOL_PARSERS, *TOOL_ALIASES), otherwise="as its chat template tells", group=MODEL)
     reasoning_parser: str = setting(
-        "", f"how the model's reasoning is told from its answer: {', '.join(sorted(REASONING_PARSERS))}", unit="name",
-        choices=(*REASONING_PARSERS, *REASONING_ALIASES), otherwise="it is part of the answer", group=MODEL)
+        "", f"how the model's reasoning is told from its answer: {', '.join(sorted(REASONING_PARSERS))}, or "
+        f"{NO_REASONING}: it is part of the answer", unit="name",
+        choices=(*REASONING_PARSERS, *REASONING_ALIASES, NO_REASONING), otherwise="as its chat template tells",
+        group=MODEL)
     trust_request_chat_template: bool = setting(
         default=False, help="render chat templates that requests bring", otherwise="refuse them with 400", group=MODEL)
     max_num_queued_reqs: int | None = setting(

@@ -21,7 +21,6 @@ from slotwise.api.http.api_errors import bad_request
 from slotwise.api.http.http_exchange import HttpExchange, about
 from slotwise.api.limits.bodies import warn_of_ignored, warn_of_unknown_fields, warn_of_unknown_keys
 from slotwise.api.openai.renderers import respond_stream, respond_whole
-from slotwise.api.parsers.reasoning import has_begun
 from slotwise.api.protocol.decoding import decode
 from slotwise.api.protocol.protocol import SWITCHES, ChatRequest, CompletionRequest, Generate
 from slotwise.core.params import Grammar, ThinkingBudget
@@ -84,7 +83,7 @@ async def _budget(api: Api, exchange: HttpExchange, request: CompletionRequest, 
     if grammar_of(request) is not None:
         raise bad_request(f"{BUDGET}: not available where a grammar begins with the output, as in completions", BUDGET)
     texts = await api.text.prompts.texts(request.prompt, prompts, exchange.holder, encoding, special=True)
-    begun, *others = set(map(has_begun, texts))
+    begun, *others = set(map(api.text.output_format.has_begun, texts))
     if others:
         raise bad_request(f"{BUDGET}: some prompts have begun to reason, others not; send them one by one", BUDGET)
     return thinking_budget(api.text.output_format, api.text.prompts.tokenizer, request.thinking_token_budget, begun)
@@ -116,7 +115,8 @@ async def validated_chat(api: Api, exchange: HttpExchange, request: ChatRequest,
     with api.limits.admission_control.entering(slo):
         rendered = await api.text.prompts.of_chat(conversation, exchange.holder, encoding)
     continued = last_text(request.messages, "assistant")
-    form, begun = api.text.output_format, has_begun(rendered.text, continued if conversation.continues else None)
+    form = api.text.output_format
+    begun = form.has_begun(rendered.text, continued if conversation.continues else None)
     grammar, writes_calls = constraint_of(form, request, chosen, begun)
     parsing = parsing_of(form, request, chosen, begun, is_written=writes_calls)
     request.messages, prompt = [], rendered.ids

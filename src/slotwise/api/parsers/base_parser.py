@@ -17,7 +17,7 @@ import secrets
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 FIRST, MOST = 0xDC00, 256  # lone surrogates in use
 ANY = f"{chr(FIRST)}-{chr(FIRST + MOST - 1)}"  # of them, in a class of a regular expression
@@ -149,8 +149,12 @@ class Markers:
         return self._stand_ins.keys()
 
     def of(self, spelling: str) -> str:
-        """What stands in a text for a token: a character, or the spelling where the token is not special."""
-        return self._stand_ins.get(spelling, spelling)
+        """What stands in an output for a text: each of its special tokens as a character, all else as it is spelled."""
+        if spelling in self._stand_ins:
+            return self._stand_ins[spelling]
+        for token, character in self._stand_ins.items():
+            spelling = spelling.replace(token, character)
+        return spelling
 
     def spelled(self, text: str) -> str:
         """The text with its special tokens spelled out."""
@@ -284,13 +288,16 @@ class TextReader:
 # -- parsers -----------------------------------------------------------------------------------------------------------
 
 
+NUMBER = "\0"  # in a syntax: any number
+
+
 class Syntax(NamedTuple):
     """How calls are written: `opening before NAME middle ARGUMENTS after separator before ... closing`."""
 
     before: str
     middle: str
     after: str
-    trigger: str = ""  # what begins a call and no other text; `before` begins with it
+    trigger: str = ""  # what begins calls and no other text; `opening` begins with it, or `before` where that is empty
     opening: str = ""
     separator: str = ""
     closing: str = ""
@@ -310,20 +317,67 @@ class OutputParser(Protocol):
         ...
 
 
+class Layout(NamedTuple):
+    """A format that needs no description beyond its parser."""
+
+    @property
+    def syntax(self) -> Syntax | None:
+        """How a grammar writes calls; None: in no way that the parser reads."""
+        return None
+
+
+class Describes(Protocol):
+    """The data that describe a format to its parser: a tuple whose texts are what the format is made of."""
+
+    @property
+    def syntax(self) -> Syntax | None:
+        """See `Layout.syntax`."""
+        ...
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+class Format(NamedTuple):
+    """A format: its parser, and the data that distinguish it from others of that parser."""
+
+    models: str  # that write it
+    parser: Callable[..., FormatParser]  # of markers, tools and a layout
+    layout: Describes = Layout()
+    tokens: tuple[str, ...] = ()  # that it is made of, in addition to those of `TOKEN` in its layout
+
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        """Of the tokens that it is made of, and that may be special."""
+        return (*self.tokens, *TOKEN.findall("\n".join(_texts(self.layout))))
+
+    def read_by(self, markers: Markers, tools: Tools) -> FormatParser:
+        """A parser of one output.  Args: tools: those that the output may call."""
+        return self.parser(markers, tools, self.layout)
+
+
+TOKEN = re.compile(r"<[^<>\s]*>|\[/?[A-Z_]+\]")  # a spelling in a layout that a tokenizer may have as a special token
+
+
+def _texts(layout: Iterable[Any]) -> Iterator[str]:
+    for one in layout:
+        if isinstance(one, str):
+            yield one
+        elif isinstance(one, tuple):
+            yield from _texts(one)
+
+
 class FormatParser:
     """One output in one format.
 
     Args:
         tools: those that the output may call.
+        layout: of the format, for parsers of several.
     """
 
-    MODELS: ClassVar[str] = ""  # that write it
-    SYNTAX: ClassVar[Syntax | None] = None  # how a grammar writes calls; None: in no way that the parser reads
-    SPELLINGS: ClassVar[tuple[str, ...]] = ()  # of tokens that the format is made of, and that may be special
-
-    def __init__(self, markers: Markers, tools: Tools) -> None:
+    def __init__(self, markers: Markers, tools: Tools, layout: Any = Layout()) -> None:  # noqa: B008 (a constant)
         self.markers = markers
         self.tools = tools
+        self.layout = layout
         self.reader = TextReader()
         self._parts: list[Part] = []
         self._num_calls = 0

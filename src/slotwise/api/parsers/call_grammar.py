@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from slotwise.api.parsers.base_parser import MOST_CALLS, Markers, Syntax
+from slotwise.api.parsers.base_parser import MOST_CALLS, NUMBER, Markers, Syntax
 
 TEXT = r"TEXT: /(.|\n)*/"
 NAMED = re.compile(r"<[^<>\[\]]+>")  # how a grammar can name a special token
@@ -35,10 +35,10 @@ def can_write(syntax: Syntax, markers: Markers) -> bool:
 
 def terms(text: str, markers: Markers) -> str:
     """A literal text as terms of a rule."""
-    spellings = [spelling for spelling in markers.spellings if spelling in text]
-    pieces = re.split("(" + "|".join(map(re.escape, spellings)) + ")", text) if spellings else [text]
-    return " ".join([piece if piece in spellings else json.dumps(piece, ensure_ascii=False)
-                     for piece in pieces if piece])
+    special = [NUMBER, *[spelling for spelling in markers.spellings if spelling in text]]
+    pieces = re.split("(" + "|".join(map(re.escape, special)) + ")", text)
+    return " ".join(["/[0-9]+/" if piece == NUMBER else piece if piece in special else
+                     json.dumps(piece, ensure_ascii=False) for piece in pieces if piece])
 
 
 def call_rules(syntax: Syntax, markers: Markers, schemas: Schemas) -> list[str]:
@@ -52,13 +52,20 @@ def call_rules(syntax: Syntax, markers: Markers, schemas: Schemas) -> list[str]:
 
 
 def tagged_rules(syntax: Syntax, markers: Markers, schemas: Schemas) -> list[str]:
-    """The rule `tagged`: text, and a call behind it that is whole."""
-    names = list(schemas.by_name)
-    is_special = syntax.trigger in markers
-    rules = [f"tagged: trigger ({' | '.join(f'tag_{index}' for index in range(len(names)))})",
-             f"trigger: TEXT {syntax.trigger}" if is_special else
-             f"trigger[lazy]: TEXT {terms(syntax.trigger, markers)}"]
-    return rules + _each(syntax, markers, schemas, syntax.before.removeprefix(syntax.trigger), "tag")
+    """The rule `tagged`: text, and a call or a list of calls behind it that is whole."""
+    trigger = f"trigger{_text_until(syntax.trigger, markers)}"
+    if syntax.opening:
+        rules = call_rules(syntax._replace(opening=syntax.opening.removeprefix(syntax.trigger)), markers, schemas)
+        return ["tagged: trigger calls", trigger, *rules]
+    names = range(len(schemas.by_name))
+    return [f"tagged: trigger ({' | '.join(f'tag_{index}' for index in names)})", trigger,
+            *_each(syntax, markers, schemas, syntax.before.removeprefix(syntax.trigger), "tag")]
+
+
+def _text_until(spelling: str, markers: Markers) -> str:
+    """The end of a rule: any text and a literal one, which begins with a special token or comes as early as it can."""
+    is_special = any(spelling.startswith(token) for token in markers.spellings)
+    return f"{'' if is_special else '[lazy]'}: TEXT {terms(spelling, markers)}"
 
 
 def _each(syntax: Syntax, markers: Markers, schemas: Schemas, before: str, rule: str) -> list[str]:
@@ -76,8 +83,7 @@ def thinking_rules(markers: Markers, opening: str, closing: str, begun: bool | N
     Args:
         begun: the output begins within reasoning; None: it may begin with reasoning.
     """
-    end = f"reasoned: TEXT {closing}" if closing in markers else f"reasoned[lazy]: TEXT {terms(closing, markers)}"
-    inner = [end, r"BREAKS: /\n{0,4}/"]
+    inner = [f"reasoned{_text_until(closing, markers)}", r"BREAKS: /\n{0,4}/"]
     if begun:
         return ["thinking: reasoned BREAKS", *inner]
     return [rf"thinking: ({terms(opening, markers)} reasoned BREAKS)?", *inner]

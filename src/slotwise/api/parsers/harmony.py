@@ -10,6 +10,7 @@ The prompt ends with `<|start|>assistant`.
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 from slotwise.api.parsers.base_parser import FormatParser, Syntax, Waiting
 from slotwise.api.parsers.json_calls import Emit, nested
@@ -22,9 +23,13 @@ NEXT = f"<|end|>{START}assistant"  # between two messages
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 
 
+class HarmonyLayout(NamedTuple):
+    @property
+    def syntax(self) -> Syntax | None:
+        return Syntax(f"{CHANNEL}commentary to={FUNCTIONS}", f" {CONSTRAIN}json{MESSAGE}", "", quotes=False, most=1)
+
+
 class Harmony(FormatParser):
-    MODELS = "gpt-oss"
-    SYNTAX = Syntax(f"{CHANNEL}commentary to={FUNCTIONS}", f" {CONSTRAIN}json{MESSAGE}", "", quotes=False, most=1)
     SPELLINGS = (START, CHANNEL, MESSAGE, *ENDS, CONSTRAIN)
 
     def _parse(self) -> Waiting[None]:

@@ -1,8 +1,13 @@
-"""JSON in a text that arrives in parts: passed on as it is written, up to its end, never half an escape sequence.
+"""Calls that are objects of JSON, and JSON in a text that arrives in parts, as most formats have it.
 
-`JsonCalls` parses calls that a grammar forces, of models whose own format no grammar here describes: a list of objects.
+    <tool_call>                                                           one object between tags
+    {"name": "weather", "arguments": {"city": "Paris"}}
+    </tool_call>
+    <tool_calls>[{"name": "weather", "arguments": {"city": "Paris"}}, ...]</tool_calls>                        a list
+    [{"name": "weather", "parameters": {"city": "Paris"}}]                                    a list without any mark
+    <|tools_prefix|>[{"weather": {"city": "Paris"}}]<|tools_suffix|>              the name is the key of the arguments
 
-    [{"name": "weather", "parameters": {"city": "Paris"}}]
+JSON is passed on as it is written, up to its end, never half an escape sequence.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Container
+from typing import NamedTuple
 
 from slotwise.api.parsers.base_parser import ANY, FormatParser, Syntax, TextReader, Waiting
 
@@ -108,12 +114,14 @@ class CallObject:
         names: those that a call may have; None: any.
         call: receives the name, once it is known that this is a call.
         argue: is given the arguments as they come.
+        name_key: of the name; "": the name is the key of the arguments.
     """
 
     ARGUMENTS = ("arguments", "parameters")
 
-    def __init__(self, reader: TextReader, names: Container[str] | None, call: Emit, argue: Emit) -> None:
-        self._reader, self._names, self._call, self._argue = reader, names, call, argue
+    def __init__(self, reader: TextReader, names: Container[str] | None, call: Emit, argue: Emit,
+                 name_key: str = "name") -> None:
+        self._reader, self._names, self._call, self._argue, self._name_key = reader, names, call, argue, name_key
         self._name = ""
         self._held: list[str] | None = None  # arguments that came before the name
         self.is_call = False  # its name was emitted
@@ -143,9 +151,12 @@ class CallObject:
         if key is None or not (yield from self._reader.skip(":")):
             return False
         yield from self._reader.spaces()
-        if key == "name" and not self._name:
+        if not self._name_key and not self._name:
+            self._name = key
+            return not self._is_other() and (yield from self._arguments())
+        if key == self._name_key and not self._name:
             self._name = (yield from self._text()) or ""
-            if not self._name or (self._names is not None and self._name not in self._names):
+            if self._is_other():
                 return False
             if self._held is not None:
                 self._begin("".join(self._held))
@@ -153,6 +164,10 @@ class CallObject:
         if key in self.ARGUMENTS and not self.is_call and self._held is None:
             return (yield from self._arguments())
         return (yield from value(self._reader, lambda _: None))
+
+    def _is_other(self) -> bool:
+        """Whether the name is not one that a call may have."""
+        return not self._name or (self._names is not None and self._name not in self._names)
 
     def _arguments(self) -> Waiting[bool]:
         if (yield from self._reader.peek()) != "{":
@@ -185,26 +200,93 @@ class CallObject:
         return self.is_call
 
 
-class JsonCalls(FormatParser):
-    SYNTAX = Syntax('{"name": ', ', "parameters": ', "}", opening="[", separator=", ", closing="]")
+class Objects(NamedTuple):
+    """How calls that are objects are marked."""
+
+    openings: tuple[str, ...] = ()  # any of these; none: the output begins with the calls
+    closing: str = ""
+    fence: tuple[str, str] = ("", "")  # of a code block around the calls
+    name: str = "name"  # the key of a call's name; "": the name is itself the key of the arguments
+    arguments: str = "arguments"
+    is_list: bool = True
+    break_: str = ""  # between a mark and a call
+
+    @property
+    def syntax(self) -> Syntax | None:
+        trigger = self.openings[0] if self.openings else ""
+        has_end = trigger.startswith("<")  # a word has no counterpart
+        opening = trigger + self.break_ * bool(self.fence[0]) + self.fence[0] + self.break_
+        closing = self.break_ + self.fence[1] + self.closing * has_end
+        before, middle = (f'{{"{self.name}": ', f', "{self.arguments}": ') if self.name else ("{", ": ")
+        if self.is_list:
+            return Syntax(before, middle, "}", trigger, f"{opening}[", ", ", f"]{closing}")
+        return Syntax(opening + before, middle, "}" + closing, trigger, separator="\n")
+
+
+JSON_LIST = Objects(arguments="parameters")
+"""Calls that a grammar writes, of models whose own format no grammar describes."""
+
+
+class ObjectCalls(FormatParser):
+    """Calls with the marks of a layout, one object or several, in a list or not.
+
+    Where only JSON marks a call, the output begins with it, and only names of the request's tools count.
+    """
+
+    layout: Objects
 
     def _parse(self) -> Waiting[None]:
-        self.reader.keep()
-        yield from self.reader.spaces()
-        is_list = yield from self.reader.skip("[")
-        before = self.reader.pop_kept()
-        while is_list:
-            self.reader.keep()
-            call = CallObject(self.reader, self.tools, self._call, self._argue)
-            yield from call.read()
-            kept = self.reader.pop_kept()
-            if not call.is_call:
-                before += kept
-                break
-            yield from self.reader.spaces()
-            before = ""
-            if not (yield from self.reader.skip(",")):
-                yield from self.reader.skip("]")
-                break
-        self._say(before)
+        if self.layout.openings:
+            openings = {self.markers.of(opening): opening for opening in self.layout.openings}
+            while opening := (yield from self.reader.until(self._say, *openings)):
+                is_word = not openings[opening].startswith(("<", "["))
+                yield from self._calls(opening, self.tools if is_word else None)
+            return
+        yield from self._calls("", self.tools)
         yield from self.reader.rest(self._say)
+
+    def _calls(self, before: str, names: Container[str] | None) -> Waiting[None]:
+        """Reads the calls after a mark.  Anything else becomes text, after what stands `before` it."""
+        reader, fence = self.reader, self.layout.fence
+        reader.keep()
+        yield from reader.spaces()
+        if fence[0] and (yield from reader.skip(fence[0])):
+            yield from reader.spaces()
+        is_list = yield from reader.skip("[")
+        before += reader.pop_kept()
+        if not self.layout.openings and not is_list:
+            self._say(before)
+            return
+        while True:
+            reader.keep()
+            call = CallObject(reader, names, self._call, self._argue, self.layout.name)
+            is_complete = yield from call.read()
+            kept = reader.pop_kept()
+            if not call.is_call:
+                self._say(before + kept)
+                return
+            if not is_complete:
+                return
+            reader.keep()
+            yield from reader.spaces()
+            if (yield from reader.at(",", ";")):
+                reader.take(1)
+                yield from reader.spaces()
+            elif is_list and (yield from reader.at("]")):
+                break
+            before = reader.pop_kept()
+            if not (yield from reader.at("{")):
+                yield from self._end(before)
+                return
+        reader.take(1)
+        yield from reader.spaces()
+        yield from self._end(reader.pop_kept().replace("]", "", 1))
+
+    def _end(self, before: str) -> Waiting[None]:
+        """Reads the marks after calls.  Args: before: read already; the content's where no mark follows."""
+        fence, closing = self.layout.fence[1], self.markers.of(self.layout.closing)
+        if fence and (yield from self.reader.skip(fence)):
+            before = ""
+            yield from self.reader.spaces()
+        if not closing or not (yield from self.reader.skip(closing)):
+            self._say(before)

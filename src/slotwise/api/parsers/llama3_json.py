@@ -7,17 +7,25 @@ Only the name of a tool distinguishes a call from another object, so only the re
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from slotwise.api.parsers.base_parser import SPACES, FormatParser, Syntax, Waiting
 from slotwise.api.parsers.json_calls import CallObject
 
 
+class LlamaLayout(NamedTuple):
+    tag: str = "<|python_tag|>"  # before calls, in some answers
+
+    @property
+    def syntax(self) -> Syntax | None:
+        return Syntax('{"name": ', ', "parameters": ', "}", separator="; ")
+
+
 class Llama3Json(FormatParser):
-    MODELS = "Llama 3.1, 3.2 and 3.3"
-    SYNTAX = Syntax('{"name": ', ', "parameters": ', "}", separator="; ")
-    SPELLINGS = ("<|python_tag|>",)
+    layout: LlamaLayout
 
     def _parse(self) -> Waiting[None]:
-        tag = self.markers.of(self.SPELLINGS[0])
+        tag = self.markers.of(self.layout.tag)
         self._say((yield from self.reader.all_of(SPACES)))
         separated = ""  # what was read between two calls
         has_tag = yield from self.reader.skip(tag)

@@ -15,10 +15,7 @@ from slotwise.api.parsers.json_calls import CallObject, nested
 NAME = re.compile(r"[\w.:/-]+", re.ASCII)
 
 
-class Mistral(FormatParser):
-    MODELS = "Mistral, all generations"
-    SPELLINGS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
-
+class MistralCalls(FormatParser):
     def _parse(self) -> Waiting[None]:
         opening = self.markers.of("[TOOL_CALLS]")
         while (yield from self.reader.until(self._say, opening)):

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from slotwise.api.parsers.base_parser import (
     CallName,
     Chain,
-    FormatParser,
+    Format,
     Markers,
     OutputParser,
     Part,
@@ -29,42 +30,23 @@ from slotwise.api.parsers.call_grammar import (
     thinking_rules,
 )
 from slotwise.api.parsers.harmony import FINAL, NEXT, NOTE, THOUGHT, Harmony
-from slotwise.api.parsers.hermes import Hermes
-from slotwise.api.parsers.json_calls import JsonCalls
-from slotwise.api.parsers.llama3_json import Llama3Json
-from slotwise.api.parsers.mistral_calls import Mistral
-from slotwise.api.parsers.pythonic import Pythonic
-from slotwise.api.parsers.qwen3_xml import Qwen3Xml
-from slotwise.api.parsers.reasoning import CLOSING, OPENING, DeepSeekR1, Qwen3
+from slotwise.api.parsers.json_calls import JSON_LIST, ObjectCalls
+from slotwise.api.parsers.reasoning import FORMATS as THINKING_PARSERS
+from slotwise.api.parsers.reasoning import Tags, has_begun, reasoning_parser_of
+from slotwise.api.parsers.tool_formats import ALIASES as TOOL_ALIASES
+from slotwise.api.parsers.tool_formats import FORMATS as TOOL_PARSERS
+from slotwise.api.parsers.tool_formats import HARMONY, HERMES, tool_parser_of
 
-HARMONY = "openai"  # one format for both
-HERMES = "hermes"  # also of calls as `text.normalization` asks for them, where a template ignores tools
-TOOL_PARSERS: dict[str, type[FormatParser]] = {
-    HERMES: Hermes, "llama3_json": Llama3Json, "mistral": Mistral, HARMONY: Harmony, "pythonic": Pythonic,
-    "qwen3_xml": Qwen3Xml}
-THINKING_PARSERS: dict[str, type[Qwen3]] = {"deepseek_r1": DeepSeekR1, "qwen3": Qwen3}
-REASONING_PARSERS: dict[str, type[FormatParser]] = {**THINKING_PARSERS, HARMONY: Harmony}
-SIGNS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (  # a template has all of these, none of those
-    (HARMONY, ("<|channel|>", "<|message|>"), ()),
-    ("qwen3_xml", ("<tool_call>", "<function=", "<parameter="), ()),
-    (HERMES, ("<tool_call>", '"arguments"'), ("<arg_key>", "<function=", "<tool_calls>")),
-    ("mistral", ("[TOOL_CALLS]",), ()),
-    ("llama3_json", ("<|start_header_id|>", '"parameters"'), ("<tool_call>", "<function=")),
-    ("pythonic", ("func_name1(",), ()),
-)
-
-
-TOOL_ALIASES = {"qwen3_coder": "qwen3_xml"}  # vLLM's names
-REASONING_ALIASES = {"openai_gptoss": HARMONY}
+REASONING_PARSERS: dict[str, Format] = {**THINKING_PARSERS, HARMONY: TOOL_PARSERS[HARMONY]}
+REASONING_ALIASES = {  # vLLM's and SGLang's names
+    "openai_gptoss": HARMONY, "gpt-oss": HARMONY, "deepseek_v3": "qwen3", "deepseek_v31": "qwen3", "glm45": "qwen3",
+    "glm47": "qwen3", "minimax_m2": "deepseek_r1", "minimax_m2_append_think": "deepseek_r1", "olmo3": "deepseek_r1",
+    "step3": "deepseek_r1", "step3p5": "deepseek_r1", "nemotron_v3": "deepseek_r1", "hunyuan_a13b": "ernie45",
+    "kimi": "kimi_k2", "kimi_k2_thinking": "kimi_k2", "cohere_command3": "cohere", "holo2": "qwen3",
+    "deepseek-r1": "deepseek_r1", "deepseek-v3": "qwen3", "qwen3-thinking": "deepseek_r1", "minimax": "deepseek_r1"}
+TEXT = "none"  # the name of no parser of reasoning: it is part of the answer
 TOOL_CALLS = "tool_calls"  # the finish reason of an output that calls tools
-
-
-def tool_parser_of(template: str) -> str:
-    """The name of the parser for calls as a chat template writes them; "" if none is known."""
-    for name, signs, others in SIGNS:
-        if all(sign in template for sign in signs) and not any(other in template for other in others):
-            return name
-    return ""
+WRITTEN = Format("calls that a grammar writes", ObjectCalls, JSON_LIST)
 
 
 class OutputFormat:
@@ -80,8 +62,8 @@ class OutputFormat:
 
     def __init__(self, tools: str, reasoning: str, special: Mapping[str, int]) -> None:
         self.tools, self.reasoning = tools, reasoning
-        of_tools = TOOL_PARSERS[tools].SPELLINGS if tools else ()
-        of_reasoning = REASONING_PARSERS[reasoning].SPELLINGS if reasoning else ()
+        of_tools = TOOL_PARSERS[tools].spellings if tools else ()
+        of_reasoning = REASONING_PARSERS[reasoning].spellings if reasoning else ()
         self._both, self._one = Markers(special, (*of_tools, *of_reasoning)), Markers(special, of_reasoning)
         missing = [spelling for spelling in Harmony.SPELLINGS if spelling not in self._both]
         if HARMONY in (tools, reasoning) and missing:
@@ -92,9 +74,19 @@ class OutputFormat:
         """Whether outputs are parsed that may call `tools`, or none."""
         return bool(self.reasoning) or (bool(self.tools) and tools is not None)
 
+    @property
+    def tags(self) -> Tags | None:
+        """What stands around reasoning; None: no tags."""
+        layout = REASONING_PARSERS[self.reasoning].layout if self.reasoning else None
+        return layout if isinstance(layout, Tags) else None
+
+    def has_begun(self, prompt: str, continued: str | None = None) -> bool | None:
+        """Whether a prompt ends within reasoning; see `parsers.reasoning.has_begun`."""
+        return has_begun(prompt, continued, self.tags)
+
     def begins(self, begun: bool | None) -> bool | None:
         """Whether an output begins within reasoning, where the prompt may leave that to the parser, as None says."""
-        return THINKING_PARSERS[self.reasoning].THINKS or None if begun is None else begun
+        return (self.tags is not None and self.tags.thinks) or None if begun is None else begun
 
     def markers(self, tools: Tools | None) -> Markers:
         """How special tokens stand in the text that a parser reads."""
@@ -105,7 +97,7 @@ class OutputFormat:
 
         Args:
             tools: those that may be called; None: calls stay text.
-            begun: whether the output begins within reasoning; see `reasoning.has_begun`.
+            begun: whether the output begins within reasoning; see `has_begun`.
             is_written: a grammar writes the calls.
         """
         markers = self.markers(tools)
@@ -113,9 +105,10 @@ class OutputFormat:
             return SpellingParser(Harmony(markers, tools or {}), markers)
         parsers: list[OutputParser] = []
         if self.reasoning:
-            parsers.append(THINKING_PARSERS[self.reasoning](markers, begun))
+            form = THINKING_PARSERS[self.reasoning]
+            parsers.append(form.parser(markers, {}, form.layout, begun))
         if tools is not None and (self.tools or is_written):
-            parsers.append((self._written if is_written else TOOL_PARSERS[self.tools])(markers, tools))
+            parsers.append((self._written if is_written else TOOL_PARSERS[self.tools]).read_by(markers, tools))
         return SpellingParser(Chain(*parsers), markers)
 
     def grammar_of_calls(self, schemas: Schemas, begun: bool | None) -> str:
@@ -136,37 +129,40 @@ class OutputFormat:
 
     def grammar_of_strict(self, schemas: Schemas, begun: bool | None) -> str | None:
         """The grammar of any output whose calls match schemas; None where no grammar describes the format."""
-        syntax = self._written.SYNTAX
+        syntax = self._written.layout.syntax
         if self._is_harmony({}):
             free = [f"note: {terms(NOTE, self._both)} TEXT {terms(NEXT, self._both)}",
                     f"free: {terms(FINAL, self._both)} TEXT"]
             return self._grammar("note? (calls | free)", begun, free, self._calls(schemas))
-        if syntax is None or self._written is JsonCalls:
+        if syntax is None or self._written is WRITTEN:
             return None
         if syntax.trigger:
             return self._grammar("tagged* TEXT", begun, tagged_rules(syntax, self._both, schemas))
-        return self._grammar("(calls | FREE?)", begun, [r"FREE: /[^{](.|\n)*/"], self._calls(schemas))
+        first = re.escape((syntax.opening or syntax.before)[0])
+        return self._grammar("(calls | FREE?)", begun, [rf"FREE: /[^{first}](.|\n)*/"], self._calls(schemas))
 
     @property
-    def _written(self) -> type[FormatParser]:
-        """The parser of calls that a grammar writes: the model's own, if a grammar can."""
-        own = Harmony if self._is_harmony({}) else TOOL_PARSERS.get(self.tools, JsonCalls)
-        return own if own.SYNTAX is not None and can_write(own.SYNTAX, self._both) else JsonCalls
+    def _written(self) -> Format:
+        """The format of calls that a grammar writes: the model's own, if a grammar can."""
+        own = TOOL_PARSERS[HARMONY] if self._is_harmony({}) else TOOL_PARSERS.get(self.tools, WRITTEN)
+        return own if (syntax := own.layout.syntax) is not None and can_write(syntax, self._both) else WRITTEN
 
     def _is_harmony(self, tools: Tools | None) -> bool:
         return HARMONY in (self.reasoning, self.tools if tools is not None else "")
 
     def _calls(self, schemas: Schemas) -> list[str]:
-        assert self._written.SYNTAX is not None
-        return call_rules(self._written.SYNTAX, self._both, schemas)
+        syntax = self._written.layout.syntax
+        assert syntax is not None
+        return call_rules(syntax, self._both, schemas)
 
     def _grammar(self, start: str, begun: bool | None, *rules: Sequence[str]) -> str:
         if self._is_harmony({}):
             thought = f"thought: {terms(THOUGHT, self._both)} TEXT {terms(NEXT, self._both)}"
             return grammar(f"thought* {start}", [thought], *rules)
-        if not self.reasoning or begun is False:
+        tags = self.tags
+        if tags is None or begun is False:
             return grammar(start, *rules)
-        inner = thinking_rules(self._both, OPENING, CLOSING, self.begins(begun))
+        inner = thinking_rules(self._both, tags.opening, tags.closing, self.begins(begun))
         return grammar(f"thinking {start}", inner, *rules)
 
 
@@ -234,7 +230,7 @@ def output_format(tools: str, reasoning: str, has_tools: bool | None, template: 
     """How a model's outputs are parsed.
 
     Args:
-        tools, reasoning: names of parsers; "" for tools: the one that the template calls for.
+        tools, reasoning: names of parsers; "": the one that the template calls for.  `TEXT` for reasoning: none.
         has_tools: whether models may call tools unasked; None: where the parser is known.
         template: the chat template's source.
         special: ids of the tokenizer's special tokens, by their spelling.
@@ -244,18 +240,18 @@ def output_format(tools: str, reasoning: str, has_tools: bool | None, template: 
         ValueError: the parser is not known, or does not fit the tokenizer.
     """
     tools, reasoning = TOOL_ALIASES.get(tools, tools), REASONING_ALIASES.get(reasoning, reasoning)
+    found = tools or (HERMES if ignores_tools else tool_parser_of(template))
+    if not reasoning:
+        reasoning = HARMONY if found == HARMONY else reasoning_parser_of(template)
+    reasoning = "" if reasoning == TEXT else reasoning
     if has_tools is False:
         return OutputFormat("", reasoning, special)
-    if tools or not (found := HERMES if ignores_tools else tool_parser_of(template)):
-        if has_tools and not tools:
-            raise ValueError("--enable-auto-tool-choice: the chat template does not tell how the model calls tools; "
-                             f"name a parser with --tool-call-parser: {', '.join(sorted(TOOL_PARSERS))}")
-        return OutputFormat(tools, reasoning, special)
-    if found == HARMONY:
-        reasoning = reasoning or HARMONY
+    if has_tools and not found:
+        raise ValueError("--enable-auto-tool-choice: the chat template does not tell how the model calls tools; "
+                         f"name a parser with --tool-call-parser: {', '.join(sorted(TOOL_PARSERS))}")
     try:
         return OutputFormat(found, reasoning, special)
     except ValueError:
-        if has_tools or reasoning == HARMONY:
+        if tools or has_tools or reasoning == HARMONY:
             raise
         return OutputFormat("", reasoning, special)

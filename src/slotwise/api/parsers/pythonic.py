@@ -1,6 +1,11 @@
-"""`pythonic`: Llama 3.2 and 4, and others that call tools as Python does, in a list that is the whole answer:
+"""Calls as Python writes them: in a list that begins the answer, or between marks.
 
-    [weather(city="Paris", days=3), time()]
+    [weather(city="Paris", days=3), time()]                                     `pythonic`: Llama 3.2 and 4, and others
+    <|tool_call_start|>[weather(city="Paris"), time()]<|tool_call_end|>                                         `lfm2`
+    <function_calls>
+    weather(city="Paris")
+    time()
+    </function_calls>                                                                                          `olmo3`
 
 Each argument is passed on when it is whole.
 """
@@ -10,8 +15,9 @@ from __future__ import annotations
 import ast
 import json
 import re
+from typing import NamedTuple
 
-from slotwise.api.parsers.base_parser import ANY, SPACES, FormatParser, Waiting
+from slotwise.api.parsers.base_parser import ANY, SPACES, FormatParser, Syntax, Waiting
 from slotwise.api.parsers.json_calls import SURROGATE, dumped
 
 NAME = re.compile(r"[\w.-]+")
@@ -22,39 +28,63 @@ MAX_VALUE = 1 << 16  # characters of an argument
 WORDS = {"true": True, "false": False, "null": None}  # of JSON, which models write, too
 
 
-class Pythonic(FormatParser):
-    MODELS = "Llama 3.2 and 4, and others that call tools in a list, as Python does"
-    SPELLINGS = ("<|python_start|>", "<|python_end|>")
+class Python(NamedTuple):
+    """How calls are marked."""
+
+    opening: str
+    closing: str
+    is_first: bool = False  # the answer begins with the calls, with or without the mark, and they are a list
+
+    @property
+    def syntax(self) -> Syntax | None:
+        return None
+
+
+class PythonCalls(FormatParser):
+    """Only names of the request's tools count."""
+
+    layout: Python
 
     def _parse(self) -> Waiting[None]:
-        start, end = map(self.markers.of, self.SPELLINGS)
-        self._say((yield from self.reader.all_of(SPACES)))
-        self.reader.keep()
-        yield from self.reader.skip(start)
-        yield from self.reader.spaces()
-        if not (yield from self.reader.skip("[")):
-            self._say(self.reader.pop_kept())
+        opening = self.markers.of(self.layout.opening)
+        if self.layout.is_first:
+            self._say((yield from self.reader.all_of(SPACES)))
+            yield from self._calls(opening if (yield from self.reader.skip(opening)) else "")
             yield from self.reader.rest(self._say)
             return
+        while (yield from self.reader.until(self._say, opening)):
+            yield from self._calls(opening)
+
+    def _calls(self, before: str) -> Waiting[None]:
+        """Reads calls and the mark behind them.  Anything else becomes text, after what stands `before` it."""
+        reader, closing = self.reader, self.markers.of(self.layout.closing)
+        reader.keep()
+        yield from reader.spaces()
+        is_list = yield from reader.skip("[")
+        if self.layout.is_first and not is_list:
+            self._say(before + reader.pop_kept())
+            return
         while True:
-            yield from self.reader.spaces()
-            name = yield from self.reader.all_of(NAME)
-            is_call = name in self.tools and (yield from self.reader.skip("("))
-            kept = self.reader.pop_kept()
+            yield from reader.spaces()
+            name = yield from reader.all_of(NAME)
+            is_call = name in self.tools and (yield from reader.skip("("))
+            kept = reader.pop_kept()
             if not is_call:
-                self._say(kept)
-                break
+                self._say(before + kept)
+                return
             self._call(name)
+            before = ""
             if not (yield from self._arguments()):
-                break
-            self.reader.keep()
-            yield from self.reader.spaces()
-            if not (yield from self.reader.skip(",")):
-                self.reader.pop_kept()
-                if (yield from self.reader.skip("]")):
-                    yield from self.reader.skip(end)
-                break
-        yield from self.reader.rest(self._say)
+                return
+            reader.keep()
+            yield from reader.spaces()
+            if (yield from reader.skip("]")):
+                yield from reader.spaces()
+            elif ((yield from reader.skip(",")) or not is_list) and not (yield from reader.at(closing)):
+                continue
+            reader.pop_kept()
+            yield from reader.skip(closing)
+            return
 
     def _arguments(self) -> Waiting[bool]:
         """Reads arguments up to the bracket behind them.  Returns whether they are complete."""

@@ -129,6 +129,11 @@ ALIKE = {"solar_open": "glm4_moe", "dots1": "glm4_moe",
 """Families composed like another one, which `make test` compares in their place; `make families` compares all."""
 EVERY = list(_SHAPES)
 ARE_ALL_ASKED = bool(os.environ.get("SLOTWISE_ALL_FAMILIES"))  # by `make families`
+# Encoders, of which transformers has no class with a head that generates: its class, and fields beside SIZES.
+ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "eurobert": ("EuroBert", {"classifier_pooling": "mean"}),
+}
+
 FAMILIES = EVERY if ARE_ALL_ASKED else [name for name in EVERY if name not in ALIKE]
 RECURRENT = (  # families whose states no ranks divide
     "qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "mamba2", "bamba", "granite_hybrid")
@@ -158,9 +163,10 @@ def make(
     import torch
     import transformers
 
-    differences = _SHAPES[family][1]
+    differences = (_SHAPES | ENCODERS)[family][1]
     fields = {name: value for name, value in (SIZES | differences | overrides).items() if value is not ...}
-    made = getattr(transformers, class_name(family).replace("ForCausalLM", kind))
+    name = f"{ENCODERS[family][0]}{kind}" if family in ENCODERS else class_name(family).replace("ForCausalLM", kind)
+    made = getattr(transformers, name)
     config = made.config_class(**fields)
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -280,11 +281,12 @@ def test_an_empty_object_beside_a_text_config_hides_nothing_of_it() -> None:
 
 
 @pytest.mark.parametrize("value", [False, None])
-def test_attention_to_later_tokens_is_refused(value: bool | None) -> None:
+def test_attention_to_later_tokens_is_read(value: bool | None) -> None:
     """Some models that make vectors have it; a null is false in transformers."""
-    assert read(is_causal=True) == read()
-    with pytest.raises(CheckpointError, match="is_causal is false"):
-        read(is_causal=value)
+    assert read(is_causal=True) == read() and read().is_causal
+    assert read(is_causal=value) == replace(read(), is_causal=False)
+    with pytest.raises(CheckpointError, match="is_causal is false, which is not supported with windows"):
+        read(is_causal=value, architectures=["MistralForCausalLM"], sliding_window=8)
 
 
 def test_an_architecture_without_a_head_is_the_same_model() -> None:

@@ -151,6 +151,7 @@ PARTIAL = LINEAR | {"partial_rotary_factor": 0.25}
 FACTORS = {"short_factor": [1 + i / 4 for i in range(9)], "long_factor": [2.0] * 9}
 OWN: dict[str, dict[str, tuple[dict[str, Any], Any]]] = {
     "Gemma3TextConfig": {
+        "use_bidirectional_attention": (READ, (True, lambda config: not config.is_causal, True)),
         "attn_logit_softcapping": (REFUSED, 2.0),
         "rope_parameters": (EDITED, {"full_attention": LINEAR, "sliding_attention": PLAIN}),
     },

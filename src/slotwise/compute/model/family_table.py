@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from slotwise.compute.kernels.group import SINGLE_RANK, Group
@@ -14,6 +15,7 @@ from slotwise.compute.model.families import (
     deepseek,
     dots1,
     ernie4_5,
+    eurobert,
     exaone4,
     exaone_moe,
     gemma,
@@ -43,7 +45,7 @@ from slotwise.compute.model.fields import Fields
 from slotwise.compute.model.layers.source import Listing, WeightSource
 from slotwise.compute.model.lora_weights import AdaptableProduct, LoraWeights
 from slotwise.compute.model.model_config import ModelConfig
-from slotwise.compute.model.names import with_head
+from slotwise.compute.model.names import encoder_of, with_head
 from slotwise.compute.model.network import Network
 from slotwise.errors import CheckpointError
 
@@ -103,27 +105,43 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+ENCODERS: dict[str, Family] = {
+    "EuroBertModel": Family(eurobert.configure, eurobert.compose, ("eurobert",)),
+}
+"""Models whose tokens attend to later ones, by their classes without a head."""
+
+
 def configure(fields: Fields) -> ModelConfig:
-    """The decoder a config.json describes.
+    """The model a config.json describes.
 
     Raises CheckpointError for unsupported architectures, and for a model_type of another one.
     """
-    architectures = [with_head(name) for name in fields.texts("architectures")]
-    if not architectures or architectures[0] not in FAMILIES:
-        named = fields.texts("architectures")[0] if architectures else "none"
-        raise CheckpointError(
-            f"{fields.where}: architecture {named:.60} is not supported; these are: {', '.join(FAMILIES)}"
-        )
-    family = FAMILIES[architectures[0]]
+    named = next(iter(fields.texts("architectures")), "none")
+    architecture, families = with_head(named), FAMILIES
+    if (encoder := encoder_of(named)) in ENCODERS:
+        architecture, families = encoder, ENCODERS
+    if architecture not in families:
+        raise CheckpointError(f"{fields.where}: architecture {named:.60} is not supported; these are: "
+                              f"{', '.join([*FAMILIES, *ENCODERS])}")
+    family = families[architecture]
     if family.model_types and fields.has("model_type") and fields.text("model_type") not in family.model_types:
         raise fields.error("model_type", f"must be {' or '.join(family.model_types)} with architecture "
-                           f"{architectures[0]}, not {fields.text('model_type')!r:.40}")
-    return family.configure(fields)
+                           f"{architecture}, not {fields.text('model_type')!r:.40}")
+    config = replace(family.configure(fields), architecture=architecture)
+    return config if fields.flag("is_causal", default=not fields.is_null("is_causal")) else _of_both_sides(
+        fields, config)
+
+
+def _of_both_sides(fields: Fields, config: ModelConfig) -> ModelConfig:
+    """A decoder whose tokens attend to later ones, as `is_causal` says in transformers' configs."""
+    if any(config.windows) or config.recurrent is not None:
+        raise fields.error("is_causal", "is false, which is not supported with windows or recurrent states")
+    return replace(config, is_causal=False)
 
 
 def compose(config: ModelConfig, source: WeightSource) -> Network:
     """Reads and packs the layers of a model of any family."""
-    return FAMILIES[config.architecture].compose(config, source)
+    return (FAMILIES | ENCODERS)[config.architecture].compose(config, source)
 
 
 def tensor_shapes(config: ModelConfig, group: Group = SINGLE_RANK) -> dict[str, tuple[int, ...]]:

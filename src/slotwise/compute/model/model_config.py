@@ -486,8 +486,6 @@ def _refuse_unsupported(fields: Fields) -> None:
                   "made from, which quantization int8 or int4 quantizes")
     if fields.section("per_layer_config").values:
         raise fields.error("per_layer_config", "gives layers sizes of their own, which is not supported")
-    if not fields.flag("is_causal", default=not fields.is_null("is_causal")):
-        raise fields.error("is_causal", "is false: attention to later tokens is not supported")
     if fields.flag("is_encoder_decoder"):
         raise fields.error("is_encoder_decoder", "is true: only decoders are supported")
 

@@ -27,6 +27,7 @@ WITH_IMAGES = "ForConditionalGeneration"  # suffix of architectures that contain
 HEADLESS = ("TextModel", "Model")  # suffixes of architectures without a head
 CLASSIFIES = "ForSequenceClassification"  # suffix of architectures with a head of labels
 WITH_HEAD = "ForCausalLM"
+ENCODER_HEADS = ("ForMaskedLM", "ForPreTraining")  # suffixes of encoders with heads that fill gaps
 
 FIRST_TOKEN = ("Bert", "bert", "Roberta", "MPNet", "Electra")  # in names of models whose first token sums up a text
 
@@ -47,6 +48,14 @@ def with_head(architecture: str) -> str:
     for ending in (*HEADLESS, CLASSIFIES):
         if architecture.endswith(ending):
             return architecture.removesuffix(ending) + WITH_HEAD
+    return architecture
+
+
+def encoder_of(architecture: str) -> str:
+    """The architecture of the same encoder without a head."""
+    for ending in (*ENCODER_HEADS, CLASSIFIES):
+        if architecture.endswith(ending):
+            return architecture.removesuffix(ending) + HEADLESS[-1]
     return architecture
 
 

@@ -27,6 +27,7 @@ FLAGS = {  # of a pooling module, with the pooling they stand for
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens", "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "last"}
 MODES = {"lasttoken": "last"}  # values of the newer field `pooling_mode` that are not the pooling's own name
+CLASSIFIER_POOLING = {"bos": "cls"}  # likewise, of `classifier_pooling`
 SIGMOID, SOFTMAX, IDENTITY = "sigmoid", "softmax", "identity"
 MAX_DENSE = 8  # modules
 MAX_LABELS = 1 << 16
@@ -186,6 +187,7 @@ def makes_vectors(fields: Fields) -> bool:
 def default_pooling(fields: Fields) -> str:
     """The pooling of a checkpoint without a pooling module, as vLLM chooses it."""
     if is_classifier(fields) and fields.has("classifier_pooling"):
-        return fields.text("classifier_pooling")
+        pooling = fields.text("classifier_pooling")
+        return CLASSIFIER_POOLING.get(pooling, pooling)
     names = fields.texts("architectures")
     return "cls" if names and pools_first_token(names[0]) else "last"

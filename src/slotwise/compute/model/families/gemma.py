@@ -4,7 +4,8 @@ second layer.
     h += norm(attention(norm(h))),  h += norm(down(gelu(gate(norm(h))) * up(norm(h))))
 
 Gemma 3 (Gemma Team, 2025), text: norms of queries and keys instead of capped scores.  Five of six layers have a window,
-and a rotary embedding of their own.
+and a rotary embedding of their own.  EmbeddingGemma (Gemma Team, 2025) is such a model whose tokens attend to both
+sides.
 """
 
 from __future__ import annotations
@@ -100,11 +101,13 @@ def configure_gemma3(fields: Fields) -> ModelConfig:
     pattern = fields.integer("sliding_window_pattern", default=6)
     kinds = fields.texts("layer_types") if fields.has("layer_types") else tuple(
         SLIDING if (layer + 1) % pattern else FULL for layer in range(num_layers))
-    windows = read_layer_types(fields, read_window(fields), kinds)
+    is_causal = not fields.flag("use_bidirectional_attention")
+    window = read_window(fields)
+    if window and not is_causal:
+        window = window // 2 + 1  # on either side: the config counts both
+    windows = read_layer_types(fields, window, kinds)
     ropes = read_ropes(fields, {FULL: fields.number("rope_theta", default=GEMMA3_THETA),
                                 SLIDING: fields.number("rope_local_base_freq", default=LOCAL_THETA)})
-    if fields.flag("use_bidirectional_attention"):
-        raise fields.error("use_bidirectional_attention", "is true, which is not supported")
     fields.refuse(("attn_logit_softcapping",), "is set, which this family does not compute")
     bias = fields.flag("attention_bias")
     return replace(
@@ -112,6 +115,7 @@ def configure_gemma3(fields: Fields) -> ModelConfig:
         attention_scale=fields.number("query_pre_attn_scalar", default=256.0) ** -0.5,
         logit_soft_cap=fields.number("final_logit_softcapping") if fields.has("final_logit_softcapping") else 0.0,
         windows=windows,
+        is_causal=is_causal,
         qkv_bias=bias,
         output_bias=bias,
         qk_norm=True,

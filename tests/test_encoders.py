@@ -1,0 +1,108 @@
+"""Vectors and labels of models whose tokens attend to both sides, against transformers."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from support import checkpoints
+
+from slotwise.compose.engine_builder import build_engine
+from slotwise.core.params import PoolingSpec, SamplingSpec
+from slotwise.core.request import RequestSpec
+from slotwise.engine.config import ConfigError, EngineConfig
+from slotwise.engine.engine import Engine
+from slotwise.engine.messages import Add
+
+LENGTHS = [1, 2, 40, 75, 23, 60, 100, 7]  # tokens; some are longer than every window, and than a step
+# Of checkpoints: the family, the ending of its class, and fields beside those of `checkpoints`.
+MODELS: dict[str, tuple[str, str, dict[str, object]]] = {
+    "gemma3": ("gemma3", "TextModel", {"use_bidirectional_attention": True}),
+    "qwen3": ("qwen3", "Model", {"is_causal": False}),
+    **{name: (name, "Model", {}) for name in checkpoints.ENCODERS},
+}
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return checkpoints.prompts(LENGTHS, seed=5)
+
+
+def engine(folder: Path, **settings: object) -> Engine:
+    built, _ = build_engine(EngineConfig.of(**{
+        "model": str(folder), "dtype": "float32", "block_size": 16, "kv_cache_memory": 16 << 20, "max_model_len": 128,
+        "max_num_seqs": 8, "max_num_batched_tokens": 64} | settings))
+    return built
+
+
+def vectors(
+    subject: Engine, prompts: list[list[int]], spec: PoolingSpec, budget: int = 64,
+) -> list[torch.Tensor]:
+    """What the engine makes of prompts that arrive together, in steps of at most `budget` tokens or one prompt."""
+    for number, prompt in enumerate(prompts):
+        subject.handle(Add(number, RequestSpec(prompt, SamplingSpec(max_tokens=None), pooling=spec)))
+    found: dict[int, torch.Tensor] = {}
+    while subject.has_work:
+        record = subject.step()
+        assert not record.outcome.failure and not any(end.message for end in record.ended), record
+        assert sum(record.plan.counts) <= budget or len(record.plan.counts) == 1
+        for name, vector in zip(record.plan.request_ids, record.result.pooled, strict=False):
+            found[name] = torch.tensor(array("f", vector))
+    return [found[number] for number in range(len(prompts))]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    family, kind, fields = MODELS[request.param]
+    return checkpoints.make(family, tmp_path_factory.mktemp(request.param) / "model", kind=kind, **fields)
+
+
+@pytest.fixture(scope="module")
+def exact(model: Path) -> Callable[[list[int]], torch.Tensor]:
+    """The last hidden states of transformers, `[tokens, hidden]`."""
+    theirs = checkpoints.reference_model(model, "float32", "AutoModel")
+
+    def hidden(prompt: list[int]) -> torch.Tensor:
+        with torch.inference_mode(), checkpoints.one_thread():
+            return theirs(torch.tensor([prompt])).last_hidden_state[0]
+
+    return hidden
+
+
+@pytest.mark.parametrize("settings", [{}, {"device": "reference", "overlap": 1}, {"batching": "static"}],
+                         ids=["cpu", "reference", "static"])
+def test_vectors_equal_transformers(model, prompts, exact, settings):
+    budget = sum(LENGTHS) if "batching" in settings else 64  # a static batch starts whole
+    found = vectors(engine(model, **settings), prompts, PoolingSpec("mean", normalize=False), budget)
+    for vector, prompt in zip(found, prompts, strict=True):
+        torch.testing.assert_close(vector, exact(prompt).mean(0), atol=5e-5, rtol=1e-4)
+
+
+def test_a_vector_has_the_same_bits_in_any_company(model, prompts):
+    subject, spec = engine(model), PoolingSpec("cls")
+    together = vectors(subject, prompts, spec)
+    for vector, prompt in zip(together, prompts, strict=True):
+        assert torch.equal(vectors(subject, [prompt], spec)[0], vector)
+    assert all(torch.equal(*pair) for pair in zip(vectors(subject, prompts[::-1], spec)[::-1], together, strict=True))
+
+
+@pytest.mark.parametrize("name", checkpoints.ENCODERS)
+def test_labels_equal_transformers(name, prompts, tmp_path):
+    folder = checkpoints.make(name, tmp_path / "labels", kind="ForSequenceClassification", num_labels=3)
+    theirs = checkpoints.reference_model(folder, "float32", "AutoModelForSequenceClassification")
+    kind = "mean" if getattr(theirs.config, "classifier_pooling", "cls") == "mean" else "cls"
+    found = vectors(engine(folder), prompts, PoolingSpec(kind, task="classify"))
+    for numbers, prompt in zip(found, prompts, strict=True):
+        with torch.inference_mode(), checkpoints.one_thread():
+            wanted = theirs(torch.tensor([prompt])).logits[0]
+        torch.testing.assert_close(numbers, wanted, atol=5e-5, rtol=1e-4)
+
+
+def test_what_an_encoder_does_not_have_is_refused(tmp_path):
+    folder = checkpoints.make("eurobert", tmp_path / "model", kind="Model")
+    for settings in ({"pipeline_parallel_size": 2}, {"speculative_config": {"method": "ngram"}}):
+        with pytest.raises(ConfigError, match=f"{next(iter(settings))} is not supported with a model whose tokens"):
+            engine(folder, **settings)

@@ -62,7 +62,12 @@ def anthropic() -> ModuleType:
     return importlib.import_module("anthropic")
 
 
+LONGEST = (  # files of half a minute and more
+    "test_ray", "test_rank_families", "test_index", "test_gpu", "test_aarch64", "test_hostile", "test_parity",
+    "test_real_weights", "test_lesser_processors", "test_exchange", "test_decoder", "test_ranks")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests first, each whole: the last process to finish decides when everything has."""
+    """The longest files first, then others with slow tests: the last process to finish decides when all have."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    items.sort(key=lambda item: (item.path.stem not in LONGEST, item.path not in slow))

@@ -22,6 +22,8 @@ from slotwise.measure.simulate.replay import replay
 from slotwise.observe.event_log import RequestEntry
 from slotwise.observe.log_file import read_file
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = [3, 40, 17, 70, 9, 33]
 TOKENS = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)

@@ -38,6 +38,8 @@ from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add
 from slotwise.errors import CheckpointError
 
+pytestmark = pytest.mark.slow
+
 LAYOUTS = {"tp": (2, 1), "pp": (1, 2), "both": (2, 2)}  # ranks of a stage, stages
 EVERY_LAYOUT = ("llama3", "gemma2", "gpt_oss", "qwen2_moe")  # others divide the same layers
 SHAPES = {"smollm2": {"num_attention_heads": 4}}  # three heads of queries with one of keys cannot be divided

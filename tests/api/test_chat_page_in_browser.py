@@ -25,6 +25,8 @@ from support.real_weights import find
 
 from slotwise.measure.bench.server_run import NO_QUEUE_BOUND
 
+pytestmark = pytest.mark.slow
+
 KEY, ADMIN_KEY = "a key of ours", "the key of an operator"
 MODEL = "SmolLM2-135M-Instruct"
 GREEDY = {"sampling": {"temperature": "0", "max_tokens": "40"}}

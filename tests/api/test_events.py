@@ -31,6 +31,8 @@ from slotwise.observe import event_log, log_file
 from slotwise.observe.ring import Ring
 from slotwise.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.slow
+
 
 class Watching:
     """Reads `/events` in a thread of its own."""

@@ -21,6 +21,8 @@ from slotwise.observe.fold import gather
 from slotwise.observe.step_time_store import ObservedStepTimes
 from slotwise.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.slow
+
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 

@@ -14,6 +14,8 @@ from support.accessibility import violations
 from support.browser import browser
 from support.live_server import Server, eventually, running
 
+pytestmark = pytest.mark.slow
+
 KEY = "a key of ours"
 CHAT, LOAD, EXPLAIN = "POST/v1/chat/completions", "GET/load", "GET/explain/request_id"
 

@@ -22,6 +22,8 @@ from slotwise.observe.request_timeline import RequestTimeline
 from slotwise.observe.ring import Ring
 from slotwise.observe.step_view import times_of
 
+pytestmark = pytest.mark.slow
+
 MOST = 16
 
 

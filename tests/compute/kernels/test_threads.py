@@ -17,6 +17,8 @@ from slotwise.compute.kernels.cpu.memory import aligned
 from slotwise.compute.kernels.cpu.simd import INT64, fetch_add, load, store
 from slotwise.compute.kernels.cpu.threads import INSIDE, RUN_SHARED, SIZE, ThreadPool, torch_threads
 
+pytestmark = pytest.mark.slow
+
 CELLS, COUNT, THREADS = range(HEADER, HEADER + 3)
 
 

@@ -18,6 +18,8 @@ from support.toy import VOCAB, alone, request
 
 from slotwise.core.transfer.kv_transfer_config import CONNECTORS
 
+pytestmark = pytest.mark.slow
+
 TESTS = Path(__file__).parents[2]
 NUMBER = 250  # faults of each connector
 TIMEOUT = 0.15  # seconds

@@ -18,6 +18,8 @@ from slotwise.core.record import StepRecord
 from slotwise.measure.bench.server_run import NO_QUEUE_BOUND
 from slotwise.observe import log_file
 
+pytestmark = pytest.mark.slow
+
 KEY = "a key of ours"
 SLOTS = 12
 UNAUTHORIZED = "401 (Unauthorized)"  # what the browser itself says of such an answer

@@ -122,6 +122,31 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "mscale": 0.707, "mscale_all_dim": 1.0}}),
     "youtu": ("Youtu", LATENT | {"rope_interleave": False}),
     "minicpm3": ("MiniCPM3", LATENT | {"dim_model_base": 48}),
+    "gemma": ("Gemma", {"num_hidden_layers": 2}),
+    "gemma3n": ("Gemma3n", {"num_hidden_layers": 6, "sliding_window": 48, "intermediate_size": [160, 192] * 3,
+                            "layer_types": ["sliding_attention", "full_attention"] * 3, "num_kv_shared_layers": 2,
+                            "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 1000, "laurel_rank": 8,
+                            "altup_num_inputs": 3, "altup_active_idx": 1, "head_dim": 24,
+                            "activation_sparsity_pattern": [0.5, 0.0, 0.8, 0.0, 0.0, 0.5],
+                            "tie_word_embeddings": False}),
+    "gemma4": ("Gemma4", {
+        "num_hidden_layers": 6, "sliding_window": 48, "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 1024,
+        "use_double_wide_mlp": True, "global_head_dim": 48, "tie_word_embeddings": False}),
+    "gemma4_moe": ("Gemma4", {
+        "num_hidden_layers": 4, "sliding_window": 48, "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "hidden_size_per_layer_input": 0, "global_head_dim": 48, "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True, "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2,
+        "moe_intermediate_size": 64, "tie_word_embeddings": False, "initializer_range": 0.3}),
+    "vaultgemma": ("VaultGemma", {"num_hidden_layers": 4, "sliding_window": 48, "query_pre_attn_scalar": 40,
+                                  "attn_logit_softcapping": 2.0, "final_logit_softcapping": 30.0,
+                                  "tie_word_embeddings": False}),
+    "cwm": ("Cwm", {"num_hidden_layers": 4, "sliding_window": 48, "rope_parameters": LLAMA3_ROPE}),
+    "ministral3": ("Ministral3", {"num_hidden_layers": 2, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 32,
+        "mscale": 1.0, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.5}}),
+    "hunyuan": ("HunYuanDenseV1", {"num_hidden_layers": 2, "rope_parameters": {
+        "rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 1.0, "alpha": 20.0}}),
 }  # fmt: skip
 
 ALIKE = {"solar_open": "glm4_moe", "dots1": "glm4_moe",
@@ -138,6 +163,7 @@ FAMILIES = EVERY if ARE_ALL_ASKED else [name for name in EVERY if name not in AL
 RECURRENT = (  # families whose states no ranks divide
     "qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "mamba2", "bamba", "granite_hybrid")
 NOT_IN_TORCH = ("softcapping", "gpt_oss", "mamba")  # in configs of models whose attention torch's own does not compute
+UNSCALED = ("Gemma3n", "Gemma4")  # classes whose scores are not divided by the root of the size of a head
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}</s>\n{% endfor %}"
@@ -172,13 +198,17 @@ def make(
         torch.manual_seed(seed)
         model = made(config)
         for key, tensor in model.named_parameters():
-            if "norm" in key:
+            if "norm" in key or key.endswith("scale"):
                 torch.nn.init.uniform_(tensor, 0.5, 1.5)
+                if "q_norm" in key and _SHAPES[family][0] in UNSCALED:  # or attention would have one token each
+                    tensor.data /= 8
             elif key.endswith(("conv1d.weight", "bias")):
                 torch.nn.init.normal_(tensor, std=0.2 if "correction" in key else 0.5)
         for key, tensor in model.named_buffers():
             if key.endswith(("correction_bias", "expert_bias")):
                 torch.nn.init.normal_(tensor, std=0.2)
+            elif key.endswith("layer_scalar"):
+                tensor.fill_(0.8)
     folder.mkdir(parents=True, exist_ok=True)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=shard_size)
     if tokenizer:

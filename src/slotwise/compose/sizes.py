@@ -158,10 +158,11 @@ def cache_groups(config: EngineConfig, decoder: DecoderSizes) -> LayerGroups:
     """
     if not decoder.config.is_causal:
         return one_cache(len(decoder.layer_shapes))
+    kv_layers = decoder.config.kv_layers
     if config.speculative_config and config.speculative_config.model:
-        return one_group(len(decoder.layer_shapes))
+        return one_group(len(decoder.layer_shapes), kv_layers)
     model_tokens = decoder.config.max_position_embeddings
-    return layer_groups(decoder.layer_shapes, min(config.max_model_len or model_tokens, model_tokens))
+    return layer_groups(decoder.layer_shapes, min(config.max_model_len or model_tokens, model_tokens), kv_layers)
 
 
 def block_tokens(config: EngineConfig, decoder: DecoderSizes, groups: LayerGroups) -> int:

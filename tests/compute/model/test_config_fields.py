@@ -70,13 +70,25 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
     "Dots1Config": ("dots1", {"sliding_window": 20}),
     "SolarOpenConfig": ("solar_open", {}),
     "ExaoneMoeConfig": ("exaone_moe", {"sliding_window": 20, "num_hidden_layers": 4}),
+    "GemmaConfig": ("gemma", {}),
+    "Gemma4TextConfig": ("gemma4", CALM | {
+        "sliding_window": 20, "num_hidden_layers": 12, "layer_types": ..., "global_head_dim": ...,
+        "use_double_wide_mlp": False, "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2,
+        "moe_intermediate_size": 64}),
+    "Gemma3nTextConfig": ("gemma3n", {
+        "sliding_window": 20, "num_hidden_layers": 10, "layer_types": ..., "intermediate_size": 160,
+        "activation_sparsity_pattern": ...}),
+    "VaultGemmaConfig": ("vaultgemma", {"sliding_window": 20}),
+    "CwmConfig": ("cwm", {"sliding_window": 20}),
+    "Ministral3Config": ("ministral3", {"sliding_window": 20}),
+    "HunYuanDenseV1Config": ("hunyuan", {}),
     "Exaone4Config": ("exaone4", {"sliding_window": 20, "num_hidden_layers": 4}),
 }
 COMPARED = [name for name, (family, _) in BASES.items() if family in FAMILIES]
 READ_BESIDE = {  # fields that transformers obeys, but the class does not list
     "MistralConfig": {"layer_types"}, "Gemma3TextConfig": {"sliding_window_pattern"}}
 DERIVED = (  # that transformers writes, from other fields
-    "layer_types", "no_rope_layers", "mlp_layer_types", "layers_block_type")
+    "layer_types", "no_rope_layers", "mlp_layer_types", "layers_block_type", "per_layer_config")
 NOT_DERIVED = ("GraniteMoeHybridConfig",)  # classes whose layer types are not
 
 # Values that change nothing, neither in transformers' logits nor in what Slotwise reads.
@@ -84,7 +96,8 @@ NOTHING: dict[str, Any] = {
     "transformers_version": "4.1.0", "output_hidden_states": True, "return_dict": False, "chunk_size_feed_forward": 4,
     "id2label": {"0": "a"}, "label2id": {"a": 0}, "problem_type": "regression", "num_labels": 3,
     "initializer_range": 0.9, "use_cache": False, "pad_token_id": 5, "bos_token_id": 5, "attention_dropout": 0.5,
-    "pretraining_tp": 2, "name_or_path": "elsewhere", "output_attentions": True,
+    "pretraining_tp": 2, "name_or_path": "elsewhere", "output_attentions": True, "altup_coef_clip": 0.1,
+    "eod_token_id": 5,
     "allow_global_per_layer_attribute_access": True, "serialize_explicit_per_layer_config": True,
     "resid_pdrop": 0.5, "embd_pdrop": 0.5, "original_max_position_embeddings": 512, "router_aux_loss_coef": 0.5,
     "router_jitter_noise": 0.5, "output_router_logits": False, "residual_dropout": 0.5,
@@ -102,6 +115,8 @@ EDITED: dict[str, Any] = {
     "no_rope_layers": [1, 1, 0, 1], "no_rope_layer_interval": 3, "num_experts_per_tok": 1, "norm_topk_prob": True,
     "swiglu_alpha": 0.5, "swiglu_limit": 0.3, "norm_eps": 0.5,
     "n_group": 2, "topk_group": 3, "routed_scaling_factor": 2.2,
+    "altup_active_idx": 0, "altup_correct_scale": False, "num_kv_shared_layers": 5,
+    "activation_sparsity_pattern": [0.5, 0.9] * 5, "top_k_experts": 1,
 }  # fmt: skip
 
 # Values that other weights obey: a checkpoint is made with each.
@@ -114,6 +129,8 @@ BUILT: dict[str, Any] = {
     "full_attn_idxs": [0, 1],
     "n_routed_experts": 12, "n_shared_experts": 1, "num_shared_experts": 1, "first_k_dense_replace": 2,
     "mlp_layer_types": ["sparse", "dense", "sparse"], "use_qk_norm": False,
+    "attention_k_eq_v": True, "enable_moe_block": True, "use_double_wide_mlp": True,
+    "altup_num_inputs": 2, "laurel_rank": 4, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 900,
     "decoder_sparse_step": 3, "mlp_only_layers": [0], "qkv_bias": False, "use_bias": False, "attention_out_bias": False,
 }  # fmt: skip
 
@@ -149,6 +166,8 @@ PLAIN = {"rope_type": "default", "rope_theta": 1e5}
 UNTURNED = {"rope_scaling": (NOTHING, LINEAR), "rope_parameters": (NOTHING, LINEAR)}
 PARTIAL = LINEAR | {"partial_rotary_factor": 0.25}
 FACTORS = {"short_factor": [1 + i / 4 for i in range(9)], "long_factor": [2.0] * 9}
+SHARPENED = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16,
+             "llama_4_scaling_beta": 0.7}
 OWN: dict[str, dict[str, tuple[dict[str, Any], Any]]] = {
     "Gemma3TextConfig": {
         "use_bidirectional_attention": (READ, (True, lambda config: not config.is_causal, True)),
@@ -184,6 +203,18 @@ OWN: dict[str, dict[str, tuple[dict[str, Any], Any]]] = {
     "GlmConfig": {"attention_bias": (BUILT, False)},
     "Glm4Config": {"attention_bias": (BUILT, False)},
     "SeedOssConfig": {"attention_bias": (BUILT, False), "mlp_bias": (BUILT, False)},
+    "Gemma3nTextConfig": {
+        "rope_parameters": (EDITED, {"full_attention": LINEAR, "sliding_attention": PLAIN}),
+        "intermediate_size": (BUILT, [192] * 10), "num_hidden_layers": (BUILT, 12)},
+    "Gemma4TextConfig": {
+        "rope_parameters": (EDITED, {"full_attention": PLAIN | {"rope_type": "proportional", "factor": 2.0,
+                                                                "partial_rotary_factor": 0.5},
+                                     "sliding_attention": LINEAR}),
+        "num_hidden_layers": (BUILT, 18), "layer_types": (BUILT, MIXED[:2] * 6), "enable_moe_block": (BUILT, False),
+        "vocab_size_per_layer_input": (BUILT, 1100),
+        "use_bidirectional_attention": (REFUSED, "all"), "rope_scaling": (REFUSED, LINEAR)},
+    "GemmaConfig": {"hidden_act": (REFUSED, "relu")},
+    "Ministral3Config": {"rope_parameters": (EDITED, SHARPENED), "rope_scaling": (EDITED, SHARPENED)},
     "HeliumConfig": {"head_dim": (REFUSED, 16), "hidden_size": (REFUSED, 128), "num_attention_heads": (REFUSED, 8)},
 }
 
@@ -289,7 +320,7 @@ def test_what_changes_nothing(name: str, base: Callable[[str], Path], edited: Ca
 def test_what_is_obeyed(name: str, base: Callable[[str], Path], edited: Callable[..., Path]) -> None:
     config, logits = read_config(base(name)), theirs(base(name))
     for field, listed_value in listed(name, EDITED).items():
-        value = (MIXED * 2)[: config.num_layers] if field == "layer_types" else listed_value
+        value = (MIXED * 4)[: config.num_layers] if field == "layer_types" else listed_value
         folder = edited(name, **{field: value})
         expected = theirs(folder)
         assert distance(expected, logits) > FAR, f"{field}: a value that tells nothing"

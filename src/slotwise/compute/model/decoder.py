@@ -84,9 +84,9 @@ class DecoderSizes:
     def workspace_bytes(self, num_tokens: int, num_samples: int) -> int:
         """Peak bytes of activations in a step with these numbers of tokens and sampling rows."""
         config, network = self.config, self._network
-        heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        attending = max(2 * heads + 2 * config.num_heads * config.head_dim, config.recurrent_width,
-                        config.latent_width)
+        sizes = config.layer_heads or [(config.num_kv_heads, config.head_dim)]
+        attending = max(config.recurrent_width, config.latent_width, *[
+            (4 * config.num_heads + 4 * kv_heads) * head_dim for kv_heads, head_dim in sizes])
         mlp = config.mlp_width
         hidden = network.live_states * config.hidden_size
         a_token = (hidden + max(attending, mlp)) * config.dtype.itemsize
@@ -105,17 +105,18 @@ class Decoder(DecoderSizes):
         network = compose(config, WeightSource(read, kernels, config.dtype, adapters, group, formats))
         super().__init__(config, kernels, network, adapters, group, formats)
         self.layers = layers_of(config, group.pipe.stage)  # the layers held here
+        self._last_stored = max(map(config.kv_layer, self.layers))  # the last one with keys and values of its own
         layers = self._network.layers
         self._rotary = {
-            rope: RotaryTable(rope, config.head_dim, max_positions, kernels.device)
+            rope: RotaryTable(rope, rope.head_dim or config.head_dim, max_positions, kernels.device)
             for rope in dict.fromkeys(rope for layer in layers for rope in layer.attention.ropes)}
 
     @property
     def expert_ends(self) -> dict[int, Tensor]:
         """Cumulative sums over experts of the tokens routed so far, `[experts]`, by number of a layer held here.
         """
-        return {number: layer.mlp.ends for number, layer in zip(self.layers, self._network.layers, strict=True)
-                if isinstance(layer.mlp, MixtureOfExperts)}
+        return {number: mlp.ends for number, layer in zip(self.layers, self._network.layers, strict=True)
+                for mlp in layer.mlps if isinstance(mlp, MixtureOfExperts)}
 
     @property
     def has_states(self) -> bool:
@@ -145,9 +146,10 @@ class Decoder(DecoderSizes):
             advances: receives how recurrent states advanced that are on trial.
         """
         network, pipe = self._network, self.group.pipe
-        h = ResidualStream(self._embedded(batch.token_ids), self.kernels)
+        x = self._embedded(batch.token_ids)
+        h = ResidualStream(x, self.kernels) if network.start is None else network.start(batch.token_ids, x)
         for layer, step in zip(network.layers, self._steps(h, batch, caches, advances), strict=True):
-            if pipe.stage.is_last and layer is network.layers[-1] and not len(batch.sample_at):
+            if pipe.stage.is_last and step.layer == self._last_stored and not len(batch.sample_at):
                 # A chunk in mid-prompt: nothing behind its last keys and values is needed.
                 x = layer.attention_norm(h)
                 layer.attention.store(x, step)
@@ -169,8 +171,10 @@ class Decoder(DecoderSizes):
 
         rotary = {rope: table.until(batch.max_context_len) for rope, table in self._rotary.items()}
         narrows = self.group.pipe.stage.is_last and len(batch.sample_at) < len(batch.token_ids)
-        views = by_layer(batch, self.config.num_layers)[self.layers.start : self.layers.stop]
-        for layer, view, cache in zip(self.layers, views, caches, strict=True):
+        views = by_layer(batch, self.config.num_layers)
+        for layer in self.layers:
+            read = self.config.kv_layer(layer)
+            view, cache = views[read], caches[read - self.layers.start]
             kept = kept_by_last if narrows and layer == self.layers[-1] else _every_row
             yield LayerStep(layer, view, cache, rotary, kept, [] if advances is None else advances)
 

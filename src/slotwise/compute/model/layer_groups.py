@@ -46,11 +46,17 @@ class LayerGroups(NamedTuple):
         return max(self.caches) + 1
 
 
-def layer_groups(shapes: Sequence[LayerShape], longest: int) -> LayerGroups:
+def layer_groups(shapes: Sequence[LayerShape], longest: int, kv_layers: Sequence[int] = ()) -> LayerGroups:
     """Groups of layers by their windows, for sequences of at most `longest` tokens.
 
-    Layers whose keys and values differ in size are all one group, which keeps every position.
+    Layers whose keys and values differ in size are all one group, which keeps every position.  A layer that reads
+    those of another one, by `kv_layers`, has its group and cache.
     """
+    if kv_layers:
+        own = [layer for layer, read in enumerate(kv_layers) if layer == read]
+        found, places = layer_groups([shapes[layer] for layer in own], longest), [own.index(read) for read in kv_layers]
+        return LayerGroups(found.windows, tuple(found.of_layers[place] for place in places),
+                           tuple(found.caches[place] for place in places))
     windows = [shape.window if 0 < shape.window < longest else 0 for shape in shapes]
     sizes = {(shape.num_kv_heads, shape.head_dim) for shape in shapes if isinstance(shape, AttentionShape)}
     if len(sizes) > 1:
@@ -102,9 +108,11 @@ def least_block_size(
     return low
 
 
-def one_group(num_layers: int) -> LayerGroups:
-    """All layers in a group that keeps every position."""
-    return LayerGroups((0,), (0,) * num_layers, tuple(range(num_layers)))
+def one_group(num_layers: int, kv_layers: Sequence[int] = ()) -> LayerGroups:
+    """All layers in a group that keeps every position; `kv_layers` as in `layer_groups`."""
+    own = [layer for layer, read in enumerate(kv_layers) if layer == read]
+    caches = tuple(own.index(read) for read in kv_layers) if kv_layers else tuple(range(num_layers))
+    return LayerGroups((0,), (0,) * num_layers, caches)
 
 
 def one_cache(num_layers: int) -> LayerGroups:

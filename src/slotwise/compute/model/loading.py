@@ -62,6 +62,8 @@ def _ending(config: ModelConfig, more: tuple[int, ...]) -> ModelConfig:
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
+UNREAD = "k_proj", "v_proj", "k_norm", "v_norm"  # of layers that read the keys and values of others
+
 logger = logging.getLogger(__name__)
 
 
@@ -104,6 +106,8 @@ class UnreadModel:
         generates = config.is_causal and config.has_head and not config.num_labels
         self.config = config = replace(
             config, has_head=generates and (config.tie_word_embeddings or not weights.lack_head))
+        weights.leave_out([f"model.layers.{layer}.self_attn.{part}." for layer, read in enumerate(config.kv_layers)
+                           if layer != read for part in UNREAD])
         self._wanted, self._shapes = tensor_shapes(config, group), tensor_shapes(config)
         weights.assemble(config.quantization, self._shapes)
         weights.check(self._shapes)

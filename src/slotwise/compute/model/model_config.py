@@ -253,6 +253,10 @@ class ModelConfig:
     mixture: MixtureConfig | None = None  # None: every layer has an MLP
     recurrent: RecurrentConfig | None = None  # None: every layer has attention
     latent: LatentConfig | None = None  # compressed attention, in every layer without a recurrent state
+    # By layer, its heads of keys and values and their size; (): all layers have `num_kv_heads` and `head_dim`.
+    layer_heads: tuple[tuple[int, int], ...] = ()
+    kv_layers: tuple[int, ...] = ()  # by layer, the one whose keys and values it reads; (): its own
+    own: object = None  # what the layers of one family read, as an object of its own module
     quantization: Quantization | None = None  # of the weights of products, as config.json says; None: plain numbers
 
     def __post_init__(self) -> None:
@@ -278,9 +282,14 @@ class ModelConfig:
 
     def attention_shape(self, index: int) -> AttentionShape:
         """The attention of layer `index`, as kernels compute it."""
+        kv_heads, head_dim = self.layer_heads[index] if self.layer_heads else (self.num_kv_heads, self.head_dim)
         return AttentionShape(
-            self.num_heads, self.num_kv_heads, self.head_dim, self.attention_scale or self.head_dim**-0.5,
-            self.windows[index], self.attention_soft_cap, self.is_causal)
+            self.num_heads, kv_heads, head_dim, self.attention_scale or head_dim**-0.5, self.windows[index],
+            self.attention_soft_cap, self.is_causal)
+
+    def kv_layer(self, index: int) -> int:
+        """The layer whose keys and values layer `index` reads."""
+        return self.kv_layers[index] if self.kv_layers else index
 
     def has_state(self, index: int) -> bool:
         """Whether layer `index` has a recurrent state in place of attention."""

@@ -68,7 +68,7 @@ class MLP(Protocol):
 class DecoderLayer:
     """One layer.  A family's class reads its parts, under the names of the checkpoint, and runs them in `forward`."""
 
-    attention_norm: RMSNorm | NoNorm
+    attention_norm: FinalNorm
     attention: TokenMixer
     mlp: MLP
 
@@ -79,9 +79,43 @@ class DecoderLayer:
         raise NotImplementedError
 
     @property
+    def mlps(self) -> tuple[MLP, ...]:
+        """All that computes token by token between norms."""
+        return (self.mlp,)
+
+    @property
     def bytes(self) -> int:
         """Bytes of the weights, as packed."""
-        return sum(part.bytes for part in vars(self).values())
+        return sum(part.bytes for name, part in vars(self).items() if not name.startswith("_"))
+
+
+class FinalNorm(Protocol):
+    """What turns the stream after all layers into what the head reads: `[tokens, hidden]`."""
+
+    @property
+    def bytes(self) -> int:
+        """Of the weights, as packed."""
+        ...
+
+    def __call__(self, h: ResidualStream, /) -> Tensor: ...
+
+
+class StreamStart(Protocol):
+    """What a family computes before its first layer, and keeps in a stream of its own."""
+
+    @property
+    def bytes(self) -> int:
+        """Of the weights, as packed."""
+        ...
+
+    @property
+    def token_bytes(self) -> int:
+        """Of the weights that one token reads."""
+        ...
+
+    def __call__(self, token_ids: Tensor, x: Tensor) -> ResidualStream:
+        """The stream of tokens `[tokens]` whose embedding is `x [tokens, hidden]`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +124,10 @@ class Network:
 
     ends: Ends | None
     layers: Sequence[DecoderLayer]
-    norm: RMSNorm | NoNorm
+    norm: FinalNorm
     classifier: PooledHead | None = None  # of labels; None: there is none, or this is not the first stage
     dense: Sequence[PooledHead] = ()  # the modules that vectors pass, on the first stage
+    start: StreamStart | None = None  # None: the stream is the embedding
 
     @property
     def bytes(self) -> int:
@@ -100,12 +135,14 @@ class Network:
         ends = 0 if self.ends is None else self.ends.embedding.bytes
         ends += 0 if self.ends is None or self.ends.head is None else self.ends.head.bytes
         ends += sum(part.bytes for part in ([self.classifier] if self.classifier else []) + [*self.dense])
-        return ends + sum(layer.bytes for layer in self.layers) + self.norm.bytes
+        start = 0 if self.start is None else self.start.bytes
+        return ends + start + sum(layer.bytes for layer in self.layers) + self.norm.bytes
 
     @property
     def token_bytes(self) -> int:
         """Bytes of the weights that a step of one token reads: not the embedding, nor experts that are not chosen."""
-        unread = sum(layer.mlp.bytes - layer.mlp.token_bytes for layer in self.layers)
+        unread = sum(part.bytes - part.token_bytes for layer in self.layers for part in layer.mlps)
+        unread += 0 if self.start is None else self.start.bytes - self.start.token_bytes
         return self.bytes - (0 if self.ends is None else self.ends.embedding.bytes) - unread
 
     @property
@@ -126,7 +163,7 @@ def read_network(
     ends = replace(ends, has_head=config.has_head)
     read = read_ends(source, config.vocab_size, config.hidden_size, ends) if stage.is_first else None
     layers = [layer(index) for index in layers_of(config, stage)]
-    norm = RMSNorm(source, norm_name, config.hidden_size, norms) if stage.is_last else NoNorm()
+    norm: FinalNorm = RMSNorm(source, norm_name, config.hidden_size, norms) if stage.is_last else NoNorm()
     score = PooledHead((Linear(source, {"score": config.num_labels}, config.hidden_size, is_exact=True), "")) if (
         config.num_labels and stage.is_first) else None
     return Network(read, layers, norm, score, [read_dense(module, source) for module in config.dense if stage.is_first])
@@ -170,6 +207,13 @@ def read_experts(config: ModelConfig, source: WeightSource, at: str, names: Expe
     else:
         weights = separate_experts(source, experts, names.parts, sizes, count)
     return MixtureOfExperts(router, weights, sizes, routing, source, activation=mixture.activation, shared=shared)
+
+
+def refuse_stages(source: WeightSource, what: str) -> None:
+    """Raises CheckpointError where layers are divided into stages, none of which has all that `what` needs."""
+    if source.group.pipe.stage.total > 1:
+        raise CheckpointError(f"pipeline_parallel_size {source.group.pipe.stage.total}: {what} needs all layers in one "
+                              "stage: serve this model with pipeline_parallel_size 1")
 
 
 def layers_of(config: ModelConfig, stage: PipelineStage) -> range:

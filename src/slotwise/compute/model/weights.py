@@ -90,6 +90,10 @@ class CheckpointWeights:
         """Reads these quantized matrices as plain numbers from now on."""
         self._widened |= frozenset(names)
 
+    def leave_out(self, beginnings: Sequence[str]) -> None:
+        """Leaves out the tensors whose names begin so."""
+        self._tensors = {name: tensor for name, tensor in self._tensors.items() if not name.startswith((*beginnings,))}
+
     def check(self, expected: Shapes) -> None:
         """Checks that exactly the expected tensors exist.
 

@@ -1,11 +1,15 @@
-"""Gemma 2 (Gemma Team, 2024): norms before and after attention and MLP, capped scores and logits, a window in every
+"""Gemma (Gemma Team, 2024): Llama with GELU, a scaled embedding, and norms whose weights are offsets from 1.
+
+    h += attention(norm(h)),  h += down(gelu(gate(norm(h))) * up(norm(h)))
+
+Gemma 2 (Gemma Team, 2024): norms before and after attention and MLP, capped scores and logits, a window in every
 second layer.
 
     h += norm(attention(norm(h))),  h += norm(down(gelu(gate(norm(h))) * up(norm(h))))
 
 Gemma 3 (Gemma Team, 2025), text: norms of queries and keys instead of capped scores.  Five of six layers have a window,
 and a rotary embedding of their own.  EmbeddingGemma (Gemma Team, 2025) is such a model whose tokens attend to both
-sides.
+sides.  VaultGemma (2025) is Gemma 2 without the norms behind attention and MLP.
 """
 
 from __future__ import annotations
@@ -38,11 +42,50 @@ DEFAULTS = ConfigDefaults(num_kv_heads=4, head_dim=256, tie_word_embeddings=True
 ACTIVATIONS = ("gelu_pytorch_tanh",)
 
 
+def configure_gemma1(fields: Fields) -> ModelConfig:
+    """The first checkpoints name another GELU than the one that they were trained with."""
+    _refuse_bidirectional(fields)
+    config = read_common(fields, replace(DEFAULTS, num_kv_heads=16), (*ACTIVATIONS, "gelu"))
+    bias = fields.flag("attention_bias")
+    return replace(config, qkv_bias=bias, output_bias=bias)
+
+
+class GemmaLayer(DecoderLayer):
+    """Gemma's, and VaultGemma's.
+
+    Args:
+        mlp_norm: the name of the norm before the MLP.
+    """
+
+    def __init__(self, config: ModelConfig, source: WeightSource, index: int, *, mlp_norm: str) -> None:
+        at, hidden, norms = f"model.layers.{index}", config.hidden_size, _norms(config)
+        self.attention_norm = RMSNorm(source, f"{at}.input_layernorm", hidden, norms)
+        self.attention = Attention(
+            source, f"{at}.self_attn", config.attention_shape(index), config.ropes[index], hidden,
+            AttentionOptions(config.qkv_bias, config.output_bias))
+        self.mlp_norm = RMSNorm(source, f"{at}.{mlp_norm}", hidden, norms)
+        self.mlp = GatedMLP(source, f"{at}.mlp", (hidden, config.intermediate_size), activation="gelu_tanh")
+
+    def forward(self, h: ResidualStream, step: LayerStep) -> None:
+        h += self.attention(self.attention_norm(h), step)
+        h += self.mlp(self.mlp_norm(h))
+
+
+def compose_gemma1(config: ModelConfig, source: WeightSource) -> Network:
+    layer = functools.partial(GemmaLayer, config, source, mlp_norm="post_attention_layernorm")
+    return read_network(config, source, layer, _ends(config, source), _norms(config))
+
+
+def compose_vault(config: ModelConfig, source: WeightSource) -> Network:
+    layer = functools.partial(GemmaLayer, config, source, mlp_norm="pre_feedforward_layernorm")
+    return read_network(config, source, layer, _ends(config, source), _norms(config))
+
+
 def configure(fields: Fields) -> ModelConfig:
+    """Also VaultGemma's."""
     config = read_common(fields, DEFAULTS, ACTIVATIONS)
     bias, num_layers = fields.flag("attention_bias"), config.num_layers
-    if fields.flag("use_bidirectional_attention"):
-        raise fields.error("use_bidirectional_attention", "is true, which is not supported")
+    _refuse_bidirectional(fields)
     return replace(
         config,
         attention_scale=fields.number("query_pre_attn_scalar", default=256.0) ** -0.5,
@@ -52,6 +95,11 @@ def configure(fields: Fields) -> ModelConfig:
         qkv_bias=bias,
         output_bias=bias,
     )
+
+
+def _refuse_bidirectional(fields: Fields) -> None:
+    if fields.flag("use_bidirectional_attention"):
+        raise fields.error("use_bidirectional_attention", "is true, which is not supported")
 
 
 def _cap(fields: Fields, name: str, default: float) -> float:
@@ -81,9 +129,13 @@ class Gemma2Layer(DecoderLayer):
 
 
 def compose(config: ModelConfig, source: WeightSource) -> Network:
+    layer = functools.partial(Gemma2Layer, config, source)
+    return read_network(config, source, layer, _ends(config, source), _norms(config))
+
+
+def _ends(config: ModelConfig, source: WeightSource) -> EndOptions:
     scale = torch.tensor(config.hidden_size**0.5, dtype=source.dtype).item()  # rounded, as the models were trained
-    ends = EndOptions(config.tie_word_embeddings, scale, config.logit_soft_cap)
-    return read_network(config, source, functools.partial(Gemma2Layer, config, source), ends, _norms(config))
+    return EndOptions(config.tie_word_embeddings, scale, config.logit_soft_cap)
 
 
 def _norms(config: ModelConfig) -> NormOptions:

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from torch import Tensor
+
 from slotwise.compute.model.fields import Fields
 from slotwise.compute.model.layers.attention import Attention, AttentionOptions, LayerStep
 from slotwise.compute.model.layers.embedding_and_head import EndOptions
@@ -33,17 +35,17 @@ class LlamaLayer(DecoderLayer):
 
     Args:
         experts: reads the experts of the layer with a given name, in place of an MLP.
-        norms_all_heads, sinks: see `AttentionOptions`.
+        norms_all_heads, sinks, queries: see `AttentionOptions`.
     """
 
     def __init__(
         self, config: ModelConfig, source: WeightSource, index: int, experts: ReadExperts | None = None, *,
-        norms_all_heads: bool = False, sinks: bool = False,
+        norms_all_heads: bool = False, sinks: bool = False, queries: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
         at, hidden, norms = f"model.layers.{index}", config.hidden_size, NormOptions(config.rms_norm_eps)
         options = AttentionOptions(
             config.qkv_bias, config.output_bias, norms if config.qk_norm else None, norms_all_heads, sinks,
-            "qkv_proj" if config.has_fused_qkv else "")
+            "qkv_proj" if config.has_fused_qkv else "", queries=queries)
         self.attention_norm = RMSNorm(source, f"{at}.input_layernorm", hidden, norms)
         self.attention = Attention(
             source, f"{at}.self_attn", config.attention_shape(index), config.ropes[index], hidden, options)
@@ -59,12 +61,13 @@ class LlamaLayer(DecoderLayer):
 
 def compose(
     config: ModelConfig, source: WeightSource, experts: ReadExperts | None = None, *, norms_all_heads: bool = False,
-    sinks: bool = False,
+    sinks: bool = False, queries: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Network:
     """A model of `LlamaLayer`s with these options."""
 
     def layer(index: int) -> LlamaLayer:
-        return LlamaLayer(config, source, index, experts, norms_all_heads=norms_all_heads, sinks=sinks)
+        return LlamaLayer(
+            config, source, index, experts, norms_all_heads=norms_all_heads, sinks=sinks, queries=queries)
 
     ends = EndOptions(config.tie_word_embeddings, config.embedding_scale, logit_scale=config.logit_scale)
     return read_network(config, source, layer, ends, NormOptions(config.rms_norm_eps))

@@ -15,6 +15,7 @@ from slotwise.compute.model.layers.mlp import GatedMLP, MixtureOfExperts, Shared
 from slotwise.compute.model.layers.source import WeightSource
 from slotwise.compute.model.model_config import (
     FULL,
+    MAX_LAYERS,
     SLIDING,
     ConfigDefaults,
     ModelConfig,
@@ -22,13 +23,31 @@ from slotwise.compute.model.model_config import (
     read_layer_types,
     read_layer_windows,
     read_mixture,
+    read_rope,
     read_window,
+    text_part,
 )
 from slotwise.compute.model.network import Network
 
 
 def configure(fields: Fields) -> ModelConfig:
     config = read_common(fields, ConfigDefaults(num_kv_heads=32))
+    return replace(config, qkv_bias=True, windows=read_layer_windows(fields))
+
+
+MULTIMODAL = {"mrope": "default"}  # a type of rotary embedding, for tokens of text
+VL_TEXT = {
+    "vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80,
+    "num_attention_heads": 64, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 80}
+
+
+def configure_vl(fields: Fields) -> ModelConfig:
+    """The text part of Qwen2-VL and Qwen2.5-VL, which older configs have next to the other fields."""
+    if fields.section("text_config").values:
+        fields = text_part(fields, VL_TEXT)
+    ropes = (read_rope(fields, 1_000_000.0, aliases=MULTIMODAL),) * fields.integer(
+        "num_hidden_layers", maximum=MAX_LAYERS)
+    config = read_common(fields, ConfigDefaults(num_kv_heads=8, rms_norm_eps=1e-5), ropes=ropes)
     return replace(config, qkv_bias=True, windows=read_layer_windows(fields))
 
 

@@ -10,13 +10,21 @@ from dataclasses import replace
 from slotwise.compute.kernels.interface import Routing
 from slotwise.compute.model.fields import Fields
 from slotwise.compute.model.model_config import (
+    MAX_LAYERS,
     ConfigDefaults,
     ModelConfig,
     read_common,
     read_layer_windows,
     read_mixture,
+    read_rope,
     read_window,
+    text_part,
 )
+
+MULTIMODAL = {"mrope": "default"}  # a type of rotary embedding, for tokens of text
+VL_TEXT = {
+    "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "max_position_embeddings": 128000}
 
 
 def configure(fields: Fields) -> ModelConfig:
@@ -28,6 +36,15 @@ def configure(fields: Fields) -> ModelConfig:
         qk_norm=True,
         windows=read_layer_windows(fields),
     )
+
+
+def configure_vl(fields: Fields) -> ModelConfig:
+    """The text part of Qwen3-VL: the three positions of a token of text are one."""
+    fields = text_part(fields, VL_TEXT)
+    num_layers, bias = fields.integer("num_hidden_layers", maximum=MAX_LAYERS), fields.flag("attention_bias")
+    ropes = (read_rope(fields, 500_000.0, aliases=MULTIMODAL),) * num_layers
+    config = read_common(fields, ConfigDefaults(num_kv_heads=32, head_dim=128), ropes=ropes)
+    return replace(config, qkv_bias=bias, output_bias=bias, qk_norm=True)
 
 
 def configure_moe(fields: Fields) -> ModelConfig:

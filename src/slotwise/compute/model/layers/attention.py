@@ -9,6 +9,7 @@ gated, queries and gates are one weight, head by head: [ q0 | g0 | q1 | g1 | ...
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -18,8 +19,8 @@ from torch import Tensor
 
 from slotwise.compute.kernels.interface import AttentionShape, LayerCache, QKNorm, RaggedBatch, SharedNorm
 from slotwise.compute.model.layers.linear import Linear
-from slotwise.compute.model.layers.norm import NormOptions, read_qk_norm
-from slotwise.compute.model.layers.rope import Rope
+from slotwise.compute.model.layers.norm import NormOptions, RMSNorm, read_qk_norm
+from slotwise.compute.model.layers.rope import Rope, rotated
 from slotwise.compute.model.layers.source import NO_CUTS, WeightSource, heads_of
 from slotwise.compute.model.stored_tensors import WHOLE, Cut
 from slotwise.errors import CheckpointError
@@ -31,13 +32,18 @@ class AttentionOptions:
 
     qkv_bias: bool = False
     output_bias: bool = False
-    qk_norm: NormOptions | None = None
+    qk_norm: NormOptions | QKNorm | None = None  # whose weights are read, or are given
     norms_all_heads: bool = False  # together, and not each by itself
     sinks: bool = False  # a score without a value for each head
     qkv_name: str = ""  # of a fused weight of queries, keys and values; "": three weights
     is_gated: bool = False  # results are multiplied by the sigmoid of gates
     output_name: str = "o_proj"
     norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    has_values: bool = True  # weights of them; without, `qkv` makes them of the keys
+    # What is rotated and stored in place of queries, keys and values `[tokens, heads + 2 * kv_heads, head_dim]`.
+    qkv: Callable[[Tensor], Tensor] | None = None
+    # What attends in place of the rotated queries `[tokens, heads, head_dim]` of tokens at positions `[tokens]`.
+    queries: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
 class StateAdvance(NamedTuple):
@@ -76,7 +82,7 @@ class Attention:
         self._kernels = source.kernels
         query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         queries = {f"{name}.q_proj": query * 2 if options.is_gated else query}
-        parts = queries | {f"{name}.k_proj": key, f"{name}.v_proj": key}
+        parts = queries | {f"{name}.k_proj": key} | ({f"{name}.v_proj": key} if options.has_values else {})
         if options.qkv_name:
             parts = {f"{name}.{options.qkv_name}": query + 2 * key}
         order = rope.order(shape.head_dim)
@@ -89,8 +95,12 @@ class Attention:
         columns = range(heads.query.start * size, heads.query.stop * size)
         self.output = Linear(source, {output: hidden_size}, query, bias=options.output_bias,
                              cuts={output: Cut(columns=columns)} if is_shared else NO_CUTS)
-        self._norm = None
-        if options.qk_norm:
+        self._norm: QKNorm | None = None
+        self._qkv = options.qkv
+        self._queries = options.queries
+        if isinstance(options.qk_norm, QKNorm):
+            self._norm = _ordered(options.qk_norm, order)
+        elif options.qk_norm:
             sizes = (query, key) if options.norms_all_heads else (shape.head_dim, shape.head_dim)
             is_divided = is_shared and options.norms_all_heads
             names = [f"{name}.{norm}" for norm in options.norm_names]
@@ -110,6 +120,8 @@ class Attention:
         """`[tokens, hidden] -> [kept tokens, hidden]`."""
         gate = None if self._gate is None else self._gate(x)
         queries = self.store(x, step)
+        if self._queries is not None:
+            queries = self._kernels.rowwise(self._queries, queries, step.batch.positions)
         out = self._kernels.attention(queries, step.cache, step.batch, self.shape, self._sinks)
         if gate is not None:
             out = self._kernels.sigmoid_mul(gate, out)
@@ -117,8 +129,48 @@ class Attention:
 
     def store(self, x: Tensor, step: LayerStep) -> Tensor:
         """Write keys and values to the cache; returns the queries `[tokens, heads, head_dim]`."""
-        table = step.rotary[self.ropes[0]]
-        return self._kernels.rotary_store(self.qkv(x), table, step.batch, step.cache, self.shape, self._norm)
+        table, qkv = step.rotary[self.ropes[0]], self.qkv(x)
+        if self._qkv is not None:
+            heads = self._kernels.rowwise(self._qkv, qkv.view(len(qkv), -1, self.shape.head_dim))
+            qkv = heads.view(len(qkv), -1)
+        return self._kernels.rotary_store(qkv, table, step.batch, step.cache, self.shape, self._norm)
+
+
+class SharedAttention:
+    """Attention with queries only, over the keys and values of an earlier layer (Brandon et al., "Reducing Transformer
+    Key-Value Cache Size with Cross-Layer Attention", 2024).
+
+    Args:
+        norm: of each head's query.
+    """
+
+    def __init__(
+        self, source: WeightSource, name: str, shape: AttentionShape, rope: Rope, hidden_size: int, norm: NormOptions,
+        *, bias: bool = False,
+    ) -> None:
+        heads, size, query = heads_of(shape, source.group), shape.head_dim, shape.num_heads * shape.head_dim
+        is_shared, own = source.group.size > 1, range(heads.query.start * size, heads.query.stop * size)
+        self.shape, self.ropes = heads.shape, (rope,)
+        self._kernels = source.kernels
+        queries, output = f"{name}.q_proj", f"{name}.o_proj"
+        self.queries = Linear(source, {queries: query}, hidden_size, bias=bias,
+                              cuts={queries: Cut((own,))} if is_shared else NO_CUTS)
+        self.output = Linear(source, {output: hidden_size}, query, bias=bias,
+                             cuts={output: Cut(columns=own)} if is_shared else NO_CUTS)
+        self._norm = RMSNorm(source, f"{name}.q_norm", size, norm)
+        self.bytes = self.queries.bytes + self.output.bytes + self._norm.bytes
+
+    def __call__(self, x: Tensor, step: LayerStep) -> Tensor:
+        """`[tokens, hidden] -> [kept tokens, hidden]`."""
+        heads, size = self.shape.num_heads, self.shape.head_dim
+        queries = self._norm(self.queries(x).view(-1, size)).view(-1, heads, size)
+        queries = self._kernels.rowwise(
+            functools.partial(rotated, step.rotary[self.ropes[0]]), queries, step.batch.positions)
+        return self.output(step.kept(self._kernels.attention(queries, step.cache, step.batch, self.shape)))
+
+    def store(self, x: Tensor, step: LayerStep) -> Tensor:
+        """Stores nothing: later tokens read the earlier layer's."""
+        return x
 
 
 def refuse_parts(source: WeightSource, what: str) -> None:

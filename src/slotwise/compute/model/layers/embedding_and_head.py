@@ -48,6 +48,20 @@ class Embedding:
         return self._reduce(self._rows(token_ids))
 
 
+def read_embedding(source: WeightSource, name: str, size: tuple[int, int], scale: float = 1.0) -> Embedding:
+    """The embedding called `name`, in addition to the model's own."""
+    own, cuts = range(size[0]), NO_CUTS
+    if source.group.size > 1:
+        own = share(size[0], source.group, "tokens")
+        cuts = {f"{name}.weight": Cut((own,))}
+    table = source.weight({f"{name}.weight": size}, cuts)
+    assert not isinstance(table, StackedMatrix)  # of several names
+    if source.group.size > 1 and not isinstance(table, Tensor):
+        raise CheckpointError(f"{name}: a quantized embedding is not supported with tensor_parallel_size: serve this "
+                              "model with tensor_parallel_size 1")
+    return Embedding(source, table, scale, own.start)
+
+
 class LMHead:
     """`[tokens, hidden] -> [tokens, vocabulary]`, logits in the type of the weights.
 

@@ -44,6 +44,10 @@ class ResidualStream:
             self._sum, self._addend = self._kernels.add(self._addend, self._sum), None
         return self._sum
 
+    def replace(self, x: Tensor) -> None:
+        """Go on with `x`, which holds the sum so far."""
+        self._sum, self._addend = x, None
+
     def normed(self, weight: Tensor, eps: float, offset: float) -> Tensor:
         """The RMSNorm of the sum."""
         if self._addend is None:

@@ -31,6 +31,7 @@ class Rope:
     theta: float  # the base
     share: float = field(default=1.0, kw_only=True)  # of a head's dimensions, its first ones: the others do not turn
     has_neighbors: bool = field(default=False, kw_only=True)  # pairs are dimensions 2i and 2i + 1
+    head_dim: int = field(default=0, kw_only=True)  # of its layers, where layers differ; 0: the model's
 
     def rotated(self, head_dim: int) -> int:
         """Dimensions of a head that turn."""
@@ -90,6 +91,18 @@ class LinearRope(Rope):
 
     def inverse_frequencies(self, rotated: int) -> Tensor:
         return Rope.inverse_frequencies(self, rotated) / self.factor
+
+
+@dataclass(frozen=True)
+class ProportionalRope(Rope):
+    """A part of the pairs turns, as fast as if all did (Gemma 4); the others do not."""
+
+    proportion: float
+    factor: float = 1.0  # by which they are slowed down
+
+    def inverse_frequencies(self, rotated: int) -> Tensor:
+        plain, turning = Rope.inverse_frequencies(self, rotated), int(self.proportion * rotated // 2)
+        return torch.cat((plain[:turning], torch.zeros(len(plain) - turning))) / self.factor
 
 
 @dataclass(frozen=True)
@@ -177,6 +190,13 @@ class LongRope(Rope):
 
     def reaching(self, max_positions: int) -> Self:
         return replace(self, is_long=max_positions > self.original_max_positions)
+
+
+def rotated(table: Tensor, x: Tensor, positions: Tensor) -> Tensor:
+    """Heads `x [tokens, heads, head_dim]` in the order of `order`, rotated by the rows of `table` at `positions`."""
+    cosine, sine = table[positions].unsqueeze(1).chunk(2, dim=-1)
+    low, high = x.float().chunk(2, dim=-1)
+    return torch.cat((low * cosine - high * sine, high * cosine + low * sine), dim=-1).to(x.dtype)
 
 
 def rotary_table(rope: Rope, head_dim: int, start: int, end: int) -> Tensor:

@@ -81,7 +81,7 @@ class Heads(NamedTuple):
         size = self.shape.head_dim
         query, key = (range(heads.start * size, heads.stop * size) for heads in (self.query, self.key))
         if len(parts) > 1:
-            return {name: Cut((rows,)) for name, rows in zip(parts, (query, key, key), strict=True)}
+            return {name: Cut((rows,)) for name, rows in zip(parts, (query, key, key)[: len(parts)], strict=True)}
         (name,) = parts
         starts = self.whole.num_heads * size, (self.whole.num_heads + self.whole.num_kv_heads) * size
         return {name: Cut((query, *(range(at + key.start, at + key.stop) for at in starts)))}

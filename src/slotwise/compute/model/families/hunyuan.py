@@ -1,0 +1,69 @@
+"""Hunyuan dense (Tencent, 2025): Llama with norms of each head's query and key behind the rotary embedding.
+
+Kernels norm before they rotate.  A rotation does not change a length, so only the weights belong behind it: keys are
+cached without theirs, and queries are multiplied by both.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from slotwise.compute.kernels.interface import QKNorm
+from slotwise.compute.model.families.llama import LlamaLayer
+from slotwise.compute.model.fields import Fields
+from slotwise.compute.model.layers.attention import Attention, AttentionOptions
+from slotwise.compute.model.layers.embedding_and_head import EndOptions
+from slotwise.compute.model.layers.mlp import GatedMLP
+from slotwise.compute.model.layers.norm import NormOptions, RMSNorm
+from slotwise.compute.model.layers.source import WeightSource
+from slotwise.compute.model.model_config import ConfigDefaults, ModelConfig, read_common, read_head_dim
+from slotwise.compute.model.network import Network, read_network
+
+DEFAULTS = ConfigDefaults(rms_norm_eps=1e-5)
+
+
+def configure(fields: Fields) -> ModelConfig:
+    config, bias = read_common(_with_alpha(fields), DEFAULTS), fields.flag("attention_bias")
+    return replace(config, qkv_bias=bias, output_bias=bias)
+
+
+def _with_alpha(fields: Fields) -> Fields:
+    """A base raised by `alpha` in place of the scaling called dynamic, which it makes static."""
+    name = "rope_scaling" if fields.section("rope_scaling").values else "rope_parameters"
+    rope = fields.section(name)
+    if rope.text("rope_type", default=rope.text("type", default="default")) != "dynamic" or not rope.has("alpha"):
+        return fields
+    head_dim = read_head_dim(fields)
+    base = rope.number("rope_theta", default=fields.number("rope_theta", default=10_000.0))
+    theta = base * rope.number("alpha") ** (head_dim / (head_dim - 2))
+    return Fields({**fields.values, name: {"rope_type": "default", "rope_theta": theta}}, fields.where)
+
+
+class HunyuanLayer(LlamaLayer):
+    """Llama's layer with these norms."""
+
+    def __init__(self, config: ModelConfig, source: WeightSource, index: int) -> None:
+        at, hidden, norms = f"model.layers.{index}", config.hidden_size, NormOptions(config.rms_norm_eps)
+        query, key = (source.tensor({f"{at}.self_attn.{part}_layernorm.weight": (config.head_dim,)})
+                      for part in ("query", "key"))
+        norm = QKNorm(torch.ones_like(query), torch.ones_like(key), config.rms_norm_eps)
+        weighted = functools.partial(_weighted, query.float() * key.float())
+        options = AttentionOptions(config.qkv_bias, config.output_bias, norm, queries=weighted)
+        self.attention_norm = RMSNorm(source, f"{at}.input_layernorm", hidden, norms)
+        self.attention = Attention(
+            source, f"{at}.self_attn", config.attention_shape(index), config.ropes[index], hidden, options)
+        self.mlp_norm = RMSNorm(source, f"{at}.post_attention_layernorm", hidden, norms)
+        self.mlp = GatedMLP(source, f"{at}.mlp", (hidden, config.intermediate_size))
+
+
+def _weighted(weight: Tensor, queries: Tensor, positions: Tensor) -> Tensor:
+    return (queries * weight).to(queries.dtype)
+
+
+def compose(config: ModelConfig, source: WeightSource) -> Network:
+    layer, ends = functools.partial(HunyuanLayer, config, source), EndOptions(config.tie_word_embeddings)
+    return read_network(config, source, layer, ends, NormOptions(config.rms_norm_eps))

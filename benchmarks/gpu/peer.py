@@ -58,7 +58,7 @@ def llama(setup: Setup) -> Any:
         architectures=[shape.architecture], vocab_size=shape.vocab_size, hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size, num_hidden_layers=shape.num_layers,
         num_attention_heads=shape.num_heads, num_key_value_heads=shape.num_kv_heads, head_dim=shape.head_dim,
-        rms_norm_eps=shape.rms_norm_eps, max_position_embeddings=shape.max_position_embeddings,
+        rms_norm_eps=shape.norm_eps, max_position_embeddings=shape.max_position_embeddings,
         tie_word_embeddings=False)
 
 

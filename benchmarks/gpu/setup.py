@@ -77,7 +77,7 @@ def _shape(hidden: int, intermediate: int, layers: int, heads: tuple[int, int, i
     num_heads, num_kv_heads, head_dim = heads
     return ModelConfig(
         architecture="LlamaForCausalLM", vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate,
-        num_layers=layers, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, rms_norm_eps=1e-5,
+        num_layers=layers, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, norm_eps=1e-5,
         ropes=(Llama3Rope(500_000.0, 8.0, 1.0, 4.0, 8192),) * layers, max_position_embeddings=131_072,
         windows=(0,) * layers,
         tie_word_embeddings=False, eos_token_ids=(), dtype=dtype)

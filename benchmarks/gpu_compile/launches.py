@@ -5,6 +5,7 @@ A launch is one step of a layer or of the sampler, on tensors of the CPU whose s
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -22,7 +23,14 @@ from slotwise.compute.kernels.cuda.configs import (
 )
 from slotwise.compute.kernels.cuda.experts import ExpertCodes
 from slotwise.compute.kernels.cuda.low_rank import CudaAdapters
-from slotwise.compute.kernels.interface import AttentionShape, QKNorm, RaggedBatch, Routing
+from slotwise.compute.kernels.interface import (
+    ACTIVATIONS,
+    AttentionShape,
+    LayerNormWeights,
+    QKNorm,
+    RaggedBatch,
+    Routing,
+)
 from slotwise.compute.kernels.matrix import E4M3, Factors, Format
 from slotwise.compute.model.gguf.block_types import BLOCK_TYPES
 from slotwise.compute.model.quantization.bitsandbytes import NF4
@@ -125,8 +133,11 @@ def _others(kind: str) -> Iterator[Launch]:
             x, weight = torch.zeros(TOKENS, hidden, dtype=KINDS[kind]), torch.ones(hidden, dtype=KINDS[kind])
             pointwise.rms_norm(x, weight, 1e-5)
             pointwise.add_rms_norm(x, x.clone(), weight, 1e-5)
-            pointwise.activated(x, "silu")
-            pointwise.activated(x, "gelu_tanh")
+            pointwise.layer_norm(x, LayerNormWeights(weight, weight, 1e-5))
+            pointwise.layer_norm(x, LayerNormWeights(weight, weight, 1e-5), x.clone())
+            for activation in ACTIVATIONS:
+                pointwise.activated(x, activation, is_gated=True)
+                pointwise.activated(x, activation, is_gated=False)
 
         yield Launch(f"hidden {hidden}", kind, norms)
     for vocabulary in VOCABULARIES:
@@ -149,7 +160,8 @@ def _experts(kind: str) -> Iterator[Launch]:
             stacked = experts.StackedExperts(*([torch.empty(shape, dtype=KINDS[kind])] for shape in shapes), None, None)
             x, logits = (torch.empty(tokens, size, dtype=KINDS[kind]) for size in (hidden, routing.num_experts))
             ends = torch.zeros(routing.num_experts, dtype=torch.int64)
-            experts.mixture(x, logits, stacked, routing, ends, lambda gate_up: pointwise.activated(gate_up, "silu"))
+            activate = functools.partial(pointwise.activated, activation="silu", is_gated=True)
+            experts.mixture(x, logits, stacked, routing, ends, activate)
 
         tile = experts_tile(of_one * routing.num_experts, routing.num_experts, KINDS[kind])
         yield Launch(f"{of_one} tokens an expert", kind, work, {"multiply_experts": tile.programs})

@@ -46,6 +46,10 @@ ROUTED = {"first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_to
           "moe_intermediate_size": 64}
 
 # The class of transformers, without "ForCausalLM" where it ends so, and where its config differs from SIZES.
+CLASSIC = dict.fromkeys(("num_key_value_heads", "head_dim", "rms_norm_eps"), ...)  # that older configs lack
+GPT = CLASSIC | {"intermediate_size": ..., "n_inner": 160, "initializer_range": 0.4}
+OPT = CLASSIC | {"intermediate_size": ..., "initializer_range": ..., "ffn_dim": 160, "init_std": 0.2}
+
 _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": False}),
     "llama3": ("Llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}),
@@ -147,9 +151,15 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "mscale": 1.0, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.5}}),
     "hunyuan": ("HunYuanDenseV1", {"num_hidden_layers": 2, "rope_parameters": {
         "rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 1.0, "alpha": 20.0}}),
+    "gpt2": ("GPT2LMHeadModel", GPT),
+    "gpt_bigcode": ("GPTBigCode", GPT),
+    "gpt_neox": ("GPTNeoX", CLASSIC),
+    "opt": ("OPT", OPT),
+    "opt_350m": ("OPT", OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 64,
+                              "init_std": 0.5}),
 }  # fmt: skip
 
-ALIKE = {"solar_open": "glm4_moe", "dots1": "glm4_moe",
+ALIKE = {"solar_open": "glm4_moe", "dots1": "glm4_moe", "opt_350m": "opt",
          "ministral": "mistral", "seed_oss": "llama_bias", "helium": "ernie4_5", "glm": "glm4"}
 """Families composed like another one, which `make test` compares in their place; `make families` compares all."""
 EVERY = list(_SHAPES)
@@ -164,6 +174,9 @@ RECURRENT = (  # families whose states no ranks divide
     "qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "mamba2", "bamba", "granite_hybrid")
 NOT_IN_TORCH = ("softcapping", "gpt_oss", "mamba")  # in configs of models whose attention torch's own does not compute
 UNSCALED = ("Gemma3n", "Gemma4")  # classes whose scores are not divided by the root of the size of a head
+
+DOWN = tuple(f"{name}.weight" for name in ("mlp.c_proj", "dense_4h_to_h", "fc2", "fc_out", "mlp.down_proj_"))
+"""The second product of an MLP without gates."""
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}</s>\n{% endfor %}"
@@ -197,13 +210,18 @@ def make(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = made(config)
+        norms = {name for name, part in model.named_modules() if "Norm" in type(part).__name__}
         for key, tensor in model.named_parameters():
-            if "norm" in key or key.endswith("scale"):
+            is_norm = key.rpartition(".")[0] in norms or "norm" in key
+            if (is_norm or key.endswith("scale")) and not key.endswith("bias"):
                 torch.nn.init.uniform_(tensor, 0.5, 1.5)
                 if "q_norm" in key and _SHAPES[family][0] in UNSCALED:  # or attention would have one token each
                     tensor.data /= 8
             elif key.endswith(("conv1d.weight", "bias")):
-                torch.nn.init.normal_(tensor, std=0.2 if "correction" in key else 0.5)
+                torch.nn.init.normal_(tensor, std=0.2 if is_norm or "correction" in key else 0.5)
+            elif key.endswith(DOWN):  # what an activation without gates adds for every token alike would dominate
+                with torch.no_grad():
+                    tensor -= tensor.mean(tensor.shape.index(max(tensor.shape)), keepdim=True)
         for key, tensor in model.named_buffers():
             if key.endswith(("correction_bias", "expert_bias")):
                 torch.nn.init.normal_(tensor, std=0.2)

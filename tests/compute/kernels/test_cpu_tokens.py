@@ -16,6 +16,7 @@ from slotwise.compute.kernels.cpu.launcher import KernelLauncher
 from slotwise.compute.kernels.cpu.products import paths
 from slotwise.compute.kernels.cpu.products.linear import tiled_linear
 from slotwise.compute.kernels.cpu.products.onednn import onednn_linear
+from slotwise.compute.kernels.interface import ACTIVATIONS, LayerNormWeights
 from slotwise.compute.kernels.reference import ReferenceKernels
 
 CPU, REFERENCE = CpuKernels(threads=2, path="float32"), ReferenceKernels()
@@ -100,6 +101,35 @@ def test_norms_and_activation(kind, tokens, size):
     assert distance(CPU.soft_cap(x, 2.0), REFERENCE.soft_cap(x, 2.0)) < close
     offset = CPU.rms_norm(x, weight, 1e-5, 1.0)
     assert distance(offset, REFERENCE.rms_norm(x, weight, 1e-5, 1.0)) < close
+
+
+@settings(max_examples=40, deadline=None)
+@given(kinds, st.integers(1, 70), st.integers(1, 400), st.booleans(), st.booleans(), st.sampled_from([0.0, 1.0]))
+def test_layer_norm(kind, tokens, size, has_weight, has_bias, offset):
+    x, residual = numbers(kind, tokens, size) + 3, numbers(kind, tokens, size)
+    norm = LayerNormWeights(numbers(kind, size) if has_weight else None, numbers(kind, size) if has_bias else None,
+                            1e-5, offset)
+    close = {torch.float32: 3e-6, torch.bfloat16: 2e-3}[kind]
+    together = CPU.layer_norm(x, norm)
+    assert (together.float() - REFERENCE.layer_norm(x, norm).float()).norm() <= close * (together.float().norm() + 1)
+    assert all(torch.equal(CPU.layer_norm(x[i : i + 1], norm)[0], together[i]) for i in range(0, tokens, 9))
+    ours, theirs = residual.clone(), residual.clone()
+    sums, expected = CPU.layer_norm(x, norm, ours), REFERENCE.layer_norm(x, norm, theirs)
+    assert torch.equal(ours, theirs)
+    assert (sums.float() - expected.float()).norm() <= close * (expected.float().norm() + 1)
+
+
+@FLOATS
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_activations(kind, activation, is_gated):
+    x = torch.cat([torch.linspace(-12, 12, 4000), torch.tensor([0.0, 1e-8, -1e-8, 90.0, -90.0, 1e4, -1e4, 3.0])])
+    x = torch.stack([x.view(-1, 2).T.flatten()] * 3).to(kind)  # gates and what they gate are alike
+    expected = REFERENCE.activate(x, activation, is_gated=is_gated)
+    # The reference itself cancels for negative numbers, and is multiplied by up to 12.
+    relative, absolute = {torch.float32: 3e-6, torch.bfloat16: 2**-7}[kind], 1.5e-5 if is_gated else 1.5e-6
+    torch.testing.assert_close(
+        CPU.activate(x, activation, is_gated=is_gated), expected, rtol=relative, atol=absolute)
 
 
 @FLOATS

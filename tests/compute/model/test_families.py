@@ -9,14 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.checkpoints import FAMILIES, make, prompts
+from support.checkpoints import FAMILIES, class_name, make, prompts
 from support.ragged import Driver
 
 from slotwise.compute.kernels.checked import CheckedKernels
 from slotwise.compute.kernels.cpu.kernels import CpuKernels
 from slotwise.compute.kernels.reference import ReferenceKernels
 from slotwise.compute.kernels.timed import TimedKernels
+from slotwise.compute.model.family_table import FAMILIES as FAMILY_TABLE
 from slotwise.compute.model.family_table import tensor_shapes
+from slotwise.compute.model.layers.embedding_and_head import POSITIONS
 from slotwise.compute.model.loading import load_model, read_config
 from slotwise.compute.model.names import canonical
 from slotwise.errors import CheckpointError
@@ -27,7 +29,9 @@ EXPERTS = re.compile(r"\.(experts|block_sparse_moe\.(input|output)_linear)\.")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_tensors_listed_are_those_of_the_checkpoint(family: str, checkpoint: Callable[[str], Path]) -> None:
     folder = checkpoint(family)
-    stored = {canonical(name): tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
+    transposed = tuple([f"{name}.weight" for name in FAMILY_TABLE[class_name(family)].transposed])
+    stored = {canonical(name): tuple(tensor.shape[::-1] if transposed and name.endswith(transposed) else tensor.shape)
+              for name, tensor in load_file(folder / "model.safetensors").items()}
     assert tensor_shapes(read_config(folder)) == stored
 
 
@@ -36,6 +40,9 @@ def test_bytes_are_those_of_all_tensors(family: str, checkpoint: Callable[[str],
     folder = checkpoint(family)
     decoder = load_model(folder, kernels=ReferenceKernels())
     sizes = {canonical(name): tensor.nbytes for name, tensor in load_file(folder / "model.safetensors").items()}
+    if POSITIONS in sizes:  # without the rows that no position has
+        config = decoder.config
+        sizes[POSITIONS] = config.max_position_embeddings * config.hidden_size * config.dtype.itemsize
     embedding = sizes["model.embed_tokens.weight"]
     head = embedding if decoder.config.tie_word_embeddings else 0  # counted once more: kernels may pack it
     assert decoder.weight_bytes == sum(sizes.values()) + head

@@ -26,6 +26,7 @@ from slotwise.compute.kernels.interface import (
     LatentNorm,
     LatentShape,
     LayerCache,
+    LayerNormWeights,
     Linear,
     Mixture,
     PackedLatentProducts,
@@ -69,9 +70,9 @@ class CheckedKernels:
         pack = functools.partial(self._kernels.gated, activation=activation)
         return self._product(pack, "gated", weight, bias, weight.shape[0] // 2)
 
-    def head(self, weight: Weight) -> Linear:
+    def head(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """A product that checks its argument."""
-        return self._product(lambda packed, _: self._kernels.head(packed), "head", weight, None, weight.shape[0])
+        return self._product(self._kernels.head, "head", weight, bias, weight.shape[0])
 
     def embedding(self, table: QuantizedMatrix, kind: torch.dtype, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
         """A lookup that checks its argument."""
@@ -140,6 +141,15 @@ class CheckedKernels:
         self._check("add_rms_norm: residual", residual, x.shape, (x.dtype,))
         result = self._kernels.add_rms_norm(x, residual, weight, eps, offset)
         return self._check("add_rms_norm: result", result, x.shape, (x.dtype,))
+
+    def layer_norm(self, x: Tensor, norm: LayerNormWeights, residual: Tensor | None = None) -> Tensor:
+        self._check("layer_norm: x", x, tuple(x.shape[:2]), FLOATS)
+        for name, part in (("weight", norm.weight), ("bias", norm.bias)):
+            if part is not None:
+                self._check(f"layer_norm: {name}", part, (x.shape[-1],), (x.dtype,))
+        if residual is not None:
+            self._check("layer_norm: residual", residual, x.shape, (x.dtype,))
+        return self._check("layer_norm: result", self._kernels.layer_norm(x, norm, residual), x.shape, (x.dtype,))
 
     def add(self, x: Tensor, residual: Tensor, gate: Tensor | None = None) -> Tensor:
         self._check("add: x", x, tuple(x.shape[:2]), FLOATS)
@@ -256,6 +266,13 @@ class CheckedKernels:
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         return self._activated("gelu_mul", self._kernels.gelu_mul, gate_up)
+
+    def activate(self, x: Tensor, activation: Activation, *, is_gated: bool = False) -> Tensor:
+        run = functools.partial(self._kernels.activate, activation=activation, is_gated=is_gated)
+        if is_gated:
+            return self._activated("activate", run, x)
+        self._check("activate: x", x, tuple(x.shape[:2]), FLOATS)
+        return self._check("activate: result", run(x), x.shape, (x.dtype,))
 
     def clamped_swiglu(self, gate_up: Tensor, activation: ClampedSwiGLU) -> Tensor:
         multiply = functools.partial(self._kernels.clamped_swiglu, activation=activation)

@@ -14,10 +14,11 @@ batching (Yu et al., OSDI 2022) over vLLM's paged memory (Kwon et al., SOSP 2023
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, get_args
 
 from torch import Tensor, device, dtype, float8_e4m3fn, float32, int8
 
@@ -26,8 +27,20 @@ from slotwise.compute.kernels.matrix import Format, QuantizedMatrix, Weight
 Linear = Callable[[Tensor], Tensor]
 """A packed product: `[tokens, in] -> [tokens, out]`, bias included."""
 
-Activation = Literal["silu", "gelu_tanh"]
-"""Activations of gates: SiLU (Elfwing et al., 2017); GELU's approximation by tanh (Hendrycks and Gimpel, 2016)."""
+Activation = Literal["silu", "gelu_tanh", "gelu", "quick_gelu", "relu", "relu2"]
+"""SiLU (Elfwing et al., 2017); GELU (Hendrycks and Gimpel, 2016) with its approximations by tanh and by a sigmoid of
+1.702 times the input; ReLU, and its square (So et al., "Primer", 2021)."""
+
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+
+
+class LayerNormWeights(NamedTuple):
+    """A LayerNorm (Ba et al., 2016): `(x - mean) / sqrt(variance + eps) * (weight + offset) + bias`."""
+
+    weight: Tensor | None  # [size]; None: ones
+    bias: Tensor | None  # [size]; None: zeros
+    eps: float
+    offset: float = 0.0  # added to the weight in float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -775,7 +788,7 @@ class Kernels(StateKernels, LatentKernels, Protocol):
         """A `linear` that is never quantized, and takes as many bytes as `weight`."""
         ...
 
-    def head(self, weight: Weight) -> Linear:
+    def head(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """Pack `weight [vocab, hidden]` for logits."""
         ...
 
@@ -856,6 +869,10 @@ class Kernels(StateKernels, LatentKernels, Protocol):
         """`residual += x` in place, then RMSNorm of the sum: `[tokens, hidden]`."""
         ...
 
+    def layer_norm(self, x: Tensor, norm: LayerNormWeights, residual: Tensor | None = None) -> Tensor:
+        """LayerNorm over the last dimension of `x [tokens, hidden]`, or of `residual += x`, in place, as stored."""
+        ...
+
     def add(self, x: Tensor, residual: Tensor, gate: Tensor | None = None) -> Tensor:
         """`residual += x` in place, or `residual += sigmoid(gate) * x` with `gate [tokens, 1]`; returns `residual`."""
         ...
@@ -866,6 +883,10 @@ class Kernels(StateKernels, LatentKernels, Protocol):
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         """`gelu(gate) * up`, with GELU's approximation by tanh."""
+        ...
+
+    def activate(self, x: Tensor, activation: Activation, *, is_gated: bool = False) -> Tensor:
+        """`activation(x)` of `x [tokens, size]`, or of `[gate, up] = x` of half that size `activation(gate) * up`."""
         ...
 
     def clamped_swiglu(self, gate_up: Tensor, activation: ClampedSwiGLU) -> Tensor:
@@ -908,4 +929,8 @@ def activated(kernels: Kernels, activation: Activation | ClampedSwiGLU) -> Linea
     """The function that applies an activation: `[tokens, 2 * intermediate] -> [tokens, intermediate]`."""
     if isinstance(activation, ClampedSwiGLU):
         return lambda gate_up: kernels.clamped_swiglu(gate_up, activation)
-    return {"silu": kernels.silu_mul, "gelu_tanh": kernels.gelu_mul}[activation]
+    if activation == "silu":
+        return kernels.silu_mul
+    if activation == "gelu_tanh":
+        return kernels.gelu_mul
+    return functools.partial(kernels.activate, activation=activation, is_gated=True)

@@ -9,6 +9,7 @@ places that a query may see, so the contents of other places never matter.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -34,6 +35,7 @@ from slotwise.compute.kernels.interface import (
     ExpertWeights,
     LatentNorm,
     LatentShape,
+    LayerNormWeights,
     LayerShape,
     Linear,
     LowRank,
@@ -384,9 +386,9 @@ class ReferenceKernels:
         """Adapter by adapter."""
         return ReferenceAdapters(num_places)
 
-    def head(self, weight: Weight) -> Linear:
+    def head(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """A product like any other."""
-        return self.linear(weight)
+        return self.linear(weight, bias)
 
     def embedding(self, table: QuantizedMatrix, kind: torch.dtype, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
         """Rows of the dequantized table."""
@@ -427,6 +429,14 @@ class ReferenceKernels:
         residual += x
         return self.rms_norm(residual, weight, eps, offset)
 
+    def layer_norm(self, x: Tensor, norm: LayerNormWeights, residual: Tensor | None = None) -> Tensor:
+        """LayerNorm (Ba et al., 2016) of `x [tokens, hidden]`, or of `residual += x`, in place, as stored."""
+        if residual is not None:
+            x = residual.add_(x)
+        weight = None if norm.weight is None else norm.weight.float() + norm.offset
+        bias = None if norm.bias is None else norm.bias.float()
+        return F.layer_norm(x.float(), x.shape[-1:], weight, bias, norm.eps).to(x.dtype)
+
     def add(self, x: Tensor, residual: Tensor, gate: Tensor | None = None) -> Tensor:
         """`residual += x` in place, or `residual += sigmoid(gate) * x`; returns `residual`."""
         if gate is None:
@@ -444,6 +454,13 @@ class ReferenceKernels:
         """`gelu(gate) * up`, with GELU's approximation by tanh."""
         gate, up = gate_up.float().chunk(2, dim=-1)
         return (F.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
+
+    def activate(self, x: Tensor, activation: Activation, *, is_gated: bool = False) -> Tensor:
+        """`activation(x)`, or `activation(gate) * up`."""
+        if not is_gated:
+            return FUNCTIONS[activation](x.float()).to(x.dtype)
+        gate, up = x.float().chunk(2, dim=-1)
+        return (FUNCTIONS[activation](gate) * up).to(x.dtype)
 
     def clamped_swiglu(self, gate_up: Tensor, activation: ClampedSwiGLU) -> Tensor:
         """`(clamp(up) + 1) * g * sigmoid(alpha * g)`, with `g = min(gate, limit)`."""
@@ -608,6 +625,11 @@ class ReferenceKernels:
 def _halves(x: Tensor, shape: LatentShape) -> Tensor:
     """Rotary dimensions `[..., rope_dim]` with pairs in halves."""
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) if shape.has_neighbors else x
+
+
+FUNCTIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu, "gelu_tanh": functools.partial(F.gelu, approximate="tanh"), "gelu": F.gelu,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x), "relu": F.relu, "relu2": lambda x: F.relu(x).square()}
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:

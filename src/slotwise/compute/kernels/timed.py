@@ -22,6 +22,7 @@ from slotwise.compute.kernels.interface import (
     LatentNorm,
     LatentShape,
     LayerCache,
+    LayerNormWeights,
     Linear,
     Mixture,
     PackedLatentProducts,
@@ -80,9 +81,9 @@ class TimedKernels:
         mixture = self._kernels.experts(weights, routing, activation, ends)
         return lambda x, logits: self._timed(PRODUCTS, lambda: mixture(x, logits))
 
-    def head(self, weight: Weight) -> Linear:
+    def head(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """A timed product."""
-        return self._timed_product(self._kernels.head(weight))
+        return self._timed_product(self._kernels.head(weight, bias))
 
     def embedding(self, table: QuantizedMatrix, kind: dtype, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
         """A timed lookup."""
@@ -100,6 +101,9 @@ class TimedKernels:
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         return self._timed(SMALL, lambda: self._kernels.add_rms_norm(x, residual, weight, eps, offset))
+
+    def layer_norm(self, x: Tensor, norm: LayerNormWeights, residual: Tensor | None = None) -> Tensor:
+        return self._timed(SMALL, lambda: self._kernels.layer_norm(x, norm, residual))
 
     def add(self, x: Tensor, residual: Tensor, gate: Tensor | None = None) -> Tensor:
         return self._timed(SMALL, lambda: self._kernels.add(x, residual, gate))
@@ -152,6 +156,9 @@ class TimedKernels:
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         return self._timed(SMALL, lambda: self._kernels.gelu_mul(gate_up))
+
+    def activate(self, x: Tensor, activation: Activation, *, is_gated: bool = False) -> Tensor:
+        return self._timed(SMALL, lambda: self._kernels.activate(x, activation, is_gated=is_gated))
 
     def clamped_swiglu(self, gate_up: Tensor, activation: ClampedSwiGLU) -> Tensor:
         return self._timed(SMALL, lambda: self._kernels.clamped_swiglu(gate_up, activation))

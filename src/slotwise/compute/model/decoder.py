@@ -146,7 +146,7 @@ class Decoder(DecoderSizes):
             advances: receives how recurrent states advanced that are on trial.
         """
         network, pipe = self._network, self.group.pipe
-        x = self._embedded(batch.token_ids)
+        x = self._embedded(batch)
         h = ResidualStream(x, self.kernels) if network.start is None else network.start(batch.token_ids, x)
         for layer, step in zip(network.layers, self._steps(h, batch, caches, advances), strict=True):
             if pipe.stage.is_last and step.layer == self._last_stored and not len(batch.sample_at):
@@ -163,10 +163,15 @@ class Decoder(DecoderSizes):
     ) -> Iterator[LayerStep]:
         """The step as each layer sees it.  Behind the last layer's attention only rows that sample go on."""
 
+        is_kept = False
+
         def kept_by_last(x: Tensor) -> Tensor:
-            h.keep(batch.sample_at)
-            if self.adapters is not None:
-                self.adapters.rows.select(batch.sample_at)
+            nonlocal is_kept
+            if not is_kept:
+                is_kept = True
+                h.keep(batch.sample_at)
+                if self.adapters is not None:
+                    self.adapters.rows.select(batch.sample_at)
             return x.index_select(0, batch.sample_at)
 
         rotary = {rope: table.until(batch.max_context_len) for rope, table in self._rotary.items()}
@@ -178,11 +183,11 @@ class Decoder(DecoderSizes):
             kept = kept_by_last if narrows and layer == self.layers[-1] else _every_row
             yield LayerStep(layer, view, cache, rotary, kept, [] if advances is None else advances)
 
-    def _embedded(self, token_ids: Tensor) -> Tensor:
+    def _embedded(self, batch: RaggedBatch) -> Tensor:
         """The hidden states of tokens before this stage's layers."""
         if self._network.ends is not None:
-            return self._network.ends.embedding(token_ids)
-        return self.group.pipe.receive(len(token_ids), self.config.hidden_size, self.config.dtype)
+            return self._network.ends.embedding(batch.token_ids, batch.positions)
+        return self.group.pipe.receive(len(batch.token_ids), self.config.hidden_size, self.config.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[samples, hidden] -> [samples, vocab]`, in the model's own type; on the first stage alone.

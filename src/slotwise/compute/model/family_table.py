@@ -24,6 +24,8 @@ from slotwise.compute.model.families import (
     gemma4,
     glm,
     glm4_moe,
+    gpt2,
+    gpt_neox,
     gpt_oss,
     granite,
     granite_hybrid,
@@ -36,6 +38,7 @@ from slotwise.compute.model.families import (
     mistral,
     olmo2,
     olmoe,
+    opt,
     phi3,
     qwen2,
     qwen3,
@@ -60,6 +63,7 @@ class Family(NamedTuple):
     configure: Callable[[Fields], ModelConfig]
     compose: Callable[[ModelConfig, WeightSource], Network]
     model_types: tuple[str, ...] = ()  # that a config may name; transformers chooses its class by them; (): any
+    transposed: tuple[str, ...] = ()  # ends of the names of products that checkpoints store as [inputs, outputs]
 
 
 FAMILIES: dict[str, Family] = {
@@ -119,6 +123,10 @@ FAMILIES: dict[str, Family] = {
     "Dots1ForCausalLM": Family(dots1.configure, glm4_moe.compose, ("dots1",)),
     "SolarOpenForCausalLM": Family(solar_open.configure, glm4_moe.compose, ("solar_open",)),
     "ExaoneMoeForCausalLM": Family(exaone_moe.configure, exaone_moe.compose, ("exaone_moe",)),
+    "GPT2LMHeadModel": Family(gpt2.configure, gpt2.compose, ("gpt2", "gpt-sw3"), gpt2.TRANSPOSED),
+    "GPTBigCodeForCausalLM": Family(gpt2.configure_bigcode, gpt2.compose_bigcode, ("gpt_bigcode",)),
+    "GPTNeoXForCausalLM": Family(gpt_neox.configure, gpt_neox.compose, ("gpt_neox",)),
+    "OPTForCausalLM": Family(opt.configure, opt.compose, ("opt",)),
 }
 
 

@@ -27,9 +27,30 @@ class Fields:
     default.
     """
 
-    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+    def __init__(self, values: Mapping[str, Any], where: str, shown: Mapping[str, str] = {}) -> None:
         self.values = values
         self.where = where  # the file, for messages
+        self._shown = shown  # the names of fields in the file, for messages, where they differ
+
+    def renamed(self, names: Mapping[str, str]) -> Fields:
+        """The same fields under other names: `names` has the new name of each.
+
+        Raises CheckpointError for a field that is there under both names, with two values.
+        """
+        values, shown = dict(self.values), dict(self._shown)
+        for old, new in names.items():
+            if old not in values:
+                continue
+            if values.get(new, values[old]) != values[old]:
+                raise self.error(old, f"and {new} differ")
+            values[new] = values.pop(old)
+            shown[new] = old
+        return Fields(values, self.where, shown)
+
+    def with_defaults(self, **values: Any) -> Fields:
+        """The same fields, with `values` for absent ones."""
+        absent = {name: value for name, value in values.items() if not self.has(name)}
+        return Fields({**self.values, **absent}, self.where, self._shown)
 
     def has(self, name: str) -> bool:
         return self.values.get(name) is not None
@@ -109,7 +130,7 @@ class Fields:
                 raise self.error(name, why)
 
     def error(self, name: str, problem: str) -> CheckpointError:
-        return CheckpointError(f"{self.where}: {name} {problem}")
+        return CheckpointError(f"{self.where}: {self._shown.get(name, name)} {problem}")
 
     def _value(self, name: str, default: Any) -> Any:
         value = self.values.get(name)

@@ -15,7 +15,7 @@ from slotwise.compute.kernels.matrix import Format, Weight
 from slotwise.compute.kernels.reference import ReferenceKernels
 from slotwise.compute.model.checkpoint import CONFIG, locate
 from slotwise.compute.model.decoder import Decoder, DecoderSizes
-from slotwise.compute.model.family_table import adaptable, compose, configure, tensor_shapes
+from slotwise.compute.model.family_table import FAMILIES, adaptable, compose, configure, tensor_shapes
 from slotwise.compute.model.fields import read_json
 from slotwise.compute.model.generation_config import read_generation
 from slotwise.compute.model.gguf.gguf_config import read_gguf_config
@@ -102,6 +102,7 @@ class UnreadModel:
     ) -> None:
         self._kernels, self._group, self._adapters = kernels, group, adapters
         self._weights = weights = CheckpointWeights(folder, [module.folder for module in described.dense])
+        weights.transpose(FAMILIES[described.architecture].transposed)
         config = _with_stored_head(described, weights, folder)
         generates = config.is_causal and config.has_head and not config.num_labels
         self.config = config = replace(

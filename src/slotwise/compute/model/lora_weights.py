@@ -53,7 +53,7 @@ FREE = {  # fields without effect, or read below
     "peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "r",
     "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "lora_bias", "lora_dropout", "task_type",
     "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "runtime_config",
-    "qalora_group_size", "ensure_weight_tying", "init_lora_weights", "megatron_core", "eva_config",
+    "qalora_group_size", "fan_in_fan_out", "ensure_weight_tying", "init_lora_weights", "megatron_core", "eva_config",
 }
 INITS = (None, True, False, "gaussian", "eva", "orthogonal")  # values that leave the base weights unchanged
 NEUTRAL: tuple[object, ...] = (None, False, {}, [], "")

@@ -227,8 +227,8 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int  # may differ from hidden_size / num_heads
-    rms_norm_eps: float
-    ropes: tuple[Rope, ...]  # per layer
+    norm_eps: float
+    ropes: tuple[Rope, ...]  # per layer; NoRope where nothing turns, whatever else tells positions apart
     max_position_embeddings: int  # tokens
     windows: tuple[int, ...]  # per layer: tokens a query may look back on, itself included; 0: no limit
     tie_word_embeddings: bool  # the head is the embedding table
@@ -249,6 +249,10 @@ class ModelConfig:
     logit_soft_cap: float = 0.0  # 0: none
     logit_scale: float = 1.0  # of logits
     embedding_scale: float = 1.0
+    activation: Activation = "silu"  # of MLPs
+    has_gated_mlp: bool = True  # else an MLP has two products
+    is_parallel: bool = False  # attention and MLP read the same hidden states
+    qkv_clip: float = 0.0  # of queries, keys and values; 0: they are not clipped
     has_gated_attention: bool = False
     mixture: MixtureConfig | None = None  # None: every layer has an MLP
     recurrent: RecurrentConfig | None = None  # None: every layer has attention
@@ -333,7 +337,7 @@ class ModelConfig:
         heads = ((3 if self.has_gated_attention else 2) * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         if self.latent is not None:
             heads = self._latent_weights // self.hidden_size
-        weights = self.num_layers * self.hidden_size * (heads + 3 * self.intermediate_size)
+        weights = self.num_layers * self.hidden_size * (heads + self.mlp_products * self.intermediate_size)
         if self.recurrent is not None:
             instead = self.recurrent.shape.num_weights(self.hidden_size) - self.hidden_size * heads
             weights += sum(self.recurrent.layers) * instead
@@ -341,8 +345,13 @@ class ModelConfig:
             return weights
         mixture, routing = self.mixture, self.mixture.routing
         chosen = 3 * (routing.top_k * mixture.intermediate_size + mixture.shared_intermediate_size)
-        instead = chosen + routing.num_experts - 3 * self.intermediate_size
+        instead = chosen + routing.num_experts - self.mlp_products * self.intermediate_size
         return weights + sum(mixture.layers) * self.hidden_size * instead
+
+    @property
+    def mlp_products(self) -> int:
+        """Products of an MLP, each of which has `hidden_size * intermediate_size` weights."""
+        return 3 if self.has_gated_mlp else 2
 
     @property
     def _latent_weights(self) -> int:
@@ -365,13 +374,31 @@ class ModelConfig:
         return max(3 * self.intermediate_size, of_experts)
 
 
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_python_tanh": "gelu_tanh",
+    "gelu_accurate": "gelu_tanh", "quick_gelu": "quick_gelu", "relu": "relu", "relu2": "relu2"}
+"""Activations by transformers' names."""
+
+
+def read_activation(fields: Fields, default: str, name: str = "hidden_act") -> Activation:
+    """The activation that the field `name` names.
+
+    Raises CheckpointError for those that are not implemented.
+    """
+    value = fields.text(name, default=default)
+    if value not in ACTIVATIONS:
+        raise fields.error(name, f"{value!r:.40} is not supported; these are: {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[value]
+
+
 @dataclass(frozen=True, slots=True)
 class ConfigDefaults:
     """What a family's configs mean where they leave a field out."""
 
     num_kv_heads: int | None = None  # None: one per query head, as null means in every family
     head_dim: int | None = None  # None: the hidden size shared among the heads
-    rms_norm_eps: float = 1e-6
+    norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
     tie_word_embeddings: bool = False
 
@@ -382,13 +409,13 @@ def read_common(
 ) -> ModelConfig:
     """The fields that all families write alike; a family's module replaces what differs.
 
-    `activations` are the names of the one activation that the family computes.  `ropes` are those of the layers; None:
-    one for all of them, which is read here.
+    `activations` are the names of the one activation that the family computes; none: its module reads it.  `ropes` are
+    those of the layers; None: one for all of them, which is read here.
 
     Raises CheckpointError when a field is absent, malformed or needs something not implemented.
     """
     _refuse_unsupported(fields)
-    for name in ("hidden_act", "hidden_activation"):
+    for name in ("hidden_act", "hidden_activation") if activations else ():
         activation = fields.text(name, default=activations[0])
         if activation not in activations:
             raise fields.error(name, f"must be {activations[0]}, not {activation!r:.40}")
@@ -404,7 +431,7 @@ def read_common(
         num_heads=heads,
         num_kv_heads=fields.integer("num_key_value_heads", default=absent),
         head_dim=defaults.head_dim if defaults.head_dim and not fields.has("head_dim") else read_head_dim(fields),
-        rms_norm_eps=fields.number("rms_norm_eps", default=defaults.rms_norm_eps),
+        norm_eps=fields.number("rms_norm_eps", default=defaults.norm_eps),
         ropes=tuple(ropes or (read_rope(fields, defaults.rope_theta),) * num_layers),
         max_position_embeddings=fields.integer("max_position_embeddings"),
         windows=(0,) * num_layers,

@@ -6,6 +6,7 @@ Families use those of a language model with a head: `model.layers.0.mlp.up_proj`
     model.language_model.layers.0.mlp.up_proj    of one for images and text
     backbone.layers.0.mixer.in_proj              of Mamba and its hybrids
     language_model.model.layers.0.mlp.up_proj    the same before transformers 4.52, which it also saves
+    transformer.h.0.mlp.c_fc, h.0.mlp.c_fc       of GPT-2, with and without its head: `model.layers.0.mlp.c_fc`
 
 Tensors, adapters and whole names in the lists of a config are renamed by `canonical`; expressions and parts of names
 are compared with all `spellings` of a module.
@@ -17,17 +18,44 @@ from collections.abc import Callable
 
 MODEL, HEAD = "model", "lm_head"
 _INNER = "language_model"
-_BACKBONE, _TABLE = "backbone", f"{MODEL}.embed_tokens"
-_TABLES = [f"{each}.embedding{ending}" for each in (_BACKBONE, MODEL) for ending in ("", "s")]
-_RENAMED = (  # beginnings of names
-    *[(table, _TABLE) for table in _TABLES], (_BACKBONE, MODEL),
-    (f"{_INNER}.{MODEL}", MODEL), (f"{MODEL}.{_INNER}", MODEL), (f"{_INNER}.{HEAD}", HEAD), (_INNER, MODEL),
-    *[(part, f"{MODEL}.{part}") for part in ("layers", "embed_tokens", "norm", "norm_f")])
+_LAYERS, _EMBEDDING, _POSITIONS, _NORM, _EMBEDDING_NORM = (
+    f"{MODEL}.{part}" for part in ("layers", "embed_tokens", "embed_positions", "norm", "embed_norm"))
+_GPT2 = {"wte": _EMBEDDING, "wpe": _POSITIONS, "h": _LAYERS, "ln_f": _NORM}
+_MAMBA = {"embedding": _EMBEDDING, "embeddings": _EMBEDDING, "norm_f": _NORM}
+_SCHEMES: dict[str, dict[str, str]] = {  # by what stands before them: parts of a model under other names
+    "transformer": _GPT2 | {
+        "blocks": _LAYERS, "norm_f": _NORM, "word_embeddings": _EMBEDDING, "word_embeddings_layernorm": _EMBEDDING_NORM,
+        "tokens_embed": _EMBEDDING, "positions_embed": _POSITIONS, "w": _EMBEDDING, "layernorm": _NORM},
+    "gpt_neox": {"embed_in": _EMBEDDING, "final_layer_norm": _NORM},
+    "gpt_neox_japanese": {"embed_in": _EMBEDDING, "final_layer_norm": _NORM},
+    f"{MODEL}.decoder": {"final_layer_norm": _NORM},
+    "decoder": {"final_layer_norm": _NORM},
+    "biogpt": {"layer_norm": _NORM},
+    "backbone": _MAMBA,
+    MODEL: _MAMBA | {"final_layernorm": _NORM, "layer_norm": _NORM, "embedding_norm": _NORM},
+    "": {**_GPT2, "norm_f": _NORM, "layers": _LAYERS, "embed_tokens": _EMBEDDING, "norm": _NORM, "embed_in": _EMBEDDING,
+         "final_layer_norm": _NORM, "embed_out": HEAD, "output_projection": HEAD},
+}
+_RENAMED = {  # beginnings of names
+    f"{_INNER}.{MODEL}": MODEL, f"{MODEL}.{_INNER}": MODEL, f"{_INNER}.{HEAD}": HEAD, _INNER: MODEL,
+    **{inner: MODEL for inner in _SCHEMES if inner not in ("", MODEL)},
+    **{f"{inner}.{part}".removeprefix("."): new for inner, parts in _SCHEMES.items() for part, new in parts.items()}}
+_LONGEST = max(name.count(".") for name in _RENAMED) + 1  # components of a beginning
+_LAYERS_OF = {  # by architecture, where configs do not write `model.layers`
+    architecture: layers for layers, architectures in {
+        "transformer.h": ("GPT2LMHeadModel", "GPTBigCodeForCausalLM", "GPTJForCausalLM", "GPTNeoForCausalLM",
+                          "CodeGenForCausalLM", "BloomForCausalLM", "FalconForCausalLM"),
+        "transformer.blocks": ("MptForCausalLM", "DbrxForCausalLM"),
+        "gpt_neox.layers": ("GPTNeoXForCausalLM",), "gpt_neox_japanese.layers": ("GPTNeoXJapaneseForCausalLM",),
+        "model.decoder.layers": ("OPTForCausalLM",), "biogpt.layers": ("BioGptForCausalLM",),
+        "backbone.layers": ("MambaForCausalLM", "Mamba2ForCausalLM", "FalconMambaForCausalLM"),
+    }.items() for architecture in architectures}
 WITH_IMAGES = "ForConditionalGeneration"  # suffix of architectures that contain a language model
 HEADLESS = ("TextModel", "Model")  # suffixes of architectures without a head
 CLASSIFIES = "ForSequenceClassification"  # suffix of architectures with a head of labels
-WITH_HEAD = "ForCausalLM"
+WITH_HEAD, OLDER_HEAD = "ForCausalLM", "LMHeadModel"
 ENCODER_HEADS = ("ForMaskedLM", "ForPreTraining")  # suffixes of encoders with heads that fill gaps
+_OLDER = ("GPT2", "OpenAIGPT", "CTRL")  # whose model with a head is called by the older suffix
 
 FIRST_TOKEN = ("Bert", "bert", "Roberta", "MPNet", "Electra")  # in names of models whose first token sums up a text
 
@@ -37,14 +65,20 @@ Spellings = Callable[[str], tuple[str, ...]]
 
 def canonical(name: str) -> str:
     """The name that families use of a tensor or a module; others stay."""
-    for old, new in _RENAMED:
-        if name == old or name.startswith(f"{old}."):
-            return new + name.removeprefix(old)
+    parts = name.split(".", _LONGEST)
+    for count in range(min(_LONGEST, len(parts)), 0, -1):
+        beginning = ".".join(parts[:count])
+        if beginning in _RENAMED:
+            return _RENAMED[beginning] + name.removeprefix(beginning)
     return name
 
 
 def with_head(architecture: str) -> str:
     """The architecture of the same model with a head that generates."""
+    if architecture.endswith(OLDER_HEAD):
+        return architecture
+    if (stem := architecture.removesuffix(HEADLESS[-1]).removesuffix(CLASSIFIES)) in _OLDER:
+        return stem + OLDER_HEAD
     for ending in (*HEADLESS, CLASSIFIES):
         if architecture.endswith(ending):
             return architecture.removesuffix(ending) + WITH_HEAD
@@ -69,12 +103,15 @@ def spellings(architecture: str) -> Spellings:
     beginnings: tuple[str, ...] = (f"{MODEL}.",)
     if architecture.endswith(WITH_IMAGES):
         beginnings = f"{MODEL}.{_INNER}.", f"{_INNER}.{MODEL}."
-    elif architecture.endswith(HEADLESS):
+    elif architecture.endswith(HEADLESS) and not architecture.endswith(OLDER_HEAD):
         beginnings = ("",)
 
     def of(module: str) -> tuple[str, ...]:
         if module.startswith(f"{MODEL}."):
-            return tuple([beginning + module.removeprefix(f"{MODEL}.") for beginning in beginnings])
+            inner = module.removeprefix(f"{MODEL}.")
+            if module.startswith(f"{_LAYERS}.") and (layers := _LAYERS_OF.get(with_head(architecture))):
+                return (layers + module.removeprefix(_LAYERS),)
+            return tuple([beginning + inner for beginning in beginnings])
         return (module, f"{_INNER}.{module}") if architecture.endswith(WITH_IMAGES) else (module,)
 
     return of

@@ -30,7 +30,7 @@ from slotwise.compute.model.layers.mlp import (
     separate_experts,
     stacked_experts,
 )
-from slotwise.compute.model.layers.norm import NoNorm, NormOptions, ResidualStream, RMSNorm
+from slotwise.compute.model.layers.norm import LayerNormOptions, NoNorm, Norm, NormOptions, ResidualStream
 from slotwise.compute.model.layers.rope import Rope
 from slotwise.compute.model.layers.source import WeightSource
 from slotwise.compute.model.model_config import ModelConfig
@@ -68,7 +68,7 @@ class MLP(Protocol):
 class DecoderLayer:
     """One layer.  A family's class reads its parts, under the names of the checkpoint, and runs them in `forward`."""
 
-    attention_norm: FinalNorm
+    attention_norm: Norm
     attention: TokenMixer
     mlp: MLP
 
@@ -87,17 +87,6 @@ class DecoderLayer:
     def bytes(self) -> int:
         """Bytes of the weights, as packed."""
         return sum(part.bytes for name, part in vars(self).items() if not name.startswith("_"))
-
-
-class FinalNorm(Protocol):
-    """What turns the stream after all layers into what the head reads: `[tokens, hidden]`."""
-
-    @property
-    def bytes(self) -> int:
-        """Of the weights, as packed."""
-        ...
-
-    def __call__(self, h: ResidualStream, /) -> Tensor: ...
 
 
 class StreamStart(Protocol):
@@ -124,7 +113,7 @@ class Network:
 
     ends: Ends | None
     layers: Sequence[DecoderLayer]
-    norm: FinalNorm
+    norm: Norm
     classifier: PooledHead | None = None  # of labels; None: there is none, or this is not the first stage
     dense: Sequence[PooledHead] = ()  # the modules that vectors pass, on the first stage
     start: StreamStart | None = None  # None: the stream is the embedding
@@ -132,7 +121,7 @@ class Network:
     @property
     def bytes(self) -> int:
         """Bytes of the weights, as packed; a tied head counts in addition to the embedding."""
-        ends = 0 if self.ends is None else self.ends.embedding.bytes
+        ends = 0 if self.ends is None else self.ends.embedding.bytes + self.ends.embedding.more_bytes
         ends += 0 if self.ends is None or self.ends.head is None else self.ends.head.bytes
         ends += sum(part.bytes for part in ([self.classifier] if self.classifier else []) + [*self.dense])
         start = 0 if self.start is None else self.start.bytes
@@ -153,17 +142,19 @@ class Network:
 
 def read_network(
     config: ModelConfig, source: WeightSource, layer: Callable[[int], DecoderLayer], ends: EndOptions,
-    norms: NormOptions, norm_name: str = "model.norm",
+    norms: NormOptions | LayerNormOptions | None,
 ) -> Network:
     """Reads the stage of a model that `source` is for; `layer(index)` reads one layer.
 
-    `norm_name` is that of the norm after all layers.
+    `norms` are those of the norm after all layers; None: there is none.
     """
     stage = source.group.pipe.stage
     ends = replace(ends, has_head=config.has_head)
     read = read_ends(source, config.vocab_size, config.hidden_size, ends) if stage.is_first else None
     layers = [layer(index) for index in layers_of(config, stage)]
-    norm: FinalNorm = RMSNorm(source, norm_name, config.hidden_size, norms) if stage.is_last else NoNorm()
+    norm: Norm = NoNorm()
+    if norms is not None and stage.is_last:
+        norm = norms.read(source, "model.norm", config.hidden_size)
     score = PooledHead((Linear(source, {"score": config.num_labels}, config.hidden_size, is_exact=True), "")) if (
         config.num_labels and stage.is_first) else None
     return Network(read, layers, norm, score, [read_dense(module, source) for module in config.dense if stage.is_first])

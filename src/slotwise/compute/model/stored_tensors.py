@@ -205,6 +205,22 @@ class SafetensorsTensor:
         raise TypeError(f"{self._name} is not a quantized matrix")
 
 
+class TransposedTensor:
+    """A matrix that is stored as `[inputs, outputs]`."""
+
+    format = None
+
+    def __init__(self, stored: StoredTensor) -> None:
+        self._stored = stored
+        self.kind, self.shape, self.nbytes = stored.kind, stored.shape[::-1], stored.nbytes
+
+    def rows(self, first: int, end: int) -> Tensor:
+        return self._stored.rows(0, self.shape[1])[:, first:end].T
+
+    def matrix(self) -> QuantizedMatrix:
+        return self._stored.matrix()
+
+
 def open_safetensors(folder: Path, modules: Sequence[str] = ()) -> TensorSource:
     """Reads the tables of a folder's files, and of those in `modules`, folders in it, whose names their tensors get.
 

@@ -23,6 +23,7 @@ from slotwise.compute.model.stored_tensors import (
     Shapes,
     StoredTensor,
     TensorSource,
+    TransposedTensor,
     open_safetensors,
 )
 from slotwise.errors import CheckpointError
@@ -33,6 +34,9 @@ Progress = Callable[[int, int], None]
 DENSE = ("BF16", "F16", "F32", "F64")
 MATRIX = 2  # dimensions
 COMPARED_NUMBERS = 1 << 22  # of two matrices, at a time
+BUFFERS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias",
+           ".attn.causal_mask")
+"""How the names of tensors in old checkpoints end that are no weights: frequencies and causal masks."""
 _NAMED = 3  # tensors named in an error before "and n more"
 
 
@@ -76,6 +80,15 @@ class CheckpointWeights:
         rows = max(1, COMPARED_NUMBERS // max(1, first.shape[1]))
         return all(torch.equal(first.rows(at, at + rows).to(dtype), second.rows(at, at + rows).to(dtype))
                    for at in range(0, first.shape[0], rows))
+
+    def transpose(self, products: Collection[str]) -> None:
+        """Reads the plain weights of products whose names end so as transposed, in a folder from now on."""
+        if products and not self._source.is_exact:
+            endings = tuple([f".{name}.weight" for name in products])
+            self._tensors = {
+                name: TransposedTensor(tensor) if name.endswith(endings) and tensor.kind in DENSE and
+                len(tensor.shape) == MATRIX else tensor for name, tensor in self._tensors.items()}
+            self._source = replace(self._source, tensors=self._tensors)
 
     def assemble(self, quantization: Quantization | None, expected: Shapes) -> None:
         """Combines the parts of each weight that is quantized according to `quantization` into one tensor.
@@ -180,7 +193,7 @@ class CheckpointWeights:
             name for name in self._tensors
             if name not in expected
             and (self._source.is_exact or (name.startswith("model.layers.") and name.split(".")[2] in layers))
-            and not name.endswith("rotary_emb.inv_freq")  # in old checkpoints; it follows from the config
+            and not name.endswith(BUFFERS)
         )
         if unread:
             raise CheckpointError(

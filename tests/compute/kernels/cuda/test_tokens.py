@@ -10,7 +10,7 @@ from support.cuda_device import DEVICE, EXAMPLES, KERNELS, geometry
 from support.cuda_ragged import REFERENCE, moved
 from support.paged import Layer, distance, rotary
 
-from slotwise.compute.kernels.interface import AttentionShape, QKNorm, SharedNorm
+from slotwise.compute.kernels.interface import ACTIVATIONS, AttentionShape, LayerNormWeights, QKNorm, SharedNorm
 
 KINDS = [torch.float32, torch.bfloat16, torch.float16]
 # Norm of the difference over norm.  Of bfloat16 the interpreter cuts off up to 2^-7, of a sum and again of its norm.
@@ -50,6 +50,24 @@ def test_norms_and_activation(kind, tokens, size):
     assert distance(KERNELS.soft_cap(x.to(DEVICE), 2.0).cpu(), REFERENCE.soft_cap(x, 2.0)) < close
     offset = KERNELS.rms_norm(x.to(DEVICE), weight.to(DEVICE), 1e-5, 1.0).cpu()
     assert distance(offset, REFERENCE.rms_norm(x, weight, 1e-5, 1.0)) < close
+
+
+@settings(max_examples=12 * EXAMPLES, deadline=None)
+@given(st.sampled_from(KINDS), st.integers(1, 3), st.integers(1, 700), st.booleans(), st.booleans(),
+       st.sampled_from(ACTIVATIONS))
+def test_layer_norm_and_activations(kind, tokens, size, has_weight, has_bias, activation):
+    x, residual = numbers(kind, tokens, 2 * size) + 1, numbers(kind, tokens, 2 * size)
+    norm = LayerNormWeights(numbers(kind, 2 * size) if has_weight else None,
+                            numbers(kind, 2 * size) if has_bias else None, 1e-5, 1.0)
+    there = norm._replace(**{name: part.to(DEVICE) for name in ("weight", "bias")
+                             if (part := getattr(norm, name)) is not None})
+    ours, theirs, x_there = residual.to(DEVICE), residual.clone(), x.to(DEVICE)
+    pairs = [(KERNELS.layer_norm(x_there, there), REFERENCE.layer_norm(x, norm)),
+             (KERNELS.layer_norm(x_there, there, ours), REFERENCE.layer_norm(x, norm, theirs)), (ours, theirs)]
+    pairs += [(KERNELS.activate(x_there, activation, is_gated=gated), REFERENCE.activate(x, activation, is_gated=gated))
+              for gated in (False, True)]
+    for actual, expected in pairs:
+        assert (actual.cpu().float() - expected.float()).norm() <= 2 * CLOSE[kind] * (expected.float().norm() + 1)
 
 
 @FLOATS

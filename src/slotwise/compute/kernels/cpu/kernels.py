@@ -31,6 +31,7 @@ from slotwise.compute.kernels.cpu.reading import READ
 from slotwise.compute.kernels.cpu.rotary import ROTARY_STORE, SQUARES_OF
 from slotwise.compute.kernels.cpu.threads import RUN_SHARED, WORK
 from slotwise.compute.kernels.interface import (
+    ACTIVATIONS,
     Activation,
     AttentionShape,
     ClampedSwiGLU,
@@ -41,6 +42,7 @@ from slotwise.compute.kernels.interface import (
     ExpertWeights,
     LatentNorm,
     LatentShape,
+    LayerNormWeights,
     LayerShape,
     Linear,
     Mixture,
@@ -175,9 +177,9 @@ class CpuKernels:
         product = self._packing.gated(weight, bias) if activation == "silu" else None
         return in_two_steps(self, weight, bias, activation) if product is None else product
 
-    def head(self, weight: Weight) -> Linear:
+    def head(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """`weight [vocab, hidden]`, packed for logits."""
-        return self._packing.head(weight)
+        return self._packing.head(weight, bias)
 
     def embedding(self, table: QuantizedMatrix, kind: torch.dtype, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
         """Rows from the panels that a head of the same table reads."""
@@ -259,6 +261,17 @@ class CpuKernels:
         self._run(pointwise.NORM[x.dtype], x.numel())
         return out
 
+    def layer_norm(self, x: Tensor, norm: LayerNormWeights, residual: Tensor | None = None) -> Tensor:
+        """LayerNorm of `x [tokens, hidden]`, or of `residual += x`, in place, as stored."""
+        x = x.contiguous()
+        out = self.launcher.empty(x.shape, x.dtype)
+        residual_at, weight_at, bias_at = (0 if part is None else part.data_ptr()
+                                           for part in (residual, norm.weight, norm.bias))
+        self.launcher.give(x.data_ptr(), residual_at, weight_at, out.data_ptr(), *x.shape, _bits(norm.eps),
+                           _bits(norm.offset), bias_at)
+        self._run(pointwise.LAYER_NORM[x.dtype], x.numel())
+        return out
+
     def add(self, x: Tensor, residual: Tensor, gate: Tensor | None = None) -> Tensor:
         """`residual += x` in place, or `residual += sigmoid(gate) * x`; returns `residual`."""
         x = x.contiguous()
@@ -321,6 +334,10 @@ class CpuKernels:
     ) -> Tensor:
         """By `delta.py`."""
         return delta.gated_delta(self.launcher, mixed, gates, weights, cache, batch, shape, _bits(weights.eps))
+
+    def activate(self, x: Tensor, activation: Activation, *, is_gated: bool = False) -> Tensor:
+        """`activation(x)`, or `activation(gate) * up`."""
+        return self._mapped(pointwise.ACTIVATE, x, 2 if is_gated else 1, ACTIVATIONS.index(activation), int(is_gated))
 
     def clamped_swiglu(self, gate_up: Tensor, activation: ClampedSwiGLU) -> Tensor:
         """`(clamp(up) + 1) * g * sigmoid(alpha * g)`, with `g = min(gate, limit)`."""

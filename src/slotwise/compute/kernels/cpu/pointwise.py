@@ -6,6 +6,8 @@ result is stored.  A thread takes one token at a time.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from slotwise.compute.kernels.cpu.jit.compiler import kernel, specialized
@@ -14,15 +16,18 @@ from slotwise.compute.kernels.cpu.simd import (
     BFLOAT16,
     FLOAT32,
     INT64,
+    LOG2_E,
     ONE,
     ZERO,
     Real,
     bits_of,
     bytes_of,
+    exp2,
     fetch_add,
     fill,
     float32,
     float_of,
+    larger,
     load,
     sigmoid,
     sqrt,
@@ -33,11 +38,16 @@ from slotwise.compute.kernels.cpu.simd import (
 # Bits of a float32: all except the sign, and infinity; NaN is larger.
 SIZE_BITS, INFINITY_BITS = 0x7FFFFFFF, 0x7F800000
 GELU_FIRST, GELU_THIRD = float32(1.5957691216057308), float32(0.07135481282952456)
+QUICK, HALF, HALF_ROOT, ERF_P = float32(1.702), float32(0.5), float32(math.sqrt(0.5)), float32(0.3275911)
+ERF_1, ERF_2, ERF_3, ERF_4, ERF_5 = map(float32, (
+    0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429))
 
 # Arguments in words after the header: of the embedding, of norms and activations.
 TABLE, TOKEN_IDS, EMBEDDING, EMBEDDED, ROW_BYTES, LAST_ID, FIRST_ID, IS_PART = range(HEADER, HEADER + 8)
 X, RESIDUAL, WEIGHT, OUT, TOKENS, SIZE, EPS_BITS, OFFSET_BITS = range(HEADER, HEADER + 8)
+BIAS = OFFSET_BITS + 1
 CAP_BITS = EPS_BITS
+ACTIVATION, IS_GATED = EPS_BITS, OFFSET_BITS
 ALPHA_BITS, LIMIT_BITS = EPS_BITS, OFFSET_BITS
 
 
@@ -92,6 +102,45 @@ def _norm(words: int, kind: Real) -> None:
         factor = inverse_rms(x, size, eps, kind)
         for i in range(size):
             store(out, i, load(x, i, kind) * factor * (load(weight, i, kind) + offset), kind)
+        token = fetch_add(words, 1)
+
+
+@kernel
+def _layer_norm(words: int, kind: Real) -> None:
+    """LayerNorm of `x`, or of `residual += x` where `RESIDUAL` is an address; of ones and zeros without addresses."""
+    size, weight, bias = load(words, SIZE, INT64), load(words, WEIGHT, INT64), load(words, BIAS, INT64)
+    eps, tokens = float_of(load(words, EPS_BITS, INT64)), load(words, TOKENS, INT64)
+    offset = float_of(load(words, OFFSET_BITS, INT64))
+    token = fetch_add(words, 1)
+    while token < tokens:
+        start = token * size * bytes_of(kind)
+        x, residual, out = load(words, X, INT64) + start, load(words, RESIDUAL, INT64), load(words, OUT, INT64) + start
+        if residual != 0:
+            residual += start
+            for i in range(size):
+                store(residual, i, load(residual, i, kind) + load(x, i, kind), kind)
+            x = residual
+        total, squares = ZERO, ZERO
+        for i in range(size):
+            total += load(x, i, kind)
+        mean = total / float32(size)
+        for i in range(size):
+            off = load(x, i, kind) - mean
+            squares += off * off
+        factor = ONE / sqrt(squares / float32(size) + eps)
+        if weight != 0 and bias != 0:
+            for i in range(size):
+                normed = (load(x, i, kind) - mean) * factor
+                store(out, i, normed * (load(weight, i, kind) + offset) + load(bias, i, kind), kind)
+        elif weight != 0:
+            for i in range(size):
+                store(out, i, (load(x, i, kind) - mean) * factor * (load(weight, i, kind) + offset), kind)
+        elif bias != 0:
+            for i in range(size):
+                store(out, i, (load(x, i, kind) - mean) * factor + load(bias, i, kind), kind)
+        else:
+            for i in range(size):
+                store(out, i, (load(x, i, kind) - mean) * factor, kind)
         token = fetch_add(words, 1)
 
 
@@ -154,6 +203,57 @@ def _gelu_mul(words: int, kind: Real) -> None:
 
 
 @kernel
+def _gelu(x: float) -> float:
+    """x * (1 + erf(x / sqrt(2))) / 2, with erf within 1.5e-7 (Abramowitz and Stegun, 1964, 7.1.26)."""
+    y = abs(x) * HALF_ROOT
+    t = ONE / (ONE + ERF_P * y)
+    left = ((((ERF_5 * t + ERF_4) * t + ERF_3) * t + ERF_2) * t + ERF_1) * t * exp2(-y * y * LOG2_E)
+    half = HALF * left  # the probability beyond |x|
+    return x * (ONE - half) if x > ZERO else x * half
+
+
+@kernel
+def _up(up: int, i: int, kind: Real) -> float:
+    """What the activation of a gate is multiplied by; 1 where `up` is no address."""
+    return load(up, i, kind) if up != 0 else ONE
+
+
+@kernel
+def _activate(words: int, kind: Real) -> None:
+    """The activation with this number in `interface.ACTIVATIONS`, of `x` or of gates."""
+    size, tokens, number = load(words, SIZE, INT64), load(words, TOKENS, INT64), load(words, ACTIVATION, INT64)
+    is_gated, bytes_of_row = load(words, IS_GATED, INT64), size * bytes_of(kind)
+    token = fetch_add(words, 1)
+    while token < tokens:
+        x = load(words, X, INT64) + token * bytes_of_row * (1 + is_gated)
+        up, out = (x + bytes_of_row) * is_gated, load(words, OUT, INT64) + token * bytes_of_row
+        if number == 0:
+            for i in range(size):
+                value = load(x, i, kind)
+                store(out, i, value * sigmoid(value) * _up(up, i, kind), kind)
+        elif number == 1:
+            for i in range(size):
+                value = load(x, i, kind)
+                power = value * (GELU_FIRST + GELU_THIRD * value * value)
+                store(out, i, value * sigmoid(power) * _up(up, i, kind), kind)
+        elif number == 2:
+            for i in range(size):
+                store(out, i, _gelu(load(x, i, kind)) * _up(up, i, kind), kind)
+        elif number == 3:
+            for i in range(size):
+                value = load(x, i, kind)
+                store(out, i, value * sigmoid(QUICK * value) * _up(up, i, kind), kind)
+        elif number == 4:
+            for i in range(size):
+                store(out, i, larger(load(x, i, kind), ZERO) * _up(up, i, kind), kind)
+        else:
+            for i in range(size):
+                value = larger(load(x, i, kind), ZERO)
+                store(out, i, value * value * _up(up, i, kind), kind)
+        token = fetch_add(words, 1)
+
+
+@kernel
 def _clamped_swiglu(words: int, kind: Real) -> None:
     """(clamp(up) + 1) * g * sigmoid(alpha * g), for g = min(gate, limit)."""
     size, tokens = load(words, SIZE, INT64), load(words, TOKENS, INT64)
@@ -207,6 +307,14 @@ SIGMOID_MUL = {
 GELU_MUL = {
     torch.bfloat16: specialized(_gelu_mul, BFLOAT16),
     torch.float32: specialized(_gelu_mul, FLOAT32),
+}
+LAYER_NORM = {
+    torch.bfloat16: specialized(_layer_norm, BFLOAT16),
+    torch.float32: specialized(_layer_norm, FLOAT32),
+}
+ACTIVATE = {
+    torch.bfloat16: specialized(_activate, BFLOAT16),
+    torch.float32: specialized(_activate, FLOAT32),
 }
 CLAMPED_SWIGLU = {
     torch.bfloat16: specialized(_clamped_swiglu, BFLOAT16),

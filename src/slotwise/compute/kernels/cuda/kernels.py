@@ -28,6 +28,7 @@ from slotwise.compute.kernels.interface import (
     Graph,
     LatentNorm,
     LatentShape,
+    LayerNormWeights,
     LayerShape,
     Linear,
     Mixture,
@@ -186,9 +187,9 @@ class CudaKernels:
         """By the grouped products of experts (`low_rank.py`)."""
         return CudaAdapters(num_places, max_rank, kind, self.device)
 
-    def head(self, weight: Weight) -> Linear:
+    def head(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """A product whose tokens are never quantized; a table of the same matrix shares its memory."""
-        return self._exact(weight, None, lambda part, _: self.head(part))
+        return self._exact(weight, bias, self.head)
 
     def embedding(self, table: QuantizedMatrix, kind: torch.dtype, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
         """Rows of a packed table, dequantized as they are read."""
@@ -239,6 +240,10 @@ class CudaKernels:
         """`residual += x` in place, then RMSNorm of the sum as stored: `[tokens, hidden]`."""
         return pointwise.add_rms_norm(x, residual, weight, eps, offset)
 
+    def layer_norm(self, x: Tensor, norm: LayerNormWeights, residual: Tensor | None = None) -> Tensor:
+        """LayerNorm of `x [tokens, hidden]`, or of `residual += x`, in place, as stored."""
+        return pointwise.layer_norm(x, norm, residual)
+
     def add(self, x: Tensor, residual: Tensor, gate: Tensor | None = None) -> Tensor:
         """`residual += x` in place, or `residual += sigmoid(gate) * x`; returns `residual`."""
         if gate is None:
@@ -247,11 +252,11 @@ class CudaKernels:
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """`silu(gate) * up` for `gate_up [tokens, 2 * intermediate]`."""
-        return pointwise.activated(gate_up, "silu")
+        return pointwise.activated(gate_up, "silu", is_gated=True)
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         """`gelu(gate) * up`, with GELU's approximation by tanh."""
-        return pointwise.activated(gate_up, "gelu_tanh")
+        return pointwise.activated(gate_up, "gelu_tanh", is_gated=True)
 
     def sigmoid_mul(self, gate: Tensor, x: Tensor) -> Tensor:
         """`sigmoid(gate) * x`."""
@@ -305,6 +310,10 @@ class CudaKernels:
     ) -> Tensor:
         """Raises ValueError: `latent_refusal`."""
         raise ValueError(self.latent_refusal)
+
+    def activate(self, x: Tensor, activation: Activation, *, is_gated: bool = False) -> Tensor:
+        """`activation(x)`, or `activation(gate) * up`."""
+        return pointwise.activated(x, activation, is_gated=is_gated)
 
     def clamped_swiglu(self, gate_up: Tensor, activation: ClampedSwiGLU) -> Tensor:
         """`(clamp(up) + 1) * g * sigmoid(alpha * g)`, with `g = min(gate, limit)`."""

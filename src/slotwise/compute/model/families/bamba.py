@@ -40,7 +40,7 @@ def configure(fields: Fields) -> ModelConfig:
     turned = Fields({**fields.values, "partial_rotary_factor": 0.5}, fields.where)
     rope, bias = read_rope(turned, head_dim=read_head_dim(fields)), fields.flag("attention_bias")
     config = read_common(
-        fields, ConfigDefaults(num_kv_heads=8, rms_norm_eps=1e-5), ropes=(rope,) * num_layers)
+        fields, ConfigDefaults(num_kv_heads=8, norm_eps=1e-5), ropes=(rope,) * num_layers)
     return replace(
         config, qkv_bias=bias, output_bias=bias, mlp_bias=fields.flag("mlp_bias"),
         recurrent=read_recurrent(fields, config, states))
@@ -74,7 +74,7 @@ def read_mixer(
         return Attention(
             source, f"{at}.self_attn", config.attention_shape(index), config.ropes[index], hidden, options)
     assert isinstance(recurrent.shape, StateSpaceShape)
-    return Mamba2(source, f"{at}.mamba", recurrent.shape, hidden, recurrent.eps or config.rms_norm_eps,
+    return Mamba2(source, f"{at}.mamba", recurrent.shape, hidden, recurrent.eps or config.norm_eps,
                   bias=recurrent.has_bias, convolution_bias=recurrent.has_convolution_bias)
 
 
@@ -84,7 +84,7 @@ class BambaLayer(LlamaLayer):
     attention: TokenMixer
 
     def __init__(self, config: ModelConfig, source: WeightSource, index: int) -> None:
-        at, hidden, norms = f"model.layers.{index}", config.hidden_size, NormOptions(config.rms_norm_eps)
+        at, hidden, norms = f"model.layers.{index}", config.hidden_size, NormOptions(config.norm_eps)
         self.attention_norm = RMSNorm(source, f"{at}.input_layernorm", hidden, norms)
         self.attention = read_mixer(config, source, index, AttentionOptions(config.qkv_bias, config.output_bias))
         self.mlp_norm = RMSNorm(source, f"{at}.pre_ff_layernorm", hidden, norms)
@@ -93,6 +93,6 @@ class BambaLayer(LlamaLayer):
 
 
 def compose(config: ModelConfig, source: WeightSource) -> Network:
-    ends, norms = EndOptions(config.tie_word_embeddings), NormOptions(config.rms_norm_eps)
+    ends, norms = EndOptions(config.tie_word_embeddings), NormOptions(config.norm_eps)
     return read_network(
-        config, source, functools.partial(BambaLayer, config, source), ends, norms, "model.final_layernorm")
+        config, source, functools.partial(BambaLayer, config, source), ends, norms)

@@ -19,7 +19,7 @@ from slotwise.compute.model.model_config import (
 ROPE = {
     "rope_type": "llama3", "rope_theta": 1_000_000.0, "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
     "original_max_position_embeddings": 8192}
-DEFAULTS = ConfigDefaults(num_kv_heads=8, head_dim=128, rms_norm_eps=1e-5, rope_theta=1_000_000.0)
+DEFAULTS = ConfigDefaults(num_kv_heads=8, head_dim=128, norm_eps=1e-5, rope_theta=1_000_000.0)
 ENDS = [128001, 128008, 128009]
 
 

@@ -132,7 +132,7 @@ class LatentLayer(LlamaLayer):
     attention: TokenMixer
 
     def __init__(self, config: ModelConfig, source: WeightSource, index: int, names: ExpertNames) -> None:
-        at, hidden, norms = f"model.layers.{index}", config.hidden_size, NormOptions(config.rms_norm_eps)
+        at, hidden, norms = f"model.layers.{index}", config.hidden_size, NormOptions(config.norm_eps)
         assert config.latent is not None
         self.attention_norm = RMSNorm(source, f"{at}.input_layernorm", hidden, norms)
         self.attention = LatentAttention(
@@ -146,7 +146,7 @@ def compose(config: ModelConfig, source: WeightSource, names: ExpertNames = V3_N
     """Also models without experts."""
     ends = EndOptions(config.tie_word_embeddings, config.embedding_scale, logit_scale=config.logit_scale)
     layer = functools.partial(LatentLayer, config, source, names=names)
-    return read_network(config, source, layer, ends, NormOptions(config.rms_norm_eps))
+    return read_network(config, source, layer, ends, NormOptions(config.norm_eps))
 
 
 def compose_v2(config: ModelConfig, source: WeightSource) -> Network:

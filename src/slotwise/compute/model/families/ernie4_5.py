@@ -8,7 +8,7 @@ from slotwise.compute.model.fields import Fields
 from slotwise.compute.model.model_config import ConfigDefaults, ModelConfig, read_common
 
 DEFAULTS = ConfigDefaults(
-    num_kv_heads=2, head_dim=128, rms_norm_eps=1e-5, rope_theta=500_000.0, tie_word_embeddings=True)
+    num_kv_heads=2, head_dim=128, norm_eps=1e-5, rope_theta=500_000.0, tie_word_embeddings=True)
 
 
 def configure(fields: Fields) -> ModelConfig:

@@ -23,7 +23,7 @@ from slotwise.compute.model.network import Network
 
 
 def configure(fields: Fields) -> ModelConfig:
-    config, window = read_common(fields, ConfigDefaults(num_kv_heads=32, rms_norm_eps=1e-5)), read_window(fields)
+    config, window = read_common(fields, ConfigDefaults(num_kv_heads=32, norm_eps=1e-5)), read_window(fields)
     kinds: tuple[str, ...] = (FULL,) * config.num_layers
     if window and not fields.has("layer_types"):
         pattern = fields.integer("sliding_window_pattern", default=4)

@@ -139,7 +139,7 @@ def _ends(config: ModelConfig, source: WeightSource) -> EndOptions:
 
 
 def _norms(config: ModelConfig) -> NormOptions:
-    return NormOptions(config.rms_norm_eps, offset=1.0)
+    return NormOptions(config.norm_eps, offset=1.0)
 
 
 GEMMA3_THETA, LOCAL_THETA = 1_000_000.0, 10_000.0

@@ -27,7 +27,7 @@ from slotwise.compute.model.layers.attention import Attention, AttentionOptions,
 from slotwise.compute.model.layers.embedding_and_head import EndOptions
 from slotwise.compute.model.layers.linear import Linear
 from slotwise.compute.model.layers.mlp import GatedMLP
-from slotwise.compute.model.layers.norm import NormOptions, ResidualStream, RMSNorm
+from slotwise.compute.model.layers.norm import Norm, NormOptions, ResidualStream, RMSNorm
 from slotwise.compute.model.layers.per_layer_embedding import PerLayerGate, PerLayerInputs, PerLayerStream
 from slotwise.compute.model.layers.source import WeightSource, heads_of
 from slotwise.compute.model.model_config import (
@@ -42,7 +42,7 @@ from slotwise.compute.model.model_config import (
     read_window,
     text_part,
 )
-from slotwise.compute.model.network import DecoderLayer, FinalNorm, Network, read_network, refuse_stages
+from slotwise.compute.model.network import DecoderLayer, Network, read_network, refuse_stages
 from slotwise.errors import CheckpointError
 
 DEFAULTS = ConfigDefaults(num_kv_heads=2, head_dim=256, tie_word_embeddings=True)
@@ -142,7 +142,7 @@ class AltUp:
         own, hidden = own_of(config), config.hidden_size
         self._kernels, self._own, self._hidden = source.kernels, own, hidden
         count, name = own.num_streams, f"{at}.altup"
-        self._norm = RMSNorm(source, f"{name}.router_norm", hidden, NormOptions(config.rms_norm_eps))
+        self._norm = RMSNorm(source, f"{name}.router_norm", hidden, NormOptions(config.norm_eps))
         self._router = Linear(source, {f"{name}.modality_router": count}, hidden, is_exact=True)
         self._prediction = source.tensor({f"{name}.prediction_coefs.weight": (count * count, count)}).double()
         self._correction = source.tensor({f"{name}.correction_coefs.weight": (count, count)}).double()
@@ -257,7 +257,7 @@ class Gemma3nLayer(DecoderLayer):
 
     def __init__(self, config: ModelConfig, source: WeightSource, index: int) -> None:
         own, at, hidden = own_of(config), f"model.layers.{index}", config.hidden_size
-        norms = NormOptions(config.rms_norm_eps)
+        norms = NormOptions(config.norm_eps)
         self._index, self._own, self._kernels = index, own, source.kernels
         self.altup = AltUp(config, source, at)
         self.attention_norm = PredictedNorm(self.altup, RMSNorm(source, f"{at}.input_layernorm", hidden, norms))
@@ -306,7 +306,7 @@ def read_attention(
     if config.kv_layer(index) != index:
         return SharedAttention(source, name, shape, rope, config.hidden_size, norms, bias=config.qkv_bias)
     keys = heads_of(shape, source.group).shape.num_kv_heads
-    qkv = functools.partial(_normed_values, keys, config.rms_norm_eps, has_values)
+    qkv = functools.partial(_normed_values, keys, config.norm_eps, has_values)
     options = AttentionOptions(config.qkv_bias, config.output_bias, norms, has_values=has_values, qkv=qkv)
     return Attention(source, name, shape, rope, config.hidden_size, options)
 
@@ -325,7 +325,7 @@ class Start:
         own, hidden = own_of(config), config.hidden_size
         self._kernels, self._own, self._hidden = source.kernels, own, hidden
         self._inputs = PerLayerInputs(source, own.input_vocab_size, (hidden, config.num_layers, own.input_size),
-                                      NormOptions(config.rms_norm_eps))
+                                      NormOptions(config.norm_eps))
         self._projections = [Linear(source, {f"model.altup_projections.{at}": hidden}, hidden)
                              for at in range(own.num_streams - 1)]
         projected = sum(each.bytes for each in self._projections)
@@ -346,7 +346,7 @@ def _as_large(x: Tensor, *others: Tensor) -> Tensor:
 class End:
     """The norm of the mean of the streams, each multiplied by a weight of its own and of the size of the first."""
 
-    def __init__(self, config: ModelConfig, source: WeightSource, norm: FinalNorm) -> None:
+    def __init__(self, config: ModelConfig, source: WeightSource, norm: Norm) -> None:
         own, hidden = own_of(config), config.hidden_size
         self._kernels, self._norm, self._hidden = source.kernels, norm, hidden
         self._projections = [Linear(source, {f"model.altup_unembed_projections.{at}": hidden}, hidden)
@@ -372,7 +372,7 @@ def compose(config: ModelConfig, source: WeightSource) -> Network:
         raise CheckpointError(f"tensor_parallel_size {source.group.size}: sparse gates depend on the gates of all "
                               "ranks: serve this model with tensor_parallel_size 1")
     scale = torch.tensor(config.hidden_size**0.5, dtype=source.dtype).item()  # rounded, as the models were trained
-    ends, norms = EndOptions(config.tie_word_embeddings, scale, config.logit_soft_cap), NormOptions(config.rms_norm_eps)
+    ends, norms = EndOptions(config.tie_word_embeddings, scale, config.logit_soft_cap), NormOptions(config.norm_eps)
     start = Start(config, source)
     network = read_network(config, source, functools.partial(Gemma3nLayer, config, source), ends, norms)
     return replace(network, start=start, norm=End(config, source, network.norm))

@@ -196,7 +196,7 @@ class Gemma4Layer(DecoderLayer):
 
     def __init__(self, config: ModelConfig, source: WeightSource, index: int) -> None:
         own, at, hidden = own_of(config), f"model.layers.{index}", config.hidden_size
-        norms = NormOptions(config.rms_norm_eps)
+        norms = NormOptions(config.norm_eps)
 
         def read_norm(name: str) -> RMSNorm:
             return RMSNorm(source, f"{at}.{name}", hidden, norms)
@@ -251,7 +251,7 @@ class Start:
         own = own_of(config)
         sizes = config.hidden_size, config.num_layers, own.input_size
         self._kernels = source.kernels
-        self._inputs = PerLayerInputs(source, own.input_vocab_size, sizes, NormOptions(config.rms_norm_eps))
+        self._inputs = PerLayerInputs(source, own.input_vocab_size, sizes, NormOptions(config.norm_eps))
         self.bytes, self.token_bytes = self._inputs.bytes, self._inputs.token_bytes
 
     def __call__(self, token_ids: Tensor, x: Tensor) -> PerLayerStream:
@@ -261,7 +261,7 @@ class Start:
 
 def compose(config: ModelConfig, source: WeightSource) -> Network:
     scale = torch.tensor(config.hidden_size**0.5, dtype=source.dtype).item()  # rounded, as the models were trained
-    ends, norms = EndOptions(config.tie_word_embeddings, scale, config.logit_soft_cap), NormOptions(config.rms_norm_eps)
+    ends, norms = EndOptions(config.tie_word_embeddings, scale, config.logit_soft_cap), NormOptions(config.norm_eps)
     if config.kv_layers:
         refuse_stages(source, "attention to the keys and values of another layer")
     network = read_network(config, source, functools.partial(Gemma4Layer, config, source), ends, norms)

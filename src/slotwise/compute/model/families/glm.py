@@ -23,7 +23,7 @@ from slotwise.compute.model.model_config import (
 )
 from slotwise.compute.model.network import DecoderLayer, Network, read_network
 
-DEFAULTS = ConfigDefaults(num_kv_heads=2, head_dim=128, rms_norm_eps=0.00000015625)
+DEFAULTS = ConfigDefaults(num_kv_heads=2, head_dim=128, norm_eps=0.00000015625)
 
 
 def configure(fields: Fields) -> ModelConfig:
@@ -40,7 +40,7 @@ class Glm4Layer(DecoderLayer):
     live_states = 4
 
     def __init__(self, config: ModelConfig, source: WeightSource, index: int) -> None:
-        at, hidden, norms = f"model.layers.{index}", config.hidden_size, NormOptions(config.rms_norm_eps)
+        at, hidden, norms = f"model.layers.{index}", config.hidden_size, NormOptions(config.norm_eps)
         options = AttentionOptions(config.qkv_bias)
         self.attention_norm = RMSNorm(source, f"{at}.input_layernorm", hidden, norms)
         self.attention = Attention(
@@ -58,4 +58,4 @@ class Glm4Layer(DecoderLayer):
 def compose(config: ModelConfig, source: WeightSource) -> Network:
     """The version of 0414."""
     layer, ends = functools.partial(Glm4Layer, config, source), EndOptions(config.tie_word_embeddings)
-    return read_network(config, source, layer, ends, NormOptions(config.rms_norm_eps))
+    return read_network(config, source, layer, ends, NormOptions(config.norm_eps))

@@ -28,7 +28,7 @@ def configure(fields: Fields) -> ModelConfig:
     turned = Fields({"partial_rotary_factor": 0.5, **fields.values}, fields.where)
     rope = read_rope(turned, head_dim=read_head_dim(fields))
     num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
-    config = read_common(fields, ConfigDefaults(num_kv_heads=8, rms_norm_eps=1e-5), ropes=(rope,) * num_layers)
+    config = read_common(fields, ConfigDefaults(num_kv_heads=8, norm_eps=1e-5), ropes=(rope,) * num_layers)
     return replace(
         config,
         qkv_bias=fields.flag("attention_bias"),

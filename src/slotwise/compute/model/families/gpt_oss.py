@@ -24,7 +24,7 @@ from slotwise.compute.model.model_config import (
 )
 from slotwise.compute.model.network import Network
 
-DEFAULTS = ConfigDefaults(num_kv_heads=8, head_dim=64, rms_norm_eps=1e-5, rope_theta=150_000.0)
+DEFAULTS = ConfigDefaults(num_kv_heads=8, head_dim=64, norm_eps=1e-5, rope_theta=150_000.0)
 ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 
 

@@ -26,7 +26,7 @@ def configure(fields: Fields) -> ModelConfig:
     return replace(
         config,
         embedding_scale=fields.number("embedding_multiplier", default=1.0) / residual,
-        rms_norm_eps=config.rms_norm_eps / residual**2,
+        norm_eps=config.norm_eps / residual**2,
         attention_scale=fields.number("attention_multiplier", default=1.0),
         logit_scale=1.0 / fields.number("logits_scaling", default=1.0),
     )

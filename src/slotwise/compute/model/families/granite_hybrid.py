@@ -49,7 +49,7 @@ class GraniteHybridLayer(DecoderLayer):
     """Where there are no experts, the MLP is the one that all layers have."""
 
     def __init__(self, config: ModelConfig, source: WeightSource, index: int) -> None:
-        at, hidden, norms = f"model.layers.{index}", config.hidden_size, NormOptions(config.rms_norm_eps)
+        at, hidden, norms = f"model.layers.{index}", config.hidden_size, NormOptions(config.norm_eps)
         size = config.mixture.shared_intermediate_size if config.mixture else config.intermediate_size
         self.attention_norm = RMSNorm(source, f"{at}.input_layernorm", hidden, norms)
         self.attention = read_mixer(config, source, index, AttentionOptions(config.qkv_bias, config.output_bias))
@@ -69,4 +69,4 @@ class GraniteHybridLayer(DecoderLayer):
 def compose(config: ModelConfig, source: WeightSource) -> Network:
     ends = EndOptions(config.tie_word_embeddings, config.embedding_scale, logit_scale=config.logit_scale)
     layer = functools.partial(GraniteHybridLayer, config, source)
-    return read_network(config, source, layer, ends, NormOptions(config.rms_norm_eps))
+    return read_network(config, source, layer, ends, NormOptions(config.norm_eps))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from slotwise.compute.model.fields import Fields
 from slotwise.compute.model.model_config import ConfigDefaults, ModelConfig, read_common
 
-DEFAULTS = ConfigDefaults(num_kv_heads=20, head_dim=128, rms_norm_eps=1e-8, rope_theta=100_000.0)
+DEFAULTS = ConfigDefaults(num_kv_heads=20, head_dim=128, norm_eps=1e-8, rope_theta=100_000.0)
 
 
 def configure(fields: Fields) -> ModelConfig:

@@ -23,7 +23,7 @@ from slotwise.compute.model.layers.source import WeightSource
 from slotwise.compute.model.model_config import ConfigDefaults, ModelConfig, read_common, read_head_dim
 from slotwise.compute.model.network import Network, read_network
 
-DEFAULTS = ConfigDefaults(rms_norm_eps=1e-5)
+DEFAULTS = ConfigDefaults(norm_eps=1e-5)
 
 
 def configure(fields: Fields) -> ModelConfig:
@@ -47,10 +47,10 @@ class HunyuanLayer(LlamaLayer):
     """Llama's layer with these norms."""
 
     def __init__(self, config: ModelConfig, source: WeightSource, index: int) -> None:
-        at, hidden, norms = f"model.layers.{index}", config.hidden_size, NormOptions(config.rms_norm_eps)
+        at, hidden, norms = f"model.layers.{index}", config.hidden_size, NormOptions(config.norm_eps)
         query, key = (source.tensor({f"{at}.self_attn.{part}_layernorm.weight": (config.head_dim,)})
                       for part in ("query", "key"))
-        norm = QKNorm(torch.ones_like(query), torch.ones_like(key), config.rms_norm_eps)
+        norm = QKNorm(torch.ones_like(query), torch.ones_like(key), config.norm_eps)
         weighted = functools.partial(_weighted, query.float() * key.float())
         options = AttentionOptions(config.qkv_bias, config.output_bias, norm, queries=weighted)
         self.attention_norm = RMSNorm(source, f"{at}.input_layernorm", hidden, norms)
@@ -66,4 +66,4 @@ def _weighted(weight: Tensor, queries: Tensor, positions: Tensor) -> Tensor:
 
 def compose(config: ModelConfig, source: WeightSource) -> Network:
     layer, ends = functools.partial(HunyuanLayer, config, source), EndOptions(config.tie_word_embeddings)
-    return read_network(config, source, layer, ends, NormOptions(config.rms_norm_eps))
+    return read_network(config, source, layer, ends, NormOptions(config.norm_eps))

@@ -48,7 +48,7 @@ def read_hybrid(fields: Fields) -> ModelConfig:
     shape = ConvolutionShape(config.hidden_size, fields.integer("conv_L_cache", default=3, minimum=2, maximum=64))
     recurrent = RecurrentConfig(shape, states, has_bias=fields.flag("conv_bias"))
     return replace(
-        config, qk_norm=True, rms_norm_eps=fields.number("norm_eps", default=1e-5),
+        config, qk_norm=True, norm_eps=fields.number("norm_eps", default=1e-5),
         tie_word_embeddings=fields.flag(tied, default=True), recurrent=recurrent if any(states) else None)
 
 
@@ -70,7 +70,7 @@ class Lfm2Layer(LlamaLayer):
     attention: TokenMixer
 
     def __init__(self, config: ModelConfig, source: WeightSource, index: int) -> None:
-        at, hidden, norms = f"model.layers.{index}", config.hidden_size, NormOptions(config.rms_norm_eps)
+        at, hidden, norms = f"model.layers.{index}", config.hidden_size, NormOptions(config.norm_eps)
         self.attention_norm = RMSNorm(source, f"{at}.operator_norm", hidden, norms)
         if config.recurrent is not None and config.has_state(index):
             assert isinstance(config.recurrent.shape, ConvolutionShape)
@@ -78,7 +78,8 @@ class Lfm2Layer(LlamaLayer):
                 source, f"{at}.conv", config.recurrent.shape, hidden, bias=config.recurrent.has_bias)
         else:
             options = AttentionOptions(
-                qk_norm=norms, output_name="out_proj", norm_names=("q_layernorm", "k_layernorm"))
+                qk_norm=norms, names=("q_proj", "k_proj", "v_proj", "out_proj"),
+                norm_names=("q_layernorm", "k_layernorm"))
             self.attention = Attention(
                 source, f"{at}.self_attn", config.attention_shape(index), config.ropes[index], hidden, options)
         self.mlp_norm = RMSNorm(source, f"{at}.ffn_norm", hidden, norms)
@@ -91,5 +92,4 @@ class Lfm2Layer(LlamaLayer):
 
 def compose(config: ModelConfig, source: WeightSource, layer: type[Lfm2Layer] = Lfm2Layer) -> Network:
     ends = EndOptions(config.tie_word_embeddings)
-    return read_network(config, source, functools.partial(layer, config, source), ends,
-                        NormOptions(config.rms_norm_eps), "model.embedding_norm")
+    return read_network(config, source, functools.partial(layer, config, source), ends, NormOptions(config.norm_eps))

@@ -8,6 +8,7 @@ to the embedding.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -42,10 +43,11 @@ class LlamaLayer(DecoderLayer):
         self, config: ModelConfig, source: WeightSource, index: int, experts: ReadExperts | None = None, *,
         norms_all_heads: bool = False, sinks: bool = False, queries: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
-        at, hidden, norms = f"model.layers.{index}", config.hidden_size, NormOptions(config.rms_norm_eps)
+        at, hidden, norms = f"model.layers.{index}", config.hidden_size, NormOptions(config.norm_eps)
         options = AttentionOptions(
             config.qkv_bias, config.output_bias, norms if config.qk_norm else None, norms_all_heads, sinks,
-            "qkv_proj" if config.has_fused_qkv else "", queries=queries)
+            qkv_name="qkv_proj" if config.has_fused_qkv else "", queries=queries,
+            qkv=functools.partial(_clipped, config.qkv_clip) if config.qkv_clip else None)
         self.attention_norm = RMSNorm(source, f"{at}.input_layernorm", hidden, norms)
         self.attention = Attention(
             source, f"{at}.self_attn", config.attention_shape(index), config.ropes[index], hidden, options)
@@ -59,6 +61,10 @@ class LlamaLayer(DecoderLayer):
         h += self.mlp(self.mlp_norm(h))
 
 
+def _clipped(limit: float, qkv: Tensor) -> Tensor:
+    return qkv.clamp(-limit, limit)
+
+
 def compose(
     config: ModelConfig, source: WeightSource, experts: ReadExperts | None = None, *, norms_all_heads: bool = False,
     sinks: bool = False, queries: Callable[[Tensor, Tensor], Tensor] | None = None,
@@ -70,4 +76,4 @@ def compose(
             config, source, index, experts, norms_all_heads=norms_all_heads, sinks=sinks, queries=queries)
 
     ends = EndOptions(config.tie_word_embeddings, config.embedding_scale, logit_scale=config.logit_scale)
-    return read_network(config, source, layer, ends, NormOptions(config.rms_norm_eps))
+    return read_network(config, source, layer, ends, NormOptions(config.norm_eps))

@@ -50,7 +50,7 @@ def read_stateful(fields: Fields) -> ModelConfig:
     fields = Fields({**absent, **known}, fields.where)
     num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
     return replace(read_common(fields, ropes=(NoRope(),) * num_layers),
-                   rms_norm_eps=fields.number("layer_norm_epsilon", default=1e-5))
+                   norm_eps=fields.number("layer_norm_epsilon", default=1e-5))
 
 
 def read_groups(fields: Fields, name: str, heads: int, default: int = 1) -> int:
@@ -82,9 +82,9 @@ class Mamba2Layer(DecoderLayer):
     def __init__(self, config: ModelConfig, source: WeightSource, index: int) -> None:
         at, recurrent = f"model.layers.{index}", config.recurrent
         assert recurrent is not None and isinstance(recurrent.shape, StateSpaceShape)
-        self.attention_norm = RMSNorm(source, f"{at}.norm", config.hidden_size, NormOptions(config.rms_norm_eps))
+        self.attention_norm = RMSNorm(source, f"{at}.norm", config.hidden_size, NormOptions(config.norm_eps))
         self.attention = Mamba2(
-            source, f"{at}.mixer", recurrent.shape, config.hidden_size, config.rms_norm_eps, bias=recurrent.has_bias,
+            source, f"{at}.mixer", recurrent.shape, config.hidden_size, config.norm_eps, bias=recurrent.has_bias,
             convolution_bias=recurrent.has_convolution_bias)
         self.mlp = NoMLP()
 
@@ -93,5 +93,5 @@ class Mamba2Layer(DecoderLayer):
 
 
 def compose(config: ModelConfig, source: WeightSource) -> Network:
-    ends, norms = EndOptions(config.tie_word_embeddings), NormOptions(config.rms_norm_eps)
-    return read_network(config, source, functools.partial(Mamba2Layer, config, source), ends, norms, "model.norm_f")
+    ends, norms = EndOptions(config.tie_word_embeddings), NormOptions(config.norm_eps)
+    return read_network(config, source, functools.partial(Mamba2Layer, config, source), ends, norms)

@@ -12,7 +12,7 @@ from slotwise.compute.model.families.deepseek import LatentDefaults, read_latent
 from slotwise.compute.model.fields import Fields
 from slotwise.compute.model.model_config import ConfigDefaults, ModelConfig
 
-COMMON = ConfigDefaults(num_kv_heads=40, rms_norm_eps=1e-5, tie_word_embeddings=True)
+COMMON = ConfigDefaults(num_kv_heads=40, norm_eps=1e-5, tie_word_embeddings=True)
 
 
 def configure(fields: Fields) -> ModelConfig:
@@ -26,6 +26,6 @@ def configure(fields: Fields) -> ModelConfig:
     return replace(
         config,
         embedding_scale=fields.number("scale_emb", default=12.0) / residual,
-        rms_norm_eps=config.rms_norm_eps / residual**2,
+        norm_eps=config.norm_eps / residual**2,
         logit_scale=base / hidden,
         mlp_bias=fields.flag("mlp_bias"))

@@ -48,7 +48,7 @@ class Sharpening:
     original: int  # tokens of the original context
 
 
-MINISTRAL3 = ConfigDefaults(num_kv_heads=8, head_dim=128, rms_norm_eps=1e-5, rope_theta=1_000_000.0)
+MINISTRAL3 = ConfigDefaults(num_kv_heads=8, head_dim=128, norm_eps=1e-5, rope_theta=1_000_000.0)
 MINISTRAL3_ROPE = {
     "rope_type": "yarn", "rope_theta": 1_000_000.0, "factor": 16.0, "original_max_position_embeddings": 16384,
     "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
@@ -93,7 +93,7 @@ def compose_text(config: ModelConfig, source: WeightSource) -> Network:
     return llama.compose(config, source) if config.own is None else compose_ministral3(config, source)
 
 
-MIXTRAL = ConfigDefaults(num_kv_heads=8, rms_norm_eps=1e-5, rope_theta=1_000_000.0)
+MIXTRAL = ConfigDefaults(num_kv_heads=8, norm_eps=1e-5, rope_theta=1_000_000.0)
 
 
 def configure_mixtral(fields: Fields) -> ModelConfig:

@@ -34,7 +34,7 @@ from slotwise.compute.model.network import DecoderLayer, Network, read_network
 
 def configure(fields: Fields, ropes: Sequence[Rope] | None = None) -> ModelConfig:
     """`ropes` are those of the layers; None: one for all of them."""
-    config, bias = read_common(fields, ConfigDefaults(rms_norm_eps=1e-5), ropes=ropes), fields.flag("attention_bias")
+    config, bias = read_common(fields, ConfigDefaults(norm_eps=1e-5), ropes=ropes), fields.flag("attention_bias")
     return replace(config, qkv_bias=bias, output_bias=bias, qk_norm=True)
 
 
@@ -48,7 +48,7 @@ class Olmo2Layer(DecoderLayer):
     live_states = 4
 
     def __init__(self, config: ModelConfig, source: WeightSource, index: int, *, norms_all_heads: bool) -> None:
-        at, hidden, norms = f"model.layers.{index}", config.hidden_size, NormOptions(config.rms_norm_eps)
+        at, hidden, norms = f"model.layers.{index}", config.hidden_size, NormOptions(config.norm_eps)
         options = AttentionOptions(config.qkv_bias, config.output_bias, norms, norms_all_heads)
         self.attention_norm = NoNorm()
         self.attention = Attention(
@@ -66,7 +66,7 @@ def compose(config: ModelConfig, source: WeightSource, *, norms_all_heads: bool 
     """A model of `Olmo2Layer`s."""
     layer = functools.partial(Olmo2Layer, config, source, norms_all_heads=norms_all_heads)
     return read_network(
-        config, source, layer, EndOptions(config.tie_word_embeddings), NormOptions(config.rms_norm_eps))
+        config, source, layer, EndOptions(config.tie_word_embeddings), NormOptions(config.norm_eps))
 
 
 OLMO3_THETA = 500_000.0

@@ -16,7 +16,7 @@ from slotwise.compute.model.network import Network
 
 def configure(fields: Fields) -> ModelConfig:
     fields.refuse(("clip_qkv",), "is set, which is not supported")
-    config, bias = read_common(fields, ConfigDefaults(rms_norm_eps=1e-5)), fields.flag("attention_bias")
+    config, bias = read_common(fields, ConfigDefaults(norm_eps=1e-5)), fields.flag("attention_bias")
     return replace(config, qkv_bias=bias, output_bias=bias, qk_norm=True,
                    mixture=read_mixture(fields, config, Routing(64, 8, is_normalized=False)))
 

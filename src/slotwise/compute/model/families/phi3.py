@@ -24,5 +24,5 @@ def configure(fields: Fields) -> ModelConfig:
     num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
     fields = Fields({"original_max_position_embeddings": 4096, **fields.values}, fields.where)
     rope = read_rope(fields, head_dim=read_head_dim(fields), aliases=OLDER)
-    config = read_common(fields, ConfigDefaults(rms_norm_eps=1e-5), ropes=(rope,) * num_layers)
+    config = read_common(fields, ConfigDefaults(norm_eps=1e-5), ropes=(rope,) * num_layers)
     return replace(config, windows=(read_window(fields, 0),) * num_layers, has_fused_qkv=True, has_fused_gates=True)

@@ -47,7 +47,7 @@ def configure_vl(fields: Fields) -> ModelConfig:
         fields = text_part(fields, VL_TEXT)
     ropes = (read_rope(fields, 1_000_000.0, aliases=MULTIMODAL),) * fields.integer(
         "num_hidden_layers", maximum=MAX_LAYERS)
-    config = read_common(fields, ConfigDefaults(num_kv_heads=8, rms_norm_eps=1e-5), ropes=ropes)
+    config = read_common(fields, ConfigDefaults(num_kv_heads=8, norm_eps=1e-5), ropes=ropes)
     return replace(config, qkv_bias=True, windows=read_layer_windows(fields))
 
 

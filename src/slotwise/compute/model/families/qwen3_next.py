@@ -90,7 +90,7 @@ class Qwen3NextLayer(LlamaLayer):
         options = AttentionOptions(config.qkv_bias, config.output_bias, norms, is_gated=True)
         self.attention_norm = RMSNorm(source, f"{at}.input_layernorm", hidden, norms)
         self.attention = GatedDelta(
-            source, f"{at}.linear_attn", recurrent.shape, hidden, config.rms_norm_eps,
+            source, f"{at}.linear_attn", recurrent.shape, hidden, config.norm_eps,
             is_interleaved=recurrent.is_interleaved,
         ) if recurrent.layers[index] else Attention(
             source, f"{at}.self_attn", config.attention_shape(index), config.ropes[index], hidden, options)
@@ -106,4 +106,4 @@ def compose(config: ModelConfig, source: WeightSource) -> Network:
 
 
 def _norms(config: ModelConfig) -> NormOptions:
-    return NormOptions(config.rms_norm_eps, offset=1.0)
+    return NormOptions(config.norm_eps, offset=1.0)

@@ -8,7 +8,7 @@ from slotwise.compute.kernels.interface import Routing
 from slotwise.compute.model.fields import Fields
 from slotwise.compute.model.model_config import ConfigDefaults, ModelConfig, read_common, read_grouped_mixture
 
-DEFAULTS = ConfigDefaults(num_kv_heads=8, head_dim=128, rms_norm_eps=1e-5, rope_theta=1_000_000.0)
+DEFAULTS = ConfigDefaults(num_kv_heads=8, head_dim=128, norm_eps=1e-5, rope_theta=1_000_000.0)
 
 
 def configure(fields: Fields) -> ModelConfig:

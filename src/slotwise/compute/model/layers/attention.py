@@ -19,7 +19,7 @@ from torch import Tensor
 
 from slotwise.compute.kernels.interface import AttentionShape, LayerCache, QKNorm, RaggedBatch, SharedNorm
 from slotwise.compute.model.layers.linear import Linear
-from slotwise.compute.model.layers.norm import NormOptions, RMSNorm, read_qk_norm
+from slotwise.compute.model.layers.norm import HeadNormOptions, HeadNorms, NormOptions, RMSNorm, read_qk_norm
 from slotwise.compute.model.layers.rope import Rope, rotated
 from slotwise.compute.model.layers.source import NO_CUTS, WeightSource, heads_of
 from slotwise.compute.model.stored_tensors import WHOLE, Cut
@@ -35,9 +35,12 @@ class AttentionOptions:
     qk_norm: NormOptions | QKNorm | None = None  # whose weights are read, or are given
     norms_all_heads: bool = False  # together, and not each by itself
     sinks: bool = False  # a score without a value for each head
+    names: tuple[str, str, str, str] = ("q_proj", "k_proj", "v_proj", "o_proj")  # of the products
     qkv_name: str = ""  # of a fused weight of queries, keys and values; "": three weights
+    qkv_groups: int = 1  # of heads in a fused weight: each has its queries, then its keys, then its values
+    values_first: bool = False  # in a group, values are before keys
+    head_norm: HeadNormOptions | None = None
     is_gated: bool = False  # results are multiplied by the sigmoid of gates
-    output_name: str = "o_proj"
     norm_names: tuple[str, str] = ("q_norm", "k_norm")
     has_values: bool = True  # weights of them; without, `qkv` makes them of the keys
     # What is rotated and stored in place of queries, keys and values `[tokens, heads + 2 * kv_heads, head_dim]`.
@@ -63,7 +66,8 @@ class LayerStep(NamedTuple):
     batch: RaggedBatch  # with the block tables of the layer's cache group
     cache: LayerCache
     rotary: Mapping[Rope, Tensor]  # tables as far as the batch's positions
-    kept: Callable[[Tensor], Tensor]  # the rows of a tensor that a later layer, or the head, reads
+    # The rows of a tensor that a later layer, or the head, reads.  The first call drops the others of the stream, too.
+    kept: Callable[[Tensor], Tensor]
     advances: list[StateAdvance]  # receives what is on trial
 
 
@@ -81,15 +85,17 @@ class Attention:
         self.ropes = (rope,)
         self._kernels = source.kernels
         query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        queries = {f"{name}.q_proj": query * 2 if options.is_gated else query}
-        parts = queries | {f"{name}.k_proj": key} | ({f"{name}.v_proj": key} if options.has_values else {})
+        q_name, k_name, v_name, output = (f"{name}.{each}" for each in options.names)
+        queries = {q_name: query * 2 if options.is_gated else query}
+        parts = queries | {k_name: key} | ({v_name: key} if options.has_values else {})
         if options.qkv_name:
             parts = {f"{name}.{options.qkv_name}": query + 2 * key}
         order = rope.order(shape.head_dim)
-        is_shared, size, output = group.size > 1, shape.head_dim, f"{name}.{options.output_name}"
-        self.qkv = Linear(
-            source, parts, hidden_size, bias=options.qkv_bias, cuts=heads.cuts(parts) if is_shared else NO_CUTS,
-            order=_of_heads(order, heads.shape, is_gated=options.is_gated))
+        is_shared, size = group.size > 1, shape.head_dim
+        is_cut = is_shared or options.qkv_groups > 1 or options.values_first
+        cuts = heads.cuts(parts, options.qkv_groups, values_first=options.values_first) if is_cut else NO_CUTS
+        self.qkv = Linear(source, parts, hidden_size, bias=options.qkv_bias, cuts=cuts,
+                          order=_of_heads(order, heads.shape, is_gated=options.is_gated))
         self._gate = Linear(source, queries, hidden_size, bias=options.qkv_bias,
                             order=_gates(heads.shape)) if options.is_gated else None
         columns = range(heads.query.start * size, heads.query.stop * size)
@@ -104,17 +110,21 @@ class Attention:
             sizes = (query, key) if options.norms_all_heads else (shape.head_dim, shape.head_dim)
             is_divided = is_shared and options.norms_all_heads
             names = [f"{name}.{norm}" for norm in options.norm_names]
-            cuts = heads.norm_cuts if is_divided else (WHOLE, WHOLE)
-            norm = read_qk_norm(source, names, sizes, options.qk_norm, cuts)
+            norm_cuts = heads.norm_cuts if is_divided else (WHOLE, WHOLE)
+            norm = read_qk_norm(source, names, sizes, options.qk_norm, norm_cuts)
             self._norm = _ordered(norm, order)
             if is_divided:
                 self._norm = replace(self._norm, shared=SharedNorm(group.all_reduce, heads.normed_numbers(group)))
+        self._head_norms = None if options.head_norm is None else HeadNorms(
+            source, name, options.head_norm, (heads.query, heads.key), (shape.num_heads, shape.num_kv_heads), size,
+            order)
         self._sinks = source.tensor(
             {f"{name}.sinks": (shape.num_heads,)}, {f"{name}.sinks": Cut((heads.query,))} if is_shared else NO_CUTS,
         ).float() if options.sinks else None
         self.bytes = self.qkv.bytes + self.output.bytes + (self._gate.bytes if self._gate else 0)
         self.bytes += self._norm.query.nbytes + self._norm.key.nbytes if self._norm else 0
         self.bytes += 0 if self._sinks is None else self._sinks.nbytes
+        self.bytes += 0 if self._head_norms is None else self._head_norms.bytes
 
     def __call__(self, x: Tensor, step: LayerStep) -> Tensor:
         """`[tokens, hidden] -> [kept tokens, hidden]`."""
@@ -130,6 +140,8 @@ class Attention:
     def store(self, x: Tensor, step: LayerStep) -> Tensor:
         """Write keys and values to the cache; returns the queries `[tokens, heads, head_dim]`."""
         table, qkv = step.rotary[self.ropes[0]], self.qkv(x)
+        if self._head_norms is not None:
+            qkv = self._head_norms(qkv)
         if self._qkv is not None:
             heads = self._kernels.rowwise(self._qkv, qkv.view(len(qkv), -1, self.shape.head_dim))
             qkv = heads.view(len(qkv), -1)

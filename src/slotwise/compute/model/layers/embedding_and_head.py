@@ -1,4 +1,10 @@
-"""The first and the last layer: from token ids to hidden states, and from these to logits, labels or vectors."""
+"""The first and the last layer: from token ids to hidden states, and from these to logits, labels or vectors.
+
+    token ids ─► row of the table ─► projected ─► + row of the table of positions ─► normed
+    logits    ◄─ head, bias ◄─ projected ◄─ hidden states
+
+Most families only look up and multiply.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +19,28 @@ from torch.nn import functional
 
 from slotwise.compute.kernels.matrix import QuantizedMatrix, StackedMatrix, Weight
 from slotwise.compute.model.layers.linear import Linear
+from slotwise.compute.model.layers.norm import LayerNorm, LayerNormOptions
 from slotwise.compute.model.layers.source import NO_CUTS, WeightSource, share, shares
 from slotwise.compute.model.sentence_modules import DenseFields
 from slotwise.compute.model.stored_tensors import Cut
 from slotwise.errors import CheckpointError
 
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # in the checkpoints of all families
+BIAS, POSITIONS = "lm_head.bias", "model.embed_positions.weight"
+NORM, INWARD, OUTWARD = "model.embed_norm", "model.project_in", "model.project_out"
+
+Positions = Callable[[WeightSource], Tensor]
+"""Reads or computes what is added to the embedding at each position: `[positions, hidden]`."""
+
+
+def learned_positions(source: WeightSource, count: int, hidden_size: int, offset: int = 0) -> Tensor:
+    """A table of `count` positions from the checkpoint, which begins with `offset` rows that no position has."""
+    table = source.tensor({POSITIONS: (offset + count, hidden_size)})
+    return table[offset:].contiguous()
 
 
 class Embedding:
-    """`[tokens] -> [tokens, hidden]`, rows of `table [vocabulary, hidden]` times `scale`.
+    """`[tokens] -> [tokens, hidden]`, rows of `table [vocabulary, size]` times `scale`, and what is done with them.
 
     The scale is rounded to the type of the hidden states.  It is applied once, to a copy of a table of that type: the
     same numbers as in each step; of a quantized table, to the rows that a step reads.  Where ranks share the
@@ -30,9 +48,12 @@ class Embedding:
     """
 
     def __init__(
-        self, source: WeightSource, table: Tensor | QuantizedMatrix, scale: float = 1.0, first_id: int = 0,
+        self, source: WeightSource, table: Tensor | QuantizedMatrix, scale: float = 1.0, first_id: int = 0, *,
+        project: Linear | None = None, positions: Tensor | None = None, norm: LayerNorm | None = None,
     ) -> None:
-        kernels, factor = source.kernels, torch.tensor(scale, dtype=source.dtype)
+        self._kernels = kernels = source.kernels
+        self._project, self._positions, self._norm = project, positions, norm
+        factor = torch.tensor(scale, dtype=source.dtype)
         self._reduce = source.group.all_reduce
         first = None if source.group.size == 1 else first_id
         self._rows: Callable[[Tensor], Tensor]
@@ -43,9 +64,18 @@ class Embedding:
         else:
             self._rows = kernels.embedding(table, source.dtype, float(factor))
             self.bytes = kernels.linear_bytes(table)
+        self.more_bytes = 0 if positions is None else positions.numel() * source.dtype.itemsize
+        self.more_bytes += sum(part.bytes for part in (project, norm) if part is not None)
 
-    def __call__(self, token_ids: Tensor) -> Tensor:
-        return self._reduce(self._rows(token_ids))
+    def __call__(self, token_ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Both `[tokens]`; `positions` are read where a table of them is added."""
+        x = self._reduce(self._rows(token_ids))
+        if self._project is not None:
+            x = self._project(x)
+        if self._positions is not None:
+            assert positions is not None
+            x = self._kernels.add(self._kernels.embed(self._positions, positions), x)
+        return x if self._norm is None else self._norm(x)
 
 
 def read_embedding(source: WeightSource, name: str, size: tuple[int, int], scale: float = 1.0) -> Embedding:
@@ -70,20 +100,25 @@ class LMHead:
         soft_cap: logits become `soft_cap * tanh(logit / soft_cap)`; 0: they stay.
         scale: of logits, applied once to a copy of the weight: exactly, where it is a power of two.
         widths: tokens of each rank, where ranks share the vocabulary: rank 0 then returns the logits of all.
+        bias: `[vocabulary]`.
+        project: hidden states before the product.
     """
 
     def __init__(
         self, source: WeightSource, weight: Weight, soft_cap: float = 0.0, scale: float = 1.0,
-        widths: Sequence[int] = (),
+        widths: Sequence[int] = (), *, bias: Tensor | None = None, project: Linear | None = None,
     ) -> None:
         self._gather = functools.partial(source.group.gather, widths=widths) if widths else None
         self._kernels = source.kernels
-        self._product = source.kernels.head(weight * scale if isinstance(weight, Tensor) and scale != 1.0 else weight)
+        self._project = project
+        self._product = source.kernels.head(
+            weight * scale if isinstance(weight, Tensor) and scale != 1.0 else weight, bias)
         self.soft_cap = soft_cap
-        self.bytes = source.kernels.head_bytes(weight)
+        self.bytes = source.kernels.head_bytes(weight) + (0 if project is None else project.bytes)
+        self.bytes += 0 if bias is None else bias.numel() * source.dtype.itemsize
 
     def __call__(self, x: Tensor) -> Tensor:
-        logits = self._product(x)
+        logits = self._product(x if self._project is None else self._project(x))
         logits = self._kernels.soft_cap(logits, self.soft_cap) if self.soft_cap else logits
         return logits if self._gather is None else self._gather(logits)
 
@@ -97,6 +132,10 @@ class EndOptions:
     soft_cap: float = 0.0
     logit_scale: float = 1.0
     has_head: bool = True
+    head_bias: bool = False
+    positions: Positions | None = None
+    norm: LayerNormOptions | None = None  # of the embedding
+    embedding_size: int = 0  # of the table and of the head's inputs, which are projected; 0: the hidden size
 
 
 class Ends(NamedTuple):
@@ -108,7 +147,8 @@ class Ends(NamedTuple):
 
 def read_ends(source: WeightSource, vocab_size: int, hidden_size: int, options: EndOptions) -> Ends:
     """Embedding and head under the names that all families use."""
-    size = (vocab_size, hidden_size)
+    width = options.embedding_size or hidden_size
+    size = (vocab_size, width)
     read = source.weight if options.logit_scale == 1.0 else source.tensor  # what is scaled is copied
     own, cuts, widths = range(vocab_size), NO_CUTS, []
     if source.group.size > 1:
@@ -120,12 +160,23 @@ def read_ends(source: WeightSource, vocab_size: int, hidden_size: int, options: 
     if source.group.size > 1 and not isinstance(table, Tensor):
         raise CheckpointError("a quantized embedding is not supported with tensor_parallel_size: divide the layers by "
                               "pipeline_parallel_size")
-    embedding = Embedding(source, table, options.scale, own.start)
+    project_in = project_out = None
+    if width != hidden_size:
+        project_in = Linear(source, {INWARD: hidden_size}, width, is_exact=True)
+        project_out = Linear(source, {OUTWARD: width}, hidden_size, is_exact=True) if options.has_head else None
+    embedding = Embedding(
+        source, table, options.scale, own.start, project=project_in,
+        positions=None if options.positions is None else options.positions(source),
+        norm=None if options.norm is None else options.norm.read(source, NORM, hidden_size))
     if options.tied and not isinstance(table, Tensor):
         embedding.bytes = 0  # kernels share what they packed for the head
     if not options.has_head:
         return Ends(embedding, None)
-    return Ends(embedding, LMHead(source, weight, options.soft_cap, options.logit_scale, widths))
+    bias = None
+    if options.head_bias:
+        bias = source.tensor({BIAS: (vocab_size,)}, {BIAS: Cut((own,))} if widths else NO_CUTS) * options.logit_scale
+    return Ends(embedding, LMHead(
+        source, weight, options.soft_cap, options.logit_scale, widths, bias=bias, project=project_out))
 
 
 HEAD_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from slotwise.compute.kernels.interface import Activation, activated
 from slotwise.compute.kernels.interface import Linear as PackedLinear
-from slotwise.compute.kernels.matrix import Weight
+from slotwise.compute.kernels.matrix import QuantizedMatrix, Weight, reordered
 from slotwise.compute.model.layers.source import NO_CUTS, WeightSource
 from slotwise.compute.model.lora_weights import AdaptableProduct
 from slotwise.compute.model.stored_tensors import WHOLE, Cut, Cuts
@@ -51,15 +51,15 @@ class Linear:
         self.inputs = next(iter(kept.values()))[1]
         self.outputs = sum(self.parts.values()) if order is None else len(order)
         shapes = {f"{name}.weight": (outputs, inputs) for name, outputs in parts.items()}
-        weight: Weight = (source.weight if order is None and not is_exact else source.tensor)(
+        weight: Weight = (source.tensor if is_exact else source.weight)(
             shapes, {f"{name}.weight": cut for name, cut in cuts.items()})
         biases = source.tensor(
             {f"{name}.bias": (outputs,) for name, outputs in parts.items()},
             {f"{name}.bias": Cut(cut.rows) for name, cut in cuts.items()}) if bias else None
         if is_row_parallel and group.rank:  # a bias is added once
             biases = None
-        if order is not None and isinstance(weight, Tensor):
-            weight, biases = weight[order], None if biases is None else biases[order]
+        if order is not None:
+            weight, biases = _reordered(weight, order, source), None if biases is None else biases[order]
         self._product: PackedLinear
         self._adapters = None if is_exact else source.adapters
         self._activate: PackedLinear | None = None  # behind the product, where adapters add to what it takes
@@ -80,3 +80,11 @@ class Linear:
             out = self._added.add(x, out)
         out = out if self._activate is None else self._activate(out)
         return out if self._reduce is None else self._reduce(out)
+
+
+def _reordered(weight: Weight, order: Tensor, source: WeightSource) -> Weight:
+    """The outputs `order` of a weight; of several formats together they become plain numbers."""
+    if isinstance(weight, QuantizedMatrix):
+        return reordered(weight, order)
+    plain = weight if isinstance(weight, Tensor) else weight.dequantized().to(source.kernels.device, source.dtype)
+    return plain[order]

@@ -1,4 +1,4 @@
-"""Gated MLPs (Shazeer, "GLU variants improve transformer", 2020), and mixtures of experts.
+"""Plain MLPs, gated MLPs (Shazeer, "GLU variants improve transformer", 2020), and mixtures of experts.
 
 A mixture (Shazeer et al., 2017; Fedus et al., 2021) has a router that chooses a few of many MLPs for each token:
 
@@ -68,6 +68,33 @@ class NoMLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         return x
+
+
+class PlainMLP:
+    """`[tokens, hidden] -> [tokens, hidden]`: `down(activation(up(x)))`.
+
+    Args:
+        names: of the two products, below `name`; they may have dots.
+        sizes: hidden, intermediate.
+    """
+
+    def __init__(
+        self, source: WeightSource, name: str, names: tuple[str, str], sizes: tuple[int, int], *,
+        activation: Activation, bias: bool = True,
+    ) -> None:
+        hidden, intermediate = sizes
+        up, down = (f"{name}.{each}" for each in names)
+        up_cuts, down_cuts = NO_CUTS, NO_CUTS
+        if source.group.size > 1:
+            own = mlp_share(intermediate, source.group, source.unit)
+            up_cuts, down_cuts = {up: Cut((own,))}, {down: Cut(columns=own)}
+        self._kernels, self._activation = source.kernels, activation
+        self.up = Linear(source, {up: intermediate}, hidden, bias=bias, cuts=up_cuts)
+        self.down = Linear(source, {down: hidden}, intermediate, bias=bias, cuts=down_cuts)
+        self.bytes = self.token_bytes = self.up.bytes + self.down.bytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(self._kernels.activate(self.up(x), self._activation))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,24 +1,55 @@
-"""The residual stream, and RMSNorm (Zhang and Sennrich, 2019), which kernels fuse with the addition before it."""
+"""The residual stream, RMSNorm (Zhang and Sennrich, 2019) and LayerNorm (Ba et al., 2016).
+
+Kernels fuse a norm with the addition before it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Literal, Protocol, Self
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from slotwise.compute.kernels.interface import Kernels, QKNorm
+from slotwise.compute.kernels.interface import Kernels, LayerNormWeights, QKNorm
 from slotwise.compute.model.layers.source import NO_CUTS, WeightSource
 from slotwise.compute.model.stored_tensors import WHOLE, Cut
 
 
+class Norm(Protocol):
+    """`[tokens, size] -> [tokens, size]`, of a tensor or of the residual stream."""
+
+    bytes: int  # of the weights, as packed
+
+    def __call__(self, h: ResidualStream, /) -> Tensor: ...
+
+
 @dataclass(frozen=True, slots=True)
 class NormOptions:
-    """How a family's norms compute."""
+    """How a family's RMS norms compute."""
 
     eps: float
     offset: float = 0.0  # added to the weight in float32: Gemma's is 1
+
+    def read(self, source: WeightSource, name: str, size: int) -> RMSNorm:
+        """The norm called `name` in the checkpoint."""
+        return RMSNorm(source, name, size, self)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNormOptions:
+    """How a family's LayerNorms compute."""
+
+    eps: float
+    offset: float = 0.0  # added to the weight in float32: Nemotron's is 1
+    has_weight: bool = True
+    has_bias: bool = True
+
+    def read(self, source: WeightSource, name: str, size: int) -> LayerNorm:
+        """The norm called `name` in the checkpoint."""
+        return LayerNorm(source, name, size, self)
 
 
 class ResidualStream:
@@ -44,16 +75,14 @@ class ResidualStream:
             self._sum, self._addend = self._kernels.add(self._addend, self._sum), None
         return self._sum
 
-    def replace(self, x: Tensor) -> None:
-        """Go on with `x`, which holds the sum so far."""
-        self._sum, self._addend = x, None
+    def pop_addend(self) -> tuple[Tensor | None, Tensor]:
+        """The addend that waits, if any, and the stream, to which the caller's kernel adds it in place."""
+        addend, self._addend = self._addend, None
+        return addend, self._sum
 
-    def normed(self, weight: Tensor, eps: float, offset: float) -> Tensor:
-        """The RMSNorm of the sum."""
-        if self._addend is None:
-            return self._kernels.rms_norm(self._sum, weight, eps, offset)
-        x, self._addend = self._addend, None
-        return self._kernels.add_rms_norm(x, self._sum, weight, eps, offset)
+    def replace(self, x: Tensor) -> None:
+        """Continue with `x [tokens, hidden]`, which later sums change in place, instead of the sum."""
+        self._sum, self._addend = x, None
 
     def keep(self, rows: Tensor) -> None:
         """Keep some rows, int64, and drop the others, which no later layer reads."""
@@ -70,9 +99,29 @@ class RMSNorm:
         self.bytes = size * source.dtype.itemsize
 
     def __call__(self, x: Tensor | ResidualStream) -> Tensor:
-        if isinstance(x, ResidualStream):
-            return x.normed(self._weight, self._options.eps, self._options.offset)
-        return self._kernels.rms_norm(x, self._weight, self._options.eps, self._options.offset)
+        addend, stream = x.pop_addend() if isinstance(x, ResidualStream) else (None, x)
+        if addend is None:
+            return self._kernels.rms_norm(stream, self._weight, self._options.eps, self._options.offset)
+        return self._kernels.add_rms_norm(addend, stream, self._weight, self._options.eps, self._options.offset)
+
+
+class LayerNorm:
+    """`(x - mean) / sqrt(variance + eps) * (offset + weight) + bias` over the last dimension, `[tokens, size]`."""
+
+    def __init__(self, source: WeightSource, name: str, size: int, options: LayerNormOptions) -> None:
+        self._kernels = source.kernels
+        weight, bias = (source.tensor({f"{name}.{part}": (size,)}) if is_there else None
+                        for part, is_there in (("weight", options.has_weight), ("bias", options.has_bias)))
+        self._weights = LayerNormWeights(weight, bias, options.eps, options.offset)
+        self.bytes = (options.has_weight + options.has_bias) * size * source.dtype.itemsize
+
+    def __call__(self, x: Tensor | ResidualStream) -> Tensor:
+        if not isinstance(x, ResidualStream):
+            return self._kernels.layer_norm(x, self._weights)
+        addend, stream = x.pop_addend()
+        if addend is None:
+            return self._kernels.layer_norm(stream, self._weights)
+        return self._kernels.layer_norm(addend, self._weights, stream)
 
 
 class NoNorm:
@@ -92,3 +141,62 @@ def read_qk_norm(
     query, key = (source.tensor({f"{one}.weight": (size,)}, NO_CUTS if cut == WHOLE else {f"{one}.weight": cut})
                   for one, size, cut in zip(names, sizes, cuts, strict=True))
     return QKNorm(query, key, options.eps, options.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNormOptions:
+    """LayerNorms of each head of queries and keys.
+
+    Args:
+        names: of the norms of queries and of keys.
+        stored: how: one weight for all heads, `[heads, head_dim]`, or a norm of its own for each head.
+    """
+
+    eps: float
+    names: tuple[str, str] = ("q_layernorm", "k_layernorm")
+    has_bias: bool = False
+    stored: Literal["shared", "stacked", "separate"] = "shared"
+
+
+class HeadNorms:
+    """`[tokens, (heads + 2 * kv_heads) * head_dim] -> the same`, with queries and keys normed head by head.
+
+    Args:
+        heads: the heads of queries and of keys of this rank.
+        totals: those of all ranks.
+        order: of a head's dimensions, as in `Rope.order`.
+    """
+
+    def __init__(
+        self, source: WeightSource, name: str, options: HeadNormOptions, heads: tuple[range, range],
+        totals: tuple[int, int], head_dim: int, order: Tensor | None,
+    ) -> None:
+        self._kernels, self._eps, self._size, self._count = source.kernels, options.eps, head_dim, sum(map(len, heads))
+
+        def read(kind: str) -> Tensor:
+            """`[heads of queries, then of keys, head_dim]` float32."""
+            parts = [_of_each_head(source, f"{name}.{each}", kind, options.stored, total, head_dim)
+                     for each, total in zip(options.names, totals, strict=True)]
+            stacked = torch.cat([part[own.start : own.stop] for part, own in zip(parts, heads, strict=True)]).float()
+            return stacked if order is None else stacked[:, order]
+
+        self._weight = read("weight")
+        self._bias = read("bias") if options.has_bias else torch.zeros_like(self._weight)
+        self.bytes = self._weight.nbytes + self._bias.nbytes
+
+    def __call__(self, qkv: Tensor) -> Tensor:
+        return self._kernels.rowwise(self._normed, qkv)
+
+    def _normed(self, qkv: Tensor) -> Tensor:
+        normed, values = qkv.view(len(qkv), -1, self._size).tensor_split([self._count], dim=1)
+        out = F.layer_norm(normed.float(), (self._size,), eps=self._eps) * self._weight + self._bias
+        return torch.cat((out.to(qkv.dtype), values), dim=1).flatten(1)
+
+
+def _of_each_head(source: WeightSource, name: str, kind: str, stored: str, heads: int, size: int) -> Tensor:
+    """The weights or biases, `[heads, head_dim]`."""
+    if stored == "separate":
+        return source.tensor({f"{name}.norms.{head}.{kind}": (size,) for head in range(heads)}).view(heads, size)
+    if stored == "stacked":
+        return source.tensor({f"{name}.{kind}": (heads, size)})
+    return source.tensor({f"{name}.{kind}": (size,)}).expand(heads, size)

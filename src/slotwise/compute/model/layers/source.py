@@ -18,7 +18,7 @@ is held whole by one rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -76,16 +76,24 @@ class Heads(NamedTuple):
     shape: AttentionShape
     whole: AttentionShape  # of all ranks together
 
-    def cuts(self, parts: Collection[str]) -> dict[str, Cut]:
-        """The cuts of the three weights of queries, keys and values, or of one fused weight."""
+    def cuts(self, parts: Collection[str], groups: int = 1, *, values_first: bool = False) -> dict[str, Cut]:
+        """The cuts of the three weights of queries, keys and values, or of one fused weight.
+
+        A fused weight may consist of `groups` of heads, each with its queries, then its keys, then its values, or
+        with its values before its keys.  The cuts put all queries first, then all keys, then all values.
+        """
         size = self.shape.head_dim
         query, key = (range(heads.start * size, heads.stop * size) for heads in (self.query, self.key))
         if len(parts) > 1:
             return {name: Cut((rows,)) for name, rows in zip(parts, (query, key, key)[: len(parts)], strict=True)}
         (name,) = parts
-        starts = self.whole.num_heads * size, (self.whole.num_heads + self.whole.num_kv_heads) * size
-        return {name: Cut((query, *(range(at + key.start, at + key.stop) for at in starts)))}
-
+        queries, keys = self.whole.num_heads // groups, self.whole.num_kv_heads // groups  # of a group
+        starts = [
+            head // count * (queries + 2 * keys) + first + head % count
+            for own, count, first in ((self.query, queries, 0), (self.key, keys, queries + values_first * keys),
+                                      (self.key, keys, queries + (not values_first) * keys))
+            for head in own]
+        return {name: Cut(_merged([range(start * size, (start + 1) * size) for start in starts]))}
 
     @property
     def norm_cuts(self) -> tuple[Cut, Cut]:
@@ -98,6 +106,17 @@ class Heads(NamedTuple):
         """Numbers of queries and keys over all ranks; a head that several ranks hold counts each time."""
         size, whole = self.shape.head_dim, self.whole
         return whole.num_heads * size, max(whole.num_kv_heads, group.size) * size
+
+
+def _merged(ranges: Sequence[range]) -> tuple[range, ...]:
+    """The same numbers in the same order, in as few ranges as possible."""
+    merged = [ranges[0]]
+    for each in ranges[1:]:
+        if each.start == merged[-1].stop:
+            merged[-1] = range(merged[-1].start, each.stop)
+        else:
+            merged.append(each)
+    return tuple(merged)
 
 
 def heads_of(shape: AttentionShape, group: Group) -> Heads:

@@ -48,7 +48,7 @@ def read_quantization(config: Fields) -> Quantization | None:
 
 WEIGHT = ".weight"  # how the names of products' weights end
 MATRIX_DIMENSIONS = 2  # dimensions
-TABLES = ("model.embed_tokens",)  # matrices that are not products: no method quantizes them
+TABLES = ("model.embed_tokens", "model.embed_positions")  # matrices that are not products: no method quantizes them
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")  # how the names of gpt-oss' experts end
 ROUTERS = ("gate", "router", "shared_expert_gate")  # that configs leave out of their lists, and methods as they are
 SHOWN = 3  # tensors in an error before "and n more"

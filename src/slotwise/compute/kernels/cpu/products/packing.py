@@ -97,9 +97,9 @@ class Packing:
         """`weight [out, in]`, packed as it is."""
         return self._packed(weight, bias, 0)
 
-    def head(self, weight: Weight) -> Linear:
+    def head(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """`weight [vocab, hidden]`, packed for logits."""
-        return self._packed(weight, None, self._head_bits)
+        return self._packed(weight, bias, self._head_bits)
 
     def gated(self, weight: Weight, bias: Tensor | None) -> Linear | None:
         """`weight [2 * intermediate, in]`, gates first, with SiLU in the product; None if its path cannot do that."""

@@ -1,0 +1,63 @@
+"""GPT-NeoX (Black et al., 2022) and Pythia (Biderman et al., 2023): attention and MLP read the same hidden states, each
+through a norm of its own; queries, keys and values are one weight, head by head; a quarter of a head rotates.
+
+    h += attention(norm(h)) + down(gelu(up(norm(h))))
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+from slotwise.compute.model.families.gpt2 import ClassicLayer, Parts, read_plain
+from slotwise.compute.model.fields import Fields
+from slotwise.compute.model.layers.attention import AttentionOptions, LayerStep
+from slotwise.compute.model.layers.embedding_and_head import EndOptions
+from slotwise.compute.model.layers.norm import LayerNormOptions, ResidualStream
+from slotwise.compute.model.layers.source import WeightSource
+from slotwise.compute.model.model_config import ConfigDefaults, ModelConfig, read_head_dim, read_rope
+from slotwise.compute.model.network import Network, read_network
+
+DEFAULTS = ConfigDefaults(norm_eps=1e-5)
+PARTS = Parts("input_layernorm", "attention", "post_attention_layernorm", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+
+
+def configure(fields: Fields) -> ModelConfig:
+    config, bias = read_partial(fields, 0.25, "gelu"), fields.flag("attention_bias", default=True)
+    return replace(
+        config, is_parallel=fields.flag("use_parallel_residual", default=True), qkv_bias=bias, output_bias=bias)
+
+
+def read_partial(
+    fields: Fields, share: float, activation: str, defaults: ConfigDefaults = DEFAULTS,
+) -> ModelConfig:
+    """A config with LayerNorms, MLPs of two products, and heads of which `share` rotates; also other families'.
+
+    `share` and `activation` are what a config means that names none.
+    """
+    fields = fields.renamed({
+        "layer_norm_eps": "rms_norm_eps", "rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"})
+    fields = fields.with_defaults(partial_rotary_factor=share)
+    rope = read_rope(fields, defaults.rope_theta, head_dim=read_head_dim(fields))
+    return read_plain(fields, defaults, activation, rope=rope)
+
+
+class ParallelLayer(ClassicLayer):
+    """Attention and MLP read the same hidden states, each through a norm of its own."""
+
+    live_states = 4
+
+    def forward(self, h: ResidualStream, step: LayerStep) -> None:
+        x, of_mlp = self.attention_norm(h), self.mlp_norm(h)
+        h += self.attention(x, step)
+        h += self.mlp(step.kept(of_mlp))
+
+
+def compose(config: ModelConfig, source: WeightSource) -> Network:
+    norms = LayerNormOptions(config.norm_eps)
+    options = AttentionOptions(
+        config.qkv_bias, config.output_bias, names=("", "", "", "dense"), qkv_name="query_key_value",
+        qkv_groups=config.num_heads)
+    kind = ParallelLayer if config.is_parallel else ClassicLayer
+    layer = functools.partial(kind, config, source, options=options, norms=norms, parts=PARTS)
+    return read_network(config, source, layer, EndOptions(config.tie_word_embeddings), norms)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 from support import checkpoints
 
+from slotwise import LLM, PoolingParams, SamplingParams
 from slotwise.compose.engine_builder import build_engine
 from slotwise.core.params import PoolingSpec, SamplingSpec
 from slotwise.core.request import RequestSpec
@@ -106,3 +108,60 @@ def test_what_an_encoder_does_not_have_is_refused(tmp_path):
     for settings in ({"pipeline_parallel_size": 2}, {"speculative_config": {"method": "ngram"}}):
         with pytest.raises(ConfigError, match=f"{next(iter(settings))} is not supported with a model whose tokens"):
             engine(folder, **settings)
+
+
+TEXTS = ["def f(x):", "return x", "class A:\n    pass"]
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with one label."""
+    return checkpoints.make("eurobert", tmp_path_factory.mktemp("classifier") / "model", tokenizer=True,
+                            kind="ForSequenceClassification", num_labels=1)
+
+
+def test_offline_methods_classify_reward_and_score(classifier):
+    llm = LLM(str(classifier), dtype="float32", max_model_len=64)
+    theirs = checkpoints.reference_model(classifier, "float32", "AutoModelForSequenceClassification")
+
+    def logit(ids: list[int]) -> float:
+        with torch.inference_mode(), checkpoints.one_thread():
+            return theirs(torch.tensor([ids])).logits[0, 0].item()
+
+    raw = [logit(llm.tokenizer.encode(text)) for text in TEXTS]
+    probabilities = [torch.tensor(one).sigmoid().item() for one in raw]
+    classified = llm.classify(TEXTS, use_tqdm=False)
+    assert [one.outputs.probs for one in classified] == [[pytest.approx(one, abs=1e-5)] for one in probabilities]
+    assert classified[0].outputs.num_classes == 1 and classified[0].finished
+    for outputs in (llm.reward(TEXTS, use_tqdm=False),
+                    llm.encode(TEXTS, PoolingParams(use_activation=False), use_tqdm=False)):
+        assert [one.outputs.data.tolist() for one in outputs] == [[pytest.approx(one, abs=1e-4)] for one in raw]
+    pair = llm.tokenizer.encode_pair(TEXTS[0], TEXTS[1])
+    (scored,) = llm.score(TEXTS[0], TEXTS[1], use_tqdm=False)
+    assert scored.prompt_token_ids == pair
+    assert scored.outputs.score == pytest.approx(torch.tensor(logit(pair)).sigmoid().item(), abs=1e-5)
+    assert len(llm.score(TEXTS[0], TEXTS, use_tqdm=False)) == 3
+    for wrong, message in (
+            (lambda: llm.embed(TEXTS), "head of labels"), (lambda: llm.score([1, 2], [3]), "needs texts"),
+            (lambda: llm.score(TEXTS[:2], TEXTS), "2 texts and 3"),
+            (lambda: llm.generate(TEXTS, SamplingParams(max_tokens=1)), r"only classifies.*use LLM\.classify"),
+            (lambda: llm.encode(TEXTS, pooling_task="token_embed"), "pooling_task must be embed or classify"),
+            (lambda: llm.classify(TEXTS, pooling_params=PoolingParams(dimensions=3)), "dimensions")):
+        with pytest.raises(ValueError, match=message):
+            wrong()
+
+
+def test_offline_scores_of_vectors_are_cosines(tmp_path):
+    folder = checkpoints.make("gemma3", tmp_path / "model", kind="TextModel", tokenizer=True,
+                              use_bidirectional_attention=True)
+    prompts = {"prompts": {"query": "find: "}, "default_prompt_name": "query"}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    llm = LLM(str(folder), dtype="float32", max_model_len=64)
+    first, second = (torch.tensor(one.outputs.embedding) for one in llm.embed(TEXTS[:2], use_tqdm=False))
+    (output,) = llm.score(TEXTS[0], TEXTS[1], use_tqdm=False)
+    assert output.outputs.score == pytest.approx(torch.cosine_similarity(first, second, 0).item(), abs=1e-6)
+    assert llm.embed(TEXTS[:1], use_tqdm=False)[0].prompt_token_ids == llm.tokenizer.encode("find: " + TEXTS[0])
+    (encoded,) = llm.encode(TEXTS[0], use_tqdm=False)
+    torch.testing.assert_close(encoded.outputs.data, first)
+    with pytest.raises(ValueError, match="does not classify"):
+        llm.classify(TEXTS)

@@ -13,10 +13,11 @@ if sys.version_info < (3, 11):  # noqa: UP036  (a checkout runs under any: `pyth
 
 from slotwise.version import __version__ as __version__
 
-__all__ = ["LLM", "AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "CompletionOutput", "EmbeddingOutput",
-           "EmbeddingRequestOutput", "EngineArgs", "LoRARequest", "Logprob", "PoolingParams", "PromptType",
-           "RequestOutput", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams", "TextPrompt",
-           "TokensPrompt"]
+__all__ = ["LLM", "AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "ClassificationOutput",
+           "ClassificationRequestOutput", "CompletionOutput", "EmbeddingOutput", "EmbeddingRequestOutput", "EngineArgs",
+           "LoRARequest", "Logprob", "PoolingOutput", "PoolingParams", "PoolingRequestOutput", "PromptType",
+           "RequestOutput", "RequestOutputKind", "SamplingParams", "ScoringOutput", "ScoringRequestOutput",
+           "StructuredOutputsParams", "TextPrompt", "TokensPrompt"]
 
 if TYPE_CHECKING:
     from slotwise.offline.arguments import AsyncEngineArgs, EngineArgs
@@ -25,11 +26,17 @@ if TYPE_CHECKING:
     from slotwise.offline.llm import LLM
     from slotwise.offline.lora_requests import LoRARequest
     from slotwise.offline.outputs import (
+        ClassificationOutput,
+        ClassificationRequestOutput,
         CompletionOutput,
         EmbeddingOutput,
         EmbeddingRequestOutput,
         Logprob,
+        PoolingOutput,
+        PoolingRequestOutput,
         RequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
     )
     from slotwise.offline.sampling_params import (
         PoolingParams,
@@ -44,8 +51,9 @@ _HOMES = {
     **dict.fromkeys(("AsyncLLM", "AsyncLLMEngine"), "slotwise.offline.async_llm"),
     **dict.fromkeys(("AsyncEngineArgs", "EngineArgs"), "slotwise.offline.arguments"),
     **dict.fromkeys(("PromptType", "TextPrompt", "TokensPrompt"), "slotwise.offline.inputs"),
-    **dict.fromkeys(("CompletionOutput", "EmbeddingOutput", "EmbeddingRequestOutput", "Logprob", "RequestOutput"),
-                    "slotwise.offline.outputs"),
+    **dict.fromkeys(("ClassificationOutput", "ClassificationRequestOutput", "CompletionOutput", "EmbeddingOutput",
+                     "EmbeddingRequestOutput", "Logprob", "PoolingOutput", "PoolingRequestOutput", "RequestOutput",
+                     "ScoringOutput", "ScoringRequestOutput"), "slotwise.offline.outputs"),
     "PoolingParams": "slotwise.offline.sampling_params",
     **dict.fromkeys(("RequestOutputKind", "SamplingParams", "StructuredOutputsParams"),
                     "slotwise.offline.sampling_params"),

@@ -169,10 +169,12 @@ RULES: dict[str, Rule] = dict((
             "of a hub model is downloaded: give the folder of another"),
     *_rules("the hub's own cache and login are used", {"hf_token": (True,)}, refused="download_dir",
             instead="set the environment variable HF_HOME (the hub's cache) or HF_TOKEN (its login)"),
-    *_rules("a model generates text and embeds it", {
-        "runner": ("auto", "generate", "pooling"), "task": ("auto", "generate", "embed", "embedding"),
-        "convert": ("auto", "none", "embed"), "enable_prompt_embeds": OFF}, refused="override_pooler_config",
-        instead="generation and embeddings are served, pooled as pooler_config says"),
+    *_rules("a model does what its checkpoint was made for", {
+        "runner": ("auto", "generate", "pooling"),
+        "task": ("auto", "generate", "embed", "embedding", "classify", "score", "reward"),
+        "convert": ("auto", "none", "embed", "classify"), "enable_prompt_embeds": OFF},
+        refused="override_pooler_config",
+        instead="a checkpoint says whether it generates, embeds or classifies, and pooler_config how it pools"),
     *_rules("a model takes text only", free="allowed_local_media_path allowed_media_domains language_model_only "
             "limit_mm_per_prompt enable_mm_embeds interleave_mm_strings media_io_kwargs mm_processor_kwargs "
             "mm_processor_cache_gb mm_processor_cache_type mm_hasher_algorithm mm_shm_cache_max_object_size_mb "
@@ -236,7 +238,6 @@ CALL: dict[str, tuple[Any, ...]] = {  # arguments of a call, with their values t
 }
 METHODS = {  # of vLLM's `LLM`, and what to do instead
     "beam_search": "set n, and choose among the outputs by cumulative_logprob",
-    **dict.fromkeys(("encode", "classify", "score", "reward"), "LLM.embed gives vectors; no model here has a head"),
     **dict.fromkeys(("enqueue", "enqueue_chat", "wait_for_completion"), "generate() runs a list of prompts together"),
     **dict.fromkeys(("collective_rpc", "apply_model"), "the model is not exposed"),
     **dict.fromkeys(("start_profile", "stop_profile"), "start with event_log=FILE, and run `slotwise timeline FILE`"),

@@ -334,5 +334,6 @@ class ModelOptions:
         "value", unit="JSON", read=json_object, group=SAMPLING)
     pooler_config: Mapping[str, Any] = setting(
         factory=dict, help="how vectors are made, as {\"pooling_type\": \"MEAN\", \"normalize\": true}; the type is "
-        "LAST or MEAN", otherwise="as the checkpoint's 1_Pooling/config.json says, else LAST", unit="JSON",
+        "LAST, CLS, MEAN, MAX, WEIGHTEDMEAN or MEAN_SQRT_LEN_TOKENS", otherwise="as the checkpoint's "
+        "1_Pooling/config.json says, else CLS for models like BERT and LAST for others", unit="JSON",
         read=json_object)

@@ -5,26 +5,33 @@ from __future__ import annotations
 import random
 import time
 from array import array
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from sys import byteorder
-from typing import Any
+from typing import Any, NamedTuple
 
 from slotwise.compose.model_defaults import announce, read_defaults, read_pooling
-from slotwise.core.params import InvalidParams, SamplingSpec
+from slotwise.core.params import EMBED, InvalidParams, PoolingSpec, SamplingSpec
 from slotwise.core.record import TokenLogprobs
 from slotwise.core.request import RequestSpec
 from slotwise.engine.messages import UNSUBMITTED, Add, EngineInfo
 from slotwise.offline.arguments import Arguments
 from slotwise.offline.inputs import ParsedPrompt
 from slotwise.offline.outputs import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
     CompletionOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
+    PooledRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
     RequestMetrics,
     RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
     by_token,
 )
 from slotwise.offline.sampling_params import PoolingParams, RequestOutputKind, SamplingParams
@@ -169,23 +176,30 @@ class OfflineChoice:
         return one
 
 
-class OfflineEmbedding:
-    """A prompt and its vector.  It has the methods of `OfflineRequest` and of its one `OfflineChoice`."""
+class OfflinePooled:
+    """A prompt and what is made of it.  It has the methods of `OfflineRequest` and of its one `OfflineChoice`.
+
+    Args:
+        made: the output's `outputs`, of the numbers that the engine gives.
+    """
 
     index = 0
     met_stop_string = False
 
-    def __init__(self, output: EmbeddingRequestOutput, spec: RequestSpec) -> None:
+    def __init__(
+        self, output: PooledRequestOutput, spec: RequestSpec, made: Callable[[Sequence[float]], object],
+    ) -> None:
         self.output = output
         self.error = ""  # why it ended, if it failed
         self._spec = spec
+        self._made = made
 
     @property
-    def job(self) -> OfflineEmbedding:
+    def job(self) -> OfflinePooled:
         return self
 
     @property
-    def choices(self) -> list[OfflineEmbedding]:
+    def choices(self) -> list[OfflinePooled]:
         return [self]
 
     def add(self, name: str, request_id: int) -> Add:
@@ -199,11 +213,11 @@ class OfflineEmbedding:
         """Never called: no log-probabilities are computed."""
 
     def pool(self, vector: bytes) -> None:
-        """Sets the vector: float32, little-endian."""
+        """Sets the numbers: float32, little-endian."""
         numbers = array("f", vector)
         if byteorder == "big":
             numbers.byteswap()
-        self.output.outputs = EmbeddingOutput(numbers.tolist())
+        self.output.outputs = self._made(numbers.tolist())
 
     def end(self, reason: str, message: str, now: float) -> None:
         self.error = message
@@ -214,6 +228,34 @@ class OfflineEmbedding:
         """Raises RuntimeError if it failed."""
         if self.error:
             raise RuntimeError(self.error)
+
+
+RAW = "raw"  # what `LLM.reward` gives: the numbers of labels, not activated
+
+
+class PooledOutput(NamedTuple):
+    """How outputs are made of the numbers that an engine gives."""
+
+    request: type[PooledRequestOutput]
+    empty: Callable[[], object]
+    of_numbers: Callable[[Sequence[float]], object]
+
+
+def _tensor(numbers: Sequence[float] = ()) -> PoolingOutput:
+    import torch
+
+    return PoolingOutput(torch.tensor(numbers, dtype=torch.float32))
+
+
+def _score(numbers: Sequence[float]) -> ScoringOutput:
+    return ScoringOutput(numbers[0])
+
+
+NUMBERS = PooledOutput(PoolingRequestOutput, _tensor, _tensor)
+VECTOR = PooledOutput(EmbeddingRequestOutput, EmbeddingOutput, lambda numbers: EmbeddingOutput(list(numbers)))
+PROBABILITIES = PooledOutput(
+    ClassificationRequestOutput, ClassificationOutput, lambda numbers: ClassificationOutput(list(numbers)))
+SCORE = PooledOutput(ScoringRequestOutput, ScoringOutput, _score)
 
 
 class Frontend:
@@ -246,7 +288,7 @@ class Frontend:
             ValueError: the prompt can never run, or parameters are not valid; the message says why.
         """
         if info.generation_objection:
-            raise ValueError(f"{info.generation_objection}; use LLM.embed")
+            raise ValueError(f"{info.generation_objection}; use LLM.{'classify' if info.num_labels else 'embed'}")
         ids = self.tokenizer.encode(prompt.text or "") if prompt.ids is None else prompt.ids
         wanted = params if params is not None else self._defaults_after(info, len(ids))
         if not isinstance(wanted, SamplingParams):
@@ -267,31 +309,52 @@ class Frontend:
         if grammar and (objection := _objection(grammar.kind, grammar.text, self.tokenizer.special_texts)):
             raise InvalidParams(grammar.field, objection)
 
-    def embedding_job(self, info: EngineInfo, prompt: ParsedPrompt, params: PoolingParams | None, request_id: str,
-                      most: int | None, spec: RequestSpec = BASE_SPEC) -> OfflineEmbedding:
-        """A prompt whose vector is wanted.
+    def pooling_spec(self, info: EngineInfo, params: PoolingParams | None, task: str) -> PoolingSpec:
+        """The parameters of a request for a vector (EMBED), for labels (CLASSIFY), or for their plain numbers (RAW).
+
+        Raises:
+            ValueError: the model gives no such thing, or parameters are not valid.
+        """
+        wanted = params if params is not None else PoolingParams()
+        if not isinstance(wanted, PoolingParams):
+            raise ValueError(f"pooling_params must be slotwise.PoolingParams, not {type(wanted).__name__}")
+        if task != EMBED:
+            if wanted.dimensions is not None:
+                raise InvalidParams("dimensions", "is of vectors, and not of labels")
+            return self.pooling.classifying(is_activated=False if task == RAW else wanted.normalizes)
+        if self.pooling.objection:
+            raise ValueError(f"this model gives no embeddings: {self.pooling.objection}")
+        pooling = self.pooling.chosen(wanted.dimensions, normalize=wanted.normalizes)
+        pooling.check_width(info.hidden_size)
+        return pooling
+
+    def pooled_job(
+        self, info: EngineInfo, prompt: ParsedPrompt, pooling: PoolingSpec, request_id: str, most: int | None,
+        spec: RequestSpec = BASE_SPEC, made: PooledOutput = VECTOR,
+    ) -> OfflinePooled:
+        """A prompt of which a vector or labels are wanted; a text to embed begins with the checkpoint's default prompt.
 
         Args:
             most: tokens that are kept, the first ones; -1: as many as the model takes; None: all.
             spec: as that of `job`.
 
         Raises:
-            ValueError: the model gives no vectors, the prompt can never run, or parameters are not valid.
+            ValueError: the prompt can never run.
         """
-        if self.pooling.objection:
-            raise ValueError(f"this model gives no embeddings: {self.pooling.objection}")
-        wanted = params if params is not None else PoolingParams()
-        if not isinstance(wanted, PoolingParams):
-            raise ValueError(f"pooling_params must be slotwise.PoolingParams, not {type(wanted).__name__}")
-        pooling = self.pooling.chosen(wanted.dimensions, normalize=wanted.normalizes)
-        pooling.check_width(info.hidden_size)
-        ids = self.tokenizer.encode(prompt.text or "") if prompt.ids is None else prompt.ids
+        text = self.pooling.prompted(prompt.text or "") if pooling.task == EMBED else prompt.text or ""
+        ids = self.tokenizer.encode(text) if prompt.ids is None else prompt.ids
         if most is not None:
             ids = ids[: info.limits.max_model_len if most == -1 else most]
         self._check_prompt(info, ids, 0)
-        output = EmbeddingRequestOutput(
-            request_id, EmbeddingOutput(), ids, finished=False, metrics=RequestMetrics(time.monotonic()))
-        return OfflineEmbedding(output, replace(spec, prompt=tuple(ids), pooling=pooling, salt=self._salt(prompt)))
+        output = made.request(request_id, made.empty(), ids, finished=False, metrics=RequestMetrics(time.monotonic()))
+        spec = replace(spec, prompt=tuple(ids), pooling=pooling, salt=self._salt(prompt))
+        return OfflinePooled(output, spec, made.of_numbers)
+
+    def pair(self, first: ParsedPrompt, second: ParsedPrompt) -> ParsedPrompt:
+        """Two texts as the tokenizer joins them.  Raises ValueError for token ids."""
+        if first.text is None or second.text is None:
+            raise ValueError("a model that compares two texts needs texts, not token ids")
+        return first._replace(text=None, ids=self.tokenizer.encode_pair(first.text, second.text))
 
     def _salt(self, prompt: ParsedPrompt) -> str:
         return f"{self._resets}:{prompt.salt}" if self._resets or prompt.salt else ""

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
+import operator
 import threading
 import time
 import weakref
@@ -23,6 +25,7 @@ from tqdm import tqdm
 
 from slotwise.compose.engine_builder import load
 from slotwise.compute.runner import memory_budget
+from slotwise.core.params import CLASSIFY, EMBED
 from slotwise.core.record import StepRecord
 from slotwise.core.scheduler_limits import SLO
 from slotwise.engine.engine import Engine
@@ -32,16 +35,29 @@ from slotwise.errors import CheckpointError
 from slotwise.offline.arguments import Arguments, EngineArgs, VllmMethods, check_call
 from slotwise.offline.frontend import (
     BASE_SPEC,
+    NUMBERS,
+    PROBABILITIES,
+    RAW,
+    SCORE,
+    VECTOR,
     Frontend,
     OfflineChoice,
-    OfflineEmbedding,
+    OfflinePooled,
     OfflineRequest,
     OfflineTokenizer,
+    PooledOutput,
     template_variables,
 )
 from slotwise.offline.inputs import ParsedPrompt, PromptType, as_batch, parsed
 from slotwise.offline.lora_requests import BASE, HeldAdapter, LoRARequest, OfflineAdapters
-from slotwise.offline.outputs import EmbeddingRequestOutput, RequestOutput
+from slotwise.offline.outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
 from slotwise.offline.sampling_params import PoolingParams, SamplingParams
 from slotwise.platform.progress_bar import ProgressBar
 
@@ -192,7 +208,7 @@ class LLM(VllmMethods):
         self._names = itertools.count()
         self._ids = itertools.count()  # of requests
         # Of all unfinished requests: a step serves every call's.
-        self._choices: dict[int, OfflineChoice | OfflineEmbedding] = {}
+        self._choices: dict[int, OfflineChoice | OfflinePooled] = {}
         # Guards the engine and its requests.  Reentrant: a step may collect an abandoned iteration, which then ends.
         self._lock = threading.RLock()
         self._adapters = OfflineAdapters(self._engine.adapters, self._lock)
@@ -276,7 +292,7 @@ class LLM(VllmMethods):
         """
         check_call(more)
         return self._generate(
-            [parsed(prompt) for prompt in as_batch(prompts)], sampling_params, use_tqdm, priority, lora_request)
+            _all_parsed(prompts), sampling_params, use_tqdm, priority, lora_request)
 
     def _generate(self, prompts: Sequence[ParsedPrompt], sampling_params: Params | None, use_tqdm: Progress,
                   priority: int | Sequence[int] | None, lora_request: Adapted) -> list[RequestOutput]:
@@ -287,7 +303,7 @@ class LLM(VllmMethods):
             self._run(jobs, use_tqdm, "Generating")
         return [job.output for job in jobs]
 
-    def _run(self, jobs: Sequence[OfflineRequest] | Sequence[OfflineEmbedding], use_tqdm: Progress, told: str) -> None:
+    def _run(self, jobs: Sequence[OfflineRequest] | Sequence[OfflinePooled], use_tqdm: Progress, told: str) -> None:
         """Runs all steps of these requests, with a progress bar."""
         make = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
         with make(total=sum(len(job.choices) for job in jobs), unit="request", desc=told) as bar:
@@ -310,16 +326,97 @@ class LLM(VllmMethods):
             ValueError: as `generate`, or the checkpoint's vectors are made in a way that is not supported.
         """
         check_call(more)
-        if truncate_prompt_tokens is not None and truncate_prompt_tokens != -1 and truncate_prompt_tokens < 1:
-            raise ValueError(f"truncate_prompt_tokens must be -1 or at least 1, not {truncate_prompt_tokens}")
-        given = [parsed(prompt) for prompt in as_batch(prompts)]
-        each = _for_each("pooling_params", pooling_params, len(given))
-        with self._adapters.held(_for_each("lora_request", lora_request, len(given))) as adapters:
-            jobs = [self._frontend.embedding_job(
-                self.info, prompt, params, str(next(self._names)), truncate_prompt_tokens,
-                replace(BASE_SPEC, adapter=adapter.number, adapter_name=adapter.name))
-                for prompt, params, adapter in zip(given, each, adapters, strict=True)]
-            self._run(jobs, use_tqdm, "Embedding")
+        return self._pooled(
+            _all_parsed(prompts), EMBED, VECTOR, pooling_params, lora_request, truncate_prompt_tokens, use_tqdm)
+
+    def encode(
+        self, prompts: PromptType | Sequence[PromptType],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None, *, pooling_task: str | None = None,
+        truncate_prompt_tokens: int | None = None, use_tqdm: Progress = True, lora_request: Adapted = None, **more: Any,
+    ) -> list[PoolingRequestOutput]:
+        """Returns tensors: of vectors (`pooling_task="embed"`) or of labels (`"classify"`), by default what there is.
+
+        Args:
+            prompts, use_tqdm, lora_request, more: as those of `generate`.
+            pooling_params, truncate_prompt_tokens: as those of `embed`.
+
+        Raises:
+            ValueError: as `embed`, or the task is another one.
+        """
+        check_call(more)
+        task = pooling_task or (CLASSIFY if self._frontend.pooling.labels else EMBED)
+        if task not in (EMBED, CLASSIFY):
+            raise ValueError(f"pooling_task must be {EMBED} or {CLASSIFY}, not {task!r:.40}")
+        return self._pooled(
+            _all_parsed(prompts), task, NUMBERS, pooling_params, lora_request, truncate_prompt_tokens, use_tqdm)
+
+    def classify(
+        self, prompts: PromptType | Sequence[PromptType], *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        truncate_prompt_tokens: int | None = None, use_tqdm: Progress = True, lora_request: Adapted = None, **more: Any,
+    ) -> list[ClassificationRequestOutput]:
+        """Returns the probabilities of the labels of every prompt.  Arguments and errors are those of `embed`."""
+        check_call(more)
+        return self._pooled(
+            _all_parsed(prompts), CLASSIFY, PROBABILITIES, pooling_params, lora_request, truncate_prompt_tokens,
+            use_tqdm)
+
+    def reward(
+        self, prompts: PromptType | Sequence[PromptType], *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        truncate_prompt_tokens: int | None = None, use_tqdm: Progress = True, lora_request: Adapted = None, **more: Any,
+    ) -> list[PoolingRequestOutput]:
+        """Returns the numbers of a reward model's head for every prompt, as they are.  As `embed` otherwise."""
+        check_call(more)
+        return self._pooled(
+            _all_parsed(prompts), RAW, NUMBERS, pooling_params, lora_request, truncate_prompt_tokens, use_tqdm)
+
+    def score(
+        self, data_1: PromptType | Sequence[PromptType], data_2: PromptType | Sequence[PromptType], *,
+        truncate_prompt_tokens: int | None = None, use_tqdm: Progress = True,
+        pooling_params: PoolingParams | None = None, lora_request: Adapted = None, **more: Any,
+    ) -> list[ScoringRequestOutput]:
+        """Returns how well texts belong together: one with each of several, or as many with as many, in pairs.
+
+        A model with a head of one label reads each pair (a cross-encoder); of any other, the score is the cosine of two
+        vectors.
+
+        Raises:
+            ValueError: as `embed`, or the numbers of texts differ.
+        """
+        check_call(more)
+        first, second = _all_parsed(data_1), _all_parsed(data_2)
+        first = first * len(second) if len(first) == 1 else first
+        if len(first) != len(second):
+            raise ValueError(f"{len(first)} texts and {len(second)} others: give one, or as many on both sides")
+        if len(labels := self._frontend.pooling.labels) > 1:
+            raise ValueError(f"this model has {len(labels)} labels, and a score needs one; use LLM.classify")
+        if labels:
+            pairs = [self._frontend.pair(*each) for each in zip(first, second, strict=True)]
+            return self._pooled(pairs, CLASSIFY, SCORE, pooling_params, lora_request, truncate_prompt_tokens, use_tqdm)
+        outputs = self._pooled([*first, *second], EMBED, VECTOR, pooling_params, lora_request, truncate_prompt_tokens,
+                               use_tqdm)
+        return [_compared(*each) for each in zip(outputs, outputs[len(first):], strict=False)]
+
+    def _pooled(
+        self, prompts: Sequence[ParsedPrompt], task: str, made: PooledOutput,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None, lora_request: Adapted, most: int | None,
+        use_tqdm: Progress,
+    ) -> list[Any]:
+        """Vectors or labels of all prompts.
+
+        Args:
+            most: tokens of each prompt that are kept; -1: as many as the model takes; None: all.
+        """
+        if most is not None and most != -1 and most < 1:
+            raise ValueError(f"truncate_prompt_tokens must be -1 or at least 1, not {most}")
+        each = _for_each("pooling_params", pooling_params, len(prompts))
+        with self._adapters.held(_for_each("lora_request", lora_request, len(prompts))) as adapters:
+            jobs = [self._frontend.pooled_job(
+                self.info, prompt, self._frontend.pooling_spec(self.info, params, task), str(next(self._names)), most,
+                replace(BASE_SPEC, adapter=adapter.number, adapter_name=adapter.name), made)
+                for prompt, params, adapter in zip(prompts, each, adapters, strict=True)]
+            self._run(jobs, use_tqdm, "Embedding" if task == EMBED else "Classifying")
         return [job.output for job in jobs]
 
     def chat(
@@ -391,13 +488,13 @@ class LLM(VllmMethods):
         for _ in self._steps([job]):
             yield job.output
 
-    def _steps(self, jobs: Sequence[OfflineRequest] | Sequence[OfflineEmbedding]) -> Iterator[int]:
+    def _steps(self, jobs: Sequence[OfflineRequest] | Sequence[OfflinePooled]) -> Iterator[int]:
         """Runs steps until every job has ended; yields how many continuations ended in each step.
 
         Continuations still running when the iteration stops, for instance by an interrupt, are aborted.
         """
         with self._lock:
-            own: dict[int, OfflineChoice | OfflineEmbedding] = {
+            own: dict[int, OfflineChoice | OfflinePooled] = {
                 next(self._ids): choice for job in jobs for choice in job.choices}
             for request_id, choice in own.items():
                 name = f"{choice.job.output.request_id}-{choice.index}"
@@ -440,11 +537,23 @@ class LLM(VllmMethods):
                 choice.job.read_prompt(start, entries)
         for request_id, vector in zip(record.plan.request_ids, record.result.pooled, strict=False):
             choice = self._choices.get(request_id)
-            if vector and isinstance(choice, OfflineEmbedding):
+            if vector and isinstance(choice, OfflinePooled):
                 choice.pool(vector)
         for end in record.ended:
             if choice := self._choices.pop(end.request_id, None):
                 choice.end(end.reason, end.message, now)
+
+
+def _all_parsed(prompts: PromptType | Sequence[PromptType]) -> list[ParsedPrompt]:
+    return [parsed(prompt) for prompt in as_batch(prompts)]
+
+
+def _compared(one: EmbeddingRequestOutput, other: EmbeddingRequestOutput) -> ScoringRequestOutput:
+    """The score of two texts: the cosine of their vectors."""
+    first, second = one.outputs.embedding, other.outputs.embedding
+    cosine = sum(map(operator.mul, first, second)) / (math.hypot(*first) * math.hypot(*second) or 1.0)
+    return ScoringRequestOutput(one.request_id, ScoringOutput(cosine), one.prompt_token_ids + other.prompt_token_ids,
+                                one.finished and other.finished, one.metrics, one.num_cached_tokens)
 
 
 def _for_each(name: str, value: T | Sequence[T] | None, count: int) -> Sequence[T | None]:

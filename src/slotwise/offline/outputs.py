@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 from slotwise.core.record import TokenLogprobs
 
@@ -83,6 +84,13 @@ class RequestOutput:
 
 
 @dataclass(slots=True)
+class PoolingOutput:
+    """The numbers of a prompt, as a tensor `[numbers]` of float32."""
+
+    data: Any
+
+
+@dataclass(slots=True)
 class EmbeddingOutput:
     """A vector."""
 
@@ -94,12 +102,58 @@ class EmbeddingOutput:
 
 
 @dataclass(slots=True)
-class EmbeddingRequestOutput:
-    """A prompt and its vector."""
+class ClassificationOutput:
+    """The probabilities of labels, in the order of the checkpoint's `id2label`."""
+
+    probs: list[float] = field(default_factory=list)
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    """How well two texts belong together."""
+
+    score: float = 0.0
+
+
+@dataclass(slots=True)
+class PooledRequestOutput:
+    """A prompt, or two, and what a model made of it."""
 
     request_id: str
-    outputs: EmbeddingOutput
+    outputs: Any
     prompt_token_ids: list[int]
     finished: bool
     metrics: RequestMetrics
     num_cached_tokens: int | None = None  # tokens of the prompt found in the prefix cache; None: it has no slot yet
+
+
+@dataclass(slots=True)
+class PoolingRequestOutput(PooledRequestOutput):
+    """A prompt and its numbers."""
+
+    outputs: PoolingOutput
+
+
+@dataclass(slots=True)
+class EmbeddingRequestOutput(PooledRequestOutput):
+    """A prompt and its vector."""
+
+    outputs: EmbeddingOutput
+
+
+@dataclass(slots=True)
+class ClassificationRequestOutput(PooledRequestOutput):
+    """A prompt and its labels."""
+
+    outputs: ClassificationOutput
+
+
+@dataclass(slots=True)
+class ScoringRequestOutput(PooledRequestOutput):
+    """Two texts and their score."""
+
+    outputs: ScoringOutput

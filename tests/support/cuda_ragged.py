@@ -36,13 +36,13 @@ def caches(layer: Layer, poison: float = float("nan")) -> tuple[CudaCache, Paged
 
 def attend(layer: Layer, batch: RaggedBatch, query: Tensor, cache: CudaCache, tuning: Tuning = SMALL) -> Tensor:
     """Attention on the device, back on the CPU."""
-    sinks = None if layer.sinks is None else layer.sinks.to(DEVICE)
-    return attention.attend(query.to(DEVICE), cache, moved(batch), layer.shape, tuning, sinks).cpu()
+    options = [None if option is None else option.to(DEVICE) for option in (layer.sinks, layer.biases)]
+    return attention.attend(query.to(DEVICE), cache, moved(batch), layer.shape, tuning, *options).cpu()
 
 
 def apart(layer: Layer, tuning: Tuning = SMALL) -> float:
     """Distance from the reference."""
     batch = layer.batch()
     query, (ours, theirs) = layer.query(batch), caches(layer)
-    expected = REFERENCE.attention(query, theirs, batch, layer.shape, layer.sinks)
+    expected = REFERENCE.attention(query, theirs, batch, layer.shape, layer.sinks, layer.biases)
     return distance(attend(layer, batch, query, ours, tuning), expected)

@@ -31,6 +31,13 @@ class Layer:
         return torch.linspace(-20.0, 20.0, self.shape.num_heads) if self.has_sinks else None
 
     @property
+    def biases(self) -> Tensor | None:
+        """ALiBi's: of each head a slope times the position."""
+        longest = max(context for _, context in self.rows)
+        slopes = torch.linspace(0.01, 0.5, self.shape.num_heads)
+        return slopes[:, None] * torch.arange(longest) if self.shape.has_biases else None
+
+    @property
     def num_blocks(self) -> int:
         return 3 + sum(-(-context // self.block_size) for _, context in self.rows)
 

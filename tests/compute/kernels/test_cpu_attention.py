@@ -27,7 +27,7 @@ def apart(layer: Layer) -> float:
     batch = layer.batch()
     query = layer.query(batch)
     actual, expected = (
-        kernels.attention(query, layer.filled_cache(kernels, math.nan), batch, layer.shape, layer.sinks)
+        kernels.attention(query, layer.filled_cache(kernels, math.nan), batch, layer.shape, layer.sinks, layer.biases)
         for kernels in (CPU, REFERENCE))
     return distance(actual, expected)
 
@@ -90,11 +90,21 @@ def test_sinks_and_soft_caps_of_rows_in_segments(window, kind):
     assert apart(Layer(shape, 16, kind, rows, has_sinks=True)) < CLOSE[kind]
 
 
+@FLOATS
+@pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (100, 0.0), (0, 2.0)])
+def test_biases_of_rows_in_segments(window, soft_cap, kind):
+    shape = AttentionShape(6, 2, 32, 0.2, window, soft_cap, has_biases=True)
+    rows = [(1, 2100), (3, 3000), (1, 9), (40, 1300)]  # scores beyond 1000, which float32 rounds visibly
+    assert apart(Layer(shape, 16, kind, rows, has_sinks=bool(window))) < max(4e-5, CLOSE[kind])
+
+
 def test_what_is_not_supported_is_named():
     shape = AttentionShape(4, 2, 32, 0.2, soft_cap=50.0)
     assert not CPU.refusal(shape)
     int8 = CpuKernels(threads=1, kv_cache_dtype="int8")
     assert "kv_cache_dtype int8 does not support soft-capped" in int8.refusal(shape)
+    assert "kv_cache_dtype int8 does not support attention scores with biases" in int8.refusal(
+        AttentionShape(4, 2, 32, 0.2, has_biases=True))
     assert not int8.refusal(AttentionShape(4, 2, 32, 0.2, window=5))
 
 
@@ -127,7 +137,7 @@ def one_row(draw):
     sizes = draw(st.lists(st.sampled_from([1, 1, 2, 3, 5, 9, 17, 33, 64, 130]), min_size=1, max_size=7))
     window = draw(st.sampled_from([0, 0, 7, 100, 1000, 1500]))
     shape = AttentionShape(*draw(st.sampled_from([(9, 3), (4, 2), (8, 1)])), 32, 0.2, window, draw(
-        st.sampled_from([0.0, 0.0, 2.0])))
+        st.sampled_from([0.0, 0.0, 2.0])), has_biases=draw(st.booleans()))
     kind = draw(st.sampled_from([torch.float32, torch.bfloat16]))
     layer = Layer(shape, draw(st.sampled_from([16, 48, 64, 128])), kind, [(sum(sizes), context)],
                   draw(st.integers(0, 1000)), draw(st.booleans()))
@@ -138,16 +148,17 @@ def one_row(draw):
 @given(one_row(), st.booleans())
 def test_a_position_does_not_depend_on_how_many_are_computed_with_it(row, is_int8):
     layer, sizes = row
-    kernels = INT8 if is_int8 and not layer.shape.soft_cap else CPU
+    kernels = INT8 if is_int8 and not (layer.shape.soft_cap or layer.shape.has_biases) else CPU
+    options = layer.sinks, layer.biases
     (queries, context), = layer.rows
     cache, query = layer.filled_cache(kernels), layer.query(layer.batch())
-    whole = kernels.attention(query, cache, layer.batch(), layer.shape, layer.sinks)
+    whole = kernels.attention(query, cache, layer.batch(), layer.shape, *options)
     done = 0
     for size in sizes:
         mine = slice(done, done + size)
         done += size
         part = layer.batch([(size, context - queries + done)])
-        assert torch.equal(kernels.attention(query[mine], cache, part, layer.shape, layer.sinks), whole[mine]), size
+        assert torch.equal(kernels.attention(query[mine], cache, part, layer.shape, *options), whole[mine]), size
 
 
 @FLOATS

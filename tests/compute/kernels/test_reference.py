@@ -15,20 +15,22 @@ KERNELS = ReferenceKernels()
 
 @pytest.mark.parametrize("soft_cap", [0.0, 0.7])
 @pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("has_biases", [False, True])
 @pytest.mark.parametrize("window", [0, 3])
-def test_attention_is_the_formula_over_gathered_pages(window, soft_cap, has_sinks):
+def test_attention_is_the_formula_over_gathered_pages(window, soft_cap, has_sinks, has_biases):
     """Of every option, alone and together, written out for one query at a time."""
-    shape = AttentionShape(4, 2, 16, 0.25, window, soft_cap)
+    shape = AttentionShape(4, 2, 16, 0.25, window, soft_cap, has_biases=has_biases)
     layer = Layer(shape, 4, torch.float32, [(3, 9), (1, 6)], has_sinks=has_sinks)
     batch = layer.batch()
     cache, query = layer.filled_cache(KERNELS), layer.query(batch)
-    actual = KERNELS.attention(query, cache, batch, shape, layer.sinks).view(4, 4, 16)
+    actual = KERNELS.attention(query, cache, batch, shape, layer.sinks, layer.biases).view(4, 4, 16)
     for token, (row, position) in enumerate([(0, 6), (0, 7), (0, 8), (1, 5)]):
         seen = torch.arange(max(0, position - window + 1) if window else 0, position + 1)
         keys, values = (t[batch.block_tables[row, seen // 4].long(), seen % 4] for t in (cache.keys, cache.values))
         for head in range(4):
             scores = keys[:, head // 2] @ query[token, head] * 0.25
             scores = soft_cap * (scores / soft_cap).tanh() if soft_cap else scores
+            scores = scores + layer.biases[head, seen] if has_biases else scores
             powers = scores.exp()
             total = powers.sum() + (layer.sinks[head].exp() if has_sinks else 0.0)
             assert distance(actual[token, head], powers / total @ values[:, head // 2]) < 1e-5

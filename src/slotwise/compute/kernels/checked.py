@@ -305,12 +305,18 @@ class CheckedKernels:
 
     def attention(
         self, query: Tensor, cache: LayerCache, batch: RaggedBatch, shape: AttentionShape, sinks: Tensor | None = None,
+        biases: Tensor | None = None,
     ) -> Tensor:
         size = (len(batch.token_ids), shape.num_heads, shape.head_dim)
         self._check("attention: query", query, size, FLOATS)
         if sinks is not None:
             self._check("attention: sinks", sinks, (shape.num_heads,), (torch.float32,))
-        result = self._kernels.attention(query, cache, batch, shape, sinks)
+        if biases is not None:
+            self._check("attention: biases", biases, (shape.num_heads, biases.shape[1]), (torch.float32,))
+            if biases.shape[1] < batch.max_context_len or not shape.has_biases:
+                raise KernelArgumentError(f"attention: biases of {biases.shape[1]} positions, for a context of "
+                                          f"{batch.max_context_len} and has_biases {shape.has_biases}")
+        result = self._kernels.attention(query, cache, batch, shape, sinks, biases)
         return self._check("attention: result", result, (size[0], size[1] * size[2]), (query.dtype,))
 
     def check_batch(self, batch: RaggedBatch) -> None:

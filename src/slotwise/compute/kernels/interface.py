@@ -192,6 +192,7 @@ class AttentionShape:
     Args:
         window: tokens that a query sees, itself included; 0: no limit.  Without causality as many on either side.
         soft_cap: scores become `soft_cap * tanh(score / soft_cap)` (Gemma 2); 0: scores are not capped.
+        has_biases: scores have biases by head and position of the key (ALiBi).
         is_causal: a query sees no token after itself.  Else it sees those of its row's context, too (BERT).
     """
 
@@ -202,6 +203,7 @@ class AttentionShape:
     window: int = 0
     soft_cap: float = 0.0
     is_causal: bool = True
+    has_biases: bool = False
 
     @property
     def ahead(self) -> int:
@@ -910,11 +912,13 @@ class Kernels(StateKernels, LatentKernels, Protocol):
 
     def attention(
         self, query: Tensor, cache: LayerCache, batch: RaggedBatch, shape: AttentionShape, sinks: Tensor | None = None,
+        biases: Tensor | None = None,
     ) -> Tensor:
         """Attention of every row over its own cached context: `[tokens, heads * head_dim]`.
 
         `sinks [heads]` float32 are scores without a value: each takes part in the softmax of its head's queries
-        (GPT-OSS), after the soft cap, and regardless of the window.
+        (GPT-OSS), after the soft cap, and regardless of the window.  `biases [heads, positions]` float32 are added to
+        the scores of keys at these positions, after the soft cap (ALiBi, Press et al., 2022); `shape` says so.
         """
         ...
 

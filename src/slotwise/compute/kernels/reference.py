@@ -570,14 +570,14 @@ class ReferenceKernels:
 
     def attention(
         self, query: Tensor, cache: PagedCache | QuantizedPagedCache, batch: RaggedBatch, shape: AttentionShape,
-        sinks: Tensor | None = None,
+        sinks: Tensor | None = None, biases: Tensor | None = None,
     ) -> Tensor:
         """Attention of every row over its own cached context: `[tokens, heads * head_dim]`."""
         out = torch.empty_like(query)
         starts, contexts = batch.query_starts.tolist(), batch.context_lens.tolist()
         for row, context_len in enumerate(contexts):
             rows = slice(starts[row], starts[row + 1])
-            out[rows] = _attend_row(query[rows], cache, batch.block_tables[row], context_len, shape, sinks)
+            out[rows] = _attend_row(query[rows], cache, batch.block_tables[row], context_len, shape, sinks, biases)
         return out.flatten(1)
 
     def latent_products(self, key_up: Tensor, value_up: Tensor) -> tuple[Tensor, Tensor]:
@@ -657,7 +657,7 @@ def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 def _attend_row(
     query: Tensor, cache: PagedCache | QuantizedPagedCache, table: Tensor, context_len: int, shape: AttentionShape,
-    sinks: Tensor | None,
+    sinks: Tensor | None, biases: Tensor | None,
 ) -> Tensor:
     """Attention of one row's `query [tokens, heads, head_dim]`, the last tokens of its context."""
     first_query = context_len - len(query)
@@ -670,6 +670,8 @@ def _attend_row(
     scores = torch.einsum("qhd,khd->hqk", query.float(), keys) * shape.scale
     if shape.soft_cap:
         scores = _soft_cap(scores, shape.soft_cap)
+    if biases is not None:
+        scores = scores + biases[:, None, places]
     back = torch.arange(first_query, context_len, device=query.device)[:, None] - places
     hidden = back < -shape.ahead
     if shape.window:

@@ -174,8 +174,9 @@ class TimedKernels:
 
     def attention(
         self, query: Tensor, cache: LayerCache, batch: RaggedBatch, shape: AttentionShape, sinks: Tensor | None = None,
+        biases: Tensor | None = None,
     ) -> Tensor:
-        return self._timed(ATTENTION, lambda: self._kernels.attention(query, cache, batch, shape, sinks))
+        return self._timed(ATTENTION, lambda: self._kernels.attention(query, cache, batch, shape, sinks, biases))
 
     def warm_up(self, kind: dtype) -> None:
         self._kernels.warm_up(kind)

@@ -104,6 +104,12 @@ def test_sinks_and_soft_caps(soft_cap, has_sinks, window):
     assert apart(layer) < 2e-6
 
 
+@pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (17, 1.5)])
+def test_biases(window, soft_cap):
+    shape = AttentionShape(6, 2, 64, 0.2, window, soft_cap, has_biases=True)
+    assert apart(Layer(shape, 16, torch.float32, [(1, 90), (4, 90), (40, 90), (1, 5)])) < 5e-6
+
+
 @pytest.mark.parametrize("window", [0, 18])
 @pytest.mark.parametrize("split_tokens", [0, attention.SPLIT_TOKENS])
 def test_rows_with_drafts_are_split_as_well(window, split_tokens, monkeypatch):
@@ -184,7 +190,7 @@ def test_grids_are_small_enough_to_launch():
 @pytest.mark.parametrize(("soft_cap", "has_sinks"), [(0.0, False), (1.5, True)])
 def test_a_position_does_not_depend_on_how_many_are_computed_with_it(soft_cap, has_sinks, window):
     """Segments of 32 positions: alone, in rows of a few tokens, and in a chunk."""
-    shape = AttentionShape(4, 2, 64, 0.125, window, soft_cap)
+    shape = AttentionShape(4, 2, 64, 0.125, window, soft_cap, has_biases=has_sinks)
     layer = Layer(shape, 16, torch.float32, [(40, 100)], has_sinks=has_sinks)
     (cache, _), query = caches(layer), layer.query(layer.batch())
     whole = attend(layer, layer.batch(), query, cache)

@@ -234,6 +234,13 @@ def soft_cap(scores: int, factor: float, cap: float) -> None:
         store(scores, i, cap * tanh(load(scores, i, FLOAT32) * factor), FLOAT32)
 
 
+@kernel
+def add_biases(scores: int, factor: float, biases: int, low: int, high: int) -> None:
+    """`factor` times scores `low ... high - 1`, and biases, which count from score 0, in units of log 2."""
+    for i in range(low, high):
+        store(scores, i, load(scores, i, FLOAT32) * factor + load(biases, i, FLOAT32) * LOG2_E, FLOAT32)
+
+
 # The plan of a step: its rows cut into tiles, and the workspace that they need.
 
 # The most queries (tokens x heads) of a tile: its scores stay in the first-level cache.
@@ -250,10 +257,10 @@ TABLE = 64
 (
     MULTIPLY_ADDRESS, QUERY, OUT, CACHE, TABLES, TABLE_WIDTH, QUERY_STARTS, CONTEXT_LENS, ROWS, TILES, ARRIVALS, PARTS,
     SCRATCH, SCRATCH_BYTES, GROUP, KV_HEADS, DIM, DIM_PADDED, BLOCK, BLOCK_PADDED, HEAD_BLOCK, WINDOW, SCALE_BITS,
-    THREADS, SOFT_CAP_BITS, SINKS, AHEAD,
-) = range(HEADER, HEADER + 27)
+    THREADS, SOFT_CAP_BITS, SINKS, AHEAD, BIASES, NUM_BIASES,
+) = range(HEADER, HEADER + 29)
 # Options, each 0 where a layer does not have it.
-OPTIONS = range(SOFT_CAP_BITS, AHEAD + 1)
+OPTIONS = range(SOFT_CAP_BITS, NUM_BIASES + 1)
 
 
 class Workspace(NamedTuple):
@@ -451,7 +458,8 @@ def start_softmax(words: int, tile: int, head: int, place: int, sums: int) -> No
 
 @kernel
 def weigh(
-    words: int, tile: int, scores: int, sums: int, state: int, low: int, high: int, base: int, scales: int, stored: Real
+    words: int, tile: int, head: int, scores: int, sums: int, state: int, low: int, high: int, base: int, scales: int,
+    stored: Real,
 ) -> None:
     """Scores of places `base + low ... base + high` to weights; the sums so far are rescaled to the new maximum.
 
@@ -461,15 +469,19 @@ def weigh(
     group, width = load(words, GROUP, INT64), load(words, DIM_PADDED, INT64)
     tokens, window, here = load(tile, TOKENS, INT32), load(words, WINDOW, INT64), position_of(words, tile) - base
     cap, scale = load(words, SOFT_CAP_BITS, INT64), float_of(load(words, SCALE_BITS, INT64))
-    factor, ahead = scale if cap == 0 else ONE, load(words, AHEAD, INT64)
+    biases, step = load(words, BIASES, INT64), load(words, NUM_BIASES, INT64) * FLOAT_BYTES
+    factor, ahead = scale if cap == 0 and biases == 0 else ONE, load(words, AHEAD, INT64)
     row = 0
     for _ in range(tokens):
         # The query's own place, as a column, is the last it sees, or `ahead` columns behind it are.
         end = min(high, here + 1 + ahead)
         start = max(low, here - window + 1) if window > 0 else low
-        for _ in range(group):
+        for member in range(group):
             if cap != 0:
                 soft_cap(scores, scale, float_of(cap))
+            if biases != 0:
+                of_head = biases + (head * group + member) * step + base * FLOAT_BYTES
+                add_biases(scores, ONE if cap != 0 else scale, of_head, start, end)
             before = load(state, row, FLOAT32)
             top, added = softmax_strip(scores, start, end, before, factor, scales, columns, stored)
             keep = exp2(before - top)
@@ -551,7 +563,7 @@ def _walk(
                       dim, scores + column * 4, STRIP_ROW_BYTES, values - read)
         for line in range(following, following + PREFETCHED_LINES * LINE, LINE):
             prefetch_line(line)
-        weigh(words, tile, scores, sums, state, low, high, place - low, scales, stored)
+        weigh(words, tile, head, scores, sums, state, low, high, place - low, scales, stored)
         # Pairs begin at even columns for all queries, or sums would depend on where the tile begins.
         back = low % (FLOAT_BYTES // bytes_of_factor(stored))
         add_values(words, tile, scores + (low - back) * bytes_of_factor(stored), sums, values - back * width * size,

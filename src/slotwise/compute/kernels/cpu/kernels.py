@@ -128,13 +128,15 @@ class CpuKernels:
         return of_a_thread * self.launcher.threads
 
     def refusal(self, shape: AttentionShape | LatentShape) -> str:
-        """Soft-capped scores over an int8 cache are refused: its scales would be applied after the cap.
+        """Soft-capped and biased scores over an int8 cache are refused: its scales would be applied behind.
 
         Compressed attention needs a cache of the model's own type.
         """
         if isinstance(shape, LatentShape):
             return ("kv_cache_dtype int8 does not support compressed attention on device cpu: choose auto"
                     if self._cached else "")
+        if shape.has_biases and self._cached == torch.int8:
+            return "kv_cache_dtype int8 does not support attention scores with biases on device cpu: choose auto"
         if shape.soft_cap and self._cached == torch.int8:
             return "kv_cache_dtype int8 does not support soft-capped attention scores on device cpu: choose auto"
         return ""
@@ -375,6 +377,7 @@ class CpuKernels:
 
     def attention(
         self, query: Tensor, cache: CpuCache, batch: RaggedBatch, shape: AttentionShape, sinks: Tensor | None = None,
+        biases: Tensor | None = None,
     ) -> Tensor:
         """Attention of every row over its own cached context: `[tokens, heads * head_dim]`."""
         tokens, rows, tables = query.shape[0], batch.context_lens.shape[0], batch.block_tables
@@ -388,7 +391,8 @@ class CpuKernels:
             base, base + workspace.arrivals, base + workspace.parts, base + workspace.threads, workspace.thread_bytes,
             *cache.geometry,
             shape.window, _bits(shape.scale * LOG2_E), launcher.threads, _bits(shape.soft_cap * LOG2_E),
-            0 if sinks is None else sinks.data_ptr(), shape.ahead,
+            0 if sinks is None else sinks.data_ptr(), shape.ahead, *(
+                (0, 0) if biases is None else (biases.data_ptr(), biases.shape[1])),
         )
         launcher.alone(attention.PLAN)
         launcher.together(attend)

@@ -367,7 +367,7 @@ def _walk(
             following = rows
         for line in range(following, following + attention.PREFETCHED_LINES * LINE, LINE):
             prefetch_line(line)
-        weigh(words, tile, scores, sums, state, low, high, place - low, 0, stored)
+        weigh(words, tile, 0, scores, sums, state, low, high, place - low, 0, stored)
         # Pairs begin at even places for all queries, or sums would depend on where the tile begins.
         back = low % (bytes_of(FLOAT32) // bytes_of_factor(stored))
         add_values(words, tile, scores + (low - back) * bytes_of_factor(stored), sums, here - back * row_bytes,

@@ -153,8 +153,9 @@ def tanh(x: tl.tensor) -> tl.tensor:
 def attend_tile(
     total: tl.tensor, weight: tl.tensor, largest: tl.tensor, query: tl.tensor, positions: tl.tensor, storage: tl.tensor,
     table: tl.tensor, kv_head: tl.tensor, start: tl.tensor, stop: tl.tensor, first: tl.tensor, last: tl.tensor,
-    scale: tl.tensor, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, AHEAD: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+    scale: tl.tensor, biases: tl.tensor, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, AHEAD: tl.constexpr, SOFT_CAP: tl.constexpr, BIASED: tl.constexpr,
+    BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
     """Add the cached positions `start ... stop - 1` to the running softmax, by BLOCK_N; returns its first three.
 
@@ -167,6 +168,7 @@ def attend_tile(
         first, last: positions outside of `first ... last` are seen by no query of the tile.  Used where MASKED; else
             every query sees all of `start ... stop - 1`, a whole number of tiles.
         scale: of scores, log2(e) included, as in SOFT_CAP.
+        biases: addresses of those of each query's head, `[BLOCK_M]`.  Used where BIASED.
     """
     column = tl.arange(0, BLOCK_D)
     in_head = (column < HEAD_DIM)[None, :]
@@ -185,6 +187,9 @@ def attend_tile(
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
         if SOFT_CAP > 0:
             scores = SOFT_CAP * tanh(scores / SOFT_CAP)
+        if BIASED:
+            known = place[None, :] <= last if MASKED else place[None, :] >= 0
+            scores += tl.load(biases[:, None] + place[None, :], known, 0.0) * 1.4426950408889634  # log2(e)
         if MASKED:
             visible = (place[None, :] <= positions[:, None] + AHEAD) & readable[None, :]
             if WINDOW:
@@ -240,12 +245,13 @@ def first_place(row: tl.tensor, start: tl.tensor, short: tl.tensor) -> tl.tensor
     return tl.where(short == 1, row, start)
 
 
-@jit_varying("table_stride", "short", "room", alignments=("tables", "query_starts", "context_lens"))
+@jit_varying("table_stride", "short", "room", "num_biases", alignments=("tables", "query_starts", "context_lens"))
 def attend_segments(
     partials: tl.tensor, states: tl.tensor, query: tl.tensor, storage: tl.tensor, tables: tl.tensor,
     table_stride: tl.tensor, query_starts: tl.tensor, context_lens: tl.tensor, short: tl.tensor, scale: tl.tensor,
-    room: tl.tensor, sinks: tl.tensor, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, AHEAD: tl.constexpr, SOFT_CAP: tl.constexpr,
+    room: tl.tensor, sinks: tl.tensor, biases: tl.tensor, num_biases: tl.tensor, KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    AHEAD: tl.constexpr, SOFT_CAP: tl.constexpr, BIASED: tl.constexpr,
     SINKS: tl.constexpr, OPERAND: tl.constexpr, SEGMENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ) -> None:
     """Each segment's own attention, for every row of at most `short` new tokens; BLOCK_M packed queries hold them.
@@ -266,6 +272,7 @@ def attend_segments(
     positions = context_len - length + packed // GROUP
     tensor = load_query(query, packed, start, length, kv_head, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, OPERAND)
     table = tables + row.to(tl.int64) * table_stride
+    of_heads = biases + (kv_head * GROUP + packed % GROUP).to(tl.int64) * num_biases
     column = tl.arange(0, BLOCK_D)
     present = packed < length * GROUP
     inside = present[:, None] & (column < HEAD_DIM)[None, :]
@@ -277,7 +284,7 @@ def attend_segments(
         total, weight, largest = attend_tile(
             tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32), weight, largest, tensor, positions, storage, table, kv_head,
             segment * SEGMENT, tl.minimum((segment + 1) * SEGMENT, context_len), first, context_len - 1, scale,
-            KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, AHEAD, SOFT_CAP, BLOCK_N, True)
+            of_heads, KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, AHEAD, SOFT_CAP, BIASED, BLOCK_N, True)
         place = unsplit * room + split
         tl.store(states + place * 2, weight, present)
         tl.store(states + place * 2 + 1, largest, present)
@@ -359,12 +366,13 @@ def find_tile(
     return row, start, length, (tile - first_tile(query_starts, row, GROUP, BLOCK_M)) * BLOCK_M
 
 
-@jit_varying("table_stride", "num_rows", "short", alignments=("tables", "query_starts", "context_lens"))
+@jit_varying("table_stride", "num_rows", "short", "num_biases", alignments=("tables", "query_starts", "context_lens"))
 def attend_tiles(
     out: tl.tensor, query: tl.tensor, storage: tl.tensor, tables: tl.tensor, table_stride: tl.tensor,
     query_starts: tl.tensor, context_lens: tl.tensor, num_rows: tl.tensor, short: tl.tensor, scale: tl.tensor,
-    sinks: tl.tensor, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, AHEAD: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr,
+    sinks: tl.tensor, biases: tl.tensor, num_biases: tl.tensor, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, AHEAD: tl.constexpr,
+    SOFT_CAP: tl.constexpr, BIASED: tl.constexpr, SINKS: tl.constexpr,
     OPERAND: tl.constexpr, SEGMENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ) -> None:
     """`out [tokens, heads, head_dim]` of every row of more than `short` new tokens."""
@@ -389,6 +397,7 @@ def attend_tiles(
     positions = before + packed // GROUP
     tensor = load_query(query, packed, start, length, kv_head, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, OPERAND)
     table = tables + row.to(tl.int64) * table_stride
+    of_heads = biases + (kv_head * GROUP + packed % GROUP).to(tl.int64) * num_biases
     total = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
     weight, largest = tl.full([BLOCK_M], 0.0, tl.float32), tl.full([BLOCK_M], float("-inf"), tl.float32)
     for segment in range(first // SEGMENT, last // SEGMENT + 1):
@@ -399,15 +408,16 @@ def attend_tiles(
         if WINDOW:
             part, part_weight, part_largest = attend_tile(
                 part, part_weight, part_largest, tensor, positions, storage, table, kv_head,
-                tl.maximum(left, first // BLOCK_N * BLOCK_N), tl.minimum(whole, stop), first, last, scale, KV_HEADS,
-                HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, AHEAD, SOFT_CAP, BLOCK_N, True)
+                tl.maximum(left, first // BLOCK_N * BLOCK_N), tl.minimum(whole, stop), first, last, scale, of_heads,
+                KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, AHEAD, SOFT_CAP, BIASED, BLOCK_N, True)
         part, part_weight, part_largest = attend_tile(
             part, part_weight, part_largest, tensor, positions, storage, table, kv_head, tl.maximum(left, whole),
-            tl.minimum(edge, stop), first, last, scale, KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, AHEAD,
-            SOFT_CAP, BLOCK_N, False)
+            tl.minimum(edge, stop), first, last, scale, of_heads, KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW,
+            AHEAD, SOFT_CAP, BIASED, BLOCK_N, False)
         part, part_weight, part_largest = attend_tile(
             part, part_weight, part_largest, tensor, positions, storage, table, kv_head, tl.maximum(left, edge), stop,
-            first, last, scale, KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, AHEAD, SOFT_CAP, BLOCK_N, True)
+            first, last, scale, of_heads, KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW, AHEAD, SOFT_CAP, BIASED,
+            BLOCK_N, True)
         weight, largest, keep, share = merge_weights(weight, largest, part_weight, part_largest)
         total = tl.fma(part, tl.broadcast_to(share[:, None], [BLOCK_M, BLOCK_D]), total * keep[:, None])
     divisor = tl.where(weight == 0, 1.0, weight)[:, None]  # 0 in places past the row's end
@@ -423,7 +433,7 @@ SPLIT_TOKENS = 128
 
 def attend(
     query: Tensor, cache: CudaCache, batch: RaggedBatch, shape: AttentionShape, tuning: Tuning,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None = None, biases: Tensor | None = None,
 ) -> Tensor:
     """Attention of every row over its own cached context: `[tokens, heads * head_dim]`.
 
@@ -434,7 +444,7 @@ def attend(
     if not len(query):
         return out.flatten(1)
     longest = batch.max_query_len
-    layer = _Layer(shape, sinks, short_row(longest, len(query), shape))
+    layer = _Layer(shape, sinks, biases, short_row(longest, len(query), shape))
     if longest > layer.short:
         _attend_long(out, query, cache, batch, layer, tuning)
     if longest <= layer.short or len(query) < len(batch.context_lens) * longest:  # else all have `longest` new tokens
@@ -447,7 +457,12 @@ class _Layer(NamedTuple):
 
     shape: AttentionShape
     sinks: Tensor | None
+    biases: Tensor | None
     short: int
+
+    def biases_or(self, other: Tensor) -> tuple[Tensor, int]:
+        """The biases and their number by head, or another address, which is not read."""
+        return (other, 0) if self.biases is None else (self.biases, self.biases.shape[1])
 
 
 def short_row(longest: int, tokens: int, shape: AttentionShape) -> int:
@@ -470,6 +485,7 @@ def _attend_long(
     attend_tiles[(tiles * shape.num_kv_heads,)](
         out, query, cache.storage, batch.block_tables, batch.block_tables.stride(0), batch.query_starts,
         batch.context_lens, rows, layer.short, shape.scale * LOG2_E, query if layer.sinks is None else layer.sinks,
+        *layer.biases_or(query),
         **_geometry(query, cache, layer), SEGMENT=tuning.segment,
         BLOCK_M=chosen.block_m, BLOCK_N=chosen.block_n, num_warps=chosen.num_warps, num_stages=chosen.num_stages)
 
@@ -489,6 +505,7 @@ def _attend_short(
     attend_segments[(rows, kv_heads, num_programs(rows, kv_heads, room))](
         partials, states, query, cache.storage, batch.block_tables, batch.block_tables.stride(0), batch.query_starts,
         batch.context_lens, short, shape.scale * LOG2_E, room, query if layer.sinks is None else layer.sinks,
+        *layer.biases_or(query),
         **geometry, BLOCK_M=packed, BLOCK_N=chosen.block_n, num_warps=chosen.num_warps,
         num_stages=chosen.num_stages)
     combine_segments[(rows, heads, short)](
@@ -504,4 +521,5 @@ def _geometry(query: Tensor, cache: CudaCache, layer: _Layer) -> dict[str, Any]:
         "HEAD_DIM": shape.head_dim, "BLOCK_D": max(SMALLEST_TILE, triton.next_power_of_2(shape.head_dim)),
         "BLOCK_SIZE": cache.block_size, "WINDOW": shape.window, "AHEAD": shape.ahead, "OPERAND": OPERANDS[query.dtype],
         "SOFT_CAP": shape.soft_cap * LOG2_E, "SINKS": layer.sinks is not None,
+        "BIASED": layer.biases is not None,
     }

@@ -334,7 +334,8 @@ class CudaKernels:
 
     def attention(
         self, query: Tensor, cache: CudaCache, batch: RaggedBatch, shape: AttentionShape, sinks: Tensor | None = None,
+        biases: Tensor | None = None,
     ) -> Tensor:
-        """Causal attention of every row over its own cached context: `[tokens, heads * head_dim]`."""
+        """Attention of every row over its own cached context: `[tokens, heads * head_dim]`."""
         tuning = configs.tuning_for(self._device_name, shape.head_dim, query.dtype, self._capability)
-        return attention.attend(query, cache, batch, shape, tuning, sinks)
+        return attention.attend(query, cache, batch, shape, tuning, sinks, biases)

@@ -15,6 +15,7 @@ from slotwise.api.admin.openapi import document
 from slotwise.api.app import BODIES, ROUTES
 from slotwise.api.asgi import OPEN_TO_ALL
 from slotwise.api.limits.tiers import TierSettings, TierTable
+from slotwise.api.pooling.pooled_requests import PooledFields
 from slotwise.api.protocol.protocol import CompletionRequest, Generate
 from slotwise.api.protocol.unsupported import unsupported_fields
 from slotwise.core.params import PARAMETERS
@@ -46,8 +47,10 @@ def routes() -> str:
 def bodies() -> str:
     """Returns a section for the body of each route that takes one."""
     shared, parts = _fields_of(Generate), ["## Fields of completions and chats", _shared()]
-    for path, kind in BODIES.items():
-        parts += [f"## POST {path}", _docstring(kind), _body(kind, shared if issubclass(kind, Generate) else ())]
+    for kind in dict.fromkeys(BODIES.values()):
+        paths = [path for path, one in BODIES.items() if one is kind]
+        parts += [f"## POST {', '.join(paths)}", _docstring(kind),
+                  _body(kind, shared if issubclass(kind, Generate) else ())]
     settings = {name: note_of(one) for name, one in settings_of(Scheduling).items()} | KINDS
     tiers = {"tiers": {"type": "array", "items": {"$ref": COMPONENTS + TierSettings.__name__}}}
     parts += [f"## PUT {CHANGES}", _table({"properties": changes_schema()["properties"] | tiers}, settings)]
@@ -115,7 +118,7 @@ def _body(kind: type, shared: Collection[str]) -> str:
     schema = _components()[kind.__name__]
     own = {name: of for name, of in schema["properties"].items() if name not in shared}
     return _table(schema | {"properties": own}, _notes(kind),
-                  unsupported_fields(kind) if issubclass(kind, Generate) else ())
+                  unsupported_fields(kind) if issubclass(kind, Generate | PooledFields) else ())
 
 
 def _notes(kind: type) -> dict[str, str]:

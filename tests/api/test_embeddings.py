@@ -98,8 +98,7 @@ def test_a_failed_step_is_an_error_of_its_own(server: Server) -> None:
     assert embed(server, "a")["data"]
 
 
-@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/score", "/v1/score", "/classify",
-                                  "/v1/audio/transcriptions", "/v1/audio/speech", "/v1/images/generations"])
+@pytest.mark.parametrize("path", ["/v1/audio/transcriptions", "/v1/audio/speech", "/v1/images/generations"])
 def test_what_no_model_here_can_do_is_refused_by_name(server: Server, path: str) -> None:
     response = server.post(path, {"query": "a", "documents": ["b"]})
     error = response.json()["error"]

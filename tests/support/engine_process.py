@@ -6,12 +6,13 @@ The token after x is x + 1, round and round through the vocabulary.  A step whos
 prompt that begins with DYING ends the process, one that begins with BABBLING makes it talk nonsense, one that begins
 with FALLING is more than the engine can take; one that begins with COPYING is answered with what stands between this
 token and the next of its kind.  It does not start while there is a file BROKEN.
-LIMITS is JSON: of the scheduler, those that differ from what stands here.
+LIMITS is JSON: of the scheduler, those that differ from what stands here, and `num_labels` of a head of labels.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -25,6 +26,7 @@ from typing import Any
 
 from slotwise.compose.engine_process import serve
 from slotwise.core.disciplines.batching_settings import Batching
+from slotwise.core.params import CLASSIFY, LABELS
 from slotwise.core.policies.fcfs import FirstComeFirstServed
 from slotwise.core.record import NewRequest, RowKind, StepPlan, StepResult, TokenLogprobs
 from slotwise.core.scheduler import Scheduler
@@ -57,13 +59,23 @@ class Row:
         return self.pooling is None and (
             plan.kinds[row] == RowKind.DECODE or plan.starts[row] + plan.counts[row] == self.num_told)
 
-    def pooled(self, end: int) -> bytes:
-        """The vector of a pooled prompt that ends here: its first tokens, then zeros."""
+    def pooled(self, end: int, num_labels: int) -> bytes:
+        """What a pooled prompt that ends here gives: a vector of its first tokens, then zeros; for the token that is
+        `distance` after the next one the probability 2 ** -(distance + 1); for a label a hundredth of one of the
+        last tokens, or its sigmoid.
+        """
         if self.pooling is None or end < self.num_told:
             return b""
         if self.kind == BREAKING:
             raise ArithmeticError("a step that cannot be computed")
-        numbers = [*self.prompt, *[0.0] * WIDTH][: self.pooling.dimensions or WIDTH]
+        if self.pooling.task == LABELS:
+            distances = [(token - self.last - 1) % VOCAB for token in self.pooling.label_ids]
+            numbers = [-(distance + 1) * math.log(2) for distance in (*distances, 0)]
+        elif self.pooling.task == CLASSIFY:
+            numbers = [token / 100 for token in self.prompt[-num_labels:]]
+            numbers = [1 / (1 + math.exp(-number)) for number in numbers] if self.pooling.activation else numbers
+        else:
+            numbers = [*self.prompt, *[0.0] * WIDTH][: self.pooling.dimensions or WIDTH]
         return struct.pack(f"<{len(numbers)}f", *numbers)
 
     def described(self, start: int, end: int) -> tuple[TokenLogprobs, ...]:
@@ -90,8 +102,9 @@ class Row:
 class Executor:
     """Cheap, so that many streams are limited by the server; `seconds` is what a step seems to take."""
 
-    def __init__(self, seconds: float, channel: BlockingChannel) -> None:
+    def __init__(self, seconds: float, channel: BlockingChannel, num_labels: int) -> None:
         self._seconds = seconds
+        self._num_labels = num_labels
         self._channel = channel
         self._rows: dict[int, Row] = {}
         self._plans: deque[StepPlan] = deque()
@@ -117,7 +130,7 @@ class Executor:
         if any(row.num_top is not None for row in rows):
             prompts = tuple(row.described(start, start + count)
                             for row, start, count in zip(rows, plan.starts, plan.counts, strict=True))
-        pooled = tuple(row.pooled(start + count)
+        pooled = tuple(row.pooled(start + count, self._num_labels)
                        for row, start, count in zip(rows, plan.starts, plan.counts, strict=True))
         return StepResult(plan.step, tokens, logprobs, prompt_logprobs=prompts, pooled=pooled if any(pooled) else ())
 
@@ -150,6 +163,7 @@ def main(seconds: float, broken: Path, changed: dict[str, Any], descriptor: int)
     print("start", os.getpid(), flush=True)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    num_labels = changed.pop("num_labels", 1)
     channel = BlockingChannel(socket.socket(fileno=descriptor))
     heartbeat_sender = HeartbeatSender(channel)
     heartbeat_sender.start()
@@ -157,7 +171,7 @@ def main(seconds: float, broken: Path, changed: dict[str, Any], descriptor: int)
     scheduling = Scheduling(Batching(), max_num_seqs=limits.max_num_seqs,
                             max_num_batched_tokens=limits.max_num_batched_tokens, tiers=limits.tiers)
     scheduler = Scheduler(limits, scheduling.discipline(), FirstComeFirstServed())
-    engine = Noting(scheduler, Executor(seconds, channel), time.monotonic_ns, (EOS,), scheduling=scheduling)
+    engine = Noting(scheduler, Executor(seconds, channel, num_labels), time.monotonic_ns, (EOS,), scheduling=scheduling)
     channel.send(encode(Loading("weights", 1, 2)))
     if broken.is_file():
         channel.send(encode(EngineFailed("the model is not there")))

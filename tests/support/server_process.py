@@ -24,7 +24,7 @@ from slotwise.api.limits.server_settings import ServerSettings
 from slotwise.api.limits.tiers import load_tiers
 from slotwise.api.parsers.parser_table import output_format
 from slotwise.compose.launch import ChildProcess
-from slotwise.core.request_defaults import SamplingDefaults
+from slotwise.core.request_defaults import PoolingDefaults, SamplingDefaults
 from slotwise.core.setting_fields import settings_of
 from slotwise.engine.client import EngineClient
 from slotwise.engine.sleep import Sleep
@@ -32,7 +32,8 @@ from slotwise.engine.supervisor import Backoff, Supervisor
 from slotwise.text.chat_source import find_chat_template
 from slotwise.text.tokenizer import Tokenizer
 
-LIMITS = {"num_blocks": int, "max_model_len": int, "max_num_seqs": int, "enable_prefix_caching": bool}  # the engine's
+LIMITS = {  # the engine's
+    "num_labels": int, "num_blocks": int, "max_model_len": int, "max_num_seqs": int, "enable_prefix_caching": bool}
 LISTS = ("api_keys", "allowed_hosts", "allowed_origins", "allowed_methods", "allowed_headers", "more_model_names")
 TEXTS = ("admin_api_key", "host", "root_path", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs",
          "tool_call_parser", "reasoning_parser")
@@ -43,6 +44,8 @@ def _setting(name: str, value: str) -> Any:
         return tuple(value.split(","))
     if (declared := settings_of(ServerSettings).get(name)) is not None and declared.type.startswith("bool"):
         return value == "1"
+    if name == "pooling_defaults":
+        return PoolingDefaults(**json.loads(value))
     if name == "sampling_defaults":
         return SamplingDefaults(**json.loads(value))
     if name in TEXTS:

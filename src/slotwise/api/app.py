@@ -19,9 +19,12 @@ from slotwise.api.generate.prompts import Prompts
 from slotwise.api.http.http_exchange import Endpoint, HttpExchange, about
 from slotwise.api.limits.server_settings import ServerSettings
 from slotwise.api.openai.completions import chat_completions, completions
-from slotwise.api.openai.embeddings import embeddings
 from slotwise.api.openai.responses import RESPONSES, delete_response, responses, stored_response
 from slotwise.api.parsers.parser_table import UNPARSED, OutputFormat
+from slotwise.api.pooling.classify import classify
+from slotwise.api.pooling.decisions import systemone
+from slotwise.api.pooling.embeddings import cohere_embed, embeddings
+from slotwise.api.pooling.scoring import rerank, score
 from slotwise.engine.client import EngineClient
 from slotwise.engine.sleep import Sleep
 from slotwise.observe.step_time_store import ObservedStepTimes
@@ -58,6 +61,15 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", "/v1/messages", messages),
     ("POST", "/v1/messages/count_tokens", count_tokens),
     ("POST", "/v1/embeddings", embeddings),
+    ("POST", "/v2/embed", cohere_embed),
+    ("POST", "/v1/rerank", rerank),
+    ("POST", "/rerank", rerank),
+    ("POST", "/v2/rerank", rerank),
+    ("POST", "/v1/score", score),
+    ("POST", "/score", score),
+    ("POST", "/v1/classify", classify),
+    ("POST", "/classify", classify),
+    ("POST", "/v1/systemone", systemone),
     ("GET", "/v1/models", admin.models),
     ("GET", "/v1/models/{model:path}", admin.model),
     ("POST", LOAD, load_adapter),

@@ -30,6 +30,7 @@ from slotwise.api.admin.html import link_page, reference_page
 from slotwise.api.admin.lifecycle import LOAD, MAX_ADAPTER_BODY, UNLOAD, LoadAdapterRequest, UnloadAdapterRequest
 from slotwise.api.admin.openapi import document
 from slotwise.api.admin.pages import respond_timeline
+from slotwise.api.generate.request_log import POOLING
 from slotwise.api.http.api_errors import ApiError, ClientGone, ErrorBody, bad_request
 from slotwise.api.http.http_exchange import Endpoint, HttpExchange
 from slotwise.api.openai.responses import RESPONSES
@@ -412,7 +413,7 @@ OWN_ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
 ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     *[("POST", path, forward) for path in (
         "/v1/completions", "/v1/chat/completions", RESPONSES, "/v1/messages", "/v1/messages/count_tokens",
-        "/v1/embeddings", "/tokenize", "/detokenize")],
+        *POOLING, "/tokenize", "/detokenize")],
     ("GET", "/version", forward),
     ("GET", "/v1/models", models),
     ("GET", "/v1/models/{model:path}", by_id),

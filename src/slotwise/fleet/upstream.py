@@ -27,7 +27,8 @@ from slotwise.api.http.http_exchange import Headers, HttpExchange
 from slotwise.core.routing.prompt import PIECE, RoutedRequest, digests, written
 
 POLL_TIMEOUT = 5.0  # seconds for an answer of GET /replica
-PROMPT_FIELDS = ("tools", "system", "instructions", "messages", "input", "prompt")  # in the order of a prompt
+PROMPT_FIELDS = (  # in the order of a prompt
+    "tools", "system", "instructions", "messages", "input", "prompt", "state", "query")
 SALTS = ("model", "cache_salt")  # fields whose values prompts have to share before they share cached blocks
 SESSIONS = ("session_id", "prompt_cache_key")  # hints of a body; the first one given names its session
 SESSION_HEADER = b"x-session-id"

@@ -147,6 +147,22 @@ class TokenizerError(OneLineError, ValueError):
     """The tokenizer's files cannot be used, or a text cannot be tokenized."""
 
 
+class PairMarks(NamedTuple):
+    """The special tokens of two texts that are one prompt: [CLS] first [SEP] second [SEP]."""
+
+    before: tuple[int, ...]
+    between: tuple[int, ...]
+    after: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self))
+
+    def pair(self, first: Sequence[int], second: Sequence[int]) -> list[int]:
+        """The prompt of two texts, each encoded without special tokens."""
+        return [*self.before, *first, *self.between, *second, *self.after]
+
+
 class TextTooLong(TokenizerError):
     """A text that must have more tokens than allowed, known without tokenizing it: at least `least`."""
 
@@ -237,6 +253,14 @@ class Tokenizer:
             logger.warning("%s: %s has other ids than the vocabulary, which hold: %s",
                            files.config_path, DECODER, moved)
         return tokenizer
+
+    @cached_property
+    def pair_marks(self) -> PairMarks:
+        """The special tokens around two texts that are one prompt."""
+        pair = self.inner.encode("a", "b")
+        first, second = ([place for place, text in enumerate(pair.sequence_ids) if text == which] for which in (0, 1))
+        return PairMarks(tuple(pair.ids[: first[0]]), tuple(pair.ids[first[-1] + 1 : second[0]]),
+                         tuple(pair.ids[second[-1] + 1 :]))
 
     def _digest(self, text: str) -> str:
         """Args: text: of `tokenizer.json`; other files may have added tokens to it."""

@@ -10,7 +10,7 @@ from http import HTTPStatus
 import msgspec
 
 from slotwise.api.anthropic.anthropic_messages import MESSAGES, MessagesErrorBody
-from slotwise.api.generate.request_log import GENERATING
+from slotwise.api.generate.request_log import GENERATING, POOLING
 from slotwise.api.http.api_errors import TRY_LATER, ErrorBody
 from slotwise.api.http.http_exchange import About, Endpoint, Json, about_of
 from slotwise.api.limits.quotas import POSITION, START
@@ -28,7 +28,8 @@ AT_ANY_ROUTE = (HTTPStatus.BAD_REQUEST, HTTPStatus.UNAUTHORIZED, HTTPStatus.FORB
 # Of routes, each with the beginnings of its paths.
 AREAS: dict[str, tuple[str, ...]] = {
     "Generate": ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
-    "Vectors and tokens": ("/v1/embeddings", "/tokenize", "/detokenize"),
+    "Vectors, scores and decisions": POOLING,
+    "Tokens": ("/tokenize", "/detokenize"),
     "Models and adapters": ("/v1/models", "/v1/load_model", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
     "Requests and steps": ("/requests", "/explain", "/abort_requests", "/events", "/what_if"),
     "Health and load": ("/health", "/ping", "/version", "/load", "/metrics", "/experts", "/replica", "/replicas"),
@@ -51,6 +52,15 @@ EXAMPLES: dict[tuple[str, str], Json] = {
         "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 64, "temperature": 0, "stream": True},
     ("POST", "/v1/messages/count_tokens"): {"messages": [{"role": "user", "content": QUESTION}]},
     ("POST", "/v1/embeddings"): {"input": "The sun rises in the east."},
+    ("POST", "/v2/embed"): {"texts": ["The sun rises in the east."], "embedding_types": ["float"]},
+    **{("POST", path): {"query": "Where does the sun rise?", "documents": ["In the east.", "Cats sleep."], "top_n": 1}
+       for path in ("/v1/rerank", "/rerank", "/v2/rerank")},
+    **{("POST", path): {"text_1": "Where does the sun rise?", "text_2": ["In the east.", "Cats sleep."]}
+       for path in ("/v1/score", "/score")},
+    **{("POST", path): {"input": "The sun rises in the east."} for path in ("/v1/classify", "/classify")},
+    ("POST", "/v1/systemone"): {"state": "My card was charged twice.", "questions": {"team": {
+        "type": "choice", "instructions": "Which team should answer?",
+        "criteria": {"billing": "payments", "shipping": None}}}},
     ("POST", "/tokenize"): {"prompt": "The sun rises in the east."},
     ("POST", "/detokenize"): {"tokens": [3, 4, 5]},
     ("POST", "/abort_requests"): {"request_ids": ["my-request"]},

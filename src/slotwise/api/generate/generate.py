@@ -42,6 +42,7 @@ from slotwise.core.request import RequestSpec
 from slotwise.core.routing.prompt import PIECE, read
 from slotwise.core.scheduler_limits import SLO
 from slotwise.core.speculation.speculation_settings import NONE
+from slotwise.engine.generation import AT_THE_END
 from slotwise.engine.messages import UNSUBMITTED, Add, Timing
 from slotwise.engine.refusals import Refused
 from slotwise.text.detokenizer import TextOffsets, detokenizer
@@ -73,6 +74,8 @@ class ValidatedRequest:
         render: sends the response.
         is_silent: no output is wanted: `max_tokens` is 0.
         parsing: how outputs are parsed; None: they are text.
+        shares_prefix: the prompts begin alike, so the first is computed before the others, which find its blocks in the
+            prefix cache.
     """
 
     request: Generate
@@ -82,6 +85,7 @@ class ValidatedRequest:
     echo: Echo = NO_ECHO
     is_silent: bool = False
     parsing: Parsing | None = None
+    shares_prefix: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +200,7 @@ async def respond(api: Api, exchange: HttpExchange, shape: Shape, prepare: Check
             name, spec = adapter.name, replace(spec, adapter=adapter.number, adapter_name=adapter.name)
         await answer(api, exchange, Job(
             request, validated.prompts, spec, validated.render, validated.echo, validated.is_silent, validated.parsing,
-            heading=Heading.now(shape, exchange.request_id, name, tier)))
+            validated.shares_prefix, heading=Heading.now(shape, exchange.request_id, name, tier)))
 
 
 def _queue_timeout(api: Api, spec: RequestSpec) -> float:
@@ -263,14 +267,15 @@ CHOICE_TOKENS = 1 << 11  # a choice costs as much as so many tokens of its promp
 MAX_BIASES = 1 << 16  # biased tokens of a request, times its choices: about a megabyte of the event log
 MAX_GRAMMARS = 2 << 20  # characters of a request's grammar, times its choices: each is sent and logged with its own
 MAX_ECHO = 4 << 20  # characters of prompts in one response
+LEAST_SHARED = 256  # tokens of a common prefix that others need not compute, if the first prompt is computed alone
 
-async def start(api: Api, exchange: HttpExchange, job: Job) -> list[Choice]:
-    """`n` continuations of every prompt, in OpenAI's order: all or none.  Other clients are served between long ones.
+
+async def start(api: Api, exchange: HttpExchange, job: Job, choices: list[Choice]) -> None:
+    """`n` continuations of every prompt, in OpenAI's order: all or none, or the first alone (see `follow`).
 
     Raises:
         ApiError: the engine accepts no more, or these are too many.
     """
-    timing = Timing(exchange.received_ns, exchange.read_ns, time.monotonic_ns())
     prompts, params, slo = job.prompts, job.params, job.spec.slo
     if len(prompts) * params.n > api.settings.max_choices:
         raise bad_request(f"n: at most {api.settings.max_choices} choices in one request", "n")
@@ -279,16 +284,57 @@ async def start(api: Api, exchange: HttpExchange, job: Job) -> list[Choice]:
     check_entries(len(prompts) * params.n, params, sum(map(len, prompts)))
     _check_biases(len(prompts) * params.n, params)
     _check_echo(job)
-    lengths = job.request.forced_lengths(len(prompts))
+    job.request.forced_lengths(len(prompts))
     api.limits.check_capacity(slo, len(prompts) * params.n, sum(map(len, prompts)) * params.n)
     api.limits.quotas.check_queue(api.limits.quotas.account(slo.tenant), len(prompts) * params.n)
+    await _submit(api, exchange, job, choices, prompts[: 1 if _is_led(api, job) else None])
+
+
+def _is_led(api: Api, job: Job) -> bool:
+    """Whether the first prompt is computed before the others: they find enough of it in the prefix cache."""
+    limits, (first, *others) = api.engine.client.info.limits, job.prompts
+    if not (job.shares_prefix and others and limits.enable_prefix_caching):
+        return False
+    shared, size = 0, limits.block_size
+    while all(other[shared : shared + size] == first[shared : shared + size] for other in others) \
+            and shared + size < len(first):
+        shared += size
+    return shared * len(others) >= LEAST_SHARED
+
+
+async def follow(api: Api, exchange: HttpExchange, job: Job, choices: list[Choice]) -> None:
+    """Start the choices of the other prompts, if only the first one was started, once that is computed.
+
+    Raises:
+        ApiError: the engine accepts no more, or could not finish the first one.
+    """
+    rest = job.prompts[len(choices) // job.params.n :]
+    if not rest:
+        return
+    (first,) = choices
+    first.generation.interval = AT_THE_END
+    async for chunk in first.generation:
+        first.read(chunk)
+    if first.generation.pooled:  # else it was aborted
+        await _submit(api, exchange, job, choices, rest)
+
+
+async def _submit(api: Api, exchange: HttpExchange, job: Job, choices: list[Choice],
+                  prompts: Sequence[Sequence[int]]) -> None:
+    """Send the choices of some prompts to the engine.  Other clients are served between long ones.
+
+    Raises:
+        ApiError: the engine accepts no more; all choices are aborted.
+    """
+    timing = Timing(exchange.received_ns, exchange.read_ns, time.monotonic_ns())
+    params = job.params
+    lengths = job.request.forced_lengths(len(job.prompts))[len(choices) // params.n :]
     seed = api.engine.seeds.getrandbits(63) if params.seed is None else params.seed
     shared = _without_long_stops(job.spec)
     visible, stop_ids = _visible(job), _stop_ids(api, params)
-    choices: list[Choice] = []
     num_sent = 0  # tokens since the last pass of the event loop
     try:
-        for prompt, forced_length in zip(prompts, lengths, strict=True):
+        for prompt, forced_length in zip(prompts, lengths, strict=False):
             tokens = tuple(prompt)
             for k in range(params.n):
                 if (num_sent := num_sent + len(prompt) + CHOICE_TOKENS) > PASS_TOKENS:
@@ -309,7 +355,6 @@ async def start(api: Api, exchange: HttpExchange, job: Job) -> list[Choice]:
         if isinstance(error, Refused):
             raise from_refusal(error, api.limits.admission_control.retry_after) from error
         raise
-    return choices
 
 
 def _without_long_stops(spec: RequestSpec) -> RequestSpec:
@@ -389,7 +434,7 @@ async def answer(api: Api, exchange: HttpExchange, job: Job) -> None:
     with (api.limits.quotas.reserved(account, job.most_tokens, lambda: _used(job, choices)),
           held(api.limits.prompt_entries, exchange.holder, num_prompt_entries(job.params, sum(map(len, job.prompts))))):
         exchange.about_generation = partial(log_fields, api.request_log, job, choices)
-        choices += await start(api, exchange, job)
+        await start(api, exchange, job, choices)
         api.observers.prefix_index.expect(choices[0].generation.request_id, prefix, len(job.prompts[0]), PIECE,
                                 job.spec.adapter)
         exchange.more += headers_of(wait_estimate)
@@ -406,6 +451,7 @@ async def _generate(api: Api, exchange: HttpExchange, job: Job, choices: list[Ch
         active = ActiveRequest(exchange.tenant, abort, choices, job.spec.slo.tier)
         with api.engine.active_requests.listed(names, active):
             async with exchange.watched(abort), _kept_alive(api, exchange, job, choices):
+                await follow(api, exchange, job, choices)
                 await job.render(api, exchange, job, choices)
     except ApiError as error:
         if error.code == SHED:

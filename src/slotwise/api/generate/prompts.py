@@ -241,6 +241,14 @@ class Prompts:
         """Token ids of any text; only its length is checked."""
         return await self._encode(holder, text, "prompt", Encoding(add_special_tokens))
 
+    async def of_texts(self, texts: Sequence[str], holder: str, encoding: Encoding) -> list[list[int]]:
+        """Token ids of texts that become parts of prompts: their lengths are not checked, if they are to be cut."""
+        ids = []
+        for text in texts:
+            ids.append(await self._encode(holder, text, encoding.param, encoding))
+            await asyncio.sleep(0)
+        return ids
+
     async def of_prediction(self, text: str, holder: str) -> tuple[int, ...]:
         """The token ids of a predicted output, as far as an output can have them."""
         ids = await self._encode(holder, text, "prediction", Encoding(False))

@@ -17,8 +17,10 @@ from slotwise.api.limits.server_settings import ServerSettings
 from slotwise.observe.lines import tell
 from slotwise.text.tokenizer import Tokenizer, TokenizerError
 
+POOLING = ("/v1/embeddings", "/v2/embed", "/v1/rerank", "/rerank", "/v2/rerank", "/v1/score", "/score", "/v1/classify",
+           "/classify", "/v1/systemone")  # routes that are answered from prompts alone
 GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses",
-              "/v1/embeddings")  # routes that use the model
+              *POOLING)  # routes that use the model
 MAX_PATH = 200  # characters
 NS = 1e-9
 

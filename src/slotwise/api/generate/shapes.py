@@ -94,6 +94,10 @@ CHAT = Shape(
 RESPONSE = replace(CHAT, id_prefix="resp", whole_object="response")
 MESSAGE = replace(CHAT, id_prefix="msg", waiting=b'event: ping\ndata: {"type":"ping"}\n\n')
 EMBEDDING = replace(COMPLETION, id_prefix="embd", whole_object="list")
+RERANK = replace(EMBEDDING, id_prefix="rerank")
+SCORE = replace(EMBEDDING, id_prefix="score")
+CLASSIFICATION = replace(EMBEDDING, id_prefix="classify")
+DECISION = replace(EMBEDDING, id_prefix="decision", whole_object="structured_decision")
 
 
 def usage(num_prompt: int, num_output: int, num_cached: int) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""OpenAI's endpoints: completions, chat, responses and embeddings."""
+"""OpenAI's endpoints: completions, chat and responses."""

@@ -34,6 +34,8 @@ MAX_TOOL_BYTES = 1 << 20  # of all tools of a request
 MAX_PREDICTION = 1 << 20  # bytes
 LONGER = {"stop": MAX_STOP, "stop_sequences": MAX_STOP, "prediction": MAX_PREDICTION} | dict.fromkeys(
     GRAMMARS, 2 * MAX_BYTES)  # escapes make a field longer than its grammar
+LISTS_OF_TEXTS = ("documents", "texts", "query", "queries", "items", "text_1", "text_2", "data_1", "data_2")
+JSON_TEXTS = ("state", "questions")  # texts, or JSON whose values are bounded in number
 TEXTS = ("system", "instructions")  # a text, or parts as a message has them
 SHORT = 1 << 15  # bytes of an array; locating the elements of a longer one costs as much, however few it has
 ABSENT = msgspec.Raw()
@@ -96,6 +98,11 @@ def _check(name: str, field: bytes) -> None:
     elif name in TEXTS:
         if not value.startswith(b'"'):
             _check_messages(name, b'[{"content":%b}]' % value)
+    elif name in LISTS_OF_TEXTS:
+        _check_texts(name, value)
+    elif name in JSON_TEXTS:
+        if not value.startswith(b'"') and _most_values(value) > MAX_VALUES:
+            raise bad_request(f"{name}: more than {MAX_VALUES} commas and brackets", name)
     elif name == "tools":
         if len(value) > MAX_TOOL_BYTES or _most_values(value) > MAX_VALUES:
             raise bad_request(f"tools: at most {MAX_TOOL_BYTES} bytes, and {MAX_VALUES} commas and brackets", name)
@@ -143,6 +150,22 @@ def _check_messages(name: str, value: bytes) -> None:
         raise bad_request(f"{name}: must hold 1 to {MAX_ELEMENTS} messages, and as many parts", name)
     if num_values > MAX_VALUES:
         raise bad_request(f"{name}: more than {MAX_VALUES} values beside their texts", name)
+
+
+def _check_texts(name: str, value: bytes) -> None:
+    """Bound the number of texts, and the values of objects that contain one."""
+    if not value.startswith(b"["):
+        return
+    num_values = 0
+    with contextlib.suppress(msgspec.ValidationError):  # the decoder refuses it as early
+        elements = _elements(value)
+        for element in map(bytes, elements):
+            if not element.startswith(b'"'):
+                num_values += _most_values(element) - _in_texts(msgspec.Raw(element))
+        if len(elements) > MAX_ELEMENTS:
+            raise bad_request(f"{name}: at most {MAX_ELEMENTS} in one request", name)
+    if num_values > MAX_VALUES:
+        raise bad_request(f"{name}: more than {MAX_VALUES} values next to their texts", name)
 
 
 def _in_texts(raw: msgspec.Raw) -> int:

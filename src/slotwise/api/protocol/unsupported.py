@@ -32,9 +32,6 @@ MAX_PATH = 100  # characters that are compared
 LIKE = 0.75  # ratio of characters that a misspelled path has in common with a route
 AS_ANOTHER = {"best_of": "n"}  # accepted with the value of another field, and with no other
 PATHS = {  # of OpenAI's and vLLM's routes that are not served, by their beginnings
-    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score", "/classify", "/v1/classify"),
-                    "it needs a model with a classification head, which no supported model has; compare vectors of "
-                    "/v1/embeddings instead"),
     "/v1/audio": "the model takes and gives text, and no audio",
     "/v1/images": "the model takes and gives text, and no images",
     "/pooling": "/v1/embeddings gives pooled vectors",

@@ -35,6 +35,8 @@ EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 
 GROUPED = EXPERTS | {"num_experts": ..., "shared_expert_intermediate_size": ..., "n_routed_experts": 8, "n_group": 4,
                      "topk_group": 2, "n_shared_experts": 2, "routed_scaling_factor": 1.5}
 
+STATEFUL = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
+                          "max_position_embeddings", "rms_norm_eps"), ...)  # fields that models without attention lack
 MAMBA = {"num_hidden_layers": 4, "mamba_n_heads": 8, "mamba_d_head": 12, "mamba_n_groups": 2, "mamba_d_state": 6,
          "mamba_expand": 1}
 
@@ -110,8 +112,14 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("SeedOss", {"attention_out_bias": True, "mlp_bias": True}),
     "lfm2": ("Lfm2", {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"],
                       "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False}),
-    "mamba2": ("Mamba2", {"head_dim": 24, "num_heads": 8, "n_groups": 2, "state_size": 12, "num_attention_heads": ...,
-                          "num_key_value_heads": ..., "intermediate_size": ..., "rms_norm_eps": ...}),
+    "mamba2": ("Mamba2", STATEFUL | {"head_dim": 24, "num_heads": 8, "n_groups": 2, "state_size": 12}),
+    "mamba": ("Mamba", STATEFUL | {"expand": 1, "state_size": 6}),
+    "falcon_mamba": ("FalconMamba", STATEFUL | {"expand": 1, "tie_word_embeddings": False}),
+    "jamba": ("Jamba", {"num_hidden_layers": 4, "mamba_d_state": 5, "mamba_expand": 1, "attn_layer_period": 3,
+                        "attn_layer_offset": 1, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": ...}),
+    "lfm2_moe": ("Lfm2Moe", {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"],
+                             "num_dense_layers": 1, "num_experts": 6, "num_experts_per_tok": 2,
+                             "moe_intermediate_size": 64, "routed_scaling_factor": 1.5}),
     "bamba": ("Bamba", MAMBA | {"attn_layer_indices": [1], "head_dim": ...}),
     "granite_hybrid": ("GraniteMoeHybrid", MAMBA | {
         "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
@@ -171,7 +179,8 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 FAMILIES = EVERY if ARE_ALL_ASKED else [name for name in EVERY if name not in ALIKE]
 RECURRENT = (  # families whose states no ranks divide
-    "qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "mamba2", "bamba", "granite_hybrid")
+    "qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "mamba2", "bamba", "granite_hybrid", "mamba",
+    "falcon_mamba", "jamba", "lfm2_moe")
 NOT_IN_TORCH = ("softcapping", "gpt_oss", "mamba")  # in configs of models whose attention torch's own does not compute
 UNSCALED = ("Gemma3n", "Gemma4")  # classes whose scores are not divided by the root of the size of a head
 

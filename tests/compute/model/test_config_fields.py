@@ -63,6 +63,10 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
     "HeliumConfig": ("helium", {}),
     "SeedOssConfig": ("seed_oss", {}),
     "Mamba2Config": ("mamba2", CALM),
+    "MambaConfig": ("mamba", CALM),
+    "FalconMambaConfig": ("falcon_mamba", CALM),
+    "JambaConfig": ("jamba", CALM),
+    "Lfm2MoeConfig": ("lfm2_moe", CALM),
     "BambaConfig": ("bamba", CALM | {"mamba_d_head": "auto"}),
     "GraniteMoeHybridConfig": ("granite_hybrid", CALM | {"mamba_d_head": "auto"}),
     "Lfm2Config": ("lfm2", CALM | {"layer_types": ..., "full_attn_idxs": [1]}),
@@ -89,7 +93,7 @@ READ_BESIDE = {  # fields that transformers obeys, but the class does not list
     "MistralConfig": {"layer_types"}, "Gemma3TextConfig": {"sliding_window_pattern"}}
 DERIVED = (  # that transformers writes, from other fields
     "layer_types", "no_rope_layers", "mlp_layer_types", "layers_block_type", "per_layer_config")
-NOT_DERIVED = ("GraniteMoeHybridConfig",)  # classes whose layer types are not
+NOT_DERIVED = ("GraniteMoeHybridConfig", "Lfm2MoeConfig")  # classes whose layer types are not
 
 # Values that change nothing, neither in transformers' logits nor in what Slotwise reads.
 NOTHING: dict[str, Any] = {
@@ -150,13 +154,16 @@ REFUSED: dict[str, Any] = {
 NOTHING |= {
     "chunk_size": 32, "mamba_chunk_size": 32, "rescale_prenorm_residual": False, "residual_in_fp32": False,
     "time_step_floor": 0.5, "time_step_max": 0.5, "time_step_min": 0.5, "time_step_rank": 7, "num_logits_to_keep": 3,
-    "z_loss_coefficient": 0.5}
-EDITED |= {"layer_norm_epsilon": 0.5, "time_step_limit": [0.5, 0.6], "position_embedding_type": "rope"}
+    "z_loss_coefficient": 0.5, "time_step_init_scheme": "constant", "time_step_scale": 0.5, "use_mambapy": True,
+    "use_associative_scan": False, "use_mamba_kernels": False}
+EDITED |= {"layer_norm_epsilon": 0.5, "time_step_limit": [0.5, 0.6], "position_embedding_type": "rope",
+           "mixer_rms_eps": 0.5}
 BUILT |= {
     "expand": 1, "conv_kernel": 2, "n_groups": 4, "num_heads": 4, "state_size": 7, "use_conv_bias": False,
     "mamba_conv_bias": False, "mamba_d_conv": 2, "mamba_d_head": 24, "mamba_d_state": 7, "mamba_expand": 2,
     "mamba_n_groups": 4, "mamba_n_heads": 4, "mamba_proj_bias": True, "attn_layer_indices": [0, 3],
-    "shared_intermediate_size": 32}
+    "shared_intermediate_size": 32, "attn_layer_offset": 2, "attn_layer_period": 2, "expert_layer_offset": 0,
+    "expert_layer_period": 3, "mamba_dt_rank": 9, "num_dense_layers": 2, "use_expert_bias": False}
 LISTS = (NOTHING, EDITED, BUILT, READ, REFUSED)
 
 HYBRID = ["full_attention", "linear_attention", "linear_attention", "full_attention"]
@@ -164,6 +171,7 @@ HYBRID = ["full_attention", "linear_attention", "linear_attention", "full_attent
 # Where a class differs from the others: the list of a field, and its value.
 PLAIN = {"rope_type": "default", "rope_theta": 1e5}
 UNTURNED = {"rope_scaling": (NOTHING, LINEAR), "rope_parameters": (NOTHING, LINEAR)}
+SELECTIVE = {"use_bias": (BUILT, True), "time_step_rank": (BUILT, 9), "expand": (NOTHING, 3)}
 PARTIAL = LINEAR | {"partial_rotary_factor": 0.25}
 FACTORS = {"short_factor": [1 + i / 4 for i in range(9)], "long_factor": [2.0] * 9}
 SHARPENED = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16,
@@ -187,6 +195,11 @@ OWN: dict[str, dict[str, tuple[dict[str, Any], Any]]] = {
     "Mamba2Config": UNTURNED | {"use_bias": (BUILT, True)} | {
         name: (REFUSED, value) for name, value in (
             ("expand", 1), ("num_heads", 4), ("head_dim", 12), ("hidden_size", 128))},
+    "MambaConfig": UNTURNED | SELECTIVE,
+    "FalconMambaConfig": UNTURNED | SELECTIVE,
+    "JambaConfig": UNTURNED | {"num_experts": (BUILT, 5), "num_local_experts": (REFUSED, 5)},
+    "Lfm2MoeConfig": {"layer_types": (BUILT, ["conv", "full_attention", "full_attention", "conv"]),
+                      "norm_topk_prob": (EDITED, False), "num_hidden_layers": (REFUSED, 5)},
     "BambaConfig": {
         "mamba_d_head": (REFUSED, 24), "rope_scaling": (EDITED, PARTIAL), "rope_parameters": (EDITED, PARTIAL)},
     "GraniteMoeHybridConfig": UNTURNED | {

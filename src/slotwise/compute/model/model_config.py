@@ -196,6 +196,7 @@ class MixtureConfig:
     layers: tuple[bool, ...]  # whether each layer has experts
     shared_intermediate_size: int = 0  # of the expert that all tokens share; 0: no such expert
     activation: Activation | ClampedSwiGLU = "silu"
+    has_correction: bool = False  # added to the scores by which experts are chosen, where not all of a family have it
     are_split: bool = False  # into tensors of their own, where the family's checkpoints have them together
 
 

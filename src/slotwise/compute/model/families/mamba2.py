@@ -44,10 +44,10 @@ def configure(fields: Fields) -> ModelConfig:
 
 def read_stateful(fields: Fields) -> ModelConfig:
     """A config without attention and MLPs, whose fields have other names; also Mamba's."""
-    absent = {"num_attention_heads": 1, "num_key_value_heads": None, "head_dim": 2, "intermediate_size": 1,
-              "max_position_embeddings": CONTEXT, "hidden_size": 4096, "num_hidden_layers": 64}
-    known = {name: value for name, value in fields.values.items() if name not in ("num_heads", "head_dim")}
-    fields = Fields({**absent, **known}, fields.where)
+    values = {"hidden_size": 4096, "num_hidden_layers": 64, "max_position_embeddings": CONTEXT}
+    values |= {name: value for name, value in fields.values.items() if value is not None}
+    lacking = {"num_attention_heads": 1, "num_key_value_heads": None, "head_dim": 2, "intermediate_size": 1}
+    fields = Fields(values | lacking, fields.where)
     num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
     return replace(read_common(fields, ropes=(NoRope(),) * num_layers),
                    norm_eps=fields.number("layer_norm_epsilon", default=1e-5))

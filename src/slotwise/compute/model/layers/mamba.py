@@ -1,0 +1,105 @@
+"""Mamba's layer (Gu and Dao, 2023) in place of attention: a state of fixed size per row.
+
+    x ─► x, z ─► convolution ─┬─► dt, B, C, normed in some families ─► dt ─► rule and gate by z ─► output
+         Linear               │   Linear                               Linear                      Linear
+                              └───────────────────────────────────────────►
+
+Convolution and rule are kernels, `silu_convolution` and `selective_scan`.  The state lies in the cache, in a group
+whose blocks hold one each (`StateShape` in `compute/kernels/interface.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from slotwise.compute.kernels.interface import (
+    LayerCache,
+    RaggedBatch,
+    SelectiveInputs,
+    SelectiveShape,
+    SelectiveWeights,
+)
+from slotwise.compute.model.layers.attention import LayerStep, StateAdvance, refuse_parts
+from slotwise.compute.model.layers.linear import Linear
+from slotwise.compute.model.layers.norm import NormOptions, RMSNorm
+from slotwise.compute.model.layers.rope import Rope
+from slotwise.compute.model.layers.short_convolution import num_bytes, read_convolution
+from slotwise.compute.model.layers.source import WeightSource
+
+ReadNorm = Callable[[WeightSource, str, int], RMSNorm]
+"""Reads the norm of dt, B or C called so, of so many numbers."""
+
+
+class WeightlessNorm(RMSNorm):
+    """`x / rms(x)`, `[tokens, size]`."""
+
+    def __init__(self, source: WeightSource, size: int, options: NormOptions) -> None:
+        self._kernels = source.kernels
+        self._weight = torch.ones(size, dtype=source.dtype, device=source.kernels.device)
+        self._options = options
+        self.bytes = 0
+
+
+class Mamba:
+    """The layer called `name` in the checkpoint.
+
+    Args:
+        bias: of the first and the last product.
+        convolution_bias: of the convolution.
+        norm: reads the norms of dt, B and C; None: there are none.
+    """
+
+    ropes: tuple[Rope, ...] = ()
+
+    def __init__(
+        self, source: WeightSource, name: str, shape: SelectiveShape, hidden_size: int, *, bias: bool = False,
+        convolution_bias: bool = True, norm: ReadNorm | None = None,
+    ) -> None:
+        refuse_parts(source, "a recurrent state")
+        self.shape = shape
+        self._kernels = source.kernels
+        size, rank, numbers = shape.size, shape.step_rank, shape.state_size
+        self._mixed = Linear(source, {f"{name}.in_proj": 2 * size}, hidden_size, bias=bias)
+        outputs = torch.arange(rank + 2 * numbers).split((rank, numbers, numbers))
+        self._parts = [Linear(source, {f"{name}.x_proj": rank + 2 * numbers}, size, order=order) for order in outputs]
+        self._norms = norm and [norm(source, f"{name}.{part}_layernorm", len(order))
+                                for part, order in zip(("dt", "b", "c"), outputs, strict=True)]
+        self._steps = Linear(source, {f"{name}.dt_proj": size}, rank, bias=True)
+        self.output = Linear(source, {f"{name}.out_proj": hidden_size}, size, bias=bias)
+        self._convolution = read_convolution(source, f"{name}.conv1d", shape, bias=convolution_bias)
+        rate = -torch.exp(source.tensor({f"{name}.A_log": (size, numbers)}).float())
+        self._weights = SelectiveWeights(rate.T.contiguous(), source.tensor({f"{name}.D": (size,)}).float())
+        self.bytes = sum(part.bytes for part in (
+            self._mixed, self._steps, self.output, *self._parts, *(self._norms or ())))
+        self.bytes += num_bytes(self._convolution) + num_bytes(self._weights)
+
+    def __call__(self, x: Tensor, step: LayerStep) -> Tensor:
+        """`[tokens, hidden] -> [kept tokens, hidden]`."""
+        return self.output(step.kept(self.store(x, step)))
+
+    def store(self, x: Tensor, step: LayerStep) -> Tensor:
+        """Advance the rows' states; returns what they yield, gated, `[tokens, channels]`."""
+        mixed = self._mixed(x)  # held to the end: a graph reuses its memory once it is dropped
+        x, gate = mixed.chunk(2, dim=1)
+        convolved = self._convolve(x, step.batch, step.cache)
+        steps, b, c = (part(convolved) for part in self._parts)
+        if self._norms:
+            steps, b, c = (norm(part) for norm, part in zip(self._norms, (steps, b, c), strict=True))
+        inputs = SelectiveInputs(convolved, self._steps(steps), b, c, gate)
+
+        def again(at: Tensor, batch: RaggedBatch, cache: LayerCache) -> None:
+            self._convolve(x.index_select(0, at), batch, cache)
+            self._scan(SelectiveInputs(*[each.index_select(0, at) for each in inputs]), batch, cache)
+
+        if step.batch.on_trial is not None:
+            step.advances.append(StateAdvance(step.layer, again))
+        return self._scan(inputs, step.batch, step.cache)
+
+    def _convolve(self, x: Tensor, batch: RaggedBatch, cache: LayerCache) -> Tensor:
+        return self._kernels.silu_convolution(x, self._convolution, cache, batch, self.shape)
+
+    def _scan(self, inputs: SelectiveInputs, batch: RaggedBatch, cache: LayerCache) -> Tensor:
+        return self._kernels.selective_scan(inputs, self._weights, cache, batch, self.shape)

@@ -44,8 +44,9 @@ LATENT = {  # sizes that are no multiples of a vector
     "head_dim": ..., "num_key_value_heads": 4, "kv_lora_rank": 40, "q_lora_rank": 24, "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 20, "v_head_dim": 12}  # fmt: skip
 
+INDEXED = {"index_head_dim": 16, "index_n_heads": 2}
 ROUTED = {"first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
-          "moe_intermediate_size": 64}
+          "moe_intermediate_size": 64, "n_shared_experts": 2}
 
 # The class of transformers, without "ForCausalLM" where it ends so, and where its config differs from SIZES.
 CLASSIC = dict.fromkeys(("num_key_value_heads", "head_dim", "rms_norm_eps"), ...)  # that older configs lack
@@ -132,6 +133,12 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("DeepseekV3", LATENT | ROUTED | {"rope_parameters": {
         "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 512,
         "mscale": 0.707, "mscale_all_dim": 1.0}}),
+    "glm4_moe_lite": ("Glm4MoeLite", LATENT | ROUTED | {
+        "first_k_dense_replace": ..., "attention_bias": True, "mlp_layer_types": ["sparse", "dense", "sparse"]}),
+    "axk1": ("AXK1", LATENT | ROUTED | {
+        "mlp_layer_types": ["dense", "sparse", "sparse"], "first_k_dense_replace": ...}),
+    "deepseek_v32": ("DeepseekV32", LATENT | ROUTED | INDEXED),
+    "glm_moe_dsa": ("GlmMoeDsa", LATENT | ROUTED | INDEXED | {"indexer_types": ["full", "shared", "full"]}),
     "youtu": ("Youtu", LATENT | {"rope_interleave": False}),
     "minicpm3": ("MiniCPM3", LATENT | {"dim_model_base": 48}),
     "gemma": ("Gemma", {"num_hidden_layers": 2}),
@@ -168,6 +175,8 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 ALIKE = {"solar_open": "glm4_moe", "dots1": "glm4_moe", "opt_350m": "opt",
+         "glm4_moe_lite": "deepseek_v3", "deepseek_v32": "deepseek_v3", "glm_moe_dsa": "deepseek_v3",
+         "axk1": "deepseek_v3", "youtu": "minicpm3",
          "ministral": "mistral", "seed_oss": "llama_bias", "helium": "ernie4_5", "glm": "glm4"}
 """Families composed like another one, which `make test` compares in their place; `make families` compares all."""
 EVERY = list(_SHAPES)

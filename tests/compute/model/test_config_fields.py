@@ -86,6 +86,14 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
     "CwmConfig": ("cwm", {"sliding_window": 20}),
     "Ministral3Config": ("ministral3", {"sliding_window": 20}),
     "HunYuanDenseV1Config": ("hunyuan", {}),
+    "DeepseekV2Config": ("deepseek_v2", {}),
+    "DeepseekV3Config": ("deepseek_v3", {}),
+    "DeepseekV32Config": ("deepseek_v32", {}),
+    "GlmMoeDsaConfig": ("glm_moe_dsa", {"indexer_types": ...}),
+    "Glm4MoeLiteConfig": ("glm4_moe_lite", {"mlp_layer_types": ...}),
+    "AXK1Config": ("axk1", {"mlp_layer_types": ...}),
+    "YoutuConfig": ("youtu", {}),
+    "MiniCPM3Config": ("minicpm3", {}),
     "Exaone4Config": ("exaone4", {"sliding_window": 20, "num_hidden_layers": 4}),
 }
 COMPARED = [name for name, (family, _) in BASES.items() if family in FAMILIES]
@@ -164,6 +172,14 @@ BUILT |= {
     "mamba_n_groups": 4, "mamba_n_heads": 4, "mamba_proj_bias": True, "attn_layer_indices": [0, 3],
     "shared_intermediate_size": 32, "attn_layer_offset": 2, "attn_layer_period": 2, "expert_layer_offset": 0,
     "expert_layer_period": 3, "mamba_dt_rank": 9, "num_dense_layers": 2, "use_expert_bias": False}
+# Of compressed attention.
+NOTHING |= {"qk_head_dim": 77, "embedding_initializer_range": 0.5}
+EDITED |= {
+    "topk_method": "greedy", "rope_interleave": False, "scale_emb": 3.0, "scale_depth": 0.7, "dim_model_base": 32}
+BUILT |= {
+    "kv_lora_rank": 24, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 4, "v_head_dim": 20,
+    "index_n_heads": 4, "index_head_dim": 24, "indexer_types": ["full", "full", "shared"]}
+READ |= {"index_topk": (100, lambda config: config.max_position_embeddings, 100)}
 LISTS = (NOTHING, EDITED, BUILT, READ, REFUSED)
 
 HYBRID = ["full_attention", "linear_attention", "linear_attention", "full_attention"]
@@ -176,6 +192,10 @@ PARTIAL = LINEAR | {"partial_rotary_factor": 0.25}
 FACTORS = {"short_factor": [1 + i / 4 for i in range(9)], "long_factor": [2.0] * 9}
 SHARPENED = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16,
              "llama_4_scaling_beta": 0.7}
+LATENT: dict[str, tuple[dict[str, Any], Any]] = {
+    "head_dim": (REFUSED, 78), "num_attention_heads": (REFUSED, 8), "num_key_value_heads": (REFUSED, 1)}
+INDEXED: dict[str, tuple[dict[str, Any], Any]] = {
+    "norm_topk_prob": (EDITED, False), "mlp_bias": (NOTHING, True), "layer_types": (NOTHING, ["indexed_attention"] * 3)}
 OWN: dict[str, dict[str, tuple[dict[str, Any], Any]]] = {
     "Gemma3TextConfig": {
         "use_bidirectional_attention": (READ, (True, lambda config: not config.is_causal, True)),
@@ -213,6 +233,15 @@ OWN: dict[str, dict[str, tuple[dict[str, Any], Any]]] = {
     "SolarOpenConfig": {"norm_topk_prob": (EDITED, False)},
     "ExaoneMoeConfig": {"norm_topk_prob": (EDITED, False), "num_experts": (BUILT, 12),
                         "mlp_layer_types": (BUILT, ["sparse", "dense", "sparse", "dense"])},
+    "DeepseekV2Config": LATENT | {"norm_topk_prob": (NOTHING, True), "mlp_bias": (REFUSED, True)},
+    "DeepseekV3Config": LATENT | {"norm_topk_prob": (EDITED, False)},
+    "DeepseekV32Config": LATENT | INDEXED,
+    "GlmMoeDsaConfig": LATENT | INDEXED,
+    "Glm4MoeLiteConfig": LATENT | {"norm_topk_prob": (EDITED, False), "attention_bias": (BUILT, False)},
+    "AXK1Config": LATENT | {"norm_topk_prob": (EDITED, False)},
+    # Its initialization clears the padding's row of the embedding again, behind the weights that were read.
+    "YoutuConfig": LATENT | {"pad_token_id": (NOTHING, 0), "rope_interleave": (EDITED, True)},
+    "MiniCPM3Config": LATENT,
     "GlmConfig": {"attention_bias": (BUILT, False)},
     "Glm4Config": {"attention_bias": (BUILT, False)},
     "SeedOssConfig": {"attention_bias": (BUILT, False), "mlp_bias": (BUILT, False)},

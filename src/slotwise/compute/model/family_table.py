@@ -11,9 +11,11 @@ from slotwise.compute.kernels.interface import Kernels
 from slotwise.compute.kernels.matrix import Format
 from slotwise.compute.kernels.reference import ReferenceKernels
 from slotwise.compute.model.families import (
+    axk1,
     bamba,
     cwm,
     deepseek,
+    deepseek_v32,
     dots1,
     ernie4_5,
     eurobert,
@@ -24,6 +26,7 @@ from slotwise.compute.model.families import (
     gemma4,
     glm,
     glm4_moe,
+    glm4_moe_lite,
     gpt2,
     gpt_neox,
     gpt_oss,
@@ -122,7 +125,11 @@ FAMILIES: dict[str, Family] = {
         granite_hybrid.configure, granite_hybrid.compose, ("granitemoehybrid",)),
     "Lfm2ForCausalLM": Family(lfm2.configure, lfm2.compose, ("lfm2",)),
     "DeepseekV2ForCausalLM": Family(deepseek.configure_v2, deepseek.compose_v2, ("deepseek_v2",)),
-    "DeepseekV3ForCausalLM": Family(deepseek.configure_v3, deepseek.compose, ("deepseek_v3", "kimi_k2")),
+    "DeepseekV3ForCausalLM": Family(deepseek.configure_v3, deepseek.compose, ("deepseek_v3", "kimi_k2", "sarvam_mla")),
+    "DeepseekV32ForCausalLM": Family(deepseek_v32.configure, deepseek_v32.compose, ("deepseek_v32",)),
+    "GlmMoeDsaForCausalLM": Family(deepseek_v32.configure_glm, deepseek_v32.compose, ("glm_moe_dsa",)),
+    "Glm4MoeLiteForCausalLM": Family(glm4_moe_lite.configure, deepseek.compose, ("glm4_moe_lite",)),
+    "AXK1ForCausalLM": Family(axk1.configure, axk1.compose, ("axk1",)),
     "YoutuForCausalLM": Family(deepseek.configure_youtu, deepseek.compose, ("youtu",)),
     "MiniCPM3ForCausalLM": Family(minicpm3.configure, deepseek.compose, ("minicpm3",)),
     "GptOssForCausalLM": Family(gpt_oss.configure, gpt_oss.compose, ("gpt_oss",)),

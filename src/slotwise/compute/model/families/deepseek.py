@@ -60,10 +60,15 @@ def read_latent(
     def dim(name: str, default: int) -> int:
         return fields.integer(name, default=default, maximum=MAX_DIM)
 
-    rope_dim = dim("qk_rope_head_dim", sizes.rope_dim)
+    rope_dim, rank = dim("qk_rope_head_dim", sizes.rope_dim), dim("kv_lora_rank", sizes.rank)
+    if fields.integer("head_dim", default=rope_dim) not in (rope_dim, rank + rope_dim):  # the latter as vLLM has it
+        raise fields.error("head_dim", f"must be qk_rope_head_dim ({rope_dim}) where keys are compressed")
+    rope = read_rope(fields, head_dim=rope_dim, aliases={"deepseek_yarn": "yarn"})
+    if rope.share != 1.0:
+        raise fields.error("partial_rotary_factor", "must be 1: qk_rope_head_dim is what rotates")
     config = read_common(
         Fields({**fields.values, "head_dim": rope_dim}, fields.where), common,
-        ropes=(read_rope(fields),) * fields.integer("num_hidden_layers", maximum=MAX_LAYERS))
+        ropes=(rope,) * fields.integer("num_hidden_layers", maximum=MAX_LAYERS))
     if config.num_kv_heads != config.num_heads:
         raise fields.error("num_key_value_heads", f"({config.num_kv_heads}) must be num_attention_heads "
                            f"({config.num_heads}): all heads share what is cached")
@@ -76,7 +81,7 @@ def read_latent(
     if has_neighbors is None:
         has_neighbors = fields.flag("rope_interleave", default=True)
     shape = LatentShape(
-        config.num_heads, dim("kv_lora_rank", sizes.rank), rope_dim, nope_dim, dim("v_head_dim", sizes.value_dim),
+        config.num_heads, rank, rope_dim, nope_dim, dim("v_head_dim", sizes.value_dim),
         (nope_dim + rope_dim) ** -0.5 * sharper**2, has_neighbors)
     query_rank = 0 if fields.is_null("q_lora_rank") else dim("q_lora_rank", sizes.query_rank)
     return replace(config, latent=LatentConfig(shape, query_rank), output_bias=fields.flag("attention_bias"))

@@ -12,6 +12,7 @@ heads, and each of them computes and caches all latents.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -24,6 +25,14 @@ from slotwise.compute.model.layers.source import NO_CUTS, WeightSource, latent_h
 from slotwise.compute.model.stored_tensors import Cut
 
 
+class Indexers(NamedTuple):
+    """Sizes of what selects the tokens that queries attend to."""
+
+    num_heads: int
+    head_dim: int
+    layers: tuple[bool, ...]  # whether each layer has one; others use the selection of a layer before them
+
+
 @dataclass(frozen=True, slots=True)
 class LatentConfig:
     """Sizes of compressed attention and of what is before it."""
@@ -32,6 +41,7 @@ class LatentConfig:
     query_rank: int  # of queries, which are products of a normed vector; 0: of the hidden state itself
     norm_eps: float = 1e-6  # of the norms of latents and of such vectors
     latent_factor: float = 1.0  # of latents behind their norm
+    indexers: Indexers | None = None  # which select every token in the contexts that are served
 
 
 class LatentAttention:

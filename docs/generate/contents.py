@@ -99,6 +99,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "not there": supported.without,
     "output parsers": parsers.output_parsers,
     "published templates": parsers.published_templates,
+    "template formats": parsers.template_formats,
     "vllm options": coming_from.vllm_options,
     "vllm routes": coming_from.vllm_routes,
     "llama cpp": coming_from.llama_cpp,

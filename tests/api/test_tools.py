@@ -262,6 +262,36 @@ def test_how_a_format_is_chosen() -> None:
         output_format("openai", "", None, "", {})
 
 
+THINKER = ("{% if enable_thinking is not defined %}{% set enable_thinking = true %}{% endif %}<{{ enable_thinking }}|"
+           "{{ reasoning_effort | default('medium') }}|{{ thinking_budget | default(-1) }}|"
+           "{% if thinking_mode == 'enabled' %}E{% elif thinking_mode == 'disabled' %}D{% endif %}>"
+           "{{ messages[-1].content }}{% if add_generation_prompt %}<seed:think>{% endif %}{# </seed:think> #}")
+
+
+def test_a_server_says_what_its_template_reads_and_passes_it_on(copying: Path, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((copying / name).read_bytes())
+    (tmp_path / "chat_template.jinja").write_text(THINKER)
+    with running(tmp_path, tmp_path / "engine") as server:
+        (card,) = server.client.get(f"{server.url}/v1/models").json()["data"]
+        assert (card["tool_call_parser"], card["reasoning_parser"]) == (None, "seed_oss")
+        assert card["chat_template_kwargs"] == {
+            "enable_thinking": {"type": "boolean", "default": True},
+            "thinking_budget": {"type": "number", "default": -1},
+            "reasoning_effort": {"type": "string", "default": "medium"},
+            "thinking_mode": {"type": "string", "values": ["enabled", "disabled"]}}
+        for given, written in (
+                ({}, "<True|medium|-1|>"), ({"reasoning_effort": "high"}, "<True|high|-1|E>"),
+                ({"reasoning_effort": "none"}, "<False|none|-1|D>"),
+                ({"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}}, "<False|low|-1|E>"),
+                ({"chat_template_kwargs": {"thinking_budget": 512, "colour": "red"}}, "<True|medium|512|>")):
+            asked = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2, "return_prompt_text": True}
+            answer = server.post(PATH, asked | given)
+            assert answer.json()["prompt_text"] == f"{written}hello<seed:think>", answer.text
+            assert ("colour" in answer.headers.get("x-slotwise-warning", "")) == ("colour" in str(given))
+            assert not answer.json()["choices"][0]["message"]["content"]  # all of it is reasoning
+
+
 def test_anthropics_client_gets_thinking_text_and_calls(hermes: Server, anthropic: ModuleType) -> None:
     client = anthropic.Anthropic(base_url=hermes.url, api_key="x", max_retries=0)
     tools = [{"name": "weather", "input_schema": WEATHER["function"]["parameters"]},

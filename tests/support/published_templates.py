@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import html
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slotwise.api.parsers.tool_formats import tool_parser_of
+from slotwise.api.parsers.base_parser import gathered
+from slotwise.api.parsers.harmony import Harmony
+from slotwise.api.parsers.parser_table import output_format
 from slotwise.text.chat_template import ChatTemplate, ChatTemplateError
-from slotwise.text.conversation import InvalidMessages, OpenEnd, check_messages
+from slotwise.text.conversation import RESERVED_VARIABLES, InvalidMessages, OpenEnd, check_messages
 
 Json = dict[str, Any]
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
@@ -239,6 +242,50 @@ def losses(source: str) -> Iterator[tuple[Tried, str]]:
             yield tried, "lost" if lost(tried.messages, tried.variables, text) else "kept"
 
 
+# -- how outputs are read ------------------------------------------------------------------------------------------
+
+
+CITY = {"city": 'Pa<r>is "x" é', "days": 2, "where": ["a", {"b": "c"}], "ok": True}
+WEATHER = function("weather", description="d", parameters={"type": "object", "properties": {
+    "city": {"type": "string"}, "days": {"type": "integer"}, "where": {"type": "array"}, "ok": {"type": "boolean"}}})
+CALLING = [said("user", "Rain?"), said("assistant", "", reasoning_content="THOUGHT", tool_calls=[
+    {"id": "alpha1234", "type": "function", "function": {"name": "weather", "arguments": CITY}},
+    {"id": "bravo1234", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}]),
+    result("sunny") | {"name": "weather"}, result("windy", "bravo") | {"name": "weather"}]
+
+
+class Read(NamedTuple):
+    """How the outputs of a template's model are read."""
+
+    tools: str  # names of parsers
+    reasoning: str
+    verdict: str  # `calls`, and `reasoning` with it; `text`: the template leaves calls out; `lost`: they are not read
+
+
+def read_back(source: str) -> Read:
+    """What the parsers that a template calls for make of calls as the same template writes them."""
+    template, tokens = ChatTemplate(source, SPECIAL), dict.fromkeys(re.findall(r"<\|[^<>\s]*\|>", source))
+    tokens |= dict.fromkeys(Harmony.SPELLINGS) if "<|channel|>" in source else {}
+    form = output_format("", "", None, source, {token: number for number, token in enumerate(tokens)},
+                         ignores_tools=template.ignores_tools)
+    try:
+        before, whole = [template.render(messages, tools=[WEATHER]) for messages in (CALLING[:1], CALLING)]
+    except ChatTemplateError:
+        return Read(form.tools, form.reasoning, "lost")
+    at = next(place for place in range(len(whole)) if whole[: place + 1] != before[: place + 1])
+    if (begin := whole.rfind("<", 0, at)) >= 0 and ">" not in whole[begin:at]:
+        at = begin  # within a tag
+    tools = {"weather": WEATHER["function"]["parameters"]}
+    parser = form.parser(tools, form.has_begun(whole[:at]))
+    found = gathered(parser.feed(form.markers(tools).of(whole[at:])) + parser.end())
+    if not found.calls:
+        return Read(form.tools, form.reasoning, "text" if "<tool_call>\n{" in whole[at:] else "lost")
+    calls = [(call.name, json.loads(call.arguments)) for call in found.calls[:2]]
+    if calls != [("weather", CITY), ("weather", {"city": "Rome"})][: len(calls)]:
+        return Read(form.tools, form.reasoning, "lost")
+    return Read(form.tools, form.reasoning, "calls, reasoning" if found.reasoning.startswith("THOUGHT") else "calls")
+
+
 def main(folder: Path) -> None:
     import transformers
 
@@ -247,8 +294,11 @@ def main(folder: Path) -> None:
         source = path.read_text()
         found = Counter(one.verdict for one in renderings(source, tokenizer))
         found.update(f"sent {verdict}" for _, verdict in losses(source))
-        rows.append({"template": path.stem, "parser": tool_parser_of(source),
-                     "tools": "ignored" if ChatTemplate(source, SPECIAL).ignores_tools else "written"} | {
+        template, read = ChatTemplate(source, SPECIAL), read_back(source)
+        rows.append({"template": path.stem, "parser": read.tools, "reasoning": read.reasoning, "read": read.verdict,
+                     "variables": {name: about for name, about in template.variables().items()
+                                   if name not in RESERVED_VARIABLES},
+                     "tools": "ignored" if template.ignores_tools else "written"} | {
             kind: found[kind] for kind in (
                 "equal", "normalized", "refused", "differ", "sent kept", "sent refused", "sent lost", "sent unlike")})
     content = {"transformers": transformers.__version__, "rows": rows}

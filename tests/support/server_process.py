@@ -5,6 +5,7 @@ usage: python server_process.py FOLDER ENGINE_LOG [SETTING=VALUE ...]
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
@@ -19,6 +20,7 @@ from slotwise.api.app import ROUTES, build_api
 from slotwise.api.asgi import App
 from slotwise.api.generate.checkpoint_workers import TEMPLATE_LIMITS as RENDERING
 from slotwise.api.generate.checkpoint_workers import Template
+from slotwise.api.http.api_errors import ApiError
 from slotwise.api.http_server import listen, serve
 from slotwise.api.limits.server_settings import ServerSettings
 from slotwise.api.limits.tiers import load_tiers
@@ -29,7 +31,7 @@ from slotwise.core.setting_fields import settings_of
 from slotwise.engine.client import EngineClient
 from slotwise.engine.sleep import Sleep
 from slotwise.engine.supervisor import Backoff, Supervisor
-from slotwise.text.chat_source import find_chat_template
+from slotwise.text.chat_source import ChatTemplateError, find_chat_template
 from slotwise.text.tokenizer import Tokenizer
 
 LIMITS = {  # the engine's
@@ -79,6 +81,8 @@ async def main(folder: Path, log: Path, *given: str) -> int:
     tokenizer = Tokenizer.load(folder)
     source = find_chat_template(folder) or ""
     template = Template(source, tokenizer.special_tokens, rendering)
+    with contextlib.suppress(ApiError, ChatTemplateError):
+        await template.variables("")
     form = output_format(settings.tool_call_parser, settings.reasoning_parser, settings.enable_auto_tool_choice, source,
                          tokenizer.special_by_text)
     app = App(build_api(engine_client, tokenizer, template, settings, output_format=form,

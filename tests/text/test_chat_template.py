@@ -8,7 +8,7 @@ import pytest
 
 from slotwise.text import chat_template
 from slotwise.text.chat_source import find_tool_template
-from slotwise.text.chat_template import ChatTemplate, ChatTemplateError, load_chat_template
+from slotwise.text.chat_template import ChatTemplate, ChatTemplateError, load_chat_template, variables_of
 
 CHATML = """\
 {%- if messages[0]['role'] != 'system' %}
@@ -151,3 +151,24 @@ def test_output_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "MAX_CHARACTERS", 1000)
     with pytest.raises(ChatTemplateError, match="more than 1000"):
         ChatTemplate("{% for i in range(99999) %}{{ i }}{% endfor %}", {}).render([])
+
+
+@pytest.mark.parametrize(("source", "found"), [
+    ("{{ messages }}{% if enable_thinking %}x{% endif %}", {"enable_thinking": {"type": "boolean"}}),
+    ("{% if enable_thinking is defined and enable_thinking is false %}x{% endif %}",
+     {"enable_thinking": {"type": "boolean"}}),
+    ("{%- if effort is not defined %}{% set effort = 'low' %}{% endif %}{{ effort }}",
+     {"effort": {"type": "string", "default": "low"}}),
+    ("{% set budget = budget | default(-1) %}{{ budget }}", {"budget": {"type": "number", "default": -1}}),
+    ("{% if mode | lower == 'on' or mode in ['off', 'auto'] %}x{% endif %}",
+     {"mode": {"type": "string", "values": ["on", "off", "auto"]}}),
+    ("{% set rs = strength if strength is defined and strength else 'high' %}{{ rs }}", {
+        "strength": {"type": "string", "default": "high"}}),
+    ("{% set rs = strength if strength is defined else 'high' %}{{ rs }}", {
+        "strength": {"type": "string", "default": "high"}}),
+    ("{% set ns = namespace(x=1) %}{% set content = 1 %}{% for m in messages %}{{ content }}{{ ns.x }}{{ bos }}"
+     "{% endfor %}{% macro f(part) %}{{ part is defined }}{% endmacro %}", {"bos": {}}),
+    ("{{ strftime_now('%Y') }}{{ raise_exception('x') }}{{ documents }}{% set documents = 3 %}", {"documents": {}}),
+])
+def test_what_a_template_reads(source: str, found: dict[str, object]) -> None:
+    assert {name: about for name, about in variables_of(source).items() if name != "messages"} == found

@@ -170,6 +170,8 @@ async def chat_of(model: ServedModel) -> tuple[Template | None, OutputFormat]:
             chat = Template(model.template, model.tokenizer.special_tokens, for_tools=model.tool_template)
             await chat.check()
             ignores_tools = await chat.ignores_tools()
+            with contextlib.suppress(ApiError, ChatTemplateError):  # each request that asks will fail with the reason
+                await chat.variables("")
         return chat, model.output_format(ignores_tools=ignores_tools)
     except BaseException as error:
         if chat is not None:

@@ -10,14 +10,14 @@ calls there (see `server.worker_process`).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2 import meta
+from jinja2 import meta, nodes
 from jinja2.compiler import CodeGenerator
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Expr, Impossible, Node, TemplateData
@@ -25,7 +25,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from slotwise.text.chat_source import ChatTemplateError, find_chat_template
-from slotwise.text.conversation import Message
+from slotwise.text.conversation import RESERVED_VARIABLES, Message
 from slotwise.text.normalization import ArgumentsError, Normalizer
 
 __all__ = ["ChatTemplate", "ChatTemplateError", "load_chat_template"]
@@ -93,9 +93,10 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._normalizer = Normalizer(self._write)
 
-    def variables(self) -> set[str]:
-        """The names of variables that the template reads, and some that it may set itself."""
-        return meta.find_undeclared_variables(_environment().parse(self._source))
+    def variables(self) -> dict[str, Variable]:
+        """What the template may be given, by name: see `variables_of`; without its special tokens."""
+        found = variables_of(self._source)
+        return {name: found[name] for name in sorted(found) if name not in self._special_tokens}
 
     @property
     def ignores_tools(self) -> bool:
@@ -151,6 +152,114 @@ def load_chat_template(folder: str | Path, special_tokens: Mapping[str, str],
     return ChatTemplate(source, special_tokens) if source else None
 
 
+# -- what a template reads ---------------------------------------------------------------------------------------------
+
+
+Variable = dict[str, Any]
+"""What is known of a variable: `type` (`boolean`, `string`, `number`), `values` that the template distinguishes, and
+its `default`; each only where the template's source says it."""
+
+_DEFINED = ("defined", "undefined")
+
+
+def variables_of(source: str) -> dict[str, Variable]:
+    """The variables that a template reads and does not only set itself, with what its source says about each."""
+    environment = _environment()
+    read = meta.find_undeclared_variables(environment.parse(source)) - environment.globals.keys()
+    tree = environment.parse(source)
+    names = list(tree.find_all(nodes.Name))
+    own, arguments = [{one.name for one in names if one.ctx == context} for context in ("store", "param")]
+    defaults, compared, asked = _defaults(tree), _compared(tree), _asked(tree)
+    found: dict[str, Variable] = {}
+    for name in read:
+        if (name in arguments or (name in own and name not in defaults)) and name not in RESERVED_VARIABLES:
+            continue  # a variable of the template's own
+        values = list(dict.fromkeys(compared.get(name, ())))
+        known = [*values, *defaults.get(name, ())]
+        found[name] = variable = Variable()
+        is_switch = not known and asked.count(name) == sum(one.name == name and one.ctx == "load" for one in names)
+        if kind := "boolean" if is_switch else _type(known):
+            variable["type"] = kind
+        if kind == "string" and values:
+            variable["values"] = values
+        if len(told := {repr(one): one for one in defaults.get(name, ())}) == 1:
+            variable["default"] = next(iter(told.values()))
+    return found
+
+
+def _type(values: Sequence[Any]) -> str:
+    kinds = {"boolean" if isinstance(one, bool) else "string" if isinstance(one, str) else
+             "number" if isinstance(one, int | float) else "" for one in values}
+    return kinds.pop() if len(kinds) == 1 else ""
+
+
+def _name(node: nodes.Node | None) -> str:
+    """The variable that an expression is, or is made of by filters as `lower`."""
+    while isinstance(node, nodes.Filter) and node.name in ("lower", "trim", "string"):
+        node = node.node
+    return node.name if isinstance(node, nodes.Name) else ""
+
+
+def _defaults(tree: nodes.Template) -> dict[str, list[Any]]:
+    """The constants that stand for variables which are not given, by the names of all that may be left out."""
+    found: dict[str, list[Any]] = {}
+    for test in tree.find_all(nodes.Test):
+        if test.name in _DEFINED and (name := _name(test.node)):
+            found.setdefault(name, [])
+    for one in tree.find_all(nodes.Filter):
+        if one.name in ("default", "d") and (name := _name(one.node)):
+            found.setdefault(name, []).extend(_constants(one.args[:1]))
+    for branch in tree.find_all(nodes.If):
+        for name in _tested(branch.test):
+            found[name] += _constants([one.node for one in (*branch.body, *branch.else_)
+                                       if isinstance(one, nodes.Assign) and _name(one.target) == name])
+    for choice in tree.find_all(nodes.CondExpr):
+        ends = (choice.expr1, choice.expr2)
+        for name in _tested(choice.test):
+            found[name] += _constants([one for one, other in (ends, ends[::-1]) if _name(other) == name])
+    return found
+
+
+def _tested(test: nodes.Node) -> list[str]:
+    """The variables of which an expression says whether they are given."""
+    tests = [test] if isinstance(test, nodes.Test) else list(test.find_all(nodes.Test))
+    return [name for one in tests if one.name in _DEFINED and (name := _name(one.node))]
+
+
+def _compared(tree: nodes.Template) -> dict[str, list[Any]]:
+    """The constants that variables are compared with."""
+    found: dict[str, list[Any]] = {}
+    for one in tree.find_all(nodes.Compare):
+        for operand in one.ops:
+            sides = (one.expr, operand.expr)
+            for side, other in (sides, sides[::-1]) if operand.op in ("eq", "ne") else (sides,):
+                listed = other.items if isinstance(other, nodes.List | nodes.Tuple) else [other]
+                if (name := _name(side)) and operand.op in ("eq", "ne", "in", "notin"):
+                    found.setdefault(name, []).extend(_constants(listed))
+    return found
+
+
+def _constants(given: Iterable[nodes.Node | None]) -> list[Any]:
+    """The values of those expressions that are texts, numbers, or true or false."""
+    found = []
+    for one in given:
+        value = one.node if isinstance(one, nodes.Neg) else one
+        if isinstance(value, nodes.Const) and isinstance(value.value, str | int | float):
+            found.append(-value.value if one is not value and not isinstance(value.value, str) else value.value)
+    return found
+
+
+def _asked(tree: nodes.Template) -> list[str]:
+    """The variables of expressions of which only the truth matters."""
+    found: list[str] = []
+    kinds = (nodes.If, nodes.CondExpr, nodes.And, nodes.Or, nodes.Not, nodes.Test)
+    for one in tree.find_all(kinds):
+        parts = [one.test] if isinstance(one, nodes.If | nodes.CondExpr) else one.iter_child_nodes()
+        is_told = not isinstance(one, nodes.Test) or one.name in (*_DEFINED, "true", "false", "none", "boolean")
+        found += [part.name for part in parts if is_told and isinstance(part, nodes.Name)]
+    return found
+
+
 # -- calls of a worker process -----------------------------------------------------------------------------------------
 
 
@@ -179,9 +288,9 @@ def render(source: str, special: Special, messages: Sequence[Mapping[str, Any]],
     return _template_of(source, special).render(messages, is_open, **variables)
 
 
-def variables(source: str, special: Special) -> list[str]:
+def variables(source: str, special: Special) -> dict[str, Variable]:
     """See `ChatTemplate.variables`."""
-    return sorted(_template_of(source, special).variables())
+    return _template_of(source, special).variables()
 
 
 CALLS = {"check": check_source, "ignores_tools": ignores_tools, "render": render, "variables": variables}

@@ -570,6 +570,17 @@ def _ids_short(messages: list[Message], variables: Variables) -> Conversation:
     return found, variables
 
 
+def _arguments_as_text(messages: list[Message], variables: Variables) -> Conversation:
+    """Arguments of calls are a text of JSON, as in OpenAI's API: some templates join them with other texts."""
+    def written(call: dict[str, Any]) -> dict[str, Any]:
+        arguments = call["function"]["arguments"]
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return call | {"function": call["function"] | {"arguments": text}}
+
+    return [message | {"tool_calls": [written(call) for call in message["tool_calls"]]} if "tool_calls" in message
+            else message for message in messages], variables
+
+
 def _tools_complete(messages: list[Message], variables: Variables) -> Conversation:
     """Tools and their parameters have a description, if an empty one, and tools have parameters."""
     def complete(tool: Any) -> Any:
@@ -593,7 +604,8 @@ REWRITES: dict[str, Callable[[list[Message], Variables], Conversation]] = {
     TOOLS_AS_TEXT: _tools_as_text, CALLS_AS_TEXT: _calls_as_text, "system in user": _system_in_user,
     "system first": _system_first, "calls one by one": _calls_one_by_one, "users in results": _users_in_results,
     "turns joined": _turns_joined, "texts later": _texts_later, "texts apart": _texts_apart,
-    "results named": _results_named, "ids short": _ids_short, "tools complete": _tools_complete,
+    "results named": _results_named, "ids short": _ids_short, "arguments as text": _arguments_as_text,
+    "tools complete": _tools_complete,
     "tools listed": _tools_listed}
 """In the order in which they are applied, and given up if they are not needed: what changes most comes first.
 

@@ -85,6 +85,9 @@ def model_card(
         "max_model_len": info.limits.max_model_len,
         "default_sampling_params": settings.sampling_defaults.given,
         "capabilities": _capabilities(engine, settings, text),
+        "tool_call_parser": text.output_format.tools or None,
+        "reasoning_parser": text.output_format.reasoning or None,
+        "chat_template_kwargs": text.prompts.template_kwargs,
     }
 
 

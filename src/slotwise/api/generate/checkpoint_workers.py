@@ -38,7 +38,7 @@ class Template:
     def __init__(self, source: str, special_tokens: Mapping[str, str], limits: CallLimits = TEMPLATE_LIMITS, *,
                  for_tools: str | None = None) -> None:
         self._for_tools = for_tools
-        self._variables: frozenset[str] | None = None  # once requested
+        self.known_variables: Mapping[str, Any] | None = None  # what `variables` returns, once it was called
         self._source, self._special_tokens = source, list(special_tokens.items())
         self._worker = Worker("slotwise.text.chat_template", limits, Turns(MAX_WAITING, MAX_WAITING_OF_ONE))
 
@@ -84,8 +84,8 @@ class Template:
         except QueueFull as error:
             raise from_queue_full(error, RENDERINGS) from error
 
-    async def variables(self, holder: str, source: str | None = None) -> frozenset[str]:
-        """The names of variables that the template reads, or may read.
+    async def variables(self, holder: str, source: str | None = None) -> Mapping[str, Any]:
+        """What the template reads, by name: see `text.chat_template.variables_of`.
 
         Args:
             source: of a request's template; None: the model's own, with or without tools.
@@ -95,14 +95,16 @@ class Template:
         """
         if source is not None:
             return await self._read_by(holder, source)
-        if self._variables is None:
-            own = await self._read_by(holder, self._source)
-            self._variables = own if self._for_tools is None else own | await self._read_by(holder, self._for_tools)
-        return self._variables
+        if self.known_variables is None:
+            found = await self._read_by(holder, self._source)
+            if self._for_tools is not None:
+                found = await self._read_by(holder, self._for_tools) | found
+            self.known_variables = found
+        return self.known_variables
 
-    async def _read_by(self, holder: str, source: str) -> frozenset[str]:
+    async def _read_by(self, holder: str, source: str) -> dict[str, Any]:
         try:
-            return frozenset(await self._call(holder, "variables", source=source))
+            return dict(await self._call(holder, "variables", source=source))
         except QueueFull as error:
             raise from_queue_full(error, RENDERINGS) from error
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,7 +14,7 @@ from slotwise.api.protocol.protocol import Prompt
 from slotwise.core.params import MAX_BAD_WORD_TOKENS
 from slotwise.engine.messages import EngineInfo
 from slotwise.text.chat_source import ChatTemplateError
-from slotwise.text.conversation import InvalidMessages, Message, OpenEnd, check_messages, text_of
+from slotwise.text.conversation import RESERVED_VARIABLES, InvalidMessages, Message, OpenEnd, check_messages, text_of
 from slotwise.text.detokenizer import TextOffsets, detokenizer
 from slotwise.text.tokenizer import SHORT, TextTooLong, Tokenizer, TokenizerError, spellings
 
@@ -219,15 +219,21 @@ class Prompts:
         self.check(ids, "messages")
         return Rendered(text, ids)
 
-    async def template_variables(self, source: str | None, holder: str) -> frozenset[str]:
-        """The names of variables that a template reads: `source`, or the model's own, which may not exist.
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """The variables of the model's own template that requests may set, with what the template says of them."""
+        read = (self._template.known_variables if self._template is not None else None) or {}
+        return {name: about for name, about in read.items() if name not in RESERVED_VARIABLES}
+
+    async def template_variables(self, source: str | None, holder: str) -> Mapping[str, Any]:
+        """What a template reads, by name: `source`, or the model's own, which may not exist.
 
         Raises:
             ApiError: it does not compile.
         """
         template = self._template if source is None else self._of_requests()
         try:
-            return frozenset() if template is None else await template.variables(holder, source)
+            return {} if template is None else await template.variables(holder, source)
         except ChatTemplateError as error:
             raise from_text(error, "messages" if source is None else "chat_template") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from slotwise.api.generate.context import Api
@@ -22,7 +23,7 @@ from slotwise.api.http.http_exchange import HttpExchange, about
 from slotwise.api.limits.bodies import warn_of_ignored, warn_of_unknown_fields, warn_of_unknown_keys
 from slotwise.api.openai.renderers import respond_stream, respond_whole
 from slotwise.api.protocol.decoding import decode
-from slotwise.api.protocol.protocol import SWITCHES, ChatRequest, CompletionRequest, Generate
+from slotwise.api.protocol.protocol import EFFORTS, MODES, SWITCHES, ChatRequest, CompletionRequest, Generate
 from slotwise.core.params import Grammar, ThinkingBudget
 from slotwise.core.scheduler_limits import SLO
 
@@ -141,17 +142,19 @@ async def conversation_of(api: Api, exchange: HttpExchange, request: ChatRequest
     if request.chat_template is not None and not api.settings.trust_request_chat_template:
         raise bad_request("chat_template: the server takes none from requests unless it is started with "
                           "--trust-request-chat-template", "chat_template")
-    if request.documents or request.chat_template_kwargs or request.reasoning_effort:
+    read: Mapping[str, Any] = {}
+    if (request.documents or request.chat_template_kwargs or request.reasoning_effort
+            or request.thinking_token_budget is not None):
         read = await api.text.prompts.template_variables(request.chat_template, exchange.holder)
         if request.documents and "documents" not in read:
             raise bad_request("documents: the model's chat template leaves them out; put them into a message",
                               "documents", "unsupported_parameter")
         ignored = [f"chat_template_kwargs.{name}" for name in request.chat_template_kwargs or () if name not in read]
-        if request.reasoning_effort and read.isdisjoint({*SWITCHES, "reasoning_effort"}):
+        if request.reasoning_effort and read.keys().isdisjoint((*SWITCHES, *EFFORTS, *MODES)):
             ignored.append("reasoning_effort")
         warn_of_ignored(exchange, ignored)
     return Conversation(
-        request.messages, request.variables(), request.chat_template, bool(request.continue_final_message))
+        request.messages, request.variables(read), request.chat_template, bool(request.continue_final_message))
 
 
 def _renderer(request: Generate) -> Renderer:

@@ -64,6 +64,9 @@ TemplateSource = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_FIELD)
 KeptTokens = Annotated[int, msgspec.Meta(ge=-1, le=INT64)]
 Budget = Annotated[int, msgspec.Meta(ge=-1, le=INT64)]
 SWITCHES = ("enable_thinking", "thinking")  # templates' variables that turn reasoning on or off
+EFFORTS = ("reasoning_effort", "thinking_effort", "reasoning_strength")  # those that say how much a model reasons
+MODES = ("thinking_mode", "thinking_option")  # those that turn reasoning on or off by a word
+WORDS = {True: ("enabled", "on"), False: ("disabled", "off", "no_think", "none")}  # of them
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 TransferName = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
@@ -261,7 +264,7 @@ class ChatRequest(Generate, kw_only=True):
     chat_template: TemplateSource | None = None  # the template, where the server has `--trust-request-chat-template`
     chat_template_kwargs: dict[str, Any] | None = None  # further variables of the template
     documents: list[dict[str, Any]] | None = None  # the template's variable of this name
-    reasoning_effort: Effort | None = None  # the template's variable; sets `enable_thinking` and `thinking`, too
+    reasoning_effort: Effort | None = None  # the template's variable, or those that turn reasoning on and off
     return_prompt_text: bool | None = None  # the response contains the conversation as the template wrote it
     metadata: dict[str, Any] | None = None  # changes nothing
     tools: list[dict[str, Any]] | None = None  # functions that the answer may call, with the schemas of arguments
@@ -291,8 +294,15 @@ class ChatRequest(Generate, kw_only=True):
             raise bad_request("continue_final_message: not allowed when add_generation_prompt is true",
                               "continue_final_message")
 
-    def variables(self) -> dict[str, Any]:
-        """The template's variables, except for the messages.  Raises ApiError for one that a field sets."""
+    def variables(self, read: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """The template's variables, except for the messages.
+
+        Args:
+            read: what is known of the variables that the template reads, as far as fields set them.
+
+        Raises:
+            ApiError: a variable is given that a field sets.
+        """
         given = self.chat_template_kwargs or {}
         if not given.keys().isdisjoint(RESERVED_VARIABLES):
             raise bad_request("chat_template_kwargs: names a variable that the request sets", "chat_template_kwargs")
@@ -303,6 +313,19 @@ class ChatRequest(Generate, kw_only=True):
         if self.documents is not None:
             variables["documents"] = self.documents
         if self.reasoning_effort is not None:
-            variables = dict.fromkeys(SWITCHES, self.reasoning_effort != "none") | variables
-            variables["reasoning_effort"] = self.reasoning_effort
+            variables = effort_variables(self.reasoning_effort, read) | variables
+        if self.thinking_token_budget is not None and "thinking_budget" in read:
+            variables = {"thinking_budget": self.thinking_token_budget} | variables
         return variables
+
+
+def effort_variables(effort: Effort, read: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The variables by which a template is told how much a model reasons.  Args: read: see `ChatRequest.variables`."""
+    thinks = effort != "none"
+    variables: dict[str, Any] = {name: thinks for name in SWITCHES if name in read}
+    for name in (*EFFORTS, *MODES):
+        if name in read:
+            values = read[name].get("values", ())
+            word = next((word for word in WORDS[thinks] if word in values), effort)
+            variables[name] = effort if name in EFFORTS and thinks else word
+    return variables

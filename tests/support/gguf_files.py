@@ -25,6 +25,9 @@ ARCHITECTURES = {
     "SmolLM3ForCausalLM": gguf.MODEL_ARCH.SMOLLM3, "Glm4ForCausalLM": gguf.MODEL_ARCH.GLM4,
     "Ernie4_5ForCausalLM": gguf.MODEL_ARCH.ERNIE4_5, "SeedOssForCausalLM": gguf.MODEL_ARCH.SEED_OSS,
     "GptOssForCausalLM": gguf.MODEL_ARCH.GPT_OSS, "GraniteMoeForCausalLM": gguf.MODEL_ARCH.GRANITE_MOE,
+    **dict.fromkeys(("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "YoutuForCausalLM"),
+                    gguf.MODEL_ARCH.DEEPSEEK2),
+    "MiniCPM3ForCausalLM": gguf.MODEL_ARCH.MINICPM3,
 }  # fmt: skip
 WINDOWED = ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Phi3ForCausalLM", "GptOssForCausalLM")  # files have theirs
 Edit = Callable[[gguf.GGUFWriter], None]
@@ -48,7 +51,7 @@ def write(
     if (folder / "tokenizer.json").is_file():
         add_tokenizer(writer, folder, size=config["vocab_size"])
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
-    for original, tensor in _split(_joined(tensors)).items():
+    for original, tensor in _split(_joined(_absorbed(tensors, config))).items():
         stored = names.get_name(original, (".weight", ".bias"))
         assert stored, original
         numbers = _converted(arch, original, tensor, config)
@@ -68,14 +71,18 @@ def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     heads, rope = config["num_attention_heads"], config.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)  # Gemma 3 has one for each kind of layer
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    lengths = head_dim, head_dim
+    if "kv_lora_rank" in config:
+        lengths, head_dim = _add_latent(writer, config), config["qk_rope_head_dim"]
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
+    writer.add_head_count_kv(1 if _has_split(config) else config["num_key_value_heads"])
+    writer.add_key_length(lengths[0])
+    if lengths[1]:
+        writer.add_value_length(lengths[1])
     writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(rope.get("rope_theta", 10_000.0))
@@ -106,6 +113,40 @@ def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_sliding_window(config["sliding_window"])
 
 
+def _has_split(config: dict[str, Any]) -> bool:
+    """Whether the converter stores what makes keys and values of latents apart."""
+    return "kv_lora_rank" in config and config["architectures"][0] != "MiniCPM3ForCausalLM"
+
+
+def _add_latent(writer: gguf.GGUFWriter, config: dict[str, Any]) -> tuple[int, int]:
+    """The sizes of compressed attention and of experts; returns the lengths of a key and of a value, or 0."""
+    rank, rope, query = config["kv_lora_rank"], config.get("rope_parameters") or {}, config["qk_rope_head_dim"]
+    query += config["qk_nope_head_dim"]
+    writer.add_kv_lora_rank(rank)
+    if config.get("q_lora_rank"):
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    if not _has_split(config):
+        return query, 0
+    writer.add_key_length_mla(query)
+    writer.add_value_length_mla(config["v_head_dim"])
+    if "mscale_all_dim" in rope:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+    dense = sum(kind == "dense" for kind in config.get("mlp_layer_types") or ())
+    count = config.get("n_routed_experts")
+    writer.add_leading_dense_block_count(
+        config.get("first_k_dense_replace", dense) if count else config["num_hidden_layers"])
+    writer.add_expert_shared_count(config.get("n_shared_experts", 0))
+    if count:
+        writer.add_expert_count(count)
+        writer.add_expert_group_count(config.get("n_group") or 1)
+        writer.add_expert_group_used_count(config.get("topk_group") or 1)
+        writer.add_expert_weights_scale(config["routed_scaling_factor"])
+        if config["architectures"][0] != "DeepseekV2ForCausalLM":
+            writer.add_expert_weights_norm(config["norm_topk_prob"])
+            writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    return rank + config["qk_rope_head_dim"], rank
+
+
 def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, kind: str = "gpt-2", size: int = 0) -> None:
     """The byte-level tokenizer of a checkpoint, and its chat template."""
     description, settings = (json.loads((folder / name).read_text()) for name in (
@@ -133,6 +174,20 @@ def _converted(arch: gguf.MODEL_ARCH, name: str, tensor: torch.Tensor, config: d
             pairs = numbers.reshape(config[heads], 2, -1, *numbers.shape[1:])
             numbers = np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(numbers.shape))
     return numbers + 1.0 if arch in GEMMA and "norm" in name else numbers
+
+
+def _absorbed(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """What makes keys and values of latents apart, by heads, that of keys transposed."""
+    found = {}
+    for name, tensor in tensors.items():
+        if _has_split(config) and "kv_b_proj" in name:
+            key, value = tensor.view(config["num_attention_heads"], -1, tensor.shape[1]).split(
+                [config["qk_nope_head_dim"], config["v_head_dim"]], dim=1)
+            found[name.replace("kv_b_proj", "k_b_proj")] = key.transpose(1, 2).contiguous()
+            found[name.replace("kv_b_proj", "v_b_proj")] = value.contiguous()
+        else:
+            found[name.replace("e_score_correction_bias", "e_score_correction.bias")] = tensor
+    return found
 
 
 def _joined(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

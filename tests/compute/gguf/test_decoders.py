@@ -13,7 +13,7 @@ import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.checkpoints import FAMILIES, class_name, make, one_thread, prompts
+from support.checkpoints import FAMILIES, class_name, edit_config, make, one_thread, prompts
 from support.gguf_files import ARCHITECTURES, write
 from support.ragged import Driver
 
@@ -26,10 +26,14 @@ SHORT, LONG = [1, 7, 18], [5, 200]  # tokens; shorter than the windows of Mistra
 
 CONVERTED = [family for family in FAMILIES if class_name(family) in ARCHITECTURES]
 GEMMA = {"tie_word_embeddings": True, "query_pre_attn_scalar": 32}
+MSCALED = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 512,
+           "mscale": 0.75, "mscale_all_dim": 0.75}
 USUAL: dict[str, dict[str, Any]] = {  # what files do not say, as it is in published models
     "gemma2": GEMMA, "gemma3": GEMMA | {"num_hidden_layers": 7, "sliding_window_pattern": 6},
     "smollm3": {"no_rope_layer_interval": 4, "use_sliding_window": False}, "mixtral": {"sliding_window": None},
-    "qwen3_moe": {"decoder_sparse_step": 1}}
+    "qwen3_moe": {"decoder_sparse_step": 1}, "minicpm3": {"dim_model_base": 256, "v_head_dim": None},
+    "youtu": {"rope_interleave": True}, "deepseek_v3": {"rope_parameters": MSCALED},
+    "glm4_moe_lite": {"mlp_layer_types": ["dense", "sparse", "sparse"]}}
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +54,22 @@ def test_a_file_computes_the_tokens_of_its_checkpoint(
     folder = checkpoint(family)
     lengths = SHORT if family in ("mistral", "qwen2") else SHORT + LONG
     assert tokens(write(folder, tmp_path / "model.gguf"), lengths) == tokens(folder, lengths)
+
+
+def test_the_last_blocks_of_a_file_that_draft_are_not_read(tmp_path: Path) -> None:
+    folder = make("deepseek_v3", tmp_path / "checkpoint", **USUAL["deepseek_v3"])
+    path = write(folder, tmp_path / "model.gguf", edit=lambda writer: writer.add_nextn_predict_layers(1))
+    assert tokens(path, SHORT) == tokens(edit_config(folder, num_hidden_layers=2), SHORT)
+
+
+def test_quantized_latents_are_close_to_plain_ones(tmp_path: Path) -> None:
+    """Each head's part of what makes keys and values is stored in blocks of its own."""
+    sizes = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
+    folder = make("deepseek_v2", tmp_path / "checkpoint", **sizes)
+    path = write(folder, tmp_path / "model.gguf", lambda name: "Q8_0" if "_b." in name else "F32")
+    quantized, plain = (Driver(load_model(model, kernels=ReferenceKernels(), dtype="float32")).step(
+        [(0, prompts([30])[0])]) for model in (path, folder))
+    assert 0 < (quantized - plain).abs().max() < 0.2 * plain.std()
 
 
 @pytest.mark.parametrize("rope", [

@@ -25,6 +25,7 @@ from slotwise.errors import CheckpointError
 from slotwise.platform.gguf_file import GGUFModel
 
 ARCHITECTURE = "general.architecture"
+NEXTN = "nextn_predict_layers"  # the last blocks of a file, which draft and are not read
 MAX_WIDTH = 1 << 24
 
 
@@ -274,6 +275,63 @@ def qwen3_moe(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields
         "mlp_only_layers": [], "decoder_sparse_step": 1}
 
 
+SIGMOID = 2  # of `expert_gating_func`
+LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
+
+
+def deepseek2(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    """DeepSeek-V2 and V3, and what llama.cpp calls so: GLM-4.7-Flash and, without experts, Youtu-LLM."""
+    fields, layers = _latent(keys, common), common["num_hidden_layers"] - keys.integer(NEXTN, default=0, minimum=0)
+    fields |= {"num_hidden_layers": layers}
+    rope = common["rope_parameters"]
+    if rope["rope_type"] == "yarn" and keys.has(LOG_MULTIPLIER):  # a tenth of the factor of scores alone
+        fields["rope_parameters"] = rope | {
+            "mscale_all_dim": keys.number(LOG_MULTIPLIER, minimum=-1.0, maximum=MAX_FACTOR) / 0.1,
+            "attention_factor": keys.number("rope.scaling.yarn_attn_factor", 1.0, maximum=MAX_FACTOR)}
+    dense = keys.integer("leading_dense_block_count", default=0, minimum=0)
+    if not keys.integer("expert_count", default=0, minimum=0):
+        return fields | {"architectures": ["YoutuForCausalLM"]}
+    groups, kept = (keys.integer(f"expert_group_{name}", default=1, maximum=MAX_EXPERTS)
+                    for name in ("count", "used_count"))
+    fields |= _experts(keys, "n_routed_experts") | {
+        "n_shared_experts": keys.integer("expert_shared_count", default=0, minimum=0, maximum=MAX_EXPERTS),
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length"), "first_k_dense_replace": dense,
+        "routed_scaling_factor": keys.number("expert_weights_scale", 1.0, maximum=MAX_FACTOR),
+        "n_group": groups, "topk_group": kept}
+    is_normalized = keys.flag("expert_weights_norm", default=False)
+    scoring = keys.integer("expert_gating_func", default=0, minimum=0)
+    if scoring == SIGMOID or (scoring == 0 and f"blk.{dense}.exp_probs_b.bias" in keys.tensors):
+        return fields | {"architectures": ["DeepseekV3ForCausalLM"], "norm_topk_prob": is_normalized}
+    if is_normalized:
+        raise keys.error("expert_weights_norm", "is true, which is not supported with experts chosen by softmax")
+    return fields | {"topk_method": "group_limited_greedy" if kept < groups else "greedy"}
+
+
+def minicpm3(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    return _latent(keys, common, common["hidden_size"] // common["num_attention_heads"])
+
+
+def _latent(keys: ArchitectureKeys, common: Mapping[str, Any], value_dim: int | None = None) -> ConfigFields:
+    """The sizes of compressed attention; `value_dim` is that of a head where a file does not say.
+
+    Files that have the weights of keys and of values apart call what is cached a key and a value, of one head.
+    """
+    rope_dim, rank = common["head_dim"], keys.integer("attention.kv_lora_rank")
+    ending = "_mla" if keys.has("attention.key_length_mla") else ""
+    query = keys.integer(f"attention.key_length{ending}")
+    value = keys.integer(f"attention.value_length{ending}", default=value_dim)
+    for name, size in (("key_length", rank + rope_dim), ("value_length", rank)) if ending else ():
+        if keys.integer(f"attention.{name}", default=size) != size:
+            raise keys.error(f"attention.{name}", f"must be {size}, the numbers that are cached")
+    if query <= rope_dim:
+        raise keys.error(f"attention.key_length{ending}", f"must be above rope.dimension_count ({rope_dim})")
+    ranked = "attention.q_lora_rank"
+    return {
+        "num_key_value_heads": common["num_attention_heads"], "kv_lora_rank": rank, "qk_rope_head_dim": rope_dim,
+        "qk_nope_head_dim": query - rope_dim, "v_head_dim": value, "attention_bias": has_bias(keys, "attn_kv_a_mqa"),
+        "q_lora_rank": keys.integer(ranked) if keys.has(ranked) else None}
+
+
 def _experts(keys: ArchitectureKeys, count: str = "num_experts") -> ConfigFields:
     """`count` is the name of their number."""
     return {count: keys.integer("expert_count", maximum=MAX_EXPERTS),
@@ -305,6 +363,12 @@ _GRANITE = {"ffn_gate_inp": "block_sparse_moe.router.layer",
             "ffn_gate_exps": "block_sparse_moe.experts.{}.gate_proj",
             "ffn_up_exps": "block_sparse_moe.experts.{}.up_proj",
             "ffn_down_exps": "block_sparse_moe.experts.{}.down_proj"}
+_LATENT = {
+    "attn_q_a": "self_attn.q_a_proj", "attn_q_a_norm": "self_attn.q_a_layernorm", "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa", "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj", "attn_k_b": "self_attn.k_b_proj.{}", "attn_v_b": "self_attn.v_b_proj.{}"}
+_DEEPSEEK = {**_EXPERTS, **_LATENT, "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+             **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}}
 _UNREAD = re.compile(  # the config has what they say
     r"(rope_freqs|rope_factors_long|rope_factors_short)\.weight|blk\.\d{1,4}\.attn_rot_embd\.weight")
 
@@ -327,6 +391,7 @@ class Architecture:
     has_experts: bool = False
     splits_experts: bool = False  # that lie together in checkpoints of the family
     rotates_parts: bool = False  # of heads, perhaps
+    is_compressed: bool = False  # keys and values are: the size of a head is that of what rotates
 
     def name_of(self, stored: str) -> str:
         """A family's name for the tensor that a file calls `stored`.
@@ -377,6 +442,10 @@ ARCHITECTURES = {
     "olmoe": Architecture("OlmoeForCausalLM", parts=_EXPERTS, more=olmoe, has_experts=True),
     "gpt-oss": Architecture("GptOssForCausalLM", parts=_GPT_OSS, more=gpt_oss, has_experts=True,
                             splits_experts=True),
+    "deepseek2": Architecture("YoutuForCausalLM", parts=_LATENT, more=deepseek2, is_compressed=True),
+    "deepseek2 with experts": Architecture("DeepseekV2ForCausalLM", parts=_DEEPSEEK, more=deepseek2, has_experts=True,
+                                           is_compressed=True),
+    "minicpm3": Architecture("MiniCPM3ForCausalLM", parts=_LATENT, more=minicpm3, is_compressed=True),
     "smollm3": Architecture("SmolLM3ForCausalLM", is_interleaved=True),
 }
 """By `general.architecture`; one has experts where its `expert_count` is not 0."""

@@ -134,6 +134,9 @@ def read_gguf_config(path: Path) -> ModelConfig:
     config = configure(Fields(common | architecture.more(keys, common), str(path)))
     if config.mixture is not None:
         config = replace(config, mixture=replace(config.mixture, are_split=architecture.splits_experts))
+    if config.latent is not None:
+        is_split = "blk.0.attn_k_b.weight" in model.tensors
+        config = replace(config, latent=replace(config.latent, is_split=is_split))
     if kinds := [kind for kind in _types(keys) if kind in BLOCK_TYPES]:
         config = replace(config, quantization=BlockQuantization(f"GGUF, {' and '.join(kinds)}"))
     check_unread(keys, config)
@@ -176,7 +179,8 @@ def _common(keys: ArchitectureKeys, architecture: Architecture) -> dict[str, obj
         raise keys.error("attention.head_count", f"({heads}) must be a multiple of head_count_kv ({kv_heads})")
     if keys.integer("expert_count", default=0, minimum=0) and not architecture.has_experts:
         raise keys.error("expert_count", "is set: mixtures of experts are not supported in this architecture")
-    head_dim, context = _head_dim(keys, hidden, heads), keys.integer("context_length", minimum=MIN_CONTEXT)
+    head_dim = keys.integer("rope.dimension_count") if architecture.is_compressed else _head_dim(keys, hidden, heads)
+    context = keys.integer("context_length", minimum=MIN_CONTEXT)
     rotated = keys.integer("rope.dimension_count", default=head_dim)
     if rotated != head_dim and not architecture.rotates_parts:
         raise keys.error("rope.dimension_count", f"({rotated}) must be the size of a head ({head_dim})")

@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 
 from slotwise.compute.kernels.matrix import Format, QuantizedMatrix, Rows, reordered
-from slotwise.compute.model.gguf.architectures import ARCHITECTURES, MAX_EXPERTS, Architecture, is_unread
+from slotwise.compute.model.gguf.architectures import (
+    ARCHITECTURES,
+    MAX_EXPERTS,
+    NEXTN,
+    Architecture,
+    is_unread,
+)
 from slotwise.compute.model.gguf.block_types import BLOCK_TYPES
 from slotwise.compute.model.gguf.gguf_config import architecture_of
 from slotwise.compute.model.stored_tensors import StoredTensor, TensorSource
@@ -89,8 +95,10 @@ def open_gguf_tensors(path: Path) -> GGUFSource:
     heads[INTERLEAVED[1]] = heads[INTERLEAVED[1]] or heads[INTERLEAVED[0]]
     maps = {file: _map(file) for file in {file for file, _ in model.tensors.values()}}
     tensors: dict[str, StoredTensor] = {}
+    drafting = model.metadata.integer(f"{name}.{NEXTN}", 0)
+    read_blocks = model.metadata.integer(f"{name}.block_count", 0) - drafting
     for stored, (file, entry) in model.tensors.items():
-        if is_unread(stored):
+        if is_unread(stored) or (drafting and _block(stored) >= read_blocks):
             continue
         name, bytes_of = architecture.name_of(stored), maps[file][entry.start : entry.end]
         interleaved = _heads_of(name, heads) if architecture.is_interleaved else 0
@@ -116,6 +124,12 @@ def _experts(entry: Entry, where: str) -> list[Entry]:
     size = (entry.end - entry.start) // count
     return [Entry(tuple(shape), entry.type, entry.start + place * size, entry.start + (place + 1) * size)
             for place in range(count)]
+
+
+def _block(stored: str) -> int:
+    """The number of the block that a tensor belongs to; -1 for another tensor."""
+    number = stored.removeprefix("blk.").partition(".")[0]
+    return int(number) if stored.startswith("blk.") and number.isdecimal() else -1
 
 
 def _heads_of(name: str, heads: Mapping[str, list[float]]) -> int:

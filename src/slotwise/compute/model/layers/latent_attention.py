@@ -41,6 +41,7 @@ class LatentConfig:
     query_rank: int  # of queries, which are products of a normed vector; 0: of the hidden state itself
     norm_eps: float = 1e-6  # of the norms of latents and of such vectors
     latent_factor: float = 1.0  # of latents behind their norm
+    is_split: bool = False  # what makes keys and values of latents, by heads: `k_b_proj` transposed, and `v_b_proj`
     indexers: Indexers | None = None  # which select every token in the contexts that are served
 
 
@@ -71,16 +72,15 @@ class LatentAttention:
         self._compressed = Linear(source, {f"{name}.kv_a_proj_with_mqa": whole.width}, hidden_size, bias=bias)
         norm = source.tensor({f"{name}.kv_a_layernorm.weight": (whole.rank,)}).float() * latent.latent_factor
         self._norm = LatentNorm(norm, latent.norm_eps)
-        both = whole.nope_dim + whole.value_dim
-        up = source.tensor({f"{name}.kv_b_proj.weight": (whole.num_heads * both, whole.rank)},
-                           {f"{name}.kv_b_proj.weight": of_heads(both)} if is_shared else NO_CUTS)
-        key_up, value_up = up.view(len(heads), both, whole.rank).split([whole.nope_dim, whole.value_dim], dim=1)
+        key_up, value_up = _read_split(source, name, whole, heads) if latent.is_split else _read(
+            source, name, whole, heads)
         self._products = source.kernels.latent_products(key_up, value_up)
         columns = of_heads(whole.value_dim).rows
         self.output = Linear(
             source, {f"{name}.o_proj": hidden_size}, whole.num_heads * whole.value_dim, bias=bias,
             cuts={f"{name}.o_proj": Cut(columns=columns[0])} if is_shared and columns else NO_CUTS)
-        self.bytes = self._query.bytes + self._compressed.bytes + self.output.bytes + up.nbytes + norm.nbytes
+        self.bytes = self._query.bytes + self._compressed.bytes + self.output.bytes + norm.nbytes
+        self.bytes += key_up.nbytes + value_up.nbytes
         if self._compressed_query is not None:
             self.bytes += self._compressed_query.bytes + self._query_norm.bytes
 
@@ -96,3 +96,20 @@ class LatentAttention:
         query = x if self._compressed_query is None else self._query_norm(self._compressed_query(x))
         return self._kernels.latent_store(
             self._query(query), compressed, step.rotary[self.ropes[0]], step.batch, step.cache, self.shape, self._norm)
+
+
+def _read(source: WeightSource, name: str, shape: LatentShape, heads: range) -> tuple[Tensor, Tensor]:
+    """What makes keys of latents, `[heads, nope_dim, rank]`, and values, `[heads, value_dim, rank]`, of these heads."""
+    stored, both = f"{name}.kv_b_proj.weight", shape.nope_dim + shape.value_dim
+    cuts = NO_CUTS if len(heads) == shape.num_heads else {stored: Cut((range(heads.start * both, heads.stop * both),))}
+    up = source.tensor({stored: (shape.num_heads * both, shape.rank)}, cuts).view(len(heads), both, shape.rank)
+    return up[:, : shape.nope_dim], up[:, shape.nope_dim :]
+
+
+def _read_split(source: WeightSource, name: str, shape: LatentShape, heads: range) -> tuple[Tensor, Tensor]:
+    """The same of weights that are stored by heads, those of keys transposed."""
+    sizes = {"k_b_proj": (shape.rank, shape.nope_dim), "v_b_proj": (shape.value_dim, shape.rank)}
+    key, value = (
+        source.tensor({f"{name}.{part}.{head}.weight": size for head in range(shape.num_heads)}).view(-1, *size)
+        for part, size in sizes.items())
+    return key[heads.start : heads.stop].transpose(1, 2), value[heads.start : heads.stop]

@@ -110,6 +110,22 @@ def test_what_an_encoder_does_not_have_is_refused(tmp_path):
             engine(folder, **settings)
 
 
+@pytest.mark.parametrize("device", ["cpu", "reference"])
+def test_the_tokens_of_a_second_text_have_a_type_of_their_own(device, tmp_path):
+    folder = checkpoints.make("bert", tmp_path / "model", kind="Model")
+    (folder / "tokenizer.json").write_text(json.dumps({
+        "added_tokens": [{"content": "[SEP]", "id": 7}], "model": {"vocab": {}}}))
+    theirs = checkpoints.reference_model(folder, "float32", "AutoModel")
+    pairs = [[5, 9, 9, 7], [5, 9, 7, 11, 12, 7], [7, 3], [5, 7, 9, 7], [4, 4, 4]]
+    found = vectors(engine(folder, device=device), pairs, PoolingSpec("mean", normalize=False))
+    for vector, ids in zip(found, pairs, strict=True):
+        first = [*ids, 7].index(7)
+        types = [int(place > first) for place in range(len(ids))]
+        with torch.inference_mode(), checkpoints.one_thread():
+            wanted = theirs(torch.tensor([ids]), token_type_ids=torch.tensor([types])).last_hidden_state[0].mean(0)
+        torch.testing.assert_close(vector, wanted, atol=5e-5, rtol=1e-4)
+
+
 TEXTS = ["def f(x):", "return x", "class A:\n    pass"]
 
 

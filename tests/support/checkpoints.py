@@ -184,6 +184,16 @@ ARE_ALL_ASKED = bool(os.environ.get("SLOTWISE_ALL_FAMILIES"))  # by `make famili
 # Encoders, of which transformers has no class with a head that generates: its class, and fields beside SIZES.
 ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "eurobert": ("EuroBert", {"classifier_pooling": "mean"}),
+    "bert": ("Bert", {}),
+    "roberta": ("Roberta", {"pad_token_id": 1}),
+    "xlm_roberta": ("XLMRoberta", {"pad_token_id": 1, "type_vocab_size": 1}),
+    "camembert": ("Camembert", {"pad_token_id": 1}),
+    "electra": ("Electra", {"embedding_size": 96}),
+    "distilbert": ("DistilBert", {"dim": 96, "hidden_dim": 160, "n_layers": 3, "n_heads": 4}),
+    "nomic_bert": ("NomicBert", {"head_dim": 24}),
+    "gte": ("Gte", {"type_vocab_size": 1}),
+    "modernbert": ("ModernBert", {"head_dim": ..., "num_hidden_layers": 4, "local_attention": 24, "norm_bias": True,
+                                  "classifier_pooling": "mean", "sep_token_id": 2, "cls_token_id": 1}),
 }
 
 FAMILIES = EVERY if ARE_ALL_ASKED else [name for name in EVERY if name not in ALIKE]

@@ -13,6 +13,7 @@ from slotwise.compute.kernels.reference import ReferenceKernels
 from slotwise.compute.model.families import (
     axk1,
     bamba,
+    bert,
     cwm,
     deepseek,
     deepseek_v32,
@@ -42,6 +43,7 @@ from slotwise.compute.model.families import (
     mamba2,
     minicpm3,
     mistral,
+    modernbert,
     olmo2,
     olmoe,
     opt,
@@ -145,6 +147,15 @@ FAMILIES: dict[str, Family] = {
 
 
 ENCODERS: dict[str, Family] = {
+    "BertModel": Family(bert.configure, bert.compose, ("bert",)),
+    "RobertaModel": Family(bert.configure_roberta, bert.compose, ("roberta",)),
+    "XLMRobertaModel": Family(bert.configure_roberta, bert.compose, ("xlm-roberta",)),
+    "CamembertModel": Family(bert.configure_roberta, bert.compose, ("camembert",)),
+    "ElectraModel": Family(bert.configure_electra, bert.compose, ("electra",)),
+    "DistilBertModel": Family(bert.configure_distilbert, bert.compose, ("distilbert",)),
+    "NomicBertModel": Family(bert.configure_nomic, bert.compose, ("nomic_bert",)),
+    "GteModel": Family(bert.configure_gte, bert.compose, ("gte",)),
+    "ModernBertModel": Family(modernbert.configure, modernbert.compose, ("modernbert",)),
     "EuroBertModel": Family(eurobert.configure, eurobert.compose, ("eurobert",)),
 }
 """Models whose tokens attend to later ones, by their classes without a head."""
@@ -180,7 +191,12 @@ def _of_both_sides(fields: Fields, config: ModelConfig) -> ModelConfig:
 
 def compose(config: ModelConfig, source: WeightSource) -> Network:
     """Reads and packs the layers of a model of any family."""
-    return (FAMILIES | ENCODERS)[config.architecture].compose(config, source)
+    return family_of(config).compose(config, source)
+
+
+def family_of(config: ModelConfig) -> Family:
+    """The family of a model."""
+    return (ENCODERS if config.architecture in ENCODERS else FAMILIES)[config.architecture]
 
 
 def tensor_shapes(config: ModelConfig, group: Group = SINGLE_RANK) -> dict[str, tuple[int, ...]]:

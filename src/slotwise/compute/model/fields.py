@@ -52,6 +52,12 @@ class Fields:
         absent = {name: value for name, value in values.items() if not self.has(name)}
         return Fields({**self.values, **absent}, self.where, self._shown)
 
+    def replaced(self, **values: Any) -> Fields:
+        """The same fields, with other values for some; without those that are None."""
+        kept = {name: value for name, value in self.values.items() if name not in values}
+        return Fields({**kept, **{name: value for name, value in values.items() if value is not None}}, self.where,
+                      self._shown)
+
     def has(self, name: str) -> bool:
         return self.values.get(name) is not None
 

@@ -15,15 +15,15 @@ from slotwise.compute.kernels.matrix import Format, Weight
 from slotwise.compute.kernels.reference import ReferenceKernels
 from slotwise.compute.model.checkpoint import CONFIG, locate
 from slotwise.compute.model.decoder import Decoder, DecoderSizes
-from slotwise.compute.model.family_table import FAMILIES, adaptable, compose, configure, tensor_shapes
+from slotwise.compute.model.family_table import adaptable, compose, configure, family_of, tensor_shapes
 from slotwise.compute.model.fields import read_json
 from slotwise.compute.model.generation_config import read_generation
 from slotwise.compute.model.gguf.gguf_config import read_gguf_config
 from slotwise.compute.model.layers.embedding_and_head import HEAD, HEAD_ACTIVATIONS, TABLE
 from slotwise.compute.model.layers.source import NO_CUTS, Listing
 from slotwise.compute.model.lora_weights import AdaptableProduct, LoraWeights
-from slotwise.compute.model.model_config import ModelConfig
-from slotwise.compute.model.sentence_modules import DenseFields, read_modules
+from slotwise.compute.model.model_config import OF_TOKENIZER, ModelConfig
+from slotwise.compute.model.sentence_modules import DenseFields, read_modules, read_separator
 from slotwise.compute.model.stored_tensors import Cuts
 from slotwise.compute.model.weights import CheckpointWeights, Progress
 from slotwise.errors import CheckpointError
@@ -41,6 +41,8 @@ def read_config(checkpoint: Path, generation: Path | None = None) -> ModelConfig
         config = read_gguf_config(checkpoint)
     else:
         config = replace(configure(read_json(checkpoint / CONFIG)), dense=_dense_modules(checkpoint))
+        if config.separator == OF_TOKENIZER:
+            config = replace(config, separator=read_separator(checkpoint))
     return _ending(config, read_generation(checkpoint, generation).token_ids("eos_token_id"))
 
 
@@ -102,7 +104,7 @@ class UnreadModel:
     ) -> None:
         self._kernels, self._group, self._adapters = kernels, group, adapters
         self._weights = weights = CheckpointWeights(folder, [module.folder for module in described.dense])
-        weights.transpose(FAMILIES[described.architecture].transposed)
+        weights.transpose(family_of(described).transposed)
         config = _with_stored_head(described, weights, folder)
         generates = config.is_causal and config.has_head and not config.num_labels
         self.config = config = replace(

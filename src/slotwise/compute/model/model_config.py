@@ -177,6 +177,7 @@ _READERS: dict[str, Callable[[Fields, _RopeContext, float], Rope]] = {
 
 MAX_LAYERS = 1024
 MAX_EXPERTS = 4096  # of a layer
+OF_TOKENIZER = -2  # in place of a separator that the tokenizer's files name
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"  # of `layer_types`
 MAX_EXPERT_SIZE = 1 << 20
 LEAST_SUM = 1e-20  # by which DeepSeek-V3 and its followers divide shares at least
@@ -238,6 +239,8 @@ class ModelConfig:
     has_head: bool = True  # without one a model makes vectors, or classifies, only
     is_causal: bool = True  # else tokens attend to later ones, too: the model computes whole prompts
     num_labels: int = 0  # of the head of labels; 0: there is none
+    token_types: int = 0  # of a table of them, which is added to the embedding
+    separator: int = -1  # the token behind a text, which tells types apart; -1: all are of the first
     dense: tuple[DenseFields, ...] = ()  # the modules that pooled vectors pass
     qkv_bias: bool = False
     output_bias: bool = False  # of the product after attention

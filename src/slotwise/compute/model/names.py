@@ -7,6 +7,7 @@ Families use those of a language model with a head: `model.layers.0.mlp.up_proj`
     backbone.layers.0.mixer.in_proj              of Mamba and its hybrids
     language_model.model.layers.0.mlp.up_proj    the same before transformers 4.52, which it also saves
     transformer.h.0.mlp.c_fc, h.0.mlp.c_fc       of GPT-2, with and without its head: `model.layers.0.mlp.c_fc`
+    bert.encoder.layer.0.output.dense            of BERT, also without `bert.`: `model.layers.0.output.dense`
 
 Tensors, adapters and whole names in the lists of a config are renamed by `canonical`; expressions and parts of names
 are compared with all `spellings` of a module.
@@ -21,6 +22,11 @@ _INNER = "language_model"
 _LAYERS, _EMBEDDING, _POSITIONS, _NORM, _EMBEDDING_NORM = (
     f"{MODEL}.{part}" for part in ("layers", "embed_tokens", "embed_positions", "norm", "embed_norm"))
 _GPT2 = {"wte": _EMBEDDING, "wpe": _POSITIONS, "h": _LAYERS, "ln_f": _NORM}
+_BERT = {
+    "embeddings.word_embeddings": _EMBEDDING, "embeddings.position_embeddings": _POSITIONS,
+    "embeddings.token_type_embeddings": f"{MODEL}.embed_types", "embeddings.LayerNorm": _EMBEDDING_NORM,
+    "embeddings.tok_embeddings": _EMBEDDING, "embeddings.norm": _EMBEDDING_NORM, "emb_ln": _EMBEDDING_NORM,
+    "encoder.layer": _LAYERS, "encoder.layers": _LAYERS, "transformer.layer": _LAYERS, "final_norm": _NORM}
 _MAMBA = {"embedding": _EMBEDDING, "embeddings": _EMBEDDING, "norm_f": _NORM}
 _SCHEMES: dict[str, dict[str, str]] = {  # by what stands before them: parts of a model under other names
     "transformer": _GPT2 | {
@@ -32,9 +38,10 @@ _SCHEMES: dict[str, dict[str, str]] = {  # by what stands before them: parts of 
     "decoder": {"final_layer_norm": _NORM},
     "biogpt": {"layer_norm": _NORM},
     "backbone": _MAMBA,
-    MODEL: _MAMBA | {"final_layernorm": _NORM, "layer_norm": _NORM, "embedding_norm": _NORM},
-    "": {**_GPT2, "norm_f": _NORM, "layers": _LAYERS, "embed_tokens": _EMBEDDING, "norm": _NORM, "embed_in": _EMBEDDING,
-         "final_layer_norm": _NORM, "embed_out": HEAD, "output_projection": HEAD},
+    **dict.fromkeys(("bert", "roberta", "electra", "distilbert", "nomic_bert", "gte"), _BERT),
+    MODEL: _MAMBA | _BERT | {"final_layernorm": _NORM, "layer_norm": _NORM, "embedding_norm": _NORM},
+    "": {**_GPT2, **_BERT, "norm_f": _NORM, "layers": _LAYERS, "embed_tokens": _EMBEDDING, "norm": _NORM,
+         "embed_in": _EMBEDDING, "final_layer_norm": _NORM, "embed_out": HEAD, "output_projection": HEAD},
 }
 _RENAMED = {  # beginnings of names
     f"{_INNER}.{MODEL}": MODEL, f"{MODEL}.{_INNER}": MODEL, f"{_INNER}.{HEAD}": HEAD, _INNER: MODEL,
@@ -65,6 +72,7 @@ Spellings = Callable[[str], tuple[str, ...]]
 
 def canonical(name: str) -> str:
     """The name that families use of a tensor or a module; others stay."""
+    name = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
     parts = name.split(".", _LONGEST)
     for count in range(min(_LONGEST, len(parts)), 0, -1):
         beginning = ".".join(parts[:count])

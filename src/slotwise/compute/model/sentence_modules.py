@@ -30,6 +30,7 @@ MODES = {"lasttoken": "last"}  # values of the newer field `pooling_mode` that a
 CLASSIFIER_POOLING = {"bos": "cls"}  # likewise, of `classifier_pooling`
 SIGMOID, SOFTMAX, IDENTITY = "sigmoid", "softmax", "identity"
 MAX_DENSE = 8  # modules
+MAX_TOKENIZER_BYTES = 256 << 20
 MAX_LABELS = 1 << 16
 _PROBLEMS = {"regression": "", "single_label_classification": SOFTMAX, "multi_label_classification": SIGMOID}
 
@@ -191,3 +192,20 @@ def default_pooling(fields: Fields) -> str:
         return CLASSIFIER_POOLING.get(pooling, pooling)
     names = fields.texts("architectures")
     return "cls" if names and pools_first_token(names[0]) else "last"
+
+
+def read_separator(folder: Path) -> int:
+    """The token that the tokenizer in `folder` writes behind each of two texts; -1: its files do not say."""
+    tokenizer, text = folder / "tokenizer.json", "[SEP]"
+    if not has_part(tokenizer):
+        return -1
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):
+        named = read_json(folder / file).values.get("sep_token") if has_part(folder / file) else None
+        text = named.get("content", text) if isinstance(named, dict) else named or text
+    fields = read_json(tokenizer, MAX_TOKENIZER_BYTES)
+    added, vocabulary = fields.values.get("added_tokens"), fields.section("model").values.get("vocab")
+    for token in added if isinstance(added, list) else ():
+        if isinstance(token, dict) and token.get("content") == text and isinstance(token.get("id"), int):
+            return max(-1, int(token["id"]))
+    found = vocabulary.get(text) if isinstance(vocabulary, dict) else None
+    return max(-1, found) if isinstance(found, int) else -1

@@ -1,6 +1,6 @@
 """The first and the last layer: from token ids to hidden states, and from these to logits, labels or vectors.
 
-    token ids ─► row of the table ─► projected ─► + row of the table of positions ─► normed
+    token ids ─► row of the table ─► projected ─► + rows of the tables of types and of positions ─► normed
     logits    ◄─ head, bias ◄─ projected ◄─ hidden states
 
 Most families only look up and multiply.
@@ -26,7 +26,7 @@ from slotwise.compute.model.stored_tensors import Cut
 from slotwise.errors import CheckpointError
 
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # in the checkpoints of all families
-BIAS, POSITIONS = "lm_head.bias", "model.embed_positions.weight"
+BIAS, POSITIONS, TYPES = "lm_head.bias", "model.embed_positions.weight", "model.embed_types.weight"
 NORM, INWARD, OUTWARD = "model.embed_norm", "model.project_in", "model.project_out"
 
 Positions = Callable[[WeightSource], Tensor]
@@ -39,6 +39,34 @@ def learned_positions(source: WeightSource, count: int, hidden_size: int, offset
     return table[offset:].contiguous()
 
 
+class TokenTypes:
+    """What is added to the embedding of tokens of the first text of a prompt, and of the second one (BERT).
+
+    A tokenizer writes a separator behind each text, so that the tokens tell them apart.
+
+    Args:
+        count: types of the table.
+        separator: the token behind a text; -1: all tokens are of the first type.
+    """
+
+    def __init__(self, source: WeightSource, count: int, hidden_size: int, separator: int) -> None:
+        self._kernels, self._separator = source.kernels, separator if count > 1 else -1
+        self._table = source.tensor({TYPES: (count, hidden_size)})
+        self.bytes = count * hidden_size * source.dtype.itemsize
+
+    def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """`[tokens]` of whole prompts and their positions `-> [tokens, hidden]`."""
+        types = torch.zeros_like(token_ids) if self._separator < 0 else self._kernels.rowwise(
+            self._types, token_ids, positions)
+        return self._kernels.embed(self._table, types)
+
+    def _types(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        is_separator = token_ids == self._separator
+        before = is_separator.cumsum(0) - is_separator.long()  # separators in front of each token of the step
+        starts = torch.where(positions == 0, before, 0).cummax(0).values  # in front of its prompt
+        return (before > starts).long()
+
+
 class Embedding:
     """`[tokens] -> [tokens, hidden]`, rows of `table [vocabulary, size]` times `scale`, and what is done with them.
 
@@ -49,10 +77,11 @@ class Embedding:
 
     def __init__(
         self, source: WeightSource, table: Tensor | QuantizedMatrix, scale: float = 1.0, first_id: int = 0, *,
-        project: Linear | None = None, positions: Tensor | None = None, norm: LayerNorm | None = None,
+        project: Linear | None = None, types: TokenTypes | None = None, positions: Tensor | None = None,
+        norm: LayerNorm | None = None,
     ) -> None:
         self._kernels = kernels = source.kernels
-        self._project, self._positions, self._norm = project, positions, norm
+        self._project, self._types, self._positions, self._norm = project, types, positions, norm
         factor = torch.tensor(scale, dtype=source.dtype)
         self._reduce = source.group.all_reduce
         first = None if source.group.size == 1 else first_id
@@ -65,13 +94,16 @@ class Embedding:
             self._rows = kernels.embedding(table, source.dtype, float(factor))
             self.bytes = kernels.linear_bytes(table)
         self.more_bytes = 0 if positions is None else positions.numel() * source.dtype.itemsize
-        self.more_bytes += sum(part.bytes for part in (project, norm) if part is not None)
+        self.more_bytes += sum(part.bytes for part in (project, types, norm) if part is not None)
 
     def __call__(self, token_ids: Tensor, positions: Tensor | None = None) -> Tensor:
         """Both `[tokens]`; `positions` are read where a table of them is added."""
         x = self._reduce(self._rows(token_ids))
         if self._project is not None:
             x = self._project(x)
+        if self._types is not None:
+            assert positions is not None
+            x = self._kernels.add(self._types(token_ids, positions), x)
         if self._positions is not None:
             assert positions is not None
             x = self._kernels.add(self._kernels.embed(self._positions, positions), x)
@@ -134,6 +166,8 @@ class EndOptions:
     has_head: bool = True
     head_bias: bool = False
     positions: Positions | None = None
+    token_types: int = 0  # of the table of them; 0: there is none
+    separator: int = -1  # as that of `TokenTypes`
     norm: LayerNormOptions | None = None  # of the embedding
     embedding_size: int = 0  # of the table and of the head's inputs, which are projected; 0: the hidden size
 
@@ -166,6 +200,7 @@ def read_ends(source: WeightSource, vocab_size: int, hidden_size: int, options: 
         project_out = Linear(source, {OUTWARD: width}, hidden_size, is_exact=True) if options.has_head else None
     embedding = Embedding(
         source, table, options.scale, own.start, project=project_in,
+        types=TokenTypes(source, options.token_types, hidden_size, options.separator) if options.token_types else None,
         positions=None if options.positions is None else options.positions(source),
         norm=None if options.norm is None else options.norm.read(source, NORM, hidden_size))
     if options.tied and not isinstance(table, Tensor):

@@ -36,8 +36,11 @@ class GatedMLP:
     def __init__(
         self, source: WeightSource, name: str, sizes: tuple[int, int], *, activation: Activation = "silu",
         bias: bool = False, is_fused: bool = False, is_partial: bool = False, names: Sequence[str] = (),
+        gates_last: bool = False, down_bias: bool | None = None,
     ) -> None:
-        """`sizes`: hidden, intermediate.  `is_fused`: gates and ups are one weight, gates first.
+        """`sizes`: hidden, intermediate.  `is_fused`: gates and ups are one weight, gates first or `gates_last`.
+
+        `down_bias` is whether the second product has a bias; None: as the first.
 
         `names` are those of gate, what it gates, and down, or of both together and down, where they are not Llama's.
 
@@ -53,8 +56,14 @@ class GatedMLP:
             ups = range(intermediate + own.start, intermediate + own.stop)
             gate_cuts = dict.fromkeys(parts, Cut((own, ups) if is_fused else (own,)))
             down_cuts = {down: Cut(columns=own)}
+        if gates_last:
+            if source.group.size > 1:
+                raise CheckpointError("tensor_parallel_size: an MLP whose gates are stored last is not divided among "
+                                      "ranks: serve this model with tensor_parallel_size 1")
+            gate_cuts = dict.fromkeys(parts, Cut((range(intermediate, 2 * intermediate), range(intermediate))))
         self.gate_up = Linear(source, parts, hidden, bias=bias, gate=activation, cuts=gate_cuts)
-        self.down = Linear(source, {down: hidden}, intermediate, bias=bias, cuts=down_cuts, is_partial=is_partial)
+        self.down = Linear(source, {down: hidden}, intermediate, bias=bias if down_bias is None else down_bias,
+                           cuts=down_cuts, is_partial=is_partial)
         self.bytes = self.token_bytes = self.gate_up.bytes + self.down.bytes
 
     def __call__(self, x: Tensor) -> Tensor:

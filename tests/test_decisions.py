@@ -1,9 +1,10 @@
-"""Decisions and scores of the built-in model over HTTP: transformers' probabilities, the same bits in any company."""
+"""Decisions and scores over HTTP: transformers' probabilities, the same bits in any company."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from support import checkpoints
 from support.live import Live, serving
 
 from slotwise import builtin
+from slotwise.text.tokenizer import Tokenizer
 
 PATH = "/v1/systemone"
 STATE = "def close(self):\n    self.file.close()\n\n" * 40  # a prompt of several chunks
@@ -81,3 +83,31 @@ def test_the_bits_are_the_same_in_any_company(live: Live) -> None:
                  for n in range(3) for path, body in requests]
         assert [one.result() for one in found] == alone * 3
         assert all(one.result().status_code == 200 for one in crowd)
+
+
+def test_a_cross_encoder_is_served(tmp_path: Path) -> None:
+    folder = checkpoints.make("eurobert", tmp_path / "model", tokenizer=True, kind="ForSequenceClassification",
+                              num_labels=1)
+    tokenizer = Tokenizer.load(folder)
+    theirs = checkpoints.reference_model(folder, "float32", "AutoModelForSequenceClassification")
+    query, documents = "def close(self):", ["def f(x):", "return x", "class A:\n    pass", "def close(self):"]
+
+    def exact(document: str) -> float:
+        ids = tokenizer.pair_marks.pair(*[tokenizer.encode(one, add_special_tokens=False) for one in (query, document)])
+        assert ids == tokenizer.encode_pair(query, document)
+        with torch.inference_mode(), checkpoints.one_thread():
+            return float(theirs(torch.tensor([ids])).logits[0, 0].sigmoid())
+
+    wanted = [exact(document) for document in documents]
+    with serving(str(folder), "--dtype", "float32", "--max-model-len", "64", log=tmp_path / "log") as live:
+        scored = asked(live, "/v1/score", text_1=query, text_2=documents)["data"]
+        assert [one["score"] for one in scored] == pytest.approx(wanted, abs=1e-5)
+        best = asked(live, "/v2/rerank", query=query, documents=documents, top_n=1)["results"]
+        assert best == [{"index": wanted.index(max(wanted)), "relevance_score": pytest.approx(max(wanted), abs=1e-5)}]
+        assert asked(live, "/classify", input="return x")["data"][0]["num_classes"] == 1
+        for path, body in (("/v1/completions", {"prompt": "a"}), (PATH, {"state": "a", "questions": QUESTIONS})):
+            assert "only classifies" in live.client.post(path, json=body).json()["error"]["message"]
+        assert "/v1/rerank" in live.client.get("/").text
+        assert live.client.get("/v1/models").json()["data"][0]["capabilities"] == ["score", "classification"]
+        long = live.client.post("/v1/score", json={"text_1": query, "text_2": "x " * 400})
+        assert long.json()["error"]["code"] == "context_length_exceeded"

@@ -98,10 +98,10 @@ def test_without_the_page_there_are_links(folder: Path, tmp_path: Path) -> None:
 
 def test_a_model_says_what_it_can_do(server: Server, folder: Path, tmp_path: Path) -> None:
     (card,) = server.get("/v1/models").json()["data"]
-    assert card["capabilities"] == ["completion", "chat", "embedding"]
+    assert card["capabilities"] == ["completion", "chat", "embedding", "score", "decision"]
     with running(folder, tmp_path / "engine", "tool_call_parser=hermes", "reasoning_parser=deepseek_r1") as able:
         assert able.get("/v1/models/toy").json()["capabilities"] == [
-            "completion", "chat", "embedding", "tools", "reasoning"]
+            "completion", "chat", "embedding", "score", "decision", "tools", "reasoning"]
 
 
 @pytest.mark.parametrize("name", page_builder.MODULES)

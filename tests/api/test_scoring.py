@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -210,13 +209,9 @@ def test_large_lists_are_bounded_before_they_are_decoded(embedding: Server) -> N
     assert long.status_code == 200, long.text
 
 
-def test_the_clients_of_cohere(embedding: Server) -> None:
-    cohere: ModuleType = pytest.importorskip("cohere")
-    client = cohere.ClientV2(api_key="x", base_url=embedding.url)
-    answer = client.rerank(model="toy", query=QUERY, documents=DOCUMENTS, top_n=2)
-    plain = post(embedding, "/v2/rerank", query=QUERY, documents=DOCUMENTS, top_n=2)["results"]
-    assert [(one.index, one.relevance_score) for one in answer.results] == [
-        (one["index"], one["relevance_score"]) for one in plain]
-    vectors = client.embed(model="toy", texts=["the fox"], input_type="search_query", embedding_types=["float"])
-    assert vectors.embeddings.float_ == post(embedding, EMBED, texts=["the fox"], input_type="search_query")[
-        "embeddings"]["float"]
+def test_a_model_says_what_it_can_do(embedding: Server, crossing: Server, classifying: Server) -> None:
+    for server, able in ((embedding, {"embedding", "score"}), (crossing, {"score", "classification"}),
+                         (classifying, {"embedding", "classification"})):
+        told = set(server.get("/v1/models/toy").json()["capabilities"])
+        assert told & {"embedding", "score", "classification"} >= able and "decision" in told
+    assert "score" not in classifying.get("/v1/models/toy").json()["capabilities"]

@@ -15,13 +15,15 @@ import logging
 import os
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import msgspec
 import uvloop
 
+from slotwise.api.admin.admin import capabilities
+from slotwise.api.admin.html.link_page import USES
 from slotwise.api.app import ROUTES, build_api
 from slotwise.api.asgi import App
 from slotwise.api.generate.checkpoint_workers import Template
@@ -138,7 +140,7 @@ async def service(
         chat, form = await chat_of(model)  # the engine is loading meanwhile
         with bar:
             info = await supervisor.ready()
-        longest = info.limits.max_model_len if info.has_head else None
+        longest = None if info.generation_objection else info.limits.max_model_len
         announce(settings.sampling_defaults, longest)  # now: a start that fails says one line
         if form.tools or form.reasoning:
             logger.info("tool calls are parsed as %s, reasoning as %s", form.tools or "text", form.reasoning or "text")
@@ -349,8 +351,9 @@ async def _serve(
     model = read_model(config, settings, options)  # the engine is loading meanwhile
     async with Exchange(model, options, Cores(), first) as app:
         engine_client = app.api.engine.client
+        able = capabilities(app.api.engine, app.api.settings, app.api.text)
         await serve(app, listener, lambda url: _greet(
-            url, engine_client.info, settings, time.monotonic() - first.started))
+            url, engine_client.info, settings, time.monotonic() - first.started, able))
     return 1 if engine_client.hopeless.is_set() else 0
 
 
@@ -362,8 +365,12 @@ def _places(info: EngineInfo) -> str:
     return f"{info.device}, {ranks} ranks" + (f" in {stages} stages" if stages > 1 else "")
 
 
-def _greet(url: str, info: EngineInfo, settings: ServerSettings, seconds: float) -> None:
-    """Tells the address, the model and the budget: lines on stdout, or one JSON line on stderr with all the numbers."""
+def _greet(url: str, info: EngineInfo, settings: ServerSettings, seconds: float, able: Sequence[str]) -> None:
+    """Tells the address, the model and the budget: lines on stdout, or one JSON line on stderr with all the numbers.
+
+    Args:
+        able: what the model is capable of.
+    """
     limits, used, name = info.limits, info.memory, settings.served_model_name
     if settings.log_format == lines.JSON:
         lines.tell(logger, f"ready on {url}", {
@@ -380,8 +387,10 @@ def _greet(url: str, info: EngineInfo, settings: ServerSettings, seconds: float)
         return
     captured = f", {used.graphs / MB:,.0f} MB for captured steps" if used.graphs else ""
     evicted = f", {used.host / MB:,.0f} MB of host memory for evicted blocks" if used.host else ""
+    routes = "" if "completion" in able else (
+        f"It does not generate: its routes are {', '.join(route for name, route in USES if name in able)}\n")
     print(
-        f"{greeting(url, settings, seconds)}\n"
+        f"{greeting(url, settings, seconds)}\n{routes}"
         f"{name} on {_places(info)} ({info.weights}, {info.product_path} products): {limits.max_num_seqs} slots, "
         f"{limits.num_blocks} blocks of {limits.block_size} tokens, steps of up to {limits.max_num_batched_tokens} "
         f"tokens, sequences of up to {limits.max_model_len}\n"

@@ -58,7 +58,7 @@ from slotwise.core.record import StepPlan
 from slotwise.core.scheduler import Scheduler
 from slotwise.core.scheduler_limits import SchedulerLimits
 from slotwise.core.speculation.proposer import proposer_of
-from slotwise.core.speculation.speculation_settings import NONE, Speculation
+from slotwise.core.speculation.speculation_settings import NONE, PREDICTION, Speculation
 from slotwise.core.step_time import Machine, Roofline
 from slotwise.core.transfer.connectors import connector_of
 from slotwise.core.transfer.kv_transfer_config import KVTransferConfig
@@ -106,8 +106,9 @@ def check_model(config: EngineConfig, folder: Path, described: ModelConfig, kern
     if config.batch_invariant and (why := kernels.batch_dependence(described.dtype)):
         raise ConfigError(f"batch_invariant cannot be kept: {why}")
     if not described.is_causal:
+        drafts = config.speculative_config is not None and config.speculative_config.method not in (NONE, PREDICTION)
         for name, is_set in (("pipeline_parallel_size", config.pipeline_parallel_size > 1),
-                             ("speculative_config", config.speculative_config is not None),
+                             ("speculative_config", drafts),
                              ("kv_transfer_config", config.kv_transfer_config is not None)):
             if is_set:
                 raise ConfigError(f"{name} is not supported with a model whose tokens attend to later ones, which "

@@ -84,19 +84,21 @@ def model_card(
         "id": name, "object": "model", "created": created, "owned_by": "slotwise", "root": root, "parent": parent,
         "max_model_len": info.limits.max_model_len,
         "default_sampling_params": settings.sampling_defaults.given,
-        "capabilities": _capabilities(engine, settings, text),
+        "capabilities": capabilities(engine, settings, text),
         "tool_call_parser": text.output_format.tools or None,
         "reasoning_parser": text.output_format.reasoning or None,
         "chat_template_kwargs": text.prompts.template_kwargs,
     }
 
 
-def _capabilities(engine: ServedEngine, settings: ServerSettings, text: TextService) -> list[str]:
+def capabilities(engine: ServedEngine, settings: ServerSettings, text: TextService) -> list[str]:
     """What requests may ask of the model: `chat` where it has a template, `tools` where its calls can be read, ..."""
-    form, generates = text.output_format, engine.client.info.has_head
-    chats = generates and text.prompts.has_template
-    able = {"completion": generates, "chat": chats, "embedding": not settings.pooling_defaults.objection,
-            "tools": chats and bool(form.tools), "reasoning": generates and bool(form.reasoning)}
+    form, generates = text.output_format, not engine.client.info.generation_objection
+    chats, embeds = generates and text.prompts.has_template, not settings.pooling_defaults.objection
+    num_labels = len(settings.pooling_defaults.labels)
+    able = {"completion": generates, "chat": chats, "embedding": embeds,
+            "score": num_labels == 1 or (not num_labels and (embeds or chats)), "classification": num_labels > 0,
+            "decision": generates, "tools": chats and bool(form.tools), "reasoning": generates and bool(form.reasoning)}
     return [name for name, is_able in able.items() if is_able]
 
 

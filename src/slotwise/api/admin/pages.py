@@ -9,8 +9,9 @@ from __future__ import annotations
 from html import escape
 from http import HTTPStatus
 
+from slotwise.api.admin.admin import capabilities
 from slotwise.api.admin.html import link_page, reference_page, shell
-from slotwise.api.admin.html.link_page import CHATS, COMPLETES, EMBEDS, Example, Link
+from slotwise.api.admin.html.link_page import COMPLETES, Example, Link
 from slotwise.api.chat_page import page_builder as chat_page
 from slotwise.api.generate.context import ServedEngine, ServerClients, TextService
 from slotwise.api.http.http_exchange import HttpExchange, about
@@ -21,8 +22,8 @@ from slotwise.observe.timeline import page_builder as timeline_page
 @about(media_type="text/html")
 async def index(clients: ServerClients, engine: ServedEngine, text: TextService, settings: ServerSettings,
                 exchange: HttpExchange) -> None:
-    """The chat page; with `--no-ui` the page of `/links`."""
-    if settings.ui:
+    """The chat page; the page of `/links` with `--no-ui`, or for a model that does not generate."""
+    if settings.ui and not engine.client.info.generation_objection:
         await respond_chat(exchange, settings.root_path)
     else:
         await links(clients, engine, text, settings, exchange)
@@ -48,7 +49,8 @@ async def links(clients: ServerClients, engine: ServedEngine, text: TextService,
     names = () if needs_key else engine.models.names
     served = " or ".join(f"<code>{escape(name)}</code>" for name in names)
     told = f"This server has the model {served}." if names else "This server asks for a key."
-    route = EMBEDS if not engine.client.info.has_head else CHATS if text.prompts.has_template else COMPLETES
+    able = capabilities(engine, settings, text)
+    route = next((route for name, route in link_page.USES if name in able), COMPLETES)
     example = Example(link_page.address_of(exchange, root_path), route, names[0] if names else "", needs_key)
     await respond_links(exchange, told, link_page.LINKS, settings, example)
 

@@ -242,7 +242,7 @@ async def _scored(api: Api, exchange: HttpExchange, asked: ScoringFields, pairs:
 
 def _answers(api: Api) -> bool:
     """Whether the model is asked about each pair: it chats, and its checkpoint does not say that it makes vectors."""
-    return (not api.settings.pooling_defaults.is_declared and api.engine.client.info.has_head
+    return (not api.settings.pooling_defaults.is_declared and not api.engine.client.info.generation_objection
             and api.text.prompts.has_template)
 
 

@@ -1,6 +1,6 @@
 """Writes a checkpoint with a real model's shape and random weights: speed does not depend on the weights' values.
 
-usage: python -m benchmarks.checkpoint FOLDER [--shape smollm2-135m | qwen3-0.6b | qwen3-mixture]  (`dev` extra)
+usage: python -m benchmarks.checkpoint FOLDER [--shape smollm2-135m | qwen3-mixture | lfm2-350m | ...]  (`dev` extra)
        python -m benchmarks.checkpoint FOLDER --gguf FILE
        python -m benchmarks.checkpoint TARGET --gguf FILE --quantize Q8_0
 
@@ -19,11 +19,22 @@ from benchmarks.commands import parser_of
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, LlamaFileType
 from gguf.quants import dequantize, quantize
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, GgufConfig, LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    GgufConfig,
+    GraniteMoeHybridConfig,
+    Lfm2Config,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from slotwise.text.chat_source import find_chat_template
 from slotwise.text.tokenizer import Tokenizer as SlotwiseTokenizer
 
+QUANT_BLOCK = 32  # numbers in a row that share a scale
 SHAPES: dict[str, PretrainedConfig] = {
     "smollm2-135m": LlamaConfig(
         vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
@@ -37,6 +48,23 @@ SHAPES: dict[str, PretrainedConfig] = {
         vocab_size=16384, hidden_size=1024, intermediate_size=3072, moe_intermediate_size=384, num_experts=128,
         num_experts_per_tok=8, norm_topk_prob=True, num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=2,
         head_dim=64, max_position_embeddings=4096, bos_token_id=0, eos_token_id=0, rope_theta=1000000.0),
+    "lfm2-350m": Lfm2Config(
+        vocab_size=49152, hidden_size=1024, intermediate_size=6656, num_hidden_layers=16, num_attention_heads=16,
+        num_key_value_heads=8, max_position_embeddings=8192, full_attn_idxs=[2, 5, 8, 10, 12, 14], bos_token_id=0,
+        eos_token_id=0, pad_token_id=0),
+    "granite-4-h-350m": GraniteMoeHybridConfig(  # Mamba-2 in 28 of 32 layers
+        vocab_size=49152, hidden_size=768, intermediate_size=2048, shared_intermediate_size=2048, num_hidden_layers=32,
+        num_attention_heads=12, num_key_value_heads=4, num_local_experts=0, num_experts_per_tok=0, mamba_n_heads=48,
+        mamba_d_head=32, mamba_d_state=128, mamba_n_groups=1, max_position_embeddings=8192, tie_word_embeddings=True,
+        layer_types=["attention" if layer in (10, 13, 17, 27) else "mamba" for layer in range(32)],
+        position_embedding_type=None, embedding_multiplier=12.0, attention_multiplier=0.015625, bos_token_id=0,
+        eos_token_id=0, pad_token_id=0),
+    "deepseek-v2-lite": DeepseekV2Config(  # 4 layers of 27; llama.cpp reads so few only with compressed queries
+        vocab_size=49152, hidden_size=2048, intermediate_size=10944, moe_intermediate_size=1408, num_hidden_layers=4,
+        num_attention_heads=16, num_key_value_heads=16, kv_lora_rank=512, q_lora_rank=1536, qk_rope_head_dim=64,
+        qk_nope_head_dim=128, v_head_dim=128, n_routed_experts=64, n_shared_experts=2, num_experts_per_tok=6,
+        first_k_dense_replace=1, n_group=1, topk_group=1, topk_method="greedy", norm_topk_prob=False,
+        routed_scaling_factor=1.0, max_position_embeddings=8192, bos_token_id=0, eos_token_id=0, pad_token_id=0),
 }
 
 
@@ -65,7 +93,7 @@ def write_dequantized(folder: Path, file: Path) -> None:
 
 
 def write_requantized(target: Path, file: Path, kind: str) -> None:
-    """Writes a GGUF file with the weights of `file` in another type; vectors stay as they are."""
+    """Writes a GGUF file with the matrices of `file` in another type, but those that stayed in float32."""
     reader, wanted = GGUFReader(file), GGMLQuantizationType[kind]
     fields = {name: field for name, field in reader.fields.items() if not name.startswith("GGUF.")}
     writer = GGUFWriter(target, fields.pop("general.architecture").contents())
@@ -75,7 +103,7 @@ def write_requantized(target: Path, file: Path, kind: str) -> None:
             writer.add_key_value(name, field.contents(), field.types[0], field.types[-1] if field.types[1:] else None)
     for tensor in reader.tensors:
         values, type_ = tensor.data, tensor.tensor_type
-        if len(tensor.shape) > 1:
+        if len(tensor.shape) > 1 and type_ is not GGMLQuantizationType.F32 and not tensor.shape[0] % QUANT_BLOCK:
             values, type_ = quantize(dequantize(tensor.data, tensor.tensor_type), wanted), wanted
         writer.add_tensor(tensor.name, values, raw_dtype=type_)
     writer.write_header_to_file()

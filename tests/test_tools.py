@@ -122,16 +122,29 @@ def test_the_openai_client_streams_a_required_call(live: Live, openai: ModuleTyp
 
 HARMONY = ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>", "<|return|>"]
 CALL = 'commentary to=functions.weather <|constrain|>json<|message|>{"city": "Paris"}'
+CALLING = {"#weather": f"<|channel|>{CALL}<|call|>No answer.<|end|>"}
 
 
 def test_harmony_by_the_special_tokens_of_the_checkpoint(tmp_path: Path) -> None:
-    folder = scripted.write(tmp_path / "model", {"#weather": f"<|channel|>{CALL}"}, special=HARMONY)
+    """A call ends the answer, though the checkpoint does not say so."""
+    folder = scripted.write(tmp_path / "model", CALLING, special=HARMONY)
     with serving(str(folder), "--dtype", "float32", "--tool-call-parser", "openai", log=tmp_path / "log") as live:
         for fields in ({}, {"tool_choice": "required"}, {"tools": [STRICT]}):
-            assert calls(asked(live, "Rain? #weather", **fields)) == [("weather", {"city": "Paris"})]
+            choice = asked(live, "Rain? #weather", **fields)
+            assert calls(choice) == [("weather", {"city": "Paris"})] and not choice["message"]["content"]
         ((name, arguments),) = calls(asked(live, "Rain?", tool_choice="required", tools=[WEATHER],
                                            reasoning_effort="none"))
         assert name == "weather" and arguments["city"] in CITIES
+
+
+def test_harmony_of_a_gguf_file_is_told_by_its_template(tmp_path: Path) -> None:
+    from support import gguf_files
+
+    folder = scripted.write(tmp_path / "model", CALLING, scripted.TEMPLATE + "{# <|channel|> <|message|> #}", HARMONY)
+    file = gguf_files.write(folder, tmp_path / "model.gguf")
+    with serving(str(file), "--dtype", "float32", log=tmp_path / "log") as live:
+        choice = asked(live, "Rain? #weather")
+        assert calls(choice) == [("weather", {"city": "Paris"})] and not choice["message"]["content"]
 
 
 @pytest.fixture(scope="module")

@@ -151,18 +151,20 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, kind: str = "gpt-2", si
     """The byte-level tokenizer of a checkpoint, and its chat template."""
     description, settings = (json.loads((folder / name).read_text()) for name in (
         "tokenizer.json", "tokenizer_config.json"))
-    special = {token["id"] for token in description["added_tokens"]}
-    tokens = sorted(description["model"]["vocab"], key=description["model"]["vocab"].__getitem__)
+    kinds = {token["id"]: 3 if token["special"] else 4 for token in description["added_tokens"]}
+    numbers = description["model"]["vocab"] | {token["content"]: token["id"] for token in description["added_tokens"]}
+    tokens = sorted(numbers, key=numbers.__getitem__)
     words = len(tokens)
     tokens += [f"[PAD{number}]" for number in range(words, size)]  # as the converter fills a table up
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(kind)
     writer.add_token_list(tokens)
-    writer.add_token_types([3 if number in special else 1 for number in range(words)] + [5] * (len(tokens) - words))
+    writer.add_token_types([kinds.get(number, 1) for number in range(words)] + [5] * (len(tokens) - words))
     writer.add_token_merges([" ".join(merge) for merge in description["model"]["merges"]])
     writer.add_bos_token_id(tokens.index(settings["bos_token"]))
     writer.add_eos_token_id(tokens.index(settings["eos_token"]))
-    writer.add_pad_token_id(tokens.index(settings["pad_token"]))
+    if "pad_token" in settings:
+        writer.add_pad_token_id(tokens.index(settings["pad_token"]))
     writer.add_chat_template(settings["chat_template"])
 
 

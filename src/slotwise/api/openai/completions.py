@@ -126,6 +126,8 @@ async def validated_chat(api: Api, exchange: HttpExchange, request: ChatRequest,
     default = _default(api, slo, request, [prompt], defaults.max_tokens, logprobs)
     max_tokens = api.text.prompts.max_tokens(defaults.limited(asked), len(prompt), default, "messages", param)
     others = await _others(api, exchange, request, grammar)
+    if form.last_ids and not request.ignore_eos:
+        request.stop_token_ids = [*(request.stop_token_ids or ()), *form.last_ids]
     others["thinking"] = thinking_budget(form, api.text.prompts.tokenizer, request.thinking_token_budget, begun)
     params = request.sampling_params(max_tokens, logprobs, others)
     echo = Echo((continued,) if request.echo and continued else (),

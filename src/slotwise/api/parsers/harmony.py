@@ -20,7 +20,8 @@ FUNCTIONS = "functions."
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 THOUGHT, NOTE, FINAL = [f"{CHANNEL}{channel}{MESSAGE}" for channel in ("analysis", "commentary", "final")]
 NEXT = f"<|end|>{START}assistant"  # between two messages
-ENDS = ("<|end|>", "<|call|>", "<|return|>")
+LAST = ("<|call|>", "<|return|>")  # what an answer ends with
+ENDS = ("<|end|>", *LAST)
 
 
 class HarmonyLayout(NamedTuple):

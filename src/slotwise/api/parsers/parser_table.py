@@ -29,7 +29,7 @@ from slotwise.api.parsers.call_grammar import (
     terms,
     thinking_rules,
 )
-from slotwise.api.parsers.harmony import FINAL, NEXT, NOTE, THOUGHT, Harmony
+from slotwise.api.parsers.harmony import FINAL, LAST, NEXT, NOTE, THOUGHT, Harmony
 from slotwise.api.parsers.json_calls import JSON_LIST, ObjectCalls
 from slotwise.api.parsers.reasoning import FORMATS as THINKING_PARSERS
 from slotwise.api.parsers.reasoning import Tags, has_begun, reasoning_parser_of
@@ -69,6 +69,8 @@ class OutputFormat:
         if HARMONY in (tools, reasoning) and missing:
             raise ValueError(f"the parser {HARMONY} needs a tokenizer with the special tokens of harmony; "
                              f"{missing[0]} is none of its own")
+        self.last_ids = [special[token] for token in LAST] if HARMONY in (tools, reasoning) else []
+        """Tokens that end an answer, whether or not the checkpoint says so."""
 
     def parses(self, tools: Tools | None) -> bool:
         """Whether outputs are parsed that may call `tools`, or none."""

@@ -32,6 +32,8 @@ HYBRID = {
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64,
            "shared_expert_intermediate_size": 96}
 
+GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1,
+           "logits_scaling": 0.5}
 GROUPED = EXPERTS | {"num_experts": ..., "shared_expert_intermediate_size": ..., "n_routed_experts": 8, "n_group": 4,
                      "topk_group": 2, "n_shared_experts": 2, "routed_scaling_factor": 1.5}
 
@@ -102,6 +104,25 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "dots1": ("Dots1", GROUPED | {"first_k_dense_replace": 1, "sliding_window": 48, "max_window_layers": 1,
                                   "norm_topk_prob": True}),
     "solar_open": ("SolarOpen", GROUPED | {"intermediate_size": ...}),
+    "minimax_m2": ("MiniMaxM2", {"num_local_experts": 6, "num_experts_per_tok": 3, "rope_parameters": PARTIAL_ROPE}),
+    "ernie4_5_moe": ("Ernie4_5_Moe", {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 64, "use_bias": True}),
+    "granite_moe_shared": ("GraniteMoeShared", GRANITE | {"num_local_experts": 4, "shared_intermediate_size": 64}),
+    "granite_swa": ("GraniteSWA", GRANITE | {"sliding_window": 48, "layer_rope_theta": [10_000.0, 0, 5e5],
+                                            "tie_word_embeddings": False}),
+    "granite_moe_swa": ("GraniteMoeSWA", GRANITE | {
+        "num_local_experts": 4, "shared_intermediate_size": 64, "sliding_window": 48}),
+    "flex_olmo": ("FlexOlmo", {"num_experts": 6, "num_experts_per_tok": 2}),
+    "mellum": ("Mellum", {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "sliding_window": 48,
+                          "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+                          "mlp_layer_types": ["sparse", "dense", "sparse"]}),
+    "hy_v3": ("HYV3", {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64,
+                       "num_shared_experts": 2}),
+    "kolibri1": ("Kolibri1", EXPERTS | {"intermediate_size": ..., "sliding_window": 48, "layer_types": [
+        "full_attention", "sliding_attention", "sliding_attention"]}),
+    "aria": ("AriaText", {"moe_num_experts": 4, "moe_topk": 2}),
+    "flint": ("Flint", EXPERTS | {"num_hidden_layers": 4, "sliding_window": 48, "mlp_only_layers": [0]}),
+    "afmoe": ("Afmoe", {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "sliding_window": 48,
+                        "global_attn_every_n_layers": 2, "mup_enabled": True, "route_scale": 1.5}),
     "exaone_moe": ("ExaoneMoe", GROUPED | {
         "n_routed_experts": ..., "n_shared_experts": ..., "num_experts": 8, "num_shared_experts": 2,
         "sliding_window": 48, "sliding_window_pattern": 2}),
@@ -174,10 +195,14 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
                               "init_std": 0.5}),
 }  # fmt: skip
 
-ALIKE = {"solar_open": "glm4_moe", "dots1": "glm4_moe", "opt_350m": "opt",
+ALIKE = {"opt_350m": "opt",
          "glm4_moe_lite": "deepseek_v3", "deepseek_v32": "deepseek_v3", "glm_moe_dsa": "deepseek_v3",
          "axk1": "deepseek_v3", "youtu": "minicpm3",
          "ministral": "mistral", "seed_oss": "llama_bias", "helium": "ernie4_5", "glm": "glm4"}
+ALIKE |= {
+    "solar_open": "glm4_moe", "dots1": "glm4_moe", "exaone_moe": "glm4_moe", "mellum": "qwen3_moe",
+    "hy_v3": "glm4_moe", "aria": "ernie4_5_moe", "granite_moe_swa": "granite_swa",
+    "granite_moe_shared": "ernie4_5_moe", "flint": "granite_swa"}
 """Families composed like another one, which `make test` compares in their place; `make families` compares all."""
 EVERY = list(_SHAPES)
 ARE_ALL_ASKED = bool(os.environ.get("SLOTWISE_ALL_FAMILIES"))  # by `make families`
@@ -200,7 +225,8 @@ FAMILIES = EVERY if ARE_ALL_ASKED else [name for name in EVERY if name not in AL
 RECURRENT = (  # families whose states no ranks divide
     "qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "mamba2", "bamba", "granite_hybrid", "mamba",
     "falcon_mamba", "jamba", "lfm2_moe")
-NOT_IN_TORCH = ("softcapping", "gpt_oss", "mamba")  # in configs of models whose attention torch's own does not compute
+NOT_IN_TORCH = ("softcapping", "gpt_oss", "mamba", "granite_swa", "granitemoe_swa", "flint")
+"""In configs of models whose attention torch's own does not compute."""
 UNSCALED = ("Gemma3n", "Gemma4")  # classes whose scores are not divided by the root of the size of a head
 
 DOWN = tuple(f"{name}.weight" for name in ("mlp.c_proj", "dense_4h_to_h", "fc2", "fc_out", "mlp.down_proj_"))

@@ -73,7 +73,7 @@ class ExpertGroups(NamedTuple):
 class Routing:
     """How a token's experts are chosen: the `top_k` of `num_experts` with the largest values, the first of equal ones.
 
-        value = logit;  with a correction, or with groups by two values: score + correction
+        value = logit;  with a correction, or with groups by two values: score + correction, or logit + correction
         share = scale * score;  normalized: scale * score / max(sum of the scores of the chosen, least_sum)
 
     Scores are the softmax of all logits, or the sigmoid of each.  As "sparse_mixer", the score of each chosen expert is
@@ -82,7 +82,8 @@ class Routing:
     Args:
         scales_inputs: the inputs of experts are multiplied by shares, and not their results (Llama 4).
         held: the experts whose weights this rank holds; results leave out the others.  None: all.
-        correction: added to scores where experts are chosen, `[experts]` float32 (Wang et al., "Auxiliary-loss-free
+        corrects_logits: corrections are added to logits, and not to scores.
+        correction: added where experts are chosen, `[experts]` float32 (Wang et al., "Auxiliary-loss-free
             load balancing", 2024).
     """
 
@@ -95,6 +96,7 @@ class Routing:
     groups: ExpertGroups | None = None
     jitter: float = 0.0
     scales_inputs: bool = False
+    corrects_logits: bool = False
     held: range | None = None
     correction: Tensor | None = field(default=None, compare=False)
 
@@ -106,7 +108,8 @@ class Routing:
     @property
     def chooses_by_scores(self) -> bool:
         """Whether experts are chosen by scores, whose order is not that of logits once numbers are added."""
-        return self.correction is not None or (self.groups is not None and self.groups.num_best > 1)
+        is_corrected = self.correction is not None and not self.corrects_logits
+        return is_corrected or (self.groups is not None and self.groups.num_best > 1)
 
 
 class ExpertWeights(NamedTuple):

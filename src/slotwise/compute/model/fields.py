@@ -97,9 +97,9 @@ class Fields:
             raise self.error(name, f"must be a list of strings, not {value!r:.40}")
         return tuple(value)
 
-    def numbers(self, name: str) -> tuple[float, ...]:
-        """A list of numbers above 0."""
-        return tuple(self._list(name, Fields.number))
+    def numbers(self, name: str, *, minimum: float = 0.0) -> tuple[float, ...]:
+        """A list of numbers above `minimum`."""
+        return tuple(self._list(name, lambda fields, each: fields.number(each, minimum=minimum)))
 
     def integers(self, name: str, *, maximum: int = 2**24) -> tuple[int, ...]:
         """A list of whole numbers from 0 to `maximum`."""

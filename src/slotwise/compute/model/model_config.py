@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -65,7 +65,7 @@ def read_rope(
     return _read_scaling(fields, name, scaling, base, head_dim, aliases or {})
 
 
-def read_ropes(fields: Fields, thetas: Mapping[str, float]) -> dict[str, Rope]:
+def read_ropes(fields: Fields, thetas: Mapping[str, float], head_dim: int | None = None) -> dict[str, Rope]:
     """The embedding of each kind of layer in `thetas`, with that base where `rope_parameters` names none.
 
     `rope_scaling`, from before transformers 5, is that of layers with full attention.  As in transformers, `truncate`
@@ -85,7 +85,7 @@ def read_ropes(fields: Fields, thetas: Mapping[str, float]) -> dict[str, Rope]:
             scaling = Fields({**scaling.values, **old.values}, f"{fields.where}, rope_scaling")
         scaling = Fields({name: value for name, value in scaling.values.items() if name != "truncate"}, scaling.where)
         base = scaling.number("rope_theta", default=theta)
-        ropes[kind] = _read_scaling(fields, "rope_parameters", scaling, base, None, {})
+        ropes[kind] = _read_scaling(fields, "rope_parameters", scaling, base, head_dim, {})
     return ropes
 
 
@@ -407,8 +407,11 @@ class ConfigDefaults:
     tie_word_embeddings: bool = False
 
 
+PLAIN_DEFAULTS = ConfigDefaults()
+
+
 def read_common(
-    fields: Fields, defaults: ConfigDefaults = ConfigDefaults(), activations: Sequence[str] = ("silu", "swish"),
+    fields: Fields, defaults: ConfigDefaults = PLAIN_DEFAULTS, activations: Sequence[str] = ("silu", "swish"),
     ropes: Sequence[Rope] | None = None,
 ) -> ModelConfig:
     """The fields that all families write alike; a family's module replaces what differs.
@@ -457,15 +460,8 @@ def read_mixture(
     an MLP, in every layer.
     """
     fields.refuse(("n_group", "topk_group", "scoring_func", "routed_scaling_factor"), "is set, which is not supported")
-    count = next((name for name in ("num_experts", "num_local_experts") if fields.has(name)), "num_local_experts")
-    num_experts = fields.integer(count, default=default.num_experts, maximum=MAX_EXPERTS)
-    if fields.integer("num_local_experts", default=num_experts) != num_experts:
-        raise fields.error(count, f"({num_experts}) differs from num_local_experts")
-    top_k = fields.integer("num_experts_per_tok", default=default.top_k)
-    if top_k > num_experts:
-        raise fields.error("num_experts_per_tok", f"({top_k}) must be at most {count} ({num_experts})")
-    normalized = default.is_normalized or fields.flag("norm_topk_prob")
-    routing = Routing(num_experts, top_k, normalized)
+    routing = read_routing(fields, default)
+    routing = replace(routing, is_normalized=default.is_normalized or fields.flag("norm_topk_prob"))
     if intermediate_size is None:
         return MixtureConfig(routing, config.intermediate_size, (True,) * config.num_layers)
     step = fields.integer("decoder_sparse_step", default=1)
@@ -473,6 +469,23 @@ def read_mixture(
     layers = tuple(layer not in without and (layer + 1) % step == 0 for layer in range(config.num_layers))
     size = fields.integer("moe_intermediate_size", default=intermediate_size)
     return MixtureConfig(routing, size, layers)
+
+
+def read_routing(
+    fields: Fields, default: Routing, count: str = "", top_k: str = "num_experts_per_tok",
+) -> Routing:
+    """`default` with the numbers of experts, and of those that a token chooses, that the fields of these names give.
+
+    `count` "" stands for both names in use, `num_experts` and `num_local_experts`.
+    """
+    name = count or next((name for name in ("num_experts", "num_local_experts") if fields.has(name)), "num_experts")
+    num_experts = fields.integer(name, default=default.num_experts, maximum=MAX_EXPERTS)
+    if not count and fields.integer("num_local_experts", default=num_experts) != num_experts:
+        raise fields.error(name, f"({num_experts}) differs from num_local_experts")
+    chosen = fields.integer(top_k, default=default.top_k)
+    if chosen > num_experts:
+        raise fields.error(top_k, f"({chosen}) must be at most {name} ({num_experts})")
+    return replace(default, num_experts=num_experts, top_k=chosen)
 
 
 def read_grouped_mixture(
@@ -484,14 +497,17 @@ def read_grouped_mixture(
     `default` is that of a config that says nothing, and `num_dense` are its layers without experts, the first ones;
     `num_shared` experts are shared.  `count` and `shared` are the names of two fields.
     """
-    num_experts = fields.integer(count, default=default.num_experts, maximum=MAX_EXPERTS)
-    top_k = fields.integer("num_experts_per_tok", default=default.top_k)
-    normalized = fields.flag("norm_topk_prob", default=default.is_normalized)
-    scale = fields.number("routed_scaling_factor", default=default.scale)
-    groups = read_expert_groups(fields, num_experts, top_k, num_best=2)
+    routing = read_routing(fields, default, count)
     size = fields.integer("moe_intermediate_size", default=intermediate_size, maximum=MAX_EXPERT_SIZE)
     each = fields.integer(shared, default=num_shared, minimum=0, maximum=MAX_EXPERTS)
-    routing = Routing(num_experts, top_k, normalized, "sigmoid", scale, LEAST_SUM, groups)
+    routing = replace(
+        routing,
+        is_normalized=fields.flag("norm_topk_prob", default=default.is_normalized),
+        scoring="sigmoid",
+        scale=fields.number("routed_scaling_factor", default=default.scale),
+        least_sum=LEAST_SUM,
+        groups=read_expert_groups(fields, routing.num_experts, routing.top_k, num_best=2),
+    )
     return MixtureConfig(routing, size, read_mlp_layers(fields, num_layers, num_dense), each * size)
 
 

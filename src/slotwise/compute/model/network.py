@@ -161,37 +161,43 @@ def read_network(
 
 
 class ExpertNames(NamedTuple):
-    """What a family calls the tensors of a mixture, within a layer or, where it says so, within the mixture."""
+    """What a family calls the tensors of a mixture, within a layer."""
 
-    mixture: str = "mlp"
-    # Within the mixture.
-    router: str = "gate"
-    experts: str = "experts"
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    # Of each expert: gate, what it gates, and down.
     parts: tuple[str, str, str] = SPLIT
-    # Two tensors of all experts, gates and ups and then down, within the experts; (): each expert has its own.
+    # Two tensors of all experts within `experts`: gates and ups, and down; (): each expert has its own.
     stacked: tuple[str, str] | tuple[()] = ()
     # Each matrix in them is `[inputs, outputs]`.
     are_transposed: bool = False
-    shared: str = "shared_experts"
+    shared: str = "mlp.shared_experts"
+    # Of the shared expert; two where gates and what they gate are one weight.
+    shared_parts: tuple[str, ...] = SPLIT
     # Of the shared expert, one output; "": it is not weighted.
     shared_gate: str = ""
     # A number for each expert; "": there are none.
     correction: str = ""
+    # Those of a checkpoint whose experts are not split are `[1, experts]`.
+    is_correction_row: bool = False
 
 
 def read_experts(config: ModelConfig, source: WeightSource, at: str, names: ExpertNames) -> MixtureOfExperts:
     """The experts of the layer called `at`."""
-    mixture, name, hidden = config.mixture_of_experts, f"{at}.{names.mixture}", config.hidden_size
+    mixture, hidden = config.mixture_of_experts, config.hidden_size
     sizes, routing, shared = (hidden, mixture.intermediate_size), mixture.routing, None
-    router = Linear(source, {f"{name}.{names.router}": routing.num_experts}, hidden, is_exact=True)
+    router = Linear(source, {f"{at}.{names.router}": routing.num_experts}, hidden, is_exact=True)
     if names.correction:
-        correction = source.floats({f"{name}.{names.correction}": (routing.num_experts,)})
-        routing = replace(routing, correction=correction)
+        shape: tuple[int, ...] = (routing.num_experts,)
+        if names.is_correction_row and not mixture.are_split:
+            shape = (1, *shape)
+        routing = replace(routing, correction=source.floats({f"{at}.{names.correction}": shape}).flatten())
     if mixture.shared_intermediate_size:
-        gate = Linear(source, {f"{name}.{names.shared_gate}": 1}, hidden, is_exact=True) if names.shared_gate else None
-        shared = SharedExpert(GatedMLP(source, f"{name}.{names.shared}", (hidden, mixture.shared_intermediate_size),
-                                       is_partial=True), gate)
-    experts, count = f"{name}.{names.experts}", routing.num_experts
+        gate = Linear(source, {f"{at}.{names.shared_gate}": 1}, hidden, is_exact=True) if names.shared_gate else None
+        shared = SharedExpert(GatedMLP(
+            source, f"{at}.{names.shared}", (hidden, mixture.shared_intermediate_size), bias=config.mlp_bias,
+            is_fused=len(names.shared_parts) < len(SPLIT), is_partial=True, names=names.shared_parts), gate)
+    experts, count = f"{at}.{names.experts}", routing.num_experts
     if names.stacked and not mixture.are_split:
         stacked = f"{experts}.{names.stacked[0]}", f"{experts}.{names.stacked[1]}"
         weights = stacked_experts(source, stacked, sizes, count, are_transposed=names.are_transposed)

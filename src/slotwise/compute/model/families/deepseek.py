@@ -35,7 +35,7 @@ from slotwise.compute.model.model_config import (
 from slotwise.compute.model.network import MLP, ExpertNames, Network, TokenMixer, read_experts, read_network
 
 MAX_DIM = 1 << 14
-V2_NAMES, V3_NAMES = ExpertNames(), ExpertNames(correction="gate.e_score_correction_bias")
+V2_NAMES, V3_NAMES = ExpertNames(), ExpertNames(correction="mlp.gate.e_score_correction_bias")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from slotwise.compute.model.layers.source import WeightSource
 from slotwise.compute.model.model_config import ModelConfig, read_grouped_mixture
 from slotwise.compute.model.network import ExpertNames, Network
 
-NAMES = ExpertNames(correction="e_score_correction_bias")
+NAMES = ExpertNames(correction="mlp.e_score_correction_bias")
 
 
 def configure(fields: Fields) -> ModelConfig:

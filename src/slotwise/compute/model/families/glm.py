@@ -5,10 +5,12 @@ attention and MLP, too.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 
+from slotwise.compute.model.families.llama import ReadExperts
 from slotwise.compute.model.fields import Fields
-from slotwise.compute.model.layers.attention import Attention, AttentionOptions, LayerStep
+from slotwise.compute.model.layers.attention import PLAIN, Attention, AttentionOptions, LayerStep
 from slotwise.compute.model.layers.embedding_and_head import EndOptions
 from slotwise.compute.model.layers.mlp import GatedMLP
 from slotwise.compute.model.layers.norm import NormOptions, ResidualStream, RMSNorm
@@ -21,8 +23,9 @@ from slotwise.compute.model.model_config import (
     read_head_dim,
     read_rope,
 )
-from slotwise.compute.model.network import DecoderLayer, Network, read_network
+from slotwise.compute.model.network import MLP, DecoderLayer, Network, read_network
 
+NORMS = "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
 DEFAULTS = ConfigDefaults(num_kv_heads=2, head_dim=128, norm_eps=0.00000015625)
 
 
@@ -35,27 +38,42 @@ def configure(fields: Fields) -> ModelConfig:
 
 
 class Glm4Layer(DecoderLayer):
-    """The layer of the version of 0414."""
+    """The layer of the version of 0414, and of others with norms before and behind attention and MLP.
+
+    Args:
+        names: of the norms behind attention, before the MLP, and behind it.
+        experts: reads the experts of the layer with a given name, in place of an MLP.
+        options: of its attention, in addition to those of the config.
+    """
 
     live_states = 4
 
-    def __init__(self, config: ModelConfig, source: WeightSource, index: int) -> None:
+    def __init__(
+        self, config: ModelConfig, source: WeightSource, index: int, names: Sequence[str] = NORMS,
+        experts: ReadExperts | None = None, options: AttentionOptions = PLAIN,
+    ) -> None:
         at, hidden, norms = f"model.layers.{index}", config.hidden_size, NormOptions(config.norm_eps)
-        options = AttentionOptions(config.qkv_bias)
+        options = replace(options, qkv_bias=config.qkv_bias, output_bias=config.output_bias,
+                          qk_norm=norms if config.qk_norm else None)
         self.attention_norm = RMSNorm(source, f"{at}.input_layernorm", hidden, norms)
         self.attention = Attention(
             source, f"{at}.self_attn", config.attention_shape(index), config.ropes[index], hidden, options)
-        self.attention_post_norm = RMSNorm(source, f"{at}.post_self_attn_layernorm", hidden, norms)
-        self.mlp_norm = RMSNorm(source, f"{at}.post_attention_layernorm", hidden, norms)
-        self.mlp = GatedMLP(source, f"{at}.mlp", (hidden, config.intermediate_size), is_fused=True)
-        self.mlp_post_norm = RMSNorm(source, f"{at}.post_mlp_layernorm", hidden, norms)
+        self.attention_post_norm = RMSNorm(source, f"{at}.{names[0]}", hidden, norms)
+        self.mlp_norm = RMSNorm(source, f"{at}.{names[1]}", hidden, norms)
+        self.mlp: MLP = experts(config, source, at) if experts and config.has_experts(index) else GatedMLP(
+            source, f"{at}.mlp", (hidden, config.intermediate_size), is_fused=config.has_fused_gates)
+        self.mlp_post_norm = RMSNorm(source, f"{at}.{names[2]}", hidden, norms)
 
     def forward(self, h: ResidualStream, step: LayerStep) -> None:
         h += self.attention_post_norm(self.attention(self.attention_norm(h), step))
         h += self.mlp_post_norm(self.mlp(self.mlp_norm(h)))
 
 
-def compose(config: ModelConfig, source: WeightSource) -> Network:
-    """The version of 0414."""
-    layer, ends = functools.partial(Glm4Layer, config, source), EndOptions(config.tie_word_embeddings)
+def compose(
+    config: ModelConfig, source: WeightSource, names: Sequence[str] = NORMS, experts: ReadExperts | None = None,
+    options: AttentionOptions = PLAIN,
+) -> Network:
+    """A model of `Glm4Layer`s with these options."""
+    layer = functools.partial(Glm4Layer, config, source, names=names, experts=experts, options=options)
+    ends = EndOptions(config.tie_word_embeddings, config.embedding_scale)
     return read_network(config, source, layer, ends, NormOptions(config.norm_eps))

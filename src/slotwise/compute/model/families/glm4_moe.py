@@ -21,7 +21,7 @@ from slotwise.compute.model.model_config import (
 )
 from slotwise.compute.model.network import ExpertNames, Network, read_experts
 
-NAMES = ExpertNames(correction="gate.e_score_correction_bias")  # also those of DeepSeek-V3
+NAMES = ExpertNames(correction="mlp.gate.e_score_correction_bias")  # also those of DeepSeek-V3
 
 
 def configure(fields: Fields) -> ModelConfig:

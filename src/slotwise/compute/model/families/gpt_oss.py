@@ -9,6 +9,7 @@ from dataclasses import replace
 from slotwise.compute.kernels.interface import ClampedSwiGLU, Routing
 from slotwise.compute.model.families import llama
 from slotwise.compute.model.fields import Fields
+from slotwise.compute.model.layers.attention import AttentionOptions
 from slotwise.compute.model.layers.linear import Linear
 from slotwise.compute.model.layers.mlp import SPLIT, MixtureOfExperts, interleaved_experts, separate_experts
 from slotwise.compute.model.layers.source import WeightSource
@@ -45,7 +46,7 @@ def configure(fields: Fields) -> ModelConfig:
 
 
 def compose(config: ModelConfig, source: WeightSource) -> Network:
-    return llama.compose(config, source, experts, sinks=True)
+    return llama.compose(config, source, experts, AttentionOptions(sinks="sinks"))
 
 
 def experts(config: ModelConfig, source: WeightSource, at: str) -> MixtureOfExperts:

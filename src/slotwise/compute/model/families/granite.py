@@ -9,20 +9,32 @@ mixtures of experts have experts in place of the MLP.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 from slotwise.compute.kernels.interface import Routing
 from slotwise.compute.model.families import llama
 from slotwise.compute.model.fields import Fields
+from slotwise.compute.model.layers.attention import AttentionOptions
 from slotwise.compute.model.layers.linear import Linear
 from slotwise.compute.model.layers.mlp import SPLIT, MixtureOfExperts, separate_experts, stacked_experts
+from slotwise.compute.model.layers.rope import NoRope
 from slotwise.compute.model.layers.source import WeightSource
-from slotwise.compute.model.model_config import ModelConfig, read_mixture
-from slotwise.compute.model.network import Network
+from slotwise.compute.model.model_config import (
+    FULL,
+    PLAIN_DEFAULTS,
+    SLIDING,
+    ConfigDefaults,
+    ModelConfig,
+    read_layer_types,
+    read_mixture,
+    read_window,
+)
+from slotwise.compute.model.network import ExpertNames, Network, read_experts
 
 
-def configure(fields: Fields) -> ModelConfig:
-    config, residual = llama.configure(fields), fields.number("residual_multiplier", default=1.0)
+def configure(fields: Fields, defaults: ConfigDefaults = PLAIN_DEFAULTS) -> ModelConfig:
+    config, residual = llama.configure(fields, defaults), fields.number("residual_multiplier", default=1.0)
     return replace(
         config,
         embedding_scale=fields.number("embedding_multiplier", default=1.0) / residual,
@@ -49,3 +61,50 @@ def experts(config: ModelConfig, source: WeightSource, at: str) -> MixtureOfExpe
     weights = (separate_experts(source, f"{name}.experts", SPLIT, sizes, count) if mixture.are_split else
                stacked_experts(source, names, sizes, count))
     return MixtureOfExperts(router, weights, sizes, routing, source)
+
+
+WINDOWED = ConfigDefaults(num_kv_heads=4, norm_eps=1e-5, tie_word_embeddings=True)
+SHARED = ExpertNames(
+    "block_sparse_moe.router.layer", "block_sparse_moe", stacked=("input_linear.weight", "output_linear.weight"),
+    shared="shared_mlp", shared_parts=("input_linear", "output_linear"))
+
+
+def configure_shared(fields: Fields) -> ModelConfig:
+    """With an expert that all tokens share."""
+    config = configure_moe(fields)
+    size = fields.integer("shared_intermediate_size", default=0, minimum=0)
+    return replace(config, mixture=replace(config.mixture_of_experts, shared_intermediate_size=size))
+
+
+def compose_shared(config: ModelConfig, source: WeightSource) -> Network:
+    return llama.compose(config, source, functools.partial(read_experts, names=SHARED))
+
+
+def configure_windows(fields: Fields) -> ModelConfig:
+    """With a window in most layers, and a base of the rotary embedding, or no positions, for each layer."""
+    return _with_windows(fields, configure(fields, WINDOWED))
+
+
+def configure_moe_windows(fields: Fields) -> ModelConfig:
+    return _with_windows(fields, configure_shared(fields))
+
+
+def _with_windows(fields: Fields, config: ModelConfig) -> ModelConfig:
+    kinds = tuple(SLIDING if layer % 4 else FULL for layer in range(config.num_layers))
+    ropes = config.ropes
+    if fields.has("layer_rope_theta"):
+        thetas = fields.numbers("layer_rope_theta", minimum=-1.0)
+        if len(thetas) != config.num_layers:
+            raise fields.error("layer_rope_theta", f"must be a number for each of {config.num_layers} layers")
+        ropes = tuple(replace(rope, theta=theta) if theta else NoRope()
+                      for rope, theta in zip(ropes, thetas, strict=True))
+    return replace(config, ropes=ropes, windows=read_layer_types(fields, read_window(fields, 128), kinds))
+
+
+SINKS = AttentionOptions(sinks="sinks")
+STACKED = ExpertNames("block_sparse_moe.router", "block_sparse_moe.experts", stacked=("gate_up_proj", "down_proj"),
+                      shared="shared_mlp", shared_parts=("input_linear", "output_linear"))
+
+
+def compose_windows(config: ModelConfig, source: WeightSource) -> Network:
+    return llama.compose(config, source, functools.partial(read_experts, names=STACKED), SINKS)

@@ -28,7 +28,7 @@ from slotwise.compute.model.model_config import (
 )
 from slotwise.compute.model.network import MLP, ExpertNames, Network, TokenMixer, read_experts, read_network
 
-NAMES = ExpertNames("feed_forward", router="router")
+NAMES = ExpertNames("feed_forward.router", "feed_forward.experts")
 
 
 def configure(fields: Fields) -> ModelConfig:

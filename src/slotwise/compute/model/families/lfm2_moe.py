@@ -34,8 +34,8 @@ class Lfm2MoeLayer(lfm2.Lfm2Layer):
     def read_mlp(self, config: ModelConfig, source: WeightSource, index: int) -> MLP:
         if not config.has_experts(index):
             return super().read_mlp(config, source, index)
-        names = ExpertNames("feed_forward", parts=lfm2.PARTS,
-                            correction="expert_bias" if config.mixture_of_experts.has_correction else "")
+        names = ExpertNames("feed_forward.gate", "feed_forward.experts", lfm2.PARTS,
+                            correction="feed_forward.expert_bias" if config.mixture_of_experts.has_correction else "")
         return read_experts(config, source, f"model.layers.{index}", names)
 
 

@@ -15,20 +15,20 @@ from dataclasses import replace
 from torch import Tensor
 
 from slotwise.compute.model.fields import Fields
-from slotwise.compute.model.layers.attention import Attention, AttentionOptions, LayerStep
+from slotwise.compute.model.layers.attention import PLAIN, Attention, AttentionOptions, LayerStep
 from slotwise.compute.model.layers.embedding_and_head import EndOptions
 from slotwise.compute.model.layers.mlp import GatedMLP
 from slotwise.compute.model.layers.norm import NormOptions, ResidualStream, RMSNorm
 from slotwise.compute.model.layers.source import WeightSource
-from slotwise.compute.model.model_config import ModelConfig, read_common
+from slotwise.compute.model.model_config import PLAIN_DEFAULTS, ConfigDefaults, ModelConfig, read_common
 from slotwise.compute.model.network import MLP, DecoderLayer, Network, read_network
 
 ReadExperts = Callable[[ModelConfig, WeightSource, str], MLP]
 
 
-def configure(fields: Fields) -> ModelConfig:
+def configure(fields: Fields, defaults: ConfigDefaults = PLAIN_DEFAULTS) -> ModelConfig:
     bias = fields.flag("attention_bias")
-    return replace(read_common(fields), qkv_bias=bias, output_bias=bias, mlp_bias=fields.flag("mlp_bias"))
+    return replace(read_common(fields, defaults), qkv_bias=bias, output_bias=bias, mlp_bias=fields.flag("mlp_bias"))
 
 
 class LlamaLayer(DecoderLayer):
@@ -36,17 +36,17 @@ class LlamaLayer(DecoderLayer):
 
     Args:
         experts: reads the experts of the layer with a given name, in place of an MLP.
-        norms_all_heads, sinks, queries: see `AttentionOptions`.
+        options: of its attention, in addition to those of the config.
     """
 
     def __init__(
-        self, config: ModelConfig, source: WeightSource, index: int, experts: ReadExperts | None = None, *,
-        norms_all_heads: bool = False, sinks: bool = False, queries: Callable[[Tensor, Tensor], Tensor] | None = None,
+        self, config: ModelConfig, source: WeightSource, index: int, experts: ReadExperts | None = None,
+        options: AttentionOptions = PLAIN,
     ) -> None:
         at, hidden, norms = f"model.layers.{index}", config.hidden_size, NormOptions(config.norm_eps)
-        options = AttentionOptions(
-            config.qkv_bias, config.output_bias, norms if config.qk_norm else None, norms_all_heads, sinks,
-            qkv_name="qkv_proj" if config.has_fused_qkv else "", queries=queries,
+        options = replace(
+            options, qkv_bias=config.qkv_bias, output_bias=config.output_bias,
+            qk_norm=norms if config.qk_norm else None, qkv_name="qkv_proj" if config.has_fused_qkv else "",
             qkv=functools.partial(_clipped, config.qkv_clip) if config.qkv_clip else None)
         self.attention_norm = RMSNorm(source, f"{at}.input_layernorm", hidden, norms)
         self.attention = Attention(
@@ -66,14 +66,14 @@ def _clipped(limit: float, qkv: Tensor) -> Tensor:
 
 
 def compose(
-    config: ModelConfig, source: WeightSource, experts: ReadExperts | None = None, *, norms_all_heads: bool = False,
-    sinks: bool = False, queries: Callable[[Tensor, Tensor], Tensor] | None = None,
+    config: ModelConfig, source: WeightSource, experts: ReadExperts | None = None, options: AttentionOptions = PLAIN,
+    *, head_bias: bool = False,
 ) -> Network:
     """A model of `LlamaLayer`s with these options."""
 
     def layer(index: int) -> LlamaLayer:
-        return LlamaLayer(
-            config, source, index, experts, norms_all_heads=norms_all_heads, sinks=sinks, queries=queries)
+        return LlamaLayer(config, source, index, experts, options)
 
-    ends = EndOptions(config.tie_word_embeddings, config.embedding_scale, logit_scale=config.logit_scale)
+    ends = EndOptions(
+        config.tie_word_embeddings, config.embedding_scale, logit_scale=config.logit_scale, head_bias=head_bias)
     return read_network(config, source, layer, ends, NormOptions(config.norm_eps))

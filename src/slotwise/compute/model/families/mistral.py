@@ -17,6 +17,7 @@ from torch import Tensor
 from slotwise.compute.kernels.interface import Routing
 from slotwise.compute.model.families import llama
 from slotwise.compute.model.fields import Fields
+from slotwise.compute.model.layers.attention import AttentionOptions
 from slotwise.compute.model.layers.linear import Linear
 from slotwise.compute.model.layers.mlp import MixtureOfExperts, separate_experts
 from slotwise.compute.model.layers.source import WeightSource
@@ -65,7 +66,7 @@ def configure_ministral3(fields: Fields) -> ModelConfig:
 
 def compose_ministral3(config: ModelConfig, source: WeightSource) -> Network:
     assert isinstance(config.own, Sharpening)
-    return llama.compose(config, source, queries=functools.partial(_sharpened, config.own))
+    return llama.compose(config, source, None, AttentionOptions(queries=functools.partial(_sharpened, config.own)))
 
 
 def _sharpened(sharpening: Sharpening, queries: Tensor, positions: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
+from slotwise.compute.model.families.llama import ReadExperts
 from slotwise.compute.model.fields import Fields
 from slotwise.compute.model.layers.attention import Attention, AttentionOptions, LayerStep
 from slotwise.compute.model.layers.embedding_and_head import EndOptions
@@ -29,7 +30,7 @@ from slotwise.compute.model.model_config import (
     read_ropes,
     read_window,
 )
-from slotwise.compute.model.network import DecoderLayer, Network, read_network
+from slotwise.compute.model.network import MLP, DecoderLayer, Network, read_network
 
 
 def configure(fields: Fields, ropes: Sequence[Rope] | None = None) -> ModelConfig:
@@ -39,22 +40,27 @@ def configure(fields: Fields, ropes: Sequence[Rope] | None = None) -> ModelConfi
 
 
 class Olmo2Layer(DecoderLayer):
-    """Also OLMo 3's, with windows and rotary embeddings by layer, and EXAONE 4's.
+    """Also OLMo 3's, with windows and rotary embeddings by layer, EXAONE 4's, and FlexOlmo's.
 
     Args:
         norms_all_heads: see `AttentionOptions`.
+        experts: reads the experts of the layer with a given name, in place of an MLP.
     """
 
     live_states = 4
 
-    def __init__(self, config: ModelConfig, source: WeightSource, index: int, *, norms_all_heads: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, source: WeightSource, index: int, experts: ReadExperts | None = None, *,
+        norms_all_heads: bool,
+    ) -> None:
         at, hidden, norms = f"model.layers.{index}", config.hidden_size, NormOptions(config.norm_eps)
         options = AttentionOptions(config.qkv_bias, config.output_bias, norms, norms_all_heads)
         self.attention_norm = NoNorm()
         self.attention = Attention(
             source, f"{at}.self_attn", config.attention_shape(index), config.ropes[index], hidden, options)
         self.attention_post_norm = RMSNorm(source, f"{at}.post_attention_layernorm", hidden, norms)
-        self.mlp = GatedMLP(source, f"{at}.mlp", (hidden, config.intermediate_size))
+        self.mlp: MLP = experts(config, source, at) if experts and config.has_experts(index) else GatedMLP(
+            source, f"{at}.mlp", (hidden, config.intermediate_size))
         self.mlp_post_norm = RMSNorm(source, f"{at}.post_feedforward_layernorm", hidden, norms)
 
     def forward(self, h: ResidualStream, step: LayerStep) -> None:
@@ -62,9 +68,11 @@ class Olmo2Layer(DecoderLayer):
         h += self.mlp_post_norm(self.mlp(h.sum()))
 
 
-def compose(config: ModelConfig, source: WeightSource, *, norms_all_heads: bool = True) -> Network:
+def compose(
+    config: ModelConfig, source: WeightSource, experts: ReadExperts | None = None, *, norms_all_heads: bool = True,
+) -> Network:
     """A model of `Olmo2Layer`s."""
-    layer = functools.partial(Olmo2Layer, config, source, norms_all_heads=norms_all_heads)
+    layer = functools.partial(Olmo2Layer, config, source, experts=experts, norms_all_heads=norms_all_heads)
     return read_network(
         config, source, layer, EndOptions(config.tie_word_embeddings), NormOptions(config.norm_eps))
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from slotwise.compute.kernels.interface import Routing
 from slotwise.compute.model.families import llama, qwen2
 from slotwise.compute.model.fields import Fields
+from slotwise.compute.model.layers.attention import AttentionOptions
 from slotwise.compute.model.layers.source import WeightSource
 from slotwise.compute.model.model_config import ConfigDefaults, ModelConfig, read_common, read_mixture
 from slotwise.compute.model.network import Network
@@ -22,4 +23,4 @@ def configure(fields: Fields) -> ModelConfig:
 
 
 def compose(config: ModelConfig, source: WeightSource) -> Network:
-    return llama.compose(config, source, qwen2.experts, norms_all_heads=True)
+    return llama.compose(config, source, qwen2.experts, AttentionOptions(norms_all_heads=True))

@@ -4,7 +4,7 @@
          Linear     `────── one kernel, `rotary_store` ───'       one kernel, `attention`          Linear
 
 Sizes, window and soft cap are the kernels' `AttentionShape`; biases, norms and sinks are weights.  Where results are
-gated, queries and gates are one weight, head by head: [ q0 | g0 | q1 | g1 | ... ].
+gated, gates are a weight of their own, or one with the queries, head by head: [ q0 | g0 | q1 | g1 | ... ].
 """
 
 from __future__ import annotations
@@ -34,19 +34,23 @@ class AttentionOptions:
     output_bias: bool = False
     qk_norm: NormOptions | QKNorm | None = None  # whose weights are read, or are given
     norms_all_heads: bool = False  # together, and not each by itself
-    sinks: bool = False  # a score without a value for each head
+    sinks: str = ""  # the name of a score without a value for each head; "": there are none
     names: tuple[str, str, str, str] = ("q_proj", "k_proj", "v_proj", "o_proj")  # of the products
     qkv_name: str = ""  # of a fused weight of queries, keys and values; "": three weights
     qkv_groups: int = 1  # of heads in a fused weight: each has its queries, then its keys, then its values
     values_first: bool = False  # in a group, values are before keys
     head_norm: HeadNormOptions | None = None
     is_gated: bool = False  # results are multiplied by the sigmoid of gates
+    gate_name: str = ""  # of a weight of gates; "": they are with the queries
     norm_names: tuple[str, str] = ("q_norm", "k_norm")
     has_values: bool = True  # weights of them; without, `qkv` makes them of the keys
     # What is rotated and stored in place of queries, keys and values `[tokens, heads + 2 * kv_heads, head_dim]`.
     qkv: Callable[[Tensor], Tensor] | None = None
     # What attends in place of the rotated queries `[tokens, heads, head_dim]` of tokens at positions `[tokens]`.
     queries: Callable[[Tensor, Tensor], Tensor] | None = None
+
+
+PLAIN = AttentionOptions()
 
 
 class StateAdvance(NamedTuple):
@@ -79,14 +83,15 @@ class Attention:
         options: AttentionOptions = AttentionOptions(),
     ) -> None:
         heads, group = heads_of(shape, source.group), source.group
-        if options.is_gated:
+        is_gated = options.is_gated and not options.gate_name  # with the queries
+        if is_gated:
             refuse_parts(source, "gated attention")
         self.shape = heads.shape
         self.ropes = (rope,)
         self._kernels = source.kernels
         query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         q_name, k_name, v_name, output = (f"{name}.{each}" for each in options.names)
-        queries = {q_name: query * 2 if options.is_gated else query}
+        queries = {q_name: query * 2 if is_gated else query}
         parts = queries | {k_name: key} | ({v_name: key} if options.has_values else {})
         if options.qkv_name:
             parts = {f"{name}.{options.qkv_name}": query + 2 * key}
@@ -95,10 +100,15 @@ class Attention:
         is_cut = is_shared or options.qkv_groups > 1 or options.values_first
         cuts = heads.cuts(parts, options.qkv_groups, values_first=options.values_first) if is_cut else NO_CUTS
         self.qkv = Linear(source, parts, hidden_size, bias=options.qkv_bias, cuts=cuts,
-                          order=_of_heads(order, heads.shape, is_gated=options.is_gated))
-        self._gate = Linear(source, queries, hidden_size, bias=options.qkv_bias,
-                            order=_gates(heads.shape)) if options.is_gated else None
+                          order=_of_heads(order, heads.shape, is_gated=is_gated))
         columns = range(heads.query.start * size, heads.query.stop * size)
+        self._gate = None
+        if options.gate_name:
+            gate = f"{name}.{options.gate_name}"
+            self._gate = Linear(source, {gate: query}, hidden_size,
+                                cuts={gate: Cut((columns,))} if is_shared else NO_CUTS)
+        elif is_gated:
+            self._gate = Linear(source, queries, hidden_size, bias=options.qkv_bias, order=_gates(heads.shape))
         self.output = Linear(source, {output: hidden_size}, query, bias=options.output_bias,
                              cuts={output: Cut(columns=columns)} if is_shared else NO_CUTS)
         self._norm: QKNorm | None = None
@@ -119,7 +129,8 @@ class Attention:
             source, name, options.head_norm, (heads.query, heads.key), (shape.num_heads, shape.num_kv_heads), size,
             order)
         self._sinks = source.tensor(
-            {f"{name}.sinks": (shape.num_heads,)}, {f"{name}.sinks": Cut((heads.query,))} if is_shared else NO_CUTS,
+            {f"{name}.{options.sinks}": (shape.num_heads,)},
+            {f"{name}.{options.sinks}": Cut((heads.query,))} if is_shared else NO_CUTS,
         ).float() if options.sinks else None
         self.bytes = self.qkv.bytes + self.output.bytes + (self._gate.bytes if self._gate else 0)
         self.bytes += self._norm.query.nbytes + self._norm.key.nbytes if self._norm else 0

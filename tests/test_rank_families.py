@@ -228,9 +228,12 @@ def test_a_share_that_divides_a_group_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("family", "layout"), WHOLE)
-def test_what_needs_all_of_a_layer_is_refused(family: str, layout: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"serve this model with (tensor|pipeline)_parallel_size 1"):
+def test_what_needs_all_of_a_layer_is_refused(
+    family: str, layout: str, tmp_path: Path, record_property: Callable[[str, object], None],
+) -> None:
+    with pytest.raises(CheckpointError, match=r"serve this model with (tensor|pipeline)_parallel_size 1") as refusal:
         engine_of(make(family, tmp_path / "model"), LAYOUTS[layout])
+    record_property("refused", str(refusal.value))
 
 
 @pytest.mark.parametrize("layout", ["tp", "pp"])

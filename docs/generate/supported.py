@@ -76,7 +76,7 @@ def _cells(found: list[dict[str, str]], name: str) -> list[str]:
     tokens = [what for what in TOKENS if any(each.get(what) != "passed" for each in found)]
     cells = ["not " + ", ".join(tokens) if tokens else "equal"]
     for what in ("GGUF", "LoRA", "ranks", "int8"):
-        said = {each[key] for each in found for key in (what, f"no {what}") if key in each}
+        said = {each[key] for each in found for key in (what, f"no {what}", f"not all {what}") if key in each}
         cells.append("; ".join(sorted("yes" if one == "passed" else escaped(one) for one in said)) or NOT_RUN)
     return cells
 

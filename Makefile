@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CHAT_MODEL := smollm2
+VECTOR_MODEL := minilm
 CLIENTS := .venv-clients
 CLIENT_PIP := $(CLIENTS)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check
 # Each client of clients/more has an environment of its own.  Those of CI install in seconds and differ in what they send.
@@ -18,13 +19,13 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 4 --dist load
 # Python keeps what it has compiled, whatever the shell says: else every process of the tests would compile torch anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install serve weights test suite quick families lint docs dist clients clients-install clients-more \
+.PHONY: help install serve weights vectors test suite quick families lint docs dist clients clients-install clients-more \
 	clients-more-install gpu-check gpu-compile clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
-install: $(VENV)/collected.ready $(VENV)/kernels.ready weights   ## set everything up and run nothing
+install: $(VENV)/collected.ready $(VENV)/kernels.ready weights vectors   ## set everything up and run nothing
 
 serve:           ## set up and serve a small chat model on http://127.0.0.1:8000 (ARGS=MODEL, or options)
 	@$(MAKE) --jobs 2 --no-print-directory $(VENV)/serve.ready $(if $(ARGS),,weights)
@@ -34,12 +35,16 @@ weights: $(VENV)/pip.ready   ## download the chat model, which `make serve` serv
 	@PYTHONPATH="$(CURDIR)/src" $(BIN)/python -m slotwise pull $(CHAT_MODEL) >/dev/null || \
 		echo "$(CHAT_MODEL) is missing: tests that need it are skipped"
 
+vectors: $(VENV)/pip.ready   ## download the model of vectors that tests use
+	@PYTHONPATH="$(CURDIR)/src" $(BIN)/python -m slotwise pull $(VECTOR_MODEL) >/dev/null || \
+		echo "$(VECTOR_MODEL) is missing: tests that need it are skipped"
+
 test: lint suite   ## set up and run every check and every test
 
-suite: $(VENV)/collected.ready $(VENV)/kernels.ready weights   ## every test
+suite: $(VENV)/collected.ready $(VENV)/kernels.ready weights vectors   ## every test
 	$(PYTEST) $(ARGS)
 
-quick: $(VENV)/collected.ready $(VENV)/kernels.ready weights   ## the tests that take seconds
+quick: $(VENV)/collected.ready $(VENV)/kernels.ready weights vectors   ## the tests that take seconds
 	$(PYTEST) -m "not slow" $(ARGS)
 
 families: $(VENV)/collected.ready $(VENV)/kernels.ready   ## every architecture, also those that `make test` takes another one for; writes the table of docs/reference/architectures.md

@@ -200,7 +200,7 @@ def _model(report: Report, asked: argparse.Namespace) -> None:
     if published is not None and present(published) is None:
         report.can_serve = False
         report.told["model"] = {"name": model, "error": "it has not been downloaded"}
-        report.say("model", "model", f"{model} has not been downloaded ({published.num_bytes / 1e6:,.0f} MB)")
+        report.say("model", "model", f"{model} has not been downloaded ({published.all_bytes / 1e6:,.0f} MB)")
         report.advise(f"`slotwise pull {model}` downloads {published.served_name}")
         return
     settings = engine_settings(asked)

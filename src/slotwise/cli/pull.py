@@ -43,7 +43,7 @@ def find_model(model: str | None, log_format: str = lines.TEXT) -> FoundModel:
 def usual_model() -> str:
     """Returns the model of commands that are given none: the first published one that is here, else the built-in one.
     """
-    return next((name for name, model in PUBLISHED.items() if present(model) is not None), "")
+    return next((name for name, model in PUBLISHED.items() if model.sampling and present(model) is not None), "")
 
 
 def names_model(text: str, *, is_before_others: bool) -> bool:
@@ -84,7 +84,7 @@ def _list() -> int:
     table.add_row(BUILTIN, own.name, f"{size / MEGABYTE:,.0f} MB", "Apache-2.0, PSF-2.0", "yes",
                   "completes Python code")
     for model in PUBLISHED.values():
-        table.add_row(model.name, model.served_name, f"{model.num_bytes / MEGABYTE:,.0f} MB", model.license,
+        table.add_row(model.name, model.served_name, f"{model.all_bytes / MEGABYTE:,.0f} MB", model.license,
                       "yes" if present(model) else "no", model.about)
     Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
     print("\n`slotwise serve NAME` serves one of them, and downloads it where it is missing.")

@@ -182,14 +182,32 @@ def test_the_file_of_an_installed_package_is_used(index: Path, tmp_path: Path, m
     assert present(model) is None
 
 
+def test_a_model_of_several_files_is_a_folder(index: Path, cache: Path) -> None:
+    others = {"tiny_model/config.json": b"{}", "tiny_model/1_Pooling/config.json": b"[]"}
+    model = publish(index, CONTENT, others=others)
+    (cache / "tiny-model-1.0").mkdir(parents=True, mode=0o700)
+    for folder in (cache, cache.parent):
+        folder.chmod(0o700)
+    (cache / "tiny-model-1.0" / "config.json").write_bytes(b"{}")  # of a download that was not finished
+    assert present(model) is None
+    path = pull(model)
+    assert path == cache / "tiny-model-1.0" == present(model) and model.all_bytes == len(CONTENT) + 4
+    assert left(path) == ["1_Pooling/config.json", "Tiny.Q4_1.gguf", "config.json"]
+    assert (path / "1_Pooling" / "config.json").read_bytes() == b"[]"
+    assert mode(path / "1_Pooling") == 0o700 and mode(path / "config.json") == 0o600
+    (path / "config.json").write_bytes(b"{ }")
+    assert present(model) is None
+
+
 def test_the_entries() -> None:
     for name, model in PUBLISHED.items():
-        assert model.name == name and len(model.sha256) == len(model.wheel_sha256) == 64
+        assert model.name == name and len(model.wheel_sha256) == 64
+        assert all(len(file.sha256) == 64 and model.place(file) for file in model.files)
         assert model.served_name.isprintable() and "/" not in model.served_name
 
 
 def test_a_published_model_samples_as_its_card_recommends(tmp_path: Path) -> None:
-    (model,) = PUBLISHED.values()
+    model = PUBLISHED["smollm2"]
     path = tmp_path / Path(model.member).name
     path.touch()
     assert recommended_sampling(path) == {}, "another file of this name"

@@ -55,6 +55,9 @@ CLASSIC = dict.fromkeys(("num_key_value_heads", "head_dim", "rms_norm_eps"), ...
 GPT = CLASSIC | {"intermediate_size": ..., "n_inner": 160, "initializer_range": 0.4}
 OPT = CLASSIC | {"intermediate_size": ..., "initializer_range": ..., "ffn_dim": 160, "init_std": 0.2}
 
+SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+UNKNOWN = ("num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings", "rms_norm_eps")
+
 _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": False}),
     "llama3": ("Llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}),
@@ -162,6 +165,19 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm_moe_dsa": ("GlmMoeDsa", LATENT | ROUTED | INDEXED | {"indexer_types": ["full", "shared", "full"]}),
     "youtu": ("Youtu", LATENT | {"rope_interleave": False}),
     "minicpm3": ("MiniCPM3", LATENT | {"dim_model_base": 48}),
+    "bloom": ("Bloom", {**dict.fromkeys(UNKNOWN + SHAPE[1:], ...), "n_layer": 2, "n_head": 6,
+                        "apply_residual_connection_post_layernorm": True}),
+    "mpt": ("Mpt", {**dict.fromkeys(UNKNOWN + SHAPE, ...), "d_model": 96, "n_layers": 2, "n_heads": 6,
+                    "attn_config": {"clip_qkv": 2.0, "softmax_scale": 0.2}}),
+    "falcon": ("Falcon", {"num_hidden_layers": 2, **dict.fromkeys(UNKNOWN, ...)}),
+    "falcon_new": ("Falcon", {"num_hidden_layers": 2, "num_kv_heads": 2, "new_decoder_architecture": True, "bias": True,
+                              "ffn_hidden_size": 200, **dict.fromkeys(UNKNOWN, ...)}),
+    "falcon_rw": ("Falcon", {"num_hidden_layers": 2, "num_attention_heads": 6, "alibi": True, "multi_query": False,
+                             "parallel_attn": False, "bias": True, **dict.fromkeys(UNKNOWN, ...)}),
+    "cohere": ("Cohere", {"num_hidden_layers": 2, "use_qk_norm": True, "logit_scale": 0.3, "head_dim": ...,
+                          "rms_norm_eps": ...}),
+    "cohere2": ("Cohere2", {"num_hidden_layers": 4, "sliding_window": 48, "layer_types": [
+        "sliding_attention", "full_attention"] * 2, "head_dim": ..., "rms_norm_eps": ..., "logit_scale": 0.5}),
     "gemma": ("Gemma", {"num_hidden_layers": 2}),
     "gemma3n": ("Gemma3n", {"num_hidden_layers": 6, "sliding_window": 48, "intermediate_size": [160, 192] * 3,
                             "layer_types": ["sliding_attention", "full_attention"] * 3, "num_kv_shared_layers": 2,
@@ -225,7 +241,7 @@ FAMILIES = EVERY if ARE_ALL_ASKED else [name for name in EVERY if name not in AL
 RECURRENT = (  # families whose states no ranks divide
     "qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "mamba2", "bamba", "granite_hybrid", "mamba",
     "falcon_mamba", "jamba", "lfm2_moe")
-NOT_IN_TORCH = ("softcapping", "gpt_oss", "mamba", "granite_swa", "granitemoe_swa", "flint")
+NOT_IN_TORCH = ("softcapping", "gpt_oss", "mamba", "granite_swa", "granitemoe_swa", "flint", "bloom", "mpt")
 """In configs of models whose attention torch's own does not compute."""
 UNSCALED = ("Gemma3n", "Gemma4")  # classes whose scores are not divided by the root of the size of a head
 

@@ -88,6 +88,11 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
     "SolarOpenConfig": ("solar_open", {}),
     "ExaoneMoeConfig": ("exaone_moe", {"sliding_window": 20, "num_hidden_layers": 4}),
     "GemmaConfig": ("gemma", {}),
+    "BloomConfig": ("bloom", {"n_head": 4, "apply_residual_connection_post_layernorm": False}),
+    "MptConfig": ("mpt", {"n_heads": 4}),
+    "FalconConfig": ("falcon_new", {}),
+    "CohereConfig": ("cohere", {}),
+    "Cohere2Config": ("cohere2", {"sliding_window": 20, "layer_types": ...}),
     "Gemma4TextConfig": ("gemma4", CALM | {
         "sliding_window": 20, "num_hidden_layers": 12, "layer_types": ..., "global_head_dim": ...,
         "use_double_wide_mlp": False, "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2,
@@ -111,7 +116,8 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 COMPARED = [name for name, (family, _) in BASES.items() if family in FAMILIES]
 READ_BESIDE = {  # fields that transformers obeys, but the class does not list
-    "MistralConfig": {"layer_types"}, "Gemma3TextConfig": {"sliding_window_pattern"}}
+    "MistralConfig": {"layer_types"}, "Gemma3TextConfig": {"sliding_window_pattern"},
+    "Cohere2Config": {"sliding_window_pattern"}}
 DERIVED = (  # that transformers writes, from other fields
     "layer_types", "no_rope_layers", "mlp_layer_types", "layers_block_type", "per_layer_config")
 NOT_DERIVED = ("GraniteMoeHybridConfig", "Lfm2MoeConfig")  # classes whose layer types are not
@@ -198,6 +204,17 @@ BUILT |= {
     "kv_lora_rank": 24, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 4, "v_head_dim": 20,
     "index_n_heads": 4, "index_head_dim": 24, "indexer_types": ["full", "full", "shared"]}
 READ |= {"index_topk": (100, lambda config: config.max_position_embeddings, 100)}
+# Of families with ALiBi, and Cohere's.
+NOTHING |= {"hidden_dropout": 0.5, "learned_pos_emb": False, "init_device": "cuda",
+            "emb_pdrop": 0.5, "multi_query": False}
+EDITED |= {"apply_residual_connection_post_layernorm": True, "attn_config": {"clip_qkv": 1.0}, "alibi": True,
+           "activation": "relu", "layer_norm_eps": 0.5, "logit_scale": 0.7, "n_head": 8, "n_heads": 8}
+BUILT |= {
+    "n_layer": 5, "d_model": 128, "n_layers": 5, "num_kv_heads": 1, "bias": False,
+    "new_decoder_architecture": False, "ffn_hidden_size": 100, "num_ln_in_parallel_attn": 1}
+READ |= {"max_seq_len": (128, lambda config: config.max_position_embeddings, 128)}
+REFUSED |= {"expansion_ratio": 2, "no_bias": False, "embedding_fraction": 0.5, "norm_type": "rmsnorm",
+            "parallel_attn": False, "slow_but_exact": True}
 LISTS = (NOTHING, EDITED, BUILT, READ, REFUSED)
 
 HYBRID = ["full_attention", "linear_attention", "linear_attention", "full_attention"]
@@ -281,6 +298,9 @@ OWN: dict[str, dict[str, tuple[dict[str, Any], Any]]] = {
         "num_hidden_layers": (BUILT, 18), "layer_types": (BUILT, MIXED[:2] * 6), "enable_moe_block": (BUILT, False),
         "vocab_size_per_layer_input": (BUILT, 1100),
         "use_bidirectional_attention": (REFUSED, "all"), "rope_scaling": (REFUSED, LINEAR)},
+    "MptConfig": {"logit_scale": (REFUSED, 0.5), "rope_scaling": (NOTHING, LINEAR)},
+    "BloomConfig": {"rope_scaling": (NOTHING, LINEAR)},
+    "CohereConfig": {"use_qk_norm": (BUILT, False)},
     "GemmaConfig": {"hidden_act": (REFUSED, "relu")},
     "Ministral3Config": {"rope_parameters": (EDITED, SHARPENED), "rope_scaling": (EDITED, SHARPENED)},
     "HeliumConfig": {"head_dim": (REFUSED, 16), "hidden_size": (REFUSED, 128), "num_attention_heads": (REFUSED, 8)},
@@ -346,8 +366,10 @@ def theirs(folder: Path) -> torch.Tensor:
     """
     from transformers import AutoModelForCausalLM
 
+    # Falcon's eager attention adds ALiBi twice.
+    attention = "sdpa" if '"alibi": true' in (folder / "config.json").read_text() else "eager"
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype="float32", attn_implementation="eager", return_dict=True).eval()
+        folder, dtype="float32", attn_implementation=attention, return_dict=True).eval()
     with torch.inference_mode():
         return torch.cat([
             model(torch.tensor([ids]) % model.config.vocab_size).logits[:, -1]

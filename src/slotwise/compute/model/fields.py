@@ -40,6 +40,8 @@ class Fields:
         values, shown = dict(self.values), dict(self._shown)
         for old, new in names.items():
             if old not in values:
+                if new not in values:
+                    shown[new] = old
                 continue
             if values.get(new, values[old]) != values[old]:
                 raise self.error(old, f"and {new} differ")

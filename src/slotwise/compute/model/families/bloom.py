@@ -1,5 +1,5 @@
-"""BLOOM (BigScience, 2022): positions by ALiBi, a norm of the embedding, and queries, keys and values in one weight, head
-by head.
+"""BLOOM (BigScience, 2022): positions by ALiBi, a norm of the embedding, and queries, keys and values in one weight,
+head by head.
 
     h += attention(norm(h)),  h += down(gelu(up(norm(h))))
 """
@@ -20,15 +20,19 @@ from slotwise.compute.model.model_config import ConfigDefaults, ModelConfig
 from slotwise.compute.model.network import Network, read_network
 
 NAMES = {
-    "n_embed": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+    "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
     "seq_length": "max_position_embeddings", "layer_norm_epsilon": "rms_norm_eps"}
+SIZES = {"hidden_size": 64, "n_layer": 2, "n_head": 8, "vocab_size": 250880}  # as in transformers
 DEFAULTS = ConfigDefaults(norm_eps=1e-5, tie_word_embeddings=True)
 PARTS = Parts("input_layernorm", "self_attention", "post_attention_layernorm", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
 
 
 def configure(fields: Fields) -> ModelConfig:
-    """`is_parallel` of no layer; `own` is whether norms, not sums, are what is added to."""
-    fields = with_inner(fields.renamed(NAMES)).with_defaults(max_position_embeddings=2048)
+    """`own` says whether layers add to norms."""
+    if fields.flag("slow_but_exact"):
+        raise fields.error("slow_but_exact", "is true, which is not supported")
+    fields = fields.renamed({"n_embed": "hidden_size"}) if fields.has("n_embed") else fields
+    fields = with_inner(fields.with_defaults(**SIZES).renamed(NAMES)).with_defaults(max_position_embeddings=2048)
     config = read_plain(fields, DEFAULTS, "gelu_fast")
     return replace(config, has_biases=True, own=fields.flag("apply_residual_connection_post_layernorm"))
 

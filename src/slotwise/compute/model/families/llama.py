@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from slotwise.compute.model.fields import Fields
@@ -47,7 +48,7 @@ class LlamaLayer(DecoderLayer):
         options = replace(
             options, qkv_bias=config.qkv_bias, output_bias=config.output_bias,
             qk_norm=norms if config.qk_norm else None, qkv_name="qkv_proj" if config.has_fused_qkv else "",
-            qkv=functools.partial(_clipped, config.qkv_clip) if config.qkv_clip else None)
+            qkv=clipped(config.qkv_clip))
         self.attention_norm = RMSNorm(source, f"{at}.input_layernorm", hidden, norms)
         self.attention = Attention(
             source, f"{at}.self_attn", config.attention_shape(index), config.ropes[index], hidden, options)
@@ -61,8 +62,9 @@ class LlamaLayer(DecoderLayer):
         h += self.mlp(self.mlp_norm(h))
 
 
-def _clipped(limit: float, qkv: Tensor) -> Tensor:
-    return qkv.clamp(-limit, limit)
+def clipped(limit: float) -> Callable[[Tensor], Tensor] | None:
+    """Clips queries, keys and values to `-limit ... limit`; None for 0, which is no limit."""
+    return functools.partial(torch.clamp, min=-limit, max=limit) if limit else None
 
 
 def compose(

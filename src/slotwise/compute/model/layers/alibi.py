@@ -16,7 +16,7 @@ def slopes(num_heads: int) -> Tensor:
     """BLOOM's and Falcon's, `[heads]` float32: powers of 2, and between them where heads are not a power of 2."""
     whole = 1 << (num_heads.bit_length() - 1)
     found = _powers(whole, torch.arange(1, whole + 1))
-    more = _powers(2 * whole, torch.arange(1, 2 * min(whole, num_heads - whole), 2))
+    more = _powers(2 * whole, 1 + 2 * torch.arange(min(whole, num_heads - whole)))
     return torch.cat((found, more))
 
 

@@ -43,6 +43,7 @@ class AttentionOptions:
     is_gated: bool = False  # results are multiplied by the sigmoid of gates
     gate_name: str = ""  # of a weight of gates; "": they are with the queries
     norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    biases: Tensor | None = None  # of scores, `[heads, positions]` float32, of the heads of all ranks
     has_values: bool = True  # weights of them; without, `qkv` makes them of the keys
     # What is rotated and stored in place of queries, keys and values `[tokens, heads + 2 * kv_heads, head_dim]`.
     qkv: Callable[[Tensor], Tensor] | None = None
@@ -114,6 +115,10 @@ class Attention:
         self._norm: QKNorm | None = None
         self._qkv = options.qkv
         self._queries = options.queries
+        self._biases: Tensor | None = None
+        if options.biases is not None:
+            own = options.biases[heads.query.start : heads.query.stop].contiguous()
+            self._biases = own.to(source.kernels.device)
         if isinstance(options.qk_norm, QKNorm):
             self._norm = _ordered(options.qk_norm, order)
         elif options.qk_norm:
@@ -143,7 +148,7 @@ class Attention:
         queries = self.store(x, step)
         if self._queries is not None:
             queries = self._kernels.rowwise(self._queries, queries, step.batch.positions)
-        out = self._kernels.attention(queries, step.cache, step.batch, self.shape, self._sinks)
+        out = self._kernels.attention(queries, step.cache, step.batch, self.shape, self._sinks, self._biases)
         if gate is not None:
             out = self._kernels.sigmoid_mul(gate, out)
         return self.output(step.kept(out))

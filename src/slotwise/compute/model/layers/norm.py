@@ -182,7 +182,7 @@ class HeadNorms:
 
         self._weight = read("weight")
         self._bias = read("bias") if options.has_bias else torch.zeros_like(self._weight)
-        self.bytes = self._weight.nbytes + self._bias.nbytes
+        self.bytes = self._weight.nbytes * (2 if options.has_bias else 1)
 
     def __call__(self, qkv: Tensor) -> Tensor:
         return self._kernels.rowwise(self._normed, qkv)

@@ -40,6 +40,26 @@ def rendered(source: str, *messages: Json, **variables: Any) -> str:
     return ChatTemplate(source, {}).render(messages, **variables)
 
 
+LEFT_TO_CLIENTS = (  # what calls stand for is the client's to write; results are turns
+    "{% if tools %}List of tools: {{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+
+
+def test_calls_that_a_template_leaves_to_clients_are_written_as_the_model_writes_them() -> None:
+    text = rendered(LEFT_TO_CLIENTS, USER, call("Well."), RESULT, call(arguments={"days": [2, None]}), RESULT)
+    assert text == ("<user>hi<assistant>Well.<|tool_call_start|>[weather(city='Rome')]<|tool_call_end|><tool>sunny"
+                    "<assistant><|tool_call_start|>[weather(days=[2, None])]<|tool_call_end|><tool>sunny")
+    kimi = LEFT_TO_CLIENTS.replace("List of tools: ", "<|im_system|>tool_declare")
+    text = rendered(kimi, USER, call(), RESULT, call(), RESULT, tools=[TOOL])
+    assert "functions.weather:0" in text and 'functions.weather:1<|tool_call_argument_begin|>{"city": "Rome"}' in text
+
+
+def test_arguments_are_a_text_where_a_template_joins_them() -> None:
+    joining = ("{% for m in messages %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+               "{{ '>' + c.function.name + ' ' + c.function.arguments }}{% endfor %}{% endfor %}")
+    assert rendered(joining, USER, call(), RESULT) == 'hi>weather {"city": "Rome"}sunny'
+
+
 USER, RULE, RESULT = message("user", "hi"), message("system", "rule"), {
     "role": "tool", "tool_call_id": "abcdefghi", "content": "sunny"}
 

@@ -91,7 +91,7 @@ class ChatTemplate:
         except Exception as error:  # a source can fail in any way that Python can: it is compiled to Python
             raise ChatTemplateError(f"the chat template does not compile: {error}") from error
         self._special_tokens = dict(special_tokens)
-        self._normalizer = Normalizer(self._write)
+        self._normalizer = Normalizer(self._write, source)
 
     def variables(self) -> dict[str, Variable]:
         """What the template may be given, by name: see `variables_of`; without its special tokens."""

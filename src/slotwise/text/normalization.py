@@ -24,9 +24,9 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import takewhile
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from slotwise.text.chat_source import ChatTemplateError
 from slotwise.text.conversation import EMPTY, Message, text_of
@@ -46,7 +46,7 @@ Variables = dict[str, Any]
 Conversation = tuple[list[Message], Variables]
 Write = Callable[[list[Message], Variables], str]
 
-TOOLS_AS_TEXT, CALLS_AS_TEXT = "tools as text", "calls as text"
+TOOLS_AS_TEXT, CALLS_AS_TEXT, CALLS_WRITTEN = "tools as text", "calls as text", "calls written"
 
 _MARK = re.compile(r"zq\d+z", re.IGNORECASE)
 _PROBED = {"type": "function", "function": {"name": "zq1z", "description": "d", "parameters": {
@@ -145,10 +145,18 @@ class Normalizer:
 
     Args:
         write: renders messages with all variables; raises ChatTemplateError.
+        source: of the template.
     """
 
-    def __init__(self, write: Write) -> None:
+    def __init__(self, write: Write, source: str = "") -> None:
         self._write = write
+        self._rewrites = dict(REWRITES)
+        for form in WRITTEN_CALLS:
+            if all(sign in source for sign in form.signs):
+                rest = self._rewrites.copy()
+                first = {name: rest.pop(name) for name in (TOOLS_AS_TEXT, CALLS_AS_TEXT)}
+                self._rewrites = first | {CALLS_WRITTEN: partial(_calls_written, form)} | rest
+                break
         self._chosen: dict[bytes, Sequence[str] | None] = {}  # by the digest of a skeleton
         self._knows = lru_cache(MAX_CHOICES)(self._finds_role)
         self._null_content = lru_cache(2)(self._finds_null_content)
@@ -175,7 +183,7 @@ class Normalizer:
         if names is None:
             self._write(found, variables)  # raises what the template has to say about it
             raise ChatTemplateError(self._loss(skeleton, places, is_open))
-        return _rewritten(found, variables, names)
+        return self._rewritten(found, variables, names)
 
     @cached_property
     def ignores_tools(self) -> bool:
@@ -249,19 +257,20 @@ class Normalizer:
         """The fewest rewrites with which the template keeps all of a skeleton; None: nothing helps."""
         wanted = _marks([messages, variables["tools"]])
         always = [TOOLS_AS_TEXT] if variables["tools"] and self.ignores_tools else []
-        others = [name for name in REWRITES if name != TOOLS_AS_TEXT]
+        others = [name for name in self._rewrites if name != TOOLS_AS_TEXT]
 
         def keeps(names: Sequence[str]) -> bool:
-            text = self._tried(*_rewritten(messages, variables, [*always, *names]))
+            text = self._tried(*self._rewritten(messages, variables, [*always, *names]))
             return text is not None and wanted <= _marks(text) and not (is_open and self._is_moved(messages, text))
 
         if keeps(()):
             return always
         if len(messages) > MAX_SEARCHED:
             return [*always, *others] if keeps(others) else None
-        plain = _rewritten(messages, variables, always)
+        plain = self._rewritten(messages, variables, always)
         for name in reversed(others):
-            if name != CALLS_AS_TEXT and _rewritten(messages, variables, [*always, name]) != plain and keeps([name]):
+            changed = self._rewritten(messages, variables, [*always, name])
+            if name != CALLS_AS_TEXT and changed != plain and keeps([name]):
                 return [*always, name]
         chosen = others
         if not keeps(chosen):
@@ -271,6 +280,13 @@ class Normalizer:
             if keeps(fewer):
                 chosen = fewer
         return [*always, *chosen]
+
+    def _rewritten(self, messages: list[Message], variables: Variables, names: Iterable[str]) -> Conversation:
+        chosen = set(names)
+        for name, rewrite in self._rewrites.items():
+            if name in chosen:
+                messages, variables = rewrite(messages, variables)
+        return messages, variables
 
     def _is_moved(self, messages: list[Message], text: str) -> bool:
         """Whether text of other messages stands behind that of the last one, which is to be left open."""
@@ -387,14 +403,6 @@ def _fields(function: Any) -> Any:
 # -- rewrites ------------------------------------------------------------------------------------------------------
 
 
-def _rewritten(messages: list[Message], variables: Variables, names: Iterable[str]) -> Conversation:
-    chosen = set(names)
-    for name, rewrite in REWRITES.items():
-        if name in chosen:
-            messages, variables = rewrite(messages, variables)
-    return messages, variables
-
-
 def _joined_text(*texts: str | None) -> str:
     return "\n\n".join([text for text in texts if text])
 
@@ -407,6 +415,51 @@ def _tools_as_text(messages: list[Message], variables: Variables) -> Conversatio
     *before, last = leading or [{"role": "system", "content": ""}]
     told = last | {"content": _joined_text(last["content"], text)}
     return [*before, told, *messages[len(leading) :]], variables | {"tools": None}
+
+
+class WrittenCalls(NamedTuple):
+    """How a model's calls stand in the content of a message, where its template leaves them to clients."""
+
+    signs: tuple[str, ...]  # a template's source has all of them
+    opening: str
+    call: str  # with the places `name`, `number`, `json` and `python`: its arguments in two forms
+    separator: str
+    closing: str
+
+    def of(self, calls: Sequence[Any], number: int) -> str:
+        """The text of some calls.  Args: number: of earlier calls in the conversation."""
+        texts = []
+        for index, call in enumerate(calls, number):
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            pairs = arguments.items() if isinstance(arguments, dict) else ()
+            texts.append(self.call.format(
+                name=name, number=index, python=", ".join([f"{key}={value!r}" for key, value in pairs]),
+                json=arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)))
+        return self.opening + self.separator.join(texts) + self.closing
+
+
+WRITTEN_CALLS = (
+    WrittenCalls(("<|im_system|>tool_declare",), "<|tool_calls_section_begin|>",
+                 "<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>{json}<|tool_call_end|>", "",
+                 "<|tool_calls_section_end|>"),  # Kimi K2
+    WrittenCalls(("List of tools: ",), "<|tool_call_start|>[", "{name}({python})", ", ", "]<|tool_call_end|>"),  # LFM2
+    WrittenCalls(("<|tool_call|>", "available_tools"), "<|tool_call|>[",
+                 '{{"name": "{name}", "arguments": {json}}}', ", ", "]"),  # Granite 3
+)
+
+
+def _calls_written(form: WrittenCalls, messages: list[Message], variables: Variables) -> Conversation:
+    """Calls at the end of the text of their messages, as the model writes them; see `WRITTEN_CALLS`."""
+    found: list[Message] = []
+    number = 0
+    for message in messages:
+        if calls := message.get("tool_calls"):
+            others = {name: value for name, value in message.items() if name != "tool_calls"}
+            found.append(others | {"content": (message["content"] or "") + form.of(calls, number)})
+            number += len(calls)
+        else:
+            found.append(message)
+    return found, variables
 
 
 def _calls_as_text(messages: list[Message], variables: Variables) -> Conversation:

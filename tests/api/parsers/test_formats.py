@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slotwise.api.parsers.base_parser import CallArguments, CallName, ParsedMessage, Part, gathered, merged
-from slotwise.api.parsers.parser_table import REASONING_PARSERS, OutputFormat
+from slotwise.api.parsers.parser_table import REASONING_ALIASES, REASONING_PARSERS, OutputFormat
+from slotwise.api.parsers.reasoning import reasoning_parser_of
+from slotwise.api.parsers.tool_formats import ALIASES as TOOL_ALIASES
 from slotwise.api.parsers.tool_formats import FORMATS as TOOL_PARSERS
 from slotwise.api.parsers.tool_formats import tool_parser_of
 
@@ -276,6 +278,8 @@ EXAMPLES: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
     "xlam": [
         ('[{"name": "weather", "arguments": {"city": "Paris"}}]', "", [PARIS]),
         ('[{"name": "Bob"}]', '[{"name": "Bob"}]', []),
+        ('```json\n[{"name": "weather", "arguments": {"city": "Paris"}}]\n```', "", [PARIS]),
+        ("```json\n[1]\n```", "```json\n[1]\n```", []),
     ],
     "gemma4": [
         ('<|tool_call>call:weather{city:<|"|>Paris<|"|>}<tool_call|><|tool_call>call:time{}<tool_call|>', "",
@@ -434,6 +438,19 @@ def test_arguments_arrive_as_they_were_meant(arguments: dict[str, Any], escaped:
 def test_a_template_tells_its_format() -> None:
     assert tool_parser_of('<tool_call>\n{"name": <name>, "arguments": <args>}') == "hermes"
     assert tool_parser_of("plain {{ messages }}") == ""
+    for source, name in (
+            ("<tool_calls>[{'name'...", "jamba"), ("make calls in a single JSON array", "xlam"),
+            ("<|start_header_id|> [func_name1(params_name1=params_value1)]", "pythonic"),
+            ("<function_calls>\n", "olmo3"), ("<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke", "step3"),
+            ("<start_function_call>call:", "functiongemma"), ("<|action_start|><|plugin|>", "internlm"),
+            ("<longcat_tool_call>", "longcat"), ("<｜tool▁call▁begin｜>function\n```json", "deepseek_v3"),
+            ("<|tool|>{{ tools }}<|/tool|>", "phi4_mini_json")):
+        assert tool_parser_of(source) == name
+    for source, name in (
+            ("<think></think> <response></response>", "granite"), ("<think> <answer>", "ernie45"), ("<think>", "qwen3"),
+            ("[THINK]", "mistral"), ("plain", "")):
+        assert reasoning_parser_of(source) == name
+    assert {*TOOL_ALIASES.values()} <= TOOL_PARSERS.keys() and {*REASONING_ALIASES.values()} <= REASONING_PARSERS.keys()
     assert tool_parser_of("<tool_call>\n<function=f>\n<parameter=a>") == "qwen3_xml"
     with pytest.raises(ValueError, match=r"<\|start\|>"):
         OutputFormat("openai", "", {})

@@ -205,7 +205,7 @@ class Objects(NamedTuple):
 
     openings: tuple[str, ...] = ()  # any of these; none: the output begins with the calls
     closing: str = ""
-    fence: tuple[str, str] = ("", "")  # of a code block around the calls
+    is_fenced: bool = False  # a code block stands around the calls
     name: str = "name"  # the key of a call's name; "": the name is itself the key of the arguments
     arguments: str = "arguments"
     is_list: bool = True
@@ -215,14 +215,16 @@ class Objects(NamedTuple):
     def syntax(self) -> Syntax | None:
         trigger = self.openings[0] if self.openings else ""
         has_end = trigger.startswith("<")  # a word has no counterpart
-        opening = trigger + self.break_ * bool(self.fence[0]) + self.fence[0] + self.break_
-        closing = self.break_ + self.fence[1] + self.closing * has_end
+        fence = FENCE if self.is_fenced else ("", "")
+        opening = trigger + self.break_ * self.is_fenced + fence[0] + self.break_
+        closing = self.break_ + fence[1] + self.closing * has_end
         before, middle = (f'{{"{self.name}": ', f', "{self.arguments}": ') if self.name else ("{", ": ")
         if self.is_list:
             return Syntax(before, middle, "}", trigger, f"{opening}[", ", ", f"]{closing}")
         return Syntax(opening + before, middle, "}" + closing, trigger, separator="\n")
 
 
+FENCE = ("```json", "```")  # of a code block, which any model may write around its calls
 JSON_LIST = Objects(arguments="parameters")
 """Calls that a grammar writes, of models whose own format no grammar describes."""
 
@@ -247,10 +249,11 @@ class ObjectCalls(FormatParser):
 
     def _calls(self, before: str, names: Container[str] | None) -> Waiting[None]:
         """Reads the calls after a mark.  Anything else becomes text, after what stands `before` it."""
-        reader, fence = self.reader, self.layout.fence
+        reader, fence = self.reader, ""
         reader.keep()
         yield from reader.spaces()
-        if fence[0] and (yield from reader.skip(fence[0])):
+        if (yield from reader.skip(FENCE[0])):
+            fence = FENCE[1]
             yield from reader.spaces()
         is_list = yield from reader.skip("[")
         before += reader.pop_kept()
@@ -276,15 +279,20 @@ class ObjectCalls(FormatParser):
                 break
             before = reader.pop_kept()
             if not (yield from reader.at("{")):
-                yield from self._end(before)
+                yield from self._end(before, fence)
                 return
         reader.take(1)
         yield from reader.spaces()
-        yield from self._end(reader.pop_kept().replace("]", "", 1))
+        yield from self._end(reader.pop_kept().replace("]", "", 1), fence)
 
-    def _end(self, before: str) -> Waiting[None]:
-        """Reads the marks after calls.  Args: before: read already; the content's where no mark follows."""
-        fence, closing = self.layout.fence[1], self.markers.of(self.layout.closing)
+    def _end(self, before: str, fence: str) -> Waiting[None]:
+        """Reads the marks after calls.
+
+        Args:
+            before: read already; the content's where no mark follows.
+            fence: of a code block that has begun; "": none has.
+        """
+        closing = self.markers.of(self.layout.closing)
         if fence and (yield from self.reader.skip(fence)):
             before = ""
             yield from self.reader.spaces()

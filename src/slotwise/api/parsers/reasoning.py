@@ -183,7 +183,8 @@ SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("muse", ("to=self<|message|>",)), ("apriel", ("Here are my reasoning steps:",)),
     ("apriel", ("[BEGIN FINAL RESPONSE]",)), ("qwen3", ("<minimax:tool_call>",)),
     ("granite", ("<think></think>", "<response></response>")),
-    ("ernie45", ("<think>", "<response>")), ("kimi_k2", ("<think>", "<|tool_calls_section_begin|>")),
+    ("ernie45", ("<think>", "<response>")), ("ernie45", ("<think>", "<answer>")),
+    ("kimi_k2", ("<think>", "<|tool_calls_section_begin|>")),
     ("qwen3", ("<think>",)), ("qwen3", ("</think>",)))
 """What tells a format in a template, the first that holds: its name, and texts that are all there."""
 

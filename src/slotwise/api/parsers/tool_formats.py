@@ -95,7 +95,7 @@ FORMATS: dict[str, Format] = {
     "cohere": Format("Command R7B, Command A and North", ObjectCalls, Objects(
         ("<|START_ACTION|>",), "<|END_ACTION|>", name="tool_name", arguments="parameters")),
     "command_r": Format("Command R and R+", ObjectCalls, Objects(
-        ("Action:",), fence=("```json", "```"), name="tool_name", arguments="parameters", break_="\n")),
+        ("Action:",), is_fenced=True, name="tool_name", arguments="parameters", break_="\n")),
     "apertus": Format("Apertus", ObjectCalls, Objects(("<|tools_prefix|>",), "<|tools_suffix|>", name="")),
     "phi4_mini_json": Format("Phi-4-mini", ObjectCalls, Objects(
         ("functools", "<|tool_call|>"), "<|/tool_call|>")),
@@ -106,7 +106,7 @@ FORMATS: dict[str, Format] = {
         "<|message_sep|>", is_list=False)),
     "longcat": Format("LongCat-Flash", ObjectCalls, Objects(
         ("<longcat_tool_call>",), "</longcat_tool_call>", is_list=False, break_="\n")),
-    "xlam": Format("xLAM: a list of objects begins the answer", ObjectCalls, Objects()),
+    "xlam": Format("xLAM: a list of objects begins the answer, or a code block does", ObjectCalls, Objects()),
     "gemma4": Format("Gemma 4", QuotedCalls, Quoted("<|tool_call>", "<tool_call|>", '<|"|>')),
     "functiongemma": Format("FunctionGemma", QuotedCalls, Quoted(
         "<start_function_call>", "<end_function_call>", "<escape>")),
@@ -131,17 +131,17 @@ SIGNS: tuple[tuple[str, Signs], ...] = (
     ("granite", Signs(("<|tool_call|>", "available_tools"))), ("phi4_mini_json", Signs(("<|/tool|>",))),
     ("gigachat3", Signs(("<|function_call|>",))), ("gigachat3", Signs(("function call", "role_sep"))),
     ("internlm", Signs(("<|action_start|>",))), ("longcat", Signs(("<longcat_tool_call>",))),
-    ("lfm2", Signs(("<|tool_call_start|>",))), ("lfm2", Signs(("List of tools: ",))),
+    ("lfm2", Signs(("<|tool_call_start|>",))), ("lfm2", Signs(("List of tools: ",), ("<tool_call>",))),
     ("olmo3", Signs(("<function_calls>",))),
     ("nemotron", Signs(("<TOOLCALL>",))), ("cohere", Signs(("<|START_ACTION|>",))),
     ("command_r", Signs(("Action:", "tool_name"))), ("apertus", Signs(("<|tools_prefix|>",))),
-    ("jamba", Signs(("<tool_calls>",))),
+    ("jamba", Signs(("<tool_calls>",))), ("xlam", Signs(("in a single JSON array",))),
+    ("pythonic", Signs(("func_name1(",))),
     ("hermes", Signs(("<tool_call>", '"arguments"'), ("<function=",))),
     ("functionary_v32", Signs((">>>all",))),
     ("functionary_v31", Signs(("<function=", "</function>"), ("<parameter=",))),
     ("mistral", Signs(("[TOOL_CALLS]",))),
     ("llama3_json", Signs(("<|start_header_id|>", '"parameters"'), ("<tool_call>",))),
-    ("pythonic", Signs(("func_name1(",))),
 )
 """The first that holds tells a template's format."""
 

@@ -138,6 +138,16 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("Lfm2", {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"],
                       "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False}),
     "mamba2": ("Mamba2", STATEFUL | {"head_dim": 24, "num_heads": 8, "n_groups": 2, "state_size": 12}),
+    "nemotron_h": ("NemotronH", {
+        "num_hidden_layers": ..., "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention",
+                                                        "linear_attention", "mlp", "mlp"],
+        "mamba_num_heads": 4, "mamba_head_dim": 24, "n_groups": 2, "ssm_state_size": 6, "head_dim": 24,
+        "time_step_min": 1e-9}),
+    "falcon_h1": ("FalconH1", MAMBA | {
+        "num_hidden_layers": 3, "mamba_d_ssm": 96, "mamba_rms_norm": True, "head_dim": ..., "key_multiplier": 0.4,
+        "lm_head_multiplier": 0.5, "embedding_multiplier": 3.0, "mlp_multipliers": [0.8, 0.6],
+        "attention_out_multiplier": 1.3, "attention_in_multiplier": 0.9, "ssm_multipliers": [0.9, 0.8, 1.1, 0.7, 1.2],
+        "ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.7}),
     "mamba": ("Mamba", STATEFUL | {"expand": 1, "state_size": 6}),
     "falcon_mamba": ("FalconMamba", STATEFUL | {"expand": 1, "tie_word_embeddings": False}),
     "jamba": ("Jamba", {"num_hidden_layers": 4, "mamba_d_state": 5, "mamba_expand": 1, "attn_layer_period": 3,
@@ -211,7 +221,12 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
                               "init_std": 0.5}),
 }  # fmt: skip
 
-ALIKE = {"opt_350m": "opt",
+RECURRENT = (  # families whose states no ranks divide
+    "qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "mamba2", "bamba", "granite_hybrid", "mamba",
+    "falcon_mamba", "jamba", "lfm2_moe", "nemotron_h", "falcon_h1")
+
+ALIKE = {"mamba": "jamba", "falcon_mamba": "jamba", "lfm2_moe": "lfm2", "bamba": "granite_hybrid",
+         "opt_350m": "opt",
          "glm4_moe_lite": "deepseek_v3", "deepseek_v32": "deepseek_v3", "glm_moe_dsa": "deepseek_v3",
          "axk1": "deepseek_v3", "youtu": "minicpm3",
          "ministral": "mistral", "seed_oss": "llama_bias", "helium": "ernie4_5", "glm": "glm4"}
@@ -238,9 +253,6 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 FAMILIES = EVERY if ARE_ALL_ASKED else [name for name in EVERY if name not in ALIKE]
-RECURRENT = (  # families whose states no ranks divide
-    "qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "mamba2", "bamba", "granite_hybrid", "mamba",
-    "falcon_mamba", "jamba", "lfm2_moe")
 NOT_IN_TORCH = ("softcapping", "gpt_oss", "mamba", "granite_swa", "granitemoe_swa", "flint", "bloom", "mpt")
 """In configs of models whose attention torch's own does not compute."""
 UNSCALED = ("Gemma3n", "Gemma4")  # classes whose scores are not divided by the root of the size of a head

@@ -42,6 +42,7 @@ from slotwise.compute.model.loading import UnreadModel, describe
 from slotwise.compute.model.lora_weights import LoraWeights
 from slotwise.compute.model.model_config import ModelConfig
 from slotwise.compute.model.model_registry import find
+from slotwise.compute.model.network import caches_of
 from slotwise.compute.runner import memory_budget
 from slotwise.compute.runner.draft_model_runner import DraftModelRunner, DraftPositions
 from slotwise.compute.runner.input_batch import SlotTable
@@ -240,12 +241,13 @@ def _slots(decoder: Decoder, limits: SchedulerLimits, groups: LayerGroups) -> Sl
 
 
 def _caches(decoder: Decoder, limits: SchedulerLimits, groups: LayerGroups) -> Caches:
-    own = groups.caches[decoder.layers.start : decoder.layers.stop]
+    held = caches_of(decoder.config, decoder.group.pipe.stage)
+    own = groups.caches[held.start : held.stop]
 
     def num_bytes(shape: LayerShape) -> int:
         return decoder.kernels.cache_bytes_per_block(limits.block_size, shape, decoder.config.dtype)
 
-    shapes = cache_shapes(groups, decoder.layer_shapes, decoder.layers, num_bytes)
+    shapes = cache_shapes(groups, decoder.layer_shapes, held, num_bytes)
     made = dict(zip(shapes, _allocated(decoder, limits, [*shapes.values()]), strict=True))
     return Caches(list(made.values()), [made[number] for number in own])
 

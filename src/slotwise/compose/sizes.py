@@ -20,7 +20,7 @@ from slotwise.compute.model.layer_groups import (
     one_cache,
     one_group,
 )
-from slotwise.compute.model.network import layers_of
+from slotwise.compute.model.network import caches_of
 from slotwise.compute.runner import kv_blocks, memory_budget
 from slotwise.compute.runner.decode_graphs import MAX_TOKENS, num_graphs
 from slotwise.compute.runner.draft_model_runner import ALL_LOGITS, CATCH_UP
@@ -247,7 +247,7 @@ def _block_bytes(decoder: DecoderSizes, groups: LayerGroups, block_size: int) ->
 
     of_stages: list[int] = []
     for number in range(count):
-        layers = layers_of(decoder.config, PipelineStage(number, count))
+        layers = caches_of(decoder.config, PipelineStage(number, count))
         shapes = cache_shapes(groups, decoder.layer_shapes, layers, num_bytes)
         of_stages.append(sum(map(num_bytes, shapes.values())))
     return max(of_stages) if decoder.kernels.device.type == "cuda" else decoder.group.size * sum(of_stages)

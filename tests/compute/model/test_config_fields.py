@@ -63,6 +63,8 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
     "HeliumConfig": ("helium", {}),
     "SeedOssConfig": ("seed_oss", {}),
     "Mamba2Config": ("mamba2", CALM),
+    "NemotronHConfig": ("nemotron_h", CALM),
+    "FalconH1Config": ("falcon_h1", CALM | {"mamba_d_ssm": None, "mamba_d_head": "auto"}),
     "MambaConfig": ("mamba", CALM),
     "FalconMambaConfig": ("falcon_mamba", CALM),
     "JambaConfig": ("jamba", CALM),
@@ -120,7 +122,7 @@ READ_BESIDE = {  # fields that transformers obeys, but the class does not list
     "Cohere2Config": {"sliding_window_pattern"}}
 DERIVED = (  # that transformers writes, from other fields
     "layer_types", "no_rope_layers", "mlp_layer_types", "layers_block_type", "per_layer_config")
-NOT_DERIVED = ("GraniteMoeHybridConfig", "Lfm2MoeConfig")  # classes whose layer types are not
+NOT_DERIVED = ("GraniteMoeHybridConfig", "Lfm2MoeConfig", "NemotronHConfig")  # classes whose layer types are not
 
 # Values that change nothing, neither in transformers' logits nor in what Slotwise reads.
 NOTHING: dict[str, Any] = {
@@ -187,15 +189,23 @@ NOTHING |= {
     "chunk_size": 32, "mamba_chunk_size": 32, "rescale_prenorm_residual": False, "residual_in_fp32": False,
     "time_step_floor": 0.5, "time_step_max": 0.5, "time_step_min": 0.5, "time_step_rank": 7, "num_logits_to_keep": 3,
     "z_loss_coefficient": 0.5, "time_step_init_scheme": "constant", "time_step_scale": 0.5, "use_mambapy": True,
-    "use_associative_scan": False, "use_mamba_kernels": False}
+    "use_associative_scan": False, "use_mamba_kernels": False, "hidden_dropout": 0.5,
+    "mamba_ssm_cache_dtype": "float16", "moe_latent_size": 32, "moe_shared_expert_intermediate_size": 32,
+    "moe_shared_expert_overlap": False, "mtp_layers_block_type": ["moe"]}
 EDITED |= {"layer_norm_epsilon": 0.5, "time_step_limit": [0.5, 0.6], "position_embedding_type": "rope",
-           "mixer_rms_eps": 0.5}
+           "mixer_rms_eps": 0.5, "mamba_norm_before_gate": False, "key_multiplier": 0.9, "lm_head_multiplier": 0.8,
+           "mlp_multipliers": [0.5, 0.7], "attention_out_multiplier": 0.6, "attention_in_multiplier": 1.3,
+           "ssm_multipliers": [1.1, 0.9, 0.8, 1.2, 0.7], "ssm_in_multiplier": 0.8, "ssm_out_multiplier": 1.4,
+           "mlp_hidden_act": "silu"}
+REFUSED |= {"mamba_hidden_act": "relu"}
 BUILT |= {
     "expand": 1, "conv_kernel": 2, "n_groups": 4, "num_heads": 4, "state_size": 7, "use_conv_bias": False,
     "mamba_conv_bias": False, "mamba_d_conv": 2, "mamba_d_head": 24, "mamba_d_state": 7, "mamba_expand": 2,
     "mamba_n_groups": 4, "mamba_n_heads": 4, "mamba_proj_bias": True, "attn_layer_indices": [0, 3],
     "shared_intermediate_size": 32, "attn_layer_offset": 2, "attn_layer_period": 2, "expert_layer_offset": 0,
-    "expert_layer_period": 3, "mamba_dt_rank": 9, "num_dense_layers": 2, "use_expert_bias": False}
+    "expert_layer_period": 3, "mamba_dt_rank": 9, "num_dense_layers": 2, "use_expert_bias": False,
+    "mamba_head_dim": 16, "mamba_num_heads": 6, "ssm_state_size": 7, "mamba_d_ssm": 48, "mamba_rms_norm": False,
+    "projectors_bias": True, "layers_block_type": ["linear_attention", "full_attention", "mlp"]}
 # Of compressed attention.
 NOTHING |= {"qk_head_dim": 77, "embedding_initializer_range": 0.5}
 EDITED |= {
@@ -250,6 +260,18 @@ OWN: dict[str, dict[str, tuple[dict[str, Any], Any]]] = {
     "Mamba2Config": UNTURNED | {"use_bias": (BUILT, True)} | {
         name: (REFUSED, value) for name, value in (
             ("expand", 1), ("num_heads", 4), ("head_dim", 12), ("hidden_size", 128))},
+    "NemotronHConfig": UNTURNED | {
+        "use_bias": (BUILT, True), "time_step_min": (EDITED, 0.9), "time_step_limit": (NOTHING, [0.5, 0.6]),
+        "mamba_proj_bias": (NOTHING, True), "attention_bias": (NOTHING, True), "expand": (NOTHING, 3),
+        "num_hidden_layers": (NOTHING, 3), "sliding_window": (NOTHING, 9), "hidden_act": (NOTHING, "gelu"),
+        "layer_types": (NOTHING, ["mlp"]), "num_heads": (NOTHING, 3), "rescale_prenorm_residual": (NOTHING, True),
+        **{name: (NOTHING, value) for name, value in (
+            ("n_routed_experts", 4), ("n_shared_experts", 2), ("moe_intermediate_size", 32), ("n_group", 2),
+            ("topk_group", 2), ("routed_scaling_factor", 2.0), ("num_experts_per_tok", 1), ("norm_topk_prob", False),
+            ("num_local_experts", 4))}},
+    "FalconH1Config": {
+        "embedding_multiplier": (EDITED, 2.0), "mamba_d_head": (REFUSED, 24), "mamba_d_ssm": (BUILT, 48),
+        "layers_block_type": (NOTHING, ["hybrid"] * 3), "layer_types": (NOTHING, ["hybrid"] * 3)},
     "MambaConfig": UNTURNED | SELECTIVE,
     "FalconMambaConfig": UNTURNED | SELECTIVE,
     "JambaConfig": UNTURNED | {"num_experts": (BUILT, 5), "num_local_experts": (REFUSED, 5)},

@@ -62,8 +62,10 @@ class DecoderSizes:
 
     @property
     def layer_shapes(self) -> list[LayerShape]:
-        """The shapes for which the caches of all the model's layers must be allocated."""
-        return [self._of_rank(self.config.layer_shape(layer)) for layer in range(self.config.num_layers)]
+        """The shapes of all caches: of each layer, then the second ones of layers with two."""
+        config = self.config
+        shapes = [self._of_rank(config.layer_shape(layer)) for layer in range(config.num_layers)]
+        return shapes if config.recurrent is None else [*shapes, *[config.recurrent.shape] * len(config.doubled_layers)]
 
     def _of_rank(self, shape: LayerShape) -> LayerShape:
         """The part of a shape that this rank computes."""
@@ -141,8 +143,8 @@ class Decoder(DecoderSizes):
         A stage returns what it sends on; before the last one that is `[tokens, hidden]`, not normed.
 
         Args:
-            caches: one per layer, made by `kernels.allocate_cache` from `layer_shapes`; layers of different cache
-                groups may share one.
+            caches: one for each of `layer_shapes`, made by `kernels.allocate_cache`; layers of different groups may
+                share one.
             advances: receives how recurrent states advanced that are on trial.
         """
         network, pipe = self._network, self.group.pipe
@@ -176,12 +178,16 @@ class Decoder(DecoderSizes):
 
         rotary = {rope: table.until(batch.max_context_len) for rope, table in self._rotary.items()}
         narrows = self.group.pipe.stage.is_last and len(batch.sample_at) < len(batch.token_ids)
-        views = by_layer(batch, self.config.num_layers)
+        seconds = {layer: self.config.num_layers + at for at, layer in enumerate(self.config.doubled_layers)}
+        views = by_layer(batch, self.config.num_layers + len(seconds))
+        on_trial = [] if advances is None else advances
         for layer in self.layers:
             read = self.config.kv_layer(layer)
             view, cache = views[read], caches[read - self.layers.start]
             kept = kept_by_last if narrows and layer == self.layers[-1] else _every_row
-            yield LayerStep(layer, view, cache, rotary, kept, [] if advances is None else advances)
+            beside = None if (second := seconds.get(layer)) is None else LayerStep(
+                second, views[second], caches[second], rotary, kept, on_trial)
+            yield LayerStep(layer, view, cache, rotary, kept, on_trial, beside)
 
     def _embedded(self, batch: RaggedBatch) -> Tensor:
         """The hidden states of tokens before this stage's layers."""

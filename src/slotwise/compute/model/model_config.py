@@ -203,10 +203,11 @@ class MixtureConfig:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentConfig:
-    """Recurrent states in place of attention, in some of the layers."""
+    """Recurrent states in place of attention, or next to it, in some of the layers."""
 
     shape: StateShape
-    layers: tuple[bool, ...]  # whether each layer has one
+    layers: tuple[bool, ...]  # whether each layer has one in place of attention
+    beside: tuple[bool, ...] = ()  # whether each layer has one next to attention; (): no layer has
     is_interleaved: bool = False  # as `layers/gated_delta.py` says
     has_bias: bool = False  # in the layer's products
     has_convolution_bias: bool = False
@@ -311,6 +312,12 @@ class ModelConfig:
         return self.attention_shape(index) if self.latent is None else self.latent.shape
 
     @property
+    def doubled_layers(self) -> tuple[int, ...]:
+        """The layers with two caches: of attention, and of a recurrent state."""
+        beside = self.recurrent.beside if self.recurrent else ()
+        return tuple([layer for layer, is_doubled in enumerate(beside) if is_doubled])
+
+    @property
     def recurrent_width(self) -> int:
         """The most numbers per token that activations of layers with a recurrent state take at a time."""
         if self.recurrent is None:
@@ -346,6 +353,7 @@ class ModelConfig:
         if self.recurrent is not None:
             instead = self.recurrent.shape.num_weights(self.hidden_size) - self.hidden_size * heads
             weights += sum(self.recurrent.layers) * instead
+            weights += len(self.doubled_layers) * self.recurrent.shape.num_weights(self.hidden_size)
         if self.mixture is None:
             return weights
         mixture, routing = self.mixture, self.mixture.routing

@@ -55,7 +55,7 @@ _LAYERS_OF = {  # by architecture, where configs do not write `model.layers`
         "transformer.blocks": ("MptForCausalLM", "DbrxForCausalLM"),
         "gpt_neox.layers": ("GPTNeoXForCausalLM",), "gpt_neox_japanese.layers": ("GPTNeoXJapaneseForCausalLM",),
         "model.decoder.layers": ("OPTForCausalLM",), "biogpt.layers": ("BioGptForCausalLM",),
-        "backbone.layers": ("MambaForCausalLM", "Mamba2ForCausalLM", "FalconMambaForCausalLM"),
+        "backbone.layers": ("MambaForCausalLM", "Mamba2ForCausalLM", "FalconMambaForCausalLM", "NemotronHForCausalLM"),
     }.items() for architecture in architectures}
 WITH_IMAGES = "ForConditionalGeneration"  # suffix of architectures that contain a language model
 HEADLESS = ("TextModel", "Model")  # suffixes of architectures without a head

@@ -213,6 +213,12 @@ def refuse_stages(source: WeightSource, what: str) -> None:
                               "stage: serve this model with pipeline_parallel_size 1")
 
 
+def caches_of(config: ModelConfig, stage: PipelineStage) -> range:
+    """The caches of a stage: those of its layers and, where there is one stage, the second ones of layers with two."""
+    layers = layers_of(config, stage)
+    return layers if stage.total > 1 else range(len(layers) + len(config.doubled_layers))
+
+
 def layers_of(config: ModelConfig, stage: PipelineStage) -> range:
     """The layers of a stage, at least one.
 

@@ -54,8 +54,8 @@ def read_recurrent(fields: Fields, config: ModelConfig, states: tuple[bool, ...]
     if fields.values.get("mamba_d_head") not in (None, "auto"):
         head_dim = fields.integer("mamba_d_head", maximum=1 << 12)
     if heads * head_dim != values:
-        raise fields.error("mamba_n_heads", f"({heads}) times mamba_d_head ({head_dim}) must be mamba_expand times "
-                           f"hidden_size ({values})")
+        raise fields.error("mamba_n_heads", f"({heads}) times mamba_d_head ({head_dim}) must be mamba_d_ssm, or "
+                           f"mamba_expand times hidden_size ({values})")
     groups = read_groups(fields, "mamba_n_groups", heads)
     least, largest = read_step_limit(fields)
     shape = StateSpaceShape(

@@ -54,7 +54,7 @@ def read_hybrid(fields: Fields, defaults: ConfigDefaults, *, is_interleaved: boo
         output_bias=bias,
         qk_norm=True,
         has_gated_attention=True,
-        recurrent=RecurrentConfig(_read_shape(fields), _read_kinds(fields, num_layers), is_interleaved),
+        recurrent=RecurrentConfig(_read_shape(fields), _read_kinds(fields, num_layers), is_interleaved=is_interleaved),
     )
 
 

@@ -74,6 +74,7 @@ class LayerStep(NamedTuple):
     # The rows of a tensor that a later layer, or the head, reads.  The first call drops the others of the stream, too.
     kept: Callable[[Tensor], Tensor]
     advances: list[StateAdvance]  # receives what is on trial
+    beside: LayerStep | None = None  # the step as the second cache of a layer with two sees it
 
 
 class Attention:

@@ -23,7 +23,7 @@ class Mamba2:
     """The layer called `name` in the checkpoint.
 
     Args:
-        bias: of the products.
+        bias: of the products; `output_bias` of the last one, where it differs.
         convolution_bias: of the convolution.
     """
 
@@ -31,14 +31,15 @@ class Mamba2:
 
     def __init__(
         self, source: WeightSource, name: str, shape: StateSpaceShape, hidden_size: int, eps: float, *,
-        bias: bool = False, convolution_bias: bool = True,
+        bias: bool = False, output_bias: bool | None = None, convolution_bias: bool = True,
     ) -> None:
         refuse_parts(source, "a recurrent state")
         self.shape = shape
         self._kernels = source.kernels
         outputs = shape.values + shape.channels + shape.num_heads
         self._mixed = Linear(source, {f"{name}.in_proj": outputs}, hidden_size, bias=bias)
-        self.output = Linear(source, {f"{name}.out_proj": hidden_size}, shape.values, bias=bias)
+        self.output = Linear(source, {f"{name}.out_proj": hidden_size}, shape.values,
+                             bias=bias if output_bias is None else output_bias)
         self._weights = _read_weights(source, name, shape, eps, convolution_bias=convolution_bias)
         self.bytes = self._mixed.bytes + self.output.bytes + num_bytes(self._weights)
 

@@ -185,6 +185,39 @@ class WeightSource:
         return found
 
 
+class ScaledSource(WeightSource):
+    """A source whose tensors are multiplied by `factors`, by name: by one number, or by one for each output.
+
+    Raises CheckpointError, as they are read, for quantized matrices with factors other than 1.
+    """
+
+    def __init__(self, source: WeightSource, factors: Mapping[str, float | Tensor]) -> None:
+        self.kernels, self.adapters, self.group = source.kernels, source.adapters, source.group
+        self.dtype, self.unit = source.dtype, source.unit
+        self._source = source
+        self._factors = {name: factor for name, factor in factors.items() if isinstance(factor, Tensor) or factor != 1}
+
+    def weight(self, shapes: Shapes, cuts: Cuts = NO_CUTS) -> Weight:
+        found = self._source.weight(shapes, cuts)
+        if not isinstance(found, Tensor) and any(name in self._factors for name in shapes):
+            raise CheckpointError(f"{next(iter(shapes))} is quantized, and this model multiplies it by a factor, which "
+                                  "is not supported: serve the checkpoint with full weights")
+        return self._scaled(found, shapes) if isinstance(found, Tensor) else found
+
+    def tensor(self, shapes: Shapes, cuts: Cuts = NO_CUTS) -> Tensor:
+        return self._scaled(self._source.tensor(shapes, cuts), shapes)
+
+    def floats(self, shapes: Shapes) -> Tensor:
+        return self._scaled(self._source.floats(shapes), shapes)
+
+    def _scaled(self, found: Tensor, shapes: Shapes) -> Tensor:
+        if found.is_meta or not any(name in self._factors for name in shapes):
+            return found
+        rows = torch.cat([self._factors.get(name, 1.0) * torch.ones(size[0]) for name, size in shapes.items()])
+        rows = rows.to(found.device).view(-1, *[1] * (found.dim() - 1))
+        return (found.float() * rows).to(found.dtype)
+
+
 class _PackedSizes(ReferenceKernels):
     """Packs nothing, and reports how many bytes other kernels' packed weights take."""
 

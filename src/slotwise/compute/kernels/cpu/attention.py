@@ -257,8 +257,8 @@ TABLE = 64
 (
     MULTIPLY_ADDRESS, QUERY, OUT, CACHE, TABLES, TABLE_WIDTH, QUERY_STARTS, CONTEXT_LENS, ROWS, TILES, ARRIVALS, PARTS,
     SCRATCH, SCRATCH_BYTES, GROUP, KV_HEADS, DIM, DIM_PADDED, BLOCK, BLOCK_PADDED, HEAD_BLOCK, WINDOW, SCALE_BITS,
-    THREADS, SOFT_CAP_BITS, SINKS, AHEAD, BIASES, NUM_BIASES,
-) = range(HEADER, HEADER + 29)
+    THREADS, PER_TILE, SOFT_CAP_BITS, SINKS, AHEAD, BIASES, NUM_BIASES,
+) = range(HEADER, HEADER + 30)
 # Options, each 0 where a layer does not have it.
 OPTIONS = range(SOFT_CAP_BITS, NUM_BIASES + 1)
 
@@ -280,16 +280,21 @@ class Workspace(NamedTuple):
 def workspace(shape: AttentionShape, rows: int, tokens: int, max_context_len: int) -> Workspace:
     """The largest workspace that a step of this size may need."""
     group, width = shape.num_heads // shape.num_kv_heads, padded(shape.head_dim)
-    queries, strips = max(1, TILE_ROWS // group) * group, -(-width // STRIP)
-    plan = plan_workspace(group, shape.num_kv_heads, width, rows, tokens, max_context_len)
+    per_tile, strips = tile_tokens(group), -(-width // STRIP)
+    queries, plan = per_tile * group, plan_workspace(
+        group, shape.num_kv_heads, width, per_tile, rows, tokens, max_context_len)
     return plan._replace(thread_bytes=4 * queries * ((strips + 1) * STRIP + 2 * (width + 2)))
 
 
+def tile_tokens(group: int, rows: int = TILE_ROWS) -> int:
+    """The most tokens of a tile, of `group` queries each and at most about `rows` together."""
+    return max(1, rows // group)
+
+
 def plan_workspace(
-    group: int, kv_heads: int, width: int, rows: int, tokens: int, max_context_len: int,
+    group: int, kv_heads: int, width: int, per_tile: int, rows: int, tokens: int, max_context_len: int,
 ) -> Workspace:
     """The parts that tiles and the results of segments need, of values `width` wide; nothing for threads."""
-    per_tile = max(1, TILE_ROWS // group)
     segments = max_context_len // SEGMENT + 1
     results = segments * min(tokens, rows * per_tile)  # of tokens in segments
     arrivals = TABLE + 4 * TILE_WORDS * (rows * segments + rows + tokens // per_tile)
@@ -302,8 +307,7 @@ def _plan(words: int) -> None:
     starts, contexts = load(words, QUERY_STARTS, INT64), load(words, CONTEXT_LENS, INT64)
     tile, arrivals = load(words, TILES, INT64) + TABLE, load(words, ARRIVALS, INT64)
     kv_heads, window = load(words, KV_HEADS, INT64), load(words, WINDOW, INT64)
-    ahead = load(words, AHEAD, INT64)
-    per_tile = max(1, TILE_ROWS // load(words, GROUP, INT64))
+    ahead, per_tile = load(words, AHEAD, INT64), load(words, PER_TILE, INT64)
     count, parts = 0, 0
     for row in range(load(words, ROWS, INT64)):
         token, end = load(starts, row, INT32), load(starts, row + 1, INT32)
@@ -626,7 +630,7 @@ def _first_keys(words: int, item: int) -> int:
 def _attend(words: int, kind: Real, stored: Real) -> None:
     kv_heads, width = load(words, KV_HEADS, INT64), load(words, DIM_PADDED, INT64)
     group, threads = load(words, GROUP, INT64), load(words, THREADS, INT64)
-    most = max(1, TILE_ROWS // group) * group
+    most = load(words, PER_TILE, INT64) * group
     thread = fetch_add(words + THREAD_COUNTER, 1)
     queries = load(words, SCRATCH, INT64) + thread * load(words, SCRATCH_BYTES, INT64)
     scores = queries + most * ((width + STRIP - 1) // STRIP) * STRIP_ROW_BYTES

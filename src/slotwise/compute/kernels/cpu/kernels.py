@@ -390,7 +390,8 @@ class CpuKernels:
             tables.data_ptr(), tables.stride(0), batch.query_starts.data_ptr(), batch.context_lens.data_ptr(), rows,
             base, base + workspace.arrivals, base + workspace.parts, base + workspace.threads, workspace.thread_bytes,
             *cache.geometry,
-            shape.window, _bits(shape.scale * LOG2_E), launcher.threads, _bits(shape.soft_cap * LOG2_E),
+            shape.window, _bits(shape.scale * LOG2_E), launcher.threads,
+            attention.tile_tokens(shape.num_heads // shape.num_kv_heads), _bits(shape.soft_cap * LOG2_E),
             0 if sinks is None else sinks.data_ptr(), shape.ahead, *(
                 (0, 0) if biases is None else (biases.data_ptr(), biases.shape[1])),
         )
@@ -423,8 +424,7 @@ class CpuKernels:
         tokens, rows, tables = len(query), len(batch.context_lens), batch.block_tables
         has_pairs = kind == torch.bfloat16 and self._multiplies_pairs
         key_up, value_up = products
-        columns = latent_columns(shape)
-        absorbed = latent.multiply(launcher, query, key_up, columns, shape.rope_dim, has_pairs=has_pairs)
+        absorbed = latent.multiply(launcher, query, key_up, shape.rope_dim, has_pairs=has_pairs)
         found = launcher.empty((tokens, shape.num_heads * shape.rank), kind)
         workspace = latent.workspace(shape, rows, tokens, batch.max_context_len)
         base = launcher.scratch(workspace.floats(launcher.threads))
@@ -433,11 +433,12 @@ class CpuKernels:
             of_values.address, absorbed.data_ptr(), found.data_ptr(), cache.address, tables.data_ptr(),
             tables.stride(0), batch.query_starts.data_ptr(), batch.context_lens.data_ptr(), rows, base,
             base + workspace.arrivals, base + workspace.parts, base + workspace.threads, workspace.thread_bytes,
-            *cache.geometry, 0, _bits(shape.scale * LOG2_E), launcher.threads, *[0] * len(attention.OPTIONS),
-            of_scores.address, columns)
+            *cache.geometry, 0, _bits(shape.scale * LOG2_E), launcher.threads,
+            attention.tile_tokens(shape.num_heads, latent.TILE_ROWS), *[0] * len(attention.OPTIONS),
+            of_scores.address, latent_columns(shape), shape.rope_dim)
         launcher.alone(attention.PLAN)
         launcher.together(attend)
-        return latent.multiply(launcher, found, value_up, shape.value_dim, 0, has_pairs=has_pairs)
+        return latent.multiply(launcher, found, value_up, 0, has_pairs=has_pairs)
 
     @functools.cached_property
     def _multiplies_pairs(self) -> bool:

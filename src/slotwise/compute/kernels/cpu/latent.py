@@ -25,18 +25,19 @@ from torch import Tensor
 from slotwise.compute.kernels.cpu import attention
 from slotwise.compute.kernels.cpu.attention import (
     BLOCK,
+    DIM,
     DIM_PADDED,
     FIRST,
     GROUP,
     LAST,
     OPTIONS,
+    PER_TILE,
     QUERY,
     SCRATCH,
     SCRATCH_BYTES,
     SEGMENT,
     SEGMENTS,
     THREADS,
-    TILE_ROWS,
     TILES,
     TOKEN,
     TOKENS,
@@ -47,7 +48,6 @@ from slotwise.compute.kernels.cpu.attention import (
     join_parts,
     leave_part,
     merge,
-    prefetch_line,
     start_softmax,
     store_outputs,
     tile_of,
@@ -55,7 +55,6 @@ from slotwise.compute.kernels.cpu.attention import (
 )
 from slotwise.compute.kernels.cpu.cache import latent_columns, padded, stored_order
 from slotwise.compute.kernels.cpu.jit.compiler import CompiledKernel, kernel, specialized
-from slotwise.compute.kernels.cpu.jit.llvm import LINE
 from slotwise.compute.kernels.cpu.launcher import HEADER, THREAD_COUNTER, KernelLauncher
 from slotwise.compute.kernels.cpu.pointwise import inverse_rms
 from slotwise.compute.kernels.cpu.processor import LANES, PAIR
@@ -150,13 +149,10 @@ PRODUCT_ROWS = 32
 # Bytes ahead of the line of a panel that is multiplied.
 PREFETCHED = 2048
 
-# Arguments in words after the header.  A head's input begins `X_HEAD` elements behind that of the head before it, a
-# token's `X_ROW`.  With `TURNED` columns, what lies behind a head's input is copied behind its output, and both are in
-# the order of the cache.
+# Arguments in words after the header.  `TURNED` numbers behind each head's input are copied behind its output.
 (
-    P_MULTIPLY, X, X_ROW, X_HEAD, WEIGHTS, OUT, P_TOKENS, P_HEADS, DEPTH, OUTPUTS, OUT_HEAD, TURNED, P_SCRATCH,
-    P_SCRATCH_BYTES,
-) = range(HEADER, HEADER + 14)
+    P_MULTIPLY, X, WEIGHTS, OUT, P_TOKENS, P_HEADS, DEPTH, OUTPUTS, TURNED, P_SCRATCH, P_SCRATCH_BYTES,
+) = range(HEADER, HEADER + 11)
 
 
 class HeadWeights(NamedTuple):
@@ -182,28 +178,19 @@ def pack(weights: Tensor) -> HeadWeights:
 @kernel
 def load_strips(source: int, count: int, target: int, strip_bytes: int, kind: Real, stored: Real) -> None:
     """`count` numbers as columns of strips: float32, or bfloat16 where they are multiplied in pairs."""
+    size = bytes_of(kind)
     for start in range(0, count, STRIP):
-        columns = min(STRIP, count - start)
+        columns, here = min(STRIP, count - start), source + start * size
         if bytes_of_factor(stored) == bytes_of(FLOAT32):
             for i in range(columns):
-                store(target, i, load(source, start + i, kind), FLOAT32)
+                store(target, i, load(here, i, kind), FLOAT32)
         else:
-            for i in range(columns):
-                store(target, i, load(source, start + i, kind), kind)
+            for i in range(columns // 2):  # as they are, two at a time
+                store(target, i, load(here, i, FLOAT32), FLOAT32)
             if columns % 2:
+                store(target, columns - 1, load(here, columns - 1, kind), kind)
                 store(target, columns, ZERO, kind)
         target += strip_bytes
-
-
-@kernel
-def _copy_turned(words: int, source: int, target: int, kind: Real) -> None:
-    """The rotary part behind a head's input to behind its output, with zeros as padding."""
-    turned = load(words, TURNED, INT64)
-    columns = (turned + LANES - 1) // LANES * LANES
-    for i in range(turned):
-        store(target, stored_at(i, columns, kind), load(source, i, kind), kind)
-    for i in range(turned, columns):
-        store(target, stored_at(i, columns, kind), ZERO, kind)
 
 
 @kernel
@@ -213,29 +200,27 @@ def _product_item(
     """A panel of a head's outputs for up to `PRODUCT_ROWS` tokens from `first` on."""
     rows, heads = min(PRODUCT_ROWS, load(words, P_TOKENS, INT64) - first), load(words, P_HEADS, INT64)
     depth, outputs, turned = load(words, DEPTH, INT64), load(words, OUTPUTS, INT64), load(words, TURNED, INT64)
-    size, row, per_head = bytes_of(kind), load(words, X_ROW, INT64), load(words, OUT_HEAD, INT64)
-    wide = (outputs + LANES - 1) // LANES * LANES
+    size, wide = bytes_of(kind), (outputs + LANES - 1) // LANES * LANES
     width, strip_bytes = min(STRIP, wide - column), PRODUCT_ROWS * STRIP_ROW_BYTES
     sums = scratch + (depth + STRIP - 1) // STRIP * strip_bytes
-    source = load(words, X, INT64) + (first * row + head * load(words, X_HEAD, INT64)) * size
-    target = load(words, OUT, INT64) + (first * heads + head) * per_head * size
+    source = load(words, X, INT64) + (first * heads + head) * (depth + turned) * size
+    target = load(words, OUT, INT64) + (first * heads + head) * (outputs + turned) * size
+    row, out_row = heads * (depth + turned) * size, heads * (outputs + turned) * size
     for token in range(rows):
-        load_strips(source + token * row * size, depth, scratch + token * STRIP_ROW_BYTES, strip_bytes, kind, stored)
-        if turned > 0 and column == 0:
-            behind = target + (token * heads * per_head + wide) * size
-            _copy_turned(words, source + (token * row + depth) * size, behind, kind)
+        x, out = source + token * row, target + token * out_row
+        load_strips(x, depth, scratch + token * STRIP_ROW_BYTES, strip_bytes, kind, stored)
+        if column == 0:
+            for i in range(turned):
+                store(out, outputs + i, load(x, depth + i, kind), kind)
     fill(sums, rows * width, ZERO)
     panel = load(words, WEIGHTS, INT64) + (head * wide + column) * depth * size
     call_multiply(load(words, P_MULTIPLY, INT64), rows, width, scratch, strip_bytes, panel, width * size, PAIR * size,
                   depth, sums, width * 4, PREFETCHED)
+    columns = min(width, outputs - column)
     for token in range(rows):
-        at, out = sums + token * width * 4, target + token * heads * per_head * size
-        if turned > 0:  # padding is 0, as the weights' is
-            for i in range(width):
-                store(out, stored_at(column + i, wide, kind), load(at, i, FLOAT32), kind)
-        else:
-            for i in range(min(width, outputs - column)):
-                store(out, column + i, load(at, i, FLOAT32), kind)
+        at, out = sums + token * width * 4, target + token * out_row + column * size
+        for i in range(columns):
+            store(out, i, load(at, i, FLOAT32), kind)
 
 
 @kernel
@@ -257,28 +242,28 @@ PRODUCT = {torch.bfloat16: specialized(_product, BFLOAT16, BFLOAT16),
 PRODUCT_PAIRS = specialized(_product, BFLOAT16, PAIRS)
 
 
-def multiply(
-    launcher: KernelLauncher, x: Tensor, weights: HeadWeights, per_head: int, turned: int, *, has_pairs: bool,
-) -> Tensor:
-    """`x [tokens, heads * (depth + turned)] -> [tokens, heads * per_head]`.
-
-    With `turned` columns behind each head's input, they are copied, and results are in the order of the cache, padded.
-    """
+def multiply(launcher: KernelLauncher, x: Tensor, weights: HeadWeights, turned: int, *, has_pairs: bool) -> Tensor:
+    """`x [tokens, heads * (depth + turned)] -> [tokens, heads * (outputs + turned)]`, of which `turned` are copied."""
     tokens, heads = len(x), len(weights.panels)
-    out = launcher.empty((tokens, heads * per_head), x.dtype)
+    out = launcher.empty((tokens, heads * (weights.outputs + turned)), x.dtype)
     strips = -(-weights.depth // STRIP)
     floats = PRODUCT_ROWS * (strips + 1) * STRIP
     code, product = (PRODUCT_PAIRS, gemm.MULTIPLY_PAIRS) if has_pairs else (PRODUCT[x.dtype], gemm.MULTIPLY[x.dtype])
     launcher.give(
-        product.address, x.data_ptr(), x.shape[1], x.shape[1] // heads, weights.panels.data_ptr(), out.data_ptr(),
-        tokens, heads, weights.depth, weights.outputs, per_head, turned, launcher.scratch(floats * launcher.threads),
-        4 * floats)
+        product.address, x.data_ptr(), weights.panels.data_ptr(), out.data_ptr(), tokens, heads, weights.depth,
+        weights.outputs, turned, launcher.scratch(floats * launcher.threads), 4 * floats)
     launcher.together(code)
     return out
 
 
-# Attention.  Arguments behind those of `attention.py`: the product that makes scores, and the columns of a row.
-MULTIPLY_SCORES, WIDTH = range(OPTIONS.stop, OPTIONS.stop + 2)
+# Attention.
+
+# The most queries (tokens x heads) of a tile: four vectors of scores.
+TILE_ROWS = 64
+
+# Arguments behind those of `attention.py`: the product that makes scores, the columns of a row of the cache, and how
+# many of a query's last numbers are rotary.
+MULTIPLY_SCORES, WIDTH, ROTARY_DIM = range(OPTIONS.stop, OPTIONS.stop + 3)
 
 
 @functools.lru_cache(maxsize=256)
@@ -287,35 +272,43 @@ def workspace(shape: LatentShape, rows: int, tokens: int, max_context_len: int) 
 
     A thread has queries as columns, strips of the cache, scores transposed, scores, then sums twice.
     """
-    width, values, queries = latent_columns(shape), padded(shape.rank), _most(shape.num_heads)
+    per_tile = attention.tile_tokens(shape.num_heads, TILE_ROWS)
+    width, values, queries = latent_columns(shape), padded(shape.rank), per_tile * shape.num_heads
     columns, strips = padded(queries), -(-width // STRIP)
     floats = width * columns + strips * STRIP * STRIP + STRIP * columns + queries * STRIP + 2 * queries * (values + 2)
-    plain = attention.plan_workspace(shape.num_heads, 1, values, rows, tokens, max_context_len)
+    plain = attention.plan_workspace(shape.num_heads, 1, values, per_tile, rows, tokens, max_context_len)
     return plain._replace(thread_bytes=4 * floats)
 
 
-def _most(group: int) -> int:
-    """The most queries of a tile."""
-    return max(1, TILE_ROWS // group) * group
+@kernel
+def _turn(
+    source: int, rows: int, row_bytes: int, count: int, queries: int, columns: int, kind: Real, stored: Real,
+) -> None:
+    """`count` numbers of every query as rows of `[width, columns]`, in the order of the cache, and zeros as padding.
+
+    In pairs of bfloat16, queries lie in that order, too.
+    """
+    factor, padded_count = bytes_of_factor(stored), (count + LANES - 1) // LANES * LANES
+    fill(queries, padded_count * columns * factor // 4, ZERO)
+    for i in range(count):
+        target = queries + stored_at(i, padded_count, kind) * columns * factor
+        if factor == bytes_of(FLOAT32):
+            for row in range(rows):
+                store(target, row, load(source + row * row_bytes, i, kind), FLOAT32)
+        else:
+            for row in range(rows):
+                store(target, stored_at(row, columns, stored), load(source + row * row_bytes, i, kind), kind)
 
 
 @kernel
 def _load_queries(words: int, tile: int, queries: int, columns: int, kind: Real, stored: Real) -> None:
-    """The tile's queries as columns, `[width, columns]`: float32, or pairs of bfloat16; columns behind them are 0."""
-    group, width, size = load(words, GROUP, INT64), load(words, WIDTH, INT64), bytes_of(kind)
-    rows = load(tile, TOKENS, INT32) * group
-    source = load(words, QUERY, INT64) + load(tile, TOKEN, INT32) * group * width * size
-    for row in range(columns):
-        column = row
-        if bytes_of_factor(stored) != bytes_of(FLOAT32):
-            column = stored_at(row, columns, stored)
-        for i in range(width):
-            value = load(source, i, kind) if row < rows else ZERO
-            if bytes_of_factor(stored) == bytes_of(FLOAT32):
-                store(queries, i * columns + column, value, FLOAT32)
-            else:
-                store(queries, i * columns + column, value, kind)
-        source += width * size
+    """The tile's queries as columns, `[width, columns]`: float32, or pairs of bfloat16."""
+    group, rank, turned = load(words, GROUP, INT64), load(words, DIM, INT64), load(words, ROTARY_DIM, INT64)
+    rows, row_bytes = load(tile, TOKENS, INT32) * group, (rank + turned) * bytes_of(kind)
+    source = load(words, QUERY, INT64) + load(tile, TOKEN, INT32) * group * row_bytes
+    _turn(source, rows, row_bytes, rank, queries, columns, kind, stored)
+    behind = queries + load(words, DIM_PADDED, INT64) * columns * bytes_of_factor(stored)
+    _turn(source + rank * bytes_of(kind), rows, row_bytes, turned, behind, columns, kind, stored)
 
 
 @kernel
@@ -365,13 +358,12 @@ def _walk(
             entry, offset = entry + 1, 0
             rows = block_at(words, tile, 0, entry)
             following = rows
-        for line in range(following, following + attention.PREFETCHED_LINES * LINE, LINE):
-            prefetch_line(line)
+        ahead = following - here if place + high - low < last else 0
         weigh(words, tile, 0, scores, sums, state, low, high, place - low, 0, stored)
         # Pairs begin at even places for all queries, or sums would depend on where the tile begins.
         back = low % (bytes_of(FLOAT32) // bytes_of_factor(stored))
         add_values(words, tile, scores + (low - back) * bytes_of_factor(stored), sums, here - back * row_bytes,
-                   row_bytes, place - back, high - low + back, 0, stored)
+                   row_bytes, place - back, high - low + back, ahead, stored)
         place += high - low
 
 
@@ -397,7 +389,7 @@ def _walk_segments(
 @kernel
 def _attend_latents(words: int, kind: Real, stored: Real) -> None:
     width, values, group = load(words, WIDTH, INT64), load(words, DIM_PADDED, INT64), load(words, GROUP, INT64)
-    threads, most = load(words, THREADS, INT64), max(1, TILE_ROWS // group) * group
+    threads, most = load(words, THREADS, INT64), load(words, PER_TILE, INT64) * group
     wide = (most + LANES - 1) // LANES * LANES
     thread = fetch_add(words + THREAD_COUNTER, 1)
     queries = load(words, SCRATCH, INT64) + thread * load(words, SCRATCH_BYTES, INT64)

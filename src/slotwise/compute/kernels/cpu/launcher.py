@@ -32,7 +32,7 @@ HEADER = 16
 # Bytes from the start of the words to the counter of threads.
 THREAD_COUNTER = 64
 # Header and arguments fill whole cache lines: `threads.py` uses the low bits of their addresses.
-MAX_ARGUMENTS = 32
+MAX_ARGUMENTS = 40
 WORDS = HEADER + MAX_ARGUMENTS
 
 _COUNTERS = struct.Struct(f"{8 * HEADER}x")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from support import checkpoints
 
 from slotwise import LLM, PoolingParams, SamplingParams
@@ -18,6 +19,7 @@ from slotwise.core.request import RequestSpec
 from slotwise.engine.config import ConfigError, EngineConfig
 from slotwise.engine.engine import Engine
 from slotwise.engine.messages import Add
+from slotwise.errors import CheckpointError
 
 LENGTHS = [1, 2, 40, 75, 23, 60, 100, 7]  # tokens; some are longer than every window, and than a step
 # Of checkpoints: the family, the ending of its class, and fields beside those of `checkpoints`.
@@ -124,6 +126,47 @@ def test_the_tokens_of_a_second_text_have_a_type_of_their_own(device, tmp_path):
         with torch.inference_mode(), checkpoints.one_thread():
             wanted = theirs(torch.tensor([ids]), token_type_ids=torch.tensor([types])).last_hidden_state[0].mean(0)
         torch.testing.assert_close(vector, wanted, atol=5e-5, rtol=1e-4)
+
+
+def test_dense_modules_follow_the_pooling(prompts, tmp_path):
+    """As EmbeddingGemma has them."""
+    folder = checkpoints.make("gemma3", tmp_path / "model", kind="TextModel", use_bidirectional_attention=True)
+    theirs, types = checkpoints.reference_model(folder, "float32", "AutoModel"), "sentence_transformers.models."
+    modules = [{"path": path, "type": types + kind} for path, kind in (
+        ("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Dense", "Dense"), ("3_Dense", "Dense"), ("", "Normalize"))]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    draw, tensors = torch.Generator().manual_seed(0), {}
+    for path, sizes, bias, activation in (("2_Dense", (160, 96), True, "torch.nn.modules.activation.Tanh"),
+                                          ("3_Dense", (40, 160), False, "torch.nn.modules.linear.Identity")):
+        (folder / path).mkdir()
+        (folder / path / "config.json").write_text(json.dumps({
+            "in_features": sizes[1], "out_features": sizes[0], "bias": bias, "activation_function": activation}))
+        tensors[path] = {"linear.weight": torch.randn(sizes, generator=draw) / 8}
+        if bias:
+            tensors[path]["linear.bias"] = torch.randn(sizes[0], generator=draw)
+        save_file(tensors[path], folder / path / "model.safetensors")
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
+    found = vectors(engine(folder), prompts, PoolingSpec("mean"))
+    first, second = tensors.values()
+    for vector, prompt in zip(found, prompts, strict=True):
+        with torch.inference_mode(), checkpoints.one_thread():
+            mean = theirs(torch.tensor([prompt])).last_hidden_state[0].mean(0)
+        wanted = torch.tanh(first["linear.weight"] @ mean + first["linear.bias"]) @ second["linear.weight"].T
+        torch.testing.assert_close(vector, wanted / wanted.norm(), atol=5e-5, rtol=1e-4)
+    (folder / "2_Dense" / "config.json").write_text(json.dumps({
+        "in_features": 96, "out_features": 160, "bias": True, "activation_function": "torch.nn.Mish"}))
+    with pytest.raises(CheckpointError, match="2_Dense: activation_function mish is not supported"):
+        engine(folder)
+
+
+@pytest.mark.parametrize("name", ["bert", "modernbert"])
+def test_an_encoder_is_divided_among_ranks_of_a_layer(name, prompts, tmp_path):
+    folder = checkpoints.make(name, tmp_path / "model", kind="Model", tokenizer=True)
+    alone, divided = (LLM(str(folder), dtype="float32", max_model_len=128, tensor_parallel_size=ranks)
+                      for ranks in (1, 2))
+    for one, other in zip(*(llm.embed(prompts, use_tqdm=False) for llm in (alone, divided)), strict=True):
+        assert one.outputs.embedding == pytest.approx(other.outputs.embedding, abs=1e-5)
 
 
 TEXTS = ["def f(x):", "return x", "class A:\n    pass"]

@@ -245,9 +245,10 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "xlm_roberta": ("XLMRoberta", {"pad_token_id": 1, "type_vocab_size": 1}),
     "camembert": ("Camembert", {"pad_token_id": 1}),
     "electra": ("Electra", {"embedding_size": 96}),
-    "distilbert": ("DistilBert", {"dim": 96, "hidden_dim": 160, "n_layers": 3, "n_heads": 4}),
+    "distilbert": ("DistilBert", {"hidden_size": ..., "num_hidden_layers": ..., "num_attention_heads": ..., "dim": 96,
+                                  "hidden_dim": 160, "n_layers": 3, "n_heads": 4}),
     "nomic_bert": ("NomicBert", {"head_dim": 24}),
-    "gte": ("Gte", {"type_vocab_size": 1}),
+    "gte": ("Gte", {"type_vocab_size": 1, "head_dim": ...}),
     "modernbert": ("ModernBert", {"head_dim": ..., "num_hidden_layers": 4, "local_attention": 24, "norm_bias": True,
                                   "classifier_pooling": "mean", "sep_token_id": 2, "cls_token_id": 1}),
 }

@@ -106,8 +106,11 @@ def configure_electra(fields: Fields) -> ModelConfig:
 
 
 def configure_distilbert(fields: Fields) -> ModelConfig:
-    fields = fields.renamed({"dim": "hidden_size", "hidden_dim": "intermediate_size", "n_layers": "num_hidden_layers",
-                             "n_heads": "num_attention_heads", "activation": "hidden_act"})
+    fields = fields.replaced(intermediate_size=None).renamed({
+        "dim": "hidden_size", "hidden_dim": "intermediate_size", "n_layers": "num_hidden_layers",
+        "n_heads": "num_attention_heads", "activation": "hidden_act"})
+    fields = fields.with_defaults(
+        hidden_size=768, intermediate_size=3072, num_hidden_layers=6, num_attention_heads=12)
     return _encoder(fields.replaced(type_vocab_size=0), DISTILBERT)
 
 
@@ -118,6 +121,7 @@ def configure_nomic(fields: Fields) -> ModelConfig:
 
 
 def configure_gte(fields: Fields) -> ModelConfig:
+    fields = fields.with_defaults(type_vocab_size=1)
     return replace(_encoder(fields, GTE, theta=160_000.0), has_gated_mlp=True, mlp_bias=False)
 
 

@@ -50,7 +50,12 @@ def configure(fields: Fields) -> ModelConfig:
     every = fields.integer("global_attn_every_n_layers", default=3)
     kinds = fields.texts("layer_types") if fields.has("layer_types") else tuple(
         SLIDING if layer % every else FULL for layer in range(fields.integer("num_hidden_layers", maximum=MAX_LAYERS)))
-    window = fields.integer("local_attention", default=128, minimum=2) // 2 + 1  # on either side, with the token itself
+    half = fields.integer("sliding_window", default=fields.integer("local_attention", default=128, minimum=2) // 2)
+    window = half + 1  # on either side, with the token itself
+    if scaling := fields.section("rope_scaling").values:  # of all layers
+        by_kind = fields.section("rope_parameters")
+        fields = fields.replaced(rope_scaling=None, rope_parameters={
+            kind: {**by_kind.section(kind).values, **scaling} for kind in (FULL, SLIDING)})
     ropes = read_ropes(fields, {FULL: fields.number("global_rope_theta", default=GLOBAL_THETA),
                                 SLIDING: fields.number("local_rope_theta", default=LOCAL_THETA)})
     windows = read_layer_types(fields, window, kinds)

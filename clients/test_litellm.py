@@ -100,3 +100,23 @@ def test_tools_of_a_template_that_has_none(chat: Server) -> None:
     """Offers tools to a model whose template has none (`tools`): the system prompt describes them."""
     answer = litellm.completion(messages=MESSAGES, tools=TOOLS, **asked(chat, "openai"))
     assert answer.choices[0].message.content == chat.chat(tools=TOOLS) != chat.chat()
+
+
+@pytest.mark.parametrize("provider", ["hosted_vllm", "jina_ai", "cohere"])
+def test_rerank(chat: Server, provider: str) -> None:
+    """`rerank` returns the best documents, as `{provider}/`."""
+    documents = ["def close(self):", "import os", "def read(path):"]
+    base = chat.url if provider == "hosted_vllm" else f"{chat.url}/v{2 if provider == 'cohere' else 1}/rerank"
+    answer = litellm.rerank(model=f"{provider}/{chat.model}", query="Close a file.", documents=documents, top_n=2,
+                            api_base=base, api_key=chat.key)
+    plain = chat.post("/v1/rerank", query="Close a file.", documents=documents, top_n=2)["results"]
+    assert [(one["index"], one["relevance_score"]) for one in answer.results] == [
+        (one["index"], one["relevance_score"]) for one in plain]
+
+
+def test_embedding(builtin: Server) -> None:
+    """`embedding` returns the vectors of two texts."""
+    answer = litellm.embedding(model=f"openai/{builtin.model}", input=[PROMPT, "import os"], api_base=builtin.base_url,
+                               api_key=builtin.key, encoding_format="float")
+    exact = builtin.post("/v1/embeddings", input=[PROMPT, "import os"])["data"]
+    assert [one["embedding"] for one in answer.data] == [one["embedding"] for one in exact]

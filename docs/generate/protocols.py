@@ -34,6 +34,11 @@ def names(protocol: str, path: str) -> list[str]:
     return listed
 
 
+def paths_of(protocol: str) -> list[str]:
+    """Returns the routes whose fields are listed."""
+    return [path for path in json.loads(LISTS.read_text())[protocol] if path in BODIES]
+
+
 def treatment(kind: type[msgspec.Struct], name: str) -> str:
     """Returns what Slotwise does with a field.  Raises KeyError for one that it does not know."""
     if name in HINTS or name in AS_ANOTHER:
@@ -100,7 +105,7 @@ def _written(value: object) -> str:
 
 def _tables(protocol: str, other: str = "") -> str:
     parts = []
-    for path in ("/v1/completions", "/v1/chat/completions"):
+    for path in paths_of(protocol):
         shown = set(names(protocol, path)) - set(names(other, path) if other else ())
         if shown:
             kind, schemas = BODIES[path], properties(BODIES[path])

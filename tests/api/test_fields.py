@@ -17,6 +17,9 @@ from slotwise.api.http.http_exchange import HttpExchange
 from slotwise.api.limits import bodies as module
 from slotwise.api.limits.bodies import KEYS, unknown_fields, unknown_keys
 from slotwise.api.openai.responses_protocol import ReasoningConfig, ResponsesRequest
+from slotwise.api.pooling.decisions import DecisionRequest
+from slotwise.api.pooling.embeddings import EmbeddingRequest
+from slotwise.api.pooling.scoring import RerankRequest, ScoreRequest
 from slotwise.api.protocol.decoding import LARGE, MAX_FIELD, decode
 from slotwise.api.protocol.protocol import ChatRequest, CompletionRequest
 from slotwise.api.protocol.unsupported import AS_ANOTHER, HINTS, NEUTRAL, unsupported_fields
@@ -25,26 +28,32 @@ from slotwise.errors import ThrottledWarning
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # `docs` is run from the repository's root
 
 from docs.generate.protocols import NEUTRAL as NEUTRAL_FIELD
-from docs.generate.protocols import OBEYED, REFUSED, names, treatment
+from docs.generate.protocols import OBEYED, REFUSED, names, paths_of, treatment
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BODIES: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     COMPLETIONS: (CompletionRequest, {"prompt": [2], "max_tokens": 2}),
     CHAT: (ChatRequest, {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2})}
-REQUIRED = ("messages", "prompt")
+POOLED: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
+    "/v1/embeddings": (EmbeddingRequest, {"input": [2]}),
+    "/v1/rerank": (RerankRequest, {"query": "a", "documents": ["b"]}),
+    "/v1/score": (ScoreRequest, {"text_1": "a", "text_2": "b"}),
+    "/v1/systemone": (DecisionRequest, {"state": "a", "questions": {"b": {"type": "noul"}}})}
+REQUIRED = ("messages", "prompt", "input", "query", "documents", "text_1", "text_2", "state", "questions")
 HEADER = "x-slotwise-warning"
 SENT_HINTS = {"metadata": {"a": "b"}, "prompt_cache_key": "k", "safety_identifier": "s", "session_id": "i"}
 
 
 def known(path: str) -> list[str]:
-    return sorted({name for protocol in ("openai", "vllm") for name in names(protocol, path)})
+    return sorted({name for protocol in ("openai", "vllm") if path in paths_of(protocol)
+                   for name in names(protocol, path)})
 
 
-EACH = [(path, name) for path in BODIES for name in known(path)]
+EACH = [(path, name) for path in (*BODIES, *POOLED) for name in known(path)]
 
 
 def sent(server: Server, path: str, **fields: Any) -> Any:
-    return server.post(path, BODIES[path][1] | fields)
+    return server.post(path, (BODIES | POOLED)[path][1] | fields)
 
 
 def test_the_lists_have_openais_own_parameters() -> None:
@@ -58,7 +67,7 @@ def test_the_lists_have_openais_own_parameters() -> None:
 
 @pytest.mark.parametrize(("path", "name"), EACH)
 def test_a_known_field_has_one_treatment(server: Server, path: str, name: str) -> None:
-    kind = BODIES[path][0]
+    kind = (BODIES | POOLED)[path][0]
     done = treatment(kind, name)
     if name not in REQUIRED:
         answer = sent(server, path, **{name: None})
@@ -77,7 +86,7 @@ def test_a_known_field_has_one_treatment(server: Server, path: str, name: str) -
 
 
 def test_the_values_that_change_nothing_are_of_fields_that_exist() -> None:
-    kinds = [*(kind for kind, _ in BODIES.values()), ResponsesRequest, ReasoningConfig, MessagesRequest]
+    kinds = [*(kind for kind, _ in (BODIES | POOLED).values()), ResponsesRequest, ReasoningConfig, MessagesRequest]
     fields = {name for kind in kinds for name in kind.__struct_fields__}
     assert set(NEUTRAL) | set(HINTS) <= fields and not set(NEUTRAL) & set(HINTS)
     assert treatment(CompletionRequest, "detokenize") == NEUTRAL_FIELD and treatment(ChatRequest, "audio") == REFUSED

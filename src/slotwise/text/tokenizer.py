@@ -325,14 +325,7 @@ class Tokenizer:
             TextTooLong, TokenizerError: as `encode`.
         """
         self.check_length(first + second, max_tokens)
-        try:
-            return self.inner.encode_batch_fast([(first, second)])[0].ids
-        except (TypeError, UnicodeError) as error:
-            raise TokenizerError("the text is not valid Unicode") from error
-        except INTERRUPTS:
-            raise
-        except BaseException as error:
-            raise TokenizerError(f"the tokenizer cannot encode the texts ({error})") from error
+        return self.pair_marks.pair(*[self.encode(text, add_special_tokens=False) for text in (first, second)])
 
     def offsets(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """For each token of `text`, the characters before the one that it begins with, or within.

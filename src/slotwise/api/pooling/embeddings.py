@@ -50,8 +50,11 @@ class EmbeddingRequest(TruncatedFields, kw_only=True):
     encoding_format: Literal["float", "base64"] | None = None  # of vectors; base64: of float32, little-endian
     dimensions: Length | None = None  # the first so many numbers of each vector, then normalized
     normalize: bool | None = None  # vectors have length 1; by default as the checkpoint says, else true
+    use_activation: bool | None = None  # vLLM's newer name of `normalize`
     input_type: str | None = None  # `query`, `document`, or another prompt of the checkpoint: it begins each text
     add_special_tokens: bool | None = None  # by default the tokenizer's are added
+    embed_dtype: Any = None
+    endianness: Any = None
 
 
 @about(body=EmbeddingRequest)
@@ -63,7 +66,11 @@ async def embeddings(api: Api, exchange: HttpExchange) -> None:
 async def _embedding(api: Api, exchange: HttpExchange, body: bytes) -> ValidatedRequest:
     asked = decode(EmbeddingRequest, body)
     warn_of_unknown_fields(exchange, EmbeddingRequest, body)
-    pooling = pooling_of(api, asked.dimensions, normalize=asked.normalize)
+    refuse(asked)
+    if asked.normalize is not None and asked.use_activation not in (None, asked.normalize):
+        raise bad_request("use_activation: contradicts normalize", "use_activation")
+    normalize = asked.use_activation if asked.normalize is None else asked.normalize
+    pooling = pooling_of(api, asked.dimensions, normalize=normalize)
     formatted = _base64 if asked.encoding_format == "base64" else _floats
     texts = prompted(api, asked.input, asked.input_type, "input_type")
     return await embedded(api, exchange, asked, texts, pooling, partial(_respond, formatted=formatted))

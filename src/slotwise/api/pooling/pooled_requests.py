@@ -53,6 +53,8 @@ class TruncatedFields(PooledFields, kw_only=True):
 
     truncate_prompt_tokens: KeptTokens | None = None  # a prompt's tokens that are kept; -1: as many as fit
     truncation_side: Literal["left", "right"] | None = None  # where tokens are dropped; by default on the right
+    padding: Any = None
+    mm_processor_kwargs: Any = None
 
     def as_generate(self) -> Generate:
         shared = super().as_generate()

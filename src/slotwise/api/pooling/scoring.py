@@ -189,6 +189,7 @@ async def _rerank(api: Api, exchange: HttpExchange, body: bytes) -> ValidatedReq
 async def _score(api: Api, exchange: HttpExchange, body: bytes) -> ValidatedRequest:
     asked = decode(ScoreRequest, body)
     warn_of_unknown_fields(exchange, ScoreRequest, body)
+    refuse(asked)
     first, second = asked.sides()
     queries, documents = _texts(getattr(asked, first), first), _texts(getattr(asked, second), second)
     if len(queries) not in (1, len(documents)):

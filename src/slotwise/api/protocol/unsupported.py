@@ -25,6 +25,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = SAMPLING | {  # in addition to null
     "prompt_cache_options": ({},), "prompt_cache_retention": ("in_memory",), "store": (False,),
     "verbosity": ("medium",), "background": (False,), "truncation": ("disabled",), "top_logprobs": (0,),
     "generate_summary": ("auto",), "mcp_servers": ([],),
+    "padding": ("do_not_pad",), "embed_dtype": ("float32",), "endianness": ("native", "little"),
     "context_management": ({}, [], {"edits": []}, *({"edits": [{"type": "clear_thinking_20251015", "keep": keep}]}
                                                      for keep in ("all", {"type": "all"}))),
 }

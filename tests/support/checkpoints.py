@@ -52,8 +52,13 @@ ROUTED = {"first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_to
 
 # The class of transformers, without "ForCausalLM" where it ends so, and where its config differs from SIZES.
 CLASSIC = dict.fromkeys(("num_key_value_heads", "head_dim", "rms_norm_eps"), ...)  # that older configs lack
-GPT = CLASSIC | {"intermediate_size": ..., "n_inner": 160, "initializer_range": 0.4}
+UNTIED = {"tie_word_embeddings": False}
+GPT = CLASSIC | dict.fromkeys(("intermediate_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
+                               "max_position_embeddings"), ...) | {
+    "n_embd": 96, "n_layer": 3, "n_head": 4, "n_positions": 2048, "n_inner": 160, "initializer_range": 0.2}
 OPT = CLASSIC | {"intermediate_size": ..., "initializer_range": ..., "ffn_dim": 160, "init_std": 0.2}
+XGLM = OPT | UNTIED | {"hidden_size": ..., "num_hidden_layers": ..., "num_attention_heads": ..., "d_model": 96,
+                       "num_layers": 3, "attention_heads": 4, "init_std": 0.5}
 
 SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads")
 UNKNOWN = ("num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings", "rms_norm_eps")
@@ -214,9 +219,28 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "hunyuan": ("HunYuanDenseV1", {"num_hidden_layers": 2, "rope_parameters": {
         "rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 1.0, "alpha": 20.0}}),
     "gpt2": ("GPT2LMHeadModel", GPT),
-    "gpt_bigcode": ("GPTBigCode", GPT),
+    "gpt_bigcode": ("GPTBigCode", GPT | {"initializer_range": 0.4}),
     "gpt_neox": ("GPTNeoX", CLASSIC),
     "opt": ("OPT", OPT),
+    "gpt_neox_japanese": ("GPTNeoXJapanese", CLASSIC | {"intermediate_size": ..., "intermediate_multiple_size": 2}),
+    "gpt_neo": ("GPTNeo", CLASSIC | {
+        "attention_types": [[["global", "local"], 2]], "num_hidden_layers": ..., "num_layers": 4, "window_size": 48,
+        "num_attention_heads": ..., "num_heads": 4}),
+    "gptj": ("GPTJ", GPT | {"rotary_dim": 12}),
+    "codegen": ("CodeGen", GPT | {"rotary_dim": 12}),
+    "phi": ("Phi", CLASSIC | {"initializer_range": 0.3, "num_key_value_heads": 2, "qk_layernorm": True,
+                              "num_hidden_layers": 2, "intermediate_size": 384}),
+    "stablelm": ("StableLm", CLASSIC | {"num_key_value_heads": 2}),
+    "stablelm_12b": ("StableLm", CLASSIC | {"num_key_value_heads": 2, "qk_layernorm": True, "use_qkv_bias": True,
+                                            "use_parallel_residual": True}),
+    "starcoder2": ("Starcoder2", UNTIED | {"rms_norm_eps": ..., "head_dim": ..., "sliding_window": 48}),
+    "persimmon": ("Persimmon", CLASSIC | {"initializer_range": 0.3, "qk_layernorm": False, "num_attention_heads": 3}),
+    "nemotron": ("Nemotron", {"rms_norm_eps": ...}),
+    "olmo": ("Olmo", {"rms_norm_eps": ..., "head_dim": ..., "clip_qkv": 2.0}),
+    "xglm": ("XGLM", XGLM),
+    "biogpt": ("BioGpt", CLASSIC | UNTIED | {"initializer_range": 0.3}),
+    "ctrl": ("CTRLLMHeadModel", GPT | UNTIED | {"n_inner": ..., "dff": 160}),
+    "openai_gpt": ("OpenAIGPTLMHeadModel", GPT | {"n_inner": ..., "initializer_range": 0.5}),
     "opt_350m": ("OPT", OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 64,
                               "init_std": 0.5}),
 }  # fmt: skip
@@ -226,7 +250,6 @@ RECURRENT = (  # families whose states no ranks divide
     "falcon_mamba", "jamba", "lfm2_moe", "nemotron_h", "falcon_h1")
 
 ALIKE = {"mamba": "jamba", "falcon_mamba": "jamba", "lfm2_moe": "lfm2", "bamba": "granite_hybrid",
-         "opt_350m": "opt",
          "glm4_moe_lite": "deepseek_v3", "deepseek_v32": "deepseek_v3", "glm_moe_dsa": "deepseek_v3",
          "axk1": "deepseek_v3", "youtu": "minicpm3",
          "ministral": "mistral", "seed_oss": "llama_bias", "helium": "ernie4_5", "glm": "glm4"}
@@ -234,6 +257,10 @@ ALIKE |= {
     "solar_open": "glm4_moe", "dots1": "glm4_moe", "exaone_moe": "glm4_moe", "mellum": "qwen3_moe",
     "hy_v3": "glm4_moe", "aria": "ernie4_5_moe", "granite_moe_swa": "granite_swa",
     "granite_moe_shared": "ernie4_5_moe", "flint": "granite_swa"}
+ALIKE |= {
+    "gpt_bigcode": "gpt2", "gpt_neo": "gpt2", "starcoder2": "gpt2", "gpt_neox_japanese": "gpt_neox",
+    "persimmon": "phi", "nemotron": "gpt_neox", "codegen": "gptj", "stablelm": "stablelm_12b", "olmo": "stablelm_12b",
+    "opt": "opt_350m", "openai_gpt": "opt_350m", "xglm": "opt_350m", "biogpt": "opt_350m", "ctrl": "opt_350m"}
 """Families composed like another one, which `make test` compares in their place; `make families` compares all."""
 EVERY = list(_SHAPES)
 ARE_ALL_ASKED = bool(os.environ.get("SLOTWISE_ALL_FAMILIES"))  # by `make families`
@@ -254,11 +281,12 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 FAMILIES = EVERY if ARE_ALL_ASKED else [name for name in EVERY if name not in ALIKE]
-NOT_IN_TORCH = ("softcapping", "gpt_oss", "mamba", "granite_swa", "granitemoe_swa", "flint", "bloom", "mpt")
+NOT_IN_TORCH = ("softcapping", "gpt_oss", "mamba", "granite_swa", "granitemoe_swa", "flint", "bloom", "mpt",
+                '"gpt_neo"', "gpt_neox_japanese", "xglm", "openai-gpt")
 """In configs of models whose attention torch's own does not compute."""
 UNSCALED = ("Gemma3n", "Gemma4")  # classes whose scores are not divided by the root of the size of a head
 
-DOWN = tuple(f"{name}.weight" for name in ("mlp.c_proj", "dense_4h_to_h", "fc2", "fc_out", "mlp.down_proj_"))
+DOWN = tuple(f"{name}.weight" for name in ("mlp.c_proj", "dense_4h_to_h", "fc2", "fc_out", "ffn.2"))
 """The second product of an MLP without gates."""
 
 CHAT_TEMPLATE = (
@@ -294,6 +322,9 @@ def make(
         torch.manual_seed(seed)
         model = made(config)
         norms = {name for name, part in model.named_modules() if "Norm" in type(part).__name__}
+        for part in model.modules():
+            if type(part).__name__ == "Conv1D":  # which not every class draws as its config says
+                torch.nn.init.normal_(part.weight, std=config.initializer_range)
         for key, tensor in model.named_parameters():
             is_norm = key.rpartition(".")[0] in norms or "norm" in key
             if (is_norm or key.endswith("scale")) and not key.endswith("bias"):

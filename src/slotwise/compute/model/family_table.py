@@ -37,8 +37,10 @@ from slotwise.compute.model.families import (
     glm4_moe,
     glm4_moe_lite,
     gpt2,
+    gpt_neo,
     gpt_neox,
     gpt_oss,
+    gptj,
     granite,
     granite_hybrid,
     helium,
@@ -57,10 +59,15 @@ from slotwise.compute.model.families import (
     mistral,
     modernbert,
     mpt,
+    nemotron,
     nemotron_h,
+    olmo,
     olmo2,
     olmoe,
+    openai_gpt,
     opt,
+    persimmon,
+    phi,
     phi3,
     qwen2,
     qwen3,
@@ -69,6 +76,9 @@ from slotwise.compute.model.families import (
     seed_oss,
     smollm3,
     solar_open,
+    stablelm,
+    starcoder2,
+    xglm,
 )
 from slotwise.compute.model.fields import Fields
 from slotwise.compute.model.layers.source import Listing, WeightSource
@@ -176,6 +186,21 @@ FAMILIES: dict[str, Family] = {
     "GPTBigCodeForCausalLM": Family(gpt2.configure_bigcode, gpt2.compose_bigcode, ("gpt_bigcode",)),
     "GPTNeoXForCausalLM": Family(gpt_neox.configure, gpt_neox.compose, ("gpt_neox",)),
     "OPTForCausalLM": Family(opt.configure, opt.compose, ("opt",)),
+    "GPTNeoXJapaneseForCausalLM": Family(
+        gpt_neox.configure_japanese, gpt_neox.compose_japanese, ("gpt_neox_japanese",)),
+    "GPTNeoForCausalLM": Family(gpt_neo.configure, gpt_neo.compose, ("gpt_neo",)),
+    "GPTJForCausalLM": Family(gptj.configure, gptj.compose, ("gptj",)),
+    "CodeGenForCausalLM": Family(gptj.configure_codegen, gptj.compose_codegen, ("codegen",)),
+    "PhiForCausalLM": Family(phi.configure, phi.compose, ("phi",)),
+    "StableLmForCausalLM": Family(stablelm.configure, stablelm.compose, ("stablelm",)),
+    "Starcoder2ForCausalLM": Family(starcoder2.configure, starcoder2.compose, ("starcoder2",)),
+    "PersimmonForCausalLM": Family(persimmon.configure, persimmon.compose, ("persimmon",)),
+    "NemotronForCausalLM": Family(nemotron.configure, nemotron.compose, ("nemotron",)),
+    "OlmoForCausalLM": Family(olmo.configure, olmo.compose, ("olmo",)),
+    "XGLMForCausalLM": Family(xglm.configure, xglm.compose, ("xglm",)),
+    "BioGptForCausalLM": Family(xglm.configure_biogpt, xglm.compose_biogpt, ("biogpt",)),
+    "CTRLLMHeadModel": Family(xglm.configure_ctrl, xglm.compose_ctrl, ("ctrl",)),
+    "OpenAIGPTLMHeadModel": Family(openai_gpt.configure, openai_gpt.compose, ("openai-gpt",), gpt2.TRANSPOSED),
 }
 
 

@@ -39,14 +39,12 @@ class Fields:
         """
         values, shown = dict(self.values), dict(self._shown)
         for old, new in names.items():
-            if old not in values:
-                if new not in values:
-                    shown[new] = old
-                continue
-            if values.get(new, values[old]) != values[old]:
+            if values.get(new, values.get(old)) != values.get(old, values.get(new)):
                 raise self.error(old, f"and {new} differ")
-            values[new] = values.pop(old)
-            shown[new] = old
+            if old in values:
+                values[new] = values.pop(old)
+            if old in self.values or new not in self.values:
+                shown[new] = old
         return Fields(values, self.where, shown)
 
     def with_defaults(self, **values: Any) -> Fields:

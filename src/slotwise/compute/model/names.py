@@ -47,6 +47,7 @@ _RENAMED = {  # beginnings of names
     f"{_INNER}.{MODEL}": MODEL, f"{MODEL}.{_INNER}": MODEL, f"{_INNER}.{HEAD}": HEAD, _INNER: MODEL,
     **{inner: MODEL for inner in _SCHEMES if inner not in ("", MODEL)},
     **{f"{inner}.{part}".removeprefix("."): new for inner, parts in _SCHEMES.items() for part, new in parts.items()}}
+_DENSE_BIAS = ".attention.dense_bias", ".attention.dense.bias"  # of GPT-NeoX-Japanese
 _LONGEST = max(name.count(".") for name in _RENAMED) + 1  # components of a beginning
 _LAYERS_OF = {  # by architecture, where configs do not write `model.layers`
     architecture: layers for layers, architectures in {
@@ -77,7 +78,7 @@ def canonical(name: str) -> str:
     for count in range(min(_LONGEST, len(parts)), 0, -1):
         beginning = ".".join(parts[:count])
         if beginning in _RENAMED:
-            return _RENAMED[beginning] + name.removeprefix(beginning)
+            return _RENAMED[beginning] + name.removeprefix(beginning).replace(*_DENSE_BIAS)
     return name
 
 

@@ -4,8 +4,7 @@ products.
     h = embedding(tokens) + positions
     h += attention(norm(h)),  h += down(gelu(up(norm(h))))
 
-GPTBigCode (Li et al., "StarCoder", 2023) has one head of keys and values.  GPT-Neo (Black et al., 2021) has a window in
-every second layer, and scores that are not scaled.
+GPTBigCode (Li et al., "StarCoder", 2023) has one head of keys and values.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 from slotwise.compute.model.fields import Fields
 from slotwise.compute.model.layers.attention import Attention, AttentionOptions, LayerStep
 from slotwise.compute.model.layers.embedding_and_head import EndOptions, learned_positions
-from slotwise.compute.model.layers.mlp import PlainMLP
+from slotwise.compute.model.layers.mlp import GatedMLP, PlainMLP
 from slotwise.compute.model.layers.norm import LayerNormOptions, Norm, ResidualStream
 from slotwise.compute.model.layers.rope import NoRope, Rope
 from slotwise.compute.model.layers.source import WeightSource
@@ -28,7 +27,7 @@ from slotwise.compute.model.model_config import (
     read_activation,
     read_common,
 )
-from slotwise.compute.model.network import DecoderLayer, Network, read_network
+from slotwise.compute.model.network import MLP, DecoderLayer, Network, read_network
 
 NAMES = {
     "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
@@ -76,13 +75,13 @@ class Parts(NamedTuple):
 
     attention_norm: str
     attention: str
-    mlp_norm: str
-    up: str
-    down: str
+    mlp_norm: str  # "": there is none
+    up: str = ""
+    down: str = ""
 
 
 class ClassicLayer(DecoderLayer):
-    """A layer with LayerNorms and an MLP of two products, also other families'."""
+    """A layer with LayerNorms, and an MLP of two products unless the config says otherwise; also other families'."""
 
     def __init__(
         self, config: ModelConfig, source: WeightSource, index: int, options: AttentionOptions, norms: LayerNormOptions,
@@ -92,9 +91,13 @@ class ClassicLayer(DecoderLayer):
         self.attention_norm: Norm = norms.read(source, f"{at}.{parts.attention_norm}", hidden)
         self.attention = Attention(
             source, f"{at}.{parts.attention}", config.attention_shape(index), config.ropes[index], hidden, options)
-        self.mlp_norm: Norm = norms.read(source, f"{at}.{parts.mlp_norm}", hidden)
-        self.mlp = PlainMLP(source, at, (parts.up, parts.down), (hidden, config.intermediate_size),
-                            activation=config.activation, bias=config.mlp_bias)
+        if parts.mlp_norm:
+            self.mlp_norm: Norm = norms.read(source, f"{at}.{parts.mlp_norm}", hidden)
+        sizes, activation = (hidden, config.intermediate_size), config.activation
+        self.mlp: MLP = GatedMLP(
+            source, f"{at}.mlp", sizes, activation=activation, bias=config.mlp_bias,
+        ) if config.has_gated_mlp else PlainMLP(
+            source, at, (parts.up, parts.down), sizes, activation=activation, bias=config.mlp_bias)
 
     def forward(self, h: ResidualStream, step: LayerStep) -> None:
         h += self.attention(self.attention_norm(h), step)
@@ -106,10 +109,18 @@ PARTS = Parts("ln_1", "attn", "ln_2", "mlp.c_fc", "mlp.c_proj")
 
 def compose(config: ModelConfig, source: WeightSource, **more: Any) -> Network:
     """Also GPTBigCode's, with `more` options of attention."""
-    norms = LayerNormOptions(config.norm_eps)
     options = AttentionOptions(True, True, qkv_name="c_attn", names=("", "", "", "c_proj"), **more)
-    layer = functools.partial(ClassicLayer, config, source, options=options, norms=norms, parts=PARTS)
-    return read_network(config, source, layer, table_ends(config), norms)
+    return compose_layers(config, source, ClassicLayer, PARTS, options, table_ends(config))
+
+
+def compose_layers(
+    config: ModelConfig, source: WeightSource, kind: type[ClassicLayer], parts: Parts, options: AttentionOptions,
+    ends: EndOptions | None = None, norms: LayerNormOptions | None = None,
+) -> Network:
+    """A model of layers of this kind; also other families'."""
+    norms = norms or LayerNormOptions(config.norm_eps)
+    layer = functools.partial(kind, config, source, options=options, norms=norms, parts=parts)
+    return read_network(config, source, layer, ends or EndOptions(config.tie_word_embeddings), norms)
 
 
 def table_ends(config: ModelConfig, offset: int = 0) -> EndOptions:
@@ -120,7 +131,7 @@ def table_ends(config: ModelConfig, offset: int = 0) -> EndOptions:
 
 
 def configure_bigcode(fields: Fields) -> ModelConfig:
-    config = read_gpt2(fields, "gelu_pytorch_tanh")
+    config = read_gpt2(fields.replaced(num_key_value_heads=None), "gelu_pytorch_tanh")
     return replace(config, num_kv_heads=1 if fields.flag("multi_query", default=True) else config.num_heads)
 
 

@@ -181,15 +181,18 @@ class HeadNorms:
             return stacked if order is None else stacked[:, order]
 
         self._weight = read("weight")
-        self._bias = read("bias") if options.has_bias else torch.zeros_like(self._weight)
-        self.bytes = self._weight.nbytes * (2 if options.has_bias else 1)
+        self._bias = read("bias") if options.has_bias else None
+        norms = 2 if options.stored == "shared" else self._count
+        self.bytes = (1 + options.has_bias) * norms * head_dim * source.dtype.itemsize  # as stored
 
     def __call__(self, qkv: Tensor) -> Tensor:
         return self._kernels.rowwise(self._normed, qkv)
 
     def _normed(self, qkv: Tensor) -> Tensor:
         normed, values = qkv.view(len(qkv), -1, self._size).tensor_split([self._count], dim=1)
-        out = F.layer_norm(normed.float(), (self._size,), eps=self._eps) * self._weight + self._bias
+        out = F.layer_norm(normed.float(), (self._size,), eps=self._eps) * self._weight
+        if self._bias is not None:
+            out += self._bias
         return torch.cat((out.to(qkv.dtype), values), dim=1).flatten(1)
 
 

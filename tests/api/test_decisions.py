@@ -75,6 +75,17 @@ def test_the_likeliest_token_may_be_a_label(server: Server, tokenizer: Tokenizer
     assert math.fsum(answer["answers"]["a"]["probabilities"].values()) == pytest.approx(1)
 
 
+def test_reasoning_ends_before_an_answer_begins(folder: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """A model that thinks first is shown that it has thought."""
+    with running(folder, tmp_path / "engine", "reasoning_parser=deepseek_r1") as thinking:
+        answer = decide(thinking, questions={"team": TEAM})
+    prompt = ("<user>My card was charged twice.\n\nQuestion: Which team?\nA: billing - payments\nB: shipping\n"
+              "Answer with the letter of one option only.<assistant><think>\n\n</think>\n\n")
+    first, second = expected(tokenizer, prompt, ["A", "B"])
+    assert answer["answers"]["team"]["probabilities"]["billing"] == pytest.approx(first / (first + second), rel=1e-4)
+    assert answer["usage"]["input_tokens"] == len(tokenizer.encode(prompt, add_special_tokens=False))
+
+
 def test_a_state_may_be_json_and_a_question_stands_alone(server: Server) -> None:
     as_json = decide(server, {"ticket": "Zürich", "n": [1, 2.5, None]})
     as_text = decide(server, '{"ticket": "Zürich", "n": [1, 2.5, null]}')

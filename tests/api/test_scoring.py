@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 from support.live_server import Server, running
 
+from slotwise.api.pooling.label_reads import UNTHINKING
+from slotwise.api.pooling.scoring import judged
+from slotwise.text.chat_template import render
 from slotwise.text.tokenizer import Tokenizer
 
 RERANK, SCORE, CLASSIFY, EMBED = "/v1/rerank", "/v1/score", "/v1/classify", "/v2/embed"
@@ -215,3 +218,13 @@ def test_a_model_says_what_it_can_do(embedding: Server, crossing: Server, classi
         told = set(server.get("/v1/models/toy").json()["capabilities"])
         assert told & {"embedding", "score", "classification"} >= able and "decision" in told
     assert "score" not in classifying.get("/v1/models/toy").json()["capabilities"]
+
+
+def test_a_pair_is_asked_about_as_qwen3_reranker_was_trained() -> None:
+    """Its own template is Qwen3's: the prompt of its model card, with the reasoning left empty."""
+    source = (Path(__file__).parents[1] / "text" / "templates" / "Qwen-Qwen3-0.6B.jinja").read_text()
+    messages = judged("Find it.", "the fox", "A fox runs.")
+    assert render(source, [], messages, UNTHINKING, False) == (
+        '<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct '
+        'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n<Instruct>: Find it.\n'
+        '<Query>: the fox\n<Document>: A fox runs.<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n')

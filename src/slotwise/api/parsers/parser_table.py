@@ -90,6 +90,15 @@ class OutputFormat:
         """Whether an output begins within reasoning, where the prompt may leave that to the parser, as None says."""
         return (self.tags is not None and self.tags.thinks) or None if begun is None else begun
 
+    def answer_start(self, prompt: str) -> str:
+        """What a prompt lacks for the reply to begin with the answer: the end of its reasoning, or harmony's header."""
+        if HARMONY in (self.tools, self.reasoning):
+            return "" if prompt.endswith(FINAL) else FINAL
+        begun, tags = self.has_begun(prompt), self.tags or Tags()
+        if begun:
+            return f"\n{tags.closing}\n\n"
+        return f"{tags.opening}\n\n{tags.closing}\n\n" if self.begins(begun) else ""
+
     def markers(self, tools: Tools | None) -> Markers:
         """How special tokens stand in the text that a parser reads."""
         return self._one if tools is None else self._both

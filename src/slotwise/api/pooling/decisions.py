@@ -20,12 +20,12 @@ import msgspec
 from slotwise.api.generate.choice import Choice
 from slotwise.api.generate.context import Api
 from slotwise.api.generate.generate import Job, ValidatedRequest, check, respond, usage_of
-from slotwise.api.generate.prompts import Conversation, Encoding, Rendered
+from slotwise.api.generate.prompts import Encoding, Rendered
 from slotwise.api.generate.shapes import DECISION
 from slotwise.api.http.api_errors import ApiError, bad_request, renamed
 from slotwise.api.http.http_exchange import HttpExchange, about
 from slotwise.api.limits.bodies import warn_of_ignored, warn_of_unknown_fields
-from slotwise.api.pooling.label_reads import UNTHINKING, LabelReads, LabelTokens, Reading
+from slotwise.api.pooling.label_reads import UNTHINKING, LabelReads, LabelTokens, Reading, rendered_question
 from slotwise.api.pooling.pooled_requests import PooledFields, reading, validated
 from slotwise.api.protocol.decoding import decode
 from slotwise.api.protocol.protocol import SWITCHES
@@ -193,9 +193,8 @@ async def _rendered(api: Api, exchange: HttpExchange, text: str, instructions: s
         (ids,) = await prompts.of_completion(whole, 1, exchange.holder, Encoding(param="state"))
         return Rendered(whole, ids)
     system = [{"role": "system", "content": instructions}] if instructions else []
-    conversation = Conversation([*system, {"role": "user", "content": text}], dict(variables))
     try:
-        return await prompts.of_chat(conversation, exchange.holder)
+        return await rendered_question(api, exchange, [*system, {"role": "user", "content": text}], variables)
     except ApiError as error:
         raise renamed(error, {"messages": "state"}) from error
 

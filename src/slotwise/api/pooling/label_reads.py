@@ -13,16 +13,18 @@ them are computed like other prompts.  They share what they begin with.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import exp
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from slotwise.api.generate.choice import Choice
 from slotwise.api.generate.context import Api
-from slotwise.api.generate.prompts import Rendered
+from slotwise.api.generate.prompts import RENDERED, Conversation, Rendered
 from slotwise.api.http.api_errors import bad_request
+from slotwise.api.http.http_exchange import HttpExchange
 from slotwise.api.pooling.pooled_requests import numbers_of
 from slotwise.core.params import LABELS, PoolingSpec
+from slotwise.text.conversation import Message
 
 ENDS = (8, 64)  # tokens at the end of a prompt after which labels are tokenized; if neither will do, the whole prompt
 UNTHINKING = {"add_generation_prompt": True, "enable_thinking": False, "thinking": False}  # variables of templates
@@ -88,6 +90,23 @@ class LabelReads:
             begins = max(first[self._columns[label[0]]] for label in labels)
             found.append(Reading(tuple(logprobs), begins >= first[-1]))
         return found
+
+
+async def rendered_question(api: Api, exchange: HttpExchange, messages: list[Message],
+                            variables: Mapping[str, Any]) -> Rendered:
+    """Messages as a prompt whose reply begins with the answer.
+
+    Raises:
+        ApiError: the model has no chat template, it refuses the messages, or they are too long.
+    """
+    prompts = api.text.prompts
+    rendered = await prompts.of_chat(Conversation(messages, dict(variables)), exchange.holder)
+    if not (start := api.text.output_format.answer_start(rendered.text)):
+        return rendered
+    text = rendered.text + start
+    (ids,) = await prompts.of_texts([text], exchange.holder, RENDERED)
+    prompts.check(ids, "messages")
+    return Rendered(text, ids)
 
 
 class LabelTokens:

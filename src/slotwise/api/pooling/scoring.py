@@ -19,13 +19,13 @@ import msgspec
 from slotwise.api.generate.choice import Choice
 from slotwise.api.generate.context import Api
 from slotwise.api.generate.generate import Job, ValidatedRequest, check, respond
-from slotwise.api.generate.prompts import Conversation, Encoding, Rendered
+from slotwise.api.generate.prompts import Encoding, Rendered
 from slotwise.api.generate.shapes import RERANK, SCORE
-from slotwise.api.http.api_errors import ContextExceeded, bad_request, from_params
+from slotwise.api.http.api_errors import ApiError, ContextExceeded, bad_request, from_params, renamed
 from slotwise.api.http.http_exchange import HttpExchange, about
 from slotwise.api.limits.bodies import warn_of_unknown_fields
 from slotwise.api.pooling.embeddings import DOCUMENT, QUERY, pooling_of, prompted, width_of
-from slotwise.api.pooling.label_reads import UNTHINKING, LabelReads, LabelTokens
+from slotwise.api.pooling.label_reads import UNTHINKING, LabelReads, LabelTokens, rendered_question
 from slotwise.api.pooling.pooled_requests import (
     TruncatedFields,
     cohere_meta,
@@ -39,6 +39,7 @@ from slotwise.api.protocol.protocol import Generate, Length
 from slotwise.api.protocol.unsupported import refuse
 from slotwise.core.params import InvalidParams, PoolingSpec
 from slotwise.core.scheduler_limits import SLO
+from slotwise.text.conversation import Message
 
 SEARCH_UNIT = 100  # documents, as Cohere counts them
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"  # Qwen3-Reranker's
@@ -328,15 +329,22 @@ def _cosines(choices: Sequence[Choice], pairs: Pairs) -> list[float]:
     return [sum(map(mul, vectors[of], documents[at])) for of, at in pairs.places]
 
 
+def judged(instruction: str, query: str, document: str) -> list[Message]:
+    """The question about a pair, as Qwen3-Reranker was trained with it."""
+    return [{"role": "system", "content": JUDGE}, {
+        "role": "user", "content": f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"}]
+
+
 async def _by_answers(api: Api, exchange: HttpExchange, prepared: _Prepared, instruction: str) -> ValidatedRequest:
     """Pairs as questions, answered by yes or no."""
     pairs, cut, prompts = prepared.pairs, prepared.cut, api.text.prompts
     tokens, questions = LabelTokens(api, exchange.holder), []
 
     async def rendered(query: str, document: str) -> Rendered:
-        asked = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
-        return await prompts.of_chat(Conversation(
-            [{"role": "system", "content": JUDGE}, {"role": "user", "content": asked}], UNTHINKING), exchange.holder)
+        try:
+            return await rendered_question(api, exchange, judged(instruction, query, document), UNTHINKING)
+        except ApiError as error:
+            raise renamed(error, {"messages": pairs.param}) from error
 
     with api.limits.admission_control.entering(prepared.slo):
         documents = await prompts.of_texts(pairs.documents, exchange.holder, cut.encoding(

@@ -129,6 +129,13 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "full_attention", "sliding_attention", "sliding_attention"]}),
     "aria": ("AriaText", {"moe_num_experts": 4, "moe_topk": 2}),
     "flint": ("Flint", EXPERTS | {"num_hidden_layers": 4, "sliding_window": 48, "mlp_only_layers": [0]}),
+    "llama4": ("Llama4", {
+        "num_hidden_layers": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size_mlp": 192,
+        "interleave_moe_layer_step": 2, "no_rope_layer_interval": 3, "attention_chunk_size": 40, "floor_scale": 16,
+        "attn_scale": 0.5}),
+    "hunyuan_moe": ("HunYuanMoEV1", {"num_experts": 6, "moe_topk": 3}),
+    "phimoe": ("Phimoe", {"num_local_experts": 6, "router_jitter_noise": 0.3, "attention_bias": True,
+                          "lm_head_bias": True}),
     "afmoe": ("Afmoe", {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "sliding_window": 48,
                         "global_attn_every_n_layers": 2, "mup_enabled": True, "route_scale": 1.5}),
     "exaone_moe": ("ExaoneMoe", GROUPED | {
@@ -256,7 +263,7 @@ ALIKE = {"mamba": "jamba", "falcon_mamba": "jamba", "lfm2_moe": "lfm2", "bamba":
 ALIKE |= {
     "solar_open": "glm4_moe", "dots1": "glm4_moe", "exaone_moe": "glm4_moe", "mellum": "qwen3_moe",
     "hy_v3": "glm4_moe", "aria": "ernie4_5_moe", "granite_moe_swa": "granite_swa",
-    "granite_moe_shared": "ernie4_5_moe", "flint": "granite_swa"}
+    "granite_moe_shared": "ernie4_5_moe", "flint": "granite_swa", "hunyuan_moe": "hunyuan"}
 ALIKE |= {
     "gpt_bigcode": "gpt2", "gpt_neo": "gpt2", "starcoder2": "gpt2", "gpt_neox_japanese": "gpt_neox",
     "persimmon": "phi", "nemotron": "gpt_neox", "codegen": "gptj", "stablelm": "stablelm_12b", "olmo": "stablelm_12b",
@@ -284,6 +291,7 @@ FAMILIES = EVERY if ARE_ALL_ASKED else [name for name in EVERY if name not in AL
 NOT_IN_TORCH = ("softcapping", "gpt_oss", "mamba", "granite_swa", "granitemoe_swa", "flint", "bloom", "mpt",
                 '"gpt_neo"', "gpt_neox_japanese", "xglm", "openai-gpt")
 """In configs of models whose attention torch's own does not compute."""
+UNPADDED = ("llama4_text",)  # types of models whose tokens depend on padding
 UNSCALED = ("Gemma3n", "Gemma4")  # classes whose scores are not divided by the root of the size of a head
 
 DOWN = tuple(f"{name}.weight" for name in ("mlp.c_proj", "dense_4h_to_h", "fc2", "fc_out", "ffn.2"))
@@ -436,13 +444,15 @@ def _continued(folder: Path, asked: list[list[int]], max_tokens: int) -> list[tu
 
     model = reference_model(folder, "float32")
     model.generation_config.eos_token_id = None
-    longest = max(map(len, asked))
-    padded = torch.tensor([[0] * (longest - len(ids)) + ids for ids in asked])
-    mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in asked])
+    groups = [[ids] for ids in asked] if model.config.model_type in UNPADDED else [asked]
     with torch.inference_mode(), one_thread():
-        together = model.generate(padded, attention_mask=mask, do_sample=False, max_new_tokens=max_tokens)
-        continuations = together[:, longest:].tolist()
-        margins = []
+        continuations, margins = [], []
+        for group in groups:
+            longest = max(map(len, group))
+            padded = torch.tensor([[0] * (longest - len(ids)) + ids for ids in group])
+            mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in group])
+            together = model.generate(padded, attention_mask=mask, do_sample=False, max_new_tokens=max_tokens)
+            continuations += together[:, longest:].tolist()
         for ids, continuation in zip(asked, continuations, strict=True):
             logits = model(torch.tensor([ids + continuation[:-1]])).logits[0, len(ids) - 1 :]
             most, best = logits.topk(2)

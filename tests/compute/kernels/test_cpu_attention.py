@@ -91,6 +91,14 @@ def test_sinks_and_soft_caps_of_rows_in_segments(window, kind):
 
 
 @FLOATS
+@pytest.mark.parametrize("chunk", [1, 48, 1024, 1500])
+def test_chunks_of_the_context(chunk, kind):
+    shape = AttentionShape(6, 2, 32, 0.2, chunk, is_chunked=True)
+    rows = [(1, 1500), (1, 3000), (1, 3001), (1, 20), (130, 1540), (48, 48)]
+    assert apart(Layer(shape, 16, kind, rows, has_sinks=chunk > 48)) < CLOSE[kind]
+
+
+@FLOATS
 @pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (100, 0.0), (0, 2.0)])
 def test_biases_of_rows_in_segments(window, soft_cap, kind):
     shape = AttentionShape(6, 2, 32, 0.2, window, soft_cap, has_biases=True)
@@ -137,7 +145,8 @@ def one_row(draw):
     sizes = draw(st.lists(st.sampled_from([1, 1, 2, 3, 5, 9, 17, 33, 64, 130]), min_size=1, max_size=7))
     window = draw(st.sampled_from([0, 0, 7, 100, 1000, 1500]))
     shape = AttentionShape(*draw(st.sampled_from([(9, 3), (4, 2), (8, 1)])), 32, 0.2, window, draw(
-        st.sampled_from([0.0, 0.0, 2.0])), has_biases=draw(st.booleans()))
+        st.sampled_from([0.0, 0.0, 2.0])), has_biases=draw(st.booleans()),
+        is_chunked=window > 0 and draw(st.booleans()))
     kind = draw(st.sampled_from([torch.float32, torch.bfloat16]))
     layer = Layer(shape, draw(st.sampled_from([16, 48, 64, 128])), kind, [(sum(sizes), context)],
                   draw(st.integers(0, 1000)), draw(st.booleans()))

@@ -86,6 +86,9 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
     "Kolibri1Config": ("kolibri1", {"sliding_window": 20, "layer_types": MIXED[1:] + MIXED[:1]}),
     "AriaTextConfig": ("aria", {}),
     "FlintConfig": ("flint", {"sliding_window": 20}),
+    "Llama4TextConfig": ("llama4", {"attention_chunk_size": 20}),
+    "HunYuanMoEV1Config": ("hunyuan_moe", {}),
+    "PhimoeConfig": ("phimoe", {"sliding_window": 20}),
     "AfmoeConfig": ("afmoe", {"sliding_window": 20, "num_hidden_layers": 4}),
     "SolarOpenConfig": ("solar_open", {}),
     "ExaoneMoeConfig": ("exaone_moe", {"sliding_window": 20, "num_hidden_layers": 4}),
@@ -142,7 +145,8 @@ READ_BESIDE = {  # fields that transformers obeys, but the class does not list
     "MistralConfig": {"layer_types"}, "Gemma3TextConfig": {"sliding_window_pattern"},
     "Cohere2Config": {"sliding_window_pattern"}}
 DERIVED = (  # that transformers writes, from other fields
-    "layer_types", "attention_layers", "no_rope_layers", "mlp_layer_types", "layers_block_type", "per_layer_config")
+    "layer_types", "attention_layers", "no_rope_layers", "mlp_layer_types", "layers_block_type", "per_layer_config",
+    "moe_layers")
 NOT_DERIVED = ("GraniteMoeHybridConfig", "Lfm2MoeConfig", "NemotronHConfig")  # classes whose layer types are not
 
 # Values that change nothing, neither in transformers' logits nor in what Slotwise reads.
@@ -156,6 +160,7 @@ NOTHING: dict[str, Any] = {
     "resid_pdrop": 0.5, "embd_pdrop": 0.5, "original_max_position_embeddings": 512, "router_aux_loss_coef": 0.5,
     "router_jitter_noise": 0.5, "output_router_logits": False, "residual_dropout": 0.5,
     "block_multiple_of": 32, "block_ffn_dim_multiplier": 2.0,
+    "sep_token_id": 5, "input_jitter_noise": 0.5,
     "mtp_layer_types": ["sliding_attention"], "mtp_mlp_layer_types": ["dense"], "enable_moe_fp32_combine": False,
     "num_mtp_layers": 0, "num_nextn_predict_layers": 0,
 }  # fmt: skip
@@ -169,6 +174,8 @@ EDITED: dict[str, Any] = {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.3, "logits_scaling": 2.5,
     "no_rope_layers": [1, 1, 0, 1], "no_rope_layer_interval": 3, "num_experts_per_tok": 1, "norm_topk_prob": True,
     "swiglu_alpha": 0.5, "swiglu_limit": 0.3, "norm_eps": 0.5,
+    "attn_scale": 2.0, "attn_temperature_tuning": False, "floor_scale": 4, "attention_chunk_size": 9,
+    "lm_head_bias": False,
     "moe_k": 1, "moe_topk": 1, "moe_norm_min": 0.9, "layer_rope_theta": [5e5, 1e4, 1e4], "router_scaling_factor": 1.0,
     "route_scale": 0.7, "mup_enabled": False, "global_attn_every_n_layers": 3,
     "n_group": 2, "topk_group": 3, "routed_scaling_factor": 2.2,
@@ -184,6 +191,7 @@ BUILT: dict[str, Any] = {
     "linear_conv_kernel_dim": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 8, "linear_num_value_heads": 8,
     "linear_num_key_heads": 4, "conv_bias": True, "conv_L_cache": 2, "block_auto_adjust_ff_dim": True,
     "full_attn_idxs": [0, 1],
+    "moe_layers": [0, 2], "interleave_moe_layer_step": 4, "intermediate_size_mlp": 96,
     "moe_num_experts": 5, "moe_layer_interval": 2, "moe_layer_start_index": 2, "moe_layer_end_index": 1,
     "moe_num_shared_experts": 1, "shared_intermediate_size": 32, "num_dense_layers": 2,
     "n_routed_experts": 12, "n_shared_experts": 1, "num_shared_experts": 1, "first_k_dense_replace": 2,
@@ -357,6 +365,12 @@ OWN: dict[str, dict[str, tuple[dict[str, Any], Any]]] = {
         "rope_parameters": (EDITED, {"full_attention": LINEAR, "sliding_attention": PLAIN})},
     "FlexOlmoConfig": {"norm_topk_prob": (READ, (True, lambda config: config.mixture.routing.is_normalized, True))},
     "Kolibri1Config": {"num_experts": (REFUSED, 5), },
+    "Llama4TextConfig": {
+        "no_rope_layers": (EDITED, [0, 1, 1, 1]), "no_rope_layer_interval": (EDITED, 2), "use_qk_norm": (EDITED, False),
+        "layer_types": (EDITED, ["full_attention", "chunked_attention", "chunked_attention", "full_attention"])},
+    "PhimoeConfig": {
+        "rope_parameters": (EDITED, PLAIN), "rope_scaling": (EDITED, PLAIN), "num_experts_per_tok": (REFUSED, 1),
+        "router_jitter_noise": (EDITED, 0.05), "attention_bias": (BUILT, False)},
     "FlintConfig": {"norm_topk_prob": (EDITED, False), "mlp_only_layers": (BUILT, [1])},
     "Dots1Config": {"norm_topk_prob": (EDITED, False)},
     "SolarOpenConfig": {"norm_topk_prob": (EDITED, False)},
@@ -496,7 +510,7 @@ def test_what_changes_nothing(name: str, base: Callable[[str], Path], edited: Ca
 def test_what_is_obeyed(name: str, base: Callable[[str], Path], edited: Callable[..., Path]) -> None:
     config, logits = read_config(base(name)), theirs(base(name))
     for field, listed_value in listed(name, EDITED).items():
-        value = (MIXED * 4)[: config.num_layers] if field == "layer_types" else listed_value
+        value = (MIXED * 4)[: config.num_layers] if listed_value is MIXED else listed_value
         folder = edited(name, **{field: value})
         expected = theirs(folder)
         assert distance(expected, logits) > FAR, f"{field}: a value that tells nothing"

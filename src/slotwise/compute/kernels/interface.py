@@ -196,6 +196,7 @@ class AttentionShape:
         window: tokens that a query sees, itself included; 0: no limit.  Without causality as many on either side.
         soft_cap: scores become `soft_cap * tanh(score / soft_cap)` (Gemma 2); 0: scores are not capped.
         has_biases: scores have biases by head and position of the key (ALiBi).
+        is_chunked: the window is that of a chunk of positions, which begins at a multiple of its size (Llama 4).
         is_causal: a query sees no token after itself.  Else it sees those of its row's context, too (BERT).
     """
 
@@ -207,6 +208,12 @@ class AttentionShape:
     soft_cap: float = 0.0
     is_causal: bool = True
     has_biases: bool = False
+    is_chunked: bool = False
+
+    @property
+    def span(self) -> int:
+        """The window as kernels take it: negative if it is a chunk."""
+        return -self.window if self.is_chunked else self.window
 
     @property
     def ahead(self) -> int:

@@ -655,13 +655,19 @@ def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return torch.cat((low * cosine - high * sine, high * cosine + low * sine), dim=-1)
 
 
+def _first_seen(position: int, shape: AttentionShape) -> int:
+    if shape.is_chunked:
+        return position // shape.window * shape.window
+    return max(0, position - shape.window + 1) if shape.window else 0
+
+
 def _attend_row(
     query: Tensor, cache: PagedCache | QuantizedPagedCache, table: Tensor, context_len: int, shape: AttentionShape,
     sinks: Tensor | None, biases: Tensor | None,
 ) -> Tensor:
     """Attention of one row's `query [tokens, heads, head_dim]`, the last tokens of its context."""
     first_query = context_len - len(query)
-    first = max(0, first_query - shape.window + 1) if shape.window else 0
+    first = _first_seen(first_query, shape)
     places = torch.arange(first, context_len, device=query.device)
     block_size = cache.keys.shape[1]
     blocks, offsets = table[places // block_size].long(), places % block_size
@@ -674,7 +680,9 @@ def _attend_row(
         scores = scores + biases[:, None, places]
     back = torch.arange(first_query, context_len, device=query.device)[:, None] - places
     hidden = back < -shape.ahead
-    if shape.window:
+    if shape.is_chunked:
+        hidden |= places // shape.window < (places[-len(query) :, None] // shape.window)
+    elif shape.window:
         hidden |= back >= shape.window
     scores = scores.masked_fill(hidden, float("-inf"))
     if sinks is None:

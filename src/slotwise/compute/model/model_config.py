@@ -260,6 +260,7 @@ class ModelConfig:
     qkv_clip: float = 0.0  # of queries, keys and values; 0: they are not clipped
     has_gated_attention: bool = False
     has_biases: bool = False  # scores have biases by position (ALiBi)
+    has_chunks: bool = False  # windows are chunks of positions
     mixture: MixtureConfig | None = None  # None: every layer has an MLP
     recurrent: RecurrentConfig | None = None  # None: every layer has attention
     latent: LatentConfig | None = None  # compressed attention, in every layer without a recurrent state
@@ -295,7 +296,8 @@ class ModelConfig:
         kv_heads, head_dim = self.layer_heads[index] if self.layer_heads else (self.num_kv_heads, self.head_dim)
         return AttentionShape(
             self.num_heads, kv_heads, head_dim, self.attention_scale or head_dim**-0.5, self.windows[index],
-            self.attention_soft_cap, self.is_causal, self.has_biases)
+            self.attention_soft_cap, self.is_causal, self.has_biases,
+            is_chunked=self.has_chunks and self.windows[index] > 0)
 
     def kv_layer(self, index: int) -> int:
         """The layer whose keys and values layer `index` reads."""

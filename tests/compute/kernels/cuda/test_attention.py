@@ -96,6 +96,13 @@ def test_windows_around_the_edges_of_tiles_and_splits(window):
     assert apart(layer) < 2e-6
 
 
+@pytest.mark.parametrize("chunk", [1, 16, 33, 90])
+def test_chunks_of_the_context(chunk):
+    shape = AttentionShape(2, 1, 64, 0.2, chunk, is_chunked=True)
+    layer = Layer(shape, 16, torch.float32, [(1, 90), (1, 91), (4, 92), (40, 95), (33, 33)], has_sinks=chunk == 33)
+    assert apart(layer) < 2e-6
+
+
 @pytest.mark.parametrize("window", [0, 17, 33])
 @pytest.mark.parametrize(("soft_cap", "has_sinks"), [(1.5, False), (0.0, True), (1.5, True)])
 def test_sinks_and_soft_caps(soft_cap, has_sinks, window):

@@ -302,6 +302,14 @@ def plan_workspace(
     return Workspace(arrivals, parts, parts + 4 * results * group * kv_heads * (width + 2), 0)
 
 
+@kernel
+def first_seen(position: int, window: int) -> int:
+    """The first place that a query sees; a window below 0 is a chunk of that size, and one of 0 has no limit."""
+    if window < 0:
+        return position // -window * -window
+    return max(0, position - window + 1) if window > 0 else 0
+
+
 def _plan(words: int) -> None:
     """Cut the step's rows into tiles, and the tile of a row that has only one into its segments."""
     starts, contexts = load(words, QUERY_STARTS, INT64), load(words, CONTEXT_LENS, INT64)
@@ -315,7 +323,7 @@ def _plan(words: int) -> None:
         while token < end:
             tokens = min(per_tile, end - token)
             position = load(contexts, row, INT32) - (end - token)
-            first = max(0, position - window + 1) if window > 0 else 0
+            first = first_seen(position, window)
             last = min(position + tokens + ahead, load(contexts, row, INT32))
             segments = (last - 1) // SEGMENT - first // SEGMENT + 1 if is_one_tile else 1
             for segment in range(segments):
@@ -454,7 +462,7 @@ def start_softmax(words: int, tile: int, head: int, place: int, sums: int) -> No
     fill(totals, rows, ZERO)
     if sinks != 0:
         for row in range(rows):
-            first = max(0, here + row // group - window + 1) if window > 0 else 0
+            first = first_seen(here + row // group, window)
             if first // SEGMENT == place // SEGMENT:
                 store(maxima, row, load(sinks, head * group + row % group, FLOAT32) * LOG2_E, FLOAT32)
                 store(totals, row, ONE, FLOAT32)
@@ -479,7 +487,7 @@ def weigh(
     for _ in range(tokens):
         # The query's own place, as a column, is the last it sees, or `ahead` columns behind it are.
         end = min(high, here + 1 + ahead)
-        start = max(low, here - window + 1) if window > 0 else low
+        start = max(low, first_seen(here + base, window) - base)
         for member in range(group):
             if cap != 0:
                 soft_cap(scores, scale, float_of(cap))

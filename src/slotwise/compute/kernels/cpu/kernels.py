@@ -390,7 +390,7 @@ class CpuKernels:
             tables.data_ptr(), tables.stride(0), batch.query_starts.data_ptr(), batch.context_lens.data_ptr(), rows,
             base, base + workspace.arrivals, base + workspace.parts, base + workspace.threads, workspace.thread_bytes,
             *cache.geometry,
-            shape.window, _bits(shape.scale * LOG2_E), launcher.threads,
+            shape.span, _bits(shape.scale * LOG2_E), launcher.threads,
             attention.tile_tokens(shape.num_heads // shape.num_kv_heads), _bits(shape.soft_cap * LOG2_E),
             0 if sinks is None else sinks.data_ptr(), shape.ahead, *(
                 (0, 0) if biases is None else (biases.data_ptr(), biases.shape[1])),

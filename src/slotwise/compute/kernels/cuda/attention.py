@@ -116,6 +116,14 @@ def start_softmax(
 
 
 @jit
+def first_seen(positions: tl.tensor, WINDOW: tl.constexpr) -> tl.tensor:
+    """The first place that a query sees; a window below 0 is a chunk of that size, and one of 0 has no limit."""
+    if WINDOW < 0:
+        return positions // -WINDOW * -WINDOW
+    return tl.maximum(positions - WINDOW + 1, 0) if WINDOW else positions * 0
+
+
+@jit
 def start_segment(
     sinks: tl.tensor, packed: tl.tensor, positions: tl.tensor, kv_head: tl.tensor, segment: tl.tensor,
     GROUP: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr, SEGMENT: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -123,7 +131,7 @@ def start_segment(
     """`start_softmax` of one segment: sinks belong to the first segment that a query sees."""
     weight, largest = start_softmax(sinks, packed, kv_head, GROUP, SINKS, BLOCK_M)
     if SINKS:
-        first = tl.maximum(positions - WINDOW + 1, 0) if WINDOW else positions * 0
+        first = first_seen(positions, WINDOW)
         is_first = first // SEGMENT == segment
         weight = tl.where(is_first, weight, 0.0)
         largest = tl.where(is_first, largest, float("-inf"))
@@ -193,7 +201,7 @@ def attend_tile(
         if MASKED:
             visible = (place[None, :] <= positions[:, None] + AHEAD) & readable[None, :]
             if WINDOW:
-                visible &= place[None, :] > positions[:, None] - WINDOW
+                visible &= place[None, :] >= first_seen(positions, WINDOW)[:, None]
             scores = tl.where(visible, scores, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, 1))
         # A query that has seen no position yet has -inf for its largest score, and -inf - -inf is NaN.
@@ -235,7 +243,7 @@ def row_segments(
     context_len: tl.tensor, length: tl.tensor, WINDOW: tl.constexpr, SEGMENT: tl.constexpr
 ) -> tuple[tl.tensor, ...]:
     """First position a row may see, its first segment, and the number of its segments."""
-    first = tl.maximum(context_len - length - WINDOW + 1, 0) if WINDOW else 0
+    first = first_seen(context_len - length, WINDOW)
     return first, first // SEGMENT, (context_len + SEGMENT - 1) // SEGMENT - first // SEGMENT
 
 
@@ -386,8 +394,7 @@ def attend_tiles(
     before = context_len - length
     nearest = before + begin // GROUP  # position of the tile's first query, then of its last
     farthest = before + (tl.minimum(begin + BLOCK_M, length * GROUP) - 1) // GROUP
-    first = tl.maximum(nearest - WINDOW + 1, 0) if WINDOW else 0
-    first_for_all = tl.maximum(farthest - WINDOW + 1, 0) if WINDOW else 0
+    first, first_for_all = first_seen(nearest, WINDOW), first_seen(farthest, WINDOW)
     last = tl.minimum(farthest + AHEAD, context_len - 1)
     last_for_all = tl.minimum(nearest + AHEAD, context_len - 1)
     # Whole tiles that every query sees need no masks; those before and behind, at the edges of what they see, do.
@@ -510,7 +517,7 @@ def _attend_short(
         num_stages=chosen.num_stages)
     combine_segments[(rows, heads, short)](
         out, partials, states, batch.query_starts, batch.context_lens, room, short, HEADS=heads,
-        HEAD_DIM=shape.head_dim, BLOCK_D=geometry["BLOCK_D"], WINDOW=shape.window, SEGMENT=tuning.segment, num_warps=2)
+        HEAD_DIM=shape.head_dim, BLOCK_D=geometry["BLOCK_D"], WINDOW=shape.span, SEGMENT=tuning.segment, num_warps=2)
 
 
 def _geometry(query: Tensor, cache: CudaCache, layer: _Layer) -> dict[str, Any]:
@@ -519,7 +526,7 @@ def _geometry(query: Tensor, cache: CudaCache, layer: _Layer) -> dict[str, Any]:
     return {
         "KV_HEADS": shape.num_kv_heads, "GROUP": shape.num_heads // shape.num_kv_heads,
         "HEAD_DIM": shape.head_dim, "BLOCK_D": max(SMALLEST_TILE, triton.next_power_of_2(shape.head_dim)),
-        "BLOCK_SIZE": cache.block_size, "WINDOW": shape.window, "AHEAD": shape.ahead, "OPERAND": OPERANDS[query.dtype],
+        "BLOCK_SIZE": cache.block_size, "WINDOW": shape.span, "AHEAD": shape.ahead, "OPERAND": OPERANDS[query.dtype],
         "SOFT_CAP": shape.soft_cap * LOG2_E, "SINKS": layer.sinks is not None,
         "BIASED": layer.biases is not None,
     }

@@ -1,4 +1,5 @@
-"""Hunyuan dense (Tencent, 2025): Llama with norms of each head's query and key behind the rotary embedding.
+"""Hunyuan (Tencent, 2025): Llama with norms of each head's query and key behind the rotary embedding; with one MLP in
+every layer, or with experts and an MLP that all tokens share.
 
 Kernels norm before they rotate.  A rotation does not change a length, so only the weights belong behind it: keys are
 cached without theirs, and queries are multiplied by both.
@@ -12,16 +13,24 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from slotwise.compute.kernels.interface import QKNorm
-from slotwise.compute.model.families.llama import LlamaLayer
+from slotwise.compute.kernels.interface import QKNorm, Routing
+from slotwise.compute.model.families.llama import LlamaLayer, ReadExperts
 from slotwise.compute.model.fields import Fields
 from slotwise.compute.model.layers.attention import Attention, AttentionOptions
 from slotwise.compute.model.layers.embedding_and_head import EndOptions
 from slotwise.compute.model.layers.mlp import GatedMLP
 from slotwise.compute.model.layers.norm import NormOptions, RMSNorm
 from slotwise.compute.model.layers.source import WeightSource
-from slotwise.compute.model.model_config import ConfigDefaults, ModelConfig, read_common, read_head_dim
-from slotwise.compute.model.network import Network, read_network
+from slotwise.compute.model.model_config import (
+    MAX_LAYERS,
+    ConfigDefaults,
+    MixtureConfig,
+    ModelConfig,
+    read_common,
+    read_head_dim,
+    read_routing,
+)
+from slotwise.compute.model.network import ExpertNames, Network, read_experts, read_network
 
 DEFAULTS = ConfigDefaults(norm_eps=1e-5)
 
@@ -46,7 +55,9 @@ def _with_alpha(fields: Fields) -> Fields:
 class HunyuanLayer(LlamaLayer):
     """Llama's layer with these norms."""
 
-    def __init__(self, config: ModelConfig, source: WeightSource, index: int) -> None:
+    def __init__(
+        self, config: ModelConfig, source: WeightSource, index: int, experts: ReadExperts | None = None,
+    ) -> None:
         at, hidden, norms = f"model.layers.{index}", config.hidden_size, NormOptions(config.norm_eps)
         query, key = (source.tensor({f"{at}.self_attn.{part}_layernorm.weight": (config.head_dim,)})
                       for part in ("query", "key"))
@@ -57,13 +68,39 @@ class HunyuanLayer(LlamaLayer):
         self.attention = Attention(
             source, f"{at}.self_attn", config.attention_shape(index), config.ropes[index], hidden, options)
         self.mlp_norm = RMSNorm(source, f"{at}.post_attention_layernorm", hidden, norms)
-        self.mlp = GatedMLP(source, f"{at}.mlp", (hidden, config.intermediate_size))
+        self.mlp = experts(config, source, at) if experts else GatedMLP(
+            source, f"{at}.mlp", (hidden, config.intermediate_size))
 
 
 def _weighted(weight: Tensor, queries: Tensor, positions: Tensor) -> Tensor:
     return (queries * weight).to(queries.dtype)
 
 
-def compose(config: ModelConfig, source: WeightSource) -> Network:
-    layer, ends = functools.partial(HunyuanLayer, config, source), EndOptions(config.tie_word_embeddings)
+def compose(config: ModelConfig, source: WeightSource, experts: ReadExperts | None = None) -> Network:
+    layer = functools.partial(HunyuanLayer, config, source, experts=experts)
+    ends = EndOptions(config.tie_word_embeddings)
     return read_network(config, source, layer, ends, NormOptions(config.norm_eps))
+
+
+NAMES = ExpertNames("mlp.gate.wg", shared="mlp.shared_mlp")
+
+
+def configure_moe(fields: Fields) -> ModelConfig:
+    """Published configs give some numbers for each layer: all must be the same."""
+    for name in ("moe_topk", "num_experts", "moe_intermediate_size", "num_shared_expert"):
+        given = fields.values.get(name)
+        if isinstance(given, list):
+            if len(given) > MAX_LAYERS or not given or any(each != given[0] for each in given):
+                raise fields.error(name, "must be the same in every layer")
+            fields = Fields({**fields.values, name: given[0]}, fields.where)
+    config = configure(fields)
+    size = config.intermediate_size
+    for name, only in (("moe_intermediate_size", size), ("num_shared_expert", 1)):
+        if fields.integer(name, default=only) != only:
+            raise fields.error(name, f"must be {only}")
+    routing = read_routing(fields, Routing(1, 1, is_normalized=True), "num_experts", "moe_topk")
+    return replace(config, mixture=MixtureConfig(routing, size, (True,) * config.num_layers, size))
+
+
+def compose_moe(config: ModelConfig, source: WeightSource) -> Network:
+    return compose(config, source, functools.partial(read_experts, names=NAMES))

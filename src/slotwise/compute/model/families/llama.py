@@ -19,7 +19,7 @@ from slotwise.compute.model.fields import Fields
 from slotwise.compute.model.layers.attention import PLAIN, Attention, AttentionOptions, LayerStep
 from slotwise.compute.model.layers.embedding_and_head import EndOptions
 from slotwise.compute.model.layers.mlp import GatedMLP
-from slotwise.compute.model.layers.norm import NormOptions, ResidualStream, RMSNorm
+from slotwise.compute.model.layers.norm import Norm, NormOptions, ResidualStream, RMSNorm
 from slotwise.compute.model.layers.source import WeightSource
 from slotwise.compute.model.model_config import PLAIN_DEFAULTS, ConfigDefaults, ModelConfig, read_common
 from slotwise.compute.model.network import MLP, DecoderLayer, Network, read_network
@@ -52,7 +52,7 @@ class LlamaLayer(DecoderLayer):
         self.attention_norm = RMSNorm(source, f"{at}.input_layernorm", hidden, norms)
         self.attention = Attention(
             source, f"{at}.self_attn", config.attention_shape(index), config.ropes[index], hidden, options)
-        self.mlp_norm = RMSNorm(source, f"{at}.post_attention_layernorm", hidden, norms)
+        self.mlp_norm: Norm = RMSNorm(source, f"{at}.post_attention_layernorm", hidden, norms)
         self.mlp: MLP = experts(config, source, at) if experts and config.has_experts(index) else GatedMLP(
             source, f"{at}.mlp", (hidden, config.intermediate_size), bias=config.mlp_bias,
             is_fused=config.has_fused_gates)

@@ -177,6 +177,8 @@ EXAMPLES: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
     "deepseek_v32": [
         ('<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city" string="true">Paris'
          "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>", "", [PARIS]),
+    ],
+    "deepseek_v4": [
         ('<｜DSML｜tool_calls><｜DSML｜invoke name="time"><｜DSML｜parameter name="x" string="true">5'
          "</｜DSML｜parameter>"
          '<｜DSML｜parameter name="y" string="false">[5]</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜tool_calls>', "",

@@ -51,6 +51,30 @@ REQUIRED = {  # one call, as each format has it
     "longcat": f'<longcat_tool_call>\n{{"name": "weather", "arguments": {PARIS}}}\n</longcat_tool_call>',
     "xlam": f'[{{"name": "weather", "arguments": {PARIS}}}]',
 }
+XML = {  # the same call where arguments are not JSON
+    "qwen3_xml": "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>",
+    "seed_oss": "<seed:tool_call>\n<function=weather>\n<parameter=city>Paris</parameter>\n</function>\n"
+                "</seed:tool_call>",
+    "glm45": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n</tool_call>",
+    "hy3": "<tool_calls:opensource>\n<tool_call:opensource>weather<tool_sep:opensource>\n<arg_key:opensource>city"
+           "</arg_key:opensource>\n<arg_value:opensource>Paris</arg_value:opensource>\n</tool_call:opensource>\n"
+           "</tool_calls:opensource>",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Paris</parameter>\n</invoke>\n'
+                  "</minimax:tool_call>",
+    "deepseek_v32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city">Paris'
+                    "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+    "deepseek_v4": '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city">Paris'
+                   "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>",
+    "step3": '<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="weather">'
+             '<steptml:parameter name="city">Paris</steptml:parameter></steptml:invoke><｜tool_call_end｜>'
+             "<｜tool_calls_end｜>",
+    "muse": '<atem:function_calls>\n<atem:invoke name="weather">\n<atem:parameter name="city">Paris</atem:parameter>\n'
+            "</atem:invoke>\n</atem:function_calls>",
+    "minicpm5": '<function name="weather"><param name="city">Paris</param></function>',
+    "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="weather"<|sep|><|open|>argument key="city"<|sep|>Paris<|close|>'
+               "argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>",
+}
+REQUIRED |= XML
 OTHERS = [name for name in [*TOOL_PARSERS, ""] if name not in REQUIRED]  # no grammar describes them
 REQUIRED |= dict.fromkeys(OTHERS, f'[{{"name": "weather", "parameters": {PARIS}}}]')
 
@@ -150,7 +174,7 @@ def test_harmony_reasons_before_a_call_and_an_answer(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("tools", ["hermes", "llama3_json", "openai", "kimi_k2", "deepseek_v3", "jamba", "xlam",
-                                   "cohere"])
+                                   "cohere", *XML])
 def test_strict_calls_match_their_schemas_and_text_is_free(tokenizer: Any, tools: str) -> None:
     grammar = OutputFormat(tools, "", IDS).grammar_of_strict(schemas(), None)
     text = REQUIRED[tools]
@@ -162,6 +186,50 @@ def test_strict_calls_match_their_schemas_and_text_is_free(tokenizer: Any, tools
     assert not accepts(tokenizer, grammar, text.replace("weather", "other"))
 
 
+TRIP: dict[str, Any] = {"type": "object", "properties": {
+    "to": {"type": "string"}, "days": {"type": "integer"}, "class": {"enum": ["first", "second"]},
+    "stops": {"type": "array", "items": {"$ref": "#/$defs/stop"}}, "note": {"type": ["string", "null"]}},
+    "required": ["to", "days", "class"], "$defs": {"stop": {"type": "string", "maxLength": 5}}}
+
+
+@pytest.mark.parametrize("tools", sorted(XML))
+def test_arguments_that_are_not_json_match_their_schema(tokenizer: Any, tools: str) -> None:
+    form = OutputFormat(tools, "", IDS)
+    given = Schemas({"trip": json.dumps(TRIP | FLEXIBLE)}, given={"trip": TRIP})
+    syntax = TOOL_PARSERS[tools].layout.syntax
+    parameters = syntax.parameters if syntax is not None else None
+    assert syntax is not None and parameters is not None
+
+    def written(**values: str) -> str:
+        text = syntax.opening + syntax.before + "trip" + syntax.middle
+        for key, value in values.items():
+            text += parameters.before + key + parameters.middle + value + parameters.after + "\n"
+        return (text + syntax.after + syntax.closing).replace("\1", "\n")
+
+    right = written(to="Zürich\nHB", days="3", **{"class": "second"}, stops='["Bern", "Olten"]')
+    for grammar in (form.grammar_of_calls(given, None), form.grammar_of_strict(given, None)):
+        assert accepts(tokenizer, grammar, right)
+        for wrong in (written(to="Bern", days="three", **{"class": "first"}), written(to="Bern", days="3"),
+                      written(to="Bern", days="3", **{"class": "third"}),
+                      written(to="Bern", days="3", **{"class": "first"}, stops='["Romanshorn"]')):
+            assert not accepts(tokenizer, grammar, wrong)
+    parser = form.parser({"trip": TRIP}, None, is_written=True)
+    (call,) = gathered(parser.feed(form.markers({}).of(right)) + parser.end()).calls
+    assert json.loads(call.arguments) == {"to": "Zürich\nHB", "days": 3, "class": "second", "stops": ["Bern", "Olten"]}
+
+
+def test_texts_with_limits_are_written_as_json(tokenizer: Any) -> None:
+    """No rule describes a text that is not JSON and has a pattern: then calls are a list of objects, as in vLLM."""
+    form = OutputFormat("qwen3_xml", "", IDS)
+    schema = {"type": "object", "properties": {"city": {"type": "string", "pattern": "^P"}}, "required": ["city"]}
+    given = Schemas({"weather": json.dumps(schema | FLEXIBLE)}, given={"weather": schema})
+    text = f'[{{"name": "weather", "parameters": {PARIS}}}]'
+    assert form.grammar_of_strict(given, None) is None and accepts(tokenizer, form.grammar_of_calls(given, None), text)
+    assert not accepts(tokenizer, form.grammar_of_calls(given, None), text.replace("Paris", "Rome"))
+    parser = form.parser({"weather": schema}, None, is_written=True)
+    assert [call.arguments for call in gathered(parser.feed(text) + parser.end()).calls] == [PARIS]
+
+
 def test_an_answer_or_a_call(tokenizer: Any) -> None:
     grammar = OutputFormat("hermes", "", IDS).grammar_of_answer('%json {"type": "integer"}', None, schemas())
     assert accepts(tokenizer, grammar, "17") and accepts(tokenizer, grammar, REQUIRED["hermes"])
@@ -169,6 +237,6 @@ def test_an_answer_or_a_call(tokenizer: Any) -> None:
 
 
 def test_formats_that_no_grammar_describes() -> None:
-    assert {"qwen3_xml", "pythonic", "mistral", "gemma4"} < set(OTHERS)
+    assert {"pythonic", "mistral", "gemma4"} < set(OTHERS)
     for tools in OTHERS:
         assert OutputFormat(tools, "", IDS).grammar_of_strict(schemas(), None) is None

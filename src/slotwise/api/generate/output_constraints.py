@@ -207,7 +207,7 @@ def _schemas(request: ChatRequest, chosen: AllowedTools) -> Schemas:
         except StructuredOutputError as error:
             raise bad_request(str(error), "tools") from error
     is_one = request.parallel_tool_calls is False or isinstance(request.tool_choice, dict)
-    return Schemas(schemas, 1 if is_one else MOST_CALLS)
+    return Schemas(schemas, 1 if is_one else MOST_CALLS, chosen.tools)
 
 
 def _terms(answer: Grammar) -> str:

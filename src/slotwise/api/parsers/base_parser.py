@@ -288,7 +288,16 @@ class TextReader:
 # -- parsers -----------------------------------------------------------------------------------------------------------
 
 
-NUMBER = "\0"  # in a syntax: any number
+NUMBER, BREAK = "\0", "\1"  # in a syntax: any number, and a line break or none
+
+
+class Parameters(NamedTuple):
+    """How arguments are written that are not JSON: each as `before KEY middle VALUE after`, and text as it is."""
+
+    before: str
+    middle: str
+    after: str
+    end: str  # of a call
 
 
 class Syntax(NamedTuple):
@@ -303,6 +312,7 @@ class Syntax(NamedTuple):
     closing: str = ""
     quotes: bool = True  # around the name
     most: int = MOST_CALLS
+    parameters: Parameters | None = None  # None: arguments are JSON
 
 
 class OutputParser(Protocol):

@@ -13,11 +13,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from slotwise.api.parsers.base_parser import MOST_CALLS, NUMBER, Markers, Syntax
+from slotwise.api.parsers.base_parser import BREAK, MOST_CALLS, NUMBER, Markers, Parameters, Syntax, Tools
 
 TEXT = r"TEXT: /(.|\n)*/"
+FREE = {NUMBER: "/[0-9]+/", BREAK: r"/\n?/"}
+LIMITS = ("pattern", "format", "minLength", "maxLength", "allOf", "not", "if", "enum", "const")  # of texts
+OF_OBJECTS = {"type", "properties", "required", "additionalProperties", "title", "description", "$defs", "definitions",
+              "$schema", "strict", "x-guidance"}  # what a schema may have that is written by parameters
+KEY = re.compile(r"[^<>\n\"]+")
 NAMED = re.compile(r"<[^<>\[\]]+>")  # how a grammar can name a special token
 
 
@@ -26,6 +31,13 @@ class Schemas(NamedTuple):
 
     by_name: Mapping[str, str]
     most: int = MOST_CALLS  # calls of one output
+    given: Tools | None = None  # as the request has them; None: the same
+
+    @property
+    def tools(self) -> Tools:
+        """The schemas by which a parser reads arguments."""
+        return self.given if self.given is not None else {
+            name: json.loads(schema) for name, schema in self.by_name.items()}
 
 
 def can_write(syntax: Syntax, markers: Markers) -> bool:
@@ -35,10 +47,10 @@ def can_write(syntax: Syntax, markers: Markers) -> bool:
 
 def terms(text: str, markers: Markers) -> str:
     """A literal text as terms of a rule."""
-    special = [NUMBER, *[spelling for spelling in markers.spellings if spelling in text]]
+    special = [*FREE, *[spelling for spelling in markers.spellings if spelling in text]]
     pieces = re.split("(" + "|".join(map(re.escape, special)) + ")", text)
-    return " ".join(["/[0-9]+/" if piece == NUMBER else piece if piece in special else
-                     json.dumps(piece, ensure_ascii=False) for piece in pieces if piece])
+    return " ".join([FREE.get(piece, piece) if piece in special else json.dumps(piece, ensure_ascii=False)
+                     for piece in pieces if piece])
 
 
 def call_rules(syntax: Syntax, markers: Markers, schemas: Schemas) -> list[str]:
@@ -54,6 +66,8 @@ def call_rules(syntax: Syntax, markers: Markers, schemas: Schemas) -> list[str]:
 def tagged_rules(syntax: Syntax, markers: Markers, schemas: Schemas) -> list[str]:
     """The rule `tagged`: text, and a call or a list of calls behind it that is whole."""
     trigger = f"trigger{_text_until(syntax.trigger, markers)}"
+    if syntax.parameters is not None:  # the marks around calls are text that the model writes or leaves out
+        syntax = syntax._replace(before=syntax.trigger, after=syntax.parameters.end, opening="", closing="")
     if syntax.opening:
         rules = call_rules(syntax._replace(opening=syntax.opening.removeprefix(syntax.trigger)), markers, schemas)
         return ["tagged: trigger calls", trigger, *rules]
@@ -64,7 +78,7 @@ def tagged_rules(syntax: Syntax, markers: Markers, schemas: Schemas) -> list[str
 
 def _text_until(spelling: str, markers: Markers) -> str:
     """The end of a rule: any text and a literal one, which begins with a special token or comes as early as it can."""
-    is_special = any(spelling.startswith(token) for token in markers.spellings)
+    is_special = any(token in spelling for token in markers.spellings)
     return f"{'' if is_special else '[lazy]'}: TEXT {terms(spelling, markers)}"
 
 
@@ -73,8 +87,65 @@ def _each(syntax: Syntax, markers: Markers, schemas: Schemas, before: str, rule:
     for index, (name, schema) in enumerate(schemas.by_name.items()):
         written = json.dumps(name) if syntax.quotes else name
         head, tail = terms(before + written + syntax.middle, markers), terms(syntax.after, markers)
-        rules += [f"{rule}_{index}: {head} arguments_{index} {tail}", f"arguments_{index}: %json {schema}"]
+        rules += [f"{rule}_{index}: {head} arguments_{index} {tail}"]
+        rules += [f"arguments_{index}: %json {schema}"] if syntax.parameters is None else _parameter_rules(
+            syntax.parameters, markers, index, json.loads(schema))
     return rules
+
+
+def _parameter_rules(syntax: Parameters, markers: Markers, index: int, schema: Any) -> list[str]:
+    """The rule `arguments_INDEX`: the parameters of a tool in the order of its schema; any, where it names none."""
+    rules, places = [], []
+    properties = schema.get("properties") or {}
+    for number, (key, one) in enumerate(properties.items()):
+        name = f"parameter_{index}_{number}"
+        head = terms(syntax.before + key + syntax.middle, markers)
+        if (texts := _texts_of(one)) is not None:
+            value = f"({' | '.join(terms(text, markers) for text in texts)}) {terms(syntax.after, markers)}"
+        elif is_text(one):
+            rules.append(f"{name}_text{_text_until(syntax.after, markers)}")
+            value = f"{name}_text"
+        else:
+            shared = {word: schema[word] for word in ("$defs", "definitions", "x-guidance") if word in schema}
+            value = f"{name}_json {terms(syntax.after, markers)}"
+            rules.append(f"{name}_json: %json {json.dumps(shared | one)}")
+        rules.append(f"{name}: {head} {value} {FREE[BREAK]}")
+        places.append(name if key in schema.get("required", ()) else f"{name}?")
+    if not properties:
+        head = f"{terms(syntax.before, markers)} /[^<>\"\\n]+/ {terms(syntax.middle, markers)}"
+        name = f"any_{index}"
+        rules += [f"{name}_text{_text_until(syntax.after, markers)}", f"{name}: {head} {name}_text {FREE[BREAK]}"]
+        places.append(f"{name}*")
+    return [f"arguments_{index}: {' '.join(places)}", *rules]
+
+
+def describes(syntax: Syntax, tools: Tools) -> bool:
+    """Whether a grammar can write the arguments of all tools: texts that are not JSON may have few limits."""
+    return syntax.parameters is None or all(map(_is_plain, tools.values()))
+
+
+def _is_plain(schema: Mapping[str, Any]) -> bool:
+    properties, required = schema.get("properties") or {}, schema.get("required") or []
+    if not isinstance(properties, dict) or not isinstance(required, list) or not schema.keys() <= OF_OBJECTS:
+        return False
+    return {*map(str, required)} <= properties.keys() and all(
+        KEY.fullmatch(key) and isinstance(one, dict) and (
+            _texts_of(one) is not None or not is_text(one) or not any(f'"{limit}": ' in json.dumps(one)
+                                                                      for limit in LIMITS))
+        for key, one in properties.items())
+
+
+def is_text(schema: Any) -> bool:
+    """Whether a parameter's value is written as text, and no JSON: a string is among its types."""
+    kind = schema.get("type") if isinstance(schema, dict) else None
+    inner = [one for name in ("anyOf", "oneOf") for one in (schema.get(name) or ())] if isinstance(schema, dict) else []
+    return kind == "string" or (isinstance(kind, list) and "string" in kind) or any(map(is_text, inner))
+
+
+def _texts_of(schema: Any) -> list[str] | None:
+    """The only texts that a parameter may have; None: any."""
+    listed = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    return listed if listed and all(isinstance(one, str) for one in listed) else None
 
 
 def thinking_rules(markers: Markers, opening: str, closing: str, begun: bool | None) -> list[str]:

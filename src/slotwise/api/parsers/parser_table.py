@@ -24,6 +24,7 @@ from slotwise.api.parsers.call_grammar import (
     Schemas,
     call_rules,
     can_write,
+    describes,
     grammar,
     tagged_rules,
     terms,
@@ -119,7 +120,7 @@ class OutputFormat:
             form = THINKING_PARSERS[self.reasoning]
             parsers.append(form.parser(markers, {}, form.layout, begun))
         if tools is not None and (self.tools or is_written):
-            parsers.append((self._written if is_written else TOOL_PARSERS[self.tools]).read_by(markers, tools))
+            parsers.append((self._written(tools) if is_written else TOOL_PARSERS[self.tools]).read_by(markers, tools))
         return SpellingParser(Chain(*parsers), markers)
 
     def grammar_of_calls(self, schemas: Schemas, begun: bool | None) -> str:
@@ -140,29 +141,30 @@ class OutputFormat:
 
     def grammar_of_strict(self, schemas: Schemas, begun: bool | None) -> str | None:
         """The grammar of any output whose calls match schemas; None where no grammar describes the format."""
-        syntax = self._written.layout.syntax
+        written = self._written(schemas.tools)
+        syntax = written.layout.syntax
         if self._is_harmony({}):
             free = [f"note: {terms(NOTE, self._both)} TEXT {terms(NEXT, self._both)}",
                     f"free: {terms(FINAL, self._both)} TEXT"]
             return self._grammar("note? (calls | free)", begun, free, self._calls(schemas))
-        if syntax is None or self._written is WRITTEN:
+        if syntax is None or written is WRITTEN:
             return None
         if syntax.trigger:
             return self._grammar("tagged* TEXT", begun, tagged_rules(syntax, self._both, schemas))
         first = re.escape((syntax.opening or syntax.before)[0])
         return self._grammar("(calls | FREE?)", begun, [rf"FREE: /[^{first}](.|\n)*/"], self._calls(schemas))
 
-    @property
-    def _written(self) -> Format:
+    def _written(self, tools: Tools) -> Format:
         """The format of calls that a grammar writes: the model's own, if a grammar can."""
         own = TOOL_PARSERS[HARMONY] if self._is_harmony({}) else TOOL_PARSERS.get(self.tools, WRITTEN)
-        return own if (syntax := own.layout.syntax) is not None and can_write(syntax, self._both) else WRITTEN
+        syntax = own.layout.syntax
+        return own if syntax is not None and can_write(syntax, self._both) and describes(syntax, tools) else WRITTEN
 
     def _is_harmony(self, tools: Tools | None) -> bool:
         return HARMONY in (self.reasoning, self.tools if tools is not None else "")
 
     def _calls(self, schemas: Schemas) -> list[str]:
-        syntax = self._written.layout.syntax
+        syntax = self._written(schemas.tools).layout.syntax
         assert syntax is not None
         return call_rules(syntax, self._both, schemas)
 

@@ -21,10 +21,10 @@ _ARGUMENTS = ("<arg_key>", "</arg_key>", "</arg_value>")  # of GLM
 _DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 
 
-def _invoke(prefix: str, *sections: tuple[str, str]) -> Xml:
+def _invoke(prefix: str, around: tuple[str, str], *sections: tuple[str, str]) -> Xml:
     """Elements `invoke` and `parameter`, whose tags have a prefix."""
     return Xml(f'<{prefix}invoke name="', '"', f'<{prefix}parameter name="', '"', f"</{prefix}parameter>",
-               f"</{prefix}invoke>", tag_end=">", sections=sections)
+               f"</{prefix}invoke>", tag_end=">", sections=sections, around=around)
 
 
 class Signs(NamedTuple):
@@ -55,14 +55,15 @@ FORMATS: dict[str, Format] = {
     "hy3": Format("Hunyuan 3", XmlCalls, Xml(
         "<tool_call:opensource>", "<tool_sep:opensource>", "<arg_key:opensource>", "</arg_key:opensource>",
         "</arg_value:opensource>", "</tool_call:opensource>", "<arg_value:opensource>",
-        sections=(("<tool_calls:opensource>", "</tool_calls:opensource>"),))),
+        around=("<tool_calls:opensource>", "</tool_calls:opensource>"))),
     "minimax_m2": Format("MiniMax-M2", XmlCalls, _invoke(
         "", ("<minimax:tool_call>", "</minimax:tool_call>"))),
     "minimax_m3": Format("MiniMax-M3", NestedXmlCalls, NestedXml(
         "]<]minimax[>[", "<tool_call>", "</tool_call>"), ("]<]minimax[>[",)),
-    "deepseek_v32": Format("DeepSeek V3.2 and V4", XmlCalls, _invoke(
-        "｜DSML｜", ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
-        ("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>")), ("｜DSML｜",)),
+    "deepseek_v32": Format("DeepSeek V3.2", XmlCalls, _invoke(
+        "｜DSML｜", ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>")), ("｜DSML｜",)),
+    "deepseek_v4": Format("DeepSeek V4", XmlCalls, _invoke(
+        "｜DSML｜", ("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>")), ("｜DSML｜",)),
     "step3": Format("Step 3", XmlCalls, _invoke(
         "steptml:", ("<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"),
         ("<｜tool_call_begin｜>function<｜tool_sep｜>", "<｜tool_call_end｜>"))),
@@ -72,7 +73,7 @@ FORMATS: dict[str, Format] = {
         '<function name="', '"', '<param name="', '"', "</param>", "</function>", "", ">")),
     "kimi_k3": Format("Kimi K3", XmlCalls, Xml(
         '<|open|>call tool="', '"', '<|open|>argument key="', '"', "<|close|>argument<|sep|>",
-        "<|close|>call<|sep|>", "", "<|sep|>", (("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),))),
+        "<|close|>call<|sep|>", tag_end="<|sep|>", around=("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"))),
     "kimi_k2": Format("Kimi K2", NamedCalls, Named(
         "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
         ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"), prefix="functions.")),
@@ -118,7 +119,7 @@ SIGNS: tuple[tuple[str, Signs], ...] = (
     ("muse", Signs(("atem:function_calls",))),
     ("gemma4", Signs(("<|tool_call>",))), ("functiongemma", Signs(("<start_function_call>",))),
     ("minimax_m3", Signs(("]<]minimax[>[",))), ("minimax_m2", Signs(("<minimax:tool_call>",))),
-    ("deepseek_v32", Signs(("DSML",))),
+    ("deepseek_v4", Signs(("DSML", "'tool_calls>"))), ("deepseek_v32", Signs(("DSML",))),
     ("deepseek_v3", Signs(("<｜tool▁call▁begin｜>", "```json"))), ("deepseek_v31", Signs(("<｜tool▁call▁begin｜>",))),
     ("kimi_k3", Signs(("<|open|>", "<|close|>"))), ("kimi_k3", Signs(("open_tag(", "close_tag("))),
     ("kimi_k2", Signs(("<|tool_call_argument_begin|>",))), ("kimi_k2", Signs(("<|tool_calls_section_begin|>",))),
@@ -150,7 +151,7 @@ ALIASES = {  # vLLM's and SGLang's names, and what else a format is called
     "qwen": "hermes", "qwen25": "hermes", "granite4": "hermes", "ernie45": "hermes",
     "llama3": "llama3_json", "llama4_json": "llama3_json", "llama4_pythonic": "pythonic", "gpt-oss": HARMONY,
     "deepseekv3": "deepseek_v3", "deepseekv31": "deepseek_v31", "deepseekv32": "deepseek_v32",
-    "deepseek_v4": "deepseek_v32", "deepseekv4": "deepseek_v32",
+    "deepseekv4": "deepseek_v4",
     "glm": "glm45", "glm47": "glm45", "glm4_moe": "glm45", "poolside_v1": "glm45",
     "minimax": "jamba", "hunyuan_a13b": "jamba", "minimax-m2": "minimax_m2", "apriel": "jamba",
     "cohere2": "cohere", "cohere_command3": "cohere", "gigachat": "gigachat3", "hunyuan": "hy3",

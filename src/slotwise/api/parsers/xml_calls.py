@@ -30,7 +30,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from slotwise.api.parsers.base_parser import ANY, FormatParser, Markers, Syntax, Tools, Waiting
+from slotwise.api.parsers.base_parser import ANY, BREAK, FormatParser, Markers, Parameters, Syntax, Tools, Waiting
 from slotwise.api.parsers.json_calls import dumped
 
 NAME = re.compile(rf"[^<>\n\"{ANY}]+")
@@ -55,13 +55,23 @@ class Xml(NamedTuple):
     end: str  # of a call
     value: str = ""  # before a value, after white space
     tag_end: str = ""  # after the attributes that follow a name or a key
-    sections: tuple[tuple[str, str], ...] = ()  # marks that stand around calls, or may
+    sections: tuple[tuple[str, str], ...] = ()  # marks that stand around each call, or may
+    around: tuple[str, str] = ("", "")  # marks that stand around all calls, or may
     has_breaks: bool = False  # a value stands on lines of its own
     is_lenient: bool = False  # a value ends where the next parameter begins, or the call ends, too
 
     @property
     def syntax(self) -> Syntax | None:
-        return None
+        line = "\n" if self.has_breaks else ""
+        before = "".join([begin + BREAK for begin, _ in self.sections])
+        after = "".join([BREAK + end for _, end in self.sections[::-1]])
+        opening, closing = (self.around[0] + BREAK, BREAK + self.around[1]) if self.around[0] else ("", "")
+        tag_end = self.tag_end
+        parameters = Parameters(
+            self.parameter, self.key_end + tag_end + (BREAK + self.value if self.value else "") + line,
+            line + self.value_end, self.end)
+        return Syntax(before + self.call, self.name_end + tag_end + BREAK, self.end + after, self.call, opening, BREAK,
+                      closing, quotes=False, parameters=parameters)
 
 
 class XmlCalls(FormatParser):
@@ -72,7 +82,8 @@ class XmlCalls(FormatParser):
     def __init__(self, markers: Markers, tools: Tools, layout: Xml) -> None:
         of = markers.of
         coded: dict[str, Any] = {name: of(text) for name, text in layout._asdict().items() if isinstance(text, str)}
-        coded["sections"] = tuple([(of(begin), of(end)) for begin, end in layout.sections])
+        sections = [layout.around, *layout.sections] if layout.around[0] else layout.sections
+        coded["sections"] = tuple([(of(begin), of(end)) for begin, end in sections])
         super().__init__(markers, tools, layout._replace(**coded))
 
     def _parse(self) -> Waiting[None]:

@@ -200,6 +200,16 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
                           "rms_norm_eps": ...}),
     "cohere2": ("Cohere2", {"num_hidden_layers": 4, "sliding_window": 48, "layer_types": [
         "sliding_attention", "full_attention"] * 2, "head_dim": ..., "rms_norm_eps": ..., "logit_scale": 0.5}),
+    "apertus": ("Apertus", {"num_hidden_layers": 2, "rope_parameters": LLAMA3_ROPE}),
+    "arcee": ("Arcee", {"num_hidden_layers": 2, "mlp_bias": True}),
+    "jais2": ("Jais2", {"num_hidden_layers": 2, "rms_norm_eps": ...}),
+    "nanochat": ("NanoChat", {"num_hidden_layers": 2, "head_dim": ...}),
+    "bitnet": ("BitNet", {"num_hidden_layers": 2, "head_dim": ...}),
+    "hyperclovax": ("HyperCLOVAX", {"num_hidden_layers": 2, "embedding_multiplier": 12.0, "residual_multiplier": 0.22,
+                                    "attention_multiplier": 0.1, "logits_scaling": 0.7}),
+    "gemma4_unified": ("Gemma4Unified", {"num_hidden_layers": 2, "sliding_window": 48, "global_head_dim": 48,
+                                         "layer_types": ["sliding_attention", "full_attention"],
+                                         "tie_word_embeddings": False}),
     "gemma": ("Gemma", {"num_hidden_layers": 2}),
     "gemma3n": ("Gemma3n", {"num_hidden_layers": 6, "sliding_window": 48, "intermediate_size": [160, 192] * 3,
                             "layer_types": ["sliding_attention", "full_attention"] * 3, "num_kv_shared_layers": 2,
@@ -257,6 +267,9 @@ RECURRENT = (  # families whose states no ranks divide
     "falcon_mamba", "jamba", "lfm2_moe", "nemotron_h", "falcon_h1")
 
 ALIKE = {"mamba": "jamba", "falcon_mamba": "jamba", "lfm2_moe": "lfm2", "bamba": "granite_hybrid",
+         "cwm": "mistral", "vaultgemma": "gemma2", "gemma": "gemma2", "jais2": "arcee", "mpt": "bloom",
+         "falcon": "falcon_new", "gemma4_unified": "gemma4", "cohere": "cohere2", "hyperclovax": "granite",
+         "opt_350m": "opt",
          "glm4_moe_lite": "deepseek_v3", "deepseek_v32": "deepseek_v3", "glm_moe_dsa": "deepseek_v3",
          "axk1": "deepseek_v3", "youtu": "minicpm3",
          "ministral": "mistral", "seed_oss": "llama_bias", "helium": "ernie4_5", "glm": "glm4"}
@@ -292,7 +305,8 @@ NOT_IN_TORCH = ("softcapping", "gpt_oss", "mamba", "granite_swa", "granitemoe_sw
                 '"gpt_neo"', "gpt_neox_japanese", "xglm", "openai-gpt")
 """In configs of models whose attention torch's own does not compute."""
 UNPADDED = ("llama4_text",)  # types of models whose tokens depend on padding
-UNSCALED = ("Gemma3n", "Gemma4")  # classes whose scores are not divided by the root of the size of a head
+UNSCALED = ("Gemma3n", "Gemma4", "Gemma4Unified")
+"""Classes whose scores are not divided by the root of the size of a head."""
 
 DOWN = tuple(f"{name}.weight" for name in ("mlp.c_proj", "dense_4h_to_h", "fc2", "fc_out", "ffn.2"))
 """The second product of an MLP without gates."""
@@ -335,7 +349,7 @@ def make(
                 torch.nn.init.normal_(part.weight, std=config.initializer_range)
         for key, tensor in model.named_parameters():
             is_norm = key.rpartition(".")[0] in norms or "norm" in key
-            if (is_norm or key.endswith("scale")) and not key.endswith("bias"):
+            if (is_norm or key.endswith(("scale", "alpha_p", "alpha_n"))) and not key.endswith("bias"):
                 torch.nn.init.uniform_(tensor, 0.5, 1.5)
                 if "q_norm" in key and _SHAPES[family][0] in UNSCALED:  # or attention would have one token each
                     tensor.data /= 8

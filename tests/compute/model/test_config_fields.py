@@ -93,6 +93,14 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
     "SolarOpenConfig": ("solar_open", {}),
     "ExaoneMoeConfig": ("exaone_moe", {"sliding_window": 20, "num_hidden_layers": 4}),
     "GemmaConfig": ("gemma", {}),
+    "ApertusConfig": ("apertus", {}),
+    "ArceeConfig": ("arcee", {}),
+    "Jais2Config": ("jais2", {}),
+    "NanoChatConfig": ("nanochat", {}),
+    "BitNetConfig": ("bitnet", {}),
+    "HyperCLOVAXConfig": ("hyperclovax", {}),
+    "Gemma4UnifiedTextConfig": ("gemma4_unified", CALM | {
+        "sliding_window": 20, "num_hidden_layers": 6, "layer_types": ..., "global_head_dim": ...}),
     "BloomConfig": ("bloom", {"n_head": 4, "apply_residual_connection_post_layernorm": False}),
     "MptConfig": ("mpt", {"n_heads": 4}),
     "FalconConfig": ("falcon_new", {}),
@@ -249,7 +257,7 @@ NOTHING |= {"hidden_dropout": 0.5, "learned_pos_emb": False, "init_device": "cud
 EDITED |= {"apply_residual_connection_post_layernorm": True, "attn_config": {"clip_qkv": 1.0}, "alibi": True,
            "activation": "relu", "layer_norm_eps": 0.5, "logit_scale": 0.7, "n_head": 8, "n_heads": 8}
 BUILT |= {
-    "n_layer": 5, "d_model": 128, "n_layers": 5, "num_kv_heads": 1, "bias": False,
+    "use_post_norm": False, "n_layer": 5, "d_model": 128, "n_layers": 5, "num_kv_heads": 1, "bias": False,
     "new_decoder_architecture": False, "ffn_hidden_size": 100, "num_ln_in_parallel_attn": 1}
 READ |= {"max_seq_len": (128, lambda config: config.max_position_embeddings, 128)}
 REFUSED |= {"expansion_ratio": 2, "no_bias": False, "embedding_fraction": 0.5, "norm_type": "rmsnorm",
@@ -401,6 +409,14 @@ OWN: dict[str, dict[str, tuple[dict[str, Any], Any]]] = {
     "MptConfig": {"logit_scale": (REFUSED, 0.5), "rope_scaling": (NOTHING, LINEAR)},
     "BloomConfig": {"rope_scaling": (NOTHING, LINEAR)},
     "CohereConfig": {"use_qk_norm": (BUILT, False)},
+    "ArceeConfig": {"hidden_act": (EDITED, "gelu"), "mlp_bias": (BUILT, False)},
+    "Jais2Config": {"hidden_act": (EDITED, "gelu"), "mlp_bias": (BUILT, False), "attention_bias": (BUILT, False)},
+    "NanoChatConfig": {"hidden_act": (EDITED, "gelu")},
+    "Gemma4UnifiedTextConfig": {
+        "rope_parameters": (EDITED, {"full_attention": PLAIN, "sliding_attention": LINEAR}),
+        "num_hidden_layers": (BUILT, 12), "layer_types": (BUILT, MIXED[:2] * 3), "num_kv_shared_layers": (NOTHING, 0),
+        "use_double_wide_mlp": (NOTHING, True),
+        "use_bidirectional_attention": (REFUSED, "all"), "rope_scaling": (REFUSED, LINEAR)},
     "GemmaConfig": {"hidden_act": (REFUSED, "relu")},
     "Ministral3Config": {"rope_parameters": (EDITED, SHARPENED), "rope_scaling": (EDITED, SHARPENED)},
     "HeliumConfig": {"head_dim": (REFUSED, 16), "hidden_size": (REFUSED, 128), "num_attention_heads": (REFUSED, 8)},

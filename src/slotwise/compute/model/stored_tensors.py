@@ -38,7 +38,8 @@ class Cut(NamedTuple):
     columns: range | None = None  # along the second; None: all
 
     def size(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of this part of a tensor of `shape`."""
+        """The shape of this part of a tensor of `shape`; a number counts as a list of one."""
+        shape = shape or (1,)
         rows = sum(map(len, self.rows)) if self.rows else shape[0]
         return (rows, *shape[1:]) if self.columns is None else (rows, len(self.columns), *shape[2:])
 

@@ -147,7 +147,8 @@ class CheckpointWeights:
     def _dense(self, names: tuple[str, ...], dtype: torch.dtype, cuts: Cuts) -> Tensor:
         """Tensors stacked, in memory of their own; quantized ones only if they are widened, or others are plain."""
         # `cat` copies even a single tensor: nothing refers to the file once it has been read.
-        tensor = torch.cat([piece.to(dtype) for name in names for piece in self._pieces(name, cuts.get(name, WHOLE))])
+        pieces = [piece.to(dtype) for name in names for piece in self._pieces(name, cuts.get(name, WHOLE))]
+        tensor = torch.cat([torch.atleast_1d(piece) for piece in pieces])
         if not _is_finite(tensor):
             raise self._not_finite(names, dtype)
         return tensor

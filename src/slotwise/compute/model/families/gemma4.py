@@ -103,6 +103,22 @@ def configure_text(fields: Fields) -> ModelConfig:
     return configure(text_part(fields, TEXT_DEFAULTS))
 
 
+UNIFIED = {
+    "hidden_size_per_layer_input": 0, "enable_moe_block": False, "sliding_window": 1024,
+    "max_position_embeddings": 262_144}
+
+
+def configure_unified(fields: Fields) -> ModelConfig:
+    """Gemma 4's text model for images and sound without encoders: without experts and per-layer embeddings."""
+    fields.refuse(("num_experts",), "is set, which this family does not have")
+    return configure(Fields({**fields.with_defaults(**UNIFIED).values, "hidden_size_per_layer_input": 0}, fields.where))
+
+
+def configure_unified_text(fields: Fields) -> ModelConfig:
+    """The text part of it: prompts are text."""
+    return configure_unified(text_part(fields, TEXT_DEFAULTS | UNIFIED))
+
+
 def _layer_heads(fields: Fields, kinds: Iterable[str], *, values_are_keys: bool) -> tuple[tuple[int, int], ...]:
     """By layer, its heads of keys and values and their size."""
     absent = fields.integer("num_attention_heads") if fields.is_null("num_key_value_heads") else 4

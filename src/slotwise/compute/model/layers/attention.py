@@ -43,6 +43,7 @@ class AttentionOptions:
     is_gated: bool = False  # results are multiplied by the sigmoid of gates
     gate_name: str = ""  # of a weight of gates; "": they are with the queries
     norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    result_norm: tuple[str, NormOptions] | None = None  # of all heads together, and its name
     biases: Tensor | None = None  # of scores, `[heads, positions]` float32, of the heads of all ranks
     has_values: bool = True  # weights of them; without, `qkv` makes them of the keys
     # What is rotated and stored in place of queries, keys and values `[tokens, heads + 2 * kv_heads, head_dim]`.
@@ -139,9 +140,15 @@ class Attention:
             {f"{name}.{options.sinks}": Cut((heads.query,))} if is_shared else NO_CUTS,
         ).float() if options.sinks else None
         self.bytes = self.qkv.bytes + self.output.bytes + (self._gate.bytes if self._gate else 0)
-        self.bytes += self._norm.query.nbytes + self._norm.key.nbytes if self._norm else 0
+        has_weights = not isinstance(options.qk_norm, NormOptions) or options.qk_norm.has_weight
+        self.bytes += self._norm.query.nbytes + self._norm.key.nbytes if self._norm and has_weights else 0
         self.bytes += 0 if self._sinks is None else self._sinks.nbytes
         self.bytes += 0 if self._head_norms is None else self._head_norms.bytes
+        self._result_norm = None
+        if options.result_norm is not None:
+            part, norms = options.result_norm
+            self._result_norm = RMSNorm(source, f"{name}.{part}", query, norms)
+            self.bytes += self._result_norm.bytes
 
     def __call__(self, x: Tensor, step: LayerStep) -> Tensor:
         """`[tokens, hidden] -> [kept tokens, hidden]`."""
@@ -152,7 +159,8 @@ class Attention:
         out = self._kernels.attention(queries, step.cache, step.batch, self.shape, self._sinks, self._biases)
         if gate is not None:
             out = self._kernels.sigmoid_mul(gate, out)
-        return self.output(step.kept(out))
+        kept = step.kept(out)
+        return self.output(kept if self._result_norm is None else self._result_norm(kept))
 
     def store(self, x: Tensor, step: LayerStep) -> Tensor:
         """Write keys and values to the cache; returns the queries `[tokens, heads, head_dim]`."""

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from slotwise.compute.kernels.matrix import QuantizedMatrix, StackedMatrix, Weight
 from slotwise.compute.model.layers.linear import Linear
-from slotwise.compute.model.layers.norm import LayerNorm, LayerNormOptions
+from slotwise.compute.model.layers.norm import LayerNorm, LayerNormOptions, NormOptions, RMSNorm
 from slotwise.compute.model.layers.source import NO_CUTS, WeightSource, share, shares
 from slotwise.compute.model.sentence_modules import DenseFields
 from slotwise.compute.model.stored_tensors import Cut
@@ -78,7 +78,7 @@ class Embedding:
     def __init__(
         self, source: WeightSource, table: Tensor | QuantizedMatrix, scale: float = 1.0, first_id: int = 0, *,
         project: Linear | None = None, types: TokenTypes | None = None, positions: Tensor | None = None,
-        norm: LayerNorm | None = None,
+        norm: LayerNorm | RMSNorm | None = None,
     ) -> None:
         self._kernels = kernels = source.kernels
         self._project, self._types, self._positions, self._norm = project, types, positions, norm
@@ -168,7 +168,7 @@ class EndOptions:
     positions: Positions | None = None
     token_types: int = 0  # of the table of them; 0: there is none
     separator: int = -1  # as that of `TokenTypes`
-    norm: LayerNormOptions | None = None  # of the embedding
+    norm: LayerNormOptions | NormOptions | None = None  # of the embedding
     embedding_size: int = 0  # of the table and of the head's inputs, which are projected; 0: the hidden size
 
 

@@ -32,6 +32,7 @@ class NormOptions:
 
     eps: float
     offset: float = 0.0  # added to the weight in float32: Gemma's is 1
+    has_weight: bool = True
 
     def read(self, source: WeightSource, name: str, size: int) -> RMSNorm:
         """The norm called `name` in the checkpoint."""
@@ -94,9 +95,12 @@ class RMSNorm:
 
     def __init__(self, source: WeightSource, name: str, size: int, options: NormOptions) -> None:
         self._kernels = source.kernels
-        self._weight = source.tensor({f"{name}.weight": (size,)})
         self._options = options
-        self.bytes = size * source.dtype.itemsize
+        if options.has_weight:
+            self._weight = source.tensor({f"{name}.weight": (size,)})
+        else:
+            self._weight = torch.ones(size, dtype=source.dtype, device=source.kernels.device)
+        self.bytes = size * source.dtype.itemsize if options.has_weight else 0
 
     def __call__(self, x: Tensor | ResidualStream) -> Tensor:
         addend, stream = x.pop_addend() if isinstance(x, ResidualStream) else (None, x)
@@ -138,6 +142,9 @@ def read_qk_norm(
     cuts: tuple[Cut, Cut] = (WHOLE, WHOLE),
 ) -> QKNorm:
     """The norms of queries and keys called `names`, with weights of these `sizes`."""
+    if not options.has_weight:
+        query, key = (torch.ones(size, dtype=source.dtype, device=source.kernels.device) for size in sizes)
+        return QKNorm(query, key, options.eps, options.offset)
     query, key = (source.tensor({f"{one}.weight": (size,)}, NO_CUTS if cut == WHOLE else {f"{one}.weight": cut})
                   for one, size, cut in zip(names, sizes, cuts, strict=True))
     return QKNorm(query, key, options.eps, options.offset)

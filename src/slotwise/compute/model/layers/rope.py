@@ -94,6 +94,23 @@ class LinearRope(Rope):
 
 
 @dataclass(frozen=True)
+class BackwardRope(Rope):
+    """Another embedding whose pairs turn the other way (NanoChat)."""
+
+    forward: Rope
+
+    def inverse_frequencies(self, rotated: int) -> Tensor:
+        return -self.forward.inverse_frequencies(rotated)
+
+    @property
+    def magnitude(self) -> float:
+        return self.forward.magnitude
+
+    def reaching(self, max_positions: int) -> Self:
+        return replace(self, forward=self.forward.reaching(max_positions))
+
+
+@dataclass(frozen=True)
 class ProportionalRope(Rope):
     """A part of the pairs turns, as fast as if all did (Gemma 4); the others do not."""
 

@@ -92,7 +92,7 @@ def configure(fields: Fields) -> ModelConfig:
     return replace(
         config, qkv_bias=bias, output_bias=bias, qk_norm=True, attention_scale=1.0, windows=windows, layer_heads=heads,
         logit_soft_cap=fields.number("final_logit_softcapping") if fields.has("final_logit_softcapping") else 0.0,
-        intermediate_size=width * size, kv_layers=kv_layers, mixture=_mixture(fields, config),
+        intermediate_size=size * (width if kv_layers else 1), kv_layers=kv_layers, mixture=_mixture(fields, config),
         own=Gemma4Config(
             tuple(size * (width if kv_layers and kv_layers[layer] != layer else 1) for layer in range(num_layers)),
             tuple(values_are_keys and kind == FULL for kind in kinds), inputs, inputs_vocab))

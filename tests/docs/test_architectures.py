@@ -32,5 +32,5 @@ def test_some_are_served_and_the_others_refused_with_what_is_in_the_way() -> Non
     rows = {row["class"]: row["message"] for row in json.loads(architectures.FILE.read_text())["rows"]
             if row["class"] != "LlamaForCausalLM"}
     assert rows["Qwen3MoeForCausalLM"] == architectures.SERVED
-    assert rows["MambaForCausalLM"] == "architecture MambaForCausalLM is not supported"
+    assert rows["RwkvForCausalLM"] == "architecture RwkvForCausalLM is not supported"
     assert {name for name, message in rows.items() if message == architectures.SERVED} <= set(FAMILIES)

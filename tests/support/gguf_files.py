@@ -13,6 +13,8 @@ import torch
 from gguf.quants import quantize
 from safetensors.torch import load_file
 
+from support import gguf_hybrids as hybrids
+
 INTERLEAVED = (gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.GRANITE, gguf.MODEL_ARCH.GRANITE_MOE, gguf.MODEL_ARCH.SMOLLM3)
 GEMMA = (gguf.MODEL_ARCH.GEMMA2, gguf.MODEL_ARCH.GEMMA3)
 ARCHITECTURES = {
@@ -28,6 +30,11 @@ ARCHITECTURES = {
     **dict.fromkeys(("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "YoutuForCausalLM"),
                     gguf.MODEL_ARCH.DEEPSEEK2),
     "MiniCPM3ForCausalLM": gguf.MODEL_ARCH.MINICPM3,
+    "Lfm2ForCausalLM": gguf.MODEL_ARCH.LFM2, "Lfm2MoeForCausalLM": gguf.MODEL_ARCH.LFM2MOE,
+    "MambaForCausalLM": gguf.MODEL_ARCH.MAMBA, "FalconMambaForCausalLM": gguf.MODEL_ARCH.MAMBA,
+    "Mamba2ForCausalLM": gguf.MODEL_ARCH.MAMBA2, "JambaForCausalLM": gguf.MODEL_ARCH.JAMBA,
+    "GraniteMoeHybridForCausalLM": gguf.MODEL_ARCH.GRANITE_HYBRID,
+    "NemotronHForCausalLM": gguf.MODEL_ARCH.NEMOTRON_H, "FalconH1ForCausalLM": gguf.MODEL_ARCH.FALCON_H1,
 }  # fmt: skip
 WINDOWED = ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Phi3ForCausalLM", "GptOssForCausalLM")  # files have theirs
 Edit = Callable[[gguf.GGUFWriter], None]
@@ -47,11 +54,13 @@ def write(
     name = gguf.MODEL_ARCH_NAMES[arch]
     most = -(-(len(tensors) + 1) // parts) if parts > 1 else 0
     writer = gguf.GGUFWriter(path, name, split_max_tensors=most)
-    _add_config(writer, config)
+    tensors = hybrids.multiplied(tensors, config)
+    _add_config(writer, hybrids.common(config))
+    hybrids.add_states(writer, config)
     if (folder / "tokenizer.json").is_file():
         add_tokenizer(writer, folder, size=config["vocab_size"])
-    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
-    for original, tensor in _split(_joined(_absorbed(tensors, config))).items():
+    names = gguf.get_tensor_name_map(arch, hybrids.num_layers(config))
+    for original, tensor in _split(hybrids.changed(_joined(_absorbed(tensors, config)), config)).items():
         stored = names.get_name(original, (".weight", ".bias"))
         assert stored, original
         numbers = _converted(arch, original, tensor, config)

@@ -33,6 +33,8 @@ USUAL: dict[str, dict[str, Any]] = {  # what files do not say, as it is in publi
     "smollm3": {"no_rope_layer_interval": 4, "use_sliding_window": False}, "mixtral": {"sliding_window": None},
     "qwen3_moe": {"decoder_sparse_step": 1}, "minicpm3": {"dim_model_base": 256, "v_head_dim": None},
     "youtu": {"rope_interleave": True}, "deepseek_v3": {"rope_parameters": MSCALED},
+    "falcon_h1": {"mamba_norm_before_gate": False}, "nemotron_h": {"time_step_min": 0.001},
+    "jamba": {"num_hidden_layers": 6},
     "glm4_moe_lite": {"mlp_layer_types": ["dense", "sparse", "sparse"]}}
 
 

@@ -127,7 +127,7 @@ EDITS: dict[str, tuple[Callable[[gguf.GGUFWriter], None], str]] = {
     "theta below 1": (lambda w: w.add_rope_freq_base(0.5), "rope.freq_base must be a number"),
     "rope": (lambda w: w.add_string("llama.rope.scaling.type", "longrope"), "rope.scaling.type 'longrope' is not"),
     "experts": (lambda w: w.add_expert_count(8), "llama.expert_used_count is missing"),
-    "architecture": (lambda w: w.add_string("general.architecture", "mamba"), "architecture 'mamba' is not supported"),
+    "architecture": (lambda w: w.add_string("general.architecture", "rwkv7"), "architecture 'rwkv7' is not supported"),
     "type of a value": (lambda w: w.add_string("llama.context_length", "2048"), "llama.context_length must be"),
     "adapter": (lambda w: w.add_string("general.type", "adapter"), "general.type is 'adapter'"),
     "alignment": (lambda w: w.add_uint32("general.alignment", 48), "general.alignment must be a power of two"),

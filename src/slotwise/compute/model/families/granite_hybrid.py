@@ -37,7 +37,7 @@ def configure(fields: Fields) -> ModelConfig:
     states = read_state_layers(fields, [LINEAR] * config.num_layers)
     recurrent = replace(read_recurrent(fields, config, states),
                         eps=fields.number("rms_norm_eps", default=1e-6))  # that of its norm is not divided
-    config = replace(config, recurrent=recurrent if any(states) else None, mlp_bias=False,
+    config = replace(config, recurrent=recurrent if any(states) else None, mlp_bias=False, has_fused_gates=True,
                      ropes=config.ropes if positions == ROPE else (NoRope(),) * config.num_layers)
     if not fields.integer("num_local_experts", default=8, minimum=0):
         return replace(config, intermediate_size=shared)
@@ -55,8 +55,9 @@ class GraniteHybridLayer(DecoderLayer):
         self.attention = read_mixer(config, source, index, AttentionOptions(config.qkv_bias, config.output_bias))
         self.mlp_norm = RMSNorm(source, f"{at}.post_attention_layernorm", hidden, norms)
         self.mlp: MLP = granite.experts(config, source, at) if config.mixture else NoMLP()
-        self.shared = GatedMLP(source, f"{at}.shared_mlp", (hidden, size), is_fused=True,
-                               names=("input_linear", "output_linear"))
+        names = ("input_linear",) if config.has_fused_gates else ("gate_proj", "up_proj")
+        self.shared = GatedMLP(source, f"{at}.shared_mlp", (hidden, size), is_fused=config.has_fused_gates,
+                               names=(*names, "output_linear"))
 
     def forward(self, h: ResidualStream, step: LayerStep) -> None:
         h += self.attention(self.attention_norm(h), step)

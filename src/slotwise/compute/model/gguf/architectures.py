@@ -55,10 +55,16 @@ class ArchitectureKeys:
     def text(self, key: str, default: str) -> str:
         return self.metadata.text(self._name(key), default)
 
-    def alike(self, key: str, layers: int, default: int | None = None) -> int:
-        """A number that a file may give for each layer, and that must be the same in all."""
+    def alike(self, key: str, layers: int, default: int | None = None, *, some: bool = False) -> int:
+        """A number that a file may give for each layer, and that must be the same in all.
+
+        `some`: it may be 0 in layers of another kind.
+        """
         name = self._name(key)
         numbers = self.metadata.numbers(name)
+        if some and len(numbers) == layers:
+            numbers = [number for number in numbers if number] or numbers
+            layers = len(numbers)
         if not numbers and default is None:
             raise self.metadata.error(name, "is missing")
         values = set(numbers) if default is None or numbers else {default}
@@ -68,6 +74,13 @@ class ArchitectureKeys:
         if not isinstance(value, int) or not 1 <= value <= MAX_WIDTH:
             raise self.metadata.error(name, f"must be a whole number from 1 to {MAX_WIDTH}, not {value!r:.40}")
         return value
+
+    def present(self, key: str, layers: int) -> list[bool]:
+        """Whether a number that a file gives for each layer is not 0."""
+        numbers = self.metadata.numbers(self._name(key))
+        if len(numbers) not in (1, layers):
+            raise self.error(key, f"gives {len(numbers)} numbers, and the model has {layers} layers")
+        return [number > 0 for number in (numbers if len(numbers) == layers else numbers * layers)]
 
     def unread(self) -> list[str]:
         """The keys that nothing has read."""
@@ -204,6 +217,10 @@ def granite(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
     """Raises CheckpointError for a model without positions, which llama.cpp marks by a key with another meaning."""
     if not keys.flag("rope.scaling.finetuned", default=True):
         raise keys.error("rope.scaling.finetuned", "is false, which stands for no rotary embedding: not supported")
+    return _granite_factors(keys, common)
+
+
+def _granite_factors(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
     return {
         "attention_multiplier": keys.number("attention.scale", common["head_dim"] ** -0.5, maximum=MAX_CAP),
         "embedding_multiplier": keys.number("embedding_scale", 1.0, maximum=MAX_CAP),
@@ -338,7 +355,7 @@ def _experts(keys: ArchitectureKeys, count: str = "num_experts") -> ConfigFields
             "num_experts_per_tok": keys.integer("expert_used_count", maximum=MAX_EXPERTS)}
 
 
-_LAYER = re.compile(r"blk\.(?P<layer>\d{1,4})\.(?P<part>\w+)\.(?P<kind>weight|bias)")
+_LAYER = re.compile(r"blk\.(?P<layer>\d{1,4})\.(?P<part>[\w.]+?)(?:\.(?P<kind>weight|bias))?")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _PARTS = {
@@ -389,7 +406,10 @@ class Architecture:
     # Fields of a config that only this architecture has.
     more: Callable[[ArchitectureKeys, Mapping[str, Any]], ConfigFields] = _nothing
     has_experts: bool = False
-    splits_experts: bool = False  # that lie together in checkpoints of the family
+    splits_experts: bool = False  # that lie together in checkpoints of the family, and gates of MLPs
+    ends: Mapping[str, str] = field(default_factory=dict)  # parts outside layers in addition to `_ENDS`
+    has_states: bool = False  # numbers of heads and widths may be 0 in some layers
+    lacks_attention: bool = False  # and MLPs
     rotates_parts: bool = False  # of heads, perhaps
     is_compressed: bool = False  # keys and values are: the size of a head is that of what rotates
 
@@ -399,10 +419,12 @@ class Architecture:
         An unknown part of a layer is named as one, so that a model which holds it is refused.
         """
         if layer := _LAYER.fullmatch(stored):
-            at, parts, kind = f"model.layers.{int(layer['layer'])}.", _PARTS | dict(self.parts), f".{layer['kind']}"
+            at, parts = f"model.layers.{int(layer['layer'])}.", _PARTS | dict(self.parts)
+            kind = f".{layer['kind']}" if layer["kind"] else ""
             return at + (parts.get(layer["part"] + kind) or parts.get(layer["part"], layer["part"]) + kind)
         end, _, kind = stored.rpartition(".")
-        return f"{_ENDS[end]}.{kind}" if end in _ENDS else stored
+        ends = _ENDS | dict(self.ends)
+        return f"{ends[end]}.{kind}" if end in ends else stored
 
     def stored_name(self, name: str) -> str:
         """The name in a file of the tensor that families call `name`: for messages."""
@@ -413,8 +435,133 @@ class Architecture:
             part = _EXPERT.sub(".experts.{}.", part)
             stem = part.removesuffix(f".{kind}")
             return f"blk.{layer}.{by_name.get(part) or by_name.get(stem, stem) + f'.{kind}'}"
-        ends = {here: there for there, here in _ENDS.items()}
+        ends = {here: there for there, here in (_ENDS | dict(self.ends)).items()}
         return f"{ends[stem]}.{kind}" if stem in ends else name
+
+
+_SSM = {
+    "ssm_in": "mamba.in_proj", "ssm_conv1d": "mamba.conv1d", "ssm_x": "mamba.x_proj", "ssm_dt": "mamba.dt_proj",
+    "ssm_a": "mamba.A_log", "ssm_d": "mamba.D", "ssm_norm": "mamba.norm", "ssm_out": "mamba.out_proj",
+    "ssm_dt_norm": "mamba.dt_layernorm", "ssm_b_norm": "mamba.b_layernorm", "ssm_c_norm": "mamba.c_layernorm"}
+_SSM2 = {**_SSM, "ssm_dt.bias": "mamba.dt_bias"}
+_MIXER, _MIXER2 = ({"attn_norm": "norm", **{there: here.replace("mamba.", "mixer.") for there, here in parts.items()}}
+                   for parts in (_SSM, _SSM2))
+_FEED = {"ffn_norm": "pre_ff_layernorm", **{f"ffn_{part}": f"feed_forward.{part}_proj" for part in (
+    "gate", "up", "down")}}
+_JAMBA = {**_SSM, **_FEED, "ffn_gate_inp": "feed_forward.router",
+          **{f"ffn_{part}_exps": f"feed_forward.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")}}
+_FALCON_H1 = {**_SSM2, **_FEED, "ffn_norm": "pre_ff_layernorm.weight"}  # whose name in files has no kind
+_NEMOTRON_H = {**_MIXER2, **{f"attn_{part}": f"mixer.{part}_proj" for part in "qkv"}, "attn_output": "mixer.o_proj",
+               "ffn_up": "mixer.up_proj", "ffn_down": "mixer.down_proj"}
+_GRANITE_HYBRID = {**_SSM2, **_GRANITE, **{f"ffn_{part}{kind}": f"shared_mlp.{here}" for kind in ("", "_shexp")
+                                           for part, here in (("gate", "gate_proj"), ("up", "up_proj"),
+                                                              ("down", "output_linear"))}}
+_LFM2 = {"attn_norm": "operator_norm", "attn_output": "self_attn.out_proj", "attn_q_norm": "self_attn.q_layernorm",
+         "attn_k_norm": "self_attn.k_layernorm", "shortconv.conv": "conv.conv", "shortconv.in_proj": "conv.in_proj",
+         "shortconv.out_proj": "conv.out_proj", "ffn_norm": "ffn_norm", "ffn_gate": "feed_forward.w1",
+         "ffn_up": "feed_forward.w3", "ffn_down": "feed_forward.w2"}
+_LFM2_MOE = {**_LFM2, "ffn_gate_inp": "feed_forward.gate", "exp_probs_b.bias": "feed_forward.expert_bias",
+             "ffn_gate_exps": "feed_forward.experts.{}.w1", "ffn_up_exps": "feed_forward.experts.{}.w3",
+             "ffn_down_exps": "feed_forward.experts.{}.w2"}
+_LFM2_ENDS = {"token_embd_norm": "model.norm"}
+STATE_FULL = "attention.head_count_kv"  # 0 in layers with a state
+
+
+def lfm2(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    full = keys.present(STATE_FULL, common["num_hidden_layers"])
+    return {
+        "layer_types": [FULL if each else "conv" for each in full], "norm_eps": common["rms_norm_eps"],
+        "conv_L_cache": keys.integer("shortconv.l_cache"), "block_auto_adjust_ff_dim": False}
+
+
+def lfm2_moe(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    if (scoring := keys.integer("expert_gating_func", default=SIGMOID)) != SIGMOID:
+        raise keys.error("expert_gating_func", f"must be {SIGMOID}, sigmoid, not {scoring}")
+    dense = keys.integer("leading_dense_block_count", default=0, minimum=0)
+    return lfm2(keys, common) | _experts(keys) | {
+        "num_dense_layers": dense, "moe_intermediate_size": keys.integer("expert_feed_forward_length"),
+        "routed_scaling_factor": keys.number("expert_weights_scale", 1.0, maximum=MAX_FACTOR),
+        "use_expert_bias": f"blk.{dense}.exp_probs_b.bias" in keys.tensors}
+
+
+def mamba(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    """Mamba, and Falcon Mamba, which norms dt, B and C."""
+    normed = keys.flag("ssm.dt_b_c_rms", default=False)
+    return {
+        "architectures": ["FalconMambaForCausalLM" if normed else "MambaForCausalLM"],
+        "layer_norm_epsilon": common["rms_norm_eps"], "mixer_rms_eps": common["rms_norm_eps"],
+        "intermediate_size": keys.integer("ssm.inner_size"), "state_size": keys.integer("ssm.state_size"),
+        "conv_kernel": keys.integer("ssm.conv_kernel"), "time_step_rank": keys.integer("ssm.time_step_rank")}
+
+
+def mamba2(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    inner, heads = keys.integer("ssm.inner_size"), keys.integer("ssm.time_step_rank")
+    return {
+        "layer_norm_epsilon": common["rms_norm_eps"], "num_heads": heads, "head_dim": inner // heads,
+        "expand": inner / common["hidden_size"], "n_groups": keys.integer("ssm.group_count"),
+        "state_size": keys.integer("ssm.state_size"), "conv_kernel": keys.integer("ssm.conv_kernel")}
+
+
+def jamba(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    layers, hidden = common["num_hidden_layers"], common["hidden_size"]
+    sparse = [f"blk.{layer}.ffn_gate_inp.weight" in keys.tensors for layer in range(layers)]
+    fields = _experts(keys) if any(sparse) else {"num_experts": 1}
+    return fields | _every(keys, "attn_layer", keys.present(STATE_FULL, layers)) | _every(
+        keys, "expert_layer", sparse) | {
+        "mamba_expand": keys.integer("ssm.inner_size") / hidden, "mamba_d_state": keys.integer("ssm.state_size"),
+        "mamba_d_conv": keys.integer("ssm.conv_kernel"), "mamba_dt_rank": keys.integer("ssm.time_step_rank")}
+
+
+def _every(keys: ArchitectureKeys, name: str, layers: list[bool]) -> ConfigFields:
+    """The period and the offset of the layers that are so.  Raises CheckpointError where they have neither."""
+    found = [number for number, each in enumerate(layers) if each]
+    period = found[1] - found[0] if len(found) > 1 else len(layers)
+    first = found[0] if found else len(layers) - 1
+    if found != [number for number in range(len(layers)) if number % period == first] and found:
+        raise keys.error(STATE_FULL, f"and the experts are not every so many layers: {name} has no period")
+    return {f"{name}_period": period if found else len(layers) + 1, f"{name}_offset": first if found else len(layers)}
+
+
+def _space(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    """Mamba-2's layers in hybrids."""
+    inner, heads = keys.integer("ssm.inner_size"), keys.integer("ssm.time_step_rank")
+    return {
+        "mamba_n_heads": heads, "mamba_d_head": inner // heads, "mamba_n_groups": keys.integer("ssm.group_count"),
+        "mamba_d_state": keys.integer("ssm.state_size"), "mamba_d_conv": keys.integer("ssm.conv_kernel"),
+        "mamba_expand": inner / common["hidden_size"]}
+
+
+def granite_hybrid(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    """Also Bamba, of which llama.cpp writes files of the same name, if it rotates whole heads."""
+    full = keys.present(STATE_FULL, common["num_hidden_layers"])
+    turns = keys.flag("rope.scaling.finetuned", default=True)
+    experts = keys.integer("expert_count", default=0, minimum=0)
+    shared = keys.integer("expert_shared_feed_forward_length", default=0, minimum=0)
+    return _granite_factors(keys, common) | _space(keys, common) | {
+        "layer_types": [FULL if each else "linear_attention" for each in full],
+        "position_embedding_type": "rope" if turns else None,
+        "shared_intermediate_size": shared or common["intermediate_size"],
+        "num_local_experts": experts} | (_experts(keys, "num_local_experts") if experts else {})
+
+
+def nemotron_h(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    layers, space = common["num_hidden_layers"], _space(keys, common)
+    plain = keys.present("feed_forward_length", layers)
+    full = keys.present(STATE_FULL, layers)
+    return {
+        "layers_block_type": ["mlp" if mlp else FULL if attends else "linear_attention"
+                              for mlp, attends in zip(plain, full, strict=True)],
+        "layer_norm_epsilon": common["rms_norm_eps"], "mamba_num_heads": space["mamba_n_heads"],
+        "mamba_head_dim": space["mamba_d_head"], "n_groups": space["mamba_n_groups"],
+        "ssm_state_size": space["mamba_d_state"], "conv_kernel": space["mamba_d_conv"]}
+
+
+def falcon_h1(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    """The converter multiplies the factors into the weights."""
+    inner = keys.integer("ssm.inner_size")
+    return _space(keys, common) | {
+        "mamba_d_ssm": inner, "mamba_rms_norm": "blk.0.ssm_norm.weight" in keys.tensors,
+        "mamba_norm_before_gate": False}
 
 
 def is_unread(stored: str) -> bool:
@@ -447,6 +594,16 @@ ARCHITECTURES = {
                                            is_compressed=True),
     "minicpm3": Architecture("MiniCPM3ForCausalLM", parts=_LATENT, more=minicpm3, is_compressed=True),
     "smollm3": Architecture("SmolLM3ForCausalLM", is_interleaved=True),
+    "lfm2": Architecture("Lfm2ForCausalLM", parts=_LFM2, ends=_LFM2_ENDS, more=lfm2, has_states=True),
+    "lfm2moe": Architecture("Lfm2MoeForCausalLM", parts=_LFM2_MOE, ends=_LFM2_ENDS, more=lfm2_moe, has_states=True,
+                            has_experts=True),
+    "mamba": Architecture("MambaForCausalLM", parts=_MIXER, more=mamba, lacks_attention=True),
+    "mamba2": Architecture("Mamba2ForCausalLM", parts=_MIXER2, more=mamba2, lacks_attention=True),
+    "jamba": Architecture("JambaForCausalLM", parts=_JAMBA, more=jamba, has_states=True, has_experts=True),
+    "granitehybrid": Architecture("GraniteMoeHybridForCausalLM", is_interleaved=True, parts=_GRANITE_HYBRID,
+                                  more=granite_hybrid, has_states=True, has_experts=True, splits_experts=True),
+    "nemotron_h": Architecture("NemotronHForCausalLM", parts=_NEMOTRON_H, more=nemotron_h, has_states=True),
+    "falcon-h1": Architecture("FalconH1ForCausalLM", parts=_FALCON_H1, more=falcon_h1, has_states=True),
 }
 """By `general.architecture`; one has experts where its `expert_count` is not 0."""
 WITH_EXPERTS = " with experts"

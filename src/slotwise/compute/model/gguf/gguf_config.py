@@ -40,6 +40,8 @@ WITHOUT_EFFECT = (  # keys without effect here, whatever they say
     "pooling_type",  # `compose/model_defaults.py` reads it
 )  # fmt: skip
 OF_YARN = "rope.scaling.yarn_beta_"
+OF_ATTENTION = (  # and of MLPs
+    "attention.head_count", "attention.key_length", "attention.value_length", "rope.", "feed_forward_length")
 OF_EXPERTS = "expert_"
 GENERAL = "general."
 OBEYED = {ARCHITECTURE, TYPE, ALIGNMENT, *SAMPLING.values(), *NOT_OBEYED, *OF_OTHERS}
@@ -52,10 +54,12 @@ BLOCKS_VERSION = 2  # of the layouts in `gguf/blocks.py`
 CLOSE = 1e-6  # relative, of float32
 
 
-def check_unread(keys: ArchitectureKeys, config: ModelConfig) -> None:
+def check_unread(keys: ArchitectureKeys, config: ModelConfig, architecture: Architecture) -> None:
     """Raises CheckpointError for a key that nothing has read and that may change the answer."""
     neutral = _neutral(config)
     for key in keys.unread():
+        if architecture.lacks_attention and key.startswith(OF_ATTENTION):
+            continue
         if key in WITHOUT_EFFECT or key.startswith(OF_YARN) or (config.mixture is None and key.startswith(OF_EXPERTS)):
             continue
         if key == "rope.freq_base_swa" and not any(config.windows):
@@ -134,12 +138,14 @@ def read_gguf_config(path: Path) -> ModelConfig:
     config = configure(Fields(common | architecture.more(keys, common), str(path)))
     if config.mixture is not None:
         config = replace(config, mixture=replace(config.mixture, are_split=architecture.splits_experts))
+    if architecture.splits_experts:
+        config = replace(config, has_fused_gates=False)
     if config.latent is not None:
         is_split = "blk.0.attn_k_b.weight" in model.tensors
         config = replace(config, latent=replace(config.latent, is_split=is_split))
     if kinds := [kind for kind in _types(keys) if kind in BLOCK_TYPES]:
         config = replace(config, quantization=BlockQuantization(f"GGUF, {' and '.join(kinds)}"))
-    check_unread(keys, config)
+    check_unread(keys, config, architecture)
     check_general(keys.metadata)
     divisors = read_factors(keys, "rope_freqs", config.head_dim // 2)
     if not divisors:
@@ -173,13 +179,16 @@ def architecture_of(metadata: Metadata) -> Architecture:
 def _common(keys: ArchitectureKeys, architecture: Architecture) -> dict[str, object]:
     """The fields that all architectures write alike."""
     layers, hidden = keys.integer("block_count", maximum=MAX_LAYERS), keys.integer("embedding_length")
-    heads = keys.alike("attention.head_count", layers)
-    kv_heads = keys.alike("attention.head_count_kv", layers, default=heads)
+    some, without = architecture.has_states, architecture.lacks_attention
+    heads = 1 if without else keys.alike("attention.head_count", layers, some=some)
+    kv_heads = heads if without else keys.alike("attention.head_count_kv", layers, default=heads, some=some)
+    width = 1 if without else keys.alike("feed_forward_length", layers, some=some)
     if heads % kv_heads:
         raise keys.error("attention.head_count", f"({heads}) must be a multiple of head_count_kv ({kv_heads})")
     if keys.integer("expert_count", default=0, minimum=0) and not architecture.has_experts:
         raise keys.error("expert_count", "is set: mixtures of experts are not supported in this architecture")
-    head_dim = keys.integer("rope.dimension_count") if architecture.is_compressed else _head_dim(keys, hidden, heads)
+    head_dim = keys.integer("rope.dimension_count") if architecture.is_compressed else 2 if without else _head_dim(
+        keys, hidden, heads)
     context = keys.integer("context_length", minimum=MIN_CONTEXT)
     rotated = keys.integer("rope.dimension_count", default=head_dim)
     if rotated != head_dim and not architecture.rotates_parts:
@@ -187,7 +196,7 @@ def _common(keys: ArchitectureKeys, architecture: Architecture) -> dict[str, obj
     return {
         "architectures": [architecture.served_as], "hidden_size": hidden, "num_hidden_layers": layers,
         "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim,
-        "intermediate_size": keys.alike("feed_forward_length", layers), "max_position_embeddings": context,
+        "intermediate_size": width, "max_position_embeddings": context,
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon", minimum=MIN_EPS, maximum=1.0),
         "vocab_size": _vocab_size(keys, hidden), "tie_word_embeddings": "output.weight" not in keys.tensors,
         "eos_token_id": find_special_tokens(keys.metadata, keys.metadata.texts(TOKENS)).ends, "dtype": _dtype(keys),

@@ -10,6 +10,7 @@ import ctypes
 import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 import torch
@@ -34,6 +35,8 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F
 INTERLEAVED = ("self_attn.q_proj", "self_attn.k_proj")
 MATRIX = 2  # dimensions
 NORM = "norm.weight"  # how the names of norms' weights end
+CONVOLUTIONS, STATE_NORMS = ("conv1d.weight", "conv.conv.weight"), ("mamba.norm.weight", "mixer.norm.weight")
+RATE, SKIP = ".A_log", ".D"
 _C = ctypes.CDLL(None)
 
 
@@ -52,17 +55,20 @@ class GGUFTensor:
         data: the tensor's bytes, uint8, of a mapped file.
         heads: of interleaved rows, which are put back into the order of the original; 0: they are in order.
         offset: that was added to the numbers of the original.
+        is_rate: the numbers are those of the original, negated exponentials of them.
     """
 
-    def __init__(self, data: Tensor, entry: Entry, heads: int, offset: float) -> None:
+    def __init__(self, data: Tensor, entry: Entry, heads: int, offset: float, *, is_rate: bool = False) -> None:
         self.kind, self.shape, self.nbytes = entry.type.name, entry.shape, entry.end - entry.start
-        self._data, self._offset = data, offset
+        self._data, self._offset, self._is_rate = data, offset, is_rate
         self._order = _original_order(self.shape[0], heads) if heads else None  # of rows
 
     def rows(self, first: int, end: int) -> Tensor:
         stored = self._data.view(DTYPES[self.kind]).view(self.shape)
         found = stored[first:end].clone() if self._order is None else stored[self._order[first:end]]
         _give_back(self._data)
+        if self._is_rate:
+            return torch.log(-found.float())
         return found - self._offset if self._offset else found
 
     @property
@@ -105,13 +111,15 @@ def open_gguf_tensors(path: Path) -> GGUFSource:
         if interleaved and entry.shape[0] % (2 * interleaved):
             raise CheckpointError(f"{file}: tensor {stored} has {entry.shape[0]} rows, no multiple of twice the heads")
         offset = architecture.norm_offset if name.endswith(NORM) else 0.0
+        entry = entry._replace(shape=_shape_here(name, entry.shape))
         pieces = [(name, entry)] if "{}" not in name else [
             (name.format(number), one) for number, one in enumerate(_experts(entry, f"{file}: tensor {stored}"))]
         for place, (one, described) in enumerate(pieces):
             if one in tensors:
                 raise CheckpointError(f"{file}: tensor {stored} is there twice, under names that mean the same")
             size = len(bytes_of) // len(pieces)
-            tensors[one] = GGUFTensor(bytes_of[place * size : (place + 1) * size], described, interleaved, offset)
+            tensors[one] = GGUFTensor(bytes_of[place * size : (place + 1) * size], described, interleaved, offset,
+                                       is_rate=one.endswith(RATE))
     return GGUFSource(str(path), "metadata", tensors, is_exact=True, architecture=architecture)
 
 
@@ -126,6 +134,18 @@ def _experts(entry: Entry, where: str) -> list[Entry]:
             for place in range(count)]
 
 
+def _shape_here(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a tensor that a file has in another one, which does not move a number.
+
+    Convolutions have a dimension of 1 more here, decays and skips of Mamba-2 one less, and its norm has no groups.
+    """
+    if name.endswith(CONVOLUTIONS) and len(shape) == MATRIX:
+        return shape[0], 1, shape[1]
+    if name.endswith((RATE, SKIP)) and shape[-1] == 1:
+        return shape[:-1]
+    return (prod(shape),) if name.endswith(STATE_NORMS) else shape
+
+
 def _block(stored: str) -> int:
     """The number of the block that a tensor belongs to; -1 for another tensor."""
     number = stored.removeprefix("blk.").partition(".")[0]
@@ -136,7 +156,7 @@ def _heads_of(name: str, heads: Mapping[str, list[float]]) -> int:
     """The number of heads in the rows of a tensor of queries or keys; 0 for another."""
     for part, numbers in heads.items():
         if f".{part}." in name:
-            return int(numbers[0])
+            return int(max(numbers))  # 0 in layers with a state
     return 0
 
 

@@ -305,3 +305,12 @@ def test_a_grammar_holds_on_two_ranks(server: Live) -> None:
     body = {"model": "slotwise-builtin", "prompt": "x", "max_tokens": 8,
             "structured_outputs": {"choice": ["yes", "no"]}}
     assert server.client.post("/v1/completions", json=body).json()["choices"][0]["text"] in ("yes", "no")
+
+
+def test_decisions_and_scores_of_two_ranks(server: Live) -> None:
+    """A rank has the logits of its part of the vocabulary alone."""
+    asked = {"state": "def close(self):", "questions": {"kind": {"type": "choice", "criteria": {"a": None, "b": None}}}}
+    answers = [server.client.post("/v1/systemone", json=asked).json()["answers"] for _ in range(3)]
+    assert answers[0] == answers[1] == answers[2] and 0 < answers[0]["kind"]["confidence"] < 1
+    scores = server.client.post("/score", json={"text_1": "close", "text_2": ["open", "close"]}).json()["data"]
+    assert all(0 < one["score"] < 1 for one in scores)

@@ -9,7 +9,8 @@ Bodies and responses are those of Jina, Cohere and vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import mul
 from typing import Annotated, Any, NamedTuple
@@ -132,8 +133,8 @@ class Pairs(NamedTuple):
 
 Send = Callable[[HttpExchange, Job, list[Choice], list[float]], Awaitable[None]]
 """Sends the response with the score of each pair."""
-Scores = Callable[[Sequence[Choice]], list[float]]
-"""Returns the score of each pair from the vectors."""
+Scores = Callable[[Sequence[Choice]], Iterable[float]]
+"""The score of each pair from the vectors, one after the other."""
 
 
 class _Prepared(NamedTuple):
@@ -152,7 +153,11 @@ class _Prepared(NamedTuple):
 
         async def render(api: Api, exchange: HttpExchange, job: Job, choices: list[Choice]) -> None:
             async with reading(api, exchange, choices, width):
-                await self.send(exchange, job, choices, scores(choices))
+                found: list[float] = []
+                for one in scores(choices):
+                    found.append(one)
+                    await asyncio.sleep(0)  # a thousand pairs of long vectors would delay every stream
+                await self.send(exchange, job, choices, found)
 
         return validated(api, self.request, self.slo, prompts, pooling, render, self.pairs.param, width=width,
                          shares_prefix=shares_prefix)
@@ -322,11 +327,11 @@ async def _by_vectors(api: Api, exchange: HttpExchange, prepared: _Prepared) -> 
     return prepared.validated(api, prompts, pooling, width_of(api, pooling), partial(_cosines, pairs=pairs))
 
 
-def _cosines(choices: Sequence[Choice], pairs: Pairs) -> list[float]:
+def _cosines(choices: Sequence[Choice], pairs: Pairs) -> Iterator[float]:
     """Of each pair, the product of both vectors, which have length 1."""
     vectors = [numbers_of(choice.generation.pooled) for choice in choices]
     documents = vectors[len(pairs.queries) :]
-    return [sum(map(mul, vectors[of], documents[at])) for of, at in pairs.places]
+    return (sum(map(mul, vectors[of], documents[at])) for of, at in pairs.places)
 
 
 def judged(instruction: str, query: str, document: str) -> list[Message]:

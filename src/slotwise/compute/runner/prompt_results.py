@@ -317,6 +317,11 @@ class PooledPrompts(SlotListener):
 
 
 def _label_logprobs(logits: Tensor, label_ids: tuple[int, ...]) -> Tensor:
-    """Log-probabilities of some tokens among all, and the largest of all, `[labels + 1]` float32, from `[vocab]`."""
+    """Log-probabilities of some tokens among all, and the largest of all, `[labels + 1]` float32, from `[vocab]`.
+
+    A rank that has the logits of a part of the vocabulary returns zeros, which are not read.
+    """
+    if max(label_ids) >= len(logits):
+        return logits.new_zeros(len(label_ids) + 1, dtype=torch.float32)
     logprobs = logits.float().log_softmax(-1)
     return torch.cat((logprobs[list(label_ids)], logprobs.max()[None]))

@@ -251,7 +251,7 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm_12b": ("StableLm", CLASSIC | {"num_key_value_heads": 2, "qk_layernorm": True, "use_qkv_bias": True,
                                             "use_parallel_residual": True}),
     "starcoder2": ("Starcoder2", UNTIED | {"rms_norm_eps": ..., "head_dim": ..., "sliding_window": 48}),
-    "persimmon": ("Persimmon", CLASSIC | {"initializer_range": 0.3, "qk_layernorm": False, "num_attention_heads": 3}),
+    "persimmon": ("Persimmon", CLASSIC | {"initializer_range": 0.3, "qk_layernorm": False}),
     "nemotron": ("Nemotron", {"rms_norm_eps": ...}),
     "olmo": ("Olmo", {"rms_norm_eps": ..., "head_dim": ..., "clip_qkv": 2.0}),
     "xglm": ("XGLM", XGLM),

@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 
 from support import gguf_hybrids as hybrids
 
-INTERLEAVED = (gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.GRANITE, gguf.MODEL_ARCH.GRANITE_MOE, gguf.MODEL_ARCH.SMOLLM3)
-GEMMA = (gguf.MODEL_ARCH.GEMMA2, gguf.MODEL_ARCH.GEMMA3)
+INTERLEAVED = (gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.GRANITE, gguf.MODEL_ARCH.GRANITE_MOE, gguf.MODEL_ARCH.SMOLLM3,
+               gguf.MODEL_ARCH.OLMO)
+OFFSET = (gguf.MODEL_ARCH.GEMMA2, gguf.MODEL_ARCH.GEMMA3, gguf.MODEL_ARCH.NEMOTRON)
 ARCHITECTURES = {
     "LlamaForCausalLM": gguf.MODEL_ARCH.LLAMA, "MistralForCausalLM": gguf.MODEL_ARCH.LLAMA,
     "MixtralForCausalLM": gguf.MODEL_ARCH.LLAMA, "Qwen2ForCausalLM": gguf.MODEL_ARCH.QWEN2,
@@ -29,12 +30,16 @@ ARCHITECTURES = {
     "GptOssForCausalLM": gguf.MODEL_ARCH.GPT_OSS, "GraniteMoeForCausalLM": gguf.MODEL_ARCH.GRANITE_MOE,
     **dict.fromkeys(("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "YoutuForCausalLM"),
                     gguf.MODEL_ARCH.DEEPSEEK2),
-    "MiniCPM3ForCausalLM": gguf.MODEL_ARCH.MINICPM3,
     "Lfm2ForCausalLM": gguf.MODEL_ARCH.LFM2, "Lfm2MoeForCausalLM": gguf.MODEL_ARCH.LFM2MOE,
     "MambaForCausalLM": gguf.MODEL_ARCH.MAMBA, "FalconMambaForCausalLM": gguf.MODEL_ARCH.MAMBA,
     "Mamba2ForCausalLM": gguf.MODEL_ARCH.MAMBA2, "JambaForCausalLM": gguf.MODEL_ARCH.JAMBA,
     "GraniteMoeHybridForCausalLM": gguf.MODEL_ARCH.GRANITE_HYBRID,
     "NemotronHForCausalLM": gguf.MODEL_ARCH.NEMOTRON_H, "FalconH1ForCausalLM": gguf.MODEL_ARCH.FALCON_H1,
+    "MiniCPM3ForCausalLM": gguf.MODEL_ARCH.MINICPM3, "GPT2LMHeadModel": gguf.MODEL_ARCH.GPT2,
+    "GPTNeoXForCausalLM": gguf.MODEL_ARCH.GPTNEOX, "PhiForCausalLM": gguf.MODEL_ARCH.PHI2,
+    "StableLmForCausalLM": gguf.MODEL_ARCH.STABLELM, "GPTBigCodeForCausalLM": gguf.MODEL_ARCH.STARCODER,
+    "Starcoder2ForCausalLM": gguf.MODEL_ARCH.STARCODER2, "NemotronForCausalLM": gguf.MODEL_ARCH.NEMOTRON,
+    "OlmoForCausalLM": gguf.MODEL_ARCH.OLMO,
 }  # fmt: skip
 WINDOWED = ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Phi3ForCausalLM", "GptOssForCausalLM")  # files have theirs
 Edit = Callable[[gguf.GGUFWriter], None]
@@ -48,7 +53,7 @@ def write(
 
     `edit` may add to the metadata.  With several parts `path` is a name without an end; returns the first part.
     """
-    config = json.loads((folder / "config.json").read_text())
+    config = _usual(json.loads((folder / "config.json").read_text()))
     arch = ARCHITECTURES[config["architectures"][0]]
     tensors = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
     name = gguf.MODEL_ARCH_NAMES[arch]
@@ -60,7 +65,7 @@ def write(
     if (folder / "tokenizer.json").is_file():
         add_tokenizer(writer, folder, size=config["vocab_size"])
     names = gguf.get_tensor_name_map(arch, hybrids.num_layers(config))
-    for original, tensor in _split(hybrids.changed(_joined(_absorbed(tensors, config)), config)).items():
+    for original, tensor in _split(hybrids.changed(_joined(_stacked(_absorbed(tensors, config))), config)).items():
         stored = names.get_name(original, (".weight", ".bias"))
         assert stored, original
         numbers = _converted(arch, original, tensor, config)
@@ -74,6 +79,33 @@ def write(
     writer.write_tensors_to_file()
     writer.close()
     return next(iter(sorted(path.parent.glob(f"{path.stem}-00001-of-*.gguf")))) if parts > 1 else path
+
+
+USUAL = {
+    "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+    "n_inner": "intermediate_size", "n_positions": "max_position_embeddings"}
+EPS = "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps"
+
+
+def _usual(config: dict[str, Any]) -> dict[str, Any]:
+    """The config of a classic under the names of Llama's."""
+    found = {USUAL.get(name, name): value for name, value in config.items()}
+    if "num_attention_heads" in found:
+        found.setdefault("num_key_value_heads", found["num_attention_heads"])
+    if found.get("multi_query"):
+        found["num_key_value_heads"] = 1
+    return found
+
+
+def _stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """StableLM's norms of each head, together."""
+    heads = [name for name in tensors if "_layernorm.norms." in name]
+    found = {name: tensor for name, tensor in tensors.items() if name not in heads}
+    for name in heads:
+        at = name.split(".norms.")[0]
+        found[f"{at}.weight"] = torch.stack([tensors[f"{at}.norms.{head}.weight"] for head in range(
+            sum(other.startswith(f"{at}.norms.") for other in heads))])
+    return found
 
 
 def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
@@ -93,7 +125,14 @@ def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     if lengths[1]:
         writer.add_value_length(lengths[1])
     writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if "rms_norm_eps" in config:
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    else:
+        writer.add_layer_norm_eps(next((config[name] for name in EPS if name in config), 1e-5))
+    if "use_parallel_residual" in config:
+        writer.add_parallel_residual(config["use_parallel_residual"])
+    if config.get("clip_qkv"):
+        writer.add_clamp_kqv(config["clip_qkv"])
     writer.add_rope_freq_base(rope.get("rope_theta", 10_000.0))
     writer.add_vocab_size(config["vocab_size"])
     if rope.get("rope_type") in ("linear", "yarn"):
@@ -178,13 +217,18 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, kind: str = "gpt-2", si
 
 
 def _converted(arch: gguf.MODEL_ARCH, name: str, tensor: torch.Tensor, config: dict[str, Any]) -> np.ndarray[Any, Any]:
-    """As the converter changes a tensor: rows of Llama's queries and keys interleaved, Gemma's norms offset."""
+    """As the converter changes a tensor: rows of queries and keys interleaved, norms offset, and so on."""
     numbers = tensor.float().numpy()
     for part, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
         if arch in INTERLEAVED and part in name:
             pairs = numbers.reshape(config[heads], 2, -1, *numbers.shape[1:])
             numbers = np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(numbers.shape))
-    return numbers + 1.0 if arch in GEMMA and "norm" in name else numbers
+    if arch == gguf.MODEL_ARCH.GPT2 and name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
+        numbers = np.ascontiguousarray(numbers.T)
+    if arch == gguf.MODEL_ARCH.GPTNEOX and "query_key_value" in name:  # all queries, then all keys, then all values
+        heads = numbers.reshape(config["num_attention_heads"], 3, -1, *numbers.shape[1:])
+        numbers = np.ascontiguousarray(heads.swapaxes(0, 1).reshape(numbers.shape))
+    return numbers + 1.0 if arch in OFFSET and name.endswith("norm.weight") else numbers
 
 
 def _absorbed(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> dict[str, torch.Tensor]:

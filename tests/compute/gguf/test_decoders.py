@@ -31,7 +31,8 @@ MSCALED = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original
 USUAL: dict[str, dict[str, Any]] = {  # what files do not say, as it is in published models
     "gemma2": GEMMA, "gemma3": GEMMA | {"num_hidden_layers": 7, "sliding_window_pattern": 6},
     "smollm3": {"no_rope_layer_interval": 4, "use_sliding_window": False}, "mixtral": {"sliding_window": None},
-    "qwen3_moe": {"decoder_sparse_step": 1}, "minicpm3": {"dim_model_base": 256, "v_head_dim": None},
+    "qwen3_moe": {"decoder_sparse_step": 1}, "phi": {"qk_layernorm": False}, "starcoder2": {"sliding_window": None},
+    "minicpm3": {"dim_model_base": 256, "v_head_dim": None},
     "youtu": {"rope_interleave": True}, "deepseek_v3": {"rope_parameters": MSCALED},
     "falcon_h1": {"mamba_norm_before_gate": False}, "nemotron_h": {"time_step_min": 0.001},
     "jamba": {"num_hidden_layers": 6},

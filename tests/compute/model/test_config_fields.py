@@ -139,7 +139,7 @@ BASES |= {
     "PhiConfig": ("phi", {}),
     "StableLmConfig": ("stablelm_12b", {}),
     "Starcoder2Config": ("starcoder2", {"sliding_window": 20}),
-    "PersimmonConfig": ("persimmon", {"qk_layernorm": True, "num_attention_heads": 4}),
+    "PersimmonConfig": ("persimmon", {"qk_layernorm": True}),
     "NemotronConfig": ("nemotron", {}),
     "OlmoConfig": ("olmo", {"clip_qkv": 2.0}),
     "OPTConfig": ("opt_350m", {"init_std": 0.2}),

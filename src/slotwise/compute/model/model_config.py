@@ -248,6 +248,7 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False  # RMS norms of queries and keys
     has_fused_qkv: bool = False  # queries, keys and values are one weight
+    has_ordered_qkv: bool = False  # in one weight, all queries first, then all keys: not by groups of heads
     has_fused_gates: bool = False  # gates and what they gate are one weight
     attention_scale: float = 0.0  # of scores; 0: head_dim ** -0.5
     attention_soft_cap: float = 0.0  # of scores; 0: none

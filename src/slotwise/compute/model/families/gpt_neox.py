@@ -63,7 +63,7 @@ def interleaved(config: ModelConfig, **more: Any) -> AttentionOptions:
     """Queries, keys and values are one weight, head by head; also other families', with `more` options."""
     return AttentionOptions(
         config.qkv_bias, config.output_bias, names=("", "", "", "dense"), qkv_name="query_key_value",
-        qkv_groups=config.num_heads, **more)
+        qkv_groups=1 if config.has_ordered_qkv else config.num_heads, **more)
 
 
 def configure_japanese(fields: Fields) -> ModelConfig:

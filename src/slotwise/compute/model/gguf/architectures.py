@@ -277,6 +277,46 @@ def has_bias(keys: ArchitectureKeys, part: str) -> bool:
     return f"blk.0.{part}.bias" in keys.tensors
 
 
+def gpt_neox(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    return WHOLE_HEADS | {"use_parallel_residual": keys.flag("use_parallel_residual", default=True),
+                          "attention_bias": has_bias(keys, "attn_qkv")}
+
+
+def phi2(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    return WHOLE_HEADS
+
+
+def stablelm(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    """As in llama.cpp, attention and MLP read the same normed states where there is no norm before the MLP."""
+    is_parallel = not keys.rows("ffn_norm")
+    if keys.flag("use_parallel_residual", default=is_parallel) != is_parallel:
+        raise keys.error("use_parallel_residual", f"is {not is_parallel}, which contradicts the norms in the file")
+    return WHOLE_HEADS | {"use_parallel_residual": is_parallel, "use_qkv_bias": has_bias(keys, "attn_q"),
+                          "qk_layernorm": keys.rows("attn_q_norm") > 0}
+
+
+def starcoder(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    if common["num_key_value_heads"] not in (1, common["num_attention_heads"]):
+        raise keys.error("attention.head_count_kv", "must be 1, or the number of heads")
+    return {"multi_query": common["num_key_value_heads"] == 1}
+
+
+def starcoder2(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    return {"use_bias": has_bias(keys, "attn_q"), "sliding_window": None}
+
+
+def nemotron(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    return WHOLE_HEADS | {"mlp_bias": has_bias(keys, "ffn_up")}
+
+
+def olmo(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    clip = keys.number("attention.clamp_kqv", 0.0, minimum=-1.0, maximum=MAX_CAP)
+    return {"clip_qkv": clip if clip > 0 else None}
+
+
+WHOLE_HEADS = {"partial_rotary_factor": 1.0}  # rotate where a file does not say which part does
+
+
 def mixtral(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
     return _experts(keys, "num_local_experts") | {"sliding_window": None}
 
@@ -357,7 +397,8 @@ def _experts(keys: ArchitectureKeys, count: str = "num_experts") -> ConfigFields
 
 _LAYER = re.compile(r"blk\.(?P<layer>\d{1,4})\.(?P<part>[\w.]+?)(?:\.(?P<kind>weight|bias))?")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
-_ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_ENDS = {"token_embd": "model.embed_tokens", "position_embd": "model.embed_positions", "output_norm": "model.norm",
+         "output": "lm_head"}
 _PARTS = {
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
@@ -386,6 +427,13 @@ _LATENT = {
     "attn_kv_b": "self_attn.kv_b_proj", "attn_k_b": "self_attn.k_b_proj.{}", "attn_v_b": "self_attn.v_b_proj.{}"}
 _DEEPSEEK = {**_EXPERTS, **_LATENT, "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
              **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}}
+_GPT2 = {"attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj", "ffn_norm": "ln_2",
+         "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
+_NEOX = {"attn_qkv": "attention.query_key_value", "attn_output": "attention.dense", "ffn_up": "mlp.dense_h_to_4h",
+         "ffn_down": "mlp.dense_4h_to_h"}
+_PHI2 = {"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}
+_STABLELM = {"attn_q_norm": "self_attn.q_layernorm.norms.{}", "attn_k_norm": "self_attn.k_layernorm.norms.{}"}
+_STARCODER2 = {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
 _UNREAD = re.compile(  # the config has what they say
     r"(rope_freqs|rope_factors_long|rope_factors_short)\.weight|blk\.\d{1,4}\.attn_rot_embd\.weight")
 
@@ -412,6 +460,7 @@ class Architecture:
     lacks_attention: bool = False  # and MLPs
     rotates_parts: bool = False  # of heads, perhaps
     is_compressed: bool = False  # keys and values are: the size of a head is that of what rotates
+    has_layer_norms: bool = False  # and not RMS norms
 
     def name_of(self, stored: str) -> str:
         """A family's name for the tensor that a file calls `stored`.
@@ -593,6 +642,16 @@ ARCHITECTURES = {
     "deepseek2 with experts": Architecture("DeepseekV2ForCausalLM", parts=_DEEPSEEK, more=deepseek2, has_experts=True,
                                            is_compressed=True),
     "minicpm3": Architecture("MiniCPM3ForCausalLM", parts=_LATENT, more=minicpm3, is_compressed=True),
+    "gpt2": Architecture("GPT2LMHeadModel", parts=_GPT2, has_layer_norms=True),
+    "gptneox": Architecture("GPTNeoXForCausalLM", parts=_NEOX, more=gpt_neox, rotates_parts=True, has_layer_norms=True),
+    "phi2": Architecture("PhiForCausalLM", parts=_PHI2, more=phi2, rotates_parts=True, has_layer_norms=True),
+    "stablelm": Architecture("StableLmForCausalLM", parts=_STABLELM, more=stablelm, rotates_parts=True,
+                             has_layer_norms=True),
+    "starcoder": Architecture("GPTBigCodeForCausalLM", parts=_GPT2, more=starcoder, has_layer_norms=True),
+    "starcoder2": Architecture("Starcoder2ForCausalLM", parts=_STARCODER2, more=starcoder2, has_layer_norms=True),
+    "nemotron": Architecture("NemotronForCausalLM", norm_offset=1.0, more=nemotron, rotates_parts=True,
+                             has_layer_norms=True),
+    "olmo": Architecture("OlmoForCausalLM", is_interleaved=True, more=olmo, has_layer_norms=True),
     "smollm3": Architecture("SmolLM3ForCausalLM", is_interleaved=True),
     "lfm2": Architecture("Lfm2ForCausalLM", parts=_LFM2, ends=_LFM2_ENDS, more=lfm2, has_states=True),
     "lfm2moe": Architecture("Lfm2MoeForCausalLM", parts=_LFM2_MOE, ends=_LFM2_ENDS, more=lfm2_moe, has_states=True,

@@ -35,7 +35,7 @@ from slotwise.errors import CheckpointError
 from slotwise.platform.gguf_file import ALIGNMENT, TOKENS, TYPE, Metadata, find_special_tokens, open_model
 
 WITHOUT_EFFECT = (  # keys without effect here, whatever they say
-    "tensor_data_layout", "rope.scaling.finetuned", "attention.layer_norm_epsilon",  # norms are RMS norms
+    "tensor_data_layout", "rope.scaling.finetuned", "attention.layer_norm_epsilon",  # where norms are RMS norms
     "expert_feed_forward_length",  # the shapes of tensors are compared with the config
     "pooling_type",  # `compose/model_defaults.py` reads it
 )  # fmt: skip
@@ -143,6 +143,7 @@ def read_gguf_config(path: Path) -> ModelConfig:
     if config.latent is not None:
         is_split = "blk.0.attn_k_b.weight" in model.tensors
         config = replace(config, latent=replace(config.latent, is_split=is_split))
+    config = replace(config, has_ordered_qkv=True)
     if kinds := [kind for kind in _types(keys) if kind in BLOCK_TYPES]:
         config = replace(config, quantization=BlockQuantization(f"GGUF, {' and '.join(kinds)}"))
     check_unread(keys, config, architecture)
@@ -197,7 +198,8 @@ def _common(keys: ArchitectureKeys, architecture: Architecture) -> dict[str, obj
         "architectures": [architecture.served_as], "hidden_size": hidden, "num_hidden_layers": layers,
         "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim,
         "intermediate_size": width, "max_position_embeddings": context,
-        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon", minimum=MIN_EPS, maximum=1.0),
+        "rms_norm_eps": keys.number("attention.layer_norm_epsilon" if architecture.has_layer_norms else
+                                    "attention.layer_norm_rms_epsilon", minimum=MIN_EPS, maximum=1.0),
         "vocab_size": _vocab_size(keys, hidden), "tie_word_embeddings": "output.weight" not in keys.tensors,
         "eos_token_id": find_special_tokens(keys.metadata, keys.metadata.texts(TOKENS)).ends, "dtype": _dtype(keys),
         "attention_bias": has_bias(keys, "attn_q") and has_bias(keys, "attn_output"),

@@ -124,9 +124,12 @@ def open_gguf_tensors(path: Path) -> GGUFSource:
 
 
 def _experts(entry: Entry, where: str) -> list[Entry]:
-    """The entry of each expert in a tensor `[experts, outputs, inputs]`, or in one of biases `[experts, outputs]`."""
+    """The entry of each expert in a tensor `[experts, outputs, inputs]`, or in one of biases `[experts, outputs]`.
+
+    Norms of heads that are stored together are divided as biases are.
+    """
     count, *shape = entry.shape
-    if len(shape) != (1 if where.endswith(".bias") else MATRIX) or count > MAX_EXPERTS:
+    if len(shape) != (1 if where.endswith((".bias", "_norm.weight")) else MATRIX) or count > MAX_EXPERTS:
         raise CheckpointError(f"{where} has shape {list(entry.shape)}, and must be that of at most {MAX_EXPERTS} "
                               "experts")
     size = (entry.end - entry.start) // count

@@ -20,6 +20,8 @@ from slotwise.errors import CheckpointError
 FEW = ("gpt_oss", "olmo2")
 ASKED = checkpoints.FAMILIES if checkpoints.ARE_ALL_ASKED else FEW
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+CALM = {"opt_350m": {"init_std": 0.1}, "gpt_neo": {"initializer_range": 0.1}, "openai_gpt": {"initializer_range": 0.1}}
+"""Narrower weights where wide ones make scores so sharp that rounding changes which token is attended to."""
 NOT_ADAPTED = "adapters are not supported with"
 
 pytestmark = pytest.mark.slow
@@ -49,7 +51,8 @@ def test_the_tokens_of_an_adapter_are_those_of_merged_weights(
 
 @pytest.mark.parametrize("family", ASKED)
 def test_int8_weights_are_smaller_and_close(family: str, tmp_path: Path) -> None:
-    folder, [ids] = checkpoints.make(family, tmp_path / "model"), checkpoints.prompts([40])
+    folder = checkpoints.make(family, tmp_path / "model", **CALM.get(family, {}))
+    [ids] = checkpoints.prompts([40])
     exact, quantized = (
         load_model(folder, kernels=CpuKernels(quantization=name), dtype="float32") for name in ("none", "int8"))
     logits = [Driver(decoder).step([(0, ids)])[0] for decoder in (exact, quantized)]

@@ -12,6 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from slotwise.compute.model.family_table import FAMILIES
+from slotwise.compute.model.names import canonical
+
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj")
 
 
@@ -27,10 +30,10 @@ def write(
     tensors: dict[str, Tensor] = {}
     for name, weight in load_file(base / "model.safetensors").items():
         module = name.rpartition(".")[0]
-        if module not in targets and module.rpartition(".")[2] not in targets:
+        if not {module, canonical(module), module.rpartition(".")[2]} & set(targets):
             continue
         if name.endswith(".weight"):
-            outputs, inputs = weight.shape
+            outputs, inputs = weight.shape[::-1] if _is_transposed(base, module) else weight.shape
             a, b = torch.randn(rank, inputs, generator=generator), torch.randn(outputs, rank, generator=generator)
             tensors[f"base_model.model.{module}.lora_A.weight"] = a * 0.1
             tensors[f"base_model.model.{module}.lora_B.weight"] = b * 0.1
@@ -42,6 +45,12 @@ def write(
         "peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(targets),
         "bias": "lora_only" if biases else "none", "task_type": "CAUSAL_LM", "lora_dropout": 0.1} | config))
     return folder
+
+
+def _is_transposed(base: Path, module: str) -> bool:
+    """Whether a module's weight is stored as `[inputs, outputs]`."""
+    [architecture] = json.loads((base / "config.json").read_text())["architectures"]
+    return module.endswith(FAMILIES[architecture].transposed)
 
 
 def merged(folder: Path, base: Path, adapter: Path) -> Path:
@@ -57,7 +66,8 @@ def merged(folder: Path, base: Path, adapter: Path) -> Path:
             alpha = next((alpha for key, alpha in config.get("alpha_pattern", {}).items() if module.endswith(key)),
                          config["lora_alpha"])
             scale = alpha / (math.sqrt(len(value)) if config.get("use_rslora") else len(value))
-            weights[f"{module}.weight"] += scale * tensors[name.replace("lora_A", "lora_B")] @ value
+            added = scale * tensors[name.replace("lora_A", "lora_B")] @ value
+            weights[f"{module}.weight"] += added.T if _is_transposed(base, module) else added
         elif module.endswith(".base_layer.bias"):
             weights[module.replace(".base_layer", "")] = value
         elif module.endswith(".lora_B.bias"):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.checkpoints import FAMILIES, class_name, make, prompts
 from support.ragged import Driver
 
@@ -102,3 +103,27 @@ def test_a_sharded_checkpoint_is_the_whole_one(family: str, checkpoint: Callable
     whole, parts = (Driver(load_model(folder, kernels=ReferenceKernels())).step([(0, ids)])
                     for folder in (checkpoint(family), sharded))
     assert torch.equal(whole, parts)
+
+
+@pytest.mark.parametrize(("family", "beginnings", "buffers"), [
+    ("gpt2", {"transformer.": ""}, {"h.0.attn.bias": (1, 1, 8, 8), "h.0.attn.masked_bias": ()}),
+    ("gpt_neox", {}, {"gpt_neox.layers.0.attention.bias": (1, 1, 8, 8), "gpt_neox.layers.0.attention.masked_bias": (),
+                      "gpt_neox.layers.0.attention.rotary_emb.inv_freq": (3,)}),
+    ("gpt_neox", {"lm_head.": "embed_out."}, {}),
+    ("opt_350m", {"model.": ""}, {}),
+    ("gptj", {}, {"transformer.h.0.attn.bias": (1, 1, 8, 8), "transformer.h.0.attn.masked_bias": ()}),
+])
+def test_published_files_have_other_names_and_masks(
+    family: str, beginnings: dict[str, str], buffers: dict[str, tuple[int, ...]], checkpoint: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    folder = Path(shutil.copytree(checkpoint(family), tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors")
+    for old, new in beginnings.items():
+        tensors = {new + name.removeprefix(old) if name.startswith(old) else name: tensor
+                   for name, tensor in tensors.items()}
+    (folder / "model.safetensors").unlink()
+    save_file(tensors | {name: torch.ones(shape) for name, shape in buffers.items()}, folder / "model.safetensors")
+    found, expected = (Driver(load_model(each, kernels=ReferenceKernels(), dtype="float32")).step([(0, [5, 7, 9])])
+                       for each in (folder, checkpoint(family)))
+    assert torch.equal(found, expected)

@@ -40,8 +40,19 @@ ARCHITECTURES = {
     "StableLmForCausalLM": gguf.MODEL_ARCH.STABLELM, "GPTBigCodeForCausalLM": gguf.MODEL_ARCH.STARCODER,
     "Starcoder2ForCausalLM": gguf.MODEL_ARCH.STARCODER2, "NemotronForCausalLM": gguf.MODEL_ARCH.NEMOTRON,
     "OlmoForCausalLM": gguf.MODEL_ARCH.OLMO,
+    "Glm4MoeForCausalLM": gguf.MODEL_ARCH.GLM4_MOE, "Dots1ForCausalLM": gguf.MODEL_ARCH.DOTS1,
+    "ExaoneMoeForCausalLM": gguf.MODEL_ARCH.EXAONE_MOE, "AfmoeForCausalLM": gguf.MODEL_ARCH.AFMOE,
+    "MiniMaxM2ForCausalLM": gguf.MODEL_ARCH.MINIMAXM2, "Ernie4_5_MoeForCausalLM": gguf.MODEL_ARCH.ERNIE4_5_MOE,
+    "HunYuanMoEV1ForCausalLM": gguf.MODEL_ARCH.HUNYUAN_MOE, "Qwen2MoeForCausalLM": gguf.MODEL_ARCH.QWEN2MOE,
+    "PhimoeForCausalLM": gguf.MODEL_ARCH.PHIMOE, "Llama4ForCausalLM": gguf.MODEL_ARCH.LLAMA4,
+    "GraniteMoeSharedForCausalLM": gguf.MODEL_ARCH.GRANITE_MOE,
 }  # fmt: skip
-WINDOWED = ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Phi3ForCausalLM", "GptOssForCausalLM")  # files have theirs
+MIXTURES = [f"{name}ForCausalLM" for name in (
+    "Glm4Moe", "Dots1", "ExaoneMoe", "Afmoe", "MiniMaxM2", "Ernie4_5_Moe", "HunYuanMoEV1", "Qwen2Moe", "Phimoe",
+    "Llama4", "GraniteMoeShared")]
+WINDOWED = (  # files have theirs
+    "ExaoneMoeForCausalLM", "AfmoeForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Phi3ForCausalLM",
+    "GptOssForCausalLM")
 Edit = Callable[[gguf.GGUFWriter], None]
 
 
@@ -118,7 +129,7 @@ def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_feed_forward_length(config.get("intermediate_size_mlp", config["intermediate_size"]))
     writer.add_head_count(heads)
     writer.add_head_count_kv(1 if _has_split(config) else config["num_key_value_heads"])
     writer.add_key_length(lengths[0])
@@ -155,10 +166,45 @@ def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     ):
         if config.get(name):
             add(config[name])
-    if config["architectures"][0] == "GptOssForCausalLM":
+    _add_mixture(writer, config)
+    if config["architectures"][0] in ("GptOssForCausalLM", "MiniMaxM2ForCausalLM", "Llama4ForCausalLM"):
         writer.add_expert_feed_forward_length(config["intermediate_size"])
     if config.get("sliding_window") and config["architectures"][0] in WINDOWED:
         writer.add_sliding_window(config["sliding_window"])
+
+
+def _add_mixture(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """What the converter writes of experts that most mixtures have not."""
+    architecture = config["architectures"][0]
+    if architecture not in MIXTURES:
+        return
+    for names, add in (
+        (("moe_num_experts",), writer.add_expert_count), (("moe_k", "moe_topk"), writer.add_expert_used_count),
+        (("moe_num_shared_experts", "num_shared_experts"), writer.add_expert_shared_count),
+        (("moe_layer_interval", "interleave_moe_layer_step"), writer.add_interleave_moe_layer_step),
+        (("moe_layer_start_index", "num_dense_layers"), writer.add_leading_dense_block_count),
+        (("route_scale",), writer.add_expert_weights_scale),
+        (("shared_intermediate_size", "shared_expert_intermediate_size"), writer.add_expert_shared_feed_forward_length),
+    ):
+        for name in names:
+            if name in config:
+                add(config[name])
+    if architecture == "ExaoneMoeForCausalLM":
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+        writer.add_leading_dense_block_count(config["mlp_layer_types"].count("dense"))
+    if "n_routed_experts" in config:
+        writer.add_expert_count(config["n_routed_experts"])
+        writer.add_expert_shared_count(config["n_shared_experts"])
+        writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    if "routed_scaling_factor" in config:
+        writer.add_expert_weights_scale(config["routed_scaling_factor"])
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+        writer.add_expert_group_count(config["n_group"])
+        writer.add_expert_group_used_count(config["topk_group"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if architecture == "HunYuanMoEV1ForCausalLM":
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+        writer.add_expert_shared_feed_forward_length(config["intermediate_size"])
 
 
 def _has_split(config: dict[str, Any]) -> bool:
@@ -241,7 +287,8 @@ def _absorbed(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> dict[
             found[name.replace("kv_b_proj", "k_b_proj")] = key.transpose(1, 2).contiguous()
             found[name.replace("kv_b_proj", "v_b_proj")] = value.contiguous()
         else:
-            found[name.replace("e_score_correction_bias", "e_score_correction.bias")] = tensor
+            renamed = name.replace("e_score_correction_bias", "e_score_correction.bias")
+            found[renamed.replace(".expert_bias", ".expert_bias.bias")] = tensor
     return found
 
 
@@ -263,7 +310,10 @@ def _split(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     found = {}
     for name, tensor in tensors.items():
         at, _, part = name.rpartition(".")
-        if part in ("gate_up_proj", "gate_up_proj_bias"):
+        if name.endswith("feed_forward.experts.gate_up_proj"):
+            found |= {f"{at}.{half}_proj.weight": part.contiguous()
+                      for half, part in zip(("gate", "up"), tensor.mT.chunk(2, dim=1), strict=True)}
+        elif part in ("gate_up_proj", "gate_up_proj_bias"):
             kind = "bias" if part.endswith("bias") else "weight"
             both = tensor if kind == "bias" else tensor.mT
             found |= {f"{at}.{half}_proj.{kind}": both[:, place::2].contiguous()
@@ -272,6 +322,10 @@ def _split(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             found[f"{name}.weight"] = tensor.mT.contiguous()
         elif name.endswith("experts.down_proj_bias"):
             found[f"{at}.down_proj.bias"] = tensor
+        elif name.endswith("shared_mlp.input_linear.weight"):
+            layer = name.split(".shared_mlp")[0]
+            found |= {f"{layer}.mlp.shared_experts.{half}_proj.weight": part
+                      for half, part in zip(("gate", "up"), tensor.chunk(2), strict=True)}
         elif name.endswith("input_linear.weight"):
             layer = name.split(".block_sparse_moe")[0]
             found |= {f"{layer}.mlp.experts.{half}_proj.weight": part

@@ -36,6 +36,9 @@ USUAL: dict[str, dict[str, Any]] = {  # what files do not say, as it is in publi
     "youtu": {"rope_interleave": True}, "deepseek_v3": {"rope_parameters": MSCALED},
     "falcon_h1": {"mamba_norm_before_gate": False}, "nemotron_h": {"time_step_min": 0.001},
     "jamba": {"num_hidden_layers": 6},
+    "qwen2_moe": {"mlp_only_layers": [], "use_sliding_window": False}, "afmoe": {"global_attn_every_n_layers": 4},
+    "llama4": {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1, "no_rope_layer_interval": 4},
+    "dots1": {"sliding_window": None}, "phimoe": {"router_jitter_noise": 0.01},
     "glm4_moe_lite": {"mlp_layer_types": ["dense", "sparse", "sparse"]}}
 
 

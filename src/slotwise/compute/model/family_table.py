@@ -186,7 +186,7 @@ FAMILIES: dict[str, Family] = {
     "SolarOpenForCausalLM": Family(solar_open.configure, glm4_moe.compose, ("solar_open",)),
     "MiniMaxM2ForCausalLM": Family(minimax_m2.configure, minimax_m2.compose, ("minimax_m2",)),
     "Ernie4_5_MoeForCausalLM": Family(ernie4_5.configure_moe, ernie4_5.compose_moe, ("ernie4_5_moe",)),
-    "GraniteMoeSharedForCausalLM": Family(granite.configure_shared, granite.compose_shared, ("granitemoeshared",)),
+    "GraniteMoeSharedForCausalLM": Family(granite.configure_shared, granite.compose_moe, ("granitemoeshared",)),
     "GraniteSWAForCausalLM": Family(granite.configure_windows, granite.compose_windows, ("granite_swa",)),
     "GraniteMoeSWAForCausalLM": Family(granite.configure_moe_windows, granite.compose_windows, ("granitemoe_swa",)),
     "FlexOlmoForCausalLM": Family(flex_olmo.configure, flex_olmo.compose, ("flex_olmo",)),

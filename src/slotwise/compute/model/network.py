@@ -167,7 +167,7 @@ class ExpertNames(NamedTuple):
     experts: str = "mlp.experts"
     # Of each expert: gate, what it gates, and down.
     parts: tuple[str, str, str] = SPLIT
-    # Two tensors of all experts within `experts`: gates and ups, and down; (): each expert has its own.
+    # Two tensors of all experts: gates and ups, and down; (): each expert has its own.
     stacked: tuple[str, str] | tuple[()] = ()
     # Each matrix in them is `[inputs, outputs]`.
     are_transposed: bool = False
@@ -193,13 +193,14 @@ def read_experts(config: ModelConfig, source: WeightSource, at: str, names: Expe
             shape = (1, *shape)
         routing = replace(routing, correction=source.floats({f"{at}.{names.correction}": shape}).flatten())
     if mixture.shared_intermediate_size:
+        parts = (*SPLIT[:-1], names.shared_parts[-1]) if mixture.are_split else names.shared_parts
         gate = Linear(source, {f"{at}.{names.shared_gate}": 1}, hidden, is_exact=True) if names.shared_gate else None
         shared = SharedExpert(GatedMLP(
             source, f"{at}.{names.shared}", (hidden, mixture.shared_intermediate_size), bias=config.mlp_bias,
-            is_fused=len(names.shared_parts) < len(SPLIT), is_partial=True, names=names.shared_parts), gate)
+            is_fused=len(parts) < len(SPLIT), is_partial=True, names=parts), gate)
     experts, count = f"{at}.{names.experts}", routing.num_experts
     if names.stacked and not mixture.are_split:
-        stacked = f"{experts}.{names.stacked[0]}", f"{experts}.{names.stacked[1]}"
+        stacked = f"{at}.{names.stacked[0]}", f"{at}.{names.stacked[1]}"
         weights = stacked_experts(source, stacked, sizes, count, are_transposed=names.are_transposed)
     else:
         weights = separate_experts(source, experts, names.parts, sizes, count)

@@ -12,7 +12,7 @@ from slotwise.compute.model.layers.source import WeightSource
 from slotwise.compute.model.model_config import MAX_EXPERTS, MixtureConfig, ModelConfig, read_routing
 from slotwise.compute.model.network import ExpertNames, Network, read_experts
 
-NAMES = ExpertNames("mlp.router", stacked=("fc1.weight", "fc2.weight"), are_transposed=True)
+NAMES = ExpertNames("mlp.router", stacked=("mlp.experts.fc1.weight", "mlp.experts.fc2.weight"), are_transposed=True)
 
 
 def configure(fields: Fields) -> ModelConfig:

@@ -16,8 +16,6 @@ from slotwise.compute.kernels.interface import Routing
 from slotwise.compute.model.families import llama
 from slotwise.compute.model.fields import Fields
 from slotwise.compute.model.layers.attention import AttentionOptions
-from slotwise.compute.model.layers.linear import Linear
-from slotwise.compute.model.layers.mlp import SPLIT, MixtureOfExperts, separate_experts, stacked_experts
 from slotwise.compute.model.layers.rope import NoRope
 from slotwise.compute.model.layers.source import WeightSource
 from slotwise.compute.model.model_config import (
@@ -49,24 +47,20 @@ def configure_moe(fields: Fields) -> ModelConfig:
     return replace(config, mixture=read_mixture(fields, config, Routing(8, 2, is_normalized=True)))
 
 
+EXPERTS = ExpertNames(
+    "block_sparse_moe.router.layer", "block_sparse_moe.experts",
+    stacked=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"), shared="shared_mlp",
+    shared_parts=("input_linear", "output_linear"))
+experts = functools.partial(read_experts, names=EXPERTS)
+"""Reads the experts of a layer, and the one that all tokens share, if the model has it."""
+
+
 def compose_moe(config: ModelConfig, source: WeightSource) -> Network:
+    """Also with a shared expert."""
     return llama.compose(config, source, experts)
 
 
-def experts(config: ModelConfig, source: WeightSource, at: str) -> MixtureOfExperts:
-    mixture, name = config.mixture_of_experts, f"{at}.block_sparse_moe"
-    sizes, routing = (config.hidden_size, mixture.intermediate_size), mixture.routing
-    router = Linear(source, {f"{name}.router.layer": routing.num_experts}, config.hidden_size, is_exact=True)
-    names, count = (f"{name}.input_linear.weight", f"{name}.output_linear.weight"), routing.num_experts
-    weights = (separate_experts(source, f"{name}.experts", SPLIT, sizes, count) if mixture.are_split else
-               stacked_experts(source, names, sizes, count))
-    return MixtureOfExperts(router, weights, sizes, routing, source)
-
-
 WINDOWED = ConfigDefaults(num_kv_heads=4, norm_eps=1e-5, tie_word_embeddings=True)
-SHARED = ExpertNames(
-    "block_sparse_moe.router.layer", "block_sparse_moe", stacked=("input_linear.weight", "output_linear.weight"),
-    shared="shared_mlp", shared_parts=("input_linear", "output_linear"))
 
 
 def configure_shared(fields: Fields) -> ModelConfig:
@@ -74,10 +68,6 @@ def configure_shared(fields: Fields) -> ModelConfig:
     config = configure_moe(fields)
     size = fields.integer("shared_intermediate_size", default=0, minimum=0)
     return replace(config, mixture=replace(config.mixture_of_experts, shared_intermediate_size=size))
-
-
-def compose_shared(config: ModelConfig, source: WeightSource) -> Network:
-    return llama.compose(config, source, functools.partial(read_experts, names=SHARED))
 
 
 def configure_windows(fields: Fields) -> ModelConfig:
@@ -102,8 +92,8 @@ def _with_windows(fields: Fields, config: ModelConfig) -> ModelConfig:
 
 
 SINKS = AttentionOptions(sinks="sinks")
-STACKED = ExpertNames("block_sparse_moe.router", "block_sparse_moe.experts", stacked=("gate_up_proj", "down_proj"),
-                      shared="shared_mlp", shared_parts=("input_linear", "output_linear"))
+STACKED = EXPERTS._replace(router="block_sparse_moe.router", stacked=(
+    "block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"))
 
 
 def compose_windows(config: ModelConfig, source: WeightSource) -> Network:

@@ -17,7 +17,7 @@ from slotwise.compute.model.families.bamba import read_mixer, read_recurrent
 from slotwise.compute.model.fields import Fields
 from slotwise.compute.model.layers.attention import AttentionOptions, LayerStep
 from slotwise.compute.model.layers.embedding_and_head import EndOptions
-from slotwise.compute.model.layers.mlp import GatedMLP, NoMLP
+from slotwise.compute.model.layers.mlp import GatedMLP
 from slotwise.compute.model.layers.norm import NormOptions, ResidualStream, RMSNorm
 from slotwise.compute.model.layers.rope import NoRope
 from slotwise.compute.model.layers.source import WeightSource
@@ -46,25 +46,21 @@ def configure(fields: Fields) -> ModelConfig:
 
 
 class GraniteHybridLayer(DecoderLayer):
-    """Where there are no experts, the MLP is the one that all layers have."""
+    """Where there are no experts, the MLP is the one that all tokens share."""
 
     def __init__(self, config: ModelConfig, source: WeightSource, index: int) -> None:
         at, hidden, norms = f"model.layers.{index}", config.hidden_size, NormOptions(config.norm_eps)
-        size = config.mixture.shared_intermediate_size if config.mixture else config.intermediate_size
         self.attention_norm = RMSNorm(source, f"{at}.input_layernorm", hidden, norms)
         self.attention = read_mixer(config, source, index, AttentionOptions(config.qkv_bias, config.output_bias))
         self.mlp_norm = RMSNorm(source, f"{at}.post_attention_layernorm", hidden, norms)
-        self.mlp: MLP = granite.experts(config, source, at) if config.mixture else NoMLP()
         names = ("input_linear",) if config.has_fused_gates else ("gate_proj", "up_proj")
-        self.shared = GatedMLP(source, f"{at}.shared_mlp", (hidden, size), is_fused=config.has_fused_gates,
-                               names=(*names, "output_linear"))
+        self.mlp: MLP = granite.experts(config, source, at) if config.mixture else GatedMLP(
+            source, f"{at}.shared_mlp", (hidden, config.intermediate_size), is_fused=config.has_fused_gates,
+            names=(*names, "output_linear"))
 
     def forward(self, h: ResidualStream, step: LayerStep) -> None:
         h += self.attention(self.attention_norm(h), step)
-        x = self.mlp_norm(h)
-        h += self.shared(x)
-        if not isinstance(self.mlp, NoMLP):
-            h += self.mlp(x)
+        h += self.mlp(self.mlp_norm(h))
 
 
 def compose(config: ModelConfig, source: WeightSource) -> Network:

@@ -34,8 +34,8 @@ from slotwise.compute.model.model_config import (
 from slotwise.compute.model.network import ExpertNames, Network, read_experts, read_network
 
 CHUNKED = "chunked_attention"  # of `layer_types`
-NAMES = ExpertNames("feed_forward.router", "feed_forward.experts", stacked=("gate_up_proj", "down_proj"),
-                    are_transposed=True, shared="feed_forward.shared_expert")
+NAMES = ExpertNames("feed_forward.router", "feed_forward.experts", are_transposed=True, stacked=(
+    "feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"), shared="feed_forward.shared_expert")
 DEFAULTS = ConfigDefaults(num_kv_heads=8, head_dim=128, norm_eps=1e-5, rope_theta=500_000.0)
 TEXT_DEFAULTS = {  # of a config for images and text, which may leave out what is as in the first such model
     "vocab_size": 202_048, "hidden_size": 5120, "intermediate_size": 8192, "num_hidden_layers": 48,

@@ -8,7 +8,7 @@ import functools
 from dataclasses import replace
 
 from slotwise.compute.kernels.interface import Routing
-from slotwise.compute.model.families import llama
+from slotwise.compute.model.families import llama, mistral
 from slotwise.compute.model.fields import Fields
 from slotwise.compute.model.layers.attention import AttentionOptions
 from slotwise.compute.model.layers.source import WeightSource
@@ -21,10 +21,9 @@ from slotwise.compute.model.model_config import (
     read_rope,
     read_routing,
 )
-from slotwise.compute.model.network import ExpertNames, Network, read_experts
+from slotwise.compute.model.network import Network, read_experts
 
-NAMES = ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", ("w1", "w3", "w2"),
-                    correction="block_sparse_moe.e_score_correction_bias")
+NAMES = mistral.EXPERTS._replace(correction="block_sparse_moe.e_score_correction_bias")
 DEFAULTS = ConfigDefaults(num_kv_heads=8, head_dim=128, rope_theta=5_000_000.0)
 
 

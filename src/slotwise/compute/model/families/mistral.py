@@ -18,8 +18,6 @@ from slotwise.compute.kernels.interface import Routing
 from slotwise.compute.model.families import llama
 from slotwise.compute.model.fields import Fields
 from slotwise.compute.model.layers.attention import AttentionOptions
-from slotwise.compute.model.layers.linear import Linear
-from slotwise.compute.model.layers.mlp import MixtureOfExperts, separate_experts
 from slotwise.compute.model.layers.source import WeightSource
 from slotwise.compute.model.model_config import (
     FULL,
@@ -32,7 +30,7 @@ from slotwise.compute.model.model_config import (
     read_window,
     text_part,
 )
-from slotwise.compute.model.network import Network
+from slotwise.compute.model.network import ExpertNames, Network, read_experts
 
 
 def configure(fields: Fields) -> ModelConfig:
@@ -106,13 +104,8 @@ def configure_mixtral(fields: Fields) -> ModelConfig:
     )
 
 
+EXPERTS = ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", ("w1", "w3", "w2"))
+
+
 def compose_mixtral(config: ModelConfig, source: WeightSource) -> Network:
-    return llama.compose(config, source, mixtral_experts)
-
-
-def mixtral_experts(config: ModelConfig, source: WeightSource, at: str) -> MixtureOfExperts:
-    mixture, name = config.mixture_of_experts, f"{at}.block_sparse_moe"
-    sizes, routing = (config.hidden_size, mixture.intermediate_size), mixture.routing
-    router = Linear(source, {f"{name}.gate": routing.num_experts}, config.hidden_size, is_exact=True)
-    weights = separate_experts(source, f"{name}.experts", ("w1", "w3", "w2"), sizes, routing.num_experts)
-    return MixtureOfExperts(router, weights, sizes, routing, source)
+    return llama.compose(config, source, functools.partial(read_experts, names=EXPERTS))

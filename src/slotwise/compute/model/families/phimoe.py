@@ -8,6 +8,7 @@ import functools
 from dataclasses import replace
 
 from slotwise.compute.kernels.interface import Routing
+from slotwise.compute.model.families import mistral
 from slotwise.compute.model.families.llama import LlamaLayer
 from slotwise.compute.model.fields import Fields
 from slotwise.compute.model.layers.attention import Attention, AttentionOptions
@@ -25,10 +26,9 @@ from slotwise.compute.model.model_config import (
     read_routing,
     read_window,
 )
-from slotwise.compute.model.network import ExpertNames, Network, read_experts, read_network
+from slotwise.compute.model.network import Network, read_experts, read_network
 
 CHOSEN = 2  # experts of a token, whatever the model
-NAMES = ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", ("w1", "w3", "w2"))
 DEFAULTS = ConfigDefaults(num_kv_heads=8, norm_eps=1e-5, rope_theta=1_000_000.0)
 
 
@@ -76,7 +76,7 @@ class PhimoeLayer(LlamaLayer):
         self.attention = Attention(
             source, f"{at}.self_attn", config.attention_shape(index), config.ropes[index], hidden, options)
         self.mlp_norm = norms.read(source, f"{at}.post_attention_layernorm", hidden)
-        self.mlp = read_experts(config, source, at, NAMES)
+        self.mlp = read_experts(config, source, at, mistral.EXPERTS)
 
 
 def compose(config: ModelConfig, source: WeightSource) -> Network:

@@ -5,13 +5,12 @@ Qwen1.5-MoE and Qwen2-57B-A14B have many small experts, and one that all tokens 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 from slotwise.compute.kernels.interface import Routing
 from slotwise.compute.model.families import llama
 from slotwise.compute.model.fields import Fields
-from slotwise.compute.model.layers.linear import Linear
-from slotwise.compute.model.layers.mlp import GatedMLP, MixtureOfExperts, SharedExpert, separate_experts
 from slotwise.compute.model.layers.source import WeightSource
 from slotwise.compute.model.model_config import (
     FULL,
@@ -27,7 +26,7 @@ from slotwise.compute.model.model_config import (
     read_window,
     text_part,
 )
-from slotwise.compute.model.network import Network
+from slotwise.compute.model.network import ExpertNames, Network, read_experts
 
 
 def configure(fields: Fields) -> ModelConfig:
@@ -51,9 +50,6 @@ def configure_vl(fields: Fields) -> ModelConfig:
     return replace(config, qkv_bias=True, windows=read_layer_windows(fields))
 
 
-PARTS = ("gate_proj", "up_proj", "down_proj")
-
-
 def configure_moe(fields: Fields) -> ModelConfig:
     config = read_common(fields, ConfigDefaults(num_kv_heads=16))
     window = read_window(fields) if fields.flag("use_sliding_window") else 0
@@ -71,19 +67,10 @@ def configure_moe(fields: Fields) -> ModelConfig:
     )
 
 
+experts = functools.partial(
+    read_experts, names=ExpertNames(shared="mlp.shared_expert", shared_gate="mlp.shared_expert_gate"))
+"""Reads the experts of a layer; also Qwen3's, which has no shared expert."""
+
+
 def compose_moe(config: ModelConfig, source: WeightSource) -> Network:
     return llama.compose(config, source, experts)
-
-
-def experts(config: ModelConfig, source: WeightSource, at: str) -> MixtureOfExperts:
-    """Also Qwen3's, which has no shared expert."""
-    mixture, name = config.mixture_of_experts, f"{at}.mlp"
-    sizes, routing, shared = (config.hidden_size, mixture.intermediate_size), mixture.routing, None
-    router = Linear(source, {f"{name}.gate": routing.num_experts}, config.hidden_size, is_exact=True)
-    if mixture.shared_intermediate_size:
-        shared = SharedExpert(
-            GatedMLP(source, f"{name}.shared_expert", (config.hidden_size, mixture.shared_intermediate_size),
-                     is_partial=True),
-            Linear(source, {f"{name}.shared_expert_gate": 1}, config.hidden_size, is_exact=True))
-    weights = separate_experts(source, f"{name}.experts", PARTS, sizes, routing.num_experts)
-    return MixtureOfExperts(router, weights, sizes, routing, source, shared=shared)

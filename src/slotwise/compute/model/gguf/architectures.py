@@ -87,6 +87,11 @@ class ArchitectureKeys:
         prefix = f"{self.prefix}."
         return [key.removeprefix(prefix) for key in self.metadata.keys(prefix) if key not in self._read]
 
+    def each(self, key: str) -> list[Any]:
+        """The value of a key, or the values of its array; [] where a file has it not."""
+        self._name(key)
+        return self.values(key) if self.has(key) else []
+
     def values(self, key: str) -> list[Any]:
         """The value of an existing key, or the values of its array."""
         name = f"{self.prefix}.{key}"
@@ -229,11 +234,11 @@ def _granite_factors(keys: ArchitectureKeys, common: Mapping[str, Any]) -> Confi
 
 
 def granite_moe(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
-    """Raises CheckpointError for a shared expert, which another family has."""
-    shared = "expert_shared_feed_forward_length"
-    if keys.integer(shared, default=0, minimum=0):
-        raise keys.error(shared, "is set: shared experts are not supported in this architecture")
-    return granite(keys, common) | _experts(keys, "num_local_experts")
+    """With an expert that all tokens share, another class."""
+    fields = granite(keys, common) | _experts(keys, "num_local_experts")
+    if shared := keys.integer("expert_shared_feed_forward_length", default=0, minimum=0):
+        fields |= {"architectures": ["GraniteMoeSharedForCausalLM"], "shared_intermediate_size": shared}
+    return fields
 
 
 def gpt_oss(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
@@ -348,14 +353,9 @@ def deepseek2(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields
     dense = keys.integer("leading_dense_block_count", default=0, minimum=0)
     if not keys.integer("expert_count", default=0, minimum=0):
         return fields | {"architectures": ["YoutuForCausalLM"]}
-    groups, kept = (keys.integer(f"expert_group_{name}", default=1, maximum=MAX_EXPERTS)
-                    for name in ("count", "used_count"))
-    fields |= _experts(keys, "n_routed_experts") | {
-        "n_shared_experts": keys.integer("expert_shared_count", default=0, minimum=0, maximum=MAX_EXPERTS),
-        "moe_intermediate_size": keys.integer("expert_feed_forward_length"), "first_k_dense_replace": dense,
-        "routed_scaling_factor": keys.number("expert_weights_scale", 1.0, maximum=MAX_FACTOR),
-        "n_group": groups, "topk_group": kept}
-    is_normalized = keys.flag("expert_weights_norm", default=False)
+    fields |= _routed(keys)
+    groups, kept = fields["n_group"], fields["topk_group"]
+    is_normalized = fields.pop("norm_topk_prob")
     scoring = keys.integer("expert_gating_func", default=0, minimum=0)
     if scoring == SIGMOID or (scoring == 0 and f"blk.{dense}.exp_probs_b.bias" in keys.tensors):
         return fields | {"architectures": ["DeepseekV3ForCausalLM"], "norm_topk_prob": is_normalized}
@@ -389,6 +389,127 @@ def _latent(keys: ArchitectureKeys, common: Mapping[str, Any], value_dim: int | 
         "q_lora_rank": keys.integer(ranked) if keys.has(ranked) else None}
 
 
+def _routed(
+    keys: ArchitectureKeys, count: str = "n_routed_experts", shared: str = "n_shared_experts",
+) -> ConfigFields:
+    """Experts as DeepSeek's configs write them; `count` and `shared` are the names of their numbers."""
+    return _experts(keys, count) | {
+        shared: keys.integer("expert_shared_count", default=0, minimum=0, maximum=MAX_EXPERTS),
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length"),
+        "first_k_dense_replace": keys.integer("leading_dense_block_count", default=0, minimum=0),
+        "routed_scaling_factor": keys.number("expert_weights_scale", 1.0, maximum=MAX_FACTOR),
+        "norm_topk_prob": keys.flag("expert_weights_norm", default=False),
+        "n_group": keys.integer("expert_group_count", default=1, maximum=MAX_EXPERTS),
+        "topk_group": keys.integer("expert_group_used_count", default=1, maximum=MAX_EXPERTS)}
+
+
+def _check_sigmoid(keys: ArchitectureKeys) -> None:
+    """Raises CheckpointError where experts are not chosen by sigmoid scores."""
+    if (scoring := keys.integer("expert_gating_func", default=SIGMOID, minimum=0)) != SIGMOID:
+        raise keys.error("expert_gating_func", f"must be {SIGMOID} in this architecture, not {scoring}")
+
+
+def glm4_moe(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    """Also Solar Open's; the last blocks may be those that draft."""
+    _check_sigmoid(keys)
+    drafting = keys.integer(NEXTN, default=0, minimum=0)
+    return _routed(keys) | {
+        "num_hidden_layers": common["num_hidden_layers"] - drafting, "attention_bias": has_bias(keys, "attn_q"),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in keys.tensors}
+
+
+def dots1(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    _check_sigmoid(keys)
+    return _routed(keys) | {"sliding_window": None}
+
+
+def exaone_moe(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    _check_sigmoid(keys)
+    drafting = keys.integer(NEXTN, default=0, minimum=0)
+    layers = common["num_hidden_layers"] - drafting
+    return _routed(keys, "num_experts", "num_shared_experts") | {
+        "num_hidden_layers": layers, "sliding_window": keys.integer("attention.sliding_window"),
+        "layer_types": _window_kinds(keys, layers, 4)}
+
+
+def afmoe(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    """Embeddings are scaled and shares are normalized, whatever a file says."""
+    _check_sigmoid(keys)
+    fields = _routed(keys, "num_experts", "num_shared_experts")
+    return fields | {
+        "num_dense_layers": fields["first_k_dense_replace"], "route_scale": fields["routed_scaling_factor"],
+        "mup_enabled": True, "sliding_window": keys.integer("attention.sliding_window"),
+        "layer_types": _window_kinds(keys, common["num_hidden_layers"], 4)}
+
+
+def _window_kinds(keys: ArchitectureKeys, layers: int, every: int) -> list[str]:
+    """The kind of each layer: a file gives them one by one, or says in how many the last has full attention."""
+    key = "attention.sliding_window_pattern"
+    if len(given := keys.each(key)) > 1:
+        if len(given) < layers:
+            raise keys.error(key, f"must be for each of {layers} layers, not {len(given)}")
+        return [SLIDING if windowed else FULL for windowed in given[:layers]]
+    every = keys.integer(key, default=every)
+    return [SLIDING if (layer + 1) % every else FULL for layer in range(layers)]
+
+
+def minimax_m2(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    _check_sigmoid(keys)
+    return _experts(keys, "num_local_experts") | {"intermediate_size": keys.integer("expert_feed_forward_length")}
+
+
+def ernie4_5_moe(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    """The length of shared experts in files is not theirs, but follows from the number of heads: it is not read."""
+    keys.integer("expert_shared_feed_forward_length", default=0, minimum=0)
+    return ernie4_5(keys, common) | {
+        "moe_num_experts": keys.integer("expert_count", maximum=MAX_EXPERTS),
+        "moe_k": keys.integer("expert_used_count", maximum=MAX_EXPERTS),
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length"),
+        "moe_layer_interval": keys.integer("interleave_moe_layer_step", default=1),
+        "moe_layer_start_index": keys.integer("leading_dense_block_count", default=0, minimum=0),
+        "moe_num_shared_experts": keys.integer("expert_shared_count", default=0, minimum=0)}
+
+
+def hunyuan_moe(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    keys.integer("expert_shared_count", default=1, maximum=1)
+    return {
+        "num_experts": keys.integer("expert_count", maximum=MAX_EXPERTS),
+        "moe_topk": keys.integer("expert_used_count", maximum=MAX_EXPERTS),
+        "intermediate_size": keys.integer("expert_shared_feed_forward_length", default=common["intermediate_size"])}
+
+
+def qwen2_moe(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    return _experts(keys) | {
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": keys.integer("expert_shared_feed_forward_length"),
+        "norm_topk_prob": False, "qkv_bias": has_bias(keys, "attn_q")}
+
+
+def phimoe(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    rope = common["rope_parameters"]
+    if rope["rope_type"] == "longrope":
+        rope = rope | dict.fromkeys(("short_mscale", "long_mscale"), rope["attention_factor"])
+    return phi3(keys, common) | _experts(keys, "num_local_experts") | {
+        "rope_parameters": rope, "attention_bias": has_bias(keys, "attn_q"),
+        "lm_head_bias": "output.bias" in keys.tensors}
+
+
+LLAMA4_CHUNK, MAVERICK = 8192, 128  # tokens; the experts of the model without norms of queries and keys
+
+
+def llama4(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    """Chunks are of the published models' size, and every fourth layer sees all, unless a file says 0."""
+    window, fields = "attention.sliding_window", _experts(keys, "num_local_experts")
+    has_chunks = not keys.has(window) or keys.integer(window, minimum=0) > 0
+    return fields | {
+        "intermediate_size": keys.integer("expert_feed_forward_length"),
+        "intermediate_size_mlp": common["intermediate_size"],
+        "interleave_moe_layer_step": keys.integer("interleave_moe_layer_step"),
+        "use_qk_norm": fields["num_local_experts"] != MAVERICK, "attn_temperature_tuning": has_chunks,
+        "attention_chunk_size": LLAMA4_CHUNK if has_chunks else None,
+        "no_rope_layers": [] if has_chunks else [1] * common["num_hidden_layers"]}
+
+
 def _experts(keys: ArchitectureKeys, count: str = "num_experts") -> ConfigFields:
     """`count` is the name of their number."""
     return {count: keys.integer("expert_count", maximum=MAX_EXPERTS),
@@ -420,7 +541,9 @@ _GPT_OSS = {**_EXPERTS, "ffn_gate_inp": "mlp.router", "post_attention_norm": "po
 _GRANITE = {"ffn_gate_inp": "block_sparse_moe.router.layer",
             "ffn_gate_exps": "block_sparse_moe.experts.{}.gate_proj",
             "ffn_up_exps": "block_sparse_moe.experts.{}.up_proj",
-            "ffn_down_exps": "block_sparse_moe.experts.{}.down_proj"}
+            "ffn_down_exps": "block_sparse_moe.experts.{}.down_proj",
+            "ffn_gate_shexp": "shared_mlp.gate_proj", "ffn_up_shexp": "shared_mlp.up_proj",
+            "ffn_down_shexp": "shared_mlp.output_linear"}
 _LATENT = {
     "attn_q_a": "self_attn.q_a_proj", "attn_q_a_norm": "self_attn.q_a_layernorm", "attn_q_b": "self_attn.q_b_proj",
     "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa", "attn_kv_a_norm": "self_attn.kv_a_layernorm",
@@ -434,6 +557,22 @@ _NEOX = {"attn_qkv": "attention.query_key_value", "attn_output": "attention.dens
 _PHI2 = {"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}
 _STABLELM = {"attn_q_norm": "self_attn.q_layernorm.norms.{}", "attn_k_norm": "self_attn.k_layernorm.norms.{}"}
 _STARCODER2 = {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
+_SHARED = {f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}
+_GLM4_MOE = {**_EXPERTS, **_SHARED, **_SEED, "exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
+_DOTS1 = {**_EXPERTS, **_SHARED, "exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
+_EXAONE_MOE = {**_EXPERTS, **_SHARED, "exp_probs_b.bias": "mlp.e_score_correction_bias"}
+_ERNIE_MOE = {**_EXPERTS, **_SHARED, "exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias"}
+_AFMOE = {**_EXPERTS, **_SHARED, **_SEED, "ffn_gate_inp": "mlp.router.gate", "exp_probs_b.bias": "mlp.expert_bias",
+          "attn_gate": "self_attn.gate_proj", "ffn_norm": "pre_mlp_layernorm", "post_ffw_norm": "post_mlp_layernorm"}
+_MINIMAX = {**_MIXTRAL, "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias"}
+_QWEN2_MOE = {**_EXPERTS, "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+              **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")}}
+_HUNYUAN_MOE = {**_EXPERTS, "ffn_gate_inp": "mlp.gate.wg", "attn_q_norm": "self_attn.query_layernorm",
+                "attn_k_norm": "self_attn.key_layernorm",
+                **{f"ffn_{part}_shexp": f"mlp.shared_mlp.{part}_proj" for part in ("gate", "up", "down")}}
+_LLAMA4 = {"ffn_gate_inp": "feed_forward.router", **{
+    f"ffn_{part}{kind}": f"feed_forward.{inner}{part}_proj" for part in ("gate", "up", "down")
+    for kind, inner in (("", ""), ("_exps", "experts.{}."), ("_shexp", "shared_expert."))}}
 _UNREAD = re.compile(  # the config has what they say
     r"(rope_freqs|rope_factors_long|rope_factors_short)\.weight|blk\.\d{1,4}\.attn_rot_embd\.weight")
 
@@ -636,6 +775,18 @@ ARCHITECTURES = {
     "ernie4_5": Architecture("Ernie4_5ForCausalLM", more=ernie4_5),
     "seed_oss": Architecture("SeedOssForCausalLM", parts=_SEED, more=seed_oss),
     "olmoe": Architecture("OlmoeForCausalLM", parts=_EXPERTS, more=olmoe, has_experts=True),
+    "glm4moe": Architecture("Glm4MoeForCausalLM", parts=_GLM4_MOE, more=glm4_moe, has_experts=True, rotates_parts=True),
+    "dots1": Architecture("Dots1ForCausalLM", parts=_DOTS1, more=dots1, has_experts=True),
+    "exaone-moe": Architecture("ExaoneMoeForCausalLM", parts=_EXAONE_MOE, more=exaone_moe, has_experts=True),
+    "afmoe": Architecture("AfmoeForCausalLM", parts=_AFMOE, more=afmoe, has_experts=True),
+    "minimax-m2": Architecture("MiniMaxM2ForCausalLM", parts=_MINIMAX, more=minimax_m2, has_experts=True,
+                               rotates_parts=True),
+    "ernie4_5-moe": Architecture("Ernie4_5_MoeForCausalLM", parts=_ERNIE_MOE, more=ernie4_5_moe, has_experts=True,
+                                 splits_experts=True),
+    "hunyuan-moe": Architecture("HunYuanMoEV1ForCausalLM", parts=_HUNYUAN_MOE, more=hunyuan_moe, has_experts=True),
+    "qwen2moe": Architecture("Qwen2MoeForCausalLM", parts=_QWEN2_MOE, more=qwen2_moe, has_experts=True),
+    "phimoe": Architecture("PhimoeForCausalLM", parts=_MIXTRAL, more=phimoe, has_experts=True, rotates_parts=True),
+    "llama4": Architecture("Llama4ForCausalLM", parts=_LLAMA4, more=llama4, has_experts=True, splits_experts=True),
     "gpt-oss": Architecture("GptOssForCausalLM", parts=_GPT_OSS, more=gpt_oss, has_experts=True,
                             splits_experts=True),
     "deepseek2": Architecture("YoutuForCausalLM", parts=_LATENT, more=deepseek2, is_compressed=True),

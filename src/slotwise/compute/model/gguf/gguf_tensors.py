@@ -34,6 +34,7 @@ from slotwise.platform.gguf_file import open_model
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 INTERLEAVED = ("self_attn.q_proj", "self_attn.k_proj")
 MATRIX = 2  # dimensions
+CORRECTIONS, SHARED_GATE = ("correction_bias", "expert_bias"), "shared_expert_gate.weight"
 NORM = "norm.weight"  # how the names of norms' weights end
 CONVOLUTIONS, STATE_NORMS = ("conv1d.weight", "conv.conv.weight"), ("mamba.norm.weight", "mixer.norm.weight")
 RATE, SKIP = ".A_log", ".D"
@@ -141,7 +142,12 @@ def _shape_here(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of a tensor that a file has in another one, which does not move a number.
 
     Convolutions have a dimension of 1 more here, decays and skips of Mamba-2 one less, and its norm has no groups.
+    Files may lack a dimension of 1, or have one, where experts have corrections and the gate of a shared one.
     """
+    if name.endswith(CORRECTIONS):
+        return (prod(shape),)
+    if name.endswith(SHARED_GATE):
+        return 1, prod(shape)
     if name.endswith(CONVOLUTIONS) and len(shape) == MATRIX:
         return shape[0], 1, shape[1]
     if name.endswith((RATE, SKIP)) and shape[-1] == 1:

@@ -23,9 +23,9 @@ QUESTIONS: dict[str, Any] = {
     "length": {"type": "score", "instructions": "How long is it?", "criteria": ["short", "medium", "long"]}}
 TEXTS = {
     "kind": "Question: What is it?\nA: method\nB: function - no self\nAnswer with the letter of one option only.",
-    "closes": "Question: Does it close a file?\nAnswer with yes or no only.",
+    "closes": "Question: Does it close a file?\nyes\nno\nAnswer with yes or no only.",
     "length": "Question: How long is it?\n0: short\n1: medium\n2: long\nAnswer with the number of one level only."}
-LABELS = {"kind": ["A", "B"], "closes": ["yes", "Yes", "no", "No"], "length": ["0", "1", "2"]}
+LABELS = {"kind": ["A", "B"], "closes": ["yes", "no"], "length": ["0", "1", "2"]}
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +59,8 @@ def test_probabilities_are_those_of_transformers(live: Live) -> None:
                 logprobs = model(torch.tensor([[*prompt, *ids]])).logits[0].log_softmax(-1)
             found.append(sum(float(logprobs[len(prompt) - 1 + at, token]) for at, token in enumerate(ids)))
         exact = torch.tensor(found, dtype=torch.float64).exp()
-        mass, step = float(exact.sum()), 2 if name == "closes" else 1
-        shares = [float(part) for part in (exact.view(-1, step).sum(1) / mass)]
+        mass = float(exact.sum())
+        shares = (exact / mass).tolist()
         assert list(told["answers"][name]["probabilities"].values()) == pytest.approx(shares, rel=1e-3)
         assert told["diagnostics"][name]["label_mass"] == pytest.approx(mass, rel=1e-3)
 

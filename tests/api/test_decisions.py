@@ -43,10 +43,10 @@ def test_answers_have_the_probabilities_of_their_labels(server: Server, tokenize
     start = "<system>Be fair.<user>My card was charged twice.\n\nQuestion: "
     prompts = {
         "team": start + "Which team?\nA: billing - payments\nB: shipping\nAnswer with the letter of one option only.",
-        "urgent": start + "Is it urgent?\nyes: money is moving\nAnswer with yes or no only.",
+        "urgent": start + "Is it urgent?\nyes: money is moving\nno\nAnswer with yes or no only.",
         "tone": start + "How upset?\n0: calm\n1: annoyed\n2: furious\nAnswer with the number of one level only."}
     told, of = answer["answers"], {}
-    for name, labels in (("team", ["A", "B"]), ("urgent", ["yes", "Yes", "no", "No"]), ("tone", ["0", "1", "2"])):
+    for name, labels in (("team", ["A", "B"]), ("urgent", ["yes", "no"]), ("tone", ["0", "1", "2"])):
         of[name] = expected(tokenizer, prompts[name] + "<assistant>", labels)
     mass = {name: sum(found) for name, found in of.items()}
     first, second = of["team"]
@@ -54,7 +54,7 @@ def test_answers_have_the_probabilities_of_their_labels(server: Server, tokenize
         "billing": first / mass["team"], "shipping": second / mass["team"]}, rel=1e-4)
     assert told["team"]["choice"] == ("billing" if first >= second else "shipping") and told["team"]["type"] == "choice"
     assert told["team"]["confidence"] == pytest.approx(max(first, second), rel=1e-4)
-    assert told["urgent"]["noul"] == pytest.approx(sum(of["urgent"][:2]) / mass["urgent"], rel=1e-4)
+    assert told["urgent"]["noul"] == pytest.approx(of["urgent"][0] / mass["urgent"], rel=1e-4)
     assert told["urgent"]["probabilities"] == pytest.approx({
         "yes": told["urgent"]["noul"], "no": 1 - told["urgent"]["noul"]}, rel=1e-4)
     shares = [one / mass["tone"] for one in of["tone"]]

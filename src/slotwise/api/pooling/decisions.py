@@ -60,6 +60,8 @@ class DecisionRequest(PooledFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None  # further variables of the template
     files: Any = None
     images: Any = None
+    audio: Any = None
+    videos: Any = None
     decision_template: Any = None
     seed: Any = None
 
@@ -71,16 +73,11 @@ class Question(NamedTuple):
     kind: str
     text: str
     options: tuple[str, ...]  # names of options, or of levels
-    spellings: tuple[tuple[str, ...], ...]  # labels, those of each option; all together are its probability
-
-    @property
-    def labels(self) -> list[str]:
-        return [label for spellings in self.spellings for label in spellings]
+    labels: tuple[str, ...]  # of each option, the reply that chooses it
 
     def answer(self, reading: Reading) -> dict[str, Any]:
         """The answer from the probabilities of `labels`."""
-        shares = iter(reading.shares)
-        probabilities = [sum(next(shares) for _ in spellings) for spellings in self.spellings]
+        probabilities = reading.shares
         likeliest = max(range(len(probabilities)), key=probabilities.__getitem__)
         told: dict[str, Any] = {"type": self.kind}
         match self.kind:
@@ -116,7 +113,7 @@ async def _decision(api: Api, exchange: HttpExchange, body: bytes) -> ValidatedR
     with api.limits.admission_control.entering(slo):
         for question in questions:
             rendered = await _rendered(api, exchange, f"{state}\n\n{question.text}", asked.instructions, variables)
-            labels = question.labels
+            labels = list(question.labels)
             if not api.text.prompts.has_template:
                 labels = [f" {label}" for label in labels]
             read.append((rendered.ids, await tokens.of(rendered, labels, f"questions.{question.name}")))
@@ -136,11 +133,11 @@ def _question(name: str, fields: QuestionFields) -> Question:
     where = f"questions.{name:.60}"
     lines = [f"Question: {text_of(fields.instructions)}"] if fields.instructions not in (None, "") else []
     options: dict[str, Any]
-    spellings: tuple[tuple[str, ...], ...]
+    labels: tuple[str, ...]
     match fields.type:
         case "choice":
             options = _options(fields.criteria, where)
-            spellings = tuple([(label,) for label in LETTERS[: len(options)]])
+            labels = LETTERS
             lines += [f"{label}: {option}" + (f" - {text_of(told)}" if told else "")
                       for label, (option, told) in zip(LETTERS, options.items(), strict=False)]
         case "noul":
@@ -148,8 +145,8 @@ def _question(name: str, fields: QuestionFields) -> Question:
             if not isinstance(criteria, dict) or not criteria.keys() <= {"true", "false"}:
                 raise bad_request(f"{where}.criteria: must be null, or an object with true and false", "questions")
             options = {"yes": criteria.get("true"), "no": criteria.get("false")}
-            spellings = tuple([(label, label.capitalize()) for label in YES_NO])
-            lines += [f"{label}: {text_of(told)}" for label, told in options.items() if told]
+            labels = YES_NO
+            lines += [f"{label}: {text_of(told)}" if told else label for label, told in options.items()]
         case _:
             levels = fields.criteria
             if not isinstance(levels, list) or not 2 <= len(levels) <= len(DIGITS):
@@ -158,9 +155,10 @@ def _question(name: str, fields: QuestionFields) -> Question:
             names = [text_of(level) for level in levels]
             if len(options := dict.fromkeys(names)) < len(names):
                 raise bad_request(f"{where}.criteria: two levels have the same name", "questions")
-            spellings = tuple([(label,) for label in DIGITS[: len(options)]])
+            labels = DIGITS
             lines += [f"{label}: {name}" for label, name in zip(DIGITS, names, strict=False)]
-    return Question(name, fields.type, "\n".join([*lines, ENDINGS[fields.type]]), tuple(options), spellings)
+    return Question(name, fields.type, "\n".join([*lines, ENDINGS[fields.type]]), tuple(options),
+                    labels[: len(options)])
 
 
 def _options(criteria: Any, where: str) -> dict[str, Any]:

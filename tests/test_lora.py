@@ -61,6 +61,8 @@ class Case:
 
 
 VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "nemotron_h": [{"targets": ("in_proj", "out_proj", "o_proj", "up_proj")}, {"rank": 7, "targets": ("in_proj",)},
+                   {"targets": ("out_proj", "down_proj"), "use_rslora": True}],
     "qwen2": [{}, {"biases": True, "rank": 7}, {"targets": ("v_proj", "down_proj"), "use_rslora": True}],
     "phi3": [{}, {"rank": 16, "targets": ("qkv_proj", "gate_up_proj")}],
     "glm": [{"alpha_pattern": {"gate_up_proj": 3.0}}, {"targets": ("q_proj", "k_proj")}],

@@ -237,12 +237,20 @@ def test_what_needs_all_of_a_layer_is_refused(
     record_property("refused", str(refusal.value))
 
 
-@pytest.mark.parametrize("layout", ["tp", "pp"])
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family in RECURRENT])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family in RECURRENT and family != "falcon_h1"])
+def test_layers_with_states_are_divided_into_stages(family: str, tmp_path: Path) -> None:
+    folder = make(family, tmp_path / "model")
+    one, several = (play(engine_of(folder, layout, kv_cache_memory=300 << 10), requests())
+                    for layout in ((1, 1), LAYOUTS["pp"]))
+    assert_same(several, one)
+
+
+@pytest.mark.parametrize(("family", "layout"), [
+    *[(family, "tp") for family in FAMILIES if family in RECURRENT], ("falcon_h1", "pp")])
 def test_recurrent_states_are_refused(
     family: str, layout: str, tmp_path: Path, record_property: Callable[[str, object], None],
 ) -> None:
-    with pytest.raises((CheckpointError, ConfigError), match=r"a recurrent state (is|are) not divided") as refusal:
+    with pytest.raises((CheckpointError, ConfigError), match=r"a recurrent state .*(is|are) not divided") as refusal:
         engine_of(make(family, tmp_path / "model"), LAYOUTS[layout])
     record_property("refused", str(refusal.value))
 

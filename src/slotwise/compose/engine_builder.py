@@ -116,9 +116,11 @@ def check_model(config: EngineConfig, folder: Path, described: ModelConfig, kern
                                   "computes whole prompts and generates nothing: leave it out")
     if described.recurrent is None:
         return
-    if config.pipeline_parallel_size > 1:
-        raise ConfigError(f"pipeline_parallel_size {config.pipeline_parallel_size}: layers with a recurrent state are "
-                          "not divided into stages: serve this model with 1")
+    if config.pipeline_parallel_size > 1 and (described.doubled_layers or config.speculative_config is not None):
+        why = "layers with a recurrent state next to attention are" if described.doubled_layers else (
+            "drafts in a model with a recurrent state are")
+        raise ConfigError(f"pipeline_parallel_size {config.pipeline_parallel_size}: {why} not divided into stages: "
+                          "serve this model with 1")
     if config.speculative_config is not None and config.speculative_config.model is not None:
         raise ConfigError("speculative_config: a draft model is not supported beside a model with recurrent states: "
                           "choose method suffix, ngram or prediction")

@@ -18,7 +18,7 @@ from slotwise.compute.kernels.interface import StateSpaceShape
 from slotwise.compute.model.families.bamba import read_recurrent
 from slotwise.compute.model.families.llama import LlamaLayer
 from slotwise.compute.model.fields import Fields
-from slotwise.compute.model.layers.attention import Attention, AttentionOptions, LayerStep
+from slotwise.compute.model.layers.attention import Attention, AttentionOptions, LayerStep, refuse_parts, refuse_ranks
 from slotwise.compute.model.layers.embedding_and_head import EndOptions
 from slotwise.compute.model.layers.mamba2 import Mamba2
 from slotwise.compute.model.layers.mlp import GatedMLP
@@ -132,6 +132,8 @@ class FalconH1Layer(LlamaLayer):
         own, recurrent, source = config.own, config.recurrent, ScaledSource(source, _factors(config, at))
         assert isinstance(own, FalconH1Config) and recurrent is not None
         assert isinstance(recurrent.shape, StateSpaceShape)
+        refuse_ranks(source, "a recurrent state next to attention")
+        refuse_parts(source, "weights that the model multiplies by factors")
         self.attention_norm = RMSNorm(source, f"{at}.input_layernorm", hidden, norms)
         state = Mamba2(
             source, f"{at}.mamba", recurrent.shape, hidden, config.norm_eps, bias=recurrent.has_bias,

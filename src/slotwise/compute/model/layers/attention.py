@@ -210,11 +210,16 @@ class SharedAttention:
         return x
 
 
-def refuse_parts(source: WeightSource, what: str) -> None:
-    """Raises CheckpointError where ranks hold parts of layers, or adapters change products, which `what` lacks."""
+def refuse_ranks(source: WeightSource, what: str) -> None:
+    """Raises CheckpointError where ranks hold parts of layers, which `what` lacks."""
     if source.group.size > 1:
         raise CheckpointError(f"tensor_parallel_size {source.group.size}: {what} is not divided among ranks: serve "
                               "this model with tensor_parallel_size 1")
+
+
+def refuse_parts(source: WeightSource, what: str) -> None:
+    """Raises CheckpointError where ranks hold parts of layers, or adapters change products, which `what` lacks."""
+    refuse_ranks(source, what)
     if source.adapters is not None:
         raise CheckpointError(f"enable_lora: adapters are not supported with {what}: serve this model without")
 

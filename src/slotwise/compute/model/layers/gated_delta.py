@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slotwise.compute.kernels.interface import DeltaShape, DeltaWeights, LayerCache, RaggedBatch
-from slotwise.compute.model.layers.attention import LayerStep, StateAdvance, refuse_parts
+from slotwise.compute.model.layers.attention import LayerStep, StateAdvance, refuse_ranks
 from slotwise.compute.model.layers.linear import Linear
 from slotwise.compute.model.layers.rope import Rope
 from slotwise.compute.model.layers.source import WeightSource
@@ -32,7 +32,7 @@ class GatedDelta:
     def __init__(
         self, source: WeightSource, name: str, shape: DeltaShape, hidden_size: int, eps: float, *, is_interleaved: bool,
     ) -> None:
-        refuse_parts(source, "a recurrent state")
+        refuse_ranks(source, "a recurrent state")
         self.shape = shape
         self._kernels = source.kernels
         heads, keys = shape.num_value_heads, shape.num_key_heads

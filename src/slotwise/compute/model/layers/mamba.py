@@ -22,7 +22,7 @@ from slotwise.compute.kernels.interface import (
     SelectiveShape,
     SelectiveWeights,
 )
-from slotwise.compute.model.layers.attention import LayerStep, StateAdvance, refuse_parts
+from slotwise.compute.model.layers.attention import LayerStep, StateAdvance, refuse_ranks
 from slotwise.compute.model.layers.linear import Linear
 from slotwise.compute.model.layers.norm import NormOptions, RMSNorm
 from slotwise.compute.model.layers.rope import Rope
@@ -58,13 +58,14 @@ class Mamba:
         self, source: WeightSource, name: str, shape: SelectiveShape, hidden_size: int, *, bias: bool = False,
         convolution_bias: bool = True, norm: ReadNorm | None = None,
     ) -> None:
-        refuse_parts(source, "a recurrent state")
+        refuse_ranks(source, "a recurrent state")
         self.shape = shape
         self._kernels = source.kernels
         size, rank, numbers = shape.size, shape.step_rank, shape.state_size
         self._mixed = Linear(source, {f"{name}.in_proj": 2 * size}, hidden_size, bias=bias)
         outputs = torch.arange(rank + 2 * numbers).split((rank, numbers, numbers))
-        self._parts = [Linear(source, {f"{name}.x_proj": rank + 2 * numbers}, size, order=order) for order in outputs]
+        self._parts = [Linear(source, {f"{name}.x_proj": rank + 2 * numbers}, size, order=order, is_exact=True)
+                       for order in outputs]
         self._norms = norm and [norm(source, f"{name}.{part}_layernorm", len(order))
                                 for part, order in zip(("dt", "b", "c"), outputs, strict=True)]
         self._steps = Linear(source, {f"{name}.dt_proj": size}, rank, bias=True)

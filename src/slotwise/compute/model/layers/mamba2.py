@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slotwise.compute.kernels.interface import LayerCache, RaggedBatch, StateSpaceShape, StateSpaceWeights
-from slotwise.compute.model.layers.attention import LayerStep, refuse_parts
+from slotwise.compute.model.layers.attention import LayerStep, refuse_ranks
 from slotwise.compute.model.layers.linear import Linear
 from slotwise.compute.model.layers.rope import Rope
 from slotwise.compute.model.layers.short_convolution import advanced, num_bytes, read_convolution
@@ -33,7 +33,7 @@ class Mamba2:
         self, source: WeightSource, name: str, shape: StateSpaceShape, hidden_size: int, eps: float, *,
         bias: bool = False, output_bias: bool | None = None, convolution_bias: bool = True,
     ) -> None:
-        refuse_parts(source, "a recurrent state")
+        refuse_ranks(source, "a recurrent state")
         self.shape = shape
         self._kernels = source.kernels
         outputs = shape.values + shape.channels + shape.num_heads

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from slotwise.compute.kernels.interface import ConvolutionShape, ConvolutionWeights, LayerCache, RaggedBatch, StateShape
-from slotwise.compute.model.layers.attention import LayerStep, StateAdvance, refuse_parts
+from slotwise.compute.model.layers.attention import LayerStep, StateAdvance, refuse_ranks
 from slotwise.compute.model.layers.linear import Linear
 from slotwise.compute.model.layers.rope import Rope
 from slotwise.compute.model.layers.source import WeightSource
@@ -25,7 +25,7 @@ class ShortConvolution:
     def __init__(
         self, source: WeightSource, name: str, shape: ConvolutionShape, hidden_size: int, *, bias: bool = False,
     ) -> None:
-        refuse_parts(source, "a recurrent state")
+        refuse_ranks(source, "a recurrent state")
         self.shape = shape
         self._kernels = source.kernels
         self._bcx = Linear(source, {f"{name}.in_proj": 3 * shape.size}, hidden_size, bias=bias)

@@ -74,7 +74,9 @@ XML = {  # the same call where arguments are not JSON
     "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="weather"<|sep|><|open|>argument key="city"<|sep|>Paris<|close|>'
                "argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>",
 }
-REQUIRED |= XML
+PYTHON = {"pythonic": '[weather(city="Paris")]', "olmo3": '<function_calls>\nweather(city="Paris")\n</function_calls>',
+          "lfm2": '<|tool_call_start|>[weather(city="Paris")]<|tool_call_end|>'}
+REQUIRED |= XML | PYTHON
 OTHERS = [name for name in [*TOOL_PARSERS, ""] if name not in REQUIRED]  # no grammar describes them
 REQUIRED |= dict.fromkeys(OTHERS, f'[{{"name": "weather", "parameters": {PARIS}}}]')
 
@@ -174,7 +176,7 @@ def test_harmony_reasons_before_a_call_and_an_answer(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("tools", ["hermes", "llama3_json", "openai", "kimi_k2", "deepseek_v3", "jamba", "xlam",
-                                   "cohere", *XML])
+                                   "cohere", *XML, *PYTHON])
 def test_strict_calls_match_their_schemas_and_text_is_free(tokenizer: Any, tools: str) -> None:
     grammar = OutputFormat(tools, "", IDS).grammar_of_strict(schemas(), None)
     text = REQUIRED[tools]
@@ -192,7 +194,7 @@ TRIP: dict[str, Any] = {"type": "object", "properties": {
     "required": ["to", "days", "class"], "$defs": {"stop": {"type": "string", "maxLength": 5}}}
 
 
-@pytest.mark.parametrize("tools", sorted(XML))
+@pytest.mark.parametrize("tools", sorted(XML | PYTHON))
 def test_arguments_that_are_not_json_match_their_schema(tokenizer: Any, tools: str) -> None:
     form = OutputFormat(tools, "", IDS)
     given = Schemas({"trip": json.dumps(TRIP | FLEXIBLE)}, given={"trip": TRIP})
@@ -201,10 +203,12 @@ def test_arguments_that_are_not_json_match_their_schema(tokenizer: Any, tools: s
     assert syntax is not None and parameters is not None
 
     def written(**values: str) -> str:
-        text = syntax.opening + syntax.before + "trip" + syntax.middle
-        for key, value in values.items():
-            text += parameters.before + key + parameters.middle + value + parameters.after + "\n"
-        return (text + syntax.after + syntax.closing).replace("\1", "\n")
+        if parameters.is_json:
+            values |= {key: json.dumps(values[key], ensure_ascii=False) for key in ("to", "class") if key in values}
+        text = (parameters.separator or "\n").join(
+            parameters.before + key + parameters.middle + value + parameters.after for key, value in values.items())
+        return (syntax.opening + syntax.before + "trip" + syntax.middle + text + syntax.after
+                + syntax.closing).replace("\1", "\n")
 
     right = written(to="Zürich\nHB", days="3", **{"class": "second"}, stops='["Bern", "Olten"]')
     for grammar in (form.grammar_of_calls(given, None), form.grammar_of_strict(given, None)):
@@ -216,6 +220,16 @@ def test_arguments_that_are_not_json_match_their_schema(tokenizer: Any, tools: s
     parser = form.parser({"trip": TRIP}, None, is_written=True)
     (call,) = gathered(parser.feed(form.markers({}).of(right)) + parser.end()).calls
     assert json.loads(call.arguments) == {"to": "Zürich\nHB", "days": 3, "class": "second", "stops": ["Bern", "Olten"]}
+
+
+def test_optional_arguments_in_python(tokenizer: Any) -> None:
+    schema = {"type": "object", "properties": {name: {"type": "integer"} for name in "abc"}}
+    given = Schemas({"f": json.dumps(schema | FLEXIBLE), "g": '{"type": "object"}'}, given={"f": schema, "g": {}})
+    grammar = OutputFormat("lfm2", "", IDS).grammar_of_calls(given, None)
+    for right in ("f()", "f(a=1)", "f(b=1, c=2)", "f(a=1, b=2, c=3), f(c=1)", 'g(x="y", z=[1])', "g()"):
+        assert accepts(tokenizer, grammar, f"<|tool_call_start|>[{right}]<|tool_call_end|>")
+    for wrong in ("f(b=1, a=2)", "f(a=1 b=2)", "f(a=)", "h()", "f(a=1,)"):
+        assert not accepts(tokenizer, grammar, f"<|tool_call_start|>[{wrong}]<|tool_call_end|>")
 
 
 def test_texts_with_limits_are_written_as_json(tokenizer: Any) -> None:
@@ -237,6 +251,6 @@ def test_an_answer_or_a_call(tokenizer: Any) -> None:
 
 
 def test_formats_that_no_grammar_describes() -> None:
-    assert {"pythonic", "mistral", "gemma4"} < set(OTHERS)
+    assert {"minimax_m3", "mistral", "gemma4"} < set(OTHERS)
     for tools in OTHERS:
         assert OutputFormat(tools, "", IDS).grammar_of_strict(schemas(), None) is None

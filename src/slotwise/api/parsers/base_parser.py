@@ -292,12 +292,14 @@ NUMBER, BREAK = "\0", "\1"  # in a syntax: any number, and a line break or none
 
 
 class Parameters(NamedTuple):
-    """How arguments are written that are not JSON: each as `before KEY middle VALUE after`, and text as it is."""
+    """How arguments are written that are no object: `before KEY middle VALUE after separator before ...`."""
 
     before: str
     middle: str
     after: str
-    end: str  # of a call
+    end: str = ""  # of a call whose beginning is the trigger
+    separator: str = ""
+    is_json: bool = False  # values are; else text is written as it is, and all else as JSON
 
 
 class Syntax(NamedTuple):

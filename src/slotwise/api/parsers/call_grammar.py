@@ -23,6 +23,8 @@ LIMITS = ("pattern", "format", "minLength", "maxLength", "allOf", "not", "if", "
 OF_OBJECTS = {"type", "properties", "required", "additionalProperties", "title", "description", "$defs", "definitions",
               "$schema", "strict", "x-guidance"}  # what a schema may have that is written by parameters
 KEY = re.compile(r"[^<>\n\"]+")
+NAMED_KEY = re.compile(r"[\w.-]+")
+MAX_FREE = 32  # parameters of a tool, where values are JSON
 NAMED = re.compile(r"<[^<>\[\]]+>")  # how a grammar can name a special token
 
 
@@ -66,7 +68,7 @@ def call_rules(syntax: Syntax, markers: Markers, schemas: Schemas) -> list[str]:
 def tagged_rules(syntax: Syntax, markers: Markers, schemas: Schemas) -> list[str]:
     """The rule `tagged`: text, and a call or a list of calls behind it that is whole."""
     trigger = f"trigger{_text_until(syntax.trigger, markers)}"
-    if syntax.parameters is not None:  # the marks around calls are text that the model writes or leaves out
+    if syntax.parameters is not None and syntax.parameters.end:  # marks around calls are text, written or left out
         syntax = syntax._replace(before=syntax.trigger, after=syntax.parameters.end, opening="", closing="")
     if syntax.opening:
         rules = call_rules(syntax._replace(opening=syntax.opening.removeprefix(syntax.trigger)), markers, schemas)
@@ -95,42 +97,59 @@ def _each(syntax: Syntax, markers: Markers, schemas: Schemas, before: str, rule:
 
 def _parameter_rules(syntax: Parameters, markers: Markers, index: int, schema: Any) -> list[str]:
     """The rule `arguments_INDEX`: the parameters of a tool in the order of its schema; any, where it names none."""
-    rules, places = [], []
+    rules, required, optional = list[str](), list[str](), list[str]()
     properties = schema.get("properties") or {}
     for number, (key, one) in enumerate(properties.items()):
         name = f"parameter_{index}_{number}"
-        head = terms(syntax.before + key + syntax.middle, markers)
-        if (texts := _texts_of(one)) is not None:
-            value = f"({' | '.join(terms(text, markers) for text in texts)}) {terms(syntax.after, markers)}"
-        elif is_text(one):
-            rules.append(f"{name}_text{_text_until(syntax.after, markers)}")
-            value = f"{name}_text"
+        after = terms(syntax.after, markers)
+        if is_raw := not syntax.is_json and is_text(one):
+            rules.append(f"{name}_value{_text_until(syntax.after, markers)}")
         else:
             shared = {word: schema[word] for word in ("$defs", "definitions", "x-guidance") if word in schema}
-            value = f"{name}_json {terms(syntax.after, markers)}"
-            rules.append(f"{name}_json: %json {json.dumps(shared | one)}")
-        rules.append(f"{name}: {head} {value} {FREE[BREAK]}")
-        places.append(name if key in schema.get("required", ()) else f"{name}?")
+            rules.append(f"{name}_value: %json {json.dumps(shared | one)}")
+        value = f"{name}_value" if is_raw else f"{name}_value {after}"
+        if not syntax.is_json and (texts := _texts_of(one)) is not None:
+            rules.pop()
+            value = f"({' | '.join(terms(text, markers) for text in texts)}) {after}"
+        line = "" if syntax.is_json else FREE[BREAK]
+        rules.append(f"{name}: {terms(syntax.before + key + syntax.middle, markers)} {value} {line}")
+        (required if key in schema.get("required", ()) else optional).append(name)
     if not properties:
-        head = f"{terms(syntax.before, markers)} /[^<>\"\\n]+/ {terms(syntax.middle, markers)}"
-        name = f"any_{index}"
-        rules += [f"{name}_text{_text_until(syntax.after, markers)}", f"{name}: {head} {name}_text {FREE[BREAK]}"]
-        places.append(f"{name}*")
-    return [f"arguments_{index}: {' '.join(places)}", *rules]
+        name = f"parameter_{index}"
+        head = f"{terms(syntax.before, markers)} /[^<>()=, \"\\n]+/ {terms(syntax.middle, markers)}"
+        if syntax.is_json:
+            more = f"({terms(syntax.separator, markers)} {name}){{0,{MAX_FREE - 1}}}"
+            return [f"arguments_{index}: ({name} {more})?", f"{name}: {head} {name}_value", f"{name}_value: %json {{}}"]
+        return [f"arguments_{index}: {name}*", f"{name}: {head} {name}_value {FREE[BREAK]}",
+                f"{name}_value{_text_until(syntax.after, markers)}"]
+    return [f"arguments_{index}: {_joined(required, optional, syntax, markers)}", *rules]
+
+
+def _joined(required: Sequence[str], optional: Sequence[str], syntax: Parameters, markers: Markers) -> str:
+    """Rules in this order, with separators between those that are there."""
+    separator = terms(syntax.separator, markers)
+    if required or not separator:
+        return " ".join([f" {separator} ".join(required), *[f"({separator} {name})?" for name in optional]])
+    firsts = [" ".join([name, *[f"({separator} {other})?" for other in optional[place + 1 :]]])
+              for place, name in enumerate(optional)]
+    return f"({' | '.join(firsts)})?"
 
 
 def describes(syntax: Syntax, tools: Tools) -> bool:
     """Whether a grammar can write the arguments of all tools: texts that are not JSON may have few limits."""
-    return syntax.parameters is None or all(map(_is_plain, tools.values()))
+    parameters = syntax.parameters
+    return parameters is None or all(_is_plain(schema, is_json=parameters.is_json) for schema in tools.values())
 
 
-def _is_plain(schema: Mapping[str, Any]) -> bool:
+def _is_plain(schema: Mapping[str, Any], *, is_json: bool) -> bool:
     properties, required = schema.get("properties") or {}, schema.get("required") or []
     if not isinstance(properties, dict) or not isinstance(required, list) or not schema.keys() <= OF_OBJECTS:
         return False
+    if is_json and len(properties) > MAX_FREE:
+        return False
     return {*map(str, required)} <= properties.keys() and all(
-        KEY.fullmatch(key) and isinstance(one, dict) and (
-            _texts_of(one) is not None or not is_text(one) or not any(f'"{limit}": ' in json.dumps(one)
+        (NAMED_KEY if is_json else KEY).fullmatch(key) and isinstance(one, dict) and (
+            is_json or _texts_of(one) is not None or not is_text(one) or not any(f'"{limit}": ' in json.dumps(one)
                                                                       for limit in LIMITS))
         for key, one in properties.items())
 

@@ -15,9 +15,9 @@ from __future__ import annotations
 import ast
 import json
 import re
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
-from slotwise.api.parsers.base_parser import ANY, SPACES, FormatParser, Syntax, Waiting
+from slotwise.api.parsers.base_parser import ANY, SPACES, FormatParser, Parameters, Syntax, Waiting
 from slotwise.api.parsers.json_calls import SURROGATE, dumped
 
 NAME = re.compile(r"[\w.-]+")
@@ -25,7 +25,6 @@ PLAIN = re.compile(rf"[^\"'()\[\]{{}},\\{ANY}]+")
 IN_STRING = re.compile(rf"[^\"'\\{ANY}]+")
 OPENING, CLOSING = "([{", ")]}"
 MAX_VALUE = 1 << 16  # characters of an argument
-WORDS = {"true": True, "false": False, "null": None}  # of JSON, which models write, too
 
 
 class Python(NamedTuple):
@@ -35,9 +34,14 @@ class Python(NamedTuple):
     closing: str
     is_first: bool = False  # the answer begins with the calls, with or without the mark, and they are a list
 
+    is_list: bool = True
+
     @property
     def syntax(self) -> Syntax | None:
-        return None
+        begin, between, end = ("[", ", ", "]") if self.is_list else ("\n", "\n", "\n")
+        trigger, closing = ("", "") if self.is_first else (self.opening, self.closing)
+        return Syntax("", "(", ")", trigger, trigger + begin, between, end + closing, quotes=False,
+                      parameters=Parameters("", "=", "", separator=", ", is_json=True))
 
 
 class PythonCalls(FormatParser):
@@ -145,11 +149,19 @@ class PythonCalls(FormatParser):
         return False
 
     def _meant(self, text: str) -> str:
-        """The JSON of a literal; of anything else, its text as a string."""
+        """The JSON of a literal, of JSON or Python; of anything else, its text as a string."""
         text = self.markers.spelled(text).strip()
         if len(text) > MAX_VALUE:
             return json.dumps(text, ensure_ascii=False)
         try:
-            return dumped(WORDS[text] if text in WORDS else ast.literal_eval(text))
+            return dumped(json.loads(text, parse_constant=_no_constant))
+        except (ValueError, RecursionError):
+            pass
+        try:
+            return dumped(ast.literal_eval(text))
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             return json.dumps(text, ensure_ascii=False)
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")

@@ -43,7 +43,7 @@ FORMATS: dict[str, Format] = {
     "pythonic": Format("Llama 3.2 and 4, and others that call tools in a list, as Python does", PythonCalls, Python(
         "<|python_start|>", "<|python_end|>", is_first=True)),
     "lfm2": Format("LFM2 and LFM2.5", PythonCalls, Python("<|tool_call_start|>", "<|tool_call_end|>")),
-    "olmo3": Format("Olmo 3", PythonCalls, Python("<function_calls>", "</function_calls>")),
+    "olmo3": Format("Olmo 3", PythonCalls, Python("<function_calls>", "</function_calls>", is_list=False)),
     "qwen3_xml": Format("Qwen3-Coder, Qwen 3.5, Nemotron 3, Step 3.5 and others", XmlCalls, Xml(
         "<function=", ">", "<parameter=", ">", "</parameter>", "</function>",
         sections=(("<tool_call>", "</tool_call>"),), has_breaks=True, is_lenient=True)),

@@ -13,11 +13,12 @@ import torch
 from gguf.quants import quantize
 from safetensors.torch import load_file
 
+from support import gguf_dense as dense
 from support import gguf_hybrids as hybrids
 
 INTERLEAVED = (gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.GRANITE, gguf.MODEL_ARCH.GRANITE_MOE, gguf.MODEL_ARCH.SMOLLM3,
-               gguf.MODEL_ARCH.OLMO)
-OFFSET = (gguf.MODEL_ARCH.GEMMA2, gguf.MODEL_ARCH.GEMMA3, gguf.MODEL_ARCH.NEMOTRON)
+               gguf.MODEL_ARCH.OLMO, gguf.MODEL_ARCH.MISTRAL3, gguf.MODEL_ARCH.ARCEE)
+OFFSET = (gguf.MODEL_ARCH.GEMMA, gguf.MODEL_ARCH.GEMMA2, gguf.MODEL_ARCH.GEMMA3, gguf.MODEL_ARCH.NEMOTRON)
 ARCHITECTURES = {
     "LlamaForCausalLM": gguf.MODEL_ARCH.LLAMA, "MistralForCausalLM": gguf.MODEL_ARCH.LLAMA,
     "MixtralForCausalLM": gguf.MODEL_ARCH.LLAMA, "Qwen2ForCausalLM": gguf.MODEL_ARCH.QWEN2,
@@ -30,6 +31,12 @@ ARCHITECTURES = {
     "GptOssForCausalLM": gguf.MODEL_ARCH.GPT_OSS, "GraniteMoeForCausalLM": gguf.MODEL_ARCH.GRANITE_MOE,
     **dict.fromkeys(("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "YoutuForCausalLM"),
                     gguf.MODEL_ARCH.DEEPSEEK2),
+    **{f"{name}ForCausalLM": arch for name, arch in {
+        "Gemma": gguf.MODEL_ARCH.GEMMA, "Gemma3n": gguf.MODEL_ARCH.GEMMA3N, "Cohere": gguf.MODEL_ARCH.COMMAND_R,
+        "Cohere2": gguf.MODEL_ARCH.COHERE2, "HunYuanDenseV1": gguf.MODEL_ARCH.HUNYUAN_DENSE,
+        "Ministral3": gguf.MODEL_ARCH.MISTRAL3, "Arcee": gguf.MODEL_ARCH.ARCEE, "Jais2": gguf.MODEL_ARCH.JAIS2,
+        "Apertus": gguf.MODEL_ARCH.APERTUS, "Bloom": gguf.MODEL_ARCH.BLOOM, "Mpt": gguf.MODEL_ARCH.MPT,
+        "Falcon": gguf.MODEL_ARCH.FALCON}.items()},
     "Lfm2ForCausalLM": gguf.MODEL_ARCH.LFM2, "Lfm2MoeForCausalLM": gguf.MODEL_ARCH.LFM2MOE,
     "MambaForCausalLM": gguf.MODEL_ARCH.MAMBA, "FalconMambaForCausalLM": gguf.MODEL_ARCH.MAMBA,
     "Mamba2ForCausalLM": gguf.MODEL_ARCH.MAMBA2, "JambaForCausalLM": gguf.MODEL_ARCH.JAMBA,
@@ -52,7 +59,7 @@ MIXTURES = [f"{name}ForCausalLM" for name in (
     "Llama4", "GraniteMoeShared")]
 WINDOWED = (  # files have theirs
     "ExaoneMoeForCausalLM", "AfmoeForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Phi3ForCausalLM",
-    "GptOssForCausalLM")
+    "GptOssForCausalLM", "Cohere2ForCausalLM", "Gemma3nForCausalLM")
 Edit = Callable[[gguf.GGUFWriter], None]
 
 
@@ -71,12 +78,14 @@ def write(
     most = -(-(len(tensors) + 1) // parts) if parts > 1 else 0
     writer = gguf.GGUFWriter(path, name, split_max_tensors=most)
     tensors = hybrids.multiplied(tensors, config)
-    _add_config(writer, hybrids.common(config))
-    hybrids.add_states(writer, config)
+    _add_config(writer, hybrids.common(dense.common(config)))
+    hybrids.add_states(writer, dense.common(config))
+    dense.add_keys(writer, config, tensors)
     if (folder / "tokenizer.json").is_file():
         add_tokenizer(writer, folder, size=config["vocab_size"])
-    names = gguf.get_tensor_name_map(arch, hybrids.num_layers(config))
-    for original, tensor in _split(hybrids.changed(_joined(_stacked(_absorbed(tensors, config))), config)).items():
+    names = gguf.get_tensor_name_map(arch, hybrids.num_layers(dense.common(config)))
+    tensors = dense.changed(hybrids.changed(_joined(_stacked(_absorbed(tensors, config))), config), config)
+    for original, tensor in _split(tensors).items():
         stored = names.get_name(original, (".weight", ".bias"))
         assert stored, original
         numbers = _converted(arch, original, tensor, config)

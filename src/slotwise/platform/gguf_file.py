@@ -234,7 +234,7 @@ class Metadata:
         except UnicodeError as error:
             raise self.error(key, "holds a text that is not UTF-8") from error
 
-    def numbers(self, key: str) -> list[float]:
+    def numbers(self, key: str, *, may_be_infinite: bool = False) -> list[float]:
         """An array of finite numbers, or one number by itself; absent reads as empty."""
         if not self.has(key):
             return []
@@ -246,7 +246,7 @@ class Metadata:
             if found.type == STRING:
                 raise self.error(key, "must be an array of numbers")
             value = numbers_of(self._data, found).tolist()
-        if not all(map(math.isfinite, value)):
+        if any(map(math.isnan, value)) or not (may_be_infinite or all(map(math.isfinite, value))):
             raise self.error(key, "holds NaN or infinite numbers")
         return list(value)
 

@@ -482,8 +482,9 @@ def theirs(folder: Path) -> torch.Tensor:
     """
     from transformers import AutoModelForCausalLM
 
+    fields = json.loads((folder / "config.json").read_text())
     # Falcon's eager attention adds ALiBi twice.
-    attention = "sdpa" if '"alibi": true' in (folder / "config.json").read_text() else "eager"
+    attention = "sdpa" if fields.get("alibi") is True else "eager"
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype="float32", attn_implementation=attention, return_dict=True).eval()
     with torch.inference_mode():

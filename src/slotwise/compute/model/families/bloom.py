@@ -22,7 +22,8 @@ from slotwise.compute.model.network import Network, read_network
 NAMES = {
     "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
     "seq_length": "max_position_embeddings", "layer_norm_epsilon": "rms_norm_eps"}
-SIZES = {"hidden_size": 64, "n_layer": 2, "n_head": 8, "vocab_size": 250880}  # as in transformers
+SIZES = {  # as in transformers
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "vocab_size": 250880}
 DEFAULTS = ConfigDefaults(norm_eps=1e-5, tie_word_embeddings=True)
 PARTS = Parts("input_layernorm", "self_attention", "post_attention_layernorm", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
 
@@ -32,7 +33,7 @@ def configure(fields: Fields) -> ModelConfig:
     if fields.flag("slow_but_exact"):
         raise fields.error("slow_but_exact", "is true, which is not supported")
     fields = fields.renamed({"n_embed": "hidden_size"}) if fields.has("n_embed") else fields
-    fields = with_inner(fields.with_defaults(**SIZES).renamed(NAMES)).with_defaults(max_position_embeddings=2048)
+    fields = with_inner(fields.renamed(NAMES).with_defaults(**SIZES)).with_defaults(max_position_embeddings=2048)
     config = read_plain(fields, DEFAULTS, "gelu_fast")
     return replace(config, has_biases=True, own=fields.flag("apply_residual_connection_post_layernorm"))
 

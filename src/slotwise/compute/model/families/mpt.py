@@ -21,7 +21,9 @@ NAMES = {
     "max_seq_len": "max_position_embeddings", "layer_norm_epsilon": "rms_norm_eps"}
 DEFAULTS = ConfigDefaults(norm_eps=1e-5, tie_word_embeddings=True)
 PARTS = Parts("norm_1", "attn", "norm_2", "ffn.up_proj", "ffn.down_proj")
-SIZES = {"d_model": 2048, "n_heads": 16, "n_layers": 24, "max_seq_len": 2048, "vocab_size": 50368}  # of the first model
+SIZES = {  # as in transformers
+    "hidden_size": 2048, "num_attention_heads": 16, "num_hidden_layers": 24, "max_position_embeddings": 2048,
+    "vocab_size": 50368}
 PLAIN: dict[str, tuple[object, ...]] = {  # values that are computed, of fields with others in llm-foundry
     "no_bias": (True,), "logit_scale": (), "embedding_fraction": (1, 1.0), "expansion_ratio": (4,),
     "norm_type": ("low_precision_layernorm", "layernorm")}
@@ -36,7 +38,7 @@ def configure(fields: Fields) -> ModelConfig:
         for name, values in plain.items():
             if section.has(name) and section.values[name] not in values:
                 raise section.error(name, f"is {section.values[name]!r:.40}, which is not supported")
-    fields = with_inner(fields.with_defaults(**SIZES).renamed(NAMES))
+    fields = with_inner(fields.renamed(NAMES).with_defaults(**SIZES))
     config = read_plain(fields, DEFAULTS, "gelu")
     return replace(
         config, qkv_bias=False, output_bias=False, mlp_bias=False, has_biases=True,

@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
+from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -54,6 +55,18 @@ class ArchitectureKeys:
 
     def text(self, key: str, default: str) -> str:
         return self.metadata.text(self._name(key), default)
+
+    def numbers(self, key: str, count: int, *, may_be_infinite: bool = False) -> list[float]:
+        """As many numbers; also true and false."""
+        name = self._name(key)
+        found = self.metadata.numbers(name, may_be_infinite=may_be_infinite)
+        if len(found) != count:
+            raise self.metadata.error(name, f"must have {count} numbers, not {len(found)}")
+        return found
+
+    def ignore(self, *keys: str) -> None:
+        """Count keys as read that have no effect on texts."""
+        self._read |= {self._name(key) for key in keys}
 
     def alike(self, key: str, layers: int, default: int | None = None, *, some: bool = False) -> int:
         """A number that a file may give for each layer, and that must be the same in all.
@@ -600,6 +613,10 @@ class Architecture:
     rotates_parts: bool = False  # of heads, perhaps
     is_compressed: bool = False  # keys and values are: the size of a head is that of what rotates
     has_layer_norms: bool = False  # and not RMS norms
+    # The fused weight of queries, keys and values, whose rows the converter puts in this order; "": there is none.
+    ungrouped: str = ""
+    # Parts of a layer that are numbers in an array of the metadata, and their shapes, by its key.
+    numbers: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
 
     def name_of(self, stored: str) -> str:
         """A family's name for the tensor that a file calls `stored`.
@@ -817,3 +834,114 @@ ARCHITECTURES = {
 }
 """By `general.architecture`; one has experts where its `expert_count` is not 0."""
 WITH_EXPERTS = " with experts"
+WITH_SEVERAL_KEYS = " with several heads of keys"
+
+
+def logit_scaled(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    return {"logit_scale": keys.number("logit_scale", 0.0625, maximum=MAX_CAP),
+            "use_qk_norm": "blk.0.attn_q_norm.weight" in keys.tensors}
+
+
+def cohere2(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    """The last of four layers has no window."""
+    keys.ignore("attention.sliding_window_pattern")
+    return logit_scaled(keys, common) | {"sliding_window": keys.integer("attention.sliding_window", default=4096)}
+
+
+def multimodal(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    """The text part of a model for images: the positions of a token of text are one."""
+    keys.ignore("rope.dimension_sections", "n_deepstack_layers")
+    return {}
+
+
+def mistral3(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    """Ministral 3, or the text part of Mistral Small 3, which does not sharpen late queries."""
+    key = "attention.temperature_scale"
+    if not keys.has(key) or not keys.values(key)[0]:
+        return {"architectures": ["MistralForCausalLM"], "sliding_window": None}
+    beta = keys.number(key, maximum=MAX_CAP)
+    return {"rope_parameters": common["rope_parameters"] | {"llama_4_scaling_beta": beta}, "sliding_window": None}
+
+
+def plain_mlps(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    return {"mlp_bias": has_bias(keys, "ffn_up")}
+
+
+def mpt(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    clip = "attention.clamp_kqv"
+    if keys.number("attention.max_alibi_bias", 8.0, minimum=-1.0) != 8:
+        raise keys.error("attention.max_alibi_bias", "must be 8")
+    return {"attn_config": {"clip_qkv": (keys.number(clip, minimum=-1.0) or None) if keys.has(clip) else None}}
+
+
+def falcon(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    """That of 7 billion weights has one head of keys; the larger ones have two norms in a layer."""
+    kv_heads, bias = common["num_key_value_heads"], has_bias(keys, "attn_qkv")
+    return {"num_kv_heads": kv_heads, "new_decoder_architecture": kv_heads > 1, "multi_query": True, "bias": bias}
+
+
+def gemma3n(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    layers = common["num_hidden_layers"]
+    above = keys.numbers("activation_sparsity_scale", layers, may_be_infinite=True)
+    kinds = [SLIDING if each else FULL for each in keys.numbers("attention.sliding_window_pattern", layers)]
+    local = theta(keys, "rope.freq_base_swa", 10_000.0)
+    table = keys.tensors.get("per_layer_token_embd.weight")
+    if table is None:
+        raise CheckpointError(f"{keys.metadata.where}: tensor per_layer_token_embd.weight is missing")
+    cap = "final_logit_softcapping"
+    return {
+        "layer_types": kinds, "sliding_window": keys.integer("attention.sliding_window"),
+        "rope_parameters": {FULL: common["rope_parameters"], SLIDING: {"rope_type": "default", "rope_theta": local}},
+        "activation_sparsity_pattern": [NormalDist().cdf(each) for each in above],
+        "altup_active_idx": keys.integer("altup.active_idx", minimum=0, maximum=64),
+        "altup_num_inputs": keys.integer("altup.num_inputs", maximum=64),
+        "hidden_size_per_layer_input": keys.integer("embedding_length_per_layer_input"),
+        "vocab_size_per_layer_input": table[1].shape[0],
+        "num_kv_shared_layers": keys.integer("attention.shared_kv_layers", default=0, minimum=0),
+        "laurel_rank": keys.rows("laurel_l"), "final_logit_softcapping": keys.number(cap, 30.0, maximum=MAX_CAP)}
+
+
+_BLOOM = {
+    "attn_qkv": "self_attention.query_key_value", "attn_output": "self_attention.dense",
+    "ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h"}
+_MPT = {"attn_norm": "norm_1", "attn_qkv": "attn.Wqkv", "attn_output": "attn.out_proj", "ffn_norm": "norm_2",
+        "ffn_up": "ffn.up_proj", "ffn_down": "ffn.down_proj"}
+_HUNYUAN = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
+_PER_LAYER = {
+    "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection", "post_norm": "post_per_layer_input_norm"}
+_PER_LAYER_ENDS = {
+    "per_layer_token_embd": "model.embed_tokens_per_layer", "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm"}
+_GEMMA3N = {
+    **_GEMMA, **_PER_LAYER, "laurel_l": "laurel.linear_left", "laurel_r": "laurel.linear_right",
+    "laurel_post_norm": "laurel.post_laurel_norm", "altup_correct_coef": "altup.correction_coefs",
+    "altup_predict_coef": "altup.prediction_coefs", "altup_router": "altup.modality_router",
+    "altup_router_norm": "altup.router_norm", "altup_correct_scale.weight": "altup.correct_output_scale"}
+_XIELU = {f"xielu.{name}": (f"mlp.act_fn.{name}", (1,) if name.startswith("alpha") else ())
+          for name in ("alpha_p", "alpha_n", "beta", "eps")}
+
+ARCHITECTURES |= {
+    "gemma": Architecture("GemmaForCausalLM", norm_offset=1.0),
+    "gemma3n": Architecture(
+        "Gemma3nForCausalLM", parts=_GEMMA3N, more=gemma3n,
+        ends={**_PER_LAYER_ENDS, "altup_proj": "model.altup_projections.{}",
+              "altup_unembd_proj": "model.altup_unembed_projections.{}"}),
+    "command-r": Architecture("CohereForCausalLM", more=logit_scaled, has_layer_norms=True),
+    "cohere2": Architecture("Cohere2ForCausalLM", more=cohere2, has_layer_norms=True),
+    "qwen2vl": Architecture("Qwen2ForCausalLM", more=multimodal),
+    "qwen3vl": Architecture("Qwen3ForCausalLM", more=multimodal),
+    "hunyuan-dense": Architecture("HunYuanDenseV1ForCausalLM", parts=_HUNYUAN),
+    "mistral3": Architecture("Ministral3ForCausalLM", is_interleaved=True, more=mistral3),
+    "arcee": Architecture("ArceeForCausalLM", is_interleaved=True, more=plain_mlps),
+    "jais2": Architecture("Jais2ForCausalLM", more=plain_mlps, has_layer_norms=True),
+    "apertus": Architecture(
+        "ApertusForCausalLM", numbers=_XIELU,
+        parts={"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"}),
+    "bloom": Architecture("BloomForCausalLM", parts=_BLOOM, has_layer_norms=True,
+                          ends={"token_embd_norm": "model.embed_norm"}, ungrouped="self_attention.query_key_value"),
+    "mpt": Architecture("MptForCausalLM", parts=_MPT, more=mpt, has_layer_norms=True),
+    "falcon": Architecture("FalconForCausalLM", parts=_BLOOM, more=falcon, has_layer_norms=True),
+    "falcon" + WITH_SEVERAL_KEYS: Architecture(
+        "FalconForCausalLM", parts=_BLOOM | {"attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"}, more=falcon,
+        has_layer_norms=True, ungrouped="self_attention.query_key_value"),
+}

@@ -21,6 +21,7 @@ from slotwise.compute.model.gguf.architectures import (
     ARCHITECTURE,
     ARCHITECTURES,
     WITH_EXPERTS,
+    WITH_SEVERAL_KEYS,
     Architecture,
     ArchitectureKeys,
     has_bias,
@@ -169,8 +170,10 @@ class BlockQuantization:
 def architecture_of(metadata: Metadata) -> Architecture:
     """Raises CheckpointError for one that is not supported."""
     name = metadata.text(ARCHITECTURE)
-    has_experts = metadata.integer(f"{name}.expert_count", 0) > 0 and name + WITH_EXPERTS in ARCHITECTURES
-    found = ARCHITECTURES.get(name + WITH_EXPERTS if has_experts else name)
+    kinds = {WITH_EXPERTS: metadata.integer(f"{name}.expert_count", 0) > 0,
+             WITH_SEVERAL_KEYS: max(metadata.numbers(f"{name}.attention.head_count_kv"), default=0) > 1}
+    kind = next((kind for kind, is_so in kinds.items() if is_so and name + kind in ARCHITECTURES), "")
+    found = ARCHITECTURES.get(name + kind)
     if found is None or found.served_as not in FAMILIES:
         served = [name for name, one in ARCHITECTURES.items() if one.served_as in FAMILIES]
         raise metadata.error(ARCHITECTURE, f"{name!r:.40} is not supported; these are: {', '.join(served)}")

@@ -54,15 +54,17 @@ class GGUFTensor:
 
     Args:
         data: the tensor's bytes, uint8, of a mapped file.
-        heads: of interleaved rows, which are put back into the order of the original; 0: they are in order.
+        order: the stored row of each row of the original; None: they are in order.
         offset: that was added to the numbers of the original.
         is_rate: the numbers are those of the original, negated exponentials of them.
     """
 
-    def __init__(self, data: Tensor, entry: Entry, heads: int, offset: float, *, is_rate: bool = False) -> None:
+    def __init__(
+        self, data: Tensor, entry: Entry, order: Tensor | None, offset: float, *, is_rate: bool = False,
+    ) -> None:
         self.kind, self.shape, self.nbytes = entry.type.name, entry.shape, entry.end - entry.start
         self._data, self._offset, self._is_rate = data, offset, is_rate
-        self._order = _original_order(self.shape[0], heads) if heads else None  # of rows
+        self._order = order
 
     def rows(self, first: int, end: int) -> Tensor:
         stored = self._data.view(DTYPES[self.kind]).view(self.shape)
@@ -88,6 +90,22 @@ class GGUFTensor:
         return mapped if self._order is None else reordered(mapped, self._order)
 
 
+class MetadataNumber:
+    """A tensor of one number, which is in an array of the metadata."""
+
+    kind, nbytes, format = "F32", 4, None
+
+    def __init__(self, number: float, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+        self._number = torch.full(shape, number)
+
+    def rows(self, first: int, end: int) -> Tensor:
+        return self._number
+
+    def matrix(self) -> QuantizedMatrix:
+        raise TypeError("a number is not a quantized matrix")
+
+
 def open_gguf_tensors(path: Path) -> GGUFSource:
     """Opens a GGUF model, given its first file.
 
@@ -111,6 +129,9 @@ def open_gguf_tensors(path: Path) -> GGUFSource:
         interleaved = _heads_of(name, heads) if architecture.is_interleaved else 0
         if interleaved and entry.shape[0] % (2 * interleaved):
             raise CheckpointError(f"{file}: tensor {stored} has {entry.shape[0]} rows, no multiple of twice the heads")
+        order = _original_order(entry.shape[0], interleaved) if interleaved else None
+        if architecture.ungrouped and f".{architecture.ungrouped}." in name:
+            order = _grouped_order(entry.shape[0], *(int(heads[part][0]) for part in INTERLEAVED))
         offset = architecture.norm_offset if name.endswith(NORM) else 0.0
         entry = entry._replace(shape=_shape_here(name, entry.shape))
         pieces = [(name, entry)] if "{}" not in name else [
@@ -119,8 +140,11 @@ def open_gguf_tensors(path: Path) -> GGUFSource:
             if one in tensors:
                 raise CheckpointError(f"{file}: tensor {stored} is there twice, under names that mean the same")
             size = len(bytes_of) // len(pieces)
-            tensors[one] = GGUFTensor(bytes_of[place * size : (place + 1) * size], described, interleaved, offset,
+            tensors[one] = GGUFTensor(bytes_of[place * size : (place + 1) * size], described, order, offset,
                                        is_rate=one.endswith(RATE))
+    for key, (part, shape) in architecture.numbers.items():
+        for layer, number in enumerate(model.metadata.numbers(key)):
+            tensors[f"model.layers.{layer}.{part}"] = MetadataNumber(number, shape)
     return GGUFSource(str(path), "metadata", tensors, is_exact=True, architecture=architecture)
 
 
@@ -167,6 +191,13 @@ def _heads_of(name: str, heads: Mapping[str, list[float]]) -> int:
         if f".{part}." in name:
             return int(max(numbers))  # 0 in layers with a state
     return 0
+
+
+def _grouped_order(rows: int, heads: int, kv_heads: int) -> Tensor:
+    """The stored row of each row of a fused weight: `[queries | keys | values]` as groups, one for each key head."""
+    parts = torch.arange(rows).view(heads + 2 * kv_heads, -1)
+    queries, keys, values = parts.split([heads, kv_heads, kv_heads])
+    return torch.cat((queries.view(kv_heads, heads // kv_heads, -1), keys[:, None], values[:, None]), dim=1).flatten()
 
 
 def _original_order(rows: int, heads: int) -> Tensor:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
-from slotwise.compute.kernels.cuda import attention, experts, narrow, packed, pointwise, rotary, sampling
+from slotwise.compute.kernels.cuda import attention, experts, latent, narrow, packed, pointwise, rotary, sampling
 from slotwise.compute.kernels.cuda.attention import CudaCache
 from slotwise.compute.kernels.cuda.configs import (
     FEW,
@@ -26,6 +27,8 @@ from slotwise.compute.kernels.cuda.low_rank import CudaAdapters
 from slotwise.compute.kernels.interface import (
     ACTIVATIONS,
     AttentionShape,
+    LatentNorm,
+    LatentShape,
     LayerNormWeights,
     QKNorm,
     RaggedBatch,
@@ -40,6 +43,7 @@ HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256)
 HEADS, KV_HEADS, TOKENS, BLOCK_SIZE = 8, 2, 40, 16
 OPTIONS = {  # of attention: window, soft cap, sinks
     "plain": (0, 0.0, False), "window, cap": (64, 50.0, False), "window, sinks": (64, 0.0, True)}
+LATENTS = (512, 64), (256, 32)  # of DeepSeek-V2 and of MiniCPM3: latent and rotary key
 HIDDEN = (576, 4096)
 VOCABULARIES = (50_000, 151_936)
 FP8_SINCE = 89  # compute capability
@@ -71,6 +75,8 @@ def launches(capability: int) -> Iterator[Launch]:
             for options in OPTIONS:
                 yield _attention(kind, head_dim, options, capability)
             yield _rotary(kind, head_dim)
+        for rank, rope_dim in LATENTS:
+            yield _latent(kind, rank, rope_dim)
         yield from _others(kind)
         yield from _experts(kind)
         yield from _adapters(kind)
@@ -84,6 +90,7 @@ def launches(capability: int) -> Iterator[Launch]:
         for head_dim in (64, 128):
             yield _attention("bfloat16", head_dim, "plain", capability, cached=torch.float8_e4m3fn)
             yield _rotary("bfloat16", head_dim, torch.float8_e4m3fn)
+        yield _latent("bfloat16", *LATENTS[0], torch.float8_e4m3fn)
 
 
 def _batch() -> RaggedBatch:
@@ -124,6 +131,23 @@ def _rotary(kind: str, head_dim: int, cached: torch.dtype | None = None) -> Laun
                 qkv, torch.zeros(64, head_dim), _batch(), _cache(shape, cached or dtype), shape, each)
 
     return Launch(f"head {head_dim}{', fp8 cache' if cached else ''}", kind, work)
+
+
+def _latent(kind: str, rank: int, rope_dim: int, cached: torch.dtype | None = None) -> Launch:
+    """Of a context of one segment, which is walked, and of several, which are divided."""
+    shape, dtype = LatentShape(HEADS, rank, rope_dim, 32, 32, 0.1, has_neighbors=True), KINDS[kind]
+
+    def work() -> None:
+        cache = latent.CudaLatentCache.allocate(4, BLOCK_SIZE, shape, cached or dtype, torch.device("cpu"))
+        products = latent.LatentProducts(
+            torch.zeros(HEADS, 32, rank, dtype=dtype), torch.zeros(HEADS, rank, 32, dtype=dtype))
+        query = torch.zeros(TOKENS, HEADS * shape.query_dim, dtype=dtype)
+        latent.store(query, torch.zeros(TOKENS, shape.width, dtype=dtype), torch.zeros(64, rope_dim), _batch(), cache,
+                     shape, LatentNorm(torch.ones(rank), 1e-6))
+        for longest in (TOKENS, 4096):
+            latent.attend(query, cache, replace(_batch(), max_context_len=longest), shape, products)
+
+    return Launch(f"latent {rank} + {rope_dim}{', fp8 cache' if cached else ''}", kind, work)
 
 
 def _others(kind: str) -> Iterator[Launch]:

@@ -12,7 +12,7 @@ from benchmarks.gpu_compile.architectures import ARCHITECTURES, programs_at_once
 FILE = Path(__file__).parents[1] / "results" / "gpu-compile.json"
 HALVES = ("bfloat16", "float16")
 PRODUCT_OF = {80: "mma", 89: "mma", 90: "wgmma", 100: "tcgen05"}  # of a prefill tile: the fastest that there is
-MULTIPLY = ("attend_tiles", "attend_segments", "multiply_experts", "multiply_codes")
+MULTIPLY = ("attend_tiles", "attend_segments", "attend_latents", "multiply_experts", "multiply_codes")
 SMALLEST_OF_A_GROUP = 64  # rows of a tile: with fewer, Hopper and Blackwell have Ampere's instructions only
 
 Kernel = dict[str, Any]

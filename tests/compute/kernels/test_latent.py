@@ -8,102 +8,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.latent_layer import BLOCKS, SHAPE, SHAPES, Layer
 from support.paged import distance
 from torch import Tensor
 
 from slotwise.compute.kernels.checked import CheckedKernels
 from slotwise.compute.kernels.cpu.kernels import CpuKernels
-from slotwise.compute.kernels.interface import (
-    Kernels,
-    LatentNorm,
-    LatentShape,
-    LayerCache,
-    PackedLatentProducts,
-    RaggedBatch,
-)
+from slotwise.compute.kernels.interface import LatentShape
 from slotwise.compute.kernels.reference import ReferenceKernels
 
 CPU, REFERENCE = CheckedKernels(CpuKernels(threads=2)), CheckedKernels(ReferenceKernels())
-SHAPE = LatentShape(3, 40, 8, 20, 12, 0.2, has_neighbors=True)
-BLOCKS, POSITIONS = 160, 1500
-
-
-class Layer:
-    """A layer over a cache whose blocks hold NaN where nothing was written."""
-
-    def __init__(self, kernels: Kernels, shape: LatentShape, kind: torch.dtype, block_size: int) -> None:
-        self.kernels, self.shape, self.block_size = kernels, shape, block_size
-        draw = self._draw = torch.Generator().manual_seed(0)
-        self.key_up, self.value_up = (
-            (torch.randn(shape.num_heads, size, shape.rank, generator=draw) / shape.rank**0.5).to(kind)
-            for size in (shape.nope_dim, shape.value_dim))
-        self.norm = LatentNorm(1 + 0.1 * torch.randn(shape.rank, generator=draw), 1e-6)
-        angles = torch.outer(torch.arange(POSITIONS).float(), 0.1 ** torch.arange(shape.rope_dim // 2))
-        self.rotary = torch.cat((angles.cos(), angles.sin()), dim=1)
-        self.products: PackedLatentProducts = kernels.latent_products(self.key_up, self.value_up)
-        self.cache: LayerCache = kernels.allocate_cache(BLOCKS, block_size, shape, kind)
-        for piece in kernels.cache_pieces(self.cache):
-            piece.view(torch.int8).fill_(-1)
-        self._kind = kind
-        self._free = torch.randperm(BLOCKS, generator=draw).tolist()
-        self._blocks: dict[int, list[int]] = {}
-        self._done: dict[int, int] = {}
-
-    def tokens(self, number: int) -> tuple[Tensor, Tensor]:
-        """Queries and compressed keys and values of so many new tokens."""
-        shape = self.shape
-        sizes = shape.num_heads * shape.query_dim, shape.width
-        query, compressed = (torch.randn(number, size, generator=self._draw).to(self._kind) for size in sizes)
-        return query, compressed
-
-    def step(self, rows: list[tuple[int, tuple[Tensor, Tensor]]]) -> list[Tensor]:
-        """Computes new tokens of each row, which is known by a number."""
-        counts, positions, slots, contexts = [], [], [], []
-        for row, (query, _) in rows:
-            first, blocks = self._done.get(row, 0), self._blocks.setdefault(row, [])
-            contexts.append(first + len(query))
-            while len(blocks) * self.block_size < contexts[-1]:
-                blocks.append(self._free.pop())
-            places = range(first, contexts[-1])
-            counts.append(len(query))
-            positions += places
-            slots += [blocks[at // self.block_size] * self.block_size + at % self.block_size for at in places]
-            self._done[row] = contexts[-1]
-        tables = torch.full((len(rows), max(len(self._blocks[row]) for row, _ in rows) + 1), -1, dtype=torch.int32)
-        for table, (row, _) in zip(tables, rows, strict=True):
-            table[: len(self._blocks[row])] = torch.tensor(self._blocks[row])
-        starts = torch.tensor([0, *counts]).cumsum(0)
-        batch = RaggedBatch(
-            torch.zeros(len(positions), dtype=torch.int64), torch.tensor(positions), torch.tensor(slots), starts.int(),
-            torch.tensor(contexts).int(), tables, starts[1:] - 1, max(counts), max(contexts))
-        query, compressed = (torch.cat([given[part] for _, given in rows]) for part in (0, 1))
-        query = self.kernels.latent_store(
-            query.clone(), compressed, self.rotary, batch, self.cache, self.shape, self.norm)
-        out = self.kernels.latent_attention(query, self.cache, batch, self.shape, self.products)
-        return list(out.split(counts))
-
-
-SHAPES = st.builds(
-    lambda heads, rank, half, nope, value, neighbors: LatentShape(heads, rank, 2 * half, nope, value, 0.2, neighbors),
-    st.integers(1, 5), st.sampled_from([5, 16, 40, 72]), st.integers(1, 9), st.integers(1, 70), st.integers(1, 70),
-    st.booleans())
-
-
 @settings(max_examples=25, deadline=None)
 @given(SHAPES, st.sampled_from([torch.float32, torch.bfloat16]), st.sampled_from([1, 16, 80]),
        st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=3), min_size=1, max_size=3))
 def test_chunks_of_rows_in_company(shape, kind, block_size, chunks):
-    """Each list holds a row's chunks, computed in as many steps."""
     if sum(map(sum, chunks)) // block_size + len(chunks) > BLOCKS:
         block_size = 16
-    done = []
-    for kernels in (CPU, REFERENCE):
-        layer, results = Layer(kernels, shape, kind, block_size), []
-        given = [[layer.tokens(count) for count in counts] for counts in chunks]
-        for turn in range(3):
-            rows = [(row, parts[turn]) for row, parts in enumerate(given) if turn < len(parts)]
-            results += layer.step(rows) if rows else []
-        done.append(torch.cat(results))
+    done = [Layer(kernels, shape, kind, block_size).run(chunks) for kernels in (CPU, REFERENCE)]
     assert distance(*done) < (2e-5 if kind == torch.float32 else 2e-2)
 
 

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slotwise.compute.kernels.cuda import attention, configs, experts, graphs, narrow, packed, pointwise
+from slotwise.compute.kernels.cuda import attention, configs, experts, graphs, latent, narrow, packed, pointwise
 from slotwise.compute.kernels.cuda.attention import CudaCache, bytes_per_block
 from slotwise.compute.kernels.cuda.jit import INTERPRETED
+from slotwise.compute.kernels.cuda.latent import CudaLatentCache, LatentProducts
 from slotwise.compute.kernels.cuda.low_rank import CudaAdapters
 from slotwise.compute.kernels.cuda.rotary import rotary_store
 from slotwise.compute.kernels.group import embed_part
@@ -32,7 +33,6 @@ from slotwise.compute.kernels.interface import (
     LayerShape,
     Linear,
     Mixture,
-    PackedLatentProducts,
     QKNorm,
     RaggedBatch,
     Routing,
@@ -63,7 +63,6 @@ class CudaKernels:
     kinds: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
     mixture_refusal = adapter_refusal = ""
     state_refusal = "layers with a recurrent state are not supported on device cuda: choose device cpu"
-    latent_refusal = "compressed attention is not supported on device cuda: choose device cpu"
     records_drafts = True
 
     def __init__(self, device: str = "cuda", kv_cache_dtype: str = "auto") -> None:
@@ -106,25 +105,30 @@ class CudaKernels:
         return rate * _FLOAT32_SHARE if kind == torch.float32 else rate
 
     def refusal(self, shape: AttentionShape | LatentShape) -> str:
-        """Compressed attention is refused."""
-        return self.latent_refusal if isinstance(shape, LatentShape) else ""
+        """Nothing is refused."""
+        return ""
 
-    def allocate_cache(self, num_blocks: int, block_size: int, shape: LayerShape, kind: torch.dtype) -> CudaCache:
+    def allocate_cache(
+        self, num_blocks: int, block_size: int, shape: LayerShape, kind: torch.dtype,
+    ) -> CudaCache | CudaLatentCache:
         """One layer's zeroed cache of `num_blocks` blocks of `block_size` tokens."""
+        if isinstance(shape, LatentShape):
+            return CudaLatentCache.allocate(num_blocks, block_size, shape, self._cached or kind, self.device)
         return CudaCache.allocate(num_blocks, block_size, self._attention(shape), self._cached or kind, self.device)
 
     def cache_bytes_per_block(self, block_size: int, shape: LayerShape, kind: torch.dtype) -> int:
         """Bytes one block takes in one layer, keys and values together."""
+        if isinstance(shape, LatentShape):
+            return block_size * shape.width * (self._cached or kind).itemsize
         return bytes_per_block(block_size, self._attention(shape), self._cached or kind)
 
     def _attention(self, shape: LayerShape) -> AttentionShape:
         if isinstance(shape, StateShape):
             raise ValueError(self.state_refusal)
-        if isinstance(shape, LatentShape):
-            raise ValueError(self.latent_refusal)
+        assert isinstance(shape, AttentionShape)
         return shape
 
-    def cache_pieces(self, cache: CudaCache) -> tuple[Tensor, ...]:
+    def cache_pieces(self, cache: CudaCache | CudaLatentCache) -> tuple[Tensor, ...]:
         """One view, keys and values together."""
         return (as_bytes(cache.storage),)
 
@@ -294,22 +298,22 @@ class CudaKernels:
         """Raises ValueError: `state_refusal`."""
         raise ValueError(self.state_refusal)
 
-    def latent_products(self, key_up: Tensor, value_up: Tensor) -> PackedLatentProducts:
-        """Raises ValueError: `latent_refusal`."""
-        raise ValueError(self.latent_refusal)
+    def latent_products(self, key_up: Tensor, value_up: Tensor) -> LatentProducts:
+        """Both weights as torch multiplies them."""
+        return LatentProducts(key_up.contiguous(), value_up.transpose(1, 2).contiguous())
 
     def latent_store(
-        self, query: Tensor, compressed: Tensor, rotary: Tensor, batch: RaggedBatch, cache: CudaCache,
+        self, query: Tensor, compressed: Tensor, rotary: Tensor, batch: RaggedBatch, cache: CudaLatentCache,
         shape: LatentShape, norm: LatentNorm,
     ) -> Tensor:
-        """Raises ValueError: `latent_refusal`."""
-        raise ValueError(self.latent_refusal)
+        """Latents, normed, and keys, rotated, to the cache; the rotary part of queries is rotated in place."""
+        return latent.store(query, compressed, rotary, batch, cache, shape, norm)
 
     def latent_attention(
-        self, query: Tensor, cache: CudaCache, batch: RaggedBatch, shape: LatentShape, products: PackedLatentProducts,
+        self, query: Tensor, cache: CudaLatentCache, batch: RaggedBatch, shape: LatentShape, products: LatentProducts,
     ) -> Tensor:
-        """Raises ValueError: `latent_refusal`."""
-        raise ValueError(self.latent_refusal)
+        """Queries of every head over the latents, between the absorbed products, by cuBLAS."""
+        return latent.attend(query, cache, batch, shape, products)
 
     def activate(self, x: Tensor, activation: Activation, *, is_gated: bool = False) -> Tensor:
         """`activation(x)`, or `activation(gate) * up`."""

@@ -44,7 +44,7 @@ def logits(decoder: Decoder, tokens: Tensor, chunks: list[int]) -> Tensor:
     return torch.cat(found)
 
 
-@pytest.fixture(scope="module", params=["llama3", "mistral", "gemma2", "qwen3_5"])
+@pytest.fixture(scope="module", params=["llama3", "mistral", "gemma2", "qwen3_5", "deepseek_v3"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints.make(request.param, tmp_path_factory.mktemp("model"), max_position_embeddings=LONGEST)
 

@@ -261,8 +261,9 @@ def configure(fields: Fields) -> ModelConfig:
 
 def _of_both_sides(fields: Fields, config: ModelConfig) -> ModelConfig:
     """A decoder whose tokens attend to later ones, as `is_causal` says in transformers' configs."""
-    if any(config.windows) or config.recurrent is not None:
-        raise fields.error("is_causal", "is false, which is not supported with windows or recurrent states")
+    if any(config.windows) or config.recurrent is not None or config.latent is not None:
+        raise fields.error("is_causal", "is false, which is not supported with windows, recurrent states or compressed "
+                           "attention")
     return replace(config, is_causal=False)
 
 

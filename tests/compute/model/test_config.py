@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -293,3 +294,39 @@ def test_an_architecture_without_a_head_is_the_same_model() -> None:
     assert read(architectures=["LlamaModel"]) == read()
     with pytest.raises(CheckpointError, match="architecture T5Model is not supported"):
         read(architectures=["T5Model"])
+
+
+DEEPSEEK_V2_LITE = {  # the fields that its config.json has, but those without effect
+    "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "first_k_dense_replace": 1,
+    "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 10944, "kv_lora_rank": 512,
+    "max_position_embeddings": 163840, "moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_group": 1,
+    "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": False, "num_attention_heads": 16,
+    "num_experts_per_tok": 6, "num_hidden_layers": 27, "num_key_value_heads": 16, "q_lora_rank": None,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000,
+    "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
+                     "original_max_position_embeddings": 4096, "type": "yarn"},
+    "routed_scaling_factor": 1.0, "scoring_func": "softmax", "tie_word_embeddings": False, "topk_group": 1,
+    "topk_method": "greedy", "torch_dtype": "bfloat16", "v_head_dim": 128, "vocab_size": 102400}
+
+
+def test_the_published_config_of_deepseek_v2_lite() -> None:
+    config = configure(Fields(DEEPSEEK_V2_LITE, "config.json"))
+    assert config.latent is not None
+    assert config.mixture is not None
+    shape, routing = config.latent.shape, config.mixture.routing
+    assert (shape.width, shape.query_dim, shape.value_dim, config.latent.query_rank) == (576, 192, 128, 0)
+    assert shape.scale == pytest.approx(192**-0.5 * (0.1 * 0.707 * math.log(40) + 1) ** 2)
+    assert config.ropes[0].magnitude == 1.0
+    assert (routing.num_experts, routing.top_k, routing.groups, config.mixture.shared_intermediate_size) == (
+        64, 6, None, 2816)
+    assert config.mixture.layers == (False, *[True] * 26)
+
+
+@pytest.mark.parametrize(("fields", "problem"), [
+    ({"scoring_func": "sigmoid"}, "scoring_func must be softmax"), ({"moe_layer_freq": 2}, "moe_layer_freq must be 1"),
+    ({"topk_method": "noaux_tc"}, "topk_method must be greedy or group_limited_greedy"),
+    ({"num_key_value_heads": 4}, r"num_key_value_heads \(4\) must be num_attention_heads"),
+    ({"head_dim": 128}, r"head_dim must be qk_rope_head_dim \(64\)"), ({"is_causal": False}, "compressed attention")])
+def test_refusals_of_compressed_attention(fields: dict[str, Any], problem: str) -> None:
+    with pytest.raises(CheckpointError, match=problem):
+        configure(Fields(DEEPSEEK_V2_LITE | fields, "config.json"))

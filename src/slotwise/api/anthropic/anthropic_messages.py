@@ -29,7 +29,7 @@ from slotwise.api.openai.completions import conversation_of, validated_chat
 from slotwise.api.parsers.base_parser import CallArguments, CallName, Content, Part, Reasoning, merged, new_call_id
 from slotwise.api.parsers.tool_formats import HARMONY
 from slotwise.api.protocol.decoding import decode
-from slotwise.api.protocol.protocol import SWITCHES, ChatRequest
+from slotwise.api.protocol.protocol import MODES, SWITCHES, ChatRequest, effort_variables
 
 Json = dict[str, Any]
 MESSAGES = "/v1/messages"  # it and the routes below it write errors in Anthropic's form
@@ -202,8 +202,9 @@ async def _as_chat(api: Api, exchange: HttpExchange, request: CountTokensRequest
     if thinking is None:
         return chat
     read = await api.text.prompts.template_variables(None, exchange.holder)
-    switches = [name for name in SWITCHES if name in read]
-    chat.chat_template_kwargs = dict.fromkeys(switches, thinking.type != "disabled") | (chat.chat_template_kwargs or {})
+    told = effort_variables("none" if thinking.type == "disabled" else "high", read)
+    switches = {name: told[name] for name in (*SWITCHES, *MODES) if name in told}
+    chat.chat_template_kwargs = switches | (chat.chat_template_kwargs or {})
     reasons = api.text.output_format.reasoning
     if thinking.type == "enabled":
         if not switches and not reasons:

@@ -237,12 +237,16 @@ def test_what_needs_all_of_a_layer_is_refused(
     record_property("refused", str(refusal.value))
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family in RECURRENT and family != "falcon_h1"])
-def test_layers_with_states_are_divided_into_stages(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family in RECURRENT])
+def test_states_with_drafts_and_in_stages(family: str, tmp_path: Path) -> None:
     folder = make(family, tmp_path / "model")
-    one, several = (play(engine_of(folder, layout, kv_cache_memory=300 << 10), requests())
-                    for layout in ((1, 1), LAYOUTS["pp"]))
-    assert_same(several, one)
+    plain = play(engine_of(folder, kv_cache_memory=300 << 10), requests())
+    drafted = play(engine_of(folder, kv_cache_memory=300 << 10, speculative_config={"method": "prediction"}),
+                   requests(disturbed(plain)))
+    assert_same(drafted, plain)
+    assert drafted.num_drafts > drafted.num_right > 0
+    if family != "falcon_h1":
+        assert_same(play(engine_of(folder, LAYOUTS["pp"], kv_cache_memory=300 << 10), requests()), plain)
 
 
 @pytest.mark.parametrize(("family", "layout"), [

@@ -155,6 +155,12 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
                                                         "linear_attention", "mlp", "mlp"],
         "mamba_num_heads": 4, "mamba_head_dim": 24, "n_groups": 2, "ssm_state_size": 6, "head_dim": 24,
         "time_step_min": 1e-9}),
+    "nemotron_h_moe": ("NemotronH", {
+        "num_hidden_layers": ..., "layers_block_type": [
+            "linear_attention", "moe", "full_attention", "linear_attention", "moe", "mlp"],
+        "mamba_num_heads": 4, "mamba_head_dim": 24, "n_groups": 2, "ssm_state_size": 6, "head_dim": 24,
+        "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 64,
+        "moe_shared_expert_intermediate_size": 48, "moe_latent_size": 40, "routed_scaling_factor": 1.5}),
     "falcon_h1": ("FalconH1", MAMBA | {
         "num_hidden_layers": 3, "mamba_d_ssm": 96, "mamba_rms_norm": True, "head_dim": ..., "key_multiplier": 0.4,
         "lm_head_multiplier": 0.5, "embedding_multiplier": 3.0, "mlp_multipliers": [0.8, 0.6],
@@ -264,7 +270,7 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 RECURRENT = (  # families whose states no ranks divide
     "qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "mamba2", "bamba", "granite_hybrid", "mamba",
-    "falcon_mamba", "jamba", "lfm2_moe", "nemotron_h", "falcon_h1")
+    "falcon_mamba", "jamba", "lfm2_moe", "nemotron_h", "nemotron_h_moe", "falcon_h1")
 
 ALIKE = {"mamba": "jamba", "falcon_mamba": "jamba", "lfm2_moe": "lfm2", "bamba": "granite_hybrid",
          "cwm": "mistral", "vaultgemma": "gemma2", "gemma": "gemma2", "jais2": "arcee", "mpt": "bloom",

@@ -14,7 +14,14 @@ from torch import Tensor
 
 from slotwise.compute.kernels.cpu.kernels import CpuKernels
 from slotwise.compute.kernels.cpu.products import paths
-from slotwise.compute.kernels.interface import ExpertGroups, ExpertWeights, Kernels, Mixture, Routing
+from slotwise.compute.kernels.interface import (
+    ExpertGroups,
+    ExpertWeights,
+    Kernels,
+    Mixture,
+    PlainActivation,
+    Routing,
+)
 from slotwise.compute.kernels.matrix import E4M3, Format, QuantizedMatrix, Rows, Weight, stacked
 from slotwise.compute.kernels.reference import ReferenceKernels, route
 from slotwise.compute.model.gguf.block_types import BLOCK_TYPES
@@ -82,6 +89,16 @@ def test_float32(tokens, routing, activation, with_bias):
     ours, theirs = (mixture(kernels, torch.float32, routing, activation, with_bias=with_bias)(x, logits)
                     for kernels in (CpuKernels(2), REFERENCE))
     assert distance(ours, theirs) < CLOSE[torch.float32] * max(1, routing.scale)
+
+
+def test_experts_without_gates():
+    routing, halves = ROUTINGS["DeepSeek-V3"], weights(torch.float32, 12, HIDDEN, INNER // 2, with_bias=True)
+    experts = [each._replace(down=numbers(torch.float32, HIDDEN, INNER, seed=place) / 8)
+               for place, each in enumerate(halves)]
+    x, logits = numbers(torch.float32, 40, HIDDEN), numbers(torch.float32, 40, 12)
+    ours, theirs = (kernels.experts(experts, routing, PlainActivation("relu2"), no_ends(12))(x, logits)
+                    for kernels in (CpuKernels(2), REFERENCE))
+    assert distance(ours, theirs) < CLOSE[torch.float32] * routing.scale
 
 
 def test_a_correction_chooses_and_changes_no_share():

@@ -21,6 +21,7 @@ from slotwise.compute.kernels.interface import (
     ConvolutionWeights,
     DeltaShape,
     DeltaWeights,
+    ExpertActivation,
     ExpertWeights,
     Kernels,
     LatentNorm,
@@ -93,7 +94,7 @@ class CheckedKernels:
         return self._product(pack, "exact_linear", weight, bias, len(weight))
 
     def experts(
-        self, weights: Iterable[ExpertWeights], routing: Routing, activation: Activation | ClampedSwiGLU, ends: Tensor,
+        self, weights: Iterable[ExpertWeights], routing: Routing, activation: ExpertActivation, ends: Tensor,
     ) -> Mixture:
         """A mixture that checks its arguments."""
         if not 0 < routing.top_k <= routing.num_experts:

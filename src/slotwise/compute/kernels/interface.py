@@ -43,6 +43,12 @@ class LayerNormWeights(NamedTuple):
     offset: float = 0.0  # added to the weight in float32
 
 
+class PlainActivation(NamedTuple):
+    """That of experts without gates, whose first product has half as many outputs."""
+
+    name: Activation
+
+
 @dataclass(frozen=True, slots=True)
 class ClampedSwiGLU:
     """The activation of gpt-oss: `(clamp(up) + 1) * g * sigmoid(alpha * g)`, with `g = min(gate, limit)`.
@@ -53,6 +59,9 @@ class ClampedSwiGLU:
     alpha: float
     limit: float
 
+
+ExpertActivation = Activation | PlainActivation | ClampedSwiGLU
+"""What is between an expert's products."""
 
 Scoring = Literal["softmax", "sigmoid", "sparse_mixer"]
 """How logits of a router become scores of experts; the last is that of Phi-3.5-MoE (Liu et al., "GRIN", 2024)."""
@@ -115,7 +124,7 @@ class Routing:
 class ExpertWeights(NamedTuple):
     """Weights of one expert; all experts of a layer are stored in the same formats."""
 
-    gate_up: Weight  # [2 * intermediate, hidden], gates first
+    gate_up: Weight  # [2 * intermediate, hidden], gates first; without gates [intermediate, hidden]
     down: Weight  # [hidden, intermediate]
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
@@ -805,7 +814,7 @@ class Kernels(StateKernels, LatentKernels, Protocol):
         ...
 
     def experts(
-        self, weights: Iterable[ExpertWeights], routing: Routing, activation: Activation | ClampedSwiGLU, ends: Tensor,
+        self, weights: Iterable[ExpertWeights], routing: Routing, activation: ExpertActivation, ends: Tensor,
     ) -> Mixture:
         """Pack a layer's experts, one after another.  Steps read the weights only of experts that tokens choose.
 
@@ -939,8 +948,13 @@ def in_two_steps(kernels: Kernels, weight: Weight, bias: Tensor | None, activati
     return lambda x: multiply(product(x))
 
 
-def activated(kernels: Kernels, activation: Activation | ClampedSwiGLU) -> Linear:
-    """The function that applies an activation: `[tokens, 2 * intermediate] -> [tokens, intermediate]`."""
+def activated(kernels: Kernels, activation: ExpertActivation) -> Linear:
+    """The function that applies an activation: `[tokens, 2 * intermediate] -> [tokens, intermediate]`.
+
+    Without gates it keeps the size.
+    """
+    if isinstance(activation, PlainActivation):
+        return functools.partial(kernels.activate, activation=activation.name)
     if isinstance(activation, ClampedSwiGLU):
         return lambda gate_up: kernels.clamped_swiglu(gate_up, activation)
     if activation == "silu":

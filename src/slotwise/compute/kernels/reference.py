@@ -31,6 +31,7 @@ from slotwise.compute.kernels.interface import (
     ConvolutionWeights,
     DeltaShape,
     DeltaWeights,
+    ExpertActivation,
     ExpertGroups,
     ExpertWeights,
     LatentNorm,
@@ -360,7 +361,7 @@ class ReferenceKernels:
         return self.linear(weight, bias)
 
     def experts(
-        self, weights: Iterable[ExpertWeights], routing: Routing, activation: Activation | ClampedSwiGLU, ends: Tensor,
+        self, weights: Iterable[ExpertWeights], routing: Routing, activation: ExpertActivation, ends: Tensor,
     ) -> Mixture:
         """Expert by expert, the tokens that chose it."""
         packed = {number: (self.linear(each.gate_up, each.gate_up_bias), self.linear(each.down, each.down_bias))

@@ -16,6 +16,7 @@ from slotwise.compute.kernels.interface import (
     ConvolutionWeights,
     DeltaShape,
     DeltaWeights,
+    ExpertActivation,
     ExpertWeights,
     Graph,
     Kernels,
@@ -75,7 +76,7 @@ class TimedKernels:
         return self._timed_product(self._kernels.exact_linear(weight, bias))
 
     def experts(
-        self, weights: Iterable[ExpertWeights], routing: Routing, activation: Activation | ClampedSwiGLU, ends: Tensor,
+        self, weights: Iterable[ExpertWeights], routing: Routing, activation: ExpertActivation, ends: Tensor,
     ) -> Mixture:
         """A timed mixture, counted as products, which take nearly all of its time."""
         mixture = self._kernels.experts(weights, routing, activation, ends)

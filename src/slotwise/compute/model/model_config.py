@@ -18,7 +18,7 @@ import torch
 from slotwise.compute.kernels.interface import (
     Activation,
     AttentionShape,
-    ClampedSwiGLU,
+    ExpertActivation,
     ExpertGroups,
     LayerShape,
     Routing,
@@ -196,7 +196,8 @@ class MixtureConfig:
     intermediate_size: int  # of an expert
     layers: tuple[bool, ...]  # whether each layer has experts
     shared_intermediate_size: int = 0  # of the expert that all tokens share; 0: no such expert
-    activation: Activation | ClampedSwiGLU = "silu"
+    activation: ExpertActivation = "silu"
+    latent_size: int = 0  # of what experts compute on; 0: the hidden size
     has_correction: bool = False  # added to the scores by which experts are chosen, where not all of a family have it
     are_split: bool = False  # into tensors of their own, where the family's checkpoints have them together
 

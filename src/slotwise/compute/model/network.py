@@ -19,6 +19,7 @@ from typing import ClassVar, NamedTuple, Protocol
 from torch import Tensor
 
 from slotwise.compute.kernels.group import PipelineStage
+from slotwise.compute.kernels.interface import PlainActivation
 from slotwise.compute.model.layers.attention import LayerStep
 from slotwise.compute.model.layers.embedding_and_head import EndOptions, Ends, PooledHead, read_dense, read_ends
 from slotwise.compute.model.layers.linear import Linear
@@ -26,6 +27,7 @@ from slotwise.compute.model.layers.mlp import (
     SPLIT,
     GatedMLP,
     MixtureOfExperts,
+    PlainMLP,
     SharedExpert,
     separate_experts,
     stacked_experts,
@@ -165,8 +167,8 @@ class ExpertNames(NamedTuple):
 
     router: str = "mlp.gate"
     experts: str = "mlp.experts"
-    # Of each expert: gate, what it gates, and down.
-    parts: tuple[str, str, str] = SPLIT
+    # Of each expert: gate, what it gates, and down; without gates the two products.
+    parts: tuple[str, ...] = SPLIT
     # Two tensors of all experts: gates and ups, and down; (): each expert has its own.
     stacked: tuple[str, str] | tuple[()] = ()
     # Each matrix in them is `[inputs, outputs]`.
@@ -174,6 +176,8 @@ class ExpertNames(NamedTuple):
     shared: str = "mlp.shared_experts"
     # Of the shared expert; two where gates and what they gate are one weight.
     shared_parts: tuple[str, ...] = SPLIT
+    # The products before and behind the experts, where they do not compute on hidden states.
+    latent: tuple[str, str] = ("", "")
     # Of the shared expert, one output; "": it is not weighted.
     shared_gate: str = ""
     # A number for each expert; "": there are none.
@@ -185,7 +189,9 @@ class ExpertNames(NamedTuple):
 def read_experts(config: ModelConfig, source: WeightSource, at: str, names: ExpertNames) -> MixtureOfExperts:
     """The experts of the layer called `at`."""
     mixture, hidden = config.mixture_of_experts, config.hidden_size
-    sizes, routing, shared = (hidden, mixture.intermediate_size), mixture.routing, None
+    inputs, activation, routing, shared, latent = (
+        mixture.latent_size or hidden, mixture.activation, mixture.routing, None, None)
+    sizes = inputs, mixture.intermediate_size
     router = Linear(source, {f"{at}.{names.router}": routing.num_experts}, hidden, is_exact=True)
     if names.correction:
         shape: tuple[int, ...] = (routing.num_experts,)
@@ -193,18 +199,33 @@ def read_experts(config: ModelConfig, source: WeightSource, at: str, names: Expe
             shape = (1, *shape)
         routing = replace(routing, correction=source.floats({f"{at}.{names.correction}": shape}).flatten())
     if mixture.shared_intermediate_size:
-        parts = (*SPLIT[:-1], names.shared_parts[-1]) if mixture.are_split else names.shared_parts
         gate = Linear(source, {f"{at}.{names.shared_gate}": 1}, hidden, is_exact=True) if names.shared_gate else None
-        shared = SharedExpert(GatedMLP(
-            source, f"{at}.{names.shared}", (hidden, mixture.shared_intermediate_size), bias=config.mlp_bias,
-            is_fused=len(parts) < len(SPLIT), is_partial=True, names=parts), gate)
+        shared = SharedExpert(_read_shared(config, source, f"{at}.{names.shared}", names.shared_parts), gate)
+    if mixture.latent_size:
+        before, behind = (f"{at}.{each}" for each in names.latent)
+        latent = (Linear(source, {before: inputs}, hidden, bias=config.mlp_bias),
+                  Linear(source, {behind: hidden}, inputs, bias=config.mlp_bias))
     experts, count = f"{at}.{names.experts}", routing.num_experts
     if names.stacked and not mixture.are_split:
         stacked = f"{at}.{names.stacked[0]}", f"{at}.{names.stacked[1]}"
         weights = stacked_experts(source, stacked, sizes, count, are_transposed=names.are_transposed)
     else:
         weights = separate_experts(source, experts, names.parts, sizes, count)
-    return MixtureOfExperts(router, weights, sizes, routing, source, activation=mixture.activation, shared=shared)
+    return MixtureOfExperts(
+        router, weights, sizes, routing, source, activation=activation, shared=shared, latent=latent)
+
+
+def _read_shared(config: ModelConfig, source: WeightSource, name: str, parts: tuple[str, ...]) -> GatedMLP | PlainMLP:
+    mixture = config.mixture_of_experts
+    sizes, activation = (config.hidden_size, mixture.shared_intermediate_size), mixture.activation
+    if isinstance(activation, PlainActivation):
+        up, down = parts
+        return PlainMLP(source, name, (up, down), sizes, activation=activation.name, bias=config.mlp_bias,
+                        is_partial=True)
+    if mixture.are_split:
+        parts = (*SPLIT[:-1], parts[-1])
+    return GatedMLP(source, name, sizes, bias=config.mlp_bias, is_fused=len(parts) < len(SPLIT), is_partial=True,
+                    names=parts)
 
 
 def refuse_stages(source: WeightSource, what: str) -> None:

@@ -39,6 +39,7 @@ from slotwise.compute.kernels.interface import (
     ConvolutionWeights,
     DeltaShape,
     DeltaWeights,
+    ExpertActivation,
     ExpertWeights,
     LatentNorm,
     LatentShape,
@@ -192,7 +193,7 @@ class CpuKernels:
         return self._packing.exact(weight, bias)
 
     def experts(
-        self, weights: Iterable[ExpertWeights], routing: Routing, activation: Activation | ClampedSwiGLU, ends: Tensor,
+        self, weights: Iterable[ExpertWeights], routing: Routing, activation: ExpertActivation, ends: Tensor,
     ) -> Mixture:
         """A layer's experts, by `experts.py`."""
         gates: list[Sequence[PackedPart]] = []

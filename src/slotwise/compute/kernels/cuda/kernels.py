@@ -25,6 +25,7 @@ from slotwise.compute.kernels.interface import (
     ConvolutionWeights,
     DeltaShape,
     DeltaWeights,
+    ExpertActivation,
     ExpertWeights,
     Graph,
     LatentNorm,
@@ -181,7 +182,7 @@ class CudaKernels:
         return self.linear(weight, bias)
 
     def experts(
-        self, weights: Iterable[ExpertWeights], routing: Routing, activation: Activation | ClampedSwiGLU, ends: Tensor,
+        self, weights: Iterable[ExpertWeights], routing: Routing, activation: ExpertActivation, ends: Tensor,
     ) -> Mixture:
         """Products of all experts in one launch each (`experts.py`)."""
         stacked, activate = experts.stack(weights, len(routing.experts), self.device), activated(self, activation)

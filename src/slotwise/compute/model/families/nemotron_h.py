@@ -1,4 +1,5 @@
-"""Nemotron-H (NVIDIA, 2025): layers of one part each, which is Mamba-2's layer, attention without positions, or an MLP.
+"""Nemotron-H (NVIDIA, 2025): layers of one part each, which is Mamba-2's layer, attention without positions, or an MLP;
+in Nemotron 3 (NVIDIA, 2025) also a mixture of experts without gates, chosen as DeepSeek-V3's.
 
     h += part(norm(h))
 
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from slotwise.compute.kernels.interface import StateSpaceShape
+from slotwise.compute.kernels.interface import PlainActivation, Routing, StateSpaceShape
 from slotwise.compute.model.families.mamba2 import read_groups
 from slotwise.compute.model.fields import Fields
 from slotwise.compute.model.layers.attention import Attention, LayerStep
@@ -26,18 +27,33 @@ from slotwise.compute.model.layers.source import WeightSource
 from slotwise.compute.model.model_config import (
     FULL,
     LINEAR,
+    MAX_EXPERT_SIZE,
     MAX_LAYERS,
     OLDER,
     ConfigDefaults,
+    MixtureConfig,
     ModelConfig,
     RecurrentConfig,
     read_common,
+    read_grouped_mixture,
 )
-from slotwise.compute.model.network import MLP, DecoderLayer, Network, TokenMixer, read_network
+from slotwise.compute.model.network import (
+    MLP,
+    DecoderLayer,
+    ExpertNames,
+    Network,
+    TokenMixer,
+    read_experts,
+    read_network,
+)
 
 PLAIN, EXPERTS = "mlp", "moe"
 PATTERN = {"M": LINEAR, "*": FULL, "-": PLAIN, "E": EXPERTS}  # of `hybrid_override_pattern`
 KINDS = "layers_block_type"
+PARTS = "up_proj", "down_proj"
+NAMES = ExpertNames(
+    "mixer.gate", "mixer.experts", PARTS, shared="mixer.shared_experts", shared_parts=PARTS,
+    latent=("mixer.fc1_latent_proj", "mixer.fc2_latent_proj"), correction="mixer.gate.e_score_correction_bias")
 Activation = Literal["relu2", "silu", "relu", "gelu"]
 ACTIVATIONS: tuple[Activation, ...] = ("relu2", "silu", "relu", "gelu")
 
@@ -49,10 +65,12 @@ class NemotronHConfig:
     Args:
         firsts: the number in the checkpoint of each layer's part with a cache.
         behind: the numbers of the MLPs behind it.
+        with_experts: those of them that are mixtures.
     """
 
     firsts: tuple[int, ...]
     behind: tuple[tuple[int, ...], ...]
+    with_experts: frozenset[int]
     activation: Activation
 
 
@@ -78,7 +96,27 @@ def configure(fields: Fields) -> ModelConfig:
     return replace(
         config, norm_eps=fields.number("layer_norm_epsilon", default=1e-5), mlp_bias=fields.flag("mlp_bias"),
         recurrent=_read_recurrent(fields, states) if any(states) else None,
-        own=NemotronHConfig(tuple(firsts), tuple(behind), own))
+        mixture=_read_mixture(fields, kinds, behind, own),
+        own=NemotronHConfig(tuple(firsts), tuple(behind), _numbers(kinds, EXPERTS), own))
+
+
+def _numbers(kinds: Sequence[str], kind: str) -> frozenset[int]:
+    return frozenset(number for number, each in enumerate(kinds) if each == kind)
+
+
+def _read_mixture(
+    fields: Fields, kinds: Sequence[str], behind: Sequence[Sequence[int]], activation: Activation,
+) -> MixtureConfig | None:
+    if EXPERTS not in kinds:
+        return None
+    mixture = read_grouped_mixture(fields, len(behind), Routing(8, 2, is_normalized=True), intermediate_size=7688)
+    return replace(
+        mixture,
+        activation=PlainActivation(activation),
+        layers=tuple(any(kinds[number] == EXPERTS for number in numbers) for numbers in behind),
+        shared_intermediate_size=fields.integer(
+            "moe_shared_expert_intermediate_size", default=7688, maximum=MAX_EXPERT_SIZE),
+        latent_size=fields.integer("moe_latent_size", default=0, minimum=0))
 
 
 def _read_kinds(fields: Fields) -> list[str]:
@@ -88,8 +126,6 @@ def _read_kinds(fields: Fields) -> list[str]:
     if not kinds:
         pattern = fields.text("hybrid_override_pattern", default="ME*-")
         kinds = [PATTERN.get(letter, letter) for letter in pattern]
-    if EXPERTS in kinds:
-        raise fields.error(KINDS, f"names {EXPERTS}: experts without gates are not supported")
     if unknown := set(kinds) - set(PATTERN.values()):
         raise fields.error(KINDS, f"holds {min(unknown)!r:.40}, which is not supported")
     if not 0 < len(kinds) <= MAX_LAYERS:
@@ -151,9 +187,9 @@ class _NormedMLP:
     def __init__(self, config: ModelConfig, own: NemotronHConfig, source: WeightSource, number: int) -> None:
         at = f"model.layers.{number}"
         self.norm = RMSNorm(source, f"{at}.norm", config.hidden_size, NormOptions(config.norm_eps))
-        self.mlp = PlainMLP(source, f"{at}.mixer", ("up_proj", "down_proj"),
-                            (config.hidden_size, config.intermediate_size), activation=own.activation,
-                            bias=config.mlp_bias)
+        self.mlp: MLP = read_experts(config, source, at, NAMES) if number in own.with_experts else PlainMLP(
+            source, f"{at}.mixer", PARTS, (config.hidden_size, config.intermediate_size), activation=own.activation,
+            bias=config.mlp_bias)
         self.bytes = self.norm.bytes + self.mlp.bytes
 
 

@@ -18,7 +18,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from slotwise.compute.kernels.interface import Activation, ClampedSwiGLU, ExpertWeights, Kernels, Routing
+from slotwise.compute.kernels.interface import (
+    Activation,
+    ExpertActivation,
+    ExpertWeights,
+    Kernels,
+    PlainActivation,
+    Routing,
+)
 from slotwise.compute.kernels.matrix import QuantizedMatrix, Weight, formats_of, reordered
 from slotwise.compute.model.layers.linear import Linear
 from slotwise.compute.model.layers.source import NO_CUTS, WeightSource, expert_share, mlp_share
@@ -89,8 +96,9 @@ class PlainMLP:
 
     def __init__(
         self, source: WeightSource, name: str, names: tuple[str, str], sizes: tuple[int, int], *,
-        activation: Activation, bias: bool = True,
+        activation: Activation, bias: bool = True, is_partial: bool = False,
     ) -> None:
+        """`is_partial`: the caller adds up the results of ranks that share it."""
         hidden, intermediate = sizes
         up, down = (f"{name}.{each}" for each in names)
         up_cuts, down_cuts = NO_CUTS, NO_CUTS
@@ -99,7 +107,7 @@ class PlainMLP:
             up_cuts, down_cuts = {up: Cut((own,))}, {down: Cut(columns=own)}
         self._kernels, self._activation = source.kernels, activation
         self.up = Linear(source, {up: intermediate}, hidden, bias=bias, cuts=up_cuts)
-        self.down = Linear(source, {down: hidden}, intermediate, bias=bias, cuts=down_cuts)
+        self.down = Linear(source, {down: hidden}, intermediate, bias=bias, cuts=down_cuts, is_partial=is_partial)
         self.bytes = self.token_bytes = self.up.bytes + self.down.bytes
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -113,7 +121,7 @@ class SharedExpert:
     Several shared experts are one MLP as wide as all of them.
     """
 
-    mlp: GatedMLP
+    mlp: GatedMLP | PlainMLP
     gate: Linear | None = None
 
     @property
@@ -127,7 +135,8 @@ class MixtureOfExperts:
 
     Args:
         weights: of each expert, read one after another.
-        sizes: of the hidden state, and between an expert's products.
+        sizes: of the inputs of experts, and between an expert's products.
+        latent: the products before and behind the experts, where these do not compute on hidden states.
 
     Attributes:
         ends: `[experts]` int64, the tokens of each expert and of those before it, of all steps so far.
@@ -135,16 +144,21 @@ class MixtureOfExperts:
 
     def __init__(
         self, router: Linear, weights: Iterable[ExpertWeights], sizes: tuple[int, int], routing: Routing,
-        source: WeightSource, *, activation: Activation | ClampedSwiGLU = "silu", shared: SharedExpert | None = None,
+        source: WeightSource, *, activation: ExpertActivation = "silu", shared: SharedExpert | None = None,
+        latent: tuple[Linear, Linear] | None = None,
     ) -> None:
+        if latent is not None and source.group.size > 1:
+            raise CheckpointError(f"tensor_parallel_size {source.group.size}: experts on latents are not divided among "
+                                  "ranks: serve this model with tensor_parallel_size 1")
         self._kernels: Kernels = source.kernels
         self._reduce = source.group.all_reduce
         routing = replace(routing, held=expert_share(routing.num_experts, source.group))
         if source.group.size > 1 and routing.held is None:
             own = mlp_share(sizes[1], source.group)
-            weights = (_part(each, own, source.group.rank) for each in weights)
+            is_gated = not isinstance(activation, PlainActivation)
+            weights = (_part(each, own, source.group.rank, is_gated=is_gated) for each in weights)
             sizes = sizes[0], len(own)
-        self._router, self._shared = router, shared
+        self._router, self._shared, self._latent = router, shared, latent
         (hidden, intermediate), packed_bytes, dtype = sizes, source.kernels.linear_bytes, source.dtype
         each = iter(weights)  # packed as they are read
         first = next(each)
@@ -154,24 +168,29 @@ class MixtureOfExperts:
         self._experts = source.kernels.experts(itertools.chain([first], each), routing, activation, self.ends)
         always_read = router.bytes + (shared.bytes if shared else 0)
         always_read += 0 if routing.correction is None else routing.correction.nbytes
+        always_read += sum(product.bytes for product in latent or ())
         held = len(routing.experts)
         self.bytes = always_read + held * of_one
         self.token_bytes = always_read + -(-routing.top_k * held // routing.num_experts) * of_one
 
     def __call__(self, x: Tensor) -> Tensor:
-        result = self._experts(x, self._router(x))
+        if self._latent is None:
+            result = self._experts(x, self._router(x))
+        else:
+            before, behind = self._latent
+            result = behind(self._experts(before(x), self._router(x)))
         if self._shared is not None:
             gate = None if self._shared.gate is None else self._shared.gate(x)
             result = self._kernels.add(self._shared.mlp(x), result, gate)
         return self._reduce(result)
 
 
-def _part(weights: ExpertWeights, own: range, rank: int) -> ExpertWeights:
+def _part(weights: ExpertWeights, own: range, rank: int, *, is_gated: bool) -> ExpertWeights:
     """The columns `own` between an expert's products; rank 0 alone has the bias of `down`, which is added once."""
     if not isinstance(weights.gate_up, Tensor) or not isinstance(weights.down, Tensor):
         raise CheckpointError("quantized experts are not divided: hold each whole on a rank, enable_expert_parallel")
     half, at = len(weights.gate_up) // 2, slice(own.start, own.stop)
-    gate_up = [None if whole is None else torch.cat((whole[:half][at], whole[half:][at]))
+    gate_up = [None if whole is None else torch.cat((whole[:half][at], whole[half:][at])) if is_gated else whole[at]
                for whole in (weights.gate_up, weights.gate_up_bias)]
     assert gate_up[0] is not None
     bias = weights.down_bias
@@ -186,24 +205,25 @@ def _held(count: int, source: WeightSource) -> range:
 
 
 def separate_experts(
-    source: WeightSource, name: str, parts: tuple[str, str, str], sizes: tuple[int, int], count: int, *,
-    bias: bool = False,
+    source: WeightSource, name: str, parts: Sequence[str], sizes: tuple[int, int], count: int, *, bias: bool = False,
 ) -> Iterator[ExpertWeights]:
     """Experts whose weights are tensors of their own; `parts` are the names of gate, what it gates, and down.
+
+    Without gates they are those of the two products.
 
     Raises:
         CheckpointError: they are stored in different formats.
     """
     hidden, intermediate = sizes
-    gate, up, down = parts
+    *firsts, down = parts
     formats = set()
     for expert in _held(count, source):
         at = f"{name}.{expert}"
-        gate_up = source.weight({f"{at}.{part}.weight": (intermediate, hidden) for part in (gate, up)})
+        gate_up = source.weight({f"{at}.{part}.weight": (intermediate, hidden) for part in firsts})
         weights = ExpertWeights(gate_up, source.weight({f"{at}.{down}.weight": (hidden, intermediate)}))
         if bias:
             weights = weights._replace(
-                gate_up_bias=source.tensor({f"{at}.{part}.bias": (intermediate,) for part in (gate, up)}),
+                gate_up_bias=source.tensor({f"{at}.{part}.bias": (intermediate,) for part in firsts}),
                 down_bias=source.tensor({f"{at}.{down}.bias": (hidden,)}))
         formats.add((formats_of(weights.gate_up), formats_of(weights.down)))
         if len(formats) > 1:

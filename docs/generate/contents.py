@@ -64,6 +64,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "disciplines": results.disciplines,
     "static and continuous": results.static_and_continuous,
     "start": results.start,
+    "decisions": results.decisions,
     "roofline": results.roofline,
     "parts": results.parts,
     "quantized": results.quantized,

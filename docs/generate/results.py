@@ -345,6 +345,16 @@ def start() -> str:
          f"{row['first_token_seconds']:.1f}", f"{row['date']}, {row['commit']}") for row in load("start-cpu")["rows"]])
 
 
+def decisions() -> str:
+    """Returns the times of decisions on Slotwise and on vLLM."""
+    measured, names = load("decisions-cpu"), {"slotwise": "Slotwise", "vllm": "vLLM"}
+    return table(("engine", "first, s>", "again, s>", "one question, s>", "8 clients, decisions/s>",
+                  "answers that load did not change>"), [
+        (f"{name} {one['version']}", f"{one['first_s']:.2f}", f"{one['again_s']:.2f}", f"{one['one_question_s']:.2f}",
+         f"{one['decisions_per_s']:.0f}", f"{one['same'] / one['states']:.0%}")
+        for name, one in ((names[engine], measured["engines"][engine]) for engine in names)])
+
+
 def quantized() -> str:
     machines = load("beside-vllm-cpu")["machines"]
     return table(("processor, two cores", "workload", "bfloat16, tokens/s>", "quantized, tokens/s>", "ratio>"), [

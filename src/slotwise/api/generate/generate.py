@@ -444,7 +444,11 @@ async def answer(api: Api, exchange: HttpExchange, job: Job) -> None:
 async def _generate(api: Api, exchange: HttpExchange, job: Job, choices: list[Choice]) -> None:
     names = (exchange.request_id, job.heading.response_id)
 
+    is_aborted = False
+
     def abort() -> None:
+        nonlocal is_aborted
+        is_aborted = True
         finish(choices, "abort")
 
     try:
@@ -452,6 +456,8 @@ async def _generate(api: Api, exchange: HttpExchange, job: Job, choices: list[Ch
         with api.engine.active_requests.listed(names, active):
             async with exchange.watched(abort), _kept_alive(api, exchange, job, choices):
                 await follow(api, exchange, job, choices)
+                if is_aborted:  # while the others were sent
+                    abort()
                 await job.render(api, exchange, job, choices)
     except ApiError as error:
         if error.code == SHED:

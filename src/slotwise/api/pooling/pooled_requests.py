@@ -97,7 +97,7 @@ async def reading(api: Api, exchange: HttpExchange, choices: Sequence[Choice], w
     """
     num_numbers = len(choices) * width
     if objection := api.limits.vector_numbers.objection(exchange.holder, num_numbers):
-        raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, f"input: {objection}", code="vectors_full")
+        raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, objection, code="vectors_full")
     api.limits.vector_numbers.acquire(exchange.holder, num_numbers)
     try:
         await together([read(choice) for choice in choices])
@@ -116,8 +116,8 @@ async def read(choice: Choice) -> None:
     async for chunk in choice.generation:
         choice.read(chunk)
     if not choice.generation.pooled:
-        raise bad_request(f"an input was ended ({choice.generation.end_reason}) before its vector was there",
-                          "input", choice.generation.end_reason)
+        reason = choice.generation.end_reason
+        raise bad_request(f"the request was ended ({reason}) before its answer was there", code=reason)
 
 
 def numbers_of(vector: bytes) -> array[float]:

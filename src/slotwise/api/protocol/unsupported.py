@@ -42,7 +42,8 @@ ELSEWHERE = {  # routes of Ollama, llama.cpp and TGI, and those that do the same
     **dict.fromkeys(("/api/generate", "/generate", "/generate_stream", "/completion", "/infill"), "/v1/completions"),
     **dict.fromkeys(("/api/embed", "/api/embeddings", "/embed", "/embedding"), "/v1/embeddings"),
     **dict.fromkeys(("/api/tags", "/api/ps", "/api/show", "/props", "/info"), "/v1/models"),
-    "/api/version": "/version", "/slots": "/timeline",
+    "/api/version": "/version", "/slots": "/timeline", "/predict": "/v1/classify", "/v1/decisions": "/v1/systemone",
+    **dict.fromkeys(("/reranking", "/v1/reranking"), "/v1/rerank"),
 }
 HINTS = ("metadata", "prompt_cache_key", "safety_identifier", "session_id")
 

@@ -14,7 +14,8 @@ ELSEWHERE = {  # their text parts: tests/compute/model/test_decoder.py
     "Gemma3ForConditionalGeneration", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration",
     "Mistral3ForConditionalGeneration", "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration", "Gemma3nForConditionalGeneration",
-    "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration"}
+    "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration",
+    "GotOcr2ForConditionalGeneration"}
 
 
 @pytest.mark.slow

@@ -273,7 +273,8 @@ RECURRENT = (  # families whose states no ranks divide
     "falcon_mamba", "jamba", "lfm2_moe", "nemotron_h", "nemotron_h_moe", "falcon_h1")
 
 ALIKE = {"mamba": "jamba", "falcon_mamba": "jamba", "lfm2_moe": "lfm2", "bamba": "granite_hybrid",
-         "cwm": "mistral", "vaultgemma": "gemma2", "gemma": "gemma2", "jais2": "arcee", "mpt": "bloom",
+         "cwm": "mistral", "vaultgemma": "gemma2", "gemma": "gemma2", "jais2": "arcee",
+         "mpt": "bloom",
          "falcon": "falcon_new", "gemma4_unified": "gemma4", "cohere": "cohere2", "hyperclovax": "granite",
          "opt_350m": "opt",
          "glm4_moe_lite": "deepseek_v3", "deepseek_v32": "deepseek_v3", "glm_moe_dsa": "deepseek_v3",

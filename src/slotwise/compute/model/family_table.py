@@ -127,6 +127,7 @@ FAMILIES: dict[str, Family] = {
     "Mistral3ForConditionalGeneration": Family(mistral.configure_text, mistral.compose_text, ("mistral3",)),
     "Qwen2VLForConditionalGeneration": Family(qwen2.configure_vl, llama.compose, ("qwen2_vl",)),
     "Qwen2_5_VLForConditionalGeneration": Family(qwen2.configure_vl, llama.compose, ("qwen2_5_vl",)),
+    "GotOcr2ForConditionalGeneration": Family(qwen2.configure_got, llama.compose, ("got_ocr2",)),
     "Qwen3VLForConditionalGeneration": Family(qwen3.configure_vl, llama.compose, ("qwen3_vl",)),
     "BloomForCausalLM": Family(bloom.configure, bloom.compose, ("bloom",)),
     "MptForCausalLM": Family(mpt.configure, mpt.compose, ("mpt",)),

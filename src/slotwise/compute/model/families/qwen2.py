@@ -40,6 +40,17 @@ VL_TEXT = {
     "num_attention_heads": 64, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 80}
 
 
+GOT_TEXT = {
+    "vocab_size": 151860, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 24,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 32768, "rope_theta": 1e6,
+    "tie_word_embeddings": True}
+
+
+def configure_got(fields: Fields) -> ModelConfig:
+    """The text part of GOT-OCR 2."""
+    return configure(text_part(fields, GOT_TEXT))
+
+
 def configure_vl(fields: Fields) -> ModelConfig:
     """The text part of Qwen2-VL and Qwen2.5-VL, which older configs have next to the other fields."""
     if fields.section("text_config").values:

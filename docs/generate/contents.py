@@ -92,6 +92,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "observing": results.observing,
     "policies": policies.promises,
     "architectures": supported.architectures,
+    "encoders": supported.encoders,
     "causal models": architectures.causal_models,
     "checkpoints": supported.checkpoints,
     "devices": supported.devices,

@@ -13,7 +13,7 @@ from docs.generate.markdown import code, escaped, first_sentence, listed, senten
 
 from slotwise.compute.model import model_config
 from slotwise.compute.model.checkpoint import ADAPTER, FORMATS, TOKENIZER
-from slotwise.compute.model.family_table import FAMILIES
+from slotwise.compute.model.family_table import ENCODERS, FAMILIES
 from slotwise.compute.model.gguf.architectures import ARCHITECTURES
 from slotwise.compute.model.gguf.block_types import BLOCK_TYPES
 from slotwise.compute.model.quantization.quantization_methods import METHODS
@@ -68,6 +68,16 @@ def architectures() -> str:
         ("`architectures` in config.json", "models", "tokens", "GGUF", "LoRA", "ranks", "`--quantization int8`"),
         [(code(name), escaped(first_sentence(sys.modules[family.configure.__module__].__doc__)),
           *_cells(by_class.get(name, []), name)) for name, family in FAMILIES.items()])
+
+
+def encoders() -> str:
+    """Returns the encoders that a config.json may name, and their models."""
+    head = ("Vectors and labels of each equal those of transformers in float32, alone and in company. `architectures` "
+            "may also name the same model with a head of labels (`ForSequenceClassification`), or with one that fills "
+            "gaps, which is not read.")
+    return head + "\n\n" + table(("`architectures` in config.json", "models"), [
+        (code(name), escaped(first_sentence(sys.modules[family.configure.__module__].__doc__)))
+        for name, family in ENCODERS.items()])
 
 
 def _cells(found: list[dict[str, str]], name: str) -> list[str]:

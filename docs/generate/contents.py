@@ -70,6 +70,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "quantized": results.quantized,
     "experts": experts.steps,
     "perplexity": results.perplexity,
+    "encoders beside others": results.encoders,
     "perplexity in words": results.perplexity_in_words,
     "perplexity of gguf": results.perplexity_of_gguf,
     "stalls": results.stalls,

@@ -364,6 +364,22 @@ def quantized() -> str:
         for row in load("quantised-cpu")["throughput"]])
 
 
+def encoders() -> str:
+    """Returns what an encoder computes a second, beside other engines with the same weights."""
+    rows = load("encoders-cpu")["encoders"]
+    of_load = {(row["load"], row["engine"]): row["tokens_s"] for row in rows}
+
+    def ratio(row: Row, engine: str) -> str:
+        return f"{of_load[row['load'], 'slotwise'] / of_load[row['load'], engine]:.2f}×"
+
+    return table(("texts", "tokens of a text: least, median, most>", "Slotwise, tokens/s>", "sentence-transformers>",
+                  "ONNX Runtime>", "ratios>", "largest difference of a number>"), [
+        (f"{row['texts']:,} {row['load']}", f"{row['shortest']}, {row['median']:g}, {row['longest']}",
+         *(f"{of_load[row['load'], engine]:,.0f}" for engine in ("slotwise", "sentence-transformers", "onnxruntime")),
+         f"{ratio(row, 'sentence-transformers')}, {ratio(row, 'onnxruntime')}", f"{row['difference']:.0e}")
+        for row in rows if row["engine"] == "slotwise"])
+
+
 def perplexity() -> str:
     """Returns the perplexity of a real model by the types of its weights and its cache."""
     rows = load("perplexity-cpu")["perplexity"]

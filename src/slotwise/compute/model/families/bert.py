@@ -1,4 +1,4 @@
-"""BERT (Devlin et al., 2018) and encoders of its shape, whose tokens attend to both sides and whose sums are normed:
+"""BERT (Devlin et al., 2018) and encoders of its shape, whose tokens attend to both sides and whose sums are normed.
 
     h = norm(embedding(tokens) + types + positions)
     h = norm(h + attention(h)),  h = norm(h + down(gelu(up(h))))

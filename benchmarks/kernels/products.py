@@ -27,8 +27,8 @@ from slotwise.compute.kernels.cpu.products import paths
 from slotwise.compute.kernels.cpu.products.linear import tiled_linear
 from slotwise.compute.kernels.cpu.products.linear_bf16 import bf16_linear, has_bf16_gemm
 from slotwise.compute.kernels.cpu.products.linear_fp16 import fp16_linear, has_fp16_gemm
-from slotwise.compute.kernels.cpu.products.linear_int import int_linear
 from slotwise.compute.kernels.cpu.products.onednn import onednn_linear
+from slotwise.compute.kernels.cpu.products.packing import Packing
 from slotwise.compute.kernels.interface import Linear
 from slotwise.compute.kernels.matrix import QuantizedMatrix
 from slotwise.compute.model.gguf.block_types import BLOCK_TYPES
@@ -79,11 +79,11 @@ def by_torch(weight: Tensor) -> Linear:
 
 
 def own_int8(weight: Tensor) -> Linear:
-    return int_linear(weight, None, 8, paths.quantized(""), TEAM)
+    return Packing(TEAM, "int8", "").linear(weight, None)
 
 
 def own_int4(weight: Tensor) -> Linear:
-    return int_linear(weight, None, 4, paths.quantized(""), TEAM)
+    return Packing(TEAM, "int4", "").linear(weight, None)
 
 
 def per_channel(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -53,6 +53,6 @@ emulated() {  # CORES, then the arguments of Python; on one core no compile work
 python tests/aarch64/tokens.py > "$folder/tokens-here"
 emulated 0 tests/aarch64/tokens.py > "$folder/tokens-there"
 cmp "$folder/tokens-here" "$folder/tokens-there"
-emulated 0,1 -m pytest -q -n 0 -p no:cacheprovider --timeout 3600 tests/kernels/test_linear_int.py \
-    tests/kernels/test_cpu_attention.py tests/kernels/test_int8_cache.py tests/kernels/test_cpu_tokens.py \
-    --deselect tests/kernels/test_cpu_tokens.py::test_what_a_product_takes_is_measured  # a time
+emulated 0,1 -m pytest -q -n 0 -p no:cacheprovider --timeout 3600 tests/compute/kernels/test_quantize.py \
+    tests/compute/kernels/test_cpu_attention.py tests/compute/kernels/test_int8_cache.py \
+    tests/compute/kernels/test_cpu_tokens.py --deselect tests/compute/kernels/test_cpu_tokens.py::test_what_a_product_takes_is_measured  # a time

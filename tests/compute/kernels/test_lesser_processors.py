@@ -21,7 +21,7 @@ SKYLAKE = {"NUMBA_CPU_NAME": "skylake-avx512", "NUMBA_CPU_FEATURES": ""}
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("processor", "names"), [
     (HASWELL, ("lesser_processor", "test_cpu_tokens", "test_cpu_attention", "test_int8_cache")),
-    pytest.param(SKYLAKE, ("test_cpu_tokens", "test_linear_int"),
+    pytest.param(SKYLAKE, ("test_cpu_tokens", "test_quantize"),
                  marks=pytest.mark.skipif(not AVX512, reason="wants a processor with AVX-512"))],
     ids=["without-avx512", "without-vnni-and-halves"])
 def test_kernels_are_right(processor, names):
@@ -52,11 +52,12 @@ RUN_AS_WITH_AVX_VNNI = """
 import sys
 import pytest
 from slotwise.compute.kernels.cpu import processor
-from slotwise.compute.kernels.cpu.products import linear_int, paths
+from slotwise.compute.kernels.cpu.products import linear_blocks, paths
 
-linear_int.has_vnni_gemm = lambda: True
+linear_blocks.has_vnni_gemm = lambda: True
 assert paths.quantized("") == "vnni" and not processor.AVX512
-sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-k", "vnni", "tests/compute/kernels/test_linear_int.py"]))
+sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-k", "vnni or same_integers and Q8_0",
+                      *(f"tests/compute/kernels/{name}.py" for name in ("test_quantize", "test_linear_blocks"))]))
 """
 
 
@@ -75,10 +76,12 @@ def test_products_of_bytes_are_right_in_vectors_of_256_bits():
 PRINT_ASSEMBLY = """
 import torch
 from numba import cfunc
-from slotwise.compute.kernels.cpu.products import linear_int, paths
+from slotwise.compute.kernels.cpu.products import linear_blocks, paths
+from slotwise.compute.kernels.cpu.products.block_layout import layout_of
+from slotwise.compute.kernels.cpu.products.quantize import FORMATS
 
-product = linear_int.PRODUCT[8, torch.bfloat16, paths.quantized("")]
-print(cfunc("void(int64)", nopython=True)(product.code._entry)._library.get_asm_str())
+code = linear_blocks.product_kernel(layout_of(FORMATS["int8"]), torch.bfloat16, paths.quantized(""))
+print(cfunc("void(int64)", nopython=True)(code._entry)._library.get_asm_str())
 """
 
 

@@ -16,7 +16,7 @@ from slotwise import LLM, SamplingParams
 from slotwise.compose.engine_builder import load
 from slotwise.compute.kernels.cpu.kernels import CpuKernels
 from slotwise.compute.kernels.cpu.processor import AVX512
-from slotwise.compute.kernels.cpu.products import linear_bf16, linear_int, onednn, paths, tiles
+from slotwise.compute.kernels.cpu.products import linear_bf16, linear_blocks, onednn, paths, tiles
 from slotwise.compute.kernels.select import choose
 from slotwise.engine.config import ConfigError, EngineConfig
 
@@ -74,7 +74,7 @@ def test_an_unknown_path_is_refused_with_those_there_are(monkeypatch):
 
 @pytest.mark.parametrize("path", ["amx", "fp16", "bf16", "amx_int8", "vnni"])
 def test_a_path_that_the_processor_cannot_execute_is_refused(path, monkeypatch):
-    for module, name in ((tiles, "obstacle"), (linear_bf16, "amx_obstacle"), (linear_int, "amx_obstacle")):
+    for module, name in ((tiles, "obstacle"), (linear_bf16, "amx_obstacle"), (linear_blocks, "amx_obstacle")):
         monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)  # what this processor has is remembered
     monkeypatch.setattr(config, "CPU_FEATURES", "+avx512f")
     with pytest.raises(ValueError, match=f"path {path} cannot run here: it needs a processor with A"):

@@ -116,12 +116,12 @@ def test_the_configuration_is_laid_out_as_the_manual_says():
 PRINT_ASSEMBLY = """
 import torch
 from numba import cfunc
-from slotwise.compute.kernels.cpu.products import linear_bf16, linear_blocks, linear_int
+from slotwise.compute.kernels.cpu.products import linear_bf16, linear_blocks
 from slotwise.compute.kernels.cpu.products.block_layout import layout_of
 from slotwise.compute.model.gguf.block_types import BLOCK_TYPES
 
 blocks = linear_blocks.product_kernel(layout_of(BLOCK_TYPES["Q4_K"].format), torch.bfloat16, "amx_int8")
-for code in (linear_bf16.PRODUCT["amx"].code, linear_int.PRODUCT[4, torch.bfloat16, "amx_int8"].code, blocks):
+for code in (linear_bf16.PRODUCT["amx"].code, blocks):
     print(cfunc("void(int64)", nopython=True)(code._entry)._library.get_asm_str())
     print("next")
 """
@@ -136,7 +136,7 @@ def test_for_sapphire_rapids_kernels_become_instructions_on_tiles():
     done = subprocess.run([sys.executable, "-c", PRINT_ASSEMBLY], env=os.environ | SAPPHIRE_RAPIDS, capture_output=True,
                           text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert all("tilerelease" in assembly for assembly in done.stdout.split("next\n")[:3])
+    assert all("tilerelease" in assembly for assembly in done.stdout.split("next\n")[:2])
     lines = [line.split() for line in done.stdout.splitlines()]
     used = {line[0] for line in lines if line}
     assert used > {"ldtilecfg", "tilezero", "tileloadd", "tdpbf16ps", "tdpbsud", "tilestored", "tilerelease"}

@@ -11,7 +11,7 @@ from support import product_paths
 from support.checkpoints import FAMILIES, make
 
 from slotwise.compute.kernels.cpu.kernels import CpuKernels
-from slotwise.compute.kernels.cpu.products import linear_bf16, linear_int, paths
+from slotwise.compute.kernels.cpu.products import linear_bf16, linear_blocks, paths
 from slotwise.compute.kernels.interface import RaggedBatch
 from slotwise.compute.model.decoder import Decoder
 from slotwise.compute.model.loading import load_model
@@ -77,12 +77,10 @@ def test_a_recorded_step_on_tiles_is_the_step(
     path: str, quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The paths for AMX, with tiles in software."""
-    for linear in (linear_bf16, linear_int):
+    for linear in (linear_bf16, linear_blocks):
         monkeypatch.setattr(linear, "amx_obstacle", lambda: "")
     monkeypatch.setitem(linear_bf16.PRODUCT, "amx", linear_bf16.PRODUCT["software tiles"])
-    for bits in (8, 4):
-        software = linear_int.PRODUCT[bits, torch.bfloat16, "software tiles"]
-        monkeypatch.setitem(linear_int.PRODUCT, (bits, torch.bfloat16, "amx_int8"), software)
+    monkeypatch.setitem(linear_blocks.PATHS, "amx_int8", linear_blocks.PATHS["software tiles"])
     pair = Pair(make("qwen3", tmp_path), "bfloat16", path=path, quantization=quantization)
     assert pair.decoder.kernels.product_path(torch.bfloat16) == path
     torch.manual_seed(0)

@@ -88,11 +88,11 @@ class CpuKernels:
         `paths.py`.
 
         Raises:
-            ValueError: `quantization` is neither "none" nor one of `quantize.BITS`; `kv_cache_dtype` is neither "auto"
+            ValueError: `quantization` is neither "none" nor in `quantize.FORMATS`; `kv_cache_dtype` is neither "auto"
                 nor "int8"; or the forced path is unknown or cannot run here.
         """
-        if quantization != "none" and quantization not in quantize.BITS:
-            raise ValueError(f"quantization must be none, {' or '.join(quantize.BITS)}, not {quantization!r}")
+        if quantization != "none" and quantization not in quantize.FORMATS:
+            raise ValueError(f"quantization must be none, {' or '.join(quantize.FORMATS)}, not {quantization!r}")
         self._cached = cache_kind(kv_cache_dtype, self.name, ("auto", "int8"))
         forced = paths.forced(path)
         self.launcher = KernelLauncher(threads or torch.get_num_threads())

@@ -316,8 +316,8 @@ def tiled_linear(weight: Tensor, bias: Tensor | None, launcher: KernelLauncher) 
     return packed.product(launcher)
 
 
-# Products with panels of packed weights: the loop that `linear_bf16.py`, `linear_fp16.py`, `linear_fp8.py` and
-# `linear_int.py` share.  A `Method` and a `PanelLayout` of the packed weights say what differs.
+# Products with panels of packed weights: the loop that `linear_bf16.py`, `linear_fp16.py` and `linear_fp8.py` share.  A
+# `Method` and a `PanelLayout` of the packed weights say what differs.
 
 
 class PanelLayout(NamedTuple):

@@ -32,7 +32,8 @@ from slotwise.compute.kernels.cpu.jit.compiler import (
 )
 from slotwise.compute.kernels.cpu.jit.llvm import behind, write
 from slotwise.compute.kernels.cpu.launcher import HEADER, THREAD_COUNTER, KernelLauncher
-from slotwise.compute.kernels.cpu.products import gemm_block_tiles
+from slotwise.compute.kernels.cpu.processor import AVX512, has
+from slotwise.compute.kernels.cpu.products import gemm_block_tiles, tiles
 from slotwise.compute.kernels.cpu.products.block_layout import (
     COLUMNS,
     LARGEST_UNIT,
@@ -60,7 +61,15 @@ from slotwise.compute.kernels.cpu.products.linear import (
     num_blocks,
     panel_after,
 )
-from slotwise.compute.kernels.cpu.products.quantize import FACTS, STRIDE, TABLE, ZERO_AND_FACTOR, quantize_rows
+from slotwise.compute.kernels.cpu.products.quantize import (
+    FACTS,
+    HEAD,
+    STRIDE,
+    TABLE,
+    ZERO_AND_FACTOR,
+    quantize_rows,
+    quantized,
+)
 from slotwise.compute.kernels.cpu.simd import (
     BFLOAT16,
     FLOAT32,
@@ -99,6 +108,24 @@ TILED = ("amx_int8", "software tiles")
 TILED_UNIT = 32
 # An argument: rows of the tallest tile.
 TALL = ZERO_AND_FACTOR + 1
+
+
+def has_vnni_gemm() -> bool:
+    """Whether this processor adds products of bytes in fours: AVX-512 VNNI, or AVX-VNNI where there is no AVX-512."""
+    return has("avx512vnni") if AVX512 else has("avxvnni")
+
+
+@functools.cache
+def amx_obstacle() -> str:
+    """Why this process cannot multiply bytes by AMX; empty where it can, and a test product was right."""
+    if why := tiles.obstacle("amx-int8"):
+        return why
+    x, weight = (torch.arange(96 * rows).mul(7).remainder(255).sub(127).view(rows, 96).bfloat16() for rows in (40, 64))
+    x[:, ::32] = weight[:, ::32] = 127  # the largest of each group: numbers are quantized without loss
+    packed = pack_blocks(quantized(weight, HEAD), None, "amx_int8", launcher := KernelLauncher(1))
+    return "" if torch.allclose(
+        blocks_linear([packed], launcher)(x).float(), x.float() @ weight.float().T, rtol=2**-7) else (
+        "its products are wrong here")
 
 
 @kernel

@@ -19,12 +19,11 @@ from slotwise.compute.kernels.cpu.products import (
     linear_blocks,
     linear_fp8,
     linear_fp16,
-    linear_int,
     onednn,
     paths,
-    quantize,
 )
 from slotwise.compute.kernels.cpu.products.linear import PackedPart, PackedProduct
+from slotwise.compute.kernels.cpu.products.quantize import FORMATS, HEAD, quantized
 from slotwise.compute.kernels.interface import Linear
 from slotwise.compute.kernels.matrix import Format, QuantizedMatrix, StackedMatrix, Weight
 
@@ -33,15 +32,14 @@ class Packing:
     """Packs the weights of one model.
 
     Args:
-        quantization: "none" or one of `quantize.BITS`, for weights that are tensors.
+        quantization: "none" or one of `quantize.FORMATS`, for weights that are tensors.
         forced: a path from `paths.forced`; "": the fastest path.
     """
 
     def __init__(self, launcher: KernelLauncher, quantization: str, forced: str) -> None:
         self._launcher, self._forced = launcher, forced
-        # Bits of a weight; 0: weights are not quantized.  The head keeps 8 bits: each of its errors is a token's.
-        self._bits = quantize.BITS.get(quantization, 0)
-        self._head_bits = 8 if self._bits else 0
+        self._format = FORMATS.get(quantization)  # None: tensors are not quantized
+        self._head_format = HEAD if self._format else None
         self._tables = weakref.WeakKeyDictionary[QuantizedMatrix, linear_blocks.PackedBlocks]()
         self._layouts: set[block_layout.BlockLayout] = set()
         self._lookups: set[CompiledKernel] = set()
@@ -51,7 +49,7 @@ class Packing:
 
         Once a matrix was packed as blocks, the path of blocks: most weights of such a checkpoint are blocks.
         """
-        return self._quantized if self._bits or self._layouts else self._path_of(kind)
+        return self._quantized if self._format or self._layouts else self._path_of(kind)
 
     def _path_of(self, kind: torch.dtype) -> str:
         """The path of unquantized weights of `kind`."""
@@ -67,8 +65,10 @@ class Packing:
 
     def kernels(self, kind: torch.dtype) -> list[CompiledKernel]:
         """The kernels of products with tensors of `kind`."""
-        if self._bits:
-            return [linear_int.PRODUCT[bits, kind, self._quantized].code for bits in {self._bits, self._head_bits}]
+        if self._format:
+            layouts = {block_layout.layout_of(format) for format in (self._format, HEAD)}
+            return [linear_blocks.product_kernel(layout, kind, linear_blocks.path_for(layout, self._quantized))
+                    for layout in sorted(layouts)]
         return {
             "fp16": [linear_fp16.PRODUCT.code], "onednn": [pointwise.SILU_MUL[kind]],
             **{path: [product.code] for path, product in linear_bf16.PRODUCT.items()},
@@ -91,26 +91,25 @@ class Packing:
 
     def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
         """`weight [out, in]`, packed once for many products."""
-        return self._packed(weight, bias, self._bits)
+        return self._packed(_as_matrix(weight, self._format), bias)
 
     def exact(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """`weight [out, in]`, packed as it is."""
-        return self._packed(weight, bias, 0)
+        return self._packed(weight, bias)
 
     def head(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """`weight [vocab, hidden]`, packed for logits."""
-        return self._packed(weight, bias, self._head_bits)
+        return self._packed(_as_matrix(weight, self._head_format), bias)
 
     def gated(self, weight: Weight, bias: Tensor | None) -> Linear | None:
         """`weight [2 * intermediate, in]`, gates first, with SiLU in the product; None if its path cannot do that."""
+        weight = _as_matrix(weight, self._format)
         if isinstance(weight, StackedMatrix):
             return None
         if isinstance(weight, QuantizedMatrix):
             if weight.format.are_floats:
                 return self._of_floats(weight, bias, is_gated=True)
             return self._of_blocks([self._blocks(weight, bias, is_gated=True)])
-        if self._bits:
-            return linear_int.int_linear(weight, bias, self._bits, self._quantized, self._launcher, is_gated=True)
         own = self._own(weight)
         return None if own is None else own(weight, bias, self._launcher, is_gated=True)
 
@@ -118,13 +117,14 @@ class Packing:
         """Whether `gated` packs this weight."""
         if not isinstance(weight, Tensor):
             return isinstance(weight, QuantizedMatrix)
-        return bool(self._bits) or self._own(weight) is not None
+        return self._format is not None or self._own(weight) is not None
 
     def expert(self, weight: Weight, bias: Tensor | None, *, is_gated: bool = False) -> Sequence[PackedPart]:
         """One product of an expert, by our own kernels, in parts along its outputs.
 
         `is_gated` needs `can_gate`.
         """
+        weight = _as_matrix(weight, self._format)
         if isinstance(weight, StackedMatrix):
             return self._stacked(weight, bias)
         if isinstance(weight, QuantizedMatrix) and not weight.format.are_floats:
@@ -133,8 +133,6 @@ class Packing:
             product = self.gated(weight, bias)
         elif isinstance(weight, QuantizedMatrix):
             product = self._of_floats(weight, bias)
-        elif self._bits:
-            product = self.linear(weight, bias)
         else:
             product = (self._own(weight) or linear.tiled_linear)(weight, bias, self._launcher)
         assert isinstance(product, PackedProduct)
@@ -148,21 +146,19 @@ class Packing:
 
     def linear_bytes(self, weight: Weight) -> int:
         """Bytes of a packed `linear`."""
-        return _bytes(weight, self._bits)
+        return _bytes(weight, self._format)
 
     def head_bytes(self, weight: Weight) -> int:
         """Bytes of a packed `head`."""
-        return _bytes(weight, self._head_bits)
+        return _bytes(weight, self._head_format)
 
-    def _packed(self, weight: Weight, bias: Tensor | None, bits: int) -> Linear:
+    def _packed(self, weight: Weight, bias: Tensor | None) -> Linear:
         if isinstance(weight, QuantizedMatrix) and weight.format.are_floats:
             return self._of_floats(weight, bias)
         if isinstance(weight, QuantizedMatrix):
             return self._of_blocks([self._table(weight) if bias is None else self._blocks(weight, bias)])
         if isinstance(weight, StackedMatrix):
             return self._of_blocks(self._stacked(weight, bias))
-        if bits:
-            return linear_int.int_linear(weight, bias, bits, self._quantized, self._launcher)
         if self._path_of(weight.dtype) == "onednn":
             self._launcher.join_torch()
             return onednn.onednn_linear(weight, bias)
@@ -204,13 +200,18 @@ class Packing:
         return packed
 
 
-def _bytes(weight: Weight, bits: int) -> int:
-    """Bytes of a packed weight; a tensor is quantized to `bits`, unless that is 0."""
+def _as_matrix(weight: Weight, format: Format | None) -> Weight:
+    """A tensor as a matrix in `format`, unless that is None; what is quantized already stays as it is."""
+    return quantized(weight, format) if isinstance(weight, Tensor) and format is not None else weight
+
+
+def _bytes(weight: Weight, format: Format | None) -> int:
+    """Bytes of a packed weight; a tensor is quantized to `format`, unless that is None."""
     if isinstance(weight, StackedMatrix):
-        return sum(_bytes(part, bits) for part in weight.parts)
+        return sum(_bytes(part, format) for part in weight.parts)
     outputs, depth = weight.shape
     if isinstance(weight, QuantizedMatrix) and weight.format.are_floats:
         return linear_fp8.packed_bytes(outputs, depth)
-    if isinstance(weight, QuantizedMatrix):
-        return block_layout.layout_of(weight.format).bytes(outputs, depth)
-    return quantize.weight_bytes(outputs, depth, bits) if bits else outputs * depth * weight.itemsize
+    stored = weight.format if isinstance(weight, QuantizedMatrix) else format
+    return outputs * depth * weight.itemsize if isinstance(weight, Tensor) and stored is None else (
+        block_layout.layout_of(stored).bytes(outputs, depth))

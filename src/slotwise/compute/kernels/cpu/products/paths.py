@@ -7,9 +7,9 @@
                  bf16       of pairs of bfloat16, added to float32 (`linear_bf16.py`): AVX-512 BF16
                  float32    widened to float32 on the way into registers (`gemm.py`)
                  onednn     by oneDNN, through torch (`onednn.py`); decode steps are not recorded
-    int8, int4   amx_int8   of tiles (`linear_int.py`): AMX
-                 vnni       of bytes, added in fours by one instruction (`linear_int.py`): AVX-512 VNNI or AVX-VNNI
-                 integer    of bytes, added in pairs (`linear_int.py`)
+    int8, int4   amx_int8   of tiles (`linear_blocks.py`): AMX
+                 vnni       of bytes, added in fours by one instruction (`linear_blocks.py`): AVX-512 VNNI or AVX-VNNI
+                 integer    of bytes, added in pairs (`linear_blocks.py`)
 
 By default the path of bfloat16 is the one that the user had measured and kept (`slotwise bench kernels
 --keep-fastest`), a line of JSON in the user's folder of caches; without that file, the first of `FASTEST` whose feature
@@ -25,7 +25,7 @@ import os
 from pathlib import Path
 
 from slotwise.compute.kernels.cpu.processor import features, has
-from slotwise.compute.kernels.cpu.products import linear_bf16, linear_fp16, linear_int, onednn
+from slotwise.compute.kernels.cpu.products import linear_bf16, linear_blocks, linear_fp16, onednn
 from slotwise.platform import files
 from slotwise.platform.files import read_regular, write_output
 
@@ -83,12 +83,12 @@ def obstacle(path: str) -> str:
     if path == "amx":
         return linear_bf16.amx_obstacle()
     if path == "amx_int8":
-        return linear_int.amx_obstacle()
+        return linear_blocks.amx_obstacle()
     if path == "fp16" and not linear_fp16.has_fp16_gemm():
         return "it needs a processor with AVX-512 FP16"
     if path == "bf16" and not linear_bf16.has_bf16_gemm():
         return "it needs a processor with AVX-512 BF16"
-    if path == "vnni" and not linear_int.has_vnni_gemm():
+    if path == "vnni" and not linear_blocks.has_vnni_gemm():
         return "it needs a processor with AVX-512 VNNI or AVX-VNNI"
     return ""
 

@@ -1,20 +1,22 @@
-"""Numbers as small integers with scales: weights when they are packed, activations at run time.
+"""Numbers as small integers with scales: tensors when `--quantization` packs them, activations at run time.
 
-Two layouts share this file.  Weights that are tensors are quantized here, with a scale for each 64 inputs of an output
-(`linear_int.py`).  Matrices in a checkpoint's own format keep its codes (`linear_blocks.py`): only the activations are
-quantized, in units of 16, 32 or 64 numbers.
+`--quantization` makes a tensor a matrix in one of `FORMATS`, with a scale for each 32 inputs of an output; from there
+on it is a quantized matrix like those of checkpoints (`compute/kernels/matrix.py`), and `linear_blocks.py` multiplies
+it.
 
-Each token is quantized by itself, group by group ("group-wise", as in ZeroQuant, Yao et al., 2022), so an outlier
-affects only its group, and a token's result does not depend on its batch-mates, bit for bit.
+    int8    code - 128, times a scale of float16: 8.5 bits a weight, as in GGUF's Q8_0
+    int4    code times a scale, minus a minimum, both float16: 5 bits a weight, as in GGUF's Q4_1
 
-A group of weights gets the one of a few scales that leaves the least squared error: clipping the largest weight a
-little pays where there are 15 steps, as in Banner et al., "Post training 4-bit quantization", 2019.
+Of int4, a group gets the one of a few ranges that leaves the least squared error, and then the scale and the minimum
+that fit its codes best: clipping the largest weights a little pays where there are 16 levels, as in Banner et al.,
+"Post training 4-bit quantization", 2019.
 
-    weights       panels of 32 columns x groups x [ bytes | scales float32[32] ]
-        bytes     7 bits: 16 quads of depth x 32 columns x 4; nibbles: quads 2i and 2i + 1 share a byte, the first low
-    activations   groups x rows x int8[64], groups x rows x (scale float32, -sum int32)
-    of blocks     units x rows x int8[unit], units x rows x facts: the scale float32, then -zero * sum(q) int32, or for
-                  formats with minimums -scale * sum(q) float32
+Each token's activations are quantized by themselves, in units of 16, 32 or 64 numbers ("group-wise", as in ZeroQuant,
+Yao et al., 2022), so an outlier affects only its unit, and a token's result does not depend on its batch-mates, bit for
+bit.
+
+    units x rows of int8[unit], units x rows of facts: the scale float32, then -zero * sum(q) int32, or for formats with
+    minimums -scale * sum(q) float32
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from slotwise.compute.kernels.cpu.jit.llvm import (
     write,
 )
 from slotwise.compute.kernels.cpu.products.block_layout import BlockLayout
-from slotwise.compute.kernels.cpu.products.linear import DEPTH, SOURCES, RowBlock, in_panels, x_at
+from slotwise.compute.kernels.cpu.products.linear import DEPTH, SOURCES, RowBlock, x_at
 from slotwise.compute.kernels.cpu.simd import (
     FLOAT32,
     INT32,
@@ -55,62 +57,89 @@ from slotwise.compute.kernels.cpu.simd import (
     load,
     store,
 )
+from slotwise.compute.kernels.matrix import Factors, Format, QuantizedMatrix, Rows
 
-BITS = {"int8": 8, "int4": 4}
-"""The bits of a weight by the names of options; `engine/config.py` lists the same names."""
+FORMATS = {
+    "int8": Format(8, 32, torch.float16, zero=128), "int4": Format(4, 32, torch.float16, has_minimums=True)}
+"""The formats of weights by the names of options; `engine/config.py` lists the same names."""
+HEAD = FORMATS["int8"]
+"""The format of a head: each of its errors is a token's."""
 
-# Inputs that share a scale, and outputs of a panel.
-GROUP = 64
-COLUMNS = 32
-
-# By the bits of a weight: the largest quantized activation; the integers of a weight on either side of zero; the shares
-# of a group's largest weight that are tried; the code of zero; bytes of a group's weights, without and with scales.
-LIMIT = {8: 63, 4: 127}
-STEPS = {8: 63, 4: 7}
-CLIPS = {8: (1.0,), 4: (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)}
-ZERO_WEIGHT = {8: 64, 4: 8}
-BYTES = {8: COLUMNS * GROUP, 4: COLUMNS * GROUP // 2}
-RECORD = {bits: size + 4 * COLUMNS for bits, size in BYTES.items()}
+# The shares of a group's range that are tried for int4.
+RANGES = (1.0, 0.95, 0.9, 0.85, 0.8)
+# The smallest and the largest float16: a smaller scale would be 0, and a larger one infinite.
+LEAST_SCALE, MOST_SCALE = 2.0**-24, 65504.0
 
 # Bits of a float32.
 INFINITE, NAN = 0x7F800000, 0x7FC00000
 # So large that a float32 of this size has no fraction bits left: adding it rounds to integers.
 WITHOUT_FRACTION = 1.5 * 2**23
 
-# Of a unit of activations for packed blocks: bytes of its two facts, and the largest quantized number.
+# Of a unit of activations: bytes of its two facts, and the largest quantized number.
 FACTS = 8
 UNIT_LIMIT = 127.0
 # Their arguments follow those of every product.
 STRIDE, TABLE, ZERO_AND_FACTOR = range(SOURCES + 1, SOURCES + 4)
 
-_INTEGERS, _WHOLES, _FLOATS = (ir.VectorType(kind, GROUP) for kind in (BYTE, WORD, SINGLE))
+
+def quantized(weight: Tensor, format: Format) -> QuantizedMatrix:
+    """`weight [out, in]` in one of `FORMATS`; its numbers are read, and rounded, when it is packed."""
+    of_rows = _minimums_and_codes if format.has_minimums else _codes
+    outputs, depth = weight.shape
+    return QuantizedMatrix(format, outputs, depth, lambda first, end: of_rows(weight[first:end], format))
 
 
-def _quantize_group(
-    builder: ir.IRBuilder, x: ir.Value, target: ir.Value, scales: ir.Value, limit: ir.Value, zero: ir.Value,
-    kind: ElementType,
-) -> None:
-    bits = read(builder, x, ir.VectorType(SHORT if kind == types.uint16 else WORD, GROUP), align=2)
-    largest = _largest(builder, bits)
-    tiny = ir.Constant(SINGLE, 1e-30)
-    factor = builder.fdiv(limit, builder.select(builder.fcmp_ordered(">", largest, tiny), largest, tiny))
-    steps = _rounded(builder, builder.bitcast(_as_float32(builder, bits, _WHOLES), _FLOATS), factor)
-    correction = builder.mul(_total(builder, steps), builder.neg(builder.trunc(zero, WORD)))
-    # Kernels are compiled as if floats never were NaN, so a NaN is detected, and stored, by its bits.
-    is_nan = builder.icmp_unsigned(">", builder.bitcast(largest, WORD), ir.Constant(WORD, INFINITE))
-    scale = builder.bitcast(builder.fdiv(largest, limit), WORD)
-    scale = builder.select(is_nan, ir.Constant(WORD, NAN), scale)
-    write(builder, steps, target)
-    write(builder, scale, scales)
-    write(builder, correction, behind(builder, scales, 4))
+def _codes(weight: Tensor, format: Format) -> Rows:
+    groups = _groups(weight, format)
+    scales = _half(groups.abs().amax(dim=2, keepdim=True) / (format.zero - 1))
+    steps = (groups / scales).round_().clamp_(1 - format.zero, format.zero - 1).add_(format.zero)
+    return Rows(_joined(steps, weight), Factors(scales.squeeze(2).half()))
 
 
-quantize_group: Callable[[int, int, int, float, int, Real], None] = intrinsic(
-    _quantize_group, INT, INT, INT, FLOAT, INT, KIND)
-"""`quantize_group(x, target, scales, limit, zero, kind)`: quantize 64 numbers at `x` to bytes at `target`, up to
-`limit`; stores their scale and correction at `scales`.  A group with a NaN has the scale NaN, one with an infinity an
-infinite scale.
-"""
+def _minimums_and_codes(weight: Tensor, format: Format) -> Rows:
+    groups, most = _groups(weight, format), (1 << format.bits) - 1
+    low, high = groups.amin(dim=2, keepdim=True), groups.amax(dim=2, keepdim=True)
+    middle, half = (low + high) / 2, (high - low) / 2
+    best: tuple[Tensor, ...] = ()
+    for share in RANGES:
+        scale, minimum = 2 * share * half / most, share * half - middle
+        for _ in range(2):
+            scale, minimum = _half(scale), minimum.clamp(-MOST_SCALE, MOST_SCALE).half().float()
+            codes = ((groups + minimum) / scale).round_().clamp_(0, most)
+            error = (codes * scale - minimum - groups).square_().sum(dim=2, keepdim=True)
+            found = (error, codes, scale, minimum)
+            best = tuple(torch.where(error < best[0], new, old) for new, old in zip(found, best, strict=True)
+                         ) if best else found
+            scale, minimum = _fitted(groups, codes)
+    _, codes, scale, minimum = best
+    return Rows(_joined(codes, weight), Factors(scale.squeeze(2).half()), Factors(minimum.squeeze(2).half()))
+
+
+def _fitted(groups: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+    """The scales and minimums with which `codes` are closest to `groups`, by least squares."""
+    means = groups.mean(dim=2, keepdim=True), codes.mean(dim=2, keepdim=True)
+    apart = codes - means[1]
+    scale = (apart * (groups - means[0])).sum(dim=2, keepdim=True) / apart.square().sum(
+        dim=2, keepdim=True).clamp_min(1e-12)
+    return scale, scale * means[1] - means[0]
+
+
+def _groups(weight: Tensor, format: Format) -> Tensor:
+    """`[out, groups, numbers]` float32; the last group is filled up with zeros."""
+    padded: Tensor = F.pad(weight, (0, -weight.shape[1] % format.group))
+    groups: Tensor = padded.float().unflatten(1, (-1, format.group))
+    return groups
+
+
+def _half(scales: Tensor) -> Tensor:
+    """Scales as a float16 stores them."""
+    return scales.clamp(LEAST_SCALE, MOST_SCALE).half().float()
+
+
+def _joined(codes: Tensor, weight: Tensor) -> Tensor:
+    """The codes of the inputs that there are, `[out, in]` uint8."""
+    flat: Tensor = codes.to(torch.uint8).flatten(1)
+    return flat[:, : weight.shape[1]]
 
 
 def _largest(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
@@ -127,96 +156,6 @@ def _as_float32(builder: ir.IRBuilder, bits: ir.Value, wide: ir.Type) -> ir.Valu
         return bits
     sixteen = all_of(wide, 16) if isinstance(wide, ir.VectorType) else ir.Constant(wide, 16)
     return builder.shl(builder.zext(bits, wide), sixteen)
-
-
-def _rounded(builder: ir.IRBuilder, values: ir.Value, factor: ir.Value) -> ir.Value:
-    """`values` times `factor`, rounded to bytes."""
-    added = fast(builder, f"llvm.fma.v{GROUP}f32", _FLOATS, values, spread(builder, factor, _FLOATS),
-                 all_of(_FLOATS, WITHOUT_FRACTION))
-    return builder.trunc(builder.bitcast(added, _WHOLES), _INTEGERS)
-
-
-def _total(builder: ir.IRBuilder, steps: ir.Value) -> ir.Value:
-    """The sum of 64 signed bytes, by LLVM's instruction for unsigned ones."""
-    unsigned = builder.zext(builder.xor(steps, all_of(_INTEGERS, 128)), _WHOLES)
-    return builder.sub(call(builder, f"llvm.vector.reduce.add.v{GROUP}i32", WORD, unsigned),
-                       ir.Constant(WORD, 128 * GROUP))
-
-
-@kernel
-def _quantize_rest(
-    x: int, count: int, room: int, target: int, scales: int, limit: float, zero: int, kind: Real
-) -> None:
-    """Quantize a group of fewer than 64 numbers, padded with zeros in the scratch `room`."""
-    for i in range(count):
-        store(room, i, load(x, i, kind), FLOAT32)
-    fill(room + count * 4, GROUP - count, ZERO)
-    quantize_group(room, target, scales, limit, zero, FLOAT32)
-
-
-@kernel
-def quantize_block(
-    words: int, first: int, rows: int, padded: int, target: int, room: int, limit: float, zero: int, kind: Real
-) -> None:
-    """Rows `first ... first + rows` of a product's x as groups of bytes, then as groups of scales and corrections.
-
-    A group has `padded` rows; those behind `rows` are left as they are.
-    """
-    depth = load(words, DEPTH, INT64)
-    groups = (depth + GROUP - 1) // GROUP
-    scales = target + groups * padded * GROUP
-    for row in range(rows):
-        x = x_at(words, first + row, kind)
-        for group in range(depth // GROUP):
-            place = group * padded + row
-            quantize_group(
-                x + group * GROUP * bytes_of(kind), target + place * GROUP, scales + place * 8, limit, zero, kind)
-        if depth % GROUP:
-            place, done = (groups - 1) * padded + row, depth // GROUP * GROUP
-            _quantize_rest(x + done * bytes_of(kind), depth - done, room, target + place * GROUP, scales + place * 8,
-                           limit, zero, kind)
-
-
-def quantize_weight(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """`weight [out, in]` as integers `[out, groups, 64]` (int8) and their scales `[out, groups]` (float32)."""
-    padded = F.pad(weight, (0, -weight.shape[1] % GROUP)).float().unflatten(1, (-1, GROUP))
-    largest = padded.abs().amax(dim=2, keepdim=True).clamp_min(1e-30)
-    first, *others = CLIPS[bits]
-    scale = largest * (first / STEPS[bits])
-    steps, least = _at_scale(padded, scale, bits)
-    for clip in others:
-        another = largest * (clip / STEPS[bits])
-        found, error = _at_scale(padded, another, bits)
-        is_better = error < least
-        least, steps, scale = (
-            torch.where(is_better, new, old) for new, old in ((error, least), (found, steps), (another, scale)))
-    return steps.to(torch.int8), scale.squeeze(2)
-
-
-def _at_scale(groups: Tensor, scale: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """`groups [..., 64]` as whole steps of `scale`, and each group's squared error."""
-    steps = (groups / scale).round_().clamp_(-STEPS[bits] - (bits == 4), STEPS[bits])
-    return steps, (steps * scale - groups).square_().sum(dim=2, keepdim=True)
-
-
-def pack(steps: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """The result of `quantize` as panels: `[panels, groups, bytes]`."""
-    outputs, groups = scales.shape
-    more = -outputs % COLUMNS
-    zero = ZERO_WEIGHT[bits]
-    unsigned = F.pad(steps + zero, (0, 0, 0, 0, 0, more), value=zero).to(torch.uint8)
-    quads = unsigned.view(-1, COLUMNS, groups, GROUP // 4, 4).permute(0, 2, 3, 1, 4)
-    if bits == 4:
-        quads = quads[:, :, 0::2] | quads[:, :, 1::2] << 4
-    panel_scales = in_panels(scales, COLUMNS).view(-1, COLUMNS, groups).transpose(1, 2).contiguous()
-    return torch.cat((quads.flatten(2), panel_scales.view(torch.uint8)), dim=2)
-
-
-def weight_bytes(outputs: int, depth: int, bits: int) -> int:
-    """Bytes of a packed `weight [outputs, depth]`."""
-    return -(-outputs // COLUMNS) * -(-depth // GROUP) * RECORD[bits]
-
-
 
 
 def _quantize_unit(

@@ -83,7 +83,7 @@ class EngineConfig(ChosenLimits):
         read=lambda text: DTYPE_NAMES.get(text, text))
     quantization: str = setting(
         "none", "type to which weights are quantized when they are loaded; activations are quantized to int8 in each "
-        "step. int4 may ruin a model: docs/performance.md has the perplexities", choices=QUANTIZATIONS,
+        "step. docs/performance.md has the perplexities", choices=QUANTIZATIONS,
         is_common=True)
     packed_weights_cache: float = setting(
         0.0, "on a CPU: disk space for the weights of quantized checkpoints as they are repacked, so that the next "

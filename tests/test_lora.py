@@ -169,7 +169,7 @@ def test_what_initialized_an_adapter_changes_nothing(plain, tmp_path):
     ({"use_dora": True}, "use_dora"), ({"peft_type": "IA3"}, "peft_type"),
     ({"modules_to_save": ["lm_head"]}, "modules_to_save"), ({"bias": "some"}, "bias"),
     ({"init_lora_weights": "pissa"}, "init_lora_weights"), ({"lora_alpha": -1}, "lora_alpha"),
-    ({"layer_replication": [[0, 1]]}, "layer_replication"), ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+    ({"layer_replication": [[0, 1]]}, "layer_replication"),
     ({"alpha_pattern": {"(a+)+": 1.0}}, "alpha_pattern"), ({"something_new": 3}, "something_new")])
 def test_a_config_that_is_not_computed_is_refused_by_name(plain, llm, tmp_path, config, message):
     path = lora.write(tmp_path / "a", plain, seed=1, **config)

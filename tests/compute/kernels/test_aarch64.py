@@ -22,8 +22,14 @@ platform.machine = lambda: "aarch64"  # before kernels are compiled
 from llvmlite import binding as llvm
 from numba import types
 from slotwise.compute.kernels.cpu import kernels, processor
-from slotwise.compute.kernels.cpu.products import paths
+from slotwise.compute.kernels.cpu.products import linear_blocks, paths
+from slotwise.compute.kernels.cpu.products.block_layout import layout_of
+from slotwise.compute.kernels.cpu.products.quantize import HEAD
 from slotwise.compute.kernels.cpu.jit import compiler
+import torch
+
+blocks = {linear_blocks.product_kernel(layout_of(HEAD), torch.bfloat16, path).name: f"blocks_by_{path}"
+          for path in linear_blocks.PATHS}
 
 llvm.initialize_all_targets()
 llvm.initialize_all_asmprinters()
@@ -31,6 +37,7 @@ machine = llvm.Target.from_triple(TRIPLE).create_target_machine(cpu="neoverse-n1
 lacks = [path for path in paths.ALL if path != "onednn" and paths.obstacle(path)]
 made, not_portable, seen, kind = {}, [], set(), 0
 for name, code in compiler._known.items():
+    name = blocks.get(name, name)
     path = name.partition("_by_")[2]
     if path in seen and path in (*lacks, "software_tiles"):  # not used there: one of each shows whether it is portable
         continue
@@ -67,7 +74,7 @@ def test_every_kernel_that_a_processor_without_avx_uses_compiles_for_aarch64() -
     assert lanes == 8, "what torch says of a processor without AVX"
     assert lacks == ["amx", "fp16", "bf16", "amx_int8", "vnni"]
     attention = {name.rpartition(".")[2] for name in not_portable if "_by_" not in name}
-    assert attention == {"_attend_uint16_int16", "multiply_int16"}, "pairs of bfloat16"
+    assert attention == {"_attend_uint16_int16", "_attend_latents_uint16_int16", "multiply_int16"}, "pairs of bfloat16"
     products = {name.rpartition("_by_")[2] for name in not_portable if "_by_" in name}
     assert products == {"bf16", "amx", "amx_int8", "vnni"}
     assert len(made) > 30 and kind == AARCH64

@@ -140,7 +140,7 @@ class Attention:
             {f"{name}.{options.sinks}": Cut((heads.query,))} if is_shared else NO_CUTS,
         ).float() if options.sinks else None
         self.bytes = self.qkv.bytes + self.output.bytes + (self._gate.bytes if self._gate else 0)
-        has_weights = not isinstance(options.qk_norm, NormOptions) or options.qk_norm.has_weight
+        has_weights = isinstance(options.qk_norm, NormOptions) and options.qk_norm.has_weight
         self.bytes += self._norm.query.nbytes + self._norm.key.nbytes if self._norm and has_weights else 0
         self.bytes += 0 if self._sinks is None else self._sinks.nbytes
         self.bytes += 0 if self._head_norms is None else self._head_norms.bytes

@@ -30,6 +30,16 @@ def common(config: dict[str, Any]) -> dict[str, Any]:
         rope, size = config["rope_parameters"], config["head_dim"]
         theta = rope["rope_theta"] * rope["alpha"] ** (size / (size - 2))
         return config | {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+    if is_of(config, "Gemma4"):
+        layers, own = range(config["num_hidden_layers"]), config["per_layer_config"]
+        full = next(iter(own.values()))
+        wide = config["num_hidden_layers"] - (config["num_kv_shared_layers"] if config["use_double_wide_mlp"] else 0)
+        return config | {
+            "intermediate_size": [config["intermediate_size"] * (1 + (layer >= wide)) for layer in layers],
+            "num_key_value_heads": [(own.get(str(layer)) or {}).get(
+                "num_key_value_heads", config["num_key_value_heads"]) for layer in layers],
+            "head_dim": full["head_dim"],
+            "rope_parameters": {"rope_theta": config["rope_parameters"]["full_attention"]["rope_theta"]}}
     if not has_layer_norms(config):
         return config
     config = config | {NAMES[name]: value for name, value in config.items() if name in NAMES and value is not None}
@@ -56,6 +66,13 @@ def add_keys(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) 
                           ("beta", writer.add_xielu_beta), ("eps", writer.add_xielu_eps)):
             add([tensors[f"model.layers.{layer}.mlp.act_fn.{name}"].item()
                  for layer in range(config["num_hidden_layers"])])
+    if is_of(config, "Gemma4"):
+        writer.add_shared_kv_layers(config["num_kv_shared_layers"])
+        writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+        writer.add_key_length_swa(config["head_dim"])
+        writer.add_value_length_swa(config["head_dim"])
+        writer.add_rope_dimension_count_swa(config["head_dim"])
     if is_of(config, "Gemma3n"):
         writer.add_altup_active_idx(config["altup_active_idx"])
         writer.add_altup_num_inputs(config["altup_num_inputs"])
@@ -69,6 +86,10 @@ def add_keys(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: Tensors) 
 def changed(tensors: Tensors, config: dict[str, Any]) -> Tensors:
     """Tensors in the form and under the names that the converter maps."""
     found: Tensors = {}
+    if is_of(config, "Gemma4"):
+        pairs = common(config)["head_dim"] // 2
+        turning = int(pairs * config["rope_parameters"]["full_attention"]["partial_rotary_factor"])
+        found["rope.freqs.weight"] = torch.tensor([1.0] * turning + [1e30] * (pairs - turning))
     for name, tensor in tensors.items():
         if ".act_fn." in name:
             continue
@@ -81,7 +102,7 @@ def changed(tensors: Tensors, config: dict[str, Any]) -> Tensors:
             queries, keys, values = parts[:, :-2], parts[:, -2:-1], parts[:, -1:]
             tensor = torch.cat([part.reshape(-1, *tensor.shape[1:]) for part in (queries, keys, values)])
         stem, _, kind = name.rpartition(".")
-        if kind == "correct_output_scale":
+        if kind in ("correct_output_scale", "layer_scalar"):
             name = f"{name}.weight"
         above, _, number = stem.rpartition(".")
         if is_of(config, "Gemma3n") and above in ALTUP.values():

@@ -32,7 +32,8 @@ ARCHITECTURES = {
     **dict.fromkeys(("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "YoutuForCausalLM"),
                     gguf.MODEL_ARCH.DEEPSEEK2),
     **{f"{name}ForCausalLM": arch for name, arch in {
-        "Gemma": gguf.MODEL_ARCH.GEMMA, "Gemma3n": gguf.MODEL_ARCH.GEMMA3N, "Cohere": gguf.MODEL_ARCH.COMMAND_R,
+        "Gemma": gguf.MODEL_ARCH.GEMMA, "Gemma3n": gguf.MODEL_ARCH.GEMMA3N,
+        "Gemma4": gguf.MODEL_ARCH.GEMMA4, "Cohere": gguf.MODEL_ARCH.COMMAND_R,
         "Cohere2": gguf.MODEL_ARCH.COHERE2, "HunYuanDenseV1": gguf.MODEL_ARCH.HUNYUAN_DENSE,
         "Ministral3": gguf.MODEL_ARCH.MISTRAL3, "Arcee": gguf.MODEL_ARCH.ARCEE, "Jais2": gguf.MODEL_ARCH.JAIS2,
         "Apertus": gguf.MODEL_ARCH.APERTUS, "Bloom": gguf.MODEL_ARCH.BLOOM, "Mpt": gguf.MODEL_ARCH.MPT,
@@ -59,7 +60,7 @@ MIXTURES = [f"{name}ForCausalLM" for name in (
     "Llama4", "GraniteMoeShared")]
 WINDOWED = (  # files have theirs
     "ExaoneMoeForCausalLM", "AfmoeForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Phi3ForCausalLM",
-    "GptOssForCausalLM", "Cohere2ForCausalLM", "Gemma3nForCausalLM")
+    "GptOssForCausalLM", "Cohere2ForCausalLM", "Gemma3nForCausalLM", "Gemma4ForCausalLM")
 Edit = Callable[[gguf.GGUFWriter], None]
 
 

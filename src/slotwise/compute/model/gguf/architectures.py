@@ -68,10 +68,12 @@ class ArchitectureKeys:
         """Count keys as read that have no effect on texts."""
         self._read |= {self._name(key) for key in keys}
 
-    def alike(self, key: str, layers: int, default: int | None = None, *, some: bool = False) -> int:
+    def alike(
+        self, key: str, layers: int, default: int | None = None, *, some: bool = False, varies: bool = False,
+    ) -> int:
         """A number that a file may give for each layer, and that must be the same in all.
 
-        `some`: it may be 0 in layers of another kind.
+        `some`: it may be 0 in layers of another kind.  `varies`: it may differ, and the least is returned.
         """
         name = self._name(key)
         numbers = self.metadata.numbers(name)
@@ -81,6 +83,7 @@ class ArchitectureKeys:
         if not numbers and default is None:
             raise self.metadata.error(name, "is missing")
         values = set(numbers) if default is None or numbers else {default}
+        values = {min(values)} if varies else values
         if len(values) > 1 or len(numbers) not in (0, 1, layers):
             raise self.metadata.error(name, f"gives {len(numbers)} layers {len(values)} sizes: all must be alike")
         value = values.pop()
@@ -179,7 +182,9 @@ def theta(keys: ArchitectureKeys, key: str, default: float) -> float:
     return keys.number(key, default, minimum=1.0, maximum=MAX_THETA)
 
 
-def read_factors(keys: ArchitectureKeys, name: str, pairs: int) -> tuple[float, ...]:
+def read_factors(
+    keys: ArchitectureKeys, name: str, pairs: int, most: float = MAX_FACTOR,
+) -> tuple[float, ...]:
     """A tensor of what the frequencies of each pair of dimensions are divided by; none where a file has it not."""
     stored = f"{name}.weight"
     if stored not in keys.tensors:
@@ -192,8 +197,8 @@ def read_factors(keys: ArchitectureKeys, name: str, pairs: int) -> tuple[float, 
     with path.open("rb") as file:
         file.seek(tensor.start)
         factors = torch.frombuffer(bytearray(file.read(tensor.end - tensor.start)), dtype=torch.float32)
-    if not (factors.isfinite().all() and (factors >= MIN_FACTOR).all() and (factors <= MAX_FACTOR).all()):
-        raise CheckpointError(f"{where} must hold numbers from {MIN_FACTOR} to {MAX_FACTOR:g}")
+    if not (factors.isfinite().all() and (factors >= MIN_FACTOR).all() and (factors <= most).all()):
+        raise CheckpointError(f"{where} must hold numbers from {MIN_FACTOR} to {most:g}")
     return tuple(factors.tolist())
 
 
@@ -613,6 +618,7 @@ class Architecture:
     rotates_parts: bool = False  # of heads, perhaps
     is_compressed: bool = False  # keys and values are: the size of a head is that of what rotates
     has_layer_norms: bool = False  # and not RMS norms
+    varies: bool = False  # heads of keys and widths may differ by layer, and one embedding rotates by `rope_freqs`
     # The fused weight of queries, keys and values, whose rows the converter puts in this order; "": there is none.
     ungrouped: str = ""
     # Parts of a layer that are numbers in an array of the metadata, and their shapes, by its key.
@@ -901,6 +907,40 @@ def gemma3n(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
         "laurel_rank": keys.rows("laurel_l"), "final_logit_softcapping": keys.number(cap, 30.0, maximum=MAX_CAP)}
 
 
+UNTURNED = 1e30  # what converters divide the frequency of a pair by that does not turn
+
+
+def gemma4(keys: ArchitectureKeys, common: Mapping[str, Any]) -> ConfigFields:
+    """Numbers that differ by layer are those of layers with a window, and others of those without."""
+    layers, size = common["num_hidden_layers"], common["head_dim"]
+    kinds = [SLIDING if each else FULL for each in keys.numbers("attention.sliding_window_pattern", layers)]
+    heads, widths = (keys.metadata.numbers(f"{keys.prefix}.{key}") for key in (
+        "attention.head_count_kv", "feed_forward_length"))
+    heads = heads if len(heads) == layers else [common["num_key_value_heads"]] * layers
+    heads = [int(each) for each in heads]
+    factors = read_factors(keys, "rope_freqs", size // 2, UNTURNED)
+    turning = sum(factor < UNTURNED for factor in factors) / max(1, len(factors)) if factors else 1.0
+    table = keys.tensors.get("per_layer_token_embd.weight")
+    local, cap = theta(keys, "rope.freq_base_swa", 10_000.0), "final_logit_softcapping"
+    full = next((layer for layer, kind in enumerate(kinds) if kind == FULL), 0)
+    small = next((layer for layer, kind in enumerate(kinds) if kind == SLIDING), full)
+    return {
+        "layer_types": kinds, "sliding_window": keys.integer("attention.sliding_window"),
+        "num_key_value_heads": heads[small], "head_dim": keys.integer("attention.key_length_swa", default=size),
+        "per_layer_config": {str(layer): {"head_dim": size, "num_key_value_heads": heads[layer]}
+                             for layer, kind in enumerate(kinds) if kind == FULL},
+        "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in keys.tensors,
+        "use_double_wide_mlp": max(widths) > min(widths),
+        "num_kv_shared_layers": keys.integer("attention.shared_kv_layers", default=0, minimum=0),
+        "hidden_size_per_layer_input": keys.integer("embedding_length_per_layer_input", default=0, minimum=0),
+        "vocab_size_per_layer_input": common["vocab_size"] if table is None else table[1].shape[0],
+        "rope_parameters": {
+            FULL: {"rope_type": "proportional", "rope_theta": common["rope_parameters"]["rope_theta"],
+                   "partial_rotary_factor": turning},
+            SLIDING: {"rope_type": "default", "rope_theta": local}},
+        "final_logit_softcapping": keys.number(cap, maximum=MAX_CAP) if keys.has(cap) else None}
+
+
 _BLOOM = {
     "attn_qkv": "self_attention.query_key_value", "attn_output": "self_attention.dense",
     "ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h"}
@@ -926,6 +966,9 @@ ARCHITECTURES |= {
         "Gemma3nForCausalLM", parts=_GEMMA3N, more=gemma3n,
         ends={**_PER_LAYER_ENDS, "altup_proj": "model.altup_projections.{}",
               "altup_unembd_proj": "model.altup_unembed_projections.{}"}),
+    "gemma4": Architecture(
+        "Gemma4ForCausalLM", parts={**_GEMMA, **_PER_LAYER, "layer_output_scale.weight": "layer_scalar"}, more=gemma4,
+        ends=_PER_LAYER_ENDS, varies=True),
     "command-r": Architecture("CohereForCausalLM", more=logit_scaled, has_layer_norms=True),
     "cohere2": Architecture("Cohere2ForCausalLM", more=cohere2, has_layer_norms=True),
     "qwen2vl": Architecture("Qwen2ForCausalLM", more=multimodal),

@@ -149,7 +149,7 @@ def read_gguf_config(path: Path) -> ModelConfig:
         config = replace(config, quantization=BlockQuantization(f"GGUF, {' and '.join(kinds)}"))
     check_unread(keys, config, architecture)
     check_general(keys.metadata)
-    divisors = read_factors(keys, "rope_freqs", config.head_dim // 2)
+    divisors = () if architecture.varies else read_factors(keys, "rope_freqs", config.head_dim // 2)
     if not divisors:
         return config
     ropes = [rope if isinstance(rope, NoRope) else DividedRope(rope.theta, divisors) for rope in config.ropes]
@@ -185,8 +185,9 @@ def _common(keys: ArchitectureKeys, architecture: Architecture) -> dict[str, obj
     layers, hidden = keys.integer("block_count", maximum=MAX_LAYERS), keys.integer("embedding_length")
     some, without = architecture.has_states, architecture.lacks_attention
     heads = 1 if without else keys.alike("attention.head_count", layers, some=some)
-    kv_heads = heads if without else keys.alike("attention.head_count_kv", layers, default=heads, some=some)
-    width = 1 if without else keys.alike("feed_forward_length", layers, some=some)
+    kv_heads = heads if without else keys.alike(
+        "attention.head_count_kv", layers, default=heads, some=some, varies=architecture.varies)
+    width = 1 if without else keys.alike("feed_forward_length", layers, some=some, varies=architecture.varies)
     if heads % kv_heads:
         raise keys.error("attention.head_count", f"({heads}) must be a multiple of head_count_kv ({kv_heads})")
     if keys.integer("expert_count", default=0, minimum=0) and not architecture.has_experts:

@@ -10,12 +10,12 @@ from support import checkpoints
 
 from slotwise.compute.model.family_table import FAMILIES
 
-ELSEWHERE = {  # their text parts: tests/compute/model/test_decoder.py
+ELSEWHERE = {  # their text parts: tests/compute/model/test_text_parts.py and test_decoder.py
     "Gemma3ForConditionalGeneration", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration",
     "Mistral3ForConditionalGeneration", "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration", "Gemma3nForConditionalGeneration",
     "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration",
-    "GotOcr2ForConditionalGeneration"}
+    "GotOcr2ForConditionalGeneration", "Llama4ForConditionalGeneration"}
 
 
 @pytest.mark.slow

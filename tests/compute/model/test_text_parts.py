@@ -38,6 +38,11 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # by a name: 
         "head_dim": 32, "global_head_dim": 48, "num_hidden_layers": 6, "num_kv_shared_layers": 2,
         "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 1024, "sliding_window": 48,
         "layer_types": ["sliding_attention", "full_attention"] * 3}, EYE | {"num_key_value_heads": 2}),
+    "llama4": ("Llama4", {
+        "head_dim": 32, "intermediate_size_mlp": 96, "num_local_experts": 4, "attention_chunk_size": 48,
+        "no_rope_layers": [1, 0, 1], "moe_layers": [1]}, {
+        "hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8,
+        "patch_size": 4, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}),
     "got_ocr2": ("GotOcr2", {"model_type": "qwen2"}, {
         "hidden_size": 32, "output_channels": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
         "patch_size": 4, "mlp_dim": 32, "window_size": 2, "global_attn_indexes": [0]}),
@@ -61,7 +66,8 @@ def test_prompts_of_text_have_the_logits_of_the_whole_model(name: str, tmp_path:
         decoder = load_model(tmp_path / "model", kernels=ReferenceKernels(), dtype="float32")
         ours = Driver(decoder).step(list(enumerate(rows)))
         with torch.inference_mode():
-            theirs = torch.cat([model(input_ids=torch.tensor([ids])).logits[:, -1] for ids in rows])
+            whole = model.language_model if kind == "Llama4" else model  # which fails where there is no image
+            theirs = torch.cat([whole(input_ids=torch.tensor([ids])).logits[:, -1] for ids in rows])
     assert (ours - theirs).abs().max() < 1e-4 * theirs.std()
 
 

@@ -252,7 +252,7 @@ def test_longrope_takes_the_factors_of_the_longest_sequence_served(
 
 @pytest.mark.parametrize(("family", "beginning"), [
     ("gemma3", "model.language_model."), ("gemma3", "language_model.model."), ("qwen3_5", "model.language_model."),
-    ("qwen3_5_moe", "model.language_model.")])
+    ("qwen3_5_moe", "model.language_model."), ("llama4", "language_model.model.")])
 def test_the_text_of_a_model_for_images_and_text(family: str, beginning: str, tmp_path: Path) -> None:
     folder, asked = make(family, tmp_path / "text"), prompts([70, 5])
     both = as_part(folder, tmp_path / "both", beginning)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from slotwise.compute.kernels.interface import AttentionShape, Kernels, LatentShape
+from slotwise.compute.kernels.interface import AttentionShape, Kernels, LatentShape, StateShape
 from slotwise.compute.kernels.select import launcher_of
 from slotwise.compute.model.decoder import DecoderSizes
 from slotwise.core.step_time import Machine, Roofline
@@ -96,14 +96,15 @@ def faster(one: Machine, other: Machine) -> Machine:
 
 
 def roofline(decoder: DecoderSizes, machine: Machine) -> Roofline:
-    """Returns lower bounds of the costs of a model's steps; recurrent states are not counted."""
+    """Returns lower bounds of the costs of a model's steps."""
     config, kernels = decoder.config, decoder.kernels
     attention = [shape for shape in decoder.layer_shapes if isinstance(shape, AttentionShape | LatentShape)]
     return Roofline(
         machine, decoder.step_weight_bytes,
         sum(kernels.cache_bytes_per_block(BLOCK, shape, config.dtype) for shape in attention) // BLOCK,
         config.layer_weights, config.hidden_size * config.vocab_size,
-        sum(map(_position_operations, attention)))
+        sum(map(_position_operations, attention)),
+        2 * sum(shape.state_bytes for shape in decoder.layer_shapes if isinstance(shape, StateShape)))
 
 
 def _position_operations(shape: AttentionShape | LatentShape) -> int:

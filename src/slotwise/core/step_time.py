@@ -418,6 +418,7 @@ class Roofline:
     token_weights: int  # weights that each token is multiplied by
     head_weights: int  # weights that each sampling row is multiplied by in addition
     pair_operations: int  # operations of a query and a key, in all layers
+    row_bytes: int = 0  # of a row's recurrent states, read and written
 
     def cost(self, starts: Sequence[int], counts: Sequence[int], num_sampled: int) -> Cost:
         """Returns the cost of rows that compute `counts` tokens from positions `starts`; padding is not counted."""
@@ -426,7 +427,7 @@ class Roofline:
         if computed > len(counts):
             pairs = sum([count * start + count * (count + 1) // 2 for start, count in zip(starts, counts, strict=True)])
         return Cost(
-            self.weight_bytes + contexts * self.position_bytes,
+            self.weight_bytes + contexts * self.position_bytes + len(counts) * self.row_bytes,
             2 * (computed * self.token_weights + num_sampled * self.head_weights) + pairs * self.pair_operations)
 
     def seconds(self, cost: Cost) -> float:

@@ -354,7 +354,7 @@ class StateSpaceShape(StateShape):
 
     @property
     def rule_floats(self) -> int:
-        """Numbers of the rule's state, `[heads, state_size, head_dim]`."""
+        """Numbers of the rule's state, `[heads, head_dim, state_size]`."""
         return self.values * self.state_size
 
     @property

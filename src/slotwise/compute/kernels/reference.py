@@ -722,12 +722,12 @@ def _state_space(state: Tensor, mixed: Tensor, weights: StateSpaceWeights, shape
     x, b, c = x.view(tokens, heads, -1), *(
         each.view(tokens, groups, size).repeat_interleave(heads // groups, dim=1) for each in (b, c))
     steps = F.softplus(raw + weights.step_bias).clamp(shape.least_step, shape.largest_step)
-    decay, matrix = torch.exp(weights.rate * steps), state[: shape.rule_floats].view(heads, size, shape.head_dim)
+    decay, matrix = torch.exp(weights.rate * steps), state[: shape.rule_floats].view(heads, shape.head_dim, size)
     out = torch.empty_like(x)
     for token in range(tokens):
         matrix *= decay[token, :, None, None]
-        matrix += torch.einsum("hn,hp->hnp", b[token], steps[token, :, None] * x[token])
-        out[token] = torch.einsum("hn,hnp->hp", c[token], matrix) + weights.skip[:, None] * x[token]
+        matrix += torch.einsum("hn,hp->hpn", b[token], steps[token, :, None] * x[token])
+        out[token] = torch.einsum("hn,hpn->hp", c[token], matrix) + weights.skip[:, None] * x[token]
     return _gated(out.flatten(1), z, weights, shape)
 
 

@@ -39,7 +39,6 @@ from slotwise.compute.kernels.cpu.simd import (
     bytes_of,
     exp2,
     fetch_add,
-    fill,
     float32,
     float_of,
     larger,
@@ -88,20 +87,23 @@ def _softplus(x: float) -> float:
 
 
 @kernel
-def _advance_head(state: int, b: int, c: int, x: int, out: int, size: int, width: int, decay: float) -> None:
-    """`state = decay * state + outer(b, x)`, and `out = c @ state`; `state [size, width]`."""
-    fill(out, width, ZERO)
-    for n in range(size):
-        known, asked, line = load(b, n, FLOAT32), load(c, n, FLOAT32), state + n * width * 4
-        for i in range(width):
-            value = decay * load(line, i, FLOAT32) + known * load(x, i, FLOAT32)
-            store(line, i, value, FLOAT32)
-            store(out, i, load(out, i, FLOAT32) + asked * value, FLOAT32)
+def _advance_head(
+    state: int, b: int, c: int, x: int, out: int, size: int, width: int, decay: float, step: float, skip: float,
+) -> None:
+    """`state = decay * state + outer(step * x, b)`, and `out = state @ c + skip * x`; `state [width, size]`."""
+    for i in range(width):
+        value = load(x, i, FLOAT32)
+        known, line, total = step * value, state + i * size * 4, ZERO
+        for n in range(size):
+            number = decay * load(line, n, FLOAT32) + known * load(b, n, FLOAT32)
+            store(line, n, number, FLOAT32)
+            total += number * load(c, n, FLOAT32)
+        store(out, i, total + skip * value, FLOAT32)
 
 
 @kernel
-def _space_token(words: int, token: int, head: int, state: int, room: int, kind: Real) -> None:
-    """Advance a head's state by a token; `room` is for its x, times dt."""
+def _space_token(words: int, token: int, head: int, state: int, kind: Real) -> None:
+    """Advance a head's state by a token."""
     heads, width, groups = load(words, HEADS, INT64), load(words, HEAD_DIM, INT64), load(words, GROUPS, INT64)
     size, values = load(words, STATE_SIZE, INT64), heads * width
     channels = values + 2 * groups * size
@@ -111,13 +113,9 @@ def _space_token(words: int, token: int, head: int, state: int, room: int, kind:
     step = smaller(larger(_softplus(raw), float_of(load(words, LEAST, INT64))), float_of(load(words, LARGEST, INT64)))
     x, out = convolved + head * width * 4, load(words, OUT, INT64) + (token * values + head * width) * 4
     b = convolved + (values + head // (heads // groups) * size) * 4
-    for i in range(width):
-        store(room, i, step * load(x, i, FLOAT32), FLOAT32)
     decay = exp2(load(load(words, RATE, INT64), head, FLOAT32) * step * LOG2_E)
-    _advance_head(state, b, b + groups * size * 4, room, out, size, width, decay)
     skip = load(load(words, SKIP, INT64), head, FLOAT32)
-    for i in range(width):
-        store(out, i, load(out, i, FLOAT32) + skip * load(x, i, FLOAT32), FLOAT32)
+    _advance_head(state, b, b + groups * size * 4, x, out, size, width, decay, step, skip)
 
 
 @kernel
@@ -126,7 +124,7 @@ def _space(words: int, kind: Real) -> None:
     heads, block, starts = load(words, HEADS, INT64), load(words, BLOCK, INT64), load(words, QUERY_STARTS, INT64)
     width = load(words, HEAD_DIM, INT64)
     floats = load(words, STATE_SIZE, INT64) * width
-    trial = load(words, ROOM, INT64) + fetch_add(words + THREAD_COUNTER, 1) * (floats + width) * 4
+    trial = load(words, ROOM, INT64) + fetch_add(words + THREAD_COUNTER, 1) * floats * 4
     work = load(words, ROWS, INT64) * heads
     item = fetch_add(words, 1)
     while item < work:
@@ -140,7 +138,7 @@ def _space(words: int, kind: Real) -> None:
                 own = trial if on_trial else state_of(words, row, position) + at
                 carry(state, own, floats)
                 state = own
-            _space_token(words, token, head, state, trial + floats * 4, kind)
+            _space_token(words, token, head, state, kind)
             position += 1
         item = fetch_add(words, 1)
 
@@ -258,7 +256,7 @@ def state_space(
     convolved = convolve(launcher, mixed[:, shape.values :], weights.convolution, cache, batch, shape, torch.float32)
     results = launcher.empty((tokens, shape.values), torch.float32)
     launcher.give(
-        *of_states(launcher, cache, batch, floats + shape.head_dim), convolved.data_ptr(), mixed.data_ptr(),
+        *of_states(launcher, cache, batch, floats), convolved.data_ptr(), mixed.data_ptr(),
         shape.values + shape.channels, results.data_ptr(), weights.rate.data_ptr(), weights.step_bias.data_ptr(),
         weights.skip.data_ptr(), shape.num_heads, shape.head_dim, shape.num_groups, shape.state_size, *bits[:2])
     launcher.together(SPACE[kind])

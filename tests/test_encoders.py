@@ -26,7 +26,7 @@ LENGTHS = [1, 2, 40, 75, 23, 60, 100, 7]  # tokens; some are longer than every w
 MODELS: dict[str, tuple[str, str, dict[str, object]]] = {
     "gemma3": ("gemma3", "TextModel", {"use_bidirectional_attention": True}),
     "qwen3": ("qwen3", "Model", {"is_causal": False}),
-    **{name: (name, "Model", {}) for name in checkpoints.ENCODERS},
+    **{name: (name, "Model", {}) for name in checkpoints.COMPARED_ENCODERS},
 }
 
 
@@ -93,7 +93,7 @@ def test_a_vector_has_the_same_bits_in_any_company(model, prompts):
     assert all(torch.equal(*pair) for pair in zip(vectors(subject, prompts[::-1], spec)[::-1], together, strict=True))
 
 
-@pytest.mark.parametrize("name", checkpoints.ENCODERS)
+@pytest.mark.parametrize("name", checkpoints.COMPARED_ENCODERS)
 def test_labels_equal_transformers(name, prompts, tmp_path):
     folder = checkpoints.make(name, tmp_path / "labels", kind="ForSequenceClassification", num_labels=3)
     theirs = checkpoints.reference_model(folder, "float32", "AutoModelForSequenceClassification")

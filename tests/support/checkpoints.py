@@ -304,6 +304,8 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "modernbert": ("ModernBert", {"head_dim": ..., "num_hidden_layers": 4, "local_attention": 24, "norm_bias": True,
                                   "classifier_pooling": "mean", "sep_token_id": 2, "cls_token_id": 1}),
 }
+ENCODERS_ALIKE = {"xlm_roberta": "roberta", "camembert": "roberta", "electra": "bert", "distilbert": "bert"}
+COMPARED_ENCODERS = [name for name in ENCODERS if ARE_ALL_ASKED or name not in ENCODERS_ALIKE]
 
 FAMILIES = EVERY if ARE_ALL_ASKED else [name for name in EVERY if name not in ALIKE]
 NOT_IN_TORCH = ("softcapping", "gpt_oss", "mamba", "granite_swa", "granitemoe_swa", "flint", "bloom", "mpt",

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import ENCODERS, edit_config, make, one_thread, prompts
+from support.checkpoints import COMPARED_ENCODERS, ENCODERS, edit_config, make, one_thread, prompts
 from support.ragged import Driver
 
 from slotwise.compute.kernels.reference import ReferenceKernels
@@ -169,7 +169,7 @@ def test_the_lists_name_fields_that_exist() -> None:
     assert not set().union(*LISTS) - set().union(*map(fields_of, ENCODERS))
 
 
-@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("name", COMPARED_ENCODERS)
 def test_what_changes_nothing(name: str, base: Callable[[str], Path], edited: Callable[..., Path]) -> None:
     config, hidden = read_config(base(name)), theirs(base(name))
     fields = listed(name, NOTHING)
@@ -179,7 +179,7 @@ def test_what_changes_nothing(name: str, base: Callable[[str], Path], edited: Ca
     assert distance(theirs(edited(name, **fields)), hidden) <= CLOSE, fields  # one that mattered would show among all
 
 
-@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("name", COMPARED_ENCODERS)
 def test_what_is_obeyed(name: str, base: Callable[[str], Path], edited: Callable[..., Path]) -> None:
     hidden = theirs(base(name))
     for field, value in listed(name, EDITED).items():
@@ -189,7 +189,7 @@ def test_what_is_obeyed(name: str, base: Callable[[str], Path], edited: Callable
         assert distance(ours(folder), expected) <= CLOSE, field
 
 
-@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("name", COMPARED_ENCODERS)
 def test_what_other_weights_obey(name: str, edited: Callable[..., Path], tmp_path: Path) -> None:
     for field, value in listed(name, BUILT).items():
         folder = made(name, tmp_path / field, **{field: value})
@@ -198,21 +198,21 @@ def test_what_other_weights_obey(name: str, edited: Callable[..., Path], tmp_pat
             load_model(edited(name, **{field: value}), kernels=ReferenceKernels())
 
 
-@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("name", COMPARED_ENCODERS)
 def test_what_is_read(name: str, edited: Callable[..., Path]) -> None:
     for field, (value, read, expected) in listed(name, READ).items():
         folder = edited(name, **({"dtype": ...} if field == "torch_dtype" else {}) | {field: value})
         assert read(read_config(folder)) == expected, field
 
 
-@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("name", COMPARED_ENCODERS)
 def test_what_is_refused(name: str, edited: Callable[..., Path]) -> None:
     for field, value in listed(name, REFUSED).items():
         with pytest.raises(CheckpointError, match=field.removesuffix("s")):
             read_config(edited(name, **{field: value}))
 
 
-@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("name", COMPARED_ENCODERS)
 def test_what_is_absent_is_as_in_transformers_or_refused(name: str, edited: Callable[..., Path]) -> None:
     defaults = {known.name: known.default for known in dataclasses.fields(class_of(name))}
     for field in listed(name, EDITED, BUILT):

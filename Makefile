@@ -50,7 +50,7 @@ quick: $(VENV)/collected.ready $(VENV)/kernels.ready weights vectors   ## the te
 families: $(VENV)/collected.ready $(VENV)/kernels.ready   ## every architecture, also those that `make test` takes another one for; writes the table of docs/reference/architectures.md
 	SLOTWISE_ALL_FAMILIES=1 $(PYTEST) -p support.families_result --families-result docs/families.json \
 		tests/test_parity.py tests/test_every_family.py tests/test_rank_families.py tests/compute/model \
-		tests/compute/gguf $(ARGS); \
+		tests/compute/gguf tests/test_encoders.py $(ARGS); \
 	outcome=$$?; $(BIN)/python -m docs.generate && exit $$outcome
 
 lint: $(VENV)/test.ready   ## style, types, and the arrows between packages

@@ -67,6 +67,7 @@ class HunyuanLayer(LlamaLayer):
         self.attention_norm = RMSNorm(source, f"{at}.input_layernorm", hidden, norms)
         self.attention = Attention(
             source, f"{at}.self_attn", config.attention_shape(index), config.ropes[index], hidden, options)
+        self.attention.bytes += query.nbytes + key.nbytes
         self.mlp_norm = RMSNorm(source, f"{at}.post_attention_layernorm", hidden, norms)
         self.mlp = experts(config, source, at) if experts else GatedMLP(
             source, f"{at}.mlp", (hidden, config.intermediate_size))

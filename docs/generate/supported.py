@@ -41,7 +41,6 @@ OF_METHODS = {  # methods of a quantization_config: what is read and what is not
     "bitsandbytes": ("NF4, with and without double quantization; int8.", "FP4; another `bnb_4bit_quant_storage`.")}
 WITHOUT = (  # a capability, and a name that would be there with it
     ("data parallelism within one server: `slotwise scale` starts several behind one address", "--data-parallel-size"),
-    ("scores and reranking: no supported family has a head for them", "/rerank"),
     ("audio routes", "/v1/audio/transcriptions"),
     ("TLS: a proxy in front of the server can add it", "--ssl-certfile"),
     ("a prefix of all paths", "--root-path"),

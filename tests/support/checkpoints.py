@@ -186,13 +186,14 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 512,
         "mscale": 0.707, "mscale_all_dim": 1.0}}),
     "glm4_moe_lite": ("Glm4MoeLite", LATENT | ROUTED | {
-        "first_k_dense_replace": ..., "attention_bias": True, "mlp_layer_types": ["sparse", "dense", "sparse"]}),
+        "first_k_dense_replace": ..., "attention_bias": True, "initializer_range": 0.3,
+        "mlp_layer_types": ["sparse", "dense", "sparse"]}),
     "axk1": ("AXK1", LATENT | ROUTED | {
         "mlp_layer_types": ["dense", "sparse", "sparse"], "first_k_dense_replace": ...}),
     "deepseek_v32": ("DeepseekV32", LATENT | ROUTED | INDEXED),
     "glm_moe_dsa": ("GlmMoeDsa", LATENT | ROUTED | INDEXED | {"indexer_types": ["full", "shared", "full"]}),
     "youtu": ("Youtu", LATENT | {"rope_interleave": False}),
-    "minicpm3": ("MiniCPM3", LATENT | {"dim_model_base": 48}),
+    "minicpm3": ("MiniCPM3", LATENT | {"dim_model_base": 48, "tie_word_embeddings": False}),
     "bloom": ("Bloom", {**dict.fromkeys(UNKNOWN + SHAPE[1:], ...), "n_layer": 2, "n_head": 6,
                         "apply_residual_connection_post_layernorm": True}),
     "mpt": ("Mpt", {**dict.fromkeys(UNKNOWN + SHAPE, ...), "d_model": 96, "n_layers": 2, "n_heads": 6,

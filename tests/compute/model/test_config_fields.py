@@ -456,7 +456,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         family, fields = BASES[name]
         folder = make(family, tmp_path_factory.mktemp(name) / "model", **fields)
         (folder / "generation_config.json").unlink()
-        return folder if name in NOT_DERIVED else edit_config(folder, **dict.fromkeys(set(DERIVED) - set(fields), ...))
+        derived = {field: ... for field in DERIVED if fields.get(field, ...) is ...}
+        return folder if name in NOT_DERIVED else edit_config(folder, **derived)
 
     return of
 

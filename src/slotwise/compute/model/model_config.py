@@ -586,6 +586,9 @@ def read_layer_types(fields: Fields, window: int, default: Sequence[str]) -> tup
     unknown = set(kinds) - {FULL, SLIDING}
     if unknown:
         raise fields.error("layer_types", f"holds {min(unknown)!r:.40}, which is not supported")
+    if fields.has("layer_types") and len(kinds) != fields.integer("num_hidden_layers"):
+        raise fields.error("layer_types", f"names {len(kinds)} layers, num_hidden_layers "
+                           f"{fields.integer('num_hidden_layers')}")
     if SLIDING in kinds and not window:
         raise fields.error("sliding_window", "is null, but layers have sliding attention")
     return tuple(window if kind == SLIDING else 0 for kind in kinds)

@@ -71,6 +71,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "experts": experts.steps,
     "perplexity": results.perplexity,
     "encoders beside others": results.encoders,
+    "ranking beside others": results.ranking,
     "perplexity in words": results.perplexity_in_words,
     "perplexity of gguf": results.perplexity_of_gguf,
     "stalls": results.stalls,

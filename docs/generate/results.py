@@ -366,14 +366,23 @@ def quantized() -> str:
 
 def encoders() -> str:
     """Returns what an encoder computes a second, beside other engines with the same weights."""
-    rows = load("encoders-cpu")["encoders"]
-    of_load = {(row["load"], row["engine"]): row["tokens_s"] for row in rows}
+    return _encoding("encoders-cpu", "text", "tokens/s", "tokens_s", "number")
+
+
+def ranking() -> str:
+    """Returns what a cross-encoder computes a second, beside other engines with the same weights."""
+    return _encoding("ranking-cpu", "pair", "pairs/s", "texts_s", "score")
+
+
+def _encoding(result: str, unit: str, told: str, rate: str, number: str) -> str:
+    rows = load(result)["encoders"]
+    of_load = {(row["load"], row["engine"]): row[rate] for row in rows}
 
     def ratio(row: Row, engine: str) -> str:
         return f"{of_load[row['load'], 'slotwise'] / of_load[row['load'], engine]:.2f}×"
 
-    return table(("texts", "tokens of a text: least, median, most>", "Slotwise, tokens/s>", "sentence-transformers>",
-                  "ONNX Runtime>", "ratios>", "largest difference of a number>"), [
+    return table((f"{unit}s", f"tokens of a {unit}: least, median, most>", f"Slotwise, {told}>",
+                  "sentence-transformers>", "ONNX Runtime>", "ratios>", f"largest difference of a {number}>"), [
         (f"{row['texts']:,} {row['load']}", f"{row['shortest']}, {row['median']:g}, {row['longest']}",
          *(f"{of_load[row['load'], engine]:,.0f}" for engine in ("slotwise", "sentence-transformers", "onnxruntime")),
          f"{ratio(row, 'sentence-transformers')}, {ratio(row, 'onnxruntime')}", f"{row['difference']:.0e}")

@@ -298,4 +298,4 @@ def test_arguments_are_checked_before_a_process_starts() -> None:
     with pytest.raises(ConfigError, match="event_log is an argument of LLM"):
         AsyncLLM(event_log="file")
     with pytest.raises(NotImplementedError, match=r"AsyncLLM\.encode is not supported"):
-        AsyncLLM.encode(AsyncLLM.__new__(AsyncLLM), "a")  # type: ignore[attr-defined]
+        AsyncLLM.encode(AsyncLLM.__new__(AsyncLLM), "a")

@@ -115,9 +115,9 @@ def test_missing_weights_are_one_line(folder, one_line_here):
 
 def test_an_unsupported_architecture_is_one_line(folder, one_line_here):
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["MambaForCausalLM"]}))
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["RwkvForCausalLM"]}))
     line = one_line_here("generate", "--model", str(folder), "hi")
-    assert "MambaForCausalLM" in line and "LlamaForCausalLM" in line
+    assert "RwkvForCausalLM" in line and "LlamaForCausalLM" in line
 
 
 @pytest.mark.parametrize(("options", "says"), [

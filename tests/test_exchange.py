@@ -226,7 +226,7 @@ NORM = "model.norm.weight"
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {  # and a part of what is said
     "no config": (lambda folder: (folder / "config.json").unlink(), "config.json"),
     "a config that is not JSON": (written("config.json", "{"), "not valid JSON"),
-    "another architecture": (changed(architectures=["BertModel"]), "BertModel is not supported"),
+    "another architecture": (changed(architectures=["T5Model"]), "T5Model is not supported"),
     "a context below max_model_len": (changed(max_position_embeddings=999), "exceeds the 999 positions"),
     "more layers than are stored": (changed(num_hidden_layers=4, layer_types=...), "lacks"),
     "fewer layers than are stored": (changed(num_hidden_layers=2), ""),

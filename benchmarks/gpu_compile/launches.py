@@ -76,7 +76,7 @@ def launches(capability: int) -> Iterator[Launch]:
                 yield _attention(kind, head_dim, options, capability)
             yield _rotary(kind, head_dim)
         for rank, rope_dim in LATENTS:
-            yield _latent(kind, rank, rope_dim)
+            yield _latent(kind, rank, rope_dim, capability)
         yield from _others(kind)
         yield from _experts(kind)
         yield from _adapters(kind)
@@ -90,7 +90,7 @@ def launches(capability: int) -> Iterator[Launch]:
         for head_dim in (64, 128):
             yield _attention("bfloat16", head_dim, "plain", capability, cached=torch.float8_e4m3fn)
             yield _rotary("bfloat16", head_dim, torch.float8_e4m3fn)
-        yield _latent("bfloat16", *LATENTS[0], torch.float8_e4m3fn)
+        yield _latent("bfloat16", *LATENTS[0], capability, torch.float8_e4m3fn)
 
 
 def _batch() -> RaggedBatch:
@@ -133,7 +133,7 @@ def _rotary(kind: str, head_dim: int, cached: torch.dtype | None = None) -> Laun
     return Launch(f"head {head_dim}{', fp8 cache' if cached else ''}", kind, work)
 
 
-def _latent(kind: str, rank: int, rope_dim: int, cached: torch.dtype | None = None) -> Launch:
+def _latent(kind: str, rank: int, rope_dim: int, capability: int, cached: torch.dtype | None = None) -> Launch:
     """Of a context of one segment, which is walked, and of several, which are divided."""
     shape, dtype = LatentShape(HEADS, rank, rope_dim, 32, 32, 0.1, has_neighbors=True), KINDS[kind]
 
@@ -145,7 +145,7 @@ def _latent(kind: str, rank: int, rope_dim: int, cached: torch.dtype | None = No
         latent.store(query, torch.zeros(TOKENS, shape.width, dtype=dtype), torch.zeros(64, rope_dim), _batch(), cache,
                      shape, LatentNorm(torch.ones(rank), 1e-6))
         for longest in (TOKENS, 4096):
-            latent.attend(query, cache, replace(_batch(), max_context_len=longest), shape, products)
+            latent.attend(query, cache, replace(_batch(), max_context_len=longest), shape, products, capability)
 
     return Launch(f"latent {rank} + {rope_dim}{', fp8 cache' if cached else ''}", kind, work)
 

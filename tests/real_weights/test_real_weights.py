@@ -242,9 +242,9 @@ FORMATS: dict[tuple[str, str, str], tuple[float, float]] = {  # dtype, quantizat
     ("float32", "none", "int8"): (0.99, 1.01),
     ("bfloat16", "none", "auto"): (0.99, 1.01),
     ("bfloat16", "none", "int8"): (0.99, 1.01),
-    ("bfloat16", "int8", "auto"): (0.995, 1.01),
-    ("bfloat16", "int8", "int8"): (0.995, 1.01),
-    ("bfloat16", "int4", "auto"): (0.995, 1.015),  # the weights lie on a grid of 4 bits
+    ("bfloat16", "int8", "auto"): (0.985, 1.015),
+    ("bfloat16", "int8", "int8"): (0.985, 1.015),
+    ("bfloat16", "int4", "auto"): (0.985, 1.02),  # the weights lie on a grid of 4 bits
 }
 STORED = (0.99, 1.02)  # the file's blocks, multiplied as they are
 

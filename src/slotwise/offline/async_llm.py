@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -146,6 +146,10 @@ class AsyncLLM(VllmMethods):
             del self._running[request_id]
             for stream in streams:
                 stream.finish("abort")
+
+    def encode(self, *arguments: object, **given: object) -> NoReturn:
+        """vLLM's name of pooling, which `LLM` alone has."""
+        raise NotImplementedError("AsyncLLM.encode is not supported: LLM.encode makes vectors and probabilities")
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Ends requests: their last outputs have the finish reason `abort`.  Unknown ids are ignored."""

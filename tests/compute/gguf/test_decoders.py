@@ -24,7 +24,7 @@ MAX_TOKENS = 16
 SHORT, LONG = [1, 7, 18], [5, 200]  # tokens; shorter than the windows of Mistral and Qwen 2, which files do not have
 
 
-UNCONVERTED = ("falcon_rw", "gemma4_moe")  # of a class that is converted otherwise
+UNCONVERTED = ("nemotron_h_moe", "falcon_rw", "gemma4_moe")  # of a class that is converted otherwise
 CONVERTED = [family for family in FAMILIES if class_name(family) in ARCHITECTURES and family not in UNCONVERTED]
 GEMMA = {"tie_word_embeddings": True, "query_pre_attn_scalar": 32}
 MSCALED = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 512,

@@ -45,7 +45,7 @@ def test_biases_sinks_and_windows_are_those_of_gpt_oss(layer_type: str, window: 
     module = gpt_oss(layer_type)
     weights = {f"self_attn.{name}": tensor.detach() for name, tensor in module.named_parameters()}
     shape = AttentionShape(HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5, window)
-    options = AttentionOptions(qkv_bias=True, output_bias=True, sinks=True)
+    options = AttentionOptions(qkv_bias=True, output_bias=True, sinks="sinks")
     source = WeightSource(lambda *names: torch.cat([weights[name] for name in names]), kernels, torch.float32)
     attention = Attention(source, "self_attn", shape, ROPE, HIDDEN, options)
     rotary, sequences = rotary_table(ROPE, HEAD_DIM, 0, TOKENS), torch.randn(2, TOKENS, HIDDEN)
@@ -64,7 +64,7 @@ def test_biases_sinks_and_windows_are_those_of_gpt_oss(layer_type: str, window: 
 def test_sinks_are_listed_with_the_other_weights() -> None:
     listing = Listing(torch.bfloat16)
     shape = AttentionShape(HEADS, KV_HEADS, HEAD_DIM, 1.0)
-    attention = Attention(listing, "at", shape, ROPE, HIDDEN, AttentionOptions(sinks=True))
+    attention = Attention(listing, "at", shape, ROPE, HIDDEN, AttentionOptions(sinks="sinks"))
     assert listing.shapes == {
         "at.q_proj.weight": (96, 48), "at.k_proj.weight": (32, 48), "at.v_proj.weight": (32, 48),
         "at.o_proj.weight": (48, 96), "at.sinks": (6,)}

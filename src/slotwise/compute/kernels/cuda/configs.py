@@ -125,6 +125,11 @@ def default_tuning(head_dim: int, kind: torch.dtype, capability: int = AMPERE) -
     return Tuning(_prefill(head_dim, capability), decode)
 
 
+def latent_stages(capability: int) -> int:
+    """Stages of attention over latents of 16 bits: two spill on compute capability 8.0, three from 9.0 on."""
+    return 2 if capability >= HOPPER else 3
+
+
 def _prefill(head_dim: int, capability: int) -> PrefillConfig:
     """Tiles as large as registers allow with two sums of values, one of a segment and one of those before it."""
     if head_dim > 128:

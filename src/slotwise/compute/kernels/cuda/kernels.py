@@ -314,7 +314,7 @@ class CudaKernels:
         self, query: Tensor, cache: CudaLatentCache, batch: RaggedBatch, shape: LatentShape, products: LatentProducts,
     ) -> Tensor:
         """Queries of every head over the latents, between the absorbed products, by cuBLAS."""
-        return latent.attend(query, cache, batch, shape, products)
+        return latent.attend(query, cache, batch, shape, products, self._capability)
 
     def activate(self, x: Tensor, activation: Activation, *, is_gated: bool = False) -> Tensor:
         """`activation(x)`, or `activation(gate) * up`."""

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slotwise.compute.kernels.cuda import configs
 from slotwise.compute.kernels.cuda.attention import (
     LOG2_E,
     SMALLEST_TILE,
@@ -128,6 +129,7 @@ def _store(
 
 def attend(
     query: Tensor, cache: CudaLatentCache, batch: RaggedBatch, shape: LatentShape, products: LatentProducts,
+    capability: int = configs.AMPERE,
 ) -> Tensor:
     """Queries of every head over the latents, between the absorbed products: `[tokens, heads * value_dim]`."""
     tokens, heads, rank, rows = len(query), shape.num_heads, shape.rank, len(batch.context_lens)
@@ -150,7 +152,8 @@ def attend(
         batch.query_starts, batch.context_lens, rows, shape.scale * LOG2_E, room, HEADS=heads, RANK=rank,
         ROPE=shape.rope_dim, BLOCK_R=block_r, BLOCK_P=max(SMALLEST_TILE, triton.next_power_of_2(shape.rope_dim)),
         BLOCK_SIZE=cache.block_size, OPERAND=OPERANDS[query.dtype], SEGMENT=SEGMENT, SPLITS=splits,
-        BLOCK_M=SMALLEST_TILE, BLOCK_N=32 if is_narrow else 16, num_warps=8, num_stages=3 if is_narrow else 1)
+        BLOCK_M=SMALLEST_TILE, BLOCK_N=32 if is_narrow else 16, num_warps=8,
+        num_stages=configs.latent_stages(capability) if is_narrow else 1)
     if splits:
         longest = batch.max_query_len
         combine_segments[(rows, heads, longest)](

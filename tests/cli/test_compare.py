@@ -57,10 +57,13 @@ def test_unreadable_options_are_refused(arguments: tuple[str, ...], capsys: pyte
 
 @pytest.mark.slow
 def test_continuous_batching_with_drafts_beside_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, result = compare(
-        tmp_path, *FEW, "--output-lengths", "fixed:300", "--repeats", "1", "--disciplines", "continuous",
-        "--speculative-config", '{"method": "suffix", "prompt_lookup_min": 2, "prompt_lookup_max": 4}')
-    plain, drafted = result["runs"]
+    for _ in range(8):  # beside other programs steps may take so long that an engine leaves drafts out
+        status, result = compare(
+            tmp_path, *FEW, "--output-lengths", "fixed:300", "--repeats", "1", "--disciplines", "continuous",
+            "--speculative-config", '{"method": "suffix", "prompt_lookup_min": 2, "prompt_lookup_max": 4}')
+        plain, drafted = result["runs"]
+        if drafted["draft_tokens"]:
+            break
     assert status == 0 and result["identical_tokens"] is True
     assert (plain["name"], drafted["name"]) == ("continuous", "continuous, suffix")
     assert drafted["settings"]["speculative_config"]["prompt_lookup_max"] == 4 and drafted["theory_steps"] is None

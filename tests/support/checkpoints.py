@@ -204,8 +204,8 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_rw": ("Falcon", {"num_hidden_layers": 2, "num_attention_heads": 6, "alibi": True, "multi_query": False,
                              "parallel_attn": False, "bias": True, "initializer_range": 0.3,
                              **dict.fromkeys(UNKNOWN, ...)}),
-    "cohere": ("Cohere", {"num_hidden_layers": 2, "use_qk_norm": True, "logit_scale": 0.3, "head_dim": ...,
-                          "rms_norm_eps": ...}),
+    "cohere": ("Cohere", {"num_hidden_layers": 2, "use_qk_norm": True, "logit_scale": 0.5, "head_dim": ...,
+                          "initializer_range": 0.4, "rms_norm_eps": ...}),
     "cohere2": ("Cohere2", {"num_hidden_layers": 4, "sliding_window": 48, "layer_types": [
         "sliding_attention", "full_attention"] * 2, "head_dim": ..., "rms_norm_eps": ..., "logit_scale": 0.5}),
     "apertus": ("Apertus", {"num_hidden_layers": 2, "rope_parameters": LLAMA3_ROPE}),

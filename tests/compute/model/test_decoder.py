@@ -175,7 +175,7 @@ def test_bfloat16_is_as_close_to_float32_as_that_of_transformers(family: str, tm
     [ids] = prompts([1001], seed=3)
     exact = teacher_forced(reference_logits(folder, ids[:-1], "float32"), ids)
     theirs = teacher_forced(reference_logits(folder, ids[:-1], "bfloat16"), ids)
-    assert exact.std() > 0.5  # nats: a model that predicts nothing would be easy to agree with
+    assert exact.std() > 0.3  # nats: a model that predicts nothing would be easy to agree with
 
     chunks = [ids[start : start + 100] for start in range(0, 1000, 100)]
     for name in ("reference", "cpu"):

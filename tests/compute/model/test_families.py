@@ -41,7 +41,8 @@ def test_the_tensors_listed_are_those_of_the_checkpoint(family: str, checkpoint:
 def test_bytes_are_those_of_all_tensors(family: str, checkpoint: Callable[[str], Path]) -> None:
     folder = checkpoint(family)
     decoder = load_model(folder, kernels=ReferenceKernels())
-    sizes = {canonical(name): tensor.nbytes for name, tensor in load_file(folder / "model.safetensors").items()}
+    sizes = {canonical(name): tensor.nbytes for name, tensor in load_file(folder / "model.safetensors").items()
+             if ".indexer." not in name}  # which selects every token of the contexts that are served
     if POSITIONS in sizes or family in COMPUTED:  # a table without the rows that no position has
         config = decoder.config
         sizes[POSITIONS] = config.max_position_embeddings * config.hidden_size * config.dtype.itemsize

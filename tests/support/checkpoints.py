@@ -196,7 +196,7 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "minicpm3": ("MiniCPM3", LATENT | {"dim_model_base": 48, "tie_word_embeddings": False}),
     "bloom": ("Bloom", {**dict.fromkeys(UNKNOWN + SHAPE[1:], ...), "n_layer": 2, "n_head": 6,
                         "initializer_range": 0.3, "apply_residual_connection_post_layernorm": True}),
-    "mpt": ("Mpt", {**dict.fromkeys(UNKNOWN + SHAPE, ...), "d_model": 96, "n_layers": 2, "n_heads": 6,
+    "mpt": ("Mpt", {**dict.fromkeys(UNKNOWN + SHAPE, ...), "d_model": 96, "n_layers": 3, "n_heads": 6,
                     "attn_config": {"clip_qkv": 2.0, "softmax_scale": 0.2}}),
     "falcon": ("Falcon", {"num_hidden_layers": 2, **dict.fromkeys(UNKNOWN, ...)}),
     "falcon_new": ("Falcon", {"num_hidden_layers": 2, "num_kv_heads": 2, "new_decoder_architecture": True, "bias": True,

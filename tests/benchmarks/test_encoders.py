@@ -8,12 +8,15 @@ import pytest
 import torch
 from benchmarks.encoders import MAKERS, SCORE, SLOTWISE, inputs_of, write_cross_encoder
 from support import checkpoints
-from transformers import BertForSequenceClassification
 
 from slotwise.text.tokenizer import Tokenizer
 
 
 def test_the_cross_encoder_has_the_layers_of_the_encoder_and_scores_pairs(tmp_path: Path) -> None:
+    from transformers import (
+        BertForSequenceClassification,  # which imports Triton: `support.cuda_device` has to be first
+    )
+
     encoder = checkpoints.make("bert", tmp_path, tokenizer=True, kind="Model")
     (folder := tmp_path / "ranking").mkdir()
     write_cross_encoder(encoder, folder)

@@ -186,7 +186,7 @@ MAKERS = {SLOTWISE: _slotwise, SENTENCES: _sentence_transformers, ONNX: _onnxrun
 def work(engine: str, model: str, task: str) -> None:
     """Reads one line of JSON for each measurement, a list of texts or pairs, and answers with seconds and numbers."""
     with open(os.dup(1), "w") as answers:
-        os.dup2(2, 1)  # what libraries print is no answer
+        os.dup2(2, 1)  # libraries print to stderr: stdout carries the answers
         read, version = MAKERS[engine](model, task)
         print(json.dumps(version), file=answers, flush=True)
         for line in sys.stdin:

@@ -240,7 +240,7 @@ class ModelConfig:
     dtype: torch.dtype  # of the weights once loaded
     has_head: bool = True  # without one a model makes vectors, or classifies, only
     is_causal: bool = True  # else tokens attend to later ones, too: the model computes whole prompts
-    num_labels: int = 0  # of the head of labels; 0: there is none
+    num_labels: int = 0  # of the classification head; 0: the model has no such head
     token_types: int = 0  # of a table of them, which is added to the embedding
     separator: int = -1  # the token behind a text, which tells types apart; -1: all are of the first
     dense: tuple[DenseFields, ...] = ()  # the modules that pooled vectors pass

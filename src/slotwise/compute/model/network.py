@@ -116,7 +116,7 @@ class Network:
     ends: Ends | None
     layers: Sequence[DecoderLayer]
     norm: Norm
-    classifier: PooledHead | None = None  # of labels; None: there is none, or this is not the first stage
+    classifier: PooledHead | None = None  # None: the model has no such head, or this is not the first stage
     dense: Sequence[PooledHead] = ()  # the modules that vectors pass, on the first stage
     start: StreamStart | None = None  # None: the stream is the embedding
 
@@ -148,7 +148,7 @@ def read_network(
 ) -> Network:
     """Reads the stage of a model that `source` is for; `layer(index)` reads one layer.
 
-    `norms` are those of the norm after all layers; None: there is none.
+    `norms` are those of the norm after all layers; None: hidden states are not normed.
     """
     stage = source.group.pipe.stage
     ends = replace(ends, has_head=config.has_head)
@@ -180,7 +180,7 @@ class ExpertNames(NamedTuple):
     latent: tuple[str, str] = ("", "")
     # Of the shared expert, one output; "": it is not weighted.
     shared_gate: str = ""
-    # A number for each expert; "": there are none.
+    # Its name, a number for each expert; "": choices are not corrected.
     correction: str = ""
     # Those of a checkpoint whose experts are not split are `[1, experts]`.
     is_correction_row: bool = False

@@ -27,7 +27,7 @@ FLAGS = {  # of a pooling module, with the pooling they stand for
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens", "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "last"}
 MODES = {"lasttoken": "last"}  # values of the newer field `pooling_mode` that are not the pooling's own name
-CLASSIFIER_POOLING = {"bos": "cls"}  # likewise, of `classifier_pooling`
+CLASSIFIER_POOLING = {"bos": "cls"}  # values of `classifier_pooling` that are not the pooling's own name
 SIGMOID, SOFTMAX, IDENTITY = "sigmoid", "softmax", "identity"
 MAX_DENSE = 8  # modules
 MAX_TOKENIZER_BYTES = 256 << 20

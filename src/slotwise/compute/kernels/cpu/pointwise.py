@@ -214,7 +214,7 @@ def _gelu(x: float) -> float:
 
 @kernel
 def _up(up: int, i: int, kind: Real) -> float:
-    """What the activation of a gate is multiplied by; 1 where `up` is no address."""
+    """What the activation of a gate is multiplied by; 1 where `up` is 0."""
     return load(up, i, kind) if up != 0 else ONE
 
 

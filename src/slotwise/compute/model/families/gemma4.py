@@ -63,7 +63,7 @@ class Gemma4Config:
 
     intermediate_sizes: tuple[int, ...]  # by layer
     values_are_keys: tuple[bool, ...]  # by layer, before their norms
-    input_size: int  # of a per-layer embedding; 0: there are none
+    input_size: int  # of a per-layer embedding; 0: the model has no such embeddings
     input_vocab_size: int
 
 

@@ -75,7 +75,7 @@ class Parts(NamedTuple):
 
     attention_norm: str
     attention: str
-    mlp_norm: str  # "": there is none
+    mlp_norm: str  # "": attention and MLP run in parallel, from one norm
     up: str = ""
     down: str = ""
 

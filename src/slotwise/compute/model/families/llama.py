@@ -63,7 +63,7 @@ class LlamaLayer(DecoderLayer):
 
 
 def clipped(limit: float) -> Callable[[Tensor], Tensor] | None:
-    """Clips queries, keys and values to `-limit ... limit`; None for 0, which is no limit."""
+    """Clips queries, keys and values to `-limit ... limit`; None for 0: values are not clipped."""
     return functools.partial(torch.clamp, min=-limit, max=limit) if limit else None
 
 

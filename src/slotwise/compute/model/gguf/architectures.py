@@ -619,7 +619,7 @@ class Architecture:
     is_compressed: bool = False  # keys and values are: the size of a head is that of what rotates
     has_layer_norms: bool = False  # and not RMS norms
     varies: bool = False  # heads of keys and widths may differ by layer, and one embedding rotates by `rope_freqs`
-    # The fused weight of queries, keys and values, whose rows the converter puts in this order; "": there is none.
+    # The fused weight of queries, keys and values, whose rows the converter reorders; "": the three are separate.
     ungrouped: str = ""
     # Parts of a layer that are numbers in an array of the metadata, and their shapes, by its key.
     numbers: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)

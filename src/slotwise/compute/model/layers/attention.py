@@ -34,7 +34,7 @@ class AttentionOptions:
     output_bias: bool = False
     qk_norm: NormOptions | QKNorm | None = None  # whose weights are read, or are given
     norms_all_heads: bool = False  # together, and not each by itself
-    sinks: str = ""  # the name of a score without a value for each head; "": there are none
+    sinks: str = ""  # the name of a score without a value for each head; "": scores have no sinks
     names: tuple[str, str, str, str] = ("q_proj", "k_proj", "v_proj", "o_proj")  # of the products
     qkv_name: str = ""  # of a fused weight of queries, keys and values; "": three weights
     qkv_groups: int = 1  # of heads in a fused weight: each has its queries, then its keys, then its values

@@ -166,7 +166,7 @@ class EndOptions:
     has_head: bool = True
     head_bias: bool = False
     positions: Positions | None = None
-    token_types: int = 0  # of the table of them; 0: there is none
+    token_types: int = 0  # rows of their table; 0: the model has no such table
     separator: int = -1  # as that of `TokenTypes`
     norm: LayerNormOptions | NormOptions | None = None  # of the embedding
     embedding_size: int = 0  # of the table and of the head's inputs, which are projected; 0: the hidden size

@@ -4,7 +4,7 @@
     x ─► kv_a ───────────────┴─► norm the latent, rotate, store ─► attend over latents ─► output
          Linear                  one kernel, `latent_store`        `latent_attention`      Linear
 
-`kv_b_proj` makes keys and values of every head from a latent.  It is no product of its own here: kernels get its two
+`kv_b_proj` makes keys and values of every head from a latent.  It is not one product here: kernels get its two
 halves, of keys and of values, and absorb them (`LatentShape` in `compute/kernels/interface.py`).  Ranks divide the
 heads, and each of them computes and caches all latents.
 """

@@ -49,7 +49,7 @@ class Mamba:
     Args:
         bias: of the first and the last product.
         convolution_bias: of the convolution.
-        norm: reads the norms of dt, B and C; None: there are none.
+        norm: reads the norms of dt, B and C; None: they are not normed.
     """
 
     ropes: tuple[Rope, ...] = ()

@@ -69,7 +69,8 @@ def test_a_request_from_the_form_streams_its_answer(chromium: Any, server: Serve
         expect(tried.get_by_role("status")).to_contain_text("200 OK after")
         answer = tried.get_by_label("The answer").inner_text()
         events = [json.loads(line[6:]) for line in answer.splitlines() if line.startswith("data: {")]
-        assert answer.rstrip().endswith("data: [DONE]") and len(events) >= 5
+        assert answer.rstrip().endswith("data: [DONE]")  # how many events there are depends on how quickly it reads
+        assert [one["choices"][0]["finish_reason"] for one in events if one["choices"]][-1] == "length" and events[1:]
         said = "".join(one["choices"][0]["delta"].get("content") or "" for one in events if one["choices"])
         assert tried.locator(".text").inner_text().split() == said.split() != []
         assert "text/event-stream" in tried.locator("dl").inner_text() and "x-request-id" in tried.inner_text()

@@ -1,4 +1,4 @@
-"""The table of `transformers`' causal models, from `docs/architectures.json`.
+"""The table of `transformers`' causal models, from `docs/architectures.json` and the table of parts that are missing.
 
 `python -m docs.generate.architectures` writes that file anew: it gives Slotwise the config of each class in
 `MODEL_FOR_CAUSAL_LM_MAPPING`, as transformers fills it in by default.
@@ -14,6 +14,7 @@ from docs.generate.markdown import code, escaped, table
 
 from slotwise.compute.model.family_table import FAMILIES, configure
 from slotwise.compute.model.fields import Fields
+from slotwise.compute.model.unserved_families import GROUPS
 from slotwise.errors import CheckpointError
 
 FILE = ROOT / "docs" / "architectures.json"
@@ -46,15 +47,24 @@ def _message(model_type: str, name: str) -> str:
 
 
 def causal_models() -> str:
-    """Returns how many there are and how many are served, and a row for each."""
+    """Returns how many there are and how many are served, and a row for each: in each group of classes, by type."""
     content = json.loads(FILE.read_text())
     rows = content["rows"]
     served = sum(row["message"] == SERVED for row in rows)
     head = (f"transformers {content['transformers']} has {len(rows)} types of causal models; {served} are served, and "
             f"{len(rows) - served} are refused.")
-    return head + "\n\n" + table(("`model_type`", "class", "what becomes of it"), [
-        (code(row["model_type"]), code(row["class"]),
-         "**Served.**" if row["message"] == SERVED else f"Refused: {escaped(row['message'])}.") for row in rows])
+    return head + "\n\n" + table(("`model_type`", "class", "what it is", "what becomes of it"), [
+        (code(row["model_type"]), code(row["class"]), _group(row["class"]),
+         "**Served.**" if row["message"] == SERVED else f"Refused: {escaped(_shortened(row))}.") for row in rows])
+
+
+def _group(name: str) -> str:
+    return next((group for group, members in GROUPS.items() if name in members), next(iter(GROUPS)))
+
+
+def _shortened(row: dict[str, str]) -> str:
+    """The message without the class, which the row names."""
+    return row["message"].removeprefix(f"architecture {row['class']} is not supported: ")
 
 
 if __name__ == "__main__":

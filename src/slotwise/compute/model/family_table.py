@@ -92,6 +92,7 @@ from slotwise.compute.model.lora_weights import AdaptableProduct, LoraWeights
 from slotwise.compute.model.model_config import ModelConfig
 from slotwise.compute.model.names import encoder_of, with_head
 from slotwise.compute.model.network import Network
+from slotwise.compute.model.unserved_families import UNSERVED
 from slotwise.errors import CheckpointError
 
 
@@ -249,8 +250,9 @@ def configure(fields: Fields) -> ModelConfig:
     if (encoder := encoder_of(named)) in ENCODERS:
         architecture, families = encoder, ENCODERS
     if architecture not in families:
-        raise CheckpointError(f"{fields.where}: architecture {named:.60} is not supported; these are: "
-                              f"{', '.join([*FAMILIES, *ENCODERS])}")
+        part = UNSERVED.get(named, UNSERVED.get(architecture))
+        raise CheckpointError(f"{fields.where}: architecture {named:.60} is not supported" + (
+            f": {part}, which is not built" if part else f"; these are: {', '.join([*FAMILIES, *ENCODERS])}"))
     family = families[architecture]
     if family.model_types and fields.has("model_type") and fields.text("model_type") not in family.model_types:
         raise fields.error("model_type", f"must be {' or '.join(family.model_types)} with architecture "

@@ -1,0 +1,109 @@
+"""The classes of `transformers`' causal models that no composition of layers reaches, by the part that each lacks.
+
+A class that is served is in `family_table.py`; a test finds each causal class in one of the two tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+CROSS_ATTENTION = "cross-attention of a decoder to the states of an encoder"
+DELTA_PER_CHANNEL = "a delta rule whose states decay by channel (Kimi Delta Attention)"
+HEAD_OF_BERT = "the head of an encoder (a product, an activation and a norm before the vocabulary)"
+HYPER_CONNECTIONS = "hyper-connections (several residual streams that layers mix)"
+OF_AUDIO = "codes of audio, several per step, as the model's tokens"
+
+DECODERS: Mapping[str, str] = {
+    "AXK2ForCausalLM": "gated norms (a low-rank gate of each norm's output)",
+    "Apertus1p5TextForCausalLM": "the text part of Apertus 1.5",
+    "BailingHybridForCausalLM": f"{DELTA_PER_CHANNEL}, next to compressed attention with a gate for each head",
+    "BeamForCausalLM": "attention whose gates have a bias without a weight of their own",
+    "BltForCausalLM": "patches of bytes, cut where a smaller model's entropy rises",
+    "Cohere2MoeForCausalLM": "experts next to attention in one parallel layer, averaged with shared ones",
+    "CohereCompassForCausalLM": "a rotary embedding for each kind of layer, or none, in Command R's layer",
+    "CpmAntForCausalLM": "learned biases by the distance between segments of a prompt",
+    "DbrxForCausalLM": "experts whose matrices are rows of three tensors",
+    "DeepseekV4ForCausalLM": f"attention to compressed runs of tokens, and {HYPER_CONNECTIONS}",
+    "DiffLlamaForCausalLM": "differential attention (two softmaxes subtracted)",
+    "DogeForCausalLM": "a mask that each layer computes from its values, and experts of one row each",
+    "DoryForCausalLM": "hidden states on the unit sphere (nGPT), with layers that run several times",
+    "Dots3NoteForCausalLM": "compressed attention with windows, gates and sizes by layer",
+    "HYV4ForCausalLM": f"{HYPER_CONNECTIONS}, and sinks of compressed attention",
+    "HrmTextForCausalLM": "two stacks of layers that run in turns, several times for a token, each time with a cache",
+    "Inkling2ForCausalLM": "biases of scores that each token computes for its distances, and residuals by attention",
+    "Inkling2LoopForCausalLM": "layers that run several times, and biases of scores that each token computes",
+    "InklingForCausalLM": "biases of scores that each token computes for its distances",
+    "JetMoeForCausalLM": "a mixture of heads (experts of queries and outputs)",
+    "KimiLinearForCausalLM": DELTA_PER_CHANNEL,
+    "LagunaForCausalLM": "another number of heads in each layer, and gates by softplus",
+    "LaraMiniForCausalLM": "windows and recurrent states in one model",
+    "Lfm3ForCausalLM": "a gate for each head, and windows next to short convolutions",
+    "LongcatFlashForCausalLM": "two attentions in a layer, around experts of which some return their input",
+    "MiMoV2FlashForCausalLM": "values of another size than keys, and heads that differ by layer",
+    "MiniMaxForCausalLM": "linear attention with a fixed decay for each head (lightning attention)",
+    "MiniMaxM3VLForCausalLM": "attention to blocks of tokens that an indexer selects",
+    "OlmoHybridForCausalLM": "a gated delta rule whose states may change sign",
+    "Qwen4ExpForCausalLM": f"embeddings of n-grams in layers, an indexer, and {HYPER_CONNECTIONS}",
+    "RecurrentGemmaForCausalLM": "a gated linear recurrence (RG-LRU)",
+    "ReformerModelWithLMHead": "attention to tokens of the same hash, in reversible layers",
+    "RwkvForCausalLM": "RWKV's recurrence (WKV)",
+    "XLMWithLMHeadModel": "an embedding of languages next to that of tokens",
+    "XLNetLMHeadModel": "two streams of attention over permuted tokens",
+    "ZambaForCausalLM": "a block of attention that layers share, with inputs twice as wide as the hidden states",
+    "Zamba2ForCausalLM": "blocks of attention that layers share, each call with a LoRA of its own",
+    "ZayaForCausalLM": "attention in a compressed, convolved space, and routers with memory of earlier layers",
+    "xLSTMForCausalLM": "the recurrence of xLSTM (matrix memories)",
+}
+"""Decoders for text."""
+
+ENCODERS_AS_DECODERS: Mapping[str, str] = {
+    **dict.fromkeys((
+        "BertLMHeadModel", "CamembertForCausalLM", "Data2VecTextForCausalLM", "ElectraForCausalLM", "ErnieForCausalLM",
+        "MegatronBertForCausalLM", "RobertaForCausalLM", "XLMRobertaForCausalLM",
+    ), HEAD_OF_BERT),
+    "BertGenerationDecoder": "a decoder of BERT's layers whose head has a bias",
+    "BigBirdForCausalLM": "attention to random and global blocks",
+    "ModernBertDecoderForCausalLM": f"windows that look back only, and {HEAD_OF_BERT}",
+    "RemBertForCausalLM": f"an embedding and a head of different sizes, and {HEAD_OF_BERT}",
+    "RoCBertForCausalLM": "embeddings of a character's shape and sound",
+    "RoFormerForCausalLM": f"an embedding that is projected, and {HEAD_OF_BERT}",
+    "RobertaPreLayerNormForCausalLM": f"norms before attention and MLP, and {HEAD_OF_BERT}",
+    "XLMRobertaXLForCausalLM": f"norms before attention and MLP, and {HEAD_OF_BERT}",
+    "XmodForCausalLM": "an adapter for each language in every layer",
+}
+"""Encoders for text, saved as decoders."""
+
+OF_ENCODER_DECODERS: Mapping[str, str] = dict.fromkeys((
+    "BartForCausalLM", "BigBirdPegasusForCausalLM", "BlenderbotForCausalLM", "BlenderbotSmallForCausalLM",
+    "MBartForCausalLM", "MarianForCausalLM", "MvpForCausalLM", "PLBartForCausalLM", "PegasusForCausalLM",
+    "ProphetNetForCausalLM", "TrOCRForCausalLM", "WhisperForCausalLM",
+), CROSS_ATTENTION)
+"""Decoders of models that also have an encoder."""
+
+NOT_OF_TEXT: Mapping[str, str] = {
+    "Emu3ForCausalLM": "codes of images in the vocabulary, and an embedding that drops out",
+    "FuyuForCausalLM": "patches of images as the model's tokens",
+    "GitForCausalLM": "an encoder of images before the text",
+    "MllamaForCausalLM": "cross-attention of some layers to the states of images",
+    "MoshiForCausalLM": OF_AUDIO,
+    "MossTranscribeDiarizeForConditionalGeneration": "an encoder of audio before the text",
+    "MusicgenForCausalLM": OF_AUDIO,
+    "MusicgenMelodyForCausalLM": OF_AUDIO,
+    "Phi4MultimodalForCausalLM": "encoders of images and audio, each with a LoRA of its own for the text part",
+}
+"""Models of images or audio."""
+
+DRAFT_MODELS: Mapping[str, str] = dict.fromkeys((
+    "Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM",
+), "a draft model that reads the keys and values of the model it drafts for")
+"""Models that serve only together with another one."""
+
+GROUPS: Mapping[str, Mapping[str, str]] = {
+    "decoder for text": DECODERS,
+    "encoder for text, saved as a decoder": ENCODERS_AS_DECODERS,
+    "decoder of a model with an encoder": OF_ENCODER_DECODERS,
+    "model of images or audio": NOT_OF_TEXT,
+    "draft model": DRAFT_MODELS,
+}
+UNSERVED: Mapping[str, str] = {name: part for group in GROUPS.values() for name, part in group.items()}
+"""The part that is not built, by class."""

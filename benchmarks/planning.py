@@ -1,6 +1,6 @@
 """Times the scheduler in steady decode: `plan`, `commit` and the events of both.
 
-    python -m benchmarks.planning [--policy NAME ...] [--steps N]
+    python -m benchmarks.planning [--policy NAME ...] [--eviction-policy NAME] [--steps N]
 
 Prefix caching, reasons and events are on, blocks fill up in every step, the garbage collector is set as in a server.
 No model runs: it times the scheduler alone, on one core.
@@ -22,7 +22,7 @@ from slotwise.core.policies.policy_settings import POLICIES, Ordering
 from slotwise.core.record import StepPlan, StepResult
 from slotwise.core.request import Request, RequestSpec
 from slotwise.core.scheduler import Scheduler
-from slotwise.core.scheduler_limits import SLO, SchedulerLimits
+from slotwise.core.scheduler_limits import EVICTION_POLICIES, LRU, SLO, SchedulerLimits
 from slotwise.core.step_time import StepTimeModel
 
 CROWDS = ((64, 0, 128.0), (256, 0, 512.0), (1024, 10_000, 2048.0))  # running, waiting; at most 2 microseconds a row
@@ -31,12 +31,13 @@ LONGEST = SHORTEST + BLOCK - 1 + OUTPUT
 TENANTS = 16
 
 
-def crowd(policy: str, running: int, waiting: int) -> Scheduler:
+def crowd(policy: str, running: int, waiting: int, eviction: str = LRU) -> Scheduler:
     """Returns a scheduler whose `running` requests are past their prompts."""
     blocks = running * (LONGEST // BLOCK + 1)
     limits = SchedulerLimits(
         max_model_len=LONGEST, num_blocks=blocks, block_size=BLOCK, max_num_seqs=running,
-        max_num_batched_tokens=max(running, 8192), enable_prefix_caching=True, max_passes=16)
+        max_num_batched_tokens=max(running, 8192), enable_prefix_caching=True, max_passes=16,
+        eviction_policy=eviction)
     times = StepTimeModel()
     scheduler = Scheduler(limits, Batching().discipline(running), Ordering(policy).policy((), times), times)
     asked = SamplingSpec(max_tokens=OUTPUT, ignore_eos=True)
@@ -57,10 +58,10 @@ def result(plan: StepPlan) -> StepResult:
     return StepResult(plan.step, tuple([(7,) if wanted else () for wanted in plan.num_logits]))
 
 
-def microseconds(policy: str, running: int, waiting: int, steps: int) -> float:
+def microseconds(policy: str, running: int, waiting: int, steps: int, eviction: str = LRU) -> float:
     """Returns the median time of `plan` and `commit`."""
     hold_off()
-    scheduler = crowd(policy, running, waiting)
+    scheduler = crowd(policy, running, waiting, eviction)
     settle()  # as a server does
     took = []
     for step in range(steps):
@@ -78,6 +79,7 @@ def microseconds(policy: str, running: int, waiting: int, steps: int) -> float:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--policy", nargs="*", choices=POLICIES, default=["fcfs"], help="policies to time")
+    parser.add_argument("--eviction-policy", choices=EVICTION_POLICIES, default=LRU, help="order of eviction")
     parser.add_argument("--steps", type=int, default=400, help="steps to take the median of")
     asked = parser.parse_args()
     table = Table(title="plan + commit, microseconds a step", caption="aimed at: as many as the last row says")
@@ -85,7 +87,7 @@ def main() -> None:
         table.add_column(name, justify="left" if name == "policy" else "right")
     for policy in bar(asked.policy, "policies"):
         table.add_row(policy, *(
-            f"{microseconds(policy, running, waiting, asked.steps):,.0f}"
+            f"{microseconds(policy, running, waiting, asked.steps, asked.eviction_policy):,.0f}"
             for running, waiting, _ in bar(CROWDS, policy)))
     table.add_row("at most", *(f"{most:,.0f}" for _, _, most in CROWDS))
     Console().print(table)

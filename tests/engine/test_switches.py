@@ -19,7 +19,7 @@ from slotwise.core.policies.policy_settings import POLICIES, Ordering
 from slotwise.core.record import NO_STEP, StepRecord
 from slotwise.core.request import RequestSpec
 from slotwise.core.scheduler import Scheduler
-from slotwise.core.scheduler_limits import SLO, SchedulerLimits, Tier
+from slotwise.core.scheduler_limits import EVICTION_POLICIES, SLO, SchedulerLimits, Tier
 from slotwise.core.step_time import StepTimeModel
 from slotwise.engine.engine import Engine
 from slotwise.engine.executor import FakeExecutor
@@ -49,7 +49,8 @@ def change(whims: random.Random) -> dict[str, Any]:
         "prefill": {"batching": "continuous", "prefill": whims.choice(PREFILLS)},
         "limits": {"max_num_seqs": slots, "max_num_batched_tokens": slots + whims.randint(0, 40), "tiers": tiers},
         "tiers": {"tiers": tiers}, "time": {"max_step_ms": whims.choice((None, 3.0, 6.0))},
-        "stall": {"max_stall_ms": whims.choice((None, 2.0, 5.0))}}
+        "stall": {"max_stall_ms": whims.choice((None, 2.0, 5.0))},
+        "eviction": {"eviction_policy": whims.choice(EVICTION_POLICIES)}}
     chosen: dict[str, Any] = {}
     for part in whims.sample(sorted(parts), whims.randint(1, 3)):
         chosen |= parts[part]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from slotwise.core.disciplines.disciplines import Chunked, Dynamic, Inline, OneAtATime, Orca, PromptsAlone, Static
 from slotwise.core.interfaces import Discipline, Proposer
 from slotwise.core.policies.policy_settings import Ordering
-from slotwise.core.scheduler_limits import ERROR, RECOMPUTE, SLO, SchedulerLimits, Tier
+from slotwise.core.scheduler_limits import ERROR, EVICTION_POLICIES, RECOMPUTE, SLO, SchedulerLimits, Tier
 from slotwise.core.step_time import StepTimeModel
 from support.toy import VOCAB, Driver, alone, request
 
@@ -20,7 +20,8 @@ LIMITS = st.builds(
     st.integers(1, 6), st.integers(0, 20), num_blocks=st.integers(1, 12), block_size=st.integers(1, 5),
     max_model_len=st.integers(2, 40), enable_prefix_caching=st.booleans(), stages=st.sampled_from((1, 1, 2, 3)),
     watermark_blocks=st.integers(0, 2), max_passes=st.integers(0, 3),
-    on_pressure=st.sampled_from((RECOMPUTE, RECOMPUTE, ERROR)))
+    on_pressure=st.sampled_from((RECOMPUTE, RECOMPUTE, ERROR)), eviction_policy=st.sampled_from(EVICTION_POLICIES),
+    tenant_cache_share=st.sampled_from((0.0, 0.5, 1.0)))
 DISCIPLINE = st.one_of(
     st.builds(Chunked, st.integers(0, 7)),
     st.builds(Inline), st.builds(PromptsAlone), st.builds(Orca), st.builds(OneAtATime),
@@ -69,6 +70,7 @@ def play(
                 name = f"r{len(expected)}"
                 new = request(
                     name, prompt, max_tokens, slo.tenant, slo, min_tokens=min(min_tokens, max_tokens))
+                new.spec = replace(new.spec, session=f"s{max_tokens % 3}", retain=float(max_tokens % 4))
                 new.deadline = driver.now + patience
                 expected[name] = alone(new, limits)
                 driver.add(new)

@@ -1,4 +1,4 @@
-"""Block pool of the KV cache: free blocks, cached blocks in LRU order, and reference counts of the others.
+"""Block pool of the KV cache: free blocks, cached blocks in an order of eviction, and reference counts of the others.
 
 A block holds `block_size` tokens in every layer's cache.  Blocks are numbers here; the runner owns the memory.  After
 Kwon et al., "PagedAttention" (SOSP 2023).
@@ -11,8 +11,10 @@ Kwon et al., "PagedAttention" (SOSP 2023).
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+
+from slotwise.core.eviction import EvictionOrder, LeastRecentlyUsed
 
 
 class ConservationError(AssertionError):
@@ -20,7 +22,7 @@ class ConservationError(AssertionError):
 
 
 class BlockPool:
-    """Free blocks in the order of release, cached blocks in LRU order, and reference counts.
+    """Free blocks in the order of release, cached blocks in an order of eviction, and reference counts.
 
     Args:
         is_published: whether the prefix cache can find the block, so that it is kept when its last reference goes.
@@ -30,7 +32,7 @@ class BlockPool:
         self.total = total
         self._is_published = is_published
         self._free = deque(range(total))
-        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self.cached: EvictionOrder = LeastRecentlyUsed()
         self._references = [0] * total
 
     @property
@@ -41,7 +43,7 @@ class BlockPool:
     @property
     def num_available(self) -> int:
         """Number of blocks without references: free and cached."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + len(self.cached)
 
     def pop(self, count: int) -> list[int]:
         """Returns `count` free blocks, each with one reference.  The caller has checked `num_free`."""
@@ -55,19 +57,19 @@ class BlockPool:
         """Add a reference to each of `blocks`, which are referenced or cached."""
         for block in blocks:
             if not self._references[block]:
-                if block not in self._cached:
+                if block not in self.cached:
                     raise ConservationError(f"block {block} is free and cannot be shared")
-                del self._cached[block]
+                self.cached.remove(block)
             self._references[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
         """Drop one reference to each of `blocks`; those without references become free or cached."""
-        references = self._references
+        references, add = self._references, self.cached.add
         for block in blocks:
             references[block] -= 1
             if references[block] == 0:
                 if self._is_published(block):
-                    self._cached[block] = None
+                    add(block)
                 else:
                     self._free.append(block)
             elif references[block] < 0:
@@ -79,19 +81,25 @@ class BlockPool:
 
     def is_cached(self, block: int) -> bool:
         """Whether `block` is cached: published and without references."""
-        return block in self._cached
+        return block in self.cached
 
     def evict(self, count: int) -> list[int]:
-        """Free up to `count` cached blocks, least recently used first; the caller unmaps them in the prefix cache."""
-        cached = self._cached  # OrderedDict: a plain dict scans past all entries removed from its front
-        blocks = [cached.popitem(last=False)[0] for _ in range(min(count, len(cached)))]
+        """Free up to `count` cached blocks, in their order; the caller unmaps them in the prefix cache."""
+        pop = self.cached.pop
+        blocks = [pop() for _ in range(min(count, len(self.cached)))]
         self._free.extend(blocks)
         return blocks
 
+    def order_by(self, order: EvictionOrder) -> None:
+        """Move the cached blocks to another order, which is empty."""
+        for _ in range(len(self.cached)):
+            order.add(self.cached.pop())
+        self.cached = order
+
     def discard(self, block: int) -> None:
         """Free `block` if it is cached: its contents cannot be found any more."""
-        if block in self._cached:
-            del self._cached[block]
+        if block in self.cached:
+            self.cached.remove(block)
             self._free.append(block)
 
     def check(self, holders: Iterable[Iterable[int]]) -> None:
@@ -111,10 +119,10 @@ class BlockPool:
         if len(free) != len(self._free):
             raise ConservationError("a block is free twice")
         for block, (expected, counted) in enumerate(zip(held, self._references, strict=True)):
-            places = (block in free) + (block in self._cached) + (counted > 0)
+            places = (block in free) + (block in self.cached) + (counted > 0)
             if expected != counted or places != 1:
                 raise ConservationError(
                     f"block {block}: {expected} holders, {counted} references, {'free, ' if block in free else ''}"
-                    f"{'cached' if block in self._cached else 'not cached'}")
-            if block in self._cached and not self._is_published(block):
+                    f"{'cached' if block in self.cached else 'not cached'}")
+            if block in self.cached and not self._is_published(block):
                 raise ConservationError(f"block {block} is kept and can never be found")

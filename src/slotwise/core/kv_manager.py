@@ -117,6 +117,7 @@ class KVManager:
         block_hashes.length = len(found)
         block_hashes.before = found[-1].number if found else block_hashes.salt
         self._set_advance_at(request, len(found))
+        self.pool.cached.admitted(request, found)
         return num_computed
 
     def allocated(self, request: Request) -> list[NewBlocks]:
@@ -190,11 +191,13 @@ class KVManager:
     def _publish(self, request: Request, num_full: int) -> None:
         for replaced in self.prefix.publish(request.block_hashes, request.tokens, request.tables, num_full):
             for cached in replaced.cached:
+                self.pool.cached.forget(cached)
                 self.pool.discard(cached.block)
                 self.host.drop(cached)
 
     def release(self, request: Request) -> None:
         """Release all blocks, the last one first: a prefix is evicted after its continuation."""
+        self.pool.cached.released(request)
         self.pool.release(_last_first(request.tables))
         for group in range(len(request.tables)):
             self._freed.pop((request.slot, group), None)

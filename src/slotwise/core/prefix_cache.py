@@ -30,10 +30,11 @@ Digest = Callable[[tuple[int, tuple[int, ...]]], int]
 class CachedBlock:
     """An entry's keys and values in one cache group: on the device, in host memory, on both or on neither."""
 
-    __slots__ = ("block", "entry", "host_block")
+    __slots__ = ("before", "block", "entry", "host_block")
 
-    def __init__(self, entry: Entry, block: int) -> None:
+    def __init__(self, entry: Entry, before: CachedBlock | None, block: int) -> None:
         self.entry = entry
+        self.before = before  # of the entry before, in the same group
         self.block = block  # device block
         self.host_block = NOWHERE
 
@@ -45,16 +46,20 @@ class CachedBlock:
 class Entry:
     """A published block of tokens: computed, and never written again."""
 
-    __slots__ = ("before", "cached", "digest", "number", "tokens")
+    __slots__ = ("before", "cached", "digest", "number", "position", "tokens")
 
     def __init__(
         self, number: int, digest: int, tokens: tuple[int, ...], before: int | str, blocks: Sequence[int],
+        parent: Entry | None = None,
     ) -> None:
         self.number = number  # no other entry has or had it
         self.digest = digest
         self.tokens = tokens
         self.before = before  # number of the entry before, or the salt
-        self.cached = tuple([CachedBlock(self, block) for block in blocks])  # by group
+        self.position: int = 0 if parent is None else parent.position + 1  # blocks before it
+        parents = parent.cached if parent is not None and parent.cached else (None,) * len(blocks)
+        self.cached: tuple[CachedBlock, ...] = tuple([  # by group
+            CachedBlock(self, *one) for one in zip(parents, blocks, strict=True)])
 
     def holds(self, tokens: tuple[int, ...], before: int | str) -> bool:
         return self.tokens == tokens and self.before == before
@@ -149,6 +154,7 @@ class PrefixCache:
         self._extend(block_hashes, tokens, end - 1)
         entries, digests, parts, before = self._entries, block_hashes.digests, block_hashes.parts, block_hashes.before
         replaced: list[Entry] = []
+        parent = entries.get(digests[block_hashes.length - 1]) if block_hashes.length else None
         for index in range(block_hashes.length, end):
             digest, part = digests[index], parts[index]
             blocks = [table.blocks[index - table.first] for table in tables]
@@ -162,19 +168,29 @@ class PrefixCache:
                     replaced.append(entry)
                     for cached in entry.cached:
                         self._of_block.pop(cached.block, None)
-                entries[digest] = entry = Entry(next(self._numbers), digest, part, before, blocks)
+                parent = parent if parent is not None and parent.number == before else None
+                entries[digest] = entry = Entry(next(self._numbers), digest, part, before, blocks, parent)
                 for cached in entry.cached:
                     self._of_block[cached.block] = cached
-            before = entry.number
+            parent, before = entry, entry.number
         block_hashes.before, block_hashes.length = before, end
         return replaced
 
     def has(self, block: int) -> bool:
         return block in self._of_block
 
+    def content(self, block: int) -> CachedBlock:
+        """Returns what a published `block` holds."""
+        return self._of_block[block]
+
     def has_entry(self, entry: Entry) -> bool:
         """Whether `entry` can be found by its digest."""
         return self._entries.get(entry.digest) is entry
+
+    def published(self, block_hashes: BlockHashes, length: int) -> Entry | None:
+        """Returns the last of a request's first `length` published blocks; None: it was replaced, or `length` is 0."""
+        entry = self._entries.get(block_hashes.digests[length - 1]) if length else None
+        return entry if entry is not None and entry.tokens == block_hashes.parts[length - 1] else None
 
     def put(self, cached: CachedBlock, block: int) -> None:
         """Map `cached`, which was not on the device, to device block `block`."""
@@ -194,6 +210,8 @@ class PrefixCache:
                 return
         if self.has_entry(entry):
             del self._entries[entry.digest]
+            for cached in entry.cached:
+                cached.before = None
             entry.cached = ()  # they name each other, and would be left to the collector of circular garbage
 
     def _extend(self, block_hashes: BlockHashes, tokens: Sequence[int], index: int) -> None:

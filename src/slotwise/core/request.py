@@ -91,10 +91,12 @@ class RequestSpec:
     queue_timeout: float = 0.0  # seconds it may wait for its first slot; 0: without limit
     # The API alone looks for stop strings, and long ones would only make the log larger.
     stop_lengths: tuple[int, ...] = ()  # lengths of the stop strings in characters, where `params` leaves them out
+    session: str = ""  # a conversation's or an agent's name, as its tenant chose it; "": it has none
+    retain: float = 0.0  # seconds for which its blocks are kept after its end, if others' running requests allow it
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", tuple(self.prompt))
-        for name in ("adapter", "forced_length", "queue_timeout"):
+        for name in ("adapter", "forced_length", "queue_timeout", "retain"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must not be negative")
 
@@ -120,8 +122,8 @@ class RequestSpec:
         return replace(self, prompt=(), params=params, prediction=(), kv=None)
 
     def public(self) -> RequestSpec:
-        """Returns it as a stream of events shows it: without texts, salt and tenant."""
-        return replace(self.without_texts(), salt="", slo=replace(self.slo, tenant=""))
+        """Returns it as a stream of events shows it: without texts, salt, session and tenant."""
+        return replace(self.without_texts(), salt="", session="", slo=replace(self.slo, tenant=""))
 
 
 class IllegalTransition(AssertionError):
@@ -139,8 +141,8 @@ class Request:
     __slots__ = (
         "advance_at", "arrival", "arrived_at", "block_hashes", "capacity", "computes_whole_prompt", "deadline",
         "epoch", "forced", "is_compiling", "kv", "kv_until", "max_len", "num_at_join", "num_computed",
-        "num_passed_by", "num_prompt", "num_received", "num_reserved", "num_scheduled", "pending", "reason",
-        "request_id", "slot", "spec", "state", "stop_ids", "tables", "tokens",
+        "num_passed_by", "num_prompt", "num_received", "num_reserved", "num_retained", "num_scheduled", "pending",
+        "reason", "request_id", "slot", "spec", "state", "stop_ids", "tables", "tokens",
     )
 
     def __init__(self, request_id: int, spec: RequestSpec, eos_ids: Sequence[int] = ()) -> None:
@@ -175,6 +177,7 @@ class Request:
         self.epoch = 0
         self.kv = spec.kv  # None once it neither sends nor expects blocks any more
         self.kv_until = 0.0  # seconds; when a request that holds blocks waits for their contents no longer
+        self.num_retained = 0  # tokens whose blocks its retention claims since it released them
         self.num_received = 0  # tokens whose keys and values another engine has sent
         # A number of known tokens, and the tokens that its grammar forces after them.
         self.forced: tuple[int, tuple[int, ...]] = (0, ())

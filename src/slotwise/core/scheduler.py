@@ -51,6 +51,7 @@ from operator import length_hint
 
 from slotwise.core.chunking import Chunking
 from slotwise.core.drafting import Drafting
+from slotwise.core.eviction import eviction_order
 from slotwise.core.host_cache import HostCache
 from slotwise.core.interfaces import NEVER, Discipline, Gate, Policy, Proposer, View
 from slotwise.core.kv_manager import Allocation, KVManager
@@ -136,6 +137,7 @@ class Scheduler:
         self._held: dict[int, tuple[Tokens, Logprobs]] = {}  # outputs kept until a batch that leaves together has ended
         self._drafting = Drafting(self.kv, self.times, proposer)
         self._isolation = PrefillIsolation()
+        self._eviction: tuple[str, float] = ("", 0.0)  # not set
         self._last_victim = -1
         self._num_with_tpot = 0  # unfinished requests with a TPOT objective
         self._arrivals = 0
@@ -143,6 +145,9 @@ class Scheduler:
         self._set_limits(limits, discipline)
 
     def _set_limits(self, limits: SchedulerLimits, discipline: Discipline) -> None:
+        if limits.eviction != self._eviction:
+            self._eviction = limits.eviction
+            self.kv.pool.order_by(eviction_order(limits, self.kv.prefix, self.times))
         self.limits = limits
         self._discipline = discipline
         self._chunking = Chunking(limits, discipline, self.policy, self.times)
@@ -183,7 +188,8 @@ class Scheduler:
     def _learns(self) -> bool:
         """Whether the step-time model is needed, and so trained."""
         return self.times.learns and (
-            self._chunking.limits_time or self._num_with_tpot > 0 or self.policy.needs_step_times)
+            self._chunking.limits_time or self._num_with_tpot > 0 or self.policy.needs_step_times
+            or self.kv.pool.cached.needs_step_times)
 
     def requests(self) -> tuple[Request, ...]:
         """All unfinished requests, in order of arrival."""
@@ -271,6 +277,7 @@ class Scheduler:
         """Finish a request in any state.  Does nothing if the id is unknown or already finished."""
         request = self.unfinished.get(request_id)
         if request is not None:
+            self.kv.pool.cached.now = now
             self._finish(request, reason, now, message)
 
     def compiled(self, request_id: int, objection: str, now: float) -> None:
@@ -314,6 +321,7 @@ class Scheduler:
         """
         if len(self._in_flight) > self.limits.max_in_flight:
             raise RuntimeError(f"commit a step in flight before planning {len(self._in_flight)} ahead")
+        self.kv.pool.cached.now = now
         self._expire(now)
         builder = PlanBuilder(
             self._steps, now, self._discipline.budget(self.limits),
@@ -789,6 +797,7 @@ class Scheduler:
             raise RuntimeError(f"step {plan.step} is not the next to commit")
         result.check(plan)
         step = self._in_flight.popleft()
+        self.kv.pool.cached.now = now
         kept, ended = self._append(step, result)
         for request, forced in zip(step.requests, result.forced, strict=False):
             request.forced = (len(request.tokens), forced)

@@ -57,6 +57,8 @@ RECOMPUTE = "recompute"  # a preempted request waits, and is recomputed
 ERROR = "error"  # it ends with an error
 PRESSURES = (RECOMPUTE, ERROR)
 CACHE = "cache"  # a heading
+LRU, COST, HINTED, PREDICTED = "lru", "cost", "hinted", "predicted"  # orders of eviction (`core/eviction.py`)
+EVICTION_POLICIES = (LRU, COST, HINTED, PREDICTED)
 
 SLOTS = 1 << 16
 TOKENS = 1 << 24  # of a sequence or a step
@@ -81,7 +83,19 @@ class LiveLimits:
         None, "predicted time by which prompts may delay running rows; longer where more requests start than run, and "
         "up to twice the time of the running rows alone", unit="ms", range=real(LEAST_MS, MOST_MS),
         otherwise="no limit", phase=LIVE)
+    eviction_policy: str = setting(
+        LRU, "which cached prefix is evicted first: the least recently used, the cheapest to compute again, one "
+        "without retention, or one whose session is not expected back", choices=EVICTION_POLICIES, phase=LIVE,
+        group=CACHE)
+    tenant_cache_share: float = setting(
+        0.5, "share of the cache that one tenant's retention may claim", unit="share", range=real(0, 1), phase=LIVE,
+        group=CACHE)
     tiers: tuple[Tier, ...] = ()  # service tiers; a request may belong to none
+
+    @property
+    def eviction(self) -> tuple[str, float]:
+        """The settings that determine the order of eviction."""
+        return self.eviction_policy, self.tenant_cache_share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,540 @@
+"""Eviction orders: which cached block of the prefix cache is reallocated first when blocks run out.
+
+A block is *cached* while it is published and no request references it.  `BlockPool` owns the references; an
+`EvictionOrder` owns the cached blocks and their order.  Retention never reserves a block: every cached block counts as
+available, and the orders differ only in which goes first.
+
+    lru        the least recently used
+    cost       the cheapest to compute again, aged by GreedyDual-Size (Cao and Irani, 1997): rank = level + seconds,
+               and the level rises to the rank of what was evicted last
+    hinted     those without a claim, least recently used first; then claimed ones, the cheapest first
+    predicted  as hinted; a session claims its blocks for as long as its own past pauses predict
+
+Blocks are equally large, so seconds per byte are seconds per block.  They grow with the position in the prompt, because
+later tokens attend to more.
+
+`lru` gets blocks in the order of their release, the last one of a sequence first.  The other orders rank only *leaves*:
+cached blocks without a cached continuation, and a block becomes a leaf when its last one goes.  So in every order a
+prefix goes after its continuation.  A heap of leaves takes O(log n) a block; entries that are out of date are skipped.
+
+    salt ◄── b0 ◄── b1 ◄── b2 ◄── b3      leaves: b3 and c2.  Evicting b3 makes b2 a leaf; b1 is one when b2 and c2
+                     ▲                    have gone.
+                     └───── c2
+
+A claim ends at a time.  The claims of a tenant cover at most its share of the cache: if they would cover more, its
+oldest ones are dropped.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple, Protocol
+
+from slotwise.core.prefix_cache import NOWHERE, CachedBlock, Entry, PrefixCache
+from slotwise.core.request import Request, State
+from slotwise.core.scheduler_limits import COST, HINTED, LRU, SchedulerLimits
+from slotwise.core.step_time import StepTimeModel, Work
+
+UNCLAIMED = 0.0  # the rank of a leaf without a claim
+MAX_SESSIONS = 4096  # whose pauses are remembered; a new tenant's session replaces the oldest of the largest share
+MAX_SESSIONS_OF_ONE = 1024  # of a tenant
+PAUSES = 8  # of a session that are remembered, and OF_ALL of a tenant's sessions together
+OF_ALL = 64
+FEW = 2  # pauses of a session below which its tenant's say when it returns
+HELD_SHARE = 0.9  # quantile of the pauses for which a session's blocks are held, and MARGIN times that
+MARGIN = 1.25
+LEAST_RETURNS = 0.5  # share of a tenant's ended requests that a session came back from, below which none are held
+STALE = 64  # entries that a heap may have beyond twice those that count
+CHUNK = 1024  # tokens of the chunk of a prompt that is priced, at most; at positions 0 and PRICED
+PRICED = 4096
+REPRICED = 256  # blocks priced between two readings of the step-time model
+
+
+class EvictionOrder(Protocol):
+    """The cached blocks, in an order of eviction.  Deterministic: `now` is set by the scheduler, in seconds."""
+
+    needs_step_times: bool
+    """The order reads the step-time model, which then learns from every step."""
+
+    now: float
+
+    def __len__(self) -> int: ...
+
+    def __contains__(self, block: int) -> bool: ...
+
+    def add(self, block: int) -> None:
+        """A published block lost its last reference."""
+        ...
+
+    def remove(self, block: int) -> None:
+        """A cached block is referenced again, or its contents cannot be found any more."""
+        ...
+
+    def pop(self) -> int:
+        """Remove and return the block to evict.  There is one."""
+        ...
+
+    def forget(self, cached: CachedBlock) -> None:
+        """Contents that were published cannot be found any more: claims on them end."""
+        ...
+
+    def admitted(self, request: Request, found: Sequence[Entry]) -> None:
+        """A request got its blocks, of which the prefix `found` was cached."""
+        ...
+
+    def released(self, request: Request) -> None:
+        """A request is about to release all of its blocks."""
+        ...
+
+
+class LeastRecentlyUsed:
+    """Cached blocks in the order of their release."""
+
+    needs_step_times = False
+    now = 0.0
+
+    def __init__(self) -> None:
+        self._blocks: OrderedDict[int, None] = OrderedDict()  # a plain dict scans past all removed from its front
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._blocks
+
+    def add(self, block: int) -> None:
+        self._blocks[block] = None
+
+    def remove(self, block: int) -> None:
+        del self._blocks[block]
+
+    def pop(self) -> int:
+        return self._blocks.popitem(last=False)[0]
+
+    def forget(self, cached: CachedBlock) -> None: ...
+
+    def admitted(self, request: Request, found: Sequence[Entry]) -> None: ...
+
+    def released(self, request: Request) -> None: ...
+
+
+class Price:
+    """The seconds in which a block would be computed again, relative to one at the beginning of a prompt."""
+
+    def __init__(self, times: StepTimeModel, block_size: int, chunk: int) -> None:
+        self._times = times
+        self.block_size, self._chunk = block_size, chunk
+        self._per_block = 0.0  # by which a block's price grows from one to the next
+        self._left = 0
+
+    def of(self, cached: CachedBlock) -> float:
+        """Returns the price; 1 of every block while the model is untrained."""
+        if not self._left:
+            self._left = REPRICED
+            first, later = (self._times.typical(Work(self._chunk, 1, 0, self._chunk * (start + (self._chunk + 1) / 2)))
+                            for start in (0, PRICED))
+            self._per_block = max(0.0, later / first - 1) * self.block_size / PRICED if first > 0 else 0.0
+        self._left -= 1
+        return 1.0 + self._per_block * cached.entry.position
+
+
+class Leaf(NamedTuple):
+    rank: float
+    use: int  # ties: the least recently used
+    block: int
+
+
+class Ranked:
+    """Base of the orders that rank leaves.
+
+    Args:
+        prefix: what the blocks hold.
+    """
+
+    needs_step_times = True
+
+    def __init__(self, prefix: PrefixCache, price: Price) -> None:
+        self.now = 0.0
+        self._prefix = prefix
+        self._price = price
+        self._cached: dict[int, tuple[CachedBlock, Leaf]] = {}  # by block
+        self._continued: dict[CachedBlock, int] = {}  # number of cached continuations; those without are left out
+        self._leaves: list[Leaf] = []  # a heap
+        self._uses = 0
+
+    def __len__(self) -> int:
+        return len(self._cached)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._cached
+
+    def add(self, block: int) -> None:
+        cached = self._prefix.content(block)
+        self._uses += 1
+        self._cached[block] = cached, Leaf(self._rank(cached), self._uses, block)
+        if cached.before is not None:
+            self._continued[cached.before] = self._continued.get(cached.before, 0) + 1
+        if cached not in self._continued:
+            self._push(block)
+
+    def remove(self, block: int) -> None:
+        cached, _ = self._cached.pop(block)
+        if (before := cached.before) is None:
+            return
+        self._continued[before] -= 1
+        if not self._continued[before]:
+            del self._continued[before]
+            if before.block in self._cached and self._cached[before.block][0] is before:
+                self._push(before.block)
+
+    def pop(self) -> int:
+        leaf = self._pop_leaf(self._leaves)
+        if leaf is None:
+            raise IndexError("every cached block has a cached continuation")
+        self._evicted(leaf)
+        self.remove(leaf.block)
+        return leaf.block
+
+    def forget(self, cached: CachedBlock) -> None: ...
+
+    def admitted(self, request: Request, found: Sequence[Entry]) -> None: ...
+
+    def released(self, request: Request) -> None: ...
+
+    def _rank(self, cached: CachedBlock) -> float:
+        """Returns the rank of a block that becomes cached; the smallest is evicted first."""
+        raise NotImplementedError
+
+    def _evicted(self, leaf: Leaf) -> None:
+        """A leaf is about to be evicted."""
+
+    def _push(self, block: int) -> None:
+        """Rank a cached block that is a leaf."""
+        self._push_leaf(self._leaves, self._cached[block][1])
+
+    def _push_leaf(self, heap: list[Leaf], leaf: Leaf) -> None:
+        heappush(heap, leaf)
+        if len(heap) > 2 * len(self._cached) + STALE:
+            heap[:] = set(filter(self._counts, heap))
+            heapify(heap)
+
+    def _pop_leaf(self, heap: list[Leaf]) -> Leaf | None:
+        while heap:
+            leaf = heappop(heap)
+            if self._counts(leaf):
+                return leaf
+        return None
+
+    def _counts(self, leaf: Leaf) -> bool:
+        """Whether the block is a leaf still, and was not referenced meanwhile."""
+        cached, latest = self._cached.get(leaf.block, (None, None))
+        return cached is not None and latest is not None and latest.use == leaf.use and cached not in self._continued
+
+
+class CheapestFirst(Ranked):
+    """Evicts what is cheapest to compute again, aged by GreedyDual-Size."""
+
+    _level = 0.0
+
+    def _rank(self, cached: CachedBlock) -> float:
+        return self._level + self._price.of(cached)
+
+    def _evicted(self, leaf: Leaf) -> None:
+        self._level = max(self._level, leaf.rank)
+
+
+class Claim(NamedTuple):
+    until: float  # seconds
+    rank: float  # among claimed blocks the smallest is evicted first
+    tenant: str
+    is_hint: bool  # a client's; else a prediction, which a later one replaces
+
+
+class Cover:
+    """A block that claims protect, as the block claimed or one before it."""
+
+    __slots__ = ("before", "count", "tenant")
+
+    def __init__(self, tenant: str) -> None:
+        self.tenant = tenant  # it counts for the first that claims it
+        self.count = 0  # its claim, and its continuations that are covered
+        self.before: CachedBlock | None = None  # which it covers
+
+
+class Retained(Ranked):
+    """Evicts blocks without a claim first.
+
+    A claim is on the last block of a sequence, and covers those before it: they are no leaves as long as it is cached.
+    Once it is evicted, the blocks before it have no claim left: under pressure whole sequences go, one by one.
+
+    Args:
+        total: blocks of the cache.
+        share: of them that claims of one tenant may cover.
+    """
+
+    def __init__(self, prefix: PrefixCache, price: Price, total: int, share: float) -> None:
+        super().__init__(prefix, price)
+        self._most = int(total * share)
+        self._claims: dict[CachedBlock, Claim] = {}
+        self._of_tenant: dict[str, OrderedDict[CachedBlock, None]] = {}  # claims, oldest first
+        self._covers: dict[CachedBlock, Cover] = {}
+        self._num_covered: Counter[str] = Counter()  # by tenant
+        self._ends: list[tuple[float, int, CachedBlock]] = []  # a heap of claims' ends; entries may be out of date
+        self._claimed: list[Leaf] = []  # a heap of leaves with claims; the others are in `_leaves`
+
+    def pop(self) -> int:
+        while self._ends and self._ends[0][0] <= self.now:
+            end = heappop(self._ends)
+            if self._is_end(end):
+                self._unclaim(end[2])
+        leaf = self._pop_leaf(self._leaves) or self._pop_leaf(self._claimed)
+        if leaf is None:
+            raise IndexError("every cached block has a cached continuation")
+        self.forget(self._cached[leaf.block][0])
+        self.remove(leaf.block)
+        return leaf.block
+
+    def forget(self, cached: CachedBlock) -> None:
+        claim = self._claims.pop(cached, None)
+        if claim is None:
+            return
+        claims = self._of_tenant[claim.tenant]
+        del claims[cached]
+        if not claims:
+            del self._of_tenant[claim.tenant]
+        self._uncover(cached)
+
+    def released(self, request: Request) -> None:
+        """Claim the published blocks of a request that is to be retained."""
+        if request.spec.retain:
+            request.num_retained = self._claim(request, self.now + request.spec.retain, None)
+
+    def _rank(self, cached: CachedBlock) -> float:
+        return UNCLAIMED  # so the least recently used goes first
+
+    def _counts(self, leaf: Leaf) -> bool:
+        if not super()._counts(leaf):
+            return False
+        claim = self._claims.get(self._cached[leaf.block][0])
+        return leaf.rank == (UNCLAIMED if claim is None else claim.rank)
+
+    def _push(self, block: int) -> None:
+        cached, leaf = self._cached[block]
+        claim = self._claims.get(cached)
+        if claim is None:
+            self._push_leaf(self._leaves, leaf)
+        else:
+            self._push_leaf(self._claimed, leaf._replace(rank=claim.rank))
+
+    def _claim(self, request: Request, until: float, rank: float | None) -> int:
+        """Claim the published blocks of `request`, as far as its tenant's share goes.  Returns how many of its tokens.
+
+        Args:
+            rank: of a prediction's claims; None: a hint's rank by the price of the last block.
+        """
+        tenant, end = request.spec.slo.tenant, min(request.block_hashes.length, self._most)
+        entry = self._prefix.published(request.block_hashes, end)
+        if entry is None:
+            return 0
+        for cached in entry.cached:
+            known = self._claims.get(cached)
+            if cached.block == NOWHERE or (
+                    known is not None and known.is_hint and (rank is not None or known.until > until)):
+                continue
+            self.forget(cached)
+            self._claims[cached] = Claim(
+                until, self._price.of(cached) if rank is None else rank, tenant, is_hint=rank is None)
+            claims = self._of_tenant.setdefault(tenant, OrderedDict())
+            claims[cached] = None
+            self._cover(cached, tenant)
+            self._add_end(until, cached)
+            self._push_again(cached)
+            while self._num_covered[tenant] > self._most and len(claims) > 1:
+                self._unclaim(next(iter(claims)))
+        return end * self._price.block_size
+
+    def _cover(self, cached: CachedBlock, tenant: str) -> None:
+        """Count a claim on `cached`, and cover the blocks before it that were not."""
+        block: CachedBlock | None = cached
+        while block is not None and block.block != NOWHERE:
+            cover = self._covers.get(block)
+            if cover is not None:
+                cover.count += 1
+                return
+            self._covers[block] = cover = Cover(tenant)
+            cover.count = 1
+            self._num_covered[tenant] += 1
+            block = block.before
+            cover.before = block if block is not None and block.block != NOWHERE else None
+
+    def _uncover(self, cached: CachedBlock) -> None:
+        block: CachedBlock | None = cached
+        while block is not None:
+            cover = self._covers[block]
+            cover.count -= 1
+            if cover.count:
+                return
+            del self._covers[block]
+            self._num_covered[cover.tenant] -= 1
+            if not self._num_covered[cover.tenant]:
+                del self._num_covered[cover.tenant]
+            block = cover.before
+
+    def _unclaim(self, cached: CachedBlock) -> None:
+        self.forget(cached)
+        self._push_again(cached)
+
+    def _push_again(self, cached: CachedBlock) -> None:
+        """Rank a block whose claim has changed, if it is a leaf."""
+        if cached.block in self._cached and self._cached[cached.block][0] is cached and cached not in self._continued:
+            self._push(cached.block)
+
+    def _add_end(self, until: float, cached: CachedBlock) -> None:
+        self._uses += 1
+        heappush(self._ends, (until, self._uses, cached))
+        if len(self._ends) > 2 * len(self._claims) + STALE:
+            self._ends = list(filter(self._is_end, self._ends))
+            heapify(self._ends)
+
+    def _is_end(self, end: tuple[float, int, CachedBlock]) -> bool:
+        claim = self._claims.get(end[2])
+        return claim is not None and claim.until == end[0]
+
+
+class Session:
+    """What is known of a session: when its last request ended, and its pauses before the ones that followed."""
+
+    __slots__ = ("ended_at", "pauses")
+
+    def __init__(self) -> None:
+        self.ended_at = -1.0  # seconds; negative: a request of it runs
+        self.pauses: deque[float] = deque(maxlen=PAUSES)
+
+
+class Sessions:
+    """The sessions of one tenant, the least recently used first."""
+
+    def __init__(self) -> None:
+        self.known: OrderedDict[str | int, Session] = OrderedDict()
+        self.pauses: deque[float] = deque(maxlen=OF_ALL)
+        self.num_ended = 0.0  # requests, older ones counting less
+        self.num_returned = 0.0
+
+    def held_for(self, session: Session) -> tuple[float, float]:
+        """Returns for how many seconds the blocks of a session that pauses are held, and when it is expected back."""
+        pauses = session.pauses
+        if len(pauses) < FEW:
+            if self.num_returned < LEAST_RETURNS * self.num_ended:
+                return 0.0, 0.0
+            pauses = self.pauses
+        if not pauses:
+            return 0.0, 0.0
+        ordered = sorted(pauses)
+        return MARGIN * ordered[int(HELD_SHARE * (len(ordered) - 1))], ordered[len(ordered) // 2]
+
+
+FADED = 0.98  # weight of a tenant's earlier ends, at each
+
+
+class PredictedReturns(Retained):
+    """Evicts blocks of sessions last that are expected back, and of these the one expected last first.
+
+    A session is named by its requests (`RequestSpec.session`), or known by its prefix: the last block of the prompt or
+    of the output of the request before.
+    """
+
+    def __init__(self, prefix: PrefixCache, price: Price, total: int, share: float) -> None:
+        super().__init__(prefix, price, total, share)
+        self._tenants: OrderedDict[str, Sessions] = OrderedDict()  # least recently used first
+        self._num_sessions = 0
+        self._tails: OrderedDict[int, tuple[str, str | int]] = OrderedDict()  # by number of an entry
+        self._of_request: dict[int, str | int] = {}  # of requests with blocks
+        self._unnamed = 0
+
+    def admitted(self, request: Request, found: Sequence[Entry]) -> None:
+        spec, name = request.spec, self._name(request, found)
+        self._of_request[request.request_id] = name
+        sessions = self._tenants.get(spec.slo.tenant)
+        session = sessions.known.get(name) if sessions is not None else None
+        if sessions is not None and request.state is State.PREEMPTED:
+            sessions.num_ended -= 1  # it had not ended
+        elif sessions is not None and session is not None and session.ended_at >= 0:
+            pause = max(0.0, request.arrived_at - session.ended_at)
+            session.pauses.append(pause)
+            sessions.pauses.append(pause)
+            sessions.num_returned += 1
+            session.ended_at = -1.0
+
+    def released(self, request: Request) -> None:
+        tenant, name = request.spec.slo.tenant, self._of_request.pop(request.request_id, None)
+        super().released(request)
+        if name is None:
+            return
+        sessions = self._sessions(tenant)
+        session = self._session(sessions, name)
+        session.ended_at = self.now
+        sessions.num_ended = sessions.num_ended * FADED + 1
+        sessions.num_returned *= FADED
+        for number in self._tail_numbers(request):
+            self._tails[number] = tenant, name
+            self._tails.move_to_end(number)
+        while len(self._tails) > 2 * MAX_SESSIONS:
+            self._tails.popitem(last=False)
+        held, expected = sessions.held_for(session)
+        if held > 0:
+            self._claim(request, self.now + held, -(self.now + expected))
+
+    def _name(self, request: Request, found: Sequence[Entry]) -> str | int:
+        if request.spec.session:
+            return request.spec.session
+        tenant, name = self._tails.get(found[-1].number, ("", None)) if found else ("", None)
+        if name is not None and tenant == request.spec.slo.tenant:
+            return name
+        self._unnamed += 1
+        return self._unnamed
+
+    def _tail_numbers(self, request: Request) -> Iterator[int]:
+        """Yields the numbers of the entries that end its prompt, and all of its published tokens."""
+        length = request.block_hashes.length
+        for end in {min(length, request.num_prompt // self._price.block_size), length}:
+            if (entry := self._prefix.published(request.block_hashes, end)) is not None:
+                yield entry.number
+
+    def _sessions(self, tenant: str) -> Sessions:
+        sessions = self._tenants.get(tenant)
+        if sessions is None:
+            sessions = self._tenants[tenant] = Sessions()
+        self._tenants.move_to_end(tenant)
+        return sessions
+
+    def _session(self, sessions: Sessions, name: str | int) -> Session:
+        """Returns a tenant's session; a new one may replace the tenant's oldest, or that of the longest idle tenant."""
+        known = sessions.known
+        if name not in known:
+            if len(known) >= MAX_SESSIONS_OF_ONE:
+                known.popitem(last=False)
+                self._num_sessions -= 1
+            while self._num_sessions >= MAX_SESSIONS:
+                idle, others = next(iter(self._tenants.items()))
+                if others.known:
+                    others.known.popitem(last=False)
+                    self._num_sessions -= 1
+                if not others.known and others is not sessions:
+                    del self._tenants[idle]
+            known[name] = Session()
+            self._num_sessions += 1
+        known.move_to_end(name)
+        return known[name]
+
+
+def eviction_order(limits: SchedulerLimits, prefix: PrefixCache, times: StepTimeModel) -> EvictionOrder:
+    """Returns the order that `limits.eviction_policy` names; `times` prices blocks."""
+    if limits.eviction_policy == LRU:
+        return LeastRecentlyUsed()
+    price = Price(times, limits.block_size, min(limits.max_num_batched_tokens, CHUNK))
+    if limits.eviction_policy == COST:
+        return CheapestFirst(prefix, price)
+    kind = Retained if limits.eviction_policy == HINTED else PredictedReturns
+    return kind(prefix, price, limits.num_blocks, limits.tenant_cache_share)

@@ -1,0 +1,162 @@
+"""Orders of eviction: who goes first, that continuations go before their prefix, and what claims are worth."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.beginnings import Watching, limits
+from support.toy import request
+
+from slotwise.core.eviction import Retained
+from slotwise.core.scheduler_limits import COST, EVICTION_POLICIES, HINTED, LRU, PREDICTED, SLO
+from slotwise.core.step_time import StepTimeModel
+
+
+def times() -> StepTimeModel:
+    """A model that knows what steps take, and learns nothing."""
+    found = StepTimeModel()
+    found.learns = False
+    found.typical = lambda work: work.tokens + 100.0 * work.pairs
+    return found
+
+
+def driver_of(policy: str, num_blocks: int = 8, share: float = 1.0) -> Watching:
+    return Watching(
+        limits(num_blocks=num_blocks, max_model_len=33, eviction_policy=policy, tenant_cache_share=share), None, None,
+        times())
+
+
+def served(driver: Watching, name: str, token: int, num_blocks: int, **spec: object) -> int:
+    """Serves a request of so many full blocks of `token`, and one token more.  Returns how many tokens it found."""
+    new = request(name, [token] * (4 * num_blocks + 1), 1, ignore_eos=True)
+    new.spec = replace(new.spec, **spec)
+    driver.add(new)
+    driver.run()
+    return driver.cached[name][0]
+
+
+def test_a_long_prompt_outlives_a_short_one_by_what_it_costs_and_not_for_ever():
+    """Under `lru` the older, longer prompt loses a block; under `cost` the one that is cheaper to compute again."""
+    for policy, found in ((LRU, 12), (COST, 16)):
+        driver = driver_of(policy, num_blocks=9)
+        served(driver, "long", 1, 4)
+        served(driver, "short", 2, 1)
+        served(driver, "other", 3, 4)
+        assert served(driver, "again", 1, 4) == found, policy
+    for number in range(40):
+        served(driver, f"n{number}", 10 + number, 3)
+    assert served(driver, "at last", 1, 4) == 0
+
+
+def test_a_claimed_prefix_outlives_others_until_its_time_is_over():
+    for wait, found in ((0.0, 12), (100.0, 0)):
+        driver = driver_of(HINTED)
+        served(driver, "kept", 1, 3, retain=50.0)
+        driver.now += wait
+        for number in range(4):
+            served(driver, f"n{number}", 10 + number, 4)
+        assert served(driver, "again", 1, 3) == found
+
+
+def test_claims_make_no_request_wait():
+    driver = driver_of(HINTED)
+    served(driver, "kept", 1, 5, retain=1e6)
+    served(driver, "whole", 2, 7)
+    assert driver.cached["whole"] == [0] and driver.output["whole"] and not driver.preempted
+    assert served(driver, "again", 1, 5) == 0
+
+
+def test_a_tenant_claims_its_share_and_its_oldest_claims_go_first():
+    driver = driver_of(HINTED, num_blocks=12, share=0.5)  # six blocks
+    for name, token in (("a", 1), ("b", 2), ("c", 3)):
+        served(driver, name, token, 3, retain=1e6, slo=SLO("flood"))
+    served(driver, "light", 4, 2, retain=1e6, slo=SLO("light"))
+    served(driver, "others", 5, 3)
+    assert served(driver, "light again", 4, 2) == 8
+    assert [served(driver, f"{token} again", token, 3) for token in (2, 3, 1)] == [12, 12, 0]
+
+
+def test_what_is_retained_is_told():
+    driver = driver_of(HINTED, share=0.25)  # two blocks
+    new = request("a", [1] * 13, 1, ignore_eos=True)
+    new.spec = replace(new.spec, retain=9.0)
+    driver.add(new)
+    driver.run()
+    assert new.num_retained == 8
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_session_that_comes_back_is_held_for_as_long_as_its_pauses(named):
+    """Two pauses of 10 s are known: its blocks outlive others for 12 s, and no longer."""
+    for wait, found in ((9.0, True), (60.0, False)):
+        driver = driver_of(PREDICTED, num_blocks=10)
+        for turn, length in enumerate((2, 3, 4)):
+            served(driver, f"turn{turn}", 1, length, session="agent" * named)
+            driver.now += 10.0 if turn < 2 else wait
+        served(driver, "x", 2, 3)
+        served(driver, "y", 3, 4)
+        assert (served(driver, "back", 1, 4, session="agent" * named) == 16) == found
+
+
+def test_of_sessions_that_pause_the_one_expected_last_goes_first():
+    driver = driver_of(PREDICTED, num_blocks=11)
+    for name, token, pause in (("slow", 1, 1000.0), ("quick", 2, 100.0)):
+        for turn in range(3):
+            served(driver, f"{name}{turn}", token, 3, session=name)
+            driver.now += pause if turn < 2 else 0.0
+    served(driver, "big", 3, 5)
+    assert served(driver, "quick again", 2, 3) == 12
+    assert served(driver, "slow again", 1, 3) < 12
+
+
+class Checked(Watching):
+    """Checks at every eviction that nothing cached continues what goes."""
+
+    def plan(self):
+        order = self.scheduler.kv.pool.cached
+        if "pop" not in vars(order):
+            pop = order.pop
+
+            def checked() -> int:
+                content = self.scheduler.kv.prefix.content
+                block = pop()
+                gone = content(block)
+                rest = [other for other in range(self.scheduler.limits.num_blocks) if other in order]
+                assert all(content(other).before is not gone for other in rest)
+                return block
+
+            order.pop = checked
+        return super().plan()
+
+
+PROMPTS = st.lists(st.tuples(
+    st.lists(st.integers(0, 1), min_size=1, max_size=20), st.sampled_from(("", "a", "b")), st.sampled_from((0.0, 3.0)),
+    st.sampled_from(("t", "u"))), min_size=1, max_size=16)
+
+
+@settings(max_examples=60, deadline=None)
+@given(PROMPTS, st.sampled_from(EVICTION_POLICIES), st.sampled_from(EVICTION_POLICIES), st.sampled_from((0.2, 1.0)))
+def test_a_continuation_goes_before_its_prefix_and_no_claim_is_left(prompts, policy, later, share):
+    """Also where the order changes while blocks are cached."""
+    driver = Checked(limits(num_blocks=10, max_model_len=25, eviction_policy=policy, tenant_cache_share=share), None,
+                     None, times())
+    for index, (prompt, session, retain, tenant) in enumerate(prompts):
+        new = request(f"r{index}", prompt, 2, ignore_eos=True)
+        new.spec = replace(new.spec, session=session, retain=retain, slo=SLO(tenant))
+        driver.add(new)
+        if index == len(prompts) // 2:
+            driver.run()
+            driver.limits = replace(driver.limits, eviction_policy=later)
+            driver.configure(driver.discipline, driver.limits.max_num_seqs, 60)
+        if index % 3 == 2:
+            driver.plan()
+            driver.commit()
+    driver.run()
+    order = driver.scheduler.kv.pool.cached
+    if isinstance(order, Retained):
+        assert all(held <= share * 10 for held in order._num_covered.values())
+        driver.scheduler.kv.pool.evict(10)
+        assert not order._claims and not order._covers and not order._of_tenant and not order._num_covered

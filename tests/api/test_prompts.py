@@ -59,6 +59,27 @@ def test_a_client_with_many_long_texts_delays_no_other(tokenizer: Tokenizer) -> 
     assert last <= 6, "clients take turns"
 
 
+def test_only_what_a_text_adds_to_one_before_is_encoded(
+        tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, lengths = Prompts(tokenizer, None, lambda: WIDE), list[int]()
+
+    def encode(text: str, **more: bool) -> list[int]:
+        lengths.append(len(text))
+        return tokenizer.inner.encode(text, **more).ids
+
+    turns = ["<s>" + "the quick fox " * 90 + "</s>jumps over the dog\n" * 3 for _ in range(9)]
+    for holder, is_new in (("one", True), ("another", True), ("one", False)):
+        for number in range(5, 10):
+            text = "".join(turns[:number])
+            expected = tokenizer.inner.encode(text).ids
+            with monkeypatch.context() as patch:
+                patch.setattr(tokenizer, "encode", encode)
+                lengths.clear()
+                assert asyncio.run(prompts.of_completion(text, 1, holder)) == [expected]
+            is_whole = is_new and number == 5
+            assert sum(lengths) == len(text) if is_whole else sum(lengths) < 2 * len(turns[0])
+
+
 def test_a_replacement_engine_with_a_smaller_cache_bounds_prompts() -> None:
     engines = [INFO]
     prompts = Prompts(Tokenizer.load(builtin.path()), None, lambda: engines[-1])

@@ -18,7 +18,7 @@ SLASHED = rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{LINES}"
 WORD = rf"(?i:{CONTRACTIONS})|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|"
 LOWER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
 UPPER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-REGEXES = frozenset({
+LINE_SPLITS = frozenset({  # a line's end and the letter behind it are never in one word
     # GPT-2, also within `ByteLevel`
     rf"{CONTRACTIONS}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)|\s+",
     # Llama 3, Qwen 2 and 3, Qwen 3.5
@@ -30,15 +30,17 @@ REGEXES = frozenset({
     rf"{LOWER}|{UPPER}|\p{{N}}{SLASHED}",
     rf"{LOWER}(?i:{CONTRACTIONS})?|{UPPER}(?i:{CONTRACTIONS})?|\p{{N}}{{1,3}}{SLASHED}",
     # DeepSeek
-    r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
     rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{LINES}",
-    r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+",
+    r"[\r\n]",
     # the built-in model
     r"\n *|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s",
-    # one character
-    r"\p{N}", r"\d", " ", ".",
 })  # fmt: skip
+NEUTRAL_SPLITS = frozenset({  # neither is in any of their words
+    r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
+    r"\p{N}", r"\d", " ",
+})  # fmt: skip
+REGEXES = LINE_SPLITS | NEUTRAL_SPLITS | {r"\s?\p{L}+", r"\s?\p{P}+", "."}
 NORMALIZERS = frozenset({
     "Sequence", "Replace", "Prepend", "Strip", "StripAccents", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "ByteLevel",
     "BertNormalizer"})  # fmt: skip
@@ -86,11 +88,15 @@ def _is_known(rule: dict[str, Any], kinds: frozenset[str]) -> bool:
     return rule.get("type") in kinds and _is_known_pattern(rule.get("pattern"))
 
 
+def written_alike(regex: str) -> str:
+    """A regular expression whose line ends are written as escapes: published ones have either."""
+    return regex.replace("\r", r"\r").replace("\n", r"\n")
+
+
 def _is_known_pattern(pattern: dict[str, str] | None) -> bool:
     if pattern is None:
         return True
-    regex = pattern.get("Regex", "").replace("\r", r"\r").replace("\n", r"\n")  # written either way
-    return regex in REGEXES or 0 < len(pattern.get("String", "")) <= MAX_STRING
+    return written_alike(pattern.get("Regex", "")) in REGEXES or 0 < len(pattern.get("String", "")) <= MAX_STRING
 
 
 def _is_linear_model(model: dict[str, Any]) -> bool:

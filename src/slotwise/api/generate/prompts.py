@@ -16,6 +16,7 @@ from slotwise.engine.messages import EngineInfo
 from slotwise.text.chat_source import ChatTemplateError
 from slotwise.text.conversation import RESERVED_VARIABLES, InvalidMessages, Message, OpenEnd, check_messages, text_of
 from slotwise.text.detokenizer import TextOffsets, detokenizer
+from slotwise.text.token_cache import SEGMENT, Boundaries, TokenCache
 from slotwise.text.tokenizer import SHORT, TextTooLong, Tokenizer, TokenizerError, spellings
 
 
@@ -74,7 +75,8 @@ class Rendered(NamedTuple):
 class Prompts:
     """Tokenizes.  Short texts at once; long ones in one thread, so that they delay no stream; clients take turns.
 
-    A tokenizer that may take any time for a text encodes all of them in a worker process.
+    A text that extends one that the client has sent before is encoded from there on (`text/token_cache.py`).
+    A tokenizer that may take any time for a text encodes all of them, whole, in a worker process.
     """
 
     def __init__(
@@ -84,6 +86,8 @@ class Prompts:
         self.tokenizer = tokenizer
         self._template = chat_template
         self._requested: Template | None = None  # a worker of its own for templates in requests
+        self._boundaries = Boundaries(tokenizer.inner)
+        self._known = TokenCache(self._boundaries)
         self._engine_info = engine_info
         self._thread = ThreadPoolExecutor(1, "tokenize")
         self._turns = Turns(MAX_WAITING, MAX_WAITING_OF_ONE)
@@ -300,6 +304,13 @@ class Prompts:
             if wants_offsets:
                 return await self._aside(holder, len(text), lambda: self.tokenizer.offsets(
                     text, add_special_tokens=special))
+            if self._boundaries.exist and len(text) > 2 * SEGMENT:
+                self.tokenizer.check_length(text, most)
+                missing = self._known.missing(holder, text)
+                parts = await self._aside(holder, sum(map(len, missing.segments)), lambda: [
+                    self.tokenizer.encode(segment, add_special_tokens=False) for segment in missing.segments])
+                ids = self._known.add(holder, missing, parts)
+                return [*self._boundaries.before, *ids, *self._boundaries.after] if special else ids
             return await self._aside(holder, len(text), lambda: self.tokenizer.encode(
                 text, add_special_tokens=special, max_tokens=most))
         except TextTooLong as error:

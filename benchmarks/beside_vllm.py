@@ -1,4 +1,4 @@
-"""Measures output tokens per second of the same requests on Slotwise, on vLLM or on OpenVINO GenAI.
+"""Measures the same requests on Slotwise, on vLLM or on OpenVINO GenAI: output tokens per second, or decode steps.
 
     python benchmarks/checkpoint.py CHECKPOINT                                     # a shape with random weights
     python benchmarks/beside_vllm.py slotwise CHECKPOINT --workload mixed:0 mixed:1 azure:0
@@ -14,6 +14,9 @@ workload is a name and a seed; one request of each length class is computed firs
 
     mixed    log-normal prompts (median 128, sigma 0.9, at most 1,024) and outputs (median 64, sigma 0.9, at most 512)
     azure    lengths of the Azure conversation trace of 2023, an eighth of them
+
+With `--streams`, the time of a decode step by number of streams instead, prompts of 128 tokens: the difference of runs
+of 65 tokens and of 1, over 64 steps, so that loading and prefill cancel; the least of three of each.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ SHAPES = {
 }
 VOCABULARY = 4000  # prompts are random ids below it
 OPENVINO_CACHE = 4  # GiB
+STEPS, STEP_TURNS = 64, 3
 VLLM = {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_CPU_OMP_THREADS_BIND": "0-1", "VLLM_LOGGING_LEVEL": "WARNING"}
 
 
@@ -108,6 +112,16 @@ def measure(llm: Any, params: Any, work: Workload) -> dict[str, float]:
             "output_tokens_per_second": tokens / seconds}
 
 
+def step_seconds(llm: Any, params: Any, streams: int) -> float:
+    """The seconds of a decode step of `streams` rows."""
+    def seconds(tokens: int, number: int) -> float:
+        recipe = Recipe(streams, parse_lengths("fixed:128"), parse_lengths(f"fixed:{tokens}"), parse_arrivals("at-once"))
+        return measure(llm, params, generate(recipe, number))["seconds"]
+
+    first, whole = (min(seconds(tokens, 10 * tokens + turn) for turn in range(STEP_TURNS)) for tokens in (1, STEPS + 1))
+    return (whole - first) / STEPS
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engine", choices=("slotwise", "vllm", "openvino"), help="which one runs here")
@@ -116,6 +130,7 @@ def main() -> None:
                         help="mixed or azure, and a seed")
     parser.add_argument("--requests", type=int, default=64, help="requests of a run")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="of the engine")
+    parser.add_argument("--streams", type=int, nargs="+", default=[], help="measure decode steps of as many rows")
     asked = parser.parse_args()
     llm_type, params = engine(asked.engine)
     began = time.perf_counter()
@@ -124,7 +139,10 @@ def main() -> None:
                    enable_prefix_caching=False, **settings)
     measure(llm, params, workload("mixed:999", 2))
     print(f"ready after {time.perf_counter() - began:.1f} s", flush=True)
-    for name in asked.workload:
+    for streams in asked.streams:
+        step = {"engine": asked.engine, "streams": streams, "step_seconds": step_seconds(llm, params, streams)}
+        print(json.dumps(step), flush=True)
+    for name in () if asked.streams else asked.workload:
         figures = measure(llm, params, workload(name, asked.requests))
         print(json.dumps({"engine": asked.engine, "workload": name} | figures), flush=True)
 

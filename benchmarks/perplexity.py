@@ -1,12 +1,18 @@
-"""Measures perplexity for each type of weights and of cache, of the real model, another one or the built-in one.
+"""Measures what each type of weights and of cache costs a model: the real one, another one or the built-in one.
 
-A model reads the frozen texts of `benchmarks.real_texts`: license, documentation and code of this repository, in
-windows of 1,024 tokens.  The result has a digest of them, for only the same windows compare.  The built-in model reads
-functions that `training/corpus.py` holds out: those of standard library modules that are not in the training data,
-tests excluded.  It is computed as in serving: the same decoder and kernels, over a paged cache.
+A model reads the frozen texts of `benchmarks.real_texts`: the real one license, documentation and code of this
+repository, in windows of 1,024 tokens, the built-in one functions held out of its training.  The result has a digest of
+them, for only the same windows compare.  It is computed as in serving: the same decoder and kernels, over a paged
+cache, and int4 calibrated.
 
-    python -m benchmarks.perplexity --output perplexity-cpu.json
-    python -m benchmarks.perplexity --model builtin --documents 300
+    perplexity            over all tokens but each text's first
+    greedy tokens kept    the share of these places where the most probable token is that of the first row, float32
+
+OpenVINO reads the same windows in an environment of its own, from folders that `optimum-cli export openvino` made
+(`benchmarks/peers/openvino_perplexity.py`).
+
+    python -m benchmarks.perplexity --output perplexity-cpu.json --openvino ENVIRONMENT/bin/python int8=FOLDER ...
+    python -m benchmarks.perplexity --model builtin --output perplexity-builtin-cpu.json
     python -m benchmarks.perplexity --model builtin --blocks    # all matrices in each type of GGUF
 """
 
@@ -15,24 +21,26 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import sys
+import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from benchmarks.commands import parser_of
-from benchmarks.real_texts import WINDOW, documents, windows
+from benchmarks.real_texts import WINDOW, documents, functions, windows
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import quantize
 from torch import Tensor
 
 from slotwise import builtin
-from slotwise.compute.kernels.interface import RaggedBatch
+from slotwise.compute.kernels.interface import Kernels, RaggedBatch
 from slotwise.compute.kernels.matrix import Factors, Format, QuantizedMatrix, Rows, Weight, stacked
-from slotwise.compute.kernels.select import choose
+from slotwise.compute.kernels.select import choose, packing_of
+from slotwise.compute.model.calibration import read_calibrated
 from slotwise.compute.model.decoder import Decoder
 from slotwise.compute.model.family_table import tensor_shapes
 from slotwise.compute.model.gguf.block_types import BLOCK_TYPES
@@ -41,9 +49,6 @@ from slotwise.compute.model.model_registry import find
 from slotwise.compute.model.weights import CheckpointWeights
 from slotwise.measure.bench.results import environment, write_json
 from slotwise.text.tokenizer import Tokenizer
-
-sys.path.append(str(Path(__file__).parents[1] / "training"))
-from corpus import library_sample, read_documents, split, standard_library
 
 KINDS = (  # dtype, quantization, kv_cache_dtype
     ("float32", "none", "auto"), ("bfloat16", "none", "auto"), ("bfloat16", "none", "int8"),
@@ -54,13 +59,6 @@ STEP = 512  # tokens
 REAL, BUILTIN = "smollm2", "builtin"
 TINY = 1e-12
 SHARES = (1.0, 1.1, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6)
-
-
-def held_out(count: int) -> list[list[int]]:
-    """Returns the token ids of `count` documents, end token included."""
-    tokenizer = Tokenizer.load(builtin.path())
-    _, documents = split(read_documents(standard_library()))
-    return [[*tokenizer.encode(document.text), 1] for document in library_sample(documents, count, seed=2)]
 
 
 def windows_of(path: Path) -> list[list[int]]:
@@ -102,21 +100,38 @@ def as_batch(texts: list[list[int]]) -> RaggedBatch:
         max_query_len=int(lengths.max()), max_context_len=int(lengths.max()))
 
 
-def loss(decoder: Decoder, texts: list[list[int]]) -> tuple[float, int]:
-    """Returns the nats over all tokens but each text's first, and their number."""
+class Score(NamedTuple):
+    """What a model makes of texts."""
+
+    nats: float  # over all tokens but each text's first
+    count: int  # of these tokens
+    greedy: Tensor  # [count] int64, the most probable token at each of these places
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.nats / self.count)
+
+    def kept(self, exact: Score) -> float:
+        """The share of greedy tokens that are those of another model."""
+        return float((self.greedy == exact.greedy).double().mean())
+
+
+def score(decoder: Decoder, texts: list[list[int]]) -> Score:
+    """Returns what the model makes of the texts, read in steps."""
     longest = max(map(len, texts))
     num_blocks = (STEP + longest) // BLOCK + STEP
     caches = [decoder.kernels.allocate_cache(num_blocks, BLOCK, shape, decoder.config.dtype)
               for shape in decoder.layer_shapes]
-    nats, count = 0.0, 0
+    nats, greedy = 0.0, []
     for gathered in steps(texts):
         batch = as_batch(gathered)
         logits: Tensor = decoder.logits(decoder.hidden(batch, caches)).float()
         follows = batch.positions[1:] > 0
         taken = torch.log_softmax(logits[:-1], dim=-1).gather(1, batch.token_ids[1:, None])[:, 0]
         nats -= float(taken[follows].double().sum())
-        count += int(follows.sum())
-    return nats, count
+        greedy.append(logits[:-1].argmax(-1)[follows])
+    found = torch.cat(greedy)
+    return Score(nats, len(found), found)
 
 
 def of_blocks(name: str) -> Decoder:
@@ -139,7 +154,13 @@ def widened(path: Path, dtype: str, quantization: str, cached: str) -> Decoder:
     shapes = tensor_shapes(config)
     weights.assemble(config.quantization, shapes)
     weights.widen(weights.formats(shapes))
-    return Decoder(config, weights.reader(shapes, config.dtype), kernels, WINDOW)
+    return as_served(kernels, lambda: Decoder(config, weights.reader(shapes, config.dtype), kernels, WINDOW))
+
+
+def as_served(kernels: Kernels, read: Callable[[], Decoder]) -> Decoder:
+    """A model as an engine reads it: calibrated, if its format gains from that."""
+    packing = packing_of(kernels)
+    return read_calibrated(packing, read, lambda done, total: None) if packing.compensates else read()
 
 
 def of_model(path: Path) -> Iterator[tuple[str, str, Decoder]]:
@@ -154,13 +175,24 @@ def of_model(path: Path) -> Iterator[tuple[str, str, Decoder]]:
 
 def about(path: Path, texts: list[list[int]]) -> dict[str, Any]:
     """What a result says of the model, its texts and this machine."""
-    with path.open("rb") as file:
+    is_builtin = path == builtin.path()
+    with (path / "model.safetensors" if path.is_dir() else path).open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {
-        "version": 1, "environment": environment(), "model": path.name, "model_sha256": digest,
-        "texts": "license, documentation and code of this repository, as benchmarks/real_texts.json has them",
-        "windows": len(texts), "tokens_a_window": WINDOW,
+        "version": 1, "environment": environment(), "model": BUILTIN if is_builtin else path.name,
+        "model_sha256": digest, "texts": "functions of Python's library, as benchmarks/builtin_texts.json has them"
+        if is_builtin else "license, documentation and code of this repository, as benchmarks/real_texts.json has them",
+        "windows": len(texts), "longest": max(map(len, texts)),
         "windows_sha256": hashlib.sha256(json.dumps(texts).encode()).hexdigest()}
+
+
+def of_openvino(python: str, folder: str, texts: list[list[int]]) -> tuple[str, Score]:
+    """OpenVINO's version, and what a model exported to `folder` makes of the texts."""
+    script = Path(__file__).parent / "peers" / "openvino_perplexity.py"
+    run = subprocess.run([python, str(script), folder], input=json.dumps(texts), stdout=subprocess.PIPE, text=True,
+                         check=True)
+    found = json.loads(run.stdout.splitlines()[-1])
+    return found["version"], Score(found["nats"], len(found["greedy"]), torch.tensor(found["greedy"]))
 
 
 def decoders(*, blocks: bool, cache_only: bool) -> Iterator[tuple[str, str, Decoder]]:
@@ -172,7 +204,9 @@ def decoders(*, blocks: bool, cache_only: bool) -> Iterator[tuple[str, str, Deco
     for dtype, quantization, cached in KINDS:
         if quantization == "none" or not cache_only:
             name = dtype if quantization == "none" else f"{quantization}, {dtype}"
-            yield name, cached, load_model(builtin.path(), kernels=choose("cpu", quantization, cached), dtype=dtype)
+            kernels = choose("cpu", quantization, cached)
+            yield name, cached, as_served(
+                kernels, partial(load_model, builtin.path(), kernels=kernels, dtype=dtype))
 
 
 # -- weights rounded to GGUF's types -----------------------------------------------------------------------------------
@@ -249,30 +283,42 @@ def main() -> None:
     """Parse the command line and print the table."""
     parser = parser_of(__doc__)
     parser.add_argument("--model", default=REAL, help="a name, a folder or a GGUF file")
-    parser.add_argument("--documents", type=int, default=300, help="functions that the built-in model reads")
     parser.add_argument("--cache-only", action="store_true", help="of the built-in model: leave out quantized weights")
     parser.add_argument("--blocks", action="store_true", help="of the built-in model: GGUF's types instead")
-    parser.add_argument("--output", type=Path, help="a JSON file for the result; not of the built-in model")
+    parser.add_argument("--openvino", nargs="+", default=[], metavar=("PYTHON", "NAME=FOLDER"),
+                        help="its environment's Python, and exported models by the names of their weights")
+    parser.add_argument("--output", type=Path, help="a JSON file for the result")
     asked = parser.parse_args()
     is_builtin, path = asked.model == BUILTIN, find(asked.model).path
     if not is_builtin and (asked.blocks or asked.cache_only):
         parser.error(f"--blocks and --cache-only are of the built-in model: add --model {BUILTIN}")
-    if is_builtin and asked.output:
-        parser.error("--output is not of the built-in model, whose table stands in a study: leave it out")
-    texts = held_out(asked.documents) if is_builtin else windows_of(path)
+    texts = functions() if is_builtin else windows_of(path)
     found = decoders(blocks=asked.blocks, cache_only=asked.cache_only) if is_builtin else of_model(path)
-    print(f"{len(texts)} texts\n{'weights':16}{'cache':8}{'tokens':>9}{'perplexity':>12}{'over float32':>14}"
-          f"{'seconds':>9}")
+    print(f"{len(texts)} texts\n{'weights':20}{'cache':8}{'tokens':>9}{'perplexity':>12}{'over float32':>14}"
+          f"{'kept':>9}{'seconds':>9}")
     rows: list[dict[str, Any]] = []
+    exact: list[Score] = []
+
+    def report(name: str, cached: str, result: Score, began: float) -> dict[str, Any]:
+        exact.append(result)
+        over, kept = result.perplexity / exact[0].perplexity - 1, result.kept(exact[0])
+        print(f"{name:20}{cached:8}{result.count:9}{result.perplexity:12.4f}{over:14.2%}{kept:9.2%}"
+              f"{time.perf_counter() - began:9.1f}", flush=True)
+        return {"weights": name, "cache": cached, "tokens": result.count, "perplexity": round(result.perplexity, 4),
+                "greedy_kept": round(kept, 4)}
+
     for name, cached, decoder in found:
         began = time.perf_counter()
-        nats, count = loss(decoder, texts)
-        perplexity = math.exp(nats / count)
-        rows.append({"weights": name, "cache": cached, "tokens": count, "perplexity": round(perplexity, 4)})
-        print(f"{name:16}{cached:8}{count:9}{perplexity:12.4f}{perplexity / rows[0]['perplexity'] - 1:14.2%}"
-              f"{time.perf_counter() - began:9.1f}", flush=True)
+        rows.append(report(name, cached, score(decoder, texts), began))
+    of_peers: list[dict[str, Any]] = []
+    for named in asked.openvino[1:]:
+        name, _, folder = named.partition("=")
+        began = time.perf_counter()
+        version, result = of_openvino(asked.openvino[0], folder, texts)
+        of_peers.append(report(f"OpenVINO, {name}", "auto", result, began) | {"version": version, "weights": name})
     if asked.output:
-        write_json(asked.output, about(path, texts) | {"perplexity": rows})
+        write_json(asked.output, about(path, texts) | {"perplexity": rows} | (
+            {"openvino": of_peers} if of_peers else {}))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""Owns the texts that the real model reads in tests and benchmarks: token ids of this repository's own, frozen.
+"""Owns the texts that models read in tests and benchmarks, as token ids that were frozen.
 
-Results compare only where the same tokens were read, and the documentation changes with every release.  So the token
-ids were drawn once, from the pages, the license and the code of one commit, and stand in real_texts.json.  Drawing them
-again makes all stored results and `tests/real_weights/reference.json` invalid:
+Results compare only where the same tokens were read, and the documentation changes with every release, as Python's
+library does.  So the token ids were drawn once: for the real model from the pages, the license and the code of one
+commit of this repository (real_texts.json), and for the built-in one from functions of Python 3.11.7's library that
+`training/corpus.py` holds out, tests excluded (builtin_texts.json).  Drawing them again makes all stored results and
+`tests/real_weights/reference.json` invalid:
 
     python -m benchmarks.real_texts
     PYTHONPATH=tests python -m support.real_reference
@@ -11,16 +13,20 @@ again makes all stored results and `tests/real_weights/reference.json` invalid:
 from __future__ import annotations
 
 import json
+import platform
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from slotwise import builtin
 from slotwise.compute.model.model_registry import find
 from slotwise.measure.bench.results import commit
 from slotwise.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]
-FILE = Path(__file__).with_suffix(".json")
+FILE, BUILTIN_FILE = (Path(__file__).with_name(f"{name}_texts.json") for name in ("real", "builtin"))
+NUM_FUNCTIONS = 300
 WINDOW = 1024  # tokens
 DOCUMENTS: dict[str, tuple[int, tuple[str, ...]]] = {  # how many windows of which files
     "license": (2, ("LICENSE",)),
@@ -40,6 +46,24 @@ def draw(model: Path) -> dict[str, Any]:
     return {"version": 1, "commit": commit(), "tokenizer": model.name, "documents": documents}
 
 
+def draw_functions() -> dict[str, Any]:
+    """Returns held-out functions in token ids of the built-in model, end token included."""
+    sys.path.append(str(ROOT / "training"))
+    from corpus import library_sample, read_documents, split, standard_library
+
+    tokenizer = Tokenizer.load(builtin.path())
+    _, held_out = split(read_documents(standard_library()))
+    found = [[*tokenizer.encode(document.text), 1] for document in library_sample(held_out, NUM_FUNCTIONS, seed=2)]
+    return {"version": 1, "python": platform.python_version(), "functions": found}
+
+
+@cache
+def functions() -> list[list[int]]:
+    """Returns the token ids of each held-out function, in the built-in model's vocabulary."""
+    found: list[list[int]] = json.loads(BUILTIN_FILE.read_text())["functions"]
+    return found
+
+
 @cache
 def documents() -> dict[str, list[int]]:
     """Returns the token ids of each document, in SmolLM2's vocabulary."""
@@ -53,3 +77,4 @@ def windows(length: int = WINDOW) -> list[list[int]]:
 
 if __name__ == "__main__":
     FILE.write_text(json.dumps(draw(find("smollm2").path), separators=(",", ":")) + "\n")
+    BUILTIN_FILE.write_text(json.dumps(draw_functions(), separators=(",", ":")).replace("],[", "],\n[") + "\n")

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,7 +32,8 @@ from slotwise.compute.kernels.cpu.memory import LARGE
 from slotwise.compute.kernels.cpu.threads import roam
 from slotwise.compute.kernels.group import SINGLE_RANK, Group, PipelineStage, UnconnectedRank, num_ranks
 from slotwise.compute.kernels.interface import Kernels, LayerCache, LayerShape
-from slotwise.compute.kernels.select import choose, draw_for, launcher_of, mask_for, resolve
+from slotwise.compute.kernels.select import choose, draw_for, launcher_of, mask_for, packing_of, resolve
+from slotwise.compute.model.calibration import read_calibrated
 from slotwise.compute.model.checkpoint import content_digest, fingerprint, locate
 from slotwise.compute.model.decoder import Decoder, DecoderSizes, HeadStage
 from slotwise.compute.model.family_table import tensor_shapes
@@ -102,8 +103,9 @@ def check_model(config: EngineConfig, folder: Path, described: ModelConfig, kern
                           f"already ({described.quantization.description}); leave the option out")
     if config.packed_weights_cache and kernels.name != "cpu":
         raise ConfigError(f"packed_weights_cache needs device cpu, not {kernels.name}: only there weights are repacked")
-    if config.packed_weights_cache and described.quantization is None:
-        raise ConfigError(f"packed_weights_cache is for quantized checkpoints: the weights of {folder} are plain")
+    if config.packed_weights_cache and described.quantization is None and config.quantization == "none":
+        raise ConfigError(f"packed_weights_cache is for quantized weights: those of {folder} are plain; leave it out, "
+                          "or choose a quantization")
     if config.batch_invariant and (why := kernels.batch_dependence(described.dtype)):
         raise ConfigError(f"batch_invariant cannot be kept: {why}")
     if not described.is_causal:
@@ -368,21 +370,53 @@ def linked(
     return TransferLink(sender, receiver, limits.block_size)
 
 
-CODE = ("compute/kernels/cpu/products/block_layout.py", "compute/kernels/matrix.py", "compute/model/**/*.py")
+CODE = ("compute/kernels/cpu/products/block_layout.py", "compute/kernels/cpu/products/packing.py",
+        "compute/kernels/cpu/products/quantize.py", "compute/kernels/matrix.py", "compute/model/**/*.py")
 """What determines which panels a checkpoint becomes."""
+CALIBRATED_CACHE = 4.0
+"""GiB of disk for weights that were calibrated, unless an option says otherwise."""
 
 
-@contextmanager
-def packed_weights(config: EngineConfig, kernels: Kernels, checkpoint: Path) -> Iterator[None]:
-    """Takes the panels of weights that are packed meanwhile from disk, or writes them there."""
-    if not config.packed_weights_cache:
-        yield
-        return
-    from slotwise.compute.kernels.cpu.products.packed_file import kept
+def read_weights(
+    config: EngineConfig, unread: UnreadModel, kernels: Kernels, folder: Path, progress: Progress,
+) -> Decoder:
+    """Reads and packs the weights of the model, or takes their panels from disk, where an option keeps them.
 
-    key = hashlib.sha256(f"{content_digest(checkpoint)} {_code_digest()}".encode()).hexdigest()
-    with kept(launcher_of(kernels), key, int(config.packed_weights_cache * 2**30)):
-        yield
+    Weights that are rounded to few bits are calibrated, unless that takes more memory than there is; their panels are
+    kept, because that takes seconds.
+    """
+    from slotwise.compute.kernels.cpu.products import packed_file
+
+    def read() -> Decoder:
+        return unread.read(config.max_model_len, partial(progress, "weights"))
+
+    asked = config.packed_weights_cache
+    is_calibrated = kernels.name == "cpu" and config.num_ranks == 1 and packing_of(kernels).compensates
+    most = CALIBRATED_CACHE if asked is None and is_calibrated else asked or 0.0
+    key = _packed_key(config, folder) if most else ""
+    if is_calibrated and not (key and packed_file.is_kept(key)) and (why := _calibration_obstacle(unread, kernels)):
+        logger.warning("quantization %s of %s: weights are rounded without calibration, which loses more, because %s",
+                       config.quantization, folder, why)
+        return read()
+    with packed_file.kept(launcher_of(kernels), key, int(most * 2**30), copies=asked is None) if key else (
+            nullcontext(enter_result=False)) as are_kept:
+        if not is_calibrated or are_kept:
+            return read()
+        return read_calibrated(packing_of(kernels), read, partial(progress, "calibration"))
+
+
+def _calibration_obstacle(unread: UnreadModel, kernels: Kernels) -> str:
+    """Why a model cannot be calibrated; empty where it can."""
+    with packing_of(kernels).recording():
+        needed = unread.sizes.weight_bytes
+    free = memory_budget.loadable_bytes()
+    return "" if needed <= free else (
+        f"that takes {memory_budget.gib(needed)} of memory and {memory_budget.gib(free)} are free")
+
+
+def _packed_key(config: EngineConfig, checkpoint: Path) -> str:
+    of_config = config.quantization, config.dtype, config.enable_lora
+    return hashlib.sha256(f"{content_digest(checkpoint)} {_code_digest()} {of_config}".encode()).hexdigest()
 
 
 def _code_digest() -> str:
@@ -717,11 +751,9 @@ def load(
     packing = 1 if workers.are_waiting() else torch.get_num_threads()  # all other threads compile
     warming = Warming(kernels, described.dtype)  # loading kernels holds the GIL, packing weights does not
     vocabulary = Vocabulary(folder, described) if joining is None else None
-    read = partial(progress, "weights")
     with _threads(packing):
-        with packed_weights(config, kernels, folder):
-            decoder = unread.read(config.max_model_len, read)
-        draft = None if found.draft is None else found.draft.read(config.max_model_len, read)
+        decoder = read_weights(config, unread, kernels, folder, progress)
+        draft = None if found.draft is None else found.draft.read(config.max_model_len, partial(progress, "weights"))
     return Loaded(config.model, device, decoder, warming, checkpoint=checkpoint, identity=identity,
                   vocabulary=vocabulary, draft=draft, ranks=ranks)
 

@@ -85,9 +85,10 @@ class EngineConfig(ChosenLimits):
         "none", "type to which weights are quantized when they are loaded; activations are quantized to int8 in each "
         "step. docs/performance.md has the perplexities", choices=QUANTIZATIONS,
         is_common=True)
-    packed_weights_cache: float = setting(
-        0.0, "on a CPU: disk space for the weights of quantized checkpoints as they are repacked, so that the next "
-        "start maps them: docs/gguf.md", unit="GiB", range=GIBIBYTES, otherwise="0, none")
+    packed_weights_cache: float | None = setting(
+        None, "on a CPU: disk space for quantized weights as they are packed, so that the next start maps them: "
+        "docs/gguf.md", unit="GiB", range=GIBIBYTES,
+        otherwise="none; with quantization int4 on one rank 4, and the next start copies them")
     kv_cache_dtype: str = setting(
         "auto", "type of cached keys and values; int8 on the CPU and fp8 on a GPU hold about twice the tokens in the "
         "same memory", choices=KV_CACHE_DTYPES, otherwise="auto, the type in which they are computed", group=CACHE)

@@ -22,7 +22,9 @@ class _Stage(NamedTuple):
     counted: str = ""  # what `done` and `total` count; "": bytes
 
 
-STAGES = {"weights": _Stage("Reading and packing weights"), "kernels": _Stage("Compiling kernels", "kernels")}
+STAGES = {"weights": _Stage("Reading and packing weights"),
+          "calibration": _Stage("Calibrating int4 weights, once for a checkpoint", "positions"),
+          "kernels": _Stage("Compiling kernels", "kernels")}
 
 
 def to_stderr(line: str) -> None:

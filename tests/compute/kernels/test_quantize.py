@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slotwise.compute.kernels.cpu.kernels import CpuKernels
 from slotwise.compute.kernels.cpu.products import linear_blocks, paths, tiles
-from slotwise.compute.kernels.cpu.products.quantize import FORMATS, quantized
+from slotwise.compute.kernels.cpu.products.quantize import FORMATS, InputMoments, quantized
 from slotwise.engine.config import QUANTIZATIONS
 
 NAMES = pytest.mark.parametrize("name", FORMATS)
@@ -61,6 +61,63 @@ def test_a_range_is_better_than_the_least_and_the_largest_weight_at_its_ends() -
     plain = ((groups - low) / step).round() * step + low
     found = quantized(weight, FORMATS["int4"]).dequantized()
     assert distance(found, weight) < 0.95 * distance(plain.flatten(1), weight)
+
+
+def correlated(tokens: int, depth: int) -> Tensor:
+    """Inputs that move together, the first of each hundred ten times as large as the others."""
+    found = numbers(tokens, 12) @ numbers(12, depth) + 0.3 * numbers(tokens, depth)
+    found[:, ::100] *= 10
+    return found
+
+
+def moments_of(x: Tensor) -> Tensor:
+    recorded = InputMoments()
+    watched = recorded.watched(lambda given: given, x.shape[1])
+    for rows in (x[:100], x[100:]):
+        assert watched(rows) is rows
+    (found,) = recorded.found
+    return found
+
+
+@pytest.mark.parametrize("depth", [300, 128, 24])
+def test_moments_of_the_inputs_make_errors_of_the_outputs_smaller(depth: int) -> None:
+    """For other inputs of the same kind; the outputs in parts are those of the whole."""
+    x, weight, format = correlated(1000, depth), numbers(64, depth), FORMATS["int4"]
+    moments = moments_of(x[:500])
+    run = torch.nn.functional.pad(x[:500], (0, -depth % 128))[:, -128:]
+    torch.testing.assert_close(moments[-1], run.T @ run, rtol=1e-4, atol=1e-2)
+    matrix = quantized(weight, format, moments)
+    found, plain = matrix.dequantized(), quantized(weight, format).dequantized()
+    exact = x[500:] @ weight.T
+    assert distance(x[500:] @ found.T, exact) < 0.6 * distance(x[500:] @ plain.T, exact)
+    assert torch.equal(found[32:], matrix.dequantized(32))
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf"), 1e30])
+def test_moments_that_say_nothing_change_little(value: float) -> None:
+    weight = numbers(64, 256)
+    found = quantized(weight, FORMATS["int4"], torch.full((2, 128, 128), value)).dequantized()
+    assert distance(found, weight) < 2 * CLOSE["int4"]
+
+
+def test_a_model_is_packed_for_the_inputs_that_were_recorded() -> None:
+    """In the order of its products; another model is refused."""
+    kernels, x, weight = CpuKernels(2, "int4"), correlated(500, 256), numbers(64, 256)
+    with kernels.packing.recording() as moments:
+        kernels.linear(weight)(x)
+        kernels.gated(weight)(x[:, :256] * 2)
+        size = kernels.linear_bytes(weight)
+    assert [one.shape for one in moments] == [(2, 128, 128)] * 2 and size > kernels.linear_bytes(weight)
+    torch.testing.assert_close(moments[1], 4 * moments[0])
+    with kernels.packing.compensating(moments):
+        packed = kernels.linear(weight)(x)
+        kernels.gated(weight)
+        with pytest.raises(ValueError, match="of 256 inputs were not recorded"):
+            kernels.linear(weight)
+    with kernels.packing.compensating(moments), pytest.raises(ValueError, match="of 96 inputs were not recorded"):
+        kernels.linear(numbers(64, 96))
+    exact = x @ weight.T
+    assert distance(packed, exact) < 0.7 * distance(kernels.linear(weight)(x), exact)
 
 
 @NAMES

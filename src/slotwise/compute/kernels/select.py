@@ -13,6 +13,7 @@ from slotwise.platform.host import kernels_obstacle
 
 if TYPE_CHECKING:
     from slotwise.compute.kernels.cpu.launcher import KernelLauncher
+    from slotwise.compute.kernels.cpu.products.packing import Packing
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +83,11 @@ def mask_for(kernels: Kernels) -> reference.Mask:
 def launcher_of(kernels: Kernels) -> KernelLauncher:
     """The launcher of the CPU's kernels, wrapped or not, for other work on its threads."""
     return cast("KernelLauncher", cast(Any, kernels).launcher)
+
+
+def packing_of(kernels: Kernels) -> Packing:
+    """What packs weights for the CPU's kernels, wrapped or not."""
+    return cast("Packing", cast(Any, kernels).packing)
 
 
 def _cuda_kernels(kv_cache_dtype: str) -> Kernels:

@@ -96,12 +96,12 @@ class CpuKernels:
         self._cached = cache_kind(kv_cache_dtype, self.name, ("auto", "int8"))
         forced = paths.forced(path)
         self.launcher = KernelLauncher(threads or torch.get_num_threads())
-        self._packing = Packing(self.launcher, quantization, forced)
+        self.packing = Packing(self.launcher, quantization, forced)
         self._arena = Arena()
 
     def product_path(self, kind: torch.dtype) -> str:
         """The path of products with weights of `kind`, by its name in `paths.py`."""
-        return self._packing.path(kind)
+        return self.packing.path(kind)
 
     def warm_up(self, kind: torch.dtype) -> None:
         """Compile or load all kernels of one type, and those of quantized matrices packed so far."""
@@ -112,9 +112,9 @@ class CpuKernels:
         of_logits = [
             sampling_filters.DRAW, sampling_filters.LOG_PROBABILITIES, sampling_filters.GREEDY[kind],
             sampling_filters.MASKED_GREEDY[kind], sampling_filters.MASK, sampling_filters.WIDEN[kind]]
-        compile_all([*self._packing.kernels(kind), *of_the_cache, *multiply, *of_logits, attention.PLAN,
+        compile_all([*self.packing.kernels(kind), *of_the_cache, *multiply, *of_logits, attention.PLAN,
                      pointwise.EMBED, pointwise.NORM[kind], PROGRAM, WORK, RUN_SHARED, READ])
-        compile_here(self._packing.kernels_of_blocks(kind))  # workers do not know these by name
+        compile_here(self.packing.kernels_of_blocks(kind))  # workers do not know these by name
 
     def batch_dependence(self, kind: torch.dtype) -> str:
         """Only oneDNN adds in an order that depends on the number of rows."""
@@ -169,28 +169,28 @@ class CpuKernels:
 
     def format_refusal(self, format: Format, kind: torch.dtype) -> str:
         """Formats without a layout in `block_layout.py`, and 8-bit floats without a product in `linear_fp8.py`."""
-        return self._packing.refusal(format, kind)
+        return self.packing.refusal(format, kind)
 
     def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """`weight [out, in]`, packed once for many products."""
-        return self._packing.linear(weight, bias)
+        return self.packing.linear(weight, bias)
 
     def gated(self, weight: Weight, bias: Tensor | None = None, activation: Activation = "silu") -> Linear:
         """`weight [2 * intermediate, in]`, gates first.  On most paths SiLU is part of the product."""
-        product = self._packing.gated(weight, bias) if activation == "silu" else None
+        product = self.packing.gated(weight, bias) if activation == "silu" else None
         return in_two_steps(self, weight, bias, activation) if product is None else product
 
     def head(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """`weight [vocab, hidden]`, packed for logits."""
-        return self._packing.head(weight, bias)
+        return self.packing.head(weight, bias)
 
     def embedding(self, table: QuantizedMatrix, kind: torch.dtype, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
         """Rows from the panels that a head of the same table reads."""
-        return self._packing.embedding(table, kind, scale)
+        return self.packing.embedding(table, kind, scale)
 
     def exact_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """`weight [out, in]`, packed without quantizing it."""
-        return self._packing.exact(weight, bias)
+        return self.packing.exact(weight, bias)
 
     def experts(
         self, weights: Iterable[ExpertWeights], routing: Routing, activation: ExpertActivation, ends: Tensor,
@@ -200,9 +200,9 @@ class CpuKernels:
         downs: list[Sequence[PackedPart]] = []
         is_gated = False
         for each in weights:
-            is_gated = activation == "silu" and self._packing.can_gate(each.gate_up)
-            gates.append(self._packing.expert(each.gate_up, each.gate_up_bias, is_gated=is_gated))
-            downs.append(self._packing.expert(each.down, each.down_bias))
+            is_gated = activation == "silu" and self.packing.can_gate(each.gate_up)
+            gates.append(self.packing.expert(each.gate_up, each.gate_up_bias, is_gated=is_gated))
+            downs.append(self.packing.expert(each.down, each.down_bias))
         activate = None if is_gated else activated(self, activation)
         return experts.CpuMixture(gates, downs, activate, routing, ends, self.launcher)
 
@@ -212,11 +212,11 @@ class CpuKernels:
 
     def linear_bytes(self, weight: Weight) -> int:
         """Bytes of a packed `linear`."""
-        return self._packing.linear_bytes(weight)
+        return self.packing.linear_bytes(weight)
 
     def head_bytes(self, weight: Weight) -> int:
         """Bytes of a packed `head`."""
-        return self._packing.head_bytes(weight)
+        return self.packing.head_bytes(weight)
 
     def library_bytes(self, kind: torch.dtype) -> int:
         """The size of oneDNN's cache, where oneDNN multiplies."""

@@ -1,4 +1,4 @@
-"""Packed weights on disk: the panels of a quantized checkpoint in one file, mapped when it is loaded again.
+"""Packed weights on disk: the panels of a model in one file, which is mapped or copied when it is loaded again.
 
     panels, in the order in which they are packed      each at a multiple of 64 bytes
     [{"what": ..., "size": [...], "at": ...}, ...]     JSON: what a panel is, its dimensions, and where it begins
@@ -115,10 +115,13 @@ class _MappedPanels:
     Args:
         data: the file's bytes, uint8.
         index: its JSON.
+        memory: for panels that the file lacks and, if `copies`, for all.
     """
 
-    def __init__(self, path: Path, data: Tensor, index: list[dict[str, Any]], memory: HugePages) -> None:
-        self._path, self.data, self._memory = path, data, memory
+    def __init__(
+        self, path: Path, data: Tensor, index: list[dict[str, Any]], memory: HugePages, *, copies: bool
+    ) -> None:
+        self._path, self.data, self._memory, self._copies = path, data, memory, copies
         self._index = iter(index)
 
     def filled(self, what: str, size: tuple[int, ...], fill: Fill) -> Tensor:
@@ -127,7 +130,8 @@ class _MappedPanels:
             self._refuse()
             return self._memory.filled(what, size, fill)
         at = found["at"]
-        return self.data[at : at + torch.Size(size).numel()].view(size)
+        panels = self.data[at : at + torch.Size(size).numel()].view(size)
+        return self._memory.copy(panels).view(size) if self._copies else panels
 
     def finish(self) -> None:
         if next(self._index, None) is not None:
@@ -148,31 +152,41 @@ def home() -> Path:
     return files.cache_folder() / "slotwise" / "packed-weights"
 
 
-@contextmanager
-def kept(launcher: KernelLauncher, key: str, most: int) -> Iterator[None]:
-    """While active, takes panels from the file of `key`, or packs them and writes that file; `most` bytes for all
-    files.
+def is_kept(key: str) -> bool:
+    """Whether there is a file of `key`; it may be damaged."""
+    return (home() / f"{key}{SUFFIX}").exists()
 
-    If the folder is not safe or cannot be written, a warning is logged, and weights are packed without a file.
+
+@contextmanager
+def kept(launcher: KernelLauncher, key: str, most: int, *, copies: bool = False) -> Iterator[bool]:
+    """While active, takes panels from the file of `key`, or packs them and writes that file.
+
+    Yields whether the file was there.  If the folder is not safe or cannot be written, a warning is logged, and weights
+    are packed without a file.
+
+    Args:
+        most: bytes of all files.
+        copies: panels are copied to huge pages; else the file stays mapped, and takes no memory of this process alone.
     """
     folder = home()
     path = folder / f"{key}{SUFFIX}"
     if why := files.folder_objection(folder):
         logger.warning("packed weights are not kept: %s", why)
-        yield
+        yield False
         return
     memory = launcher.weights
     try:
-        panels = _open(path, memory) or _record(path, memory, most)
+        found = _open(path, memory, copies=copies)
+        panels = found or _record(path, memory, most)
     except OSError as error:
         logger.warning("packed weights are not kept: %s: %s", folder, error.strerror)
-        yield
+        yield False
         return
     launcher.panels = panels
-    if isinstance(panels, _MappedPanels):
-        launcher.mapped.append(panels.data)
+    if found is not None and not copies:
+        launcher.mapped.append(found.data)
     try:
-        yield
+        yield found is not None
         panels.finish()
     finally:
         launcher.panels = memory
@@ -185,7 +199,7 @@ def _record(path: Path, memory: HugePages, most: int) -> _PanelWriter:
     return _PanelWriter(path, memory, most)
 
 
-def _open(path: Path, memory: HugePages) -> _MappedPanels | None:
+def _open(path: Path, memory: HugePages, *, copies: bool) -> _MappedPanels | None:
     """The panels of a file; None if it does not exist or is damaged, which is logged."""
     try:
         about = path.lstat()
@@ -201,7 +215,7 @@ def _open(path: Path, memory: HugePages) -> _MappedPanels | None:
         logger.warning("packed weights in %s are damaged: they are packed anew", path)
         path.unlink()
         return None
-    return _MappedPanels(path, data, index, memory)
+    return _MappedPanels(path, data, index, memory, copies=copies)
 
 
 def _map(path: Path, size: int) -> Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from slotwise.compute.kernels.cpu.products import (
     paths,
 )
 from slotwise.compute.kernels.cpu.products.linear import PackedPart, PackedProduct
-from slotwise.compute.kernels.cpu.products.quantize import FORMATS, HEAD, quantized
+from slotwise.compute.kernels.cpu.products.quantize import FORMATS, HEAD, MOMENTS, InputMoments, quantized
 from slotwise.compute.kernels.interface import Linear
 from slotwise.compute.kernels.matrix import Format, QuantizedMatrix, StackedMatrix, Weight
 
@@ -43,6 +44,36 @@ class Packing:
         self._tables = weakref.WeakKeyDictionary[QuantizedMatrix, linear_blocks.PackedBlocks]()
         self._layouts: set[block_layout.BlockLayout] = set()
         self._lookups: set[CompiledKernel] = set()
+        self._recorded: InputMoments | None = None
+        self._moments: Iterator[Tensor] | None = None
+
+    @property
+    def compensates(self) -> bool:
+        """Whether the rounding of weights gains from `recording` their inputs."""
+        return self._format is not None and self._format.has_minimums
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Tensor]]:
+        """The moments of the inputs of all products packed within the context, summed up as long as these are used.
+
+        Such products are in int8, so that they take as little memory as possible, and not kept on disk.  Experts are
+        not recorded.
+        """
+        panels, self._launcher.panels = self._launcher.panels, self._launcher.weights
+        self._recorded = InputMoments()
+        try:
+            yield self._recorded.found
+        finally:
+            self._launcher.panels, self._recorded = panels, None
+
+    @contextmanager
+    def compensating(self, moments: Sequence[Tensor]) -> Iterator[None]:
+        """Within the context, the products of a model that was packed while `recording` are packed again."""
+        self._moments = iter(moments)
+        try:
+            yield
+        finally:
+            self._moments = None
 
     def path(self, kind: torch.dtype) -> str:
         """The path of products with weights of `kind`, by its name in `paths.py`.
@@ -91,7 +122,8 @@ class Packing:
 
     def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
         """`weight [out, in]`, packed once for many products."""
-        return self._packed(_as_matrix(weight, self._format), bias)
+        matrix = self._as_matrix(weight)
+        return self._watched(self._packed(matrix, bias), weight)
 
     def exact(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """`weight [out, in]`, packed as it is."""
@@ -103,13 +135,14 @@ class Packing:
 
     def gated(self, weight: Weight, bias: Tensor | None) -> Linear | None:
         """`weight [2 * intermediate, in]`, gates first, with SiLU in the product; None if its path cannot do that."""
-        weight = _as_matrix(weight, self._format)
         if isinstance(weight, StackedMatrix):
             return None
+        weight = self._as_matrix(weight)
         if isinstance(weight, QuantizedMatrix):
             if weight.format.are_floats:
                 return self._of_floats(weight, bias, is_gated=True)
-            return self._of_blocks([self._blocks(weight, bias, is_gated=True)])
+            return self._watched(self._of_blocks([self._blocks(weight, bias, is_gated=True)]), weight)
+        assert isinstance(weight, Tensor)
         own = self._own(weight)
         return None if own is None else own(weight, bias, self._launcher, is_gated=True)
 
@@ -146,11 +179,29 @@ class Packing:
 
     def linear_bytes(self, weight: Weight) -> int:
         """Bytes of a packed `linear`."""
-        return _bytes(weight, self._format)
+        return _bytes(weight, self._format if self._recorded is None else HEAD)
 
     def head_bytes(self, weight: Weight) -> int:
         """Bytes of a packed `head`."""
         return _bytes(weight, self._head_format)
+
+    def _as_matrix(self, weight: Weight) -> Weight:
+        """A tensor as a matrix in the format of the model, unless it has none.
+
+        Raises:
+            ValueError: moments were recorded of another model.
+        """
+        if self._recorded is not None:
+            return _as_matrix(weight, HEAD)
+        if self._moments is None or self._format is None or not isinstance(weight, Tensor):
+            return _as_matrix(weight, self._format)
+        moments = next(self._moments, None)
+        if moments is None or len(moments) != -(-weight.shape[1] // MOMENTS):
+            raise ValueError(f"the inputs of a product of {weight.shape[1]} inputs were not recorded")
+        return quantized(weight, self._format, moments)
+
+    def _watched(self, product: Linear, weight: Weight) -> Linear:
+        return product if self._recorded is None else self._recorded.watched(product, weight.shape[1])
 
     def _packed(self, weight: Weight, bias: Tensor | None) -> Linear:
         if isinstance(weight, QuantizedMatrix) and weight.format.are_floats:

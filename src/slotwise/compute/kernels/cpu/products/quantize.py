@@ -11,6 +11,15 @@ Of int4, a group gets the one of a few ranges that leaves the least squared erro
 that fit its codes best: clipping the largest weights a little pays where there are 16 levels, as in Banner et al.,
 "Post training 4-bit quantization", 2019.
 
+Where the inputs of a product are known (`compute/model/calibration.py`), the error of a weight counts as much as its
+input is large, and weights of later inputs compensate for it, as far as those inputs are correlated with its own: GPTQ
+(Frantar et al., 2023), here within runs of `MOMENTS` inputs, so that a product of 8,192 inputs needs 4 MB of moments
+and not 256.  The format does not change, and neither do the kernels.
+
+    H = x.T @ x + damping          of a run of inputs, over the tokens of the calibration
+    U = cholesky(inverse(H))       upper triangle
+    for each input i of the run:   error = (w[:, i] - rounded(w[:, i])) / U[i, i];  w[:, i+1:] -= error * U[i, i+1:]
+
 Each token's activations are quantized by themselves, in units of 16, 32 or 64 numbers ("group-wise", as in ZeroQuant,
 Yao et al., 2022), so an outlier affects only its unit, and a token's result does not depend on its batch-mates, bit for
 bit.
@@ -22,6 +31,7 @@ bit.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -57,6 +67,7 @@ from slotwise.compute.kernels.cpu.simd import (
     load,
     store,
 )
+from slotwise.compute.kernels.interface import Linear
 from slotwise.compute.kernels.matrix import Factors, Format, QuantizedMatrix, Rows
 
 FORMATS = {
@@ -67,6 +78,10 @@ HEAD = FORMATS["int8"]
 
 # The shares of a group's range that are tried for int4.
 RANGES = (1.0, 0.95, 0.9, 0.85, 0.8)
+MOMENTS = 128
+"""The inputs of a run: only they compensate for each other."""
+# What is added to the diagonal of the moments, as a share of its mean.
+DAMPING = 0.01
 # The smallest and the largest float16: a smaller scale would be 0, and a larger one infinite.
 LEAST_SCALE, MOST_SCALE = 2.0**-24, 65504.0
 
@@ -82,11 +97,59 @@ UNIT_LIMIT = 127.0
 STRIDE, TABLE, ZERO_AND_FACTOR = range(SOURCES + 1, SOURCES + 4)
 
 
-def quantized(weight: Tensor, format: Format) -> QuantizedMatrix:
-    """`weight [out, in]` in one of `FORMATS`; its numbers are read, and rounded, when it is packed."""
-    of_rows = _minimums_and_codes if format.has_minimums else _codes
+class Compensation(NamedTuple):
+    """What GPTQ needs of the second moments of a product's inputs, in runs of `MOMENTS`."""
+
+    factors: Tensor  # [runs, MOMENTS, MOMENTS] float32: U
+    importances: Tensor  # [runs, MOMENTS, 1] float32: the diagonal of H, relative to its mean
+
+    @classmethod
+    def of(cls, moments: Tensor) -> Compensation:
+        """`moments [runs, MOMENTS, MOMENTS]`: `x.T @ x`; runs of inputs that were always 0, or not finite, have none.
+        """
+        exact = moments.double().nan_to_num(0.0, 0.0, 0.0)
+        means = exact.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
+        exact = exact / means.clamp_min(1e-30) + DAMPING * torch.eye(MOMENTS, dtype=torch.double)
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(exact))
+        factors = torch.linalg.cholesky(inverse, upper=True)
+        return cls(factors.float(), exact.diagonal(dim1=1, dim2=2)[:, :, None].float())
+
+
+class InputMoments:
+    """Sums up the second moments of products' inputs, in the order in which the products are packed."""
+
+    def __init__(self) -> None:
+        self.found: list[Tensor] = []
+
+    def watched(self, product: Linear, depth: int) -> Linear:
+        """`product`, which adds the moments of its inputs `[tokens, depth]` to a new entry of `found`."""
+        runs = -(-depth // MOMENTS)
+        sums = torch.zeros(runs, MOMENTS, MOMENTS)
+        self.found.append(sums)
+
+        def watching(x: Tensor) -> Tensor:
+            padded: Tensor = F.pad(x.reshape(-1, depth).float(), (0, runs * MOMENTS - depth))
+            of_runs = padded.unflatten(1, (runs, MOMENTS)).transpose(0, 1)
+            sums.baddbmm_(of_runs.transpose(1, 2), of_runs)
+            return product(x)
+
+        return watching
+
+
+def quantized(weight: Tensor, format: Format, moments: Tensor | None = None) -> QuantizedMatrix:
+    """`weight [out, in]` in one of `FORMATS`; its numbers are read, and rounded, when it is packed.
+
+    Args:
+        moments: of its inputs, as `InputMoments` has them, for formats with minimums; None: unknown.
+    """
     outputs, depth = weight.shape
-    return QuantizedMatrix(format, outputs, depth, lambda first, end: of_rows(weight[first:end], format))
+    if not format.has_minimums:
+        return QuantizedMatrix(format, outputs, depth, lambda first, end: _codes(weight[first:end], format))
+    if moments is None:
+        return QuantizedMatrix(format, outputs, depth, lambda first, end: _nearest(weight[first:end], format))
+    compensation = Compensation.of(moments)
+    return QuantizedMatrix(
+        format, outputs, depth, lambda first, end: _compensated(weight[first:end], format, compensation))
 
 
 def _codes(weight: Tensor, format: Format) -> Rows:
@@ -96,32 +159,92 @@ def _codes(weight: Tensor, format: Format) -> Rows:
     return Rows(_joined(steps, weight), Factors(scales.squeeze(2).half()))
 
 
-def _minimums_and_codes(weight: Tensor, format: Format) -> Rows:
-    groups, most = _groups(weight, format), (1 << format.bits) - 1
-    low, high = groups.amin(dim=2, keepdim=True), groups.amax(dim=2, keepdim=True)
+class _Range(NamedTuple):
+    """The scales and minimums of groups, `[groups, 1, out]` float32, as a float16 stores them."""
+
+    scale: Tensor
+    minimum: Tensor
+
+    def codes(self, weights: Tensor, most: int) -> Tensor:
+        """The nearest code of each weight."""
+        return ((weights + self.minimum) / self.scale).round_().clamp_(0, most)
+
+    def values(self, codes: Tensor) -> Tensor:
+        return codes * self.scale - self.minimum
+
+
+def _nearest(weight: Tensor, format: Format) -> Rows:
+    groups = _groups(weight, format).permute(1, 2, 0).contiguous()
+    most = (1 << format.bits) - 1
+    chosen = _range_of(groups, torch.ones(()), most)
+    return _rows(chosen.codes(groups, most), chosen, weight)
+
+
+def _compensated(weight: Tensor, format: Format, compensation: Compensation) -> Rows:
+    """The codes of GPTQ: a group's range is chosen once the groups before it are rounded."""
+    factors, importances = compensation
+    outputs, depth = weight.shape
+    most, group, runs = (1 << format.bits) - 1, format.group, len(factors)
+    padded: Tensor = F.pad(weight.float().t(), (0, 0, 0, runs * MOMENTS - depth))
+    left = padded.unflatten(0, (runs, MOMENTS)).contiguous()  # [runs, MOMENTS, out]
+    codes, ranges = torch.empty_like(left), []
+    for at in range(0, MOMENTS, group):
+        own = left[:, at : at + group]
+        chosen = _range_of(own, importances[:, at : at + group], most)
+        ranges.append(chosen)
+        errors = torch.empty_like(own)
+        for i in range(group):
+            of_input, code = own[:, i : i + 1], codes[:, at + i : at + i + 1]
+            code.copy_(chosen.codes(of_input, most))
+            row = factors[:, at + i]
+            error = torch.div(of_input - chosen.values(code), row[:, at + i, None, None], out=errors[:, i : i + 1])
+            own[:, i + 1 :].addcmul_(row[:, at + i + 1 : at + group, None], error, value=-1)
+        left[:, at + group :].baddbmm_(
+            factors[:, at : at + group, at + group :].transpose(1, 2), errors, alpha=-1)
+    joined = _Range(*[torch.stack([getattr(one, name) for one in ranges], dim=1).flatten(0, 1)
+                      for name in _Range._fields])
+    return _rows(codes.view(-1, group, outputs), joined, weight)
+
+
+def _rows(codes: Tensor, chosen: _Range, weight: Tensor) -> Rows:
+    """Codes `[groups, numbers, out]` of at least as many groups as there are."""
+    groups = -(-weight.shape[1] // codes.shape[1])
+    flat = codes.to(torch.uint8).flatten(0, 1)[: weight.shape[1]]
+    scales, minimums = (one[:groups, 0].t().half().contiguous() for one in chosen)
+    return Rows(flat.t().contiguous(), Factors(scales), Factors(minimums))
+
+
+def _range_of(groups: Tensor, importances: Tensor, most: int) -> _Range:
+    """The range of each group with the least squared error.
+
+    Args:
+        groups: `[groups, numbers, out]`.
+        importances: of the numbers' errors, `[groups, numbers, 1]` or a single one.
+    """
+    low, high = groups.amin(dim=1, keepdim=True), groups.amax(dim=1, keepdim=True)
     middle, half = (low + high) / 2, (high - low) / 2
+    weighted = importances / importances.mean(dim=1, keepdim=True) if importances.dim() else importances
+    of_groups = weighted * groups
+    mean = of_groups.mean(dim=1, keepdim=True)
     best: tuple[Tensor, ...] = ()
     for share in RANGES:
         scale, minimum = 2 * share * half / most, share * half - middle
-        for _ in range(2):
-            scale, minimum = _half(scale), minimum.clamp(-MOST_SCALE, MOST_SCALE).half().float()
-            codes = ((groups + minimum) / scale).round_().clamp_(0, most)
-            error = (codes * scale - minimum - groups).square_().sum(dim=2, keepdim=True)
-            found = (error, codes, scale, minimum)
+        for attempt in range(2):
+            tried = _Range(_half(scale), minimum.clamp(-MOST_SCALE, MOST_SCALE).half().float())
+            codes = tried.codes(groups, most)
+            error = (tried.values(codes) - groups).square_().mul_(weighted).sum(dim=1, keepdim=True)
+            found = (error, *tried)
             best = tuple(torch.where(error < best[0], new, old) for new, old in zip(found, best, strict=True)
                          ) if best else found
-            scale, minimum = _fitted(groups, codes)
-    _, codes, scale, minimum = best
-    return Rows(_joined(codes, weight), Factors(scale.squeeze(2).half()), Factors(minimum.squeeze(2).half()))
-
-
-def _fitted(groups: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
-    """The scales and minimums with which `codes` are closest to `groups`, by least squares."""
-    means = groups.mean(dim=2, keepdim=True), codes.mean(dim=2, keepdim=True)
-    apart = codes - means[1]
-    scale = (apart * (groups - means[0])).sum(dim=2, keepdim=True) / apart.square().sum(
-        dim=2, keepdim=True).clamp_min(1e-12)
-    return scale, scale * means[1] - means[0]
+            if attempt:
+                break
+            # The scale and the minimum that fit the codes best, by least squares.
+            of_codes = weighted * codes
+            center = of_codes.mean(dim=1, keepdim=True)
+            spread_of_codes = (of_codes * codes).mean(dim=1, keepdim=True) - center.square()
+            scale = ((of_codes * groups).mean(dim=1, keepdim=True) - center * mean) / spread_of_codes.clamp_min(1e-9)
+            minimum = scale * center - mean
+    return _Range(*best[1:])
 
 
 def _groups(weight: Tensor, format: Format) -> Tensor:

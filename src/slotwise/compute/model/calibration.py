@@ -1,0 +1,80 @@
+"""Owns the tokens that a model's weights are rounded for: the model writes them itself, and is then packed again.
+
+Rounding to few bits costs less where it is known which inputs are large, and which ones move together
+(`compute/kernels/cpu/products/quantize.py`).  Published methods take that from a text; but a text has a language and a
+subject, and must not be the one by which the result is judged.  Tokens that the model samples need no text and suit
+every model: Williams, Chrysostomou and Aletras, "Self-calibration for language model quantization and pruning", 2025.
+
+    read in int8, recording    ->  ROWS sequences of LENGTH tokens, sampled by the model  ->  moments of all inputs
+    read again in few bits         with these moments
+
+The second read is the one that is served.  Both are needed, because a matrix is rounded as soon as it is read; int8
+takes at most twice the memory of the result, and is freed before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from slotwise.compute.kernels.interface import RaggedBatch
+from slotwise.compute.model.decoder import Decoder
+
+if TYPE_CHECKING:
+    from slotwise.compute.kernels.cpu.products.packing import Packing
+
+ROWS, LENGTH = 64, 64
+SEED = 1
+
+
+def read_calibrated(packing: Packing, read: Callable[[], Decoder], advance: Callable[[int, int], None]) -> Decoder:
+    """`read()`, with weights rounded for the inputs that they will have.
+
+    Args:
+        packing: of the kernels of the model that `read` returns.
+        advance: is told of the positions sampled so far, and of their number.
+    """
+    with packing.recording() as moments:
+        decoder = read()
+        write(decoder, advance)
+        del decoder
+    with packing.compensating(moments):
+        return read()
+
+
+@torch.inference_mode()
+def write(decoder: Decoder, advance: Callable[[int, int], None]) -> torch.Tensor:
+    """Runs the decoder over `ROWS` sequences, `[positions, ROWS]` int64, and returns them; the same at every call.
+
+    Their first tokens are random, and the others are sampled at temperature 1; a model that does not generate reads
+    random tokens.
+    """
+    config, draw = decoder.config, torch.Generator().manual_seed(SEED)
+    length = min(LENGTH, config.max_position_embeddings)
+    caches = [decoder.kernels.allocate_cache(ROWS, LENGTH, shape, config.dtype) for shape in decoder.layer_shapes]
+    if not (config.is_causal and config.has_head):
+        tokens = torch.randint(config.vocab_size, (length, ROWS), generator=draw)
+        decoder.hidden(_step(tokens, 0), caches)
+        return tokens
+    written = torch.randint(config.vocab_size, (1, ROWS), generator=draw)
+    for position in range(length):
+        advance(position, length)
+        logits = decoder.logits(decoder.hidden(_step(written[position:], position), caches))
+        drawn = torch.multinomial(logits.float().softmax(-1), 1, generator=draw)
+        written = torch.cat((written, drawn.t()))
+    advance(length, length)
+    return written[:length]
+
+
+def _step(tokens: torch.Tensor, first: int) -> RaggedBatch:
+    """The tokens `[positions, ROWS]` of all sequences from a position on; each has a block of the cache."""
+    count, rows = len(tokens), torch.arange(ROWS)
+    positions = torch.arange(first, first + count).repeat(ROWS)
+    return RaggedBatch(
+        token_ids=tokens.t().flatten(), positions=positions,
+        slot_mapping=rows.repeat_interleave(count) * LENGTH + positions,
+        query_starts=torch.arange(0, ROWS * count + 1, count, dtype=torch.int32),
+        context_lens=torch.full((ROWS,), first + count, dtype=torch.int32), block_tables=rows[:, None].int(),
+        sample_at=torch.arange(ROWS * count), max_query_len=count, max_context_len=first + count)

@@ -115,7 +115,8 @@ def measure(llm: Any, params: Any, work: Workload) -> dict[str, float]:
 def step_seconds(llm: Any, params: Any, streams: int) -> float:
     """The seconds of a decode step of `streams` rows."""
     def seconds(tokens: int, number: int) -> float:
-        recipe = Recipe(streams, parse_lengths("fixed:128"), parse_lengths(f"fixed:{tokens}"), parse_arrivals("at-once"))
+        recipe = Recipe(
+            streams, parse_lengths("fixed:128"), parse_lengths(f"fixed:{tokens}"), parse_arrivals("at-once"))
         return measure(llm, params, generate(recipe, number))["seconds"]
 
     first, whole = (min(seconds(tokens, 10 * tokens + turn) for turn in range(STEP_TURNS)) for tokens in (1, STEPS + 1))

@@ -11,6 +11,7 @@ import pytest
 from support.live import Live, cli, serving
 
 from slotwise import LLM, SamplingParams, builtin
+from slotwise.cli import main
 
 pytestmark = pytest.mark.slow
 
@@ -81,9 +82,11 @@ def test_what_is_wrong_ends_the_start_with_one_line(
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "5", "[" * 9000, '{"a": "' + "x" * (1 << 16) + '"}'])
-def test_an_override_that_is_no_object_is_refused(text: str) -> None:
-    done = cli("serve", "--override-generation-config", text)
-    assert done.returncode == 2 and "must be a JSON object" in done.stderr and len(done.stderr.splitlines()) == 1
+def test_an_override_that_is_no_object_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--override-generation-config", text])
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and "must be a JSON object" in told and len(told.splitlines()) == 1
 
 
 def test_offline_a_call_without_parameters_uses_them(tmp_path: Path) -> None:
@@ -112,11 +115,13 @@ def test_offline_settings_have_the_servers_meaning(tmp_path: Path) -> None:
     assert changed.info.eos_token_ids == (1, 7)
 
 
-def test_the_terminal_uses_them_too(tmp_path: Path) -> None:
+def test_the_terminal_uses_them_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(edited(tmp_path / "model", temperature=0.0, max_new_tokens=5))
-    default = cli("generate", "--model", folder, PROMPT)
-    stated = cli("generate", "--model", folder, "--temperature", "0", "--max-tokens", "5", PROMPT)
-    longer = cli("generate", "--model", folder, "--max-tokens", "24", PROMPT)
-    assert default.returncode == stated.returncode == longer.returncode == 0, default.stderr
-    assert default.stdout == stated.stdout and longer.stdout.startswith(default.stdout.rstrip("\n"))
-    assert len(longer.stdout) > len(default.stdout)
+
+    def generated(*options: str) -> str:
+        assert main(["generate", "--model", folder, *options, PROMPT]) == 0
+        return capsys.readouterr().out
+
+    default, longer = generated(), generated("--max-tokens", "24")
+    assert default == generated("--temperature", "0", "--max-tokens", "5")
+    assert longer.startswith(default.rstrip("\n")) and len(longer) > len(default)

@@ -7,7 +7,6 @@ from pathlib import Path
 import httpx
 import pytest
 from api.test_containment import scenario
-from support.live import serving
 from support.live_server import JSON, running
 
 from slotwise.api.asgi import App
@@ -19,7 +18,7 @@ SCHEDULING = "/admin/scheduling"
 
 
 def test_without_any_key_clients_on_this_machine_may(folder: Path, tmp_path: Path) -> None:
-    with running(folder, tmp_path / "engine", "host=0.0.0.0") as server:
+    with running(folder, tmp_path / "engine", "host=0.0.0.0", stderr=tmp_path / "log") as server:
         for method in ("GET", "PUT"):
             asks = {"content": "{}"} if method == "PUT" else {}
             answer = server.client.request(method, server.url + SCHEDULING, headers=JSON, **asks)
@@ -30,6 +29,13 @@ def test_without_any_key_clients_on_this_machine_may(folder: Path, tmp_path: Pat
                 assert told.status_code == 403 and told.json()["error"]["code"] == "admin_key_needed"
                 assert "--admin-api-key" in told.json()["error"]["message"]
         assert server.client.get(server.url + "/v1/models", headers={"Via": "1.1 proxy"}).status_code == 200
+    (told,) = said_at_the_start(tmp_path / "log")
+    assert "answer clients on this machine only: --admin-api-key" in told
+
+
+def said_at_the_start(log: Path) -> list[str]:
+    """Lines about who may use these routes."""
+    return [line for line in log.read_text().splitlines() if "/v1/unload_lora_adapter" in line]
 
 
 ADDRESSES = {
@@ -60,7 +66,7 @@ def test_an_admin_key_is_asked_for_and_enough_anywhere(is_local: bool) -> None:
 
 
 def test_with_keys_and_no_admin_key_no_client_may(folder: Path, tmp_path: Path) -> None:
-    with running(folder, tmp_path / "engine", "api_keys=one,two") as server:
+    with running(folder, tmp_path / "engine", "api_keys=one,two", stderr=tmp_path / "log") as server:
         for method in ("GET", "PUT"):
             for key, status in (("", 401), ("three", 401), ("one", 403), ("two", 403)):
                 headers = JSON | ({"Authorization": f"Bearer {key}"} if key else {})
@@ -69,6 +75,14 @@ def test_with_keys_and_no_admin_key_no_client_may(folder: Path, tmp_path: Path) 
                 assert told.status_code == status
         assert "--admin-api-key" in told.json()["error"]["message"]
         assert server.get("/admin/nowhere", Authorization="Bearer one").status_code == 403
+    (line,) = said_at_the_start(tmp_path / "log")
+    assert "answer no client" in line and "--admin-api-key" in line
+
+
+def test_with_an_admin_key_the_log_says_nothing_of_it(folder: Path, tmp_path: Path) -> None:
+    with running(folder, tmp_path / "engine", "admin_api_key=root", stderr=tmp_path / "log"):
+        pass
+    assert not said_at_the_start(tmp_path / "log") and "Started server process" in (tmp_path / "log").read_text()
 
 
 @pytest.mark.parametrize(("address", "headers", "local"), [
@@ -76,14 +90,3 @@ def test_with_keys_and_no_admin_key_no_client_may(folder: Path, tmp_path: Path) 
     ("10.0.0.1", {b"x-forwarded-for": b"127.0.0.1"}, False), ("127.0.0.1", {b"x-real-ip": b"127.0.0.1"}, False)])
 def test_what_comes_from_this_machine(address: str, headers: dict[bytes, bytes], local: bool) -> None:
     assert is_local(address, headers) == local
-
-
-@pytest.mark.parametrize(("arguments", "line"), [
-    ((), "/v1/unload_lora_adapter answer clients on this machine only"),
-    (("--api-key", "k"), "/v1/unload_lora_adapter answer no client"),
-    (("--admin-api-key", "root"), "")])
-def test_the_log_says_at_the_start_who_may(tmp_path: Path, arguments: tuple[str, ...], line: str) -> None:
-    with serving(*arguments, log=tmp_path / "log"):
-        pass
-    lines = [one for one in (tmp_path / "log").read_text().splitlines() if "/admin/" in one]
-    assert len(lines) == bool(line) and all(line in one and "--admin-api-key" in one for one in lines)

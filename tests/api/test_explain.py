@@ -136,21 +136,21 @@ def test_one_client_asks_for_many_and_a_stream_goes_on(folder: Path, tmp_path: P
     settings = ("api_keys=one,two,admin", "admin_api_key=admin", "seconds_per_step=0.001")
     with running(folder, tmp_path / "engine", *settings) as server:
         server.client.headers["Authorization"] = "Bearer two"
-        for _ in range(6):  # a ring full of steps
+        for _ in range(3):  # a ring full of steps
             server.post(COMPLETIONS, {"prompt": [40], "n": 64, "max_tokens": 300}, **{"X-Request-Id": "long"})
         statuses: list[int] = []
 
         def ask(key: str) -> None:
             with httpx.Client(timeout=120, headers={"Authorization": f"Bearer {key}"}) as client:
-                for _ in range(5):
+                for _ in range(3):
                     answer = client.get(server.url + "/explain/long")
                     if answer.status_code == 404:  # on a busy machine the stream pushes it out of the ring
                         return
                     assert answer.status_code == 200 or int(answer.headers.get("retry-after", 0)) > 0, answer.text
                     statuses.append(answer.status_code)
 
-        with singing(server, tokenizer.decode(counted(40, 200)), "one") as canary, ThreadPoolExecutor(24) as clients:
-            list(clients.map(ask, ["two"] * 20 + ["admin"] * 4))
+        with singing(server, tokenizer.decode(counted(40, 200)), "one") as canary, ThreadPoolExecutor(16) as clients:
+            list(clients.map(ask, ["two"] * 13 + ["admin"] * 3))
         assert set(statuses) == {200, 429}, "each client may have a few that wait"
         assert canary.gap < 0.2
         server.post(COMPLETIONS, {"prompt": [40], "max_tokens": 4}, **{"X-Request-Id": "after"})

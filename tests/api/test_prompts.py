@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from slotwise import builtin
-from slotwise.api.generate.checkpoint_workers import LimitedTokenizer
+from slotwise.api.generate.checkpoint_workers import TOKENIZER_LIMITS, LimitedTokenizer
 from slotwise.api.generate.prompts import MAX_WAITING_OF_ONE, Prompts
 from slotwise.api.http.api_errors import ApiError
 from slotwise.api.http.turns import Turns
@@ -102,7 +102,10 @@ def slow(folder: Path, regex: str) -> Tokenizer:
     return Tokenizer.load(folder)
 
 
-def test_a_text_that_a_tokenizer_takes_any_time_for_stops_no_other(tmp_path: Path) -> None:
+def test_a_text_that_a_tokenizer_takes_any_time_for_stops_no_other(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = msgspec.structs.replace(TOKENIZER_LIMITS, seconds=5.0)
+    monkeypatch.setattr(LimitedTokenizer.__init__, "__defaults__", (limits,))
     prompts = Prompts(slow(tmp_path, r"(?:a|a){20}[^a\n]"), None, lambda: WIDE)
     plain = Tokenizer.load(builtin.path())
 
@@ -112,7 +115,7 @@ def test_a_text_that_a_tokenizer_takes_any_time_for_stops_no_other(tmp_path: Pat
         for _ in range(100):  # the event loop goes on
             await asyncio.sleep(0.001)
         assert not asked.done()
-        with pytest.raises(ApiError, match="the tokenizer took more than 10 seconds") as told:
+        with pytest.raises(ApiError, match="the tokenizer took more than 5 seconds") as told:
             await asked
         assert (told.value.status, told.value.code) == (500, "tokenizer_failed")
         assert await prompts.of_completion("def add(", 1, "b") == [plain.encode("def add(")]

@@ -167,18 +167,13 @@ def test_ctrl_c_ends_an_answer_and_twice_at_the_prompt_the_chat() -> None:
         assert terminal.ended() == 130 and terminal.reads_lines
 
 
-def test_a_conversation_beyond_the_context_is_a_line_and_the_chat_goes_on() -> None:
-    with chatting("builtin", "--max-model-len", "64", "--max-tokens", "8") as terminal:
+def test_a_conversation_beyond_the_context_is_a_line_and_a_full_context_says_so() -> None:
+    with chatting("builtin", "--max-model-len", "64", "--temperature", "9") as terminal:
         long = b"def f(" + b", ".join(b"argument_%d" % number for number in range(40)) + b"):\r"
         told = ask(terminal, long, "64, output included")
         assert "the prompt has" in told
-        ask(terminal, b"def close(self):\r", "close()")
+        ask(terminal, b"def f(x):\r", "(the context of 64 tokens is full: /clear begins a new")
         assert "answer" in ask(terminal, b"/tokens\r", "of 64 tokens")
-
-
-def test_a_full_context_says_so() -> None:
-    with chatting("builtin", "--max-model-len", "32", "--temperature", "9") as terminal:
-        ask(terminal, b"def f(x):\r", "(the context of 32 tokens is full: /clear begins a new")
 
 
 # -- with a server -----------------------------------------------------------------------------------------------------

@@ -37,6 +37,14 @@ for path in {paths!r}:
         sys.exit(f"with {{path!r}}: {{status}}")
 """
 
+HELPS = """
+import contextlib
+from slotwise.cli import main
+for arguments in {commands!r}:
+    with contextlib.suppress(SystemExit):
+        main([*arguments, "--help"])
+"""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -120,17 +128,17 @@ def test_a_comparison_starts_a_server_of_its_own(folder: Path, tmp_path: Path) -
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("arguments", [
-    (), ("serve",), ("generate",), ("chat",), ("bench",), ("bench", "serve"), ("bench", "throughput"),
-    ("bench", "latency"), ("compare",), ("top",), ("timeline",), ("explain",), ("replay",), ("completion",)])
-def test_the_help_of_every_command(folder: Path, arguments: tuple[str, ...]) -> None:
-    done = run(folder, *command("module"), *arguments, "--help")
-    assert done.returncode == 0 and "usage: slotwise" in done.stdout, done.stderr
+def test_the_help_of_every_command(folder: Path) -> None:
+    """In one process, for the ways to start one are those of the other tests."""
+    commands = [(), ("serve",), ("generate",), ("chat",), ("bench",), ("bench", "serve"), ("bench", "throughput"),
+                ("bench", "latency"), ("compare",), ("top",), ("timeline",), ("explain",), ("replay",), ("completion",)]
+    done = run(folder, sys.executable, "-P", "-c", HELPS.format(commands=commands))
+    assert done.returncode == 0 and done.stdout.count("usage: slotwise") == len(commands), done.stderr
 
 
 def test_a_process_that_helps_to_compile(folder: Path) -> None:
     """It imports torch and numba before it is told that there is nothing to do."""
-    paths = ["", ".", os.pathsep, f"{os.pathsep}/nowhere", "/nowhere::model"]
+    paths = [f".{os.pathsep}", f"{os.pathsep}/nowhere::model"]
     done = run(folder, sys.executable, "-c", HELPER.format(paths=paths))
     assert done.returncode == 0, done.stderr
 

@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import islice
 
 import msgspec
 import pytest
@@ -48,7 +49,7 @@ def shown(state: LiveState, width: int, rows: int = 50) -> list[str]:
 @pytest.mark.parametrize("width", [NARROW, 72, 80, 100, 140])
 def test_a_frame_fits_its_terminal_and_cuts_off_nothing_but_the_middle_of_names(width: int) -> None:
     seen = set()
-    for state in states():
+    for state in islice(states(), 0, None, 3):
         lines = shown(state, width)
         assert max(map(len, lines)) <= width
         running = state.seated()

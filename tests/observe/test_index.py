@@ -38,14 +38,14 @@ def extracted(ring: Ring, found: list[RequestTimeline], times: StepTimeModel) ->
     return CALLS["explain"](*msgspec.msgpack.decode(sent))
 
 
-@pytest.mark.parametrize(("capacity", "depth"), [(60_000, 0), (60_000, 1), (180_000, 1), (4 << 20, 0)])
+@pytest.mark.parametrize(("capacity", "depth"), [(60_000, 0), (60_000, 1), (4 << 20, 1)])
 def test_every_request_whose_steps_are_there_is_explained_as_by_the_whole_log(capacity: int, depth: int) -> None:
-    play = Play(7, depth=depth).run(120, arriving=(0, 0, 0, 1, 1))
+    play = Play(7, depth=depth).run(50, arriving=(0, 0, 0, 1, 1))
     times, ring = times_of(play.entries), Ring(capacity)
     compared = 0
     for at, entry in enumerate(play.entries):
         ring.append(entry, event_log.line_of(entry))
-        if at % 301 and at != len(play.entries) - 1:
+        if at % 151 and at != len(play.entries) - 1:
             continue
         written = play.entries[: at + 1]
         _, there = passed_over(ring)
@@ -58,7 +58,7 @@ def test_every_request_whose_steps_are_there_is_explained_as_by_the_whole_log(ca
             assert ring.numbered([facts.request.number for facts in found], MOST) == found
             compared += len(wanted)
             assert {facts.request.number for facts in found} <= there.keys()
-    assert compared >= 15
+    assert compared >= 12
 
 
 def test_only_lines_of_its_life_are_extracted() -> None:

@@ -394,7 +394,7 @@ def texts(tools: str, reasoning: str) -> st.SearchStrategy[str]:
 
 
 @pytest.mark.parametrize(("tools", "reasoning"), FORMATS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_cuts_make_no_difference(tools: str, reasoning: str, data: st.DataObject) -> None:
     _, whole = coded(tools, reasoning, data.draw(texts(tools, reasoning)) + data.draw(texts(tools, reasoning)))
@@ -408,7 +408,7 @@ def test_cuts_make_no_difference(tools: str, reasoning: str, data: st.DataObject
 
 
 @pytest.mark.parametrize(("tools", "reasoning"), FORMATS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_arguments_never_end_within_an_escape(tools: str, reasoning: str, data: st.DataObject) -> None:
     chosen, coded_text = coded(tools, reasoning, data.draw(texts(tools, reasoning)))

@@ -338,8 +338,22 @@ def make(
 ) -> Path:
     """Writes a checkpoint of `family` (one of EVERY) to `folder` and returns it.
 
+    `kind` and `overrides` are those of `build`; `shard_size` such as "200KB" splits the weights over files.
+    """
+    model = build(family, seed=seed, dtype=dtype, kind=kind, **overrides)
+    model.save_pretrained(folder, max_shard_size=shard_size)
+    if tokenizer:
+        write_tokenizer(folder, model.config.vocab_size)
+    return folder
+
+
+def build(
+    family: str, *, seed: int = 0, dtype: str = "float32", kind: str = "ForCausalLM", **overrides: Any,
+) -> Any:
+    """transformers' model of `family`, with random weights.
+
     `kind` is the ending of its class; `overrides` are fields of the transformers config, of which ... (Ellipsis) takes
-    one out; `shard_size` such as "200KB" splits the weights over files.
+    one out.
     """
     import torch
     import transformers
@@ -372,11 +386,7 @@ def make(
                 torch.nn.init.normal_(tensor, std=0.2)
             elif key.endswith("layer_scalar"):
                 tensor.fill_(0.8)
-    folder.mkdir(parents=True, exist_ok=True)
-    model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=shard_size)
-    if tokenizer:
-        write_tokenizer(folder, config.vocab_size)
-    return folder
+    return model.to(getattr(torch, dtype))
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
@@ -441,47 +451,61 @@ def prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
 
 
 def greedy(folder: Path, asked: list[list[int]], max_tokens: int) -> list[list[int]]:
-    """What transformers' `generate` continues each prompt with: float32, greedy, never ending early."""
-    return [continuation for continuation, _ in _continued(folder, asked, max_tokens)]
+    """What transformers' `generate` continues each prompt with: float32, greedy, never ending early.
 
-
-def clear(
-    folder: Path, asked: list[list[int]], max_tokens: int, number: int) -> tuple[list[list[int]], list[list[int]]]:
-    """The first `number` prompts whose next token is never a matter of rounding, and what `greedy` says of them.
-
-    Processors round differently: where the best two logits differ by less than a `TIE`, either is right.
-    """
-    found = [(ids, continuation) for ids, (continuation, margin) in zip(
-        asked, _continued(folder, asked, max_tokens), strict=True) if margin > TIE][:number]
-    assert len(found) == number, "too many ties"
-    return [ids for ids, _ in found], [continuation for _, continuation in found]
-
-
-def _continued(folder: Path, asked: list[list[int]], max_tokens: int) -> list[tuple[list[int], float]]:
-    """Continuations, and by how many standard deviations each token's logit is ahead of the next one's, at least.
-
-    Generated together, as transformers spends far more on a step than on its rows; then each is looked at alone: every
-    token must be the most probable one after those before it.
+    Generated together, as transformers spends far more on a step than on its rows.  Every token must also be the most
+    probable one where all of its sequence is computed at once.
     """
     import torch
 
     model = reference_model(folder, "float32")
     model.generation_config.eos_token_id = None
     groups = [[ids] for ids in asked] if model.config.model_type in UNPADDED else [asked]
+    continuations = []
     with torch.inference_mode(), one_thread():
-        continuations, margins = [], []
         for group in groups:
             longest = max(map(len, group))
             padded = torch.tensor([[0] * (longest - len(ids)) + ids for ids in group])
             mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in group])
             together = model.generate(padded, attention_mask=mask, do_sample=False, max_new_tokens=max_tokens)
             continuations += together[:, longest:].tolist()
-        for ids, continuation in zip(asked, continuations, strict=True):
-            logits = model(torch.tensor([ids + continuation[:-1]])).logits[0, len(ids) - 1 :]
-            most, best = logits.topk(2)
-            assert best[:, 0].tolist() == continuation, "transformers does not agree with itself"
-            margins.append(float(((most[:, 0] - most[:, 1]) / logits.std(1)).min()))
-    return list(zip(continuations, margins, strict=True))
+    best = _best(model, asked, continuations)
+    assert [tokens for tokens, _ in best] == continuations, "transformers does not agree with itself"
+    return continuations
+
+
+def clear(
+    folder: Path, asked: list[list[int]], answers: list[list[int]], number: int,
+) -> tuple[list[int], list[list[int]]]:
+    """The indices of the first `number` prompts whose tokens are never a matter of rounding, and their greedy tokens.
+
+    `answers` are what a greedy engine continues the prompts with.  transformers computes each sequence once and says
+    which token is the most probable after each of its tokens: the answers, if they are right.  Processors round
+    differently: where the best two logits differ by less than a `TIE`, either is right.
+    """
+    best = _best(reference_model(folder, "float32"), asked, answers)
+    found = [at for at, (_, margin) in enumerate(best) if margin > TIE][:number]
+    assert len(found) == number, "too many ties"
+    return found, [best[at][0] for at in found]
+
+
+def _best(model: Any, asked: list[list[int]], answers: list[list[int]]) -> list[tuple[list[int], float]]:
+    """The most probable token at each place of the answers, and the least by which one is ahead of the next.
+
+    In standard deviations of the logits.  Rows are padded behind their tokens, which see nothing of it.
+    """
+    import torch
+
+    rows = [prompt + answer[:-1] for prompt, answer in zip(asked, answers, strict=True)]
+    longest = max(map(len, rows))
+    found = []
+    with torch.inference_mode(), one_thread():
+        together = model(torch.tensor([row + [3] * (longest - len(row)) for row in rows])).logits
+        for prompt, row, logits in zip(asked, rows, together, strict=True):
+            answer = logits[len(prompt) - 1 : len(row)]
+            most, best = answer.topk(2)
+            found.append((best[:, 0].tolist(), float(((most[:, 0] - most[:, 1]) / answer.std(1)).min())))
+    return found
 
 
 @contextmanager

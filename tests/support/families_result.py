@@ -18,9 +18,11 @@ import pytest
 from support.checkpoints import EVERY, class_name
 
 TESTS = {
-    "alone": "test_alone", "in company": "test_in_a_batch_of_32_arriving_at_random_steps",
-    "chunked": "test_in_chunks_of_seven_tokens", "preempted": "test_with_so_few_blocks_that_requests_are_preempted",
-    "prefix-cached": "test_from_cached_prefixes", "GGUF": "test_a_file_computes_the_tokens_of_its_checkpoint",
+    "alone": "test_alone", "in company": "test_in_a_batch_arriving_at_random_steps",
+    "chunked": "test_in_chunks_of_seven_tokens_and_then_from_cached_prefixes",
+    "preempted": "test_with_so_few_blocks_that_requests_are_preempted",
+    "prefix-cached": "test_in_chunks_of_seven_tokens_and_then_from_cached_prefixes",
+    "GGUF": "test_a_file_computes_the_tokens_of_its_checkpoint",
     "LoRA": "test_the_tokens_of_an_adapter_are_those_of_merged_weights", "ranks": "test_every_family",
     "no ranks": "test_recurrent_states_are_refused", "not all ranks": "test_what_needs_all_of_a_layer_is_refused",
     "int8": "test_int8_weights_are_smaller_and_close",

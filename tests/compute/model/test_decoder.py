@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -34,87 +33,81 @@ from slotwise.compute.kernels.select import choose
 from slotwise.compute.model.layers.rope import LinearRope, Rope
 from slotwise.compute.model.loading import load_model, read_config
 
-LENGTHS = [5, 23, 70, 1010]  # tokens; the last prompt reaches past every window and original context length
-MAX_TOKENS = 24
+LENGTHS = [5, 23, 70, 620]  # tokens; the last prompt reaches past every window and original context length
+SINGLE = 4  # last tokens of each prompt, which come one at a time
+CLOSE = 0.01  # standard deviations of the logits; rounding leaves a tenth of it
 WHOLE = 10**6
+EVERY_LAYER = ["llama3", "mistral", "gemma2", "gpt_oss", "qwen3_moe", "qwen3_next"]
+"""Families that have windows, soft caps, sinks, experts and states: others are the same code."""
 
 Checkpoints = Callable[[str], Path]  # by family
-Continuations = Callable[[str], list[list[int]]]
+Logits = Callable[[str], list[torch.Tensor]]
 
 
 @pytest.fixture(scope="module")
-def expected(checkpoint: Checkpoints) -> Continuations:
-    """What transformers continues the prompts of LENGTHS with."""
-    return cache(lambda family: greedy(checkpoint(family), prompts(LENGTHS), MAX_TOKENS))
+def expected(checkpoint: Checkpoints) -> Logits:
+    """transformers' logits `[tokens, vocab]` of the prompts of LENGTHS."""
+
+    @cache
+    def of(family: str) -> list[torch.Tensor]:
+        model = reference_model(checkpoint(family), "float32")
+        with torch.inference_mode(), one_thread():
+            return [model(torch.tensor([ids])).logits[0] for ids in prompts(LENGTHS)]
+
+    return of
 
 
-def tokens(folder: Path, kernels: Kernels, chunk: int = WHOLE) -> list[list[int]]:
-    decoder = load_model(folder, kernels=kernels, dtype="float32")
-    return Driver(decoder).greedy(prompts(LENGTHS), MAX_TOKENS, chunk)
+def distance(folder: Path, kernels: Kernels, expected: list[torch.Tensor], chunk: int = WHOLE) -> float:
+    """How far logits are from those expected, in standard deviations of these.
+
+    Of each prompt's tokens, first those that come in chunks, then those that come one at a time, nine in ten are at
+    most as far: rounding may send a token to another expert.
+    """
+    driver, asked = Driver(load_model(folder, kernels=kernels, dtype="float32")), prompts(LENGTHS)
+    parts = [[ids[at : min(at + chunk, len(ids) - SINGLE)] for at in range(0, len(ids) - SINGLE, chunk)]
+             + [[token] for token in ids[-SINGLE:]] for ids in asked]
+    found: list[list[torch.Tensor]] = [[] for _ in asked]
+    while rows := [(row, left.pop(0)) for row, left in enumerate(parts) if left]:
+        sizes = [len(tokens) for _, tokens in rows]
+        for (row, _), logits in zip(rows, driver.step(rows, list(range(sum(sizes)))).split(sizes), strict=True):
+            found[row].append(logits)
+    off = [(torch.cat(ours) - theirs).abs().amax(1) / theirs.std(1)
+           for ours, theirs in zip(found, expected, strict=True)]
+    return max(part.quantile(0.9).item() for each in off for part in (each[:-SINGLE], each[-SINGLE:]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-class TestFloat32:
-    @pytest.mark.parametrize("kernels", ["reference"], indirect=True)
-    def test_greedy_tokens_are_those_of_transformers(
-        self, family: str, kernels: Kernels, checkpoint: Checkpoints, expected: Continuations
-    ) -> None:
-        """By the CPU's kernels they are compared in `test_parity.py`, in chunks and in company."""
-        assert tokens(checkpoint(family), kernels) == expected(family)
-
-    def test_reference_is_worth_comparing_with(self, family: str, expected: Continuations) -> None:
-        continuations = expected(family)
-        assert len({token for ids in continuations for token in ids}) >= 50
-        assert min(len(set(ids)) for ids in continuations) >= MAX_TOKENS // 2  # none has fallen into a loop
-
-    @pytest.mark.parametrize("kernels", ["cpu"], indirect=True)
-    def test_rows_do_not_depend_on_their_company(self, family: str, checkpoint: Checkpoints, kernels: Kernels) -> None:
-        assert_company_is_nothing(checkpoint(family), kernels)
+@pytest.mark.parametrize("kernels", ["reference"], indirect=True)
+def test_logits_are_those_of_transformers(
+        family: str, kernels: Kernels, checkpoint: Checkpoints, expected: Logits) -> None:
+    """By the CPU's kernels tokens are compared in `test_parity.py`, in chunks and in company."""
+    assert distance(checkpoint(family), kernels, expected(family)) < CLOSE
 
 
-def assert_company_is_nothing(folder: Path, kernels: Kernels) -> None:
-    decoder = load_model(folder, kernels=kernels, dtype="float32")
+@pytest.mark.slow
+@pytest.mark.parametrize("family", EVERY_LAYER)
+def test_logits_in_chunks_and_in_company(
+        family: str, kernels: Kernels, checkpoint: Checkpoints, expected: Logits) -> None:
+    if type(kernels) is not ReferenceKernels:
+        assert distance(checkpoint(family), kernels, expected(family)) < CLOSE
+    assert distance(checkpoint(family), kernels, expected(family), 37) < CLOSE
+    decoder = load_model(checkpoint(family), kernels=kernels, dtype="float32")
     asked = prompts([3, 40, 90, 17])
     together = Driver(decoder).greedy(asked, 12, 16)
     assert together == [Driver(decoder).greedy([ids], 12)[0] for ids in asked]
 
 
-EVERY_LAYER = ["llama3", "mistral", "gemma2", "gpt_oss", "qwen3_moe", "qwen3_next"]
-"""Families that have windows, soft caps, sinks, experts and states: others are the same code."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", EVERY_LAYER)
-@pytest.mark.parametrize("kernels", ["cpu"], indirect=True)
-def test_the_cpu_computes_long_prompts_whole(
-        family: str, kernels: Kernels, checkpoint: Checkpoints, expected: Continuations) -> None:
-    assert tokens(checkpoint(family), kernels) == expected(family)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", EVERY_LAYER)
-@pytest.mark.parametrize("kernels", ["reference"], indirect=True)
-def test_the_reference_in_chunks_and_in_company(
-        family: str, kernels: Kernels, checkpoint: Checkpoints, expected: Continuations) -> None:
-    assert tokens(checkpoint(family), kernels, 37) == expected(family)
-    assert_company_is_nothing(checkpoint(family), kernels)
-
-
 @pytest.mark.slow
 class TestSensitivity:
-    """The comparison above would notice: a checkpoint disturbed in one place continues differently."""
+    """The comparison above would notice a checkpoint that is disturbed in one place."""
 
     @pytest.fixture
     def disturbed(self, checkpoint: Checkpoints, tmp_path: Path) -> Checkpoints:
         return lambda family: Path(shutil.copytree(checkpoint(family), tmp_path / family))
 
     @pytest.mark.parametrize("family", EVERY_LAYER)
-    def test_undisturbed_it_does_not(self, family: str, checkpoint: Checkpoints, expected: Continuations) -> None:
-        assert predictions(checkpoint(family), expected(family)) == expected(family)
-
-    @pytest.mark.parametrize("family", EVERY_LAYER)
-    def test_rotary_base(self, family: str, disturbed: Checkpoints, expected: Continuations) -> None:
+    def test_rotary_base(self, family: str, disturbed: Checkpoints, expected: Logits) -> None:
         folder = disturbed(family)
         if "rope_parameters" not in json.loads((folder / "config.json").read_text()):
             pytest.skip("nothing turns, or by angles that the config does not change")
@@ -123,7 +116,7 @@ class TestSensitivity:
 
     @pytest.mark.parametrize(("field", "value"), [("original_max_position_embeddings", 512), ("factor", 9.0),
                                                   ("low_freq_factor", 1.2), ("high_freq_factor", 5.0)])
-    def test_llama3_scaling(self, field: str, value: object, disturbed: Checkpoints, expected: Continuations) -> None:
+    def test_llama3_scaling(self, field: str, value: object, disturbed: Checkpoints, expected: Logits) -> None:
         folder = edit_config(disturbed("llama3"), rope_parameters=LLAMA3_ROPE | {field: value})
         assert_differs(folder, expected("llama3"))
 
@@ -133,13 +126,13 @@ class TestSensitivity:
         ("qwen2", {"layer_types": ["full_attention", "full_attention", "sliding_attention"]}),
         ("gemma2", {"sliding_window": 47}), ("gemma2", {"layer_types": ["full_attention", "sliding_attention"] * 2}),
     ])
-    def test_window(self, family: str, fields: dict[str, Any], disturbed: Checkpoints, expected: Continuations) -> None:
+    def test_window(self, family: str, fields: dict[str, Any], disturbed: Checkpoints, expected: Logits) -> None:
         folder = edit_config(disturbed(family), **fields)
         assert_differs(folder, expected(family))
 
     @pytest.mark.parametrize("fields", [
         {"attn_logit_softcapping": 2.2}, {"attn_logit_softcapping": None}, {"query_pre_attn_scalar": 44}])
-    def test_scores(self, fields: dict[str, Any], disturbed: Checkpoints, expected: Continuations) -> None:
+    def test_scores(self, fields: dict[str, Any], disturbed: Checkpoints, expected: Logits) -> None:
         assert_differs(edit_config(disturbed("gemma2"), **fields), expected("gemma2"))
 
     @pytest.mark.parametrize(("family", "name"), [
@@ -147,12 +140,12 @@ class TestSensitivity:
         *(("llama_bias", f"self_attn.{part}_proj.bias") for part in "qkvo"),
         *(("llama_bias", f"mlp.{part}_proj.bias") for part in ("gate", "up", "down")),
     ])
-    def test_bias(self, family: str, name: str, disturbed: Checkpoints, expected: Continuations) -> None:
+    def test_bias(self, family: str, name: str, disturbed: Checkpoints, expected: Logits) -> None:
         folder = edit_weight(disturbed(family), f"model.layers.1.{name}", torch.zeros_like)
         assert_differs(folder, expected(family))
 
     @pytest.mark.parametrize("name", ["q_norm", "k_norm"])
-    def test_qk_norm(self, name: str, disturbed: Checkpoints, expected: Continuations) -> None:
+    def test_qk_norm(self, name: str, disturbed: Checkpoints, expected: Logits) -> None:
         folder = edit_weight(disturbed("qwen3"), f"model.layers.2.self_attn.{name}.weight", torch.ones_like)
         assert_differs(folder, expected("qwen3"))
 
@@ -160,7 +153,7 @@ class TestSensitivity:
         ("llama2", ["norm", "layers.0.input_layernorm", "layers.2.post_attention_layernorm"]),
         ("gemma2", ["norm", "layers.0.input_layernorm", "layers.2.post_attention_layernorm",
                     "layers.1.pre_feedforward_layernorm", "layers.3.post_feedforward_layernorm"])])
-    def test_norms(self, family: str, names: list[str], disturbed: Checkpoints, expected: Continuations) -> None:
+    def test_norms(self, family: str, names: list[str], disturbed: Checkpoints, expected: Logits) -> None:
         for name in names:
             folder = edit_weight(disturbed(family), f"model.{name}.weight", torch.ones_like)
             assert_differs(folder, expected(family))
@@ -295,18 +288,9 @@ def test_samples_come_in_the_order_asked_for(checkpoint: Checkpoints, kernels: K
     assert torch.equal(forward, backward.flip(0))
 
 
-def assert_differs(folder: Path, continuations: list[list[int]]) -> None:
-    assert predictions(folder, continuations) != continuations
-
-
-def predictions(folder: Path, continuations: list[list[int]]) -> list[list[int]]:
-    """The most probable token at each place of the continuations, given the tokens before it: one step."""
-    driver = Driver(load_model(folder, kernels=ReferenceKernels(), dtype="float32"))
-    rows = [(i, ids + continuations[i][:-1]) for i, ids in enumerate(prompts(LENGTHS))]
-    ends = accumulate(len(ids) for _, ids in rows)
+def assert_differs(folder: Path, expected: list[torch.Tensor]) -> None:
     with one_thread():
-        best = driver.step(rows, [at for end in ends for at in range(end - MAX_TOKENS, end)]).argmax(-1)
-    return best.view(len(rows), MAX_TOKENS).tolist()
+        assert distance(folder, ReferenceKernels(), expected) > 2 * CLOSE
 
 
 def edit_weight(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Path:

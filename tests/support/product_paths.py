@@ -1,4 +1,4 @@
-"""The paths of products as parameters: every test runs on each that this processor can execute."""
+"""The paths of products as parameters, so that a test runs on each that this processor can execute; their assembly."""
 
 from __future__ import annotations
 
@@ -19,3 +19,25 @@ def param(path: str, *values: object) -> object:
 def each(names: Iterable[str]) -> pytest.MarkDecorator:
     """Runs a test on each of the paths, which it is given as `path`."""
     return pytest.mark.parametrize("path", [param(name) for name in names])
+
+
+def assembly_of_products() -> str:
+    """What int8 products of bfloat16 are compiled to, for the processor that Numba is told of."""
+    import torch
+    from numba import cfunc
+
+    from slotwise.compute.kernels.cpu.products import linear_blocks
+    from slotwise.compute.kernels.cpu.products.block_layout import layout_of
+    from slotwise.compute.kernels.cpu.products.quantize import FORMATS
+
+    code = linear_blocks.product_kernel(layout_of(FORMATS["int8"]), torch.bfloat16, paths.quantized(""))
+    text: str = cfunc("void(int64)", nopython=True)(code._entry)._library.get_asm_str()
+    return text
+
+
+def check_sums_of_bytes(assembly: str, instruction: str) -> None:
+    """Bytes are multiplied and added by `instruction` alone, in vectors of 256 bits."""
+    used = [" ".join(line.split()) for line in assembly.splitlines()]
+    of_bytes = [line for line in used if any(each in line for each in ("vpdpbusd", "vpmaddubsw", "vpmaddwd"))]
+    assert of_bytes and all(line.startswith(instruction) and "%ymm" in line for line in of_bytes)
+    assert not any("%zmm" in line for line in used)

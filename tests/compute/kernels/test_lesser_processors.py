@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.product_paths import check_sums_of_bytes
 
 from slotwise.compute.kernels.cpu.processor import AVX512, has
 from slotwise.compute.kernels.cpu.products.paths import VARIABLE
@@ -17,34 +18,26 @@ HASWELL = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "", "ATEN_CPU_CAPA
 SKYLAKE = {"NUMBA_CPU_NAME": "skylake-avx512", "NUMBA_CPU_FEATURES": ""}
 
 
+# Of the packed blocks a type of each way to unpack codes and scales.
+BLOCKS = "test_products and (Q2_K or Q4_K or Q6_K or Q8_0 or IQ4_NL) or rows_of_a_table and Q6_K"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("processor", "names"), [
-    (HASWELL, ("lesser_processor", "test_cpu_tokens", "test_cpu_attention", "test_int8_cache")),
-    pytest.param(SKYLAKE, ("test_cpu_tokens", "test_quantize"),
+@pytest.mark.parametrize(("processor", "names", "chosen"), [
+    (HASWELL, ("lesser_processor", "test_cpu_tokens", "test_cpu_attention", "test_int8_cache", "test_linear_blocks"),
+     f"not test_linear_blocks or {BLOCKS}"),
+    pytest.param(SKYLAKE, ("test_cpu_tokens", "test_quantize"), "",
                  marks=pytest.mark.skipif(not AVX512, reason="wants a processor with AVX-512"))],
     ids=["without-avx512", "without-vnni-and-halves"])
-def test_kernels_are_right(processor, names):
+def test_kernels_are_right(processor, names, chosen):
+    """One process for all of a processor: importing torch takes it longer than many of the tests."""
     tests = [f"tests/compute/kernels/{name}.py" for name in names]
     environment = os.environ | processor
     environment.pop(VARIABLE, None)  # a path that is forced for this processor may not be there on that one
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests], env=environment,
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", chosen, *tests], env=environment,
         capture_output=True, text=True, cwd=Path(__file__).parents[3])
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_packed_blocks_are_right_without_avx512():
-    """A type of each way to unpack codes and scales."""
-    environment = os.environ | HASWELL
-    environment.pop(VARIABLE, None)
-    chosen = "test_products and (Q2_K or Q4_K or Q6_K or Q8_0 or IQ4_NL) or rows_of_a_table and Q6_K"
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", chosen,
-         "tests/compute/kernels/test_linear_blocks.py"],
-        env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[3])
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
@@ -74,26 +67,17 @@ def test_products_of_bytes_are_right_in_vectors_of_256_bits():
 
 
 PRINT_ASSEMBLY = """
-import torch
-from numba import cfunc
-from slotwise.compute.kernels.cpu.products import linear_blocks, paths
-from slotwise.compute.kernels.cpu.products.block_layout import layout_of
-from slotwise.compute.kernels.cpu.products.quantize import FORMATS
-
-code = linear_blocks.product_kernel(layout_of(FORMATS["int8"]), torch.bfloat16, paths.quantized(""))
-print(cfunc("void(int64)", nopython=True)(code._entry)._library.get_asm_str())
+from support.product_paths import assembly_of_products
+print(assembly_of_products())
 """
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="wants a compiler for x86-64")
-@pytest.mark.parametrize(("name", "features", "instruction"), [
-    ("alderlake", "+avx2,+fma,+avxvnni", "{vex} vpdpbusd"), ("haswell", "+avx2,+fma", "vpmaddwd")])
-def test_without_avx512_bytes_are_added_by_what_the_processor_has(name, features, instruction):
-    target = {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features, "ATEN_CPU_CAPABILITY": "avx2"}
+def test_with_avx_vnni_bytes_are_added_by_its_instruction():
+    """What Haswell has in its place: `lesser_processor.py`."""
+    target = {"NUMBA_CPU_NAME": "alderlake", "NUMBA_CPU_FEATURES": "+avx2,+fma,+avxvnni",
+              "ATEN_CPU_CAPABILITY": "avx2", "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", PRINT_ASSEMBLY], env=os.environ | target, capture_output=True,
                           text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    used = [" ".join(line.split()) for line in done.stdout.splitlines()]
-    of_bytes = [line for line in used if any(each in line for each in ("vpdpbusd", "vpmaddubsw", "vpmaddwd"))]
-    assert of_bytes and all(line.startswith(instruction) and "%ymm" in line for line in of_bytes)
-    assert not any("%zmm" in line for line in used)
+    check_sums_of_bytes(done.stdout, "{vex} vpdpbusd")

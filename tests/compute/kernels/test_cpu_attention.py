@@ -32,19 +32,19 @@ def apart(layer: Layer) -> float:
     return distance(actual, expected)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(layers(decodes))
 def test_decode_rows(layer):
     assert apart(layer) < CLOSE[layer.kind]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(layers(chunks))
 def test_chunk_rows(layer):
     assert apart(layer) < CLOSE[layer.kind]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(layers(st.one_of(decodes, chunks)))
 def test_mixed_steps(layer):
     assert apart(layer) < CLOSE[layer.kind]
@@ -153,7 +153,7 @@ def one_row(draw):
     return layer, sizes
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(one_row(), st.booleans())
 def test_a_position_does_not_depend_on_how_many_are_computed_with_it(row, is_int8):
     layer, sizes = row

@@ -31,7 +31,7 @@ def numbers(kind: torch.dtype, *size: int) -> torch.Tensor:
     return torch.randn(*size, generator=torch.Generator().manual_seed(sum(size))).to(kind)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(kinds, st.integers(1, 90), st.integers(1, 300), st.integers(1, 150), st.booleans())
 def test_linear(kind, tokens, depth, outputs, with_bias):
     weight, x = numbers(kind, outputs, depth), numbers(kind, tokens, depth)
@@ -42,7 +42,7 @@ def test_linear(kind, tokens, depth, outputs, with_bias):
 
 
 @product_paths.each(paths.DENSE)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.integers(1, 90), st.integers(1, 300), st.integers(1, 150), st.booleans())
 def test_linear_on_each_path(path, tokens, depth, outputs, with_bias):
     kind = torch.bfloat16
@@ -54,7 +54,7 @@ def test_linear_on_each_path(path, tokens, depth, outputs, with_bias):
 
 
 @product_paths.each(paths.DENSE)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(kinds, st.integers(1, 60), st.integers(1, 6), st.integers(1, 90), st.booleans())
 def test_gated(path, kind, tokens, depth, size, with_bias):
     weight, x = numbers(kind, 2 * size, 32 * depth) / 4, numbers(kind, tokens, 32 * depth)
@@ -83,7 +83,7 @@ def test_a_product_does_not_depend_on_the_rows_beside_it(kind):
     assert all(torch.equal(product(x[i : i + 1])[0], together[i]) for i in range(41))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(kinds, st.integers(1, 70), st.integers(1, 400))
 def test_norms_and_activation(kind, tokens, size):
     x, residual, weight = numbers(kind, tokens, size), numbers(kind, tokens, size), numbers(kind, size)
@@ -103,7 +103,7 @@ def test_norms_and_activation(kind, tokens, size):
     assert distance(offset, REFERENCE.rms_norm(x, weight, 1e-5, 1.0)) < close
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(kinds, st.integers(1, 70), st.integers(1, 400), st.booleans(), st.booleans(), st.sampled_from([0.0, 1.0]))
 def test_layer_norm(kind, tokens, size, has_weight, has_bias, offset):
     x, residual = numbers(kind, tokens, size) + 3, numbers(kind, tokens, size)

@@ -90,7 +90,7 @@ SHAPES = st.builds(
     st.integers(1, 3), st.integers(1, 3), st.integers(1, 20), st.integers(1, 40), st.integers(1, 5))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(SHAPES, st.sampled_from([torch.float32, torch.bfloat16]), st.sampled_from([1, 3, 16]),
        st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), min_size=1, max_size=3))
 def test_chunks_of_rows_in_company(shape, kind, block_size, chunks):

@@ -38,7 +38,7 @@ def apart(layer: Layer) -> float:
     return distance(CPU.attention(query, cache, batch, layer.shape, layer.sinks), expected)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(layers(st.one_of(decodes, chunks), (*HEAD_DIMS, 160), (0.0,)))
 def test_attention_is_the_reference_s_on_the_same_numbers(layer):
     assert apart(layer) < CLOSE[layer.kind]
@@ -78,7 +78,7 @@ def read(cache: QuantizedPagedCache) -> tuple[Tensor, Tensor]:
     return cache.read(places // size, places % size)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(layers(chunks), st.booleans(), st.floats(-6, 6))
 def test_what_is_stored_is_the_nearest_there_is(layer, with_norm, magnitude):
     """Scales follow the largest number, and no number is more than half a step from what it was."""

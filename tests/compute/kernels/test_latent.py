@@ -18,7 +18,7 @@ from slotwise.compute.kernels.interface import LatentShape
 from slotwise.compute.kernels.reference import ReferenceKernels
 
 CPU, REFERENCE = CheckedKernels(CpuKernels(threads=2)), CheckedKernels(ReferenceKernels())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(SHAPES, st.sampled_from([torch.float32, torch.bfloat16]), st.sampled_from([1, 16, 80]),
        st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=3), min_size=1, max_size=3))
 def test_chunks_of_rows_in_company(shape, kind, block_size, chunks):

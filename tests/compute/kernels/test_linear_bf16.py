@@ -28,7 +28,7 @@ def exact(x, weight, bias=None):
 
 
 @each_path
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(1, 90), st.integers(1, 300), st.integers(1, 200), st.booleans(), st.integers(1, 3))
 def test_a_product(path, tokens, depth, outputs, with_bias, threads):
     weight, x = numbers(outputs, depth), numbers(tokens, depth)
@@ -38,7 +38,7 @@ def test_a_product(path, tokens, depth, outputs, with_bias, threads):
 
 
 @each_path
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 200), st.integers(1, 100), st.booleans(), st.integers(1, 3))
 def test_a_gated_product(path, tokens, depth, size, with_bias, threads):
     weight, x = numbers(2 * size, depth) * 0.1, numbers(tokens, depth)

@@ -27,7 +27,7 @@ def exact(x, weight, bias=None):
     return product if bias is None else product + bias.double()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(1, 90), st.integers(1, 12), st.integers(1, 200), st.booleans(), st.integers(1, 3))
 def test_a_product(tokens, chains, outputs, with_bias, threads):
     depth = chains * linear_fp16.CHAIN
@@ -36,7 +36,7 @@ def test_a_product(tokens, chains, outputs, with_bias, threads):
     assert distance(linear_fp16.fp16_linear(weight, bias, KernelLauncher(threads))(x), exact(x, weight, bias)) < CLOSE
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 100), st.booleans(), st.integers(1, 3))
 def test_a_gated_product(tokens, chains, size, with_bias, threads):
     depth = chains * linear_fp16.CHAIN
@@ -66,7 +66,7 @@ def test_a_product_does_not_depend_on_the_rows_beside_it():
     assert all(torch.equal(product(x[i : i + 1])[0], together[i]) for i in range(41))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(st.integers(-120, 118), st.integers(-120, 118))
 def test_numbers_far_from_what_halves_hold(of_x, of_weight):
     x, weight = numbers(7, 64) * 2.0**of_x, numbers(70, 64) * 2.0**of_weight

@@ -126,7 +126,7 @@ ANY = st.one_of(
               st.integers(1, 2), st.integers(1, 300), st.integers(1, 20), st.integers(1, 5)))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(ANY, st.sampled_from([torch.float32, torch.bfloat16]), st.sampled_from([1, 3, 16]),
        st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), min_size=1, max_size=3))
 def test_chunks_of_rows_in_company(shape, kind, block_size, chunks):

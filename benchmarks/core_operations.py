@@ -52,7 +52,7 @@ BATCHINGS = (
     Batching(), Batching(), Batching(), Batching(prefill="inline"), Batching(prefill="alone"), Batching("orca"),
     Batching("static"), Batching("dynamic", max_wait_ms=2000), Batching("one_at_a_time"))
 ORDERINGS = (
-    Ordering(), Ordering("priority", ageing=5.0), Ordering("shortest"), Ordering("fair"),
+    Ordering(), Ordering("priority", ageing=5.0), Ordering("shortest"), Ordering("fair"), Ordering("program"),
     Ordering("deadline", ageing=30.0, default_ttft_ms=20_000.0),
     Ordering("deadline", default_ttft_ms=30_000.0, shed_late=True))
 TIERS = (Tier("gold", slots=1, weight=2.0), Tier("bulk"))
@@ -176,7 +176,9 @@ class Life:
         slo = SLO(draw.choice("abc"), draw.choice(("", "gold", "bulk")), draw.randint(-2, 2),
                   draw.choice((None, 3.0, 60.0)), draw.choice((None, None, None, 1.0)))
         params = SamplingSpec(max_tokens=draw.randint(1, 20), min_tokens=draw.choice((0, 0, 1)))
-        request = Request(name, RequestSpec(prompt, params, salt=draw.choice(("", "", "other")), slo=slo), (END,))
+        spec = RequestSpec(prompt, params, salt=draw.choice(("", "", "other")), slo=slo,
+                           session=draw.choice(("", "x", "y")), retain=draw.choice((0.0, 0.0, 30.0)))
+        request = Request(name, spec, (END,))
         request.deadline = self._now + draw.choice((inf, inf, inf, inf, 20.0, 0.0))
         self._expected[name] = alone(request, self._limits)
         self._scheduler.add(request, self._now)

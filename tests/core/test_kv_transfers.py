@@ -140,7 +140,7 @@ def test_any_order_of_events_loses_nothing():
 
 def live(draw: Random) -> None:
     limits = replace(LIMITS, enable_prefix_caching=draw.random() < 0.7)
-    policy = draw.choice(("fcfs", "priority", "fair", "shortest"))
+    policy = draw.choice(("fcfs", "priority", "fair", "shortest", "program"))
     network = Network(limits, policy=Ordering(policy).policy((), None))
     expected: dict[str, list[int]] = {}
     for _ in range(150):

@@ -29,7 +29,7 @@ DISCIPLINES = (
     Batching(), Batching(), Batching(prefill="inline"), Batching(prefill="alone"), Batching("orca"),
     Batching("static"), Batching("dynamic", max_wait_ms=2000), Batching("one_at_a_time"))
 POLICIES = (
-    Ordering(), Ordering("priority", ageing=5.0), Ordering("shortest"), Ordering("fair"),
+    Ordering(), Ordering("priority", ageing=5.0), Ordering("shortest"), Ordering("fair"), Ordering("program"),
     Ordering("deadline", ageing=30.0, default_ttft_ms=20_000.0),
     Ordering("deadline", default_ttft_ms=30_000.0, shed_late=True))
 TIERS = (Tier("gold", slots=1, weight=2.0), Tier("bulk"))
@@ -73,6 +73,7 @@ class Life(Driver):
             draw.choice((None, None, None, 1.0)))
         pooling = PoolingSpec(draw.choice(POOLING_TYPES)) if draw.random() < 0.2 else None
         new = request(name, prompt, draw.randint(1, 20), draw.choice(("", "", "other")), slo, pooling)
+        new.spec = replace(new.spec, session=draw.choice(("", "x", "y")))
         if pooling is not None:
             self.vectors[name] = next_token(prompt)
         new.deadline = self.now + draw.choice((inf, inf, inf, inf, 20.0, 0.0))

@@ -28,6 +28,7 @@ class Comer:
     prompt: int
     most: int  # tokens of output
     slo: SLO = NO_SLO
+    session: str = ""
 
 
 class KnownTimes(StepTimeModel):
@@ -61,10 +62,12 @@ def slo(
 
 def comers(
     on: st.SearchStrategy[SLO], max_prompt: int = 12, max_output: int = 24, max_size: int = 25,
+    sessions: tuple[str, ...] = ("",),
 ) -> st.SearchStrategy[list[Comer]]:
     """Crowds, on the terms `on`, that come faster than they are served."""
     one = st.builds(
-        Comer, st.sampled_from((0, 0, 0, 1, 2, 9)), st.integers(1, max_prompt), st.integers(1, max_output), on)
+        Comer, st.sampled_from((0, 0, 0, 1, 2, 9)), st.integers(1, max_prompt), st.integers(1, max_output), on,
+        st.sampled_from(sessions))
     return st.lists(one, min_size=1, max_size=max_size)
 
 
@@ -74,7 +77,9 @@ def crowd(comers: Iterable[Comer]) -> list[tuple[float, Request]]:
     for number, comer in enumerate(comers):
         now += comer.gap
         prompt = [(5 * number + place) % VOCAB for place in range(comer.prompt)]
-        found.append((now, request(f"r{number}", prompt, comer.most, slo=comer.slo)))
+        one = request(f"r{number}", prompt, comer.most, slo=comer.slo)
+        one.spec = replace(one.spec, session=comer.session)
+        found.append((now, one))
     return found
 
 

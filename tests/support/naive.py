@@ -21,6 +21,7 @@ class One:
         self.name, self.slo, self.prompt = request.request_id, request.spec.slo, request.num_prompt
         self.number, self.arrived, self.length, self.done = number, arrived, length, 0
         self.most = request.spec.params.max_tokens
+        self.program = (request.spec.slo.tenant, request.spec.session or request.request_id)
 
 
 class Naive:
@@ -195,6 +196,30 @@ class NaiveFair(Naive):
 
     def samples(self, one: One) -> None:
         self._charge(one, 2)
+
+
+class NaiveProgram(Naive):
+    def __init__(self, slots: int, ageing: float, quantum: float) -> None:
+        super().__init__(slots)
+        self.ageing, self.quantum = ageing, quantum
+        self.service: dict[tuple[str, str], float] = defaultdict(float)
+        self.keys: dict[str, float] = {}
+
+    def arrives(self, one: One) -> None:
+        level = 0
+        while level < 8 and self.service[one.program] >= self.quantum * (2 ** (level + 1) - 1):
+            level += 1
+        self.keys[one.name] = one.arrived + self.ageing * level
+        super().arrives(one)
+
+    def key(self, one: One, now: float) -> Key:
+        return (self.keys[one.name],)
+
+    def starts(self, one: One) -> None:
+        self.service[one.program] += one.prompt
+
+    def ends(self, one: One) -> None:
+        self.service[one.program] += 2 * one.length
 
 
 class NaiveDeadline(Naive):

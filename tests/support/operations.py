@@ -37,7 +37,7 @@ TERMS = st.builds(
     SLO, TENANT, st.sampled_from(("", "gold", "bulk")), st.integers(-2, 2), st.sampled_from((None, 2.0, 20.0)),
     st.sampled_from((None, None, 1.0)))
 POLICY = st.sampled_from((
-    Ordering(), Ordering("priority", ageing=5.0), Ordering("shortest"), Ordering("fair"),
+    Ordering(), Ordering("priority", ageing=5.0), Ordering("shortest"), Ordering("fair"), Ordering("program"),
     Ordering("deadline", ageing=9.0, default_ttft_ms=5000.0),
     Ordering("deadline", default_ttft_ms=9000.0, shed_late=True)))
 STEPS = st.builds(

@@ -24,6 +24,7 @@ BATCHINGS = (
 ORDERINGS = (
     Ordering(), Ordering("priority", ageing=4.0), Ordering("priority", ageing=30.0, preemption_gap=3),
     Ordering("shortest", ageing=8.0), Ordering("shortest", length_oracle=True), Ordering("fair"),
+    Ordering("program", ageing=4.0),
     Ordering("deadline", ageing=9.0, default_ttft_ms=6000.0),
     Ordering("deadline", default_ttft_ms=9000.0, shed_late=True))
 TIERS = (Tier("gold", weight=3.0, slots=1), Tier("bulk", priority=2))

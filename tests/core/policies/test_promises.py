@@ -26,6 +26,7 @@ from slotwise.core.interfaces import Policy
 from slotwise.core.policies.deadline import Deadline
 from slotwise.core.policies.fcfs import FirstComeFirstServed
 from slotwise.core.policies.priority import Priority
+from slotwise.core.policies.program import LEVELS, LeastServedProgram
 from slotwise.core.policies.shortest import ENOUGH, KEPT, MAX_KINDS, PROMPT_SHARE, Guesses, Shortest
 from slotwise.core.reasons import NO_SLOT, OUTRANKED
 from slotwise.core.request import Request, State
@@ -212,3 +213,44 @@ def test_late_ones_step_back():
     driver = Starts(Deadline(KnownTimes(), 9.0, 60.0, sheds=False), replace(ROOMY, max_num_seqs=1))
     play(driver, crowd([Comer(0, 1, 5), Comer(0, 4, 5, late), Comer(0, 4, 5, soon)]))
     assert driver.admitted == ["r0", "r2", "r1"]
+
+
+# -- program -----------------------------------------------------------------------------------------------------
+
+
+@bounded
+@given(SECONDS, comers(slo(tenants=("a", "b")), max_size=40, sessions=("", "x", "y")))
+def test_nobody_is_passed_by_those_who_come_later_than_its_levels_are_worth(ageing, coming):
+    policy = LeastServedProgram(ageing, quantum=5.0)
+    levels: dict[str, int] = {}
+
+    class Levels(Starts):
+        def add(self, new: Request) -> None:
+            super().add(new)
+            levels[new.request_id] = policy._levels[new.request_id]
+
+    driver = Levels(policy)
+    play(driver, crowd(coming))
+    assert_right(driver)
+    for went, left in driver.passed:
+        assert went.arrived_at - left.arrived_at <= ageing * (levels[left.request_id] - levels[went.request_id])
+    assert max(levels.values()) <= LEVELS and not policy._levels
+    assert driver.output == output_of(FirstComeFirstServed(), coming)
+
+
+def test_service_of_long_ago_counts_less_and_what_is_kept_is_bounded(monkeypatch):
+    monkeypatch.setattr("slotwise.core.policies.program.MAX_PROGRAMS", 3)
+    policy = LeastServedProgram(1.0, quantum=10.0, half_life=100.0)
+
+    def level(session: str, now: float) -> int:
+        one = crowd([Comer(0, 70, 1, session=session)])[0][1]
+        policy.arrived(one, now)
+        found = policy._levels[one.request_id]
+        policy.admitted(one, now)
+        policy.finished(one, "abort", now)
+        return found
+
+    assert [level("a", 0.0), level("a", 0.0), level("a", 100.0), level("a", 2000.0)] == [0, 3, 3, 0]
+    assert [level("", 0.0), level("", 0.0)] == [0, 0], "each without a session is one of its own"
+    assert [level(name, 2000.0) for name in "abcda"] == [3, 0, 0, 0, 0], "of the session without service for longest"
+    assert len(policy._service) == 3

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.crowds import ROOMY, Comer, KnownTimes, comers, crowd, play, slo
-from support.naive import Naive, NaiveDeadline, NaiveFair, NaiveOracle, NaivePriority, NaiveShortest, One
+from support.naive import Naive, NaiveDeadline, NaiveFair, NaiveOracle, NaivePriority, NaiveProgram, NaiveShortest, One
 from support.toy import Driver, alone
 
 from slotwise.core.interfaces import Policy
@@ -15,6 +16,7 @@ from slotwise.core.policies.deadline import Deadline
 from slotwise.core.policies.fair import Fair
 from slotwise.core.policies.fcfs import FirstComeFirstServed
 from slotwise.core.policies.priority import Priority
+from slotwise.core.policies.program import LeastServedProgram
 from slotwise.core.policies.shortest import Shortest
 
 SLOTS = st.integers(1, 4)
@@ -82,3 +84,10 @@ def test_fair(slots, credit, coming):
 @given(SLOTS, SECONDS, SECONDS, st.booleans(), comers(slo(ttfts=(None, 0.5, 1.0, 4.0, 30.0))))
 def test_deadline(slots, ttft, ageing, sheds, coming):
     agree(Deadline(KnownTimes(), ttft, ageing, sheds=sheds), NaiveDeadline(slots, ttft, ageing, sheds), coming)
+
+
+@settings(max_examples=40, deadline=None)
+@given(SLOTS, SECONDS, st.sampled_from((3.0, 8.0, 60.0)),
+       comers(slo(tenants=("a", "b")), max_size=60, sessions=("", "x", "x", "y")))
+def test_program(slots, ageing, quantum, coming):
+    agree(LeastServedProgram(ageing, quantum, inf), NaiveProgram(slots, ageing, quantum), coming)

@@ -9,12 +9,13 @@ from slotwise.core.policies.deadline import Deadline
 from slotwise.core.policies.fair import Fair
 from slotwise.core.policies.fcfs import FirstComeFirstServed
 from slotwise.core.policies.priority import Priority
+from slotwise.core.policies.program import LeastServedProgram
 from slotwise.core.policies.shortest import Shortest
 from slotwise.core.scheduler_limits import LEAST_MS, Tier
 from slotwise.core.setting_fields import LIVE, check_settings, real, setting, whole
 from slotwise.core.step_time import StepTimeModel
 
-POLICIES = ("fcfs", "priority", "shortest", "fair", "deadline")
+POLICIES = ("fcfs", "priority", "shortest", "fair", "deadline", "program")
 AGEING = 60.0  # seconds; default of the policies that age
 AGED_TOKENS = 100.0  # of work that `ageing` makes up for under `shortest`
 GAP = 1
@@ -34,8 +35,8 @@ class Ordering:
                         phase=LIVE, name="scheduling_policy")
     ageing: float | None = setting(
         None, "priority: waiting time that makes up for one priority; shortest: for 100 tokens of work; deadline: "
-        "after which a late request goes first", unit="seconds", range=real(0.001, 86_400.0), otherwise=f"{AGEING:g}",
-        phase=LIVE)
+        "after which a late request goes first; program: for each level of service that its session had",
+        unit="seconds", range=real(0.001, 86_400.0), otherwise=f"{AGEING:g}", phase=LIVE)
     preemption_gap: int | None = setting(
         None, "priority: a waiting request preempts a running one that is behind it by so many priorities",
         unit="priorities", range=whole(1, 10_000), otherwise=f"{GAP}", phase=LIVE)
@@ -54,7 +55,7 @@ class Ordering:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        self._belongs("ageing", given=self.ageing is not None, kinds=("priority", "shortest", "deadline"))
+        self._belongs("ageing", given=self.ageing is not None, kinds=("priority", "shortest", "deadline", "program"))
         self._belongs("preemption_gap", given=self.preemption_gap is not None, kinds=("priority",))
         self._belongs("length_quantile", given=self.length_quantile is not None, kinds=("shortest",))
         self._belongs("length_oracle", given=self.length_oracle, kinds=("shortest",))
@@ -78,4 +79,6 @@ class Ordering:
         if self.kind == "deadline":
             ttft = TTFT_MS if self.default_ttft_ms is None else self.default_ttft_ms
             return Deadline(times, ttft / 1000, ageing, sheds=self.shed_late)
+        if self.kind == "program":
+            return LeastServedProgram(ageing)
         return FirstComeFirstServed()

@@ -17,6 +17,9 @@ from slotwise.compute.model.decoder import Decoder
 from slotwise.compute.model.loading import load_model
 from slotwise.compute.runner.decode_graphs import DecodeGraphs
 from slotwise.compute.runner.input_batch import SlotTable
+from slotwise.core.params import SamplingSpec
+from slotwise.core.record import NewBlocks, NewRequest, RowKind, StepPlan
+from slotwise.core.request import RequestSpec
 
 BLOCK, BLOCKS, WIDTH = 16, 700, 40
 
@@ -52,15 +55,20 @@ class Pair:
                 cache.storage.random_(0, 64)  # four such bytes are a scale below 1
             else:
                 cache.storage.normal_()
-        self.steps = DecodeGraphs(self.decoder, self.caches, SlotTable(num_slots, WIDTH * BLOCK, BLOCK, BLOCKS - 1))
+        self.slots = SlotTable(num_slots, WIDTH * BLOCK, BLOCK, BLOCKS - 1)
+        self.steps = DecodeGraphs(self.decoder, self.caches, self.slots)
 
     def check(self, contexts: list[int], drafts: list[int] | None = None) -> None:
         batch = decode_batch(contexts, self.decoder.config.vocab_size, drafts)
-        on_trial = replace(batch, on_trial=torch.ones(len(contexts), dtype=torch.int32))
-        expected = self.decoder.logits(self.decoder.hidden(on_trial, self.caches))
+        expected = self.computed(batch)
         actual = self.steps.logits(batch)
         assert actual is not None
         assert torch.equal(actual, expected), contexts
+
+    def computed(self, batch: RaggedBatch) -> torch.Tensor:
+        """Logits of a batch, kernel by kernel."""
+        on_trial = replace(batch, on_trial=torch.ones(len(batch.context_lens), dtype=torch.int32))
+        return self.decoder.logits(self.decoder.hidden(on_trial, self.caches))
 
 
 @pytest.mark.parametrize(("family", "kind", "cached", "path"), [
@@ -108,6 +116,26 @@ def check_recorded(pair: Pair) -> None:
     for drafts in ([2, 0, 3], [0, 5, 0], [1, 2, 2], [0, 0, 0], [4], [9], [0]):  # the first three by one recording
         for longest in (20, 300):
             pair.check(torch.randint(10, longest, (len(drafts),)).tolist(), drafts)
+
+
+def test_a_step_of_slots_is_repeated(tmp_path: Path) -> None:
+    """Also where rows with drafts began elsewhere in the step before."""
+    pair = Pair(make("llama3", tmp_path), "float32", num_slots=4)
+    joins = tuple(NewRequest(slot, slot, RequestSpec(range(9 * slot, 9 * slot + tokens), SamplingSpec()), ())
+                  for slot, tokens in ((3, 38), (1, 6)))
+    blocks = NewBlocks(3, 0, (40, 7, 21)), NewBlocks(1, 0, (5,))
+    step = StepPlan(0, 0.0, (), joins, (), blocks, (3, 1), (3, 1), (37, 5), (1, 1), (), (1, 1), (RowKind.DECODE,) * 2,
+                    (), (), (), (), None)
+    pair.slots.apply(step)
+    batch, targets = pair.slots.gather(step)
+    expected = pair.computed(batch)
+    assert pair.steps.repeat(step) is None, "it was not captured"
+    pair.check([9, 40])
+    pair.check([9, 40], drafts=[1, 0])
+    repeated = pair.steps.repeat(step)
+    assert repeated is not None
+    assert torch.equal(repeated[0], expected) and torch.equal(repeated[1], targets)
+    assert pair.steps.repeat(step._replace(num_logits=(1, 0))) is None, "the second row samples nothing"
 
 
 def test_other_steps_are_left_to_others(tmp_path: Path) -> None:

@@ -26,8 +26,9 @@ from torch import Tensor
 
 from slotwise.compute.kernels.interface import Graph, GroupTables, Kernels, LayerCache, RaggedBatch
 from slotwise.compute.model.decoder import StepDecoder
-from slotwise.compute.runner.input_batch import SlotTable
+from slotwise.compute.runner.input_batch import SlotTable, is_plain_decode
 from slotwise.compute.runner.staging import viewer
+from slotwise.core.record import StepPlan
 
 MAX_GRAPHS = 512  # at about 100 kB each
 MAX_TOKENS = 128  # of a step with drafts
@@ -62,7 +63,7 @@ class DecodeGraphs:
 
     Args:
         caches: one per layer, made by the decoder's kernels.
-        slots: gives the number of slots and the null block.
+        slots: known tokens and block tables.
         forward: what is captured, from a batch to its result; None: the logits of `decoder`.
     """
 
@@ -78,6 +79,8 @@ class DecodeGraphs:
         self._decoder = decoder
         self._graphs: OrderedDict[_Size, Graph] = OrderedDict()
         self._can_record = True
+        self._is_on_host = device.type == "cpu"
+        self._slots = slots
         self._null_block = slots.null_block
         self._null_place = slots.null_block * slots.block_size
         self._max_rows = slots.num_slots
@@ -93,6 +96,25 @@ class DecodeGraphs:
         self._view_of_starts = self._view(self._starts)
         self._every = self._view(torch.arange(tokens + 1, dtype=torch.int32, device=device))
         self._places = torch.arange(tokens, device=device)
+
+    def repeat(self, plan: StepPlan) -> tuple[Tensor, Tensor] | None:
+        """Logits of a plain decode step of a size that was captured, as `logits` returns them, and its targets.
+
+        The batch is written where the graph reads it.  None for any other step, and for a batch that is not on the
+        host.
+        """
+        if not self._is_on_host or not is_plain_decode(plan):
+            return None
+        rows, longest = len(plan.slots), max(plan.starts) + 1
+        size = _Size(rows, *self._decoder.kernels.graph_size(rows, longest), self._decoder.is_adapted)
+        graph = self._graphs.get(size)
+        if graph is None or size.tokens != rows:
+            return None
+        self._decoder.reach(longest)
+        targets = self._slots.write_decode(plan, *self._views)
+        self._view_of_starts[: rows + 1] = self._every[: rows + 1]
+        self._graphs.move_to_end(size)
+        return graph.run(), targets
 
     def logits(self, batch: RaggedBatch) -> Tensor | None:
         """Logits of a step that only decodes, `[tokens, vocab]`, valid until the next; None for any other step.

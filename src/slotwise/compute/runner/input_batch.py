@@ -34,6 +34,11 @@ from slotwise.core.record import FREED, PROPOSED, StepPlan
 CPU = torch.device("cpu")
 
 
+def is_plain_decode(plan: StepPlan) -> bool:
+    """Whether each row of a step has one token and samples the next, as in nearly every step."""
+    return max(plan.counts) == 1 == min(plan.num_logits) and not plan.padding
+
+
 class GatheredBatch(NamedTuple):
     """A plan on the device."""
 
@@ -124,7 +129,7 @@ class SlotTable(SlotListener):
 
     def append(self, targets: Tensor, tokens: Tensor) -> None:
         """Add sampled tokens to the known ones; a failed row has -1, and gets token 0, which is never returned."""
-        self._known[self._view(targets)] = self._view(tokens.clamp(min=0))
+        self._known[self._view(targets)] = self._view(tokens).clip(min=0)
 
     def learn(self, slot: int, start: int, tokens: Sequence[int]) -> None:
         """Make tokens known that another rank has sampled, at positions from `start` on."""
@@ -138,10 +143,10 @@ class SlotTable(SlotListener):
 
     def gather(self, plan: StepPlan) -> GatheredBatch:
         """The plan's rows laid end to end, then their padding.  `plan` has at least one row."""
+        if is_plain_decode(plan):
+            return self._decoded(plan)
         slots = np.array(plan.slots, np.int64)
         starts = np.array(plan.starts, np.int64)
-        if max(plan.counts) == 1 == min(plan.num_logits) and not plan.padding:
-            return self._decoded(slots, starts)
         counts = np.array(plan.counts, np.int64)
         slot_of, positions = _laid_out(slots, starts, counts)
         blocks, offsets = np.divmod(positions, self.block_size)
@@ -160,17 +165,37 @@ class SlotTable(SlotListener):
         np.cumsum(rows.counts, out=firsts[1:])
         return self._sent(rows, (int(rows.counts.max()), firsts), sample_at, targets)
 
-    def _decoded(self, slots: np.ndarray, starts: np.ndarray) -> GatheredBatch:
-        """The batch of a plain decode step, which nearly every step is: each row has one token and samples the next."""
-        contexts, blocks = starts + 1, starts // self.block_size
-        sources = slots * self._stride + starts
-        offsets = starts - blocks * self.block_size
+    def _decoded(self, plan: StepPlan) -> GatheredBatch:
+        """The batch of a plain decode step."""
+        rows = self._decode_columns(plan)
+        every = self._every[: len(plan.slots) + 1]
+        return self._sent(rows, (1, every.astype(np.int32)), every[:-1], rows.sources + 1)
+
+    def write_decode(self, plan: StepPlan, longs: np.ndarray, contexts: np.ndarray, tables: np.ndarray) -> Tensor:
+        """Write the batch of a plain decode step over the first rows of arrays on the host; returns the targets.
+
+        Args:
+            longs: `[2 + groups, rows]`, token ids, positions, and places in the cache of each group.
+            contexts: `[rows]`.
+            tables: `[groups, rows, blocks]`.
+        """
+        rows, number = self._decode_columns(plan), len(plan.slots)
+        longs[0, :number] = self._known[rows.sources]
+        longs[1, :number] = rows.positions
+        contexts[:number] = rows.contexts
+        for group, (places, table) in enumerate(zip(rows.places, rows.tables, strict=True)):
+            longs[2 + group, :number] = places
+            tables[group, :number, : table.shape[1]] = table
+        return torch.from_numpy(rows.sources + 1)
+
+    def _decode_columns(self, plan: StepPlan) -> _BatchColumns:
+        slots, starts = np.array(plan.slots, np.int64), np.array(plan.starts, np.int64)
+        blocks, width = starts // self._block_size, max(plan.starts) // self.block_size + 1
+        offsets = starts - blocks * self._block_size
         places = [table[slots, blocks] * self._block_size + offsets for table in self._tables]
-        width = -(-int(contexts.max()) // self.block_size)
-        every = self._every[: len(slots) + 1]
-        rows = _BatchColumns(
-            sources, starts, places, every[1:], contexts, [table[slots, :width] for table in self._tables])
-        return self._sent(rows, (1, every.astype(np.int32)), every[:-1], sources + 1)
+        return _BatchColumns(
+            slots * self._stride + starts, starts, places, self._every[1 : len(slots) + 1], starts + 1,
+            [table[slots, :width] for table in self._tables])
 
     def _sent(
         self, rows: _BatchColumns, queries: tuple[int, np.ndarray], sample_at: np.ndarray, targets: np.ndarray,

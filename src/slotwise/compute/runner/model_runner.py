@@ -154,12 +154,15 @@ class ModelRunner:
 
     def _compute(self, plan: StepPlan) -> _ModelOutput:
         """Run the model; describe or pool the prompts whose log-probabilities or vectors were requested."""
-        batch, targets = self._slots.gather(plan)
+        reads_prompts = self._prompts.are_in(plan) or self._pools.are_in(plan)
         self._listeners.compute(plan)
+        if not reads_prompts and (repeated := self._decode_graphs.repeat(plan)) is not None:
+            return _ModelOutput(plan, *repeated)
+        batch, targets = self._slots.gather(plan)
         self._decoder.reach(batch.max_context_len)
         has_trial = bool(plan.drafts) and self._decoder.has_states
         states = DraftedStates(plan, batch, self._caches) if has_trial else None
-        if self._prompts.are_in(plan) or self._pools.are_in(plan):
+        if reads_prompts:
             return self._read_prompts(plan, targets, self._hidden(batch, states))._replace(states=states)
         logits = self._decode_graphs.logits(batch) if states is None else None
         if logits is None:

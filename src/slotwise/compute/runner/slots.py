@@ -63,11 +63,18 @@ class SlotListeners:
 
     def __init__(self, listeners: Iterable[SlotListener]) -> None:
         self._listeners = tuple(listeners)
+        self._applying, self._proposing, self._preparing, self._computing, self._completing = (
+            self._with(name) for name in ("apply", "propose", "prepare_draws", "compute", "complete"))
+
+    def _with(self, name: str) -> tuple[SlotListener, ...]:
+        """The listeners with a method of their own: a decode step calls no others."""
+        own = getattr(SlotListener, name)
+        return tuple([listener for listener in self._listeners if getattr(type(listener), name) is not own])
 
     def apply(self, plan: StepPlan) -> None:
         """Raises what a listener raised, once all have heard of the plan: the next plan must find their slots."""
         failures = []
-        for listener in self._listeners:
+        for listener in self._listeners if plan.released_slots or plan.new_requests else self._applying:
             try:
                 listener.apply(plan)
             except Exception as error:
@@ -76,20 +83,20 @@ class SlotListeners:
             raise failures[0]
 
     def propose(self, plan: StepPlan, prepare_draws: PrepareDraws) -> StepPlan:
-        for listener in self._listeners if plan.has_proposed else ():
+        for listener in self._proposing if plan.has_proposed else ():
             plan = listener.propose(plan, prepare_draws)
         return plan
 
     def prepare_draws(self, plan: StepPlan, num_drawn: NumDrawn, earlier: Earlier) -> None:
-        for listener in self._listeners:
+        for listener in self._preparing:
             listener.prepare_draws(plan, num_drawn, earlier)
 
     def compute(self, plan: StepPlan) -> None:
-        for listener in self._listeners:
+        for listener in self._computing:
             listener.compute(plan)
 
     def complete(self, plan: StepPlan, result: StepResult) -> StepResult:
-        for listener in self._listeners:
+        for listener in self._completing:
             result = listener.complete(plan, result)
         return result
 

@@ -109,6 +109,10 @@ class RowTokens:
         A row takes no token after one that is not its draft.  Nor after a position without a sound distribution, which
         fails the row if it is the first, and else is left to the next step.
         """
+        if not (self._plan.drafts or sampled.failed or sampled.logprobs):  # nearly every step
+            for row, token in zip(rows, sampled.tokens, strict=True):
+                self.tokens[row] = (token,)
+            return
         logprobs = sampled.logprobs or [None] * len(rows)
         for row, token, entry in zip(rows, sampled.tokens, logprobs, strict=True):
             if self.is_open(row) and token == FAILED:

@@ -101,6 +101,20 @@ class TestGreedy:
     def test_a_temperature_close_to_zero_is_greedy(self):
         assert set(draws(torch.tensor([0.0, 0.001, -3]), SamplingSpec(temperature=1e-6), 50)) == {1}
 
+    def test_a_slot_is_greedy_as_long_as_its_request_is(self):
+        logits = torch.tensor([[4.0, 3.0, 2.0, 1.0]])
+        drawn, banned = SamplingSpec(temperature=0, logit_bias={0: -9.0}), SamplingSpec(temperature=0, min_tokens=1)
+        for before in (drawn, banned):
+            sampler = Sampler(1, 4)
+            for request, token in ((join(0, before, stop_ids=(0,)), 1), (join(0, SamplingSpec(temperature=0)), 0),
+                                   (join(0, before, stop_ids=(0,)), 1)):
+                sampler.join(request)
+                assert sampler.sample(logits, [0], [3]).tokens == [token]
+                sampler.leave(0)
+            sampler.join(join(0, before, stop_ids=(0,)))
+            sampler.join(join(0, SamplingSpec(temperature=0)))  # resumed, without a `leave`
+            assert sampler.sample(logits, [0], [3]).tokens == [0]
+
     def test_logits_that_are_a_view_with_gaps(self):
         wide = torch.randn(4, 300, generator=torch.Generator().manual_seed(0))
         sampler = Sampler(4, 100)

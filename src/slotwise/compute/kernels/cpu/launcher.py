@@ -142,10 +142,11 @@ class KernelGraph:
         self._blocks = self._blocks.reshape(len(kernels), WORDS)
         for block, (_, _, words) in zip(self._blocks, kernels, strict=True):
             block[HEADER : HEADER + len(words) // 8] = np.frombuffer(words, np.int64)
+        self._headers, self._codes_address = self._blocks[:, :HEADER], self._codes.ctypes.data
 
     def run(self) -> Tensor:
         """Run it again; returns its result."""
-        self._blocks[:, :HEADER] = 0
+        self._headers.fill(0)
         first = 0
         for end, call in self._calls:
             self._run(first, end)
@@ -157,7 +158,7 @@ class KernelGraph:
     def _run(self, first: int, end: int) -> None:
         """Run the kernels `first ... end - 1`."""
         if end > first:
-            codes, blocks = self._codes.ctypes.data + 16 * first, self._address + 8 * WORDS * first
+            codes, blocks = self._codes_address + 16 * first, self._address + 8 * WORDS * first
             self._launcher.pool.run_program(PROGRAM, codes, blocks, end - first)
 
 

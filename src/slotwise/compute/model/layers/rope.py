@@ -241,7 +241,7 @@ class RotaryTable:
 
     def until(self, end: int) -> Tensor:
         """The table, `[max_positions, head_dim]`, with valid rows before `end` (see `rotary_table`)."""
-        while self._known < min(end, len(self._table)):
+        while self._known < end and self._known < len(self._table):
             upto = min(self._known + CHUNK, len(self._table))
             self._table[self._known : upto] = rotary_table(self._rope, self._table.shape[1], self._known, upto)
             self._known = upto

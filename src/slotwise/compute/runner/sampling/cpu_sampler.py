@@ -50,6 +50,8 @@ class Sampler(Sampling):
         self._vocab_size = vocab_size
         self._params = SlotParams(num_slots, vocab_size)
         self._edits: dict[int, LogitEdits] = {}  # by slot, of requests that have any
+        self._not_greedy: set[int] = set()  # slots of requests of which some tokens take more than an argmax
+        self._every = np.arange(num_slots)
         self._masks = masks
         self._launcher = launcher or KernelLauncher(torch.get_num_threads())
         self._work = torch.empty(0, vocab_size, dtype=torch.float32)
@@ -58,6 +60,7 @@ class Sampler(Sampling):
         """Set the slot's request, new or resumed after preemption."""
         params = self._params.join(request)
         self._edits.pop(request.slot, None)
+        (self._not_greedy.add if params.greedy_from else self._not_greedy.discard)(request.slot)
         if params.is_edited(num_outputs=0):
             self._edits[request.slot] = LogitEdits(params, request.tokens, self._vocab_size)
 
@@ -65,6 +68,7 @@ class Sampler(Sampling):
         """Clear the slot."""
         self._params.leave(slot)
         self._edits.pop(slot, None)
+        self._not_greedy.discard(slot)
 
     def draws_in_order(self, slot: int) -> bool:
         """See `Sampling`."""
@@ -77,9 +81,11 @@ class Sampler(Sampling):
         Args:
             logits: `[rows, vocab]` bfloat16 or float32 on the CPU.
         """
+        masked = self._masks.select(slots, positions) if self._masks is not None else None
+        if masked is None and len(slots) <= len(self._every) and self._not_greedy.isdisjoint(slots):
+            return sampled(self._greedy(logits, self._every[: len(slots)]).tolist(), None)
         requests, num_outputs = self._params.rows(slots, positions)
         special = [row for row, request in enumerate(requests) if num_outputs[row] < request.greedy_from]
-        masked = self._masks.select(slots, positions) if self._masks is not None else None
         tokens = np.empty(len(slots), dtype=np.int64)
         logprobs = None
         if len(special) < len(slots):
@@ -122,6 +128,8 @@ class Sampler(Sampling):
     ) -> Tensor:
         """Float32 copies of rows, with their requests' edits: `[len(rows), vocab]`, until the next call."""
         work = self._widened(logits, np.array(rows, dtype=np.int64))
+        if not self._edits:
+            return work
         for target, request, outputs in zip(work.numpy(), requests, num_outputs, strict=True):
             edits = self._edits.get(request.slot)
             if edits is not None:
@@ -145,7 +153,7 @@ class Sampler(Sampling):
 
     def _record(self, requests: list[RequestParams], tokens: NDArray[np.int64]) -> None:
         """Record the tokens as outputs, FAILED too: a step in flight counts on it."""
-        for request, token in zip(requests, tokens.tolist(), strict=True):
+        for request, token in zip(requests, tokens.tolist(), strict=True) if self._edits else ():
             edits = self._edits.get(request.slot)
             if edits is not None:
                 edits.record(token)

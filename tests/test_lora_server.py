@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from support import checkpoints
 from support import lora_adapters as lora
@@ -68,6 +67,8 @@ def server(world: World, log: Path) -> Iterator[Live]:
 
 
 def tokens(server: Live, model: str, prompt: list[int], **fields: Any) -> list[int]:
+    import openai  # takes long: not while tests are collected
+
     client = openai.OpenAI(base_url=server.url + "/v1", api_key="any", max_retries=0)
     extra = {"return_token_ids": True, "ignore_eos": True} | fields
     answer = client.completions.create(
@@ -356,7 +357,7 @@ def test_options_that_contradict_each_other(arguments: tuple[str, ...], message:
     "--pipeline-parallel-size", marks=pytest.mark.slow)])
 def test_ranks_load_their_parts_beside_a_stream(world: World, sizes: str, tmp_path: Path) -> None:
     with serving(*world.arguments(), sizes, "2", log=tmp_path / "log") as live:
-        long = {"model": "b", "prompt": world.prompts[0], "max_tokens": 1500, "ignore_eos": True, "stream": True}
+        long = {"model": "b", "prompt": world.prompts[0], "max_tokens": 600, "ignore_eos": True, "stream": True}
         with live.client.stream("POST", "/v1/completions", json=long) as reply:
             lines = reply.iter_lines()
             next(lines)

@@ -16,9 +16,9 @@ from support.live_server import children, eventually
 from slotwise import LLM, SamplingParams
 
 ADMIN = {"Authorization": "Bearer root"}
-PROMPTS = [[20 + place + 3 * token % 900 for token in range(1200)] for place in range(6)]
+PROMPTS = [[20 + place + 3 * token % 900 for token in range(1200)] for place in range(4)]
 PER_TOKEN = 3 * 2 * 4 * 128 * 4  # bytes of the cache: layers, keys and values, heads, their size, float32
-WRITTEN = 6 * 1200 * PER_TOKEN
+WRITTEN = 4 * 1200 * PER_TOKEN
 
 
 @pytest.fixture(scope="module")

@@ -122,13 +122,13 @@ def assert_costs_little(place: str, shape: str, size: int) -> None:
     body = (frame % SHAPES[shape](size - len(frame) - 2)).encode()
     assert size * 0.9 < len(body) <= size
     found = cost(READ[kind], body)
-    assert found.memory < MOST * right() * size / LARGEST and found.calls < MOST_CALLS
+    assert found.memory < MOST * right() * size / LARGEST and found.calls < MOST_CALLS, (place, shape)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("place", PLACES)
-def test_no_body_costs_much_more_than_one_that_is_right(place: str, shape: str) -> None:
-    assert_costs_little(place, shape, LARGE)
+def test_no_body_costs_much_more_than_one_that_is_right(place: str) -> None:
+    for shape in SHAPES:
+        assert_costs_little(place, shape, LARGE)
 
 
 @pytest.mark.parametrize(("place", "shape"), [*zip_longest(PLACES, SHAPES, fillvalue="prompt")])

@@ -142,7 +142,7 @@ def running_requests(server: Live) -> int:
 
 
 def test_a_question_is_answered_word_by_word(chromium: Any, server: Live) -> None:
-    with visit(chromium, server.url, settings=MIDDLING) as chat:
+    with visit(chromium, server.url) as chat:
         chat.page.evaluate("""() => {
           window.seen = new Set();
           new MutationObserver(() => seen.add(document.querySelector("[data-testid=answer] .body")?.textContent.length))
@@ -156,7 +156,7 @@ def test_a_question_is_answered_word_by_word(chromium: Any, server: Live) -> Non
         assert re.search(r"\d+ of \d+ prompt tokens cached", facts), facts
         assert chat.page.title() and chat.part("composer").input_value() == ""
         (body,) = chat.bodies
-        assert body["temperature"] == 0 and body["max_tokens"] == 400 and body["stream"] is True
+        assert body["temperature"] == 0 and body["max_tokens"] == 40 and body["stream"] is True
         assert MODEL in chat.page.locator("header").inner_text()
 
 

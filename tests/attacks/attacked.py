@@ -47,7 +47,7 @@ from attacks.processes import (
 from attacks.watch import GAP, Gaps, HealthWatch, Journal, MemoryWatch, Stderr, paced
 from slotwise.compute.kernels.cpu.jit import store
 
-QUIET = (5.0, 60.0)  # seconds of the quiet run, at least and at most; else a quarter of the attacked one
+QUIET = (2.0, 60.0)  # seconds of the quiet run, at least and at most; else a quarter of the attacked one
 LOSING, HARMLESS = 45.0, 6.0  # seconds from one fault to the next on average: those that lose the engine, and others
 SPARE_FILES = 2  # descriptors of an API process beyond the quiet number
 DISK = (192 * MIB, 256 << 10)  # bytes of the small disk: at least, and for each second

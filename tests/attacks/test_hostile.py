@@ -60,7 +60,7 @@ def test_what_once_bit_bites_no_more(server: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_random_faults_break_no_law() -> None:
-    row, journal = attacked.random_faults(12, SEED, PATIENCE)
+    row, journal = attacked.random_faults(8, SEED, PATIENCE)
     assert journal.counts == {}, journal.violations[:10]
     assert row.broken == [] and row.leaked == 0
     assert row.fates[ledger.COMPLETED] > 5

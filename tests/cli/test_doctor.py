@@ -17,20 +17,15 @@ from slotwise.cli import main
 from slotwise.platform.host import cpu_quota
 
 
-def doctor(*arguments: str) -> dict[str, Any]:
-    done = cli("doctor", *arguments, "--json")
-    assert done.returncode == 0, done.stderr
-    return dict(json.loads(done.stdout))
-
-
 @pytest.mark.slow
-def test_what_is_told_is_what_an_engine_chooses() -> None:
+def test_what_is_told_is_what_an_engine_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     from slotwise.compose.engine_builder import build_engine
     from slotwise.compute.model.model_registry import find
     from slotwise.engine.config import EngineConfig
 
     settings = {"max_num_seqs": 8, "dtype": "bfloat16", "kv_cache_memory": 1 << 22}
-    told = doctor("builtin", "--max-num-seqs", "8", "--dtype", "bfloat16", "--kv-cache-memory", str(1 << 22))
+    told = _report(monkeypatch, "builtin", "--max-num-seqs", "8", "--dtype", "bfloat16", "--kv-cache-memory",
+                   str(1 << 22))
     _, info = build_engine(EngineConfig.of(model=str(find("builtin").path), **settings))
     model, limits = told["model"], info.limits
     assert {name: model[name] for name in ("num_blocks", "block_size", "max_model_len", "max_num_seqs")} == {
@@ -76,9 +71,11 @@ def test_trouble_comes_with_what_to_do(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "told"), [
     ("nonsense", "no folder and no file nonsense"), ("owner/name", "`slotwise pull owner/name` downloads the model")])
-def test_a_model_that_cannot_be_served_says_why(model: str, told: str, tmp_path: Path) -> None:
-    done = cli("doctor", model)
-    assert done.returncode == 1 and told in done.stdout.replace("\n  ", " ")
+def test_a_model_that_cannot_be_served_says_why(
+        model: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # restored afterwards
+    assert main(["doctor", model]) == 1
+    assert told in capsys.readouterr().out.replace("\n  ", " ")
 
 
 @pytest.mark.slow
@@ -97,12 +94,12 @@ def test_settings_that_contradict_each_other_are_one_line() -> None:
     assert done.returncode == 1 and "--max-num-batched-tokens (8) must be at least" in line
 
 
-def _report(monkeypatch: pytest.MonkeyPatch, model: str, status: int = 0) -> dict[str, Any]:
+def _report(monkeypatch: pytest.MonkeyPatch, *arguments: str, status: int = 0) -> dict[str, Any]:
     """The report of a doctor in this process."""
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # restored afterwards
     with redirect_stdout(StringIO()) as printed:
-        assert main(["doctor", model, "--json"]) == status
+        assert main(["doctor", *arguments, "--json"]) == status
     return dict(json.loads(printed.getvalue()))
 
 

@@ -40,8 +40,8 @@ def serve(rows, prompt, output):
         assert not engine.step().outcome.failure
 
 for rows in (1, 2, 3, 5, 8, 13, 21, 34, 64, 47, 30, 11):  # of every captured size, growing and shrinking
-    serve(rows, 11 * rows, 30)
-serve(128, 900, 100)
+    serve(rows, 11 * rows, 8)
+serve(64, 900, 30)
 print(json.dumps({"said": info.memory.total, "taken": resident_bytes(), "path": info.product_path,
                   "runtime": info.memory.runtime}))
 """

@@ -19,6 +19,8 @@ import pytest
 from support.dockerfiles import environment, line_of, read
 from support.live import READY
 
+from slotwise.compute.kernels.cpu.jit import store
+
 ROOT = Path(__file__).resolve().parents[2]
 STAGES = read(ROOT / "Dockerfile")
 OURS = ("slotwise", "__editable__")
@@ -39,6 +41,10 @@ class Machine:
         for entry in Path(spec.origin).parents[1].iterdir():
             if not entry.name.startswith(OURS) and entry.suffix != ".pth":
                 (self._packages / entry.name).symlink_to(entry)
+        kernels = root / "var" / "cache" / "slotwise" / "slotwise" / "kernels"
+        kernels.parent.mkdir(parents=True, mode=0o700)
+        if (compiled := store.home()) is not None and compiled.is_dir():  # to compile them again is no part of an image
+            shutil.copytree(compiled, kernels)
 
     def at(self, text: str) -> str:
         """`text` with the paths of the image in this folder."""

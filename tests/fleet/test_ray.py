@@ -20,8 +20,6 @@ import pytest
 from support import leftovers
 from support.live_server import children, eventually
 
-from slotwise.fleet.ray_app import RaySettings
-
 ASK = {"model": "slotwise-builtin", "prompt": "def add(a, b):", "max_tokens": 8, "temperature": 0}
 SIGN = ": waiting"
 ENGINE = b"slotwise.compose.engine_process"
@@ -29,6 +27,8 @@ ARGUMENTS = "--max-num-seqs 4 --max-model-len 512 --dtype float32"
 
 
 def test_settings_are_read_from_texts_and_refused_by_name() -> None:
+    from slotwise.fleet.ray_app import RaySettings  # imports Ray, which takes long: not while tests are collected
+
     found = RaySettings.of({"min_replicas": "2", "num_cpus": 0.5, "arguments": "--dtype 'float32'"})
     assert found.min_replicas == 2 and found.num_cpus == 0.5
     assert found.command == ["--cpu-bind", "none", "--cpu-threads", "1", "--dtype", "float32"]

@@ -1,4 +1,7 @@
-"""Ray's request router with this package's rule: what it knows of replicas; no cluster."""
+"""Ray's request router with this package's rule: what it knows of replicas; no cluster.
+
+Ray takes long to import: not while tests are collected.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from ray.serve._private.common import DeploymentID, ReplicaID
 
 from slotwise.api.admin.replica_state import AdapterState, ReplicaState
 from slotwise.core.step_time import Prediction
-from slotwise.fleet.ray_router import ASKED_AT, STATE, RoutingOnRay
 from slotwise.fleet.upstream import RoutedPrompt
 
 SECOND = Prediction([1.0, 0.0, 0.0, 0.0, 0.0, 0.0], {kind: {} for kind in ("decode", "first", "prompts", "drafts")}, [])
@@ -21,6 +22,10 @@ STEP_TOKENS = 256  # a second
 
 
 def running(name: str, asked_at: float, *adapters: str) -> Any:
+    from ray.serve._private.common import DeploymentID, ReplicaID
+
+    from slotwise.fleet.ray_router import ASKED_AT, STATE
+
     state = ReplicaState(
         "instance", 0, True, [], [], True, 8, STEP_TOKENS, 0, 1, 0.0, 64.0, SECOND,
         tuple([AdapterState(one, f"/{one}", "", "digest") for one in adapters]))
@@ -33,13 +38,15 @@ def pending(number: int, model: str = "", size: int = 1024) -> Any:
                            metadata=SimpleNamespace(internal_request_id=str(number)))
 
 
-def router() -> RoutingOnRay:
+def router() -> Any:
+    from slotwise.fleet.ray_router import RoutingOnRay
+
     found = RoutingOnRay.__new__(RoutingOnRay)
     found.initialize_state()
     return found
 
 
-def chosen(found: RoutingOnRay, replicas: list[Any], request: Any) -> Any:
+def chosen(found: Any, replicas: list[Any], request: Any) -> Any:
     ranked = asyncio.run(found.choose_replicas(replicas, request))
     found.on_request_routed(request, ranked[0][0].replica_id, None)
     return ranked[0][0]

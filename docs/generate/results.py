@@ -390,12 +390,25 @@ def _encoding(result: str, unit: str, told: str, rate: str, number: str) -> str:
 
 
 def perplexity() -> str:
-    """Returns the perplexity of a real model by the types of its weights and its cache."""
-    rows = load("perplexity-cpu")["perplexity"]
-    best = rows[0]["perplexity"]
-    return table(("weights", "cache", "perplexity>", "above float32>"), [
-        (row["weights"], row["cache"], f"{row['perplexity']:.4f}", f"{row['perplexity'] / best - 1:.2%}")
-        for row in rows])
+    """Returns what the types of weights and of cache cost a real model, and what OpenVINO's cost it."""
+    found = load("perplexity-cpu")
+    rows = [(row["weights"], row["cache"], row) for row in found["perplexity"]]
+    rows += [(f"OpenVINO {row['version'].partition('-')[0]}, {row['weights']}", "", row) for row in found["openvino"]]
+    return table(("weights", "cache", "perplexity>", "above float32>", "greedy tokens kept>"), [
+        (weights, cache, *_lost(row, found["perplexity"][0])) for weights, cache, row in rows])
+
+
+def perplexity_of_builtin() -> str:
+    """Returns what the types of weights cost the built-in model."""
+    exact, *rows = [row for row in load("perplexity-builtin-cpu")["perplexity"] if row["cache"] == "auto"]
+    return table(("weights", "perplexity>", "above float32>", "greedy tokens kept>"), [
+        (row["weights"], *_lost(row, exact)) for row in (exact, *rows)])
+
+
+def _lost(row: Row, exact: Row) -> tuple[str, ...]:
+    """The cells of a perplexity, above that of float32, and of greedy tokens kept."""
+    return (f"{row['perplexity']:.4f}", f"{row['perplexity'] / exact['perplexity'] - 1:.2%}",
+            f"{row['greedy_kept']:.1%}")
 
 
 def perplexity_in_words() -> str:

@@ -49,3 +49,14 @@ def test_vectors_equal_transformers_in_company_and_alone(folder, exact):
         assert torch.equal(torch.tensor(llm.embed(text, use_tqdm=False)[0].outputs.embedding), vector)
     scores = [one.outputs.score for one in llm.score(TEXTS[0], TEXTS[1:3], use_tqdm=False)]
     assert scores == pytest.approx([0.943, 0.257], abs=2e-3)  # on the model's card
+
+
+@pytest.mark.parametrize(("quantization", "least"), [("int8", 0.999), ("int4", 0.95)])
+def test_vectors_of_rounded_weights_point_the_same_way(
+    folder: Path, exact: torch.Tensor, quantization: str, least: float
+) -> None:
+    """The least cosine of a text's vector and its exact one."""
+    llm = LLM(str(folder), quantization=quantization)
+    found = torch.tensor([one.outputs.embedding for one in llm.embed(TEXTS, use_tqdm=False)])
+    cosines = torch.nn.functional.cosine_similarity(found, exact)
+    assert least < float(cosines.min()) < 0.99999, cosines
